@@ -1,0 +1,1 @@
+//! Multi-process end-to-end and fault tests.
