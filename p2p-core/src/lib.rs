@@ -1,1 +1,34 @@
-//! 
+//! One-sided memory transport between peers: regions, slots, flags, and the rings on top of them.
+//!
+//! A *channel* joins two peers. Each owns one slot that the other writes by put; monotonic flags on
+//! cache lines of their own tell what is published and what is consumed. Nothing in this crate knows
+//! about models, HTTP or who talks to whom and why.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`view`] | bounds-checked windows over memory that a peer may write or read |
+//! | [`region`] | owned memory, its local range and its wire form |
+//! | [`slot`] | the layout of a slot: frames, control tail |
+//! | [`ring`] | the arithmetic of a frame ring: credits, order, desynchronisation |
+//! | [`endpoint`] | the transport trait: put, get, add-flag, fence, quiet |
+//! | [`channel`] | a pair of slots as two rings, over any endpoint |
+//! | [`wait`] | spin briefly, then block |
+//! | [`backend`] | transports |
+//!
+//! The memory model, with every SYNC POINT, is in `docs/memory-model.md`.
+
+pub mod backend;
+pub mod channel;
+pub mod endpoint;
+pub mod region;
+pub mod ring;
+pub mod slot;
+pub mod view;
+pub mod wait;
+
+pub use channel::{Channel, ChannelError, RxFrame, TxFrame};
+pub use endpoint::{Endpoint, PostError, QuietError, TransportKind};
+pub use region::{LocalRange, Region, RemoteRange};
+pub use slot::{SlotConfig, SlotConfigError, SlotLayout};
+pub use view::{OutOfRange, ReadView, WriteView};
+pub use wait::{Kicker, SpinPolicy, WaitSet};

@@ -1,0 +1,163 @@
+//! The transport trait: what one connected peer can be asked to do with its memory.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::time::Instant;
+
+use thiserror::Error;
+
+use crate::region::{LocalRange, RemoteRange};
+
+/// Which transport joins two peers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum TransportKind {
+    /// Both ends in one process.
+    Local,
+    /// Shared memory of one host.
+    Shm,
+}
+
+impl TransportKind {
+    /// Name as used in configuration, logs and metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Shm => "shm",
+        }
+    }
+}
+
+/// An operation could not be posted.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum PostError {
+    /// The range is not inside the region that the key stands for. A local bug.
+    #[error("{op}: {len} bytes at offset {offset} leave the peer's region of {region_bytes} bytes")]
+    RemoteRange {
+        /// Operation.
+        op: &'static str,
+        /// First byte.
+        offset: usize,
+        /// Bytes.
+        len: usize,
+        /// Bytes of the region.
+        region_bytes: usize,
+    },
+    /// A flag must lie on an 8-byte boundary. A local bug.
+    #[error("{op}: flag offset {offset} is not a multiple of 8")]
+    Misaligned {
+        /// Operation.
+        op: &'static str,
+        /// Offset found.
+        offset: usize,
+    },
+    /// The peer is gone. Its slot must be retired.
+    #[error("{op}: the connection to the peer is closed")]
+    Disconnected {
+        /// Operation.
+        op: &'static str,
+    },
+    /// The transport failed; the peer must be treated as lost.
+    #[error("{op}: transport error {code}: {detail}")]
+    Transport {
+        /// Operation.
+        op: &'static str,
+        /// Raw code of the transport.
+        code: i64,
+        /// What it means.
+        detail: String,
+    },
+}
+
+/// Outstanding operations could not be completed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum QuietError {
+    /// The deadline passed with operations outstanding.
+    #[error("quiet: {outstanding} operations still outstanding at the deadline")]
+    Deadline {
+        /// Operations outstanding.
+        outstanding: usize,
+    },
+    /// An operation failed.
+    #[error(transparent)]
+    Post(#[from] PostError),
+}
+
+/// One connected peer.
+///
+/// **Ordering contract.** An [`add_flag`](Self::add_flag) issued after puts to the same peer is seen
+/// by that peer only after those puts. Puts are not ordered among each other unless a
+/// [`fence`](Self::fence) stands between them. [`quiet`](Self::quiet) returns once everything issued
+/// before is complete: sources may be reused and the data is visible to the peer.
+///
+/// Endpoints are chosen while connecting and are concrete types while polling.
+pub trait Endpoint: Send {
+    /// Wire form of the right to access one region. Never contains a local key.
+    type RemoteKey: Copy + Send;
+
+    /// Which transport this is.
+    fn kind(&self) -> TransportKind;
+
+    /// Address of the peer's region in this process, where loads and stores reach it.
+    /// `None` means that only puts and gets do.
+    fn direct(&self, key: Self::RemoteKey) -> Option<NonNull<u8>>;
+
+    /// Starts a copy of `src` into the peer's memory.
+    ///
+    /// # Safety
+    /// `src` stays registered and unwritten until a `quiet` covers this call.
+    ///
+    /// # Errors
+    /// [`PostError`]; nothing was written then.
+    unsafe fn put(
+        &mut self,
+        dst: RemoteRange<Self::RemoteKey>,
+        src: LocalRange,
+    ) -> Result<(), PostError>;
+
+    /// Starts a copy from the peer's memory into `dst`.
+    ///
+    /// # Safety
+    /// `dst` stays registered, and nothing else reads or writes it, until a `quiet` covers this call.
+    ///
+    /// # Errors
+    /// [`PostError`]; nothing is read then.
+    unsafe fn get(
+        &mut self,
+        dst: LocalRange,
+        src: RemoteRange<Self::RemoteKey>,
+    ) -> Result<(), PostError>;
+
+    /// Atomically adds `value` to the 64-bit flag at `dst.offset`, after all earlier puts.
+    ///
+    /// # Errors
+    /// [`PostError`]; the flag is unchanged then.
+    fn add_flag(&mut self, dst: RemoteRange<Self::RemoteKey>, value: u64) -> Result<(), PostError>;
+
+    /// Orders everything issued before ahead of everything issued after.
+    ///
+    /// # Errors
+    /// [`PostError`] when the transport has failed.
+    fn fence(&mut self) -> Result<(), PostError>;
+
+    /// Waits until everything issued before is complete.
+    ///
+    /// # Errors
+    /// [`QuietError`] at `deadline` or on failure.
+    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError>;
+
+    /// Wakes the peer if it sleeps on the region of `key`, whose `WAITING` word is at
+    /// `waiting_offset`. Called after `add_flag`.
+    ///
+    /// # Errors
+    /// [`PostError`] when the wake-up cannot be delivered.
+    fn wake(&mut self, key: Self::RemoteKey, waiting_offset: usize) -> Result<(), PostError>;
+
+    /// Descriptor that becomes readable when the peer wakes us, to be put into a
+    /// [`WaitSet`](crate::wait::WaitSet) in edge-triggered mode.
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
+}

@@ -1,0 +1,152 @@
+//! Owned memory, its local ranges and its wire form.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use thiserror::Error;
+
+/// Memory could not be mapped.
+#[derive(Debug, Error)]
+#[error("cannot map {bytes} bytes of {what}: {source}")]
+pub struct MapError {
+    /// Bytes asked for.
+    pub bytes: usize,
+    /// What for.
+    pub what: &'static str,
+    /// The system's answer.
+    pub source: std::io::Error,
+}
+
+/// A mapping that is unmapped when the last reference goes.
+///
+/// Clones share the mapping. The memory may be written by peers at any time, so it is reached only
+/// through views, atomics and copies.
+#[derive(Debug, Clone)]
+pub struct Region {
+    inner: Arc<Mapping>,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is plain memory with no thread affinity; it is unmapped once, by the last owner.
+unsafe impl Send for Mapping {}
+// SAFETY: shared access goes through raw copies and atomics only; see the type's documentation.
+unsafe impl Sync for Mapping {}
+
+impl Region {
+    /// Zeroed anonymous memory of this process, committed page by page when touched.
+    ///
+    /// # Errors
+    /// [`MapError`] when the system refuses.
+    pub fn anonymous(len: usize) -> Result<Self, MapError> {
+        // SAFETY: a fresh private anonymous mapping at an address the kernel chooses aliases nothing.
+        let ptr = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        }
+        .map_err(|e| MapError {
+            bytes: len,
+            what: "anonymous memory",
+            source: e.into(),
+        })?;
+        // SAFETY: `ptr..ptr+len` was just mapped and is owned by nobody else.
+        unsafe { Self::from_raw(ptr.cast(), len) }.ok_or(MapError {
+            bytes: len,
+            what: "anonymous memory",
+            source: std::io::ErrorKind::InvalidInput.into(),
+        })
+    }
+
+    /// Takes over a mapping. `None` when `ptr` is null or `len` is 0.
+    ///
+    /// # Safety
+    /// `ptr..ptr+len` is a whole mapping, readable and writable, that nobody else unmaps.
+    #[must_use]
+    pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Option<Self> {
+        let ptr = NonNull::new(ptr)?;
+        (len > 0).then(|| Self { inner: Arc::new(Mapping { ptr, len }) })
+    }
+
+    /// First byte.
+    #[must_use]
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        self.inner.ptr
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.inner.len
+    }
+
+    /// Never true: empty regions cannot be made.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.inner.len == 0
+    }
+
+    /// A checked range of this region. `None` when it leaves the region.
+    #[must_use]
+    pub fn range(&self, offset: usize, len: usize) -> Option<LocalRange> {
+        let end = offset.checked_add(len)?;
+        (end <= self.len()).then(|| LocalRange { region: self.clone(), offset, len })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: this is the last reference to a mapping that `from_raw` took over whole.
+        if let Err(error) = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) } {
+            tracing::error!(%error, len = self.len, "munmap failed");
+        }
+    }
+}
+
+/// A range of local memory together with the guard that keeps it mapped.
+#[derive(Debug, Clone)]
+pub struct LocalRange {
+    region: Region,
+    offset: usize,
+    len: usize,
+}
+
+impl LocalRange {
+    /// First byte.
+    #[must_use]
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        // SAFETY: `range` checked that offset + len stays inside the region.
+        unsafe { self.region.as_ptr().add(self.offset) }
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the range is empty.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+/// A range of a peer's memory: the wire view. `K` is the remote key; a local key is never part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteRange<K> {
+    /// The right to access one region of the peer.
+    pub key: K,
+    /// First byte within that region.
+    pub offset: usize,
+    /// Bytes.
+    pub len: usize,
+}

@@ -1,0 +1,173 @@
+//! The arithmetic of a frame ring, free of memory and transports.
+//!
+//! Both cursors work on monotonic counters read from flags that a *peer* advances, so every value is
+//! checked: a counter that runs backwards or beyond what is possible is a [`Desync`], and the peer is
+//! at fault.
+
+use thiserror::Error;
+
+/// A peer's counter holds a value that no correct peer can produce.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("flag `{flag}` reads {found}, expected {low} to {high}: the peer broke the ring protocol")]
+pub struct Desync {
+    /// Which flag.
+    pub flag: &'static str,
+    /// Value found.
+    pub found: u64,
+    /// Smallest value that was possible.
+    pub low: u64,
+    /// Largest value that was possible.
+    pub high: u64,
+}
+
+/// The writing end: which frame comes next, and whether there is credit for it.
+#[derive(Debug, Clone)]
+pub struct TxCursor {
+    num_frames: u64,
+    published: u64,
+    consumed_seen: u64,
+}
+
+impl TxCursor {
+    /// Cursor of a fresh ring with `num_frames` frames.
+    #[must_use]
+    pub const fn new(num_frames: usize) -> Self {
+        Self { num_frames: num_frames as u64, published: 0, consumed_seen: 0 }
+    }
+
+    /// Sequence number of the next frame to fill.
+    #[must_use]
+    pub const fn next_seq(&self) -> u64 {
+        self.published
+    }
+
+    /// Frames that the peer has been given and has not consumed, as far as was seen.
+    #[must_use]
+    pub const fn in_flight(&self) -> u64 {
+        self.published - self.consumed_seen
+    }
+
+    /// Takes in the peer's `consumed` counter and says whether a frame is free.
+    ///
+    /// # Errors
+    /// [`Desync`] when the counter went backwards or passed what was published.
+    pub fn has_credit(&mut self, consumed: u64) -> Result<bool, Desync> {
+        if consumed < self.consumed_seen || consumed > self.published {
+            return Err(Desync {
+                flag: "consumed",
+                found: consumed,
+                low: self.consumed_seen,
+                high: self.published,
+            });
+        }
+        self.consumed_seen = consumed;
+        Ok(self.in_flight() < self.num_frames)
+    }
+
+    /// Counts one frame as published.
+    pub const fn advance(&mut self) {
+        self.published += 1;
+    }
+}
+
+/// The reading end: which frame comes next, and which are still held.
+#[derive(Debug, Clone)]
+pub struct RxCursor {
+    num_frames: u64,
+    published_seen: u64,
+    taken: u64,
+    released: u64,
+}
+
+impl RxCursor {
+    /// Cursor of a fresh ring with `num_frames` frames.
+    #[must_use]
+    pub const fn new(num_frames: usize) -> Self {
+        Self { num_frames: num_frames as u64, published_seen: 0, taken: 0, released: 0 }
+    }
+
+    /// Frames taken so far.
+    #[must_use]
+    pub const fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// Frames taken and not yet released.
+    #[must_use]
+    pub const fn held(&self) -> u64 {
+        self.taken - self.released
+    }
+
+    /// Takes in the peer's `published` counter; gives the sequence number of the next frame, if one
+    /// is there, and counts it as taken.
+    ///
+    /// # Errors
+    /// [`Desync`] when the counter went backwards or the peer published without credit.
+    pub fn take(&mut self, published: u64) -> Result<Option<u64>, Desync> {
+        let high = self.released + self.num_frames;
+        if published < self.published_seen || published > high {
+            return Err(Desync {
+                flag: "published",
+                found: published,
+                low: self.published_seen,
+                high,
+            });
+        }
+        self.published_seen = published;
+        if self.taken == published {
+            return Ok(None);
+        }
+        let seq = self.taken;
+        self.taken += 1;
+        Ok(Some(seq))
+    }
+
+    /// Counts the oldest held frame as released. False when none is held.
+    #[must_use]
+    pub const fn release(&mut self) -> bool {
+        if self.released == self.taken {
+            return false;
+        }
+        self.released += 1;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_writer_never_overruns_and_a_reader_never_underruns() {
+        let (mut tx, mut rx) = (TxCursor::new(2), RxCursor::new(2));
+        let mut consumed = 0;
+        for round in 0..10u64 {
+            assert!(tx.has_credit(consumed).unwrap());
+            tx.advance();
+            assert!(tx.has_credit(consumed).unwrap());
+            tx.advance();
+            assert!(!tx.has_credit(consumed).unwrap());
+            let published = tx.next_seq();
+            assert_eq!(rx.take(published).unwrap(), Some(round * 2));
+            assert_eq!(rx.take(published).unwrap(), Some(round * 2 + 1));
+            assert_eq!(rx.take(published).unwrap(), None);
+            assert!(rx.release() && rx.release() && !rx.release());
+            consumed += 2;
+        }
+    }
+
+    #[test]
+    fn impossible_counters_are_reported_and_leave_the_cursor_alone() {
+        let mut tx = TxCursor::new(2);
+        assert!(tx.has_credit(1).is_err());
+        tx.advance();
+        assert!(tx.has_credit(1).unwrap());
+        assert!(tx.has_credit(0).is_err());
+        let mut rx = RxCursor::new(2);
+        assert!(rx.take(3).is_err());
+        assert!(rx.take(u64::MAX).is_err());
+        assert_eq!(rx.take(2).unwrap(), Some(0));
+        assert!(rx.take(1).is_err());
+        assert_eq!(rx.take(2).unwrap(), Some(1));
+    }
+}
