@@ -1,0 +1,252 @@
+//! The placement table: which servers hold which expert, and the check that makes its indices
+//! trustworthy.
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::types::{MemberId, ModelDescriptor};
+
+/// Which servers hold which expert, as of one epoch.
+///
+/// A table that came over the wire must pass [`validate`](Self::validate) before any of its
+/// indices is used; [`crate::ControlClient`] and [`crate::PlacementWatch`] do so.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PlacementTable {
+    /// Identity of the cluster. Epochs of different clusters do not compare.
+    pub cluster_id: String,
+    /// Version of the table: rises with every change of anything below, and only then.
+    pub epoch: u64,
+    /// The model, once a member has registered.
+    pub model: Option<ModelDescriptor>,
+    /// Serving members only.
+    pub servers: Vec<ServerEntry>,
+    /// One entry per layer in [`ModelDescriptor::moe_layers`], in the same order.
+    pub layers: Vec<LayerPlacement>,
+}
+
+/// A server that the table may point to.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+pub struct ServerEntry {
+    /// Identity.
+    pub member_id: MemberId,
+    /// Name.
+    pub name: String,
+    /// Incarnation of the process: a restarted server has another one.
+    pub incarnation: u64,
+    /// `host:port` of the bootstrap listener.
+    pub data_addr: String,
+}
+
+/// Replicas of the experts of one layer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LayerPlacement {
+    /// Layer index.
+    pub layer: u32,
+    /// Per expert, indices into [`PlacementTable::servers`]: distinct, possibly none.
+    pub replicas: Vec<Vec<u32>>,
+}
+
+impl PlacementTable {
+    /// Most servers that a table may name.
+    pub const MAX_SERVERS: usize = 1 << 16;
+    /// Most (layer, expert) pairs that a table may place.
+    pub const MAX_EXPERTS: usize = 1 << 20;
+
+    /// Servers that hold an expert; empty when nobody does or the layer is unknown.
+    pub fn replicas(&self, layer: u32, expert: u32) -> &[u32] {
+        let Ok(layer_idx) = self.layers.binary_search_by_key(&layer, |entry| entry.layer) else {
+            return &[];
+        };
+        self.layers[layer_idx].replicas.get(expert as usize).map_or(&[], Vec::as_slice)
+    }
+
+    /// Number of (layer, expert) pairs that no server holds.
+    pub fn num_experts_without_replica(&self) -> usize {
+        let experts = self.layers.iter().flat_map(|layer| &layer.replicas);
+        experts.filter(|replicas| replicas.is_empty()).count()
+    }
+
+    /// Whether every expert of every layer has a replica; false while there is no model.
+    pub fn is_complete(&self) -> bool {
+        self.model.is_some() && self.num_experts_without_replica() == 0
+    }
+
+    /// Checks everything that a user of the table relies on: sizes within bounds, one entry per
+    /// MoE layer and expert, indices in range and distinct, identities distinct, addresses of
+    /// the form `host:port`.
+    pub fn validate(&self) -> Result<(), PlacementError> {
+        if self.cluster_id.is_empty() || self.cluster_id.len() > 128 {
+            return Err(PlacementError::ClusterId { length: self.cluster_id.len() });
+        }
+        if self.servers.len() > Self::MAX_SERVERS {
+            return Err(PlacementError::TooMany {
+                what: "servers",
+                found: self.servers.len(),
+                limit: Self::MAX_SERVERS,
+            });
+        }
+        let mut seen = HashSet::with_capacity(self.servers.len());
+        for server in &self.servers {
+            if !seen.insert(&server.member_id) {
+                return Err(PlacementError::DuplicateServer { member: server.member_id.clone() });
+            }
+            if !is_host_port(&server.data_addr) {
+                return Err(PlacementError::Address {
+                    server: server.name.clone(),
+                    found: clip(&server.data_addr),
+                });
+            }
+        }
+        let Some(model) = &self.model else {
+            if self.layers.is_empty() {
+                return Ok(());
+            }
+            return Err(PlacementError::LayersWithoutModel { found: self.layers.len() });
+        };
+        validate_model(model)?;
+        self.validate_layers(model)
+    }
+
+    fn validate_layers(&self, model: &ModelDescriptor) -> Result<(), PlacementError> {
+        if self.layers.len() != model.moe_layers.len() {
+            return Err(PlacementError::LayerCount {
+                found: self.layers.len(),
+                expected: model.moe_layers.len(),
+            });
+        }
+        let num_servers = self.servers.len() as u32;
+        for (entry, &expected) in self.layers.iter().zip(&model.moe_layers) {
+            let layer = entry.layer;
+            if layer != expected {
+                return Err(PlacementError::Layer { found: layer, expected });
+            }
+            if entry.replicas.len() != model.num_experts as usize {
+                return Err(PlacementError::ExpertCount {
+                    layer,
+                    found: entry.replicas.len(),
+                    expected: model.num_experts,
+                });
+            }
+            for (expert, replicas) in entry.replicas.iter().enumerate() {
+                let expert = expert as u32;
+                for (i, &server_idx) in replicas.iter().enumerate() {
+                    if server_idx >= num_servers {
+                        return Err(PlacementError::ServerIndex {
+                            layer,
+                            expert,
+                            found: server_idx,
+                            num_servers,
+                        });
+                    }
+                    // Lists are a handful long; a list that repeats itself ends at its first
+                    // repetition, so this cannot become quadratic in the size of the input.
+                    if replicas[..i].contains(&server_idx) {
+                        return Err(PlacementError::DuplicateReplica { layer, expert, server_idx });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks a model descriptor: fingerprint form, sizes within bounds, layers ascending.
+pub fn validate_model(model: &ModelDescriptor) -> Result<(), PlacementError> {
+    let fingerprint = model.fingerprint.as_bytes();
+    let is_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    if !(8..=128).contains(&fingerprint.len()) || !fingerprint.iter().all(is_hex) {
+        return Err(PlacementError::Fingerprint { found: clip(&model.fingerprint) });
+    }
+    if model.architecture.is_empty() || model.architecture.len() > 128 {
+        return Err(PlacementError::Architecture { length: model.architecture.len() });
+    }
+    let num_pairs = model.moe_layers.len().saturating_mul(model.num_experts as usize);
+    if model.moe_layers.is_empty() || model.num_experts == 0 || model.hidden == 0 {
+        return Err(PlacementError::EmptyModel {
+            num_layers: model.moe_layers.len(),
+            num_experts: model.num_experts,
+            hidden: model.hidden,
+        });
+    }
+    if num_pairs > PlacementTable::MAX_EXPERTS {
+        return Err(PlacementError::TooMany {
+            what: "experts",
+            found: num_pairs,
+            limit: PlacementTable::MAX_EXPERTS,
+        });
+    }
+    if model.top_k == 0 || model.top_k > model.num_experts {
+        return Err(PlacementError::TopK { found: model.top_k, num_experts: model.num_experts });
+    }
+    if !model.moe_layers.is_sorted_by(|a, b| a < b) {
+        return Err(PlacementError::LayerOrder);
+    }
+    Ok(())
+}
+
+/// Whether a text has the form `host:port` with a port between 1 and 65535. IPv6 hosts stand in
+/// brackets.
+pub fn is_host_port(text: &str) -> bool {
+    if text.len() > 300 {
+        return false;
+    }
+    let Some((host, port)) = text.rsplit_once(':') else { return false };
+    let host_ok = match host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        Some(inner) => inner.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => {
+            let allowed =
+                |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
+            !host.is_empty() && host.bytes().all(allowed)
+        }
+    };
+    let digits = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
+    host_ok && digits && port.parse::<u16>().is_ok_and(|port| port != 0)
+}
+
+fn clip(text: &str) -> String {
+    text.chars().take(80).collect()
+}
+
+/// Why a table or a model descriptor cannot be trusted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
+pub enum PlacementError {
+    #[error("cluster id of {length} bytes, expected 1 to 128")]
+    ClusterId { length: usize },
+    #[error("{found} {what}, at most {limit} are supported")]
+    TooMany { what: &'static str, found: usize, limit: usize },
+    #[error("member {member} appears twice among the servers")]
+    DuplicateServer { member: MemberId },
+    #[error("server {server} has the address {found:?}, expected host:port with a port above 0")]
+    Address { server: String, found: String },
+    #[error("{found} layers placed although no model is known")]
+    LayersWithoutModel { found: usize },
+    #[error("{found} layers placed, the model has {expected} MoE layers")]
+    LayerCount { found: usize, expected: usize },
+    #[error("layer {found} placed where the model has MoE layer {expected}")]
+    Layer { found: u32, expected: u32 },
+    #[error("layer {layer} places {found} experts, the model has {expected}")]
+    ExpertCount { layer: u32, found: usize, expected: u32 },
+    #[error(
+        "layer {layer} expert {expert} points to server {found}, the table has {num_servers} servers"
+    )]
+    ServerIndex { layer: u32, expert: u32, found: u32, num_servers: u32 },
+    #[error("layer {layer} expert {expert} names server {server_idx} twice")]
+    DuplicateReplica { layer: u32, expert: u32, server_idx: u32 },
+    #[error("model fingerprint {found:?}, expected 8 to 128 lowercase hex digits")]
+    Fingerprint { found: String },
+    #[error("architecture name of {length} bytes, expected 1 to 128")]
+    Architecture { length: usize },
+    #[error(
+        "a model of {num_layers} MoE layers, {num_experts} experts and hidden size {hidden}: all \
+         must be above 0"
+    )]
+    EmptyModel { num_layers: usize, num_experts: u32, hidden: u32 },
+    #[error("top-k of {found}, expected 1 to the number of experts ({num_experts})")]
+    TopK { found: u32, num_experts: u32 },
+    #[error("MoE layers of the model are not strictly ascending")]
+    LayerOrder,
+}

@@ -1,0 +1,192 @@
+//! The newest placement table, kept through outages of the control plane.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tracing::{debug, info, warn};
+
+use crate::backoff::Backoff;
+use crate::client::ControlClient;
+use crate::error::{ConfigError, ControlError};
+use crate::placement::PlacementTable;
+
+/// Pace of a [`PlacementWatch`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct WatchOptions {
+    /// First pause before reconnecting; doubles up to [`max_backoff`](Self::max_backoff).
+    pub first_backoff: Duration,
+    /// Longest pause before reconnecting.
+    pub max_backoff: Duration,
+}
+
+impl Default for WatchOptions {
+    fn default() -> Self {
+        Self { first_backoff: Duration::from_millis(50), max_backoff: Duration::from_secs(2) }
+    }
+}
+
+/// Whether the stream of tables is alive.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WatchStatus {
+    /// No table has come yet.
+    #[default]
+    Connecting,
+    /// The stream is open: the table is the control plane's newest.
+    Connected,
+    /// The stream is broken: the last table stays in force while the watch reconnects.
+    Disconnected,
+}
+
+/// Condition of a [`PlacementWatch`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WatchState {
+    /// Whether the stream is alive.
+    pub status: WatchStatus,
+    /// Why the stream broke last, or could not be opened.
+    pub last_error: Option<String>,
+    /// Whether the control plane refuses the token.
+    pub unauthorized: bool,
+    /// Streams opened so far.
+    pub num_connects: u64,
+    /// Tables refused because their epoch was older than the one in force.
+    pub num_stale_tables: u64,
+}
+
+/// Follows the placement. Dropping it ends the watch; receivers keep the last table.
+///
+/// Until the first table comes the value is the empty table: no cluster id, epoch 0. For one
+/// cluster id the epoch never goes backwards. A control plane that has lost its state has
+/// another cluster id; its tables are accepted whatever their epoch.
+#[derive(Debug)]
+pub struct PlacementWatch {
+    tables: watch::Receiver<Arc<PlacementTable>>,
+    state: watch::Receiver<WatchState>,
+    task: JoinHandle<()>,
+}
+
+impl PlacementWatch {
+    /// Starts watching on a runtime, which must have time and I/O enabled and be driven.
+    pub fn spawn(
+        client: &ControlClient,
+        handle: &Handle,
+        options: WatchOptions,
+    ) -> Result<Self, ConfigError> {
+        let client = client.isolated()?;
+        let (tables_tx, tables) = watch::channel(Arc::new(PlacementTable::default()));
+        let (state_tx, state) = watch::channel(WatchState::default());
+        let follower = Follower { client, options, tables: tables_tx, state: state_tx };
+        let task = handle.spawn(follower.run());
+        Ok(Self { tables, state, task })
+    }
+
+    /// A receiver of tables. Reading it takes no round trip.
+    pub fn tables(&self) -> watch::Receiver<Arc<PlacementTable>> {
+        self.tables.clone()
+    }
+
+    /// The table in force.
+    pub fn current(&self) -> Arc<PlacementTable> {
+        self.tables.borrow().clone()
+    }
+
+    /// A receiver of the connection's condition.
+    pub fn state(&self) -> watch::Receiver<WatchState> {
+        self.state.clone()
+    }
+
+    /// Waits until a table satisfies `wanted`, at most for `bound`. On expiry gives the table in
+    /// force as the error.
+    pub async fn wait_for(
+        &self,
+        bound: Duration,
+        mut wanted: impl FnMut(&PlacementTable) -> bool,
+    ) -> Result<Arc<PlacementTable>, Arc<PlacementTable>> {
+        let mut tables = self.tables.clone();
+        let found = tokio::time::timeout(bound, tables.wait_for(|table| wanted(table))).await;
+        match found {
+            Ok(Ok(table)) => Ok(table.clone()),
+            _ => Err(self.current()),
+        }
+    }
+}
+
+impl Drop for PlacementWatch {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+struct Follower {
+    client: ControlClient,
+    options: WatchOptions,
+    tables: watch::Sender<Arc<PlacementTable>>,
+    state: watch::Sender<WatchState>,
+}
+
+impl Follower {
+    async fn run(self) {
+        let mut backoff = Backoff::new(self.options.first_backoff, self.options.max_backoff);
+        loop {
+            let err = self.follow(&mut backoff).await;
+            let was_connected = self.state.borrow().status == WatchStatus::Connected;
+            self.state.send_modify(|state| {
+                if was_connected {
+                    state.status = WatchStatus::Disconnected;
+                }
+                state.unauthorized = matches!(err, ControlError::Unauthorized { .. });
+                state.last_error = Some(err.to_string());
+            });
+            if was_connected {
+                warn!(error = %err, "placement watch broken; the last table stays in force");
+            } else {
+                debug!(error = %err, "placement watch cannot connect");
+            }
+            tokio::time::sleep(backoff.next_delay()).await;
+        }
+    }
+
+    /// Reads one stream to its end, which is always an error.
+    async fn follow(&self, backoff: &mut Backoff) -> ControlError {
+        let mut stream = match self.client.watch_placement().await {
+            Ok(stream) => stream,
+            Err(err) => return err,
+        };
+        loop {
+            let table = match stream.next().await {
+                Ok(table) => table,
+                Err(err) => return err,
+            };
+            backoff.reset();
+            self.accept(table);
+            if self.state.borrow().status != WatchStatus::Connected {
+                info!(url = self.client.base_url(), "placement watch connected");
+                self.state.send_modify(|state| {
+                    state.status = WatchStatus::Connected;
+                    state.last_error = None;
+                    state.unauthorized = false;
+                    state.num_connects += 1;
+                });
+            }
+        }
+    }
+
+    fn accept(&self, table: PlacementTable) {
+        let (same_cluster, epoch) = {
+            let current = self.tables.borrow();
+            (current.cluster_id == table.cluster_id, current.epoch)
+        };
+        if same_cluster && table.epoch < epoch {
+            warn!(found = table.epoch, in_force = epoch, "placement table with an older epoch");
+            self.state.send_modify(|state| state.num_stale_tables += 1);
+        } else if !same_cluster || table.epoch > epoch {
+            debug!(epoch = table.epoch, servers = table.servers.len(), "new placement");
+            self.tables.send_replace(Arc::new(table));
+        }
+    }
+}
