@@ -1,0 +1,279 @@
+//! Makes checkpoints of seeded random weights in the real layout.
+
+mod fill;
+mod presets;
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use crate::open::{CONFIG_FILE, INDEX_FILE, SINGLE_FILE};
+use crate::tensor::DType;
+use fill::{Fill, Filler};
+pub use presets::{ParsePresetError, Preset};
+
+/// What [`make_checkpoint`] writes.
+#[derive(Debug, Clone)]
+pub struct MakeOptions {
+    /// The model whose shapes, dtypes and names are used.
+    pub preset: Preset,
+    /// Decoder layers, from 1 to the model's own number. A DeepSeek-V3 of N layers has
+    /// min(3, N − 1) dense layers in front instead of 3, so that at least one layer has experts.
+    pub num_layers: u32,
+    /// The same seed gives the same bytes.
+    pub seed: u64,
+    /// Replaces a checkpoint that is already there; without it a directory that is not empty is
+    /// refused. Files that are not part of a checkpoint stay in either case.
+    pub overwrite: bool,
+    /// Upper limit of one weight file. A tensor larger than that gets a file of its own.
+    pub max_shard_bytes: u64,
+}
+
+impl MakeOptions {
+    /// Seed 0, no overwriting, files of up to 5 GB as on the Hub.
+    pub fn new(preset: Preset, num_layers: u32) -> MakeOptions {
+        let max_shard_bytes = 5_000_000_000;
+        MakeOptions { preset, num_layers, seed: 0, overwrite: false, max_shard_bytes }
+    }
+}
+
+/// What [`make_checkpoint`] wrote.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MakeSummary {
+    /// Tensors in all files.
+    pub num_tensors: usize,
+    /// Weight files.
+    pub num_shards: usize,
+    /// Bytes of tensor data.
+    pub tensor_bytes: u64,
+}
+
+/// Writes a checkpoint of seeded random weights to `dir`, which is created if need be.
+///
+/// Weights are drawn so that each output of a matrix has about the variance of its inputs:
+/// activations stay finite through any number of layers. They are generated a few mebibytes at a
+/// time. `progress` is called with the tensor bytes written so far and in total. `config.json`
+/// is written last, so an interrupted run leaves nothing that can be opened.
+pub fn make_checkpoint(
+    dir: impl AsRef<Path>,
+    options: &MakeOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<MakeSummary, MakeError> {
+    let dir = dir.as_ref();
+    let plan = plan(options.preset, options.num_layers)?;
+    let old_files = prepare_dir(dir, options.overwrite)?;
+    let tensor_bytes: u64 = plan.iter().map(TensorPlan::len_bytes).sum();
+    check_free_space(dir, tensor_bytes, &old_files)?;
+    // The configuration goes first and comes last: what lies between is not a checkpoint.
+    old_files.iter().rev().try_for_each(|f| fs::remove_file(f).map_err(write_error(f)))?;
+
+    let shards = split(plan, options.max_shard_bytes);
+    let mut writer = ShardWriter {
+        seed: options.seed,
+        done: 0,
+        total: tensor_bytes,
+        buffer: Vec::new(),
+        progress,
+    };
+    let mut weight_map = Map::new();
+    let mut num_tensors = 0;
+    for (idx, shard) in shards.iter().enumerate() {
+        let file = match shards.len() {
+            1 => SINGLE_FILE.to_owned(),
+            count => format!("model-{:05}-of-{count:05}.safetensors", idx + 1),
+        };
+        writer.write(&dir.join(&file), shard)?;
+        num_tensors += shard.len();
+        weight_map.extend(shard.iter().map(|t| (t.name.clone(), Value::from(file.clone()))));
+    }
+    if shards.len() > 1 {
+        let index = json!({ "metadata": { "total_size": tensor_bytes }, "weight_map": weight_map });
+        write_json(&dir.join(INDEX_FILE), &index)?;
+    }
+    write_json(&dir.join(CONFIG_FILE), &options.preset.config_json(options.num_layers))?;
+    Ok(MakeSummary { num_tensors, num_shards: shards.len(), tensor_bytes })
+}
+
+/// Bytes of tensor data that a checkpoint of `num_layers` layers has.
+pub fn planned_bytes(preset: Preset, num_layers: u32) -> Result<u64, MakeError> {
+    Ok(plan(preset, num_layers)?.iter().map(TensorPlan::len_bytes).sum())
+}
+
+/// Why a checkpoint was not made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MakeError {
+    /// The number of layers is out of range.
+    #[error("{found} layers asked for, {preset} has 1 to {max}")]
+    Layers {
+        /// What was asked for.
+        found: u32,
+        /// The preset.
+        preset: Preset,
+        /// Its own number of layers.
+        max: u32,
+    },
+    /// The directory has something in it.
+    #[error("{} is not empty; name another directory or ask for overwriting", dir.display())]
+    NotEmpty {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// The disk is too full.
+    #[error(
+        "{} has {found_bytes} bytes free, {expected_bytes} are needed; free some or ask for fewer layers",
+        dir.display()
+    )]
+    NoSpace {
+        /// The directory.
+        dir: PathBuf,
+        /// Bytes free to this user.
+        found_bytes: u64,
+        /// Bytes needed.
+        expected_bytes: u64,
+    },
+    /// Creating, writing or removing failed.
+    #[error("cannot write {}: {source}", path.display())]
+    Write {
+        /// The file or directory.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// A tensor to be written.
+struct TensorPlan {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    fill: Fill,
+}
+
+impl TensorPlan {
+    fn len_bytes(&self) -> u64 {
+        let elements: u64 = self.shape.iter().map(|d| *d as u64).product();
+        elements * self.dtype.size_bytes().unwrap_or(0) as u64
+    }
+}
+
+fn plan(preset: Preset, num_layers: u32) -> Result<Vec<TensorPlan>, MakeError> {
+    let max = preset.max_layers();
+    if num_layers == 0 || num_layers > max {
+        return Err(MakeError::Layers { found: num_layers, preset, max });
+    }
+    Ok(preset.tensors(num_layers))
+}
+
+/// Creates the directory; returns the files of the checkpoint that is to be replaced.
+fn prepare_dir(dir: &Path, overwrite: bool) -> Result<Vec<PathBuf>, MakeError> {
+    fs::create_dir_all(dir).map_err(write_error(dir))?;
+    let mut old_files = Vec::new();
+    for entry in fs::read_dir(dir).map_err(write_error(dir))? {
+        if !overwrite {
+            return Err(MakeError::NotEmpty { dir: dir.to_owned() });
+        }
+        let path = entry.map_err(write_error(dir))?.path();
+        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        let is_weights = name.starts_with("model") && name.ends_with(".safetensors");
+        if is_weights || name == INDEX_FILE || name == CONFIG_FILE {
+            old_files.push(path);
+        }
+    }
+    old_files.sort_by_key(|path| path.ends_with(CONFIG_FILE));
+    Ok(old_files)
+}
+
+fn check_free_space(dir: &Path, tensor_bytes: u64, old: &[PathBuf]) -> Result<(), MakeError> {
+    let stat = rustix::fs::statvfs(dir).map_err(|e| write_error(dir)(e.into()))?;
+    let freed: u64 = old.iter().filter_map(|f| Some(f.metadata().ok()?.len())).sum();
+    let found_bytes = stat.f_bavail.saturating_mul(stat.f_frsize).saturating_add(freed);
+    // Headers and index: a few hundred bytes per tensor, far less than this margin.
+    let expected_bytes = tensor_bytes + tensor_bytes / 64 + (1 << 20);
+    if found_bytes < expected_bytes {
+        return Err(MakeError::NoSpace { dir: dir.to_owned(), found_bytes, expected_bytes });
+    }
+    Ok(())
+}
+
+/// Fills one file after the other, in the order of the plan.
+fn split(plan: Vec<TensorPlan>, max_shard_bytes: u64) -> Vec<Vec<TensorPlan>> {
+    let mut shards: Vec<Vec<TensorPlan>> = Vec::new();
+    let mut shard_bytes = 0;
+    for tensor in plan {
+        let len = tensor.len_bytes();
+        match shards.last_mut() {
+            Some(shard) if shard_bytes + len <= max_shard_bytes => {
+                shard_bytes += len;
+                shard.push(tensor);
+            }
+            _ => {
+                shard_bytes = len;
+                shards.push(vec![tensor]);
+            }
+        }
+    }
+    shards
+}
+
+struct ShardWriter<'a> {
+    seed: u64,
+    done: u64,
+    total: u64,
+    buffer: Vec<u8>,
+    progress: &'a mut dyn FnMut(u64, u64),
+}
+
+impl ShardWriter<'_> {
+    fn write(&mut self, path: &Path, shard: &[TensorPlan]) -> Result<(), MakeError> {
+        let mut file = File::create_new(path).map_err(write_error(path))?;
+        file.write_all(&header(shard)).map_err(write_error(path))?;
+        self.buffer.resize(CHUNK_BYTES, 0);
+        for tensor in shard {
+            let mut filler = Filler::new(self.seed, &tensor.name, tensor.dtype, tensor.fill);
+            let mut left = tensor.len_bytes();
+            while left > 0 {
+                let chunk = &mut self.buffer[..left.min(CHUNK_BYTES as u64) as usize];
+                filler.fill(chunk);
+                file.write_all(chunk).map_err(write_error(path))?;
+                left -= chunk.len() as u64;
+                self.done += chunk.len() as u64;
+                (self.progress)(self.done, self.total);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A safetensors header: its length as a 64-bit word, then JSON padded to eight bytes.
+fn header(shard: &[TensorPlan]) -> Vec<u8> {
+    let mut entries = Map::new();
+    entries.insert("__metadata__".to_owned(), json!({ "format": "pt" }));
+    let mut start = 0;
+    for tensor in shard {
+        let end = start + tensor.len_bytes();
+        let (dtype, shape) = (tensor.dtype.name(), &tensor.shape);
+        let entry = json!({ "dtype": dtype, "shape": shape, "data_offsets": [start, end] });
+        entries.insert(tensor.name.clone(), entry);
+        start = end;
+    }
+    let mut text = Value::Object(entries).to_string();
+    text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.extend_from_slice(text.as_bytes());
+    header
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<(), MakeError> {
+    fs::write(path, format!("{value:#}\n")).map_err(write_error(path))
+}
+
+fn write_error(path: &Path) -> impl FnOnce(io::Error) -> MakeError {
+    let path = path.to_owned();
+    move |source| MakeError::Write { path, source }
+}
+
+/// Written at once: large enough for full disk speed, small enough for the second-level cache.
+const CHUNK_BYTES: usize = 1 << 20;

@@ -1,0 +1,236 @@
+//! Views of tensors in a mapped file.
+
+use std::fmt;
+
+use crate::convert;
+
+/// Element type of a stored tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DType {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// 8-bit float, 4 exponent and 3 mantissa bits, no infinities (OCP "E4M3", `float8_e4m3fn`).
+    F8E4m3,
+    /// IEEE double precision.
+    F64,
+    /// Signed 64-bit integer.
+    I64,
+    /// Signed 32-bit integer.
+    I32,
+    /// Unsigned byte.
+    U8,
+    /// Any other type, by its safetensors name. Such a tensor can be listed but not converted.
+    Other(&'static str),
+}
+
+impl DType {
+    /// Bytes per element; `None` for [`DType::Other`].
+    pub fn size_bytes(self) -> Option<usize> {
+        match self {
+            DType::F8E4m3 | DType::U8 => Some(1),
+            DType::F16 | DType::Bf16 => Some(2),
+            DType::F32 | DType::I32 => Some(4),
+            DType::F64 | DType::I64 => Some(8),
+            DType::Other(_) => None,
+        }
+    }
+
+    /// The name used in safetensors headers.
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "F32",
+            DType::F16 => "F16",
+            DType::Bf16 => "BF16",
+            DType::F8E4m3 => "F8_E4M3",
+            DType::F64 => "F64",
+            DType::I64 => "I64",
+            DType::I32 => "I32",
+            DType::U8 => "U8",
+            DType::Other(name) => name,
+        }
+    }
+
+    pub(crate) fn from_safetensors(dtype: safetensors::Dtype) -> DType {
+        use safetensors::Dtype as D;
+        match dtype {
+            D::F32 => DType::F32,
+            D::F16 => DType::F16,
+            D::BF16 => DType::Bf16,
+            D::F8_E4M3 => DType::F8E4m3,
+            D::F64 => DType::F64,
+            D::I64 => DType::I64,
+            D::I32 => DType::I32,
+            D::U8 => DType::U8,
+            D::BOOL => DType::Other("BOOL"),
+            D::I8 => DType::Other("I8"),
+            D::I16 => DType::Other("I16"),
+            D::U16 => DType::Other("U16"),
+            D::U32 => DType::Other("U32"),
+            D::U64 => DType::Other("U64"),
+            D::C64 => DType::Other("C64"),
+            D::F4 => DType::Other("F4"),
+            D::F6_E2M3 => DType::Other("F6_E2M3"),
+            D::F6_E3M2 => DType::Other("F6_E3M2"),
+            D::F8_E5M2 => DType::Other("F8_E5M2"),
+            D::F8_E8M0 => DType::Other("F8_E8M0"),
+            D::F8_E4M3FNUZ => DType::Other("F8_E4M3FNUZ"),
+            D::F8_E5M2FNUZ => DType::Other("F8_E5M2FNUZ"),
+            _ => DType::Other("unknown"),
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A tensor inside a mapped file: row-major, little-endian, at any alignment.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorView<'a> {
+    /// The name in the file.
+    pub name: &'a str,
+    /// Element type.
+    pub dtype: DType,
+    /// Dimensions, outermost first.
+    pub shape: &'a [usize],
+    /// The raw bytes: product of `shape` × element size.
+    pub data: &'a [u8],
+}
+
+impl<'a> TensorView<'a> {
+    /// Returns the view itself if its shape is `expected`, [`TensorError::Shape`] otherwise.
+    pub fn expect_shape(self, expected: &[usize]) -> Result<Self, TensorError> {
+        if self.shape == expected {
+            return Ok(self);
+        }
+        Err(TensorError::Shape {
+            name: self.name.to_owned(),
+            found: self.shape.to_vec(),
+            expected: expected.to_vec(),
+        })
+    }
+
+    /// Returns the view itself if its dtype is one of `expected`, [`TensorError::DType`] otherwise.
+    pub fn expect_dtype(self, expected: &'static [DType]) -> Result<Self, TensorError> {
+        if expected.contains(&self.dtype) {
+            return Ok(self);
+        }
+        Err(TensorError::DType { name: self.name.to_owned(), found: self.dtype, expected })
+    }
+
+    /// Number of elements.
+    pub fn num_elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// All elements as f32, row-major. Block scales are not applied: see
+    /// [`WeightView::to_f32`](crate::WeightView::to_f32).
+    ///
+    /// # Errors
+    /// [`TensorError::DType`] unless the tensor is f32, f16, bf16 or f8-e4m3.
+    pub fn to_f32(&self) -> Result<Vec<f32>, TensorError> {
+        self.expect_dtype(FLOATS)?;
+        let mut out = vec![0.0; self.num_elements()];
+        convert::to_f32(self.dtype, self.data, &mut out);
+        Ok(out)
+    }
+
+    /// All elements as i32, row-major, from i32 or from i64 whose values fit.
+    ///
+    /// # Errors
+    /// [`TensorError::DType`] for another dtype, [`TensorError::Value`] for a value out of range.
+    pub fn to_i32(&self) -> Result<Vec<i32>, TensorError> {
+        self.expect_dtype(&[DType::I32, DType::I64])?;
+        if self.dtype == DType::I32 {
+            let (words, _) = self.data.as_chunks::<4>();
+            return Ok(words.iter().map(|w| i32::from_le_bytes(*w)).collect());
+        }
+        let (words, _) = self.data.as_chunks::<8>();
+        words
+            .iter()
+            .map(|w| {
+                let value = i64::from_le_bytes(*w);
+                i32::try_from(value).map_err(|_| TensorError::Value {
+                    name: self.name.to_owned(),
+                    found: value.to_string(),
+                    expected: "a value that fits 32 bits",
+                })
+            })
+            .collect()
+    }
+}
+
+/// Why a tensor cannot be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// No tensor of that name.
+    #[error(
+        "tensor '{name}' is not in {location}; check that the checkpoint is complete and matches its config.json"
+    )]
+    NotFound {
+        /// The name asked for.
+        name: String,
+        /// The file or directory searched.
+        location: String,
+    },
+    /// The shape differs from what the configuration demands.
+    #[error("tensor '{name}' has shape {found:?}, expected {expected:?}")]
+    Shape {
+        /// Tensor name.
+        name: String,
+        /// Shape in the file.
+        found: Vec<usize>,
+        /// Shape that the configuration demands.
+        expected: Vec<usize>,
+    },
+    /// The dtype cannot be used here.
+    #[error("tensor '{name}' has dtype {found}, expected {}", names(.expected))]
+    DType {
+        /// Tensor name.
+        name: String,
+        /// Dtype in the file.
+        found: DType,
+        /// Dtypes that can be used.
+        expected: &'static [DType],
+    },
+    /// A value that cannot be used.
+    #[error("tensor '{name}' holds {found}, expected {expected}")]
+    Value {
+        /// Tensor name.
+        name: String,
+        /// The value.
+        found: String,
+        /// What a value has to be.
+        expected: &'static str,
+    },
+    /// The layer has no experts, or does not exist.
+    #[error("layer {layer} is not an MoE layer; the MoE layers of this model are {moe_layers}")]
+    NotMoeLayer {
+        /// The layer asked for.
+        layer: u32,
+        /// The MoE layers, abbreviated.
+        moe_layers: String,
+    },
+    /// The expert index is out of range.
+    #[error("expert {expert} does not exist; the model has experts 0 to {}", num_experts.saturating_sub(1))]
+    NoSuchExpert {
+        /// The expert asked for.
+        expert: u32,
+        /// Experts per MoE layer.
+        num_experts: u32,
+    },
+}
+
+fn names(dtypes: &[DType]) -> String {
+    dtypes.iter().map(|d| d.name()).collect::<Vec<_>>().join(" or ")
+}
+
+pub(crate) const FLOATS: &[DType] = &[DType::Bf16, DType::F16, DType::F32, DType::F8E4m3];
