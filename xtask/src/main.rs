@@ -1,2 +1,115 @@
-//! Developer commands.
-fn main() {}
+//! Developer commands. `cargo xtask test` is everything that must hold before a change lands.
+
+mod steps;
+mod tools;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::{Parser, Subcommand};
+
+use crate::steps::{Outcome, Step};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Developer commands of Switchyard")]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs every check and test. On Debian or Ubuntu as root it installs what the tests need.
+    ///
+    /// What cannot run is listed as SKIPPED at the end. `SWITCHYARD_REQUIRE=all`, or a comma-separated
+    /// list of step or resource names, turns skips into failures.
+    Test {
+        /// Runs only these steps (see `cargo xtask steps`).
+        #[arg(long, value_delimiter = ',')]
+        only: Vec<String>,
+        /// Leaves these steps out.
+        #[arg(long, value_delimiter = ',')]
+        skip: Vec<String>,
+        /// Stops at the first failure.
+        #[arg(long)]
+        fail_fast: bool,
+    },
+    /// Lists the steps of `test`.
+    Steps,
+}
+
+fn main() -> ExitCode {
+    match Args::parse().command {
+        Command::Steps => {
+            for step in steps::all() {
+                println!("{:<10} {}", step.name, step.about);
+            }
+            ExitCode::SUCCESS
+        }
+        Command::Test { only, skip, fail_fast } => test(&only, &skip, fail_fast),
+    }
+}
+
+fn test(only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
+    let steps = steps::all();
+    for name in only.iter().chain(skip) {
+        if !steps.iter().any(|step| step.name == name) {
+            eprintln!("xtask: no step is called `{name}`: `cargo xtask steps` lists them");
+            return ExitCode::from(2);
+        }
+    }
+    if let Err(error) = steps::enter_workspace() {
+        eprintln!("xtask: {error:#}");
+        return ExitCode::from(2);
+    }
+    let mut results: Vec<(&Step, Outcome, f64)> = Vec::new();
+    for step in &steps {
+        let name = step.name.to_owned();
+        if (!only.is_empty() && !only.contains(&name)) || skip.contains(&name) {
+            continue;
+        }
+        println!("\n==> {}: {}", step.name, step.about);
+        let start = Instant::now();
+        let outcome = (step.run)().unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
+        let stop = fail_fast && matches!(outcome, Outcome::Failed(_));
+        results.push((step, outcome, start.elapsed().as_secs_f64()));
+        if stop {
+            break;
+        }
+    }
+    summary(&results)
+}
+
+/// Prints one line per step, what was skipped inside the test suites, and the closing count.
+fn summary(results: &[(&Step, Outcome, f64)]) -> ExitCode {
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    println!("\n==> summary");
+    for (step, outcome, seconds) in results {
+        let required = steps::is_required(step.name);
+        let (word, reason) = match outcome {
+            Outcome::Passed => ("ok", String::new()),
+            Outcome::Failed(reason) => ("FAILED", format!(": {reason}")),
+            Outcome::Skipped(reason) if required => {
+                ("FAILED", format!(": required by SWITCHYARD_REQUIRE, but {reason}"))
+            }
+            Outcome::Skipped(reason) => ("SKIPPED", format!(": {reason}")),
+        };
+        match word {
+            "ok" => passed += 1,
+            "FAILED" => failed += 1,
+            _ => skipped += 1,
+        }
+        println!("{word:<8} {:<10} {seconds:>6.1} s{reason}", step.name);
+    }
+    for (resource, reason) in steps::skipped_inside_tests() {
+        if steps::is_required(&resource) {
+            failed += 1;
+            println!("FAILED   {resource}: required by SWITCHYARD_REQUIRE, but {reason}");
+        } else {
+            skipped += 1;
+            println!("SKIPPED  {resource}: {reason}");
+        }
+    }
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

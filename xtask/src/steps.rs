@@ -1,0 +1,180 @@
+//! The steps of `cargo xtask test`, in order: cheap and telling first.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::tools;
+
+/// How a step ended.
+pub enum Outcome {
+    /// Everything held.
+    Passed,
+    /// Something did not hold.
+    Failed(String),
+    /// It could not run here, for this reason.
+    Skipped(String),
+}
+
+/// One step.
+pub struct Step {
+    /// Name, as taken by `--only` and `SWITCHYARD_REQUIRE`.
+    pub name: &'static str,
+    /// What it checks.
+    pub about: &'static str,
+    /// Runs it.
+    pub run: fn() -> Result<Outcome>,
+}
+
+/// All steps, in order.
+pub fn all() -> Vec<Step> {
+    let step = |name, about, run| Step { name, about, run };
+    vec![
+        step("packages", "system packages that the tests need", tools::install_packages),
+        step("fmt", "formatting", fmt),
+        step("clippy", "lints, warnings as errors", clippy),
+        step("deny", "licences, sources and bans of dependencies", deny),
+        step("unit", "unit, conformance, end-to-end and fault tests", unit),
+        step("doc", "documentation tests and links", doc),
+        step("loom", "interleavings of the slot ring and the flags", loom),
+        step("fuzz", "decoders under mutated input, for a bounded time", fuzz),
+        step("deploy", "Prometheus rules and scrape configuration, Grafana dashboard", deploy),
+        step("demo", "the release build's demo, verified against the reference", demo),
+    ]
+}
+
+/// Makes the workspace root the current directory, wherever cargo was called.
+pub fn enter_workspace() -> Result<()> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no parent")?;
+    std::env::set_current_dir(root).with_context(|| format!("cannot enter {}", root.display()))?;
+    let log = skip_log();
+    if log.exists() {
+        std::fs::remove_file(&log).with_context(|| format!("cannot remove {}", log.display()))?;
+    }
+    Ok(())
+}
+
+/// Whether `SWITCHYARD_REQUIRE` names `what` (or `all`).
+pub fn is_required(what: &str) -> bool {
+    std::env::var("SWITCHYARD_REQUIRE")
+        .is_ok_and(|list| list.split(',').any(|item| item == what || item == "all"))
+}
+
+/// What single tests could not run: `(resource, reason)`, as they noted in the skip log.
+pub fn skipped_inside_tests() -> Vec<(String, String)> {
+    let Ok(text) = std::fs::read_to_string(skip_log()) else { return Vec::new() };
+    let mut rows: Vec<_> = text
+        .lines()
+        .filter_map(|line| line.split_once('\t'))
+        .map(|(resource, reason)| (resource.to_owned(), reason.to_owned()))
+        .collect();
+    rows.sort();
+    rows.dedup();
+    rows
+}
+
+fn skip_log() -> PathBuf {
+    target_dir().join("skipped-tests.tsv")
+}
+
+fn target_dir() -> PathBuf {
+    let root = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("."));
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
+}
+
+fn cargo(args: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(args).env("SWITCHYARD_SKIP_LOG", skip_log());
+    command
+}
+
+/// Runs a command to its end; its output goes to ours.
+pub fn run(command: &mut Command) -> Result<Outcome> {
+    let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
+    Ok(if status.success() {
+        Outcome::Passed
+    } else {
+        Outcome::Failed(format!("{:?} ended with {status}", command.get_program()))
+    })
+}
+
+fn fmt() -> Result<Outcome> {
+    run(&mut cargo(&["fmt", "--all", "--check"]))
+}
+
+fn clippy() -> Result<Outcome> {
+    run(&mut cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+}
+
+fn deny() -> Result<Outcome> {
+    match tools::cargo_tool("cargo-deny", "0.20.2")? {
+        Ok(program) => run(Command::new(program).args(["check", "licenses", "bans", "sources"])),
+        Err(reason) => Ok(Outcome::Skipped(reason)),
+    }
+}
+
+fn unit() -> Result<Outcome> {
+    let nextest = cargo(&["nextest", "--version"]).output().is_ok_and(|out| out.status.success());
+    if nextest {
+        run(&mut cargo(&["nextest", "run", "--workspace", "--no-fail-fast"]))
+    } else {
+        run(&mut cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]))
+    }
+}
+
+fn doc() -> Result<Outcome> {
+    match run(&mut cargo(&["test", "--workspace", "--doc"]))? {
+        Outcome::Passed => {}
+        other => return Ok(other),
+    }
+    run(cargo(&["doc", "--workspace", "--no-deps", "--quiet"]).env("RUSTDOCFLAGS", "-D warnings"))
+}
+
+fn loom() -> Result<Outcome> {
+    run(cargo(&["test", "-p", "switchyard-p2p-core", "--release", "--test", "loom"])
+        .env("RUSTFLAGS", "--cfg loom")
+        .env("CARGO_TARGET_DIR", target_dir().join("loom"))
+        .env("LOOM_MAX_PREEMPTIONS", "3"))
+}
+
+fn fuzz() -> Result<Outcome> {
+    run(Command::new("bash").args(["fuzz/run.sh", "20"]))
+}
+
+fn deploy() -> Result<Outcome> {
+    if !tools::on_path("promtool") {
+        return Ok(Outcome::Skipped(
+            "promtool is missing: install Debian's package `prometheus`".to_owned(),
+        ));
+    }
+    for args in [
+        ["check", "config", "deploy/prometheus/prometheus.yml"],
+        ["check", "rules", "deploy/prometheus/rules.yml"],
+        ["test", "rules", "deploy/prometheus/rules.test.yml"],
+    ] {
+        if let Outcome::Failed(reason) = run(Command::new("promtool").args(args))? {
+            return Ok(Outcome::Failed(format!("promtool {}: {reason}", args.join(" "))));
+        }
+    }
+    Ok(Outcome::Passed)
+}
+
+fn demo() -> Result<Outcome> {
+    let output = cargo(&["run", "--release", "--quiet", "--", "demo", "--json"])
+        .stderr(std::process::Stdio::inherit())
+        .output()
+        .context("cannot start the demo")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{}", text.trim_end());
+    if !output.status.success() {
+        return Ok(Outcome::Failed(format!("the demo ended with {}", output.status)));
+    }
+    let compact: String = text.chars().filter(|c| !c.is_whitespace()).collect();
+    for expected in ["\"verified\":true", "\"lost_requests\":0", "\"duplicated_requests\":0"] {
+        if !compact.contains(expected) {
+            return Ok(Outcome::Failed(format!("the demo's report lacks {expected}")));
+        }
+    }
+    Ok(Outcome::Passed)
+}

@@ -1,0 +1,95 @@
+//! What the tests need beyond Rust, and how it gets here.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+
+use crate::steps::{Outcome, run};
+
+/// Debian package, and a program by which to tell that it is there.
+const PACKAGES: [(&str, &str); 4] =
+    [("gcc", "cc"), ("g++", "g++"), ("prometheus", "promtool"), ("procps", "ps")];
+
+/// Installs missing packages on Debian and Ubuntu as root; elsewhere names them.
+pub fn install_packages() -> Result<Outcome> {
+    let missing: Vec<&str> = PACKAGES
+        .iter()
+        .filter(|(_, program)| !on_path(program))
+        .map(|(package, _)| *package)
+        .collect();
+    if missing.is_empty() {
+        return Ok(Outcome::Passed);
+    }
+    let is_root = Command::new("id").arg("-u").output().is_ok_and(|out| out.stdout == b"0\n");
+    if !is_root || !on_path("apt-get") {
+        return Ok(Outcome::Skipped(format!(
+            "missing here: {} (Debian package names); install them to run every step",
+            missing.join(", ")
+        )));
+    }
+    println!("installing {}", missing.join(", "));
+    // An outdated package list is the usual reason for a failed install, so it is refreshed first;
+    // whether that worked shows in the install itself.
+    let update = apt().args(["update", "-qq"]).status().context("cannot start apt-get")?;
+    if !update.success() {
+        println!("apt-get update ended with {update}; trying with the list that is here");
+    }
+    run(apt().args(["install", "-y", "-qq", "--no-install-recommends"]).args(&missing))
+}
+
+/// Path of a cargo tool, installed into the user's cache on first use. The inner error says why there
+/// is none.
+pub fn cargo_tool(name: &str, version: &str) -> Result<Result<PathBuf, String>> {
+    let root = cache_dir().join("tools").join(format!("{name}-{version}"));
+    let program = root.join("bin").join(name);
+    if program.exists() {
+        return Ok(Ok(program));
+    }
+    println!("installing {name} {version} into {} (once, some minutes)", root.display());
+    let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        // The tool runs for seconds; an unoptimised build of it is ready minutes earlier.
+        .args([
+            "install",
+            "--quiet",
+            "--locked",
+            "--profile",
+            "dev",
+            "--version",
+            version,
+            "--root",
+        ])
+        .arg(&root)
+        .arg(name)
+        .env("CARGO_TARGET_DIR", root.join("build"))
+        .env_remove("RUSTFLAGS")
+        .status()
+        .with_context(|| format!("cannot start cargo to install {name}"))?;
+    if !status.success() {
+        return Ok(Err(format!("{name} {version} could not be installed ({status})")));
+    }
+    if let Err(error) = std::fs::remove_dir_all(root.join("build")) {
+        println!("cannot remove the build folder of {name}: {error}");
+    }
+    Ok(Ok(program))
+}
+
+/// Whether a program is on the search path.
+pub fn on_path(program: &str) -> bool {
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+}
+
+fn apt() -> Command {
+    let mut command = Command::new("apt-get");
+    command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
+    command
+}
+
+fn cache_dir() -> PathBuf {
+    std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))
+        .unwrap_or_else(std::env::temp_dir)
+        .join("switchyard")
+}
