@@ -1,0 +1,134 @@
+//! AVX2 with FMA and F16C.
+
+use std::arch::x86_64::*;
+
+use super::simd::{Bf16, Dtype, F8, F16, F32, Simd};
+use super::tile::{self, DotTile};
+use super::{Isa, Kernels};
+
+pub(super) const KERNELS: Kernels = Kernels {
+    isa: Isa::Avx2,
+    dot: [dot::<Bf16>, dot::<F16>, dot::<F32>, dot::<F8>],
+    widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
+    silu_mul,
+    axpy,
+};
+
+/// # Safety
+/// As for [`tile::dot`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn dot<D: Dtype>(tile: &DotTile) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::dot::<Avx2, D>(tile) }
+}
+
+/// # Safety
+/// As for [`tile::widen`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn widen<D: Dtype>(src: *const u8, scales: *const f32, len: usize, dst: *mut f32) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::widen::<Avx2, D>(src, scales, len, dst) }
+}
+
+/// # Safety
+/// As for [`tile::silu_mul`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn silu_mul(gate: *const f32, up: *const f32, len: usize, dst: *mut f32) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::silu_mul::<Avx2>(gate, up, len, dst) }
+}
+
+/// # Safety
+/// As for [`tile::axpy`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn axpy(alpha: f32, y: *const f32, len: usize, out: *mut f32) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::axpy::<Avx2>(alpha, y, len, out) }
+}
+
+#[derive(Clone, Copy)]
+struct Avx2;
+
+// SAFETY: the methods use AVX2, FMA, F16C and what those imply.
+unsafe impl Simd for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+    const ROWS: [usize; 7] = [0, 4, 4, 2, 2, 2, 2];
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> __m256 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm256_set1_ps(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(v: __m256) -> f32 {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            let v = _mm_add_ss(v, _mm_shuffle_ps::<1>(v, v));
+            _mm_cvtss_f32(v)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(v: __m256, dst: *mut f32) {
+        // SAFETY: the caller promises room for 8 values.
+        unsafe { _mm256_storeu_ps(dst, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(src: *const u8) -> __m256 {
+        // SAFETY: the caller promises 8 values.
+        unsafe { _mm256_loadu_ps(src.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(src: *const u8) -> __m256 {
+        // SAFETY: the caller promises 8 values.
+        unsafe {
+            let bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(src.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(src: *const u8) -> __m256 {
+        // SAFETY: the caller promises 8 values.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(src.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f8(src: *const u8) -> __m256 {
+        // SAFETY: the caller promises 8 values.
+        unsafe {
+            // Widened with its sign, a byte shifted left by 7 is the f16 but for bit 14, a copy
+            // of the sign; 0x7f becomes a NaN.
+            let wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(src.cast()));
+            let shifted = _mm_slli_epi16::<7>(wide);
+            let bits = _mm_and_si128(shifted, _mm_set1_epi16(0xbfff_u16 as i16));
+            let magnitude = _mm_and_si128(bits, _mm_set1_epi16(0x3f80));
+            let nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x3f80));
+            _mm256_cvtph_ps(_mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00))))
+        }
+    }
+}

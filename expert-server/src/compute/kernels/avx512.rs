@@ -1,0 +1,130 @@
+//! AVX-512.
+
+use std::arch::x86_64::*;
+
+use super::simd::{Bf16, Dtype, F8, F16, F32, Simd};
+use super::tile::{self, DotTile};
+use super::{Isa, Kernels};
+
+pub(super) const KERNELS: Kernels = Kernels {
+    isa: Isa::Avx512,
+    dot: [dot::<Bf16>, dot::<F16>, dot::<F32>, dot::<F8>],
+    widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
+    silu_mul,
+    axpy,
+};
+
+/// # Safety
+/// As for [`tile::dot`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn dot<D: Dtype>(tile: &DotTile) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::dot::<Avx512, D>(tile) }
+}
+
+/// # Safety
+/// As for [`tile::widen`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn widen<D: Dtype>(src: *const u8, scales: *const f32, len: usize, dst: *mut f32) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::widen::<Avx512, D>(src, scales, len, dst) }
+}
+
+/// # Safety
+/// As for [`tile::silu_mul`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn silu_mul(gate: *const f32, up: *const f32, len: usize, dst: *mut f32) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::silu_mul::<Avx512>(gate, up, len, dst) }
+}
+
+/// # Safety
+/// As for [`tile::axpy`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn axpy(alpha: f32, y: *const f32, len: usize, out: *mut f32) {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::axpy::<Avx512>(alpha, y, len, out) }
+}
+
+#[derive(Clone, Copy)]
+struct Avx512;
+
+// SAFETY: the methods use AVX-512 F, BW, DQ, VL and what those imply.
+unsafe impl Simd for Avx512 {
+    type V = __m512;
+    const LANES: usize = 16;
+    const ROWS: [usize; 7] = [0, 4, 4, 4, 4, 4, 4];
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> __m512 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm512_set1_ps(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(v: __m512) -> f32 {
+        // SAFETY: the caller has the instruction set.
+        unsafe { _mm512_reduce_add_ps(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(v: __m512, dst: *mut f32) {
+        // SAFETY: the caller promises room for 16 values.
+        unsafe { _mm512_storeu_ps(dst, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(src: *const u8) -> __m512 {
+        // SAFETY: the caller promises 16 values.
+        unsafe { _mm512_loadu_ps(src.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(src: *const u8) -> __m512 {
+        // SAFETY: the caller promises 16 values.
+        unsafe {
+            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(src.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(src: *const u8) -> __m512 {
+        // SAFETY: the caller promises 16 values.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(src.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f8(src: *const u8) -> __m512 {
+        // SAFETY: the caller promises 16 values.
+        unsafe {
+            // Widened with its sign, a byte shifted left by 7 is the f16 but for bit 14, a copy
+            // of the sign; 0x7f becomes a NaN.
+            let bytes = _mm_loadu_si128(src.cast());
+            let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
+            let bits = _mm256_and_si256(wide, _mm256_set1_epi16(0xbfff_u16 as i16));
+            let magnitude = _mm_and_si128(bytes, _mm_set1_epi8(0x7f));
+            let nan = _mm_cmpeq_epi8_mask(magnitude, _mm_set1_epi8(0x7f));
+            let bits = _mm256_mask_mov_epi16(bits, nan, _mm256_set1_epi16(0x7e00));
+            _mm512_cvtph_ps(bits)
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Vector kernels, one set per instruction set, chosen when the pool starts.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+mod simd;
+mod tile;
+
+use std::ops::Range;
+
+use super::weights::{SCALE_BLOCK, Weight, WeightDtype};
+use tile::DotTile;
+
+/// An instruction set with kernels of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 F, BW, DQ and VL, with FMA.
+    Avx512,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// Plain Rust, for every other processor.
+    Portable,
+}
+
+impl Isa {
+    /// All of them, fastest first.
+    pub const ALL: [Self; 3] = [Self::Avx512, Self::Avx2, Self::Portable];
+
+    /// Whether this processor can run it.
+    #[must_use]
+    pub fn is_available(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && Self::Avx2.is_available()
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx512 | Self::Avx2 => false,
+            Self::Portable => true,
+        }
+    }
+
+    /// The fastest one that this processor can run.
+    #[must_use]
+    pub fn detect() -> Self {
+        Self::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Self::Portable)
+    }
+}
+
+/// Most tokens that one pass over weights serves; [`Kernels::dot`] takes any number.
+pub(super) const MAX_TOKENS: usize = 6;
+
+type DotFn = unsafe fn(&DotTile);
+type WidenFn = unsafe fn(src: *const u8, scales: *const f32, len: usize, dst: *mut f32);
+type SiluMulFn = unsafe fn(gate: *const f32, up: *const f32, len: usize, dst: *mut f32);
+type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
+
+/// The kernels of one instruction set that this processor has.
+#[derive(Clone, Copy)]
+pub(super) struct Kernels {
+    isa: Isa,
+    /// By dtype, in the order of [`dtype_idx`].
+    dot: [DotFn; 4],
+    widen: [WidenFn; 4],
+    silu_mul: SiluMulFn,
+    axpy: AxpyFn,
+}
+
+/// Rows of f32 that a kernel reads, at any distance from each other.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    /// The memory they lie in.
+    pub(super) data: &'a [f32],
+    /// Values per row.
+    pub(super) len: usize,
+    /// Row numbers, in units of `len`.
+    pub(super) rows: RowIds<'a>,
+}
+
+/// Which rows: a run of neighbours, or a list.
+#[derive(Clone, Copy)]
+pub(super) enum RowIds<'a> {
+    Run(usize, usize),
+    List(&'a [u32]),
+}
+
+impl RowIds<'_> {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Run(_, num) => *num,
+            Self::List(list) => list.len(),
+        }
+    }
+
+    pub(super) fn get(&self, idx: usize) -> usize {
+        match self {
+            Self::Run(first, _) => first + idx,
+            Self::List(list) => list[idx] as usize,
+        }
+    }
+}
+
+impl Rows<'_> {
+    pub(super) fn row(&self, idx: usize) -> &[f32] {
+        let start = self.rows.get(idx) * self.len;
+        &self.data[start..start + self.len]
+    }
+}
+
+impl Kernels {
+    /// The kernels for `isa`, or `None` when this processor cannot run them.
+    pub(super) fn new(isa: Isa) -> Option<Self> {
+        if !isa.is_available() {
+            return None;
+        }
+        Some(match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::KERNELS,
+            _ => portable::KERNELS,
+        })
+    }
+
+    /// The instruction set.
+    pub(super) fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// `y[t * y_stride + i] = sum_k w[rows.start + i, k] * x.row(t)[k]` for every row of `x`.
+    pub(super) fn dot(
+        &self,
+        w: &Weight,
+        rows: Range<usize>,
+        x: Rows<'_>,
+        y: &mut [f32],
+        y_stride: usize,
+    ) {
+        let num_tokens = x.rows.len();
+        assert!(rows.start <= rows.end && rows.end <= w.rows() && x.len == w.cols());
+        assert!(rows.len() <= y_stride);
+        if num_tokens == 0 || rows.is_empty() {
+            return;
+        }
+        assert!((num_tokens - 1) * y_stride + rows.len() <= y.len());
+        let num_passes = num_tokens.div_ceil(MAX_TOKENS);
+        let mut token = 0;
+        for pass in 0..num_passes {
+            // Passes of nearly equal size: a last pass of one token would waste its loads.
+            let num = (num_tokens - token).div_ceil(num_passes - pass);
+            let mut ptrs = [x.data.as_ptr(); MAX_TOKENS];
+            for (idx, ptr) in ptrs[..num].iter_mut().enumerate() {
+                *ptr = x.row(token + idx).as_ptr();
+            }
+            let row_bytes = w.cols() * w.dtype().size_bytes();
+            let tile = DotTile {
+                weights: w.data()[rows.start * row_bytes..rows.end * row_bytes].as_ptr(),
+                scales: w.scales(),
+                row_start: rows.start,
+                num_rows: rows.len(),
+                num_cols: w.cols(),
+                x: ptrs,
+                num_tokens: num,
+                y: y[token * y_stride..].as_mut_ptr(),
+                y_stride,
+            };
+            // SAFETY: the processor has the instruction set (checked in `new`); the assertions
+            // and slicing above establish the sizes that `DotTile` asks for.
+            unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
+            token += num;
+        }
+    }
+
+    /// Widens rows of `w` to f32: `dst[i * cols + k] = w[rows.start + i, k]`.
+    pub(super) fn widen(&self, w: &Weight, rows: Range<usize>, dst: &mut [f32]) {
+        let row_bytes = w.cols() * w.dtype().size_bytes();
+        let scale_cols = w.cols().div_ceil(SCALE_BLOCK);
+        for (row, dst) in rows.zip(dst.chunks_exact_mut(w.cols())) {
+            let src = &w.data()[row * row_bytes..(row + 1) * row_bytes];
+            let scales = match w.dtype() {
+                WeightDtype::F8E4m3 => &w.scales()[row / SCALE_BLOCK * scale_cols..][..scale_cols],
+                _ => &[],
+            };
+            // SAFETY: the processor has the instruction set; `src` and `dst` hold `cols` values
+            // and `scales` one per block of them.
+            unsafe {
+                self.widen[dtype_idx(w.dtype())](
+                    src.as_ptr(),
+                    scales.as_ptr(),
+                    dst.len(),
+                    dst.as_mut_ptr(),
+                );
+            }
+        }
+    }
+
+    /// `dst[i] = silu(gate[i]) * up[i]`.
+    ///
+    /// # Safety
+    /// `dst` is valid for writes of `gate.len()` values that nobody else accesses meanwhile.
+    pub(super) unsafe fn silu_mul(&self, gate: &[f32], up: &[f32], dst: *mut f32) {
+        assert_eq!(gate.len(), up.len());
+        // SAFETY: the processor has the instruction set; sizes as asserted and promised.
+        unsafe { (self.silu_mul)(gate.as_ptr(), up.as_ptr(), gate.len(), dst) };
+    }
+
+    /// `out[i] += alpha * y[i]`.
+    ///
+    /// # Safety
+    /// `out` is valid for reads and writes of `y.len()` values that nobody else accesses
+    /// meanwhile.
+    pub(super) unsafe fn axpy(&self, alpha: f32, y: &[f32], out: *mut f32) {
+        // SAFETY: the processor has the instruction set; sizes as promised.
+        unsafe { (self.axpy)(alpha, y.as_ptr(), y.len(), out) };
+    }
+}
+
+/// Position of a dtype in the kernel tables.
+const fn dtype_idx(dtype: WeightDtype) -> usize {
+    match dtype {
+        WeightDtype::Bf16 => 0,
+        WeightDtype::F16 => 1,
+        WeightDtype::F32 => 2,
+        WeightDtype::F8E4m3 => 3,
+    }
+}

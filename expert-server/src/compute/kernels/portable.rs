@@ -1,0 +1,125 @@
+//! Plain Rust, in a shape that compilers vectorise.
+
+use super::simd::{Bf16, F8, F16, F32, Simd};
+use super::{Isa, Kernels, tile};
+
+pub(super) const KERNELS: Kernels = Kernels {
+    isa: Isa::Portable,
+    dot: [
+        tile::dot::<Portable, Bf16>,
+        tile::dot::<Portable, F16>,
+        tile::dot::<Portable, F32>,
+        tile::dot::<Portable, F8>,
+    ],
+    widen: [
+        tile::widen::<Portable, Bf16>,
+        tile::widen::<Portable, F16>,
+        tile::widen::<Portable, F32>,
+        tile::widen::<Portable, F8>,
+    ],
+    silu_mul: tile::silu_mul::<Portable>,
+    axpy: tile::axpy::<Portable>,
+};
+
+#[derive(Clone, Copy)]
+struct Portable;
+
+const LANES: usize = 8;
+type V = [f32; LANES];
+
+// SAFETY: uses no instruction set beyond the target's baseline.
+unsafe impl Simd for Portable {
+    type V = V;
+    const LANES: usize = LANES;
+    const ROWS: [usize; 7] = [0, 4, 2, 2, 2, 2, 2];
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> V {
+        [value; LANES]
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: V, b: V) -> V {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: V, b: V) -> V {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(a: V, b: V, c: V) -> V {
+        // Not `f32::mul_add`, which is a library call where the processor has no FMA.
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+
+    #[inline(always)]
+    unsafe fn sum(v: V) -> f32 {
+        ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]))
+    }
+
+    #[inline(always)]
+    unsafe fn store(v: V, dst: *mut f32) {
+        // SAFETY: the caller promises room for `LANES` values.
+        unsafe { dst.cast::<V>().write_unaligned(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(src: *const u8) -> V {
+        // SAFETY: the caller promises `LANES` values; any bits are an f32.
+        let bits = unsafe { src.cast::<[u32; LANES]>().read_unaligned() };
+        bits.map(|bits| f32::from_bits(u32::from_le(bits)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(src: *const u8) -> V {
+        // SAFETY: the caller promises `LANES` values.
+        let bits = unsafe { src.cast::<[u16; LANES]>().read_unaligned() };
+        bits.map(|bits| f32::from_bits(u32::from(u16::from_le(bits)) << 16))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(src: *const u8) -> V {
+        // SAFETY: the caller promises `LANES` values.
+        let bits = unsafe { src.cast::<[u16; LANES]>().read_unaligned() };
+        bits.map(|bits| f16_to_f32(u16::from_le(bits)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f8(src: *const u8) -> V {
+        // SAFETY: the caller promises `LANES` values.
+        let bytes = unsafe { src.cast::<[u8; LANES]>().read_unaligned() };
+        bytes.map(|byte| {
+            let magnitude = u16::from(byte & 0x7f);
+            let magnitude = if magnitude == 0x7f { 0x7e00 } else { magnitude << 7 };
+            f16_to_f32(u16::from(byte & 0x80) << 8 | magnitude)
+        })
+    }
+}
+
+/// Widens by moving the bits into place and letting a multiplication fix the exponent, which
+/// treats subnormals right and has no branch.
+#[inline(always)]
+fn f16_to_f32(bits: u16) -> f32 {
+    let sign = u32::from(bits & 0x8000) << 16;
+    let magnitude = u32::from(bits & 0x7fff);
+    let value = f32::from_bits(magnitude << 13) * f32::from_bits((127 + 112) << 23);
+    let value =
+        if magnitude >= 0x7c00 { f32::from_bits(magnitude << 13 | 0x7f80_0000) } else { value };
+    f32::from_bits(value.to_bits() | sign)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_f16_widens_exactly() {
+        for bits in 0..=u16::MAX {
+            let (found, expected) = (f16_to_f32(bits), half::f16::from_bits(bits).to_f32());
+            let same = found.to_bits() == expected.to_bits();
+            assert!(same || (found.is_nan() && expected.is_nan()), "{bits:#06x}");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! What the kernels need of an instruction set. The kernels are written once, in `tile.rs`,
+//! against this trait, and instantiated inside functions that enable the instruction set.
+
+/// A vector instruction set with f32 lanes.
+///
+/// # Safety
+/// Every method may use the instruction set: callers make sure that the processor has it. All
+/// methods are to be inlined into a function that enables it. Pointers need no alignment.
+pub(super) unsafe trait Simd: Copy {
+    /// `LANES` values of f32.
+    type V: Copy;
+    /// Values per vector: a power of two, at most 16.
+    const LANES: usize;
+    /// Weight rows that one pass handles together, by number of tokens (index 1..=6): as many
+    /// accumulators as the registers hold beside the operands.
+    const ROWS: [usize; super::MAX_TOKENS + 1];
+
+    unsafe fn splat(value: f32) -> Self::V;
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, rounded once where the instruction set can.
+    unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// Sum of the lanes, pairwise in a fixed order.
+    unsafe fn sum(v: Self::V) -> f32;
+    unsafe fn store(v: Self::V, dst: *mut f32);
+    /// `LANES` f32 values.
+    unsafe fn load_f32(src: *const u8) -> Self::V;
+    /// `LANES` bf16 values.
+    unsafe fn load_bf16(src: *const u8) -> Self::V;
+    /// `LANES` f16 values.
+    unsafe fn load_f16(src: *const u8) -> Self::V;
+    /// `LANES` fp8 e4m3 values divided by [`F8_FACTOR`]; NaN stays NaN.
+    unsafe fn load_f8(src: *const u8) -> Self::V;
+}
+
+/// Read as the upper bits of an f16, an e4m3 value comes out divided by 2^8; the kernels put the
+/// factor into the block scale, which is exact.
+pub(super) const F8_FACTOR: f32 = 256.0;
+
+/// A storage dtype.
+pub(super) trait Dtype {
+    /// Bytes per value.
+    const BYTES: usize;
+    /// Whether blocks of 128 values share a scale.
+    const SCALED: bool;
+    /// Loads `S::LANES` values.
+    ///
+    /// # Safety
+    /// `src` is valid for that many values, and the processor has the instruction set.
+    unsafe fn load<S: Simd>(src: *const u8) -> S::V;
+}
+
+pub(super) struct Bf16;
+pub(super) struct F16;
+pub(super) struct F32;
+pub(super) struct F8;
+
+impl Dtype for Bf16 {
+    const BYTES: usize = 2;
+    const SCALED: bool = false;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(src: *const u8) -> S::V {
+        // SAFETY: as promised by the caller.
+        unsafe { S::load_bf16(src) }
+    }
+}
+
+impl Dtype for F16 {
+    const BYTES: usize = 2;
+    const SCALED: bool = false;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(src: *const u8) -> S::V {
+        // SAFETY: as promised by the caller.
+        unsafe { S::load_f16(src) }
+    }
+}
+
+impl Dtype for F32 {
+    const BYTES: usize = 4;
+    const SCALED: bool = false;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(src: *const u8) -> S::V {
+        // SAFETY: as promised by the caller.
+        unsafe { S::load_f32(src) }
+    }
+}
+
+impl Dtype for F8 {
+    const BYTES: usize = 1;
+    const SCALED: bool = true;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(src: *const u8) -> S::V {
+        // SAFETY: as promised by the caller.
+        unsafe { S::load_f8(src) }
+    }
+}
+
+/// Loads `num < S::LANES` values, the missing ones zero.
+///
+/// # Safety
+/// `src` is valid for `num` values, and the processor has the instruction set.
+#[inline(always)]
+pub(super) unsafe fn load_partial<S: Simd, D: Dtype>(src: *const u8, num: usize) -> S::V {
+    let mut padded = [0u8; 64];
+    // SAFETY: `num * BYTES` is less than 16 * 4; all-zero bits are zero in every dtype.
+    unsafe {
+        std::ptr::copy_nonoverlapping(src, padded.as_mut_ptr(), num * D::BYTES);
+        D::load::<S>(padded.as_ptr())
+    }
+}

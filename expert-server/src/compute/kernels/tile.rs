@@ -1,0 +1,292 @@
+//! The kernels, written once over [`Simd`] and [`Dtype`].
+
+use super::MAX_TOKENS;
+use super::simd::{Dtype, F8_FACTOR, F32, Simd, load_partial};
+use crate::compute::weights::SCALE_BLOCK;
+
+/// Dot products of a run of weight rows with a few token rows.
+pub(super) struct DotTile<'a> {
+    /// First value of the first row; `num_rows * num_cols` values follow.
+    pub(super) weights: *const u8,
+    /// Block scales of the whole matrix (fp8 only).
+    pub(super) scales: &'a [f32],
+    /// Position of the first row in the matrix, for its scales.
+    pub(super) row_start: usize,
+    pub(super) num_rows: usize,
+    pub(super) num_cols: usize,
+    /// The first `num_tokens` are valid for `num_cols` values.
+    pub(super) x: [*const f32; MAX_TOKENS],
+    /// 1..=MAX_TOKENS.
+    pub(super) num_tokens: usize,
+    /// Valid for writes at `t * y_stride + row`.
+    pub(super) y: *mut f32,
+    pub(super) y_stride: usize,
+}
+
+/// `y[t, row] = sum_k w[row, k] * x[t, k]`.
+///
+/// Every row is summed in the same order whatever its neighbours, so the result does not depend
+/// on how rows are shared out.
+///
+/// # Safety
+/// The fields are as [`DotTile`] says, and the processor has the instruction set.
+#[inline(always)]
+pub(super) unsafe fn dot<S: Simd, D: Dtype>(tile: &DotTile) {
+    // SAFETY: as promised by the caller; `T` is the number of tokens.
+    unsafe {
+        match tile.num_tokens {
+            1 => rows::<S, D, 1>(tile),
+            2 => rows::<S, D, 2>(tile),
+            3 => rows::<S, D, 3>(tile),
+            4 => rows::<S, D, 4>(tile),
+            5 => rows::<S, D, 5>(tile),
+            _ => rows::<S, D, 6>(tile),
+        }
+    }
+}
+
+/// # Safety
+/// As for [`dot`], with `T == tile.num_tokens`.
+#[inline(always)]
+unsafe fn rows<S: Simd, D: Dtype, const T: usize>(tile: &DotTile) {
+    let mut row = 0;
+    // SAFETY: rows `row..row + R` exist in every call.
+    unsafe {
+        if S::ROWS[T] >= 4 {
+            while row + 4 <= tile.num_rows {
+                group::<S, D, 4, T>(tile, row);
+                row += 4;
+            }
+        }
+        while row + 2 <= tile.num_rows {
+            group::<S, D, 2, T>(tile, row);
+            row += 2;
+        }
+        if row < tile.num_rows {
+            group::<S, D, 1, T>(tile, row);
+        }
+    }
+}
+
+/// # Safety
+/// As for [`rows`], and rows `row..row + R` exist.
+#[inline(always)]
+unsafe fn group<S: Simd, D: Dtype, const R: usize, const T: usize>(tile: &DotTile, row: usize) {
+    let len = tile.num_cols;
+    let block_len = if D::SCALED { SCALE_BLOCK } else { len };
+    // SAFETY: `row + r` is below `num_rows`, `t` below `num_tokens`, and `start..start + block`
+    // within `num_cols`, for all accesses.
+    unsafe {
+        let weights: [*const u8; R] =
+            core::array::from_fn(|r| tile.weights.add((row + r) * len * D::BYTES));
+        let mut acc = [[S::splat(0.0); T]; R];
+        let mut start = 0;
+        while start < len {
+            let end = if len - start < block_len { len } else { start + block_len };
+            let mut scale = [S::splat(1.0); R];
+            if D::SCALED {
+                for r in 0..R {
+                    let block_row = (tile.row_start + row + r) / SCALE_BLOCK;
+                    let idx = block_row * len.div_ceil(SCALE_BLOCK) + start / SCALE_BLOCK;
+                    scale[r] = S::splat(*tile.scales.get_unchecked(idx) * F8_FACTOR);
+                }
+            }
+            let mut k = start;
+            while k + S::LANES <= end {
+                let mut w = [S::splat(0.0); R];
+                for r in 0..R {
+                    w[r] = D::load::<S>(weights[r].add(k * D::BYTES));
+                    if D::SCALED {
+                        w[r] = S::mul(w[r], scale[r]);
+                    }
+                }
+                for t in 0..T {
+                    let x = S::load_f32(tile.x[t].add(k).cast());
+                    for r in 0..R {
+                        acc[r][t] = S::mul_add(w[r], x, acc[r][t]);
+                    }
+                }
+                k += S::LANES;
+            }
+            if k < end {
+                let num = end - k;
+                for r in 0..R {
+                    let mut w = load_partial::<S, D>(weights[r].add(k * D::BYTES), num);
+                    if D::SCALED {
+                        w = S::mul(w, scale[r]);
+                    }
+                    for t in 0..T {
+                        let x = load_partial::<S, F32>(tile.x[t].add(k).cast(), num);
+                        acc[r][t] = S::mul_add(w, x, acc[r][t]);
+                    }
+                }
+            }
+            start = end;
+        }
+        for t in 0..T {
+            for r in 0..R {
+                *tile.y.add(t * tile.y_stride + row + r) = S::sum(acc[r][t]);
+            }
+        }
+    }
+}
+
+/// Widens one row to f32.
+///
+/// # Safety
+/// `src` is valid for `len` values, `dst` for writes of as many, `scales` for one value per block
+/// (fp8 only), and the processor has the instruction set.
+#[inline(always)]
+pub(super) unsafe fn widen<S: Simd, D: Dtype>(
+    src: *const u8,
+    scales: *const f32,
+    len: usize,
+    dst: *mut f32,
+) {
+    let block_len = if D::SCALED { SCALE_BLOCK } else { len };
+    let mut start = 0;
+    while start < len {
+        let end = if len - start < block_len { len } else { start + block_len };
+        // SAFETY: all accesses are below `len`.
+        unsafe {
+            let scale = if D::SCALED { *scales.add(start / SCALE_BLOCK) * F8_FACTOR } else { 1.0 };
+            let scale = S::splat(scale);
+            let mut k = start;
+            while k < end {
+                let num = if end - k < S::LANES { end - k } else { S::LANES };
+                let mut v = if num == S::LANES {
+                    D::load::<S>(src.add(k * D::BYTES))
+                } else {
+                    load_partial::<S, D>(src.add(k * D::BYTES), num)
+                };
+                if D::SCALED {
+                    v = S::mul(v, scale);
+                }
+                store_partial::<S>(v, num, dst.add(k));
+                k += num;
+            }
+        }
+        start = end;
+    }
+}
+
+/// `dst = silu(gate) * up`.
+///
+/// # Safety
+/// The pointers are valid for `len` values, and the processor has the instruction set.
+#[inline(always)]
+pub(super) unsafe fn silu_mul<S: Simd>(
+    gate: *const f32,
+    up: *const f32,
+    len: usize,
+    dst: *mut f32,
+) {
+    let mut k = 0;
+    while k < len {
+        let num = if len - k < S::LANES { len - k } else { S::LANES };
+        let mut h = [0.0f32; 16];
+        // SAFETY: all accesses are below `len`, and `LANES` is at most 16.
+        unsafe {
+            for lane in 0..num {
+                h[lane] = silu(*gate.add(k + lane)) * *up.add(k + lane);
+            }
+            core::ptr::copy_nonoverlapping(h.as_ptr(), dst.add(k), num);
+        }
+        k += num;
+    }
+}
+
+/// `out += alpha * y`.
+///
+/// # Safety
+/// The pointers are valid for `len` values, and the processor has the instruction set.
+#[inline(always)]
+pub(super) unsafe fn axpy<S: Simd>(alpha: f32, y: *const f32, len: usize, out: *mut f32) {
+    // SAFETY: all accesses are below `len`.
+    unsafe {
+        let factor = S::splat(alpha);
+        let mut k = 0;
+        while k < len {
+            let num = if len - k < S::LANES { len - k } else { S::LANES };
+            let (y, out) = (y.add(k), out.add(k));
+            let (a, b) = if num == S::LANES {
+                (S::load_f32(y.cast()), S::load_f32(out.cast_const().cast()))
+            } else {
+                let b = load_partial::<S, F32>(out.cast_const().cast(), num);
+                (load_partial::<S, F32>(y.cast(), num), b)
+            };
+            store_partial::<S>(S::mul_add(factor, a, b), num, out);
+            k += num;
+        }
+    }
+}
+
+/// # Safety
+/// `dst` is valid for writes of `num <= LANES` values.
+#[inline(always)]
+unsafe fn store_partial<S: Simd>(v: S::V, num: usize, dst: *mut f32) {
+    // SAFETY: as promised by the caller; the buffer holds any vector.
+    unsafe {
+        if num == S::LANES {
+            S::store(v, dst);
+        } else {
+            let mut lanes = [0.0f32; 16];
+            S::store(v, lanes.as_mut_ptr());
+            core::ptr::copy_nonoverlapping(lanes.as_ptr(), dst, num);
+        }
+    }
+}
+
+/// `v / (1 + exp(-v))`.
+#[inline(always)]
+fn silu(v: f32) -> f32 {
+    v / (1.0 + exp(-v))
+}
+
+/// exp with a relative error of about 2e-7, free of calls and branches so that it vectorises:
+/// `2^n * p(r)` with `n = round(x / ln 2)` and a Taylor polynomial on `|r| <= ln 2 / 2`.
+/// NaN stays NaN; beyond ±87 the result saturates, which silu does not notice.
+#[inline(always)]
+fn exp(x: f32) -> f32 {
+    // Comparisons in this form let NaN through.
+    let x = if x > 87.0 { 87.0 } else { x };
+    let x = if x < -87.0 { -87.0 } else { x };
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    // ln 2 in two parts; the first has few enough bits for `n * LN2_HI` to be exact.
+    const LN2_HI: f32 = 0.693_359_4;
+    const LN2_LO: f32 = -2.121_944_4e-4;
+    let r = (x - n * LN2_HI) - n * LN2_LO;
+    let p = 1.0 / 5040.0;
+    let p = p * r + 1.0 / 720.0;
+    let p = p * r + 1.0 / 120.0;
+    let p = p * r + 1.0 / 24.0;
+    let p = p * r + 1.0 / 6.0;
+    let p = p * r + 0.5;
+    let p = p * (r * r) + r + 1.0;
+    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    p * power
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_and_silu_agree_with_f64() {
+        let mut worst = 0.0f64;
+        for i in -870_000..=870_000i32 {
+            let x = i as f32 * 1e-4;
+            let expected = f64::from(x).exp();
+            worst = worst.max((f64::from(exp(x)) - expected).abs() / expected);
+        }
+        assert!(worst < 4e-7, "{worst}");
+        assert!(exp(f32::NAN).is_nan() && silu(f32::NAN).is_nan());
+        assert_eq!(silu(f32::INFINITY), f32::INFINITY);
+        assert_eq!(silu(0.0), 0.0);
+        assert!(silu(-1e4).abs() < 1e-30);
+        assert_eq!(silu(1e4), 1e4);
+    }
+}

@@ -1,0 +1,388 @@
+//! A team of threads that join a piece of work while it is open.
+//!
+//! The work is one `Fn(thread_idx)` that shares itself out (an atomic tile counter); a thread that
+//! wakes late joins late, and one that wakes too late finds the work closed and sleeps on, so the
+//! caller never waits for a wake-up. Nothing is allocated and no lock is taken per piece of work.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use crossbeam_utils::CachePadded;
+
+use super::kernels::Isa;
+
+/// Where the compute threads run.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pinning {
+    /// CPU of each thread; thread `i` runs on `cpus[i % len]`. Entry 0 belongs to the calling
+    /// thread, which pins itself with [`pin_current_thread`] if it wants to be pinned.
+    pub cpus: Vec<usize>,
+}
+
+/// Why a pool could not be started.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// The operating system refused a thread.
+    #[error("cannot start compute thread {thread}: {source}; lower the number of threads")]
+    Spawn {
+        /// Index of the thread.
+        thread: usize,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The processor lacks an instruction set that was asked for.
+    #[error("this processor cannot run the {isa:?} kernels; leave the choice to the pool")]
+    Isa {
+        /// The instruction set.
+        isa: Isa,
+    },
+    /// A thread could not be bound to its CPU.
+    #[error("cannot run a compute thread on CPU {cpu}: {source}; choose CPUs this process may use")]
+    Pin {
+        /// The CPU asked for.
+        cpu: usize,
+        /// The cause.
+        source: io::Error,
+    },
+}
+
+/// Binds the calling thread to one CPU.
+///
+/// # Errors
+/// [`PoolError::Pin`] when the CPU does not exist or is not allowed to this process.
+pub fn pin_current_thread(cpu: usize) -> Result<(), PoolError> {
+    use rustix::thread::{CpuSet, sched_setaffinity};
+    if cpu >= CpuSet::MAX_CPU {
+        return Err(PoolError::Pin { cpu, source: io::ErrorKind::InvalidInput.into() });
+    }
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    sched_setaffinity(None, &set).map_err(|errno| PoolError::Pin { cpu, source: errno.into() })
+}
+
+type Work<'a> = dyn Fn(usize) + Sync + 'a;
+
+/// The threads; the one that calls [`Team::run`] is number 0.
+pub(super) struct Team {
+    shared: Arc<Shared>,
+    workers: Vec<Worker>,
+}
+
+struct Worker {
+    thread: Thread,
+    handle: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    /// Bit 63: open. Bits 32..63: number of the piece of work. Bits 0..32: workers inside it.
+    state: CachePadded<AtomicU64>,
+    /// The work; written only while closed and empty, read only by workers that joined.
+    work: std::cell::UnsafeCell<Option<NonNull<Work<'static>>>>,
+    /// Index of the thread that panicked, or `usize::MAX`.
+    panicked: AtomicUsize,
+    stop: AtomicBool,
+    sleeping: Box<[CachePadded<AtomicBool>]>,
+}
+
+// SAFETY: `work` is written by the one owner of the team while `state` is closed with no worker
+// inside, and read by workers between joining and leaving; SYNC POINT team-open orders the two.
+unsafe impl Sync for Shared {}
+// SAFETY: the pointer in `work` is to a `Sync` closure, and is only used while it is borrowed.
+unsafe impl Send for Shared {}
+
+impl Team {
+    /// Starts `num_threads - 1` workers (0: as many threads as the process has CPUs).
+    pub(super) fn new(num_threads: usize, pinning: Option<&Pinning>) -> Result<Self, PoolError> {
+        let num_threads = match num_threads {
+            0 => thread::available_parallelism().map_or(1, usize::from),
+            n => n,
+        };
+        let shared = Arc::new(Shared {
+            state: CachePadded::new(AtomicU64::new(0)),
+            work: std::cell::UnsafeCell::new(None),
+            panicked: AtomicUsize::new(usize::MAX),
+            stop: AtomicBool::new(false),
+            sleeping: (1..num_threads).map(|_| CachePadded::new(AtomicBool::new(false))).collect(),
+        });
+        let mut team = Self { shared, workers: Vec::with_capacity(num_threads - 1) };
+        for thread in 1..num_threads {
+            let cpus = pinning.map_or(&[][..], |pinning| &pinning.cpus);
+            let cpu = if cpus.is_empty() { None } else { Some(cpus[thread % cpus.len()]) };
+            let (pinned, is_pinned) = std::sync::mpsc::sync_channel(1);
+            let shared = Arc::clone(&team.shared);
+            let handle = thread::Builder::new()
+                .name(format!("compute-{thread}"))
+                .spawn(move || {
+                    let result = cpu.map_or(Ok(()), pin_current_thread);
+                    let ok = result.is_ok();
+                    if pinned.send(result).is_ok() && ok {
+                        shared.worker(thread);
+                    }
+                })
+                .map_err(|source| PoolError::Spawn { thread, source })?;
+            team.workers.push(Worker { thread: handle.thread().clone(), handle: Some(handle) });
+            // Each worker answers once, right after it starts.
+            is_pinned.recv().unwrap_or(Ok(()))?;
+        }
+        Ok(team)
+    }
+
+    /// Number of threads, the caller included.
+    pub(super) fn num_threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Runs `work` on the caller (index 0) and on every worker that comes in time; when it
+    /// returns, no thread is inside `work`. Panics of workers are returned as the index of a
+    /// thread that panicked; a panic of the caller unwinds, after the workers have left.
+    ///
+    /// `work` must return on every thread soon after the work has run out or `aborted` is true.
+    pub(super) fn run(&mut self, work: &Work<'_>) -> Result<(), usize> {
+        let shared = &*self.shared;
+        shared.panicked.store(usize::MAX, Ordering::Relaxed);
+        // SAFETY: `&mut self` and the closing guard of every earlier run leave no worker inside,
+        // and the guard below keeps the borrow of `work` alive until they have all left again.
+        unsafe {
+            let work = NonNull::from(work);
+            *shared.work.get() =
+                Some(std::mem::transmute::<NonNull<Work<'_>>, NonNull<Work<'static>>>(work));
+        }
+        let number = (shared.state.load(Ordering::Relaxed) + NUMBER_ONE) & NUMBER_MASK;
+        // SYNC POINT team-open: pairs with the join of a worker; publishes `work`. Sequentially
+        // consistent so that either this thread sees `sleeping` or the worker sees the new state.
+        shared.state.store(OPEN | number, Ordering::SeqCst);
+        let closing = Closing { shared };
+        for (worker, sleeping) in self.workers.iter().zip(&shared.sleeping) {
+            if sleeping.load(Ordering::SeqCst) {
+                worker.thread.unpark();
+            }
+        }
+        work(0);
+        drop(closing);
+        match shared.panicked.load(Ordering::Relaxed) {
+            usize::MAX => Ok(()),
+            thread => Err(thread),
+        }
+    }
+
+    /// True once a thread has panicked in the current piece of work; the others should leave.
+    pub(super) fn abort_flag(&self) -> AbortFlag {
+        AbortFlag(Arc::clone(&self.shared))
+    }
+}
+
+/// Tells threads inside a piece of work that one of them has panicked.
+pub(super) struct AbortFlag(Arc<Shared>);
+
+impl AbortFlag {
+    pub(super) fn is_set(&self) -> bool {
+        self.0.panicked.load(Ordering::Relaxed) != usize::MAX
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        for worker in &mut self.workers {
+            worker.thread.unpark();
+            if let Some(handle) = worker.handle.take() {
+                // A worker catches panics of the work, so there is nothing to report here.
+                let _ = handle.join();
+            }
+        }
+    }
+}
+
+/// Closes the work and waits until the workers have left it, on return and on unwinding.
+struct Closing<'a> {
+    shared: &'a Shared,
+}
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.shared.panicked.store(0, Ordering::Relaxed);
+        }
+        let mut state = self.shared.state.fetch_and(!OPEN, Ordering::Acquire) & !OPEN;
+        let mut backoff = Backoff::default();
+        // Bounded by one tile of work: workers take no new tile from exhausted or aborted work.
+        while state & INSIDE_MASK != 0 {
+            backoff.wait();
+            // SYNC POINT team-leave: pairs with the leave of a worker.
+            state = self.shared.state.load(Ordering::Acquire);
+        }
+    }
+}
+
+impl Shared {
+    fn worker(&self, thread_idx: usize) {
+        let mut seen = 0;
+        while !self.stop.load(Ordering::Relaxed) {
+            let Some(number) = self.join(&mut seen) else {
+                self.sleep(thread_idx, seen);
+                continue;
+            };
+            seen = number;
+            // SAFETY: this thread joined while the work was open, so the pointer is set and its
+            // borrow lasts until this thread has left.
+            let work = unsafe { (*self.work.get()).map(|work| work.as_ref()) };
+            if let Some(work) = work
+                && catch_unwind(AssertUnwindSafe(|| work(thread_idx))).is_err()
+            {
+                self.panicked.store(thread_idx, Ordering::Relaxed);
+            }
+            // SYNC POINT team-leave: pairs with the wait of `Closing`; publishes the results.
+            self.state.fetch_sub(1, Ordering::Release);
+        }
+    }
+
+    /// Enters the open work if this thread has not been in it; returns its number.
+    fn join(&self, seen: &mut u64) -> Option<u64> {
+        let mut state = self.state.load(Ordering::Relaxed);
+        while state & OPEN != 0 && state & NUMBER_MASK != *seen {
+            // SYNC POINT team-open: pairs with the store in `Team::run`.
+            match self.state.compare_exchange_weak(
+                state,
+                state + 1,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Some(state & NUMBER_MASK),
+                Err(now) => state = now,
+            }
+        }
+        None
+    }
+
+    /// Waits for new work: spins briefly, since batches tend to follow each other, then parks.
+    fn sleep(&self, thread_idx: usize, seen: u64) {
+        let has_work = |order| {
+            let state = self.state.load(order);
+            (state & OPEN != 0 && state & NUMBER_MASK != seen) || self.stop.load(order)
+        };
+        let start = Instant::now();
+        while start.elapsed() < SPIN {
+            for _ in 0..32 {
+                if has_work(Ordering::Relaxed) {
+                    return;
+                }
+                std::hint::spin_loop();
+            }
+        }
+        let sleeping = &self.sleeping[thread_idx - 1];
+        sleeping.store(true, Ordering::SeqCst);
+        if !has_work(Ordering::SeqCst) {
+            thread::park();
+        }
+        sleeping.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Waits a little longer each time: pause, then give the CPU to whoever needs it.
+#[derive(Default)]
+pub(super) struct Backoff {
+    num_waits: u32,
+}
+
+impl Backoff {
+    pub(super) fn wait(&mut self) {
+        self.num_waits = self.num_waits.saturating_add(1);
+        if self.num_waits < 256 {
+            for _ in 0..8 {
+                std::hint::spin_loop();
+            }
+        } else {
+            thread::yield_now();
+        }
+    }
+}
+
+const OPEN: u64 = 1 << 63;
+const NUMBER_ONE: u64 = 1 << 32;
+const NUMBER_MASK: u64 = OPEN - NUMBER_ONE;
+const INSIDE_MASK: u64 = NUMBER_ONE - 1;
+/// How long a worker looks for the next piece of work before it parks.
+const SPIN: Duration = Duration::from_micros(30);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_piece_of_work_is_done_once_whatever_the_number_of_threads() {
+        for num_threads in [1, 2, 5, 16] {
+            let mut team = Team::new(num_threads, None).unwrap();
+            assert_eq!(team.num_threads(), num_threads);
+            for round in 0..200 {
+                let next = AtomicUsize::new(0);
+                let done: Vec<AtomicUsize> = (0..37).map(|_| AtomicUsize::new(0)).collect();
+                team.run(&|_| {
+                    while let Some(tile) = done.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        tile.fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+                .unwrap();
+                assert!(done.iter().all(|n| n.load(Ordering::Relaxed) == 1), "round {round}");
+                if round % 50 == 0 {
+                    // Long enough for the workers to park.
+                    thread::sleep(Duration::from_millis(2));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_of_a_worker_is_reported_and_the_team_goes_on() {
+        let mut team = Team::new(3, None).unwrap();
+        let abort = team.abort_flag();
+        let inside = AtomicUsize::new(0);
+        let result = team.run(&|thread| {
+            if thread == 0 {
+                while !abort.is_set() {
+                    thread::yield_now();
+                }
+            } else {
+                inside.fetch_add(1, Ordering::Relaxed);
+                panic!("on purpose, in thread {thread}");
+            }
+        });
+        assert!(matches!(result, Err(1 | 2)), "{result:?}");
+        assert!(inside.load(Ordering::Relaxed) >= 1);
+        assert_eq!(team.run(&|_| {}), Ok(()));
+    }
+
+    #[test]
+    fn a_panic_of_the_caller_unwinds_after_the_workers_have_left() {
+        let mut team = Team::new(3, None).unwrap();
+        let abort = team.abort_flag();
+        let inside = AtomicUsize::new(0);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            team.run(&|thread| {
+                if thread == 0 {
+                    panic!("on purpose, in the caller");
+                }
+                inside.fetch_add(1, Ordering::SeqCst);
+                while !abort.is_set() {
+                    thread::yield_now();
+                }
+                inside.fetch_sub(1, Ordering::SeqCst);
+            })
+        }));
+        assert!(result.is_err());
+        assert_eq!(inside.load(Ordering::SeqCst), 0);
+        assert_eq!(team.run(&|_| {}), Ok(()));
+    }
+
+    #[test]
+    fn pinning_to_a_cpu_that_does_not_exist_is_an_error() {
+        let pinning = Pinning { cpus: vec![0, 1_000_000] };
+        let error = Team::new(2, Some(&pinning)).err();
+        assert!(matches!(error, Some(PoolError::Pin { cpu: 1_000_000, .. })), "{error:?}");
+    }
+}
