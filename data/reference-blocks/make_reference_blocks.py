@@ -113,7 +113,7 @@ def blocks():
             first_k_dense_replace=0,
             hidden_size=128,
             intermediate_size=128,
-            moe_intermediate_size=48,
+            moe_intermediate_size=32,
             n_routed_experts=16,
             n_shared_experts=2,
             n_group=4,
@@ -135,7 +135,7 @@ def blocks():
     yield (
         "deepseek-v3-fp8",
         DeepseekV3ForCausalLM,
-        DeepseekV3Config(**V3, hidden_size=256, moe_intermediate_size=160, n_routed_experts=12),
+        DeepseekV3Config(**V3, hidden_size=256, moe_intermediate_size=136, n_routed_experts=12),
         True,
     )
 
