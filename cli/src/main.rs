@@ -1,1 +1,5 @@
-fn main() {}
+//! The `switchyard` binary.
+
+fn main() -> std::process::ExitCode {
+    switchyard::run()
+}

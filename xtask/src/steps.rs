@@ -109,7 +109,7 @@ fn clippy() -> Result<Outcome> {
 
 fn deny() -> Result<Outcome> {
     match tools::cargo_tool("cargo-deny", "0.20.2")? {
-        Ok(program) => run(Command::new(program).args(["check", "licenses", "bans", "sources"])),
+        Ok(program) => run(Command::new(program).args(["check", "--hide-inclusion-graph", "licenses", "bans", "sources"])),
         Err(reason) => Ok(Outcome::Skipped(reason)),
     }
 }

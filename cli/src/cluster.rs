@@ -1,0 +1,382 @@
+//! A cluster of processes on this host: one control plane and some expert servers.
+//!
+//! Every process is this same binary. Children are told to end with their parent, so that nothing is
+//! left behind whatever happens to it. The parent must start them from a thread that lives as long as
+//! the cluster does: the kernel ties a child to the thread that started it.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// What to start.
+#[derive(Debug, Clone)]
+pub struct ClusterOptions {
+    /// The `switchyard` binary.
+    pub binary: PathBuf,
+    /// Checkpoint folder.
+    pub model: PathBuf,
+    /// Expert servers to start.
+    pub num_servers: usize,
+    /// Servers that hold each expert.
+    pub replicas: usize,
+    /// Compute threads per server; `None` leaves the choice to the server.
+    pub threads: Option<usize>,
+    /// Lease of a member.
+    pub lease_ttl: Duration,
+    /// Further arguments for each expert server.
+    pub server_args: Vec<String>,
+    /// Further environment for each expert server.
+    pub server_env: Vec<(String, String)>,
+    /// Folder in which the control plane keeps its state; `None` keeps it in memory.
+    pub data_dir: Option<PathBuf>,
+    /// Longest wait for one process to come up.
+    pub start_timeout: Duration,
+}
+
+impl ClusterOptions {
+    /// Options with the defaults of the demo: 4 servers, every expert on 2 of them.
+    ///
+    /// # Errors
+    /// When the path of this binary cannot be told.
+    pub fn new(model: impl Into<PathBuf>) -> Result<Self> {
+        Ok(Self {
+            binary: std::env::current_exe().context("cannot tell the path of this binary")?,
+            model: model.into(),
+            num_servers: 4,
+            replicas: 2,
+            threads: None,
+            lease_ttl: Duration::from_secs(2),
+            server_args: Vec::new(),
+            server_env: Vec::new(),
+            data_dir: None,
+            start_timeout: Duration::from_secs(120),
+        })
+    }
+}
+
+/// A running child with the tail of what it wrote to standard error.
+#[derive(Debug)]
+pub struct Process {
+    name: String,
+    child: Child,
+    lines: Receiver<String>,
+    stderr_tail: Arc<Mutex<VecDeque<String>>>,
+}
+
+/// The cluster. Dropping it kills every process.
+#[derive(Debug)]
+pub struct LocalCluster {
+    options: ClusterOptions,
+    token: String,
+    control: Option<Process>,
+    control_addr: String,
+    servers: Vec<Option<Process>>,
+}
+
+impl LocalCluster {
+    /// Starts a control plane and all servers and waits until every expert has its replicas.
+    /// `progress` is told how many servers serve.
+    ///
+    /// # Errors
+    /// When a process does not come up within the time, with what it said.
+    pub fn start(options: ClusterOptions, progress: &mut dyn FnMut(usize)) -> Result<Self> {
+        if options.num_servers == 0 || options.replicas == 0 {
+            bail!("a cluster needs at least one server and one replica");
+        }
+        if options.replicas > options.num_servers {
+            bail!(
+                "{} replicas of each expert need as many servers, but there are {}",
+                options.replicas,
+                options.num_servers
+            );
+        }
+        let mut cluster = Self {
+            token: format!("{:032x}", rand::random::<u128>()),
+            control: None,
+            control_addr: String::new(),
+            servers: (0..options.num_servers).map(|_| None).collect(),
+            options,
+        };
+        cluster.start_control("127.0.0.1:0")?;
+        for server_idx in 0..cluster.options.num_servers {
+            cluster.start_server(server_idx)?;
+        }
+        for server_idx in 0..cluster.options.num_servers {
+            cluster.wait_serving(server_idx)?;
+            progress(server_idx + 1);
+        }
+        Ok(cluster)
+    }
+
+    /// URL of the control plane.
+    #[must_use]
+    pub fn control_url(&self) -> String {
+        format!("http://{}", self.control_addr)
+    }
+
+    /// The bearer token of this cluster.
+    #[must_use]
+    pub fn token(&self) -> &str {
+        &self.token
+    }
+
+    /// Name of a server, as the control plane shows it.
+    #[must_use]
+    pub fn server_name(server_idx: usize) -> String {
+        format!("server-{server_idx}")
+    }
+
+    /// Process id of a running server.
+    #[must_use]
+    pub fn server_pid(&self, server_idx: usize) -> Option<u32> {
+        Some(self.servers.get(server_idx)?.as_ref()?.child.id())
+    }
+
+    /// Indices of the servers that were started and not killed.
+    #[must_use]
+    pub fn running(&self) -> Vec<usize> {
+        (0..self.servers.len()).filter(|&idx| self.servers[idx].is_some()).collect()
+    }
+
+    /// Starts server `server_idx`, without waiting until it serves.
+    ///
+    /// # Errors
+    /// When the process cannot be started.
+    pub fn start_server(&mut self, server_idx: usize) -> Result<()> {
+        let name = Self::server_name(server_idx);
+        let mut command = self.command("expert-server");
+        command
+            .arg("--model")
+            .arg(&self.options.model)
+            .args(["--name", &name, "--control-plane", &self.control_url()])
+            .args(["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"])
+            .args(&self.options.server_args)
+            .envs(self.options.server_env.iter().map(|(key, value)| (key, value)));
+        if let Some(threads) = self.options.threads {
+            command.args(["--threads", &threads.to_string()]);
+        }
+        let process = Process::spawn(name, &mut command)?;
+        self.servers[server_idx] = Some(process);
+        Ok(())
+    }
+
+    /// Waits until a started server says that it serves.
+    ///
+    /// # Errors
+    /// When it ends or stays silent for too long.
+    pub fn wait_serving(&mut self, server_idx: usize) -> Result<()> {
+        let timeout = self.options.start_timeout;
+        let process = self.servers[server_idx]
+            .as_mut()
+            .ok_or_else(|| anyhow!("{} is not running", Self::server_name(server_idx)))?;
+        process.wait_event("serving", timeout).map(drop)
+    }
+
+    /// Kills a server with SIGKILL and gives the moment of the kill.
+    ///
+    /// # Errors
+    /// When it is not running.
+    pub fn kill_server(&mut self, server_idx: usize) -> Result<Instant> {
+        let mut process = self.take(server_idx)?;
+        let at = Instant::now();
+        process.child.kill().with_context(|| format!("cannot kill {}", process.name))?;
+        // Reaping can wait: the process is dead, and the caller may be measuring.
+        std::thread::spawn(move || process.child.wait());
+        Ok(at)
+    }
+
+    /// Stops a server's threads (SIGSTOP) or lets them go on (SIGCONT).
+    ///
+    /// # Errors
+    /// When it is not running.
+    pub fn freeze_server(&self, server_idx: usize, frozen: bool) -> Result<()> {
+        self.signal(server_idx, if frozen { Signal::STOP } else { Signal::CONT })
+    }
+
+    /// Asks a server to drain and leave (SIGTERM), and waits for its end.
+    ///
+    /// # Errors
+    /// When it is not running, does not end in time, or ends with an error.
+    pub fn drain_server(&mut self, server_idx: usize, timeout: Duration) -> Result<()> {
+        self.signal(server_idx, Signal::TERM)?;
+        let mut process = self.take(server_idx)?;
+        match process.wait_exit(timeout)? {
+            status if status.success() => Ok(()),
+            status => bail!("{} ended with {status}{}", process.name, process.tail()),
+        }
+    }
+
+    /// Kills the control plane with SIGKILL.
+    ///
+    /// # Errors
+    /// When it is not running.
+    pub fn kill_control(&mut self) -> Result<()> {
+        let mut process =
+            self.control.take().ok_or_else(|| anyhow!("the control plane is not running"))?;
+        process.child.kill().context("cannot kill the control plane")?;
+        process.child.wait().context("cannot reap the control plane")?;
+        Ok(())
+    }
+
+    /// Starts the control plane again on its old address.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn restart_control(&mut self) -> Result<()> {
+        let addr = self.control_addr.clone();
+        self.start_control(&addr)
+    }
+
+    fn start_control(&mut self, listen: &str) -> Result<()> {
+        let mut command = self.command("control-plane");
+        command
+            .args(["--listen", listen])
+            .args(["--servers", &self.options.num_servers.to_string()])
+            .args(["--replicas", &self.options.replicas.to_string()])
+            .args(["--lease-ttl-ms", &self.options.lease_ttl.as_millis().to_string()]);
+        if let Some(dir) = &self.options.data_dir {
+            command.arg("--data-dir").arg(dir);
+        }
+        let mut process = Process::spawn("control-plane".to_owned(), &mut command)?;
+        let event = process.wait_event("listening", self.options.start_timeout)?;
+        let addr = event["addr"].as_str().context("the control plane told no address")?;
+        addr.clone_into(&mut self.control_addr);
+        self.control = Some(process);
+        Ok(())
+    }
+
+    fn command(&self, subcommand: &str) -> Command {
+        let mut command = Command::new(&self.options.binary);
+        command
+            .args([subcommand, "--json", "--exit-with-parent"])
+            // The token goes by environment: arguments are visible to every user of the host.
+            .env("SWITCHYARD_TOKEN", &self.token)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    fn signal(&self, server_idx: usize, signal: Signal) -> Result<()> {
+        let name = Self::server_name(server_idx);
+        let pid = self.server_pid(server_idx).ok_or_else(|| anyhow!("{name} is not running"))?;
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).context("impossible pid")?;
+        kill_process(pid, signal).with_context(|| format!("cannot signal {name}"))
+    }
+
+    fn take(&mut self, server_idx: usize) -> Result<Process> {
+        self.servers
+            .get_mut(server_idx)
+            .and_then(Option::take)
+            .ok_or_else(|| anyhow!("{} is not running", Self::server_name(server_idx)))
+    }
+}
+
+impl Drop for LocalCluster {
+    fn drop(&mut self) {
+        for process in self.servers.iter_mut().flatten().chain(&mut self.control) {
+            // A child that is gone already cannot be killed, and that is fine.
+            let _ = process.child.kill();
+            let _ = process.child.wait();
+        }
+    }
+}
+
+impl Process {
+    /// Starts a child whose standard output carries one JSON event per line.
+    fn spawn(name: String, command: &mut Command) -> Result<Self> {
+        let mut child = command.spawn().with_context(|| {
+            format!("cannot start {name} from {}", Path::new(command.get_program()).display())
+        })?;
+        let (sender, lines) = channel();
+        if let Some(stdout) = child.stdout.take() {
+            for_each_line(stdout, move |line| drop(sender.send(line)));
+        }
+        let stderr_tail = Arc::new(Mutex::new(VecDeque::new()));
+        if let Some(stderr) = child.stderr.take() {
+            let tail = Arc::clone(&stderr_tail);
+            for_each_line(stderr, move |line| {
+                tracing::debug!(target: "switchyard::child", "{line}");
+                if let Ok(mut tail) = tail.lock() {
+                    if tail.len() == 20 {
+                        tail.pop_front();
+                    }
+                    tail.push_back(line);
+                }
+            });
+        }
+        Ok(Self { name, child, lines, stderr_tail })
+    }
+
+    /// Waits for the event `event` and gives the whole object.
+    fn wait_event(&mut self, event: &str, timeout: Duration) -> Result<serde_json::Value> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => {
+                    let value: serde_json::Value = serde_json::from_str(&line)
+                        .with_context(|| format!("{} wrote {line:?}, not an event", self.name))?;
+                    if value["event"] == event {
+                        return Ok(value);
+                    }
+                }
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
+                    bail!(
+                        "{} did not report `{event}` within {timeout:?}{}",
+                        self.name,
+                        self.tail()
+                    );
+                }
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
+                    let status = self.wait_exit(Duration::from_secs(5))?;
+                    bail!("{} ended with {status} before it was ready{}", self.name, self.tail());
+                }
+            }
+        }
+    }
+
+    fn wait_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(status) = self.child.try_wait().context("cannot wait for a child")? {
+                return Ok(status);
+            }
+            if Instant::now() >= deadline {
+                bail!("{} is still running after {timeout:?}{}", self.name, self.tail());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// The last lines of standard error, for error messages.
+    fn tail(&self) -> String {
+        // The reader thread may still be draining the pipe of a process that just ended.
+        std::thread::sleep(Duration::from_millis(20));
+        match self.stderr_tail.lock() {
+            Ok(tail) if !tail.is_empty() => {
+                let lines: Vec<&str> = tail.iter().map(String::as_str).collect();
+                format!("; it said: {}", lines.join(" | "))
+            }
+            _ => String::new(),
+        }
+    }
+}
+
+fn for_each_line(stream: impl Read + Send + 'static, mut each: impl FnMut(String) + Send + 'static) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).lines() {
+            match line {
+                Ok(line) => each(line),
+                Err(_) => break,
+            }
+        }
+    });
+}

@@ -1,0 +1,338 @@
+//! `switchyard doctor`: what this host offers, what is missing, and the remedy.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Result;
+use serde::Serialize;
+
+use crate::{Global, ui};
+
+/// Flags of `doctor`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Also opens and checks this checkpoint.
+    #[arg(long, env = "SWITCHYARD_MODEL")]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    control: super::ControlArgs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Verdict {
+    /// There and usable.
+    Ok,
+    /// Not there; nothing that this host must do needs it.
+    Absent,
+    /// Usable, but slower or less safe than it could be.
+    Warn,
+    /// Something that every command needs does not work.
+    Fail,
+}
+
+#[derive(Debug, Serialize)]
+struct Check {
+    name: &'static str,
+    verdict: Verdict,
+    found: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remedy: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Group {
+    name: &'static str,
+    checks: Vec<Check>,
+}
+
+pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    let mut groups = vec![
+        Group { name: "host", checks: host() },
+        Group { name: "transports", checks: transports() },
+        Group { name: "gpu", checks: gpu() },
+    ];
+    let mut given = Vec::new();
+    if let Some(model) = &args.model {
+        given.push(check_model(model));
+    }
+    if let Some(url) = &args.control.control_plane {
+        given.push(check_control(url, args.control.token.clone()));
+    }
+    if !given.is_empty() {
+        groups.push(Group { name: "given", checks: given });
+    }
+    let healthy =
+        groups.iter().flat_map(|group| &group.checks).all(|check| check.verdict != Verdict::Fail);
+    if global.json {
+        ui::print_json(&serde_json::json!({
+            "healthy": healthy,
+            "version": env!("CARGO_PKG_VERSION"),
+            "groups": groups,
+        }))?;
+    } else {
+        print_tree(&groups);
+        println!("\n{}", if healthy { "this host can run Switchyard" } else { "not usable yet" });
+    }
+    Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn print_tree(groups: &[Group]) {
+    println!("switchyard {}", env!("CARGO_PKG_VERSION"));
+    for (group_idx, group) in groups.iter().enumerate() {
+        let last_group = group_idx + 1 == groups.len();
+        println!("{} {}", if last_group { "└─" } else { "├─" }, group.name);
+        let indent = if last_group { "   " } else { "│  " };
+        for (check_idx, check) in group.checks.iter().enumerate() {
+            let last = check_idx + 1 == group.checks.len();
+            let mark = match check.verdict {
+                Verdict::Ok => "✔",
+                Verdict::Absent => "·",
+                Verdict::Warn => "!",
+                Verdict::Fail => "✘",
+            };
+            let branch = if last { "└─" } else { "├─" };
+            println!("{indent}{branch} {mark} {:<18} {}", check.name, check.found);
+            if let Some(remedy) = &check.remedy {
+                let below = if last { "   " } else { "│  " };
+                println!("{indent}{below}   {:<18} → {remedy}", "");
+            }
+        }
+    }
+}
+
+fn ok(name: &'static str, found: impl Into<String>) -> Check {
+    Check { name, verdict: Verdict::Ok, found: found.into(), remedy: None }
+}
+
+fn problem(
+    name: &'static str,
+    verdict: Verdict,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Check {
+    Check { name, verdict, found: found.into(), remedy: Some(remedy.into()) }
+}
+
+fn host() -> Vec<Check> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut checks = vec![ok("kernel", read("/proc/sys/kernel/osrelease"))];
+    checks.push(if cores > 1 {
+        ok("cpu", format!("{} · {cores} cores{}", cpu_model(), vector_units()))
+    } else {
+        problem(
+            "cpu",
+            Verdict::Warn,
+            format!("{} · 1 core{}", cpu_model(), vector_units()),
+            "client and servers take turns on one core; give the host two or more",
+        )
+    });
+    checks.push(memory());
+    checks.push(huge_pages());
+    checks.push(descriptors());
+    checks.push(match read("/sys/devices/system/clocksource/clocksource0/current_clocksource") {
+        source if ["tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page"]
+            .contains(&source.as_str()) =>
+        {
+            ok("clock", source)
+        }
+        source => problem(
+            "clock",
+            Verdict::Warn,
+            format!("clock source {source:?}"),
+            "reading the time is a system call with this source; boot with clocksource=tsc",
+        ),
+    });
+    checks
+}
+
+fn memory() -> Check {
+    let text = read("/proc/meminfo");
+    let field = |name: &str| {
+        text.lines()
+            .find_map(|line| line.strip_prefix(name)?.trim_start_matches(':').trim().split(' ').next())
+            .and_then(|kib| kib.parse::<u64>().ok())
+            .unwrap_or(0)
+    };
+    let (total, available) = (field("MemTotal") >> 20, field("MemAvailable") >> 10);
+    if available < 512 {
+        problem(
+            "memory",
+            Verdict::Warn,
+            format!("{available} MiB available of {total} GiB"),
+            "the demo needs 512 MiB; every pair of peers needs two slots",
+        )
+    } else {
+        ok("memory", format!("{available} MiB available of {total} GiB"))
+    }
+}
+
+fn huge_pages() -> Check {
+    let free: u64 =
+        read("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").parse().unwrap_or(0);
+    let shmem = read("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    let transparent = ["[always]", "[within_size]", "[advise]"].iter().any(|s| shmem.contains(s));
+    if free > 0 {
+        ok("huge pages", format!("{free} free of 2 MiB"))
+    } else if transparent {
+        ok("huge pages", format!("transparent for shared memory: {shmem}"))
+    } else {
+        problem(
+            "huge pages",
+            Verdict::Absent,
+            "none for shared memory; slots use 4 KiB pages",
+            "sysctl vm.nr_hugepages=64, or echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        )
+    }
+}
+
+fn descriptors() -> Check {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    // A connection uses a socket, two event descriptors and, while it is made, two memory descriptors.
+    match limit {
+        Some(limit) if limit < 4096 => problem(
+            "descriptors",
+            Verdict::Warn,
+            format!("at most {limit} open files"),
+            "enough for some hundred peers; raise it with ulimit -n 65536 or LimitNOFILE=",
+        ),
+        Some(limit) => ok("descriptors", format!("at most {limit} open files")),
+        None => ok("descriptors", "no limit"),
+    }
+}
+
+fn transports() -> Vec<Check> {
+    let mut checks = vec![match p2p_core::backend::shm::probe() {
+        Ok(found) => ok("shm", found),
+        Err(error) => problem(
+            "shm",
+            Verdict::Fail,
+            error.to_string(),
+            "sealed memfd and event descriptors are needed: Linux 4.14 or newer, no seccomp filter on memfd_create",
+        ),
+    }];
+    let devices: Vec<String> = std::fs::read_dir("/sys/class/infiniband")
+        .map(|entries| {
+            entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+        })
+        .unwrap_or_default();
+    let verbs = library("libibverbs.so.1");
+    checks.push(match (&verbs, devices.is_empty()) {
+        (_, true) => problem(
+            "rdma",
+            Verdict::Absent,
+            "no RDMA device",
+            "shared memory and, between hosts, TCP are used; an RDMA card needs its driver and rdma-core",
+        ),
+        (None, false) => problem(
+            "rdma",
+            Verdict::Warn,
+            format!("{} without libibverbs.so.1", devices.join(", ")),
+            "apt-get install libibverbs1 ibverbs-providers",
+        ),
+        (Some(path), false) => ok("rdma", format!("{} · {}", devices.join(", "), path.display())),
+    });
+    checks.push(match library("libfabric.so.1") {
+        Some(path) => ok("libfabric", path.display().to_string()),
+        None => problem(
+            "libfabric",
+            Verdict::Absent,
+            "libfabric.so.1 is not here",
+            "apt-get install libfabric1",
+        ),
+    });
+    checks
+}
+
+fn gpu() -> Vec<Check> {
+    kernels::probe()
+        .lines()
+        .into_iter()
+        .map(|line| Check {
+            name: line.name,
+            verdict: if line.usable { Verdict::Ok } else { Verdict::Absent },
+            found: line.found,
+            remedy: line.remedy,
+        })
+        .collect()
+}
+
+fn check_model(dir: &Path) -> Check {
+    match checkpoint::Checkpoint::open(dir) {
+        Ok(checkpoint) => {
+            let config = checkpoint.config();
+            ok(
+                "model",
+                format!(
+                    "{} · {} layers · {} experts, top-{} · {:.2} GB in {} shards",
+                    config.architecture.class_name(),
+                    config.num_layers,
+                    config.num_experts,
+                    config.top_k,
+                    checkpoint.len_bytes() as f64 / 1e9,
+                    checkpoint.num_shards()
+                ),
+            )
+        }
+        Err(error) => problem(
+            "model",
+            Verdict::Fail,
+            error.to_string(),
+            "give a folder with config.json and safetensors, as from the Hugging Face Hub",
+        ),
+    }
+}
+
+fn check_control(url: &str, token: Option<String>) -> Check {
+    let asked = || -> Result<control_api::ClusterStatus> {
+        let client = control_api::ControlClient::new(url, token)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        Ok(runtime.block_on(client.status())?)
+    };
+    match asked() {
+        Ok(status) => ok(
+            "control plane",
+            format!("{url} · epoch {} · {} serving", status.epoch, status.members.serving),
+        ),
+        Err(error) => problem(
+            "control plane",
+            Verdict::Fail,
+            format!("{error:#}"),
+            "check the address, that `switchyard control-plane` runs there, and the token",
+        ),
+    }
+}
+
+/// First line of a small file, or "unknown".
+fn read(path: &str) -> String {
+    std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+}
+
+fn cpu_model() -> String {
+    read("/proc/cpuinfo")
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
+        .map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
+
+fn vector_units() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if std::is_x86_feature_detected!("avx512f") {
+            return " · AVX-512";
+        }
+        if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
+            return " · AVX2";
+        }
+    }
+    ""
+}
+
+/// Where the dynamic linker would most likely find a library.
+fn library(name: &str) -> Option<PathBuf> {
+    let listed = std::process::Command::new("ldconfig").arg("-p").output().ok()?;
+    String::from_utf8_lossy(&listed.stdout)
+        .lines()
+        .filter(|line| line.trim_start().starts_with(name))
+        .find_map(|line| Some(PathBuf::from(line.split_once("=> ")?.1.trim())))
+}
