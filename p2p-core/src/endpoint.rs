@@ -17,6 +17,8 @@ pub enum TransportKind {
     Local,
     /// Shared memory of one host.
     Shm,
+    /// Shared memory of one host, reached by put only. For tests of what networks will do.
+    Staged,
 }
 
 impl TransportKind {
@@ -26,6 +28,7 @@ impl TransportKind {
         match self {
             Self::Local => "local",
             Self::Shm => "shm",
+            Self::Staged => "staged",
         }
     }
 }

@@ -14,21 +14,29 @@
 //! | [`channel`] | a pair of slots as two rings, over any endpoint |
 //! | [`wait`] | spin briefly, then block |
 //! | [`backend`] | transports |
+//! | [`transport`] | the endpoint of a connection, whichever transport it is |
+//! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
+//! | [`host`] | whether two processes can share memory |
 //!
 //! The memory model, with every SYNC POINT, is in `docs/memory-model.md`.
 
 pub mod backend;
+pub mod bootstrap;
 pub mod channel;
 pub mod endpoint;
+pub mod host;
 pub mod region;
 pub mod ring;
 pub mod slot;
+pub mod transport;
 pub mod view;
 pub mod wait;
 
+pub use bootstrap::{Connection, Liveness, PeerHello, Reject, RejectCode};
 pub use channel::{Channel, ChannelError, RxFrame, TxFrame};
 pub use endpoint::{Endpoint, PostError, QuietError, TransportKind};
 pub use region::{LocalRange, Region, RemoteRange};
 pub use slot::{SlotConfig, SlotConfigError, SlotLayout};
+pub use transport::{AnyEndpoint, AnyKey};
 pub use view::{OutOfRange, ReadView, WriteView};
 pub use wait::{Kicker, SpinPolicy, WaitSet};

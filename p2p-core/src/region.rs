@@ -127,6 +127,17 @@ impl LocalRange {
         unsafe { self.region.as_ptr().add(self.offset) }
     }
 
+    /// The part that starts at `offset` and has `len` bytes. `None` when it leaves the range.
+    #[must_use]
+    pub fn sub(&self, offset: usize, len: usize) -> Option<Self> {
+        let end = offset.checked_add(len)?;
+        (end <= self.len).then(|| Self {
+            region: self.region.clone(),
+            offset: self.offset + offset,
+            len,
+        })
+    }
+
     /// Bytes.
     #[must_use]
     pub const fn len(&self) -> usize {

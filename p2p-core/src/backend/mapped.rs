@@ -36,6 +36,16 @@ impl MappedEndpoint {
         Self { kind, remote, wake_peer, wake_self }
     }
 
+    /// Checks that an access stays inside the peer's slot.
+    pub(crate) fn check(
+        &self,
+        op: &'static str,
+        offset: usize,
+        len: usize,
+    ) -> Result<(), PostError> {
+        self.target(op, offset, len).map(|_| ())
+    }
+
     fn target(
         &self,
         op: &'static str,

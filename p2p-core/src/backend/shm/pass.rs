@@ -1,0 +1,147 @@
+//! Descriptors over a Unix socket: one message, one nonce, two descriptors.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener as StdUnixListener};
+use std::time::Duration;
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg,
+};
+use tokio::io::Interest;
+use tokio::net::{UnixListener, UnixStream};
+
+use super::ShmError;
+
+/// Bytes that tie a message to a handshake.
+pub(crate) type Nonce = [u8; 16];
+
+/// What one message carries: whose handshake it belongs to, the memory, the wake-up.
+#[derive(Debug)]
+pub(crate) struct Passed {
+    pub nonce: Nonce,
+    pub memory: OwnedFd,
+    pub wake: OwnedFd,
+}
+
+/// Listens on the abstract name that belongs to `token`. Nothing appears in a file system.
+pub(crate) fn listen(token: &Nonce) -> io::Result<UnixListener> {
+    let listener = StdUnixListener::bind_addr(&address(token)?)?;
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
+}
+
+/// Connects to whoever listens for `token`, and checks who that is. The caller limits the time.
+pub(crate) async fn reach(token: &Nonce) -> Result<UnixStream, ShmError> {
+    let failed = |what: &str, e: io::Error| {
+        ShmError::Rendezvous(format!(
+            "{what}: {e}; the peer is not reachable by an abstract Unix socket although it reports the same host and network namespace"
+        ))
+    };
+    let address = address(token).map_err(|e| failed("address", e))?;
+    let stream = loop {
+        let socket = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::NONBLOCK | SocketFlags::CLOEXEC,
+            None,
+        )
+        .map_err(|e| failed("socket", e.into()))?;
+        let name = rustix::net::SocketAddrUnix::new_abstract_name(
+            address.as_abstract_name().unwrap_or_default(),
+        )
+        .map_err(|e| failed("address", e.into()))?;
+        match rustix::net::connect(&socket, &name) {
+            Ok(()) => break std::os::unix::net::UnixStream::from(socket),
+            // The backlog is full: a Unix socket gives no event for this, so try again soon.
+            Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(Duration::from_millis(2)).await,
+            Err(errno) => return Err(failed("connect", errno.into())),
+        }
+    };
+    let stream = UnixStream::from_std(stream).map_err(|e| failed("register", e))?;
+    check_user(&stream)?;
+    Ok(stream)
+}
+
+/// Refuses a peer of another user. Root may reach everybody.
+pub(crate) fn check_user(stream: &UnixStream) -> Result<(), ShmError> {
+    let found =
+        stream.peer_cred().map_err(|e| ShmError::Rendezvous(format!("SO_PEERCRED: {e}")))?.uid();
+    let expected = rustix::process::geteuid().as_raw();
+    if found == expected || found == 0 {
+        return Ok(());
+    }
+    Err(ShmError::Rendezvous(format!(
+        "the peer runs as uid {found}, this process as uid {expected}; run both as one user or choose another transport"
+    )))
+}
+
+/// Sends `nonce` and the two descriptors.
+pub(crate) async fn send(
+    stream: &UnixStream,
+    nonce: &Nonce,
+    fds: [BorrowedFd<'_>; 2],
+) -> Result<(), ShmError> {
+    stream
+        .async_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            let sent = sendmsg(
+                stream.as_fd(),
+                &[IoSlice::new(nonce)],
+                &mut control,
+                SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+            )?;
+            // A Unix stream takes so short a message whole or not at all.
+            if sent == nonce.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+        })
+        .await
+        .map_err(|e| ShmError::Rendezvous(format!("sending descriptors: {e}")))
+}
+
+/// Receives one message. The caller limits the time.
+pub(crate) async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
+    let mut nonce = [0u8; 16];
+    let (len, mut fds) = stream
+        .async_io(Interest::READABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let got = recvmsg(
+                stream.as_fd(),
+                &mut [IoSliceMut::new(&mut nonce)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+            )?;
+            let mut fds = Vec::with_capacity(2);
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(rights) = message {
+                    fds.extend(rights);
+                }
+            }
+            Ok((got.bytes, fds))
+        })
+        .await
+        .map_err(|e| ShmError::Rendezvous(format!("receiving descriptors: {e}")))?;
+    match (len, fds.pop(), fds.pop(), fds.pop()) {
+        (16, Some(wake), Some(memory), None) => Ok(Passed { nonce, memory, wake }),
+        (0, ..) => Err(ShmError::Rendezvous("the peer closed it".to_owned())),
+        _ => Err(ShmError::Rendezvous(format!(
+            "the peer sent {len} bytes and not exactly two descriptors, expected 16 bytes with two"
+        ))),
+    }
+}
+
+fn address(token: &Nonce) -> io::Result<SocketAddr> {
+    let mut name = String::with_capacity(48);
+    name.push_str("switchyard-");
+    for byte in token {
+        name.push_str(&format!("{byte:02x}"));
+    }
+    SocketAddr::from_abstract_name(name)
+}

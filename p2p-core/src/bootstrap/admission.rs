@@ -1,0 +1,143 @@
+//! Who may be in the middle of a handshake.
+//!
+//! The number of handshakes under way is limited, but a newcomer is never turned away: it takes the
+//! place of the oldest one, of those that have not said anything useful yet, of the source that has
+//! the most of them. A healthy peer says its hello within one round trip, so whoever holds many silent
+//! connections pushes out its own.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
+
+/// The handshakes under way.
+#[derive(Debug, Clone)]
+pub(super) struct Admission {
+    cap: usize,
+    table: Arc<Mutex<Table>>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    next_id: u64,
+    // Ordered by id, that is by age.
+    entries: BTreeMap<u64, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    source: IpAddr,
+    settled: bool,
+    evicted: Arc<Notify>,
+}
+
+/// A place in the table, given back when dropped.
+#[derive(Debug)]
+pub(super) struct Place {
+    id: u64,
+    table: Arc<Mutex<Table>>,
+    evicted: Arc<Notify>,
+}
+
+impl Admission {
+    pub(super) fn new(cap: usize) -> Self {
+        Self { cap: cap.max(1), table: Arc::default() }
+    }
+
+    /// Takes a place for a newcomer. True when somebody had to leave for it.
+    pub(super) fn admit(&self, source: IpAddr) -> (Place, bool) {
+        let mut table = lock(&self.table);
+        let full = table.entries.len() >= self.cap;
+        if full && let Some(victim) = table.victim() {
+            if let Some(entry) = table.entries.remove(&victim) {
+                // A permit is kept if the task does not wait yet.
+                entry.evicted.notify_one();
+            }
+        }
+        let id = table.next_id;
+        table.next_id += 1;
+        let evicted = Arc::new(Notify::new());
+        let entry = Entry { source, settled: false, evicted: Arc::clone(&evicted) };
+        table.entries.insert(id, entry);
+        (Place { id, table: Arc::clone(&self.table), evicted }, full)
+    }
+}
+
+impl Place {
+    /// Marks this handshake as one that said a valid hello: it gives way last.
+    pub(super) fn settle(&self) {
+        if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
+            entry.settled = true;
+        }
+    }
+
+    /// Returns when this handshake must give way.
+    pub(super) async fn evicted(&self) {
+        self.evicted.notified().await;
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        lock(&self.table).entries.remove(&self.id);
+    }
+}
+
+impl Table {
+    fn victim(&self) -> Option<u64> {
+        [false, true].into_iter().find_map(|settled| {
+            let mut num_by_source: HashMap<IpAddr, usize> = HashMap::new();
+            for entry in self.entries.values().filter(|e| e.settled == settled) {
+                *num_by_source.entry(entry.source).or_default() += 1;
+            }
+            let most = *num_by_source.values().max()?;
+            self.entries
+                .iter()
+                .find(|(_, e)| e.settled == settled && num_by_source.get(&e.source) == Some(&most))
+                .map(|(id, _)| *id)
+        })
+    }
+}
+
+fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
+    // No code that holds the lock can leave the table half changed.
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_oldest_silent_one_of_the_busiest_source_gives_way() {
+        let admission = Admission::new(4);
+        let [quiet, busy] = [IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2])];
+        let (healthy, _) = admission.admit(quiet);
+        let (settled, _) = admission.admit(busy);
+        settled.settle();
+        let (silent_old, _) = admission.admit(busy);
+        let (_silent_new, pushed) = admission.admit(busy);
+        assert!(!pushed);
+        let (_newcomer, pushed) = admission.admit(quiet);
+        assert!(pushed);
+        silent_old.evicted().await;
+        assert!(
+            tokio::time::timeout(std::time::Duration::from_millis(20), async {
+                tokio::select! { () = healthy.evicted() => {}, () = settled.evicted() => {} }
+            })
+            .await
+            .is_err()
+        );
+    }
+
+    #[test]
+    fn a_place_is_given_back() {
+        let admission = Admission::new(2);
+        for _ in 0..10 {
+            let (_place, pushed) = admission.admit(IpAddr::from([127, 0, 0, 1]));
+            assert!(!pushed);
+        }
+        assert!(lock(&admission.table).entries.is_empty());
+    }
+}

@@ -1,0 +1,262 @@
+//! The connecting side of the handshake.
+
+use std::fmt::Display;
+use std::io;
+use std::time::Duration;
+
+use thiserror::Error;
+use tokio::net::{TcpStream, ToSocketAddrs};
+use tokio::time::timeout;
+
+use super::liveness::Liveness;
+use super::wire::{
+    self, Hello, KIND_REJECT, KIND_WELCOME, MAX_TICKET_BYTES, RegionDescriptor, WireError,
+};
+use super::{
+    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES, PeerHello,
+    ReadError, Reject, RejectCode, join, read_message, write_message,
+};
+use crate::backend::shm::{PeerSlot, SharedSlot, ShmError, pass};
+use crate::backend::staged::Disorder;
+use crate::channel::ChannelError;
+use crate::endpoint::TransportKind;
+use crate::host::{HostIdentity, names};
+use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
+
+/// How to connect.
+#[derive(Debug, Clone)]
+pub struct ConnectConfig {
+    /// Slots to use. The listening side must have the same.
+    pub slot: SlotConfig,
+    /// Shared secret, if the listening side wants one.
+    pub ticket: Option<String>,
+    /// Transports to offer, the best first.
+    pub transports: Vec<TransportKind>,
+    /// Limit on the time of the whole handshake.
+    pub timeout: Duration,
+    /// Time after which a host that does not answer counts as gone.
+    pub liveness_timeout: Duration,
+    /// How a staged transport delays and reorders. For tests.
+    pub disorder: Option<Disorder>,
+}
+
+impl Default for ConnectConfig {
+    fn default() -> Self {
+        Self {
+            slot: SlotConfig::default(),
+            ticket: None,
+            transports: vec![TransportKind::Shm],
+            timeout: DEFAULT_HANDSHAKE_TIMEOUT,
+            liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
+            disorder: None,
+        }
+    }
+}
+
+/// A connection could not be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// Nobody answers there.
+    #[error("cannot reach {addr}: {source}")]
+    Unreachable {
+        /// Where to.
+        addr: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The whole handshake took longer than allowed.
+    #[error("{addr} did not complete the handshake within {} ms", .limit.as_millis())]
+    Timeout {
+        /// Where to.
+        addr: String,
+        /// The limit.
+        limit: Duration,
+    },
+    /// The listening side said no.
+    #[error("{addr} rejected the connection: {reject}")]
+    Rejected {
+        /// Where to.
+        addr: String,
+        /// Why.
+        reject: Reject,
+    },
+    /// What answered is not a Switchyard listener, or one of another version.
+    #[error("{addr}: {source}")]
+    Foreign {
+        /// Where to.
+        addr: String,
+        /// What was wrong.
+        source: WireError,
+    },
+    /// The connection broke during the handshake.
+    #[error("the connection to {addr} broke during the handshake: {detail}")]
+    Broken {
+        /// Where to.
+        addr: String,
+        /// How.
+        detail: String,
+    },
+    /// What was to be sent is too long. A local bug or misconfiguration.
+    #[error("`{field}` is {found} bytes, at most {max} are allowed")]
+    TooLong {
+        /// Which part.
+        field: &'static str,
+        /// Bytes found.
+        found: usize,
+        /// Most bytes allowed.
+        max: usize,
+    },
+    /// The slot configuration is not usable.
+    #[error(transparent)]
+    Slot(#[from] SlotConfigError),
+    /// Shared memory failed.
+    #[error(transparent)]
+    Shm(#[from] ShmError),
+    /// The channel could not be made.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// The connection could not be set up as liveness connection.
+    #[error("cannot set up the liveness connection: {0}")]
+    Liveness(io::Error),
+}
+
+impl ConnectError {
+    /// Why the listening side said no, if it did.
+    #[must_use]
+    pub const fn reject(&self) -> Option<&Reject> {
+        match self {
+            Self::Rejected { reject, .. } => Some(reject),
+            _ => None,
+        }
+    }
+}
+
+/// Connects to a [`Listener`](super::Listener).
+///
+/// # Errors
+/// [`ConnectError`].
+pub async fn connect(
+    addr: impl ToSocketAddrs + Display,
+    hello: PeerHello,
+    config: ConnectConfig,
+) -> Result<Connection, ConnectError> {
+    let name = addr.to_string();
+    let limit = config.timeout;
+    match timeout(limit, connect_unbounded(addr, &name, hello, config)).await {
+        Ok(result) => result,
+        Err(_) => Err(ConnectError::Timeout { addr: name, limit }),
+    }
+}
+
+async fn connect_unbounded(
+    addr: impl ToSocketAddrs,
+    name: &str,
+    peer: PeerHello,
+    config: ConnectConfig,
+) -> Result<Connection, ConnectError> {
+    let layout = SlotLayout::new(config.slot)?;
+    let ticket = config.ticket.unwrap_or_default().into_bytes();
+    limit("ticket", ticket.len(), MAX_TICKET_BYTES)?;
+    limit("payload", peer.payload.len(), MAX_PAYLOAD_BYTES)?;
+    let mut stream = TcpStream::connect(addr)
+        .await
+        .map_err(|source| ConnectError::Unreachable { addr: name.to_owned(), source })?;
+    let broken = |detail: String| ConnectError::Broken { addr: name.to_owned(), detail };
+    stream.set_nodelay(true).map_err(|e| broken(e.to_string()))?;
+    let remote_addr = stream.peer_addr().map_err(|e| broken(e.to_string()))?;
+    let hello = Hello {
+        slot_bytes: config.slot.slot_bytes as u64,
+        num_frames: config.slot.num_frames as u32,
+        host: HostIdentity::of_this_process(),
+        transports: config.transports,
+        ticket,
+        peer,
+    };
+    // A listener that says no early may have closed its reading side: its answer is still to be read.
+    let written = write_message(&mut stream, &wire::encode_hello(&hello)).await;
+    let (header, body) = match (read_message(&mut stream).await, written) {
+        (Ok(message), _) => message,
+        (Err(ReadError::Wire(source)), _) => {
+            return Err(ConnectError::Foreign { addr: name.to_owned(), source });
+        }
+        (Err(error), Ok(())) => return Err(broken(error.to_string())),
+        (Err(_), Err(error)) => return Err(broken(error.to_string())),
+    };
+    let foreign = |source| ConnectError::Foreign { addr: name.to_owned(), source };
+    let welcome = match header.kind {
+        KIND_WELCOME => wire::decode_welcome(&body).map_err(foreign)?,
+        KIND_REJECT => {
+            let reject = wire::decode_reject(&body).map_err(foreign)?;
+            return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
+        }
+        found => {
+            let expected = "a welcome or a rejection";
+            return Err(foreign(WireError::Kind { found, expected }));
+        }
+    };
+    if !hello.transports.contains(&welcome.transport) {
+        let reject = Reject::new(
+            RejectCode::NO_TRANSPORT,
+            format!(
+                "the listener chose {}, this side offered {}",
+                welcome.transport.name(),
+                names(&hello.transports)
+            ),
+        );
+        return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
+    }
+    if welcome.region.bytes != layout.slot_bytes() as u64 {
+        return Err(foreign(WireError::Value {
+            field: "region.bytes",
+            found: welcome.region.bytes,
+            expected: "the slot size that this side offered",
+        }));
+    }
+
+    let own = SharedSlot::create(&layout)?;
+    let pages = own.pages();
+    let meeting = pass::reach(&welcome.rendezvous).await?;
+    pass::send(&meeting, &welcome.nonce, own.descriptors()).await?;
+    let passed = match pass::receive(&meeting).await {
+        Ok(passed) => passed,
+        // If the listener refused, its reason comes over TCP and says more than a closed socket.
+        Err(error) => return Err(rejection(&mut stream, name).await.unwrap_or(error.into())),
+    };
+    if passed.nonce != welcome.nonce {
+        return Err(ShmError::Rendezvous("the answer belongs to another handshake".into()).into());
+    }
+    let theirs = PeerSlot::open(&passed.memory, passed.wake, &layout)?;
+    drop(passed.memory);
+    let channel = join(layout, welcome.transport, config.disorder, own, theirs)?;
+
+    let ready = RegionDescriptor { bytes: layout.slot_bytes() as u64, address: 0, remote_key: 0 };
+    write_message(&mut stream, &wire::encode_ready(&ready))
+        .await
+        .map_err(|e| broken(e.to_string()))?;
+    let liveness =
+        Liveness::new(stream, config.liveness_timeout, None).map_err(ConnectError::Liveness)?;
+    Ok(Connection {
+        channel,
+        liveness,
+        peer: hello.peer,
+        reply: welcome.payload,
+        transport: welcome.transport,
+        pages,
+        remote_addr,
+    })
+}
+
+/// The rejection that waits on the bootstrap connection, if there is one.
+async fn rejection(stream: &mut TcpStream, name: &str) -> Option<ConnectError> {
+    match timeout(Duration::from_millis(200), read_message(stream)).await {
+        Ok(Ok((header, body))) if header.kind == KIND_REJECT => wire::decode_reject(&body)
+            .ok()
+            .map(|reject| ConnectError::Rejected { addr: name.to_owned(), reject }),
+        _ => None,
+    }
+}
+
+const fn limit(field: &'static str, found: usize, max: usize) -> Result<(), ConnectError> {
+    if found > max { Err(ConnectError::TooLong { field, found, max }) } else { Ok(()) }
+}

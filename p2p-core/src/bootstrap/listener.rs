@@ -1,0 +1,597 @@
+//! The listening side of the handshake.
+//!
+//! Accepting never waits for a peer: every handshake runs in a task of its own, under a limit on its
+//! time, and [`Admission`] limits how many there are.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::hint::black_box;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use thiserror::Error;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixListener, UnixStream, lookup_host};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::admission::{Admission, Place};
+use super::liveness::Liveness;
+use super::wire::{self, Hello, KIND_HELLO, KIND_READY, RegionDescriptor, Welcome, WireError};
+use super::{
+    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES, PeerHello,
+    ReadError, Reject, RejectCode, join, read_message, write_message,
+};
+use crate::backend::shm::pass::{self, Nonce, Passed};
+use crate::backend::shm::{PeerSlot, SharedSlot};
+use crate::backend::staged::Disorder;
+use crate::endpoint::TransportKind;
+use crate::host::{HostIdentity, names};
+use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
+
+/// How to listen.
+#[derive(Debug, Clone)]
+pub struct ListenerConfig {
+    /// Slots to use. Peers must have the same.
+    pub slot: SlotConfig,
+    /// Shared secret that peers must show; `None` admits everybody.
+    pub ticket: Option<String>,
+    /// Transports to offer.
+    pub transports: Vec<TransportKind>,
+    /// Limit on the time of a whole handshake.
+    pub handshake_timeout: Duration,
+    /// Most handshakes under way; a newcomer takes the place of the oldest silent one.
+    pub max_handshakes: usize,
+    /// Most peers connected at the same time.
+    pub max_peers: usize,
+    /// Time after which a host that does not answer counts as gone.
+    pub liveness_timeout: Duration,
+    /// How a staged transport delays and reorders. For tests.
+    pub disorder: Option<Disorder>,
+}
+
+impl Default for ListenerConfig {
+    fn default() -> Self {
+        Self {
+            slot: SlotConfig::default(),
+            ticket: None,
+            transports: vec![TransportKind::Shm],
+            handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
+            max_handshakes: 256,
+            max_peers: 4096,
+            liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
+            disorder: None,
+        }
+    }
+}
+
+/// A listener could not be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// Somebody else listens there.
+    #[error("{addr} is in use by another process; choose another port or stop that process")]
+    InUse {
+        /// Where.
+        addr: String,
+    },
+    /// The system refuses to listen there.
+    #[error("cannot listen on {addr}: {source}")]
+    Listen {
+        /// Where.
+        addr: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The Unix socket for shared memory cannot be made.
+    #[error("cannot listen on an abstract Unix socket for shared memory: {0}")]
+    Rendezvous(io::Error),
+    /// The slot configuration is not usable.
+    #[error(transparent)]
+    Slot(#[from] SlotConfigError),
+}
+
+/// What a listener has seen so far. Every connection ends in exactly one of the last five counts.
+#[derive(Debug, Default)]
+pub struct ListenerStats {
+    /// Connections taken from the accept queue.
+    pub accepted: AtomicU64,
+    /// Handshakes that became a [`Connection`].
+    pub connected: AtomicU64,
+    /// Handshakes that were answered with a [`Reject`] for what the peer said.
+    pub rejected: AtomicU64,
+    /// Handshakes that took too long.
+    pub timed_out: AtomicU64,
+    /// Handshakes that gave way to a newer one.
+    pub evicted: AtomicU64,
+    /// Handshakes whose connection broke.
+    pub broken: AtomicU64,
+}
+
+/// Waits for peers.
+#[derive(Debug)]
+pub struct Listener {
+    tcp: TcpListener,
+    rendezvous: Option<UnixListener>,
+    local_addr: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    config: ListenerConfig,
+    layout: SlotLayout,
+    host: HostIdentity,
+    rendezvous_name: Nonce,
+    /// Handshakes that wait for descriptors.
+    waiting: Mutex<HashMap<Nonce, oneshot::Sender<(UnixStream, Passed)>>>,
+    peers: Arc<Semaphore>,
+    stats: Arc<ListenerStats>,
+}
+
+impl Listener {
+    /// Listens on `addr`; port 0 takes any free one.
+    ///
+    /// # Errors
+    /// [`BindError`].
+    pub async fn bind(
+        addr: impl ToSocketAddrs + std::fmt::Display,
+        config: ListenerConfig,
+    ) -> Result<Self, BindError> {
+        let name = addr.to_string();
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::AddrInUse => BindError::InUse { addr: name.clone() },
+            _ => BindError::Listen { addr: name.clone(), source },
+        };
+        let layout = SlotLayout::new(config.slot)?;
+        let tcp = listen(addr).await.map_err(failed)?;
+        let local_addr = tcp.local_addr().map_err(failed)?;
+        let rendezvous_name: Nonce = rand::random();
+        let by_memory =
+            |kind: &TransportKind| matches!(kind, TransportKind::Shm | TransportKind::Staged);
+        let rendezvous = if config.transports.iter().any(by_memory) {
+            Some(pass::listen(&rendezvous_name).map_err(BindError::Rendezvous)?)
+        } else {
+            None
+        };
+        let shared = Shared {
+            layout,
+            host: HostIdentity::of_this_process(),
+            rendezvous_name,
+            waiting: Mutex::default(),
+            peers: Arc::new(Semaphore::new(config.max_peers.min(Semaphore::MAX_PERMITS))),
+            stats: Arc::default(),
+            config,
+        };
+        Ok(Self { tcp, rendezvous, local_addr, shared: Arc::new(shared) })
+    }
+
+    /// Where this listener can be reached.
+    #[must_use]
+    pub const fn local_addr(&self) -> SocketAddr {
+        self.local_addr
+    }
+
+    /// Counters, for metrics.
+    #[must_use]
+    pub fn stats(&self) -> Arc<ListenerStats> {
+        Arc::clone(&self.shared.stats)
+    }
+
+    /// Serves until `shutdown` completes; handshakes under way are then given up.
+    ///
+    /// `accept` judges a peer whose slot, transport and ticket are in order, and gives the reply
+    /// payload (at most [`MAX_PAYLOAD_BYTES`]) or the reason against it. `on_peer` gets every
+    /// connection. Both run on the handshake's task and should be quick.
+    pub async fn serve<A, P>(self, accept: A, on_peer: P, shutdown: impl Future<Output = ()> + Send)
+    where
+        A: Fn(&PeerHello) -> Result<Vec<u8>, Reject> + Send + Sync + 'static,
+        P: Fn(Connection) + Send + Sync + 'static,
+    {
+        let Self { tcp, rendezvous, shared, .. } = self;
+        let handlers = Arc::new((accept, on_peer));
+        let admission = Admission::new(shared.config.max_handshakes);
+        let meetings = Admission::new(shared.config.max_handshakes);
+        let mut tasks = JoinSet::new();
+        tokio::pin!(shutdown);
+        loop {
+            tokio::select! {
+                () = &mut shutdown => break,
+                accepted = tcp.accept() => match accepted {
+                    Ok((stream, addr)) => {
+                        shared.stats.accepted.fetch_add(1, Ordering::Relaxed);
+                        let (place, _) = admission.admit(addr.ip());
+                        let (shared, handlers) = (Arc::clone(&shared), Arc::clone(&handlers));
+                        tasks.spawn(async move {
+                            if let Some(connection) =
+                                run(&shared, stream, addr, place, &handlers.0).await
+                            {
+                                handlers.1(connection);
+                            }
+                        });
+                    }
+                    Err(error) => pause_after(&error).await,
+                },
+                accepted = accept_unix(rendezvous.as_ref()) => match accepted {
+                    Ok(stream) => {
+                        let (place, _) = meetings.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
+                        let shared = Arc::clone(&shared);
+                        tasks.spawn(async move { meet(&shared, stream, &place).await });
+                    }
+                    Err(error) => pause_after(&error).await,
+                },
+                Some(ended) = tasks.join_next() => {
+                    if let Err(error) = ended {
+                        tracing::error!(%error, "a handshake task failed");
+                    }
+                }
+            }
+        }
+    }
+}
+
+async fn listen(addr: impl ToSocketAddrs) -> io::Result<TcpListener> {
+    let mut last = io::Error::new(io::ErrorKind::InvalidInput, "the name has no address");
+    for addr in lookup_host(addr).await? {
+        let socket = match addr {
+            SocketAddr::V4(_) => tokio::net::TcpSocket::new_v4()?,
+            SocketAddr::V6(_) => tokio::net::TcpSocket::new_v6()?,
+        };
+        socket.set_reuseaddr(true)?;
+        match socket.bind(addr).and_then(|()| socket.listen(ACCEPT_BACKLOG)) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+async fn accept_unix(listener: Option<&UnixListener>) -> io::Result<UnixStream> {
+    match listener {
+        Some(listener) => Ok(listener.accept().await?.0),
+        None => std::future::pending().await,
+    }
+}
+
+/// Accepting fails when descriptors run out; trying again at once would only burn time.
+async fn pause_after(error: &io::Error) {
+    tracing::warn!(%error, "cannot accept a connection");
+    sleep(Duration::from_millis(20)).await;
+}
+
+/// Takes descriptors from a Unix connection and hands them to the handshake that waits for them.
+async fn meet(shared: &Shared, stream: UnixStream, place: &Place) {
+    let receive = async {
+        pass::check_user(&stream)?;
+        pass::receive(&stream).await
+    };
+    let received = tokio::select! {
+        received = timeout(shared.config.handshake_timeout, receive) => received,
+        () = place.evicted() => return,
+    };
+    match received {
+        Ok(Ok(passed)) => {
+            let waiting = lock(&shared.waiting).remove(&passed.nonce);
+            match waiting {
+                // The handshake may have ended meanwhile; everything is closed then.
+                Some(handshake) => drop(handshake.send((stream, passed))),
+                None => tracing::debug!("descriptors for a handshake that nobody waits for"),
+            }
+        }
+        Ok(Err(error)) => tracing::warn!(%error, "shared memory rendezvous failed"),
+        Err(_) => tracing::debug!("a rendezvous took too long"),
+    }
+}
+
+/// How a handshake ended without a connection.
+#[derive(Debug)]
+enum Ended {
+    Rejected(Reject),
+    TimedOut,
+    Evicted,
+    Broken(String),
+}
+
+impl From<Reject> for Ended {
+    fn from(reject: Reject) -> Self {
+        Self::Rejected(reject)
+    }
+}
+
+impl From<ReadError> for Ended {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::Wire(error) => Self::Rejected(refusal_of(&error)),
+            error => Self::Broken(error.to_string()),
+        }
+    }
+}
+
+/// One handshake from its first byte to a connection or an end.
+async fn run<A>(
+    shared: &Arc<Shared>,
+    mut stream: TcpStream,
+    addr: SocketAddr,
+    place: Place,
+    accept: &A,
+) -> Option<Connection>
+where
+    A: Fn(&PeerHello) -> Result<Vec<u8>, Reject>,
+{
+    let limit = shared.config.handshake_timeout;
+    let ended = tokio::select! {
+        biased;
+        result = timeout(limit, handshake(shared, &mut stream, &place, accept)) => match result {
+            Ok(Ok(agreed)) => match agreed.into_connection(shared, stream, addr) {
+                Ok(connection) => {
+                    shared.stats.connected.fetch_add(1, Ordering::Relaxed);
+                    return Some(connection);
+                }
+                Err(error) => {
+                    tracing::warn!(%addr, %error, "cannot set up the liveness connection");
+                    shared.stats.broken.fetch_add(1, Ordering::Relaxed);
+                    return None;
+                }
+            },
+            Ok(Err(ended)) => ended,
+            Err(_) => Ended::TimedOut,
+        },
+        () = place.evicted() => Ended::Evicted,
+    };
+    let stats = &shared.stats;
+    let (count, reject) = match ended {
+        Ended::Broken(error) => {
+            tracing::debug!(%addr, %error, "a handshake broke");
+            (&stats.broken, None)
+        }
+        Ended::Rejected(reject) => {
+            tracing::warn!(%addr, %reject, "a peer was rejected");
+            (&stats.rejected, Some(reject))
+        }
+        Ended::TimedOut => {
+            let message = format!("the handshake was not complete after {} ms", limit.as_millis());
+            (&stats.timed_out, Some(Reject::new(RejectCode::TIMEOUT, message)))
+        }
+        Ended::Evicted => {
+            let message = "too many handshakes under way, and this was the oldest; try again";
+            (&stats.evicted, Some(Reject::new(RejectCode::BUSY, message)))
+        }
+    };
+    count.fetch_add(1, Ordering::Relaxed);
+    if let Some(reject) = reject {
+        // Whoever was pushed out or timed out no longer counts, so the farewell must be short.
+        drop(place);
+        let _ = timeout(FAREWELL, farewell(&mut stream, &reject)).await;
+    }
+    None
+}
+
+/// Says why, then waits until the peer has read it: closing a socket with unread input would reset the
+/// connection and could take the reason away from the peer.
+async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
+    write_message(stream, &wire::encode_reject(reject)).await?;
+    stream.shutdown().await?;
+    let mut sink = [0u8; 4096];
+    for _ in 0..16 {
+        if stream.read(&mut sink).await? == 0 {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Everything that a handshake agreed on.
+struct Agreed {
+    channel: crate::Channel<crate::AnyEndpoint>,
+    peer: PeerHello,
+    reply: Vec<u8>,
+    transport: TransportKind,
+    pages: crate::backend::shm::PageKind,
+    permit: OwnedSemaphorePermit,
+}
+
+impl Agreed {
+    fn into_connection(
+        self,
+        shared: &Shared,
+        stream: TcpStream,
+        remote_addr: SocketAddr,
+    ) -> io::Result<Connection> {
+        let timeout = shared.config.liveness_timeout;
+        Ok(Connection {
+            liveness: Liveness::new(stream, timeout, Some(self.permit))?,
+            channel: self.channel,
+            peer: self.peer,
+            reply: self.reply,
+            transport: self.transport,
+            pages: self.pages,
+            remote_addr,
+        })
+    }
+}
+
+async fn handshake<A>(
+    shared: &Shared,
+    stream: &mut TcpStream,
+    place: &Place,
+    accept: &A,
+) -> Result<Agreed, Ended>
+where
+    A: Fn(&PeerHello) -> Result<Vec<u8>, Reject>,
+{
+    let broken = |e: io::Error| Ended::Broken(e.to_string());
+    stream.set_nodelay(true).map_err(broken)?;
+    let (header, body) = read_message(stream).await?;
+    if header.kind != KIND_HELLO {
+        let error = WireError::Kind { found: header.kind, expected: "a hello" };
+        return Err(refusal_of(&error).into());
+    }
+    let hello = wire::decode_hello(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
+    check_ticket(shared, &hello)?;
+    place.settle();
+    check_slot(shared, &hello)?;
+    let transport = choose_transport(shared, &hello)?;
+    let permit = Arc::clone(&shared.peers).try_acquire_owned().map_err(|_| {
+        let max = shared.config.max_peers;
+        Reject::new(RejectCode::FULL, format!("{max} peers are connected, which is the limit"))
+    })?;
+    let reply = accept(&hello.peer)?;
+    if reply.len() > MAX_PAYLOAD_BYTES {
+        tracing::error!(found = reply.len(), max = MAX_PAYLOAD_BYTES, "reply payload too long");
+        let message = "the listener's reply payload is too long; this is a bug there";
+        return Err(Reject::new(RejectCode::TRANSPORT, message).into());
+    }
+
+    let no_transport = |e: &dyn std::fmt::Display| {
+        Ended::Rejected(Reject::new(RejectCode::TRANSPORT, e.to_string()))
+    };
+    let own = SharedSlot::create(&shared.layout).map_err(|e| no_transport(&e))?;
+    let pages = own.pages();
+    let expected = Expected::new(shared);
+    let slot_bytes = shared.layout.slot_bytes() as u64;
+    let welcome = Welcome {
+        transport,
+        region: RegionDescriptor { bytes: slot_bytes, address: 0, remote_key: 0 },
+        nonce: expected.nonce,
+        rendezvous: shared.rendezvous_name,
+        payload: reply,
+    };
+    write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
+    let (meeting, passed) = expected.wait(stream).await?;
+    let theirs = PeerSlot::open(&passed.memory, passed.wake, &shared.layout)
+        .map_err(|e| no_transport(&e))?;
+    drop(passed.memory);
+    pass::send(&meeting, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
+    let channel = join(shared.layout, transport, shared.config.disorder, own, theirs)
+        .map_err(|e| no_transport(&e))?;
+
+    let (header, body) = read_message(stream).await?;
+    if header.kind != KIND_READY {
+        let error = WireError::Kind { found: header.kind, expected: "a ready" };
+        return Err(refusal_of(&error).into());
+    }
+    let region = wire::decode_ready(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
+    if region.bytes != slot_bytes {
+        let error = WireError::Value {
+            field: "region.bytes",
+            found: region.bytes,
+            expected: "the slot size agreed on",
+        };
+        return Err(refusal_of(&error).into());
+    }
+    Ok(Agreed { channel, peer: hello.peer, reply: welcome.payload, transport, pages, permit })
+}
+
+/// A handshake's entry in the table of those that wait for descriptors, removed when dropped.
+struct Expected<'a> {
+    shared: &'a Shared,
+    nonce: Nonce,
+    arrived: oneshot::Receiver<(UnixStream, Passed)>,
+}
+
+impl<'a> Expected<'a> {
+    fn new(shared: &'a Shared) -> Self {
+        let nonce: Nonce = rand::random();
+        let (sender, arrived) = oneshot::channel();
+        lock(&shared.waiting).insert(nonce, sender);
+        Self { shared, nonce, arrived }
+    }
+
+    /// Waits for the descriptors, or for the end of the bootstrap connection.
+    async fn wait(mut self, stream: &TcpStream) -> Result<(UnixStream, Passed), Ended> {
+        let mut byte = [0u8; 1];
+        tokio::select! {
+            arrived = &mut self.arrived => {
+                arrived.map_err(|_| Ended::Broken("the rendezvous ended".to_owned()))
+            }
+            peeked = stream.peek(&mut byte) => match peeked {
+                Ok(0) => Err(Ended::Broken("the peer closed the connection".to_owned())),
+                Ok(_) => Err(Reject::new(
+                    RejectCode::MALFORMED,
+                    "a message before the descriptors of the slot",
+                )
+                .into()),
+                Err(error) => Err(Ended::Broken(error.to_string())),
+            },
+        }
+    }
+}
+
+impl Drop for Expected<'_> {
+    fn drop(&mut self) {
+        lock(&self.shared.waiting).remove(&self.nonce);
+    }
+}
+
+fn check_ticket(shared: &Shared, hello: &Hello) -> Result<(), Reject> {
+    let Some(expected) = &shared.config.ticket else { return Ok(()) };
+    if equal_in_constant_time(expected.as_bytes(), &hello.ticket) {
+        return Ok(());
+    }
+    let found = if hello.ticket.is_empty() { "no ticket" } else { "a wrong ticket" };
+    let message = format!("{found} was shown; this listener wants its own, see its configuration");
+    Err(Reject::new(RejectCode::TICKET, message))
+}
+
+fn check_slot(shared: &Shared, hello: &Hello) -> Result<(), Reject> {
+    let SlotConfig { slot_bytes, num_frames } = shared.config.slot;
+    if hello.slot_bytes == slot_bytes as u64 && hello.num_frames as usize == num_frames {
+        return Ok(());
+    }
+    let message = format!(
+        "the listener has slots of {slot_bytes} bytes with {num_frames} frames, the connecting side wants {} bytes with {} frames; set both alike",
+        hello.slot_bytes, hello.num_frames
+    );
+    Err(Reject::new(RejectCode::SLOT_MISMATCH, message))
+}
+
+/// The first transport of the peer's list that this side offers and that can work.
+fn choose_transport(shared: &Shared, hello: &Hello) -> Result<TransportKind, Reject> {
+    let obstacle = shared.host.obstacle_to_sharing(&hello.host);
+    let here = &shared.config.transports;
+    let works = |kind: &TransportKind| {
+        here.contains(kind)
+            && match kind {
+                TransportKind::Shm | TransportKind::Staged => obstacle.is_none(),
+                TransportKind::Local => false,
+            }
+    };
+    hello.transports.iter().copied().find(works).ok_or_else(|| {
+        let mut message = format!(
+            "the listener offers {}, the connecting side offers {}",
+            names(here),
+            names(&hello.transports)
+        );
+        if let Some(obstacle) = obstacle {
+            message.push_str(&format!("; shared memory is out because {obstacle}"));
+        }
+        Reject::new(RejectCode::NO_TRANSPORT, message)
+    })
+}
+
+fn refusal_of(error: &WireError) -> Reject {
+    let code = match error {
+        WireError::Version { .. } => RejectCode::VERSION,
+        _ => RejectCode::MALFORMED,
+    };
+    Reject::new(code, error.to_string())
+}
+
+/// Compares without giving away by its time how much was right. The lengths are not secret.
+fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
+    expected.len() == found.len()
+        && black_box(expected.iter().zip(found).fold(0, |diff, (a, b)| black_box(diff | (a ^ b))))
+            == 0
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No code that holds the lock can leave the table half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const ACCEPT_BACKLOG: u32 = 4096;
+const FAREWELL: Duration = Duration::from_millis(300);

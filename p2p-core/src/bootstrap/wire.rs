@@ -1,0 +1,407 @@
+//! Handshake messages as bytes: encode and decode, without I/O.
+//!
+//! Little-endian, fixed fields first, then the variable ones, whose lengths are limited. Every length
+//! is checked before it is used, and bytes left over are an error. The layout is specified in
+//! `docs/wire-format.md`, "Bootstrap handshake".
+
+use thiserror::Error;
+
+use super::{MAX_PAYLOAD_BYTES, PeerHello, Reject, RejectCode};
+use crate::endpoint::TransportKind;
+use crate::host::HostIdentity;
+
+/// Version of the handshake and of everything that follows it.
+pub const PROTOCOL_VERSION: u16 = 1;
+/// Bytes of the header before every message.
+pub const HEADER_BYTES: usize = 16;
+/// Longest ticket in bytes.
+pub const MAX_TICKET_BYTES: usize = 512;
+/// Longest message of a [`Reject`] in bytes. The rest is cut off.
+pub const MAX_REJECT_BYTES: usize = 1024;
+/// Longest body of any message in bytes.
+pub const MAX_BODY_BYTES: usize = 8192;
+
+/// Bytes that are not a message of this handshake.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// Not this protocol at all.
+    #[error("the first bytes are {found:02x?}, expected {MAGIC:02x?}: not a Switchyard peer")]
+    Magic {
+        /// Bytes found.
+        found: [u8; 8],
+    },
+    /// Another version.
+    #[error("the peer speaks protocol version {found}, this side version {PROTOCOL_VERSION}")]
+    Version {
+        /// Version found.
+        found: u16,
+    },
+    /// A message that this side does not know, or not at this point.
+    #[error("message kind {found}, expected {expected}")]
+    Kind {
+        /// Kind found.
+        found: u16,
+        /// Kind expected.
+        expected: &'static str,
+    },
+    /// A field says that it is longer than allowed.
+    #[error("`{field}` is {found} bytes, at most {max} are allowed")]
+    TooLong {
+        /// Which field.
+        field: &'static str,
+        /// Bytes found.
+        found: usize,
+        /// Most bytes allowed.
+        max: usize,
+    },
+    /// The body ends within a field.
+    #[error("the message ends within `{field}`")]
+    Truncated {
+        /// Which field.
+        field: &'static str,
+    },
+    /// The body goes on after the last field.
+    #[error("{num_bytes} bytes follow the last field")]
+    Trailing {
+        /// How many.
+        num_bytes: usize,
+    },
+    /// A field holds a value that means nothing.
+    #[error("`{field}` holds {found}, expected {expected}")]
+    Value {
+        /// Which field.
+        field: &'static str,
+        /// Value found.
+        found: u64,
+        /// What is allowed.
+        expected: &'static str,
+    },
+}
+
+/// Header of a message, after magic and lengths were checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// Version of the sender.
+    pub version: u16,
+    /// Which message.
+    pub kind: u16,
+    /// Bytes of the body.
+    pub body_bytes: usize,
+}
+
+/// First message of the connecting side.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hello {
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+    /// Frames in a slot.
+    pub num_frames: u32,
+    /// Where the sender runs.
+    pub host: HostIdentity,
+    /// Transports, in order of preference. Unknown ones are left out when decoding.
+    pub transports: Vec<TransportKind>,
+    /// Shared secret; empty for none.
+    pub ticket: Vec<u8>,
+    /// What the upper layers say.
+    pub peer: PeerHello,
+}
+
+/// A peer's slot as it is described to the other side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RegionDescriptor {
+    /// Bytes.
+    pub bytes: u64,
+    /// Address for transports that need one, else 0.
+    pub address: u64,
+    /// Remote key for transports that need one, else 0. Never a local key.
+    pub remote_key: u64,
+}
+
+/// Answer of the listening side.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Welcome {
+    /// Transport chosen.
+    pub transport: TransportKind,
+    /// The listening side's slot for this peer.
+    pub region: RegionDescriptor,
+    /// Ties the exchange of descriptors to this handshake.
+    pub nonce: [u8; 16],
+    /// Where descriptors are exchanged.
+    pub rendezvous: [u8; 16],
+    /// What the upper layers say.
+    pub payload: Vec<u8>,
+}
+
+/// Kind of [`Hello`].
+pub const KIND_HELLO: u16 = 1;
+/// Kind of [`Welcome`].
+pub const KIND_WELCOME: u16 = 2;
+/// Kind of the connecting side's last message: its slot's [`RegionDescriptor`].
+pub const KIND_READY: u16 = 3;
+/// Kind of [`Reject`]. Its layout is the same in every version.
+pub const KIND_REJECT: u16 = 4;
+/// Kind of the message that announces an orderly leave. No body.
+pub const KIND_GOODBYE: u16 = 5;
+
+/// Checks a header. Only a [`Reject`] may come from another version.
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
+    let mut reader = Reader { rest: bytes };
+    let magic: [u8; 8] = reader.array("magic")?;
+    if magic != MAGIC {
+        return Err(WireError::Magic { found: magic });
+    }
+    let version = u16::from_le_bytes(reader.array("version")?);
+    let kind = u16::from_le_bytes(reader.array("kind")?);
+    let body_bytes = u32::from_le_bytes(reader.array("body_bytes")?) as usize;
+    if version != PROTOCOL_VERSION && kind != KIND_REJECT {
+        return Err(WireError::Version { found: version });
+    }
+    if body_bytes > MAX_BODY_BYTES {
+        return Err(WireError::TooLong { field: "body", found: body_bytes, max: MAX_BODY_BYTES });
+    }
+    Ok(Header { version, kind, body_bytes })
+}
+
+/// A [`Hello`] with its header.
+#[must_use]
+pub fn encode_hello(hello: &Hello) -> Vec<u8> {
+    let mut out = begin(KIND_HELLO);
+    out.extend(hello.slot_bytes.to_le_bytes());
+    out.extend(hello.num_frames.to_le_bytes());
+    out.extend(hello.peer.generation.to_le_bytes());
+    out.extend(hello.peer.peer_id.to_le_bytes());
+    out.extend(hello.host.boot_id);
+    for part in hello.host.net_namespace {
+        out.extend(part.to_le_bytes());
+    }
+    out.extend((hello.transports.len() as u16).to_le_bytes());
+    out.extend((hello.ticket.len() as u16).to_le_bytes());
+    out.extend((hello.peer.payload.len() as u32).to_le_bytes());
+    out.extend(hello.transports.iter().map(|kind| transport_code(*kind)));
+    out.extend(&hello.ticket);
+    out.extend(&hello.peer.payload);
+    finish(out)
+}
+
+/// Decodes the body of a [`Hello`].
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
+    let mut reader = Reader { rest: body };
+    let slot_bytes = reader.u64("slot_bytes")?;
+    let num_frames = reader.u32("num_frames")?;
+    let generation = reader.u32("generation")?;
+    let peer_id = reader.u64("peer_id")?;
+    let boot_id = reader.array("boot_id")?;
+    let net_namespace = [reader.u64("net_namespace")?, reader.u64("net_namespace")?];
+    let num_transports = reader.u16("num_transports")?.into();
+    let ticket_bytes = reader.u16("ticket_bytes")?.into();
+    let payload_bytes = reader.u32("payload_bytes")? as usize;
+    let transports = reader.limited("transports", num_transports, MAX_TRANSPORTS)?;
+    let ticket = reader.limited("ticket", ticket_bytes, MAX_TICKET_BYTES)?;
+    let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?;
+    reader.end()?;
+    Ok(Hello {
+        slot_bytes,
+        num_frames,
+        host: HostIdentity { boot_id, net_namespace },
+        transports: transports.iter().filter_map(|code| transport_of(*code)).collect(),
+        ticket: ticket.to_vec(),
+        peer: PeerHello { peer_id, generation, payload: payload.to_vec() },
+    })
+}
+
+/// A [`Welcome`] with its header.
+#[must_use]
+pub fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
+    let mut out = begin(KIND_WELCOME);
+    put_region(&mut out, &welcome.region);
+    out.extend(welcome.nonce);
+    out.extend(welcome.rendezvous);
+    out.extend(u32::from(transport_code(welcome.transport)).to_le_bytes());
+    out.extend((welcome.payload.len() as u32).to_le_bytes());
+    out.extend(&welcome.payload);
+    finish(out)
+}
+
+/// Decodes the body of a [`Welcome`].
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_welcome(body: &[u8]) -> Result<Welcome, WireError> {
+    let mut reader = Reader { rest: body };
+    let region = reader.region()?;
+    let nonce = reader.array("nonce")?;
+    let rendezvous = reader.array("rendezvous")?;
+    let code = reader.u32("transport")?;
+    let payload_bytes = reader.u32("payload_bytes")? as usize;
+    let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?.to_vec();
+    reader.end()?;
+    let transport = u8::try_from(code).ok().and_then(transport_of).ok_or(WireError::Value {
+        field: "transport",
+        found: code.into(),
+        expected: "a transport that was offered",
+    })?;
+    Ok(Welcome { transport, region, nonce, rendezvous, payload })
+}
+
+/// The connecting side's last message, with its header.
+#[must_use]
+pub fn encode_ready(region: &RegionDescriptor) -> Vec<u8> {
+    let mut out = begin(KIND_READY);
+    put_region(&mut out, region);
+    finish(out)
+}
+
+/// Decodes the body of the connecting side's last message.
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_ready(body: &[u8]) -> Result<RegionDescriptor, WireError> {
+    let mut reader = Reader { rest: body };
+    let region = reader.region()?;
+    reader.end()?;
+    Ok(region)
+}
+
+/// A [`Reject`] with its header.
+#[must_use]
+pub fn encode_reject(reject: &Reject) -> Vec<u8> {
+    let mut out = begin(KIND_REJECT);
+    let mut len = reject.message.len().min(MAX_REJECT_BYTES);
+    while !reject.message.is_char_boundary(len) {
+        len -= 1;
+    }
+    out.extend(reject.code.0.to_le_bytes());
+    out.extend((len as u16).to_le_bytes());
+    out.extend(&reject.message.as_bytes()[..len]);
+    finish(out)
+}
+
+/// Decodes the body of a [`Reject`]. Control characters of the message are replaced, so that it can
+/// be printed.
+///
+/// # Errors
+/// [`WireError`].
+pub fn decode_reject(body: &[u8]) -> Result<Reject, WireError> {
+    let mut reader = Reader { rest: body };
+    let code = RejectCode(reader.u16("code")?);
+    let len = reader.u16("message_bytes")?.into();
+    let bytes = reader.limited("message", len, MAX_REJECT_BYTES)?;
+    let message = String::from_utf8_lossy(bytes)
+        .chars()
+        .map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c })
+        .collect();
+    reader.end()?;
+    Ok(Reject { code, message })
+}
+
+/// The message that announces an orderly leave.
+#[must_use]
+pub fn encode_goodbye() -> Vec<u8> {
+    finish(begin(KIND_GOODBYE))
+}
+
+fn begin(kind: u16) -> Vec<u8> {
+    let mut out = Vec::with_capacity(128);
+    out.extend(MAGIC);
+    out.extend(PROTOCOL_VERSION.to_le_bytes());
+    out.extend(kind.to_le_bytes());
+    out.extend(0u32.to_le_bytes());
+    out
+}
+
+fn finish(mut out: Vec<u8>) -> Vec<u8> {
+    let body_bytes = (out.len() - HEADER_BYTES) as u32;
+    out[HEADER_BYTES - 4..HEADER_BYTES].copy_from_slice(&body_bytes.to_le_bytes());
+    out
+}
+
+fn put_region(out: &mut Vec<u8>, region: &RegionDescriptor) {
+    for field in [region.bytes, region.address, region.remote_key] {
+        out.extend(field.to_le_bytes());
+    }
+}
+
+const fn transport_code(kind: TransportKind) -> u8 {
+    match kind {
+        TransportKind::Local => 0,
+        TransportKind::Shm => 1,
+        TransportKind::Staged => 2,
+    }
+}
+
+const fn transport_of(code: u8) -> Option<TransportKind> {
+    match code {
+        1 => Some(TransportKind::Shm),
+        2 => Some(TransportKind::Staged),
+        _ => None,
+    }
+}
+
+struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    fn bytes(&mut self, field: &'static str, len: usize) -> Result<&'a [u8], WireError> {
+        let (head, rest) = self.rest.split_at_checked(len).ok_or(WireError::Truncated { field })?;
+        self.rest = rest;
+        Ok(head)
+    }
+
+    fn array<const N: usize>(&mut self, field: &'static str) -> Result<[u8; N], WireError> {
+        self.bytes(field, N)?.try_into().map_err(|_| WireError::Truncated { field })
+    }
+
+    fn limited(
+        &mut self,
+        field: &'static str,
+        len: usize,
+        max: usize,
+    ) -> Result<&'a [u8], WireError> {
+        if len > max {
+            return Err(WireError::TooLong { field, found: len, max });
+        }
+        self.bytes(field, len)
+    }
+
+    fn u16(&mut self, field: &'static str) -> Result<u16, WireError> {
+        Ok(u16::from_le_bytes(self.array(field)?))
+    }
+
+    fn u32(&mut self, field: &'static str) -> Result<u32, WireError> {
+        Ok(u32::from_le_bytes(self.array(field)?))
+    }
+
+    fn u64(&mut self, field: &'static str) -> Result<u64, WireError> {
+        Ok(u64::from_le_bytes(self.array(field)?))
+    }
+
+    fn region(&mut self) -> Result<RegionDescriptor, WireError> {
+        Ok(RegionDescriptor {
+            bytes: self.u64("region.bytes")?,
+            address: self.u64("region.address")?,
+            remote_key: self.u64("region.remote_key")?,
+        })
+    }
+
+    const fn end(&self) -> Result<(), WireError> {
+        match self.rest.len() {
+            0 => Ok(()),
+            num_bytes => Err(WireError::Trailing { num_bytes }),
+        }
+    }
+}
+
+/// First bytes of every message.
+pub const MAGIC: [u8; 8] = *b"SWITCHYD";
+const MAX_TRANSPORTS: usize = 16;
+
+// The longest messages fit the limit on bodies.
+const _: () = assert!(80 + MAX_TRANSPORTS + MAX_TICKET_BYTES + MAX_PAYLOAD_BYTES <= MAX_BODY_BYTES);

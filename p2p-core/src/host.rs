@@ -1,0 +1,99 @@
+//! What tells whether two processes can share memory.
+
+use std::os::unix::fs::MetadataExt;
+
+use crate::endpoint::TransportKind;
+
+/// Identity of a running kernel and of the network namespace within it, as far as it can be read.
+///
+/// Two equal identities are a necessary sign, not a proof: a virtual machine that was cloned while it
+/// ran carries its identity along. The proof is the rendezvous over an abstract Unix socket, which
+/// reaches nobody outside the kernel and the network namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostIdentity {
+    /// `boot_id` of the kernel. Random where the system does not tell, so that it equals nothing.
+    pub boot_id: [u8; 16],
+    /// Device and inode of the network namespace, which abstract Unix sockets do not cross.
+    pub net_namespace: [u64; 2],
+}
+
+impl HostIdentity {
+    /// Identity of this process's host.
+    #[must_use]
+    pub fn of_this_process() -> Self {
+        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+            .ok()
+            .and_then(|text| parse_uuid(text.trim()))
+            .unwrap_or_else(rand::random);
+        let net_namespace = std::fs::metadata("/proc/self/ns/net")
+            .map_or_else(|_| rand::random(), |meta| [meta.dev(), meta.ino()]);
+        Self { boot_id, net_namespace }
+    }
+
+    /// Why shared memory cannot join this process and `peer`. `None` when nothing speaks against it.
+    #[must_use]
+    pub fn obstacle_to_sharing(&self, peer: &Self) -> Option<&'static str> {
+        if self.boot_id != peer.boot_id {
+            Some("the peers run on different hosts")
+        } else if self.net_namespace != peer.net_namespace {
+            Some("the peers run in different network namespaces of one host")
+        } else {
+            None
+        }
+    }
+}
+
+/// Names of transports, for messages.
+pub(crate) fn names(transports: &[TransportKind]) -> String {
+    match transports {
+        [] => "nothing".to_owned(),
+        all => all.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", "),
+    }
+}
+
+fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let digits: Vec<u8> = text
+        .bytes()
+        .filter(|b| *b != b'-')
+        .map(|b| (b as char).to_digit(16).map(|d| d as u8))
+        .collect::<Option<_>>()?;
+    let mut out = [0; 16];
+    if digits.len() != 32 {
+        return None;
+    }
+    for (byte, pair) in out.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = pair[0] << 4 | pair[1];
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_identity_is_stable_and_differences_are_named() {
+        let here = HostIdentity::of_this_process();
+        assert_eq!(here, HostIdentity::of_this_process());
+        assert_eq!(here.obstacle_to_sharing(&here), None);
+        let mut other = here;
+        other.net_namespace[1] ^= 1;
+        assert!(here.obstacle_to_sharing(&other).is_some_and(|why| why.contains("namespaces")));
+        other.boot_id[3] ^= 1;
+        assert!(here.obstacle_to_sharing(&other).is_some_and(|why| why.contains("hosts")));
+    }
+
+    #[test]
+    fn identifiers_are_parsed_or_refused() {
+        assert_eq!(
+            parse_uuid("00112233-4455-6677-8899-aabbccddeeff"),
+            Some([
+                0, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc, 0xdd,
+                0xee, 0xff
+            ])
+        );
+        for bad in ["", "0011", "zz112233-4455-6677-8899-aabbccddeeff"] {
+            assert_eq!(parse_uuid(bad), None);
+        }
+    }
+}
