@@ -150,6 +150,19 @@ impl Checkpoint {
         Ok(RouterTensors { weight, bias })
     }
 
+    /// Checks that every router, shared expert and routed expert is there, with the shapes and
+    /// dtypes that the configuration demands. Reads no weights.
+    pub fn check_moe(&self) -> Result<(), TensorError> {
+        for layer in self.config().moe_layers() {
+            self.router(layer)?;
+            self.shared_expert(layer)?;
+            for expert in 0..self.config().num_experts {
+                self.expert(layer, expert)?;
+            }
+        }
+        Ok(())
+    }
+
     /// A weight matrix of the given shape, with its block scales if it is stored as fp8.
     pub fn weight(&self, name: &str, shape: [usize; 2]) -> Result<WeightView<'_>, TensorError> {
         let tensor = self.tensor(name)?.expect_shape(&shape)?.expect_dtype(FLOATS)?;

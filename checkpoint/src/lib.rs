@@ -8,6 +8,18 @@
 //! Supported: Qwen3-MoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 names; a single file or shards with
 //! an index; bf16, f16, f32, and fp8-e4m3 with 128×128 block scales (`weight_scale_inv`).
 //!
+//! ```no_run
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let checkpoint = checkpoint::Checkpoint::open("/models/Qwen3-30B-A3B")?;
+//! println!("{}: {}", checkpoint.config().architecture, checkpoint.fingerprint());
+//! for layer in checkpoint.config().moe_layers() {
+//!     let gate = checkpoint.expert(layer, 0)?.gate;
+//!     println!("layer {layer}: [{}, {}] {}", gate.rows(), gate.cols(), gate.dtype());
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! This crate knows nothing of transports, slots, servers or HTTP, and computes nothing but
 //! dtype conversions.
 

@@ -13,11 +13,11 @@ pub(super) fn parse(json: &str) -> Result<ModelConfig, ConfigError> {
     check_activation(&raw)?;
 
     let hidden = dim("hidden_size", raw.hidden_size)?;
-    let num_layers = dim("num_hidden_layers", raw.num_hidden_layers)? as u32;
-    let num_experts = dim(
+    let num_layers = count("num_hidden_layers", raw.num_hidden_layers)?;
+    let num_experts = count(
         "num_experts (or num_local_experts, n_routed_experts)",
         raw.num_experts.or(raw.num_local_experts).or(raw.n_routed_experts),
-    )? as u32;
+    )?;
     let top_k = dim("num_experts_per_tok", raw.num_experts_per_tok)?;
     if top_k > num_experts as usize {
         return Err(invalid(
@@ -27,25 +27,29 @@ pub(super) fn parse(json: &str) -> Result<ModelConfig, ConfigError> {
         ));
     }
     // Mixtral has no dense layers and calls the width of an expert `intermediate_size`.
-    let (moe_intermediate, dense_intermediate) = match architecture {
-        Architecture::Mixtral => (dim("intermediate_size", raw.intermediate_size)?, None),
-        _ => (dim("moe_intermediate_size", raw.moe_intermediate_size)?, raw.intermediate_size),
+    let moe_intermediate = match architecture {
+        Architecture::Mixtral => dim("intermediate_size", raw.intermediate_size)?,
+        _ => dim("moe_intermediate_size", raw.moe_intermediate_size)?,
     };
-    let dense_intermediate =
-        dense_intermediate.map(|d| dim("intermediate_size", Some(d))).transpose()?;
     let moe_layers = moe_layers(architecture, &raw, num_layers)?;
-    if moe_layers.len() < num_layers as usize && dense_intermediate.is_none() {
-        return Err(ConfigError::Missing { field: "intermediate_size" });
-    }
+    let has_dense_layers = moe_layers.len() < num_layers as usize;
+    let dense_intermediate =
+        has_dense_layers.then(|| dim("intermediate_size", raw.intermediate_size)).transpose()?;
     let is_deepseek = matches!(architecture, Architecture::DeepseekV2 | Architecture::DeepseekV3);
     let num_shared_experts = if is_deepseek {
         match raw.n_shared_experts {
             None | Some(0) => 0,
-            count => dim("n_shared_experts", count)? as u32,
+            shared => count("n_shared_experts", shared)?,
         }
     } else {
         0
     };
+
+    let default_eps = if architecture == Architecture::Mixtral { 1e-5 } else { 1e-6 };
+    let rms_norm_eps = raw.rms_norm_eps.unwrap_or(default_eps);
+    if !(0.0..1.0).contains(&rms_norm_eps) {
+        return Err(invalid("rms_norm_eps", rms_norm_eps, "a small number, not negative"));
+    }
 
     Ok(ModelConfig {
         architecture,
@@ -57,7 +61,7 @@ pub(super) fn parse(json: &str) -> Result<ModelConfig, ConfigError> {
         top_k,
         router: router(architecture, &raw, num_experts as usize, top_k)?,
         num_shared_experts,
-        rms_norm_eps: raw.rms_norm_eps.unwrap_or(1e-6),
+        rms_norm_eps,
         vocab: dim("vocab_size", raw.vocab_size)?,
         tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
         max_positions: dim("max_position_embeddings", raw.max_position_embeddings)?,
@@ -126,7 +130,7 @@ struct Quantization {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a token id is neither a whole number nor a list of such")]
 enum Ids {
     One(u32),
     Many(Vec<u32>),
@@ -327,12 +331,21 @@ fn fp8_block(raw: &Raw) -> Result<Option<[usize; 2]>, ConfigError> {
     }
 }
 
-/// A dimension: present, at least 1, and small enough that products of three fit 64 bits.
+/// A dimension: present, at least 1, and small enough that a product of two fits 64 bits.
 fn dim(field: &'static str, value: Option<usize>) -> Result<usize, ConfigError> {
+    bounded(field, value, MAX_DIM)
+}
+
+/// A number of layers or experts: present, at least 1, and small enough to list.
+fn count(field: &'static str, value: Option<usize>) -> Result<u32, ConfigError> {
+    bounded(field, value, MAX_COUNT).map(|v| v as u32)
+}
+
+fn bounded(field: &'static str, value: Option<usize>, max: usize) -> Result<usize, ConfigError> {
     match value {
         None => Err(ConfigError::Missing { field }),
-        Some(v) if (1..=MAX_DIM).contains(&v) => Ok(v),
-        Some(v) => Err(invalid(field, v, format!("a number from 1 to {MAX_DIM}"))),
+        Some(v) if (1..=max).contains(&v) => Ok(v),
+        Some(v) => Err(invalid(field, v, format!("a number from 1 to {max}"))),
     }
 }
 
@@ -346,3 +359,5 @@ fn invalid(
 
 /// Above any model's vocabulary, context or width.
 const MAX_DIM: usize = 1 << 24;
+/// Above any model's number of layers or experts.
+const MAX_COUNT: usize = 1 << 16;
