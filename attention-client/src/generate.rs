@@ -1,0 +1,356 @@
+//! From a prompt to text, token by token.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::Checkpoint;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use thiserror::Error;
+
+use crate::backend::ExpertBackend;
+use crate::model::{ForwardError, KvCache, LoadError, LogitsOf, MoeObserver, Qwen3Moe};
+use crate::tokenizer::{Tokenizer, TokenizerError};
+
+/// A language model that writes text: the attention side, its tokenizer, and a backend for the
+/// experts.
+#[derive(Debug)]
+pub struct Generator<B> {
+    model: Qwen3Moe,
+    tokenizer: Tokenizer,
+    backend: B,
+}
+
+/// How to generate.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerateOptions {
+    /// Most tokens to generate; clipped to what the context leaves room for.
+    pub max_new_tokens: usize,
+    /// 0 always takes the likeliest token; above, tokens are drawn from
+    /// `softmax(logits / temperature)`.
+    pub temperature: f32,
+    /// Seed of the draws. The same seed draws the same tokens from the same logits.
+    pub seed: u64,
+    /// Whether one of the model's end-of-text tokens ends the generation.
+    pub stop_at_eos: bool,
+}
+
+impl Default for GenerateOptions {
+    fn default() -> Self {
+        Self { max_new_tokens: 64, temperature: 0.0, seed: 0, stop_at_eos: true }
+    }
+}
+
+/// A new token.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct TokenEvent<'a> {
+    /// 0 for the first new token.
+    pub idx: usize,
+    /// The token.
+    pub id: u32,
+    /// Text that is complete now and was not before; empty while a character is unfinished.
+    pub text: &'a str,
+    /// Time since the generation started.
+    pub elapsed: Duration,
+}
+
+/// A finished generation.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Generation {
+    /// Tokens of the prompt.
+    pub prompt_ids: Vec<u32>,
+    /// New tokens only, an end-of-text token included.
+    pub token_ids: Vec<u32>,
+    /// Text of the new tokens.
+    pub text: String,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// `max_new_tokens` as used. Below the requested number when the context leaves no more room.
+    pub max_new_tokens: usize,
+    /// Whether `max_new_tokens` was clipped to the context.
+    pub clipped: bool,
+    /// How long it took.
+    pub timings: Timings,
+}
+
+/// Why a generation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FinishReason {
+    /// The model wrote an end-of-text token.
+    EndOfText,
+    /// The requested number of tokens was reached.
+    MaxNewTokens,
+    /// The context is full, before the requested number of tokens was reached.
+    ContextFull,
+}
+
+/// Where the time of a generation went.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Timings {
+    /// The prompt, up to its logits.
+    pub prefill: Duration,
+    /// Every forward pass after that, each over one token; one fewer than there are new tokens.
+    pub decode: Vec<Duration>,
+}
+
+impl Timings {
+    /// Tokens per second after the prompt; `None` when there was no such pass.
+    pub fn tokens_per_s(&self) -> Option<f64> {
+        let seconds = self.decode.iter().sum::<Duration>().as_secs_f64();
+        (seconds > 0.0).then(|| self.decode.len() as f64 / seconds)
+    }
+}
+
+/// A generator that cannot be opened.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum OpenGeneratorError {
+    /// The model cannot be loaded.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// The tokenizer cannot be read.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+}
+
+/// A generation that failed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum GenerateError {
+    /// There is nothing to continue.
+    #[error("the prompt is empty, expected at least one token")]
+    EmptyPrompt,
+    /// The context has no room for the prompt and a new token.
+    #[error(
+        "the prompt has {prompt_tokens} tokens, but the context of the model holds {context}, new tokens included: shorten the prompt"
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        prompt_tokens: usize,
+        /// Longest context of the model.
+        context: usize,
+    },
+    /// The temperature is no temperature.
+    #[error("the temperature is {found}, expected 0 or a positive number")]
+    Temperature {
+        /// The value.
+        found: f32,
+    },
+    /// The tokenizer failed.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+    /// The model or its backend failed.
+    #[error("after {generated} new tokens: {source}")]
+    Forward {
+        /// Tokens that were generated, and reported, before.
+        generated: usize,
+        /// What failed, with the layer.
+        source: ForwardError,
+    },
+    /// No token can be chosen.
+    #[error(
+        "after {generated} new tokens: the logit of token {id} is {value}; the weights or the experts' outputs are broken"
+    )]
+    BadLogit {
+        /// Tokens that were generated, and reported, before.
+        generated: usize,
+        /// Index of the logit.
+        id: usize,
+        /// NaN or +inf.
+        value: f32,
+    },
+}
+
+impl<B: ExpertBackend> Generator<B> {
+    /// Loads the attention side and the tokenizer of `checkpoint`.
+    pub fn open(checkpoint: &Arc<Checkpoint>, backend: B) -> Result<Self, OpenGeneratorError> {
+        let tokenizer = Tokenizer::open(checkpoint.dir())?;
+        Ok(Self::new(Qwen3Moe::load(checkpoint)?, tokenizer, backend))
+    }
+
+    /// Puts the parts together.
+    pub fn new(model: Qwen3Moe, tokenizer: Tokenizer, backend: B) -> Self {
+        Self { model, tokenizer, backend }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Qwen3Moe {
+        &self.model
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// The backend.
+    pub fn backend_mut(&mut self) -> &mut B {
+        &mut self.backend
+    }
+
+    /// Continues `prompt`; `on_token` is called for every new token as soon as it is known.
+    pub fn generate(
+        &mut self,
+        prompt: &str,
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(TokenEvent<'_>),
+    ) -> Result<Generation, GenerateError> {
+        self.generate_observed(prompt, options, on_token, None)
+    }
+
+    /// As [`generate`](Self::generate); `observer` sees every MoE block on the way.
+    pub fn generate_observed(
+        &mut self,
+        prompt: &str,
+        options: &GenerateOptions,
+        on_token: &mut dyn FnMut(TokenEvent<'_>),
+        mut observer: Option<&mut dyn MoeObserver>,
+    ) -> Result<Generation, GenerateError> {
+        let started = Instant::now();
+        let prompt_ids = self.tokenizer.encode(prompt)?;
+        if prompt.is_empty() || prompt_ids.is_empty() {
+            return Err(GenerateError::EmptyPrompt);
+        }
+        let max_new_tokens = self.room(prompt_ids.len(), options.max_new_tokens)?;
+        let mut sampler = Sampler::new(options)?;
+        let mut stream = self.tokenizer.stream(&prompt_ids)?;
+        let clipped = max_new_tokens < options.max_new_tokens;
+        let mut generation = Generation {
+            prompt_ids,
+            token_ids: Vec::with_capacity(max_new_tokens),
+            text: String::new(),
+            finish_reason: match clipped {
+                true => FinishReason::ContextFull,
+                false => FinishReason::MaxNewTokens,
+            },
+            max_new_tokens,
+            clipped,
+            timings: Timings::default(),
+        };
+        if max_new_tokens == 0 {
+            return Ok(generation);
+        }
+        let mut pass = Pass {
+            cache: self.model.new_cache(),
+            model: &mut self.model,
+            backend: &mut self.backend,
+            generated: 0,
+        };
+        let mut logits = pass.run(&generation.prompt_ids, &mut observer)?;
+        generation.timings.prefill = started.elapsed();
+        loop {
+            let idx = generation.token_ids.len();
+            let id = sampler.choose(&logits, idx)?;
+            generation.token_ids.push(id);
+            let is_eos = pass.model.config().eos_ids.contains(&id);
+            let ended = options.stop_at_eos && is_eos;
+            let is_last = ended || idx + 1 == max_new_tokens;
+            let mut text = stream.push(id)?;
+            if is_last {
+                text.push_str(&stream.finish()?);
+            }
+            generation.text.push_str(&text);
+            on_token(TokenEvent { idx, id, text: &text, elapsed: started.elapsed() });
+            if ended {
+                generation.finish_reason = FinishReason::EndOfText;
+            }
+            if is_last {
+                return Ok(generation);
+            }
+            let pass_started = Instant::now();
+            pass.generated = idx + 1;
+            logits = pass.run(&[id], &mut observer)?;
+            generation.timings.decode.push(pass_started.elapsed());
+        }
+    }
+
+    /// How many of `wanted` tokens fit behind the prompt.
+    fn room(&self, prompt_tokens: usize, wanted: usize) -> Result<usize, GenerateError> {
+        let context = self.model.config().max_positions;
+        match context.checked_sub(prompt_tokens) {
+            Some(room) if room > 0 || wanted == 0 => Ok(wanted.min(room)),
+            _ => Err(GenerateError::PromptTooLong { prompt_tokens, context }),
+        }
+    }
+}
+
+/// Forward passes over one text.
+struct Pass<'a> {
+    model: &'a mut Qwen3Moe,
+    backend: &'a mut dyn ExpertBackend,
+    cache: KvCache,
+    generated: usize,
+}
+
+impl Pass<'_> {
+    /// The logits after the last of `tokens`, of which there is at least one.
+    fn run(
+        &mut self,
+        tokens: &[u32],
+        observer: &mut Option<&mut dyn MoeObserver>,
+    ) -> Result<Vec<f32>, GenerateError> {
+        let mut logits = Vec::new();
+        for chunk in tokens.chunks(PREFILL_TOKENS) {
+            let observer = observer.as_mut().map(|o| &mut **o as &mut dyn MoeObserver);
+            logits = self
+                .model
+                .forward(chunk, &mut self.cache, LogitsOf::Last, self.backend, observer)
+                .map_err(|source| GenerateError::Forward { generated: self.generated, source })?;
+        }
+        Ok(logits)
+    }
+}
+
+/// Chooses tokens from logits.
+struct Sampler {
+    temperature: f64,
+    rng: StdRng,
+}
+
+impl Sampler {
+    fn new(options: &GenerateOptions) -> Result<Self, GenerateError> {
+        let found = options.temperature;
+        if !(found.is_finite() && found >= 0.0) {
+            return Err(GenerateError::Temperature { found });
+        }
+        Ok(Self { temperature: f64::from(found), rng: StdRng::seed_from_u64(options.seed) })
+    }
+
+    /// The token for `logits` `[vocab]`; among equally likely ones the lowest id.
+    fn choose(&mut self, logits: &[f32], generated: usize) -> Result<u32, GenerateError> {
+        let mut best = 0;
+        for (id, &value) in logits.iter().enumerate() {
+            if value.is_nan() || value == f32::INFINITY {
+                return Err(GenerateError::BadLogit { generated, id, value });
+            }
+            if value > logits[best] {
+                best = id;
+            }
+        }
+        if self.temperature == 0.0 {
+            return Ok(best as u32);
+        }
+        let max = f64::from(logits[best]);
+        let weight = |&l: &f32| ((f64::from(l) - max) / self.temperature).exp();
+        let mut rest = self.rng.random::<f64>() * logits.iter().map(weight).sum::<f64>();
+        for (id, logit) in logits.iter().enumerate() {
+            rest -= weight(logit);
+            if rest < 0.0 {
+                return Ok(id as u32);
+            }
+        }
+        // Only reached by rounding.
+        Ok(best as u32)
+    }
+}
+
+/// Tokens of a prompt that run through the model at once; bounds the memory of attention scores.
+const PREFILL_TOKENS: usize = 512;

@@ -1,0 +1,374 @@
+//! The attention side of Qwen3-MoE in f32 on the CPU; experts come from an [`ExpertBackend`].
+//!
+//! A reference model: right first, simple second. It reads the embedding, attention, norms, gates
+//! and dense layers of a checkpoint, never an expert.
+
+mod attention;
+mod layers;
+mod moe;
+
+use candle_core::{Device, Tensor};
+use checkpoint::{Architecture, AttentionConfig, Checkpoint, ModelConfig, TensorError};
+use thiserror::Error;
+
+use self::attention::{Attention, LayerCache};
+use self::layers::{Linear, Mlp, RmsNorm, Rope, Rotation, causal_mask, with_values};
+pub use self::moe::{MoeBlock, MoeBlockError, MoeObserver, MoeRecord};
+use crate::backend::{BackendError, ExpertBackend};
+use crate::router::RouterConfigError;
+
+/// Qwen3-MoE without its experts. Clones share weights.
+#[derive(Debug, Clone)]
+pub struct Qwen3Moe {
+    config: ModelConfig,
+    /// `[vocab, hidden]`
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    head: Linear,
+    rope: Rope,
+}
+
+/// Keys and values of the tokens that a model has seen. Belongs to one text and one model.
+///
+/// A forward pass that fails leaves it as it was: the same tokens can be tried again.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<LayerCache>,
+    len: usize,
+}
+
+/// Which positions of a forward pass get logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogitsOf {
+    /// The last token's only: `[vocab]`.
+    Last,
+    /// Every token's: `[num_tokens, vocab]`.
+    All,
+}
+
+/// A model that cannot be loaded.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The checkpoint holds another kind of model.
+    #[error(
+        "the reference model runs {} only, but the checkpoint is {found}; its MoE layers can be served and checked one by one",
+        Architecture::Qwen3Moe
+    )]
+    Architecture {
+        /// What the checkpoint holds.
+        found: Architecture,
+    },
+    /// A setting that the reference model does not implement.
+    #[error("{setting} is {found}, but the reference model implements {expected} only")]
+    Unsupported {
+        /// Name in `config.json`.
+        setting: &'static str,
+        /// Its value.
+        found: String,
+        /// What is implemented.
+        expected: &'static str,
+    },
+    /// A tensor is missing, has another shape or another dtype.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// The router's settings cannot work.
+    #[error("router: {0}")]
+    Router(#[from] RouterConfigError),
+    /// The tensor library failed.
+    #[error("cannot build a tensor: {0}")]
+    Library(#[from] candle_core::Error),
+}
+
+/// Failure of a forward pass.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ForwardError {
+    /// The experts of a layer could not be computed. The error names the layer.
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    /// The MoE block of a layer failed otherwise.
+    #[error(transparent)]
+    MoeBlock(MoeBlockError),
+    /// The tokens do not fit the context.
+    #[error(
+        "{new} tokens after {cached} cached ones make {}, but the context holds {context}",
+        cached + new
+    )]
+    ContextFull {
+        /// Tokens in the cache.
+        cached: usize,
+        /// Tokens given.
+        new: usize,
+        /// Longest context of the model.
+        context: usize,
+    },
+    /// A token id that the model does not have.
+    #[error("token {position} has id {id}, but the vocabulary has {vocab} entries")]
+    TokenOutOfRange {
+        /// Index in the tokens given.
+        position: usize,
+        /// The id.
+        id: u32,
+        /// Size of the vocabulary.
+        vocab: usize,
+    },
+    /// No token was given.
+    #[error("no tokens given, expected at least one")]
+    NoTokens,
+    /// The cache belongs to a model with another number of layers.
+    #[error("the cache has {found} layers, expected {expected}: it belongs to another model")]
+    ForeignCache {
+        /// Layers of the cache.
+        found: usize,
+        /// Layers of the model.
+        expected: usize,
+    },
+    /// The tensor library failed.
+    #[error("{part}: {source}")]
+    Library {
+        /// Where in the model.
+        part: String,
+        /// What went wrong.
+        source: candle_core::Error,
+    },
+}
+
+#[derive(Debug, Clone)]
+struct Layer {
+    input_norm: RmsNorm,
+    attention: Attention,
+    post_norm: RmsNorm,
+    ffn: Ffn,
+}
+
+#[derive(Debug, Clone)]
+enum Ffn {
+    Dense(Mlp),
+    Moe(Box<MoeBlock>),
+}
+
+impl Qwen3Moe {
+    /// Loads everything but the experts, widened to f32.
+    pub fn load(checkpoint: &Checkpoint) -> Result<Self, LoadError> {
+        let config = checkpoint.config().clone();
+        let attention = supported(&config)?;
+        let layers = (0..config.num_layers)
+            .map(|layer| Layer::load(checkpoint, layer, attention))
+            .collect::<Result<_, _>>()?;
+        let vocab_by_hidden = [config.vocab, config.hidden];
+        let embedding =
+            layers::matrix(&checkpoint.weight("model.embed_tokens.weight", vocab_by_hidden)?)?;
+        let head = if config.tie_word_embeddings {
+            Linear::from_matrix(&embedding)?
+        } else {
+            Linear::load(checkpoint, "lm_head", vocab_by_hidden, false)?
+        };
+        Ok(Self {
+            embedding,
+            layers,
+            norm: RmsNorm::load(checkpoint, "model.norm.weight", config.hidden)?,
+            head,
+            rope: Rope::new(attention.rope_theta, attention.head_dim),
+            config,
+        })
+    }
+
+    /// The configuration it was loaded with.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// An empty cache for one text.
+    pub fn new_cache(&self) -> KvCache {
+        let layers = self.layers.iter().map(|_| LayerCache::default()).collect();
+        KvCache { layers, len: 0 }
+    }
+
+    /// Runs `tokens` after those in `cache`, which then holds them too. Returns logits, `[vocab]`
+    /// or `[num_tokens, vocab]`. An `observer` sees every MoE block.
+    pub fn forward(
+        &mut self,
+        tokens: &[u32],
+        cache: &mut KvCache,
+        logits_of: LogitsOf,
+        backend: &mut dyn ExpertBackend,
+        mut observer: Option<&mut dyn MoeObserver>,
+    ) -> Result<Vec<f32>, ForwardError> {
+        self.check(tokens, cache)?;
+        let (first, num) = (cache.len, tokens.len());
+        let at =
+            |part: &'static str| move |source| ForwardError::Library { part: part.into(), source };
+        let rotation = self.rope.at(first, num).map_err(at("rotary embedding"))?;
+        let mask = if num > 1 { Some(causal_mask(first, num)) } else { None };
+        let mask = mask.transpose().map_err(at("causal mask"))?;
+        let mut x = self.embed(tokens).map_err(at("embedding"))?;
+        for (idx, (layer, cache)) in self.layers.iter_mut().zip(&mut cache.layers).enumerate() {
+            let step = Step { first, rotation: &rotation, mask: mask.as_ref() };
+            // A reborrow by hand: `as_deref_mut` cannot shorten the trait object's lifetime.
+            let observer = observer.as_mut().map(|o| &mut **o as &mut dyn MoeObserver);
+            x = layer.forward(&x, step, cache, backend, observer).map_err(|e| e.at(idx))?;
+        }
+        let logits = self.logits(&x, logits_of).map_err(at("output head"))?;
+        cache.len = first + num;
+        Ok(logits)
+    }
+
+    fn check(&self, tokens: &[u32], cache: &KvCache) -> Result<(), ForwardError> {
+        let (cached, new, context) = (cache.len, tokens.len(), self.config.max_positions);
+        if cache.layers.len() != self.layers.len() {
+            let (found, expected) = (cache.layers.len(), self.layers.len());
+            return Err(ForwardError::ForeignCache { found, expected });
+        }
+        if new == 0 {
+            return Err(ForwardError::NoTokens);
+        }
+        if cached.saturating_add(new) > context {
+            return Err(ForwardError::ContextFull { cached, new, context });
+        }
+        let vocab = self.config.vocab;
+        match tokens.iter().position(|&id| id as usize >= vocab) {
+            Some(position) => {
+                Err(ForwardError::TokenOutOfRange { position, id: tokens[position], vocab })
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn embed(&self, tokens: &[u32]) -> candle_core::Result<Tensor> {
+        let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
+        self.embedding.index_select(&ids, 0)
+    }
+
+    fn logits(&self, x: &Tensor, logits_of: LogitsOf) -> candle_core::Result<Vec<f32>> {
+        let x = match logits_of {
+            LogitsOf::All => x.clone(),
+            LogitsOf::Last => x.narrow(0, x.dim(0)? - 1, 1)?,
+        };
+        let logits = self.head.forward(&self.norm.forward(&x)?)?;
+        with_values(&logits, <[f32]>::to_vec)
+    }
+}
+
+impl KvCache {
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Forgets all tokens but the first `len`.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+}
+
+impl Layer {
+    fn load(
+        checkpoint: &Checkpoint,
+        layer: u32,
+        attention: &AttentionConfig,
+    ) -> Result<Self, LoadError> {
+        let config = checkpoint.config();
+        let prefix = format!("model.layers.{layer}");
+        let norm = |name: &str| {
+            RmsNorm::load(checkpoint, &format!("{prefix}.{name}.weight"), config.hidden)
+        };
+        let ffn = match config.dense_intermediate {
+            Some(width) if !config.is_moe_layer(layer) => {
+                Ffn::Dense(Mlp::load(checkpoint, &format!("{prefix}.mlp"), width)?)
+            }
+            _ => Ffn::Moe(Box::new(MoeBlock::load(checkpoint, layer)?)),
+        };
+        Ok(Self {
+            input_norm: norm("input_layernorm")?,
+            attention: Attention::load(checkpoint, &format!("{prefix}.self_attn"), attention)?,
+            post_norm: norm("post_attention_layernorm")?,
+            ffn,
+        })
+    }
+
+    fn forward(
+        &mut self,
+        x: &Tensor,
+        step: Step<'_>,
+        cache: &mut LayerCache,
+        backend: &mut dyn ExpertBackend,
+        observer: Option<&mut dyn MoeObserver>,
+    ) -> Result<Tensor, LayerError> {
+        let Step { first, rotation, mask } = step;
+        let attended =
+            self.attention.forward(&self.input_norm.forward(x)?, first, rotation, mask, cache)?;
+        let x = (x + attended)?;
+        let normed = self.post_norm.forward(&x)?;
+        let y = match &mut self.ffn {
+            Ffn::Dense(mlp) => mlp.forward(&normed)?,
+            Ffn::Moe(block) => {
+                let mut out = vec![0.0; normed.elem_count()];
+                with_values(&normed, |values| {
+                    block.forward_tensor(&normed, values, &mut out, backend, observer)
+                })??;
+                Tensor::from_vec(out, normed.shape(), &Device::Cpu)?
+            }
+        };
+        Ok((x + y)?)
+    }
+}
+
+/// What all layers share in one forward pass.
+#[derive(Clone, Copy)]
+struct Step<'a> {
+    first: usize,
+    rotation: &'a Rotation,
+    mask: Option<&'a Tensor>,
+}
+
+/// A [`ForwardError`] that does not know its layer yet.
+#[derive(Debug, Error)]
+enum LayerError {
+    #[error(transparent)]
+    MoeBlock(#[from] MoeBlockError),
+    #[error(transparent)]
+    Library(#[from] candle_core::Error),
+}
+
+impl LayerError {
+    fn at(self, layer: usize) -> ForwardError {
+        match self {
+            Self::MoeBlock(MoeBlockError::Backend(source)) => ForwardError::Backend(source),
+            Self::MoeBlock(source) => ForwardError::MoeBlock(source),
+            Self::Library(source) => {
+                ForwardError::Library { part: format!("layer {layer}"), source }
+            }
+        }
+    }
+}
+
+/// The attention settings of a model that this module can run.
+fn supported(config: &ModelConfig) -> Result<&AttentionConfig, LoadError> {
+    let found = config.architecture;
+    let attention = match &config.attention {
+        Some(attention) if found == Architecture::Qwen3Moe => attention,
+        _ => return Err(LoadError::Architecture { found }),
+    };
+    if attention.rope_type != "default" {
+        return Err(LoadError::Unsupported {
+            setting: "rope_type",
+            found: attention.rope_type.clone(),
+            expected: "\"default\"",
+        });
+    }
+    if let Some(window) = attention.sliding_window {
+        return Err(LoadError::Unsupported {
+            setting: "sliding_window",
+            found: window.to_string(),
+            expected: "attention to the whole context",
+        });
+    }
+    Ok(attention)
+}
