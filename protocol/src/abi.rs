@@ -82,8 +82,13 @@ pub struct FrameHeader {
     pub header_crc: u32,
     /// CRC-32C of the rows in order, padding left out, or of the error body.
     pub payload_crc: u32,
+    /// Combine frames: time the frame waited at the server before its batch began, saturating. Zero
+    /// in all others.
+    pub server_queue_ns: u32,
+    /// Combine frames: time the server computed the frame's batch, saturating. Zero in all others.
+    pub server_compute_ns: u32,
     /// Zero.
-    pub reserved: [u32; 6],
+    pub reserved: [u32; 4],
 }
 
 /// One row of the token table: the entries that apply to one token.
@@ -159,7 +164,9 @@ const _: () = assert!(offset_of!(FrameHeader, payload_offset) == 84);
 const _: () = assert!(offset_of!(FrameHeader, total_bytes) == 88);
 const _: () = assert!(offset_of!(FrameHeader, header_crc) == 96);
 const _: () = assert!(offset_of!(FrameHeader, payload_crc) == 100);
-const _: () = assert!(offset_of!(FrameHeader, reserved) == 104);
+const _: () = assert!(offset_of!(FrameHeader, server_queue_ns) == 104);
+const _: () = assert!(offset_of!(FrameHeader, server_compute_ns) == 108);
+const _: () = assert!(offset_of!(FrameHeader, reserved) == 112);
 const _: () = assert!(size_of::<TokenRange>() == 8 && offset_of!(TokenRange, entry_count) == 4);
 const _: () = assert!(size_of::<Entry>() == 8 && offset_of!(Entry, weight) == 4);
 const _: () = assert!(size_of::<ErrorBody>() == 264 && offset_of!(ErrorBody, detail) == 8);

@@ -13,7 +13,7 @@ use crate::abi::{
 };
 use crate::convert::MAX_SCALE;
 use crate::dtype::WireDtype;
-use crate::encode::{CombineMeta, FrameId};
+use crate::encode::{CombineMeta, FrameId, ServerTimes};
 use crate::error::FrameError;
 use crate::rows::{Rows, copy_section};
 
@@ -126,7 +126,13 @@ impl<'a> Dispatch<'a> {
         self.rows.read_rows_f32(rows, out)
     }
 
-    /// What the combine frame that answers this one must say.
+    /// Bytes of the frame.
+    #[must_use]
+    pub const fn total_bytes(&self) -> u64 {
+        self.header.total_bytes
+    }
+
+    /// What the combine frame that answers this one must say. Its times are for the server to fill in.
     #[must_use]
     pub const fn response_meta(&self) -> CombineMeta {
         CombineMeta {
@@ -134,6 +140,7 @@ impl<'a> Dispatch<'a> {
             hidden: self.rows.hidden,
             dtype: self.response_dtype,
             payload_checksum: self.rows.has_checksum(),
+            times: ServerTimes { queue_ns: 0, compute_ns: 0 },
         }
     }
 }
@@ -151,6 +158,8 @@ pub fn decode_dispatch<'a>(
     if header.kind != KIND_DISPATCH {
         return Err(FrameError::Kind { found: header.kind, expected: "dispatch (1)" });
     }
+    check_exact("server_queue_ns", header.server_queue_ns.into(), 0)?;
+    check_exact("server_compute_ns", header.server_compute_ns.into(), 0)?;
     let max_tokens = expect.max_tokens as u64;
     check_field("num_tokens", header.num_tokens.into(), 1, max_tokens)?;
     let max_entries = u64::from(header.num_tokens).saturating_mul(expect.top_k as u64);
@@ -336,6 +345,10 @@ pub(crate) fn rows_of<'a>(
         expected_crc: (header.flags & FLAG_PAYLOAD_CRC != 0).then_some(header.payload_crc),
         found_crc: 0,
         next_row: 0,
+        server_times: ServerTimes {
+            queue_ns: header.server_queue_ns,
+            compute_ns: header.server_compute_ns,
+        },
     }
 }
 

@@ -52,6 +52,15 @@ pub struct DispatchMeta {
     pub payload_checksum: bool,
 }
 
+/// Where the time at the server went, so that a client can tell it from the time on the way.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ServerTimes {
+    /// The frame waited before its batch began, nanoseconds, saturating.
+    pub queue_ns: u32,
+    /// The frame's batch was computed, nanoseconds, saturating.
+    pub compute_ns: u32,
+}
+
 /// What a combine frame says besides its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CombineMeta {
@@ -63,6 +72,8 @@ pub struct CombineMeta {
     pub dtype: WireDtype,
     /// Whether to add a checksum of the rows.
     pub payload_checksum: bool,
+    /// Where the time at the server went.
+    pub times: ServerTimes,
 }
 
 /// A token to send: its row among the caller's hidden states and its part of the caller's entries.
@@ -241,6 +252,8 @@ pub fn encode_combine(
         num_tokens: num_tokens as u32,
         hidden: hidden as u32,
         payload_crc,
+        server_queue_ns: meta.times.queue_ns,
+        server_compute_ns: meta.times.compute_ns,
         ..header(&meta.id, &sections)
     };
     put_header(view, header, header_crc)

@@ -43,8 +43,8 @@ pub use abi::{Entry, FrameHeader, TokenRange};
 pub use decode::{Dispatch, DispatchExpect, DispatchScratch, decode_dispatch, peek_id};
 pub use dtype::WireDtype;
 pub use encode::{
-    CombineMeta, DispatchMeta, EncodeError, FrameId, TokenRef, encode_combine, encode_dispatch,
-    encode_error,
+    CombineMeta, DispatchMeta, EncodeError, FrameId, ServerTimes, TokenRef, encode_combine,
+    encode_dispatch, encode_error,
 };
 pub use error::{ErrorCode, FrameError};
 pub use geometry::{FrameGeometry, GeometryError};

@@ -8,6 +8,7 @@ use p2p_core::ReadView;
 use crate::abi::SCALE_BLOCK;
 use crate::convert;
 use crate::dtype::WireDtype;
+use crate::encode::ServerTimes;
 use crate::error::FrameError;
 
 /// The rows of a checked frame. Each read copies from the slot and converts the copy.
@@ -27,6 +28,7 @@ pub struct Rows<'a> {
     pub(crate) expected_crc: Option<u32>,
     pub(crate) found_crc: u32,
     pub(crate) next_row: usize,
+    pub(crate) server_times: ServerTimes,
 }
 
 impl Rows<'_> {
@@ -46,6 +48,12 @@ impl Rows<'_> {
     #[must_use]
     pub const fn dtype(&self) -> WireDtype {
         self.dtype
+    }
+
+    /// Where the time at the server went; zeros in a dispatch frame.
+    #[must_use]
+    pub const fn server_times(&self) -> ServerTimes {
+        self.server_times
     }
 
     /// Whether the frame has a checksum of its rows.
