@@ -186,6 +186,56 @@ fn a_character_in_several_tokens_appears_once_whole() {
     assert_eq!(shown, ["😀", "x"]);
 }
 
+/// A tokenizer as Mixtral's: words with a leading "▁", any other character as byte tokens.
+fn byte_fallback_tokenizer(dir: &std::path::Path) -> Tokenizer {
+    let mut vocab: serde_json::Map<_, _> =
+        (0..256).map(|b| (format!("<0x{b:02X}>"), serde_json::json!(b))).collect();
+    for (id, token) in ["▁hello", "▁", "h", "x", "▁world"].iter().enumerate() {
+        vocab.insert((*token).to_owned(), serde_json::json!(256 + id));
+    }
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false,
+            "continuing_subword_prefix": null, "end_of_word_suffix": null,
+            "byte_fallback": true, "ignore_merges": true, "vocab": vocab, "merges": []},
+    });
+    std::fs::write(dir.join("tokenizer.json"), json.to_string()).unwrap();
+    Tokenizer::open(dir).unwrap()
+}
+
+#[test]
+fn byte_fallback_and_leading_spaces_stream_as_they_decode() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_fallback_tokenizer(dir.path());
+    let mut rng = StdRng::seed_from_u64(seed());
+    for _ in 0..200 {
+        let mut ids = vec![256];
+        let mut text = "hello".to_owned();
+        for _ in 0..rng.random_range(1..20) {
+            if rng.random() {
+                ids.push(260);
+                text.push_str(" world");
+            } else {
+                let c = ['é', '漢', '😀', 'z'][rng.random_range(0..4)];
+                ids.extend(c.to_string().bytes().map(u32::from));
+                text.push(c);
+            }
+        }
+        assert_eq!(tokenizer.decode(&ids).unwrap(), text);
+        let mut stream = tokenizer.stream(&ids[..1]).unwrap();
+        let mut pieces: Vec<String> = ids[1..].iter().map(|&id| stream.push(id).unwrap()).collect();
+        pieces.push(stream.finish().unwrap());
+        assert_eq!(pieces.concat(), text["hello".len()..], "{ids:?}: {pieces:?}");
+        assert!(!pieces.concat().contains('\u{fffd}'));
+    }
+}
+
 #[test]
 fn endless_broken_bytes_are_shown_and_memory_stays_bounded() {
     let tokenizer = Tokenizer::open(data("tiny-moe")).unwrap();
