@@ -7,14 +7,18 @@
 
 mod batch;
 mod kernels;
+mod machine;
 mod plan;
 mod pool;
+mod store;
 mod team;
 mod weights;
 
 pub use batch::{ComputeError, ExpertGroup, LayerBatch};
 pub use kernels::Isa;
+pub use machine::{gemm_rate, read_bandwidth};
 pub use pool::ComputePool;
+pub use store::{ExpertStore, LoadError, LoadProgress, Residency};
 pub use team::{Pinning, PoolError, pin_current_thread};
 pub use weights::{
     ExpertWeights, LayerExperts, SCALE_BLOCK, Weight, WeightBytes, WeightDtype, WeightError,

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crossbeam_utils::CachePadded;
 
 use super::batch::{ComputeError, LayerBatch};
-use super::kernels::{Isa, Kernels, MAX_TOKENS, RowIds, Rows};
+use super::kernels::{Isa, Kernels, MAX_TOKENS, RowIds, Rows, gemm};
 use super::plan::{Phase, PhaseKind, Plan, Segment};
 use super::team::{AbortFlag, Backoff, Pinning, PoolError, Team};
 use super::weights::{ExpertWeights, LayerExperts, Weight};
@@ -83,10 +83,10 @@ impl ComputePool {
             out.fill(0.0);
             return Ok(());
         }
-        let rows = self.plan.gate_up_rows.max(self.plan.down_rows);
         grow(&mut self.h, self.plan.max_h_rows * experts.inter());
+        let sizes = ScratchSizes::new(&self.kernels, &self.plan, experts);
         for scratch in &mut self.scratch {
-            grow(scratch.get_mut(), 2 * rows * max_step_tokens());
+            grow(scratch.get_mut(), sizes.total());
         }
         let job = Job {
             kernels: self.kernels,
@@ -97,6 +97,7 @@ impl ComputePool {
             h: SharedRows::new(&mut self.h, experts.inter()),
             out: SharedRows::new(out, experts.hidden()),
             scratch: &self.scratch,
+            sizes,
             tick: UnsafeCell::new(on_tick),
             abort: &self.abort,
             next: CachePadded::new(AtomicUsize::new(0)),
@@ -128,6 +129,7 @@ struct Job<'a> {
     /// `[num_tokens, hidden]`.
     out: SharedRows<'a>,
     scratch: &'a [CachePadded<UnsafeCell<Vec<f32>>>],
+    sizes: ScratchSizes,
     /// Used by thread 0 only.
     tick: UnsafeCell<&'a mut dyn FnMut()>,
     abort: &'a AbortFlag,
@@ -196,15 +198,22 @@ impl Job<'_> {
         let segment = &self.plan.segments[phase.first_segment + idx / tiles];
         let rows = tile_range(idx % tiles, self.plan.gate_up_rows, inter);
         let Some(weights) = self.weights(segment) else { return };
+        let mut scratch = self.sizes.split(scratch);
+        let use_gemm = self.kernels.prefers_gemm(segment.end - segment.begin);
+        let [gate_rows, up_rows] = [&weights.gate, &weights.up].map(|weight| {
+            let rows = rows.clone();
+            self.operand(weight, rows, use_gemm, &mut scratch.panel, ticker)
+        });
         let step = step_tokens(2 * rows.len(), hidden);
-        let (gate, up) = scratch.split_at_mut(rows.len() * step);
         let mut begin = segment.begin;
         while begin < segment.end {
             let end = segment.end.min(begin + step);
             let tokens = &self.batch.entry_token[begin..end];
             let x = Rows { data: self.batch.x, len: hidden, rows: RowIds::List(tokens) };
-            self.dot(&weights.gate, rows.clone(), x, gate);
-            self.dot(&weights.up, rows.clone(), x, up);
+            let (gate, up) = scratch.y.split_at_mut(rows.len() * (end - begin));
+            let up = &mut up[..gate.len()];
+            self.multiply(&gate_rows, x, scratch.gather, gate);
+            self.multiply(&up_rows, x, scratch.gather, up);
             for entry in begin..end {
                 let at = (entry - begin) * rows.len()..(entry - begin + 1) * rows.len();
                 let h_row = segment.h_row + entry - segment.begin;
@@ -236,13 +245,18 @@ impl Job<'_> {
         let h = unsafe { self.h.as_slice() };
         for segment in &self.plan.segments[phase.first_segment..][..phase.num_segments] {
             let Some(weights) = self.weights(segment) else { return };
+            let mut scratch = self.sizes.split(scratch);
+            let use_gemm = self.kernels.prefers_gemm(segment.end - segment.begin);
+            let down_rows =
+                self.operand(&weights.down, cols.clone(), use_gemm, &mut scratch.panel, ticker);
             let mut begin = segment.begin;
             while begin < segment.end {
                 let num = (segment.end - begin).min(step);
                 let first = segment.h_row + begin - segment.begin;
                 let rows = Rows { data: h, len: inter, rows: RowIds::Run(first, num) };
-                self.dot(&weights.down, cols.clone(), rows, scratch);
-                for (y, entry) in scratch.chunks_exact(cols.len()).zip(begin..begin + num) {
+                let y = &mut scratch.y[..num * cols.len()];
+                self.multiply(&down_rows, rows, scratch.gather, y);
+                for (y, entry) in y.chunks_exact(cols.len()).zip(begin..begin + num) {
                     let token = self.batch.entry_token[entry] as usize;
                     // SAFETY: only this tile touches these columns of the output in this phase.
                     unsafe {
@@ -256,14 +270,93 @@ impl Job<'_> {
         }
     }
 
-    fn dot(&self, w: &Weight, rows: Range<usize>, x: Rows<'_>, y: &mut [f32]) {
-        let stride = rows.len();
-        self.kernels.dot(w, rows, x, y, stride);
+    /// Rows of a weight as they are stored or, for a GEMM, widened into `panel`.
+    fn operand<'w>(
+        &self,
+        weight: &'w Weight,
+        rows: Range<usize>,
+        use_gemm: bool,
+        panel: &mut &'w mut [f32],
+        ticker: &mut Ticker<'_, '_>,
+    ) -> Operand<'w> {
+        if !use_gemm {
+            return Operand::Stored(weight, rows);
+        }
+        let size = rows.len() * weight.cols();
+        let (widened, rest) = std::mem::take(panel).split_at_mut(size);
+        *panel = rest;
+        self.kernels.widen(weight, rows, widened);
+        ticker.add(size);
+        Operand::Panel(widened)
+    }
+
+    /// `y [num_tokens, num_rows] = x . weights^T`.
+    fn multiply(&self, weights: &Operand<'_>, x: Rows<'_>, gather: &mut [f32], y: &mut [f32]) {
+        match weights {
+            Operand::Stored(weight, rows) => {
+                self.kernels.dot(weight, rows.clone(), x, y, rows.len());
+            }
+            Operand::Panel(panel) => {
+                let gathered = &mut gather[..x.rows.len() * x.len];
+                for (idx, row) in gathered.chunks_exact_mut(x.len).enumerate() {
+                    row.copy_from_slice(x.row(idx));
+                }
+                gemm(panel, gathered, x.len, y);
+            }
+        }
     }
 
     /// Weights of a segment; present, since the batch was validated against the same experts.
     fn weights(&self, segment: &Segment) -> Option<&ExpertWeights> {
         self.experts.get(segment.expert).map(|weights| &**weights)
+    }
+}
+
+/// One side of a multiplication.
+enum Operand<'w> {
+    /// Rows of a weight.
+    Stored(&'w Weight, Range<usize>),
+    /// Rows widened to f32.
+    Panel(&'w [f32]),
+}
+
+/// How a thread's scratch memory is divided, in values.
+#[derive(Clone, Copy)]
+struct ScratchSizes {
+    y: usize,
+    panel: usize,
+    gather: usize,
+}
+
+struct Scratch<'s> {
+    /// Results of one step, of two matrices at most.
+    y: &'s mut [f32],
+    /// Widened weights of one tile, of two matrices at most.
+    panel: &'s mut [f32],
+    /// Token rows of one step side by side.
+    gather: &'s mut [f32],
+}
+
+impl ScratchSizes {
+    fn new(kernels: &Kernels, plan: &Plan, experts: &LayerExperts) -> Self {
+        let (hidden, inter) = (experts.hidden(), experts.inter());
+        let (up_rows, down_rows) = (plan.gate_up_rows, plan.down_rows);
+        let y = (2 * up_rows).max(down_rows) * MAX_STEP_TOKENS;
+        if !kernels.prefers_gemm(usize::MAX) {
+            return Self { y, panel: 0, gather: 0 };
+        }
+        let panel = (2 * up_rows * hidden).max(down_rows * inter);
+        Self { y, panel, gather: MAX_STEP_TOKENS * hidden.max(inter) }
+    }
+
+    fn total(&self) -> usize {
+        self.y + self.panel + self.gather
+    }
+
+    fn split<'s>(&self, memory: &'s mut [f32]) -> Scratch<'s> {
+        let (y, rest) = memory.split_at_mut(self.y);
+        let (panel, rest) = rest.split_at_mut(self.panel);
+        Scratch { y, panel, gather: &mut rest[..self.gather] }
     }
 }
 
@@ -328,11 +421,7 @@ fn tile_range(idx: usize, rows: usize, end: usize) -> Range<usize> {
 /// Tokens between two ticks for a tile of `rows` by `cols` weights.
 fn step_tokens(rows: usize, cols: usize) -> usize {
     let fit = TICK_WORK / (rows * cols).max(1) / MAX_TOKENS * MAX_TOKENS;
-    fit.clamp(MAX_TOKENS, max_step_tokens())
-}
-
-const fn max_step_tokens() -> usize {
-    16 * MAX_TOKENS
+    fit.clamp(MAX_TOKENS, MAX_STEP_TOKENS)
 }
 
 /// Lengthens a buffer, never shortens it. New values are NaN, so that a value which is used
@@ -345,5 +434,7 @@ fn grow(buffer: &mut Vec<f32>, len: usize) {
 
 /// Multiplications between two ticks: 40 µs at 100 GFLOP/s, 1 ms at 4.
 const TICK_WORK: usize = 2 << 20;
+/// Tokens between two ticks at most.
+const MAX_STEP_TOKENS: usize = 16 * MAX_TOKENS;
 /// What one wait counts for.
 const WAIT_WORK: usize = TICK_WORK / 64;

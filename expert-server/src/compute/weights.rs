@@ -63,6 +63,18 @@ pub enum WeightError {
         /// Scales given.
         found: usize,
     },
+    /// An fp8 matrix holds the encoding of NaN.
+    #[error(
+        "a {rows} x {cols} matrix of F8E4m3 holds NaN at byte {offset}; the weights are damaged"
+    )]
+    NotFinite {
+        /// Rows of the matrix.
+        rows: usize,
+        /// Columns of the matrix.
+        cols: usize,
+        /// Position of the first NaN.
+        offset: usize,
+    },
     /// A matrix of an expert has the wrong shape.
     #[error("{matrix} of expert {expert} is {found_rows} x {found_cols}, expected {rows} x {cols}")]
     Shape {
@@ -145,10 +157,11 @@ pub struct Weight {
 
 impl Weight {
     /// A matrix over `data`. `scales` holds `ceil(rows / 128) * ceil(cols / 128)` factors,
-    /// row-major, for fp8, and is empty for the other dtypes.
+    /// row-major, for fp8, and is empty for the other dtypes. Reads all of an fp8 matrix, once: the
+    /// kernels rely on its values being finite.
     ///
     /// # Errors
-    /// Sizes that do not fit the shape.
+    /// Sizes that do not fit the shape, or NaN in an fp8 matrix.
     pub fn new(
         dtype: WeightDtype,
         rows: usize,
@@ -169,6 +182,17 @@ impl Weight {
         };
         if found != expected {
             return Err(WeightError::ScaleSize { rows, cols, dtype, expected, found });
+        }
+        if dtype == WeightDtype::F8E4m3 {
+            let bytes = data.as_slice();
+            // By chunks without an early exit, which vectorise.
+            let is_damaged = |chunk: &[u8]| {
+                chunk.iter().fold(false, |found, byte| found | (byte & 0x7f == 0x7f))
+            };
+            if bytes.chunks(4096).any(is_damaged) {
+                let offset = bytes.iter().position(|byte| byte & 0x7f == 0x7f).unwrap_or(0);
+                return Err(WeightError::NotFinite { rows, cols, offset });
+            }
         }
         Ok(Self { dtype, rows, cols, data, scales })
     }

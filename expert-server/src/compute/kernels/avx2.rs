@@ -12,6 +12,7 @@ pub(super) const KERNELS: Kernels = Kernels {
     widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
     silu_mul,
     axpy,
+    read,
 };
 
 /// # Safety
@@ -46,6 +47,14 @@ unsafe fn axpy(alpha: f32, y: *const f32, len: usize, out: *mut f32) {
     unsafe { tile::axpy::<Avx2>(alpha, y, len, out) }
 }
 
+/// # Safety
+/// As for [`tile::read`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn read(src: *const u8, len: usize) -> f32 {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::read::<Avx2>(src, len) }
+}
+
 #[derive(Clone, Copy)]
 struct Avx2;
 
@@ -62,12 +71,6 @@ unsafe impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn add(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: the caller has the instruction set.
-        unsafe { _mm256_add_ps(a, b) }
-    }
-
-    #[inline(always)]
     unsafe fn mul(a: __m256, b: __m256) -> __m256 {
         // SAFETY: the caller has the instruction set.
         unsafe { _mm256_mul_ps(a, b) }
@@ -80,13 +83,20 @@ unsafe impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn sum(v: __m256) -> f32 {
-        // SAFETY: the caller has the instruction set.
+    unsafe fn sum4(v: [__m256; 4]) -> [f32; 4] {
+        // SAFETY: the caller has the instruction set; the array has the size of the vector.
         unsafe {
-            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
-            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-            let v = _mm_add_ss(v, _mm_shuffle_ps::<1>(v, v));
-            _mm_cvtss_f32(v)
+            let [a, b, c, d] = v;
+            // Two transposition steps leave one partial sum of each input in either half.
+            let ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            let cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+            let (ab, cd) = (_mm256_castps_pd(ab), _mm256_castps_pd(cd));
+            let low = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd));
+            let high = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+            let halves = _mm256_add_ps(low, high);
+            let upper = _mm256_extractf128_ps::<1>(halves);
+            let sums = _mm_add_ps(_mm256_castps256_ps128(halves), upper);
+            std::mem::transmute::<__m128, [f32; 4]>(sums)
         }
     }
 
@@ -122,13 +132,11 @@ unsafe impl Simd for Avx2 {
         // SAFETY: the caller promises 8 values.
         unsafe {
             // Widened with its sign, a byte shifted left by 7 is the f16 but for bit 14, a copy
-            // of the sign; 0x7f becomes a NaN.
+            // of the sign.
             let wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(src.cast()));
             let shifted = _mm_slli_epi16::<7>(wide);
             let bits = _mm_and_si128(shifted, _mm_set1_epi16(0xbfff_u16 as i16));
-            let magnitude = _mm_and_si128(bits, _mm_set1_epi16(0x3f80));
-            let nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x3f80));
-            _mm256_cvtph_ps(_mm_or_si128(bits, _mm_and_si128(nan, _mm_set1_epi16(0x7e00))))
+            _mm256_cvtph_ps(bits)
         }
     }
 }

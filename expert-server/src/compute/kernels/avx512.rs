@@ -12,6 +12,7 @@ pub(super) const KERNELS: Kernels = Kernels {
     widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
     silu_mul,
     axpy,
+    read,
 };
 
 /// # Safety
@@ -46,6 +47,14 @@ unsafe fn axpy(alpha: f32, y: *const f32, len: usize, out: *mut f32) {
     unsafe { tile::axpy::<Avx512>(alpha, y, len, out) }
 }
 
+/// # Safety
+/// As for [`tile::read`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn read(src: *const u8, len: usize) -> f32 {
+    // SAFETY: as promised by the caller.
+    unsafe { tile::read::<Avx512>(src, len) }
+}
+
 #[derive(Clone, Copy)]
 struct Avx512;
 
@@ -62,12 +71,6 @@ unsafe impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn add(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the caller has the instruction set.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-
-    #[inline(always)]
     unsafe fn mul(a: __m512, b: __m512) -> __m512 {
         // SAFETY: the caller has the instruction set.
         unsafe { _mm512_mul_ps(a, b) }
@@ -80,9 +83,23 @@ unsafe impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn sum(v: __m512) -> f32 {
-        // SAFETY: the caller has the instruction set.
-        unsafe { _mm512_reduce_add_ps(v) }
+    unsafe fn sum4(v: [__m512; 4]) -> [f32; 4] {
+        // SAFETY: the caller has the instruction set; the array has the size of the vector.
+        unsafe {
+            let [a, b, c, d] = v;
+            // Two transposition steps leave one partial sum of each input in every quarter.
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+            let high = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+            let quarters = _mm512_add_ps(low, high);
+            let upper = _mm512_extractf32x8_ps::<1>(quarters);
+            let halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), upper);
+            let upper = _mm256_extractf128_ps::<1>(halves);
+            let sums = _mm_add_ps(_mm256_castps256_ps128(halves), upper);
+            std::mem::transmute::<__m128, [f32; 4]>(sums)
+        }
     }
 
     #[inline(always)]
@@ -117,13 +134,10 @@ unsafe impl Simd for Avx512 {
         // SAFETY: the caller promises 16 values.
         unsafe {
             // Widened with its sign, a byte shifted left by 7 is the f16 but for bit 14, a copy
-            // of the sign; 0x7f becomes a NaN.
-            let bytes = _mm_loadu_si128(src.cast());
-            let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
-            let bits = _mm256_and_si256(wide, _mm256_set1_epi16(0xbfff_u16 as i16));
-            let magnitude = _mm_and_si128(bytes, _mm_set1_epi8(0x7f));
-            let nan = _mm_cmpeq_epi8_mask(magnitude, _mm_set1_epi8(0x7f));
-            let bits = _mm256_mask_mov_epi16(bits, nan, _mm256_set1_epi16(0x7e00));
+            // of the sign.
+            let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(src.cast()));
+            let shifted = _mm256_slli_epi16::<7>(wide);
+            let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbfff_u16 as i16));
             _mm512_cvtph_ps(bits)
         }
     }

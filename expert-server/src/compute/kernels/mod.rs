@@ -11,7 +11,7 @@ mod tile;
 use std::ops::Range;
 
 use super::weights::{SCALE_BLOCK, Weight, WeightDtype};
-use tile::DotTile;
+use tile::{DotTile, K_BLOCK};
 
 /// An instruction set with kernels of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,9 +62,13 @@ impl Isa {
 /// Most tokens that one pass over weights serves; [`Kernels::dot`] takes any number.
 pub(super) const MAX_TOKENS: usize = 6;
 
+/// Tokens of one expert from which the portable kernels give way to a GEMM.
+const GEMM_MIN_TOKENS: usize = 8;
+
 type DotFn = unsafe fn(&DotTile);
 type WidenFn = unsafe fn(src: *const u8, scales: *const f32, len: usize, dst: *mut f32);
 type SiluMulFn = unsafe fn(gate: *const f32, up: *const f32, len: usize, dst: *mut f32);
+type ReadFn = unsafe fn(src: *const u8, len: usize) -> f32;
 type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
 
 /// The kernels of one instruction set that this processor has.
@@ -76,6 +80,7 @@ pub(super) struct Kernels {
     widen: [WidenFn; 4],
     silu_mul: SiluMulFn,
     axpy: AxpyFn,
+    read: ReadFn,
 }
 
 /// Rows of f32 that a kernel reads, at any distance from each other.
@@ -151,36 +156,52 @@ impl Kernels {
         let num_tokens = x.rows.len();
         assert!(rows.start <= rows.end && rows.end <= w.rows() && x.len == w.cols());
         assert!(rows.len() <= y_stride);
-        if num_tokens == 0 || rows.is_empty() {
+        if num_tokens == 0 || rows.is_empty() || w.cols() == 0 {
             return;
         }
         assert!((num_tokens - 1) * y_stride + rows.len() <= y.len());
         let num_passes = num_tokens.div_ceil(MAX_TOKENS);
-        let mut token = 0;
-        for pass in 0..num_passes {
-            // Passes of nearly equal size: a last pass of one token would waste its loads.
-            let num = (num_tokens - token).div_ceil(num_passes - pass);
-            let mut ptrs = [x.data.as_ptr(); MAX_TOKENS];
-            for (idx, ptr) in ptrs[..num].iter_mut().enumerate() {
-                *ptr = x.row(token + idx).as_ptr();
+        // One pass takes whole rows, the order in which weights lie in memory. Several passes
+        // take a block of columns each, so that tokens and weights stay in the caches.
+        let k_step = if num_passes == 1 { w.cols() } else { K_BLOCK };
+        for k_start in (0..w.cols()).step_by(k_step) {
+            let mut token = 0;
+            for pass in 0..num_passes {
+                // Passes of nearly equal size: a last pass of one token would waste its loads.
+                let num = (num_tokens - token).div_ceil(num_passes - pass);
+                let mut ptrs = [x.data.as_ptr(); MAX_TOKENS];
+                for (idx, ptr) in ptrs[..num].iter_mut().enumerate() {
+                    *ptr = x.row(token + idx).as_ptr();
+                }
+                let row_bytes = w.cols() * w.dtype().size_bytes();
+                let tile = DotTile {
+                    weights: w.data()[rows.start * row_bytes..rows.end * row_bytes].as_ptr(),
+                    scales: w.scales(),
+                    row_start: rows.start,
+                    num_rows: rows.len(),
+                    num_cols: w.cols(),
+                    k_start,
+                    k_end: w.cols().min(k_start + k_step),
+                    x: ptrs,
+                    num_tokens: num,
+                    y: y[token * y_stride..].as_mut_ptr(),
+                    y_stride,
+                };
+                // SAFETY: the processor has the instruction set (checked in `new`); the
+                // assertions and slicing above establish the sizes that `DotTile` asks for.
+                unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
+                token += num;
             }
-            let row_bytes = w.cols() * w.dtype().size_bytes();
-            let tile = DotTile {
-                weights: w.data()[rows.start * row_bytes..rows.end * row_bytes].as_ptr(),
-                scales: w.scales(),
-                row_start: rows.start,
-                num_rows: rows.len(),
-                num_cols: w.cols(),
-                x: ptrs,
-                num_tokens: num,
-                y: y[token * y_stride..].as_mut_ptr(),
-                y_stride,
-            };
-            // SAFETY: the processor has the instruction set (checked in `new`); the assertions
-            // and slicing above establish the sizes that `DotTile` asks for.
-            unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
-            token += num;
         }
+    }
+
+    /// Whether a GEMM over weights widened to f32 beats [`dot`](Self::dot) for that many tokens.
+    ///
+    /// It never does where `dot` has vector kernels of its own: those reach about nine tenths of
+    /// the processor's rate from 4 tokens on, without packing. Elsewhere the library brings its
+    /// own vector code (NEON, wasm) once there are tokens enough to pay for the packing.
+    pub(super) fn prefers_gemm(&self, num_tokens: usize) -> bool {
+        self.isa == Isa::Portable && num_tokens >= GEMM_MIN_TOKENS
     }
 
     /// Widens rows of `w` to f32: `dst[i * cols + k] = w[rows.start + i, k]`.
@@ -225,6 +246,12 @@ impl Kernels {
         // SAFETY: the processor has the instruction set; sizes as promised.
         unsafe { (self.axpy)(alpha, y.as_ptr(), y.len(), out) };
     }
+
+    /// Reads all of `data` as fast as it comes, and returns something that depends on it.
+    pub(super) fn read(&self, data: &[u8]) -> f32 {
+        // SAFETY: the processor has the instruction set.
+        unsafe { (self.read)(data.as_ptr(), data.len()) }
+    }
 }
 
 /// Position of a dtype in the kernel tables.
@@ -234,5 +261,38 @@ const fn dtype_idx(dtype: WeightDtype) -> usize {
         WeightDtype::F16 => 1,
         WeightDtype::F32 => 2,
         WeightDtype::F8E4m3 => 3,
+    }
+}
+
+/// `y[t, i] = sum_k panel[i, k] * x[t, k]` for row-major f32 matrices `panel [num_rows, len]`,
+/// `x [num_tokens, len]` and `y [num_tokens, num_rows]`.
+pub(super) fn gemm(panel: &[f32], x: &[f32], len: usize, y: &mut [f32]) {
+    let (num_rows, num_tokens) = (panel.len() / len, x.len() / len);
+    assert!(panel.len() == num_rows * len && x.len() == num_tokens * len);
+    assert_eq!(y.len(), num_tokens * num_rows);
+    let (len_stride, row_stride) = (len as isize, num_rows as isize);
+    // SAFETY: the matrices have the asserted sizes; `y` is not read and aliases nothing.
+    unsafe {
+        gemm::gemm(
+            num_tokens,
+            num_rows,
+            len,
+            y.as_mut_ptr(),
+            1,
+            row_stride,
+            false,
+            x.as_ptr(),
+            1,
+            len_stride,
+            panel.as_ptr(),
+            len_stride,
+            1,
+            0.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
     }
 }

@@ -19,6 +19,7 @@ pub(super) const KERNELS: Kernels = Kernels {
     ],
     silu_mul: tile::silu_mul::<Portable>,
     axpy: tile::axpy::<Portable>,
+    read: tile::read::<Portable>,
 };
 
 #[derive(Clone, Copy)]
@@ -39,11 +40,6 @@ unsafe impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn add(a: V, b: V) -> V {
-        std::array::from_fn(|i| a[i] + b[i])
-    }
-
-    #[inline(always)]
     unsafe fn mul(a: V, b: V) -> V {
         std::array::from_fn(|i| a[i] * b[i])
     }
@@ -55,8 +51,8 @@ unsafe impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn sum(v: V) -> f32 {
-        ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]))
+    unsafe fn sum4(v: [V; 4]) -> [f32; 4] {
+        v.map(|v| ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])))
     }
 
     #[inline(always)]
@@ -90,11 +86,7 @@ unsafe impl Simd for Portable {
     unsafe fn load_f8(src: *const u8) -> V {
         // SAFETY: the caller promises `LANES` values.
         let bytes = unsafe { src.cast::<[u8; LANES]>().read_unaligned() };
-        bytes.map(|byte| {
-            let magnitude = u16::from(byte & 0x7f);
-            let magnitude = if magnitude == 0x7f { 0x7e00 } else { magnitude << 7 };
-            f16_to_f32(u16::from(byte & 0x80) << 8 | magnitude)
-        })
+        bytes.map(|byte| f16_to_f32(u16::from(byte & 0x80) << 8 | u16::from(byte & 0x7f) << 7))
     }
 }
 

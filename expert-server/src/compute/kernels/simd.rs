@@ -16,12 +16,11 @@ pub(super) unsafe trait Simd: Copy {
     const ROWS: [usize; super::MAX_TOKENS + 1];
 
     unsafe fn splat(value: f32) -> Self::V;
-    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`, rounded once where the instruction set can.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// Sum of the lanes, pairwise in a fixed order.
-    unsafe fn sum(v: Self::V) -> f32;
+    /// Sums of the lanes of four vectors, each pairwise in the same order.
+    unsafe fn sum4(v: [Self::V; 4]) -> [f32; 4];
     unsafe fn store(v: Self::V, dst: *mut f32);
     /// `LANES` f32 values.
     unsafe fn load_f32(src: *const u8) -> Self::V;
@@ -29,7 +28,7 @@ pub(super) unsafe trait Simd: Copy {
     unsafe fn load_bf16(src: *const u8) -> Self::V;
     /// `LANES` f16 values.
     unsafe fn load_f16(src: *const u8) -> Self::V;
-    /// `LANES` fp8 e4m3 values divided by [`F8_FACTOR`]; NaN stays NaN.
+    /// `LANES` finite fp8 e4m3 values divided by [`F8_FACTOR`].
     unsafe fn load_f8(src: *const u8) -> Self::V;
 }
 

@@ -14,19 +14,27 @@ pub(super) struct DotTile<'a> {
     pub(super) row_start: usize,
     pub(super) num_rows: usize,
     pub(super) num_cols: usize,
+    /// The columns to sum over: `k_start` is a multiple of [`K_BLOCK`], and `k_end` too unless it
+    /// is the last column.
+    pub(super) k_start: usize,
+    pub(super) k_end: usize,
     /// The first `num_tokens` are valid for `num_cols` values.
     pub(super) x: [*const f32; MAX_TOKENS],
     /// 1..=MAX_TOKENS.
     pub(super) num_tokens: usize,
-    /// Valid for writes at `t * y_stride + row`.
+    /// Valid for reads and writes at `t * y_stride + row`.
     pub(super) y: *mut f32,
     pub(super) y_stride: usize,
 }
 
-/// `y[t, row] = sum_k w[row, k] * x[t, k]`.
+/// Columns that are summed in vector lanes before they are added up: six token rows of this length
+/// stay in the first level cache while weights stream past.
+pub(super) const K_BLOCK: usize = 1024;
+
+/// `y[t, row] = sum_k w[row, k] * x[t, k]`, added to `y` unless `k_start` is 0.
 ///
-/// Every row is summed in the same order whatever its neighbours, so the result does not depend
-/// on how rows are shared out.
+/// Every product is summed in the same order whatever the neighbouring rows and tokens and
+/// however the columns are split over calls: the result for a token depends on nothing else.
 ///
 /// # Safety
 /// The fields are as [`DotTile`] says, and the processor has the instruction set.
@@ -69,30 +77,64 @@ unsafe fn rows<S: Simd, D: Dtype, const T: usize>(tile: &DotTile) {
 }
 
 /// # Safety
-/// As for [`rows`], and rows `row..row + R` exist.
+/// As for [`rows`], and rows `row..row + R` exist; `R` is at most 4.
 #[inline(always)]
 unsafe fn group<S: Simd, D: Dtype, const R: usize, const T: usize>(tile: &DotTile, row: usize) {
-    let len = tile.num_cols;
-    let block_len = if D::SCALED { SCALE_BLOCK } else { len };
-    // SAFETY: `row + r` is below `num_rows`, `t` below `num_tokens`, and `start..start + block`
-    // within `num_cols`, for all accesses.
-    unsafe {
-        let weights: [*const u8; R] =
-            core::array::from_fn(|r| tile.weights.add((row + r) * len * D::BYTES));
-        let mut acc = [[S::splat(0.0); T]; R];
-        let mut start = 0;
-        while start < len {
-            let end = if len - start < block_len { len } else { start + block_len };
-            let mut scale = [S::splat(1.0); R];
-            if D::SCALED {
-                for r in 0..R {
-                    let block_row = (tile.row_start + row + r) / SCALE_BLOCK;
-                    let idx = block_row * len.div_ceil(SCALE_BLOCK) + start / SCALE_BLOCK;
-                    scale[r] = S::splat(*tile.scales.get_unchecked(idx) * F8_FACTOR);
+    let mut start = tile.k_start;
+    while start < tile.k_end {
+        let end = if tile.k_end - start < K_BLOCK { tile.k_end } else { start + K_BLOCK };
+        // SAFETY: `row + r` is below `num_rows`, `t` below `num_tokens`, and `start..end` within
+        // the columns.
+        unsafe {
+            let acc = block::<S, D, R, T>(tile, row, start, end);
+            for (t, acc) in acc.iter().enumerate() {
+                let mut four = [S::splat(0.0); 4];
+                four[..R].copy_from_slice(acc);
+                let sums = S::sum4(four);
+                let y = tile.y.add(t * tile.y_stride + row);
+                for (r, sum) in sums[..R].iter().enumerate() {
+                    *y.add(r) = if start == 0 { *sum } else { *y.add(r) + *sum };
                 }
             }
-            let mut k = start;
-            while k + S::LANES <= end {
+        }
+        start = end;
+    }
+}
+
+/// Sums over one block of columns, by lane: `[t][r]`.
+///
+/// # Safety
+/// As for [`group`], and `start..end` are columns.
+#[inline(always)]
+unsafe fn block<S: Simd, D: Dtype, const R: usize, const T: usize>(
+    tile: &DotTile,
+    row: usize,
+    start: usize,
+    end: usize,
+) -> [[S::V; R]; T] {
+    let len = tile.num_cols;
+    // SAFETY: `row + r` is below `num_rows`, `t` below `num_tokens`, and all columns are below
+    // `end`; scales exist for every block of the matrix.
+    unsafe {
+        let mut weights = [tile.weights; R];
+        for (r, weights) in weights.iter_mut().enumerate() {
+            *weights = weights.add((row + r) * len * D::BYTES);
+        }
+        let mut acc = [[S::splat(0.0); R]; T];
+        let mut scale = [S::splat(1.0); R];
+        let mut k = start;
+        while k < end {
+            let mut stop = end;
+            if D::SCALED {
+                // Blocks of columns begin at multiples of the scale block.
+                stop = if end - k < SCALE_BLOCK { end } else { k + SCALE_BLOCK };
+                for (r, scale) in scale.iter_mut().enumerate() {
+                    let block_row = (tile.row_start + row + r) / SCALE_BLOCK;
+                    let idx = block_row * len.div_ceil(SCALE_BLOCK) + k / SCALE_BLOCK;
+                    *scale = S::splat(*tile.scales.get_unchecked(idx) * F8_FACTOR);
+                }
+            }
+            while k + S::LANES <= stop {
                 let mut w = [S::splat(0.0); R];
                 for r in 0..R {
                     w[r] = D::load::<S>(weights[r].add(k * D::BYTES));
@@ -103,13 +145,13 @@ unsafe fn group<S: Simd, D: Dtype, const R: usize, const T: usize>(tile: &DotTil
                 for t in 0..T {
                     let x = S::load_f32(tile.x[t].add(k).cast());
                     for r in 0..R {
-                        acc[r][t] = S::mul_add(w[r], x, acc[r][t]);
+                        acc[t][r] = S::mul_add(w[r], x, acc[t][r]);
                     }
                 }
                 k += S::LANES;
             }
-            if k < end {
-                let num = end - k;
+            if k < stop {
+                let num = stop - k;
                 for r in 0..R {
                     let mut w = load_partial::<S, D>(weights[r].add(k * D::BYTES), num);
                     if D::SCALED {
@@ -117,17 +159,13 @@ unsafe fn group<S: Simd, D: Dtype, const R: usize, const T: usize>(tile: &DotTil
                     }
                     for t in 0..T {
                         let x = load_partial::<S, F32>(tile.x[t].add(k).cast(), num);
-                        acc[r][t] = S::mul_add(w, x, acc[r][t]);
+                        acc[t][r] = S::mul_add(w, x, acc[t][r]);
                     }
                 }
-            }
-            start = end;
-        }
-        for t in 0..T {
-            for r in 0..R {
-                *tile.y.add(t * tile.y_stride + row + r) = S::sum(acc[r][t]);
+                k = stop;
             }
         }
+        acc
     }
 }
 
@@ -221,6 +259,30 @@ pub(super) unsafe fn axpy<S: Simd>(alpha: f32, y: *const f32, len: usize, out: *
     }
 }
 
+/// Adds up everything in `len` bytes, but for a last part shorter than eight vectors.
+///
+/// # Safety
+/// `src` is valid for `len` bytes, and the processor has the instruction set.
+#[inline(always)]
+pub(super) unsafe fn read<S: Simd>(src: *const u8, len: usize) -> f32 {
+    let step = S::LANES * size_of::<f32>();
+    // SAFETY: all accesses are below `len`.
+    unsafe {
+        let one = S::splat(1.0);
+        let mut acc = [S::splat(0.0); 8];
+        let mut at = 0;
+        while at + 8 * step <= len {
+            for (lane, acc) in acc.iter_mut().enumerate() {
+                *acc = S::mul_add(S::load_f32(src.add(at + lane * step)), one, *acc);
+            }
+            at += 8 * step;
+        }
+        let [a, b, c, d, e, f, g, h] = acc;
+        let (low, high) = (S::sum4([a, b, c, d]), S::sum4([e, f, g, h]));
+        low.iter().sum::<f32>() + high.iter().sum::<f32>()
+    }
+}
+
 /// # Safety
 /// `dst` is valid for writes of `num <= LANES` values.
 #[inline(always)]
@@ -269,6 +331,8 @@ fn exp(x: f32) -> f32 {
     let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     p * power
 }
+
+const _: () = assert!(K_BLOCK.is_multiple_of(SCALE_BLOCK) && SCALE_BLOCK.is_multiple_of(16));
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,328 @@
+//! Measures the expert compute engine against what the machine can do at best.
+//!
+//! For each preset and number of tokens per expert: time per batch, weight bytes per second and
+//! its fraction of the read bandwidth, operations per second and their fraction of the GEMM rate.
+//! Weights are synthetic and larger than the last cache; each batch visits other experts than the
+//! one before, as layers do. Run it with `--release`.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use expert_server::compute::{
+    ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight, WeightBytes,
+    WeightDtype, gemm_rate, read_bandwidth,
+};
+use memmap2::MmapMut;
+
+struct Preset {
+    name: &'static str,
+    hidden: usize,
+    inter: usize,
+    dtype: WeightDtype,
+    /// Experts that a batch visits.
+    num_active: usize,
+    /// Experts in memory: a subset where all would not fit.
+    num_loaded: usize,
+}
+
+const PRESETS: [Preset; 4] = [
+    Preset {
+        name: "qwen3-30b-a3b",
+        hidden: 2048,
+        inter: 768,
+        dtype: WeightDtype::Bf16,
+        num_active: 8,
+        num_loaded: 128,
+    },
+    Preset {
+        name: "mixtral-8x7b",
+        hidden: 4096,
+        inter: 14336,
+        dtype: WeightDtype::Bf16,
+        num_active: 2,
+        num_loaded: 6,
+    },
+    Preset {
+        name: "deepseek-v3",
+        hidden: 7168,
+        inter: 2048,
+        dtype: WeightDtype::F8E4m3,
+        num_active: 8,
+        num_loaded: 32,
+    },
+    Preset {
+        name: "qwen3-30b-a3b-f32",
+        hidden: 2048,
+        inter: 768,
+        dtype: WeightDtype::F32,
+        num_active: 8,
+        num_loaded: 64,
+    },
+];
+
+const TOKENS: [usize; 7] = [1, 2, 4, 8, 16, 64, 256];
+
+struct Options {
+    json: bool,
+    num_threads: usize,
+    preset: Option<String>,
+    isa: Isa,
+    huge_pages: bool,
+    millis: u64,
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let options = options()?;
+    let bandwidth = read_bandwidth(options.num_threads, 1 << 30)?;
+    let gemm = gemm_rate(options.num_threads);
+    let mut pool = ComputePool::with_isa(options.num_threads, None, options.isa)?;
+    if !options.json {
+        println!(
+            "{} threads, {:?}; read bandwidth {:.1} GB/s, f32 GEMM {:.0} GFLOP/s",
+            options.num_threads,
+            options.isa,
+            bandwidth / 1e9,
+            gemm / 1e9
+        );
+        println!(
+            "{:<18} {:>5} {:>7} {:>10} {:>7} {:>5} {:>8} {:>5}",
+            "preset", "dtype", "tokens", "us", "GB/s", "of bw", "GFLOP/s", "of gemm"
+        );
+    }
+    let mut rows = Vec::new();
+    for preset in &PRESETS {
+        if options.preset.as_ref().is_none_or(|name| name == preset.name) {
+            let experts = make_experts(preset, options.huge_pages)?;
+            for tokens in TOKENS {
+                let row = measure(&mut pool, preset, &experts, tokens, &options)?;
+                let row = row.with_limits(bandwidth, gemm);
+                if options.json {
+                    rows.push(row.to_json());
+                } else {
+                    row.print();
+                }
+            }
+        }
+    }
+    if options.json {
+        println!(
+            "{{\"num_threads\":{},\"isa\":\"{:?}\",\"huge_pages\":{},\
+             \"read_bandwidth_gb_per_s\":{:.3},\"gemm_gflop_per_s\":{:.1},\"rows\":[{}]}}",
+            options.num_threads,
+            options.isa,
+            options.huge_pages,
+            bandwidth / 1e9,
+            gemm / 1e9,
+            rows.join(",")
+        );
+    }
+    Ok(())
+}
+
+fn options() -> Result<Options, Box<dyn Error>> {
+    let mut options = Options {
+        json: false,
+        num_threads: std::thread::available_parallelism()?.get(),
+        preset: None,
+        isa: Isa::detect(),
+        huge_pages: true,
+        millis: 1000,
+    };
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or_else(|| format!("{arg} needs a value"));
+        match arg.as_str() {
+            "--json" => options.json = true,
+            "--threads" => options.num_threads = value()?.parse()?,
+            "--preset" => options.preset = Some(value()?),
+            "--millis" => options.millis = value()?.parse()?,
+            "--small-pages" => options.huge_pages = false,
+            "--isa" => {
+                let name = value()?;
+                let found =
+                    Isa::ALL.into_iter().find(|isa| format!("{isa:?}").eq_ignore_ascii_case(&name));
+                options.isa = found.ok_or(format!("unknown instruction set {name}"))?;
+            }
+            _ => {
+                return Err(format!(
+                    "unknown argument {arg}; expected --json, --threads N, --preset NAME, \
+                     --millis N, --isa NAME or --small-pages"
+                )
+                .into());
+            }
+        }
+    }
+    Ok(options)
+}
+
+/// Experts with pseudo-random weights of moderate size, as separate copies in memory.
+fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<dyn Error>> {
+    let Preset { hidden, inter, dtype, .. } = *preset;
+    let mut layer = LayerExperts::new(hidden, inter)?;
+    let mut random = Random(0x5157_1711);
+    for expert in 0..preset.num_loaded {
+        let mut matrix = |rows: usize, cols: usize| -> Result<Weight, Box<dyn Error>> {
+            let mut bytes = MmapMut::map_anon(rows * cols * dtype.size_bytes())?;
+            if huge_pages {
+                bytes.advise(memmap2::Advice::HugePage)?;
+            }
+            fill(dtype, &mut bytes, &mut random);
+            let scales = match dtype {
+                WeightDtype::F8E4m3 => vec![1e-3; rows.div_ceil(128) * cols.div_ceil(128)],
+                _ => Vec::new(),
+            };
+            let bytes = WeightBytes::new(Arc::new(bytes.make_read_only()?), |bytes| bytes);
+            Ok(Weight::new(dtype, rows, cols, bytes, scales.into())?)
+        };
+        let weights = ExpertWeights {
+            gate: matrix(inter, hidden)?,
+            up: matrix(inter, hidden)?,
+            down: matrix(hidden, inter)?,
+        };
+        layer.insert(expert as u32, Arc::new(weights))?;
+    }
+    Ok(layer)
+}
+
+fn fill(dtype: WeightDtype, bytes: &mut [u8], random: &mut Random) {
+    match dtype {
+        WeightDtype::F8E4m3 => bytes.fill_with(|| {
+            let byte = random.next() as u8;
+            if byte & 0x7f == 0x7f { byte ^ 1 } else { byte }
+        }),
+        _ => {
+            for value in bytes.chunks_exact_mut(dtype.size_bytes()) {
+                let number = (random.next() as i32 as f32) / 2f32.powi(31) * 0.05;
+                match dtype {
+                    WeightDtype::F32 => value.copy_from_slice(&number.to_le_bytes()),
+                    WeightDtype::F16 => {
+                        value.copy_from_slice(&half::f16::from_f32(number).to_le_bytes());
+                    }
+                    _ => value.copy_from_slice(&half::bf16::from_f32(number).to_le_bytes()),
+                }
+            }
+        }
+    }
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u32 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as u32 ^ (self.0 >> 20) as u32
+    }
+}
+
+struct Row {
+    preset: &'static str,
+    dtype: WeightDtype,
+    tokens: usize,
+    seconds: f64,
+    median: f64,
+    gb_per_s: f64,
+    gflop_per_s: f64,
+    of_bandwidth: f64,
+    of_gemm: f64,
+}
+
+/// `tokens` tokens for each of the active experts; token rows are shared among experts, as top-k
+/// routing does.
+fn measure(
+    pool: &mut ComputePool,
+    preset: &Preset,
+    experts: &LayerExperts,
+    tokens: usize,
+    options: &Options,
+) -> Result<Row, Box<dyn Error>> {
+    let active = preset.num_active;
+    let mut random = Random(7);
+    let x: Vec<f32> =
+        (0..tokens * preset.hidden).map(|_| random.next() as i32 as f32 / 2f32.powi(31)).collect();
+    let entry_token: Vec<u32> = (0..active).flat_map(|_| 0..tokens as u32).collect();
+    let entry_weight = vec![1.0 / active as f32; entry_token.len()];
+    let mut out = vec![0.0; x.len()];
+    let mut times = Vec::new();
+    let mut first = 0;
+    let begin = Instant::now();
+    while times.len() < 5 || begin.elapsed() < Duration::from_millis(options.millis) {
+        let mut ids: Vec<u32> =
+            (first..first + active).map(|id| (id % preset.num_loaded) as u32).collect();
+        ids.sort_unstable();
+        first += active;
+        let groups: Vec<ExpertGroup> = (0u32..)
+            .zip(&ids)
+            .map(|(idx, &expert)| {
+                let begin = idx * tokens as u32;
+                ExpertGroup { expert, begin, end: begin + tokens as u32 }
+            })
+            .collect();
+        let batch = LayerBatch {
+            x: &x,
+            groups: &groups,
+            entry_token: &entry_token,
+            entry_weight: &entry_weight,
+        };
+        let start = Instant::now();
+        pool.run(experts, &batch, &mut out, &mut || {})?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    let seconds = times[0];
+    let weights = experts.get(0).ok_or("no experts")?;
+    let bytes = (weights.size_bytes() * active) as f64;
+    let flops = 6.0 * (preset.hidden * preset.inter * tokens * active) as f64;
+    Ok(Row {
+        preset: preset.name,
+        dtype: preset.dtype,
+        tokens,
+        seconds,
+        median: times[times.len() / 2],
+        gb_per_s: bytes / seconds / 1e9,
+        gflop_per_s: flops / seconds / 1e9,
+        of_bandwidth: 0.0,
+        of_gemm: 0.0,
+    })
+}
+
+impl Row {
+    fn with_limits(mut self, bandwidth: f64, gemm: f64) -> Self {
+        self.of_bandwidth = self.gb_per_s * 1e9 / bandwidth;
+        self.of_gemm = self.gflop_per_s * 1e9 / gemm;
+        self
+    }
+
+    fn print(&self) {
+        println!(
+            "{:<18} {:>6} {:>6} {:>10.1} {:>7.1} {:>4.0}% {:>8.1} {:>4.0}%   (median {:.1} us)",
+            self.preset,
+            format!("{:?}", self.dtype),
+            self.tokens,
+            self.seconds * 1e6,
+            self.gb_per_s,
+            self.of_bandwidth * 100.0,
+            self.gflop_per_s,
+            self.of_gemm * 100.0,
+            self.median * 1e6,
+        );
+    }
+
+    fn to_json(&self) -> String {
+        format!(
+            "{{\"preset\":\"{}\",\"dtype\":\"{:?}\",\"tokens_per_expert\":{},\"us\":{:.2},\
+             \"us_p50\":{:.2},\"gb_per_s\":{:.3},\"fraction_of_bandwidth\":{:.4},\
+             \"gflop_per_s\":{:.2},\"fraction_of_gemm\":{:.4}}}",
+            self.preset,
+            self.dtype,
+            self.tokens,
+            self.seconds * 1e6,
+            self.median * 1e6,
+            self.gb_per_s,
+            self.of_bandwidth,
+            self.gflop_per_s,
+            self.of_gemm,
+        )
+    }
+}
