@@ -1,0 +1,156 @@
+//! What a frame is answered with.
+
+use p2p_core::WriteView;
+use protocol::{CombineMeta, ErrorCode, FrameError, FrameId, encode_combine, encode_error};
+
+/// Why a frame gets no rows.
+#[derive(Debug, Clone)]
+pub(crate) struct Fault {
+    pub(crate) code: ErrorCode,
+    /// Numbers that belong to the code.
+    pub(crate) detail: [u64; 2],
+    pub(crate) message: String,
+}
+
+impl Fault {
+    /// The experts that a frame needs are elsewhere.
+    pub(crate) fn not_my_expert(layer: u32, expert: u32) -> Self {
+        Self {
+            code: ErrorCode::NotMyExpert,
+            detail: [layer.into(), expert.into()],
+            message: format!("not my expert: layer {layer} expert {expert} is not loaded here"),
+        }
+    }
+
+    /// The client wrote into a frame that it had published.
+    pub(crate) fn changed_layer(published: u32, found: u32) -> Self {
+        Self {
+            code: ErrorCode::BadFrame,
+            detail: [published.into(), found.into()],
+            message: format!(
+                "the frame was published for layer {published} and changed to {found}"
+            ),
+        }
+    }
+
+    /// The frame is fine, this server is not.
+    pub(crate) fn internal(message: String) -> Self {
+        Self { code: ErrorCode::Internal, detail: [0; 2], message }
+    }
+
+    /// Whether only a broken or hostile client sends such a frame.
+    pub(crate) const fn is_malformed(&self) -> bool {
+        matches!(
+            self.code,
+            ErrorCode::BadFrame
+                | ErrorCode::UnknownExpert
+                | ErrorCode::WrongLayer
+                | ErrorCode::StaleChannel
+        )
+    }
+}
+
+impl From<FrameError> for Fault {
+    fn from(error: FrameError) -> Self {
+        Self { code: error.code(), detail: [0; 2], message: error.to_string() }
+    }
+}
+
+/// The answer to one frame, with its rows wherever they are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Answer<'a> {
+    Rows { meta: &'a CombineMeta, rows: &'a [f32] },
+    Fault { id: &'a FrameId, fault: &'a Fault },
+}
+
+impl Answer<'_> {
+    /// Writes the answer's frame and returns the bytes used. Rows that do not fit turn into an error
+    /// frame, which always fits; 0 only if even that does not.
+    pub(crate) fn encode(&self, view: &mut WriteView<'_>) -> usize {
+        let (id, failed) = match self {
+            Self::Rows { meta, rows } => match encode_combine(view, meta, rows) {
+                Ok(used_bytes) => return used_bytes,
+                Err(error) => {
+                    (&meta.id, Fault::internal(format!("cannot encode the answer: {error}")))
+                }
+            },
+            Self::Fault { id, fault } => match encode_fault(view, id, fault) {
+                Ok(used_bytes) => return used_bytes,
+                Err(_) => return 0,
+            },
+        };
+        encode_fault(view, id, &failed).unwrap_or(0)
+    }
+}
+
+fn encode_fault(
+    view: &mut WriteView<'_>,
+    id: &FrameId,
+    fault: &Fault,
+) -> Result<usize, protocol::EncodeError> {
+    encode_error(view, id, fault.code, fault.detail, &fault.message)
+}
+
+/// An answer that waits for the client's credit, with rows of its own.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    body: WaitingBody,
+}
+
+#[derive(Debug)]
+enum WaitingBody {
+    Rows { meta: CombineMeta, rows: Vec<f32> },
+    Fault { id: FrameId, fault: Fault },
+}
+
+impl Waiting {
+    /// Copies the answer into `buffer`, whose memory is reused.
+    pub(crate) fn new(answer: Answer<'_>, mut buffer: Vec<f32>) -> Self {
+        let body = match answer {
+            Answer::Rows { meta, rows } => {
+                buffer.clear();
+                buffer.extend_from_slice(rows);
+                WaitingBody::Rows { meta: *meta, rows: buffer }
+            }
+            Answer::Fault { id, fault } => WaitingBody::Fault { id: *id, fault: fault.clone() },
+        };
+        Self { body }
+    }
+
+    pub(crate) fn as_answer(&self) -> Answer<'_> {
+        match &self.body {
+            WaitingBody::Rows { meta, rows } => Answer::Rows { meta, rows },
+            WaitingBody::Fault { id, fault } => Answer::Fault { id, fault },
+        }
+    }
+
+    /// The memory, for the next one that waits.
+    pub(crate) fn into_buffer(self) -> Option<Vec<f32>> {
+        match self.body {
+            WaitingBody::Rows { rows, .. } => Some(rows),
+            WaitingBody::Fault { .. } => None,
+        }
+    }
+}
+
+/// Buffers of answers that no longer wait, for those that will.
+#[derive(Debug, Default)]
+pub(crate) struct Spare {
+    buffers: Vec<Vec<f32>>,
+}
+
+impl Spare {
+    pub(crate) fn take(&mut self) -> Vec<f32> {
+        self.buffers.pop().unwrap_or_default()
+    }
+
+    pub(crate) fn keep(&mut self, buffer: Option<Vec<f32>>) {
+        if let Some(buffer) = buffer
+            && self.buffers.len() < MAX_SPARE
+        {
+            self.buffers.push(buffer);
+        }
+    }
+}
+
+const MAX_SPARE: usize = 16;

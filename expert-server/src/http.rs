@@ -1,0 +1,59 @@
+//! `/metrics`, `/healthz` and `/readyz`.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::status::Health;
+
+/// The routes of a server.
+pub(crate) fn router(health: Arc<Health>) -> Router {
+    Router::new()
+        .route("/metrics", get(metrics))
+        .route("/healthz", get(healthz))
+        .route("/readyz", get(readyz))
+        .with_state(health)
+}
+
+/// Serves `router` on `listener` until `shutdown` turns true or its sender is gone.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    router: Router,
+    mut shutdown: watch::Receiver<bool>,
+) -> std::io::Result<()> {
+    let stop = async move {
+        // An error means that the server is gone altogether.
+        let _ = shutdown.wait_for(|stop| *stop).await;
+    };
+    axum::serve(listener, router).with_graceful_shutdown(stop).await
+}
+
+async fn metrics(State(health): State<Arc<Health>>) -> Response {
+    match health.render_metrics() {
+        Ok(text) => ([(header::CONTENT_TYPE, TEXT_FORMAT)], text).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+async fn healthz(State(health): State<Arc<Health>>) -> Response {
+    answer(health.live())
+}
+
+async fn readyz(State(health): State<Arc<Health>>) -> Response {
+    answer(health.ready())
+}
+
+fn answer(verdict: Result<(), String>) -> Response {
+    match verdict {
+        Ok(()) => "ok\n".into_response(),
+        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
+    }
+}
+
+const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";

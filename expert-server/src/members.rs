@@ -1,0 +1,155 @@
+//! The server as a member of a fleet: its lease, its load reports, and experts assigned later.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use checkpoint::Checkpoint;
+use control_api::{
+    Assignment, ControlClient, LayerAssignment, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus,
+    ModelDescriptor, RegisterRequest,
+};
+use tokio::sync::watch;
+
+use crate::compute::ExpertStore;
+use crate::config::{ServerConfig, check_assignment};
+use crate::error::StartError;
+use crate::status::{Health, LoadCounters, LoadWindow};
+
+/// What the control plane is told about the model.
+pub(crate) fn describe(checkpoint: &Checkpoint) -> ModelDescriptor {
+    let model = checkpoint.config();
+    ModelDescriptor {
+        fingerprint: checkpoint.fingerprint().to_string(),
+        architecture: model.architecture.model_type().to_owned(),
+        hidden: model.hidden as u32,
+        moe_layers: model.moe_layers(),
+        num_experts: model.num_experts,
+        top_k: model.top_k as u32,
+    }
+}
+
+/// Joins the control plane; the heartbeats begin at once, before anything is loaded.
+pub(crate) async fn join(
+    config: &ServerConfig,
+    url: &str,
+    token: Option<String>,
+    registration: RegisterRequest,
+) -> Result<(LeaseKeeper, Arc<Assignment>), StartError> {
+    let client = ControlClient::new(url, token)?;
+    let failed = |source| StartError::Join { url: url.to_owned(), source };
+    let keeper = LeaseKeeper::spawn(&client, registration, LeaseOptions::default());
+    let keeper = keeper.map_err(failed)?;
+    let assignment = keeper.registered(config.register_timeout).await.map_err(failed)?;
+    Ok((keeper, assignment))
+}
+
+/// An assignment in the form that the store takes.
+pub(crate) fn as_map(assignment: &Assignment) -> BTreeMap<u32, Vec<u32>> {
+    let layers = assignment.layers.iter().filter(|entry| !entry.experts.is_empty());
+    layers.map(|entry| (entry.layer, entry.experts.clone())).collect()
+}
+
+/// What a store holds, in the form that the control plane takes.
+pub(crate) fn holds(store: &ExpertStore) -> Assignment {
+    let layers = store.experts().into_iter();
+    Assignment {
+        layers: layers.map(|(layer, experts)| LayerAssignment { layer, experts }).collect(),
+    }
+}
+
+/// Everything the membership task works on.
+pub(crate) struct Member {
+    pub(crate) keeper: Arc<LeaseKeeper>,
+    pub(crate) store: Arc<ExpertStore>,
+    pub(crate) load: Arc<LoadCounters>,
+    pub(crate) health: Arc<Health>,
+}
+
+impl Member {
+    /// Follows the lease until it is over for good, and says why.
+    ///
+    /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned
+    /// stay: clients whose placement is older may still ask for them.
+    pub(crate) async fn run(self) -> String {
+        let mut state = self.keeper.state();
+        let mut window = LoadWindow::new(&self.load);
+        let mut held = Arc::new(holds(&self.store));
+        let mut reports = tokio::time::interval(REPORT_PERIOD);
+        reports.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            let now = state.borrow_and_update().clone();
+            self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
+            match now.status {
+                LeaseStatus::Failed | LeaseStatus::Left => {
+                    return now.last_error.unwrap_or_else(|| "the member has left".to_owned());
+                }
+                _ => {}
+            }
+            if let Some(new) = self.newly_assigned(&now) {
+                self.load_more(new, &mut state).await;
+                held = Arc::new(holds(&self.store));
+                self.keeper.set_ready(Assignment::clone(&held));
+            }
+            tokio::select! {
+                changed = state.changed() => if changed.is_err() {
+                    return "the heartbeat thread has ended".to_owned();
+                },
+                _ = reports.tick() => {
+                    self.keeper.report_load(window.next_report(&self.load, &held));
+                }
+            }
+        }
+    }
+
+    /// Assigned experts that are not loaded.
+    fn newly_assigned(&self, state: &LeaseState) -> Option<Vec<(u32, u32)>> {
+        let assignment = state.assignment.as_deref()?;
+        let model = self.store.checkpoint().config();
+        if assignment.is_empty() || check_assignment(assignment, model).is_err() {
+            return None;
+        }
+        let mut new = Vec::new();
+        for LayerAssignment { layer, experts } in &assignment.layers {
+            let loaded = self.store.layer(*layer)?;
+            let missing = experts.iter().filter(|&&expert| loaded.get(expert).is_none());
+            new.extend(missing.map(|&expert| (*layer, expert)));
+        }
+        (!new.is_empty()).then_some(new)
+    }
+
+    async fn load_more(&self, new: Vec<(u32, u32)>, state: &mut watch::Receiver<LeaseState>) {
+        tracing::info!(num_experts = new.len(), "loading experts that were assigned anew");
+        let (store, metrics) = (Arc::clone(&self.store), self.health.metrics.clone());
+        let loading = tokio::task::spawn_blocking(move || {
+            for (layer, expert) in new {
+                match store.add(layer, expert) {
+                    Ok(bytes) => {
+                        metrics.experts_loaded.inc();
+                        metrics.expert_bytes.add(bytes as i64);
+                    }
+                    Err(error) => {
+                        tracing::error!(layer, expert, %error, "cannot load an assigned expert");
+                        return false;
+                    }
+                }
+            }
+            true
+        });
+        let is_complete = loading.await.unwrap_or_else(|error| {
+            tracing::error!(%error, "loading experts panicked");
+            false
+        });
+        if !is_complete {
+            // Not again at once: whatever is wrong with the files stays wrong for a while.
+            let _ = tokio::time::timeout(RELOAD_PAUSE, state.changed()).await;
+            tokio::time::sleep(RELOAD_PAUSE).await;
+        }
+    }
+}
+
+/// How often the control plane hears of the load; every heartbeat carries at most one report.
+const REPORT_PERIOD: Duration = Duration::from_secs(1);
+/// Pause after experts could not be loaded.
+const RELOAD_PAUSE: Duration = Duration::from_secs(5);

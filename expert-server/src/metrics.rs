@@ -1,0 +1,349 @@
+//! Every metric of an expert server.
+//!
+//! The handles that the data thread uses are resolved here once: updating one is a few atomic
+//! additions, without a lock, a look-up or an allocation.
+
+use prometheus::core::Collector;
+use prometheus::{
+    Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
+    Opts, Registry, TextEncoder,
+};
+use protocol::ErrorCode;
+
+/// Why a link was dropped by the server, or gone from it: the label `reason` of
+/// `switchyard_server_links_dropped_total`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DropReason {
+    /// The client closed its connection, or died.
+    PeerClosed,
+    /// The client's flags hold impossible values.
+    Desync,
+    /// The transport reported an error.
+    Transport,
+    /// The client took no answers for longer than the limit.
+    NoCredit,
+    /// The client sent more malformed frames than the limit.
+    BadFrames,
+    /// The server shut down.
+    Shutdown,
+}
+
+impl DropReason {
+    /// Every reason.
+    pub const ALL: [Self; 6] = [
+        Self::PeerClosed,
+        Self::Desync,
+        Self::Transport,
+        Self::NoCredit,
+        Self::BadFrames,
+        Self::Shutdown,
+    ];
+
+    /// The label's value.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::PeerClosed => "peer_closed",
+            Self::Desync => "desync",
+            Self::Transport => "transport",
+            Self::NoCredit => "no_credit",
+            Self::BadFrames => "bad_frames",
+            Self::Shutdown => "shutdown",
+        }
+    }
+}
+
+/// The metrics of one server. Cloning shares them.
+#[derive(Clone, Debug)]
+pub struct ServerMetrics {
+    registry: Registry,
+    pub(crate) links: IntGauge,
+    pub(crate) links_opened: IntCounter,
+    links_dropped: [IntCounter; DropReason::ALL.len()],
+    pub(crate) handshakes_rejected: IntCounter,
+    pub(crate) frames_in: IntCounter,
+    pub(crate) frames_out: IntCounter,
+    bad_frames: Vec<(ErrorCode, IntCounter)>,
+    bad_frames_other: IntCounter,
+    pub(crate) bytes_in: IntCounter,
+    pub(crate) bytes_out: IntCounter,
+    pub(crate) tokens: IntCounter,
+    pub(crate) entries: IntCounter,
+    pub(crate) batches: IntCounter,
+    pub(crate) batch_tokens: Histogram,
+    pub(crate) batch_clients: Histogram,
+    pub(crate) queue_seconds: Histogram,
+    pub(crate) gather_seconds: Histogram,
+    pub(crate) compute_seconds: Histogram,
+    pub(crate) encode_seconds: Histogram,
+    pub(crate) backlog_frames: IntGauge,
+    pub(crate) sleeps: IntCounter,
+    expert_tokens: IntCounterVec,
+    pub(crate) experts_loaded: IntGauge,
+    pub(crate) expert_bytes: IntGauge,
+    pub(crate) load_seconds: Gauge,
+    pub(crate) ready: IntGauge,
+    pub(crate) lease_held: IntGauge,
+}
+
+impl ServerMetrics {
+    /// Metrics in `registry`.
+    ///
+    /// # Errors
+    /// [`prometheus::Error`] when the registry holds metrics of these names already.
+    pub fn new(registry: Registry) -> Result<Self, prometheus::Error> {
+        let r = &registry;
+        let build = IntGaugeVec::new(
+            Opts::new("switchyard_build_info", "Version of this process; the value is always 1."),
+            &["component", "version"],
+        )?;
+        build.with_label_values(&["server", env!("CARGO_PKG_VERSION")]).set(1);
+        add(r, build)?;
+        let dropped = labelled(
+            r,
+            "switchyard_server_links_dropped_total",
+            "Client links that ended, by reason.",
+            "reason",
+        )?;
+        let frames = labelled(
+            r,
+            "switchyard_server_frames_total",
+            "Frames taken from clients (in) and published to them (out).",
+            "direction",
+        )?;
+        let bytes = labelled(
+            r,
+            "switchyard_server_bytes_total",
+            "Bytes of frames taken from clients (in) and published to them (out).",
+            "direction",
+        )?;
+        let bad = labelled(
+            r,
+            "switchyard_server_bad_frames_total",
+            "Request frames answered with an error frame, by its code.",
+            "code",
+        )?;
+        let phases = prometheus::HistogramVec::new(
+            HistogramOpts::new(
+                "switchyard_server_phase_seconds",
+                "Time by phase: queue (per frame, seen until its batch starts), gather, compute and encode (per batch).",
+            )
+            .buckets(PHASE_BUCKETS.to_vec()),
+            &["phase"],
+        )?;
+        let phases = add(r, phases)?;
+        let expert_tokens = IntCounterVec::new(
+            Opts::new(
+                "switchyard_server_expert_tokens_total",
+                "Tokens computed per expert. The label layer is `all` unless counting by layer is on.",
+            ),
+            &["layer", "expert"],
+        )?;
+        Ok(Self {
+            links: gauge(r, "switchyard_server_links", "Client links that are open.")?,
+            links_opened: counter(
+                r,
+                "switchyard_server_links_opened_total",
+                "Client links opened.",
+            )?,
+            links_dropped: DropReason::ALL
+                .map(|reason| dropped.with_label_values(&[reason.name()])),
+            handshakes_rejected: counter(
+                r,
+                "switchyard_server_handshakes_rejected_total",
+                "Clients turned away: another model, no room, not ready.",
+            )?,
+            frames_in: frames.with_label_values(&["in"]),
+            frames_out: frames.with_label_values(&["out"]),
+            bad_frames: KNOWN_CODES
+                .iter()
+                .map(|&code| (code, bad.with_label_values(&[code.name()])))
+                .collect(),
+            bad_frames_other: bad.with_label_values(&["other"]),
+            bytes_in: bytes.with_label_values(&["in"]),
+            bytes_out: bytes.with_label_values(&["out"]),
+            tokens: counter(r, "switchyard_server_tokens_total", "Tokens computed.")?,
+            entries: counter(
+                r,
+                "switchyard_server_entries_total",
+                "(token, expert) pairs computed.",
+            )?,
+            batches: counter(r, "switchyard_server_batches_total", "Merged batches computed.")?,
+            batch_tokens: histogram(
+                r,
+                "switchyard_server_batch_tokens",
+                "Tokens per merged batch.",
+                &powers_of_two(15),
+            )?,
+            batch_clients: histogram(
+                r,
+                "switchyard_server_batch_clients",
+                "Clients whose frames were merged into one batch.",
+                &powers_of_two(9),
+            )?,
+            queue_seconds: phases.with_label_values(&["queue"]),
+            gather_seconds: phases.with_label_values(&["gather"]),
+            compute_seconds: phases.with_label_values(&["compute"]),
+            encode_seconds: phases.with_label_values(&["encode"]),
+            backlog_frames: gauge(
+                r,
+                "switchyard_server_backlog_frames",
+                "Finished answers that wait for a client's credit.",
+            )?,
+            sleeps: counter(
+                r,
+                "switchyard_server_sleeps_total",
+                "Times that the data thread found nothing to do and blocked.",
+            )?,
+            expert_tokens: add(r, expert_tokens)?,
+            experts_loaded: gauge(
+                r,
+                "switchyard_server_experts_loaded",
+                "(layer, expert) pairs loaded.",
+            )?,
+            expert_bytes: gauge(
+                r,
+                "switchyard_server_expert_bytes",
+                "Bytes of the loaded experts' weights.",
+            )?,
+            load_seconds: add(
+                r,
+                Gauge::with_opts(Opts::new(
+                    "switchyard_server_load_seconds",
+                    "Time that loading the experts took.",
+                ))?,
+            )?,
+            ready: gauge(r, "switchyard_server_ready", "1 while /readyz answers 200.")?,
+            lease_held: gauge(
+                r,
+                "switchyard_server_lease_held",
+                "1 while the control plane's lease is held; 0 also without a control plane.",
+            )?,
+            registry,
+        })
+    }
+
+    /// The registry that holds the metrics.
+    #[must_use]
+    pub const fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    /// All metrics in the text format of Prometheus.
+    ///
+    /// # Errors
+    /// [`prometheus::Error`] when a metric cannot be encoded.
+    pub fn render(&self) -> Result<String, prometheus::Error> {
+        let mut text = Vec::new();
+        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        String::from_utf8(text).map_err(|e| prometheus::Error::Msg(e.to_string()))
+    }
+
+    pub(crate) fn count_bad_frame(&self, code: ErrorCode) {
+        let known = self.bad_frames.iter().find(|(known, _)| *known == code);
+        known.map_or(&self.bad_frames_other, |(_, counter)| counter).inc();
+    }
+
+    pub(crate) fn count_dropped(&self, reason: DropReason) {
+        let known = DropReason::ALL.iter().position(|&known| known == reason);
+        if let Some(idx) = known {
+            self.links_dropped[idx].inc();
+        }
+    }
+
+    /// The counter of one expert, to be kept: looking it up takes a lock.
+    pub(crate) fn expert_tokens(&self, layer: Option<u32>, expert: u32) -> IntCounter {
+        let layer = layer.map_or_else(|| "all".to_owned(), |layer| layer.to_string());
+        self.expert_tokens.with_label_values(&[layer.as_str(), expert.to_string().as_str()])
+    }
+}
+
+fn add<C: Collector + Clone + 'static>(
+    registry: &Registry,
+    metric: C,
+) -> Result<C, prometheus::Error> {
+    registry.register(Box::new(metric.clone()))?;
+    Ok(metric)
+}
+
+fn counter(r: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+    add(r, IntCounter::new(name, help)?)
+}
+
+fn gauge(r: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+    add(r, IntGauge::new(name, help)?)
+}
+
+fn labelled(
+    r: &Registry,
+    name: &str,
+    help: &str,
+    label: &str,
+) -> Result<IntCounterVec, prometheus::Error> {
+    add(r, IntCounterVec::new(Opts::new(name, help), &[label])?)
+}
+
+fn histogram(
+    r: &Registry,
+    name: &str,
+    help: &str,
+    buckets: &[f64],
+) -> Result<Histogram, prometheus::Error> {
+    add(r, Histogram::with_opts(HistogramOpts::new(name, help).buckets(buckets.to_vec()))?)
+}
+
+fn powers_of_two(num: i32) -> Vec<f64> {
+    (0..num).map(|exponent| 2f64.powi(exponent)).collect()
+}
+
+/// From a flag's flight to a hang, in seconds.
+const PHASE_BUCKETS: [f64; 20] = [
+    1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1,
+    0.2, 0.5, 1.0, 5.0,
+];
+
+/// Codes with a counter of their own.
+const KNOWN_CODES: [ErrorCode; 10] = [
+    ErrorCode::BadFrame,
+    ErrorCode::UnknownExpert,
+    ErrorCode::WrongLayer,
+    ErrorCode::NotMyExpert,
+    ErrorCode::StaleEpoch,
+    ErrorCode::StaleChannel,
+    ErrorCode::Overloaded,
+    ErrorCode::ShuttingDown,
+    ErrorCode::Internal,
+    ErrorCode::Version,
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_the_rule_and_every_code_and_reason_has_its_own_series() {
+        let metrics = ServerMetrics::new(Registry::new()).unwrap();
+        for code in KNOWN_CODES {
+            metrics.count_bad_frame(code);
+        }
+        metrics.count_bad_frame(ErrorCode::Other(4711));
+        for reason in DropReason::ALL {
+            metrics.count_dropped(reason);
+        }
+        metrics.expert_tokens(None, 3).inc();
+        let text = metrics.render().unwrap();
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            assert!(
+                line.starts_with("switchyard_server_") || line.starts_with("switchyard_build_info"),
+                "{line}"
+            );
+        }
+        assert!(text.contains("switchyard_server_bad_frames_total{code=\"other\"} 1"), "{text}");
+        assert!(text.contains("links_dropped_total{reason=\"no_credit\"} 1"), "{text}");
+        assert!(text.contains("expert_tokens_total{expert=\"3\",layer=\"all\"} 1"), "{text}");
+        let with_one =
+            text.lines().filter(|l| l.contains("bad_frames_total{") && l.ends_with(" 1"));
+        assert_eq!(with_one.count(), KNOWN_CODES.len() + 1);
+    }
+}

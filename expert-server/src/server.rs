@@ -1,0 +1,532 @@
+//! A whole server: checkpoint, listener, data thread, lease, metrics.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use checkpoint::Checkpoint;
+use control_api::{Assignment, LeaseKeeper, RegisterRequest};
+use p2p_core::AnyEndpoint;
+use p2p_core::bootstrap::{Connection, Listener, ListenerConfig, PeerHello, Reject, RejectCode};
+use protocol::{
+    ClientHello, DispatchExpect, FrameGeometry, HelloReject, ModelShape, ServerHello, WireDtype,
+};
+use tokio::net::TcpListener;
+use tokio::sync::{oneshot, watch};
+
+use crate::compute::{ExpertStore, LoadProgress, Residency};
+use crate::config::{Placement, ServerConfig, check_assignment};
+use crate::data::{DataConfig, DataError, DataPlane};
+use crate::error::{ServerError, StartError};
+use crate::http;
+use crate::members::{self, Member};
+use crate::metrics::ServerMetrics;
+use crate::status::{DataStatus, Health};
+
+/// Starts servers.
+#[derive(Debug)]
+pub struct ExpertServer;
+
+impl ExpertServer {
+    /// Opens the checkpoint, listens, joins the control plane if there is one, loads the experts and
+    /// serves. Returns when clients can be answered. `progress` hears of every expert loaded, on a
+    /// thread of its own. Needs a tokio runtime with I/O and time.
+    ///
+    /// # Errors
+    /// [`StartError`]; nothing is left behind then.
+    pub async fn start(
+        config: ServerConfig,
+        progress: impl FnMut(LoadProgress) + Send + 'static,
+    ) -> Result<RunningServer, StartError> {
+        Self::start_with_registry(config, prometheus::Registry::new(), progress).await
+    }
+
+    /// As [`start`](Self::start), with the metrics in a registry of the caller's.
+    ///
+    /// # Errors
+    /// [`StartError`]; nothing is left behind then.
+    pub async fn start_with_registry(
+        config: ServerConfig,
+        registry: prometheus::Registry,
+        mut progress: impl FnMut(LoadProgress) + Send + 'static,
+    ) -> Result<RunningServer, StartError> {
+        let checkpoint = open(&config).await?;
+        let shape = shape_of(&checkpoint);
+        // Whatever a client may ask for, a token must fit; better to say so now than to each client.
+        let frame_bytes = p2p_core::SlotLayout::new(config.slot)
+            .map_err(p2p_core::bootstrap::BindError::Slot)?
+            .frame_bytes();
+        geometry(&shape, frame_bytes, WireDtype::Bf16, WireDtype::Bf16)?;
+        if let Placement::Static(selection) = &config.placement {
+            selection.resolve(checkpoint.config())?;
+        }
+        let listener = Listener::bind(config.data_addr, listener_config(&config)).await?;
+        let data_addr = listener.local_addr();
+        let metrics_listener = match config.metrics_addr {
+            Some(addr) => Some(bind_metrics(addr).await?),
+            None => None,
+        };
+        let metrics_addr = metrics_listener.as_ref().and_then(|tcp| tcp.local_addr().ok());
+        let metrics = ServerMetrics::new(registry)?;
+
+        let mut registration = RegisterRequest::new(
+            config.name.clone(),
+            advertised(&config, data_addr)?,
+            members::describe(&checkpoint),
+        );
+        registration.metrics_addr = metrics_addr.map(|addr| addr.to_string());
+        registration.capacity_experts = config.capacity_experts;
+        let incarnation = registration.incarnation;
+        let (keeper, assignment) = match &config.placement {
+            Placement::ControlPlane { url, token } => {
+                let joined = members::join(&config, url, token.clone(), registration).await?;
+                (Some(Arc::new(joined.0)), joined.1)
+            }
+            Placement::Static(selection) => {
+                (None, Arc::new(selection.resolve(checkpoint.config())?))
+            }
+        };
+        if !assignment.is_empty() {
+            check_assignment(&assignment, checkpoint.config()).map_err(StartError::Assignment)?;
+        }
+
+        let load_began = Instant::now();
+        let experts = members::as_map(&assignment);
+        let loading = tokio::task::spawn_blocking(move || {
+            ExpertStore::load(checkpoint, &experts, Residency::default(), &mut progress)
+        });
+        let store = Arc::new(loading.await.map_err(|_| StartError::LoadPanicked)??);
+        let held = members::holds(&store);
+        metrics.load_seconds.set(load_began.elapsed().as_secs_f64());
+        metrics.experts_loaded.set(held.num_experts() as i64);
+        metrics.expert_bytes.set(store.size_bytes() as i64);
+
+        let data_config = DataConfig {
+            num_threads: config.num_threads,
+            cpus: config.cpus.clone(),
+            limits: config.limits,
+            spin: config.spin,
+            metrics_by_layer: config.metrics_by_layer,
+        };
+        let (data, data_end) = DataPlane::start(Arc::clone(&store), data_config, metrics.clone())?;
+        let data = Arc::new(data);
+        let health = Arc::new(Health {
+            metrics,
+            data: Arc::clone(data.status()),
+            is_loaded: AtomicBool::new(true),
+            is_draining: AtomicBool::new(false),
+            needs_lease: keeper.is_some(),
+            has_lease: AtomicBool::new(keeper.is_some()),
+        });
+        if let Some(keeper) = &keeper {
+            keeper.set_ready(held.clone());
+        }
+
+        let (stop, stopped) = watch::channel(false);
+        let host = Host {
+            name: config.name.clone(),
+            shape,
+            frame_bytes,
+            incarnation,
+            health: Arc::clone(&health),
+            keeper: keeper.clone(),
+            data: Arc::clone(&data),
+        };
+        tokio::spawn(serve_clients(listener, Arc::new(host), stopped.clone()));
+        if let Some(tcp) = metrics_listener {
+            let router = http::router(Arc::clone(&health));
+            let stopped = stopped.clone();
+            tokio::spawn(async move {
+                if let Err(error) = http::serve(tcp, router, stopped).await {
+                    tracing::error!(%error, "serving metrics failed");
+                }
+            });
+        }
+        let member = keeper.as_ref().map(|keeper| Member {
+            keeper: Arc::clone(keeper),
+            store: Arc::clone(&store),
+            load: Arc::clone(data.load()),
+            health: Arc::clone(&health),
+        });
+        let (ended, end) = watch::channel(None);
+        tokio::spawn(supervise(data_end, member, stop.clone(), Arc::clone(&data), ended));
+        tracing::info!(
+            name = config.name,
+            %data_addr,
+            experts = held.num_experts(),
+            bytes = store.size_bytes(),
+            "serving"
+        );
+        Ok(RunningServer {
+            config,
+            data_addr,
+            metrics_addr,
+            health,
+            store,
+            keeper,
+            data,
+            stop,
+            end,
+        })
+    }
+}
+
+/// A server at work. Dropping it stops the server without a word to the control plane.
+#[derive(Debug)]
+pub struct RunningServer {
+    config: ServerConfig,
+    data_addr: SocketAddr,
+    metrics_addr: Option<SocketAddr>,
+    health: Arc<Health>,
+    store: Arc<ExpertStore>,
+    keeper: Option<Arc<LeaseKeeper>>,
+    data: Arc<DataPlane<AnyEndpoint>>,
+    stop: watch::Sender<bool>,
+    end: watch::Receiver<Option<End>>,
+}
+
+/// How a server ended: taken by the first who asks.
+type End = Arc<Mutex<Option<Result<(), ServerError>>>>;
+
+impl RunningServer {
+    /// Where clients connect.
+    #[must_use]
+    pub const fn data_addr(&self) -> SocketAddr {
+        self.data_addr
+    }
+
+    /// Where metrics are served, if they are.
+    #[must_use]
+    pub const fn metrics_addr(&self) -> Option<SocketAddr> {
+        self.metrics_addr
+    }
+
+    /// Name of the server.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    /// The metrics.
+    #[must_use]
+    pub fn metrics(&self) -> &ServerMetrics {
+        &self.health.metrics
+    }
+
+    /// What is loaded.
+    #[must_use]
+    pub fn holds(&self) -> Assignment {
+        members::holds(&self.store)
+    }
+
+    /// Bytes of the loaded weights.
+    #[must_use]
+    pub fn expert_bytes(&self) -> u64 {
+        self.store.size_bytes()
+    }
+
+    /// Clients connected.
+    #[must_use]
+    pub fn num_links(&self) -> usize {
+        self.health.data.num_links()
+    }
+
+    /// Whether clients should be sent here, or why not.
+    ///
+    /// # Errors
+    /// The reason in words.
+    pub fn ready(&self) -> Result<(), String> {
+        self.health.ready()
+    }
+
+    /// Waits until the control plane has the server in its placement; returns at once without one.
+    ///
+    /// # Errors
+    /// [`StartError::Join`] when that takes longer than `bound` or cannot happen any more.
+    pub async fn serving(&self, bound: Duration) -> Result<(), StartError> {
+        let (Some(keeper), Placement::ControlPlane { url, .. }) =
+            (&self.keeper, &self.config.placement)
+        else {
+            return Ok(());
+        };
+        let failed = |source| StartError::Join { url: url.clone(), source };
+        keeper.serving(bound).await.map_err(failed)
+    }
+
+    /// Leaves in good order: out of the placement, no new clients, and an end once the clients are gone
+    /// or idle, at the latest after the drain timeout. What SIGTERM should do.
+    pub async fn drain(&self) {
+        let deadline = Instant::now() + self.config.drain_timeout;
+        self.health.is_draining.store(true, Ordering::Relaxed);
+        tracing::info!(name = self.config.name, "draining");
+        if let Some(keeper) = &self.keeper {
+            let bound = self.config.drain_timeout.min(CONTROL_PATIENCE);
+            if let Err(error) = keeper.drain(bound).await {
+                tracing::warn!(%error, "draining without the control plane's confirmation");
+            }
+        }
+        // Clients need a moment to hear of the new placement, however idle they look.
+        let told_at = Instant::now();
+        loop {
+            let data: &DataStatus = &self.health.data;
+            let is_idle = data.idle_for().min(told_at.elapsed()) >= self.config.drain_idle;
+            if data.num_links() == 0 || is_idle || self.end.borrow().is_some() {
+                break;
+            }
+            if Instant::now() >= deadline {
+                tracing::warn!(links = data.num_links(), "drain timeout: clients are still busy");
+                break;
+            }
+            tokio::time::sleep(DRAIN_POLL).await;
+        }
+        self.shutdown().await;
+    }
+
+    /// Ends at once: connections close, the control plane is told.
+    pub async fn shutdown(&self) {
+        self.health.is_draining.store(true, Ordering::Relaxed);
+        if let Some(keeper) = &self.keeper
+            && let Err(error) = keeper.leave(CONTROL_PATIENCE).await
+        {
+            tracing::warn!(%error, "left without telling the control plane; the lease will run out");
+        }
+        self.halt();
+        let mut end = self.end.clone();
+        // The data thread answers within a batch; a stuck one must not hold up the caller for ever.
+        let _ = tokio::time::timeout(STOP_PATIENCE, end.wait_for(Option::is_some)).await;
+    }
+
+    /// Waits until the server has ended.
+    ///
+    /// # Errors
+    /// [`ServerError`] when it ended on its own; only the first caller gets it.
+    pub async fn wait(&self) -> Result<(), ServerError> {
+        let mut end = self.end.clone();
+        let Ok(end) = end.wait_for(Option::is_some).await.map(|end| end.clone()) else {
+            return Ok(());
+        };
+        let Some(end) = end else { return Ok(()) };
+        let taken = end.lock().unwrap_or_else(PoisonError::into_inner).take();
+        taken.unwrap_or(Ok(()))
+    }
+
+    fn halt(&self) {
+        // Nobody listening is as good as stopped.
+        let _ = self.stop.send(true);
+        self.data.stop();
+    }
+}
+
+impl Drop for RunningServer {
+    fn drop(&mut self) {
+        self.halt();
+    }
+}
+
+/// What the listener's tasks know of the server.
+#[derive(Debug)]
+struct Host {
+    name: String,
+    shape: ModelShape,
+    frame_bytes: usize,
+    incarnation: u64,
+    health: Arc<Health>,
+    keeper: Option<Arc<LeaseKeeper>>,
+    data: Arc<DataPlane<AnyEndpoint>>,
+}
+
+impl Host {
+    /// Judges a client and answers its hello.
+    fn accept(&self, hello: &PeerHello) -> Result<Vec<u8>, Reject> {
+        let judged = self.judge(hello);
+        if judged.is_err() {
+            self.health.metrics.handshakes_rejected.inc();
+        }
+        judged.map_err(|reject| Reject::new(RejectCode(reject.code()), reject.to_string()))?;
+        let epoch = self.keeper.as_ref().map_or(0, |keeper| keeper.state().borrow().epoch);
+        let reply = ServerHello {
+            model: self.shape,
+            incarnation: self.incarnation,
+            epoch,
+            generation: hello.generation,
+            progress_interval_us: PROGRESS_INTERVAL_US,
+            name: self.name.clone(),
+        };
+        Ok(reply.encode())
+    }
+
+    fn judge(&self, hello: &PeerHello) -> Result<DispatchExpect, HelloReject> {
+        if self.health.is_draining.load(Ordering::Relaxed) {
+            return Err(HelloReject::Draining { server: self.name.clone() });
+        }
+        let client = ClientHello::decode(&hello.payload)?;
+        client.model.check_against(&self.shape)?;
+        let geometry =
+            geometry(&self.shape, self.frame_bytes, client.dtype, client.response_dtype)?;
+        Ok(DispatchExpect {
+            client_id: client.client_id,
+            generation: hello.generation,
+            hidden: self.shape.hidden as usize,
+            num_layers: self.shape.num_layers,
+            num_experts: self.shape.num_experts,
+            max_tokens: geometry.max_tokens(),
+            top_k: self.shape.top_k as usize,
+            dtype: client.dtype,
+            response_dtype: client.response_dtype,
+        })
+    }
+
+    /// Hands a connected client to the data thread and watches over its connection.
+    fn take(self: &Arc<Self>, connection: Connection) {
+        let Connection { channel, liveness, peer, remote_addr, .. } = connection;
+        let expect = match self.judge(&peer) {
+            Ok(expect) => expect,
+            Err(error) => {
+                // It was accepted a moment ago; by now the server drains.
+                tracing::info!(%remote_addr, %error, "a client came too late");
+                return;
+            }
+        };
+        tracing::debug!(%remote_addr, client = expect.client_id, generation = expect.generation, "a client connected");
+        let (id, mut ended) = self.data.attach(channel, expect);
+        let data = Arc::clone(&self.data);
+        tokio::spawn(async move {
+            let ended = tokio::select! {
+                ended = &mut ended => ended,
+                reason = liveness.closed() => {
+                    tracing::debug!(link = %id, client = expect.client_id, %reason, "a client is gone");
+                    data.detach(id);
+                    ended.await
+                }
+            };
+            // The client learns of the end before the slots go.
+            liveness.close();
+            if let Ok(ended) = ended {
+                tracing::debug!(link = %id, reason = ended.reason.name(), "a link ended");
+            }
+        });
+    }
+}
+
+async fn serve_clients(listener: Listener, host: Arc<Host>, mut stopped: watch::Receiver<bool>) {
+    let on_peer = Arc::clone(&host);
+    let shutdown = async move {
+        // An error means that the server is gone altogether.
+        let _ = stopped.wait_for(|stop| *stop).await;
+    };
+    listener
+        .serve(
+            move |hello| host.accept(hello),
+            move |connection| on_peer.take(connection),
+            shutdown,
+        )
+        .await;
+}
+
+/// Waits for whatever ends first, and stops the rest.
+async fn supervise(
+    data_end: oneshot::Receiver<Result<(), DataError>>,
+    member: Option<Member>,
+    stop: watch::Sender<bool>,
+    data: Arc<DataPlane<AnyEndpoint>>,
+    ended: watch::Sender<Option<End>>,
+) {
+    let vanished = || Err(DataError::Panicked { message: "the thread vanished".to_owned() });
+    let mut stopped = stop.subscribe();
+    tokio::pin!(data_end);
+    let membership = async {
+        match member {
+            Some(member) => member.run().await,
+            None => std::future::pending().await,
+        }
+    };
+    let result = tokio::select! {
+        biased;
+        result = &mut data_end => result.unwrap_or_else(|_| vanished()).map_err(ServerError::from),
+        reason = membership => {
+            // Leaving of one's own will ends the membership, too: the stop follows at once then.
+            let is_wilful = async { stopped.wait_for(|stop| *stop).await.is_ok() };
+            let left = tokio::time::timeout(LEAVE_GRACE, is_wilful).await;
+            data.stop();
+            let result = (&mut data_end).await.unwrap_or_else(|_| vanished());
+            match left {
+                Ok(true) => result.map_err(ServerError::from),
+                _ => result.map_err(ServerError::from).and(Err(ServerError::Membership { reason })),
+            }
+        }
+    };
+    if let Err(error) = &result {
+        tracing::error!(%error, "the server ended");
+    }
+    let _ = stop.send(true);
+    ended.send_replace(Some(Arc::new(Mutex::new(Some(result)))));
+}
+
+async fn open(config: &ServerConfig) -> Result<Arc<Checkpoint>, StartError> {
+    let dir = config.model_dir.clone();
+    let opening = tokio::task::spawn_blocking(move || Checkpoint::open(dir));
+    Ok(Arc::new(opening.await.map_err(|_| StartError::LoadPanicked)??))
+}
+
+fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
+    let model = checkpoint.config();
+    ModelShape {
+        fingerprint: checkpoint.fingerprint().0,
+        hidden: model.hidden as u32,
+        num_layers: model.num_layers,
+        num_experts: model.num_experts,
+        top_k: model.top_k as u32,
+    }
+}
+
+fn geometry(
+    shape: &ModelShape,
+    frame_bytes: usize,
+    dtype: WireDtype,
+    response_dtype: WireDtype,
+) -> Result<FrameGeometry, protocol::GeometryError> {
+    let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);
+    FrameGeometry::new(frame_bytes, hidden, dtype, response_dtype, top_k)
+}
+
+fn listener_config(config: &ServerConfig) -> ListenerConfig {
+    ListenerConfig {
+        slot: config.slot,
+        ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
+        handshake_timeout: config.limits.handshake_timeout,
+        max_peers: config.limits.max_links,
+        ..ListenerConfig::default()
+    }
+}
+
+async fn bind_metrics(addr: SocketAddr) -> Result<TcpListener, StartError> {
+    TcpListener::bind(addr).await.map_err(|source| match source.kind() {
+        std::io::ErrorKind::AddrInUse => StartError::MetricsInUse { addr },
+        _ => StartError::MetricsBind { addr, source },
+    })
+}
+
+/// Where clients are sent. An unspecified address listens everywhere, but is nowhere to connect to.
+fn advertised(config: &ServerConfig, data_addr: SocketAddr) -> Result<String, StartError> {
+    match &config.advertise_addr {
+        Some(addr) => Ok(addr.clone()),
+        None if data_addr.ip().is_unspecified()
+            && matches!(config.placement, Placement::ControlPlane { .. }) =>
+        {
+            Err(StartError::Advertise { found: data_addr.to_string() })
+        }
+        None => Ok(data_addr.to_string()),
+    }
+}
+
+/// Longest wait for the control plane when leaving: a server must go even if nobody answers.
+const CONTROL_PATIENCE: Duration = Duration::from_secs(2);
+/// Longest wait for the data thread to end.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+/// How soon a stop follows a wilful leave.
+const LEAVE_GRACE: Duration = Duration::from_secs(5);
+/// How often a drain looks whether it is done.
+const DRAIN_POLL: Duration = Duration::from_millis(20);
+/// What clients are told about the pace of progress: twice the data thread's own.
+const PROGRESS_INTERVAL_US: u32 = 2000;

@@ -1,0 +1,239 @@
+//! What the data thread and the control tasks know of each other, without locks.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use control_api::{Assignment, ExpertLoad, LoadReport};
+
+use crate::metrics::ServerMetrics;
+
+/// Signs of life of the data thread. Everything is a count or a time: nothing is read through it, so
+/// relaxed order is enough.
+#[derive(Debug)]
+pub(crate) struct DataStatus {
+    started: Instant,
+    beat_ms: AtomicU64,
+    last_frame_ms: AtomicU64,
+    num_links: AtomicUsize,
+    num_unanswered: AtomicUsize,
+    is_over: AtomicBool,
+}
+
+impl DataStatus {
+    pub(crate) fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            beat_ms: AtomicU64::new(0),
+            last_frame_ms: AtomicU64::new(0),
+            num_links: AtomicUsize::new(0),
+            num_unanswered: AtomicUsize::new(0),
+            is_over: AtomicBool::new(false),
+        }
+    }
+
+    /// The data thread is alive at `now`.
+    pub(crate) fn beat(&self, now: Instant) {
+        self.beat_ms.store(self.ms(now), Ordering::Relaxed);
+    }
+
+    /// The data thread took a frame at `now`.
+    pub(crate) fn frame_taken(&self, now: Instant) {
+        self.last_frame_ms.store(self.ms(now), Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_links(&self, num_links: usize) {
+        self.num_links.store(num_links, Ordering::Relaxed);
+    }
+
+    /// Frames taken and not answered yet, at the end of a round.
+    pub(crate) fn set_unanswered(&self, num_frames: usize) {
+        self.num_unanswered.store(num_frames, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_over(&self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn num_links(&self) -> usize {
+        self.num_links.load(Ordering::Relaxed)
+    }
+
+    /// Time since the last sign of life.
+    pub(crate) fn silence(&self) -> Duration {
+        self.since(&self.beat_ms)
+    }
+
+    /// Time since the last frame, zero while one is unanswered.
+    pub(crate) fn idle_for(&self) -> Duration {
+        match self.num_unanswered.load(Ordering::Relaxed) {
+            0 => self.since(&self.last_frame_ms),
+            _ => Duration::ZERO,
+        }
+    }
+
+    fn since(&self, then_ms: &AtomicU64) -> Duration {
+        let now_ms = self.ms(Instant::now());
+        Duration::from_millis(now_ms.saturating_sub(then_ms.load(Ordering::Relaxed)))
+    }
+
+    fn ms(&self, at: Instant) -> u64 {
+        at.saturating_duration_since(self.started).as_millis() as u64
+    }
+}
+
+/// What `/metrics`, `/healthz` and `/readyz` answer from.
+#[derive(Debug)]
+pub(crate) struct Health {
+    pub(crate) metrics: ServerMetrics,
+    pub(crate) data: Arc<DataStatus>,
+    pub(crate) is_loaded: AtomicBool,
+    pub(crate) is_draining: AtomicBool,
+    /// Whether there is a lease to hold at all.
+    pub(crate) needs_lease: bool,
+    pub(crate) has_lease: AtomicBool,
+}
+
+impl Health {
+    /// Whether the process does what it should: a data thread that hangs or has died does not.
+    pub(crate) fn live(&self) -> Result<(), String> {
+        if !self.is_loaded.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        if self.data.is_over.load(Ordering::Relaxed) {
+            return Err("the data thread has ended".to_owned());
+        }
+        let silence = self.data.silence();
+        if silence > MAX_SILENCE {
+            return Err(format!("the data thread has been silent for {} ms", silence.as_millis()));
+        }
+        Ok(())
+    }
+
+    /// Whether clients should be sent here.
+    pub(crate) fn ready(&self) -> Result<(), String> {
+        self.live()?;
+        if !self.is_loaded.load(Ordering::Acquire) {
+            return Err("the experts are still loading".to_owned());
+        }
+        if self.is_draining.load(Ordering::Relaxed) {
+            return Err("draining".to_owned());
+        }
+        if self.needs_lease && !self.has_lease.load(Ordering::Relaxed) {
+            return Err("the control plane's lease is not held".to_owned());
+        }
+        Ok(())
+    }
+
+    pub(crate) fn render_metrics(&self) -> Result<String, prometheus::Error> {
+        self.metrics.ready.set(self.ready().is_ok().into());
+        self.metrics.lease_held.set(self.has_lease.load(Ordering::Relaxed).into());
+        self.metrics.render()
+    }
+}
+
+/// Work done since the start, counted by the data thread and reported to the control plane.
+#[derive(Debug)]
+pub(crate) struct LoadCounters {
+    num_experts: usize,
+    busy_ns: AtomicU64,
+    num_tokens: AtomicU64,
+    /// `[layer, expert]`, row-major.
+    experts: Box<[AtomicU64]>,
+}
+
+impl LoadCounters {
+    pub(crate) fn new(num_layers: usize, num_experts: usize) -> Self {
+        let experts = (0..num_layers * num_experts).map(|_| AtomicU64::new(0)).collect();
+        let (busy_ns, num_tokens) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { num_experts, busy_ns, num_tokens, experts }
+    }
+
+    pub(crate) fn add_batch(&self, num_tokens: usize, busy: Duration) {
+        self.num_tokens.fetch_add(num_tokens as u64, Ordering::Relaxed);
+        self.busy_ns.fetch_add(busy.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add_expert(&self, layer: u32, expert: u32, num_tokens: u64) {
+        let idx = layer as usize * self.num_experts + expert as usize;
+        if let Some(counter) = self.experts.get(idx) {
+            counter.fetch_add(num_tokens, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Turns [`LoadCounters`] into reports over consecutive windows.
+#[derive(Debug)]
+pub(crate) struct LoadWindow {
+    begin: Instant,
+    busy_ns: u64,
+    num_tokens: u64,
+    experts: Vec<u64>,
+}
+
+impl LoadWindow {
+    pub(crate) fn new(counters: &LoadCounters) -> Self {
+        let experts = vec![0; counters.experts.len()];
+        Self { begin: Instant::now(), busy_ns: 0, num_tokens: 0, experts }
+    }
+
+    /// The work done since the last call, over the experts of `holds`.
+    pub(crate) fn next_report(
+        &mut self,
+        counters: &LoadCounters,
+        holds: &Assignment,
+    ) -> LoadReport {
+        let now = Instant::now();
+        let mut report = LoadReport {
+            window_ms: (now - self.begin).as_millis() as u64,
+            busy_ms: advance(&mut self.busy_ns, &counters.busy_ns) / 1_000_000,
+            num_tokens: advance(&mut self.num_tokens, &counters.num_tokens),
+            experts: Vec::new(),
+        };
+        self.begin = now;
+        for entry in &holds.layers {
+            for &expert in &entry.experts {
+                let idx = entry.layer as usize * counters.num_experts + expert as usize;
+                let (Some(last), Some(counter)) =
+                    (self.experts.get_mut(idx), counters.experts.get(idx))
+                else {
+                    continue;
+                };
+                let num_tokens = advance(last, counter);
+                if num_tokens > 0 {
+                    report.experts.push(ExpertLoad { layer: entry.layer, expert, num_tokens });
+                }
+            }
+        }
+        report
+    }
+}
+
+fn advance(last: &mut u64, counter: &AtomicU64) -> u64 {
+    let now = counter.load(Ordering::Relaxed);
+    now - std::mem::replace(last, now)
+}
+
+/// The data thread shows life at least twice a second, and many times per millisecond of compute.
+const MAX_SILENCE: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use control_api::LayerAssignment;
+
+    #[test]
+    fn every_token_is_reported_in_exactly_one_window() {
+        let counters = LoadCounters::new(3, 4);
+        let holds = Assignment { layers: vec![LayerAssignment { layer: 2, experts: vec![1, 3] }] };
+        let mut window = LoadWindow::new(&counters);
+        counters.add_batch(5, Duration::from_millis(7));
+        counters.add_expert(2, 3, 5);
+        counters.add_expert(9, 9, 5);
+        let report = window.next_report(&counters, &holds);
+        assert_eq!((report.num_tokens, report.busy_ms), (5, 7));
+        assert_eq!(report.experts, [ExpertLoad { layer: 2, expert: 3, num_tokens: 5 }]);
+        let report = window.next_report(&counters, &holds);
+        assert_eq!((report.num_tokens, report.busy_ms, report.experts.len()), (0, 0, 0));
+    }
+}
