@@ -354,3 +354,43 @@ impl Sampler {
 
 /// Tokens of a prompt that run through the model at once; bounds the memory of attention scores.
 const PREFILL_TOKENS: usize = 512;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(temperature: f32, seed: u64) -> Sampler {
+        let options = GenerateOptions { temperature, seed, ..GenerateOptions::default() };
+        Sampler::new(&options).unwrap()
+    }
+
+    #[test]
+    fn the_lowest_of_equally_likely_tokens_wins() {
+        let mut greedy = sampler(0.0, 0);
+        assert_eq!(greedy.choose(&[0.5, 2.0, -1.0, 2.0], 0).unwrap(), 1);
+        assert_eq!(greedy.choose(&[f32::NEG_INFINITY; 3], 0).unwrap(), 0);
+    }
+
+    #[test]
+    fn draws_follow_the_softmax_at_the_temperature() {
+        let (mut sampler, num) = (sampler(2.0, 11), 20_000);
+        // At temperature 2 the odds are 1 : 2 : 4, and -inf is never drawn.
+        let logits = [0.0, 2.0 * 2f32.ln(), 2.0 * 4f32.ln(), f32::NEG_INFINITY];
+        let mut counts = [0u32; 4];
+        for _ in 0..num {
+            counts[sampler.choose(&logits, 0).unwrap() as usize] += 1;
+        }
+        for (count, expected) in counts.into_iter().zip([1.0, 2.0, 4.0, 0.0]) {
+            let share = f64::from(count) / f64::from(num);
+            assert!((share - expected / 7.0).abs() < 0.02, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn logits_that_are_no_numbers_are_named() {
+        for value in [f32::NAN, f32::INFINITY] {
+            let error = sampler(1.0, 0).choose(&[0.0, 1.0, value], 5).unwrap_err();
+            assert!(matches!(error, GenerateError::BadLogit { generated: 5, id: 2, .. }));
+        }
+    }
+}

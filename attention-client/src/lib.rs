@@ -1,4 +1,10 @@
-//! 
+//! The attention side of a Mixture-of-Experts model whose experts are a service.
+//!
+//! [`router`] chooses experts, an [`ExpertBackend`] computes them, [`model`] is a reference model
+//! whose MoE blocks call one, and [`Generator`] turns it into text. [`LocalExperts`] is the
+//! backend that needs no service.
+//!
+//! This crate excludes how experts are computed by servers and who decides their placement.
 
 pub mod backend;
 pub mod generate;
