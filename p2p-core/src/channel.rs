@@ -9,11 +9,12 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 
 use crate::endpoint::{Endpoint, PostError, TransportKind};
+use crate::flags::{self, Contract};
 use crate::region::{MapError, Region, RemoteRange};
 use crate::ring::{Desync, RxCursor, TxCursor};
 use crate::slot::{CONSUMED, PROGRESS, PUBLISHED, SlotLayout, WAITING};
@@ -142,6 +143,37 @@ impl<E: Endpoint> Channel<E> {
         })
     }
 
+    /// Continues at frame `seq`, as if that many had gone both ways: for tests of large counters. Both
+    /// sides call it before the first frame, and wait until their own counters say that the other has.
+    ///
+    /// # Errors
+    /// [`ChannelError`] when the transport fails.
+    pub fn start_at(&mut self, seq: u64) -> Result<(), ChannelError> {
+        let num_frames = self.layout.num_frames();
+        self.tx = TxCursor::starting_at(num_frames, seq);
+        self.rx = RxCursor::starting_at(num_frames, seq);
+        self.consumed_seen = seq;
+        self.add_remote(PUBLISHED, seq)?;
+        self.add_remote(CONSUMED, seq)
+    }
+
+    /// The endpoint, for one-sided operations beside the rings.
+    pub const fn endpoint_mut(&mut self) -> &mut E {
+        &mut self.endpoint
+    }
+
+    /// Key of the peer's slot.
+    #[must_use]
+    pub const fn remote_key(&self) -> E::RemoteKey {
+        self.remote_key
+    }
+
+    /// This side's slot. The peer writes it at any time.
+    #[must_use]
+    pub const fn local_slot(&self) -> &Region {
+        &self.local
+    }
+
     /// Layout of both slots.
     #[must_use]
     pub const fn layout(&self) -> &SlotLayout {
@@ -166,7 +198,7 @@ impl<E: Endpoint> Channel<E> {
     /// [`ChannelError::Desync`] when the peer's credits are impossible.
     pub fn try_reserve(&mut self) -> Result<Option<TxFrame>, ChannelError> {
         // SYNC POINT `consumed`: acquires what the peer did before it gave the frame back.
-        let consumed = self.local_word(CONSUMED).load(Ordering::Acquire);
+        let consumed = flags::observe::<Contract>(self.local_word(CONSUMED));
         self.consumed_seen = consumed;
         let free = self.tx.has_credit(consumed)?;
         Ok(free.then(|| TxFrame { seq: self.tx.next_seq() }))
@@ -233,7 +265,7 @@ impl<E: Endpoint> Channel<E> {
     /// [`ChannelError::Desync`] when the peer published what it had no credit for.
     pub fn try_next(&mut self) -> Result<Option<RxFrame>, ChannelError> {
         // SYNC POINT `published`: acquires the frame's bytes.
-        let published = self.local_word(PUBLISHED).load(Ordering::Acquire);
+        let published = flags::observe::<Contract>(self.local_word(PUBLISHED));
         Ok(self.rx.take(published)?.map(|seq| RxFrame { seq }))
     }
 
@@ -279,8 +311,9 @@ impl<E: Endpoint> Channel<E> {
     /// Whether a frame or a credit arrived that was not looked at yet.
     #[must_use]
     pub fn has_news(&self) -> bool {
-        self.local_word(PUBLISHED).load(Ordering::Acquire) != self.rx.taken()
-            || self.local_word(CONSUMED).load(Ordering::Acquire) != self.consumed_seen
+        // Relaxed: whoever acts on it observes the flag again.
+        self.local_word(PUBLISHED).load(Ordering::Relaxed) != self.rx.taken()
+            || self.local_word(CONSUMED).load(Ordering::Relaxed) != self.consumed_seen
     }
 
     /// Whether a frame arrived that was not taken yet. The cheapest poll: one load.
@@ -292,14 +325,13 @@ impl<E: Endpoint> Channel<E> {
     /// Asks the peer for a wake-up on its next publish or release. Look at
     /// [`has_news`](Self::has_news) once more before sleeping.
     pub fn arm(&self) {
-        // SYNC POINT `waiting`: with the fence, either we see the peer's flag or it sees our request.
-        self.local_word(WAITING).store(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
+        // SYNC POINT `waiting`: either we see the peer's flag or it sees our request.
+        flags::arm::<Contract, _>(self.local_word(WAITING));
     }
 
     /// Takes the request of [`arm`](Self::arm) back.
     pub fn disarm(&self) {
-        self.local_word(WAITING).store(0, Ordering::Relaxed);
+        flags::disarm(self.local_word(WAITING));
     }
 
     fn wake_peer(&mut self) -> Result<(), ChannelError> {

@@ -10,6 +10,7 @@
 //! | [`region`] | owned memory, its local range and its wire form |
 //! | [`slot`] | the layout of a slot: frames, control tail |
 //! | [`ring`] | the arithmetic of a frame ring: credits, order, desynchronisation |
+//! | [`flags`] | the steps at a flag, with their orderings |
 //! | [`endpoint`] | the transport trait: put, get, add-flag, fence, quiet |
 //! | [`channel`] | a pair of slots as two rings, over any endpoint |
 //! | [`wait`] | spin briefly, then block |
@@ -21,9 +22,11 @@
 //! The memory model, with every SYNC POINT, is in `docs/memory-model.md`.
 
 pub mod backend;
+#[cfg(not(loom))]
 pub mod bootstrap;
 pub mod channel;
 pub mod endpoint;
+pub mod flags;
 pub mod host;
 pub mod region;
 pub mod ring;
@@ -32,6 +35,7 @@ pub mod transport;
 pub mod view;
 pub mod wait;
 
+#[cfg(not(loom))]
 pub use bootstrap::{Connection, Liveness, PeerHello, Reject, RejectCode};
 pub use channel::{Channel, ChannelError, RxFrame, TxFrame};
 pub use endpoint::{Endpoint, PostError, QuietError, TransportKind};

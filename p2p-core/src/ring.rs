@@ -32,7 +32,13 @@ impl TxCursor {
     /// Cursor of a fresh ring with `num_frames` frames.
     #[must_use]
     pub const fn new(num_frames: usize) -> Self {
-        Self { num_frames: num_frames as u64, published: 0, consumed_seen: 0 }
+        Self::starting_at(num_frames, 0)
+    }
+
+    /// Cursor of a ring through which `seq` frames have gone, all of them consumed.
+    #[must_use]
+    pub const fn starting_at(num_frames: usize, seq: u64) -> Self {
+        Self { num_frames: num_frames as u64, published: seq, consumed_seen: seq }
     }
 
     /// Sequence number of the next frame to fill.
@@ -83,7 +89,13 @@ impl RxCursor {
     /// Cursor of a fresh ring with `num_frames` frames.
     #[must_use]
     pub const fn new(num_frames: usize) -> Self {
-        Self { num_frames: num_frames as u64, published_seen: 0, taken: 0, released: 0 }
+        Self::starting_at(num_frames, 0)
+    }
+
+    /// Cursor of a ring through which `seq` frames have come, all of them released.
+    #[must_use]
+    pub const fn starting_at(num_frames: usize, seq: u64) -> Self {
+        Self { num_frames: num_frames as u64, published_seen: seq, taken: seq, released: seq }
     }
 
     /// Frames taken so far.
@@ -104,7 +116,7 @@ impl RxCursor {
     /// # Errors
     /// [`Desync`] when the counter went backwards or the peer published without credit.
     pub fn take(&mut self, published: u64) -> Result<Option<u64>, Desync> {
-        let high = self.released + self.num_frames;
+        let high = self.released.saturating_add(self.num_frames);
         if published < self.published_seen || published > high {
             return Err(Desync {
                 flag: "published",
@@ -154,6 +166,16 @@ mod tests {
             assert!(rx.release() && rx.release() && !rx.release());
             consumed += 2;
         }
+    }
+
+    #[test]
+    fn a_desynchronised_peer_stays_desynchronised_at_the_end_of_the_range() {
+        let mut rx = RxCursor::starting_at(4, u64::MAX - 2);
+        assert_eq!(rx.take(u64::MAX).unwrap(), Some(u64::MAX - 2));
+        assert!(rx.take(0).is_err());
+        let mut tx = TxCursor::starting_at(4, 1 << 63);
+        assert!(tx.has_credit(1 << 63).unwrap());
+        assert!(tx.has_credit(0).is_err() && tx.has_credit(u64::MAX).is_err());
     }
 
     #[test]

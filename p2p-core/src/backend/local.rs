@@ -7,8 +7,9 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use super::mapped::{MappedEndpoint, MappedKey};
+use super::staged::{Disorder, StagedEndpoint};
 use crate::channel::{Channel, ChannelError};
-use crate::endpoint::TransportKind;
+use crate::endpoint::{Endpoint, TransportKind};
 use crate::region::{MapError, Region};
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
 use crate::wait::event_fd;
@@ -38,6 +39,24 @@ pub enum LocalPairError {
 pub fn pair(
     config: SlotConfig,
 ) -> Result<(Channel<MappedEndpoint>, Channel<MappedEndpoint>), LocalPairError> {
+    joined(config, |endpoint| endpoint)
+}
+
+/// Two joined channels in this process that reach each other by put only, in `disorder` if given.
+///
+/// # Errors
+/// [`LocalPairError`] when the configuration is not usable or the system is out of resources.
+pub fn staged_pair(
+    config: SlotConfig,
+    disorder: Option<Disorder>,
+) -> Result<(Channel<StagedEndpoint>, Channel<StagedEndpoint>), LocalPairError> {
+    joined(config, |endpoint| StagedEndpoint::new(endpoint, disorder))
+}
+
+fn joined<E: Endpoint<RemoteKey = MappedKey>>(
+    config: SlotConfig,
+    wrap: impl Fn(MappedEndpoint) -> E,
+) -> Result<(Channel<E>, Channel<E>), LocalPairError> {
     let layout = SlotLayout::new(config)?;
     let slots = [Region::anonymous(layout.slot_bytes())?, Region::anonymous(layout.slot_bytes())?];
     let events = [Arc::new(event_fd()?), Arc::new(event_fd()?)];
@@ -48,7 +67,7 @@ pub fn pair(
             Arc::clone(&events[peer]),
             Arc::clone(&events[me]),
         );
-        Channel::new(endpoint, layout, slots[me].clone(), MappedKey)
+        Channel::new(wrap(endpoint), layout, slots[me].clone(), MappedKey)
     };
     Ok((end(0, 1)?, end(1, 0)?))
 }

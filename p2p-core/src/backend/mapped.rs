@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Instant;
 
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use crate::flags::{self, Contract};
 use crate::region::{LocalRange, Region, RemoteRange};
 use crate::wait::signal_event;
 
@@ -110,8 +111,8 @@ impl Endpoint for MappedEndpoint {
     }
 
     fn add_flag(&mut self, dst: RemoteRange<MappedKey>, value: u64) -> Result<(), PostError> {
-        // AcqRel on one 64-bit word: earlier stores of this thread are visible before the sum is.
-        self.word("add_flag", dst.offset)?.fetch_add(value, Ordering::AcqRel);
+        // Puts are stores of this thread, so releasing them orders them ahead of the sum.
+        flags::add::<Contract>(self.word("add_flag", dst.offset)?, value);
         Ok(())
     }
 
@@ -126,9 +127,8 @@ impl Endpoint for MappedEndpoint {
     }
 
     fn wake(&mut self, _key: MappedKey, waiting_offset: usize) -> Result<(), PostError> {
-        // SYNC POINT `waiting`: pairs with the fence in `Channel::arm`.
-        fence(Ordering::SeqCst);
-        if self.word("wake", waiting_offset)?.load(Ordering::Relaxed) == 0 {
+        // SYNC POINT `waiting`: pairs with `Channel::arm`.
+        if !flags::must_wake::<Contract, _>(self.word("wake", waiting_offset)?) {
             return Ok(());
         }
         signal_event(self.wake_peer.as_fd()).map_err(|e| PostError::Transport {

@@ -8,5 +8,6 @@
 
 pub mod local;
 pub mod mapped;
+#[cfg(not(loom))]
 pub mod shm;
 pub mod staged;

@@ -49,11 +49,12 @@ impl Admission {
     pub(super) fn admit(&self, source: IpAddr) -> (Place, bool) {
         let mut table = lock(&self.table);
         let full = table.entries.len() >= self.cap;
-        if full && let Some(victim) = table.victim() {
-            if let Some(entry) = table.entries.remove(&victim) {
-                // A permit is kept if the task does not wait yet.
-                entry.evicted.notify_one();
-            }
+        if full
+            && let Some(victim) = table.victim()
+            && let Some(entry) = table.entries.remove(&victim)
+        {
+            // A permit is kept if the task does not wait yet.
+            entry.evicted.notify_one();
         }
         let id = table.next_id;
         table.next_id += 1;

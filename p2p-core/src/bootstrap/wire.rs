@@ -405,3 +405,155 @@ const MAX_TRANSPORTS: usize = 16;
 
 // The longest messages fit the limit on bodies.
 const _: () = assert!(80 + MAX_TRANSPORTS + MAX_TICKET_BYTES + MAX_PAYLOAD_BYTES <= MAX_BODY_BYTES);
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, RngExt, SeedableRng};
+
+    use super::*;
+
+    fn random_bytes(rng: &mut StdRng, most: usize) -> Vec<u8> {
+        let mut bytes = vec![0; rng.random_range(0..=most)];
+        rng.fill_bytes(&mut bytes);
+        bytes
+    }
+
+    fn random_hello(rng: &mut StdRng) -> Hello {
+        let mut transports = vec![TransportKind::Shm, TransportKind::Staged];
+        transports.truncate(rng.random_range(0..=2));
+        Hello {
+            slot_bytes: rng.random(),
+            num_frames: rng.random(),
+            host: HostIdentity { boot_id: rng.random(), net_namespace: rng.random() },
+            transports,
+            ticket: random_bytes(rng, MAX_TICKET_BYTES),
+            peer: PeerHello {
+                peer_id: rng.random(),
+                generation: rng.random(),
+                payload: random_bytes(rng, MAX_PAYLOAD_BYTES),
+            },
+        }
+    }
+
+    fn random_welcome(rng: &mut StdRng) -> Welcome {
+        Welcome {
+            transport: TransportKind::Shm,
+            region: random_region(rng),
+            nonce: rng.random(),
+            rendezvous: rng.random(),
+            payload: random_bytes(rng, MAX_PAYLOAD_BYTES),
+        }
+    }
+
+    fn random_region(rng: &mut StdRng) -> RegionDescriptor {
+        RegionDescriptor { bytes: rng.random(), address: rng.random(), remote_key: rng.random() }
+    }
+
+    fn split(message: &[u8]) -> Result<(Header, &[u8]), WireError> {
+        let (head, body) = message
+            .split_first_chunk::<HEADER_BYTES>()
+            .ok_or(WireError::Truncated { field: "header" })?;
+        Ok((decode_header(head)?, body))
+    }
+
+    /// Decodes as whatever the header says; true when it is a message.
+    fn decode_any(message: &[u8]) -> bool {
+        let Ok((header, body)) = split(message) else { return false };
+        if header.body_bytes != body.len() {
+            return false;
+        }
+        match header.kind {
+            KIND_HELLO => decode_hello(body).is_ok(),
+            KIND_WELCOME => decode_welcome(body).is_ok(),
+            KIND_READY => decode_ready(body).is_ok(),
+            KIND_REJECT => decode_reject(body).is_ok(),
+            KIND_GOODBYE => body.is_empty(),
+            _ => false,
+        }
+    }
+
+    #[test]
+    fn messages_survive_the_wire() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        for _ in 0..200 {
+            let hello = random_hello(&mut rng);
+            let bytes = encode_hello(&hello);
+            let (header, body) = split(&bytes).unwrap();
+            assert_eq!((header.kind, header.body_bytes), (KIND_HELLO, body.len()));
+            assert_eq!(decode_hello(body).unwrap(), hello);
+            let welcome = random_welcome(&mut rng);
+            let bytes = encode_welcome(&welcome);
+            assert_eq!(decode_welcome(split(&bytes).unwrap().1).unwrap(), welcome);
+            let region = random_region(&mut rng);
+            assert_eq!(decode_ready(split(&encode_ready(&region)).unwrap().1).unwrap(), region);
+        }
+        assert!(decode_any(&encode_goodbye()));
+    }
+
+    #[test]
+    fn a_hello_has_the_specified_bytes() {
+        let hello = Hello {
+            slot_bytes: 0x0102,
+            num_frames: 3,
+            host: HostIdentity { boot_id: [9; 16], net_namespace: [4, 5] },
+            transports: vec![TransportKind::Shm],
+            ticket: b"t".to_vec(),
+            peer: PeerHello { peer_id: 6, generation: 7, payload: b"pl".to_vec() },
+        };
+        let mut expected = b"SWITCHYD\x01\0\x01\0\x44\0\0\0".to_vec();
+        expected.extend(b"\x02\x01\0\0\0\0\0\0\x03\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0\0");
+        expected.extend([9; 16]);
+        expected.extend(b"\x04\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0");
+        expected.extend(b"\x01\0\x01\0\x02\0\0\0\x01tpl");
+        assert_eq!(encode_hello(&hello), expected);
+    }
+
+    #[test]
+    fn mutated_messages_are_decoded_or_refused_and_never_panic() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut num_refused = 0;
+        for _ in 0..30_000 {
+            let mut bytes = match rng.random_range(0..4) {
+                0 => encode_hello(&random_hello(&mut rng)),
+                1 => encode_welcome(&random_welcome(&mut rng)),
+                2 => encode_ready(&random_region(&mut rng)),
+                _ => {
+                    let message = String::from_utf8_lossy(&random_bytes(&mut rng, 40)).into_owned();
+                    encode_reject(&Reject { code: RejectCode(rng.random()), message })
+                }
+            };
+            for _ in 0..rng.random_range(1..4) {
+                let at = rng.random_range(0..bytes.len().min(120));
+                match rng.random_range(0..4) {
+                    0 => bytes[at] ^= 1 << rng.random_range(0..8),
+                    1 => bytes[at] = [0, 0xff, 0x7f, 0x80][rng.random_range(0..4)],
+                    2 => bytes.truncate(at.max(1)),
+                    _ => bytes.insert(at, rng.random()),
+                }
+            }
+            num_refused += u32::from(!decode_any(&bytes));
+            // The body alone, so that mutations of lengths within it are reached more often.
+            if let Some(body) = bytes.get(HEADER_BYTES..) {
+                let _ = (decode_hello(body).is_ok(), decode_welcome(body).is_ok());
+                let _ = (decode_ready(body).is_ok(), decode_reject(body).is_ok());
+            }
+        }
+        assert!(num_refused > 1000, "mutations are hardly ever refused: {num_refused}");
+    }
+
+    #[test]
+    fn rejections_are_cut_and_made_printable() {
+        let message = "\u{e9}".repeat(MAX_REJECT_BYTES);
+        let bytes = encode_reject(&Reject { code: RejectCode::TICKET, message });
+        let found = decode_reject(split(&bytes).unwrap().1).unwrap();
+        assert_eq!(found.message.len(), MAX_REJECT_BYTES);
+        let evil = Reject { code: RejectCode::FULL, message: "a\x1b[31mb\n".to_owned() };
+        let found = decode_reject(split(&encode_reject(&evil)).unwrap().1).unwrap();
+        assert!(!found.message.chars().any(char::is_control));
+    }
+}

@@ -1,0 +1,190 @@
+//! One suite, every transport: threads over local memory, threads over staged memory with and without
+//! disorder, two processes over shared memory, and two processes over shared memory by put only.
+#![cfg(not(loom))]
+
+mod suite;
+
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use p2p_core::backend::local;
+use p2p_core::backend::staged::{Disorder, StagedEndpoint};
+use p2p_core::bootstrap::{CloseReason, ConnectConfig, Listener, ListenerConfig, connect};
+use p2p_core::endpoint::Endpoint;
+use p2p_core::{AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, TransportKind};
+use suite::{Party, Script, reset_meetings, scripts};
+
+fn configs() -> Vec<SlotConfig> {
+    vec![
+        SlotConfig { slot_bytes: 8 << 10, num_frames: 1 },
+        SlotConfig { slot_bytes: 64 << 10, num_frames: 2 },
+        SlotConfig { slot_bytes: 1 << 20, num_frames: 5 },
+    ]
+}
+
+fn fresh_seed() -> u64 {
+    let seed = std::env::var("SWITCHYARD_TEST_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok())
+        .unwrap_or_else(rand::random);
+    println!("seed {seed} (set SWITCHYARD_TEST_SEED to repeat)");
+    seed
+}
+
+fn in_threads<E: Endpoint + 'static>(mut make: impl FnMut(SlotConfig) -> (Channel<E>, Channel<E>)) {
+    let seed = fresh_seed();
+    for config in configs() {
+        for (name, script) in scripts::<E>() {
+            println!("{name}: {config:?}");
+            let (a, b) = make(config);
+            let other = std::thread::spawn(move || perform(script, Party::B, b, seed));
+            perform(script, Party::A, a, seed);
+            other.join().expect("the other party");
+        }
+    }
+}
+
+fn perform<E: Endpoint>(script: Script<E>, party: Party, channel: Channel<E>, seed: u64) {
+    reset_meetings();
+    script(party, channel, seed);
+}
+
+#[test]
+fn local_threads() {
+    in_threads(|config| local::pair(config).unwrap());
+}
+
+#[test]
+fn staged_threads() {
+    in_threads(|config| local::staged_pair(config, None).unwrap());
+}
+
+#[test]
+fn staged_threads_in_disorder() {
+    let mut seed = fresh_seed();
+    in_threads(move |config| {
+        seed += 1;
+        let disorder = Disorder { seed, max_delay: Duration::from_micros(20) };
+        local::staged_pair(config, Some(disorder)).unwrap()
+    });
+}
+
+#[test]
+fn two_processes_over_shared_memory() {
+    in_processes(TransportKind::Shm);
+}
+
+#[test]
+fn two_processes_over_staged_memory() {
+    in_processes(TransportKind::Staged);
+}
+
+fn in_processes(kind: TransportKind) {
+    let seed = fresh_seed();
+    for config in configs() {
+        let (connections, mut child) = serve_one_child(config, kind, &[("SEED", seed.to_string())]);
+        for (name, script) in scripts::<AnyEndpoint>() {
+            println!("{name}: {config:?}");
+            let connection = connections.recv_timeout(Duration::from_secs(30)).expect("peer");
+            assert_eq!(connection.transport, kind);
+            perform(script, Party::A, connection.channel, seed);
+        }
+        assert!(child.wait().unwrap().success(), "the child process failed");
+    }
+}
+
+#[test]
+fn the_death_of_a_process_is_noticed_at_once() {
+    let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+    let (connections, mut child) =
+        serve_one_child(config, TransportKind::Shm, &[("HANG", "1".to_owned())]);
+    let connection = connections.recv_timeout(Duration::from_secs(30)).expect("peer");
+    assert_eq!(connection.liveness.closed_now(), None);
+    let runtime = runtime();
+    let waiting = runtime.spawn(async move {
+        let reason = connection.liveness.closed().await;
+        (reason, connection.liveness.closed_now())
+    });
+    let start = std::time::Instant::now();
+    child.kill().unwrap();
+    let (reason, again) = runtime.block_on(waiting).unwrap();
+    println!("noticed after {:?}", start.elapsed());
+    child.wait().unwrap();
+    assert!(matches!(reason, CloseReason::Lost | CloseReason::Reset), "{reason}");
+    assert_eq!(again, Some(reason));
+}
+
+/// A listener, and this binary again as its peer.
+fn serve_one_child(
+    slot: SlotConfig,
+    kind: TransportKind,
+    env: &[(&str, String)],
+) -> (mpsc::Receiver<Connection>, Child) {
+    let (sender, receiver) = mpsc::channel();
+    let (addr_sender, addr) = mpsc::channel();
+    std::thread::spawn(move || {
+        runtime().block_on(async move {
+            let config = ListenerConfig { slot, transports: vec![kind], ..Default::default() };
+            let listener = Listener::bind("127.0.0.1:0", config).await.unwrap();
+            addr_sender.send(listener.local_addr()).unwrap();
+            let forever = std::future::pending();
+            let on_peer = move |connection| drop(sender.send(connection));
+            listener.serve(|_| Ok(Vec::new()), on_peer, forever).await;
+        });
+    });
+    let addr = addr.recv_timeout(Duration::from_secs(10)).expect("listener");
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_process", "--nocapture"])
+        .env("P2P_CHILD_ADDR", addr.to_string())
+        .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
+        .env("P2P_CHILD_KIND", kind.name())
+        .envs(env.iter().map(|(k, v)| (format!("P2P_CHILD_{k}"), v)))
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    (receiver, child)
+}
+
+/// The other half of the tests with two processes. Does nothing when run on its own.
+#[test]
+fn child_process() {
+    let var = |name: &str| std::env::var(format!("P2P_CHILD_{name}")).ok();
+    let Some(addr) = var("ADDR") else { return };
+    let sizes: Vec<usize> =
+        var("SLOT").unwrap().split(' ').map(|part| part.parse().unwrap()).collect();
+    let kind = match var("KIND").as_deref() {
+        Some("staged") => TransportKind::Staged,
+        _ => TransportKind::Shm,
+    };
+    let runtime = runtime();
+    let meet = || {
+        let config = ConnectConfig {
+            slot: SlotConfig { slot_bytes: sizes[0], num_frames: sizes[1] },
+            transports: vec![kind],
+            timeout: Duration::from_secs(20),
+            ..Default::default()
+        };
+        runtime.block_on(connect(addr.as_str(), PeerHello::default(), config)).unwrap()
+    };
+    if var("HANG").is_some() {
+        let _connection = meet();
+        std::thread::sleep(Duration::from_secs(60));
+        return;
+    }
+    let seed = var("SEED").unwrap().parse().unwrap();
+    for (_, script) in scripts::<AnyEndpoint>() {
+        let connection = meet();
+        perform(script, Party::B, connection.channel, seed);
+    }
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
+}
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<Channel<StagedEndpoint>>();
+    is_send::<Connection>();
+};
