@@ -176,6 +176,8 @@ fn check_error(view: ReadView<'_>, header: &FrameHeader) -> Result<(), FrameErro
         ("row_stride_bytes", header.row_stride_bytes),
         ("dtype", header.dtype.into()),
         ("response_dtype", header.response_dtype.into()),
+        ("server_queue_ns", header.server_queue_ns),
+        ("server_compute_ns", header.server_compute_ns),
     ] {
         check_exact(field, found.into(), 0)?;
     }
