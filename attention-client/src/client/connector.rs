@@ -1,0 +1,277 @@
+//! One task per lane and server: connects, hands the link over, watches the connection, and begins
+//! again with a higher generation.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicIsize, Ordering};
+use std::time::{Duration, Instant};
+
+use p2p_core::PeerHello;
+use p2p_core::bootstrap::{CloseReason, ConnectConfig, Connection, Liveness, connect};
+use protocol::{ClientHello, ServerHello};
+use tokio::sync::{oneshot, watch};
+use tokio::time::{sleep, timeout};
+
+use super::control::{Command, Leave};
+use super::link::{Down, LaneNews, Link, LinkState, Retired};
+use super::shared::Shared;
+use crate::metrics::FailReason;
+use crate::placement::Server;
+
+/// What the control side knows of a lane.
+#[derive(Debug, Clone)]
+pub(crate) struct LanePort {
+    pub id: usize,
+    pub client_id: u64,
+    pub news: Arc<LaneNews>,
+    pub gate: Arc<Gate>,
+}
+
+/// Opens when every server that a new lane began with was tried once.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    missing: AtomicIsize,
+}
+
+impl Gate {
+    pub fn closed() -> Self {
+        Self { missing: AtomicIsize::new(isize::MAX / 2) }
+    }
+
+    pub fn expect(&self, num_servers: usize) {
+        self.missing.fetch_add(num_servers as isize - isize::MAX / 2, Ordering::Release);
+    }
+
+    pub fn arrive(&self) {
+        self.missing.fetch_sub(1, Ordering::Release);
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.missing.load(Ordering::Acquire) <= 0
+    }
+}
+
+pub(crate) struct Connector {
+    pub shared: Arc<Shared>,
+    pub server: Arc<Server>,
+    pub lane: LanePort,
+    pub leave: watch::Receiver<Leave>,
+    /// Whether the lane waits for the first attempt.
+    pub initial: bool,
+}
+
+/// Why a link ended.
+enum Ended {
+    /// Connect again, after a pause.
+    Again,
+    /// The server left, or the client goes.
+    Over,
+}
+
+impl Connector {
+    pub async fn run(mut self) {
+        let mut pause = FIRST_PAUSE;
+        let mut generation = 0u32;
+        while *self.leave.borrow() == Leave::Stay {
+            generation = generation.wrapping_add(1);
+            let mut leave = self.leave.clone();
+            let connected = {
+                let _connecting = Counted::new(&self.shared.metrics.links_connecting);
+                tokio::select! {
+                    connected = self.connect(generation) => connected,
+                    () = told(&mut leave) => break,
+                }
+            };
+            let since = Instant::now();
+            let ended = match connected {
+                Ok(connection) => self.keep(generation, connection).await,
+                Err(error) => {
+                    self.shared.metrics.connects_failed.inc();
+                    tracing::debug!(server = self.server.name(), error, "cannot connect");
+                    self.server.note_error(error);
+                    self.arrive();
+                    Ended::Again
+                }
+            };
+            if matches!(ended, Ended::Over) {
+                break;
+            }
+            if since.elapsed() > STABLE {
+                pause = FIRST_PAUSE;
+            }
+            let jitter = rand::random_range(0.5..=1.0);
+            tokio::select! {
+                () = sleep(pause.mul_f64(jitter)) => {}
+                () = told(&mut leave) => {}
+            }
+            pause = (pause * 2).min(MAX_PAUSE);
+        }
+        self.arrive();
+    }
+
+    /// Tells a new lane that this server was tried.
+    fn arrive(&mut self) {
+        if std::mem::take(&mut self.initial) {
+            self.lane.gate.arrive();
+            self.lane.news.announce();
+        }
+    }
+
+    async fn connect(&self, generation: u32) -> Result<Connection, String> {
+        let settings = &self.shared.settings;
+        let hello = ClientHello {
+            model: self.shared.model.shape,
+            client_id: self.lane.client_id,
+            dtype: self.shared.geometry.dtype(),
+            response_dtype: self.shared.geometry.response_dtype(),
+            name: settings.name.clone(),
+        };
+        let peer = PeerHello { peer_id: self.lane.client_id, generation, payload: hello.encode() };
+        let config = ConnectConfig {
+            slot: settings.slot,
+            ticket: settings.ticket.clone(),
+            transports: settings.transports.clone(),
+            timeout: settings.connect_timeout,
+            ..ConnectConfig::default()
+        };
+        let connection = connect(self.server.entry.data_addr.as_str(), peer, config)
+            .await
+            .map_err(|error| error.to_string())?;
+        let reply = ServerHello::decode(&connection.reply)
+            .map_err(|error| format!("its reply to the handshake cannot be read: {error}"))?;
+        reply.model.check_against(&self.shared.model.shape).map_err(|error| error.to_string())?;
+        if reply.generation != generation {
+            return Err(format!(
+                "it answered for generation {}, expected {generation}",
+                reply.generation
+            ));
+        }
+        let interval = Duration::from_micros(reply.progress_interval_us.into());
+        if settings.deadline < interval * 2 {
+            tracing::warn!(
+                server = self.server.name(),
+                ?interval,
+                deadline = ?settings.deadline,
+                "the server shows progress too rarely for this deadline: long work will look like silence"
+            );
+        }
+        Ok(connection)
+    }
+
+    /// Hands the link to the lane and stays until it is over.
+    async fn keep(&mut self, generation: u32, connection: Connection) -> Ended {
+        let Connection { channel, liveness, .. } = connection;
+        let _up = Counted::new(&self.shared.metrics.links_up);
+        self.shared.metrics.connects_ok.inc();
+        let state = Arc::new(LinkState::default());
+        let (retire, mut retired) = oneshot::channel();
+        let link =
+            Link::new(Arc::clone(&self.server), generation, channel, Arc::clone(&state), retire);
+        self.server.silenced.store(false, Ordering::Relaxed);
+        self.server.note_error("connected");
+        // A link that the lane has not taken yet is older, and its connection is over.
+        drop(self.server.mailboxes[self.lane.id].force_push(Box::new(link)));
+        self.arrive();
+        self.lane.news.announce();
+        tokio::select! {
+            biased;
+            given_back = &mut retired => self.put_away(&liveness, given_back.ok()),
+            reason = liveness.closed() => {
+                state.set_down(Down::Closed);
+                self.lane.news.announce();
+                self.server.note_error(reason);
+                if reason != CloseReason::Left {
+                    self.suspect(&reason.to_string());
+                }
+                Ended::Again
+            }
+            () = told(&mut self.leave) => {
+                let _leaving = Counted::new(&self.shared.metrics.links_leaving);
+                self.leave(&state, &liveness, &mut retired).await;
+                Ended::Over
+            }
+        }
+    }
+
+    /// The lane is through with the link. First the connection goes, then the memory.
+    fn put_away(&self, liveness: &Liveness, retired: Option<Retired>) -> Ended {
+        liveness.close();
+        let Some(Retired { channel, reason }) = retired else {
+            // The lane itself is gone.
+            return Ended::Over;
+        };
+        drop(channel);
+        match reason {
+            FailReason::Closed | FailReason::Left => {}
+            fault => self.suspect(fault.name()),
+        }
+        Ended::Again
+    }
+
+    /// Lets a server that left answer what it has, then closes the connection.
+    async fn leave(
+        &self,
+        state: &LinkState,
+        liveness: &Liveness,
+        retired: &mut oneshot::Receiver<Retired>,
+    ) {
+        if *self.leave.borrow() == Leave::Gracefully {
+            let idle = async {
+                // Calls that began by the old placement may still be about to send.
+                sleep(GRACE).await;
+                while state.in_flight.load(Ordering::Relaxed) > 0 {
+                    sleep(POLL).await;
+                }
+            };
+            let mut leave = self.leave.clone();
+            tokio::select! {
+                _ = timeout(MAX_LEAVE, idle) => {}
+                _ = liveness.closed() => {}
+                given_back = retired => drop(given_back),
+                () = told_now(&mut leave) => {}
+            }
+        }
+        state.set_down(Down::Left);
+        self.lane.news.announce();
+        liveness.close();
+    }
+
+    fn suspect(&self, reason: &str) {
+        let (server, reason) = (Arc::clone(&self.server), reason.to_owned());
+        // Fails only when the client goes.
+        let _ = self.shared.commands.send(Command::Suspect { server, reason });
+    }
+}
+
+/// Completes when the connector is to leave.
+async fn told(leave: &mut watch::Receiver<Leave>) {
+    let _ = leave.wait_for(|leave| *leave != Leave::Stay).await;
+}
+
+/// Completes when the connector is to leave without grace.
+async fn told_now(leave: &mut watch::Receiver<Leave>) {
+    let _ = leave.wait_for(|leave| *leave == Leave::Now).await;
+}
+
+/// Counts in a gauge as long as it lives.
+struct Counted(prometheus::IntGauge);
+
+impl Counted {
+    fn new(gauge: &prometheus::IntGauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const MAX_PAUSE: Duration = Duration::from_secs(1);
+/// A link that lived this long starts the pauses over.
+const STABLE: Duration = Duration::from_secs(1);
+const GRACE: Duration = Duration::from_millis(100);
+const POLL: Duration = Duration::from_millis(5);
+const MAX_LEAVE: Duration = Duration::from_secs(30);

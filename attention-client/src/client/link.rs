@@ -1,0 +1,199 @@
+//! A connection to one server, as the lane that owns it sees it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
+
+use p2p_core::{AnyEndpoint, Channel, Kicker};
+use tokio::sync::oneshot;
+
+use crate::metrics::FailReason;
+use crate::placement::Server;
+
+/// How the control side tells a lane that there is something to look at.
+#[derive(Debug)]
+pub(crate) struct LaneNews {
+    count: AtomicU64,
+    kicker: Kicker,
+}
+
+impl LaneNews {
+    pub fn new(kicker: Kicker) -> Self {
+        Self { count: AtomicU64::new(0), kicker }
+    }
+
+    /// Announces what was stored before.
+    pub fn announce(&self) {
+        self.count.fetch_add(1, Ordering::Release);
+        self.kicker.kick();
+    }
+
+    pub fn count(&self) -> u64 {
+        self.count.load(Ordering::Acquire)
+    }
+}
+
+/// What lane and connector both see of a link.
+#[derive(Debug, Default)]
+pub(crate) struct LinkState {
+    /// 0 while up, else a [`Down`].
+    down: AtomicU8,
+    /// Frames published and unanswered.
+    pub in_flight: AtomicU32,
+}
+
+impl LinkState {
+    pub fn set_down(&self, reason: Down) {
+        let _ = self.down.compare_exchange(0, reason as u8, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    pub fn down(&self) -> Option<Down> {
+        match self.down.load(Ordering::Acquire) {
+            0 => None,
+            code if code == Down::Closed as u8 => Some(Down::Closed),
+            _ => Some(Down::Left),
+        }
+    }
+}
+
+/// Why the connection of a link is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Down {
+    /// The server closed it, or is gone.
+    Closed = 1,
+    /// This side closed it because the server left the placement.
+    Left = 2,
+}
+
+impl Down {
+    pub const fn reason(self) -> FailReason {
+        match self {
+            Self::Closed => FailReason::Closed,
+            Self::Left => FailReason::Left,
+        }
+    }
+}
+
+/// A frame that was published and not yet answered.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Pending {
+    pub sequence: u64,
+    pub frame_idx: u32,
+    pub layer: u32,
+    pub num_tokens: u32,
+    /// Frame of the lane's current call, or [`ABANDONED`].
+    pub frame: u32,
+}
+
+/// The frame belongs to a call that nobody waits for any more.
+pub(crate) const ABANDONED: u32 = u32::MAX;
+
+/// What the connector gets back when a lane is through with a link.
+#[derive(Debug)]
+pub(crate) struct Retired {
+    /// Kept until the connection is closed: a late write of the peer lands in memory that nobody
+    /// reads, and the memory goes when the peer cannot write any more.
+    pub channel: Channel<AnyEndpoint>,
+    pub reason: FailReason,
+}
+
+/// One slot pair to one server, owned by one lane.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub server: Arc<Server>,
+    pub generation: u32,
+    pub channel: Channel<AnyEndpoint>,
+    pub state: Arc<LinkState>,
+    pub pending: Vec<Pending>,
+    /// Frames of the current call that wait for credit.
+    pub queue: VecDeque<u32>,
+    /// Last seen value of the peer's activity, and when it last changed.
+    pub activity: u64,
+    pub last_life: Instant,
+    /// When the last frame was accepted or answered, or the first one began to wait.
+    pub last_step: Instant,
+    retire: oneshot::Sender<Retired>,
+}
+
+impl Link {
+    pub fn new(
+        server: Arc<Server>,
+        generation: u32,
+        channel: Channel<AnyEndpoint>,
+        state: Arc<LinkState>,
+        retire: oneshot::Sender<Retired>,
+    ) -> Self {
+        let num_frames = channel.layout().num_frames();
+        let now = Instant::now();
+        Self {
+            server,
+            generation,
+            activity: channel.peer_activity(),
+            channel,
+            state,
+            // A server takes frames out of the ring before it answers them.
+            pending: Vec::with_capacity(4 * num_frames),
+            queue: VecDeque::with_capacity(4 * num_frames),
+            last_life: now,
+            last_step: now,
+            retire,
+        }
+    }
+
+    /// Whether frames are outstanding or wait for credit.
+    pub fn is_active(&self) -> bool {
+        !self.pending.is_empty() || !self.queue.is_empty()
+    }
+
+    /// Whether there is something to do: an answer, or credit for a waiting frame.
+    pub fn has_work(&self) -> bool {
+        self.channel.has_frame() || (!self.queue.is_empty() && self.channel.has_news())
+    }
+
+    /// Notes a sign of life.
+    pub fn observe_life(&mut self, now: Instant) {
+        let activity = self.channel.peer_activity();
+        if activity != self.activity {
+            self.activity = activity;
+            self.last_life = now;
+            // Only written when it changes: the line is shared by all lanes.
+            if self.server.silenced.load(Ordering::Relaxed) {
+                self.server.silenced.store(false, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// A frame of the current call waits for credit.
+    pub fn enqueue(&mut self, frame: u32, now: Instant) {
+        if !self.is_active() {
+            // The clocks start here: before, silence meant nothing.
+            (self.last_life, self.last_step) = (now, now);
+            self.activity = self.channel.peer_activity();
+        }
+        self.queue.push_back(frame);
+    }
+
+    /// The first waiting frame was published.
+    pub fn push_pending(&mut self, pending: Pending, now: Instant) {
+        self.queue.pop_front();
+        self.pending.push(pending);
+        self.last_step = now;
+        self.state.in_flight.store(self.pending.len() as u32, Ordering::Relaxed);
+    }
+
+    /// A published frame was answered.
+    pub fn remove_pending(&mut self, position: usize, now: Instant) {
+        self.pending.remove(position);
+        self.last_step = now;
+        self.state.in_flight.store(self.pending.len() as u32, Ordering::Relaxed);
+    }
+
+    /// Gives the slots to the connector, which closes the connection and then frees them.
+    pub fn retire(self: Box<Self>, reason: FailReason) {
+        let Self { channel, retire, .. } = *self;
+        // The connector may be gone: then so is the connection, and the slots go here.
+        let _ = retire.send(Retired { channel, reason });
+    }
+}

@@ -1,0 +1,472 @@
+//! The attention side of a MoE layer as a service: tokens out to the servers that hold their experts,
+//! weighted sums back, whatever fails in between.
+//!
+//! ```text
+//!   caller ── dispatch ──▶ lane ── link ═══ slot pair ═══▶ server 0
+//!          ◀── combine ──       └─ link ═══ slot pair ═══▶ server 1
+//!                                    ▲
+//!   control task ── placement, connecting, liveness ───────┘
+//! ```
+//!
+//! A *lane* has a link to every server and serves one call at a time, so that a call takes no lock
+//! and, once its buffers have grown, allocates nothing. Calls that overlap use different lanes. The
+//! *control task* runs beside: it follows the placement, connects lanes with servers, watches the
+//! connections and reports failures.
+//!
+//! A link fails on the first of: its connection closes, the transport reports an error, the peer's
+//! flags or answers are impossible, or nothing is heard for the deadline while answers are
+//! outstanding. Its slots are then never read again, what it had not answered is sent to replicas,
+//! and the layer is finished. Experts keep no state, so sending again is always safe; answers are
+//! summed only when they match an open frame, so nothing counts twice.
+//!
+//! Partial sums are added in the order of the placement's servers, and a caller that is alone gets
+//! the same grouping every time: its results are reproducible to the bit as long as placement and
+//! servers stay the same.
+//!
+//! This module does not know how experts are computed, who decides about placements, or what a
+//! token means.
+
+mod builder;
+mod call;
+mod connector;
+mod control;
+mod error;
+mod lane;
+pub(crate) mod link;
+mod plan;
+mod pool;
+mod shared;
+mod timing;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use p2p_core::WaitSet;
+use prometheus::Registry;
+
+pub use builder::{ClientModel, MoeClientBuilder, OnMissingExpert};
+pub use error::{BuildError, ClientError, ErrorKind};
+pub use shared::LayerObserver;
+pub use timing::{LayerReport, LayerTiming};
+
+use crate::backend::{BackendError, ExpertBackend};
+use call::elapsed_ns;
+use connector::{Gate, LanePort};
+use control::{Command, Control};
+use lane::Lane;
+use link::LaneNews;
+use plan::Pair;
+use pool::{Pool, Taken};
+use shared::Shared;
+
+/// A client of the expert service. Cheap to clone; clones share everything. Any thread may call.
+#[derive(Debug, Clone)]
+pub struct MoeClient {
+    inner: Arc<Inner>,
+}
+
+/// A dispatched layer. Give it to [`MoeClient::combine`]; dropping it gives the call up.
+#[must_use = "dropping a handle gives the call up"]
+pub struct Handle<'x> {
+    client: MoeClient,
+    /// `None` when no token wants an expert.
+    lane: Option<Box<Lane>>,
+    x: &'x [f32],
+    layer: u32,
+    num_tokens: usize,
+}
+
+#[derive(Debug)]
+struct Inner {
+    // Lanes go first: their links then tell the connectors that they are gone.
+    lanes: Pool<Box<Lane>>,
+    _control: Control,
+    shared: Arc<Shared>,
+    first_client_id: u64,
+    registry: Registry,
+}
+
+impl MoeClient {
+    /// Settings for a client of the experts of `model`.
+    pub fn builder(model: ClientModel) -> MoeClientBuilder {
+        MoeClientBuilder::new(model)
+    }
+
+    /// Sends the tokens of one layer to the servers that hold their experts, and returns without
+    /// waiting for answers. What does not fit into the slots is sent by [`combine`](Self::combine).
+    ///
+    /// `x` is `[num_tokens, hidden]`; `topk_idx` and `topk_weights` are `[num_tokens, k]` for a `k`
+    /// up to the model's top-k. An index of -1 masks its entry; an expert may stand twice in a row
+    /// and then counts with both weights. Zero tokens are no error and cause no traffic.
+    ///
+    /// Each outstanding handle takes a lane. Without a free one the call waits as long as it would
+    /// for a replica.
+    ///
+    /// # Errors
+    /// [`ClientError`]; nothing is outstanding then.
+    pub fn dispatch<'x>(
+        &self,
+        layer: u32,
+        x: &'x [f32],
+        topk_idx: &[i32],
+        topk_weights: &[f32],
+    ) -> Result<Handle<'x>, ClientError> {
+        let start = Instant::now();
+        let result = self.dispatch_inner(start, layer, x, topk_idx, topk_weights);
+        if result.is_err() {
+            self.inner.shared.metrics.requests_failed.inc();
+        }
+        result
+    }
+
+    /// Waits for the answers to `handle` and writes the sums to `out` `[num_tokens, hidden]`.
+    ///
+    /// The wait ends: a server that is silent for the deadline, or makes no step for the limit on
+    /// work, counts as failed, a call gives every server up after a few failures, and waits for a
+    /// replica as long as was set.
+    ///
+    /// # Errors
+    /// [`ClientError`]; the content of `out` is then unspecified.
+    pub fn combine(
+        &self,
+        mut handle: Handle<'_>,
+        out: &mut [f32],
+    ) -> Result<LayerTiming, ClientError> {
+        let shared = &self.inner.shared;
+        let result = handle.finish(out);
+        match &result {
+            Ok((timing, num_pairs, epoch)) => {
+                shared.metrics.observe(handle.num_tokens, *num_pairs, timing);
+                if let Some(observer) = &shared.observer {
+                    observer(&LayerReport {
+                        layer: handle.layer,
+                        num_tokens: handle.num_tokens,
+                        epoch: *epoch,
+                        timing: *timing,
+                    });
+                }
+            }
+            Err(_) => shared.metrics.requests_failed.inc(),
+        }
+        result.map(|(timing, ..)| timing)
+    }
+
+    /// [`dispatch`](Self::dispatch) and [`combine`](Self::combine) in one.
+    ///
+    /// # Errors
+    /// [`ClientError`]; the content of `out` is then unspecified.
+    pub fn forward(
+        &self,
+        layer: u32,
+        x: &[f32],
+        topk_idx: &[i32],
+        topk_weights: &[f32],
+        out: &mut [f32],
+    ) -> Result<LayerTiming, ClientError> {
+        let handle = self.dispatch(layer, x, topk_idx, topk_weights)?;
+        self.combine(handle, out)
+    }
+
+    /// Waits until a lane is connected with a live replica of every expert.
+    ///
+    /// # Errors
+    /// [`ClientError::NoReplica`] at `timeout`, naming the first expert without.
+    pub fn wait_ready(&self, timeout: Duration) -> Result<(), ClientError> {
+        let start = Instant::now();
+        let shared = &self.inner.shared;
+        let mut lane = self.take_lane(start)?;
+        let result = loop {
+            lane.sync(shared);
+            let Some((layer_idx, expert)) = self.first_unreachable(&lane) else { break Ok(()) };
+            let waited = start.elapsed();
+            if waited >= timeout {
+                break Err(ClientError::NoReplica {
+                    layer: shared.model.moe_layers[layer_idx],
+                    expert,
+                    waited,
+                    detail: lane.routing.describe_replicas(layer_idx, expert),
+                });
+            }
+            if let Err(source) = lane.wait.block((timeout - waited).min(POLL)) {
+                break Err(ClientError::System { op: "wait for servers", source });
+            }
+        };
+        self.inner.give_lane(lane);
+        result
+    }
+
+    /// Whose experts this client asks for.
+    #[must_use]
+    pub fn model(&self) -> &ClientModel {
+        &self.inner.shared.model
+    }
+
+    /// Values per token.
+    #[must_use]
+    pub fn hidden(&self) -> usize {
+        self.inner.shared.geometry.hidden()
+    }
+
+    /// Epoch of the placement in force; 0 before the first.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.inner.shared.routing.load().epoch
+    }
+
+    /// Names of the servers that hold an expert by the placement in force.
+    #[must_use]
+    pub fn replicas(&self, layer: u32, expert: u32) -> Vec<String> {
+        let shared = &self.inner.shared;
+        let routing = shared.routing.load();
+        match (self.layer_idx(layer), expert < shared.model.shape.num_experts) {
+            (Ok(layer_idx), true) => routing
+                .replicas(layer_idx, expert)
+                .iter()
+                .map(|&rank| routing.servers[rank as usize].name().to_owned())
+                .collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The registry that holds the client's metrics.
+    #[must_use]
+    pub fn registry(&self) -> &Registry {
+        &self.inner.registry
+    }
+
+    fn new(inner: Inner) -> Self {
+        Self { inner: Arc::new(inner) }
+    }
+
+    fn dispatch_inner<'x>(
+        &self,
+        start: Instant,
+        layer: u32,
+        x: &'x [f32],
+        topk_idx: &[i32],
+        topk_weights: &[f32],
+    ) -> Result<Handle<'x>, ClientError> {
+        let shared = &self.inner.shared;
+        let num_tokens = self.check(x, topk_idx, topk_weights)?;
+        let layer_idx = self.layer_idx(layer)?;
+        let mut handle = Handle { client: self.clone(), lane: None, x, layer, num_tokens };
+        if topk_idx.iter().all(|&expert| expert == -1) {
+            return Ok(handle);
+        }
+        let lane = handle.lane.insert(self.take_lane(start)?);
+        let num_experts = shared.model.shape.num_experts as usize;
+        lane.call.begin(layer, layer_idx, num_tokens, num_experts);
+        let k = topk_idx.len() / num_tokens;
+        for (position, (&expert, &weight)) in topk_idx.iter().zip(topk_weights).enumerate() {
+            if let Ok(expert) = u32::try_from(expert) {
+                lane.call.pairs.push(Pair { token: (position / k) as u32, expert, weight });
+            }
+        }
+        lane.begin_call(shared, x)?;
+        lane.call.timing.dispatch_ns = elapsed_ns(start);
+        Ok(handle)
+    }
+
+    /// Checks the shapes and values of a call; gives the number of tokens.
+    fn check(
+        &self,
+        x: &[f32],
+        topk_idx: &[i32],
+        topk_weights: &[f32],
+    ) -> Result<usize, ClientError> {
+        let shape = &self.inner.shared.model.shape;
+        let hidden = self.hidden();
+        let length = |what, found, expected: String| ClientError::Length { what, found, expected };
+        let num_tokens = x.len() / hidden;
+        if !x.len().is_multiple_of(hidden) || u32::try_from(x.len()).is_err() {
+            let expected = format!("a multiple of the hidden size {hidden}, below 2^32");
+            return Err(length("x", x.len(), expected));
+        }
+        if topk_weights.len() != topk_idx.len() {
+            let expected = format!("as many as topk_idx, {}", topk_idx.len());
+            return Err(length("topk_weights", topk_weights.len(), expected));
+        }
+        let k = topk_idx.len().checked_div(num_tokens).unwrap_or(0);
+        if k * num_tokens != topk_idx.len() || k > shape.top_k as usize {
+            let expected = format!(
+                "a multiple of the {num_tokens} tokens, with at most {} for each",
+                shape.top_k
+            );
+            return Err(length("topk_idx", topk_idx.len(), expected));
+        }
+        for (position, (&found, &weight)) in topk_idx.iter().zip(topk_weights).enumerate() {
+            if found == -1 {
+                continue;
+            }
+            let token = position / k;
+            if u32::try_from(found).map_or(true, |expert| expert >= shape.num_experts) {
+                let num_experts = shape.num_experts;
+                return Err(ClientError::ExpertIndex { token, found, num_experts });
+            }
+            if !weight.is_finite() {
+                return Err(ClientError::Weight { token, found: weight });
+            }
+        }
+        Ok(num_tokens)
+    }
+
+    fn layer_idx(&self, layer: u32) -> Result<usize, ClientError> {
+        let shared = &self.inner.shared;
+        match shared.layer_idx.get(layer as usize) {
+            Some(&idx) if idx != u32::MAX => Ok(idx as usize),
+            _ => Err(ClientError::UnknownLayer {
+                layer,
+                expected: describe_layers(&shared.model.moe_layers),
+            }),
+        }
+    }
+
+    fn take_lane(&self, start: Instant) -> Result<Box<Lane>, ClientError> {
+        let shared = &self.inner.shared;
+        let lanes = &self.inner.lanes;
+        let lane = match lanes.take(start + shared.settings.replica_wait) {
+            Taken::Free(lane) => lane,
+            Taken::MayCreate(id) => match self.make_lane(id) {
+                Ok(lane) => lane,
+                Err(source) => {
+                    lanes.not_created(id);
+                    return Err(ClientError::System { op: "make a lane", source });
+                }
+            },
+            Taken::TimedOut => {
+                return Err(ClientError::LanesExhausted {
+                    max_lanes: lanes.capacity(),
+                    waited: start.elapsed(),
+                });
+            }
+        };
+        shared.metrics.lanes_busy.inc();
+        Ok(lane)
+    }
+
+    /// Makes a lane and waits until every server was tried once, so that the first call already has
+    /// the choice.
+    fn make_lane(&self, id: usize) -> std::io::Result<Box<Lane>> {
+        let shared = &self.inner.shared;
+        let wait = WaitSet::new()?;
+        let news = Arc::new(LaneNews::new(wait.kicker()));
+        let gate = Arc::new(Gate::closed());
+        let client_id = self.inner.first_client_id.wrapping_add(id as u64);
+        let port = LanePort { id, client_id, news: Arc::clone(&news), gate: Arc::clone(&gate) };
+        let lane = Box::new(Lane::new(id, client_id, wait, news, shared.routing.load_full()));
+        // Fails only when the control task is gone; then no server is ever live.
+        let _ = shared.commands.send(Command::AddLane(port));
+        let until = Instant::now() + shared.settings.replica_wait;
+        while !gate.is_open() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            lane.wait.block(left.min(POLL))?;
+        }
+        shared.metrics.lanes.set(self.inner.lanes.created() as i64);
+        Ok(lane)
+    }
+
+    /// The first (MoE layer, expert) that `lane` can reach no replica of.
+    fn first_unreachable(&self, lane: &Lane) -> Option<(usize, u32)> {
+        let model = &self.inner.shared.model;
+        let live = |&rank: &u32| lane.live_link(&lane.routing.servers[rank as usize]).is_some();
+        (0..model.moe_layers.len())
+            .flat_map(|layer_idx| (0..model.shape.num_experts).map(move |e| (layer_idx, e)))
+            .find(|&(layer_idx, e)| !lane.routing.replicas(layer_idx, e).iter().any(live))
+    }
+}
+
+impl Handle<'_> {
+    /// Tokens of the call.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.num_tokens
+    }
+
+    /// The call's timing, pairs and epoch.
+    fn finish(&mut self, out: &mut [f32]) -> Result<(LayerTiming, u64, u64), ClientError> {
+        let shared = Arc::clone(&self.client.inner.shared);
+        let expected = self.num_tokens * shared.geometry.hidden();
+        if out.len() != expected {
+            return Err(ClientError::Length {
+                what: "out",
+                found: out.len(),
+                expected: format!("{expected}, as many as x"),
+            });
+        }
+        let Some(lane) = &mut self.lane else {
+            out.fill(0.0);
+            return Ok((LayerTiming::default(), 0, self.client.epoch()));
+        };
+        let result = lane.finish_call(&shared, self.x, out);
+        shared.metrics.resent_pairs.inc_by(lane.call.timing.resent_pairs);
+        result?;
+        let finished = (lane.call.timing, lane.call.pairs.len() as u64, lane.routing.epoch);
+        if let Some(lane) = self.lane.take() {
+            self.client.inner.give_lane(lane);
+        }
+        Ok(finished)
+    }
+}
+
+impl Drop for Handle<'_> {
+    fn drop(&mut self) {
+        if let Some(mut lane) = self.lane.take() {
+            lane.abandon_call(&self.client.inner.shared);
+            self.client.inner.give_lane(lane);
+        }
+    }
+}
+
+impl fmt::Debug for Handle<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle")
+            .field("layer", &self.layer)
+            .field("num_tokens", &self.num_tokens)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    fn new(shared: Arc<Shared>, control: Control, max_lanes: usize, registry: Registry) -> Self {
+        // Each lane has an identity of its own towards servers, unlike any other client's.
+        let first_client_id = rand::random::<u64>() & !0xffff;
+        Self { lanes: Pool::new(max_lanes), _control: control, shared, first_client_id, registry }
+    }
+
+    fn give_lane(&self, lane: Box<Lane>) {
+        self.shared.metrics.lanes_busy.dec();
+        self.lanes.put(lane);
+    }
+}
+
+impl ExpertBackend for MoeClient {
+    fn forward(
+        &mut self,
+        layer: u32,
+        x: &[f32],
+        topk_idx: &[i32],
+        topk_weights: &[f32],
+        out: &mut [f32],
+    ) -> Result<(), BackendError> {
+        Self::forward(self, layer, x, topk_idx, topk_weights, out)
+            .map(|_| ())
+            .map_err(|error| BackendError::new(layer, error))
+    }
+}
+
+/// A few layers are listed, many are counted.
+fn describe_layers(layers: &[u32]) -> String {
+    match layers {
+        [first, .., last] if layers.len() > 8 => {
+            format!("the {} MoE layers from {first} to {last}", layers.len())
+        }
+        few => few.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// How often a waiter looks by itself, should an announcement be lost.
+const POLL: Duration = Duration::from_millis(20);

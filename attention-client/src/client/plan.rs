@@ -1,0 +1,231 @@
+//! From (token, expert) pairs to frames: choice of replicas, grouping by server, splitting.
+//!
+//! Free of I/O and clocks. All buffers are kept from call to call, so that planning allocates
+//! nothing once they have grown.
+
+use protocol::{Entry, TokenRef};
+
+use crate::placement::Routing;
+
+/// One expert wanted by one token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Pair {
+    /// Row of the caller's `x`.
+    pub token: u32,
+    pub expert: u32,
+    pub weight: f32,
+}
+
+/// A group of tokens for one server, small enough for one frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PlannedFrame {
+    /// Index into the routing's servers.
+    pub rank: u32,
+    /// Range in [`Plan::tokens`].
+    pub first_token: u32,
+    pub num_tokens: u32,
+    pub num_entries: u32,
+    /// Which of the frames that this planning made for the server, and how many there are.
+    pub frame_idx: u32,
+    pub num_frames: u32,
+}
+
+/// How good a candidate is; less is better.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Reluctance {
+    /// Failures of the server in this call.
+    pub failures: u32,
+    /// Whether it is silent for other callers.
+    pub silenced: bool,
+}
+
+/// The tokens and entries of all frames of one call, initial and re-sent.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    pub tokens: Vec<TokenRef>,
+    pub entries: Vec<Entry>,
+    /// Frames made by the last [`assign`](Self::assign), by rank.
+    pub frames: Vec<PlannedFrame>,
+    /// Pairs of the last `assign` that no server can take now.
+    pub orphans: Vec<Pair>,
+    expert_pairs: Vec<u32>,
+    expert_rank: Vec<u32>,
+    used_experts: Vec<u32>,
+    loads: Vec<u64>,
+    cursors: Vec<Cursor>,
+}
+
+/// Where the tokens and entries of one server go.
+#[derive(Debug, Clone, Copy)]
+struct Cursor {
+    num_tokens: u32,
+    num_entries: u32,
+    next_token: u32,
+    next_entry: u32,
+    first_token: u32,
+    last_row: u32,
+}
+
+impl Plan {
+    /// Forgets the last call.
+    pub fn reset(&mut self, num_experts: usize) {
+        self.tokens.clear();
+        self.entries.clear();
+        self.frames.clear();
+        self.orphans.clear();
+        self.expert_pairs.resize(num_experts, 0);
+        self.expert_rank.resize(num_experts, NONE);
+    }
+
+    /// Distributes `pairs`, ascending by token, over the servers of `routing`: every expert to one
+    /// of those replicas for which `usable` gives something, the least reluctant and least loaded
+    /// first. Frames hold at most `max_tokens` tokens. Appends to `tokens` and `entries`.
+    ///
+    /// The choice depends on nothing but the arguments and the servers' loads, so a caller that is
+    /// alone gets the same grouping, and thereby the same rounding, every time.
+    pub fn assign(
+        &mut self,
+        routing: &Routing,
+        layer_idx: usize,
+        pairs: &[Pair],
+        max_tokens: usize,
+        usable: impl Fn(u32) -> Option<Reluctance>,
+    ) {
+        self.frames.clear();
+        self.orphans.clear();
+        routing.loads(&mut self.loads);
+        self.choose_replicas(routing, layer_idx, pairs, usable);
+        self.group(routing.servers.len(), pairs);
+        for rank in 0..self.cursors.len() {
+            self.split(rank as u32, max_tokens as u32);
+        }
+        for &expert in &self.used_experts {
+            self.expert_pairs[expert as usize] = 0;
+        }
+        self.used_experts.clear();
+    }
+
+    fn choose_replicas(
+        &mut self,
+        routing: &Routing,
+        layer_idx: usize,
+        pairs: &[Pair],
+        usable: impl Fn(u32) -> Option<Reluctance>,
+    ) {
+        for pair in pairs {
+            let count = &mut self.expert_pairs[pair.expert as usize];
+            if *count == 0 {
+                self.used_experts.push(pair.expert);
+            }
+            *count += 1;
+        }
+        // The largest first: small ones fill the gaps. Ties by index, for a reproducible order.
+        let counts = &self.expert_pairs;
+        self.used_experts.sort_unstable_by_key(|&e| (u32::MAX - counts[e as usize], e));
+        for &expert in &self.used_experts {
+            let replicas = routing.replicas(layer_idx, expert);
+            let mut best: Option<(Reluctance, u64, u32)> = None;
+            // Starting at another replica for every expert spreads equally loaded ones.
+            for i in 0..replicas.len() {
+                let rank = replicas[(i + expert as usize) % replicas.len()];
+                let Some(reluctance) = usable(rank) else { continue };
+                let load = self.loads[rank as usize];
+                if best.is_none_or(|(r, l, _)| (reluctance, load) < (r, l)) {
+                    best = Some((reluctance, load, rank));
+                }
+            }
+            self.expert_rank[expert as usize] = match best {
+                Some((_, _, rank)) => {
+                    self.loads[rank as usize] += u64::from(self.expert_pairs[expert as usize]);
+                    rank
+                }
+                None => NONE,
+            };
+        }
+    }
+
+    /// Counting sort of the pairs by server; a token has one row per server.
+    fn group(&mut self, num_servers: usize, pairs: &[Pair]) {
+        self.cursors.clear();
+        self.cursors.resize(num_servers, Cursor::EMPTY);
+        for pair in pairs {
+            match self.expert_rank[pair.expert as usize] {
+                NONE => self.orphans.push(*pair),
+                rank => {
+                    let cursor = &mut self.cursors[rank as usize];
+                    cursor.num_entries += 1;
+                    if cursor.last_row != pair.token {
+                        cursor.last_row = pair.token;
+                        cursor.num_tokens += 1;
+                    }
+                }
+            }
+        }
+        let (mut token, mut entry) = (self.tokens.len() as u32, self.entries.len() as u32);
+        for cursor in &mut self.cursors {
+            (cursor.first_token, cursor.next_token, cursor.next_entry) = (token, token, entry);
+            cursor.last_row = NONE;
+            token += cursor.num_tokens;
+            entry += cursor.num_entries;
+        }
+        let no_token = TokenRef { token: 0, entry_begin: 0, entry_count: 0 };
+        self.tokens.resize(token as usize, no_token);
+        self.entries.resize(entry as usize, Entry { expert: 0, weight: 0.0 });
+        for pair in pairs {
+            let rank = self.expert_rank[pair.expert as usize];
+            if rank == NONE {
+                continue;
+            }
+            let cursor = &mut self.cursors[rank as usize];
+            if cursor.last_row != pair.token {
+                cursor.last_row = pair.token;
+                self.tokens[cursor.next_token as usize] =
+                    TokenRef { token: pair.token, entry_begin: cursor.next_entry, entry_count: 0 };
+                cursor.next_token += 1;
+            }
+            self.tokens[cursor.next_token as usize - 1].entry_count += 1;
+            self.entries[cursor.next_entry as usize] =
+                Entry { expert: pair.expert, weight: pair.weight };
+            cursor.next_entry += 1;
+        }
+    }
+
+    fn split(&mut self, rank: u32, max_tokens: u32) {
+        let Cursor { num_tokens, first_token, .. } = self.cursors[rank as usize];
+        if num_tokens == 0 {
+            return;
+        }
+        // Frames of even size: a short last one would leave the server idle at the end.
+        let num_frames = num_tokens.div_ceil(max_tokens);
+        let mut first = first_token;
+        for frame_idx in 0..num_frames {
+            let left = first_token + num_tokens - first;
+            let take = left.div_ceil(num_frames - frame_idx);
+            let tokens = &self.tokens[first as usize..(first + take) as usize];
+            let num_entries = tokens.iter().map(|token| token.entry_count).sum();
+            self.frames.push(PlannedFrame {
+                rank,
+                first_token: first,
+                num_tokens: take,
+                num_entries,
+                frame_idx,
+                num_frames,
+            });
+            first += take;
+        }
+    }
+}
+
+impl Cursor {
+    const EMPTY: Self = Self {
+        num_tokens: 0,
+        num_entries: 0,
+        next_token: 0,
+        next_entry: 0,
+        first_token: 0,
+        last_row: NONE,
+    };
+}
+
+/// No server, no row: neither ever counts that far.
+const NONE: u32 = u32::MAX;

@@ -1,0 +1,359 @@
+//! Every metric of a client.
+//!
+//! A client lives inside somebody's engine, so it binds no port: it registers into the registry that
+//! it is given. The handles that calls use are resolved here once: updating one is a few atomic
+//! additions, without a lock, a look-up or an allocation.
+
+use prometheus::core::Collector;
+use prometheus::{
+    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry,
+};
+use protocol::ErrorCode;
+
+use crate::client::LayerTiming;
+
+/// Why a link failed: the label `reason` of `switchyard_client_failovers_total`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FailReason {
+    /// The connection closed: the server's process is gone.
+    Closed,
+    /// The server left the placement and its connection was closed with tokens unanswered.
+    Left,
+    /// The transport reported an error.
+    Transport,
+    /// The server's flags hold impossible values.
+    Desync,
+    /// A response failed a check.
+    Invalid,
+    /// No sign of life within the deadline.
+    Silent,
+    /// Signs of life, but no answer within the limit on work.
+    Stuck,
+}
+
+impl FailReason {
+    /// Every reason.
+    pub const ALL: [Self; 7] = [
+        Self::Closed,
+        Self::Left,
+        Self::Transport,
+        Self::Desync,
+        Self::Invalid,
+        Self::Silent,
+        Self::Stuck,
+    ];
+
+    /// The label's value.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Closed => "closed",
+            Self::Left => "left",
+            Self::Transport => "transport",
+            Self::Desync => "desync",
+            Self::Invalid => "invalid",
+            Self::Silent => "silent",
+            Self::Stuck => "stuck",
+        }
+    }
+}
+
+/// The metrics of one client. Cloning shares them.
+#[derive(Clone, Debug)]
+pub struct ClientMetrics {
+    pub(crate) requests_ok: IntCounter,
+    pub(crate) requests_failed: IntCounter,
+    pub(crate) tokens: IntCounter,
+    pub(crate) pairs: IntCounter,
+    pub(crate) frames_out: IntCounter,
+    pub(crate) frames_in: IntCounter,
+    pub(crate) bytes_out: IntCounter,
+    pub(crate) bytes_in: IntCounter,
+    phase_dispatch: Histogram,
+    phase_wait: Histogram,
+    phase_combine: Histogram,
+    phase_server_queue: Histogram,
+    phase_server_compute: Histogram,
+    stall: Histogram,
+    failovers: [IntCounter; FailReason::ALL.len()],
+    pub(crate) resent_pairs: IntCounter,
+    pub(crate) stale_responses: IntCounter,
+    pub(crate) invalid_responses: IntCounter,
+    error_frames: Vec<(ErrorCode, IntCounter)>,
+    error_frames_other: IntCounter,
+    pub(crate) lost: IntCounter,
+    pub(crate) duplicated: IntCounter,
+    pub(crate) missing_pairs: IntCounter,
+    pub(crate) abandoned: IntCounter,
+    pub(crate) links_up: IntGauge,
+    pub(crate) links_connecting: IntGauge,
+    pub(crate) links_leaving: IntGauge,
+    pub(crate) connects_ok: IntCounter,
+    pub(crate) connects_failed: IntCounter,
+    pub(crate) lanes: IntGauge,
+    pub(crate) lanes_busy: IntGauge,
+    pub(crate) placement_epoch: IntGauge,
+    pub(crate) suspects: IntCounter,
+}
+
+impl ClientMetrics {
+    /// Metrics in `registry`.
+    ///
+    /// # Errors
+    /// [`prometheus::Error`] when the registry holds metrics of these names already.
+    pub fn new(r: &Registry) -> Result<Self, prometheus::Error> {
+        build_info(r)?;
+        let requests = labelled(
+            r,
+            "switchyard_client_requests_total",
+            "Calls of one layer that ended, by outcome.",
+            "outcome",
+        )?;
+        let frames = labelled(
+            r,
+            "switchyard_client_frames_total",
+            "Frames published to servers (out) and taken from them (in).",
+            "direction",
+        )?;
+        let bytes = labelled(
+            r,
+            "switchyard_client_bytes_total",
+            "Bytes of frames published to servers (out) and taken from them (in).",
+            "direction",
+        )?;
+        let phases = HistogramVec::new(
+            HistogramOpts::new(
+                "switchyard_client_phase_seconds",
+                "Time of a call by phase: dispatch, wait and combine here, server_queue and server_compute in its slowest server.",
+            )
+            .buckets(PHASE_BUCKETS.to_vec()),
+            &["phase"],
+        )?;
+        let phases = add(r, phases)?;
+        let failovers = labelled(
+            r,
+            "switchyard_client_failovers_total",
+            "Links that failed with tokens unanswered, by reason.",
+            "reason",
+        )?;
+        let error_frames = labelled(
+            r,
+            "switchyard_client_error_frames_total",
+            "Error frames received, by code.",
+            "code",
+        )?;
+        let links = IntGaugeVec::new(
+            Opts::new("switchyard_client_links", "Connections to servers, by state."),
+            &["state"],
+        )?;
+        let links = add(r, links)?;
+        let connects = labelled(
+            r,
+            "switchyard_client_connects_total",
+            "Attempts to connect to a server, by outcome.",
+            "outcome",
+        )?;
+        Ok(Self {
+            requests_ok: requests.with_label_values(&["ok"]),
+            requests_failed: requests.with_label_values(&["error"]),
+            tokens: counter(r, "switchyard_client_tokens_total", "Tokens of finished calls.")?,
+            pairs: counter(
+                r,
+                "switchyard_client_pairs_total",
+                "(token, expert) pairs of finished calls.",
+            )?,
+            frames_out: frames.with_label_values(&["out"]),
+            frames_in: frames.with_label_values(&["in"]),
+            bytes_out: bytes.with_label_values(&["out"]),
+            bytes_in: bytes.with_label_values(&["in"]),
+            phase_dispatch: phases.with_label_values(&["dispatch"]),
+            phase_wait: phases.with_label_values(&["wait"]),
+            phase_combine: phases.with_label_values(&["combine"]),
+            phase_server_queue: phases.with_label_values(&["server_queue"]),
+            phase_server_compute: phases.with_label_values(&["server_compute"]),
+            stall: add(
+                r,
+                Histogram::with_opts(
+                    HistogramOpts::new(
+                        "switchyard_client_stall_seconds",
+                        "What failures cost a call that met one: from the failed server's last sign of life until its tokens were sent again.",
+                    )
+                    .buckets(PHASE_BUCKETS.to_vec()),
+                )?,
+            )?,
+            failovers: FailReason::ALL.map(|reason| failovers.with_label_values(&[reason.name()])),
+            resent_pairs: counter(
+                r,
+                "switchyard_client_resent_pairs_total",
+                "(token, expert) pairs sent again after a failure or a refusal.",
+            )?,
+            stale_responses: counter(
+                r,
+                "switchyard_client_stale_responses_total",
+                "Responses that answer nothing that is open; dropped.",
+            )?,
+            invalid_responses: counter(
+                r,
+                "switchyard_client_invalid_responses_total",
+                "Responses that failed a check; their link was retired.",
+            )?,
+            error_frames: KNOWN_CODES
+                .iter()
+                .map(|&code| (code, error_frames.with_label_values(&[code.name()])))
+                .collect(),
+            error_frames_other: error_frames.with_label_values(&["other"]),
+            lost: counter(
+                r,
+                "switchyard_client_lost_requests_total",
+                "Calls with unanswered pairs at their end. Above 0 is a defect.",
+            )?,
+            duplicated: counter(
+                r,
+                "switchyard_client_duplicated_requests_total",
+                "Calls with pairs counted twice at their end. Above 0 is a defect.",
+            )?,
+            missing_pairs: counter(
+                r,
+                "switchyard_client_missing_pairs_total",
+                "(token, expert) pairs left out for want of a live replica.",
+            )?,
+            abandoned: counter(
+                r,
+                "switchyard_client_abandoned_requests_total",
+                "Calls given up by the caller, or by an error, with frames outstanding.",
+            )?,
+            links_up: links.with_label_values(&["up"]),
+            links_connecting: links.with_label_values(&["connecting"]),
+            links_leaving: links.with_label_values(&["leaving"]),
+            connects_ok: connects.with_label_values(&["ok"]),
+            connects_failed: connects.with_label_values(&["error"]),
+            lanes: gauge(r, "switchyard_client_lanes", "Lanes that exist.")?,
+            lanes_busy: gauge(r, "switchyard_client_lanes_busy", "Lanes that a call uses.")?,
+            placement_epoch: gauge(
+                r,
+                "switchyard_client_placement_epoch",
+                "Epoch of the placement in force.",
+            )?,
+            suspects: counter(
+                r,
+                "switchyard_client_suspects_total",
+                "Servers reported to the control plane as suspect.",
+            )?,
+        })
+    }
+
+    pub(crate) fn count_failover(&self, reason: FailReason) {
+        if let Some(idx) = FailReason::ALL.iter().position(|&known| known == reason) {
+            self.failovers[idx].inc();
+        }
+    }
+
+    pub(crate) fn count_error_frame(&self, code: ErrorCode) {
+        let known = self.error_frames.iter().find(|(known, _)| *known == code);
+        known.map_or(&self.error_frames_other, |(_, counter)| counter).inc();
+    }
+
+    /// Counts a call that succeeded.
+    pub(crate) fn observe(&self, num_tokens: usize, num_pairs: u64, timing: &LayerTiming) {
+        self.requests_ok.inc();
+        self.tokens.inc_by(num_tokens as u64);
+        self.pairs.inc_by(num_pairs);
+        self.phase_dispatch.observe(seconds(timing.dispatch_ns));
+        self.phase_wait.observe(seconds(timing.wait_ns));
+        self.phase_combine.observe(seconds(timing.combine_ns));
+        self.phase_server_queue.observe(seconds(timing.server_queue_ns));
+        self.phase_server_compute.observe(seconds(timing.server_compute_ns));
+        if timing.failovers > 0 {
+            self.stall.observe(seconds(timing.stall_ns));
+        }
+    }
+}
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 * 1e-9
+}
+
+/// Shared with other components of the process, which may have registered it already.
+fn build_info(r: &Registry) -> Result<(), prometheus::Error> {
+    let build = IntGaugeVec::new(
+        Opts::new("switchyard_build_info", "Version of this process; the value is always 1."),
+        &["component", "version"],
+    )?;
+    build.with_label_values(&["client", env!("CARGO_PKG_VERSION")]).set(1);
+    match r.register(Box::new(build)) {
+        Ok(()) | Err(prometheus::Error::AlreadyReg) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn add<C: Collector + Clone + 'static>(r: &Registry, metric: C) -> Result<C, prometheus::Error> {
+    r.register(Box::new(metric.clone()))?;
+    Ok(metric)
+}
+
+fn counter(r: &Registry, name: &str, help: &str) -> Result<IntCounter, prometheus::Error> {
+    add(r, IntCounter::new(name, help)?)
+}
+
+fn gauge(r: &Registry, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
+    add(r, IntGauge::new(name, help)?)
+}
+
+fn labelled(
+    r: &Registry,
+    name: &str,
+    help: &str,
+    label: &str,
+) -> Result<IntCounterVec, prometheus::Error> {
+    add(r, IntCounterVec::new(Opts::new(name, help), &[label])?)
+}
+
+/// From a flag's flight to a hang, in seconds.
+const PHASE_BUCKETS: [f64; 20] = [
+    1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1,
+    0.2, 0.5, 1.0, 5.0,
+];
+
+/// Codes with a counter of their own.
+const KNOWN_CODES: [ErrorCode; 10] = [
+    ErrorCode::BadFrame,
+    ErrorCode::UnknownExpert,
+    ErrorCode::WrongLayer,
+    ErrorCode::NotMyExpert,
+    ErrorCode::StaleEpoch,
+    ErrorCode::StaleChannel,
+    ErrorCode::Overloaded,
+    ErrorCode::ShuttingDown,
+    ErrorCode::Internal,
+    ErrorCode::Version,
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_the_rule_and_a_second_client_needs_its_own_registry() {
+        let registry = Registry::new();
+        let metrics = ClientMetrics::new(&registry).unwrap();
+        for code in KNOWN_CODES {
+            metrics.count_error_frame(code);
+        }
+        metrics.count_error_frame(ErrorCode::Other(4711));
+        FailReason::ALL.into_iter().for_each(|reason| metrics.count_failover(reason));
+        for family in registry.gather() {
+            let name = family.name();
+            let known = name.starts_with("switchyard_client_") || name == "switchyard_build_info";
+            assert!(known, "{name}");
+            if family.get_field_type() == prometheus::proto::MetricType::HISTOGRAM {
+                assert!(name.ends_with("_seconds"), "{name}");
+            }
+            if family.get_field_type() == prometheus::proto::MetricType::COUNTER {
+                assert!(name.ends_with("_total"), "{name}");
+            }
+        }
+        assert!(ClientMetrics::new(&registry).is_err());
+    }
+}
