@@ -78,7 +78,7 @@ pub enum LoadError {
     Router(#[from] RouterConfigError),
     /// The tensor library failed.
     #[error("cannot build a tensor: {0}")]
-    Library(#[from] candle_core::Error),
+    Library(#[source] Box<candle_core::Error>),
 }
 
 /// Failure of a forward pass.
@@ -131,8 +131,20 @@ pub enum ForwardError {
         /// Where in the model.
         part: String,
         /// What went wrong.
-        source: candle_core::Error,
+        source: Box<candle_core::Error>,
     },
+}
+
+impl From<candle_core::Error> for LoadError {
+    fn from(source: candle_core::Error) -> Self {
+        Self::Library(Box::new(source))
+    }
+}
+
+impl ForwardError {
+    fn library(part: impl Into<String>, source: candle_core::Error) -> Self {
+        Self::Library { part: part.into(), source: Box::new(source) }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -198,8 +210,7 @@ impl Qwen3Moe {
     ) -> Result<Vec<f32>, ForwardError> {
         self.check(tokens, cache)?;
         let (first, num) = (cache.len, tokens.len());
-        let at =
-            |part: &'static str| move |source| ForwardError::Library { part: part.into(), source };
+        let at = |part: &'static str| move |e| ForwardError::library(part, e);
         let rotation = self.rope.at(first, num).map_err(at("rotary embedding"))?;
         let mask = if num > 1 { Some(causal_mask(first, num)) } else { None };
         let mask = mask.transpose().map_err(at("causal mask"))?;
@@ -342,9 +353,7 @@ impl LayerError {
         match self {
             Self::MoeBlock(MoeBlockError::Backend(source)) => ForwardError::Backend(source),
             Self::MoeBlock(source) => ForwardError::MoeBlock(source),
-            Self::Library(source) => {
-                ForwardError::Library { part: format!("layer {layer}"), source }
-            }
+            Self::Library(source) => ForwardError::library(format!("layer {layer}"), source),
         }
     }
 }

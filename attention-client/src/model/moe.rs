@@ -89,8 +89,14 @@ pub enum MoeBlockError {
         /// Decoder layer of the block.
         layer: u32,
         /// What went wrong.
-        source: candle_core::Error,
+        source: Box<candle_core::Error>,
     },
+}
+
+impl MoeBlockError {
+    fn tensor(layer: u32, source: candle_core::Error) -> Self {
+        Self::Tensor { layer, source: Box::new(source) }
+    }
 }
 
 impl MoeBlock {
@@ -167,7 +173,7 @@ impl MoeBlock {
             shared
                 .forward(tensor)
                 .and_then(|y| with_values(&y, |y| out.iter_mut().zip(y).for_each(|(o, y)| *o += y)))
-                .map_err(|source| MoeBlockError::Tensor { layer, source })?;
+                .map_err(|e| MoeBlockError::tensor(layer, e))?;
         }
         if let Some(observer) = observer {
             observer.moe_block(&MoeRecord {
@@ -193,7 +199,7 @@ impl MoeBlock {
             topk_weights.resize(entries, 0.0);
             self.router.route(logits, workspace, topk_idx, topk_weights)
         };
-        let tensor_error = |source| MoeBlockError::Tensor { layer, source };
+        let tensor_error = |e| MoeBlockError::tensor(layer, e);
         let logits = self.gate.forward(x).map_err(tensor_error)?;
         with_values(&logits, route)
             .map_err(tensor_error)?
@@ -209,7 +215,7 @@ impl MoeBlock {
             return Err(MoeBlockError::Length { layer, what: "x", found, expected });
         }
         Tensor::from_slice(x, (num_tokens, self.hidden), &Device::Cpu)
-            .map_err(|source| MoeBlockError::Tensor { layer, source })
+            .map_err(|e| MoeBlockError::tensor(layer, e))
     }
 }
 
