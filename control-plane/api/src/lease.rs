@@ -144,6 +144,7 @@ impl LeaseKeeper {
             state: state_tx,
             reported: None,
             renewed_at: None,
+            assignment_version: 0,
             is_drained: false,
         };
         let body = move || {
@@ -260,6 +261,8 @@ struct Worker {
     /// When the request that last renewed the lease was sent: the lease cannot end before this
     /// plus its time to live.
     renewed_at: Option<Instant>,
+    /// Version of the assignment in the published state.
+    assignment_version: u64,
     is_drained: bool,
 }
 
@@ -321,16 +324,16 @@ impl Worker {
             Some(Err(err)) => {
                 let is_first = self.state.borrow().num_registrations == 0;
                 let is_superseded = err.code() == Some(code::SUPERSEDED);
-                if is_superseded || (is_first && !may_pass(&err)) {
+                if is_superseded || (is_first && !err.is_transient()) {
                     return self.fail(&err);
                 }
                 return self.retry_later(&err);
             }
         };
-        self.backoff.reset();
         self.renewed_at = Some(sent_at);
         self.reported = None;
         self.is_drained = false;
+        self.assignment_version = response.assignment_version;
         info!(
             name = request.name,
             member = %response.member_id,
@@ -358,7 +361,11 @@ impl Worker {
 
     async fn renew(&mut self, member: &MemberId) -> Next {
         let load = self.load.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let request = LeaseRequest { incarnation: self.registration.incarnation, load };
+        let request = LeaseRequest {
+            incarnation: self.registration.incarnation,
+            assignment_version: self.assignment_version,
+            load,
+        };
         let sent_at = Instant::now();
         // An answer that takes longer than a heartbeat interval is worth no more than a new try.
         let client = self.client.with_timeout(self.client.options().timeout.min(self.ttl() / 3));
@@ -370,10 +377,13 @@ impl Worker {
                     self.reported = None;
                 }
                 self.is_drained = response.state == MemberState::Draining;
+                self.assignment_version = response.assignment_version;
                 self.state.send_modify(|state| {
                     state.status = LeaseStatus::Leased;
                     state.member_state = Some(response.state);
-                    set_assignment(state, response.assignment);
+                    if let Some(assignment) = response.assignment {
+                        set_assignment(state, assignment);
+                    }
                     state.epoch = response.epoch;
                     state.lease_ttl = sane_ttl(response.lease_ttl_ms);
                     clear_error(state);
@@ -460,7 +470,9 @@ impl Worker {
                     state.status = LeaseStatus::Lost;
                     set_error(state, err);
                 });
-                Next::Sleep(Duration::ZERO)
+                // A pause although the way is clear: a control plane that forgets whom it has just
+                // registered must not be asked in a tight loop.
+                Next::Sleep(self.backoff.next_delay())
             }
             _ => self.retry_later(err),
         }
@@ -522,11 +534,6 @@ impl Worker {
         let since = self.renewed_at.map_or(Duration::ZERO, |at| at.elapsed());
         self.interval().saturating_sub(since)
     }
-}
-
-/// Whether a refused first registration is worth another try.
-fn may_pass(err: &ControlError) -> bool {
-    err.is_transient()
 }
 
 fn set_assignment(state: &mut LeaseState, assignment: Assignment) {

@@ -62,7 +62,7 @@ impl SseParser {
                 }
                 input = input.strip_prefix(b"\n").unwrap_or(input);
             }
-            self.end_line(events)?;
+            self.end_line(events);
         }
         self.extend_line(input)
     }
@@ -75,7 +75,7 @@ impl SseParser {
         Ok(())
     }
 
-    fn end_line(&mut self, events: &mut Vec<SseEvent>) -> Result<(), EventTooLarge> {
+    fn end_line(&mut self, events: &mut Vec<SseEvent>) {
         let mut line = std::mem::take(&mut self.line);
         if std::mem::take(&mut self.at_start) && line.starts_with(b"\xef\xbb\xbf") {
             line.drain(..3);
@@ -86,7 +86,7 @@ impl SseParser {
             } else {
                 self.event = SseEvent::default();
             }
-            return Ok(());
+            return;
         }
         let (field, value) = match line.iter().position(|&byte| byte == b':') {
             Some(colon) => (&line[..colon], &line[colon + 1..]),
@@ -104,8 +104,6 @@ impl SseParser {
             // Comments (empty field name), `id`, `retry` and fields of the future.
             _ => {}
         }
-        // Keeps the capacity of a long line only while it is the event's data.
-        Ok(())
     }
 }
 

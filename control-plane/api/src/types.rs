@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 /// At most 64 characters out of `0-9 a-z -`, so that it can stand in a URL as it is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(try_from = "String", into = "String")]
-#[schema(value_type = String, example = "5f0c2b7e-91d4-4f3a-8c55-0f6f2f6ed1a7")]
+#[schema(value_type = String, example = "5f0c2b7e91d44f3a8c550f6f2f6ed1a7")]
 pub struct MemberId(String);
 
 impl MemberId {
@@ -27,6 +27,11 @@ impl MemberId {
             return Err(InvalidMemberId { length: text.len() });
         }
         Ok(Self(text.to_owned()))
+    }
+
+    /// A fresh identity out of 128 random bits.
+    pub fn random() -> Self {
+        Self(format!("{:032x}", rand::random::<u128>()))
     }
 
     /// The identity as text.
@@ -178,6 +183,8 @@ pub struct RegisterResponse {
     pub epoch: u64,
     /// What the member is to load before it reports ready.
     pub assignment: Assignment,
+    /// Version of the assignment, to be named in renewals.
+    pub assignment_version: u64,
 }
 
 /// `PUT /v1/members/{id}/lease`: the heartbeat.
@@ -185,6 +192,9 @@ pub struct RegisterResponse {
 pub struct LeaseRequest {
     /// The incarnation that the member registered with.
     pub incarnation: u64,
+    /// Version of the assignment that the member knows; with 0 it is always sent.
+    #[serde(default)]
+    pub assignment_version: u64,
     /// Load since the last report.
     #[serde(default)]
     pub load: Option<LoadReport>,
@@ -200,8 +210,11 @@ pub struct LeaseResponse {
     /// What the control plane takes the member for. `loading` although the member has reported
     /// ready means that the report was lost: report again.
     pub state: MemberState,
-    /// What the member is to hold.
-    pub assignment: Assignment,
+    /// Version of the assignment in force.
+    pub assignment_version: u64,
+    /// What the member is to hold, if the version differs from the one that it knows.
+    #[serde(default)]
+    pub assignment: Option<Assignment>,
 }
 
 /// Work done by a member in one window of time.
@@ -356,7 +369,7 @@ pub struct MemberCounts {
 pub struct StoreStatus {
     /// Name of the implementation, such as `memory` or `snapshot`.
     pub kind: String,
-    /// False while writes fail: the placement is served on, joins and drains are refused.
+    /// False while writes fail: the placement is served on, new members are refused.
     pub writable: bool,
     /// Why the last write failed.
     #[serde(default)]

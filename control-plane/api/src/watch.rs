@@ -1,11 +1,11 @@
 //! The newest placement table, kept through outages of the control plane.
 
+use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::sync::{oneshot, watch};
 use tracing::{debug, info, warn};
 
 use crate::backoff::Backoff;
@@ -67,7 +67,8 @@ pub struct WatchState {
 pub struct PlacementWatch {
     tables: watch::Receiver<Arc<PlacementTable>>,
     state: watch::Receiver<WatchState>,
-    task: JoinHandle<()>,
+    /// Dropped with the watch, which ends the follower.
+    _stop: oneshot::Sender<()>,
 }
 
 impl PlacementWatch {
@@ -77,12 +78,40 @@ impl PlacementWatch {
         handle: &Handle,
         options: WatchOptions,
     ) -> Result<Self, ConfigError> {
+        let (watch, follower, stop) = Self::prepare(client, options)?;
+        handle.spawn(until(follower.run(), stop));
+        Ok(watch)
+    }
+
+    /// Starts watching on a thread with a runtime of its own, for callers without a runtime.
+    pub fn spawn_thread(
+        client: &ControlClient,
+        options: WatchOptions,
+    ) -> Result<Self, ConfigError> {
+        let (watch, follower, stop) = Self::prepare(client, options)?;
+        let setup = |err: std::io::Error| ConfigError::Setup { reason: err.to_string() };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(setup)?;
+        let body = move || {
+            runtime.block_on(until(follower.run(), stop));
+            // A name look-up that hangs must not keep the thread.
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name("switchyard-watch".to_owned());
+        thread.spawn(body).map_err(setup)?;
+        Ok(watch)
+    }
+
+    fn prepare(
+        client: &ControlClient,
+        options: WatchOptions,
+    ) -> Result<(Self, Follower, oneshot::Receiver<()>), ConfigError> {
         let client = client.isolated()?;
         let (tables_tx, tables) = watch::channel(Arc::new(PlacementTable::default()));
         let (state_tx, state) = watch::channel(WatchState::default());
+        let (stop_tx, stop) = oneshot::channel();
         let follower = Follower { client, options, tables: tables_tx, state: state_tx };
-        let task = handle.spawn(follower.run());
-        Ok(Self { tables, state, task })
+        Ok((Self { tables, state, _stop: stop_tx }, follower, stop))
     }
 
     /// A receiver of tables. Reading it takes no round trip.
@@ -116,9 +145,11 @@ impl PlacementWatch {
     }
 }
 
-impl Drop for PlacementWatch {
-    fn drop(&mut self) {
-        self.task.abort();
+/// Runs the follower until the watch is dropped.
+async fn until(follower: impl Future<Output = ()>, stop: oneshot::Receiver<()>) {
+    tokio::select! {
+        () = follower => {}
+        _ = stop => {}
     }
 }
 

@@ -1,0 +1,408 @@
+//! The fleet in its surroundings: one lock, one clock, one writer of the store, many watchers.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::body::Bytes;
+use control_api::{
+    ClusterStatus, LeaseRequest, LeaseResponse, MemberId, MemberInfo, PlacementTable, ReadyRequest,
+    RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
+};
+use tokio::sync::{Notify, broadcast, watch};
+use tracing::{debug, error, info, warn};
+
+use crate::clock::Clock;
+use crate::fleet::{ExpiryCause, Fleet, FleetEvent, Joined, Refusal};
+use crate::metrics::Metrics;
+use crate::store::{Revision, Store, StoreError};
+
+/// A table as it is sent.
+#[derive(Debug)]
+pub(crate) struct Published {
+    /// The table as JSON.
+    pub(crate) json: Bytes,
+    /// The table as a server-sent event.
+    pub(crate) event: Bytes,
+}
+
+/// Why an operation did not come about.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OperationError {
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    #[error("new members are refused while the store cannot be written: {reason}")]
+    ReadOnly { reason: String },
+    #[error("the control plane is shutting down")]
+    ShuttingDown,
+}
+
+/// The control plane without its HTTP face.
+#[derive(Debug)]
+pub(crate) struct Coordinator {
+    fleet: Mutex<Fleet>,
+    clock: Arc<dyn Clock>,
+    started: Duration,
+    lease_ttl: Duration,
+    metrics: Metrics,
+    latest: Mutex<Arc<Published>>,
+    changes: broadcast::Sender<Arc<Published>>,
+    writes: watch::Sender<WriteState>,
+    /// Wakes the writer.
+    dirty: Notify,
+    store_kind: &'static str,
+}
+
+/// How the writing of the store goes.
+#[derive(Clone, Debug, Default)]
+struct WriteState {
+    /// Fleet revision of the last success.
+    durable: u64,
+    /// Fleet revision of the last failure.
+    failed: u64,
+    /// Why writing fails; `None` while it succeeds.
+    error: Option<String>,
+}
+
+impl Coordinator {
+    /// A coordinator of a fleet that has just been restored. The store is written twice before
+    /// this returns, which is what the first epoch needs.
+    pub(crate) fn start(
+        mut fleet: Fleet,
+        store: &mut dyn Store,
+        mut revision: Revision,
+        clock: Arc<dyn Clock>,
+        lease_ttl: Duration,
+        metrics: Metrics,
+    ) -> Result<(Self, Revision), StoreError> {
+        while fleet.wants_save() {
+            let (snapshot, fleet_revision) = fleet.snapshot();
+            revision = store.save(&snapshot, revision)?;
+            fleet.saved(&snapshot, fleet_revision);
+        }
+        metrics.store_writable.set(1);
+        fleet.refresh();
+        let published = Arc::new(publish(fleet.table()));
+        let (changes, _) = broadcast::channel(CHANGES_KEPT);
+        let state = WriteState { durable: fleet.revision(), ..Default::default() };
+        let coordinator = Self {
+            fleet: Mutex::new(fleet),
+            started: clock.now(),
+            clock,
+            lease_ttl,
+            metrics,
+            latest: Mutex::new(published),
+            changes,
+            writes: watch::Sender::new(state),
+            dirty: Notify::new(),
+            store_kind: store.kind(),
+        };
+        // Logs and counts what the restoration has brought.
+        coordinator.with_fleet(|_, _| ());
+        Ok((coordinator, revision))
+    }
+
+    pub(crate) async fn register(
+        &self,
+        request: RegisterRequest,
+    ) -> Result<RegisterResponse, OperationError> {
+        let (name, incarnation) = (request.name.clone(), request.incarnation);
+        if let Some(reason) = self.write_error()
+            && !self.with_fleet(|fleet, _| fleet.is_durable(&name, incarnation))
+        {
+            return Err(OperationError::ReadOnly { reason });
+        }
+        let (response, revision, is_durable) = self.with_fleet(|fleet, now| {
+            let response = fleet.register(request, now)?;
+            let is_durable = fleet.is_durable(&name, incarnation);
+            Ok::<_, Refusal>((response, fleet.revision(), is_durable))
+        })?;
+        if !is_durable {
+            self.durable(revision).await?;
+        }
+        Ok(response)
+    }
+
+    pub(crate) fn renew(
+        &self,
+        member: &MemberId,
+        request: LeaseRequest,
+    ) -> Result<LeaseResponse, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.renew(member, request, now))?)
+    }
+
+    pub(crate) fn ready(
+        &self,
+        member: &MemberId,
+        request: ReadyRequest,
+    ) -> Result<MemberInfo, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.ready(member, request, now))?)
+    }
+
+    pub(crate) fn drain(
+        &self,
+        member: &MemberId,
+        incarnation: Option<u64>,
+    ) -> Result<MemberInfo, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.drain(member, incarnation, now))?)
+    }
+
+    pub(crate) fn suspect(
+        &self,
+        member: &MemberId,
+        request: SuspectRequest,
+    ) -> Result<Duration, OperationError> {
+        Ok(self.with_fleet(|fleet, now| fleet.suspect(member, request, now))?)
+    }
+
+    pub(crate) fn leave(&self, member: &MemberId) -> Result<(), OperationError> {
+        Ok(self.with_fleet(|fleet, _| fleet.leave(member))?)
+    }
+
+    pub(crate) fn members(&self) -> Vec<MemberInfo> {
+        self.with_fleet(|fleet, now| fleet.infos(now))
+    }
+
+    pub(crate) fn status(&self) -> ClusterStatus {
+        let error = self.write_error();
+        let store =
+            StoreStatus { kind: self.store_kind.to_owned(), writable: error.is_none(), error };
+        let num_watchers = self.metrics.watchers.get().max(0) as u64;
+        self.with_fleet(|fleet, now| {
+            let coverage = fleet.coverage();
+            ClusterStatus {
+                cluster_id: fleet.table().cluster_id.clone(),
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                uptime_ms: now.saturating_sub(self.started).as_millis() as u64,
+                epoch: fleet.table().epoch,
+                model: fleet.model().cloned(),
+                num_servers: fleet.planner().num_servers(),
+                replicas: fleet.planner().replicas(),
+                lease_ttl_ms: self.lease_ttl.as_millis() as u64,
+                members: fleet.counts(),
+                experts_total: coverage.experts_total,
+                experts_without_replica: coverage.without_replica,
+                experts_under_replicated: coverage.under_replicated,
+                num_watchers,
+                store,
+            }
+        })
+    }
+
+    /// The table in force.
+    pub(crate) fn latest(&self) -> Arc<Published> {
+        Arc::clone(&lock(&self.latest))
+    }
+
+    /// The table in force and a receiver of all later ones, without a gap between them.
+    pub(crate) fn subscribe(&self) -> (Arc<Published>, broadcast::Receiver<Arc<Published>>) {
+        let latest = lock(&self.latest);
+        (Arc::clone(&latest), self.changes.subscribe())
+    }
+
+    pub(crate) fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+
+    /// Expires members until the task is aborted.
+    pub(crate) async fn run_clock(&self) {
+        let period = (self.lease_ttl / 30).clamp(MIN_TICK, MAX_TICK);
+        loop {
+            tokio::time::sleep(period).await;
+            self.with_fleet(|fleet, now| fleet.tick(now, period));
+        }
+    }
+
+    /// Writes the store whenever something has changed, until `shutdown` turns true and the last
+    /// change is written or has failed. Ends early when another control plane has taken over.
+    pub(crate) async fn run_writer(
+        &self,
+        store: Box<dyn Store>,
+        mut revision: Revision,
+        mut shutdown: watch::Receiver<bool>,
+    ) -> Result<(), StoreError> {
+        let store = Arc::new(Mutex::new(store));
+        loop {
+            let is_last = *shutdown.borrow_and_update();
+            let mut has_failed = false;
+            while lock(&self.fleet).wants_save() {
+                match self.write(&store, revision).await {
+                    Ok(next) => revision = next,
+                    Err(err @ StoreError::Conflict { .. }) => {
+                        error!(error = %err, "the store belongs to somebody else now");
+                        return Err(err);
+                    }
+                    Err(_) => {
+                        has_failed = true;
+                        break;
+                    }
+                }
+            }
+            if is_last {
+                return Ok(());
+            }
+            let retry = async {
+                match has_failed {
+                    true => tokio::time::sleep(WRITE_RETRY).await,
+                    false => self.dirty.notified().await,
+                }
+            };
+            tokio::select! {
+                () = retry => {}
+                // An error means that the server is gone, which ends this as well.
+                changed = shutdown.wait_for(|&down| down) => if changed.is_err() { return Ok(()) },
+            }
+        }
+    }
+
+    async fn write(
+        &self,
+        store: &Arc<Mutex<Box<dyn Store>>>,
+        expected: Revision,
+    ) -> Result<Revision, StoreError> {
+        let (snapshot, fleet_revision) = lock(&self.fleet).snapshot();
+        let snapshot = Arc::new(snapshot);
+        let timer = self.metrics.store_write_seconds.start_timer();
+        let (store, written) = (Arc::clone(store), Arc::clone(&snapshot));
+        let write = tokio::task::spawn_blocking(move || lock(&store).save(&written, expected));
+        let outcome = write.await.unwrap_or_else(|err| {
+            // The task panicked or the runtime goes down.
+            let (operation, path) = ("write", std::path::PathBuf::from("snapshot"));
+            Err(StoreError::Io { operation, path, source: std::io::Error::other(err) })
+        });
+        timer.observe_duration();
+        match outcome {
+            Ok(revision) => {
+                // A new supply of epochs may release a table that was held back.
+                self.with_fleet(|fleet, _| fleet.saved(&snapshot, fleet_revision));
+                if self.write_error().is_some() {
+                    info!("the store can be written again");
+                }
+                self.metrics.store_writable.set(1);
+                self.writes.send_modify(|state| {
+                    state.durable = fleet_revision;
+                    state.error = None;
+                });
+                Ok(revision)
+            }
+            Err(err) => {
+                if self.write_error().is_none() {
+                    error!(error = %err, "the store cannot be written: new members are refused");
+                } else {
+                    debug!(error = %err, "the store still cannot be written");
+                }
+                self.metrics.store_writable.set(0);
+                self.metrics.store_write_errors.inc();
+                self.writes.send_modify(|state| {
+                    state.failed = fleet_revision;
+                    state.error = Some(err.to_string());
+                });
+                Err(err)
+            }
+        }
+    }
+
+    fn write_error(&self) -> Option<String> {
+        self.writes.borrow().error.clone()
+    }
+
+    /// Waits until a revision is in the store. The request's own time limit bounds the wait.
+    async fn durable(&self, revision: u64) -> Result<(), OperationError> {
+        let mut writes = self.writes.subscribe();
+        let settled = writes.wait_for(|state| {
+            state.durable >= revision || (state.error.is_some() && state.failed >= revision)
+        });
+        let state = settled.await.map_err(|_| OperationError::ShuttingDown)?.clone();
+        match state.error {
+            Some(reason) if state.durable < revision => Err(OperationError::ReadOnly { reason }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Does something with the fleet, then publishes, logs and counts what came of it.
+    fn with_fleet<R>(&self, action: impl FnOnce(&mut Fleet, Duration) -> R) -> R {
+        let mut fleet = lock(&self.fleet);
+        let result = action(&mut fleet, self.clock.now());
+        if let Some(table) = fleet.refresh() {
+            let published = Arc::new(publish(&table));
+            // The order of locks is fleet, then table; subscribers take the second only.
+            let mut latest = lock(&self.latest);
+            *latest = Arc::clone(&published);
+            // An error means that nobody watches.
+            let _ = self.changes.send(published);
+        }
+        let events = fleet.take_events();
+        if !events.is_empty() {
+            self.metrics.set_members(fleet.counts());
+            self.metrics.set_coverage(fleet.coverage());
+            self.metrics.epoch.set(fleet.table().epoch as i64);
+        }
+        let is_dirty = fleet.wants_save();
+        drop(fleet);
+        for event in &events {
+            self.note(event);
+        }
+        if is_dirty {
+            self.dirty.notify_one();
+        }
+        result
+    }
+
+    fn note(&self, event: &FleetEvent) {
+        let metrics = &self.metrics;
+        match event {
+            FleetEvent::Registered { name, kind } => {
+                let kind = match kind {
+                    Joined::New => "new",
+                    Joined::Returned => "returned",
+                    Joined::Takeover => "takeover",
+                };
+                metrics.registrations.with_label_values(&[kind]).inc();
+                info!(name, kind, "member registered");
+            }
+            FleetEvent::Serving { name } => info!(name, "member serves"),
+            FleetEvent::Draining { name } => info!(name, "member drains"),
+            FleetEvent::Left { name } => info!(name, "member left"),
+            FleetEvent::Suspected { name, reporter, reason } => {
+                metrics.suspects.inc();
+                warn!(name, reporter, reason, "member suspected");
+            }
+            FleetEvent::Expired { name, cause } => {
+                let cause = match cause {
+                    ExpiryCause::Lease => "lease",
+                    ExpiryCause::Suspect => "suspect",
+                };
+                metrics.expirations.with_label_values(&[cause]).inc();
+                warn!(name, cause, "member expired");
+            }
+            FleetEvent::Forgotten { name } => info!(name, "expired member forgotten"),
+            FleetEvent::PauseForgiven { pause } => {
+                warn!(?pause, "this process was paused; leases extended by as much");
+            }
+            FleetEvent::PlacementChanged { epoch, num_servers } => {
+                metrics.placement_changes.inc();
+                info!(epoch, num_servers, "new placement");
+            }
+            FleetEvent::PlacementHeldBack => {
+                error!("the store must be written before the placement can change any further");
+            }
+        }
+    }
+}
+
+fn publish(table: &PlacementTable) -> Published {
+    // Strings, numbers and lists of them always have a JSON form.
+    let json = serde_json::to_string(table).unwrap_or_default();
+    let event = format!("event: placement\nid: {}\ndata: {json}\n\n", table.epoch);
+    Published { json: Bytes::from(json), event: Bytes::from(event) }
+}
+
+/// A panic elsewhere must not take the control plane down with it.
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Tables that a slow watcher may lag behind before it skips to the newest.
+const CHANGES_KEPT: usize = 64;
+const MIN_TICK: Duration = Duration::from_millis(5);
+const MAX_TICK: Duration = Duration::from_millis(100);
+const WRITE_RETRY: Duration = Duration::from_secs(1);

@@ -1,0 +1,678 @@
+//! Members, leases and the placement that follows from them: the state machine of the control
+//! plane. Sans-I/O: it is handed the time, keeps no clock, writes nothing and talks to nobody.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use control_api::placement::{is_host_port, validate_model};
+use control_api::{
+    Assignment, LeaseRequest, LeaseResponse, MemberCounts, MemberId, MemberInfo, MemberState,
+    ModelDescriptor, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
+    SuspectRequest,
+};
+
+use crate::epoch::EpochAllocator;
+use crate::member::{Lease, Member, MemberRecord, Phase, Superseded};
+use crate::planner::{Joiner, PlanError, Planner};
+use crate::store::Snapshot;
+use crate::table::{self, Coverage};
+
+/// Settings of a [`Fleet`].
+#[derive(Clone, Debug)]
+pub(crate) struct FleetSettings {
+    pub(crate) lease_ttl: Duration,
+    /// Added to a heartbeat interval to give the time in which a suspected member must renew.
+    pub(crate) suspect_grace: Duration,
+    /// How long an expired member is remembered.
+    pub(crate) expired_retention: Duration,
+    pub(crate) max_members: usize,
+    /// The only model accepted; `None` = the first one registered.
+    pub(crate) pinned_fingerprint: Option<String>,
+}
+
+/// What happened, for the log and the metrics.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum FleetEvent {
+    Registered {
+        name: String,
+        kind: Joined,
+    },
+    Serving {
+        name: String,
+    },
+    Draining {
+        name: String,
+    },
+    Left {
+        name: String,
+    },
+    Suspected {
+        name: String,
+        reporter: String,
+        reason: String,
+    },
+    Expired {
+        name: String,
+        cause: ExpiryCause,
+    },
+    Forgotten {
+        name: String,
+    },
+    /// The process was paused; all leases were extended by that much.
+    PauseForgiven {
+        pause: Duration,
+    },
+    PlacementChanged {
+        epoch: u64,
+        num_servers: usize,
+    },
+    /// A change waits for the store to promise more epochs.
+    PlacementHeldBack,
+}
+
+/// How a member came in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Joined {
+    New,
+    /// The same process again.
+    Returned,
+    /// A restarted process under the same name.
+    Takeover,
+}
+
+/// Why a lease ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ExpiryCause {
+    Lease,
+    Suspect,
+}
+
+/// Why the fleet refuses a request.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("no member has the id {member}: register again")]
+    UnknownMember { member: String },
+    #[error("the lease of member {name} ran out {ago_ms} ms ago: register again")]
+    LeaseExpired { name: String, ago_ms: u64 },
+    #[error(
+        "another process has registered as {name}: this one is out; names must be unique in the \
+         fleet"
+    )]
+    Superseded { name: String },
+    #[error(
+        "member {name} serves the model with fingerprint {found}, this fleet serves {expected}: \
+         point the member at the fleet's model, or start the control plane for another model \
+         with an empty data directory"
+    )]
+    ModelMismatch { name: String, found: String, expected: String },
+    #[error(
+        "member {name} describes the model {fingerprint} differently from the members before it: \
+         its configuration must be the same file"
+    )]
+    DescriptorMismatch { name: String, fingerprint: String },
+    #[error("{0}")]
+    Capacity(#[from] PlanError),
+    #[error("the fleet has {limit} members, the most that this control plane accepts")]
+    TooManyMembers { limit: usize },
+    #[error("{0}")]
+    BadRequest(String),
+}
+
+/// The fleet.
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    settings: FleetSettings,
+    planner: Box<dyn Planner>,
+    cluster_id: String,
+    model: Option<ModelDescriptor>,
+    /// By name: the order of servers in the table is stable.
+    members: BTreeMap<String, Member>,
+    names: HashMap<MemberId, String>,
+    epochs: EpochAllocator,
+    table: Arc<PlacementTable>,
+    coverage: Coverage,
+    /// Whether members changed since the table was built.
+    is_table_stale: bool,
+    is_held_back: bool,
+    /// Counts durable changes; `saved_revision` is the last one in the store.
+    revision: u64,
+    saved_revision: u64,
+    last_tick: Duration,
+    events: Vec<FleetEvent>,
+}
+
+impl Fleet {
+    /// A fleet as the store knows it, or a fresh one. Members that were leased get one fresh
+    /// time to live. Issues no epoch before two snapshots are [`saved`](Self::saved).
+    pub(crate) fn new(
+        settings: FleetSettings,
+        planner: Box<dyn Planner>,
+        snapshot: Option<Snapshot>,
+        now: Duration,
+    ) -> Self {
+        let snapshot = snapshot.unwrap_or_else(|| Snapshot::fresh(MemberId::random().to_string()));
+        let mut members = BTreeMap::new();
+        let mut names = HashMap::new();
+        for record in snapshot.members {
+            let lease = match record.expired {
+                true => Lease::ExpiredAt(now),
+                false => Lease::Until(now + settings.lease_ttl),
+            };
+            names.insert(record.member_id.clone(), record.name.clone());
+            members.insert(record.name.clone(), Member::new(record, lease, true));
+        }
+        let table =
+            PlacementTable { cluster_id: snapshot.cluster_id.clone(), ..Default::default() };
+        Self {
+            settings,
+            planner,
+            cluster_id: snapshot.cluster_id,
+            model: snapshot.model,
+            members,
+            names,
+            epochs: EpochAllocator::resume(snapshot.reserved_epoch),
+            table: Arc::new(table),
+            coverage: Coverage::default(),
+            is_table_stale: true,
+            is_held_back: false,
+            revision: 1,
+            saved_revision: 0,
+            last_tick: now,
+            events: Vec::new(),
+        }
+    }
+
+    pub(crate) fn register(
+        &mut self,
+        request: RegisterRequest,
+        now: Duration,
+    ) -> Result<RegisterResponse, Refusal> {
+        self.check_registration(&request)?;
+        let known = self.members.get(&request.name);
+        let was_superseded = known.is_some_and(|member| {
+            member.record.superseded.iter().any(|old| old.incarnation == request.incarnation)
+        });
+        if was_superseded {
+            return Err(Refusal::Superseded { name: request.name });
+        }
+        let kind = match known {
+            None => Joined::New,
+            Some(member) if member.record.incarnation == request.incarnation => Joined::Returned,
+            Some(_) => Joined::Takeover,
+        };
+        if kind == Joined::New {
+            self.make_room()?;
+        }
+        if kind == Joined::Returned {
+            self.welcome_back(&request, now);
+        } else {
+            self.admit(&request, now)?;
+        }
+        if self.model.is_none() {
+            self.model = Some(request.model);
+            self.is_table_stale = true;
+        }
+        self.revision += 1;
+        self.events.push(FleetEvent::Registered { name: request.name.clone(), kind });
+        let member = &self.members[&request.name];
+        Ok(RegisterResponse {
+            member_id: member.record.member_id.clone(),
+            lease_ttl_ms: self.settings.lease_ttl.as_millis() as u64,
+            epoch: self.table.epoch,
+            assignment: Assignment::clone(&member.record.assignment),
+            assignment_version: member.record.assignment_version,
+        })
+    }
+
+    pub(crate) fn renew(
+        &mut self,
+        member: &MemberId,
+        request: LeaseRequest,
+        now: Duration,
+    ) -> Result<LeaseResponse, Refusal> {
+        let lease_ttl = self.settings.lease_ttl;
+        let epoch = self.table.epoch;
+        let member = self.leased(member, Some(request.incarnation), now)?;
+        member.lease = Lease::Until(now + lease_ttl);
+        member.renew_by = None;
+        if let Some(load) = request.load {
+            member.load = Some(load);
+        }
+        let version = member.record.assignment_version;
+        let is_news = request.assignment_version != version;
+        Ok(LeaseResponse {
+            lease_ttl_ms: lease_ttl.as_millis() as u64,
+            epoch,
+            state: member.state(),
+            assignment_version: version,
+            assignment: is_news.then(|| Assignment::clone(&member.record.assignment)),
+        })
+    }
+
+    pub(crate) fn ready(
+        &mut self,
+        member: &MemberId,
+        request: ReadyRequest,
+        now: Duration,
+    ) -> Result<MemberInfo, Refusal> {
+        if let Some(model) = &self.model {
+            check_assignment(&request.holds, model)?;
+        }
+        let member = self.leased(member, Some(request.incarnation), now)?;
+        member.set_holds(request.holds);
+        let was = member.record.phase;
+        // A late report of readiness does not call a draining member back.
+        if was == Phase::Loading {
+            member.record.phase = Phase::Serving;
+        }
+        let (info, name) = (member.info(now), member.record.name.clone());
+        if was == Phase::Loading {
+            self.events.push(FleetEvent::Serving { name });
+        }
+        self.touch();
+        Ok(info)
+    }
+
+    pub(crate) fn drain(
+        &mut self,
+        member: &MemberId,
+        incarnation: Option<u64>,
+        now: Duration,
+    ) -> Result<MemberInfo, Refusal> {
+        let member = self.leased(member, incarnation, now)?;
+        let was = std::mem::replace(&mut member.record.phase, Phase::Draining);
+        let (info, name) = (member.info(now), member.record.name.clone());
+        if was != Phase::Draining {
+            self.events.push(FleetEvent::Draining { name });
+            self.touch();
+        }
+        Ok(info)
+    }
+
+    pub(crate) fn leave(&mut self, member: &MemberId) -> Result<(), Refusal> {
+        let name = self.name_of(member)?.to_owned();
+        self.remove(&name);
+        self.events.push(FleetEvent::Left { name });
+        Ok(())
+    }
+
+    /// Shortens the wait for a member's next renewal; gives what is left of it. A live member
+    /// renews within a heartbeat interval and stays.
+    pub(crate) fn suspect(
+        &mut self,
+        member: &MemberId,
+        request: SuspectRequest,
+        now: Duration,
+    ) -> Result<Duration, Refusal> {
+        let wait = self.settings.lease_ttl / 3 + self.settings.suspect_grace;
+        let name = self.name_of(member)?.to_owned();
+        let Some(member) = self.members.get_mut(&name) else { return Ok(Duration::ZERO) };
+        let is_other = request.incarnation.is_some_and(|found| found != member.record.incarnation);
+        if is_other || !member.is_leased() {
+            return Ok(Duration::ZERO);
+        }
+        // Further reports do not push the deadline out.
+        let renew_by = *member.renew_by.get_or_insert(now + wait);
+        let left = member.deadline().unwrap_or(renew_by).saturating_sub(now);
+        let (reporter, reason) = (request.reporter, request.reason);
+        self.events.push(FleetEvent::Suspected { name, reporter, reason });
+        Ok(left)
+    }
+
+    /// Expires what has run out and forgets what has been expired for long. To be called about
+    /// every `period`; a much longer gap means that this process was paused, in which case
+    /// nobody could renew and all leases are extended by the gap.
+    pub(crate) fn tick(&mut self, now: Duration, period: Duration) {
+        let gap = now.saturating_sub(self.last_tick);
+        self.last_tick = now;
+        if gap > period * 4 {
+            self.forgive_pause(gap - period);
+        }
+        let mut expired = Vec::new();
+        let mut forgotten = Vec::new();
+        for member in self.members.values_mut() {
+            match (member.lease, member.deadline()) {
+                (Lease::Until(until), Some(deadline)) if deadline <= now => {
+                    let cause =
+                        if until <= now { ExpiryCause::Lease } else { ExpiryCause::Suspect };
+                    member.lease = Lease::ExpiredAt(now);
+                    member.renew_by = None;
+                    member.load = None;
+                    expired.push((member.record.name.clone(), cause));
+                }
+                (Lease::ExpiredAt(at), _) if now >= at + self.settings.expired_retention => {
+                    forgotten.push(member.record.name.clone());
+                }
+                _ => {}
+            }
+        }
+        for (name, cause) in expired {
+            self.events.push(FleetEvent::Expired { name, cause });
+            self.touch();
+        }
+        for name in forgotten {
+            self.remove(&name);
+            self.events.push(FleetEvent::Forgotten { name });
+        }
+    }
+
+    /// Builds the table anew if members changed, under a new epoch if it differs. Gives the new
+    /// table. While the store has promised no more epochs the old table stays.
+    pub(crate) fn refresh(&mut self) -> Option<Arc<PlacementTable>> {
+        if !self.is_table_stale {
+            return None;
+        }
+        let model = self.model.as_ref();
+        let mut next = table::build(&self.cluster_id, 0, model, self.members.values());
+        if self.table.epoch > 0 && !table::differs(&next, &self.table) {
+            self.is_table_stale = false;
+            self.is_held_back = false;
+            return None;
+        }
+        let Some(epoch) = self.epochs.issue() else {
+            if !std::mem::replace(&mut self.is_held_back, true) {
+                self.events.push(FleetEvent::PlacementHeldBack);
+            }
+            return None;
+        };
+        next.epoch = epoch;
+        self.is_table_stale = false;
+        self.is_held_back = false;
+        self.coverage = Coverage::of(&next, self.planner.replicas());
+        let num_servers = next.servers.len();
+        self.table = Arc::new(next);
+        self.events.push(FleetEvent::PlacementChanged { epoch, num_servers });
+        Some(Arc::clone(&self.table))
+    }
+
+    /// Whether the store should be written.
+    pub(crate) fn wants_save(&self) -> bool {
+        self.revision > self.saved_revision || self.epochs.wants_save()
+    }
+
+    /// What to write, and the revision to hand to [`saved`](Self::saved) once it is durable.
+    pub(crate) fn snapshot(&self) -> (Snapshot, u64) {
+        let record = |member: &Member| MemberRecord {
+            expired: !member.is_leased(),
+            ..member.record.clone()
+        };
+        let snapshot = Snapshot {
+            cluster_id: self.cluster_id.clone(),
+            reserved_epoch: self.epochs.reservation(),
+            model: self.model.clone(),
+            members: self.members.values().map(record).collect(),
+        };
+        (snapshot, self.revision)
+    }
+
+    /// Notes that a snapshot has become durable.
+    pub(crate) fn saved(&mut self, snapshot: &Snapshot, revision: u64) {
+        self.epochs.saved(snapshot.reserved_epoch);
+        self.saved_revision = self.saved_revision.max(revision);
+        for record in &snapshot.members {
+            if let Some(member) = self.members.get_mut(&record.name)
+                && member.record.member_id == record.member_id
+            {
+                member.is_durable = true;
+            }
+        }
+    }
+
+    /// Whether a process is known to the store, so that it may come back although nothing can be
+    /// written.
+    pub(crate) fn is_durable(&self, name: &str, incarnation: u64) -> bool {
+        let member = self.members.get(name);
+        member.is_some_and(|member| member.is_durable && member.record.incarnation == incarnation)
+    }
+
+    pub(crate) fn revision(&self) -> u64 {
+        self.revision
+    }
+
+    pub(crate) fn table(&self) -> &Arc<PlacementTable> {
+        &self.table
+    }
+
+    pub(crate) fn coverage(&self) -> Coverage {
+        self.coverage
+    }
+
+    pub(crate) fn model(&self) -> Option<&ModelDescriptor> {
+        self.model.as_ref()
+    }
+
+    pub(crate) fn planner(&self) -> &dyn Planner {
+        &*self.planner
+    }
+
+    pub(crate) fn infos(&self, now: Duration) -> Vec<MemberInfo> {
+        self.members.values().map(|member| member.info(now)).collect()
+    }
+
+    pub(crate) fn counts(&self) -> MemberCounts {
+        let mut counts = MemberCounts::default();
+        for member in self.members.values() {
+            match member.state() {
+                MemberState::Loading => counts.loading += 1,
+                MemberState::Serving => counts.serving += 1,
+                MemberState::Draining => counts.draining += 1,
+                MemberState::Expired => counts.expired += 1,
+            }
+        }
+        counts
+    }
+
+    pub(crate) fn take_events(&mut self) -> Vec<FleetEvent> {
+        std::mem::take(&mut self.events)
+    }
+
+    fn check_registration(&self, request: &RegisterRequest) -> Result<(), Refusal> {
+        let bad = |text: String| Err(Refusal::BadRequest(text));
+        let name = &request.name;
+        if !(1..=128).contains(&name.len()) || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return bad(format!(
+                "member name {:?}: expected 1 to 128 visible ASCII characters without spaces",
+                name.chars().take(80).collect::<String>()
+            ));
+        }
+        let metrics_addr = request.metrics_addr.iter().map(|addr| ("metrics_addr", addr));
+        for (field, addr) in metrics_addr.chain([("data_addr", &request.data_addr)]) {
+            if !is_host_port(addr) {
+                return bad(format!(
+                    "{field} {:?} of member {name}: expected host:port with a port above 0",
+                    addr.chars().take(80).collect::<String>()
+                ));
+            }
+        }
+        if let Err(err) = validate_model(&request.model) {
+            return bad(format!("model of member {name}: {err}"));
+        }
+        let found = &request.model.fingerprint;
+        let pinned = self.settings.pinned_fingerprint.as_ref();
+        let expected = pinned.or(self.model.as_ref().map(|model| &model.fingerprint));
+        if let Some(expected) = expected.filter(|&expected| expected != found) {
+            return Err(Refusal::ModelMismatch {
+                name: name.clone(),
+                found: found.clone(),
+                expected: expected.clone(),
+            });
+        }
+        if self.model.as_ref().is_some_and(|model| *model != request.model) {
+            let fingerprint = found.clone();
+            return Err(Refusal::DescriptorMismatch { name: name.clone(), fingerprint });
+        }
+        check_assignment(&request.holds, &request.model)
+    }
+
+    /// The same process again: same identity, same assignment, fresh lease.
+    fn welcome_back(&mut self, request: &RegisterRequest, now: Duration) {
+        let lease_ttl = self.settings.lease_ttl;
+        let Some(member) = self.members.get_mut(&request.name) else { return };
+        if !member.is_leased() {
+            member.record.phase = Phase::Loading;
+        }
+        member.lease = Lease::Until(now + lease_ttl);
+        member.renew_by = None;
+        member.record.data_addr.clone_from(&request.data_addr);
+        member.record.metrics_addr.clone_from(&request.metrics_addr);
+        self.is_table_stale = true;
+    }
+
+    /// A process not seen before, possibly in place of an older one of its name.
+    fn admit(&mut self, request: &RegisterRequest, now: Duration) -> Result<(), Refusal> {
+        let old = self.members.get(&request.name);
+        let assignment = if request.holds.is_empty() {
+            let others: Vec<&Assignment> = self
+                .members
+                .values()
+                .filter(|member| member.record.name != request.name && member.is_leased())
+                .filter(|member| member.record.phase != Phase::Draining)
+                .map(|member| &*member.record.assignment)
+                .collect();
+            let joiner = Joiner {
+                capacity_experts: request.capacity_experts,
+                previous: old.map(|member| &*member.record.assignment),
+            };
+            self.planner.assign(&request.model, &joiner, &others)?
+        } else {
+            request.holds.clone()
+        };
+        let mut superseded = Vec::new();
+        if let Some(old) = old {
+            superseded.clone_from(&old.record.superseded);
+            superseded.push(Superseded {
+                member_id: old.record.member_id.clone(),
+                incarnation: old.record.incarnation,
+            });
+            let surplus = superseded.len().saturating_sub(MAX_SUPERSEDED);
+            superseded.drain(..surplus);
+            self.names.remove(&old.record.member_id);
+        }
+        let record = MemberRecord {
+            member_id: MemberId::random(),
+            name: request.name.clone(),
+            incarnation: request.incarnation,
+            data_addr: request.data_addr.clone(),
+            metrics_addr: request.metrics_addr.clone(),
+            phase: Phase::Loading,
+            expired: false,
+            assignment: Arc::new(assignment),
+            assignment_version: 1,
+            holds: Arc::default(),
+            superseded,
+        };
+        self.names.insert(record.member_id.clone(), record.name.clone());
+        let lease = Lease::Until(now + self.settings.lease_ttl);
+        self.members.insert(request.name.clone(), Member::new(record, lease, false));
+        self.is_table_stale = true;
+        Ok(())
+    }
+
+    /// Makes room for one more member, at the cost of the one that expired first.
+    fn make_room(&mut self) -> Result<(), Refusal> {
+        let limit = self.settings.max_members;
+        if self.members.len() < limit {
+            return Ok(());
+        }
+        let expired = self.members.values().filter_map(|member| match member.lease {
+            Lease::ExpiredAt(at) => Some((at, member.record.name.clone())),
+            Lease::Until(_) => None,
+        });
+        let Some((_, name)) = expired.min() else {
+            return Err(Refusal::TooManyMembers { limit });
+        };
+        self.remove(&name);
+        self.events.push(FleetEvent::Forgotten { name });
+        Ok(())
+    }
+
+    fn forgive_pause(&mut self, pause: Duration) {
+        for member in self.members.values_mut() {
+            if let Lease::Until(until) = &mut member.lease {
+                *until += pause;
+            }
+            if let Some(by) = &mut member.renew_by {
+                *by += pause;
+            }
+        }
+        self.events.push(FleetEvent::PauseForgiven { pause });
+    }
+
+    fn remove(&mut self, name: &str) {
+        if let Some(member) = self.members.remove(name) {
+            self.names.remove(&member.record.member_id);
+        }
+        self.touch();
+    }
+
+    /// Notes a change that the table and the store have to hear of.
+    fn touch(&mut self) {
+        self.is_table_stale = true;
+        self.revision += 1;
+    }
+
+    fn name_of(&self, member: &MemberId) -> Result<&str, Refusal> {
+        if let Some(name) = self.names.get(member) {
+            return Ok(name);
+        }
+        let is_old =
+            |other: &&Member| other.record.superseded.iter().any(|old| old.member_id == *member);
+        match self.members.values().find(is_old) {
+            Some(other) => Err(Refusal::Superseded { name: other.record.name.clone() }),
+            None => Err(Refusal::UnknownMember { member: member.to_string() }),
+        }
+    }
+
+    fn leased(
+        &mut self,
+        id: &MemberId,
+        incarnation: Option<u64>,
+        now: Duration,
+    ) -> Result<&mut Member, Refusal> {
+        let name = self.name_of(id)?.to_owned();
+        let unknown = || Refusal::UnknownMember { member: id.to_string() };
+        let member = self.members.get_mut(&name).ok_or_else(unknown)?;
+        if incarnation.is_some_and(|found| found != member.record.incarnation) {
+            return Err(Refusal::Superseded { name });
+        }
+        if let Lease::ExpiredAt(at) = member.lease {
+            let ago_ms = now.saturating_sub(at).as_millis() as u64;
+            return Err(Refusal::LeaseExpired { name, ago_ms });
+        }
+        Ok(member)
+    }
+}
+
+/// Checks that an assignment is sorted and within the model.
+fn check_assignment(found: &Assignment, model: &ModelDescriptor) -> Result<(), Refusal> {
+    let bad = |text: String| Err(Refusal::BadRequest(text));
+    if !found.layers.is_sorted_by(|a, b| a.layer < b.layer) {
+        return bad("holds: layers must be strictly ascending".to_owned());
+    }
+    for entry in &found.layers {
+        let layer = entry.layer;
+        if model.moe_layers.binary_search(&layer).is_err() {
+            return bad(format!("holds: the model has no MoE layer {layer}"));
+        }
+        if !entry.experts.is_sorted_by(|a, b| a < b) {
+            return bad(format!("holds: experts of layer {layer} must be strictly ascending"));
+        }
+        if let Some(&last) = entry.experts.last()
+            && last >= model.num_experts
+        {
+            let num_experts = model.num_experts;
+            return bad(format!(
+                "holds: expert {last} of layer {layer}, the model has {num_experts} experts"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Predecessors remembered per name, so that a process which lost its name stays out.
+const MAX_SUPERSEDED: usize = 8;
+
+#[cfg(test)]
+#[path = "fleet_tests.rs"]
+mod tests;

@@ -1,0 +1,116 @@
+//! Refusals as HTTP answers, and bodies as JSON with a clear error.
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::{FromRequest, Request};
+use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use control_api::{ApiError, code};
+use serde::de::DeserializeOwned;
+
+use crate::coordinator::OperationError;
+use crate::fleet::Refusal;
+
+/// A refusal.
+#[derive(Debug)]
+pub(crate) struct HttpError {
+    code: &'static str,
+    message: String,
+}
+
+impl HttpError {
+    pub(crate) fn new(code: &'static str, message: impl Into<String>) -> Self {
+        Self { code, message: message.into() }
+    }
+
+    fn status(&self) -> StatusCode {
+        match self.code {
+            code::UNAUTHORIZED => StatusCode::UNAUTHORIZED,
+            code::BAD_REQUEST => StatusCode::BAD_REQUEST,
+            code::NOT_FOUND | code::UNKNOWN_MEMBER => StatusCode::NOT_FOUND,
+            code::METHOD_NOT_ALLOWED => StatusCode::METHOD_NOT_ALLOWED,
+            code::BODY_TOO_LARGE => StatusCode::PAYLOAD_TOO_LARGE,
+            code::REQUEST_TIMEOUT => StatusCode::REQUEST_TIMEOUT,
+            code::LEASE_EXPIRED
+            | code::SUPERSEDED
+            | code::MODEL_MISMATCH
+            | code::CAPACITY_TOO_SMALL => StatusCode::CONFLICT,
+            code::TOO_MANY_MEMBERS
+            | code::TOO_MANY_WATCHERS
+            | code::STORE_READ_ONLY
+            | code::SHUTTING_DOWN => StatusCode::SERVICE_UNAVAILABLE,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
+        }
+    }
+}
+
+impl IntoResponse for HttpError {
+    fn into_response(self) -> Response {
+        let body = ApiError { code: self.code.to_owned(), message: self.message.clone() };
+        let mut response = (self.status(), Json(body)).into_response();
+        if self.status() == StatusCode::UNAUTHORIZED {
+            let challenge = axum::http::HeaderValue::from_static("Bearer");
+            response.headers_mut().insert(axum::http::header::WWW_AUTHENTICATE, challenge);
+        }
+        response
+    }
+}
+
+impl From<OperationError> for HttpError {
+    fn from(err: OperationError) -> Self {
+        let code = match &err {
+            OperationError::Refused(refusal) => match refusal {
+                Refusal::UnknownMember { .. } => code::UNKNOWN_MEMBER,
+                Refusal::LeaseExpired { .. } => code::LEASE_EXPIRED,
+                Refusal::Superseded { .. } => code::SUPERSEDED,
+                Refusal::ModelMismatch { .. } | Refusal::DescriptorMismatch { .. } => {
+                    code::MODEL_MISMATCH
+                }
+                Refusal::Capacity(_) => code::CAPACITY_TOO_SMALL,
+                Refusal::TooManyMembers { .. } => code::TOO_MANY_MEMBERS,
+                Refusal::BadRequest(_) => code::BAD_REQUEST,
+            },
+            OperationError::ReadOnly { .. } => code::STORE_READ_ONLY,
+            OperationError::ShuttingDown => code::SHUTTING_DOWN,
+        };
+        Self::new(code, err.to_string())
+    }
+}
+
+/// A JSON body. An empty one stands for `{}`.
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = HttpError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, HttpError> {
+        // Asking for the type keeps pages in a browser from posting here without the browser's
+        // consent check.
+        let content_type = request.headers().get(CONTENT_TYPE).cloned();
+        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| {
+            let text = rejection.body_text();
+            match rejection.status() {
+                StatusCode::PAYLOAD_TOO_LARGE => {
+                    HttpError::new(code::BODY_TOO_LARGE, "the body is larger than this route takes")
+                }
+                _ => HttpError::new(code::BAD_REQUEST, format!("the body cannot be read: {text}")),
+            }
+        })?;
+        let is_json = content_type.is_some_and(|value| {
+            value.as_bytes().to_ascii_lowercase().starts_with(b"application/json")
+        });
+        if !bytes.is_empty() && !is_json {
+            let text = "the body must be JSON: send the header `Content-Type: application/json`";
+            return Err(HttpError::new(code::BAD_REQUEST, text));
+        }
+        let text = if bytes.is_empty() { b"{}" } else { &bytes[..] };
+        match serde_json::from_slice(text) {
+            Ok(value) => Ok(Self(value)),
+            Err(err) => {
+                let text = format!("the body is not what this route takes: {err}");
+                Err(HttpError::new(code::BAD_REQUEST, text))
+            }
+        }
+    }
+}

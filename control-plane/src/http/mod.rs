@@ -1,0 +1,157 @@
+//! The HTTP face: routes, authentication, time limits, errors as JSON.
+
+pub(crate) mod conn;
+mod error;
+mod openapi;
+mod routes;
+mod watch;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
+use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, Method};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::MethodRouter;
+use control_api::code;
+use sha2::{Digest, Sha256};
+use tokio::sync::Semaphore;
+
+use crate::config::Limits;
+use crate::coordinator::Coordinator;
+use error::HttpError;
+
+/// What every handler can reach.
+#[derive(Clone, Debug)]
+pub(crate) struct App {
+    pub(crate) coordinator: Arc<Coordinator>,
+    pub(crate) limits: Limits,
+    /// Digest of the token, if one is required.
+    token: Option<[u8; 32]>,
+    watch_permits: Arc<Semaphore>,
+    /// Turns true at shutdown: watches end, readiness is taken back.
+    pub(crate) shutdown: tokio::sync::watch::Receiver<bool>,
+}
+
+impl App {
+    pub(crate) fn new(
+        coordinator: Arc<Coordinator>,
+        limits: Limits,
+        token: Option<&str>,
+        shutdown: tokio::sync::watch::Receiver<bool>,
+    ) -> Self {
+        let watch_permits = Arc::new(Semaphore::new(limits.max_watchers));
+        let token = token.map(|token| Sha256::digest(token).into());
+        Self { coordinator, limits, token, watch_permits, shutdown }
+    }
+}
+
+/// One route, listed so that a test can hold it against the OpenAPI document.
+struct Route {
+    #[cfg_attr(not(test), expect(dead_code, reason = "the handler knows its method by itself"))]
+    method: Method,
+    path: &'static str,
+    handler: MethodRouter<App>,
+}
+
+/// The whole interface.
+pub(crate) fn router(app: App) -> Router {
+    let mut router = Router::new();
+    for route in routes::all() {
+        router = router.route(route.path, route.handler);
+    }
+    let not_found =
+        || async { HttpError::new(code::NOT_FOUND, "no such route; see /openapi.json") };
+    let wrong_method =
+        || async { HttpError::new(code::METHOD_NOT_ALLOWED, "this route has other methods") };
+    router
+        .fallback(not_found)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(app.limits.max_body_bytes))
+        .layer(middleware::from_fn_with_state(app.clone(), guard))
+        .layer(middleware::from_fn_with_state(app.clone(), measure))
+        .with_state(app)
+}
+
+/// Lets in who may come in, and bounds the time that a request may take, body included.
+async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
+    let is_open = !is_protected(request.uri().path());
+    if !is_open && let Some(expected) = &app.token {
+        if let Err(refusal) = authorize(request.headers(), expected) {
+            return refusal.into_response();
+        }
+    }
+    let limit = app.limits.request_timeout;
+    match tokio::time::timeout(limit, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let text = format!("the request was not complete within {limit:?}");
+            HttpError::new(code::REQUEST_TIMEOUT, text).into_response()
+        }
+    }
+}
+
+async fn measure(State(app): State<App>, request: Request, next: Next) -> Response {
+    let started = Instant::now();
+    let route = request.extensions().get::<MatchedPath>().cloned();
+    let method = request.method().clone();
+    let response = next.run(request).await;
+    let route = route.as_ref().map_or("unmatched", MatchedPath::as_str);
+    let status = response.status().as_u16();
+    app.coordinator.metrics().observe_request(route, method.as_str(), status, started.elapsed());
+    response
+}
+
+/// Everything but the probes, the metrics and the description of the interface.
+fn is_protected(path: &str) -> bool {
+    !matches!(path, "/healthz" | "/readyz" | "/metrics" | "/openapi.json")
+}
+
+fn authorize(headers: &HeaderMap, expected: &[u8; 32]) -> Result<(), HttpError> {
+    let refuse = |text: &str| Err(HttpError::new(code::UNAUTHORIZED, text));
+    let Some(value) = headers.get(AUTHORIZATION) else {
+        return refuse("no token: send the header `Authorization: Bearer TOKEN`");
+    };
+    let (scheme, token) = value.as_bytes().split_at(value.len().min(BEARER.len()));
+    if !scheme.eq_ignore_ascii_case(BEARER) {
+        return refuse("not a bearer token: send the header `Authorization: Bearer TOKEN`");
+    }
+    // Digests of equal length, compared without an early exit: the time taken says nothing about
+    // the token.
+    let found: [u8; 32] = Sha256::digest(token).into();
+    let difference = found.iter().zip(expected).fold(0, |sum, (a, b)| sum | (a ^ b));
+    if std::hint::black_box(difference) != 0 {
+        return refuse("the token is wrong");
+    }
+    Ok(())
+}
+
+const BEARER: &[u8] = b"Bearer ";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_right_token_is_let_in() {
+        let expected: [u8; 32] = Sha256::digest("secret").into();
+        let attempt = |value: Option<&str>| {
+            let mut headers = HeaderMap::new();
+            if let Some(value) = value {
+                headers.insert(AUTHORIZATION, value.parse().unwrap());
+            }
+            authorize(&headers, &expected).is_ok()
+        };
+        assert!(attempt(Some("Bearer secret")));
+        assert!(attempt(Some("bearer secret")));
+        for wrong in
+            ["Bearer secre", "Bearer secrets", "Bearer ", "Bearer", "secret", "Basic secret"]
+        {
+            assert!(!attempt(Some(wrong)), "{wrong}");
+        }
+        assert!(!attempt(None));
+    }
+}

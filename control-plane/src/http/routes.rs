@@ -1,0 +1,210 @@
+//! The handlers.
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{Method, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, post, put};
+use control_api::{
+    ApiError, ClusterStatus, DrainRequest, LeaseRequest, LeaseResponse, MemberId, MemberInfo,
+    MemberList, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse, SuspectRequest,
+    SuspectResponse, code,
+};
+
+use super::error::{Body, HttpError};
+use super::{App, Route, openapi, watch};
+
+type Answer<T> = Result<Json<T>, HttpError>;
+
+/// Every route.
+pub(super) fn all() -> Vec<Route> {
+    let route = |method, path, handler| Route { method, path, handler };
+    vec![
+        route(Method::GET, "/healthz", get(healthz)),
+        route(Method::GET, "/readyz", get(readyz)),
+        route(Method::GET, "/metrics", get(metrics)),
+        route(Method::GET, "/openapi.json", get(openapi_json)),
+        route(Method::GET, "/v1/placement", get(placement)),
+        route(Method::GET, "/v1/placement/watch", get(watch::placement_watch)),
+        route(Method::GET, "/v1/status", get(status)),
+        route(Method::GET, "/v1/members", get(members)),
+        route(Method::POST, "/v1/members", post(register)),
+        route(Method::DELETE, "/v1/members/{id}", delete(leave)),
+        route(Method::PUT, "/v1/members/{id}/lease", put(renew)),
+        route(Method::POST, "/v1/members/{id}/ready", post(ready)),
+        route(Method::POST, "/v1/members/{id}/drain", post(drain)),
+        route(Method::POST, "/v1/members/{id}/suspect", post(suspect)),
+    ]
+}
+
+/// Whether the process lives.
+#[utoipa::path(get, path = "/healthz", tag = "probes", security(()),
+    responses((status = 200, description = "Alive", body = String)))]
+pub(super) async fn healthz() -> &'static str {
+    "ok\n"
+}
+
+/// Whether requests are welcome: no longer so once a shutdown has begun.
+#[utoipa::path(get, path = "/readyz", tag = "probes", security(()), responses(
+    (status = 200, description = "Ready", body = String),
+    (status = 503, description = "Shutting down", body = ApiError)))]
+pub(super) async fn readyz(State(app): State<App>) -> Result<&'static str, HttpError> {
+    if *app.shutdown.borrow() {
+        return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
+    }
+    Ok("ok\n")
+}
+
+/// Metrics in Prometheus' text format.
+#[utoipa::path(get, path = "/metrics", tag = "probes", security(()),
+    responses((status = 200, description = "Metrics", body = String)))]
+pub(super) async fn metrics(State(app): State<App>) -> Response {
+    match app.coordinator.metrics().render() {
+        Ok(text) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
+        Err(err) => HttpError::new(code::INTERNAL, err.to_string()).into_response(),
+    }
+}
+
+/// This document.
+#[utoipa::path(get, path = "/openapi.json", tag = "probes", security(()),
+    responses((status = 200, description = "OpenAPI document", body = Object)))]
+pub(super) async fn openapi_json() -> Json<utoipa::openapi::OpenApi> {
+    Json(openapi::document())
+}
+
+/// The placement table in force.
+#[utoipa::path(get, path = "/v1/placement", tag = "placement", responses(
+    (status = 200, description = "The table", body = PlacementTable),
+    (status = 401, description = "Wrong token", body = ApiError)))]
+pub(super) async fn placement(State(app): State<App>) -> Response {
+    let json = app.coordinator.latest().json.clone();
+    ([(CONTENT_TYPE, "application/json")], json).into_response()
+}
+
+/// Overview of the cluster.
+#[utoipa::path(get, path = "/v1/status", tag = "placement", responses(
+    (status = 200, description = "The overview", body = ClusterStatus),
+    (status = 401, description = "Wrong token", body = ApiError)))]
+pub(super) async fn status(State(app): State<App>) -> Json<ClusterStatus> {
+    Json(app.coordinator.status())
+}
+
+/// All members by name.
+#[utoipa::path(get, path = "/v1/members", tag = "members", responses(
+    (status = 200, description = "The members", body = MemberList),
+    (status = 401, description = "Wrong token", body = ApiError)))]
+pub(super) async fn members(State(app): State<App>) -> Json<MemberList> {
+    Json(MemberList { members: app.coordinator.members() })
+}
+
+/// Joins, or joins again. The same name and incarnation give the same member; another
+/// incarnation takes the name over. The answer is durable when it is given.
+#[utoipa::path(post, path = "/v1/members", tag = "members",
+    request_body = RegisterRequest, responses(
+    (status = 200, description = "Registered; the lease starts now", body = RegisterResponse),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 409, description = "`model_mismatch`, `capacity_too_small`, `superseded`",
+        body = ApiError),
+    (status = 503, description = "`store_read_only`, `too_many_members`, `shutting_down`",
+        body = ApiError)))]
+pub(super) async fn register(
+    State(app): State<App>,
+    Body(request): Body<RegisterRequest>,
+) -> Answer<RegisterResponse> {
+    Ok(Json(app.coordinator.register(request).await?))
+}
+
+/// Leaves for good.
+#[utoipa::path(delete, path = "/v1/members/{id}", tag = "members",
+    params(("id" = MemberId, Path, description = "Member")), responses(
+    (status = 204, description = "Gone"),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 404, description = "`unknown_member`", body = ApiError),
+    (status = 409, description = "`superseded`", body = ApiError)))]
+pub(super) async fn leave(
+    State(app): State<App>,
+    Path(id): Path<String>,
+) -> Result<StatusCode, HttpError> {
+    app.coordinator.leave(&member_id(&id)?)?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Renews a lease.
+#[utoipa::path(put, path = "/v1/members/{id}/lease", tag = "members",
+    params(("id" = MemberId, Path, description = "Member")),
+    request_body = LeaseRequest, responses(
+    (status = 200, description = "Renewed; the lease starts anew now", body = LeaseResponse),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 404, description = "`unknown_member`: register again", body = ApiError),
+    (status = 409, description = "`lease_expired`: register again; `superseded`: stop",
+        body = ApiError)))]
+pub(super) async fn renew(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Body(request): Body<LeaseRequest>,
+) -> Answer<LeaseResponse> {
+    Ok(Json(app.coordinator.renew(&member_id(&id)?, request)?))
+}
+
+/// Reports what is loaded, which puts the member into the placement.
+#[utoipa::path(post, path = "/v1/members/{id}/ready", tag = "members",
+    params(("id" = MemberId, Path, description = "Member")),
+    request_body = ReadyRequest, responses(
+    (status = 200, description = "Noted", body = MemberInfo),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 404, description = "`unknown_member`", body = ApiError),
+    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
+pub(super) async fn ready(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Body(request): Body<ReadyRequest>,
+) -> Answer<MemberInfo> {
+    Ok(Json(app.coordinator.ready(&member_id(&id)?, request)?))
+}
+
+/// Takes a member out of the placement while its lease lives on.
+#[utoipa::path(post, path = "/v1/members/{id}/drain", tag = "members",
+    params(("id" = MemberId, Path, description = "Member")),
+    request_body = DrainRequest, responses(
+    (status = 200, description = "Out of the placement", body = MemberInfo),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 404, description = "`unknown_member`", body = ApiError),
+    (status = 409, description = "`lease_expired`, `superseded`", body = ApiError)))]
+pub(super) async fn drain(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Body(request): Body<DrainRequest>,
+) -> Answer<MemberInfo> {
+    Ok(Json(app.coordinator.drain(&member_id(&id)?, request.incarnation)?))
+}
+
+/// Reports that a member looks dead: it must renew within one heartbeat interval or is expired.
+#[utoipa::path(post, path = "/v1/members/{id}/suspect", tag = "members",
+    params(("id" = MemberId, Path, description = "Member")),
+    request_body = SuspectRequest, responses(
+    (status = 200, description = "Noted", body = SuspectResponse),
+    (status = 400, description = "`bad_request`", body = ApiError),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 404, description = "`unknown_member`", body = ApiError),
+    (status = 409, description = "`superseded`", body = ApiError)))]
+pub(super) async fn suspect(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Body(request): Body<SuspectRequest>,
+) -> Answer<SuspectResponse> {
+    if request.reporter.chars().count() > 128 || request.reason.chars().count() > 512 {
+        let text = "reporter takes at most 128 characters, reason at most 512";
+        return Err(HttpError::new(code::BAD_REQUEST, text));
+    }
+    let left = app.coordinator.suspect(&member_id(&id)?, request)?;
+    Ok(Json(SuspectResponse { must_renew_within_ms: left.as_millis() as u64 }))
+}
+
+fn member_id(text: &str) -> Result<MemberId, HttpError> {
+    MemberId::parse(text).map_err(|err| HttpError::new(code::UNKNOWN_MEMBER, err.to_string()))
+}

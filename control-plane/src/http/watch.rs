@@ -1,0 +1,100 @@
+//! The stream of placement tables as server-sent events.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use axum::response::{IntoResponse, Response};
+use control_api::{ApiError, PlacementTable, code};
+use prometheus::IntGauge;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::broadcast::{self, error::RecvError};
+
+use super::App;
+use super::conn::stopped;
+use super::error::HttpError;
+use crate::coordinator::Published;
+
+/// Stream of placement tables: the one in force at once, then each new one as an event
+/// `placement` whose id is the epoch. A watcher that falls far behind skips to the newest.
+/// Comments keep the connection alive.
+#[utoipa::path(get, path = "/v1/placement/watch", tag = "placement", responses(
+    (status = 200, description = "Server-sent events; data is the table",
+        content_type = "text/event-stream", body = PlacementTable),
+    (status = 401, description = "Wrong token", body = ApiError),
+    (status = 503, description = "`too_many_watchers`, `shutting_down`", body = ApiError)))]
+pub(super) async fn placement_watch(State(app): State<App>) -> Result<Response, HttpError> {
+    if *app.shutdown.borrow() {
+        return Err(HttpError::new(code::SHUTTING_DOWN, "the control plane is shutting down"));
+    }
+    let permit = Arc::clone(&app.watch_permits).try_acquire_owned().map_err(|_| {
+        let limit = app.limits.max_watchers;
+        let text = format!("{limit} placement watches are open, the most that are accepted");
+        HttpError::new(code::TOO_MANY_WATCHERS, text)
+    })?;
+    let (latest, changes) = app.coordinator.subscribe();
+    let watcher = Watcher {
+        pending: VecDeque::from([latest.event.clone()]),
+        changes,
+        _open: OpenWatch::new(app.coordinator.metrics().watchers.clone(), permit),
+        app,
+    };
+    let stream = futures_util::stream::unfold(watcher, |mut watcher| async {
+        let bytes = watcher.next().await?;
+        Some((Ok::<Bytes, Infallible>(bytes), watcher))
+    });
+    let headers = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
+    Ok((headers, Body::from_stream(stream)).into_response())
+}
+
+struct Watcher {
+    app: App,
+    pending: VecDeque<Bytes>,
+    changes: broadcast::Receiver<Arc<Published>>,
+    _open: OpenWatch,
+}
+
+impl Watcher {
+    /// The next piece of the stream; `None` at shutdown.
+    async fn next(&mut self) -> Option<Bytes> {
+        if let Some(bytes) = self.pending.pop_front() {
+            return Some(bytes);
+        }
+        let keep_alive = self.app.limits.watch_keep_alive;
+        tokio::select! {
+            () = stopped(&mut self.app.shutdown) => None,
+            change = tokio::time::timeout(keep_alive, self.changes.recv()) => match change {
+                Err(_) => Some(Bytes::from_static(b": keep-alive\n\n")),
+                Ok(Ok(published)) => Some(published.event.clone()),
+                Ok(Err(RecvError::Lagged(_))) => {
+                    let (latest, changes) = self.app.coordinator.subscribe();
+                    self.changes = changes;
+                    Some(latest.event.clone())
+                }
+                Ok(Err(RecvError::Closed)) => None,
+            },
+        }
+    }
+}
+
+/// Counts a watch for as long as it is open.
+struct OpenWatch {
+    gauge: IntGauge,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl OpenWatch {
+    fn new(gauge: IntGauge, permit: OwnedSemaphorePermit) -> Self {
+        gauge.inc();
+        Self { gauge, _permit: permit }
+    }
+}
+
+impl Drop for OpenWatch {
+    fn drop(&mut self) {
+        self.gauge.dec();
+    }
+}

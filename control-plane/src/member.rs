@@ -1,0 +1,155 @@
+//! One member: what is known about it, how it is shown and how it is stored.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use control_api::{
+    Assignment, LayerAssignment, LoadReport, MemberId, MemberInfo, MemberState, ServerEntry,
+};
+use serde::{Deserialize, Serialize};
+
+/// How far a leased member has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Loading its experts.
+    Loading,
+    /// Has reported ready.
+    Serving,
+    /// About to leave.
+    Draining,
+}
+
+/// A process that has lost its name to a younger one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Superseded {
+    /// Identity that it had.
+    pub member_id: MemberId,
+    /// Incarnation that it has.
+    pub incarnation: u64,
+}
+
+/// The durable part of a member.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemberRecord {
+    /// Identity.
+    pub member_id: MemberId,
+    /// Name.
+    pub name: String,
+    /// Incarnation of the process.
+    pub incarnation: u64,
+    /// `host:port` of the bootstrap listener.
+    pub data_addr: String,
+    /// `host:port` of the metrics listener.
+    pub metrics_addr: Option<String>,
+    /// How far it has come.
+    pub phase: Phase,
+    /// Whether the lease had run out.
+    pub expired: bool,
+    /// What it is to hold.
+    pub assignment: Arc<Assignment>,
+    /// Rises with every change of the assignment.
+    pub assignment_version: u64,
+    /// What it has reported to hold.
+    pub holds: Arc<Assignment>,
+    /// Predecessors under the same name, oldest first.
+    pub superseded: Vec<Superseded>,
+}
+
+/// Where a lease stands on the clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lease {
+    /// Held until then.
+    Until(Duration),
+    /// Ran out then.
+    ExpiredAt(Duration),
+}
+
+/// A member in memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Member {
+    pub(crate) record: MemberRecord,
+    pub(crate) lease: Lease,
+    /// By when a suspected member must renew.
+    pub(crate) renew_by: Option<Duration>,
+    pub(crate) load: Option<LoadReport>,
+    /// What clients are told: held and assigned.
+    pub(crate) placed: Arc<Assignment>,
+    /// Whether a durable snapshot knows the member.
+    pub(crate) is_durable: bool,
+}
+
+impl Member {
+    pub(crate) fn new(record: MemberRecord, lease: Lease, is_durable: bool) -> Self {
+        let placed = Arc::new(intersect(&record.holds, &record.assignment));
+        Self { record, lease, renew_by: None, load: None, placed, is_durable }
+    }
+
+    pub(crate) fn is_leased(&self) -> bool {
+        matches!(self.lease, Lease::Until(_))
+    }
+
+    pub(crate) fn state(&self) -> MemberState {
+        match (self.lease, self.record.phase) {
+            (Lease::ExpiredAt(_), _) => MemberState::Expired,
+            (_, Phase::Loading) => MemberState::Loading,
+            (_, Phase::Serving) => MemberState::Serving,
+            (_, Phase::Draining) => MemberState::Draining,
+        }
+    }
+
+    /// When the member will be expired unless it renews.
+    pub(crate) fn deadline(&self) -> Option<Duration> {
+        match self.lease {
+            Lease::Until(until) => Some(self.renew_by.map_or(until, |by| by.min(until))),
+            Lease::ExpiredAt(_) => None,
+        }
+    }
+
+    pub(crate) fn set_holds(&mut self, holds: Assignment) {
+        if *self.record.holds != holds {
+            self.record.holds = Arc::new(holds);
+        }
+        let placed = intersect(&self.record.holds, &self.record.assignment);
+        if *self.placed != placed {
+            self.placed = Arc::new(placed);
+        }
+    }
+
+    pub(crate) fn entry(&self) -> ServerEntry {
+        ServerEntry {
+            member_id: self.record.member_id.clone(),
+            name: self.record.name.clone(),
+            incarnation: self.record.incarnation,
+            data_addr: self.record.data_addr.clone(),
+        }
+    }
+
+    pub(crate) fn info(&self, now: Duration) -> MemberInfo {
+        let remaining = self.deadline().map_or(Duration::ZERO, |at| at.saturating_sub(now));
+        MemberInfo {
+            member_id: self.record.member_id.clone(),
+            name: self.record.name.clone(),
+            incarnation: self.record.incarnation,
+            data_addr: self.record.data_addr.clone(),
+            metrics_addr: self.record.metrics_addr.clone(),
+            state: self.state(),
+            suspected: self.renew_by.is_some(),
+            lease_remaining_ms: remaining.as_millis() as u64,
+            experts_held: self.record.holds.num_experts() as u64,
+            experts_assigned: self.record.assignment.num_experts() as u64,
+            load: self.load.clone(),
+        }
+    }
+}
+
+/// What is in both; inputs are sorted, as everything that has passed validation is.
+pub(crate) fn intersect(a: &Assignment, b: &Assignment) -> Assignment {
+    let layers = a.layers.iter().filter_map(|entry| {
+        let other = b.experts(entry.layer);
+        let both = |expert: &&u32| other.binary_search(expert).is_ok();
+        let experts: Vec<u32> = entry.experts.iter().filter(both).copied().collect();
+        (!experts.is_empty()).then_some(LayerAssignment { layer: entry.layer, experts })
+    });
+    Assignment { layers: layers.collect() }
+}

@@ -1,0 +1,200 @@
+//! The control plane as a whole: bound, then run until told to stop.
+
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use prometheus::Registry;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tracing::{info, warn};
+
+use crate::clock::{Clock, MonotonicClock};
+use crate::config::{ConfigError, ServerConfig};
+use crate::coordinator::Coordinator;
+use crate::fleet::{Fleet, FleetSettings};
+use crate::http::{self, App};
+use crate::metrics::Metrics;
+use crate::store::{FileStore, MemoryStore, Revision, Store, StoreError};
+
+/// A control plane that is bound to its address and has restored its state, but serves nobody
+/// yet. Connections that arrive before [`run`](Self::run) wait in the backlog.
+#[derive(Debug)]
+pub struct Server {
+    config: ServerConfig,
+    listener: TcpListener,
+    local_addr: SocketAddr,
+    coordinator: Arc<Coordinator>,
+    store: Box<dyn Store>,
+    revision: Revision,
+    metrics: Metrics,
+}
+
+impl Server {
+    /// Binds the address and opens the store that the settings name.
+    pub async fn bind(config: ServerConfig) -> Result<Self, BindError> {
+        let store: Box<dyn Store> = match &config.data_dir {
+            Some(dir) => Box::new(FileStore::open(dir)?),
+            None => Box::new(MemoryStore::new()),
+        };
+        Self::bind_with(config, store, Arc::new(MonotonicClock::new())).await
+    }
+
+    /// As [`bind`](Self::bind), with a store and a clock of one's own.
+    pub async fn bind_with(
+        config: ServerConfig,
+        mut store: Box<dyn Store>,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, BindError> {
+        let planner = config.check()?;
+        let listener = listen(&config.listen).await?;
+        let local_addr = listener
+            .local_addr()
+            .map_err(|source| BindError::Listen { addr: config.listen.clone(), source })?;
+        let metrics = Metrics::new().map_err(BindError::Metrics)?;
+        let settings = FleetSettings {
+            lease_ttl: config.lease_ttl,
+            suspect_grace: config.suspect_grace,
+            expired_retention: config.expired_retention,
+            max_members: config.limits.max_members,
+            pinned_fingerprint: config.model_fingerprint.clone(),
+        };
+        let started = {
+            let (metrics, lease_ttl) = (metrics.clone(), config.lease_ttl);
+            let restore = move || {
+                let (snapshot, revision) = store.load()?;
+                let fleet = Fleet::new(settings, Box::new(planner), snapshot, clock.now());
+                let (coordinator, revision) =
+                    Coordinator::start(fleet, &mut *store, revision, clock, lease_ttl, metrics)?;
+                Ok::<_, StoreError>((coordinator, revision, store))
+            };
+            tokio::task::spawn_blocking(restore).await
+        };
+        let (coordinator, revision, store) =
+            started.map_err(|err| BindError::Interrupted(io::Error::other(err)))??;
+        if config.token.is_none() && !local_addr.ip().is_loopback() {
+            warn!(%local_addr, "no token is set: everybody who reaches this address is let in");
+        }
+        Ok(Self {
+            config,
+            listener,
+            local_addr,
+            coordinator: Arc::new(coordinator),
+            store,
+            revision,
+            metrics,
+        })
+    }
+
+    /// The address bound, with the port chosen if port 0 was asked for.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local_addr
+    }
+
+    /// The metrics, which are also served at `/metrics`.
+    pub fn registry(&self) -> Registry {
+        self.metrics.registry.clone()
+    }
+
+    /// Serves until `shutdown` completes, then lets open requests finish for a bounded time and
+    /// writes the state a last time.
+    pub async fn run(
+        self,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<(), RunError> {
+        let Self { config, listener, local_addr, coordinator, store, revision, metrics } = self;
+        let (stop, stopping) = watch::channel(false);
+        let (limits, token) = (config.limits.clone(), config.token.as_deref());
+        let app = App::new(Arc::clone(&coordinator), limits.clone(), token, stopping.clone());
+        let router = http::router(app);
+        info!(%local_addr, epoch = coordinator.status().epoch, "control plane serves");
+
+        let clock = tokio::spawn({
+            let coordinator = Arc::clone(&coordinator);
+            async move { coordinator.run_clock().await }
+        });
+        let (stop_writer, writer_stopping) = watch::channel(false);
+        let mut writer = tokio::spawn({
+            let coordinator = Arc::clone(&coordinator);
+            async move { coordinator.run_writer(store, revision, writer_stopping).await }
+        });
+        let mut serving =
+            tokio::spawn(http::conn::serve(listener, router, limits, metrics, stopping));
+
+        let mut written = None;
+        tokio::select! {
+            () = shutdown => info!("control plane stops"),
+            outcome = &mut writer => written = Some(outcome),
+            // Never ends by itself; a panic would end it.
+            _ = &mut serving => {}
+        }
+        clock.abort();
+        stop.send_replace(true);
+        if !serving.is_finished() {
+            // Bounded by the time limit of the shutdown.
+            let _ = serving.await;
+        }
+        stop_writer.send_replace(true);
+        let outcome = match written {
+            Some(outcome) => outcome,
+            None => writer.await,
+        };
+        match outcome {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(err)) => Err(RunError::Store(err)),
+            Err(err) => Err(RunError::Panicked(io::Error::other(err))),
+        }
+    }
+}
+
+/// Why a control plane could not be bound.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// A setting cannot work.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Somebody else listens there.
+    #[error("{addr} is in use by another process: stop it or listen on another port")]
+    AddrInUse {
+        /// The address asked for.
+        addr: String,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {addr} ({source}): expected HOST:PORT of this machine")]
+    Listen {
+        /// The address asked for.
+        addr: String,
+        /// What the operating system says.
+        source: io::Error,
+    },
+    /// The state cannot be restored or written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Two metrics of one name: a defect.
+    #[error("metrics could not be registered: {0}")]
+    Metrics(#[source] prometheus::Error),
+    /// The runtime went down meanwhile.
+    #[error("starting was interrupted: {0}")]
+    Interrupted(#[source] io::Error),
+}
+
+/// Why a control plane ended other than by being told to.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// Another control plane has taken the store over.
+    #[error(transparent)]
+    Store(StoreError),
+    /// A task ended by a panic: a defect.
+    #[error("a task of the control plane ended: {0}")]
+    Panicked(#[source] io::Error),
+}
+
+async fn listen(addr: &str) -> Result<TcpListener, BindError> {
+    TcpListener::bind(addr).await.map_err(|source| match source.kind() {
+        io::ErrorKind::AddrInUse => BindError::AddrInUse { addr: addr.to_owned() },
+        _ => BindError::Listen { addr: addr.to_owned(), source },
+    })
+}

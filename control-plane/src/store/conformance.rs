@@ -1,0 +1,226 @@
+//! What every store must do, whatever it is made of.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use control_api::{Assignment, LayerAssignment, MemberId, ModelDescriptor};
+
+use super::{FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError};
+
+/// A store that can be opened again, as after a restart.
+trait Subject {
+    type Store: Store + Debug;
+    fn open(&self) -> Self::Store;
+}
+
+fn snapshot(seed: u64) -> Snapshot {
+    let experts = LayerAssignment { layer: 3, experts: vec![0, seed as u32 + 1] };
+    let assignment = Arc::new(Assignment { layers: vec![experts] });
+    Snapshot {
+        cluster_id: "c".repeat(32),
+        reserved_epoch: seed * 1000,
+        model: Some(ModelDescriptor {
+            fingerprint: "00ff00ff".to_owned(),
+            architecture: "test".to_owned(),
+            hidden: 8,
+            moe_layers: vec![3],
+            num_experts: 1000,
+            top_k: 2,
+        }),
+        members: vec![MemberRecord {
+            member_id: MemberId::random(),
+            name: format!("member-{seed}"),
+            incarnation: u64::MAX - seed,
+            data_addr: "[::1]:7000".to_owned(),
+            metrics_addr: None,
+            phase: Phase::Draining,
+            expired: seed.is_multiple_of(2),
+            assignment: Arc::clone(&assignment),
+            assignment_version: seed,
+            holds: assignment,
+            superseded: Vec::new(),
+        }],
+    }
+}
+
+fn a_fresh_store_is_empty(subject: &impl Subject) {
+    let mut store = subject.open();
+    assert_eq!(store.load().unwrap(), (None, Revision(0)));
+    assert!(!store.kind().is_empty());
+}
+
+fn what_is_saved_is_found_after_a_restart(subject: &impl Subject) {
+    let mut store = subject.open();
+    let (_, mut revision) = store.load().unwrap();
+    for seed in 0..5 {
+        let saved = snapshot(seed);
+        let next = store.save(&saved, revision).unwrap();
+        assert!(next > revision);
+        revision = next;
+        assert_eq!(store.load().unwrap(), (Some(saved.clone()), revision));
+        drop(store);
+        store = subject.open();
+        assert_eq!(store.load().unwrap(), (Some(saved), revision));
+    }
+}
+
+fn a_writer_with_an_old_revision_is_refused(subject: &impl Subject) {
+    let mut store = subject.open();
+    let (_, old) = store.load().unwrap();
+    let kept = snapshot(1);
+    let new = store.save(&kept, old).unwrap();
+    for wrong in [old, Revision(new.0 + 1)] {
+        match store.save(&snapshot(2), wrong) {
+            Err(StoreError::Conflict { expected, found }) => {
+                assert_eq!((expected, found), (wrong.0, new.0));
+            }
+            other => panic!("a conflict was expected, not {other:?}"),
+        }
+    }
+    assert_eq!(store.load().unwrap(), (Some(kept), new));
+}
+
+/// The whole suite, each case on a subject of its own.
+fn conforms<S: Subject>(make: impl Fn() -> S) {
+    a_fresh_store_is_empty(&make());
+    what_is_saved_is_found_after_a_restart(&make());
+    a_writer_with_an_old_revision_is_refused(&make());
+}
+
+impl Subject for MemoryStore {
+    type Store = MemoryStore;
+
+    fn open(&self) -> MemoryStore {
+        self.clone()
+    }
+}
+
+impl Subject for tempfile::TempDir {
+    type Store = FileStore;
+
+    fn open(&self) -> FileStore {
+        FileStore::open(self.path()).unwrap()
+    }
+}
+
+#[test]
+fn memory_store_conforms() {
+    conforms(MemoryStore::new);
+}
+
+#[test]
+fn file_store_conforms() {
+    conforms(|| tempfile::tempdir().unwrap());
+}
+
+#[test]
+fn a_second_control_plane_on_the_same_directory_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = FileStore::open(dir.path()).unwrap();
+    let err = FileStore::open(dir.path()).unwrap_err();
+    assert!(matches!(err, StoreError::InUse { .. }), "{err}");
+    assert!(err.to_string().contains(&dir.path().display().to_string()), "{err}");
+    drop(first);
+    FileStore::open(dir.path()).unwrap();
+}
+
+#[test]
+fn every_damaged_byte_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut store = dir.open();
+    store.save(&snapshot(7), Revision(0)).unwrap();
+    let path = store.path();
+    let good = std::fs::read(&path).unwrap();
+    for i in 0..good.len() {
+        let mut bad = good.clone();
+        bad[i] ^= 0x10;
+        std::fs::write(&path, &bad).unwrap();
+        // The revision stands in the header, outside the checksum: a flip there is a flip of a
+        // number, all others must be errors.
+        match store.load() {
+            Ok((Some(found), revision)) => {
+                assert_ne!(revision, Revision(1), "byte {i} of {}", good.len());
+                assert_eq!(found, snapshot_like(&found, 7));
+            }
+            Ok((None, _)) => panic!("byte {i}: damage passed off as a fresh store"),
+            Err(err) => assert!(
+                matches!(err, StoreError::Corrupt { .. } | StoreError::Format { .. }),
+                "byte {i}: {err}"
+            ),
+        }
+    }
+    for len in 0..good.len() {
+        std::fs::write(&path, &good[..len]).unwrap();
+        let err = store.load().unwrap_err();
+        assert!(matches!(err, StoreError::Corrupt { .. }), "{len} bytes: {err}");
+        assert!(err.to_string().contains("state.snapshot is damaged"), "{err}");
+    }
+}
+
+/// The snapshot of a seed with the random identity taken from another.
+fn snapshot_like(other: &Snapshot, seed: u64) -> Snapshot {
+    let mut expected = snapshot(seed);
+    expected.members[0].member_id = other.members[0].member_id.clone();
+    expected
+}
+
+#[test]
+fn a_newer_format_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut store = dir.open();
+    std::fs::write(store.path(), "switchyard-state 9 1 2 00000000\n{}").unwrap();
+    let err = store.load().unwrap_err();
+    assert!(matches!(err, StoreError::Format { found: 9, supported: 1, .. }), "{err}");
+}
+
+#[test]
+fn a_write_that_died_half_way_leaves_the_old_snapshot() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut store = dir.open();
+    let kept = snapshot(1);
+    let revision = store.save(&kept, Revision(0)).unwrap();
+    std::fs::write(dir.path().join("state.snapshot.tmp"), "switchyard-state 1 2 99").unwrap();
+    drop(store);
+    let mut store = dir.open();
+    assert_eq!(store.load().unwrap(), (Some(kept), revision));
+    store.save(&snapshot(2), revision).unwrap();
+}
+
+/// A real full disk: a small tmpfs, which only root can mount.
+#[test]
+fn a_full_disk_is_named_and_heals() {
+    let dir = tempfile::tempdir().unwrap();
+    let mount = |args: &[&str]| {
+        let status = std::process::Command::new(args[0]).args(&args[1..]).arg(dir.path()).status();
+        status.is_ok_and(|status| status.success())
+    };
+    if !mount(&["mount", "-t", "tmpfs", "-o", "size=64k", "none"]) {
+        let must = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
+        assert!(!must.split(',').any(|need| need == "root"), "cannot mount a tmpfs");
+        println!("SKIPPED: a full disk needs root to mount a tmpfs");
+        return;
+    }
+    let outcome = std::panic::catch_unwind(|| {
+        let mut store = dir.open();
+        let kept = snapshot(1);
+        let revision = store.save(&kept, Revision(0)).unwrap();
+        let filler = dir.path().join("filler");
+        let mut bytes = 1 << 20;
+        while bytes > 0 {
+            if std::fs::write(&filler, vec![0; bytes]).is_err() {
+                bytes /= 2;
+            } else {
+                break;
+            }
+        }
+        std::fs::write(dir.path().join("rest"), vec![0; 64 << 10]).unwrap_err();
+        let err = store.save(&snapshot(2), revision).unwrap_err();
+        assert!(matches!(err, StoreError::Full { .. }), "{err}");
+        assert_eq!(store.load().unwrap(), (Some(kept), revision));
+        std::fs::remove_file(&filler).unwrap();
+        std::fs::remove_file(dir.path().join("rest")).unwrap();
+        store.save(&snapshot(3), revision).unwrap();
+    });
+    assert!(mount(&["umount"]));
+    outcome.unwrap();
+}

@@ -1,0 +1,169 @@
+//! The embedded store: one file, replaced atomically, checked when read.
+//!
+//! Layout of `state.snapshot`: one ASCII line `switchyard-state FORMAT REVISION LENGTH CRC32C`
+//! (the checksum in hex, over the body), then `LENGTH` bytes of JSON. A write goes to
+//! `state.snapshot.tmp`, is synced, renamed over the old file, and the directory is synced. A
+//! lock on `lock` keeps a second control plane out.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use super::{Revision, Snapshot, Store, StoreError};
+
+/// A snapshot in a directory of its own.
+#[derive(Debug)]
+pub struct FileStore {
+    dir: PathBuf,
+    /// Revision of the last snapshot read or written with success. Under the lock nobody else
+    /// moves it.
+    revision: Option<Revision>,
+    /// Held for the life of the store.
+    _lock: File,
+}
+
+impl FileStore {
+    /// Opens the store in `dir`, which is made if it does not exist, and locks it.
+    pub fn open(dir: &Path) -> Result<Self, StoreError> {
+        fs::create_dir_all(dir).map_err(|err| classify("create directory", dir, err))?;
+        let path = dir.join("lock");
+        let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+        let lock = lock.map_err(|err| classify("open", &path, err))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(StoreError::InUse { path: dir.to_owned() });
+            }
+            Err(TryLockError::Error(err)) => return Err(classify("lock", &path, err)),
+        }
+        Ok(Self { dir: dir.to_owned(), revision: None, _lock: lock })
+    }
+
+    /// The file that holds the snapshot.
+    pub fn path(&self) -> PathBuf {
+        self.dir.join("state.snapshot")
+    }
+
+    fn read(&self) -> Result<Option<(Snapshot, Revision)>, StoreError> {
+        let path = self.path();
+        let mut bytes = Vec::new();
+        match File::open(&path) {
+            Ok(mut file) => {
+                let read = file.read_to_end(&mut bytes);
+                read.map_err(|err| classify("read", &path, err))?;
+            }
+            Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(err) => return Err(classify("open", &path, err)),
+        }
+        decode(&path, &bytes).map(Some)
+    }
+
+    fn replace(&self, bytes: &[u8]) -> Result<(), StoreError> {
+        let tmp = self.dir.join("state.snapshot.tmp");
+        let written = write_synced(&tmp, bytes);
+        if written.is_err() {
+            // A partial file must not take the space that is missing.
+            let _ = fs::remove_file(&tmp);
+        }
+        written?;
+        let path = self.path();
+        fs::rename(&tmp, &path).map_err(|err| classify("rename", &path, err))?;
+        let dir = File::open(&self.dir).map_err(|err| classify("open", &self.dir, err))?;
+        dir.sync_all().map_err(|err| classify("sync", &self.dir, err))
+    }
+}
+
+impl Store for FileStore {
+    fn kind(&self) -> &'static str {
+        "snapshot"
+    }
+
+    fn load(&mut self) -> Result<(Option<Snapshot>, Revision), StoreError> {
+        let (snapshot, revision) = match self.read()? {
+            Some((snapshot, revision)) => (Some(snapshot), revision),
+            None => (None, Revision::default()),
+        };
+        self.revision = Some(revision);
+        Ok((snapshot, revision))
+    }
+
+    fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError> {
+        let found = match self.revision {
+            Some(revision) => revision,
+            None => self.load()?.1,
+        };
+        if found != expected {
+            return Err(StoreError::Conflict { expected: expected.0, found: found.0 });
+        }
+        let (path, next) = (self.path(), Revision(expected.0 + 1));
+        let body = serde_json::to_vec(snapshot);
+        let body = body.map_err(|err| StoreError::Corrupt { path, reason: err.to_string() })?;
+        self.replace(&encode(next, &body))?;
+        self.revision = Some(next);
+        Ok(next)
+    }
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
+    let mut file = File::create(path).map_err(|err| classify("create", path, err))?;
+    file.write_all(bytes).map_err(|err| classify("write", path, err))?;
+    file.sync_all().map_err(|err| classify("sync", path, err))
+}
+
+fn encode(revision: Revision, body: &[u8]) -> Vec<u8> {
+    let checksum = crc32c::crc32c(body);
+    let (length, revision) = (body.len(), revision.0);
+    let mut bytes = format!("{MAGIC} {FORMAT} {revision} {length} {checksum:08x}\n").into_bytes();
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+fn decode(path: &Path, bytes: &[u8]) -> Result<(Snapshot, Revision), StoreError> {
+    let corrupt =
+        |reason: &str| StoreError::Corrupt { path: path.to_owned(), reason: reason.to_owned() };
+    let head_end = bytes.iter().take(MAX_HEAD_BYTES).position(|&byte| byte == b'\n');
+    let head_end = head_end.ok_or_else(|| corrupt("no header line"))?;
+    let (head, body) = (&bytes[..head_end], &bytes[head_end + 1..]);
+    let head = std::str::from_utf8(head).map_err(|_| corrupt("the header is not ASCII"))?;
+    let mut words = head.split(' ');
+    if words.next() != Some(MAGIC) {
+        return Err(corrupt("the header names another kind of file"));
+    }
+    let format = words.next().and_then(|word| word.parse::<u32>().ok());
+    let format = format.ok_or_else(|| corrupt("no format number"))?;
+    if format != FORMAT {
+        return Err(StoreError::Format { path: path.to_owned(), found: format, supported: FORMAT });
+    }
+    let revision = words.next().and_then(|word| word.parse::<u64>().ok());
+    let length = words.next().and_then(|word| word.parse::<usize>().ok());
+    let checksum = words.next().and_then(|word| u32::from_str_radix(word, 16).ok());
+    let (Some(revision), Some(length), Some(checksum), None) =
+        (revision, length, checksum, words.next())
+    else {
+        return Err(corrupt("the header is malformed"));
+    };
+    if body.len() != length {
+        return Err(corrupt(&format!("{} bytes of {length}", body.len())));
+    }
+    if crc32c::crc32c(body) != checksum {
+        return Err(corrupt("the checksum does not match"));
+    }
+    let snapshot: Snapshot =
+        serde_json::from_slice(body).map_err(|err| corrupt(&err.to_string()))?;
+    snapshot.check().map_err(|reason| corrupt(&reason))?;
+    Ok((snapshot, Revision(revision)))
+}
+
+fn classify(operation: &'static str, path: &Path, source: io::Error) -> StoreError {
+    let path = path.to_owned();
+    match source.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            StoreError::Full { path, source }
+        }
+        _ => StoreError::Io { operation, path, source },
+    }
+}
+
+const MAGIC: &str = "switchyard-state";
+const FORMAT: u32 = 1;
+const MAX_HEAD_BYTES: usize = 128;
