@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use prometheus::Registry;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
@@ -192,9 +192,29 @@ pub enum RunError {
     Panicked(#[source] io::Error),
 }
 
+/// Listens with a backlog that takes a crowd arriving at once: a full one makes newcomers wait
+/// for a second until they try again.
 async fn listen(addr: &str) -> Result<TcpListener, BindError> {
-    TcpListener::bind(addr).await.map_err(|source| match source.kind() {
+    let classify = |source: io::Error| match source.kind() {
         io::ErrorKind::AddrInUse => BindError::AddrInUse { addr: addr.to_owned() },
         _ => BindError::Listen { addr: addr.to_owned(), source },
-    })
+    };
+    let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for addr in tokio::net::lookup_host(addr).await.map_err(classify)? {
+        match listen_on(addr) {
+            Ok(listener) => return Ok(listener),
+            Err(err) => last = err,
+        }
+    }
+    Err(classify(last))
 }
+
+fn listen_on(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if addr.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.set_reuseaddr(true)?;
+    socket.bind(addr)?;
+    socket.listen(BACKLOG)
+}
+
+/// The system's own limit applies as well.
+const BACKLOG: u32 = 4096;

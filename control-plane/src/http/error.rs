@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use control_api::{ApiError, code};
 use serde::de::DeserializeOwned;
 
+use super::App;
 use crate::coordinator::OperationError;
 use crate::fleet::Refusal;
 
@@ -22,6 +23,10 @@ pub(crate) struct HttpError {
 impl HttpError {
     pub(crate) fn new(code: &'static str, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
+    }
+
+    pub(super) fn body_too_large(limit_bytes: usize) -> Self {
+        Self::new(code::BODY_TOO_LARGE, format!("the body is larger than {limit_bytes} bytes"))
     }
 
     fn status(&self) -> StatusCode {
@@ -81,10 +86,10 @@ impl From<OperationError> for HttpError {
 /// A JSON body. An empty one stands for `{}`.
 pub(crate) struct Body<T>(pub(crate) T);
 
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
     type Rejection = HttpError;
 
-    async fn from_request(request: Request, state: &S) -> Result<Self, HttpError> {
+    async fn from_request(request: Request, state: &App) -> Result<Self, HttpError> {
         // Asking for the type keeps pages in a browser from posting here without the browser's
         // consent check.
         let content_type = request.headers().get(CONTENT_TYPE).cloned();
@@ -92,7 +97,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
             let text = rejection.body_text();
             match rejection.status() {
                 StatusCode::PAYLOAD_TOO_LARGE => {
-                    HttpError::new(code::BODY_TOO_LARGE, "the body is larger than this route takes")
+                    HttpError::body_too_large(state.limits.max_body_bytes)
                 }
                 _ => HttpError::new(code::BAD_REQUEST, format!("the body cannot be read: {text}")),
             }

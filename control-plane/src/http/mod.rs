@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
-use axum::http::header::AUTHORIZATION;
+use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
 use axum::http::{HeaderMap, Method};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -83,6 +83,12 @@ async fn guard(State(app): State<App>, request: Request, next: Next) -> Response
         if let Err(refusal) = authorize(request.headers(), expected) {
             return refusal.into_response();
         }
+    }
+    // What is announced to be too large need not be waited for.
+    let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok());
+    let announced = announced.and_then(|length| length.parse::<u64>().ok());
+    if announced.is_some_and(|length| length > app.limits.max_body_bytes as u64) {
+        return HttpError::body_too_large(app.limits.max_body_bytes).into_response();
     }
     let limit = app.limits.request_timeout;
     match tokio::time::timeout(limit, next.run(request)).await {

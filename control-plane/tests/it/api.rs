@@ -1,0 +1,212 @@
+//! The routes, one by one.
+
+use control_api::{
+    ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
+    SuspectRequest, code,
+};
+use control_plane::{BindError, Server, ServerConfig};
+
+use super::*;
+
+#[tokio::test]
+async fn a_member_joins_serves_drains_and_leaves() {
+    let plane = Plane::start(config()).await;
+    let client = plane.client();
+    assert_eq!(client.placement().await.unwrap().servers.len(), 0);
+
+    let joined = client.register(&request("a", 7)).await.unwrap();
+    assert_eq!(joined.lease_ttl_ms, 900);
+    assert!(!joined.assignment.is_empty());
+    assert!(client.placement().await.unwrap().servers.is_empty());
+
+    let holds = joined.assignment.clone();
+    let ready = ReadyRequest { incarnation: 7, holds };
+    let info = client.ready(&joined.member_id, &ready).await.unwrap();
+    assert_eq!(info.state, MemberState::Serving);
+    let table = client.placement().await.unwrap();
+    assert_eq!(table.model, Some(model()));
+    assert_eq!(table.servers[0].data_addr, "127.0.0.1:7000");
+    assert!(table.epoch > joined.epoch);
+
+    let load = LoadReport { num_tokens: 12, ..LoadReport::default() };
+    let lease = LeaseRequest { incarnation: 7, assignment_version: 0, load: Some(load.clone()) };
+    let renewed = client.renew(&joined.member_id, &lease).await.unwrap();
+    assert_eq!((renewed.epoch, renewed.state), (table.epoch, MemberState::Serving));
+    assert_eq!(renewed.assignment.as_ref(), Some(&joined.assignment));
+    let lease = LeaseRequest { assignment_version: renewed.assignment_version, ..lease };
+    assert_eq!(client.renew(&joined.member_id, &lease).await.unwrap().assignment, None);
+    let members = client.members().await.unwrap();
+    assert_eq!(members[0].load, Some(load));
+    assert_eq!(members[0].experts_held, joined.assignment.num_experts() as u64);
+
+    let status = client.status().await.unwrap();
+    assert_eq!((status.num_servers, status.replicas, status.members.serving), (4, 2, 1));
+    assert_eq!(status.experts_total, 64);
+    assert_eq!(status.experts_without_replica, 64 - joined.assignment.num_experts() as u64);
+    assert_eq!(status.cluster_id, table.cluster_id);
+    assert!(status.store.writable);
+
+    let drain = DrainRequest::default();
+    let info = client.drain(&joined.member_id, &drain).await.unwrap();
+    assert_eq!(info.state, MemberState::Draining);
+    assert!(client.placement().await.unwrap().servers.is_empty());
+    client.leave(&joined.member_id).await.unwrap();
+    let err = client.leave(&joined.member_id).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::UNKNOWN_MEMBER));
+    assert!(client.members().await.unwrap().is_empty());
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn a_suspected_silent_member_expires_before_its_lease() {
+    let mut config = config();
+    config.lease_ttl = Duration::from_secs(3600);
+    let plane = Plane::start(config).await;
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    let report = SuspectRequest {
+        reporter: "client-1".to_owned(),
+        reason: "connection closed".to_owned(),
+        incarnation: Some(1),
+    };
+    let answer = client.suspect(&member, &report).await.unwrap();
+    assert!(answer.must_renew_within_ms < 3_600_000 / 2);
+    assert!(client.members().await.unwrap()[0].suspected);
+    let stale = SuspectRequest { incarnation: Some(2), ..report.clone() };
+    assert_eq!(client.suspect(&member, &stale).await.unwrap().must_renew_within_ms, 0);
+    let long = SuspectRequest { reason: "x".repeat(513), ..report };
+    let err = client.suspect(&member, &long).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::BAD_REQUEST));
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn refusals_carry_their_code() {
+    let plane = Plane::start(config()).await;
+    let client = plane.client();
+    client.register(&request("a", 1)).await.unwrap();
+
+    let mut other = request("b", 2);
+    other.model.fingerprint = "feedfeedfeedfeed".to_owned();
+    let err = client.register(&other).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::MODEL_MISMATCH));
+    let text = err.to_string();
+    assert!(text.contains("feedfeedfeedfeed") && text.contains("0123456789abcdef"), "{text}");
+
+    let mut small = request("b", 2);
+    small.capacity_experts = Some(3);
+    let err = client.register(&small).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::CAPACITY_TOO_SMALL));
+
+    let mut odd = request("b", 2);
+    odd.data_addr = "nowhere".to_owned();
+    assert_eq!(client.register(&odd).await.unwrap_err().code(), Some(code::BAD_REQUEST));
+
+    let old = client.register(&request("b", 2)).await.unwrap();
+    client.register(&request("b", 3)).await.unwrap();
+    let lease = LeaseRequest { incarnation: 2, assignment_version: 0, load: None };
+    let err = client.renew(&old.member_id, &lease).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::SUPERSEDED));
+    let err = client.register(&request("b", 2)).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::SUPERSEDED));
+
+    let err = client.renew(&MemberId::random(), &lease).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::UNKNOWN_MEMBER));
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn without_the_token_nobody_gets_in() {
+    let plane = Plane::start(config()).await;
+    for token in [None, Some("wrong".to_owned()), Some(format!("{TOKEN}x"))] {
+        let client = ControlClient::new(&plane.url(), token).unwrap();
+        let err = client.status().await.unwrap_err();
+        assert!(matches!(err, ControlError::Unauthorized { .. }), "{err}");
+        assert!(err.to_string().contains("token"), "{err}");
+        let err = client.watch_placement().await.unwrap_err();
+        assert!(matches!(err, ControlError::Unauthorized { .. }), "{err}");
+        let err = client.register(&request("a", 1)).await.unwrap_err();
+        assert!(matches!(err, ControlError::Unauthorized { .. }), "{err}");
+    }
+    let answer = raw(plane.addr, b"GET /v1/none HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
+    assert!(answer.contains("www-authenticate: Bearer"), "{answer}");
+    // Probes, metrics and the description need none.
+    for path in ["/healthz", "/readyz", "/metrics", "/openapi.json"] {
+        let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+        let answer = raw(plane.addr, request.as_bytes()).await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+    }
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn metrics_tell_what_happens() {
+    let plane = Plane::start(config()).await;
+    let client = plane.client();
+    serve(&client, "a", 1).await;
+    client.members().await.unwrap();
+    let text =
+        raw(plane.addr, b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await;
+    for line in [
+        "switchyard_control_members{state=\"serving\"} 1",
+        "switchyard_control_registrations_total{kind=\"new\"} 1",
+        "switchyard_control_placement_changes_total 3",
+        "switchyard_control_epoch 3",
+        "switchyard_control_watchers 0",
+        "switchyard_control_store_writable 1",
+        "switchyard_control_experts_without_replica 32",
+        "switchyard_control_experts_under_replicated 32",
+        "switchyard_build_info{component=\"control-plane\"",
+        "switchyard_control_request_seconds_count{method=\"GET\",route=\"/v1/members\",status=\"200\"} 1",
+        "switchyard_control_store_write_seconds_count",
+        "process_open_fds",
+    ] {
+        assert!(text.contains(line), "{line} is not in:\n{text}");
+    }
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn a_port_in_use_is_named() {
+    let plane = Plane::start(config()).await;
+    let mut second = config();
+    second.listen = plane.addr.to_string();
+    let err = Server::bind(second).await.unwrap_err();
+    assert!(matches!(err, BindError::AddrInUse { .. }), "{err}");
+    assert!(err.to_string().contains(&plane.addr.to_string()), "{err}");
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn settings_that_cannot_work_are_named() {
+    let attempt = async |change: fn(&mut ServerConfig)| {
+        let mut config = config();
+        change(&mut config);
+        Server::bind(config).await.unwrap_err().to_string()
+    };
+    let err = attempt(|config| config.replicas = 5).await;
+    assert!(err.contains("5 replicas on 4 servers"), "{err}");
+    let err = attempt(|config| config.lease_ttl = Duration::ZERO).await;
+    assert!(err.contains("lease"), "{err}");
+    let err = attempt(|config| config.token = Some("a b".to_owned())).await;
+    assert!(err.contains("token"), "{err}");
+    let err = attempt(|config| config.model_fingerprint = Some("zz".to_owned())).await;
+    assert!(err.contains("fingerprint"), "{err}");
+    let err = attempt(|config| config.listen = "nonsense".to_owned()).await;
+    assert!(err.contains("nonsense") && err.contains("HOST:PORT"), "{err}");
+}
+
+#[test]
+fn urls_that_cannot_work_are_named() {
+    for url in
+        ["", "localhost:1", "https://h:1", "ftp://h", "http://u:p@h", "http://h/?q", "http://"]
+    {
+        let err = ControlClient::new(url, None).unwrap_err().to_string();
+        assert!(err.contains("http://HOST:PORT"), "{url}: {err}");
+    }
+    for token in ["", "a b", "a\nb", "ä"] {
+        ControlClient::new("http://h:1", Some(token.to_owned())).unwrap_err();
+    }
+    ControlClient::new("http://[::1]:80/prefix/", Some("t".to_owned())).unwrap();
+}

@@ -1,0 +1,167 @@
+//! What survives a restart, a kill and a full disk.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use control_api::{DrainRequest, LeaseRequest, MemberState, code};
+use control_plane::BindError;
+use control_plane::clock::MonotonicClock;
+use control_plane::store::{MemoryStore, Revision, Snapshot, Store, StoreError};
+
+use super::*;
+
+#[tokio::test]
+async fn a_restart_keeps_cluster_members_and_order_of_epochs() {
+    let dir = tempfile::tempdir().unwrap();
+    let plane = Plane::start(durable_config(dir.path())).await;
+    let client = plane.client();
+    let serving = serve(&client, "a", 1).await;
+    let loading = client.register(&request("b", 2)).await.unwrap().member_id;
+    let before = client.placement().await.unwrap();
+    plane.stop().await;
+
+    let plane = Plane::start(durable_config(dir.path())).await;
+    let client = plane.client();
+    let after = client.placement().await.unwrap();
+    assert_eq!(after.cluster_id, before.cluster_id);
+    assert!(after.epoch > before.epoch);
+    assert_eq!((&after.servers, &after.layers), (&before.servers, &before.layers));
+    for (member, incarnation, state) in
+        [(&serving, 1, MemberState::Serving), (&loading, 2, MemberState::Loading)]
+    {
+        let lease = LeaseRequest { incarnation, assignment_version: 0, load: None };
+        assert_eq!(client.renew(member, &lease).await.unwrap().state, state);
+    }
+    plane.stop().await;
+}
+
+/// A registration that was answered is on disk: a kill right after it loses nothing.
+#[tokio::test]
+async fn an_answered_registration_survives_a_kill() {
+    let dir = tempfile::tempdir().unwrap();
+    let copy = tempfile::tempdir().unwrap();
+    let plane = Plane::start(durable_config(dir.path())).await;
+    let client = plane.client();
+    for i in 0..20 {
+        let name = format!("m{i}");
+        let member = client.register(&request(&name, i)).await.unwrap().member_id;
+        // What a kill at this moment would leave behind.
+        std::fs::copy(dir.path().join("state.snapshot"), copy.path().join("state.snapshot"))
+            .unwrap();
+        let heir = Plane::start(durable_config(copy.path())).await;
+        let lease = LeaseRequest { incarnation: i, assignment_version: 0, load: None };
+        heir.client().renew(&member, &lease).await.unwrap();
+        heir.stop().await;
+    }
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn a_damaged_state_is_refused_not_forgotten() {
+    let dir = tempfile::tempdir().unwrap();
+    let plane = Plane::start(durable_config(dir.path())).await;
+    serve(&plane.client(), "a", 1).await;
+    plane.stop().await;
+    let path = dir.path().join("state.snapshot");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let err = control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
+    assert!(matches!(err, BindError::Store(StoreError::Corrupt { .. })), "{err}");
+    assert!(err.to_string().contains("state.snapshot is damaged"), "{err}");
+    assert_eq!(std::fs::read(&path).unwrap(), bytes);
+}
+
+#[tokio::test]
+async fn two_control_planes_cannot_share_a_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let plane = Plane::start(durable_config(dir.path())).await;
+    let err = control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
+    assert!(matches!(err, BindError::Store(StoreError::InUse { .. })), "{err}");
+    plane.stop().await;
+}
+
+/// A store whose disk can be full.
+#[derive(Debug)]
+struct Moody {
+    inner: MemoryStore,
+    is_full: Arc<AtomicBool>,
+}
+
+impl Store for Moody {
+    fn kind(&self) -> &'static str {
+        "moody"
+    }
+
+    fn load(&mut self) -> Result<(Option<Snapshot>, Revision), StoreError> {
+        self.inner.load()
+    }
+
+    fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError> {
+        if self.is_full.load(Ordering::SeqCst) {
+            let source = std::io::Error::from(std::io::ErrorKind::StorageFull);
+            return Err(StoreError::Full { path: "moody".into(), source });
+        }
+        self.inner.save(snapshot, expected)
+    }
+}
+
+#[tokio::test]
+async fn a_full_disk_makes_it_read_only_until_there_is_space() {
+    let is_full = Arc::new(AtomicBool::new(false));
+    let store = Moody { inner: MemoryStore::new(), is_full: Arc::clone(&is_full) };
+    let mut config = config();
+    config.lease_ttl = Duration::from_secs(60);
+    let clock = Arc::new(MonotonicClock::new());
+    let server = control_plane::Server::bind_with(config, Box::new(store), clock);
+    let plane = Plane::run(server.await.unwrap());
+    let client = plane.client();
+    let member = serve(&client, "a", 1).await;
+    let other = serve(&client, "b", 2).await;
+    is_full.store(true, Ordering::SeqCst);
+
+    let err = client.register(&request("c", 3)).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
+    assert!(err.is_transient());
+    assert!(err.to_string().contains("no space left"), "{err}");
+    let err = client.register(&request("c", 3)).await.unwrap_err();
+    assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
+    let status = client.status().await.unwrap().store;
+    assert!(!status.writable && status.error.is_some());
+    // Everything else goes on: heartbeats, known processes, deaths, new epochs.
+    let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
+    client.renew(&member, &lease).await.unwrap();
+    assert_eq!(client.register(&request("a", 1)).await.unwrap().member_id, member);
+    let epoch = client.placement().await.unwrap().epoch;
+    client.drain(&other, &DrainRequest::default()).await.unwrap();
+    let table = client.placement().await.unwrap();
+    assert_eq!((table.epoch, table.servers.len()), (epoch + 1, 1));
+
+    is_full.store(false, Ordering::SeqCst);
+    let healed = async {
+        while client.register(&request("c", 3)).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(BOUND, healed).await.unwrap();
+    assert!(client.status().await.unwrap().store.writable);
+    plane.stop().await;
+}
+
+/// A store that somebody else writes.
+#[tokio::test]
+async fn a_control_plane_that_has_been_replaced_stops() {
+    let store = MemoryStore::new();
+    let clock = Arc::new(MonotonicClock::new());
+    let server = control_plane::Server::bind_with(config(), Box::new(store.clone()), clock);
+    let plane = Plane::run(server.await.unwrap());
+    let mut rival = store.clone();
+    let (snapshot, revision) = rival.load().unwrap();
+    rival.save(&snapshot.unwrap(), revision).unwrap();
+    // The registration cannot become durable; whether its refusal still comes out does not
+    // matter.
+    let _ = plane.client().register(&request("a", 1)).await;
+    let outcome = tokio::time::timeout(BOUND, plane.task).await.unwrap().unwrap();
+    assert!(matches!(outcome, Err(RunError::Store(StoreError::Conflict { .. }))), "{outcome:?}");
+}

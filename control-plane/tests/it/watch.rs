@@ -1,0 +1,184 @@
+//! The watch on the placement.
+
+use control_api::{DrainRequest, LeaseRequest, PlacementWatch, WatchOptions, WatchStatus, code};
+use tokio::runtime::Handle;
+
+use super::*;
+
+fn watch(client: &ControlClient) -> PlacementWatch {
+    PlacementWatch::spawn(client, &Handle::current(), WatchOptions::default()).unwrap()
+}
+
+#[tokio::test]
+async fn a_watch_sees_every_epoch_in_order() {
+    let mut config = config();
+    config.lease_ttl = Duration::from_secs(60);
+    let plane = Plane::start(config).await;
+    let client = plane.client();
+    let mut stream = client.watch_placement().await.unwrap();
+    let mut seen = vec![stream.next().await.unwrap().epoch];
+    // 30 changes as fast as they can be made: fewer than a watcher may lag behind.
+    for i in 0..15 {
+        let member = serve(&client, "a", i).await;
+        client.drain(&member, &DrainRequest::default()).await.unwrap();
+    }
+    let last = client.placement().await.unwrap().epoch;
+    while *seen.last().unwrap() < last {
+        let table = tokio::time::timeout(BOUND, stream.next()).await.unwrap().unwrap();
+        seen.push(table.epoch);
+    }
+    let all: Vec<u64> = (seen[0]..=last).collect();
+    assert_eq!(seen, all);
+    assert!(all.len() >= 31, "{all:?}");
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn keep_alives_hold_a_quiet_stream_open_and_silence_ends_it() {
+    let mut config = config();
+    config.limits.watch_keep_alive = Duration::from_millis(100);
+    let plane = Plane::start(config).await;
+    let mut options = control_api::ClientOptions::default();
+    options.watch_idle_timeout = Duration::from_millis(600);
+    let client =
+        ControlClient::with_options(&plane.url(), Some(TOKEN.to_owned()), options).unwrap();
+    let mut stream = client.watch_placement().await.unwrap();
+    stream.next().await.unwrap();
+    // Three times the idle limit without a table.
+    tokio::time::timeout(Duration::from_millis(1800), stream.next()).await.unwrap_err();
+    serve(&client, "a", 1).await;
+    assert!(stream.next().await.unwrap().model.is_some());
+
+    // A server that says nothing at all.
+    let mute = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mute_url = format!("http://{}", mute.local_addr().unwrap());
+    let hold = tokio::spawn(async move {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let (mut stream, _) = mute.accept().await.unwrap();
+        let mut request = [0; 4096];
+        assert!(stream.read(&mut request).await.unwrap() > 0);
+        let head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+        stream.write_all(head).await.unwrap();
+        std::future::pending::<()>().await;
+        drop(stream);
+    });
+    let mut options = control_api::ClientOptions::default();
+    options.watch_idle_timeout = Duration::from_millis(100);
+    let client = ControlClient::with_options(&mute_url, None, options).unwrap();
+    let mut stream = client.watch_placement().await.unwrap();
+    let err = stream.next().await.unwrap_err();
+    assert!(matches!(err, control_api::ControlError::Timeout { .. }), "{err}");
+    hold.abort();
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn the_last_table_stays_while_the_control_plane_is_down() {
+    let dir = tempfile::tempdir().unwrap();
+    let plane = Plane::start(durable_config(dir.path())).await;
+    let client = plane.client();
+    let watch = watch(&client);
+    serve(&client, "a", 1).await;
+    let table = watch.wait_for(BOUND, |table| table.servers.len() == 1).await.unwrap();
+    assert_eq!(watch.state().borrow().status, WatchStatus::Connected);
+
+    let addr = plane.addr;
+    plane.stop().await;
+    let mut state = watch.state();
+    let down = state.wait_for(|state| state.status == WatchStatus::Disconnected);
+    drop(tokio::time::timeout(BOUND, down).await.unwrap().unwrap());
+    assert_eq!(watch.current(), table);
+    assert!(state.borrow().last_error.is_some());
+
+    let mut config = durable_config(dir.path());
+    config.listen = addr.to_string();
+    let plane = Plane::start(config).await;
+    let after = watch.wait_for(BOUND, |new| new.epoch > table.epoch).await.unwrap();
+    assert_eq!(after.cluster_id, table.cluster_id);
+    assert_eq!(after.servers, table.servers);
+    let up = state.wait_for(|state| state.status == WatchStatus::Connected);
+    assert_eq!(tokio::time::timeout(BOUND, up).await.unwrap().unwrap().num_connects, 2);
+    plane.stop().await;
+}
+
+/// Server-sent events out of thin air: an older epoch of the same cluster is not believed, a
+/// younger cluster is.
+#[tokio::test]
+async fn an_older_epoch_is_refused_and_a_new_cluster_accepted() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let event = |cluster: &str, epoch: u64| {
+        let table = control_api::PlacementTable {
+            cluster_id: cluster.to_owned(),
+            epoch,
+            ..Default::default()
+        };
+        format!("event: placement\ndata: {}\n\n", serde_json::to_string(&table).unwrap())
+    };
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let script = [("one", 5), ("one", 4), ("one", 6), ("one", 3), ("two", 1), ("two", 2)];
+    let body: String = script.iter().map(|&(cluster, epoch)| event(cluster, epoch)).collect();
+    let server = tokio::spawn(async move {
+        let (mut stream, _) = listener.accept().await.unwrap();
+        let mut request = [0; 4096];
+        assert!(stream.read(&mut request).await.unwrap() > 0);
+        let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
+        for piece in (head.to_owned() + &body).as_bytes().chunks(7) {
+            stream.write_all(piece).await.unwrap();
+        }
+        std::future::pending::<()>().await;
+        drop(stream);
+    });
+    let client = ControlClient::new(&url, None).unwrap();
+    let watch = PlacementWatch::spawn_thread(&client, WatchOptions::default()).unwrap();
+    let table = watch.wait_for(BOUND, |table| table.cluster_id == "two" && table.epoch == 2).await;
+    table.unwrap();
+    assert_eq!(watch.state().borrow().num_stale_tables, 2);
+    server.abort();
+}
+
+#[tokio::test]
+async fn too_many_watches_are_refused_and_closed_ones_make_room() {
+    let mut config = config();
+    config.limits.max_watchers = 2;
+    config.limits.watch_keep_alive = Duration::from_millis(50);
+    let plane = Plane::start(config).await;
+    let client = plane.client();
+    let first = client.watch_placement().await.unwrap();
+    let _second = client.watch_placement().await.unwrap();
+    let err = client.watch_placement().await.unwrap_err();
+    assert_eq!(err.code(), Some(code::TOO_MANY_WATCHERS));
+    assert_eq!(client.status().await.unwrap().num_watchers, 2);
+    drop(first);
+    let retry = async {
+        while client.watch_placement().await.is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(BOUND, retry).await.unwrap();
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn expiry_reaches_the_watch() {
+    let plane = Plane::start(config()).await;
+    let client = plane.client();
+    let watch = watch(&client);
+    let live = serve(&client, "live", 1).await;
+    serve(&client, "dead", 2).await;
+    watch.wait_for(BOUND, |table| table.servers.len() == 2).await.unwrap();
+    let heartbeat = tokio::spawn({
+        let client = client.clone();
+        async move {
+            let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
+            loop {
+                client.renew(&live, &lease).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        }
+    });
+    let table = watch.wait_for(BOUND, |table| table.servers.len() == 1).await.unwrap();
+    assert_eq!(table.servers[0].name, "live");
+    heartbeat.abort();
+    plane.stop().await;
+}
