@@ -1,0 +1,14 @@
+//! Prints what this host's GPUs look like from here: `cargo run -p switchyard-kernels --example
+//! probe [--features cuda]`.
+
+fn main() {
+    let report = kernels::probe();
+    for line in report.lines() {
+        let remedy = line.remedy.map(|remedy| format!(" ({remedy})")).unwrap_or_default();
+        println!("{} {}: {}{remedy}", if line.usable { "+" } else { "-" }, line.name, line.found);
+    }
+    match serde_json::to_string(&report) {
+        Ok(json) => println!("{json}"),
+        Err(error) => eprintln!("{error}"),
+    }
+}

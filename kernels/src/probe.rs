@@ -1,0 +1,226 @@
+//! What GPUs this host has, and whether this build could talk to them.
+
+use std::fs;
+use std::path::Path;
+
+use serde::Serialize;
+
+/// What was found. Nothing here is an error: a host without a GPU is as good a host as any.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GpuReport {
+    /// Version of the NVIDIA kernel driver, if it is loaded.
+    pub kernel_driver: Option<String>,
+    /// GPUs. From the CUDA driver where this build can ask it, so only those that this process may
+    /// use; from the kernel driver otherwise.
+    pub gpus: Vec<Gpu>,
+    /// Whether CUDA can be used.
+    pub cuda: CudaState,
+}
+
+/// One GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Gpu {
+    /// Product name.
+    pub name: String,
+    /// Memory, bytes; only the CUDA driver tells.
+    pub memory_bytes: Option<u64>,
+    /// Compute capability, major and minor; only the CUDA driver tells.
+    pub compute_capability: Option<(u32, u32)>,
+}
+
+/// Whether this process can use CUDA.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "state")]
+pub enum CudaState {
+    /// This build has no CUDA.
+    NotBuilt,
+    /// The CUDA driver library is not on this host.
+    NoLibrary,
+    /// The driver library is there and refuses to work.
+    Failed {
+        /// Call that failed.
+        call: &'static str,
+        /// The driver's code and name for the failure.
+        error: String,
+    },
+    /// The driver works.
+    Ready {
+        /// CUDA version that the driver supports, major and minor.
+        version: (u32, u32),
+    },
+}
+
+/// One line for people: a fact, and what to do where something is missing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ReportLine {
+    /// What the line is about.
+    pub name: &'static str,
+    /// Whether it is there and works.
+    pub usable: bool,
+    /// What was found.
+    pub found: String,
+    /// What would help, if anything is missing.
+    pub remedy: Option<String>,
+}
+
+/// Looks for GPUs. Takes well under a second and changes nothing.
+#[must_use]
+pub fn probe() -> GpuReport {
+    let report = from_kernel_driver(Path::new(KERNEL_DRIVER));
+    #[cfg(feature = "cuda")]
+    let report = crate::cuda::complete(report);
+    report
+}
+
+impl GpuReport {
+    /// The report for people.
+    #[must_use]
+    pub fn lines(&self) -> Vec<ReportLine> {
+        let mut lines = vec![self.driver_line(), self.cuda_line()];
+        lines.extend(self.gpus.iter().map(Gpu::line));
+        lines
+    }
+
+    fn driver_line(&self) -> ReportLine {
+        let name = "nvidia driver";
+        match &self.kernel_driver {
+            Some(version) => line(name, true, version.clone(), None),
+            None => line(
+                name,
+                false,
+                "not loaded".into(),
+                Some(
+                    "install the NVIDIA driver if this host has a GPU; experts run on CPUs without",
+                ),
+            ),
+        }
+    }
+
+    fn cuda_line(&self) -> ReportLine {
+        let name = "cuda";
+        match &self.cuda {
+            CudaState::NotBuilt => line(
+                name,
+                false,
+                "this build has no CUDA support".into(),
+                Some("build with `--features cuda` to see more of a GPU; no command needs it"),
+            ),
+            CudaState::NoLibrary => line(
+                name,
+                false,
+                "libcuda.so.1 is not here".into(),
+                Some(
+                    "it comes with the NVIDIA driver; in a container, ask the runtime for the GPUs",
+                ),
+            ),
+            CudaState::Failed { call, error } => line(
+                name,
+                false,
+                format!("{call} failed: {error}"),
+                Some("compare the versions of libcuda and kernel driver, and run nvidia-smi"),
+            ),
+            CudaState::Ready { version: (major, minor) } => {
+                line(name, true, format!("driver supports CUDA {major}.{minor}"), None)
+            }
+        }
+    }
+}
+
+impl Gpu {
+    fn line(&self) -> ReportLine {
+        let mut found = self.name.clone();
+        if let Some(bytes) = self.memory_bytes {
+            found.push_str(&format!(" · {:.0} GiB", bytes as f64 / f64::from(1 << 30)));
+        }
+        if let Some((major, minor)) = self.compute_capability {
+            found.push_str(&format!(" · compute capability {major}.{minor}"));
+        }
+        line("gpu", true, found, None)
+    }
+}
+
+fn line(name: &'static str, usable: bool, found: String, remedy: Option<&str>) -> ReportLine {
+    ReportLine { name, usable, found, remedy: remedy.map(str::to_owned) }
+}
+
+/// What the NVIDIA kernel driver shows in its folder.
+fn from_kernel_driver(folder: &Path) -> GpuReport {
+    let kernel_driver = fs::read_to_string(folder.join("version"))
+        .ok()
+        .map(|text| driver_version(&text).unwrap_or("version unknown").to_owned());
+    let mut gpus: Vec<(String, Gpu)> = fs::read_dir(folder.join("gpus"))
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| {
+            let entry = entry.ok()?;
+            let text = fs::read_to_string(entry.path().join("information")).ok()?;
+            let name = text.lines().find_map(|line| line.strip_prefix("Model:"))?.trim().to_owned();
+            let gpu = Gpu { name, memory_bytes: None, compute_capability: None };
+            Some((entry.file_name().to_string_lossy().into_owned(), gpu))
+        })
+        .collect();
+    // Folders are named for bus addresses; the order of a directory means nothing.
+    gpus.sort_by(|left, right| left.0.cmp(&right.0));
+    GpuReport {
+        kernel_driver,
+        gpus: gpus.into_iter().map(|(_, gpu)| gpu).collect(),
+        cuda: CudaState::NotBuilt,
+    }
+}
+
+/// The first word like `570.124.06` in the driver's version text.
+fn driver_version(text: &str) -> Option<&str> {
+    text.split_whitespace().find(|word| {
+        word.contains('.')
+            && word
+                .split('.')
+                .all(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
+    })
+}
+
+const KERNEL_DRIVER: &str = "/proc/driver/nvidia";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_forms_of_the_version_text_are_understood() {
+        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024\n";
+        assert_eq!(driver_version(closed), Some("550.54.15"));
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release";
+        assert_eq!(driver_version(open), Some("570.124.06"));
+        assert_eq!(driver_version("GCC version"), None);
+    }
+
+    #[test]
+    fn gpus_are_listed_in_bus_order_and_damaged_entries_left_out() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        fs::write(folder.path().join("version"), "NVRM version: x 1.2.3 y").expect("file");
+        for (bus, text) in [
+            ("0000:9a:00.0", "Model: \t\t NVIDIA H200\nIRQ: 1\n"),
+            ("0000:18:00.0", "Model: \t\t NVIDIA H100\n"),
+            ("0000:20:00.0", "IRQ: 7\n"),
+        ] {
+            let gpu = folder.path().join("gpus").join(bus);
+            fs::create_dir_all(&gpu).expect("folder");
+            fs::write(gpu.join("information"), text).expect("file");
+        }
+        let report = from_kernel_driver(folder.path());
+        assert_eq!(report.kernel_driver.as_deref(), Some("1.2.3"));
+        let names: Vec<&str> = report.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
+        assert_eq!(names, ["NVIDIA H100", "NVIDIA H200"]);
+    }
+
+    #[test]
+    fn a_host_without_a_driver_gets_a_report_with_remedies() {
+        let report = from_kernel_driver(Path::new("/nonexistent"));
+        assert_eq!((report.kernel_driver.clone(), report.gpus.len()), (None, 0));
+        for line in report.lines() {
+            assert!(!line.usable && line.remedy.is_some(), "{line:?}");
+        }
+        // Whatever this host is, probing it neither fails nor panics.
+        let lines = probe().lines();
+        assert!(lines.iter().all(|line| line.usable == line.remedy.is_none()), "{lines:?}");
+    }
+}
