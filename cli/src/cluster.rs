@@ -370,7 +370,10 @@ impl Process {
     }
 }
 
-fn for_each_line(stream: impl Read + Send + 'static, mut each: impl FnMut(String) + Send + 'static) {
+fn for_each_line(
+    stream: impl Read + Send + 'static,
+    mut each: impl FnMut(String) + Send + 'static,
+) {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines() {
             match line {

@@ -26,7 +26,13 @@ pub struct Global {
     #[arg(long, global = true, env = "SWITCHYARD_JSON")]
     json: bool,
     /// What to log to standard error: a level, or tracing's filter syntax.
-    #[arg(long, global = true, env = "SWITCHYARD_LOG", default_value = "warn", value_name = "FILTER")]
+    #[arg(
+        long,
+        global = true,
+        env = "SWITCHYARD_LOG",
+        default_value = "warn",
+        value_name = "FILTER"
+    )]
     log: String,
     /// How log lines look.
     #[arg(long, global = true, env = "SWITCHYARD_LOG_FORMAT", default_value = "text")]
@@ -75,7 +81,7 @@ pub fn run() -> ExitCode {
     match start(cli) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", ui::one_line(&error));
             ExitCode::FAILURE
         }
     }

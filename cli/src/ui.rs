@@ -41,6 +41,20 @@ pub fn exit_with_parent() -> Result<()> {
     Ok(())
 }
 
+/// An error and its causes as one line, each cause once: many messages quote their cause already.
+pub fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string();
+        if line.is_empty() {
+            line = text;
+        } else if !line.contains(&text) {
+            line = format!("{line}: {text}");
+        }
+    }
+    line.replace('\n', " ")
+}
+
 /// Prints a value as one JSON document on standard output.
 pub fn print_json(value: &impl Serialize) -> Result<()> {
     let mut out = std::io::stdout().lock();

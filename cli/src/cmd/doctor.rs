@@ -131,8 +131,9 @@ fn host() -> Vec<Check> {
     checks.push(huge_pages());
     checks.push(descriptors());
     checks.push(match read("/sys/devices/system/clocksource/clocksource0/current_clocksource") {
-        source if ["tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page"]
-            .contains(&source.as_str()) =>
+        source
+            if ["tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page"]
+                .contains(&source.as_str()) =>
         {
             ok("clock", source)
         }
@@ -150,7 +151,9 @@ fn memory() -> Check {
     let text = read("/proc/meminfo");
     let field = |name: &str| {
         text.lines()
-            .find_map(|line| line.strip_prefix(name)?.trim_start_matches(':').trim().split(' ').next())
+            .find_map(|line| {
+                line.strip_prefix(name)?.trim_start_matches(':').trim().split(' ').next()
+            })
             .and_then(|kib| kib.parse::<u64>().ok())
             .unwrap_or(0)
     };
@@ -202,8 +205,11 @@ fn descriptors() -> Check {
 }
 
 fn transports() -> Vec<Check> {
-    let mut checks = vec![match p2p_core::backend::shm::probe() {
-        Ok(found) => ok("shm", found),
+    let slot = p2p_core::SlotLayout::new(p2p_core::SlotConfig::default())
+        .map_err(anyhow::Error::from)
+        .and_then(|layout| Ok(p2p_core::backend::shm::SharedSlot::create(&layout)?));
+    let mut checks = vec![match slot {
+        Ok(slot) => ok("shm", format!("sealed memory, {} pages", slot.pages().name())),
         Err(error) => problem(
             "shm",
             Verdict::Fail,
@@ -213,7 +219,10 @@ fn transports() -> Vec<Check> {
     }];
     let devices: Vec<String> = std::fs::read_dir("/sys/class/infiniband")
         .map(|entries| {
-            entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+            entries
+                .flatten()
+                .map(|entry| entry.file_name().to_string_lossy().into_owned())
+                .collect()
         })
         .unwrap_or_default();
     let verbs = library("libibverbs.so.1");
@@ -305,7 +314,8 @@ fn check_control(url: &str, token: Option<String>) -> Check {
 
 /// First line of a small file, or "unknown".
 fn read(path: &str) -> String {
-    std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+    std::fs::read_to_string(path)
+        .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
 }
 
 fn cpu_model() -> String {

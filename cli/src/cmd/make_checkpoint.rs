@@ -29,7 +29,7 @@ pub struct Args {
     force: bool,
 }
 
-fn parse_preset(text: &str) -> Result<Preset, String> {
+pub fn parse_preset(text: &str) -> Result<Preset, String> {
     text.parse().map_err(|error: checkpoint::ParsePresetError| error.to_string())
 }
 

@@ -1,8 +1,15 @@
 //! One module per command, and the flags that several share.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
+use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
+use checkpoint::Checkpoint;
+use protocol::WireDtype;
+
+use crate::cluster::{ClusterOptions, LocalCluster};
+use crate::{Global, ui};
 
 pub mod bench;
 pub mod control_plane;
@@ -54,6 +61,18 @@ impl SlotArgs {
         p2p_core::SlotLayout::new(config).context("--slot-bytes and --slot-frames")?;
         Ok(config)
     }
+
+    /// The same as arguments of a child process.
+    pub fn to_args(&self) -> Vec<String> {
+        [
+            "--slot-bytes",
+            &self.slot_bytes.to_string(),
+            "--slot-frames",
+            &self.slot_frames.to_string(),
+        ]
+        .map(str::to_owned)
+        .to_vec()
+    }
 }
 
 /// A cluster to start for one command, where no control plane is given.
@@ -80,3 +99,96 @@ pub fn model_or_tiny(model: Option<PathBuf>) -> Result<PathBuf> {
         .find(|dir| dir.join("config.json").is_file())
         .context("no --model given, and data/tiny-moe is not here: give a checkpoint folder")
 }
+
+/// Completes on the first SIGTERM or SIGINT.
+pub fn shutdown_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}
+
+/// How a client talks to servers.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ClientArgs {
+    /// Number format of tokens on the wire: f32, f16, bf16 or fp8.
+    #[arg(long, env = "SWITCHYARD_WIRE_DTYPE", default_value = "f32")]
+    pub wire_dtype: WireDtype,
+    /// Number format of answers on the wire; that of tokens by default, and bf16 where that is fp8.
+    #[arg(long, env = "SWITCHYARD_RESPONSE_DTYPE")]
+    pub response_dtype: Option<WireDtype>,
+    /// Silence after which a server counts as failed.
+    #[arg(long, env = "SWITCHYARD_DEADLINE_MS", default_value_t = 100)]
+    pub deadline_ms: u64,
+    #[command(flatten)]
+    pub slot: SlotArgs,
+}
+
+impl ClientArgs {
+    /// A builder with these settings.
+    pub fn builder(&self, checkpoint: &Checkpoint) -> Result<MoeClientBuilder> {
+        let response = self.response_dtype.unwrap_or(match self.wire_dtype {
+            WireDtype::F8E4m3 => WireDtype::Bf16,
+            other => other,
+        });
+        Ok(MoeClient::builder(ClientModel::of(checkpoint))
+            .wire_dtype(self.wire_dtype)
+            .response_dtype(response)
+            .deadline(Duration::from_millis(self.deadline_ms))
+            .slot(self.slot.config()?))
+    }
+}
+
+/// A client together with the cluster that was started for it, if one was.
+#[derive(Debug)]
+pub struct Service {
+    /// The client; dropped before the cluster.
+    pub client: MoeClient,
+    /// The cluster, unless the user has one.
+    _cluster: Option<LocalCluster>,
+}
+
+impl Service {
+    /// Connects to the given control plane, or starts a cluster for this command.
+    pub fn open(
+        global: &Global,
+        checkpoint: &Checkpoint,
+        control: &ControlArgs,
+        local: &LocalArgs,
+        client: &ClientArgs,
+    ) -> Result<Self> {
+        let builder = client.builder(checkpoint)?;
+        let (cluster, url, token) = match &control.control_plane {
+            Some(url) => (None, url.clone(), control.token.clone()),
+            None => {
+                let mut options = ClusterOptions::new(checkpoint.dir())?;
+                options.num_servers = local.servers;
+                options.replicas = local.replicas;
+                options.server_args = client.slot.to_args();
+                let cluster = start_cluster(global, options)?;
+                let (url, token) = (cluster.control_url(), cluster.token().to_owned());
+                (Some(cluster), url, Some(token))
+            }
+        };
+        let client = builder.control_plane(url, token.clone()).ticket(token).build()?;
+        client.wait_ready(READY_TIMEOUT)?;
+        Ok(Self { client, _cluster: cluster })
+    }
+}
+
+/// Starts a cluster with a progress bar.
+pub fn start_cluster(global: &Global, options: ClusterOptions) -> Result<LocalCluster> {
+    let total = options.num_servers;
+    let bar = ui::steps_bar(global.json, total as u64, "starting servers");
+    let cluster = LocalCluster::start(options, &mut |serving| bar.set_position(serving as u64))?;
+    bar.finish_and_clear();
+    Ok(cluster)
+}
+
+/// Servers that are up connect within milliseconds; the rest is for hosts under load.
+pub const READY_TIMEOUT: Duration = Duration::from_secs(30);

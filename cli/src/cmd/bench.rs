@@ -1,0 +1,38 @@
+//! `switchyard bench`.
+
+mod moe;
+mod p2p;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+use crate::Global;
+
+/// Flags of `bench`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+#[derive(Debug, Subcommand)]
+enum Bench {
+    /// Latency and bandwidth of puts and flags between processes.
+    P2p(p2p::Args),
+    /// One layer through the service against the same experts in process.
+    Moe(moe::Args),
+}
+
+/// Runs this process's part where it is a child of `bench p2p`.
+pub fn child() -> Option<ExitCode> {
+    p2p::child()
+}
+
+pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    match args.bench {
+        Bench::P2p(args) => p2p::run(global, args),
+        Bench::Moe(args) => moe::run(global, args),
+    }
+}

@@ -1,0 +1,102 @@
+//! `switchyard bench p2p`: latency and bandwidth of puts and flags between processes.
+
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use p2p_core::bench::{BenchConfig, BenchRow, ChildProgram};
+use p2p_core::{SlotConfig, TransportKind};
+
+use crate::{Global, ui};
+
+/// Flags of `bench p2p`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Sending processes.
+    #[arg(long, env = "SWITCHYARD_SENDERS", default_value_t = 1)]
+    senders: usize,
+    /// Receiving processes.
+    #[arg(long, env = "SWITCHYARD_RECEIVERS", default_value_t = 1)]
+    receivers: usize,
+    /// Smallest message; sizes double from here.
+    #[arg(long, env = "SWITCHYARD_MIN_BYTES", default_value_t = 4)]
+    min_bytes: usize,
+    /// Largest message.
+    #[arg(long, env = "SWITCHYARD_MAX_BYTES", default_value_t = 8 << 20)]
+    max_bytes: usize,
+    /// Timed iterations per size; 0 chooses by size.
+    #[arg(long, env = "SWITCHYARD_ITERATIONS", default_value_t = 0)]
+    iterations: usize,
+    /// Bytes of a slot.
+    #[arg(long, env = "SWITCHYARD_SLOT_BYTES", default_value_t = p2p_core::slot::DEFAULT_SLOT_BYTES)]
+    slot_bytes: usize,
+    /// Frames in a slot.
+    #[arg(long, env = "SWITCHYARD_SLOT_FRAMES", default_value_t = 16)]
+    slot_frames: usize,
+    /// Transport between the processes.
+    #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value = "shm", value_parser = transport)]
+    transport: TransportKind,
+    /// Lets the system move the processes between CPUs.
+    #[arg(long, env = "SWITCHYARD_NO_PIN")]
+    no_pin: bool,
+    /// Seed of the payload.
+    #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
+    seed: u64,
+}
+
+fn transport(name: &str) -> Result<TransportKind, String> {
+    [TransportKind::Shm, TransportKind::Staged]
+        .into_iter()
+        .find(|kind| kind.name() == name)
+        .ok_or_else(|| format!("unknown transport {name:?}: expected shm or staged"))
+}
+
+/// Runs this process's part where it is a child of the benchmark.
+pub fn child() -> Option<ExitCode> {
+    p2p_core::bench::child_main()
+        .map(|done| if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    let config = BenchConfig {
+        senders: args.senders,
+        receivers: args.receivers,
+        min_bytes: args.min_bytes,
+        max_bytes: args.max_bytes,
+        iterations: args.iterations,
+        slot: SlotConfig { slot_bytes: args.slot_bytes, num_frames: args.slot_frames },
+        transport: args.transport,
+        pin: !args.no_pin,
+        seed: args.seed,
+    };
+    let program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
+    if !global.json {
+        println!(
+            "{} senders → {} receivers over {}, one process each",
+            args.senders,
+            args.receivers,
+            args.transport.name()
+        );
+        println!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
+    }
+    let spinner = ui::spinner(global.json, "measuring");
+    let report = p2p_core::bench::run(&config, &program, |row: &BenchRow| {
+        if !global.json {
+            spinner.suspend(|| {
+                println!(
+                    "{:>9} {:>14.3} {:>14.3} {:>10.2}",
+                    row.bytes, row.one_way_us_p50, row.one_way_us_p99, row.gb_per_s
+                );
+            });
+        }
+    })?;
+    spinner.finish_and_clear();
+    if global.json {
+        ui::print_json(&report)?;
+    } else {
+        println!(
+            "raw flag {:.3} µs one way; {} bytes compared, all as expected; {} pages",
+            report.raw_flag_us_p50, report.verified_bytes, report.pages
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}

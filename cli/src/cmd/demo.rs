@@ -1,0 +1,439 @@
+//! `switchyard demo`: text goes on while a server dies.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use attention_client::{
+    GenerateOptions, Generation, Generator, LayerTiming, LocalExperts, MoeClient,
+};
+use checkpoint::Checkpoint;
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Serialize;
+
+use crate::cluster::{ClusterOptions, LocalCluster};
+use crate::{Global, ui};
+
+/// Flags of `demo`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Checkpoint folder; the small model of this repository by default.
+    #[arg(long, env = "SWITCHYARD_MODEL")]
+    model: Option<PathBuf>,
+    /// Text to continue.
+    #[arg(long, env = "SWITCHYARD_PROMPT", default_value = "Ownership is a set of rules that")]
+    prompt: String,
+    /// Tokens to generate.
+    #[arg(long, env = "SWITCHYARD_MAX_NEW_TOKENS", default_value_t = 64)]
+    max_new_tokens: usize,
+    /// Kills nobody.
+    #[arg(long, env = "SWITCHYARD_NO_KILL")]
+    no_kill: bool,
+    #[command(flatten)]
+    local: super::LocalArgs,
+    #[command(flatten)]
+    client: super::ClientArgs,
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report {
+    verified: bool,
+    reference: &'static str,
+    prompt: String,
+    text: String,
+    token_ids: Vec<u32>,
+    tokens_per_s: f64,
+    servers: usize,
+    replicas: usize,
+    wire_dtype: String,
+    layers: usize,
+    layer_us_p50: f64,
+    layer_us_p99: f64,
+    dispatch_us_p50: f64,
+    dispatch_us_p99: f64,
+    server_queue_us_p50: f64,
+    server_queue_us_p99: f64,
+    server_compute_us_p50: f64,
+    server_compute_us_p99: f64,
+    combine_us_p50: f64,
+    combine_us_p99: f64,
+    killed: Option<Killed>,
+    /// Longest layer from the kill on, less the median layer: everything that the kill cost.
+    failover_stall_ms: f64,
+    failovers: u32,
+    resent_pairs: u64,
+    lost_requests: u64,
+    duplicated_requests: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Killed {
+    server: String,
+    at_token: usize,
+    /// Servers that the tokens of its experts went to afterwards.
+    taken_over_by: Vec<String>,
+}
+
+/// One finished layer and when it finished.
+type Sample = (Instant, LayerTiming);
+
+pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    let dir = super::model_or_tiny(args.model.clone())?;
+    let checkpoint =
+        Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
+    let kill = !args.no_kill;
+    if kill && (args.local.replicas < 2 || args.local.servers < 2) {
+        anyhow::bail!(
+            "with {} servers and {} replicas nobody could take over: use --replicas 2, or --no-kill",
+            args.local.servers,
+            args.local.replicas
+        );
+    }
+    let mut options = ClusterOptions::new(&dir)?;
+    options.num_servers = args.local.servers;
+    options.replicas = args.local.replicas;
+    options.server_args = args.client.slot.to_args();
+    // The servers of the demo share this host; one thread each keeps them out of each other's way.
+    options.threads = Some(1);
+    let say = Narrator { on: !global.json, color: std::io::stdout().is_terminal() };
+    say.line(&format!(
+        "starting a control plane and {} expert servers, each expert on {} of them",
+        args.local.servers, args.local.replicas
+    ));
+    let cluster = super::start_cluster(global, options)?;
+
+    let samples = Arc::new(Mutex::new(Vec::<Sample>::with_capacity(1 << 16)));
+    let sink = Arc::clone(&samples);
+    let token = cluster.token().to_owned();
+    let client = args
+        .client
+        .builder(&checkpoint)?
+        .control_plane(cluster.control_url(), Some(token.clone()))
+        .ticket(Some(token))
+        .observer(move |report| {
+            if let Ok(mut samples) = sink.lock() {
+                samples.push((Instant::now(), report.timing));
+            }
+        })
+        .build()?;
+    client.wait_ready(super::READY_TIMEOUT)?;
+    say.line(&format!("{} experts are up; generating\n", count_experts(&checkpoint)));
+
+    let held = held_by(&checkpoint, &client, &LocalCluster::server_name(victim(&args)));
+    let (generation, kill_at, killed_at_token) =
+        generate(&args, &checkpoint, &client, &cluster, &say)?;
+    let (expected_ids, reference) = reference_ids(&dir, &checkpoint, &args)?;
+    let verified = expected_ids == generation.token_ids;
+
+    let samples = samples.lock().map_err(|_| anyhow!("a layer report panicked"))?;
+    let passes = 1 + generation.timings.decode.len();
+    let expected_layers = passes * checkpoint.config().moe_layers().len();
+    let report = summarise(Run {
+        args: &args,
+        samples: &samples,
+        expected_layers,
+        generation,
+        verified,
+        reference,
+        kill_at,
+        killed: killed_at_token.map(|at_token| {
+            let server = LocalCluster::server_name(victim(&args));
+            Killed { taken_over_by: successors(&client, &held, &server), server, at_token }
+        }),
+        counters: Counters::read(&client),
+    });
+    if global.json {
+        ui::print_json(&report)?;
+    } else {
+        print_report(&report, &say);
+    }
+    drop(client);
+    drop(cluster);
+    Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Generates, and half-way has a server killed at a moment that does not depend on ours.
+fn generate(
+    args: &Args,
+    checkpoint: &Arc<Checkpoint>,
+    client: &MoeClient,
+    cluster: &LocalCluster,
+    say: &Narrator,
+) -> Result<(Generation, Option<Instant>, Option<usize>)> {
+    let victim = victim(args);
+    let pid = cluster
+        .server_pid(victim)
+        .and_then(|pid| i32::try_from(pid).ok())
+        .and_then(Pid::from_raw)
+        .context("the server to kill is not running")?;
+    let (fire, fired) = channel::<()>();
+    let killer = std::thread::spawn(move || {
+        fired.recv().ok()?;
+        // Somewhere within the next few layers, not between two tokens.
+        std::thread::sleep(Duration::from_micros(rand::random_range(0..3000)));
+        let at = Instant::now();
+        kill_process(pid, Signal::KILL).ok().map(|()| at)
+    });
+    let mut generator = Generator::open(checkpoint, client.clone())?;
+    let options = GenerateOptions { max_new_tokens: args.max_new_tokens, ..Default::default() };
+    let kill_token = (args.max_new_tokens / 2).max(1);
+    let mut killed = None;
+    say.prompt(&args.prompt);
+    let generation = generator.generate(&args.prompt, &options, &mut |event| {
+        say.token(event.text, killed.is_some());
+        if !args.no_kill && event.idx + 1 == kill_token {
+            killed = Some(kill_token);
+            // The killer hangs up only if it panicked; the report then shows no kill.
+            let _ = fire.send(());
+            say.kill(victim);
+        }
+    })?;
+    drop(fire);
+    let kill_at = killer.join().map_err(|_| anyhow!("the killing thread panicked"))?;
+    say.line("\n");
+    Ok((generation, kill_at, killed.filter(|_| kill_at.is_some())))
+}
+
+/// Token ids to compare with: recorded ones where the prompt has them, else computed in process.
+fn reference_ids(
+    dir: &Path,
+    checkpoint: &Arc<Checkpoint>,
+    args: &Args,
+) -> Result<(Vec<u32>, &'static str)> {
+    if let Some(ids) = golden_ids(dir, &args.prompt, args.max_new_tokens)? {
+        return Ok((ids, "golden.json: Hugging Face transformers in float32"));
+    }
+    let mut generator = Generator::open(checkpoint, LocalExperts::new(Arc::clone(checkpoint)))?;
+    let options = GenerateOptions { max_new_tokens: args.max_new_tokens, ..Default::default() };
+    let generation = generator.generate(&args.prompt, &options, &mut |_| {})?;
+    Ok((generation.token_ids, "the same model with its experts in process"))
+}
+
+fn golden_ids(dir: &Path, prompt: &str, max_new_tokens: usize) -> Result<Option<Vec<u32>>> {
+    let path = dir.join("golden.json");
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let text = std::fs::read_to_string(&path)
+        .with_context(|| format!("cannot read {}", path.display()))?;
+    let golden: serde_json::Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
+    let Some(entry) = golden["prompts"]
+        .as_array()
+        .and_then(|prompts| prompts.iter().find(|entry| entry["text"] == prompt))
+    else {
+        return Ok(None);
+    };
+    let ids = |name: &str| -> Vec<u32> {
+        let values = entry[name].as_array().map(Vec::as_slice).unwrap_or_default();
+        values.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect()
+    };
+    let (prompt_ids, all) = (ids("ids"), ids("greedy_f32"));
+    let new = all.get(prompt_ids.len()..).unwrap_or_default();
+    Ok((new.len() >= max_new_tokens).then(|| new[..max_new_tokens].to_vec()))
+}
+
+struct Run<'a> {
+    args: &'a Args,
+    samples: &'a [Sample],
+    expected_layers: usize,
+    generation: Generation,
+    verified: bool,
+    reference: &'static str,
+    kill_at: Option<Instant>,
+    killed: Option<Killed>,
+    counters: Counters,
+}
+
+fn summarise(run: Run<'_>) -> Report {
+    let us = |pick: fn(&LayerTiming) -> u64| {
+        let mut values: Vec<u64> = run.samples.iter().map(|(_, timing)| pick(timing)).collect();
+        values.sort_unstable();
+        move |percent: usize| {
+            let idx = (values.len() * percent / 100).min(values.len().saturating_sub(1));
+            values.get(idx).map_or(0.0, |&ns| ns as f64 / 1e3)
+        }
+    };
+    let layer = us(LayerTiming::total_ns);
+    let dispatch = us(|timing| timing.dispatch_ns);
+    let queue = us(|timing| timing.server_queue_ns);
+    let compute = us(|timing| timing.server_compute_ns);
+    let combine = us(|timing| timing.combine_ns);
+    let after_kill = |(end, _): &&Sample| run.kill_at.is_some_and(|at| *end >= at);
+    let longest_after_kill_ns =
+        run.samples.iter().filter(after_kill).map(|(_, timing)| timing.total_ns()).max();
+    let failover_stall_ms =
+        longest_after_kill_ns.map_or(0.0, |ns| ((ns as f64 / 1e3 - layer(50)) / 1e3).max(0.0));
+    let finished = run.samples.len();
+    Report {
+        verified: run.verified,
+        reference: run.reference,
+        prompt: run.args.prompt.clone(),
+        tokens_per_s: run.generation.timings.tokens_per_s().unwrap_or(0.0),
+        text: run.generation.text,
+        token_ids: run.generation.token_ids,
+        servers: run.args.local.servers,
+        replicas: run.args.local.replicas,
+        wire_dtype: run.args.client.wire_dtype.to_string(),
+        layers: finished,
+        layer_us_p50: layer(50),
+        layer_us_p99: layer(99),
+        dispatch_us_p50: dispatch(50),
+        dispatch_us_p99: dispatch(99),
+        server_queue_us_p50: queue(50),
+        server_queue_us_p99: queue(99),
+        server_compute_us_p50: compute(50),
+        server_compute_us_p99: compute(99),
+        combine_us_p50: combine(50),
+        combine_us_p99: combine(99),
+        killed: run.killed,
+        failover_stall_ms,
+        failovers: run.samples.iter().map(|(_, timing)| timing.failovers).sum(),
+        resent_pairs: run.samples.iter().map(|(_, timing)| timing.resent_pairs).sum(),
+        // Two independent counts: layers asked for against layers finished, and the client's own.
+        lost_requests: run.expected_layers.saturating_sub(finished) as u64 + run.counters.lost,
+        duplicated_requests: finished.saturating_sub(run.expected_layers) as u64
+            + run.counters.duplicated,
+    }
+}
+
+/// The client's own counts of what must never happen.
+struct Counters {
+    lost: u64,
+    duplicated: u64,
+}
+
+impl Counters {
+    fn read(client: &MoeClient) -> Self {
+        let families = client.registry().gather();
+        let value = |name: &str| {
+            families
+                .iter()
+                .find(|family| family.name() == name)
+                .and_then(|family| family.get_metric().first())
+                .map_or(0, |metric| metric.get_counter().get_value() as u64)
+        };
+        Self {
+            lost: value("switchyard_client_lost_requests_total"),
+            duplicated: value("switchyard_client_duplicated_requests_total"),
+        }
+    }
+}
+
+/// The server to kill.
+fn victim(args: &Args) -> usize {
+    args.local.servers / 2
+}
+
+/// (layer, expert) pairs that a server holds.
+fn held_by(checkpoint: &Checkpoint, client: &MoeClient, server: &str) -> Vec<(u32, u32)> {
+    let config = checkpoint.config();
+    let layers = config.moe_layers().into_iter();
+    layers
+        .flat_map(|layer| (0..config.num_experts).map(move |expert| (layer, expert)))
+        .filter(|&(layer, expert)| client.replicas(layer, expert).iter().any(|name| name == server))
+        .collect()
+}
+
+/// Servers that now hold what the killed one held.
+fn successors(client: &MoeClient, held: &[(u32, u32)], killed: &str) -> Vec<String> {
+    let mut names: Vec<String> = held
+        .iter()
+        .flat_map(|&(layer, expert)| client.replicas(layer, expert))
+        .filter(|name| name != killed)
+        .collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+fn count_experts(checkpoint: &Checkpoint) -> usize {
+    checkpoint.config().moe_layers().len() * checkpoint.config().num_experts as usize
+}
+
+fn print_report(report: &Report, say: &Narrator) {
+    let row = |name: &str, p50: f64, p99: f64| {
+        println!("  {name:<16} {p50:>9.0} {p99:>9.0}");
+    };
+    println!(
+        "{} tokens at {:.1} tokens/s, {} layers through {} servers, {} on the wire",
+        report.token_ids.len(),
+        report.tokens_per_s,
+        report.layers,
+        report.servers,
+        report.wire_dtype
+    );
+    println!("\n  {:<16} {:>9} {:>9}", "µs per layer", "p50", "p99");
+    row("whole layer", report.layer_us_p50, report.layer_us_p99);
+    row("dispatch", report.dispatch_us_p50, report.dispatch_us_p99);
+    row("server queue", report.server_queue_us_p50, report.server_queue_us_p99);
+    row("server compute", report.server_compute_us_p50, report.server_compute_us_p99);
+    row("combine", report.combine_us_p50, report.combine_us_p99);
+    println!();
+    match &report.killed {
+        Some(killed) => println!(
+            "killed {} after token {}: stalled {:.2} ms, {} (token, expert) pairs sent again, taken over by {}",
+            killed.server,
+            killed.at_token,
+            report.failover_stall_ms,
+            report.resent_pairs,
+            killed.taken_over_by.join(", ")
+        ),
+        None => println!("nobody was killed"),
+    }
+    println!(
+        "lost requests {}, duplicated requests {}",
+        report.lost_requests, report.duplicated_requests
+    );
+    let verdict = if report.verified {
+        say.paint("32", "every token equals the reference")
+    } else {
+        say.paint("31", "the tokens DIFFER from the reference")
+    };
+    println!("{verdict} ({})", report.reference);
+}
+
+/// Prints the story on a terminal; silent with `--json`.
+struct Narrator {
+    on: bool,
+    color: bool,
+}
+
+impl Narrator {
+    fn line(&self, text: &str) {
+        if self.on {
+            println!("{text}");
+        }
+    }
+
+    fn prompt(&self, text: &str) {
+        self.raw(&self.paint("1", text));
+    }
+
+    fn token(&self, text: &str, after_kill: bool) {
+        let text = if after_kill { self.paint("36", text) } else { text.to_owned() };
+        self.raw(&text);
+    }
+
+    fn kill(&self, server_idx: usize) {
+        let name = LocalCluster::server_name(server_idx);
+        self.raw(&self.paint("1;31", &format!("⟦{name} killed⟧")));
+    }
+
+    fn raw(&self, text: &str) {
+        if self.on {
+            print!("{text}");
+            // A closed terminal ends the program at the next println anyway.
+            let _ = std::io::stdout().flush();
+        }
+    }
+
+    fn paint(&self, code: &str, text: &str) -> String {
+        if self.color { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
+    }
+}

@@ -1,0 +1,83 @@
+//! `switchyard generate`: text from a model whose experts are served.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use attention_client::{GenerateOptions, Generator};
+use checkpoint::Checkpoint;
+
+use crate::{Global, ui};
+
+/// Flags of `generate`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Checkpoint folder; the small model of this repository by default.
+    #[arg(long, env = "SWITCHYARD_MODEL")]
+    model: Option<PathBuf>,
+    /// Text to continue.
+    #[arg(long, env = "SWITCHYARD_PROMPT")]
+    prompt: String,
+    /// Most tokens to generate.
+    #[arg(long, env = "SWITCHYARD_MAX_NEW_TOKENS", default_value_t = 64)]
+    max_new_tokens: usize,
+    /// 0 takes the likeliest token; above, tokens are drawn.
+    #[arg(long, env = "SWITCHYARD_TEMPERATURE", default_value_t = 0.0)]
+    temperature: f32,
+    /// Seed of the draws.
+    #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 0)]
+    seed: u64,
+    #[command(flatten)]
+    control: super::ControlArgs,
+    #[command(flatten)]
+    local: super::LocalArgs,
+    #[command(flatten)]
+    client: super::ClientArgs,
+}
+
+pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    let dir = super::model_or_tiny(args.model)?;
+    let checkpoint =
+        Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
+    let options = GenerateOptions {
+        max_new_tokens: args.max_new_tokens,
+        temperature: args.temperature,
+        seed: args.seed,
+        ..GenerateOptions::default()
+    };
+    let service =
+        super::Service::open(global, &checkpoint, &args.control, &args.local, &args.client)?;
+    let mut generator = Generator::open(&checkpoint, service.client.clone())?;
+    if !global.json {
+        print!("{}", args.prompt);
+        std::io::stdout().flush().context("cannot write to standard output")?;
+    }
+    let generation = generator.generate(&args.prompt, &options, &mut |event| {
+        if !global.json {
+            print!("{}", event.text);
+            // A closed terminal shows up as an error of the last write below.
+            let _ = std::io::stdout().flush();
+        }
+    })?;
+    let tokens_per_s = generation.timings.tokens_per_s();
+    if global.json {
+        ui::print_json(&serde_json::json!({
+            "prompt_ids": generation.prompt_ids,
+            "token_ids": generation.token_ids,
+            "text": generation.text,
+            "tokens_per_s": tokens_per_s,
+            "clipped": generation.clipped,
+        }))?;
+    } else {
+        println!();
+        if generation.clipped {
+            eprintln!("the context ended after {} new tokens", generation.max_new_tokens);
+        }
+        if let Some(rate) = tokens_per_s {
+            eprintln!("{} tokens, {rate:.1} tokens/s", generation.token_ids.len());
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
