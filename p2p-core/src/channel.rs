@@ -308,6 +308,12 @@ impl<E: Endpoint> Channel<E> {
             .fold(0, u64::wrapping_add)
     }
 
+    /// How often the peer has said that it makes progress.
+    #[must_use]
+    pub fn peer_progress(&self) -> u64 {
+        self.local_word(PROGRESS).load(Ordering::Acquire)
+    }
+
     /// Whether a frame or a credit arrived that was not looked at yet.
     #[must_use]
     pub fn has_news(&self) -> bool {
@@ -332,6 +338,21 @@ impl<E: Endpoint> Channel<E> {
     /// Takes the request of [`arm`](Self::arm) back.
     pub fn disarm(&self) {
         flags::disarm(self.local_word(WAITING));
+    }
+
+    /// The first word of the peer's slot and of ours, where the peer's is mapped: for measuring what a
+    /// bare flag costs, before any frame is in use.
+    #[cfg(not(loom))]
+    pub(crate) fn raw_words(&self) -> Option<(&AtomicU64, &AtomicU64)> {
+        let theirs = self.remote?;
+        // SAFETY: both slots are page-aligned, longer than a word, and mapped as long as `self`; the
+        // benchmark only accesses these words atomically.
+        unsafe {
+            Some((
+                AtomicU64::from_ptr(theirs.as_ptr().cast()),
+                AtomicU64::from_ptr(self.local.as_ptr().as_ptr().cast()),
+            ))
+        }
     }
 
     fn wake_peer(&mut self) -> Result<(), ChannelError> {

@@ -1,0 +1,452 @@
+//! The sending and receiving processes.
+
+use std::io::{BufRead, Write};
+use std::sync::atomic::Ordering;
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::mpsc;
+
+use super::clock::{Clock, percentile};
+use super::message::{Inbox, Pattern, messages_per_window, num_chunks, put, spin_until, text};
+use super::{BenchConfig, iterations, sizes};
+use crate::bootstrap::{ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect};
+use crate::endpoint::TransportKind;
+use crate::slot::SlotConfig;
+
+/// Variable that makes a process a child of the benchmark.
+pub(super) const JOB_VARIABLE: &str = "SWITCHYARD_P2P_BENCH_JOB";
+/// Every line for the parent starts with this; a test harness prints others.
+pub(super) const LINE_PREFIX: &str = "p2p-bench: ";
+
+/// What one process has to do.
+pub(super) struct Job {
+    /// Which of its kind.
+    pub(super) idx: usize,
+    /// Where the receivers are. Empty for a receiver.
+    pub(super) addrs: Vec<String>,
+    pub(super) config: BenchConfig,
+}
+
+/// Does the work of a child process of [`run`](super::run), if this is one: then the program should
+/// exit with success, or failure on `Some(false)`. To be called before anything else.
+#[must_use]
+pub fn child_main() -> Option<bool> {
+    let job = std::env::var(JOB_VARIABLE).ok()?;
+    let result = Job::decode(&job)
+        .ok_or_else(|| format!("cannot read the job `{job}`"))
+        .and_then(|job| if job.addrs.is_empty() { receive(&job) } else { send(&job) });
+    if let Err(message) = &result {
+        say(&format!("error {}", message.replace('\n', " ")));
+    }
+    Some(result.is_ok())
+}
+
+impl Job {
+    pub(super) fn encode(&self) -> String {
+        let c = &self.config;
+        [
+            self.idx.to_string(),
+            self.addrs.join(","),
+            c.senders.to_string(),
+            c.receivers.to_string(),
+            c.min_bytes.to_string(),
+            c.max_bytes.to_string(),
+            c.iterations.to_string(),
+            c.slot.slot_bytes.to_string(),
+            c.slot.num_frames.to_string(),
+            c.transport.name().to_owned(),
+            c.pin.to_string(),
+            c.seed.to_string(),
+        ]
+        .join(";")
+    }
+
+    fn decode(text: &str) -> Option<Self> {
+        let mut words = text.split(';');
+        let mut next = || words.next();
+        let idx = next()?.parse().ok()?;
+        let addrs = next()?.split(',').filter(|a| !a.is_empty()).map(str::to_owned).collect();
+        let config = BenchConfig {
+            senders: next()?.parse().ok()?,
+            receivers: next()?.parse().ok()?,
+            min_bytes: next()?.parse().ok()?,
+            max_bytes: next()?.parse().ok()?,
+            iterations: next()?.parse().ok()?,
+            slot: SlotConfig {
+                slot_bytes: next()?.parse().ok()?,
+                num_frames: next()?.parse().ok()?,
+            },
+            transport: match next()? {
+                "staged" => TransportKind::Staged,
+                _ => TransportKind::Shm,
+            },
+            pin: next()?.parse().ok()?,
+            seed: next()?.parse().ok()?,
+        };
+        Some(Self { idx, addrs, config })
+    }
+}
+
+/// One channel of a measuring process, and what it needs on the way.
+struct Lane {
+    connection: Connection,
+    inbox: Inbox,
+    /// Times that the peer said `ready` or `arrived`.
+    peer_steps: u64,
+    /// Frames that came in before the current iteration.
+    next_seq: u64,
+    /// Index of the process at the other end.
+    peer_idx: u64,
+}
+
+impl Lane {
+    fn new(connection: Connection, max_bytes: usize, peer_idx: u64) -> Self {
+        let inbox = Inbox::new(&connection.channel, max_bytes);
+        Self { connection, inbox, peer_steps: 0, next_seq: 0, peer_idx }
+    }
+
+    /// Tells the peer one thing, which it knows the meaning of.
+    fn step(&mut self) -> Result<(), String> {
+        self.connection.channel.bump_progress().map_err(text)
+    }
+
+    /// Waits until the peer has told one thing more.
+    fn await_step(&mut self) -> Result<(), String> {
+        self.peer_steps += 1;
+        let wanted = self.peer_steps;
+        let channel = &self.connection.channel;
+        spin_until("the other process", || Ok(channel.peer_progress() >= wanted))
+    }
+
+    fn poison(&self, len: usize, num: usize) {
+        self.inbox.poison(&self.connection.channel, len, num, self.next_seq);
+    }
+
+    fn collect(&mut self, len: usize, num: usize) -> Result<bool, String> {
+        self.inbox.collect(&mut self.connection.channel, len, num)
+    }
+
+    fn verify<'p>(
+        &mut self,
+        messages: impl Iterator<Item = &'p [u8]>,
+        len: usize,
+        num: usize,
+    ) -> Result<u64, String> {
+        let channel = &mut self.connection.channel;
+        self.next_seq += (num * num_chunks(len, channel.layout().frame_bytes())) as u64;
+        self.inbox.verify(channel, messages)
+    }
+}
+
+fn send(job: &Job) -> Result<(), String> {
+    let config = &job.config;
+    pin(config, 2 * job.idx);
+    let runtime = runtime()?;
+    let mut lanes = Vec::with_capacity(job.addrs.len());
+    for (idx, addr) in job.addrs.iter().enumerate() {
+        let hello = PeerHello { peer_id: job.idx as u64, ..PeerHello::default() };
+        let connect_config = ConnectConfig {
+            slot: config.slot,
+            transports: vec![config.transport],
+            ..ConnectConfig::default()
+        };
+        let connection =
+            runtime.block_on(connect(addr.as_str(), hello, connect_config)).map_err(text)?;
+        lanes.push(Lane::new(connection, config.max_bytes, idx as u64));
+    }
+    say(&format!("pages {}", lanes[0].connection.pages.name()));
+    let clock = Clock::calibrated();
+    let pattern = Pattern::new(config.seed, config.max_bytes);
+    let mut verified = 0;
+    wait_for_go()?;
+    if job.idx == 0 {
+        say(&format!("raw {}", raw_flag(&mut lanes[0], &clock)?));
+    }
+    for len in sizes(config) {
+        wait_for_go()?;
+        let mut samples = latency(job, &mut lanes, &pattern, &clock, len, &mut verified)?;
+        say(&format!("p50 {}", percentile(&mut samples, 0.5)));
+        say(&format!("p99 {}", percentile(&mut samples, 0.99)));
+        say(&format!("gbps {}", bandwidth(job, &mut lanes, &pattern, &clock, len)?));
+    }
+    say(&format!("verified {verified}"));
+    Ok(())
+}
+
+/// One way of a message and back, halved, in microseconds.
+fn latency(
+    job: &Job,
+    lanes: &mut [Lane],
+    pattern: &Pattern,
+    clock: &Clock,
+    len: usize,
+    verified: &mut u64,
+) -> Result<Vec<f64>, String> {
+    let timed = iterations(&job.config, len);
+    let warm_up = timed / 10 + 8;
+    let mut samples = Vec::with_capacity(timed);
+    for iteration in 0..warm_up + timed {
+        for lane in &mut *lanes {
+            lane.poison(len, 1);
+        }
+        for lane in &mut *lanes {
+            lane.await_step()?;
+        }
+        let number = |lane: &Lane| numbered(iteration, job.idx as u64, lane.peer_idx);
+        let start = clock.ticks();
+        for lane in &mut *lanes {
+            let message = pattern.message(number(lane), len);
+            put(&mut lane.connection.channel, message)?;
+        }
+        for lane in &mut *lanes {
+            spin_until("an answer", || lane.collect(len, 1))?;
+        }
+        let end = clock.ticks();
+        for lane in &mut *lanes {
+            let answer = pattern.message(number(lane) + ANSWER, len);
+            *verified += lane.verify(std::iter::once(answer), len, 1)?;
+        }
+        if iteration >= warm_up {
+            samples.push(clock.us_between(start, end) / 2.0);
+        }
+    }
+    Ok(samples)
+}
+
+/// Windows of messages, in 10^9 bytes per second.
+fn bandwidth(
+    job: &Job,
+    lanes: &mut [Lane],
+    pattern: &Pattern,
+    clock: &Clock,
+    len: usize,
+) -> Result<f64, String> {
+    let window = messages_per_window(&lanes[0].connection.channel, len);
+    let rounds = num_rounds(&job.config, len, window);
+    let warm_up = rounds / 10 + 2;
+    let mut total_us = 0.0;
+    for round in 0..warm_up + rounds {
+        for lane in &mut *lanes {
+            lane.await_step()?;
+        }
+        let start = clock.ticks();
+        for nth in 0..window {
+            for lane in &mut *lanes {
+                let number = numbered(round + nth, job.idx as u64, lane.peer_idx);
+                put(&mut lane.connection.channel, pattern.message(number, len))?;
+            }
+        }
+        for lane in &mut *lanes {
+            lane.await_step()?;
+        }
+        if round >= warm_up {
+            total_us += clock.us_between(start, clock.ticks());
+        }
+    }
+    Ok((rounds * window * lanes.len() * len) as f64 / total_us / 1e3)
+}
+
+fn receive(job: &Job) -> Result<(), String> {
+    let config = &job.config;
+    pin(config, 2 * job.idx + 1);
+    let runtime = runtime()?;
+    let mut lanes = meet_senders(config, &runtime)?;
+    let pattern = Pattern::new(config.seed, config.max_bytes);
+    let mut verified = 0;
+    let us = job.idx as u64;
+    if us == 0 {
+        raw_echo(&mut lanes[0])?;
+    }
+    for len in sizes(config) {
+        let timed = iterations(config, len);
+        for iteration in 0..timed / 10 + 8 + timed {
+            for lane in &mut lanes {
+                lane.poison(len, 1);
+                lane.step()?;
+            }
+            answer_all(&mut lanes, &pattern, len, |lane| {
+                numbered(iteration, lane.peer_idx, us) + ANSWER
+            })?;
+            for lane in &mut lanes {
+                let message = pattern.message(numbered(iteration, lane.peer_idx, us), len);
+                verified += lane.verify(std::iter::once(message), len, 1)?;
+            }
+        }
+        let window = messages_per_window(&lanes[0].connection.channel, len);
+        let rounds = num_rounds(config, len, window);
+        for round in 0..rounds / 10 + 2 + rounds {
+            for lane in &mut lanes {
+                lane.poison(len, window);
+                lane.step()?;
+            }
+            let mut left = lanes.len();
+            let mut done = vec![false; lanes.len()];
+            spin_until("messages", || {
+                for (lane, done) in lanes.iter_mut().zip(&mut done) {
+                    if !*done && lane.collect(len, window)? {
+                        *done = true;
+                        left -= 1;
+                        lane.step()?;
+                    }
+                }
+                Ok(left == 0)
+            })?;
+            for lane in &mut lanes {
+                let peer = lane.peer_idx;
+                let messages =
+                    (0..window).map(|nth| pattern.message(numbered(round + nth, peer, us), len));
+                verified += lane.verify(messages, len, window)?;
+            }
+        }
+    }
+    say(&format!("verified {verified}"));
+    // The senders read their last answers before they close.
+    for lane in &lanes {
+        let _ = runtime.block_on(async {
+            tokio::time::timeout(LAST_WORDS, lane.connection.liveness.closed()).await
+        });
+    }
+    Ok(())
+}
+
+/// Answers every message as soon as it is complete.
+fn answer_all(
+    lanes: &mut [Lane],
+    pattern: &Pattern,
+    len: usize,
+    answer: impl Fn(&Lane) -> u64,
+) -> Result<(), String> {
+    if let [lane] = lanes {
+        spin_until("a message", || lane.collect(len, 1))?;
+        let number = answer(lane);
+        return put(&mut lane.connection.channel, pattern.message(number, len));
+    }
+    let mut left: Vec<usize> = (0..lanes.len()).collect();
+    spin_until("messages", || {
+        let mut error = None;
+        left.retain(|idx| {
+            let lane = &mut lanes[*idx];
+            match lane.collect(len, 1) {
+                Ok(false) => true,
+                Ok(true) => {
+                    let number = answer(lane);
+                    let sent = put(&mut lane.connection.channel, pattern.message(number, len));
+                    error = error.take().or(sent.err());
+                    false
+                }
+                Err(e) => {
+                    error = Some(e);
+                    false
+                }
+            }
+        });
+        error.map_or(Ok(left.is_empty()), Err)
+    })
+}
+
+/// Round trips of one bare 64-bit word, halved, in microseconds.
+fn raw_flag(lane: &mut Lane, clock: &Clock) -> Result<f64, String> {
+    lane.await_step()?;
+    let Some((theirs, ours)) = lane.connection.channel.raw_words() else { return Ok(0.0) };
+    let mut samples = Vec::with_capacity(RAW_ROUNDS as usize);
+    for round in 1..=RAW_ROUNDS {
+        let start = clock.ticks();
+        theirs.store(round, Ordering::Release);
+        spin_until("the raw flag", || Ok(ours.load(Ordering::Acquire) >= round))?;
+        samples.push(clock.us_between(start, clock.ticks()) / 2.0);
+    }
+    samples.drain(..samples.len() / 10);
+    Ok(percentile(&mut samples, 0.5))
+}
+
+fn raw_echo(lane: &mut Lane) -> Result<(), String> {
+    lane.step()?;
+    let Some((theirs, ours)) = lane.connection.channel.raw_words() else { return Ok(()) };
+    for round in 1..=RAW_ROUNDS {
+        spin_until("the raw flag", || Ok(ours.load(Ordering::Acquire) >= round))?;
+        theirs.store(round, Ordering::Release);
+    }
+    Ok(())
+}
+
+/// Listens until all senders are there, in the order of their indices.
+fn meet_senders(config: &BenchConfig, runtime: &Runtime) -> Result<Vec<Lane>, String> {
+    let listener_config = ListenerConfig {
+        slot: config.slot,
+        transports: vec![config.transport],
+        ..ListenerConfig::default()
+    };
+    let (sender, mut peers) = mpsc::unbounded_channel();
+    let mut lanes: Vec<Lane> = runtime.block_on(async {
+        let listener = Listener::bind("127.0.0.1:0", listener_config).await.map_err(text)?;
+        say(&format!("addr {}", listener.local_addr()));
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let on_peer = move |connection| drop(sender.send(connection));
+        let serving = tokio::spawn(listener.serve(|_| Ok(Vec::new()), on_peer, async {
+            let _ = stopped.await;
+        }));
+        let mut lanes = Vec::with_capacity(config.senders);
+        while lanes.len() < config.senders {
+            let connection = tokio::time::timeout(LAST_WORDS * 6, peers.recv())
+                .await
+                .map_err(|_| "not all senders came".to_owned())?
+                .ok_or("the listener ended")?;
+            let peer_idx = connection.peer.peer_id;
+            lanes.push(Lane::new(connection, config.max_bytes, peer_idx));
+        }
+        drop(stop);
+        serving.await.map_err(text)?;
+        Ok::<_, String>(lanes)
+    })?;
+    lanes.sort_by_key(|lane| lane.peer_idx);
+    Ok(lanes)
+}
+
+/// Both sides' number of a message, so that each knows what to expect.
+fn numbered(iteration: usize, sender: u64, receiver: u64) -> u64 {
+    iteration as u64 * 3 + sender * 11 + receiver * 29
+}
+
+fn num_rounds(config: &BenchConfig, len: usize, window: usize) -> usize {
+    (iterations(config, len) / window).clamp(20, 400)
+}
+
+fn runtime() -> Result<Runtime, String> {
+    Builder::new_current_thread().enable_all().build().map_err(text)
+}
+
+/// Keeps this process on the `nth` processor it may use, counted around.
+fn pin(config: &BenchConfig, nth: usize) {
+    if !config.pin {
+        return;
+    }
+    let Ok(allowed) = sched_getaffinity(None) else { return };
+    let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
+    if cpus.is_empty() {
+        return;
+    }
+    let mut one = CpuSet::new();
+    one.set(cpus[nth % cpus.len()]);
+    // A refusal leaves the process where the scheduler puts it.
+    let _ = sched_setaffinity(None, &one);
+}
+
+fn wait_for_go() -> Result<(), String> {
+    let mut line = String::new();
+    match std::io::stdin().lock().read_line(&mut line) {
+        Ok(0) => Err("the parent is gone".to_owned()),
+        Ok(_) => Ok(()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    // A parent that does not listen any more ends this process soon.
+    let _ = writeln!(out, "{LINE_PREFIX}{line}").and_then(|()| out.flush());
+}
+
+const ANSWER: u64 = 61;
+const RAW_ROUNDS: u64 = 50_000;
+const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(10);

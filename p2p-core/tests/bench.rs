@@ -1,0 +1,57 @@
+//! The benchmark as a program: every byte of every iteration is compared, whoever runs it.
+#![cfg(not(loom))]
+
+use p2p_core::bench::{BenchConfig, ChildProgram, child_main, run};
+use p2p_core::{SlotConfig, TransportKind};
+
+/// The processes that the others start. Does nothing when run on its own.
+#[test]
+fn child_process() {
+    if let Some(done) = child_main() {
+        assert!(done, "see the parent's message");
+    }
+}
+
+fn program() -> ChildProgram {
+    ChildProgram::this(&["--exact", "child_process", "--nocapture"]).unwrap()
+}
+
+#[test]
+fn one_to_one_reports_every_size() {
+    let config = BenchConfig { max_bytes: 1 << 20, iterations: 30, ..BenchConfig::default() };
+    let mut num_rows = 0;
+    let report = run(&config, &program(), |_| num_rows += 1).unwrap();
+    assert_eq!(num_rows, report.rows.len());
+    let sizes: Vec<usize> = report.rows.iter().map(|row| row.bytes).collect();
+    assert_eq!(sizes, (2..=20).map(|power| 1 << power).collect::<Vec<_>>());
+    assert!(report.raw_flag_us_p50 > 0.0);
+    assert!(report.rows.iter().all(|row| row.one_way_us_p50 > 0.0 && row.gb_per_s > 0.0));
+    assert!(report.rows.iter().all(|row| row.one_way_us_p99 >= row.one_way_us_p50));
+    // 30 timed and 11 warm-up iterations both ways, at the least.
+    assert!(report.verified_bytes >= 2 * 41 * sizes.iter().sum::<usize>() as u64);
+}
+
+#[test]
+fn many_to_many_by_put_only_with_messages_beyond_the_ring() {
+    let config = BenchConfig {
+        senders: 3,
+        receivers: 2,
+        min_bytes: 1000,
+        max_bytes: 128_000,
+        iterations: 5,
+        slot: SlotConfig { slot_bytes: 36 << 10, num_frames: 4 },
+        transport: TransportKind::Staged,
+        ..BenchConfig::default()
+    };
+    let report = run(&config, &program(), |_| {}).unwrap();
+    assert_eq!(report.rows.len(), 8);
+    assert!(report.rows.iter().all(|row| (row.senders, row.receivers) == (3, 2)));
+}
+
+#[test]
+fn nonsense_is_refused() {
+    let config = BenchConfig { senders: 0, ..BenchConfig::default() };
+    assert!(run(&config, &program(), |_| {}).unwrap_err().to_string().contains("senders is 0"));
+    let config = BenchConfig { min_bytes: 8, max_bytes: 4, ..BenchConfig::default() };
+    assert!(run(&config, &program(), |_| {}).is_err());
+}
