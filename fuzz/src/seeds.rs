@@ -9,8 +9,8 @@ use std::path::Path;
 use std::{env, fs, io};
 
 use protocol::{
-    ClientHello, CombineMeta, DispatchMeta, Entry, ErrorCode, ModelShape, ServerHello, ServerTimes, TokenRef,
-    WireDtype, encode_combine, encode_dispatch, encode_error,
+    ClientHello, CombineMeta, DispatchMeta, Entry, ErrorCode, ModelShape, ServerHello, ServerTimes,
+    TokenRef, WireDtype, encode_combine, encode_dispatch, encode_error,
 };
 use switchyard_fuzz::{Guarded, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, id};
 
