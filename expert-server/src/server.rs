@@ -1,5 +1,6 @@
 //! A whole server: checkpoint, listener, data thread, lease, metrics.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -173,7 +174,6 @@ impl ExpertServer {
 }
 
 /// A server at work. Dropping it stops the server without a word to the control plane.
-#[derive(Debug)]
 pub struct RunningServer {
     config: ServerConfig,
     data_addr: SocketAddr,
@@ -315,6 +315,16 @@ impl RunningServer {
         // Nobody listening is as good as stopped.
         let _ = self.stop.send(true);
         self.data.stop();
+    }
+}
+
+impl fmt::Debug for RunningServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunningServer")
+            .field("name", &self.config.name)
+            .field("data_addr", &self.data_addr)
+            .field("metrics_addr", &self.metrics_addr)
+            .finish_non_exhaustive()
     }
 }
 

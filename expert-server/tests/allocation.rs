@@ -1,0 +1,123 @@
+//! The data loop allocates nothing once its buffers have grown. The counting allocator counts for the
+//! whole process, so this test has a binary of its own and a client that allocates nothing either.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use expert_server::Limits;
+use p2p_core::SlotConfig;
+use protocol::{
+    CombineExpect, DispatchMeta, Entry, FrameId, Response, ResponseScratch, TokenRef, WireDtype,
+    decode_response, encode_dispatch,
+};
+
+mod common;
+
+use common::{Reference, Rig};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call is passed on to the system's allocator unchanged; counting touches no memory.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promises are the callee's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promises are the callee's.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promises are the callee's.
+        unsafe { System.realloc(ptr, layout, new_size) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn the_data_loop_allocates_nothing_after_its_first_rounds() {
+    let reference = Reference::open();
+    let slot = SlotConfig { slot_bytes: 1 << 20, num_frames: 2 };
+    let rig = Rig::start(&reference, slot, Limits::default(), |_, _| true);
+    let (mut client, _, _end) = rig.client(1, WireDtype::F8E4m3, WireDtype::Bf16);
+    let hidden = reference.shape.hidden as usize;
+    let (max_tokens, num_layers) = (24usize, reference.shape.num_layers);
+    let x: Vec<f32> = (0..max_tokens * hidden).map(|i| (i % 17) as f32 - 8.0).collect();
+    let entries: Vec<Entry> =
+        (0..max_tokens * 4).map(|i| Entry { expert: (i * 7 % 16) as u32, weight: 0.25 }).collect();
+    let tokens: Vec<TokenRef> = (0..max_tokens as u32)
+        .map(|token| TokenRef { token, entry_begin: token * 4, entry_count: 4 })
+        .collect();
+    let mut out = vec![0f32; max_tokens * hidden];
+    let mut scratch = ResponseScratch::default();
+    let mut round = |sequence: u64| {
+        let num_tokens = 1 + sequence as usize * 5 % max_tokens;
+        let id = FrameId {
+            epoch: 1,
+            client_id: 1,
+            generation: 1,
+            sequence,
+            layer: sequence as u32 % num_layers,
+            frame_idx: 0,
+            num_frames: 1,
+        };
+        let meta = DispatchMeta {
+            id,
+            hidden,
+            dtype: WireDtype::F8E4m3,
+            response_dtype: WireDtype::Bf16,
+            payload_checksum: true,
+        };
+        let frame = loop {
+            if let Some(frame) = client.channel.try_reserve().expect("sound") {
+                break frame;
+            }
+            std::thread::yield_now();
+        };
+        let mut view = client.channel.write_view(&frame);
+        let tokens = &tokens[..num_tokens];
+        let used_bytes = encode_dispatch(&mut view, &meta, &x, tokens, &entries).expect("it fits");
+        client.channel.publish(frame, used_bytes).expect("published");
+        while !client.channel.has_frame() {
+            // The server sleeps in some rounds and spins in others.
+            if sequence.is_multiple_of(3) {
+                std::thread::sleep(std::time::Duration::from_micros(200));
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        let frame = client.channel.try_next().expect("sound").expect("a frame");
+        let expect = CombineExpect {
+            client_id: 1,
+            generation: 1,
+            sequence,
+            layer: id.layer,
+            frame_idx: 0,
+            num_tokens,
+            hidden,
+            dtype: WireDtype::Bf16,
+        };
+        let view = client.channel.view(&frame);
+        match decode_response(view, &expect, &mut scratch).expect("sound") {
+            Response::Rows(mut rows) => {
+                rows.read_rows_f32(0..num_tokens, &mut out[..num_tokens * hidden]).expect("rows");
+            }
+            Response::Error(error) => panic!("{error}"),
+        }
+        client.channel.release().expect("released");
+    };
+    (0..200).for_each(&mut round);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    (200..1200).for_each(&mut round);
+    let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+    assert_eq!(allocations, 0, "allocations in 1000 rounds after the warm-up");
+    rig.stop();
+}

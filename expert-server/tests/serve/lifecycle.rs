@@ -1,0 +1,252 @@
+//! Whole servers: handshake, health, drain, and errors that say what to do.
+
+use std::time::{Duration, Instant};
+
+use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, StartError, Ticket};
+use p2p_core::bootstrap::{ConnectConfig, ConnectError, Connection, PeerHello, connect};
+use p2p_core::{AnyEndpoint, SlotConfig};
+use protocol::{ClientHello, ModelShape, ServerHello, WireDtype};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::common::{
+    PATIENCE, Reference, Request, TestClient, metric, seeded, start_server, tiny_moe,
+};
+
+fn hello(shape: ModelShape, client_id: u64) -> PeerHello {
+    let (dtype, response_dtype) = (WireDtype::F32, WireDtype::F32);
+    let hello = ClientHello { model: shape, client_id, dtype, response_dtype, name: "test".into() };
+    PeerHello { peer_id: client_id, generation: 3, payload: hello.encode() }
+}
+
+async fn join(addr: std::net::SocketAddr, shape: ModelShape, id: u64) -> Connection {
+    connect(addr, hello(shape, id), ConnectConfig::default()).await.expect("connected")
+}
+
+fn client_of(
+    connection: Connection,
+    shape: ModelShape,
+    id: u64,
+) -> (TestClient<AnyEndpoint>, p2p_core::bootstrap::Liveness) {
+    let Connection { channel, liveness, reply, .. } = connection;
+    let server = ServerHello::decode(&reply).expect("a server's hello");
+    assert_eq!(server.generation, 3);
+    assert_eq!(server.model, shape);
+    (
+        TestClient::new(channel, shape, id, server.generation, WireDtype::F32, WireDtype::F32),
+        liveness,
+    )
+}
+
+async fn get(addr: std::net::SocketAddr, path: &str) -> String {
+    let mut stream = TcpStream::connect(addr).await.expect("connected");
+    let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("read");
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_over_shared_memory_serves_reports_and_drains() {
+    let mut rng = seeded();
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = start_server("s0", ExpertSelection::All, |config| {
+        config.metrics_addr = Some(([127, 0, 0, 1], 0).into());
+        config.drain_idle = Duration::from_millis(100);
+    })
+    .await;
+    assert_eq!(server.holds().num_experts(), 64);
+    let connection = join(server.data_addr(), shape, 5).await;
+    let (mut client, liveness) = client_of(connection, shape, 5);
+    let requests: Vec<_> = (0..50).map(|n| Request::random(&mut rng, &shape, 1 + n % 9)).collect();
+    let client = tokio::task::spawn_blocking(move || {
+        for request in &requests {
+            client.round_trip(request, &reference);
+        }
+        client
+    })
+    .await
+    .expect("all answers are right");
+
+    let metrics_addr = server.metrics_addr().expect("metrics are served");
+    assert!(get(metrics_addr, "/healthz").await.starts_with("HTTP/1.1 200"));
+    assert!(get(metrics_addr, "/readyz").await.starts_with("HTTP/1.1 200"));
+    let text = get(metrics_addr, "/metrics").await;
+    assert!(text.contains("switchyard_server_frames_total{direction=\"in\"} 50"), "{text}");
+    assert!(text.contains("switchyard_server_ready 1"), "{text}");
+    assert_eq!(metric(server.metrics(), "switchyard_server_experts_loaded"), 64.0);
+
+    // Draining: no new clients, the old one is let go once it is idle.
+    let draining = server.drain();
+    tokio::pin!(draining);
+    let poll = tokio::time::timeout(Duration::from_millis(20), &mut draining).await;
+    assert!(poll.is_err(), "a drain lets clients hear of it first");
+    assert!(get(metrics_addr, "/readyz").await.contains("draining"));
+    let refused = connect(server.data_addr(), hello(shape, 6), ConnectConfig::default()).await;
+    let refused = refused.expect_err("no new clients while draining");
+    assert!(refused.reject().is_some_and(|r| r.message.contains("drains")), "{refused}");
+    draining.await;
+    tokio::time::timeout(PATIENCE, liveness.closed()).await.expect("the connection closes");
+    server.wait().await.expect("a drain is a good end");
+    drop(client);
+    let refused = connect(server.data_addr(), hello(shape, 6), ConnectConfig::default()).await;
+    assert!(matches!(refused, Err(ConnectError::Unreachable { .. })));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_of_another_model_slot_or_ticket_are_told_what_differs() {
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = start_server("s1", ExpertSelection::EveryLayer(vec![3]), |config| {
+        config.ticket = Some(Ticket::new("open sesame"));
+    })
+    .await;
+    let ticket = |slot| ConnectConfig {
+        ticket: Some("open sesame".into()),
+        slot,
+        ..ConnectConfig::default()
+    };
+    let message = async |hello, config| {
+        let error = connect(server.data_addr(), hello, config).await.expect_err("rejected");
+        error.reject().expect("with a reason").message.clone()
+    };
+    let mut other = shape;
+    other.fingerprint[0] ^= 1;
+    let said = message(hello(other, 1), ticket(SlotConfig::default())).await;
+    let hex = |fingerprint: [u8; 32]| fingerprint.map(|byte| format!("{byte:02x}")).concat();
+    assert!(
+        said.contains(&hex(shape.fingerprint)) && said.contains(&hex(other.fingerprint)),
+        "{said}"
+    );
+    let said =
+        message(hello(ModelShape { hidden: 512, ..shape }, 1), ticket(SlotConfig::default())).await;
+    assert!(said.contains("512") && said.contains("256"), "{said}");
+    let said =
+        message(hello(shape, 1), ticket(SlotConfig { slot_bytes: 1 << 20, num_frames: 2 })).await;
+    assert!(said.contains("1048576") && said.contains("10485760"), "{said}");
+    let said = message(hello(shape, 1), ConnectConfig::default()).await;
+    assert!(said.contains("no ticket"), "{said}");
+    let garbage = PeerHello { payload: vec![0xff; 100], ..hello(shape, 1) };
+    let said = message(garbage, ticket(SlotConfig::default())).await;
+    assert!(said.contains("cannot be read"), "{said}");
+    assert_eq!(metric(server.metrics(), "switchyard_server_handshakes_rejected_total"), 3.0);
+    server.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_that_come_and_go_leave_no_links_behind() {
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = start_server("s2", ExpertSelection::All, |config| {
+        config.limits.max_links = 20;
+    })
+    .await;
+    let descriptors = || std::fs::read_dir("/proc/self/fd").expect("proc").count();
+    let mut baseline = 0;
+    for round in 0..30 {
+        let mut connections = Vec::new();
+        for id in 0..5 {
+            connections.push(join(server.data_addr(), shape, id).await);
+        }
+        drop(connections);
+        let deadline = Instant::now() + PATIENCE;
+        while server.num_links() > 0 {
+            assert!(Instant::now() < deadline, "links stay after their clients have gone");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        // The first rounds fill pools.
+        if round == 5 {
+            baseline = descriptors();
+        }
+    }
+    let deadline = Instant::now() + PATIENCE;
+    while descriptors() > baseline + 12 {
+        assert!(Instant::now() < deadline, "{} descriptors, {baseline} before", descriptors());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(
+        metric(server.metrics(), "switchyard_server_links_dropped_total{reason=\"peer_closed\"}"),
+        150.0
+    );
+    server.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_full_server_says_so_and_has_room_again_when_a_client_leaves() {
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server =
+        start_server("s3", ExpertSelection::All, |config| config.limits.max_links = 1).await;
+    let first = join(server.data_addr(), shape, 1).await;
+    let second = connect(server.data_addr(), hello(shape, 2), ConnectConfig::default()).await;
+    let second = second.expect_err("no room");
+    assert!(second.reject().is_some_and(|r| r.message.contains("limit")), "{second}");
+    drop(first);
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match connect(server.data_addr(), hello(shape, 2), ConnectConfig::default()).await {
+            Ok(_) => break,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    server.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn settings_that_cannot_work_give_errors_that_name_them() {
+    let start = async |tweak: &dyn Fn(&mut ServerConfig)| {
+        let mut config =
+            ServerConfig::new(tiny_moe(), "bad", Placement::Static(ExpertSelection::All));
+        config.num_threads = 1;
+        tweak(&mut config);
+        ExpertServer::start(config, |_| {}).await.expect_err("cannot start")
+    };
+    let taken = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let taken = taken.local_addr().expect("an address");
+    let in_use = start(&|config| config.data_addr = taken).await.to_string();
+    assert!(in_use.contains(&taken.to_string()) && in_use.contains("in use"), "{in_use}");
+    let in_use = start(&|config| config.metrics_addr = Some(taken)).await.to_string();
+    assert!(in_use.contains(&taken.to_string()) && in_use.contains("in use"), "{in_use}");
+    let selection = |text: &str| Placement::Static(text.parse().expect("a selection"));
+    let error = start(&|config| config.placement = selection("3,99")).await.to_string();
+    assert!(error.contains("expert 99") && error.contains("16"), "{error}");
+    let error = start(&|config| config.placement = selection("7:1")).await.to_string();
+    assert!(error.contains("layer 7") && error.contains("0 to 3"), "{error}");
+    let error = start(&|config| config.model_dir = "/nowhere".into()).await;
+    assert!(matches!(error, StartError::Open(_)), "{error}");
+    assert!(error.to_string().contains("/nowhere"), "{error}");
+    let small = SlotConfig { slot_bytes: 5000, num_frames: 2 };
+    let error = start(&|config| config.slot = small).await.to_string();
+    assert!(error.contains("5000") && error.contains("4096"), "{error}");
+    let error = start(&|config| {
+        config.placement =
+            Placement::ControlPlane { url: "http://127.0.0.1:9".into(), token: None };
+        config.register_timeout = Duration::from_millis(200);
+    })
+    .await
+    .to_string();
+    assert!(error.contains("http://127.0.0.1:9"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn progress_of_loading_is_reported_to_the_last_expert() {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let placement = Placement::Static("0-3".parse().expect("a selection"));
+    let mut config = ServerConfig::new(tiny_moe(), "p", placement);
+    config.num_threads = 1;
+    let server = ExpertServer::start(config, move |progress| {
+        // The receiver outlives the loading.
+        let _ = sender.send(progress);
+    })
+    .await
+    .expect("the server starts");
+    let reports: Vec<_> = receiver.iter().collect();
+    assert_eq!(reports.len(), 16);
+    let last = reports.last().expect("a report");
+    assert_eq!((last.num_loaded, last.num_experts), (16, 16));
+    assert_eq!(last.loaded_bytes, server.expert_bytes());
+    server.shutdown().await;
+}
