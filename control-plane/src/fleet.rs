@@ -312,11 +312,14 @@ impl Fleet {
         if is_other || !member.is_leased() {
             return Ok(Duration::ZERO);
         }
-        // Further reports do not push the deadline out.
+        // Further reports neither push the deadline out nor fill the log.
+        let is_first = member.renew_by.is_none();
         let renew_by = *member.renew_by.get_or_insert(now + wait);
         let left = member.deadline().unwrap_or(renew_by).saturating_sub(now);
-        let (reporter, reason) = (request.reporter, request.reason);
-        self.events.push(FleetEvent::Suspected { name, reporter, reason });
+        if is_first {
+            let (reporter, reason) = (request.reporter, request.reason);
+            self.events.push(FleetEvent::Suspected { name, reporter, reason });
+        }
         Ok(left)
     }
 

@@ -77,7 +77,7 @@ impl Metrics {
             )?,
             suspects: make.counter(
                 "switchyard_control_suspects_total",
-                "Reports about leased members that looked dead to a client.",
+                "Leased members that looked dead to a client, counted once until they renew or expire.",
             )?,
             experts_without_replica: make.gauge(
                 "switchyard_control_experts_without_replica",

@@ -122,29 +122,27 @@ impl Server {
         let mut serving =
             tokio::spawn(http::conn::serve(listener, router, limits, metrics, stopping));
 
-        let mut written = None;
+        let panicked = |err| RunError::Panicked(io::Error::other(err));
+        let (mut served, mut written) = (None, None);
         tokio::select! {
             () = shutdown => info!("control plane stops"),
             outcome = &mut writer => written = Some(outcome),
-            // Never ends by itself; a panic would end it.
-            _ = &mut serving => {}
+            outcome = &mut serving => served = Some(outcome),
         }
         clock.abort();
         stop.send_replace(true);
-        if !serving.is_finished() {
-            // Bounded by the time limit of the shutdown.
-            let _ = serving.await;
-        }
+        // Bounded by the time limit of the shutdown.
+        let served = match served {
+            Some(outcome) => outcome,
+            None => serving.await,
+        };
         stop_writer.send_replace(true);
-        let outcome = match written {
+        let written = match written {
             Some(outcome) => outcome,
             None => writer.await,
         };
-        match outcome {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(err)) => Err(RunError::Store(err)),
-            Err(err) => Err(RunError::Panicked(io::Error::other(err))),
-        }
+        served.map_err(panicked)?;
+        written.map_err(panicked)?.map_err(RunError::Store)
     }
 }
 

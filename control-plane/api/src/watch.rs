@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::{oneshot, watch};
+use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
 use crate::backoff::Backoff;
@@ -21,11 +22,19 @@ pub struct WatchOptions {
     pub first_backoff: Duration,
     /// Longest pause before reconnecting.
     pub max_backoff: Duration,
+    /// How long a complete table outlives the incomplete ones of another cluster. A control
+    /// plane that has lost its state starts with an empty table; its servers are still there and
+    /// register again within a lease.
+    pub new_cluster_patience: Duration,
 }
 
 impl Default for WatchOptions {
     fn default() -> Self {
-        Self { first_backoff: Duration::from_millis(50), max_backoff: Duration::from_secs(2) }
+        Self {
+            first_backoff: Duration::from_millis(50),
+            max_backoff: Duration::from_secs(2),
+            new_cluster_patience: Duration::from_secs(15),
+        }
     }
 }
 
@@ -62,7 +71,8 @@ pub struct WatchState {
 ///
 /// Until the first table comes the value is the empty table: no cluster id, epoch 0. For one
 /// cluster id the epoch never goes backwards. A control plane that has lost its state has
-/// another cluster id; its tables are accepted whatever their epoch.
+/// another cluster id; its tables are accepted whatever their epoch, but an incomplete one
+/// replaces a complete one only after [`WatchOptions::new_cluster_patience`].
 #[derive(Debug)]
 pub struct PlacementWatch {
     tables: watch::Receiver<Arc<PlacementTable>>,
@@ -110,7 +120,8 @@ impl PlacementWatch {
         let (tables_tx, tables) = watch::channel(Arc::new(PlacementTable::default()));
         let (state_tx, state) = watch::channel(WatchState::default());
         let (stop_tx, stop) = oneshot::channel();
-        let follower = Follower { client, options, tables: tables_tx, state: state_tx };
+        let follower =
+            Follower { client, options, tables: tables_tx, state: state_tx, held_back: None };
         Ok((Self { tables, state, _stop: stop_tx }, follower, stop))
     }
 
@@ -158,10 +169,12 @@ struct Follower {
     options: WatchOptions,
     tables: watch::Sender<Arc<PlacementTable>>,
     state: watch::Sender<WatchState>,
+    /// The newest incomplete table of another cluster, and when its time comes.
+    held_back: Option<(Instant, PlacementTable)>,
 }
 
 impl Follower {
-    async fn run(self) {
+    async fn run(mut self) {
         let mut backoff = Backoff::new(self.options.first_backoff, self.options.max_backoff);
         loop {
             let err = self.follow(&mut backoff).await;
@@ -183,15 +196,28 @@ impl Follower {
     }
 
     /// Reads one stream to its end, which is always an error.
-    async fn follow(&self, backoff: &mut Backoff) -> ControlError {
+    async fn follow(&mut self, backoff: &mut Backoff) -> ControlError {
         let mut stream = match self.client.watch_placement().await {
             Ok(stream) => stream,
             Err(err) => return err,
         };
         loop {
-            let table = match stream.next().await {
-                Ok(table) => table,
-                Err(err) => return err,
+            let due = self.held_back.as_ref().map(|(due, _)| *due);
+            let patience = async {
+                match due {
+                    Some(due) => tokio::time::sleep_until(due).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let table = tokio::select! {
+                table = stream.next() => match table {
+                    Ok(table) => table,
+                    Err(err) => return err,
+                },
+                () = patience => {
+                    self.give_in();
+                    continue;
+                }
             };
             backoff.reset();
             self.accept(table);
@@ -207,17 +233,41 @@ impl Follower {
         }
     }
 
-    fn accept(&self, table: PlacementTable) {
-        let (same_cluster, epoch) = {
-            let current = self.tables.borrow();
-            (current.cluster_id == table.cluster_id, current.epoch)
-        };
-        if same_cluster && table.epoch < epoch {
-            warn!(found = table.epoch, in_force = epoch, "placement table with an older epoch");
-            self.state.send_modify(|state| state.num_stale_tables += 1);
-        } else if !same_cluster || table.epoch > epoch {
-            debug!(epoch = table.epoch, servers = table.servers.len(), "new placement");
-            self.tables.send_replace(Arc::new(table));
+    fn accept(&mut self, table: PlacementTable) {
+        let current = self.tables.borrow().clone();
+        if current.cluster_id == table.cluster_id {
+            if table.epoch < current.epoch {
+                warn!(found = table.epoch, in_force = current.epoch, "older placement refused");
+                self.state.send_modify(|state| state.num_stale_tables += 1);
+            } else if table.epoch > current.epoch {
+                self.put_in_force(table);
+            }
+        } else if current.is_complete() && !table.is_complete() {
+            if self.held_back.is_none() {
+                warn!(
+                    cluster = table.cluster_id,
+                    "the control plane has lost its state; the last table stays in force until \
+                     the servers have registered again"
+                );
+            }
+            let due = Instant::now() + self.options.new_cluster_patience;
+            let due = self.held_back.as_ref().map_or(due, |(due, _)| *due);
+            self.held_back = Some((due, table));
+        } else {
+            self.put_in_force(table);
         }
+    }
+
+    /// Accepts an incomplete table after all.
+    fn give_in(&mut self) {
+        if let Some((_, table)) = self.held_back.take() {
+            self.put_in_force(table);
+        }
+    }
+
+    fn put_in_force(&mut self, table: PlacementTable) {
+        debug!(epoch = table.epoch, servers = table.servers.len(), "new placement");
+        self.held_back = None;
+        self.tables.send_replace(Arc::new(table));
     }
 }

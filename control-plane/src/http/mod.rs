@@ -78,11 +78,10 @@ pub(crate) fn router(app: App) -> Router {
 
 /// Lets in who may come in, and bounds the time that a request may take, body included.
 async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
-    let is_open = !is_protected(request.uri().path());
-    if !is_open && let Some(expected) = &app.token {
-        if let Err(refusal) = authorize(request.headers(), expected) {
-            return refusal.into_response();
-        }
+    let expected = app.token.as_ref().filter(|_| is_protected(request.uri().path()));
+    let admission = expected.map_or(Ok(()), |expected| authorize(request.headers(), expected));
+    if let Err(refusal) = admission {
+        return refusal.into_response();
     }
     // What is announced to be too large need not be waited for.
     let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok());

@@ -2,8 +2,9 @@
 
 use control_api::{
     LeaseError, LeaseKeeper, LeaseOptions, LeaseRequest, LeaseState, LeaseStatus, LoadReport,
-    MemberState, code,
+    MemberState, PlacementWatch, WatchOptions, code,
 };
+use tokio::runtime::Handle;
 
 use super::*;
 
@@ -104,10 +105,12 @@ async fn a_keeper_waits_for_a_control_plane_that_is_not_up_yet() {
 
 /// A control plane without a durable store forgets everything; what the members hold survives.
 #[tokio::test]
-async fn a_keeper_registers_again_with_a_control_plane_that_lost_its_state() {
+async fn keepers_and_clients_survive_a_control_plane_that_lost_its_state() {
     let plane = Plane::start(config()).await;
     let client = plane.client();
-    let keepers = [keeper(&client, "a", 1), keeper(&client, "b", 2)];
+    let keepers = ["a", "b", "c", "d"].map(|name| keeper(&client, name, 1));
+    let watch =
+        PlacementWatch::spawn(&client, &Handle::current(), WatchOptions::default()).unwrap();
     let mut held = Vec::new();
     for keeper in &keepers {
         let assignment = keeper.registered(BOUND).await.unwrap();
@@ -116,6 +119,12 @@ async fn a_keeper_registers_again_with_a_control_plane_that_lost_its_state() {
         held.push(assignment);
     }
     let before = client.placement().await.unwrap();
+    watch.wait_for(BOUND, |table| table.is_complete()).await.unwrap();
+    let mut tables = watch.tables();
+    let mut later = watch.tables();
+    let seen_incomplete =
+        tokio::spawn(async move { later.wait_for(|table| !table.is_complete()).await.map(drop) });
+    tables.mark_unchanged();
     let mut config = config();
     config.listen = plane.addr.to_string();
     plane.stop().await;
@@ -129,6 +138,11 @@ async fn a_keeper_registers_again_with_a_control_plane_that_lost_its_state() {
     let after = client.placement().await.unwrap();
     assert_ne!(after.cluster_id, before.cluster_id);
     assert_eq!(after.layers, before.layers);
+    // Clients went from one complete table to the next: nobody saw the empty one.
+    watch.wait_for(BOUND, |table| *table == after).await.unwrap();
+    assert!(tables.has_changed().unwrap());
+    assert!(!seen_incomplete.is_finished(), "an incomplete table came into force");
+    seen_incomplete.abort();
     plane.stop().await;
 }
 

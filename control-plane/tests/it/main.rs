@@ -3,6 +3,7 @@
 mod api;
 mod durability;
 mod hostile;
+mod kill;
 mod lease;
 mod watch;
 

@@ -182,3 +182,34 @@ async fn expiry_reaches_the_watch() {
     heartbeat.abort();
     plane.stop().await;
 }
+
+/// A new cluster that stays incomplete is believed in the end.
+#[tokio::test]
+async fn the_patience_with_a_new_cluster_ends() {
+    let mut config = config();
+    config.num_servers = 1;
+    config.replicas = 1;
+    let plane = Plane::start(config.clone()).await;
+    config.listen = plane.addr.to_string();
+    let mut options = WatchOptions::default();
+    options.new_cluster_patience = Duration::from_millis(300);
+    let client = plane.client();
+    let watch = PlacementWatch::spawn(&client, &Handle::current(), options).unwrap();
+    serve(&client, "a", 1).await;
+    let before = watch.wait_for(BOUND, |table| table.is_complete()).await.unwrap();
+    plane.stop().await;
+    let plane = Plane::start(config).await;
+    let after = watch.wait_for(BOUND, |table| table.cluster_id != before.cluster_id).await;
+    assert!(after.unwrap().servers.is_empty());
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn an_unreachable_control_plane_is_named_with_its_cause() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", free.local_addr().unwrap());
+    drop(free);
+    let err = ControlClient::new(&url, None).unwrap().status().await.unwrap_err().to_string();
+    assert!(err.contains(&url) && err.contains("Connection refused"), "{err}");
+    assert!(err.contains("is it running?") && !err.contains("error sending"), "{err}");
+}
