@@ -249,6 +249,12 @@ impl Lane {
                     Err(error) => return Err(LinkFault::new(FailReason::Invalid, error)),
                     Ok(Response::Rows(mut rows)) => {
                         if pending.frame != ABANDONED {
+                            let times = rows.server_times();
+                            let timing = &mut self.call.timing;
+                            timing.server_queue_ns =
+                                timing.server_queue_ns.max(times.queue_ns.into());
+                            timing.server_compute_ns =
+                                timing.server_compute_ns.max(times.compute_ns.into());
                             let mut buffer = self.buffers.pop().unwrap_or_default();
                             buffer.resize(rows.num_rows() * rows.hidden(), 0.0);
                             if let Err(error) = rows.read_rows_f32(0..rows.num_rows(), &mut buffer)
