@@ -13,7 +13,7 @@ use expert_server::compute::{
     ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight, WeightBytes,
     WeightDtype, gemm_rate, read_bandwidth,
 };
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 
 struct Preset {
     name: &'static str,
@@ -156,29 +156,31 @@ fn options() -> Result<Options, Box<dyn Error>> {
     Ok(options)
 }
 
-/// Experts with pseudo-random weights of moderate size, as separate copies in memory.
+/// Experts with pseudo-random weights of moderate size, one after another in memory.
 fn make_experts(preset: &Preset, huge_pages: bool) -> Result<LayerExperts, Box<dyn Error>> {
     let Preset { hidden, inter, dtype, .. } = *preset;
+    let matrix_bytes = hidden * inter * dtype.size_bytes();
+    let mut memory = MmapMut::map_anon(preset.num_loaded * 3 * matrix_bytes)?;
+    memory.advise(if huge_pages { Advice::HugePage } else { Advice::NoHugePage })?;
+    fill(dtype, &mut memory, &mut Random(0x5157_1711));
+    let memory = Arc::new(memory.make_read_only()?);
     let mut layer = LayerExperts::new(hidden, inter)?;
-    let mut random = Random(0x5157_1711);
     for expert in 0..preset.num_loaded {
-        let mut matrix = |rows: usize, cols: usize| -> Result<Weight, Box<dyn Error>> {
-            let mut bytes = MmapMut::map_anon(rows * cols * dtype.size_bytes())?;
-            if huge_pages {
-                bytes.advise(memmap2::Advice::HugePage)?;
-            }
-            fill(dtype, &mut bytes, &mut random);
+        let matrix = |idx: usize, rows: usize, cols: usize| {
+            let begin = (3 * expert + idx) * matrix_bytes;
+            let bytes = WeightBytes::new(Arc::clone(&memory), |memory| {
+                &memory[begin..begin + matrix_bytes]
+            });
             let scales = match dtype {
                 WeightDtype::F8E4m3 => vec![1e-3; rows.div_ceil(128) * cols.div_ceil(128)],
                 _ => Vec::new(),
             };
-            let bytes = WeightBytes::new(Arc::new(bytes.make_read_only()?), |bytes| bytes);
-            Ok(Weight::new(dtype, rows, cols, bytes, scales.into())?)
+            Weight::new(dtype, rows, cols, bytes, scales.into())
         };
         let weights = ExpertWeights {
-            gate: matrix(inter, hidden)?,
-            up: matrix(inter, hidden)?,
-            down: matrix(hidden, inter)?,
+            gate: matrix(0, inter, hidden)?,
+            up: matrix(1, inter, hidden)?,
+            down: matrix(2, hidden, inter)?,
         };
         layer.insert(expert as u32, Arc::new(weights))?;
     }

@@ -211,9 +211,9 @@ fn the_caller_is_ticked_during_work_and_may_panic_in_it() {
         let mut out = vec![f32::NAN; batch.x.len()];
         let mut num_ticks = 0;
         pool.run(&layer.experts, &batch.view(), &mut out, &mut || num_ticks += 1).unwrap();
-        // One thread ticks after each 2^21 of its multiplications; others may take most of them.
+        // One thread ticks after each 2^23 of its multiplications; others may take most of them.
         let work = batch.entry_token.len() * 3 * 512 * 512;
-        let least = if threads == 1 { work >> 23 } else { 0 };
+        let least = if threads == 1 { work >> 25 } else { 0 };
         assert!(num_ticks >= least, "{num_ticks} ticks, at least {least} expected");
 
         if threads == 1 {

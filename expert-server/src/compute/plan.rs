@@ -61,7 +61,7 @@ impl Plan {
         self.num_tiles = 0;
         self.max_h_rows = 0;
         self.gate_up_rows = tile_rows(hidden, inter);
-        self.down_rows = tile_rows(inter, hidden).min(MAX_DOWN_ROWS);
+        self.down_rows = tile_rows(inter, hidden);
         let capacity = (MAX_H_BYTES / (inter * size_of::<f32>())).max(MIN_H_ROWS);
         let mut first_segment = 0;
         let mut h_row = 0;
@@ -113,22 +113,92 @@ impl Plan {
     }
 }
 
-/// Rows of `cols` values per tile, out of `rows`: few enough for a tile to stay in the second
-/// level cache while several tokens pass over it, and for all threads to get some; a multiple of
-/// the rows that kernels handle together.
+/// Rows of `cols` values per tile, out of `rows`: a multiple of what kernels handle together.
+///
+/// More rows use the token rows in the first level cache more often; fewer rows give every thread
+/// some tiles. The number of columns matters only for small models, where a tile is to be worth
+/// the ticket: with many tokens, kernels work on a block of columns at a time, which stays in the
+/// second level cache whatever the length of the row.
 fn tile_rows(cols: usize, rows: usize) -> usize {
-    let fit = TILE_VALUES / cols / ROW_STEP * ROW_STEP;
-    fit.clamp(ROW_STEP, rows.div_ceil(MIN_TILES).next_multiple_of(ROW_STEP).max(ROW_STEP))
+    let shared = rows.div_ceil(MIN_TILES).min(MAX_TILE_ROWS);
+    shared.max(MIN_TILE_VALUES / cols).min(rows).next_multiple_of(ROW_STEP)
 }
 
-/// Weights per tile: 128 KiB of bf16.
-const TILE_VALUES: usize = 64 << 10;
 const ROW_STEP: usize = 4;
+const MAX_TILE_ROWS: usize = 32;
 /// Tiles that a matrix is cut into where it has the rows: enough for the threads of one socket.
 const MIN_TILES: usize = 24;
-/// Columns of the output per tile at most: all experts of a round contribute to one tile.
-const MAX_DOWN_ROWS: usize = 32;
+/// Weights in a tile at least: 16 KiB of bf16.
+const MIN_TILE_VALUES: usize = 8 << 10;
 /// Bound on the memory for intermediate activations.
 const MAX_H_BYTES: usize = 64 << 20;
 /// Rows in a round at least, whatever their size.
 const MIN_H_ROWS: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::compute::{ExpertGroup, ExpertWeights, Weight, WeightBytes, WeightDtype};
+
+    #[test]
+    fn tiles_are_neither_tiny_nor_long() {
+        // Qwen3-30B-A3B, Mixtral 8x7B, DeepSeek-V3: gate and up, then down.
+        assert_eq!([tile_rows(2048, 768), tile_rows(768, 2048)], [32, 32]);
+        assert_eq!([tile_rows(4096, 14336), tile_rows(14336, 4096)], [32, 32]);
+        assert_eq!([tile_rows(7168, 2048), tile_rows(2048, 7168)], [32, 32]);
+        // A small model, and no sizes at all.
+        assert_eq!([tile_rows(256, 128), tile_rows(128, 256)], [32, 64]);
+        assert_eq!(tile_rows(1, 1), 4);
+    }
+
+    #[test]
+    fn rounds_hold_every_entry_once_in_order_within_the_bound() {
+        const INTER: usize = 1 << 18;
+        let matrix = |rows, cols| {
+            let bytes = WeightBytes::from(vec![0u8; INTER * 2]);
+            Weight::new(WeightDtype::Bf16, rows, cols, bytes, Vec::new().into()).unwrap()
+        };
+        let mut experts = LayerExperts::new(1, INTER).unwrap();
+        for expert in [2, 5] {
+            let (gate, up) = (matrix(INTER, 1), matrix(INTER, 1));
+            let weights = ExpertWeights { gate, up, down: matrix(1, INTER) };
+            experts.insert(expert, Arc::new(weights)).unwrap();
+        }
+        let groups = [
+            ExpertGroup { expert: 2, begin: 0, end: 100 },
+            ExpertGroup { expert: 3, begin: 100, end: 100 },
+            ExpertGroup { expert: 5, begin: 110, end: 150 },
+        ];
+        let batch = LayerBatch {
+            x: &[0.0],
+            groups: &groups,
+            entry_token: &[0; 150],
+            entry_weight: &[1.0; 150],
+        };
+        batch.validate(&experts, 1).unwrap();
+        let mut plan = Plan::default();
+        for _ in 0..2 {
+            plan.build(&experts, &batch);
+            let cut: Vec<_> =
+                plan.segments.iter().map(|s| (s.expert, s.begin, s.end, s.h_row)).collect();
+            let expected = [(2, 0, 64, 0), (2, 64, 100, 0), (5, 110, 138, 36), (5, 138, 150, 0)];
+            assert_eq!(cut, expected);
+            assert_eq!(plan.max_h_rows, 64);
+            let mut first_tile = 0;
+            for phase in &plan.phases {
+                assert_eq!(phase.first_tile, first_tile);
+                first_tile += phase.num_tiles;
+            }
+            assert_eq!((first_tile, plan.phases.len()), (plan.num_tiles, 6));
+            let segments: Vec<_> = plan
+                .phases
+                .iter()
+                .filter(|phase| phase.kind == PhaseKind::GateUp)
+                .map(|phase| (phase.first_segment, phase.num_segments))
+                .collect();
+            assert_eq!(segments, [(0, 1), (1, 2), (3, 1)]);
+        }
+    }
+}

@@ -432,8 +432,8 @@ fn grow(buffer: &mut Vec<f32>, len: usize) {
     }
 }
 
-/// Multiplications between two ticks: 40 µs at 100 GFLOP/s, 1 ms at 4.
-const TICK_WORK: usize = 2 << 20;
+/// Multiplications between two ticks: 80 µs at 200 GFLOP/s, 1 ms at 16.
+const TICK_WORK: usize = 8 << 20;
 /// Tokens between two ticks at most.
 const MAX_STEP_TOKENS: usize = 16 * MAX_TOKENS;
 /// What one wait counts for.

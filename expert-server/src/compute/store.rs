@@ -221,7 +221,7 @@ fn load_expert(
     let mut data = match residency {
         Residency::Mapped => map_expert(checkpoint, &tensors),
         Residency::Copied => {
-            let bytes = views(&tensors).map(|view| view.tensor.data.len()).iter().sum();
+            let bytes = copy_bytes(views(&tensors).map(|view| view.tensor.data));
             copy_expert(&tensors).map_err(|source| LoadError::Memory {
                 layer,
                 expert,
@@ -273,28 +273,32 @@ fn map_expert(checkpoint: &Arc<Checkpoint>, tensors: &ExpertTensors<'_>) -> [Wei
 /// Copies the matrices into one anonymous mapping.
 fn copy_expert(tensors: &ExpertTensors<'_>) -> io::Result<[WeightBytes; 3]> {
     let matrices = views(tensors).map(|view| view.tensor.data);
-    let mut offset = 0;
-    let starts = matrices.map(|data| {
-        let start = offset;
-        offset += data.len().next_multiple_of(ALIGN_BYTES);
-        start
-    });
-    let mut memory = MmapMut::map_anon(offset)?;
+    let mut memory = MmapMut::map_anon(copy_bytes(matrices) + HUGE_PAGE_BYTES)?;
     // Best effort: without huge pages the copy is as good as the mapping.
     #[cfg(target_os = "linux")]
     let _ = memory.advise(memmap2::Advice::HugePage);
-    for (data, start) in matrices.iter().zip(starts) {
-        memory[start..start + data.len()].copy_from_slice(data);
-    }
+    // From the first huge page boundary on; what lies before is never touched.
+    let mut offset = memory.as_ptr().align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
+    let mut ranges = matrices.map(|data| {
+        let range = offset..offset + data.len();
+        memory[range.clone()].copy_from_slice(data);
+        offset += data.len().next_multiple_of(ALIGN_BYTES);
+        range
+    });
     let memory = Arc::new(memory.make_read_only()?);
-    let mut ranges = matrices.iter().zip(starts).map(|(data, start)| start..start + data.len());
-    Ok(std::array::from_fn(|_| {
-        let range = ranges.next().unwrap_or(0..0);
+    Ok(ranges.each_mut().map(|range| {
+        let range = std::mem::take(range);
         WeightBytes::new(Arc::clone(&memory), |memory| &memory[range])
     }))
 }
 
+fn copy_bytes(matrices: [&[u8]; 3]) -> usize {
+    matrices.iter().map(|data| data.len().next_multiple_of(ALIGN_BYTES)).sum()
+}
+
 /// Distance at which a loader touches mapped files: the smallest page of any target.
 const PAGE_BYTES: usize = 4096;
+/// Copies start on the boundary of a huge page, of the usual size, to consist of whole ones.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Matrices in a copy start on cache lines.
 const ALIGN_BYTES: usize = 64;

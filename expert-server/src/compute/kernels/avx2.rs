@@ -4,10 +4,11 @@ use std::arch::x86_64::*;
 
 use super::simd::{Bf16, Dtype, F8, F16, F32, Simd};
 use super::tile::{self, DotTile};
-use super::{Isa, Kernels};
+use super::{Isa, Kernels, MAX_TOKENS};
 
 pub(super) const KERNELS: Kernels = Kernels {
     isa: Isa::Avx2,
+    pass_tokens: 6,
     dot: [dot::<Bf16>, dot::<F16>, dot::<F32>, dot::<F8>],
     widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
     silu_mul,
@@ -62,7 +63,8 @@ struct Avx2;
 unsafe impl Simd for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
-    const ROWS: [usize; 7] = [0, 4, 4, 2, 2, 2, 2];
+    const ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 1, 2, 2, 2, 2];
+    const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 4, 2, 2, 2, 2];
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> __m256 {
@@ -107,6 +109,12 @@ unsafe impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(src: *const u8) {
+        // SAFETY: a prefetch of any address is allowed.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(src.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(src: *const u8) -> __m256 {
         // SAFETY: the caller promises 8 values.
         unsafe { _mm256_loadu_ps(src.cast()) }
@@ -137,6 +145,19 @@ unsafe impl Simd for Avx2 {
             let shifted = _mm_slli_epi16::<7>(wide);
             let bits = _mm_and_si128(shifted, _mm_set1_epi16(0xbfff_u16 as i16));
             _mm256_cvtph_ps(bits)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f8_pair(src: *const u8) -> [__m256; 2] {
+        // SAFETY: the caller promises 16 values.
+        unsafe {
+            let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(src.cast()));
+            let shifted = _mm256_slli_epi16::<7>(wide);
+            let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbfff_u16 as i16));
+            let low = _mm256_castsi256_si128(bits);
+            let high = _mm256_extracti128_si256::<1>(bits);
+            [_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)]
         }
     }
 }

@@ -4,10 +4,11 @@ use std::arch::x86_64::*;
 
 use super::simd::{Bf16, Dtype, F8, F16, F32, Simd};
 use super::tile::{self, DotTile};
-use super::{Isa, Kernels};
+use super::{Isa, Kernels, MAX_TOKENS};
 
 pub(super) const KERNELS: Kernels = Kernels {
     isa: Isa::Avx512,
+    pass_tokens: 6,
     dot: [dot::<Bf16>, dot::<F16>, dot::<F32>, dot::<F8>],
     widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
     silu_mul,
@@ -62,7 +63,8 @@ struct Avx512;
 unsafe impl Simd for Avx512 {
     type V = __m512;
     const LANES: usize = 16;
-    const ROWS: [usize; 7] = [0, 4, 4, 4, 4, 4, 4];
+    const ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 1, 2, 4, 4, 4];
+    const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 4, 4, 4, 4, 4, 4];
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> __m512 {
@@ -109,6 +111,12 @@ unsafe impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(src: *const u8) {
+        // SAFETY: a prefetch of any address is allowed.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(src.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn load_f32(src: *const u8) -> __m512 {
         // SAFETY: the caller promises 16 values.
         unsafe { _mm512_loadu_ps(src.cast()) }
@@ -139,6 +147,19 @@ unsafe impl Simd for Avx512 {
             let shifted = _mm256_slli_epi16::<7>(wide);
             let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbfff_u16 as i16));
             _mm512_cvtph_ps(bits)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f8_pair(src: *const u8) -> [__m512; 2] {
+        // SAFETY: the caller promises 32 values.
+        unsafe {
+            let wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(src.cast()));
+            let shifted = _mm512_slli_epi16::<7>(wide);
+            let bits = _mm512_and_si512(shifted, _mm512_set1_epi16(0xbfff_u16 as i16));
+            let low = _mm512_castsi512_si256(bits);
+            let high = _mm512_extracti64x4_epi64::<1>(bits);
+            [_mm512_cvtph_ps(low), _mm512_cvtph_ps(high)]
         }
     }
 }

@@ -75,6 +75,8 @@ type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
 #[derive(Clone, Copy)]
 pub(super) struct Kernels {
     isa: Isa,
+    /// Tokens per pass at most, up to [`MAX_TOKENS`].
+    pass_tokens: usize,
     /// By dtype, in the order of [`dtype_idx`].
     dot: [DotFn; 4],
     widen: [WidenFn; 4],
@@ -160,7 +162,7 @@ impl Kernels {
             return;
         }
         assert!((num_tokens - 1) * y_stride + rows.len() <= y.len());
-        let num_passes = num_tokens.div_ceil(MAX_TOKENS);
+        let num_passes = num_tokens.div_ceil(self.pass_tokens);
         // One pass takes whole rows, the order in which weights lie in memory. Several passes
         // take a block of columns each, so that tokens and weights stay in the caches.
         let k_step = if num_passes == 1 { w.cols() } else { K_BLOCK };

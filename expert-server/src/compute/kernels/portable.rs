@@ -1,10 +1,11 @@
 //! Plain Rust, in a shape that compilers vectorise.
 
 use super::simd::{Bf16, F8, F16, F32, Simd};
-use super::{Isa, Kernels, tile};
+use super::{Isa, Kernels, MAX_TOKENS, tile};
 
 pub(super) const KERNELS: Kernels = Kernels {
     isa: Isa::Portable,
+    pass_tokens: 4,
     dot: [
         tile::dot::<Portable, Bf16>,
         tile::dot::<Portable, F16>,
@@ -32,7 +33,8 @@ type V = [f32; LANES];
 unsafe impl Simd for Portable {
     type V = V;
     const LANES: usize = LANES;
-    const ROWS: [usize; 7] = [0, 4, 2, 2, 2, 2, 2];
+    const ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 2, 2, 2, 1, 1];
+    const SCALED_ROWS: [usize; MAX_TOKENS + 1] = [0, 1, 2, 2, 2, 1, 1];
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> V {
@@ -62,6 +64,9 @@ unsafe impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(_src: *const u8) {}
+
+    #[inline(always)]
     unsafe fn load_f32(src: *const u8) -> V {
         // SAFETY: the caller promises `LANES` values; any bits are an f32.
         let bits = unsafe { src.cast::<[u32; LANES]>().read_unaligned() };
@@ -87,6 +92,12 @@ unsafe impl Simd for Portable {
         // SAFETY: the caller promises `LANES` values.
         let bytes = unsafe { src.cast::<[u8; LANES]>().read_unaligned() };
         bytes.map(|byte| f16_to_f32(u16::from(byte & 0x80) << 8 | u16::from(byte & 0x7f) << 7))
+    }
+
+    #[inline(always)]
+    unsafe fn load_f8_pair(src: *const u8) -> [V; 2] {
+        // SAFETY: the caller promises twice `LANES` values.
+        unsafe { [Self::load_f8(src), Self::load_f8(src.add(LANES))] }
     }
 }
 

@@ -11,9 +11,12 @@ pub(super) unsafe trait Simd: Copy {
     type V: Copy;
     /// Values per vector: a power of two, at most 16.
     const LANES: usize;
-    /// Weight rows that one pass handles together, by number of tokens (index 1..=6): as many
-    /// accumulators as the registers hold beside the operands.
+    /// Weight rows that one pass handles together (1, 2 or 4), by number of tokens. With few
+    /// tokens the pass waits for memory, which is fastest in one or two streams; with more it is
+    /// as many as there are registers for their sums.
     const ROWS: [usize; super::MAX_TOKENS + 1];
+    /// The same for weights with block scales: they widen slowly, which needs work that overlaps.
+    const SCALED_ROWS: [usize; super::MAX_TOKENS + 1];
 
     unsafe fn splat(value: f32) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
@@ -22,6 +25,8 @@ pub(super) unsafe trait Simd: Copy {
     /// Sums of the lanes of four vectors, each pairwise in the same order.
     unsafe fn sum4(v: [Self::V; 4]) -> [f32; 4];
     unsafe fn store(v: Self::V, dst: *mut f32);
+    /// Starts to bring the line at `src` into the caches; `src` need not be valid.
+    unsafe fn prefetch(src: *const u8);
     /// `LANES` f32 values.
     unsafe fn load_f32(src: *const u8) -> Self::V;
     /// `LANES` bf16 values.
@@ -30,6 +35,8 @@ pub(super) unsafe trait Simd: Copy {
     unsafe fn load_f16(src: *const u8) -> Self::V;
     /// `LANES` finite fp8 e4m3 values divided by [`F8_FACTOR`].
     unsafe fn load_f8(src: *const u8) -> Self::V;
+    /// Twice as many, at less than twice the cost.
+    unsafe fn load_f8_pair(src: *const u8) -> [Self::V; 2];
 }
 
 /// Read as the upper bits of an f16, an e4m3 value comes out divided by 2^8; the kernels put the
@@ -47,6 +54,15 @@ pub(super) trait Dtype {
     /// # Safety
     /// `src` is valid for that many values, and the processor has the instruction set.
     unsafe fn load<S: Simd>(src: *const u8) -> S::V;
+    /// Loads twice `S::LANES` values.
+    ///
+    /// # Safety
+    /// `src` is valid for that many values, and the processor has the instruction set.
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(src: *const u8) -> [S::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe { [Self::load::<S>(src), Self::load::<S>(src.add(S::LANES * Self::BYTES))] }
+    }
 }
 
 pub(super) struct Bf16;
@@ -92,17 +108,25 @@ impl Dtype for F8 {
         // SAFETY: as promised by the caller.
         unsafe { S::load_f8(src) }
     }
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(src: *const u8) -> [S::V; 2] {
+        // SAFETY: as promised by the caller.
+        unsafe { S::load_f8_pair(src) }
+    }
 }
 
-/// Loads `num < S::LANES` values, the missing ones zero.
+/// Loads `num <= S::LANES` values, the missing ones zero.
 ///
 /// # Safety
 /// `src` is valid for `num` values, and the processor has the instruction set.
 #[inline(always)]
-pub(super) unsafe fn load_partial<S: Simd, D: Dtype>(src: *const u8, num: usize) -> S::V {
-    let mut padded = [0u8; 64];
-    // SAFETY: `num * BYTES` is less than 16 * 4; all-zero bits are zero in every dtype.
+pub(super) unsafe fn load_some<S: Simd, D: Dtype>(src: *const u8, num: usize) -> S::V {
+    // SAFETY: `num * BYTES` is at most 16 * 4; all-zero bits are zero in every dtype.
     unsafe {
+        if num == S::LANES {
+            return D::load::<S>(src);
+        }
+        let mut padded = [0u8; 64];
         std::ptr::copy_nonoverlapping(src, padded.as_mut_ptr(), num * D::BYTES);
         D::load::<S>(padded.as_ptr())
     }
