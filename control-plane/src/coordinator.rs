@@ -11,8 +11,9 @@ use control_api::{
 use tokio::sync::{Notify, broadcast, watch};
 use tracing::{debug, error, info, warn};
 
+use crate::admission::Refusal;
 use crate::clock::Clock;
-use crate::fleet::{ExpiryCause, Fleet, FleetEvent, Joined, Refusal};
+use crate::fleet::{ExpiryCause, Fleet, FleetEvent, Joined};
 use crate::metrics::Metrics;
 use crate::store::{Revision, Store, StoreError};
 

@@ -5,16 +5,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use control_api::placement::{is_host_port, validate_model};
 use control_api::{
     Assignment, LeaseRequest, LeaseResponse, MemberCounts, MemberId, MemberInfo, MemberState,
     ModelDescriptor, PlacementTable, ReadyRequest, RegisterRequest, RegisterResponse,
     SuspectRequest,
 };
 
+use crate::admission::{Refusal, check_assignment, check_registration};
 use crate::epoch::EpochAllocator;
 use crate::member::{Lease, Member, MemberRecord, Phase, Superseded};
-use crate::planner::{Joiner, PlanError, Planner};
+use crate::planner::{Joiner, Planner};
 use crate::store::Snapshot;
 use crate::table::{self, Coverage};
 
@@ -88,37 +88,6 @@ pub(crate) enum ExpiryCause {
     Suspect,
 }
 
-/// Why the fleet refuses a request.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refusal {
-    #[error("no member has the id {member}: register again")]
-    UnknownMember { member: String },
-    #[error("the lease of member {name} ran out {ago_ms} ms ago: register again")]
-    LeaseExpired { name: String, ago_ms: u64 },
-    #[error(
-        "another process has registered as {name}: this one is out; names must be unique in the \
-         fleet"
-    )]
-    Superseded { name: String },
-    #[error(
-        "member {name} serves the model with fingerprint {found}, this fleet serves {expected}: \
-         point the member at the fleet's model, or start the control plane for another model \
-         with an empty data directory"
-    )]
-    ModelMismatch { name: String, found: String, expected: String },
-    #[error(
-        "member {name} describes the model {fingerprint} differently from the members before it: \
-         its configuration must be the same file"
-    )]
-    DescriptorMismatch { name: String, fingerprint: String },
-    #[error("{0}")]
-    Capacity(#[from] PlanError),
-    #[error("the fleet has {limit} members, the most that this control plane accepts")]
-    TooManyMembers { limit: usize },
-    #[error("{0}")]
-    BadRequest(String),
-}
-
 /// The fleet.
 #[derive(Debug)]
 pub(crate) struct Fleet {
@@ -188,7 +157,8 @@ impl Fleet {
         request: RegisterRequest,
         now: Duration,
     ) -> Result<RegisterResponse, Refusal> {
-        self.check_registration(&request)?;
+        let pinned = self.settings.pinned_fingerprint.as_deref();
+        check_registration(&request, self.model.as_ref(), pinned)?;
         let known = self.members.get(&request.name);
         let was_superseded = known.is_some_and(|member| {
             member.record.superseded.iter().any(|old| old.incarnation == request.incarnation)
@@ -470,44 +440,6 @@ impl Fleet {
         std::mem::take(&mut self.events)
     }
 
-    fn check_registration(&self, request: &RegisterRequest) -> Result<(), Refusal> {
-        let bad = |text: String| Err(Refusal::BadRequest(text));
-        let name = &request.name;
-        if !(1..=128).contains(&name.len()) || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
-            return bad(format!(
-                "member name {:?}: expected 1 to 128 visible ASCII characters without spaces",
-                name.chars().take(80).collect::<String>()
-            ));
-        }
-        let metrics_addr = request.metrics_addr.iter().map(|addr| ("metrics_addr", addr));
-        for (field, addr) in metrics_addr.chain([("data_addr", &request.data_addr)]) {
-            if !is_host_port(addr) {
-                return bad(format!(
-                    "{field} {:?} of member {name}: expected host:port with a port above 0",
-                    addr.chars().take(80).collect::<String>()
-                ));
-            }
-        }
-        if let Err(err) = validate_model(&request.model) {
-            return bad(format!("model of member {name}: {err}"));
-        }
-        let found = &request.model.fingerprint;
-        let pinned = self.settings.pinned_fingerprint.as_ref();
-        let expected = pinned.or(self.model.as_ref().map(|model| &model.fingerprint));
-        if let Some(expected) = expected.filter(|&expected| expected != found) {
-            return Err(Refusal::ModelMismatch {
-                name: name.clone(),
-                found: found.clone(),
-                expected: expected.clone(),
-            });
-        }
-        if self.model.as_ref().is_some_and(|model| *model != request.model) {
-            let fingerprint = found.clone();
-            return Err(Refusal::DescriptorMismatch { name: name.clone(), fingerprint });
-        }
-        check_assignment(&request.holds, &request.model)
-    }
-
     /// The same process again: same identity, same assignment, fresh lease.
     fn welcome_back(&mut self, request: &RegisterRequest, now: Duration) {
         let lease_ttl = self.settings.lease_ttl;
@@ -645,32 +577,6 @@ impl Fleet {
         }
         Ok(member)
     }
-}
-
-/// Checks that an assignment is sorted and within the model.
-fn check_assignment(found: &Assignment, model: &ModelDescriptor) -> Result<(), Refusal> {
-    let bad = |text: String| Err(Refusal::BadRequest(text));
-    if !found.layers.is_sorted_by(|a, b| a.layer < b.layer) {
-        return bad("holds: layers must be strictly ascending".to_owned());
-    }
-    for entry in &found.layers {
-        let layer = entry.layer;
-        if model.moe_layers.binary_search(&layer).is_err() {
-            return bad(format!("holds: the model has no MoE layer {layer}"));
-        }
-        if !entry.experts.is_sorted_by(|a, b| a < b) {
-            return bad(format!("holds: experts of layer {layer} must be strictly ascending"));
-        }
-        if let Some(&last) = entry.experts.last()
-            && last >= model.num_experts
-        {
-            let num_experts = model.num_experts;
-            return bad(format!(
-                "holds: expert {last} of layer {layer}, the model has {num_experts} experts"
-            ));
-        }
-    }
-    Ok(())
 }
 
 /// Predecessors remembered per name, so that a process which lost its name stays out.

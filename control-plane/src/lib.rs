@@ -13,6 +13,7 @@
 //! The data path is none of its business: no token of any model passes through here.
 #![forbid(unsafe_code)]
 
+mod admission;
 pub mod clock;
 mod config;
 mod coordinator;

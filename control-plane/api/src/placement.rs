@@ -250,3 +250,117 @@ pub enum PlacementError {
     #[error("MoE layers of the model are not strictly ascending")]
     LayerOrder,
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn table() -> PlacementTable {
+        let server = |idx: u32| ServerEntry {
+            member_id: MemberId::random(),
+            name: format!("server-{idx}"),
+            incarnation: u64::from(idx),
+            data_addr: format!("10.0.0.{idx}:7000"),
+        };
+        let layer = |layer| LayerPlacement {
+            layer,
+            replicas: vec![vec![0, 1], vec![2], vec![], vec![2, 0]],
+        };
+        PlacementTable {
+            cluster_id: "c1".to_owned(),
+            epoch: 7,
+            model: Some(ModelDescriptor {
+                fingerprint: "0123456789abcdef".to_owned(),
+                architecture: "mixtral".to_owned(),
+                hidden: 64,
+                moe_layers: vec![1, 4],
+                num_experts: 4,
+                top_k: 2,
+            }),
+            servers: (0..3).map(server).collect(),
+            layers: vec![layer(1), layer(4)],
+        }
+    }
+
+    #[test]
+    fn a_sound_table_passes_and_is_looked_up() {
+        let table = table();
+        table.validate().unwrap();
+        assert_eq!(table.replicas(4, 3), [2, 0]);
+        assert_eq!(table.replicas(1, 2), [0u32; 0]);
+        assert_eq!(table.replicas(2, 0), [0u32; 0]);
+        assert_eq!(table.replicas(4, 4), [0u32; 0]);
+        assert_eq!(table.num_experts_without_replica(), 2);
+        assert!(!table.is_complete());
+        let empty = PlacementTable { cluster_id: "c".to_owned(), ..PlacementTable::default() };
+        empty.validate().unwrap();
+        assert!(!empty.is_complete());
+    }
+
+    #[test]
+    fn every_contradiction_is_named() {
+        type Change = fn(&mut PlacementTable);
+        let cases: [(Change, &str); 14] = [
+            (|t| t.cluster_id.clear(), "cluster id of 0 bytes"),
+            (|t| t.servers[1].member_id = t.servers[0].member_id.clone(), "appears twice"),
+            (|t| t.servers[2].data_addr = "nowhere".to_owned(), "\"nowhere\", expected host:port"),
+            (|t| t.model = None, "2 layers placed although no model"),
+            (|t| drop(t.layers.pop()), "1 layers placed, the model has 2"),
+            (|t| t.layers[0].layer = 2, "layer 2 placed where the model has MoE layer 1"),
+            (|t| drop(t.layers[1].replicas.pop()), "layer 4 places 3 experts, the model has 4"),
+            (|t| t.layers[1].replicas[0][1] = 3, "layer 4 expert 0 points to server 3"),
+            (|t| t.layers[1].replicas[3] = vec![1, 2, 1], "layer 4 expert 3 names server 1 twice"),
+            (|t| t.model.as_mut().unwrap().fingerprint = "XY".to_owned(), "fingerprint \"XY\""),
+            (|t| t.model.as_mut().unwrap().num_experts = 0, "0 experts"),
+            (|t| t.model.as_mut().unwrap().num_experts = u32::MAX, "at most"),
+            (|t| t.model.as_mut().unwrap().top_k = 5, "top-k of 5"),
+            (|t| t.model.as_mut().unwrap().moe_layers = vec![4, 1], "ascending"),
+        ];
+        for (change, wanted) in cases {
+            let mut table = table();
+            change(&mut table);
+            let text = table.validate().unwrap_err().to_string();
+            assert!(text.contains(wanted), "{text:?} should say {wanted:?}");
+        }
+    }
+
+    #[test]
+    fn addresses_are_told_from_other_texts() {
+        for good in ["h:1", "10.0.0.1:65535", "[::1]:80", "a-b.c_d:9"] {
+            assert!(is_host_port(good), "{good}");
+        }
+        for bad in [
+            "", "h", "h:", ":1", "h:0", "h:65536", "h:-1", "h:+1", "::1:80", "[h]:1", "a b:1",
+            "h:1 ",
+        ] {
+            assert!(!is_host_port(bad), "{bad}");
+        }
+    }
+
+    proptest! {
+        /// Whatever passes can be walked without an index out of range.
+        #[test]
+        fn what_passes_can_be_trusted(
+            cuts in prop::collection::vec((any::<prop::sample::Index>(), "[0-9\\[\\],\"a-z]"), 1..4),
+        ) {
+            let mut text = serde_json::to_string(&table()).unwrap().into_bytes();
+            for (at, with) in cuts {
+                let at = at.index(text.len());
+                text[at] = with.as_bytes()[0];
+            }
+            let Ok(table) = serde_json::from_slice::<PlacementTable>(&text) else { return Ok(()) };
+            if table.validate().is_err() {
+                return Ok(());
+            }
+            for layer in &table.layers {
+                for replicas in &layer.replicas {
+                    for &server_idx in replicas {
+                        prop_assert!((server_idx as usize) < table.servers.len());
+                    }
+                }
+            }
+        }
+    }
+}

@@ -10,8 +10,8 @@ use control_api::{ApiError, code};
 use serde::de::DeserializeOwned;
 
 use super::App;
+use crate::admission::Refusal;
 use crate::coordinator::OperationError;
-use crate::fleet::Refusal;
 
 /// A refusal.
 #[derive(Debug)]

@@ -213,3 +213,32 @@ async fn an_unreachable_control_plane_is_named_with_its_cause() {
     assert!(err.contains(&url) && err.contains("Connection refused"), "{err}");
     assert!(err.contains("is it running?") && !err.contains("error sending"), "{err}");
 }
+
+/// A watcher that does not read skips tables rather than piling them up, and ends at the newest.
+#[tokio::test]
+async fn a_slow_watcher_skips_to_the_newest_table() {
+    let mut config = config();
+    config.lease_ttl = Duration::from_secs(60);
+    let plane = Plane::start(config).await;
+    let client = plane.client();
+    let mut big = request("a", 0);
+    big.model.moe_layers = (0..64).collect();
+    big.model.num_experts = 256;
+    let mut stream = client.watch_placement().await.unwrap();
+    // Tables of 100 KB each: more than the buffers on the way hold.
+    for incarnation in 0..150 {
+        big.incarnation = incarnation;
+        let joined = client.register(&big).await.unwrap();
+        let ready = ReadyRequest { incarnation, holds: joined.assignment };
+        client.ready(&joined.member_id, &ready).await.unwrap();
+    }
+    let last = client.placement().await.unwrap().epoch;
+    let mut epochs = vec![0];
+    while epochs[epochs.len() - 1] < last {
+        let table = tokio::time::timeout(BOUND, stream.next()).await.unwrap().unwrap();
+        epochs.push(table.epoch);
+    }
+    assert!(epochs.is_sorted_by(|a, b| a < b), "{epochs:?}");
+    assert!(epochs.len() < 250, "nothing was skipped: {} of {last}", epochs.len());
+    plane.stop().await;
+}

@@ -1,0 +1,110 @@
+//! What the fleet refuses, and the checks of what members send. Sans-I/O.
+
+use control_api::placement::{is_host_port, validate_model};
+use control_api::{Assignment, ModelDescriptor, RegisterRequest};
+
+use crate::planner::PlanError;
+
+/// Why the fleet refuses a request.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Refusal {
+    #[error("no member has the id {member}: register again")]
+    UnknownMember { member: String },
+    #[error("the lease of member {name} ran out {ago_ms} ms ago: register again")]
+    LeaseExpired { name: String, ago_ms: u64 },
+    #[error(
+        "another process has registered as {name}: this one is out; names must be unique in the \
+         fleet"
+    )]
+    Superseded { name: String },
+    #[error(
+        "member {name} serves the model with fingerprint {found}, this fleet serves {expected}: \
+         point the member at the fleet's model, or start the control plane for another model \
+         with an empty data directory"
+    )]
+    ModelMismatch { name: String, found: String, expected: String },
+    #[error(
+        "member {name} describes the model {fingerprint} differently from the members before it: \
+         its configuration must be the same file"
+    )]
+    DescriptorMismatch { name: String, fingerprint: String },
+    #[error("{0}")]
+    Capacity(#[from] PlanError),
+    #[error("the fleet has {limit} members, the most that this control plane accepts")]
+    TooManyMembers { limit: usize },
+    #[error("{0}")]
+    BadRequest(String),
+}
+
+/// Checks a registration against the model of the fleet, once one is known, and the only
+/// fingerprint accepted, if one is set.
+pub(crate) fn check_registration(
+    request: &RegisterRequest,
+    model: Option<&ModelDescriptor>,
+    pinned_fingerprint: Option<&str>,
+) -> Result<(), Refusal> {
+    let bad = |text: String| Err(Refusal::BadRequest(text));
+    let name = &request.name;
+    if !(1..=128).contains(&name.len()) || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
+        let found = clip(name);
+        return bad(format!(
+            "member name {found:?}: expected 1 to 128 visible ASCII characters without spaces"
+        ));
+    }
+    let metrics_addr = request.metrics_addr.iter().map(|addr| ("metrics_addr", addr));
+    for (field, addr) in metrics_addr.chain([("data_addr", &request.data_addr)]) {
+        if !is_host_port(addr) {
+            let found = clip(addr);
+            return bad(format!(
+                "{field} {found:?} of member {name}: expected host:port with a port above 0"
+            ));
+        }
+    }
+    if let Err(err) = validate_model(&request.model) {
+        return bad(format!("model of member {name}: {err}"));
+    }
+    let found = request.model.fingerprint.as_str();
+    let expected = pinned_fingerprint.or(model.map(|model| model.fingerprint.as_str()));
+    if let Some(expected) = expected.filter(|&expected| expected != found) {
+        return Err(Refusal::ModelMismatch {
+            name: name.clone(),
+            found: found.to_owned(),
+            expected: expected.to_owned(),
+        });
+    }
+    if model.is_some_and(|model| *model != request.model) {
+        let fingerprint = found.to_owned();
+        return Err(Refusal::DescriptorMismatch { name: name.clone(), fingerprint });
+    }
+    check_assignment(&request.holds, &request.model)
+}
+
+/// Checks that an assignment is sorted and within the model.
+pub(crate) fn check_assignment(found: &Assignment, model: &ModelDescriptor) -> Result<(), Refusal> {
+    let bad = |text: String| Err(Refusal::BadRequest(text));
+    if !found.layers.is_sorted_by(|a, b| a.layer < b.layer) {
+        return bad("holds: layers must be strictly ascending".to_owned());
+    }
+    for entry in &found.layers {
+        let layer = entry.layer;
+        if model.moe_layers.binary_search(&layer).is_err() {
+            return bad(format!("holds: the model has no MoE layer {layer}"));
+        }
+        if !entry.experts.is_sorted_by(|a, b| a < b) {
+            return bad(format!("holds: experts of layer {layer} must be strictly ascending"));
+        }
+        if let Some(&last) = entry.experts.last()
+            && last >= model.num_experts
+        {
+            let num_experts = model.num_experts;
+            return bad(format!(
+                "holds: expert {last} of layer {layer}, the model has {num_experts} experts"
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn clip(text: &str) -> String {
+    text.chars().take(80).collect()
+}
