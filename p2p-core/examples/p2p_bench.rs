@@ -25,7 +25,10 @@ fn main() -> ExitCode {
     });
     match result {
         Ok(report) => {
-            println!("raw flag {:.3} µs; {} bytes verified", report.raw_flag_us_p50, report.verified_bytes);
+            println!(
+                "raw flag {:.3} µs; {} bytes verified",
+                report.raw_flag_us_p50, report.verified_bytes
+            );
             ExitCode::SUCCESS
         }
         Err(error) => {

@@ -28,6 +28,7 @@ pub mod bench;
 #[cfg(not(loom))]
 pub mod bootstrap;
 pub mod channel;
+mod copy;
 pub mod endpoint;
 pub mod flags;
 pub mod host;

@@ -9,6 +9,8 @@ use std::ptr::NonNull;
 
 use thiserror::Error;
 
+use crate::copy::copy_out;
+
 /// An access beyond the end of a view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("access of {len} bytes at offset {offset} leaves the view of {view_bytes} bytes")]
@@ -137,13 +139,7 @@ impl WriteView<'_> {
     pub fn put_bytes(&mut self, offset: usize, bytes: &[u8]) -> Result<(), OutOfRange> {
         check(offset, bytes.len(), self.len)?;
         // SAFETY: the destination range was checked and never overlaps a local buffer.
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                bytes.as_ptr(),
-                self.ptr.as_ptr().add(offset),
-                bytes.len(),
-            );
-        }
+        unsafe { copy_out(bytes.as_ptr(), self.ptr.as_ptr().add(offset), bytes.len()) };
         Ok(())
     }
 }

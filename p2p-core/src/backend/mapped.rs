@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Instant;
 
+use crate::copy::copy_out;
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use crate::flags::{self, Contract};
 use crate::region::{LocalRange, Region, RemoteRange};
@@ -91,9 +92,7 @@ impl Endpoint for MappedEndpoint {
         let target = self.target("put", dst.offset, dst.len.max(src.len()))?;
         // SAFETY: both ranges were checked; the caller keeps `src` unwritten; a slot of a peer never
         // overlaps local memory that is registered as a source.
-        unsafe {
-            std::ptr::copy_nonoverlapping(src.as_ptr().as_ptr(), target.as_ptr(), src.len());
-        }
+        unsafe { copy_out(src.as_ptr().as_ptr(), target.as_ptr(), src.len()) };
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
 use super::clock::{Clock, percentile};
-use super::message::{Inbox, Pattern, messages_per_window, num_chunks, put, spin_until, text};
+use super::message::{Inbox, Pattern, messages_per_window, num_chunks, spin_until, text, try_put};
 use super::{BenchConfig, iterations, sizes};
 use crate::bootstrap::{ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect};
 use crate::endpoint::TransportKind;
@@ -98,12 +98,16 @@ struct Lane {
     next_seq: u64,
     /// Index of the process at the other end.
     peer_idx: u64,
+    /// Bytes sent of the current message.
+    sent: usize,
+    /// Whether the peer's message is complete.
+    got: bool,
 }
 
 impl Lane {
     fn new(connection: Connection, max_bytes: usize, peer_idx: u64) -> Self {
         let inbox = Inbox::new(&connection.channel, max_bytes);
-        Self { connection, inbox, peer_steps: 0, next_seq: 0, peer_idx }
+        Self { connection, inbox, peer_steps: 0, next_seq: 0, peer_idx, sent: 0, got: false }
     }
 
     /// Tells the peer one thing, which it knows the meaning of.
@@ -123,6 +127,13 @@ impl Lane {
         self.inbox.poison(&self.connection.channel, len, num, self.next_seq);
     }
 
+    /// Puts on; true when `message` is sent.
+    #[inline]
+    fn send_on(&mut self, message: &[u8]) -> Result<bool, String> {
+        try_put(&mut self.connection.channel, message, &mut self.sent)
+    }
+
+    #[inline]
     fn collect(&mut self, len: usize, num: usize) -> Result<bool, String> {
         self.inbox.collect(&mut self.connection.channel, len, num)
     }
@@ -135,6 +146,7 @@ impl Lane {
     ) -> Result<u64, String> {
         let channel = &mut self.connection.channel;
         self.next_seq += (num * num_chunks(len, channel.layout().frame_bytes())) as u64;
+        (self.sent, self.got) = (0, false);
         self.inbox.verify(channel, messages)
     }
 }
@@ -188,6 +200,7 @@ fn latency(
     let mut samples = Vec::with_capacity(timed);
     for iteration in 0..warm_up + timed {
         for lane in &mut *lanes {
+            lane.sent = 0;
             lane.poison(len, 1);
         }
         for lane in &mut *lanes {
@@ -195,13 +208,17 @@ fn latency(
         }
         let number = |lane: &Lane| numbered(iteration, job.idx as u64, lane.peer_idx);
         let start = clock.ticks();
-        for lane in &mut *lanes {
-            let message = pattern.message(number(lane), len);
-            put(&mut lane.connection.channel, message)?;
-        }
-        for lane in &mut *lanes {
-            spin_until("an answer", || lane.collect(len, 1))?;
-        }
+        // Sending and receiving take turns: with messages beyond the ring both sides need credit.
+        spin_until("answers", || {
+            let mut done = true;
+            for lane in &mut *lanes {
+                let message = pattern.message(number(lane), len);
+                let sent = lane.send_on(message)?;
+                lane.got = lane.got || lane.collect(len, 1)?;
+                done &= sent && lane.got;
+            }
+            Ok(done)
+        })?;
         let end = clock.ticks();
         for lane in &mut *lanes {
             let answer = pattern.message(number(lane) + ANSWER, len);
@@ -214,7 +231,7 @@ fn latency(
     Ok(samples)
 }
 
-/// Windows of messages, in 10^9 bytes per second.
+/// Windows of messages, in 10^9 bytes per second, by the median window.
 fn bandwidth(
     job: &Job,
     lanes: &mut [Lane],
@@ -225,7 +242,7 @@ fn bandwidth(
     let window = messages_per_window(&lanes[0].connection.channel, len);
     let rounds = num_rounds(&job.config, len, window);
     let warm_up = rounds / 10 + 2;
-    let mut total_us = 0.0;
+    let mut samples = Vec::with_capacity(rounds);
     for round in 0..warm_up + rounds {
         for lane in &mut *lanes {
             lane.await_step()?;
@@ -234,17 +251,20 @@ fn bandwidth(
         for nth in 0..window {
             for lane in &mut *lanes {
                 let number = numbered(round + nth, job.idx as u64, lane.peer_idx);
-                put(&mut lane.connection.channel, pattern.message(number, len))?;
+                let message = pattern.message(number, len);
+                lane.sent = 0;
+                spin_until("credit", || lane.send_on(message))?;
             }
         }
         for lane in &mut *lanes {
             lane.await_step()?;
         }
         if round >= warm_up {
-            total_us += clock.us_between(start, clock.ticks());
+            samples.push(clock.us_between(start, clock.ticks()));
         }
     }
-    Ok((rounds * window * lanes.len() * len) as f64 / total_us / 1e3)
+    let window_bytes = (window * lanes.len() * len) as f64;
+    Ok(window_bytes / percentile(&mut samples, 0.5).max(f64::MIN_POSITIVE) / 1e3)
 }
 
 fn receive(job: &Job) -> Result<(), String> {
@@ -265,8 +285,15 @@ fn receive(job: &Job) -> Result<(), String> {
                 lane.poison(len, 1);
                 lane.step()?;
             }
-            answer_all(&mut lanes, &pattern, len, |lane| {
-                numbered(iteration, lane.peer_idx, us) + ANSWER
+            // Every message is answered as soon as it is complete.
+            spin_until("messages", || {
+                let mut done = true;
+                for lane in &mut lanes {
+                    lane.got = lane.got || lane.collect(len, 1)?;
+                    let number = numbered(iteration, lane.peer_idx, us) + ANSWER;
+                    done &= lane.got && lane.send_on(pattern.message(number, len))?;
+                }
+                Ok(done)
             })?;
             for lane in &mut lanes {
                 let message = pattern.message(numbered(iteration, lane.peer_idx, us), len);
@@ -280,17 +307,16 @@ fn receive(job: &Job) -> Result<(), String> {
                 lane.poison(len, window);
                 lane.step()?;
             }
-            let mut left = lanes.len();
-            let mut done = vec![false; lanes.len()];
             spin_until("messages", || {
-                for (lane, done) in lanes.iter_mut().zip(&mut done) {
-                    if !*done && lane.collect(len, window)? {
-                        *done = true;
-                        left -= 1;
+                let mut done = true;
+                for lane in &mut lanes {
+                    if !lane.got && lane.collect(len, window)? {
+                        lane.got = true;
                         lane.step()?;
                     }
+                    done &= lane.got;
                 }
-                Ok(left == 0)
+                Ok(done)
             })?;
             for lane in &mut lanes {
                 let peer = lane.peer_idx;
@@ -308,41 +334,6 @@ fn receive(job: &Job) -> Result<(), String> {
         });
     }
     Ok(())
-}
-
-/// Answers every message as soon as it is complete.
-fn answer_all(
-    lanes: &mut [Lane],
-    pattern: &Pattern,
-    len: usize,
-    answer: impl Fn(&Lane) -> u64,
-) -> Result<(), String> {
-    if let [lane] = lanes {
-        spin_until("a message", || lane.collect(len, 1))?;
-        let number = answer(lane);
-        return put(&mut lane.connection.channel, pattern.message(number, len));
-    }
-    let mut left: Vec<usize> = (0..lanes.len()).collect();
-    spin_until("messages", || {
-        let mut error = None;
-        left.retain(|idx| {
-            let lane = &mut lanes[*idx];
-            match lane.collect(len, 1) {
-                Ok(false) => true,
-                Ok(true) => {
-                    let number = answer(lane);
-                    let sent = put(&mut lane.connection.channel, pattern.message(number, len));
-                    error = error.take().or(sent.err());
-                    false
-                }
-                Err(e) => {
-                    error = Some(e);
-                    false
-                }
-            }
-        });
-        error.map_or(Ok(left.is_empty()), Err)
-    })
 }
 
 /// Round trips of one bare 64-bit word, halved, in microseconds.

@@ -48,30 +48,22 @@ pub(super) fn spin_until(
     }
 }
 
-/// Puts one message, as many frames as it takes.
-pub(super) fn put(channel: &mut Channel<AnyEndpoint>, message: &[u8]) -> Result<(), String> {
+/// Puts what there is credit for of the message from byte `sent` on. True when all of it is sent.
+#[inline]
+pub(super) fn try_put(
+    channel: &mut Channel<AnyEndpoint>,
+    message: &[u8],
+    sent: &mut usize,
+) -> Result<bool, String> {
     let frame_bytes = channel.layout().frame_bytes();
-    let mut rest = message;
-    loop {
-        let (chunk, after) = rest.split_at(rest.len().min(frame_bytes));
-        let frame = match channel.try_reserve().map_err(text)? {
-            Some(frame) => frame,
-            None => {
-                let mut found = None;
-                spin_until("credit", || {
-                    found = channel.try_reserve().map_err(text)?;
-                    Ok(found.is_some())
-                })?;
-                found.ok_or("no credit")?
-            }
-        };
+    while *sent < message.len() {
+        let Some(frame) = channel.try_reserve().map_err(text)? else { return Ok(false) };
+        let chunk = &message[*sent..message.len().min(*sent + frame_bytes)];
         channel.write_view(&frame).put_bytes(0, chunk).map_err(text)?;
         channel.publish(frame, chunk.len()).map_err(text)?;
-        rest = after;
-        if rest.is_empty() {
-            return Ok(());
-        }
+        *sent += chunk.len();
     }
+    Ok(true)
 }
 
 /// The receiving end of the messages of one channel.

@@ -6,7 +6,7 @@
 //! *One way* is half of a round trip: every sender puts one message to every receiver, each receiver
 //! answers each message with one of the same size as soon as it is complete, and the sender's clock
 //! runs from its first store until the last answer is complete. *Bandwidth* is a window of messages
-//! until the receivers say that all have arrived. Before each iteration the destination is poisoned,
+//! until the receivers say that all have arrived, the median over many windows. Before each iteration the destination is poisoned,
 //! and afterwards every byte of it is compared; both are outside the timed part, and so is the
 //! receiver's reading of the payload.
 
