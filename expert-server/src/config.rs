@@ -140,7 +140,8 @@ pub struct Limits {
     pub max_batch_tokens: usize,
     /// Most (token, expert) pairs merged into one batch. A single frame may exceed it alone.
     pub max_batch_entries: usize,
-    /// Finished answers kept for a client that gives no credit; further frames of it wait.
+    /// Finished answers kept for a client that gives no credit, but at least as many as a slot has
+    /// frames; further frames of it wait.
     pub max_backlog_frames: usize,
     /// A client that takes no answer for this long is dropped.
     pub credit_timeout: Duration,

@@ -68,11 +68,11 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Follows the lease until it is over for good, and says why.
+    /// Follows the lease until it is over for good: `Ok` when the server left, or why it may not stay.
     ///
     /// Experts that are assigned later are loaded and reported. Experts that are no longer assigned
     /// stay: clients whose placement is older may still ask for them.
-    pub(crate) async fn run(self) -> String {
+    pub(crate) async fn run(self) -> Result<(), String> {
         let mut state = self.keeper.state();
         let mut window = LoadWindow::new(&self.load);
         let mut held = Arc::new(holds(&self.store));
@@ -82,8 +82,9 @@ impl Member {
             let now = state.borrow_and_update().clone();
             self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
             match now.status {
-                LeaseStatus::Failed | LeaseStatus::Left => {
-                    return now.last_error.unwrap_or_else(|| "the member has left".to_owned());
+                LeaseStatus::Left => return Ok(()),
+                LeaseStatus::Failed => {
+                    return Err(now.last_error.unwrap_or_else(|| "no reason given".to_owned()));
                 }
                 _ => {}
             }
@@ -94,7 +95,7 @@ impl Member {
             }
             tokio::select! {
                 changed = state.changed() => if changed.is_err() {
-                    return "the heartbeat thread has ended".to_owned();
+                    return Err("the heartbeat thread has ended".to_owned());
                 },
                 _ = reports.tick() => {
                     self.keeper.report_load(window.next_report(&self.load, &held));

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use checkpoint::Checkpoint;
@@ -23,7 +23,7 @@ use crate::error::{ServerError, StartError};
 use crate::http;
 use crate::members::{self, Member};
 use crate::metrics::ServerMetrics;
-use crate::status::{DataStatus, Health};
+use crate::status::Health;
 
 /// Starts servers.
 #[derive(Debug)]
@@ -70,6 +70,24 @@ impl ExpertServer {
         };
         let metrics_addr = metrics_listener.as_ref().and_then(|tcp| tcp.local_addr().ok());
         let metrics = ServerMetrics::new(registry)?;
+        let has_control_plane = matches!(config.placement, Placement::ControlPlane { .. });
+        let health = Arc::new(Health {
+            metrics: metrics.clone(),
+            data: OnceLock::new(),
+            is_draining: AtomicBool::new(false),
+            needs_lease: has_control_plane,
+            has_lease: AtomicBool::new(false),
+        });
+        // From here on, so that whoever watches can tell loading from hanging.
+        let (stop, stopped) = watch::channel(false);
+        if let Some(tcp) = metrics_listener {
+            let (router, stopped) = (http::router(Arc::clone(&health)), stopped.clone());
+            tokio::spawn(async move {
+                if let Err(error) = http::serve(tcp, router, stopped).await {
+                    tracing::error!(%error, "serving metrics failed");
+                }
+            });
+        }
 
         let mut registration = RegisterRequest::new(
             config.name.clone(),
@@ -112,19 +130,13 @@ impl ExpertServer {
         };
         let (data, data_end) = DataPlane::start(Arc::clone(&store), data_config, metrics.clone())?;
         let data = Arc::new(data);
-        let health = Arc::new(Health {
-            metrics,
-            data: Arc::clone(data.status()),
-            is_loaded: AtomicBool::new(true),
-            is_draining: AtomicBool::new(false),
-            needs_lease: keeper.is_some(),
-            has_lease: AtomicBool::new(keeper.is_some()),
-        });
+        // Set once, here.
+        let _ = health.data.set(Arc::clone(data.status()));
+        health.has_lease.store(keeper.is_some(), Ordering::Relaxed);
         if let Some(keeper) = &keeper {
             keeper.set_ready(held.clone());
         }
 
-        let (stop, stopped) = watch::channel(false);
         let host = Host {
             name: config.name.clone(),
             shape,
@@ -134,16 +146,7 @@ impl ExpertServer {
             keeper: keeper.clone(),
             data: Arc::clone(&data),
         };
-        tokio::spawn(serve_clients(listener, Arc::new(host), stopped.clone()));
-        if let Some(tcp) = metrics_listener {
-            let router = http::router(Arc::clone(&health));
-            let stopped = stopped.clone();
-            tokio::spawn(async move {
-                if let Err(error) = http::serve(tcp, router, stopped).await {
-                    tracing::error!(%error, "serving metrics failed");
-                }
-            });
-        }
+        tokio::spawn(serve_clients(listener, Arc::new(host), stopped));
         let member = keeper.as_ref().map(|keeper| Member {
             keeper: Arc::clone(keeper),
             store: Arc::clone(&store),
@@ -229,7 +232,7 @@ impl RunningServer {
     /// Clients connected.
     #[must_use]
     pub fn num_links(&self) -> usize {
-        self.health.data.num_links()
+        self.data.status().num_links()
     }
 
     /// Whether clients should be sent here, or why not.
@@ -269,7 +272,7 @@ impl RunningServer {
         // Clients need a moment to hear of the new placement, however idle they look.
         let told_at = Instant::now();
         loop {
-            let data: &DataStatus = &self.health.data;
+            let data = self.data.status();
             let is_idle = data.idle_for().min(told_at.elapsed()) >= self.config.drain_idle;
             if data.num_links() == 0 || is_idle || self.end.borrow().is_some() {
                 break;
@@ -443,11 +446,14 @@ async fn supervise(
     ended: watch::Sender<Option<End>>,
 ) {
     let vanished = || Err(DataError::Panicked { message: "the thread vanished".to_owned() });
-    let mut stopped = stop.subscribe();
     tokio::pin!(data_end);
     let membership = async {
         match member {
-            Some(member) => member.run().await,
+            // Whoever leaves of its own will stops the data thread as well, which ends the wait.
+            Some(member) => match member.run().await {
+                Ok(()) => std::future::pending().await,
+                Err(reason) => reason,
+            },
             None => std::future::pending().await,
         }
     };
@@ -455,15 +461,9 @@ async fn supervise(
         biased;
         result = &mut data_end => result.unwrap_or_else(|_| vanished()).map_err(ServerError::from),
         reason = membership => {
-            // Leaving of one's own will ends the membership, too: the stop follows at once then.
-            let is_wilful = async { stopped.wait_for(|stop| *stop).await.is_ok() };
-            let left = tokio::time::timeout(LEAVE_GRACE, is_wilful).await;
             data.stop();
             let result = (&mut data_end).await.unwrap_or_else(|_| vanished());
-            match left {
-                Ok(true) => result.map_err(ServerError::from),
-                _ => result.map_err(ServerError::from).and(Err(ServerError::Membership { reason })),
-            }
+            result.map_err(ServerError::from).and(Err(ServerError::Membership { reason }))
         }
     };
     if let Err(error) = &result {
@@ -534,8 +534,6 @@ fn advertised(config: &ServerConfig, data_addr: SocketAddr) -> Result<String, St
 const CONTROL_PATIENCE: Duration = Duration::from_secs(2);
 /// Longest wait for the data thread to end.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
-/// How soon a stop follows a wilful leave.
-const LEAVE_GRACE: Duration = Duration::from_secs(5);
 /// How often a drain looks whether it is done.
 const DRAIN_POLL: Duration = Duration::from_millis(20);
 /// What clients are told about the pace of progress: twice the data thread's own.

@@ -1,7 +1,7 @@
 //! What the data thread and the control tasks know of each other, without locks.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use control_api::{Assignment, ExpertLoad, LoadReport};
@@ -86,8 +86,8 @@ impl DataStatus {
 #[derive(Debug)]
 pub(crate) struct Health {
     pub(crate) metrics: ServerMetrics,
-    pub(crate) data: Arc<DataStatus>,
-    pub(crate) is_loaded: AtomicBool,
+    /// The data thread, from the moment that the experts are loaded.
+    pub(crate) data: OnceLock<Arc<DataStatus>>,
     pub(crate) is_draining: AtomicBool,
     /// Whether there is a lease to hold at all.
     pub(crate) needs_lease: bool,
@@ -97,13 +97,11 @@ pub(crate) struct Health {
 impl Health {
     /// Whether the process does what it should: a data thread that hangs or has died does not.
     pub(crate) fn live(&self) -> Result<(), String> {
-        if !self.is_loaded.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        if self.data.is_over.load(Ordering::Relaxed) {
+        let Some(data) = self.data.get() else { return Ok(()) };
+        if data.is_over.load(Ordering::Relaxed) {
             return Err("the data thread has ended".to_owned());
         }
-        let silence = self.data.silence();
+        let silence = data.silence();
         if silence > MAX_SILENCE {
             return Err(format!("the data thread has been silent for {} ms", silence.as_millis()));
         }
@@ -113,7 +111,7 @@ impl Health {
     /// Whether clients should be sent here.
     pub(crate) fn ready(&self) -> Result<(), String> {
         self.live()?;
-        if !self.is_loaded.load(Ordering::Acquire) {
+        if self.data.get().is_none() {
             return Err("the experts are still loading".to_owned());
         }
         if self.is_draining.load(Ordering::Relaxed) {

@@ -22,6 +22,15 @@ impl Fault {
         }
     }
 
+    /// The model has no routed experts in that layer.
+    pub(crate) fn no_moe_layer(layer: u32) -> Self {
+        Self {
+            code: ErrorCode::WrongLayer,
+            detail: [layer.into(), 0],
+            message: format!("layer {layer} of the model has no routed experts"),
+        }
+    }
+
     /// The client wrote into a frame that it had published.
     pub(crate) fn changed_layer(published: u32, found: u32) -> Self {
         Self {

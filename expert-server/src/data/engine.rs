@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use checkpoint::ModelConfig;
 use fail::fail_point;
 use p2p_core::{Endpoint, WaitSet};
 use prometheus::IntCounter;
@@ -86,8 +87,11 @@ impl<E: Endpoint> Engine<E> {
 
     /// Serves until it is told to stop.
     pub(super) fn run(mut self) -> Result<(), DataError> {
-        while !self.is_stopped {
+        loop {
             self.obey();
+            if self.is_stopped {
+                break;
+            }
             self.take_frames();
             if let Some(layer) = self.choose_layer() {
                 self.serve(layer);
@@ -101,6 +105,7 @@ impl<E: Endpoint> Engine<E> {
             link.end_with(DropReason::Shutdown);
             self.end(link);
         }
+        self.note_links();
         Ok(())
     }
 
@@ -109,7 +114,7 @@ impl<E: Endpoint> Engine<E> {
         while let Some(command) = self.inbox.pop() {
             match command {
                 Command::Attach { id, channel, expect, ended } => {
-                    let max_backlog = self.config.limits.max_backlog_frames.max(1);
+                    let max_backlog = self.config.limits.max_backlog_frames;
                     let mut link = Link::new(id, channel, expect, max_backlog, ended);
                     if let Some(fd) = link.channel.wait_fd()
                         && let Err(error) = self.wait.add(fd)
@@ -157,9 +162,7 @@ impl<E: Endpoint> Engine<E> {
 
     /// The layer whose oldest frame waits longest, among frames whose turn it is.
     fn choose_layer(&self) -> Option<u32> {
-        let max_backlog = self.max_backlog();
-        let heads = self.links.iter().filter(|link| link.num_allowed(max_backlog) > 0);
-        let heads = heads.filter_map(|link| link.pending.front());
+        let heads = self.links.iter().filter_map(Link::next_up);
         heads.min_by_key(|pending| pending.taken_at).map(|pending| pending.layer)
     }
 
@@ -172,7 +175,6 @@ impl<E: Endpoint> Engine<E> {
         self.gather(layer, experts.as_deref());
         self.batch.sort();
         let gathered = Instant::now();
-        self.show_progress(gathered);
         fail_point!("server::before_compute");
         let outcome = match &experts {
             Some(experts) if self.batch.num_tokens() > 0 => self.compute(experts),
@@ -189,23 +191,22 @@ impl<E: Endpoint> Engine<E> {
         self.batch.clear();
         self.parts.clear();
         let limits = self.config.limits;
-        let max_backlog = limits.max_backlog_frames.max(1);
         // The link that waits longest goes first, so that it is in whatever the limits are.
         let heads = self.links.iter().enumerate();
-        let heads = heads.filter(|(_, link)| link.num_allowed(max_backlog) > 0);
-        let heads = heads.filter_map(|(idx, link)| link.pending.front().map(|head| (idx, head)));
+        let heads = heads.filter_map(|(idx, link)| link.next_up().map(|head| (idx, head)));
         let first = heads.filter(|(_, head)| head.layer == layer).min_by_key(|(_, h)| h.taken_at);
         let first = first.map_or(0, |(idx, _)| idx);
         for link_idx in (first..self.links.len()).chain(0..first) {
-            let link = &mut self.links[link_idx];
-            while link.num_allowed(max_backlog) > 0
-                && self.batch.num_tokens() < limits.max_batch_tokens
+            while self.batch.num_tokens() < limits.max_batch_tokens
                 && self.batch.num_entries() < limits.max_batch_entries
-                && let Some(pending) = link.pending.pop_front_if(|head| head.layer == layer)
+                && let link = &mut self.links[link_idx]
+                && link.next_up().is_some_and(|head| head.layer == layer)
+                && let Some(pending) = link.pending.pop_front()
             {
                 let body = copy_frame(
                     link,
                     &pending,
+                    self.store.checkpoint().config(),
                     experts,
                     &mut self.scratch,
                     &mut self.batch,
@@ -222,6 +223,7 @@ impl<E: Endpoint> Engine<E> {
                     }
                 }
                 self.parts.push(Part { link_idx, body });
+                self.show_progress(Instant::now());
             }
         }
     }
@@ -246,7 +248,9 @@ impl<E: Endpoint> Engine<E> {
 
     /// Answers every frame of the batch, per link in the order of its frames.
     fn answer(&mut self, begin: Instant, compute: Duration, failure: Option<Fault>) {
-        for part in &mut self.parts {
+        for part_idx in 0..self.parts.len() {
+            self.show_progress(Instant::now());
+            let part = &mut self.parts[part_idx];
             let link = &mut self.links[part.link_idx];
             link.num_in_batch -= 1;
             let answer = match &mut part.body {
@@ -317,10 +321,11 @@ impl<E: Endpoint> Engine<E> {
         has_changed
     }
 
-    /// Lets clients whose frames have to wait see life. Those in the batch saw their credit come.
+    /// Lets clients that wait for anything see life, now and then.
     fn show_progress(&mut self, now: Instant) {
-        if now - self.last_progress >= PROGRESS_PERIOD / 2 {
+        if now - self.last_progress >= PROGRESS_PERIOD {
             self.last_progress = now;
+            self.status.beat(now);
             self.links.iter_mut().for_each(Link::show_progress);
         }
     }
@@ -406,16 +411,13 @@ impl<E: Endpoint> Engine<E> {
         self.status.set_links(self.links.len());
         self.metrics.links.set(self.links.len() as i64);
     }
-
-    fn max_backlog(&self) -> usize {
-        self.config.limits.max_backlog_frames.max(1)
-    }
 }
 
 /// Copies one frame into the batch, checking every field of the copy.
 fn copy_frame<E: Endpoint>(
     link: &Link<E>,
     pending: &Pending,
+    model: &ModelConfig,
     experts: Option<&LayerExperts>,
     scratch: &mut DispatchScratch,
     batch: &mut BatchBuilder,
@@ -437,7 +439,11 @@ fn copy_frame<E: Endpoint>(
     let missing = dispatch.entries().iter().map(|entry| entry.expert);
     let mut missing = missing.filter(|&e| experts.is_none_or(|experts| experts.get(e).is_none()));
     if let Some(expert) = missing.next() {
-        return PartBody::Fault { id, fault: Fault::not_my_expert(id.layer, expert) };
+        let fault = match model.is_moe_layer(id.layer) {
+            true => Fault::not_my_expert(id.layer, expert),
+            false => Fault::no_moe_layer(id.layer),
+        };
+        return PartBody::Fault { id, fault };
     }
     let num_rows = dispatch.num_tokens();
     if let Err(error) = dispatch.read_rows_f32(0..num_rows, batch.rows_mut(num_rows)) {

@@ -30,6 +30,7 @@ pub(crate) struct Link<E: Endpoint> {
     pub(crate) pending: VecDeque<Pending>,
     /// Answers that wait for credit, oldest first.
     backlog: VecDeque<Waiting>,
+    max_backlog: usize,
     /// Frames copied into the batch that is being computed.
     pub(crate) num_in_batch: usize,
     /// Since when the client has given no credit for the backlog.
@@ -49,12 +50,15 @@ impl<E: Endpoint> Link<E> {
         ended: oneshot::Sender<EndedLink<E>>,
     ) -> Self {
         let num_frames = channel.layout().num_frames();
+        // A whole ring of requests can go into one batch.
+        let max_backlog = max_backlog.max(num_frames);
         Self {
             id,
             channel,
             expect,
             pending: VecDeque::with_capacity(num_frames),
             backlog: VecDeque::with_capacity(max_backlog),
+            max_backlog,
             num_in_batch: 0,
             stalled_since: None,
             num_bad_frames: 0,
@@ -88,12 +92,11 @@ impl<E: Endpoint> Link<E> {
         !self.backlog.is_empty()
     }
 
-    /// How many more frames may go into a batch: as many as the backlog has room for.
-    pub(crate) fn num_allowed(&self, max_backlog: usize) -> usize {
-        match self.doom {
-            None => max_backlog.saturating_sub(self.backlog.len() + self.num_in_batch),
-            Some(_) => 0,
-        }
+    /// The next frame, if it may go into a batch: its answer must have a place in the backlog, should
+    /// the client give no credit.
+    pub(crate) fn next_up(&self) -> Option<&Pending> {
+        let has_room = self.backlog.len() + self.num_in_batch < self.max_backlog;
+        if has_room && self.doom.is_none() { self.pending.front() } else { None }
     }
 
     /// Frames taken and not answered.

@@ -250,3 +250,38 @@ async fn progress_of_loading_is_reported_to_the_last_expert() {
     assert_eq!(last.loaded_bytes, server.expert_bytes());
     server.shutdown().await;
 }
+
+/// Reported, not judged: a loaded machine says nothing about the server.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_idle_server_reports_what_it_costs() {
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = start_server("idle", ExpertSelection::All, |_| {}).await;
+    let mut links = Vec::new();
+    for id in 0..8 {
+        links.push(join(server.data_addr(), shape, id).await);
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let sleeps = || metric(server.metrics(), "switchyard_server_sleeps_total");
+    let (began, cpu, slept) = (Instant::now(), data_thread_ns(), sleeps());
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let share = (data_thread_ns() - cpu) as f64 / began.elapsed().as_nanos() as f64;
+    println!(
+        "idle data thread with 8 links: {:.4} % of a core, {} wake-ups in 2 s",
+        share * 100.0,
+        sleeps() - slept
+    );
+    server.shutdown().await;
+}
+
+/// CPU time of the data thread so far.
+fn data_thread_ns() -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("proc");
+    let cpu = tasks.filter_map(Result::ok).filter_map(|task| {
+        let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
+        let stat = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        let is_data = name.starts_with("switchyard-data");
+        is_data.then(|| stat.split(' ').next()?.parse::<u64>().ok()).flatten()
+    });
+    cpu.sum()
+}

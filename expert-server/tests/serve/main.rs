@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod fleet;
 mod hostile;
 mod lifecycle;
 mod merge;

@@ -49,7 +49,7 @@ fn frames_of_a_layer_are_merged_across_clients_and_answers_stay_right_and_in_ord
             .iter_mut()
             .map(|(client, _)| {
                 // Two frames each: mostly of the same layer, sometimes of another in between.
-                let frames = [0, 1].map(|_| {
+                [0, 1].map(|_| {
                     let num_tokens = rng.random_range(1..12);
                     let mut request = Request::random(&mut rng, &reference.shape, num_tokens);
                     if rng.random_range(0..4) > 0 {
@@ -57,8 +57,7 @@ fn frames_of_a_layer_are_merged_across_clients_and_answers_stay_right_and_in_ord
                     }
                     let sequence = client.try_send(&request).expect("a fresh ring has credit");
                     (sequence, request)
-                });
-                frames
+                })
             })
             .collect();
         let (mut clients, channels): (Vec<_>, Vec<_>) = clients.into_iter().unzip();
