@@ -1,0 +1,56 @@
+// Checks that end the program with a line that says what was expected.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+#include <cuda_runtime.h>
+
+#include "switchyard/launch.h"
+
+#define CHECK_CUDA(call)                                                                           \
+    do {                                                                                           \
+        const cudaError_t error_ = (call);                                                         \
+        if (error_ != cudaSuccess) {                                                               \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call,                          \
+                    cudaGetErrorString(error_));                                                   \
+            _Exit(2);                                                                              \
+        }                                                                                          \
+    } while (0)
+
+#define CHECK_LAUNCH(call)                                                                         \
+    do {                                                                                           \
+        const int code_ = (call);                                                                  \
+        if (code_ != SY_OK) {                                                                      \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, sy_launch_error(code_)); \
+            _Exit(2);                                                                              \
+        }                                                                                          \
+    } while (0)
+
+#define CHECK(condition, ...)                                                                      \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);                        \
+            fprintf(stderr, __VA_ARGS__);                                                          \
+            fprintf(stderr, "\n");                                                                 \
+            _Exit(1);                                                                              \
+        }                                                                                          \
+    } while (0)
+
+// Device memory of `count` elements, zeroed. Freed with the process.
+template <class T> T* device_alloc(size_t count) {
+    void* pointer = nullptr;
+    CHECK_CUDA(cudaMalloc(&pointer, count * sizeof(T)));
+    CHECK_CUDA(cudaMemset(pointer, 0, count * sizeof(T)));
+    return static_cast<T*>(pointer);
+}
+
+template <class T> T from_device(const T* pointer) {
+    T value;
+    CHECK_CUDA(cudaMemcpy(&value, pointer, sizeof(T), cudaMemcpyDeviceToHost));
+    return value;
+}
+
+template <class T> void to_device(T* pointer, const T& value) {
+    CHECK_CUDA(cudaMemcpy(pointer, &value, sizeof(T), cudaMemcpyHostToDevice));
+}

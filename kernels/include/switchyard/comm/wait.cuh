@@ -1,0 +1,89 @@
+// Waits. Each has a bound; one that expires leaves tag, peer, observed and expected in the error word
+// and returns false. The host can end a wait at once by setting the peer's bit in the abort mask.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/device_abi.h"
+#include "switchyard/ptx/memory.cuh"
+#include "switchyard/ptx/sync.cuh"
+
+namespace switchyard::comm {
+
+// What a wait needs besides the word it looks at.
+struct WaitBound {
+    sy_error_word* error;
+    const uint32_t* abort_mask; // mapped host memory, or null
+    const uint32_t* given_up;   // mask of peers that another block has given up, or null
+    const uint64_t* progress;   // the peer moves it while it works, or null
+    const uint64_t* status;     // a refusal ends the wait when it names `expected`, or null
+    uint64_t timeout_ns;
+};
+
+// Records the first error; later ones are dropped.
+__device__ __noinline__ inline void record_error(sy_error_word* error, uint32_t tag, uint32_t peer,
+                                          uint32_t reason, uint64_t observed, uint64_t expected) {
+    if (ptx::atom_cas_relaxed_gpu(&error->tag, SY_TAG_NONE, tag) != SY_TAG_NONE)
+        return;
+    error->peer = peer;
+    error->reason = reason;
+    error->observed = observed;
+    error->expected = expected;
+}
+
+__device__ __forceinline__ bool is_aborted(const WaitBound& bound, uint32_t peer) {
+    return bound.abort_mask != nullptr && (ptx::ld_relaxed_sys(bound.abort_mask) >> peer & 1) != 0;
+}
+
+// Mapped host memory is microseconds away, so it is looked at once in so many polls.
+constexpr uint32_t kPollsPerCheck = 32;
+
+__device__ __noinline__ inline bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
+                                             uint32_t peer, WaitBound bound) {
+    uint64_t start_ns = ptx::mov_globaltimer();
+    uint64_t last_progress = bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0;
+    for (uint32_t num_polls = 1;; ++num_polls) {
+        const uint64_t observed = ptx::ld_acquire_sys(word);
+        if (observed >= expected)
+            return true;
+        if (num_polls % kPollsPerCheck != 0)
+            continue;
+        if (is_aborted(bound, peer)) {
+            record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
+            return false;
+        }
+        if (bound.given_up != nullptr && (ptx::ld_relaxed_sys(bound.given_up) >> peer & 1) != 0)
+            return false;
+        if (bound.status != nullptr) {
+            const uint64_t status = ptx::ld_relaxed_sys(bound.status);
+            if (status >> SY_STATUS_SHIFT == expected) {
+                record_error(bound.error, SY_TAG_REFUSED, peer, SY_REASON_VALUE, status, expected);
+                return false;
+            }
+        }
+        const uint64_t now_ns = ptx::mov_globaltimer();
+        if (bound.progress != nullptr) {
+            // The bound counts silence: a peer that moves its progress word is at work.
+            const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
+            if (seen != last_progress) {
+                last_progress = seen;
+                start_ns = now_ns;
+            }
+        }
+        if (now_ns - start_ns > bound.timeout_ns) {
+            record_error(bound.error, tag, peer, SY_REASON_TIMEOUT, observed, expected);
+            return false;
+        }
+    }
+}
+
+// SYNC POINT accept: true once `*word >= expected`; what the peer stored before is then visible to this
+// thread, and to its block after a barrier.
+__device__ __forceinline__ bool wait_until(const uint64_t* word, uint64_t expected, uint32_t tag,
+                                           uint32_t peer, const WaitBound& bound) {
+    if (ptx::ld_acquire_sys(word) >= expected)
+        return true;
+    return wait_until_slow(word, expected, tag, peer, bound);
+}
+
+} // namespace switchyard::comm

@@ -1,0 +1,315 @@
+/* What a host hands to the GPU data path: parameters, states and device frames, for C11, C++17 and
+ * CUDA.
+ *
+ * A device frame is filled by many thread blocks at once, none of which knows what the others write,
+ * so unlike the frames of abi.h its sections stand at fixed offsets that depend on the geometry only,
+ * and it carries no checksum over them (NVLink and RDMA links check their own). The header is the
+ * same sy_frame_header. Change nothing here without raising SY_DEVICE_ABI_VERSION.
+ */
+#ifndef SWITCHYARD_DEVICE_ABI_H
+#define SWITCHYARD_DEVICE_ABI_H
+
+#include "switchyard/abi.h"
+
+#define SY_DEVICE_ABI_VERSION UINT32_C(1)
+/* "SYDF" as a little-endian word: sy_frame_header.magic of a device frame. */
+#define SY_DEVICE_FRAME_MAGIC UINT32_C(0x46445953)
+
+#define SY_MAX_PEERS 32    /* one bit per peer in a 32-bit mask */
+#define SY_MAX_FRAMES 8    /* per slot: what the control tail has words for */
+#define SY_MAX_EXPERTS 1024
+#define SY_MAX_DEVICE_TOP_K 16
+#define SY_MAX_REPLICAS 7
+#define SY_MAX_FRAME_TOKENS (UINT32_C(1) << 20)
+#define SY_NO_EXPERT UINT32_C(0xffffffff)
+#define SY_NO_ROUTE UINT32_C(0xffffffff)
+/* A route is peer << SY_ROUTE_SHIFT | row. */
+#define SY_ROUTE_SHIFT 24
+
+/* Words of the control tail that the device path adds to those of abi.h, one line per frame. */
+#define SY_WORD_ANNOUNCE(frame) (1024 + (frame) * SY_CONTROL_STRIDE)
+#define SY_WORD_FRAME_PUBLISHED(frame) (2048 + (frame) * SY_CONTROL_STRIDE)
+#define SY_WORD_STATUS(frame) (3072 + (frame) * SY_CONTROL_STRIDE)
+/* The announce word of a frame is number << SY_ANNOUNCE_SHIFT | rows: it needs no order towards
+ * anything else, because it says itself which frame it belongs to. */
+#define SY_ANNOUNCE_SHIFT 24
+/* The status word of a refused frame is number << SY_STATUS_SHIFT | SY_ERROR_* of abi.h. */
+#define SY_STATUS_SHIFT 16
+
+/* Launchers return 0 or one of these; none is returned after a kernel was launched. */
+#define SY_OK 0
+#define SY_LAUNCH_VERSION 1      /* params.version is another build's */
+#define SY_LAUNCH_NULL 2         /* a pointer that must be set is null */
+#define SY_LAUNCH_ALIGNMENT 3    /* a pointer is not aligned to 16 bytes */
+#define SY_LAUNCH_HIDDEN 4       /* hidden is 0, not a multiple of 128, or too large */
+#define SY_LAUNCH_TOP_K 5        /* top_k is 0 or above SY_MAX_DEVICE_TOP_K */
+#define SY_LAUNCH_DTYPE 6        /* dtype is neither bf16 nor fp8-e4m3 */
+#define SY_LAUNCH_PEERS 7        /* more peers than SY_MAX_PEERS, or none */
+#define SY_LAUNCH_EXPERTS 8      /* more experts than SY_MAX_EXPERTS, or none */
+#define SY_LAUNCH_TOKENS 9       /* capacity is 0 or beyond the geometry's max_tokens */
+#define SY_LAUNCH_GEOMETRY 10    /* the geometry is not the one sy_make_geometry gives */
+#define SY_LAUNCH_WAY 11         /* a link's way is not compiled in */
+#define SY_LAUNCH_BOUND 12       /* timeout_ns is 0: every wait has a bound */
+#define SY_LAUNCH_CUDA 13        /* the driver refused the launch: ask cudaGetLastError */
+
+/* How stores reach a peer. Fixed when the peer connects. */
+#define SY_WAY_DIRECT 1 /* the peer's slot is mapped here: NVLink or the same GPU */
+#define SY_WAY_IBGDA 2  /* stores go to a local mirror of the slot, the kernel posts work requests */
+#define SY_WAY_PROXY 3  /* stores go to a local mirror, the kernel posts commands to a CPU thread */
+
+/* sy_error_word.tag: what was waited for or found wrong */
+#define SY_TAG_NONE 0
+#define SY_TAG_RECV_FRAME 1    /* a client's frame */
+#define SY_TAG_COMBINE_ROW 2   /* a server's answer to a token */
+#define SY_TAG_COMBINE_EMPTY 3 /* a server's answer to a frame without tokens */
+#define SY_TAG_NO_REPLICA 4    /* observed: expert without a live replica */
+#define SY_TAG_BAD_EXPERT 5    /* observed: topk_idx out of range; expected: num_experts */
+#define SY_TAG_NUM_TOKENS 6    /* observed: tokens asked for; expected: capacity */
+#define SY_TAG_BAD_FRAME 7     /* observed: SY_ERROR_* | field << 16; expected: frame number */
+#define SY_TAG_P2P 8           /* a peer's flag in a transport measurement */
+#define SY_TAG_REFUSED 9       /* a server answered with an error status; observed: its status word */
+
+/* sy_error_word.reason */
+#define SY_REASON_TIMEOUT 1
+#define SY_REASON_ABORT 2 /* the host set the peer's bit in the abort mask */
+#define SY_REASON_VALUE 3
+
+/* sy_dispatch_params.flags and others */
+#define SY_LAUNCH_FLAG_PDL UINT32_C(1)         /* programmatic dependent launch */
+#define SY_LAUNCH_FLAG_EARLY UINT32_C(2)       /* with PDL: let dependents start at once */
+#define SY_DISPATCH_FLAG_CONTACT_ALL UINT32_C(4) /* send empty frames too: lockstep servers need them */
+
+/* First error of a peer's kernels. `tag` is claimed by compare-and-swap; the host clears it. */
+typedef struct sy_error_word {
+    uint32_t tag;
+    uint32_t peer;
+    uint32_t reason;
+    uint32_t reserved;
+    uint64_t observed;
+    uint64_t expected;
+} sy_error_word;
+
+/* Sections of a slot's frames. Made by sy_make_geometry (layout/geometry.h), never by hand. */
+typedef struct sy_frame_geometry {
+    uint32_t hidden;
+    uint32_t top_k;
+    uint32_t dtype; /* of requests; answers are bf16 */
+    uint32_t num_frames;
+    uint32_t max_tokens; /* rows per frame */
+    uint32_t row_stride_bytes;
+    uint32_t scales_per_row;
+    uint32_t response_stride_bytes;
+    uint64_t entries_offset; /* [max_tokens][top_k] sy_entry, SY_NO_EXPERT where unused */
+    uint64_t scales_offset;  /* [max_tokens][scales_per_row] float */
+    uint64_t payload_offset; /* [max_tokens] rows */
+    uint64_t frame_bytes;
+    uint64_t slot_bytes; /* num_frames frames and the control tail */
+    uint64_t control_offset;
+    uint64_t response_flags_offset; /* [max_tokens] uint64_t: frame number, one per row */
+    uint64_t response_payload_offset;
+    uint64_t response_frame_bytes;
+    uint64_t response_slot_bytes;
+    uint64_t response_control_offset;
+} sy_frame_geometry;
+
+/* A way to a peer's slot. Kernels store through `window`, then name what they stored. */
+typedef struct sy_link {
+    uint64_t window;
+    uint64_t context; /* of the way; 0 for direct stores */
+    uint32_t way;
+    uint32_t reserved;
+} sy_link;
+
+/* Replicas of an expert: server indices. */
+typedef struct sy_replica_set {
+    uint8_t num_replicas;
+    uint8_t server[SY_MAX_REPLICAS];
+} sy_replica_set;
+
+/* Placement table in device memory; the host replaces it between launches. */
+typedef struct sy_placement {
+    uint64_t epoch;
+    uint32_t num_experts;
+    uint32_t reserved;
+    sy_replica_set experts[SY_MAX_EXPERTS];
+} sy_placement;
+
+/* A server as its client's kernels see it. */
+typedef struct sy_server_peer {
+    sy_link request;
+    uint64_t response; /* address of this server's response slot in the client's memory */
+    uint32_t generation;
+    uint32_t reserved;
+} sy_server_peer;
+
+/* A client as its server's kernels see it. */
+typedef struct sy_client_peer {
+    uint64_t request; /* address of this client's request slot in the server's memory */
+    sy_link response;
+    uint64_t client_id;
+    uint32_t generation;
+    uint32_t reserved;
+} sy_client_peer;
+
+/* Device memory of a client, zeroed once. Only kernels write it. */
+typedef struct sy_client_state {
+    uint64_t sequence;  /* dispatches so far */
+    uint32_t arrivals;  /* blocks that have read `sequence`; wraps to 0 */
+    uint32_t reserved;
+    uint64_t posted[2][SY_MAX_PEERS]; /* frames sent to each server, by parity of the sequence */
+    sy_error_word error;
+} sy_client_state;
+
+/* Head of a handle: what one dispatch tells its combine. Routes follow it:
+ * [max_tokens][top_k] uint32_t, ascending by server, SY_NO_ROUTE at the end. */
+typedef struct sy_handle {
+    uint64_t sequence;
+    uint32_t num_tokens;
+    uint32_t contacted; /* servers, as a mask */
+    uint32_t missing;   /* servers that did not answer in time, as a mask; written by combine */
+    uint32_t refused;   /* servers that refused the frame, as a mask; written by combine */
+    uint64_t frame_number[SY_MAX_PEERS];
+    uint32_t num_rows[SY_MAX_PEERS];
+} sy_handle;
+
+/* Device memory of a server, zeroed once. Only kernels write it. */
+typedef struct sy_server_state {
+    uint32_t arrivals;
+    uint32_t reserved;
+    uint64_t taken[SY_MAX_PEERS];                   /* frames taken from each client */
+    uint64_t published[SY_MAX_PEERS][SY_MAX_FRAMES]; /* value of the frame's counter when it was last taken */
+    uint64_t num_refused;
+    uint64_t num_batches;
+    uint32_t next_client; /* where the search for a layer starts: nobody starves */
+    uint32_t reserved2;
+    sy_error_word error;
+} sy_server_state;
+
+/* Head of a batch: what expert_recv tells the expert stage and expert_send. */
+typedef struct sy_batch {
+    uint32_t num_rows;
+    uint32_t num_entries;
+    uint32_t layer;
+    uint32_t clients; /* mask of clients in the batch */
+    uint64_t frame_number[SY_MAX_PEERS];
+    uint32_t row_begin[SY_MAX_PEERS + 1]; /* rows of client c: row_begin[c]..row_begin[c + 1] */
+    uint32_t reserved;
+} sy_batch;
+
+typedef struct sy_dispatch_params {
+    uint32_t version;
+    uint32_t flags;
+    sy_frame_geometry geometry;
+    const void* hidden_states;    /* bf16 [capacity, hidden] */
+    const int32_t* topk_idx;      /* [capacity, top_k], -1 = masked */
+    const float* topk_weights;    /* [capacity, top_k] */
+    const uint32_t* num_tokens;   /* one word in device memory, at most capacity */
+    const sy_placement* placement;
+    sy_client_state* state;
+    sy_handle* handle;
+    uint64_t* trace; /* null, or [trace_len] start times by sequence, ns of the GPU's global timer */
+    uint64_t client_id;
+    uint32_t trace_len;
+    uint32_t capacity;
+    uint32_t layer;
+    uint32_t num_experts;
+    uint32_t num_servers;
+    uint32_t num_blocks; /* 0: chosen by size */
+    sy_server_peer servers[SY_MAX_PEERS];
+} sy_dispatch_params;
+
+typedef struct sy_combine_params {
+    uint32_t version;
+    uint32_t flags;
+    sy_frame_geometry geometry;
+    sy_handle* handle;
+    sy_client_state* state;
+    void* out;                    /* bf16 [capacity, hidden] */
+    uint32_t* token_missing;      /* null, or [capacity]: mask of servers whose part is missing */
+    const uint32_t* abort_mask;   /* null, or mapped host memory: bit s = server s is dead */
+    uint64_t timeout_ns;          /* of silence */
+    uint32_t capacity;
+    uint32_t num_servers;
+    uint32_t num_blocks;
+    uint32_t reserved;
+    sy_server_peer servers[SY_MAX_PEERS];
+} sy_combine_params;
+
+/* Where expert_recv leaves the batch: device memory, sized by sy_expert_lists_bytes. */
+typedef struct sy_expert_lists {
+    sy_batch* batch;
+    uint32_t* expert_begin;   /* [num_local_experts + 1] positions in the expert-major lists */
+    uint32_t* list_row;       /* [max_entries] row of the batch */
+    float* list_weight;       /* [max_entries] */
+    uint32_t* row_source;     /* [max_rows] client << SY_ROUTE_SHIFT | row of its frame */
+    uint32_t* row_position;   /* [max_rows][top_k] position in the lists, SY_NO_EXPERT where unused */
+    uint32_t max_rows;
+    uint32_t reserved;
+} sy_expert_lists;
+
+typedef struct sy_expert_recv_params {
+    uint32_t version;
+    uint32_t flags;
+    sy_frame_geometry geometry;
+    sy_server_state* state;
+    sy_expert_lists lists;
+    const int16_t* local_expert; /* [num_experts] index among this server's experts, -1 = not here */
+    const uint32_t* abort_mask;
+    const uint64_t* min_epoch;   /* null, or device memory: frames of older epochs are refused */
+    uint64_t timeout_ns;
+    uint32_t min_ready; /* leave the wait when so many clients have a frame; 1 = any */
+    uint32_t num_experts;
+    uint32_t num_local_experts;
+    uint32_t num_layers;
+    uint32_t num_clients;
+    uint32_t reserved;
+    sy_client_peer clients[SY_MAX_PEERS];
+} sy_expert_recv_params;
+
+typedef struct sy_expert_send_params {
+    uint32_t version;
+    uint32_t flags;
+    sy_frame_geometry geometry;
+    sy_expert_lists lists;
+    const void* expert_out; /* bf16 [num_entries, hidden] in list order; null = identity experts */
+    uint32_t max_rows;      /* bound of this launch, for the choice of blocks */
+    uint32_t num_clients;
+    uint32_t num_blocks;
+    uint32_t reserved;
+    sy_client_peer clients[SY_MAX_PEERS];
+} sy_expert_send_params;
+
+/* expert_recv, identity experts and expert_send in one kernel without lists or validation, for
+ * clients in lockstep: what the transport alone costs. */
+typedef struct sy_echo_params {
+    uint32_t version;
+    uint32_t flags;
+    sy_frame_geometry geometry;
+    sy_server_state* state;
+    const uint32_t* abort_mask;
+    uint64_t timeout_ns;
+    uint32_t capacity; /* most tokens per client, for the choice of blocks */
+    uint32_t num_clients;
+    uint32_t num_blocks;
+    uint32_t reserved;
+    sy_client_peer clients[SY_MAX_PEERS];
+} sy_echo_params;
+
+SY_STATIC_ASSERT(sizeof(void*) == 8, "the device path is 64-bit");
+SY_STATIC_ASSERT(sizeof(sy_error_word) == 32, "size of sy_error_word");
+SY_STATIC_ASSERT(sizeof(sy_frame_geometry) == 120, "size of sy_frame_geometry");
+SY_STATIC_ASSERT(sizeof(sy_link) == 24, "size of sy_link");
+SY_STATIC_ASSERT(sizeof(sy_replica_set) == 8, "one 8-byte load per expert");
+SY_STATIC_ASSERT(offsetof(sy_placement, experts) == 16, "experts of sy_placement");
+SY_STATIC_ASSERT(sizeof(sy_server_peer) == 40, "size of sy_server_peer");
+SY_STATIC_ASSERT(sizeof(sy_client_peer) == 48, "size of sy_client_peer");
+SY_STATIC_ASSERT(sizeof(sy_handle) == 408, "size of sy_handle");
+SY_STATIC_ASSERT(offsetof(sy_handle, frame_number) == 24, "frame_number of sy_handle");
+SY_STATIC_ASSERT(sizeof(sy_batch) == 408, "size of sy_batch");
+SY_STATIC_ASSERT(SY_WORD_ANNOUNCE(0) > SY_WORD_WAITING, "words of abi.h stay free");
+SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
+SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
+SY_STATIC_ASSERT(sizeof(sy_dispatch_params) < 4096, "kernel parameters");
+SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) < 4096, "kernel parameters");
+
+#endif /* SWITCHYARD_DEVICE_ABI_H */

@@ -1,0 +1,137 @@
+// Writing answers: rows into the clients' response slots, with a flag per row.
+//
+// A flag per row instead of one per frame lets a client sum its first tokens while later ones are on
+// the way (1 to 4 us at 128 tokens). Flags are frame numbers, so none is ever reset.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/link.cuh"
+#include "switchyard/device_abi.h"
+#include "switchyard/impls/rows.cuh"
+#include "switchyard/layout/slot.cuh"
+
+namespace switchyard::impls {
+
+// kHidden_ may be 0: then the geometry's value holds at run time.
+template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_> struct AnswerConfig {
+    static constexpr uint32_t kHidden = kHidden_;
+    static constexpr bool kFp8 = kFp8_;
+    static constexpr uint32_t kNumThreads = kNumThreads_;
+    // Two chunks of eight values per thread cover a row.
+    static constexpr bool kRowPerPass = kHidden_ == 16 * kNumThreads_;
+};
+
+// A fence waits for the link to drain, so one covers the rows of several rounds.
+constexpr uint32_t kRowsPerFence = 4;
+
+struct AnswerShared {
+    uint64_t request_frame[SY_MAX_PEERS]; // address here
+    uint64_t response_window[SY_MAX_PEERS];
+    uint64_t number[SY_MAX_PEERS];
+    uint32_t num_rows[SY_MAX_PEERS];
+    uint32_t row_begin[SY_MAX_PEERS]; // of the client in the batch
+    uint32_t most_rows;
+};
+
+// Client of a unit. Clients take turns, so that every link is busy from the start, and the turn shifts
+// from round to round, so that no block serves one client only.
+__device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_clients,
+                                                   uint32_t num_blocks) {
+    const uint32_t row = unit / num_clients;
+    return (unit % num_clients + row * num_clients / num_blocks) % num_clients;
+}
+
+__device__ __forceinline__ void publish_rows(const AnswerShared& shared,
+                                             const sy_frame_geometry& geometry,
+                                             const sy_client_peer* clients, uint32_t num_clients,
+                                             uint32_t num_blocks, uint32_t first_unit,
+                                             uint32_t num_pending) {
+    __syncthreads();
+    if (threadIdx.x >= num_pending)
+        return;
+    const uint32_t unit = first_unit + threadIdx.x * num_blocks;
+    const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
+    const uint32_t row = unit / num_clients;
+    if (row >= shared.num_rows[client])
+        return;
+    const uint64_t frame = layout::response_frame(
+        geometry, layout::ring_place(geometry, shared.number[client]));
+    comm::signal(clients[client].response, layout::response_flag_at(frame, row),
+                 shared.number[client]);
+}
+
+// `make_row(client, row, store)` computes a row and hands its chunks to `store(chunk_idx, bits)`.
+template <class Config, class MakeRow>
+__device__ __forceinline__ void
+answer_rows(const AnswerShared& shared, const sy_frame_geometry& geometry,
+            const sy_client_peer* clients, uint32_t num_clients, MakeRow make_row) {
+    const uint32_t num_blocks = gridDim.x;
+    const uint32_t num_units = shared.most_rows * num_clients;
+    uint32_t num_pending = 0, first_pending = blockIdx.x;
+    for (uint32_t unit = blockIdx.x; unit < num_units; unit += num_blocks) {
+        const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
+        const uint32_t row = unit / num_clients;
+        if (row < shared.num_rows[client]) {
+            uint8_t* target = reinterpret_cast<uint8_t*>(
+                layout::response_row_at(geometry, shared.response_window[client], row));
+            make_row(client, row, [target](uint32_t chunk_idx, const uint4& bits) {
+                *reinterpret_cast<uint4*>(target + chunk_idx * 16) = bits;
+            });
+        }
+        if (++num_pending == kRowsPerFence || unit + num_blocks >= num_units) {
+            publish_rows(shared, geometry, clients, num_clients, num_blocks, first_pending,
+                         num_pending);
+            num_pending = 0;
+            first_pending = unit + num_blocks;
+        }
+    }
+}
+
+// Row of identity experts: the token itself times the sum of its weights here.
+template <class Config, class Store>
+__device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, uint64_t frame,
+                                             uint32_t row, Store store) {
+    constexpr bool kFp8 = Config::kFp8;
+    const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
+    const uint8_t* payload =
+        reinterpret_cast<const uint8_t*>(layout::payload_at(geometry, frame, row));
+    const float* scales =
+        reinterpret_cast<const float*>(layout::scales_at(geometry, frame, row));
+    const uint2* entries = reinterpret_cast<const uint2*>(layout::entries_at(geometry, frame, row));
+    // All loads before the first use.
+    SlotChunk<kFp8> first, second;
+    if constexpr (Config::kRowPerPass) {
+        first = load_slot_chunk<kFp8>(payload, scales, threadIdx.x);
+        second = load_slot_chunk<kFp8>(payload, scales, threadIdx.x + Config::kNumThreads);
+    }
+    float weight = 0.0f;
+    if (geometry.top_k == 8) {
+        uint4 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            pairs[i] = reinterpret_cast<const uint4*>(entries)[i];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (pairs[i].x != SY_NO_EXPERT)
+                weight = __fadd_rn(weight, __uint_as_float(pairs[i].y));
+            if (pairs[i].z != SY_NO_EXPERT)
+                weight = __fadd_rn(weight, __uint_as_float(pairs[i].w));
+        }
+    } else {
+        for (uint32_t i = 0; i < geometry.top_k; ++i) {
+            const uint2 entry = entries[i];
+            if (entry.x != SY_NO_EXPERT)
+                weight = __fadd_rn(weight, __uint_as_float(entry.y));
+        }
+    }
+    if constexpr (Config::kRowPerPass) {
+        store(threadIdx.x, weigh_chunk<kFp8>(first, weight));
+        store(threadIdx.x + Config::kNumThreads, weigh_chunk<kFp8>(second, weight));
+    } else {
+        for (uint32_t i = threadIdx.x; i < hidden / 8; i += Config::kNumThreads)
+            store(i, weigh_chunk<kFp8>(load_slot_chunk<kFp8>(payload, scales, i), weight));
+    }
+}
+
+} // namespace switchyard::impls

@@ -1,0 +1,150 @@
+// combine: the servers' rows of each token, summed in ascending order of the servers.
+//
+// A server that does not answer within the bound, or whose death the host signals, or that refuses its
+// frame, is left out and named in the handle; `token_missing` tells which tokens lack which part, so
+// that the host re-sends those and nothing else.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/wait.cuh"
+#include "switchyard/device_abi.h"
+#include "switchyard/impls/rows.cuh"
+#include "switchyard/layout/slot.cuh"
+#include "switchyard/ptx/memory.cuh"
+#include "switchyard/ptx/sync.cuh"
+
+namespace switchyard::impls {
+
+template <uint32_t kHidden_, uint32_t kNumThreads_> struct CombineConfig {
+    static constexpr uint32_t kHidden = kHidden_;
+    static constexpr uint32_t kNumThreads = kNumThreads_;
+};
+
+struct CombineShared {
+    uint64_t number[SY_MAX_PEERS];
+    uint64_t frame[SY_MAX_PEERS];
+    // By parity of the round, so that one barrier per token is enough.
+    uint32_t missing[2];
+    uint32_t routes[2][SY_MAX_DEVICE_TOP_K];
+};
+
+// Whether the server's answer to `row` is there. A server that refused the frame is noted as such.
+__device__ __forceinline__ bool await_row(const sy_combine_params& params,
+                                          const CombineShared& shared, uint32_t server,
+                                          uint32_t row, uint32_t tag) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint64_t number = shared.number[server];
+    const uint64_t control = params.servers[server].response + geometry.response_control_offset;
+    const uint64_t* status = reinterpret_cast<const uint64_t*>(
+        control + SY_WORD_STATUS(layout::ring_place(geometry, number)));
+    const comm::WaitBound bound = {
+        &params.state->error,     params.abort_mask,
+        &params.handle->missing,  reinterpret_cast<const uint64_t*>(control + SY_WORD_PROGRESS),
+        status,                   params.timeout_ns};
+    const uint64_t* flag = reinterpret_cast<const uint64_t*>(
+        layout::response_flag_at(shared.frame[server], row));
+    if (comm::wait_until(flag, number, tag, server, bound))
+        return true;
+    if (ptx::ld_relaxed_sys(status) >> SY_STATUS_SHIFT == number)
+        ptx::red_or_relaxed_gpu(&params.handle->refused, 1u << server);
+    ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
+    return false;
+}
+
+template <class Config>
+__device__ __forceinline__ void sum_token(const sy_combine_params& params,
+                                          const CombineShared& shared, uint32_t parity,
+                                          uint32_t token_idx, uint32_t missing) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
+    uint8_t* out = static_cast<uint8_t*>(params.out) + uint64_t{token_idx} * hidden * 2;
+#pragma unroll 2
+    for (uint32_t chunk_idx = threadIdx.x; chunk_idx < hidden / 8; chunk_idx += Config::kNumThreads) {
+        float sum[8] = {};
+        for (uint32_t first = 0; first < geometry.top_k; first += 4) {
+            uint4 parts[4];
+            bool is_end = false;
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {
+                const uint32_t place = first + i;
+                const uint32_t route =
+                    place < geometry.top_k ? shared.routes[parity][place] : SY_NO_ROUTE;
+                const uint32_t server = route >> SY_ROUTE_SHIFT;
+                is_end |= route == SY_NO_ROUTE;
+                parts[i] = make_uint4(0, 0, 0, 0);
+                if (route != SY_NO_ROUTE && (missing >> server & 1) == 0)
+                    parts[i] = *reinterpret_cast<const uint4*>(
+                        layout::response_row_at(geometry, shared.frame[server],
+                                                route & ((1u << SY_ROUTE_SHIFT) - 1)) +
+                        chunk_idx * 16);
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i)
+                add_chunk<false>(sum, parts[i]);
+            if (is_end)
+                break;
+        }
+        *reinterpret_cast<uint4*>(out + chunk_idx * 16) = round_chunk(sum);
+    }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kNumThreads, 2)
+    combine_kernel(const __grid_constant__ sy_combine_params params) {
+    __shared__ CombineShared shared;
+    const uint32_t thread_idx = threadIdx.x;
+    const sy_frame_geometry& geometry = params.geometry;
+    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
+        ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
+    const uint32_t* routes = layout::routes_of(params.handle);
+    if (thread_idx < 2)
+        shared.missing[thread_idx] = 0;
+    if (thread_idx < params.num_servers) {
+        const uint64_t number = params.handle->frame_number[thread_idx];
+        shared.number[thread_idx] = number;
+        shared.frame[thread_idx] =
+            params.servers[thread_idx].response +
+            layout::response_frame(geometry, layout::ring_place(geometry, number));
+    }
+    __syncthreads();
+    uint32_t parity = 0;
+    for (uint32_t token_idx = blockIdx.x; token_idx < num_tokens;
+         token_idx += gridDim.x, parity ^= 1) {
+        if (thread_idx < geometry.top_k) {
+            const uint32_t route = routes[uint64_t{token_idx} * geometry.top_k + thread_idx];
+            shared.routes[parity][thread_idx] = route;
+            if (route != SY_NO_ROUTE) {
+                const uint32_t server = route >> SY_ROUTE_SHIFT;
+                const bool came = await_row(params, shared, server,
+                                            route & ((1u << SY_ROUTE_SHIFT) - 1),
+                                            SY_TAG_COMBINE_ROW);
+                if (!came)
+                    atomicOr(&shared.missing[parity], 1u << server);
+            }
+        }
+        __syncthreads();
+        const uint32_t missing = shared.missing[parity];
+        if (thread_idx < 32) {
+            const uint32_t route =
+                thread_idx < geometry.top_k ? shared.routes[parity][thread_idx] : SY_NO_ROUTE;
+            const uint32_t lacks = __reduce_or_sync(
+                kFullWarp, route != SY_NO_ROUTE ? missing & 1u << (route >> SY_ROUTE_SHIFT) : 0);
+            if (thread_idx == 0 && params.token_missing != nullptr)
+                params.token_missing[token_idx] = lacks;
+            // A server given up stays given up for the tokens that follow.
+            if (thread_idx == 0 && missing != 0)
+                atomicOr(&shared.missing[parity ^ 1], missing);
+        }
+        sum_token<Config>(params, shared, parity, token_idx, missing);
+    }
+    // Empty frames are answered too, so that a ring place is never filled again too early.
+    if (blockIdx.x == 0 && thread_idx < params.num_servers &&
+        (params.handle->contacted >> thread_idx & 1) != 0 &&
+        params.handle->num_rows[thread_idx] == 0)
+        await_row(params, shared, thread_idx, 0, SY_TAG_COMBINE_EMPTY);
+}
+
+} // namespace switchyard::impls

@@ -1,0 +1,457 @@
+// expert_recv: takes the frames that are ready, checks every field, and sorts their entries by expert.
+//
+// One cluster of blocks: the decision which frames make up the batch is taken by one warp and must
+// reach everybody, and a cluster's barrier and shared memory do that in a fraction of what a grid
+// barrier through global memory costs. Only tables are touched; the payload stays in the slots.
+//
+// What a peer can write is read once into this server's memory before it is used as an index, and
+// checked there: a client that changes its frame while it is being read harms its own answer only.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/link.cuh"
+#include "switchyard/comm/wait.cuh"
+#include "switchyard/device_abi.h"
+#include "switchyard/impls/frames.cuh"
+#include "switchyard/impls/rows.cuh"
+#include "switchyard/layout/slot.cuh"
+#include "switchyard/ptx/memory.cuh"
+#include "switchyard/ptx/sync.cuh"
+
+namespace switchyard::impls {
+
+constexpr uint32_t kRecvBlocks = 8;
+constexpr uint32_t kRecvThreads = 512;
+constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
+// row_position holds expert << kRankBits | rank within the block between two phases.
+constexpr uint32_t kRankBits = 22;
+static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
+// Finite e4m3 codes times a larger scale would overflow.
+constexpr float kMaxScale = 7.5955873e35f;
+
+struct RecvSnapshot {
+    uint32_t taken; // clients, as a mask
+    uint32_t layer;
+    uint32_t num_rows[SY_MAX_PEERS];
+    uint32_t place[SY_MAX_PEERS];
+};
+
+struct RecvShared {
+    RecvSnapshot snapshot;
+    uint32_t bad_code[SY_MAX_PEERS];
+    uint32_t row_begin[SY_MAX_PEERS + 1];
+    uint32_t histogram[SY_MAX_EXPERTS];
+    uint32_t base[SY_MAX_EXPERTS];
+    uint32_t warp_sums[32];
+};
+
+__device__ __forceinline__ void cluster_barrier() {
+    ptx::barrier_cluster_arrive_release();
+    ptx::barrier_cluster_wait_acquire();
+}
+
+// SY_ERROR_* of a header, 0 when it is good.
+__device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& params,
+                                                 const sy_client_peer& client, uint64_t frame,
+                                                 uint32_t num_rows, uint32_t* layer) {
+    const sy_frame_geometry& geometry = params.geometry;
+    sy_frame_header header;
+    uint4* words = reinterpret_cast<uint4*>(&header);
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(header) / sizeof(uint4); ++i)
+        words[i] = reinterpret_cast<const uint4*>(frame)[i];
+    *layer = header.layer;
+    if (header.magic != SY_DEVICE_FRAME_MAGIC || header.kind != SY_KIND_DISPATCH)
+        return SY_ERROR_BAD_FRAME;
+    if (header.version != SY_DEVICE_ABI_VERSION)
+        return SY_ERROR_VERSION;
+    if (header.client_id != client.client_id || header.generation != client.generation)
+        return SY_ERROR_STALE_CHANNEL;
+    if (params.min_epoch != nullptr && header.epoch < *params.min_epoch)
+        return SY_ERROR_STALE_EPOCH;
+    if (header.layer >= params.num_layers)
+        return SY_ERROR_WRONG_LAYER;
+    const bool is_good =
+        num_rows <= geometry.max_tokens && header.num_tokens == num_rows &&
+        header.num_entries == num_rows * geometry.top_k && header.hidden == geometry.hidden &&
+        header.dtype == geometry.dtype && header.response_dtype == SY_DTYPE_BF16 &&
+        header.flags == 0 && header.frame_idx == 0 && header.num_frames == 1 &&
+        header.row_stride_bytes == geometry.row_stride_bytes && header.tokens_offset == 0 &&
+        header.entries_offset == geometry.entries_offset &&
+        header.scales_offset == geometry.scales_offset &&
+        header.payload_offset == geometry.payload_offset &&
+        header.total_bytes ==
+            geometry.payload_offset + uint64_t{num_rows} * geometry.row_stride_bytes &&
+        (header.header_crc | header.payload_crc | header.server_queue_ns |
+         header.server_compute_ns | header.reserved[0] | header.reserved[1] | header.reserved[2] |
+         header.reserved[3]) == 0;
+    return is_good ? 0 : SY_ERROR_BAD_FRAME;
+}
+
+// Tells a client that its frame is refused. Its combine sees the status while it waits.
+__device__ __forceinline__ void refuse(const sy_expert_recv_params& params, uint32_t client_idx,
+                                       uint64_t number, uint32_t code) {
+    comm::signal_relaxed(params.clients[client_idx].response,
+                         params.geometry.response_control_offset +
+                             SY_WORD_STATUS(layout::ring_place(params.geometry, number)),
+                         number << SY_STATUS_SHIFT | code);
+    comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
+                       number);
+}
+
+// Waits for frames and chooses the batch. One warp, a lane per client.
+__device__ __forceinline__ void choose_batch(RecvShared& shared,
+                                             const sy_expert_recv_params& params) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t lane_idx = threadIdx.x;
+    const bool is_client = lane_idx < params.num_clients;
+    const sy_client_peer& client = params.clients[is_client ? lane_idx : 0];
+    uint64_t number = 0, before = 0;
+    uint32_t place = 0;
+    if (is_client) {
+        number = params.state->taken[lane_idx] + 1;
+        place = layout::ring_place(geometry, number);
+        before = params.state->published[lane_idx][place];
+    }
+    const uint32_t start = params.state->next_client;
+    const uint32_t wanted = min(params.min_ready, params.num_clients);
+    const uint64_t start_ns = ptx::mov_globaltimer();
+    const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
+                                   nullptr, params.timeout_ns};
+    FrameSeen seen = {};
+    uint32_t ready = 0;
+    for (uint32_t num_polls = 1;; ++num_polls) {
+        if (is_client && !seen.is_ready)
+            seen = look_for_frame(geometry, client, number, place, before);
+        ready = __ballot_sync(kFullWarp, seen.is_ready);
+        if (__popc(ready) >= wanted)
+            break;
+        if (num_polls % comm::kPollsPerCheck != 0)
+            continue;
+        const uint32_t dead =
+            __ballot_sync(kFullWarp, is_client && comm::is_aborted(bound, lane_idx));
+        const bool expired =
+            __any_sync(kFullWarp, ptx::mov_globaltimer() - start_ns > params.timeout_ns);
+        // Clients known to be dead are not waited for.
+        if (expired || __popc(ready | dead) >= wanted) {
+            // An idle server is no error; with min_ready above 1 the caller expected somebody.
+            const bool late = is_client && !seen.is_ready && wanted > 1;
+            if (late)
+                comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
+                                   expired ? SY_REASON_TIMEOUT : SY_REASON_ABORT, number - 1,
+                                   number);
+            break;
+        }
+    }
+
+    uint32_t layer = 0, code = 0;
+    if (seen.is_ready)
+        code = check_header(params, client, client.request + layout::request_frame(geometry, place),
+                            seen.num_rows, &layer);
+    const uint32_t good = __ballot_sync(kFullWarp, seen.is_ready && code == 0);
+    // The first good client from `start` on sets the layer; the others of that layer join.
+    const uint32_t from_start = good & ~((1u << start) - 1);
+    const uint32_t leader = good == 0 ? 0 : __ffs(from_start != 0 ? from_start : good) - 1;
+    const uint32_t batch_layer = __shfl_sync(kFullWarp, layer, leader);
+    const bool joins = (good >> lane_idx & 1) != 0 && layer == batch_layer;
+    // As many clients as the lists have room for, the leader first; the rest stay for the next batch.
+    const uint32_t rank = (lane_idx - leader) & 31;
+    uint32_t sum = joins ? seen.num_rows : 0;
+    uint32_t rows_upto = 0;
+    for (uint32_t other = 0; other < 32; ++other) {
+        const uint32_t rows = __shfl_sync(kFullWarp, sum, other);
+        if (((other - leader) & 31) <= rank)
+            rows_upto += rows;
+    }
+    const bool is_taken = joins && rows_upto <= params.lists.max_rows;
+    const uint32_t taken = __ballot_sync(kFullWarp, is_taken);
+    shared.snapshot.num_rows[lane_idx] = is_taken ? seen.num_rows : 0;
+    shared.snapshot.place[lane_idx] = place;
+    if (lane_idx == 0) {
+        shared.snapshot.taken = taken;
+        shared.snapshot.layer = batch_layer;
+        if (taken != 0) {
+            params.state->next_client = (leader + 1) % params.num_clients;
+            params.state->num_batches += 1;
+        }
+    }
+    if (is_taken || code != 0) {
+        params.state->taken[lane_idx] = number;
+        params.state->published[lane_idx][place] = seen.published;
+    }
+    if (code != 0) {
+        refuse(params, lane_idx, number, code);
+        atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
+    }
+    if (is_taken) {
+        params.lists.batch->frame_number[lane_idx] = number;
+        // The client's deadline counts silence: it hears that its frame is in work.
+        ptx::red_add_relaxed_sys(
+            comm::window_at<uint64_t>(client.response,
+                                      geometry.response_control_offset + SY_WORD_PROGRESS),
+            1);
+        if (seen.num_rows == 0)
+            comm::signal(client.response,
+                         layout::response_flag_at(layout::response_frame(geometry, place), 0),
+                         number);
+    }
+}
+
+__device__ __forceinline__ uint32_t client_of_row(const RecvShared& shared, uint32_t num_clients,
+                                                  uint32_t row) {
+    uint32_t client_idx = 0;
+    for (uint32_t i = 1; i < num_clients; ++i)
+        client_idx += row >= shared.row_begin[i] ? 1 : 0;
+    return client_idx;
+}
+
+// Rows of the clients without a bad code, one after the other. One warp.
+__device__ __forceinline__ void number_rows(RecvShared& shared) {
+    const uint32_t lane_idx = threadIdx.x;
+    uint32_t upto = shared.bad_code[lane_idx] == 0 ? shared.snapshot.num_rows[lane_idx] : 0;
+    for (uint32_t delta = 1; delta < 32; delta <<= 1) {
+        const uint32_t below = __shfl_up_sync(kFullWarp, upto, delta);
+        if (lane_idx >= delta)
+            upto += below;
+    }
+    shared.row_begin[lane_idx + 1] = upto;
+    if (lane_idx == 0)
+        shared.row_begin[0] = 0;
+}
+
+__device__ __forceinline__ uint64_t frame_of(const RecvShared& shared,
+                                             const sy_expert_recv_params& params,
+                                             uint32_t client_idx) {
+    return params.clients[client_idx].request +
+           layout::request_frame(params.geometry, shared.snapshot.place[client_idx]);
+}
+
+// Local index of an expert; negative SY_ERROR_* when it is none of this server's.
+__device__ __forceinline__ int32_t local_expert(const sy_expert_recv_params& params,
+                                                uint32_t expert) {
+    if (expert >= params.num_experts)
+        return -SY_ERROR_UNKNOWN_EXPERT;
+    const int32_t local = params.local_expert[expert];
+    const bool is_mine = local >= 0 && static_cast<uint32_t>(local) < params.num_local_experts;
+    return is_mine ? local : -SY_ERROR_NOT_MY_EXPERT;
+}
+
+// Checks the tables of every row and leaves expert and rank of each entry in row_position.
+__device__ __forceinline__ void check_and_count(RecvShared& shared,
+                                                const sy_expert_recv_params& params,
+                                                uint32_t first_thread) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
+    for (uint32_t row = first_thread; row < num_rows; row += kRecvStride) {
+        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
+        const uint32_t frame_row = row - shared.row_begin[client_idx];
+        const uint2* entries = reinterpret_cast<const uint2*>(
+            layout::entries_at(geometry, frame_of(shared, params, client_idx), frame_row));
+        uint32_t* positions = params.lists.row_position + uint64_t{row} * geometry.top_k;
+        uint32_t code = 0, num_entries = 0;
+        for (uint32_t first = 0; first < geometry.top_k; first += 8) {
+            uint2 entry[8];
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i)
+                entry[i] = first + i < geometry.top_k ? entries[first + i]
+                                                      : make_uint2(SY_NO_EXPERT, 0);
+            int32_t local[8];
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i)
+                local[i] = entry[i].x != SY_NO_EXPERT ? local_expert(params, entry[i].x) : 0;
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i) {
+                if (first + i >= geometry.top_k)
+                    break;
+                uint32_t packed = SY_NO_EXPERT;
+                if (entry[i].x != SY_NO_EXPERT) {
+                    ++num_entries;
+                    if (local[i] < 0)
+                        code = max(code, static_cast<uint32_t>(-local[i]));
+                    else if ((entry[i].y & 0x7f800000u) == 0x7f800000u)
+                        code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
+                    else
+                        packed = static_cast<uint32_t>(local[i]) << kRankBits |
+                                 atomicAdd(&shared.histogram[local[i]], 1u);
+                }
+                positions[first + i] = packed;
+            }
+        }
+        if (num_entries == 0)
+            code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
+        if (code != 0)
+            atomicMax(&shared.bad_code[client_idx], code);
+    }
+    const uint32_t scales_per_row = geometry.scales_per_row;
+    for (uint32_t i = first_thread; i < num_rows * scales_per_row; i += kRecvStride) {
+        const uint32_t row = i / scales_per_row;
+        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
+        const float scale = reinterpret_cast<const float*>(
+            layout::scales_at(geometry, frame_of(shared, params, client_idx),
+                              row - shared.row_begin[client_idx]))[i % scales_per_row];
+        if (!(scale > 0.0f && scale <= kMaxScale))
+            atomicMax(&shared.bad_code[client_idx], uint32_t{SY_ERROR_BAD_FRAME});
+    }
+}
+
+// Where this block's entries of each expert begin in the lists. Returns the number of entries.
+__device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
+                                                  const sy_expert_recv_params& params,
+                                                  uint32_t rank) {
+    const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
+    uint32_t carry = 0;
+    for (uint32_t first = 0; first < params.num_local_experts; first += kRecvThreads) {
+        const uint32_t expert = first + thread_idx;
+        uint32_t total = 0, before = 0;
+        if (expert < params.num_local_experts) {
+#pragma unroll
+            for (uint32_t other = 0; other < kRecvBlocks; ++other) {
+                const uint32_t count = ptx::ld_shared_cluster(
+                    ptx::mapa_shared_cluster(&shared.histogram[expert], other));
+                total += count;
+                before += other < rank ? count : 0;
+            }
+        }
+        uint32_t upto = total;
+        for (uint32_t delta = 1; delta < 32; delta <<= 1) {
+            const uint32_t below = __shfl_up_sync(kFullWarp, upto, delta);
+            upto += lane_idx >= delta ? below : 0;
+        }
+        if (lane_idx == 31)
+            shared.warp_sums[thread_idx / 32] = upto;
+        __syncthreads();
+        uint32_t earlier_warps = 0, all_warps = 0;
+        for (uint32_t warp = 0; warp < kRecvThreads / 32; ++warp) {
+            const uint32_t count = shared.warp_sums[warp];
+            earlier_warps += warp < thread_idx / 32 ? count : 0;
+            all_warps += count;
+        }
+        if (expert < params.num_local_experts) {
+            const uint32_t begin = carry + earlier_warps + upto - total;
+            shared.base[expert] = begin + before;
+            if (rank == 0)
+                params.lists.expert_begin[expert] = begin;
+        }
+        carry += all_warps;
+        __syncthreads();
+    }
+    if (rank == 0 && thread_idx == 0)
+        params.lists.expert_begin[params.num_local_experts] = carry;
+    return carry;
+}
+
+__device__ __forceinline__ void fill_lists(const RecvShared& shared,
+                                           const sy_expert_recv_params& params,
+                                           uint32_t first_thread) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
+    for (uint32_t row = first_thread; row < num_rows; row += kRecvStride) {
+        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
+        const uint32_t frame_row = row - shared.row_begin[client_idx];
+        const uint2* entries = reinterpret_cast<const uint2*>(
+            layout::entries_at(geometry, frame_of(shared, params, client_idx), frame_row));
+        uint32_t* positions = params.lists.row_position + uint64_t{row} * geometry.top_k;
+        params.lists.row_source[row] = client_idx << SY_ROUTE_SHIFT | frame_row;
+        for (uint32_t i = 0; i < geometry.top_k; ++i) {
+            const uint32_t packed = positions[i];
+            if (packed == SY_NO_EXPERT)
+                continue;
+            const uint32_t position =
+                shared.base[packed >> kRankBits] + (packed & ((1u << kRankBits) - 1));
+            positions[i] = position;
+            params.lists.list_row[position] = row;
+            params.lists.list_weight[position] = __uint_as_float(entries[i].y);
+        }
+    }
+}
+
+// Takes bad clients out of the batch and tells them. True when there were any. One warp per block.
+__device__ __forceinline__ bool drop_bad_clients(RecvShared& shared,
+                                                 const sy_expert_recv_params& params,
+                                                 uint32_t rank) {
+    const uint32_t lane_idx = threadIdx.x;
+    uint32_t code = 0;
+#pragma unroll
+    for (uint32_t other = 0; other < kRecvBlocks; ++other)
+        code = max(code, ptx::ld_shared_cluster(
+                             ptx::mapa_shared_cluster(&shared.bad_code[lane_idx], other)));
+    const bool any = __any_sync(kFullWarp, code != 0);
+    if (any && rank == 0 && code != 0) {
+        refuse(params, lane_idx, params.lists.batch->frame_number[lane_idx], code);
+        atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
+    }
+    shared.warp_sums[lane_idx] = code;
+    return any;
+}
+
+__global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThreads, 1)
+    expert_recv_kernel(const __grid_constant__ sy_expert_recv_params params) {
+    __shared__ RecvShared shared;
+    const uint32_t thread_idx = threadIdx.x;
+    const uint32_t rank = ptx::mov_cluster_ctarank();
+    // Neighbouring rows go to different blocks.
+    const uint32_t first_thread = thread_idx * kRecvBlocks + rank;
+    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
+        ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
+        shared.histogram[i] = 0;
+    if (thread_idx < 32) {
+        shared.bad_code[thread_idx] = 0;
+        if (rank == 0)
+            choose_batch(shared, params);
+    }
+    cluster_barrier();
+    constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
+    if (rank != 0 && thread_idx < kSnapshotWords) {
+        uint32_t* mine = reinterpret_cast<uint32_t*>(&shared.snapshot) + thread_idx;
+        *mine = ptx::ld_shared_cluster(ptx::mapa_shared_cluster(mine, 0));
+    }
+    __syncthreads();
+    if (thread_idx < 32)
+        number_rows(shared);
+    __syncthreads();
+    check_and_count(shared, params, first_thread);
+    cluster_barrier();
+    __shared__ bool has_bad;
+    if (thread_idx < 32) {
+        const bool any = drop_bad_clients(shared, params, rank);
+        if (thread_idx == 0)
+            has_bad = any;
+    }
+    __syncthreads();
+    if (has_bad) {
+        // Rare: count again without them. Their codes must be known to all before counts restart.
+        cluster_barrier();
+        if (thread_idx < 32) {
+            shared.bad_code[thread_idx] = shared.warp_sums[thread_idx];
+            number_rows(shared);
+        }
+        for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
+            shared.histogram[i] = 0;
+        __syncthreads();
+        check_and_count(shared, params, first_thread);
+        cluster_barrier();
+    }
+    const uint32_t num_entries = place_experts(shared, params, rank);
+    __syncthreads();
+    fill_lists(shared, params, first_thread);
+    if (rank == 0 && thread_idx < 32) {
+        sy_batch* batch = params.lists.batch;
+        batch->row_begin[thread_idx + 1] = shared.row_begin[thread_idx + 1];
+        const uint32_t clients = __ballot_sync(
+            kFullWarp, (shared.snapshot.taken >> thread_idx & 1) != 0 && shared.bad_code[thread_idx] == 0);
+        if (thread_idx == 0) {
+            batch->row_begin[0] = 0;
+            batch->num_rows = shared.row_begin[SY_MAX_PEERS];
+            batch->num_entries = num_entries;
+            batch->layer = shared.snapshot.layer;
+            batch->clients = clients;
+        }
+    }
+    // NOTES: a block that left early would take its shared memory from under its neighbours' loads.
+    cluster_barrier();
+}
+
+} // namespace switchyard::impls

@@ -1,0 +1,32 @@
+/* Launchers of the GPU data path. Each checks its parameters, enqueues one kernel on `stream` and
+ * returns SY_OK or SY_LAUNCH_*; none synchronises, and all may be captured into a graph. */
+#ifndef SWITCHYARD_LAUNCH_H
+#define SWITCHYARD_LAUNCH_H
+
+#include "switchyard/device_abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct CUstream_st* sy_stream;
+
+/* Sends every token to each server that holds one of its experts. */
+int sy_launch_dispatch(const sy_dispatch_params* params, sy_stream stream);
+/* Waits for the servers' rows and sums them per token in ascending order of the servers. */
+int sy_launch_combine(const sy_combine_params* params, sy_stream stream);
+/* Takes the frames that are ready, checks them and sorts their entries by expert. */
+int sy_launch_expert_recv(const sy_expert_recv_params* params, sy_stream stream);
+/* Sums the experts' weighted outputs per token and answers every client of the batch. */
+int sy_launch_expert_send(const sy_expert_send_params* params, sy_stream stream);
+/* Answers every client's frame as identity experts would. */
+int sy_launch_echo(const sy_echo_params* params, sy_stream stream);
+
+/* Name of a launcher's code, for messages. */
+const char* sy_launch_error(int code);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SWITCHYARD_LAUNCH_H */

@@ -1,0 +1,100 @@
+/* Where the sections of device frames lie. Computed once on the host and handed to every kernel. */
+#ifndef SWITCHYARD_LAYOUT_GEOMETRY_H
+#define SWITCHYARD_LAYOUT_GEOMETRY_H
+
+#include "switchyard/device_abi.h"
+
+static inline uint64_t sy_round_up(uint64_t value, uint64_t align) {
+    return (value + align - 1) / align * align;
+}
+
+/* Geometry of slots of `num_frames` frames of up to `max_tokens` tokens. Returns SY_OK or the
+ * SY_LAUNCH_* code that names what is out of range. */
+static inline int sy_make_geometry(uint32_t hidden, uint32_t top_k, uint32_t dtype,
+                                   uint32_t max_tokens, uint32_t num_frames,
+                                   sy_frame_geometry* out) {
+    if (hidden == 0 || hidden % SY_SCALE_BLOCK != 0 || hidden > SY_MAX_HIDDEN)
+        return SY_LAUNCH_HIDDEN;
+    if (top_k == 0 || top_k > SY_MAX_DEVICE_TOP_K)
+        return SY_LAUNCH_TOP_K;
+    if (dtype != SY_DTYPE_BF16 && dtype != SY_DTYPE_F8_E4M3)
+        return SY_LAUNCH_DTYPE;
+    if (max_tokens == 0 || max_tokens > SY_MAX_FRAME_TOKENS)
+        return SY_LAUNCH_TOKENS;
+    if (num_frames == 0 || num_frames > SY_MAX_FRAMES)
+        return SY_LAUNCH_GEOMETRY;
+    sy_frame_geometry g;
+    g.hidden = hidden;
+    g.top_k = top_k;
+    g.dtype = dtype;
+    g.num_frames = num_frames;
+    g.max_tokens = max_tokens;
+    g.row_stride_bytes = dtype == SY_DTYPE_BF16 ? hidden * 2 : hidden;
+    g.scales_per_row = dtype == SY_DTYPE_BF16 ? 0 : hidden / SY_SCALE_BLOCK;
+    g.response_stride_bytes = hidden * 2;
+    g.entries_offset = sizeof(sy_frame_header);
+    g.scales_offset = sy_round_up(
+        g.entries_offset + (uint64_t)max_tokens * top_k * sizeof(sy_entry), SY_PAYLOAD_ALIGN);
+    g.payload_offset = sy_round_up(
+        g.scales_offset + (uint64_t)max_tokens * g.scales_per_row * sizeof(float), SY_PAYLOAD_ALIGN);
+    g.frame_bytes =
+        sy_round_up(g.payload_offset + (uint64_t)max_tokens * g.row_stride_bytes, 4096);
+    g.control_offset = g.frame_bytes * num_frames;
+    g.slot_bytes = g.control_offset + SY_CONTROL_BYTES;
+    g.response_flags_offset = 0;
+    g.response_payload_offset =
+        sy_round_up((uint64_t)max_tokens * sizeof(uint64_t), SY_PAYLOAD_ALIGN);
+    g.response_frame_bytes = sy_round_up(
+        g.response_payload_offset + (uint64_t)max_tokens * g.response_stride_bytes, 4096);
+    g.response_control_offset = g.response_frame_bytes * num_frames;
+    g.response_slot_bytes = g.response_control_offset + SY_CONTROL_BYTES;
+    *out = g;
+    return SY_OK;
+}
+
+/* Most tokens per frame of a slot of `slot_bytes`, such that request and answer both fit; 0 if none. */
+static inline uint32_t sy_tokens_for_slot(uint32_t hidden, uint32_t top_k, uint32_t dtype,
+                                          uint32_t num_frames, uint64_t slot_bytes) {
+    uint32_t fits = 0, too_many = SY_MAX_FRAME_TOKENS + 1;
+    while (too_many - fits > 1) {
+        uint32_t middle = fits + (too_many - fits) / 2;
+        sy_frame_geometry g;
+        if (sy_make_geometry(hidden, top_k, dtype, middle, num_frames, &g) != SY_OK)
+            return 0;
+        if (g.slot_bytes <= slot_bytes && g.response_slot_bytes <= slot_bytes)
+            fits = middle;
+        else
+            too_many = middle;
+    }
+    return fits;
+}
+
+/* Bytes of a handle with its routes. */
+static inline uint64_t sy_handle_bytes(const sy_frame_geometry* geometry) {
+    return sizeof(sy_handle) + (uint64_t)geometry->max_tokens * geometry->top_k * sizeof(uint32_t);
+}
+
+/* Bytes of the lists for up to `max_rows` rows, and the lists at `base` (aligned to 256). */
+static inline uint64_t sy_expert_lists_at(uint64_t base, const sy_frame_geometry* geometry,
+                                          uint32_t num_local_experts, uint32_t max_rows,
+                                          sy_expert_lists* out) {
+    const uint64_t max_entries = (uint64_t)max_rows * geometry->top_k;
+    uint64_t at = base;
+    out->batch = (sy_batch*)at;
+    at = sy_round_up(at + sizeof(sy_batch), 256);
+    out->expert_begin = (uint32_t*)at;
+    at = sy_round_up(at + ((uint64_t)num_local_experts + 1) * sizeof(uint32_t), 256);
+    out->list_row = (uint32_t*)at;
+    at = sy_round_up(at + max_entries * sizeof(uint32_t), 256);
+    out->list_weight = (float*)at;
+    at = sy_round_up(at + max_entries * sizeof(float), 256);
+    out->row_source = (uint32_t*)at;
+    at = sy_round_up(at + (uint64_t)max_rows * sizeof(uint32_t), 256);
+    out->row_position = (uint32_t*)at;
+    at = sy_round_up(at + max_entries * sizeof(uint32_t), 256);
+    out->max_rows = max_rows;
+    out->reserved = 0;
+    return at - base;
+}
+
+#endif /* SWITCHYARD_LAYOUT_GEOMETRY_H */

@@ -1,0 +1,61 @@
+// Addresses within slots, for kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/device_abi.h"
+
+namespace switchyard::layout {
+
+// Frames of a pair are numbered from 1; number n lies in ring place n % num_frames.
+__device__ __forceinline__ uint32_t ring_place(const sy_frame_geometry& geometry, uint64_t number) {
+    return static_cast<uint32_t>(number % geometry.num_frames);
+}
+
+__device__ __forceinline__ uint64_t request_frame(const sy_frame_geometry& geometry,
+                                                  uint32_t place) {
+    return place * geometry.frame_bytes;
+}
+
+__device__ __forceinline__ uint64_t response_frame(const sy_frame_geometry& geometry,
+                                                   uint32_t place) {
+    return place * geometry.response_frame_bytes;
+}
+
+__device__ __forceinline__ uint64_t entries_at(const sy_frame_geometry& geometry, uint64_t frame,
+                                               uint32_t row) {
+    return frame + geometry.entries_offset +
+           static_cast<uint64_t>(row) * geometry.top_k * sizeof(sy_entry);
+}
+
+__device__ __forceinline__ uint64_t scales_at(const sy_frame_geometry& geometry, uint64_t frame,
+                                              uint32_t row) {
+    return frame + geometry.scales_offset +
+           static_cast<uint64_t>(row) * geometry.scales_per_row * sizeof(float);
+}
+
+__device__ __forceinline__ uint64_t payload_at(const sy_frame_geometry& geometry, uint64_t frame,
+                                               uint32_t row) {
+    return frame + geometry.payload_offset +
+           static_cast<uint64_t>(row) * geometry.row_stride_bytes;
+}
+
+__device__ __forceinline__ uint64_t response_flag_at(uint64_t frame, uint32_t row) {
+    return frame + static_cast<uint64_t>(row) * sizeof(uint64_t);
+}
+
+__device__ __forceinline__ uint64_t response_row_at(const sy_frame_geometry& geometry,
+                                                    uint64_t frame, uint32_t row) {
+    return frame + geometry.response_payload_offset +
+           static_cast<uint64_t>(row) * geometry.response_stride_bytes;
+}
+
+__device__ __forceinline__ uint32_t* routes_of(sy_handle* handle) {
+    return reinterpret_cast<uint32_t*>(handle + 1);
+}
+
+__device__ __forceinline__ const uint32_t* routes_of(const sy_handle* handle) {
+    return reinterpret_cast<const uint32_t*>(handle + 1);
+}
+
+} // namespace switchyard::layout
