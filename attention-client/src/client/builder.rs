@@ -74,7 +74,8 @@ pub enum OnMissingExpert {
     #[default]
     Fail,
     /// It leaves the expert out, scales the token's other experts so that the weights keep their
-    /// sum, and counts it. A token without any expert left gets zeros.
+    /// sum, and counts it. A token without any expert left gets zeros. Once a wait was in vain, the
+    /// next calls do not wait again until a server comes or the placement changes.
     DropAndRenormalise,
 }
 

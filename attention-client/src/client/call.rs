@@ -11,6 +11,7 @@ use super::error::ClientError;
 use super::lane::{Lane, LinkFault};
 use super::link::ABANDONED;
 use super::plan::{Pair, Plan, PlannedFrame, Reluctance};
+use super::sabotage;
 use super::shared::Shared;
 use super::timing::LayerTiming;
 use crate::metrics::FailReason;
@@ -129,6 +130,9 @@ impl Call {
                 });
             }
         }
+        if sabotage::asked(sabotage::LOSE_PAIR) && self.retry.pop().is_some() {
+            self.pairs_answered += 1;
+        }
     }
 
     /// A link failed with frames unanswered.
@@ -234,7 +238,7 @@ impl Lane {
             let view = link.channel.view(&rx);
             let mut answered = None;
             for (position, pending) in link.pending.iter().enumerate() {
-                let expect = CombineExpect {
+                let mut expect = CombineExpect {
                     client_id: self.client_id,
                     generation: link.generation,
                     sequence: pending.sequence,
@@ -244,6 +248,14 @@ impl Lane {
                     hidden: shared.geometry.hidden(),
                     dtype: shared.geometry.response_dtype(),
                 };
+                if sabotage::asked(sabotage::SKIP_STALE_CHECK)
+                    && let Ok(id) = protocol::response_id(view, &mut self.scratch)
+                {
+                    expect.sequence = id.sequence;
+                    expect.generation = id.generation;
+                    expect.layer = id.layer;
+                    expect.frame_idx = id.frame_idx;
+                }
                 match decode_response(view, &expect, &mut self.scratch) {
                     Err(error) if error.is_stale() => continue,
                     Err(error) => return Err(LinkFault::new(FailReason::Invalid, error)),
@@ -301,6 +313,7 @@ impl Lane {
 
     /// Adds answered frames to `out`, in order, as far as they are there.
     fn sum_answers(&mut self, hidden: usize, out: &mut [f32]) {
+        let first_sequence = self.call.frames.first().map(|frame| frame.sequence);
         while let Some(frame) = self.call.frames.get_mut(self.call.next_sum) {
             match std::mem::replace(&mut frame.state, FrameState::Done) {
                 FrameState::Done => {}
@@ -312,6 +325,11 @@ impl Lane {
                         let begin = token.token as usize * hidden;
                         let sum = &mut out[begin..begin + hidden];
                         sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+                        if first_sequence != Some(frame.sequence)
+                            && sabotage::asked(sabotage::DOUBLE_COUNT)
+                        {
+                            sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+                        }
                     }
                     self.buffers.push(buffer);
                 }
@@ -382,12 +400,15 @@ impl Lane {
         }
         let since = *self.call.orphans_since.get_or_insert(now);
         let waited = now.duration_since(since);
-        if waited < shared.settings.replica_wait {
+        let may_drop = shared.settings.on_missing == OnMissingExpert::DropAndRenormalise;
+        let is_vain = may_drop && self.vain_wait_at == Some(self.seen_news());
+        if waited < shared.settings.replica_wait && !is_vain {
             return Ok(());
         }
         match shared.settings.on_missing {
             OnMissingExpert::Fail => Err(self.no_replica(waited)),
             OnMissingExpert::DropAndRenormalise => {
+                self.vain_wait_at = Some(self.seen_news());
                 let num_missing = self.call.orphans.len() as u64;
                 self.call.timing.missing_pairs += num_missing;
                 shared.metrics.missing_pairs.inc_by(num_missing);

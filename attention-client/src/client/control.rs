@@ -126,16 +126,16 @@ struct Task {
 /// Tables, and what keeps them coming.
 struct Followed {
     tables: watch::Receiver<Arc<PlacementTable>>,
-    _watch: Option<PlacementWatch>,
+    watch: Option<PlacementWatch>,
 }
 
 impl Task {
     fn follow(&self, tables: Tables, handle: &Handle) -> Result<Followed, BuildError> {
         match (tables, &self.control) {
-            (Tables::Watch(tables), _) => Ok(Followed { tables, _watch: None }),
+            (Tables::Watch(tables), _) => Ok(Followed { tables, watch: None }),
             (Tables::ControlPlane, Some(control)) => {
                 let watch = PlacementWatch::spawn(control, handle, WatchOptions::default())?;
-                Ok(Followed { tables: watch.tables(), _watch: Some(watch) })
+                Ok(Followed { tables: watch.tables(), watch: Some(watch) })
             }
             (Tables::ControlPlane, None) => Err(BuildError::NoPlacement),
         }
@@ -144,10 +144,10 @@ impl Task {
     async fn run(
         mut self,
         mut commands: mpsc::UnboundedReceiver<Command>,
-        mut followed: Followed,
+        Followed { mut tables, watch }: Followed,
         mut stopped: watch::Receiver<bool>,
     ) {
-        let tables = &mut followed.tables;
+        let mut state = watch.as_ref().map(PlacementWatch::state);
         self.apply(&tables.borrow_and_update().clone());
         let mut tables_open = true;
         loop {
@@ -157,6 +157,10 @@ impl Task {
                     Ok(()) => self.apply(&tables.borrow_and_update().clone()),
                     Err(_) => tables_open = false,
                 },
+                () = changed(&mut state) => {
+                    let error = state.as_ref().and_then(|s| s.borrow().last_error.clone());
+                    self.note_problem(error.map(|error| format!("no placement yet: {error}")));
+                }
                 Some(command) = commands.recv() => match command {
                     Command::AddLane(lane) => self.add_lane(lane),
                     Command::Suspect { server, reason } => self.suspect(&server, reason),
@@ -183,11 +187,7 @@ impl Task {
                 model.fingerprint, self.descriptor.fingerprint
             );
             tracing::error!(problem, "placement ignored");
-            if self.shared.routing.load().servers.is_empty() {
-                let mut routing = Routing::empty(&self.descriptor);
-                routing.problem = Some(problem);
-                self.shared.routing.store(Arc::new(routing));
-            }
+            self.note_problem(Some(problem));
             return;
         }
         let Change { routing, joined, left } = self.registry.apply(table, &self.descriptor);
@@ -221,6 +221,16 @@ impl Task {
         }
         for lane in &self.lanes {
             lane.news.announce();
+        }
+    }
+
+    /// Says in error messages why there is no placement, as long as there is none.
+    fn note_problem(&self, problem: Option<String>) {
+        if self.shared.routing.load().servers.is_empty() {
+            let mut routing = Routing::empty(&self.descriptor);
+            routing.problem = problem;
+            self.shared.routing.store(Arc::new(routing));
+            self.lanes.iter().for_each(|lane| lane.news.announce());
         }
     }
 
@@ -290,6 +300,17 @@ impl Task {
             }
         });
     }
+}
+
+/// Completes when the state changes; never without one, or when there will be no more.
+async fn changed<T>(state: &mut Option<watch::Receiver<T>>) {
+    if let Some(receiver) = state {
+        if receiver.changed().await.is_ok() {
+            return;
+        }
+        *state = None;
+    }
+    std::future::pending().await
 }
 
 const MAX_STOP: Duration = Duration::from_secs(1);

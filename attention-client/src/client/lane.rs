@@ -13,6 +13,7 @@ use protocol::{DispatchMeta, FrameId, ResponseScratch, encode_dispatch};
 use super::call::{Call, FrameState};
 use super::error::ClientError;
 use super::link::{ABANDONED, LaneNews, Link, Pending};
+use super::sabotage;
 use super::shared::Shared;
 use crate::metrics::FailReason;
 use crate::placement::{Routing, Server};
@@ -34,6 +35,9 @@ pub(crate) struct Lane {
     pub buffers: Vec<Vec<f32>>,
     seen_news: u64,
     next_sequence: u64,
+    /// The count of news at which a call waited for a replica in vain: until there is more, waiting
+    /// again is no use.
+    pub vain_wait_at: Option<u64>,
 }
 
 /// A link cannot go on.
@@ -80,6 +84,7 @@ impl Lane {
             // Differs from the count, so that the first look takes in what is there.
             seen_news: u64::MAX,
             next_sequence: 0,
+            vain_wait_at: None,
         }
     }
 
@@ -224,6 +229,9 @@ impl Lane {
     /// Retires a link: its slots are never read again, and what it has not answered is to be sent
     /// elsewhere.
     pub fn fail_link(&mut self, idx: usize, fault: LinkFault, shared: &Shared) {
+        if fault.reason == FailReason::Silent && sabotage::asked(sabotage::READ_RETIRED) {
+            return self.fail_but_read_on(idx);
+        }
         let Some(mut link) = self.links[idx].take() else { return };
         if let Some(fd) = link.channel.wait_fd() {
             // Closing the descriptor's last copy removes it too.
@@ -277,6 +285,9 @@ impl Lane {
                     pending.frame = ABANDONED;
                     num_outstanding += 1;
                 }
+            }
+            if sabotage::asked(sabotage::SKIP_STALE_CHECK) {
+                link.pending.clear();
             }
         }
         if num_outstanding > 0 {

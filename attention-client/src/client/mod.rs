@@ -35,6 +35,7 @@ mod lane;
 pub(crate) mod link;
 mod plan;
 mod pool;
+mod sabotage;
 mod shared;
 mod timing;
 
@@ -363,7 +364,11 @@ impl MoeClient {
             if left.is_zero() {
                 break;
             }
-            lane.wait.block(left.min(POLL))?;
+            if let Err(error) = lane.wait.block(left.min(POLL)) {
+                // The first call will wait in its turn.
+                tracing::warn!(%error, "cannot wait for the servers of a new lane");
+                break;
+            }
         }
         shared.metrics.lanes.set(self.inner.lanes.created() as i64);
         Ok(lane)
@@ -470,3 +475,11 @@ fn describe_layers(layers: &[u32]) -> String {
 
 /// How often a waiter looks by itself, should an announcement be lost.
 const POLL: Duration = Duration::from_millis(20);
+
+// Any thread may call, and a call may end on another thread than it began on.
+const _: () = {
+    const fn shared_between_threads<T: Send + Sync>() {}
+    const fn sent_between_threads<T: Send>() {}
+    shared_between_threads::<MoeClient>();
+    sent_between_threads::<Handle<'static>>();
+};

@@ -229,3 +229,141 @@ impl Cursor {
 
 /// No server, no row: neither ever counts that far.
 const NONE: u32 = u32::MAX;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::atomic::Ordering;
+
+    use control_api::{LayerPlacement, MemberId, ModelDescriptor, PlacementTable, ServerEntry};
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+    use crate::placement::Registry;
+
+    fn routing(num_servers: u32, replicas: Vec<Vec<u32>>) -> Routing {
+        let model = ModelDescriptor {
+            fingerprint: "00112233".to_owned(),
+            architecture: "test".to_owned(),
+            hidden: 8,
+            moe_layers: vec![0],
+            num_experts: replicas.len() as u32,
+            top_k: 8,
+        };
+        let servers = (0..num_servers).map(|server| ServerEntry {
+            member_id: MemberId::parse(&format!("s{server}")).unwrap(),
+            name: format!("s{server}"),
+            incarnation: 1,
+            data_addr: "127.0.0.1:1".to_owned(),
+        });
+        let table = PlacementTable {
+            cluster_id: "c".to_owned(),
+            epoch: 1,
+            model: Some(model.clone()),
+            servers: servers.collect(),
+            layers: vec![LayerPlacement { layer: 0, replicas }],
+        };
+        table.validate().unwrap();
+        Registry::new(1).apply(&table, &model).routing
+    }
+
+    fn ready(_rank: u32) -> Option<Reluctance> {
+        Some(Reluctance { failures: 0, silenced: false })
+    }
+
+    type Key = (u32, u32, u32);
+
+    fn count(pairs: impl Iterator<Item = Key>) -> BTreeMap<Key, usize> {
+        let mut counts = BTreeMap::new();
+        pairs.for_each(|pair| *counts.entry(pair).or_default() += 1);
+        counts
+    }
+
+    #[test]
+    fn every_pair_goes_to_exactly_one_replica_in_frames_that_fit() {
+        let seed: u64 = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut plan = Plan::default();
+        for _ in 0..300 {
+            let (num_servers, num_experts) = (rng.random_range(1..6), rng.random_range(1..20));
+            let replicas: Vec<Vec<u32>> = (0..num_experts)
+                .map(|_| (0..num_servers).filter(|_| rng.random_bool(0.6)).collect())
+                .collect();
+            let routing = routing(num_servers, replicas.clone());
+            let down = rng.random_range(0..num_servers + 2);
+            let mut pairs = Vec::new();
+            for token in 0..rng.random_range(0..40) {
+                for _ in 0..rng.random_range(0..5) {
+                    let expert = rng.random_range(0..num_experts as u32);
+                    pairs.push(Pair { token, expert, weight: rng.random() });
+                }
+            }
+            let max_tokens = rng.random_range(1..10);
+            plan.reset(num_experts);
+            plan.assign(&routing, 0, &pairs, max_tokens, |r| {
+                (r != down).then(|| ready(r)).flatten()
+            });
+            let key = |pair: &Pair| (pair.token, pair.expert, pair.weight.to_bits());
+            let mut placed: Vec<Key> = plan.orphans.iter().map(key).collect();
+            for orphan in &plan.orphans {
+                assert!(replicas[orphan.expert as usize].iter().all(|&rank| rank == down));
+            }
+            let mut last_rank = 0;
+            let mut tokens_of = BTreeMap::new();
+            for frame in &plan.frames {
+                assert!(frame.rank >= last_rank && frame.rank != down);
+                last_rank = frame.rank;
+                assert!((1..=max_tokens as u32).contains(&frame.num_tokens));
+                assert!(frame.frame_idx < frame.num_frames);
+                let first = frame.first_token as usize;
+                let tokens = &plan.tokens[first..first + frame.num_tokens as usize];
+                let mut num_entries = 0;
+                for token in tokens {
+                    // A token goes to a server once.
+                    assert!(tokens_of.insert((frame.rank, token.token), ()).is_none());
+                    num_entries += token.entry_count;
+                    let begin = token.entry_begin as usize;
+                    for entry in &plan.entries[begin..begin + token.entry_count as usize] {
+                        assert!(replicas[entry.expert as usize].contains(&frame.rank));
+                        placed.push((token.token, entry.expert, entry.weight.to_bits()));
+                    }
+                }
+                assert_eq!(num_entries, frame.num_entries);
+            }
+            assert_eq!(count(placed.into_iter()), count(pairs.iter().map(key)));
+        }
+    }
+
+    #[test]
+    fn load_is_balanced_by_what_is_outstanding_and_by_what_is_sent() {
+        let routing = routing(4, vec![vec![0, 1, 2, 3]; 8]);
+        let pairs: Vec<Pair> =
+            (0..8).map(|expert| Pair { token: 0, expert, weight: 1.0 }).collect();
+        let mut plan = Plan::default();
+        plan.reset(8);
+        plan.assign(&routing, 0, &pairs, 100, ready);
+        assert!(plan.frames.iter().all(|frame| frame.num_entries == 2), "{:?}", plan.frames);
+        assert_eq!(plan.frames.len(), 4);
+        // A busy server gets less, a reluctant one nothing.
+        routing.servers[1].outstanding.store(100, Ordering::Relaxed);
+        plan.reset(8);
+        let reluctant = |rank| Some(Reluctance { failures: 0, silenced: rank == 3 });
+        plan.assign(&routing, 0, &pairs, 100, reluctant);
+        let loads: Vec<_> = plan.frames.iter().map(|f| (f.rank, f.num_entries)).collect();
+        assert_eq!(loads, [(0, 4), (2, 4)]);
+    }
+
+    #[test]
+    fn frames_of_a_batch_are_of_even_size() {
+        let routing = routing(1, vec![vec![0]]);
+        let pairs: Vec<Pair> =
+            (0..101).map(|token| Pair { token, expert: 0, weight: 1.0 }).collect();
+        let mut plan = Plan::default();
+        plan.reset(1);
+        plan.assign(&routing, 0, &pairs, 50, ready);
+        let sizes: Vec<_> = plan.frames.iter().map(|frame| frame.num_tokens).collect();
+        assert_eq!(sizes, [34, 34, 33]);
+    }
+}

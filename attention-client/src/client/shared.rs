@@ -37,7 +37,7 @@ impl Settings {
     /// Longest sleep while answers are outstanding. Signs of life wake nobody, so they have to be
     /// looked at often enough for a silence to be measured.
     pub fn tick(&self) -> Duration {
-        (self.deadline / 16).clamp(Duration::from_millis(1), Duration::from_millis(5))
+        (self.deadline / 32).clamp(Duration::from_millis(1), Duration::from_millis(3))
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
+use p2p_core::SlotConfig;
 use p2p_core::bootstrap::{Connection, Listener, ListenerConfig};
-use p2p_core::{AnyEndpoint, Channel, SlotConfig};
 use protocol::{
     ClientHello, CombineMeta, DispatchExpect, DispatchScratch, ErrorCode, FrameGeometry, FrameId,
     ModelShape, ServerHello, decode_dispatch, encode_combine, encode_error,
@@ -95,7 +95,8 @@ impl FakeFleet {
         MoeClient::builder(self.model.clone())
             .placement(table(&self.model, 1, &addrs, &replicas))
             .slot(self.slot)
-            .deadline(Duration::from_millis(100))
+            // A loaded machine must not look like a dead server, except where that is the test.
+            .deadline(Duration::from_secs(5))
             .replica_wait(Duration::from_secs(5))
     }
 }
@@ -282,8 +283,8 @@ impl Peer {
             }
             Act::Zombie(time) => self.zombies.push((Instant::now() + time, meta, rows)),
             Act::Refuse(code) => {
+                let Some(frame) = reserve(&mut self.connection) else { return };
                 let channel = &mut self.connection.channel;
-                let frame = reserve(channel);
                 let mut view = channel.write_view(&frame);
                 let used = encode_error(&mut view, &meta.id, code, [0; 2], "as the test wants it")
                     .expect("fits");
@@ -316,8 +317,8 @@ impl Peer {
         rows: &[f32],
         spoil: impl FnOnce(&mut p2p_core::WriteView<'_>),
     ) {
+        let Some(frame) = reserve(&mut self.connection) else { return };
         let channel = &mut self.connection.channel;
-        let frame = reserve(channel);
         let mut view = channel.write_view(&frame);
         let used = encode_combine(&mut view, meta, rows).expect("fits");
         spoil(&mut view);
@@ -325,11 +326,15 @@ impl Peer {
     }
 }
 
-fn reserve(channel: &mut Channel<AnyEndpoint>) -> p2p_core::TxFrame {
+/// The next frame to fill, or `None` when the client is gone.
+fn reserve(connection: &mut Connection) -> Option<p2p_core::TxFrame> {
     let until = Instant::now() + Duration::from_secs(20);
     loop {
-        if let Some(frame) = channel.try_reserve().expect("reserve") {
-            return frame;
+        if let Some(frame) = connection.channel.try_reserve().expect("reserve") {
+            return Some(frame);
+        }
+        if connection.liveness.closed_now().is_some() {
+            return None;
         }
         assert!(Instant::now() < until, "the client gives no credit");
         std::thread::sleep(Duration::from_micros(50));
