@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crossbeam_utils::CachePadded;
 
 use super::batch::{ComputeError, LayerBatch};
-use super::kernels::{Isa, Kernels, MAX_TOKENS, RowIds, Rows, gemm};
+use super::kernels::{Isa, Kernels, MAX_TOKENS, RowIds, Rows, gemm, panel_len};
 use super::plan::{Phase, PhaseKind, Plan, Segment};
 use super::team::{AbortFlag, Backoff, Pinning, PoolError, Team};
 use super::weights::{ExpertWeights, LayerExperts, Weight};
@@ -212,8 +212,8 @@ impl Job<'_> {
             let x = Rows { data: self.batch.x, len: hidden, rows: RowIds::List(tokens) };
             let (gate, up) = scratch.y.split_at_mut(rows.len() * (end - begin));
             let up = &mut up[..gate.len()];
-            self.multiply(&gate_rows, x, scratch.gather, gate);
-            self.multiply(&up_rows, x, scratch.gather, up);
+            self.multiply(&gate_rows, x, scratch.spare, gate);
+            self.multiply(&up_rows, x, scratch.spare, up);
             for entry in begin..end {
                 let at = (entry - begin) * rows.len()..(entry - begin + 1) * rows.len();
                 let h_row = segment.h_row + entry - segment.begin;
@@ -255,7 +255,7 @@ impl Job<'_> {
                 let first = segment.h_row + begin - segment.begin;
                 let rows = Rows { data: h, len: inter, rows: RowIds::Run(first, num) };
                 let y = &mut scratch.y[..num * cols.len()];
-                self.multiply(&down_rows, rows, scratch.gather, y);
+                self.multiply(&down_rows, rows, scratch.spare, y);
                 for (y, entry) in y.chunks_exact(cols.len()).zip(begin..begin + num) {
                     let token = self.batch.entry_token[entry] as usize;
                     // SAFETY: only this tile touches these columns of the output in this phase.
@@ -285,19 +285,19 @@ impl Job<'_> {
         let size = rows.len() * weight.cols();
         let (widened, rest) = std::mem::take(panel).split_at_mut(size);
         *panel = rest;
-        self.kernels.widen(weight, rows, widened);
+        self.kernels.widen(weight, rows, 0..weight.cols(), widened);
         ticker.add(size);
         Operand::Panel(widened)
     }
 
-    /// `y [num_tokens, num_rows] = x . weights^T`.
-    fn multiply(&self, weights: &Operand<'_>, x: Rows<'_>, gather: &mut [f32], y: &mut [f32]) {
+    /// `y [num_tokens, num_rows] = x . weights^T`. `spare` is scratch memory for either way.
+    fn multiply(&self, weights: &Operand<'_>, x: Rows<'_>, spare: &mut [f32], y: &mut [f32]) {
         match weights {
             Operand::Stored(weight, rows) => {
-                self.kernels.dot(weight, rows.clone(), x, y, rows.len());
+                self.kernels.dot(weight, rows.clone(), x, y, spare);
             }
             Operand::Panel(panel) => {
-                let gathered = &mut gather[..x.rows.len() * x.len];
+                let gathered = &mut spare[..x.rows.len() * x.len];
                 for (idx, row) in gathered.chunks_exact_mut(x.len).enumerate() {
                     row.copy_from_slice(x.row(idx));
                 }
@@ -325,7 +325,7 @@ enum Operand<'w> {
 struct ScratchSizes {
     y: usize,
     panel: usize,
-    gather: usize,
+    spare: usize,
 }
 
 struct Scratch<'s> {
@@ -333,8 +333,8 @@ struct Scratch<'s> {
     y: &'s mut [f32],
     /// Widened weights of one tile, of two matrices at most.
     panel: &'s mut [f32],
-    /// Token rows of one step side by side.
-    gather: &'s mut [f32],
+    /// What one multiplication needs: token rows side by side, or a block of widened weights.
+    spare: &'s mut [f32],
 }
 
 impl ScratchSizes {
@@ -342,21 +342,22 @@ impl ScratchSizes {
         let (hidden, inter) = (experts.hidden(), experts.inter());
         let (up_rows, down_rows) = (plan.gate_up_rows, plan.down_rows);
         let y = (2 * up_rows).max(down_rows) * MAX_STEP_TOKENS;
+        let spare = panel_len(up_rows.max(down_rows));
         if !kernels.prefers_gemm(usize::MAX) {
-            return Self { y, panel: 0, gather: 0 };
+            return Self { y, panel: 0, spare };
         }
         let panel = (2 * up_rows * hidden).max(down_rows * inter);
-        Self { y, panel, gather: MAX_STEP_TOKENS * hidden.max(inter) }
+        Self { y, panel, spare: spare.max(MAX_STEP_TOKENS * hidden.max(inter)) }
     }
 
     fn total(&self) -> usize {
-        self.y + self.panel + self.gather
+        self.y + self.panel + self.spare
     }
 
     fn split<'s>(&self, memory: &'s mut [f32]) -> Scratch<'s> {
         let (y, rest) = memory.split_at_mut(self.y);
         let (panel, rest) = rest.split_at_mut(self.panel);
-        Scratch { y, panel, gather: &mut rest[..self.gather] }
+        Scratch { y, panel, spare: &mut rest[..self.spare] }
     }
 }
 
@@ -432,8 +433,8 @@ fn grow(buffer: &mut Vec<f32>, len: usize) {
     }
 }
 
-/// Multiplications between two ticks: 80 µs at 200 GFLOP/s, 1 ms at 16.
-const TICK_WORK: usize = 8 << 20;
+/// Multiplications between two ticks: 170 µs at 200 GFLOP/s, 1 ms at 34.
+const TICK_WORK: usize = 16 << 20;
 /// Tokens between two ticks at most.
 const MAX_STEP_TOKENS: usize = 16 * MAX_TOKENS;
 /// What one wait counts for.

@@ -27,9 +27,15 @@ unsafe fn dot<D: Dtype>(tile: &DotTile) {
 /// # Safety
 /// As for [`tile::widen`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn widen<D: Dtype>(src: *const u8, scales: *const f32, len: usize, dst: *mut f32) {
+unsafe fn widen<D: Dtype>(
+    src: *const u8,
+    ahead: usize,
+    scales: *const f32,
+    len: usize,
+    dst: *mut f32,
+) {
     // SAFETY: as promised by the caller.
-    unsafe { tile::widen::<Avx512, D>(src, scales, len, dst) }
+    unsafe { tile::widen::<Avx512, D>(src, ahead, scales, len, dst) }
 }
 
 /// # Safety
@@ -37,7 +43,7 @@ unsafe fn widen<D: Dtype>(src: *const u8, scales: *const f32, len: usize, dst: *
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn silu_mul(gate: *const f32, up: *const f32, len: usize, dst: *mut f32) {
     // SAFETY: as promised by the caller.
-    unsafe { tile::silu_mul::<Avx512>(gate, up, len, dst) }
+    unsafe { tile::silu_mul(gate, up, len, dst) }
 }
 
 /// # Safety

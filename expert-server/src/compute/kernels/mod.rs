@@ -62,11 +62,21 @@ impl Isa {
 /// Most tokens that one pass over weights serves; [`Kernels::dot`] takes any number.
 pub(super) const MAX_TOKENS: usize = 6;
 
+/// Passes from which fp8 weights are widened once for all of them.
+const WIDEN_MIN_PASSES: usize = 5;
+/// Rows from the one being widened to the one to prefetch.
+const WIDEN_ROWS_AHEAD: usize = 4;
 /// Tokens of one expert from which the portable kernels give way to a GEMM.
 const GEMM_MIN_TOKENS: usize = 8;
 
+/// Scratch that [`Kernels::dot`] needs for that many rows, in values.
+pub(super) const fn panel_len(num_rows: usize) -> usize {
+    num_rows * K_BLOCK
+}
+
 type DotFn = unsafe fn(&DotTile);
-type WidenFn = unsafe fn(src: *const u8, scales: *const f32, len: usize, dst: *mut f32);
+type WidenFn =
+    unsafe fn(src: *const u8, ahead: usize, scales: *const f32, len: usize, dst: *mut f32);
 type SiluMulFn = unsafe fn(gate: *const f32, up: *const f32, len: usize, dst: *mut f32);
 type ReadFn = unsafe fn(src: *const u8, len: usize) -> f32;
 type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
@@ -146,53 +156,68 @@ impl Kernels {
         self.isa
     }
 
-    /// `y[t * y_stride + i] = sum_k w[rows.start + i, k] * x.row(t)[k]` for every row of `x`.
+    /// `y[t, i] = sum_k w[rows.start + i, k] * x.row(t)[k]` for every row of `x`, with
+    /// `y [num_tokens, num_rows]`. `panel` is scratch of [`panel_len`] values at least.
     pub(super) fn dot(
         &self,
         w: &Weight,
         rows: Range<usize>,
         x: Rows<'_>,
         y: &mut [f32],
-        y_stride: usize,
+        panel: &mut [f32],
     ) {
-        let num_tokens = x.rows.len();
-        assert!(rows.start <= rows.end && rows.end <= w.rows() && x.len == w.cols());
-        assert!(rows.len() <= y_stride);
-        if num_tokens == 0 || rows.is_empty() || w.cols() == 0 {
+        let (num_tokens, num_rows, num_cols) = (x.rows.len(), rows.len(), w.cols());
+        assert!(rows.start <= rows.end && rows.end <= w.rows() && x.len == num_cols);
+        assert_eq!(y.len(), num_tokens * num_rows);
+        if y.is_empty() {
             return;
         }
-        assert!((num_tokens - 1) * y_stride + rows.len() <= y.len());
+        let row_bytes = num_cols * w.dtype().size_bytes();
+        let stored = &w.data()[rows.start * row_bytes..rows.end * row_bytes];
         let num_passes = num_tokens.div_ceil(self.pass_tokens);
         // One pass takes whole rows, the order in which weights lie in memory. Several passes
-        // take a block of columns each, so that tokens and weights stay in the caches.
-        let k_step = if num_passes == 1 { w.cols() } else { K_BLOCK };
-        for k_start in (0..w.cols()).step_by(k_step) {
+        // take a block of columns each, so that tokens and weights stay in the caches; where
+        // widening is slow and the passes are many, it is done once for all of them.
+        let k_step = if num_passes == 1 { num_cols } else { K_BLOCK };
+        let is_widened = w.dtype() == WeightDtype::F8E4m3 && num_passes >= WIDEN_MIN_PASSES;
+        for k_start in (0..num_cols).step_by(k_step) {
+            let k_end = num_cols.min(k_start + k_step);
+            let mut tile = DotTile {
+                weights: stored.as_ptr(),
+                scales: w.scales(),
+                row_start: rows.start,
+                num_rows,
+                num_cols,
+                accumulate: k_start > 0,
+                k_start,
+                k_end,
+                x: [x.data.as_ptr(); MAX_TOKENS],
+                num_tokens: 0,
+                y: y.as_mut_ptr(),
+                y_stride: num_rows,
+            };
+            let mut dot = self.dot[dtype_idx(w.dtype())];
+            let mut x_start = 0;
+            if is_widened {
+                let panel = &mut panel[..num_rows * (k_end - k_start)];
+                self.widen(w, rows.clone(), k_start..k_end, panel);
+                dot = self.dot[dtype_idx(WeightDtype::F32)];
+                x_start = k_start;
+                (tile.weights, tile.num_cols) = (panel.as_ptr().cast(), k_end - k_start);
+                (tile.k_start, tile.k_end) = (0, k_end - k_start);
+            }
             let mut token = 0;
             for pass in 0..num_passes {
                 // Passes of nearly equal size: a last pass of one token would waste its loads.
-                let num = (num_tokens - token).div_ceil(num_passes - pass);
-                let mut ptrs = [x.data.as_ptr(); MAX_TOKENS];
-                for (idx, ptr) in ptrs[..num].iter_mut().enumerate() {
-                    *ptr = x.row(token + idx).as_ptr();
+                tile.num_tokens = (num_tokens - token).div_ceil(num_passes - pass);
+                for (idx, ptr) in tile.x[..tile.num_tokens].iter_mut().enumerate() {
+                    *ptr = x.row(token + idx)[x_start..].as_ptr();
                 }
-                let row_bytes = w.cols() * w.dtype().size_bytes();
-                let tile = DotTile {
-                    weights: w.data()[rows.start * row_bytes..rows.end * row_bytes].as_ptr(),
-                    scales: w.scales(),
-                    row_start: rows.start,
-                    num_rows: rows.len(),
-                    num_cols: w.cols(),
-                    k_start,
-                    k_end: w.cols().min(k_start + k_step),
-                    x: ptrs,
-                    num_tokens: num,
-                    y: y[token * y_stride..].as_mut_ptr(),
-                    y_stride,
-                };
+                tile.y = y[token * num_rows..].as_mut_ptr();
                 // SAFETY: the processor has the instruction set (checked in `new`); the
                 // assertions and slicing above establish the sizes that `DotTile` asks for.
-                unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
-                token += num;
+                unsafe { dot(&tile) };
+                token += tile.num_tokens;
             }
         }
     }
@@ -206,21 +231,35 @@ impl Kernels {
         self.isa == Isa::Portable && num_tokens >= GEMM_MIN_TOKENS
     }
 
-    /// Widens rows of `w` to f32: `dst[i * cols + k] = w[rows.start + i, k]`.
-    pub(super) fn widen(&self, w: &Weight, rows: Range<usize>, dst: &mut [f32]) {
-        let row_bytes = w.cols() * w.dtype().size_bytes();
+    /// Widens some columns of some rows of `w` to f32, row by row. `cols` starts at a multiple of
+    /// the scale block.
+    pub(super) fn widen(
+        &self,
+        w: &Weight,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        dst: &mut [f32],
+    ) {
+        assert!(cols.start.is_multiple_of(SCALE_BLOCK) && cols.end <= w.cols());
+        assert_eq!(dst.len(), rows.len() * cols.len());
+        let value_bytes = w.dtype().size_bytes();
         let scale_cols = w.cols().div_ceil(SCALE_BLOCK);
-        for (row, dst) in rows.zip(dst.chunks_exact_mut(w.cols())) {
-            let src = &w.data()[row * row_bytes..(row + 1) * row_bytes];
+        for (row, dst) in rows.zip(dst.chunks_exact_mut(cols.len())) {
+            let first = row * w.cols() + cols.start;
+            let src = &w.data()[first * value_bytes..(first + cols.len()) * value_bytes];
             let scales = match w.dtype() {
-                WeightDtype::F8E4m3 => &w.scales()[row / SCALE_BLOCK * scale_cols..][..scale_cols],
+                WeightDtype::F8E4m3 => {
+                    let first = row / SCALE_BLOCK * scale_cols + cols.start / SCALE_BLOCK;
+                    &w.scales()[first..first + cols.len().div_ceil(SCALE_BLOCK)]
+                }
                 _ => &[],
             };
-            // SAFETY: the processor has the instruction set; `src` and `dst` hold `cols` values
+            // SAFETY: the processor has the instruction set; `src` and `dst` hold as many values,
             // and `scales` one per block of them.
             unsafe {
                 self.widen[dtype_idx(w.dtype())](
                     src.as_ptr(),
+                    WIDEN_ROWS_AHEAD * w.cols() * value_bytes,
                     scales.as_ptr(),
                     dst.len(),
                     dst.as_mut_ptr(),

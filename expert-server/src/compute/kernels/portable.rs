@@ -18,7 +18,7 @@ pub(super) const KERNELS: Kernels = Kernels {
         tile::widen::<Portable, F32>,
         tile::widen::<Portable, F8>,
     ],
-    silu_mul: tile::silu_mul::<Portable>,
+    silu_mul: tile::silu_mul,
     axpy: tile::axpy::<Portable>,
     read: tile::read::<Portable>,
 };

@@ -14,6 +14,8 @@ pub(super) struct DotTile<'a> {
     pub(super) row_start: usize,
     pub(super) num_rows: usize,
     pub(super) num_cols: usize,
+    /// Whether to add to `y`, which holds the sums over the columns before, or to overwrite it.
+    pub(super) accumulate: bool,
     /// The columns to sum over: `k_start` is a multiple of [`K_BLOCK`], and `k_end` too unless it
     /// is the last column.
     pub(super) k_start: usize,
@@ -31,7 +33,7 @@ pub(super) struct DotTile<'a> {
 /// stay in the first level cache while weights stream past.
 pub(super) const K_BLOCK: usize = 1024;
 
-/// `y[t, row] = sum_k w[row, k] * x[t, k]`, added to `y` unless `k_start` is 0.
+/// `y[t, row] = sum_k w[row, k] * x[t, k]`, added to `y` if so wanted.
 ///
 /// Every product is summed in the same order whatever the neighbouring rows and tokens and
 /// however the columns are split over calls: the result for a token depends on nothing else.
@@ -85,6 +87,7 @@ unsafe fn rows<S: Simd, D: Dtype, const T: usize>(tile: &DotTile) {
 #[inline(always)]
 unsafe fn group<S: Simd, D: Dtype, const R: usize, const T: usize>(tile: &DotTile, row: usize) {
     let mut start = tile.k_start;
+    let mut accumulate = tile.accumulate;
     while start < tile.k_end {
         let end = if tile.k_end - start < K_BLOCK { tile.k_end } else { start + K_BLOCK };
         // SAFETY: `row + r` is below `num_rows`, `t` below `num_tokens`, and `start..end` within
@@ -97,11 +100,12 @@ unsafe fn group<S: Simd, D: Dtype, const R: usize, const T: usize>(tile: &DotTil
                 let sums = S::sum4(four);
                 let y = tile.y.add(t * tile.y_stride + row);
                 for (r, sum) in sums[..R].iter().enumerate() {
-                    *y.add(r) = if start == 0 { *sum } else { *y.add(r) + *sum };
+                    *y.add(r) = if accumulate { *y.add(r) + *sum } else { *sum };
                 }
             }
         }
         start = end;
+        accumulate = true;
     }
 }
 
@@ -214,7 +218,7 @@ fn prefetch_distance(group_bytes: usize) -> usize {
 /// How far ahead to prefetch: measured best of 4 to 32 KiB, worth a tenth for a single token.
 const PREFETCH_BYTES: usize = 8 << 10;
 
-/// Widens one row to f32.
+/// Widens one row to f32, and starts to bring in the one that lies `ahead` bytes further.
 ///
 /// # Safety
 /// `src` is valid for `len` values, `dst` for writes of as many, `scales` for one value per block
@@ -222,6 +226,7 @@ const PREFETCH_BYTES: usize = 8 << 10;
 #[inline(always)]
 pub(super) unsafe fn widen<S: Simd, D: Dtype>(
     src: *const u8,
+    ahead: usize,
     scales: *const f32,
     len: usize,
     dst: *mut f32,
@@ -235,6 +240,16 @@ pub(super) unsafe fn widen<S: Simd, D: Dtype>(
             let scale = if D::SCALED { *scales.add(start / SCALE_BLOCK) * F8_FACTOR } else { 1.0 };
             let scale = S::splat(scale);
             let mut k = start;
+            while k + 2 * S::LANES <= end {
+                S::prefetch(src.wrapping_add(k * D::BYTES + ahead));
+                let [mut low, mut high] = D::load_pair::<S>(src.add(k * D::BYTES));
+                if D::SCALED {
+                    (low, high) = (S::mul(low, scale), S::mul(high, scale));
+                }
+                S::store(low, dst.add(k));
+                S::store(high, dst.add(k + S::LANES));
+                k += 2 * S::LANES;
+            }
             while k < end {
                 let num = if end - k < S::LANES { end - k } else { S::LANES };
                 let mut v = load_some::<S, D>(src.add(k * D::BYTES), num);
@@ -254,24 +269,24 @@ pub(super) unsafe fn widen<S: Simd, D: Dtype>(
 /// # Safety
 /// The pointers are valid for `len` values, and the processor has the instruction set.
 #[inline(always)]
-pub(super) unsafe fn silu_mul<S: Simd>(
-    gate: *const f32,
-    up: *const f32,
-    len: usize,
-    dst: *mut f32,
-) {
+pub(super) unsafe fn silu_mul(gate: *const f32, up: *const f32, len: usize, dst: *mut f32) {
     let mut k = 0;
-    while k < len {
-        let num = if len - k < S::LANES { len - k } else { S::LANES };
-        let mut h = [0.0f32; 16];
-        // SAFETY: all accesses are below `len`, and `LANES` is at most 16.
-        unsafe {
-            for lane in 0..num {
-                h[lane] = silu(*gate.add(k + lane)) * *up.add(k + lane);
+    // SAFETY: all accesses are below `len`; arrays of f32 have the alignment of f32.
+    unsafe {
+        while k + 16 <= len {
+            let gate = &*gate.add(k).cast::<[f32; 16]>();
+            let up = &*up.add(k).cast::<[f32; 16]>();
+            let mut h = [0.0f32; 16];
+            for lane in 0..16 {
+                h[lane] = silu(gate[lane]) * up[lane];
             }
-            core::ptr::copy_nonoverlapping(h.as_ptr(), dst.add(k), num);
+            *dst.add(k).cast::<[f32; 16]>() = h;
+            k += 16;
         }
-        k += num;
+        while k < len {
+            *dst.add(k) = silu(*gate.add(k)) * *up.add(k);
+            k += 1;
+        }
     }
 }
 
@@ -285,13 +300,17 @@ pub(super) unsafe fn axpy<S: Simd>(alpha: f32, y: *const f32, len: usize, out: *
     unsafe {
         let factor = S::splat(alpha);
         let mut k = 0;
-        while k < len {
-            let num = if len - k < S::LANES { len - k } else { S::LANES };
+        while k + S::LANES <= len {
             let (y, out) = (y.add(k), out.add(k));
-            let a = load_some::<S, F32>(y.cast(), num);
-            let b = load_some::<S, F32>(out.cast_const().cast(), num);
-            store_some::<S>(S::mul_add(factor, a, b), num, out);
-            k += num;
+            let sum = S::load_f32(out.cast_const().cast());
+            S::store(S::mul_add(factor, S::load_f32(y.cast()), sum), out);
+            k += S::LANES;
+        }
+        if k < len {
+            let (y, out, num) = (y.add(k), out.add(k), len - k);
+            let sum = load_some::<S, F32>(out.cast_const().cast(), num);
+            let sum = S::mul_add(factor, load_some::<S, F32>(y.cast(), num), sum);
+            store_some::<S>(sum, num, out);
         }
     }
 }
