@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::Checkpoint;
+use control_api::ControlClient;
 use protocol::WireDtype;
 
 use crate::cluster::{ClusterOptions, LocalCluster};
@@ -164,7 +165,10 @@ impl Service {
     ) -> Result<Self> {
         let builder = client.builder(checkpoint)?;
         let (cluster, url, token) = match &control.control_plane {
-            Some(url) => (None, url.clone(), control.token.clone()),
+            Some(url) => {
+                check_cluster(checkpoint, url, control.token.clone())?;
+                (None, url.clone(), control.token.clone())
+            }
             None => {
                 let mut options = ClusterOptions::new(checkpoint.dir())?;
                 options.num_servers = local.servers;
@@ -179,6 +183,29 @@ impl Service {
         client.wait_ready(READY_TIMEOUT)?;
         Ok(Self { client, _cluster: cluster })
     }
+}
+
+/// Asks a control plane, before anything is connected, whether it is there, lets us in, and serves the
+/// model that we have.
+fn check_cluster(checkpoint: &Checkpoint, url: &str, token: Option<String>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    let status = runtime.block_on(ControlClient::new(url, token)?.status())?;
+    let Some(model) = status.model else {
+        bail!("no expert server has joined the control plane at {url} yet");
+    };
+    let ours = ClientModel::of(checkpoint).descriptor();
+    if model.fingerprint != ours.fingerprint {
+        bail!(
+            "the servers at {url} hold the model with fingerprint {}, but {} has fingerprint {}",
+            model.fingerprint,
+            checkpoint.dir().display(),
+            ours.fingerprint
+        );
+    }
+    Ok(())
 }
 
 /// Starts a cluster with a progress bar.

@@ -1,0 +1,325 @@
+//! Bad input gets one clear line and a non-zero exit; good input gets what the help promises.
+
+use std::io::Write;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use switchyard::cluster::{ClusterOptions, LocalCluster};
+use tempfile::TempDir;
+
+#[test]
+fn wrong_usage_exits_with_2() {
+    for args in [&["generate"][..], &["nonsense"], &["demo", "--servers", "many"]] {
+        let output = run(args, &[]);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+    }
+    assert_eq!(run(&["--help"], &[]).status.code(), Some(0));
+}
+
+#[test]
+fn damaged_checkpoints_are_named() {
+    let dir = copy_of_tiny();
+    let weights = dir.path().join("model.safetensors");
+    let whole = std::fs::metadata(&weights).expect("metadata").len();
+    truncate(&weights, whole - 1000);
+    let line = fails(&serve(dir.path()), &[]);
+    assert!(line.contains("model.safetensors") && line.contains(&whole.to_string()), "{line}");
+    assert!(line.contains(&(whole - 1000).to_string()), "{line}");
+
+    std::fs::remove_file(&weights).expect("remove");
+    let line = fails(&serve(dir.path()), &[]);
+    assert!(line.contains("model.safetensors"), "{line}");
+
+    let line = fails(&serve(Path::new("/nonexistent/model")), &[]);
+    assert!(line.contains("/nonexistent/model"), "{line}");
+}
+
+#[test]
+fn a_missing_shard_is_named() {
+    let dir = copy_of_tiny();
+    let index =
+        r#"{"metadata":{},"weight_map":{"model.norm.weight":"model-00001-of-00002.safetensors"}}"#;
+    std::fs::remove_file(dir.path().join("model.safetensors")).expect("remove");
+    std::fs::write(dir.path().join("model.safetensors.index.json"), index).expect("write");
+    let line = fails(&serve(dir.path()), &[]);
+    assert!(line.contains("model-00001-of-00002.safetensors"), "{line}");
+}
+
+#[test]
+fn a_tensor_of_the_wrong_shape_and_an_unknown_architecture_are_named() {
+    let dir = copy_of_tiny();
+    edit_config(dir.path(), "\"moe_intermediate_size\": 64", "\"moe_intermediate_size\": 96");
+    let line = fails(&serve(dir.path()), &[]);
+    assert!(line.contains("experts.0") && line.contains("64") && line.contains("96"), "{line}");
+
+    let dir = copy_of_tiny();
+    edit_config(dir.path(), "Qwen3MoeForCausalLM", "GPT9ForCausalLM");
+    let line = fails(&serve(dir.path()), &[]);
+    assert!(line.contains("GPT9ForCausalLM") && line.contains("Mixtral"), "{line}");
+}
+
+#[test]
+fn a_port_in_use_is_named_by_every_listener() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let addr = taken.local_addr().expect("addr").to_string();
+    let line = fails(&["control-plane", "--listen", &addr], &[]);
+    assert!(line.contains(&addr) && line.contains("in use"), "{line}");
+    let tiny = tiny();
+    let tiny = tiny.to_str().expect("path");
+    let server = ["expert-server", "--model", tiny, "--name", "a", "--experts", "all"];
+    let line = fails(&[&server[..], &["--listen", &addr]].concat(), &[]);
+    assert!(line.contains(&addr) && line.contains("in use"), "{line}");
+    let metrics = ["--listen", "127.0.0.1:0", "--metrics-listen", &addr];
+    let line = fails(&[&server[..], &metrics].concat(), &[]);
+    assert!(line.contains(&addr) && line.contains("in use"), "{line}");
+}
+
+#[test]
+fn prompts_and_flags_that_cannot_work_are_explained() {
+    let long = "word ".repeat(3000);
+    let line = fails(&["generate", "--prompt", &long, "--servers", "1", "--replicas", "1"], &[]);
+    assert!(line.contains("1024") && line.contains("tokens"), "{line}");
+    let line = fails(&["generate", "--prompt", ""], &[]);
+    assert!(line.contains("empty"), "{line}");
+    let line = fails(&["demo", "--replicas", "5"], &[]);
+    assert!(line.contains('5') && line.contains('4'), "{line}");
+    let line = fails(&["demo", "--replicas", "1"], &[]);
+    assert!(line.contains("--no-kill"), "{line}");
+    let line = fails(&["generate", "--prompt", "x", "--slot-bytes", "1000"], &[]);
+    assert!(line.contains("1000") && line.contains("4096"), "{line}");
+    let line = fails(&["status"], &[]);
+    assert!(line.contains("--control-plane"), "{line}");
+    let line = fails(&["status", "--control-plane", "http://127.0.0.1:1"], &[]);
+    assert!(line.contains("127.0.0.1:1"), "{line}");
+    let tiny = tiny();
+    let line =
+        fails(&["expert-server", "--model", tiny.to_str().expect("path"), "--name", "a"], &[]);
+    assert!(line.contains("--experts"), "{line}");
+}
+
+#[test]
+fn peers_that_do_not_fit_the_cluster_are_turned_away_with_both_values() {
+    let cluster = cluster(1, 1);
+    let url = cluster.control_url();
+    let token = [("SWITCHYARD_TOKEN", cluster.token())];
+    let generate = ["generate", "--prompt", "An iterator", "--control-plane", &url];
+
+    let line = fails(&generate, &[("SWITCHYARD_TOKEN", "wrong")]);
+    assert!(line.contains("token") || line.contains("unauthorized"), "{line}");
+
+    let line = fails(&[&generate[..], &["--slot-bytes", "1048576"]].concat(), &token);
+    assert!(line.contains("1048576") && line.contains("10485760"), "{line}");
+
+    // Another model: same shapes, one number of the arithmetic changed.
+    let dir = copy_of_tiny();
+    edit_config(dir.path(), "\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-05");
+    let path = dir.path().to_str().expect("path");
+    let line = fails(&[&generate[..], &["--model", path]].concat(), &token);
+    assert!(line.contains("model") && line.contains("fingerprint"), "{line}");
+    let server = [
+        "expert-server",
+        "--model",
+        path,
+        "--name",
+        "b",
+        "--listen",
+        "127.0.0.1:0",
+        "--control-plane",
+        &url,
+    ];
+    let line = fails(&server, &token);
+    assert!(line.contains("model") && line.contains("fingerprint"), "{line}");
+}
+
+#[test]
+fn layer_writes_what_the_experts_compute() {
+    let dir = TempDir::new().expect("temp dir");
+    let (input, out) = (dir.path().join("in.safetensors"), dir.path().join("out.safetensors"));
+    let x: Vec<u8> = (0..3 * 256).flat_map(|i| ((i % 17) as f32 / 17.0).to_le_bytes()).collect();
+    let idx: Vec<u8> = [0i32, 5, 3, -1, -1, -1].iter().flat_map(|v| v.to_le_bytes()).collect();
+    let weights: Vec<u8> =
+        [0.5f32, 0.25, 1.0, 0.0, 9.0, 9.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+    let view = |dtype, shape: &[usize], bytes| {
+        TensorView::new(dtype, shape.to_vec(), bytes).expect("view")
+    };
+    let tensors = [
+        ("x", view(Dtype::F32, &[3, 256], &x)),
+        ("topk_idx", view(Dtype::I32, &[3, 2], &idx)),
+        ("topk_weights", view(Dtype::F32, &[3, 2], &weights)),
+    ];
+    serialize_to_file(tensors, None, &input).expect("write");
+    let (input, out_path) = (input.to_str().expect("path"), out.to_str().expect("path"));
+    let args =
+        ["layer", "--layer", "1", "--in", input, "--out", out_path, "--servers", "2", "--json"];
+    let output = run(&args, &[]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!((&report["tokens"], &report["top_k"]), (&3.into(), &2.into()));
+
+    let file = checkpoint::TensorFile::open(&out).expect("output");
+    let found = file.tensor("out").and_then(|t| t.expect_shape(&[3, 256])?.to_f32()).expect("out");
+    let checkpoint = std::sync::Arc::new(checkpoint::Checkpoint::open(tiny()).expect("model"));
+    let mut oracle = attention_client::LocalExperts::new(checkpoint);
+    let mut expected = vec![f32::NAN; 3 * 256];
+    let x: Vec<f32> = (0..3 * 256).map(|i| (i % 17) as f32 / 17.0).collect();
+    attention_client::ExpertBackend::forward(
+        &mut oracle,
+        1,
+        &x,
+        &[0, 5, 3, -1, -1, -1],
+        &[0.5, 0.25, 1.0, 0.0, 9.0, 9.0],
+        &mut expected,
+    )
+    .expect("oracle");
+    let scale = expected.iter().fold(0f32, |max, value| max.max(value.abs()));
+    assert!(scale > 0.0);
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found - expected).abs() <= 1e-5 * scale, "{found} is not {expected}");
+    }
+    assert!(found[512..].iter().all(|value| *value == 0.0), "a masked token has an output");
+}
+
+#[test]
+fn the_demo_verifies_itself_and_status_and_doctor_answer() {
+    let output = run(&["demo", "--json"], &[]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(output.status.success(), "{report}");
+    assert_eq!(report["verified"], true, "{report}");
+    assert_eq!((&report["lost_requests"], &report["duplicated_requests"]), (&0.into(), &0.into()));
+    for field in ["tokens_per_s", "layer_us_p50", "layer_us_p99", "failover_stall_ms"] {
+        assert!(report[field].is_number(), "{field} in {report}");
+    }
+    assert_eq!(report["killed"]["server"], "server-2", "{report}");
+
+    let cluster = cluster(2, 2);
+    let token = [("SWITCHYARD_TOKEN", cluster.token())];
+    let url = cluster.control_url();
+    let output = run(&["status", "--json", "--control-plane", &url], &token);
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(output.status.success() && status["healthy"] == true, "{status}");
+    assert_eq!(status["members"].as_array().map(Vec::len), Some(2));
+    let output = run(&["doctor", "--json", "--control-plane", &url], &token);
+    let doctor: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(output.status.success() && doctor["healthy"] == true, "{doctor}");
+}
+
+#[test]
+fn made_checkpoints_serve_and_full_folders_are_left_alone() {
+    let dir = TempDir::new().expect("temp dir");
+    let path = dir.path().join("made");
+    let path = path.to_str().expect("path");
+    let make = ["make-checkpoint", "--preset", "tiny-deepseek-v3", "--layers", "2", "--out", path];
+    let output = run(&[&make[..], &["--json"]].concat(), &[]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let line = fails(&make, &[]);
+    assert!(line.contains(path), "{line}");
+    let bench = ["bench", "moe", "--model", path, "--tokens", "1,3", "--seconds", "0.01", "--json"];
+    let output = run(&bench, &[]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["rows"].as_array().map(Vec::len), Some(2), "{report}");
+    for row in report["rows"].as_array().expect("rows") {
+        assert!(row["max_rel_diff"].as_f64().expect("number") <= 1e-5, "{row}");
+    }
+}
+
+/// Runs the binary with a time limit.
+fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_switchyard"));
+    command.args(args).env_remove("SWITCHYARD_TOKEN").envs(env.iter().copied());
+    let mut child = command
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("start");
+    let deadline = Instant::now() + Duration::from_secs(90);
+    // Both pipes are drained by threads, so that the child never blocks on a full one.
+    let drain = |stream: Box<dyn std::io::Read + Send>| {
+        std::thread::spawn(move || {
+            let (mut stream, mut bytes) = (stream, Vec::new());
+            stream.read_to_end(&mut bytes).expect("read");
+            bytes
+        })
+    };
+    let stdout = drain(Box::new(child.stdout.take().expect("stdout")));
+    let stderr = drain(Box::new(child.stderr.take().expect("stderr")));
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("wait") {
+            break status;
+        }
+        if Instant::now() >= deadline {
+            child.kill().expect("kill");
+            panic!("{args:?} did not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    Output {
+        status,
+        stdout: stdout.join().expect("stdout"),
+        stderr: stderr.join().expect("stderr"),
+    }
+}
+
+/// Runs the binary, which must fail with exactly one line that starts with "error:".
+fn fails(args: &[&str], env: &[(&str, &str)]) -> String {
+    let output = run(args, env);
+    let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(output.status.code(), Some(1), "{args:?}: {stderr}");
+    let errors: Vec<&str> = stderr.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert_eq!(errors.len(), 1, "{args:?}: {stderr}");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    assert_eq!(stderr.lines().last(), Some(errors[0]), "{args:?}: the error comes last: {stderr}");
+    errors[0].to_owned()
+}
+
+fn serve(model: &Path) -> Vec<&str> {
+    let model = model.to_str().expect("path");
+    vec![
+        "expert-server",
+        "--model",
+        model,
+        "--name",
+        "a",
+        "--experts",
+        "all",
+        "--listen",
+        "127.0.0.1:0",
+    ]
+}
+
+fn tiny() -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"))
+}
+
+fn copy_of_tiny() -> TempDir {
+    let dir = TempDir::new().expect("temp dir");
+    for name in ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"] {
+        std::fs::copy(tiny().join(name), dir.path().join(name)).expect("copy");
+    }
+    dir
+}
+
+fn edit_config(dir: &Path, from: &str, to: &str) {
+    let path = dir.join("config.json");
+    let text = std::fs::read_to_string(&path).expect("config");
+    assert!(text.contains(from), "config.json has no {from}");
+    let mut file = std::fs::File::create(&path).expect("config");
+    file.write_all(text.replace(from, to).as_bytes()).expect("config");
+}
+
+fn truncate(path: &Path, bytes: u64) {
+    let file = std::fs::OpenOptions::new().write(true).open(path).expect("open");
+    file.set_len(bytes).expect("truncate");
+}
+
+fn cluster(num_servers: usize, replicas: usize) -> LocalCluster {
+    let mut options = ClusterOptions::new(tiny()).expect("options");
+    options.binary = env!("CARGO_BIN_EXE_switchyard").into();
+    options.num_servers = num_servers;
+    options.replicas = replicas;
+    options.threads = Some(1);
+    LocalCluster::start(options, &mut |_| {}).expect("cluster")
+}
