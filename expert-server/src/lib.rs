@@ -12,9 +12,14 @@
 //! | [`compute`] | the arithmetic of experts |
 //! | [`metrics`] | every metric |
 //!
-//! This crate does not know who decides a placement, nor how clients route. The failpoints named
-//! `server::…` exist in builds with the feature `failpoints` only.
+//! This crate does not know who decides a placement, nor how clients route.
+//!
+//! Builds with the feature `failpoints` have failpoints, in the order in which a frame passes them:
+//! `server::after_accept`, `server::after_copy_before_release`, `server::after_release`,
+//! `server::before_compute`, `server::in_tick`, `server::after_compute`,
+//! `server::between_payload_and_publish`, `server::after_publish`.
 
+mod clients;
 pub mod compute;
 pub mod config;
 pub mod data;

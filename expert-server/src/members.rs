@@ -75,9 +75,8 @@ impl Member {
     pub(crate) async fn run(self) -> Result<(), String> {
         let mut state = self.keeper.state();
         let mut window = LoadWindow::new(&self.load);
-        let mut held = Arc::new(holds(&self.store));
-        let mut reports = tokio::time::interval(REPORT_PERIOD);
-        reports.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut held = holds(&self.store);
+        let mut num_renewals = 0;
         loop {
             let now = state.borrow_and_update().clone();
             self.health.has_lease.store(now.status == LeaseStatus::Leased, Ordering::Relaxed);
@@ -90,16 +89,16 @@ impl Member {
             }
             if let Some(new) = self.newly_assigned(&now) {
                 self.load_more(new, &mut state).await;
-                held = Arc::new(holds(&self.store));
-                self.keeper.set_ready(Assignment::clone(&held));
+                held = holds(&self.store);
+                self.keeper.set_ready(held.clone());
             }
-            tokio::select! {
-                changed = state.changed() => if changed.is_err() {
-                    return Err("the heartbeat thread has ended".to_owned());
-                },
-                _ = reports.tick() => {
-                    self.keeper.report_load(window.next_report(&self.load, &held));
-                }
+            // One report per heartbeat: a second one would take the place of the first.
+            if now.num_renewals != num_renewals {
+                num_renewals = now.num_renewals;
+                self.keeper.report_load(window.next_report(&self.load, &held));
+            }
+            if state.changed().await.is_err() {
+                return Err("the heartbeat thread has ended".to_owned());
             }
         }
     }
@@ -150,7 +149,5 @@ impl Member {
     }
 }
 
-/// How often the control plane hears of the load; every heartbeat carries at most one report.
-const REPORT_PERIOD: Duration = Duration::from_secs(1);
 /// Pause after experts could not be loaded.
 const RELOAD_PAUSE: Duration = Duration::from_secs(5);

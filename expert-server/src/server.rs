@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 use checkpoint::Checkpoint;
 use control_api::{Assignment, LeaseKeeper, RegisterRequest};
 use p2p_core::AnyEndpoint;
-use p2p_core::bootstrap::{Connection, Listener, ListenerConfig, PeerHello, Reject, RejectCode};
-use protocol::{
-    ClientHello, DispatchExpect, FrameGeometry, HelloReject, ModelShape, ServerHello, WireDtype,
-};
+use p2p_core::bootstrap::{Listener, ListenerConfig};
+use protocol::{ModelShape, WireDtype};
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 
+use crate::clients::{Host, geometry, serve_clients};
 use crate::compute::{ExpertStore, LoadProgress, Residency};
 use crate::config::{Placement, ServerConfig, check_assignment};
 use crate::data::{DataConfig, DataError, DataPlane};
@@ -337,106 +336,6 @@ impl Drop for RunningServer {
     }
 }
 
-/// What the listener's tasks know of the server.
-#[derive(Debug)]
-struct Host {
-    name: String,
-    shape: ModelShape,
-    frame_bytes: usize,
-    incarnation: u64,
-    health: Arc<Health>,
-    keeper: Option<Arc<LeaseKeeper>>,
-    data: Arc<DataPlane<AnyEndpoint>>,
-}
-
-impl Host {
-    /// Judges a client and answers its hello.
-    fn accept(&self, hello: &PeerHello) -> Result<Vec<u8>, Reject> {
-        let judged = self.judge(hello);
-        if judged.is_err() {
-            self.health.metrics.handshakes_rejected.inc();
-        }
-        judged.map_err(|reject| Reject::new(RejectCode(reject.code()), reject.to_string()))?;
-        let epoch = self.keeper.as_ref().map_or(0, |keeper| keeper.state().borrow().epoch);
-        let reply = ServerHello {
-            model: self.shape,
-            incarnation: self.incarnation,
-            epoch,
-            generation: hello.generation,
-            progress_interval_us: PROGRESS_INTERVAL_US,
-            name: self.name.clone(),
-        };
-        Ok(reply.encode())
-    }
-
-    fn judge(&self, hello: &PeerHello) -> Result<DispatchExpect, HelloReject> {
-        if self.health.is_draining.load(Ordering::Relaxed) {
-            return Err(HelloReject::Draining { server: self.name.clone() });
-        }
-        let client = ClientHello::decode(&hello.payload)?;
-        client.model.check_against(&self.shape)?;
-        let geometry =
-            geometry(&self.shape, self.frame_bytes, client.dtype, client.response_dtype)?;
-        Ok(DispatchExpect {
-            client_id: client.client_id,
-            generation: hello.generation,
-            hidden: self.shape.hidden as usize,
-            num_layers: self.shape.num_layers,
-            num_experts: self.shape.num_experts,
-            max_tokens: geometry.max_tokens(),
-            top_k: self.shape.top_k as usize,
-            dtype: client.dtype,
-            response_dtype: client.response_dtype,
-        })
-    }
-
-    /// Hands a connected client to the data thread and watches over its connection.
-    fn take(self: &Arc<Self>, connection: Connection) {
-        let Connection { channel, liveness, peer, remote_addr, .. } = connection;
-        let expect = match self.judge(&peer) {
-            Ok(expect) => expect,
-            Err(error) => {
-                // It was accepted a moment ago; by now the server drains.
-                tracing::info!(%remote_addr, %error, "a client came too late");
-                return;
-            }
-        };
-        tracing::debug!(%remote_addr, client = expect.client_id, generation = expect.generation, "a client connected");
-        let (id, mut ended) = self.data.attach(channel, expect);
-        let data = Arc::clone(&self.data);
-        tokio::spawn(async move {
-            let ended = tokio::select! {
-                ended = &mut ended => ended,
-                reason = liveness.closed() => {
-                    tracing::debug!(link = %id, client = expect.client_id, %reason, "a client is gone");
-                    data.detach(id);
-                    ended.await
-                }
-            };
-            // The client learns of the end before the slots go.
-            liveness.close();
-            if let Ok(ended) = ended {
-                tracing::debug!(link = %id, reason = ended.reason.name(), "a link ended");
-            }
-        });
-    }
-}
-
-async fn serve_clients(listener: Listener, host: Arc<Host>, mut stopped: watch::Receiver<bool>) {
-    let on_peer = Arc::clone(&host);
-    let shutdown = async move {
-        // An error means that the server is gone altogether.
-        let _ = stopped.wait_for(|stop| *stop).await;
-    };
-    listener
-        .serve(
-            move |hello| host.accept(hello),
-            move |connection| on_peer.take(connection),
-            shutdown,
-        )
-        .await;
-}
-
 /// Waits for whatever ends first, and stops the rest.
 async fn supervise(
     data_end: oneshot::Receiver<Result<(), DataError>>,
@@ -490,16 +389,6 @@ fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
     }
 }
 
-fn geometry(
-    shape: &ModelShape,
-    frame_bytes: usize,
-    dtype: WireDtype,
-    response_dtype: WireDtype,
-) -> Result<FrameGeometry, protocol::GeometryError> {
-    let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);
-    FrameGeometry::new(frame_bytes, hidden, dtype, response_dtype, top_k)
-}
-
 fn listener_config(config: &ServerConfig) -> ListenerConfig {
     ListenerConfig {
         slot: config.slot,
@@ -536,5 +425,3 @@ const CONTROL_PATIENCE: Duration = Duration::from_secs(2);
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 /// How often a drain looks whether it is done.
 const DRAIN_POLL: Duration = Duration::from_millis(20);
-/// What clients are told about the pace of progress: twice the data thread's own.
-const PROGRESS_INTERVAL_US: u32 = 2000;

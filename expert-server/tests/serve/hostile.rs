@@ -80,6 +80,7 @@ fn a_client_that_sends_nothing_but_garbage_is_dropped() {
     let limits = Limits { max_bad_frames: 5, ..Limits::default() };
     let rig = Rig::start(&reference, SLOT, limits, |_, _| true);
     let (mut client, _, end) = rig.client(1, WireDtype::F32, WireDtype::F32);
+    eventually("the link", || rig.metric("switchyard_server_links") == 1.0);
     for _ in 0..6 {
         let frame = client.channel.try_reserve().expect("sound").expect("credit");
         client.channel.publish(frame, 64).expect("published");

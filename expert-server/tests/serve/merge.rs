@@ -6,7 +6,7 @@ use protocol::{ErrorCode, WireDtype};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::common::{Reference, Request, Rig, seeded};
+use crate::common::{Reference, Request, Rig, eventually, seeded};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 1 << 20, num_frames: 2 };
 
@@ -162,21 +162,33 @@ fn an_expert_that_is_elsewhere_is_named_and_other_frames_of_the_batch_are_served
 }
 
 #[test]
-fn a_long_computation_shows_progress_to_the_client_that_waits() {
+fn a_long_computation_shows_progress_to_its_client_and_to_those_that_queue() {
     let mut rng = seeded();
     let reference = Reference::open();
     let slot = SlotConfig { slot_bytes: 20 << 20, num_frames: 2 };
     let rig = Rig::start(&reference, slot, Limits::default(), |_, _| true);
-    let (mut client, _, _end) = rig.client(1, WireDtype::Bf16, WireDtype::Bf16);
-    let num_tokens = client.geometry.max_tokens();
-    let request = Request::random(&mut rng, &reference.shape, num_tokens);
-    let before = client.channel.peer_activity();
-    let sequence = client.send(&request);
-    let reply = client.receive(sequence, &request);
-    // One publish, one credit; the rest is progress.
-    let progress = client.channel.peer_activity() - before - 2;
-    let compute_ms = u64::from(reply.times.compute_ns) / 1_000_000;
-    println!("{num_tokens} tokens, {compute_ms} ms, progress {progress}");
-    assert!(compute_ms < 4 || progress >= 1, "silent for {compute_ms} ms");
+    let (mut long, _, _end) = rig.client(1, WireDtype::Bf16, WireDtype::Bf16);
+    let (mut short, _, _end) = rig.client(2, WireDtype::F32, WireDtype::F32);
+    let num_tokens = long.geometry.max_tokens();
+    let prefill = Request::random(&mut rng, &reference.shape, num_tokens);
+    let decode = Request::random(&mut rng, &reference.shape, 1);
+    let before = [long.channel.peer_activity(), short.channel.peer_activity()];
+    let sequence = long.send(&prefill);
+    // The credit is back: the batch is about to be computed.
+    eventually("the frame's credit", || long.channel.peer_activity() > before[0]);
+    let waited = std::time::Instant::now();
+    short.round_trip(&decode, &reference);
+    let waited_ms = waited.elapsed().as_millis();
+    let reply = long.receive(sequence, &prefill);
+    // One publish and one credit each; the rest is progress.
+    let progress = [long.channel.peer_activity(), short.channel.peer_activity()];
+    let progress = [progress[0] - before[0] - 2, progress[1] - before[1] - 2];
+    let compute_ms = reply.times.compute_ns / 1_000_000;
+    println!(
+        "{num_tokens} tokens computed in {compute_ms} ms, progress {}; queued for {waited_ms} ms, progress {}",
+        progress[0], progress[1]
+    );
+    assert!(compute_ms < 4 || progress[0] >= 1, "silent for {compute_ms} ms");
+    assert!(compute_ms < 20 || waited_ms < 10 || progress[1] >= 1, "silent for {waited_ms} ms");
     rig.stop();
 }
