@@ -73,6 +73,13 @@ impl Server {
         };
         let (coordinator, revision, store) =
             started.map_err(|err| BindError::Interrupted(io::Error::other(err)))??;
+        let model = coordinator.status().model;
+        if let (Some(model), Some(wanted)) = (model, &config.model_fingerprint)
+            && model.fingerprint != *wanted
+        {
+            let (stored, wanted) = (model.fingerprint, wanted.clone());
+            return Err(BindError::Model { stored, wanted });
+        }
         if config.token.is_none() && !local_addr.ip().is_loopback() {
             warn!(%local_addr, "no token is set: everybody who reaches this address is let in");
         }
@@ -170,6 +177,17 @@ pub enum BindError {
     /// The state cannot be restored or written.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The state belongs to a fleet of another model.
+    #[error(
+        "the stored state is of a fleet that serves the model {stored}, asked for is {wanted}: \
+         use an empty data directory for another model"
+    )]
+    Model {
+        /// Fingerprint in the state.
+        stored: String,
+        /// Fingerprint in the settings.
+        wanted: String,
+    },
     /// Two metrics of one name: a defect.
     #[error("metrics could not be registered: {0}")]
     Metrics(#[source] prometheus::Error),

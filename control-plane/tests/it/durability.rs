@@ -82,6 +82,20 @@ async fn two_control_planes_cannot_share_a_directory() {
     plane.stop().await;
 }
 
+#[tokio::test]
+async fn the_state_of_another_model_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let plane = Plane::start(durable_config(dir.path())).await;
+    serve(&plane.client(), "a", 1).await;
+    plane.stop().await;
+    let mut config = durable_config(dir.path());
+    config.model_fingerprint = Some("feedfeedfeedfeed".to_owned());
+    let err = control_plane::Server::bind(config.clone()).await.unwrap_err().to_string();
+    assert!(err.contains("feedfeedfeedfeed") && err.contains("0123456789abcdef"), "{err}");
+    config.model_fingerprint = Some(model().fingerprint);
+    Plane::start(config).await.stop().await;
+}
+
 /// A store whose disk can be full.
 #[derive(Debug)]
 struct Moody {

@@ -240,6 +240,45 @@ async fn leaving_without_a_control_plane_is_bounded() {
     until(&keeper, |state| state.status == LeaseStatus::Failed).await;
 }
 
+/// A control plane that registers everybody and knows nobody must not be asked in a tight loop.
+#[tokio::test]
+async fn a_forgetful_control_plane_is_not_hammered() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let num_requests = std::sync::Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let counter = std::sync::Arc::clone(&num_requests);
+    let server = tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut chunk = vec![0; 16 << 10];
+            let len = stream.read(&mut chunk).await.unwrap_or(0);
+            counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let (status, body) = if chunk[..len].starts_with(b"POST /v1/members HTTP") {
+                let body = r#"{"member_id":"a","lease_ttl_ms":900,"epoch":1,
+                    "assignment":{"layers":[]},"assignment_version":1}"#;
+                ("200 OK", body)
+            } else {
+                ("404 Not Found", r#"{"code":"unknown_member","message":"who?"}"#)
+            };
+            let length = body.len();
+            let answer = format!(
+                "HTTP/1.1 {status}\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}"
+            );
+            let _ = stream.write_all(answer.as_bytes()).await;
+        }
+    });
+    let client = ControlClient::new(&url, None).unwrap();
+    let keeper = keeper(&client, "a", 1);
+    keeper.set_ready(Assignment::default());
+    until(&keeper, |state| state.num_registrations >= 4).await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let found = num_requests.load(std::sync::atomic::Ordering::Relaxed);
+    // Pauses of 50 ms doubling to 1 s leave room for a dozen rounds, a tight loop for thousands.
+    assert!(found < 60, "{found} requests");
+    server.abort();
+}
+
 /// Forwards connections until cut, as a network would.
 struct Proxy {
     url: String,
