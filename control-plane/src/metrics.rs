@@ -34,6 +34,21 @@ pub(crate) struct Metrics {
 impl Metrics {
     /// Registers everything. Fails only on a defect: two metrics of one name.
     pub(crate) fn new() -> Result<Self, prometheus::Error> {
+        let metrics = Self::registered()?;
+        // A series that appears with its first event looks to Prometheus as if there had been none.
+        for kind in ["new", "returned", "takeover"] {
+            metrics.registrations.with_label_values(&[kind]);
+        }
+        for cause in ["lease", "suspect"] {
+            metrics.expirations.with_label_values(&[cause]);
+        }
+        for reason in ["refused", "silent", "crowded"] {
+            metrics.connections_culled.with_label_values(&[reason]);
+        }
+        Ok(metrics)
+    }
+
+    fn registered() -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
         let make = Maker { registry: &registry };
         let request_opts = HistogramOpts::new(
