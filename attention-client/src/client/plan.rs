@@ -249,7 +249,7 @@ mod tests {
             hidden: 8,
             moe_layers: vec![0],
             num_experts: replicas.len() as u32,
-            top_k: 8,
+            top_k: 1,
         };
         let servers = (0..num_servers).map(|server| ServerEntry {
             member_id: MemberId::parse(&format!("s{server}")).unwrap(),
