@@ -155,6 +155,7 @@ unsafe fn block<S: Simd, D: Dtype, const R: usize, const T: usize>(
 /// # Safety
 /// As for [`block`]; `weights` are the rows, `scales` their factors in these columns.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
 unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize>(
     tile: &DotTile,
     weights: &[*const u8; R],
