@@ -100,7 +100,8 @@ pub struct Channel<E: Endpoint> {
     staging: Option<Region>,
     tx: TxCursor,
     rx: RxCursor,
-    consumed_seen: u64,
+    /// Whether the last look for credit found none.
+    starved: bool,
 }
 
 // SAFETY: `remote` points into memory that `endpoint` keeps mapped and that has no thread affinity;
@@ -139,7 +140,7 @@ impl<E: Endpoint> Channel<E> {
             staging,
             tx: TxCursor::new(layout.num_frames()),
             rx: RxCursor::new(layout.num_frames()),
-            consumed_seen: 0,
+            starved: false,
         })
     }
 
@@ -152,7 +153,7 @@ impl<E: Endpoint> Channel<E> {
         let num_frames = self.layout.num_frames();
         self.tx = TxCursor::starting_at(num_frames, seq);
         self.rx = RxCursor::starting_at(num_frames, seq);
-        self.consumed_seen = seq;
+        self.starved = false;
         self.add_remote(PUBLISHED, seq)?;
         self.add_remote(CONSUMED, seq)
     }
@@ -192,16 +193,19 @@ impl<E: Endpoint> Channel<E> {
         self.endpoint.wait_fd()
     }
 
-    /// The next frame to fill, or `None` while the peer has not given credit.
+    /// The next frame to fill, or `None` while the peer has not given credit. The peer's counter is
+    /// only looked at when all credit seen so far is used up.
     ///
     /// # Errors
     /// [`ChannelError::Desync`] when the peer's credits are impossible.
     pub fn try_reserve(&mut self) -> Result<Option<TxFrame>, ChannelError> {
-        // SYNC POINT `consumed`: acquires what the peer did before it gave the frame back.
-        let consumed = flags::observe::<Contract>(self.local_word(CONSUMED));
-        self.consumed_seen = consumed;
-        let free = self.tx.has_credit(consumed)?;
-        Ok(free.then(|| TxFrame { seq: self.tx.next_seq() }))
+        self.starved = false;
+        if !self.tx.has_spare() {
+            // SYNC POINT `consumed`: acquires what the peer did before it gave the frame back.
+            let consumed = flags::observe::<Contract>(self.local_word(CONSUMED));
+            self.starved = !self.tx.has_credit(consumed)?;
+        }
+        Ok((!self.starved).then(|| TxFrame { seq: self.tx.next_seq() }))
     }
 
     /// Where to write a reserved frame: the peer's slot itself, or staging memory for a put.
@@ -314,12 +318,14 @@ impl<E: Endpoint> Channel<E> {
         self.local_word(PROGRESS).load(Ordering::Acquire)
     }
 
-    /// Whether a frame or a credit arrived that was not looked at yet.
+    /// Whether a frame arrived that was not taken yet, or a credit after
+    /// [`try_reserve`](Self::try_reserve) found none.
     #[must_use]
     pub fn has_news(&self) -> bool {
         // Relaxed: whoever acts on it observes the flag again.
-        self.local_word(PUBLISHED).load(Ordering::Relaxed) != self.rx.taken()
-            || self.local_word(CONSUMED).load(Ordering::Relaxed) != self.consumed_seen
+        self.has_frame()
+            || (self.starved
+                && self.local_word(CONSUMED).load(Ordering::Relaxed) != self.tx.consumed_seen())
     }
 
     /// Whether a frame arrived that was not taken yet. The cheapest poll: one load.

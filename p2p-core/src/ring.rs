@@ -53,6 +53,19 @@ impl TxCursor {
         self.published - self.consumed_seen
     }
 
+    /// Whether a frame is free by what was seen of the peer's counter so far. Looking again is only
+    /// worth its cache miss when this says no.
+    #[must_use]
+    pub const fn has_spare(&self) -> bool {
+        self.in_flight() < self.num_frames
+    }
+
+    /// What was last seen of the peer's `consumed` counter.
+    #[must_use]
+    pub const fn consumed_seen(&self) -> u64 {
+        self.consumed_seen
+    }
+
     /// Takes in the peer's `consumed` counter and says whether a frame is free.
     ///
     /// # Errors
@@ -67,7 +80,7 @@ impl TxCursor {
             });
         }
         self.consumed_seen = consumed;
-        Ok(self.in_flight() < self.num_frames)
+        Ok(self.has_spare())
     }
 
     /// Counts one frame as published.

@@ -47,8 +47,10 @@ impl Shared {
 fn write<D: Discipline>(shared: &Shared, num: u64, sleeps: bool) {
     let mut cursor = TxCursor::new(shared.frames.len());
     for value in 0..num {
-        let mut poll =
-            || cursor.has_credit(flags::observe::<D>(&shared.consumed)).expect("sane counter");
+        let mut poll = || {
+            cursor.has_spare()
+                || cursor.has_credit(flags::observe::<D>(&shared.consumed)).expect("sane counter")
+        };
         let wake = sleeps.then_some(&shared.wake_writer);
         wait::<D>(&shared.writer_waits, wake, &mut poll);
         let seq = cursor.next_seq();

@@ -8,7 +8,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
 use super::clock::{Clock, percentile};
-use super::message::{Inbox, Pattern, messages_per_window, num_chunks, spin_until, text, try_put};
+use super::message::{Inbox, Pattern, Spin, messages_per_window, num_chunks, text, try_put};
 use super::{BenchConfig, iterations, sizes};
 use crate::bootstrap::{ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect};
 use crate::endpoint::TransportKind;
@@ -98,16 +98,30 @@ struct Lane {
     next_seq: u64,
     /// Index of the process at the other end.
     peer_idx: u64,
-    /// Bytes sent of the current message.
+    /// Where the message to be sent begins in the pattern.
+    out: usize,
+    /// Bytes sent of it.
     sent: usize,
     /// Whether the peer's message is complete.
     got: bool,
+    spin: Spin,
 }
 
 impl Lane {
-    fn new(connection: Connection, max_bytes: usize, peer_idx: u64) -> Self {
-        let inbox = Inbox::new(&connection.channel, max_bytes);
-        Self { connection, inbox, peer_steps: 0, next_seq: 0, peer_idx, sent: 0, got: false }
+    fn new(connection: Connection, config: &BenchConfig, peer_idx: u64) -> Self {
+        let spin = Spin::among(config.senders + config.receivers);
+        let inbox = Inbox::new(&connection.channel, config.max_bytes);
+        Self {
+            connection,
+            inbox,
+            peer_steps: 0,
+            next_seq: 0,
+            peer_idx,
+            out: 0,
+            sent: 0,
+            got: false,
+            spin,
+        }
     }
 
     /// Tells the peer one thing, which it knows the meaning of.
@@ -120,7 +134,7 @@ impl Lane {
         self.peer_steps += 1;
         let wanted = self.peer_steps;
         let channel = &self.connection.channel;
-        spin_until("the other process", || Ok(channel.peer_progress() >= wanted))
+        self.spin.until("the other process", || Ok(channel.peer_progress() >= wanted))
     }
 
     fn poison(&self, len: usize, num: usize) {
@@ -165,7 +179,7 @@ fn send(job: &Job) -> Result<(), String> {
         };
         let connection =
             runtime.block_on(connect(addr.as_str(), hello, connect_config)).map_err(text)?;
-        lanes.push(Lane::new(connection, config.max_bytes, idx as u64));
+        lanes.push(Lane::new(connection, config, idx as u64));
     }
     say(&format!("pages {}", lanes[0].connection.pages.name()));
     let clock = Clock::calibrated();
@@ -197,23 +211,24 @@ fn latency(
 ) -> Result<Vec<f64>, String> {
     let timed = iterations(&job.config, len);
     let warm_up = timed / 10 + 8;
+    let us = job.idx as u64;
+    let spin = lanes[0].spin;
     let mut samples = Vec::with_capacity(timed);
     for iteration in 0..warm_up + timed {
         for lane in &mut *lanes {
             lane.sent = 0;
+            lane.out = Pattern::start(numbered(iteration, us, lane.peer_idx));
             lane.poison(len, 1);
         }
         for lane in &mut *lanes {
             lane.await_step()?;
         }
-        let number = |lane: &Lane| numbered(iteration, job.idx as u64, lane.peer_idx);
         let start = clock.ticks();
         // Sending and receiving take turns: with messages beyond the ring both sides need credit.
-        spin_until("answers", || {
+        spin.until("answers", || {
             let mut done = true;
             for lane in &mut *lanes {
-                let message = pattern.message(number(lane), len);
-                let sent = lane.send_on(message)?;
+                let sent = lane.send_on(pattern.at(lane.out, len))?;
                 lane.got = lane.got || lane.collect(len, 1)?;
                 done &= sent && lane.got;
             }
@@ -221,7 +236,7 @@ fn latency(
         })?;
         let end = clock.ticks();
         for lane in &mut *lanes {
-            let answer = pattern.message(number(lane) + ANSWER, len);
+            let answer = pattern.message(numbered(iteration, us, lane.peer_idx) + ANSWER, len);
             *verified += lane.verify(std::iter::once(answer), len, 1)?;
         }
         if iteration >= warm_up {
@@ -253,7 +268,7 @@ fn bandwidth(
                 let number = numbered(round + nth, job.idx as u64, lane.peer_idx);
                 let message = pattern.message(number, len);
                 lane.sent = 0;
-                spin_until("credit", || lane.send_on(message))?;
+                lane.spin.until("credit", || lane.send_on(message))?;
             }
         }
         for lane in &mut *lanes {
@@ -275,6 +290,7 @@ fn receive(job: &Job) -> Result<(), String> {
     let pattern = Pattern::new(config.seed, config.max_bytes);
     let mut verified = 0;
     let us = job.idx as u64;
+    let spin = lanes[0].spin;
     if us == 0 {
         raw_echo(&mut lanes[0])?;
     }
@@ -282,16 +298,16 @@ fn receive(job: &Job) -> Result<(), String> {
         let timed = iterations(config, len);
         for iteration in 0..timed / 10 + 8 + timed {
             for lane in &mut lanes {
+                lane.out = Pattern::start(numbered(iteration, lane.peer_idx, us) + ANSWER);
                 lane.poison(len, 1);
                 lane.step()?;
             }
             // Every message is answered as soon as it is complete.
-            spin_until("messages", || {
+            spin.until("messages", || {
                 let mut done = true;
                 for lane in &mut lanes {
                     lane.got = lane.got || lane.collect(len, 1)?;
-                    let number = numbered(iteration, lane.peer_idx, us) + ANSWER;
-                    done &= lane.got && lane.send_on(pattern.message(number, len))?;
+                    done &= lane.got && lane.send_on(pattern.at(lane.out, len))?;
                 }
                 Ok(done)
             })?;
@@ -307,7 +323,7 @@ fn receive(job: &Job) -> Result<(), String> {
                 lane.poison(len, window);
                 lane.step()?;
             }
-            spin_until("messages", || {
+            spin.until("messages", || {
                 let mut done = true;
                 for lane in &mut lanes {
                     if !lane.got && lane.collect(len, window)? {
@@ -339,12 +355,13 @@ fn receive(job: &Job) -> Result<(), String> {
 /// Round trips of one bare 64-bit word, halved, in microseconds.
 fn raw_flag(lane: &mut Lane, clock: &Clock) -> Result<f64, String> {
     lane.await_step()?;
+    let spin = lane.spin;
     let Some((theirs, ours)) = lane.connection.channel.raw_words() else { return Ok(0.0) };
     let mut samples = Vec::with_capacity(RAW_ROUNDS as usize);
     for round in 1..=RAW_ROUNDS {
         let start = clock.ticks();
         theirs.store(round, Ordering::Release);
-        spin_until("the raw flag", || Ok(ours.load(Ordering::Acquire) >= round))?;
+        spin.until("the raw flag", || Ok(ours.load(Ordering::Acquire) >= round))?;
         samples.push(clock.us_between(start, clock.ticks()) / 2.0);
     }
     samples.drain(..samples.len() / 10);
@@ -353,9 +370,10 @@ fn raw_flag(lane: &mut Lane, clock: &Clock) -> Result<f64, String> {
 
 fn raw_echo(lane: &mut Lane) -> Result<(), String> {
     lane.step()?;
+    let spin = lane.spin;
     let Some((theirs, ours)) = lane.connection.channel.raw_words() else { return Ok(()) };
     for round in 1..=RAW_ROUNDS {
-        spin_until("the raw flag", || Ok(ours.load(Ordering::Acquire) >= round))?;
+        spin.until("the raw flag", || Ok(ours.load(Ordering::Acquire) >= round))?;
         theirs.store(round, Ordering::Release);
     }
     Ok(())
@@ -384,7 +402,7 @@ fn meet_senders(config: &BenchConfig, runtime: &Runtime) -> Result<Vec<Lane>, St
                 .map_err(|_| "not all senders came".to_owned())?
                 .ok_or("the listener ended")?;
             let peer_idx = connection.peer.peer_id;
-            lanes.push(Lane::new(connection, config.max_bytes, peer_idx));
+            lanes.push(Lane::new(connection, config, peer_idx));
         }
         drop(stop);
         serving.await.map_err(text)?;

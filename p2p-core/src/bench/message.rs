@@ -22,29 +22,54 @@ impl Pattern {
     }
 
     pub(super) fn message(&self, number: u64, len: usize) -> &[u8] {
-        let start = number as usize % NUM_WINDOWS * WINDOW_STEP;
+        self.at(Self::start(number), len)
+    }
+
+    /// Where message `number` begins, for [`at`](Self::at): computed ahead of the timed part.
+    pub(super) fn start(number: u64) -> usize {
+        number as usize % NUM_WINDOWS * WINDOW_STEP
+    }
+
+    #[inline]
+    pub(super) fn at(&self, start: usize, len: usize) -> &[u8] {
         &self.bytes[start..start + len.min(self.max_bytes)]
     }
 }
 
-/// Polls until `ready`, giving the processor away now and then when it takes long.
-pub(super) fn spin_until(
-    what: &'static str,
-    mut ready: impl FnMut() -> Result<bool, String>,
-) -> Result<(), String> {
-    let mut deadline = None;
-    loop {
-        for _ in 0..SPINS {
-            if ready()? {
-                return Ok(());
+/// How a process waits: it polls, and gives its processor away when others need it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Spin {
+    polls_before_yield: u32,
+}
+
+impl Spin {
+    /// For `num_processes` that poll on this machine at the same time.
+    pub(super) fn among(num_processes: usize) -> Self {
+        let num_cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        Self { polls_before_yield: if num_processes > num_cpus { 50 } else { 20_000 } }
+    }
+
+    /// Polls until `ready`.
+    #[inline]
+    pub(super) fn until(
+        self,
+        what: &'static str,
+        mut ready: impl FnMut() -> Result<bool, String>,
+    ) -> Result<(), String> {
+        let mut deadline = None;
+        loop {
+            for _ in 0..self.polls_before_yield {
+                if ready()? {
+                    return Ok(());
+                }
+                std::hint::spin_loop();
             }
-            std::hint::spin_loop();
+            let now = Instant::now();
+            if now > *deadline.get_or_insert(now + PATIENCE) {
+                return Err(format!("waited {} s for {what}", PATIENCE.as_secs()));
+            }
+            std::thread::yield_now();
         }
-        let now = Instant::now();
-        if now > *deadline.get_or_insert(now + PATIENCE) {
-            return Err(format!("waited {} s for {what}", PATIENCE.as_secs()));
-        }
-        std::thread::yield_now();
     }
 }
 
@@ -214,5 +239,4 @@ const POISON: u8 = 0xa5;
 const GUARD_BYTES: usize = 64;
 const NUM_WINDOWS: usize = 127;
 const WINDOW_STEP: usize = 64;
-const SPINS: u32 = 20_000;
 const PATIENCE: Duration = Duration::from_secs(60);

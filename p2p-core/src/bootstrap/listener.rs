@@ -27,7 +27,7 @@ use super::{
     ReadError, Reject, RejectCode, join, read_message, write_message,
 };
 use crate::backend::shm::pass::{self, Nonce, Passed};
-use crate::backend::shm::{PeerSlot, SharedSlot};
+use crate::backend::shm::{PeerSlot, SharedSlot, ShmError};
 use crate::backend::staged::Disorder;
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
@@ -128,10 +128,13 @@ struct Shared {
     host: HostIdentity,
     rendezvous_name: Nonce,
     /// Handshakes that wait for descriptors.
-    waiting: Mutex<HashMap<Nonce, oneshot::Sender<(UnixStream, Passed)>>>,
+    waiting: Mutex<HashMap<Nonce, oneshot::Sender<Met>>>,
     peers: Arc<Semaphore>,
     stats: Arc<ListenerStats>,
 }
+
+/// What a rendezvous brought: descriptors, or the reason against whoever sent them.
+type Met = Result<(UnixStream, Passed), ShmError>;
 
 impl Listener {
     /// Listens on `addr`; port 0 takes any free one.
@@ -265,20 +268,17 @@ async fn pause_after(error: &io::Error) {
 
 /// Takes descriptors from a Unix connection and hands them to the handshake that waits for them.
 async fn meet(shared: &Shared, stream: UnixStream, place: &Place) {
-    let receive = async {
-        pass::check_user(&stream)?;
-        pass::receive(&stream).await
-    };
     let received = tokio::select! {
-        received = timeout(shared.config.handshake_timeout, receive) => received,
+        received = timeout(shared.config.handshake_timeout, pass::receive(&stream)) => received,
         () = place.evicted() => return,
     };
     match received {
         Ok(Ok(passed)) => {
             let waiting = lock(&shared.waiting).remove(&passed.nonce);
+            let met = pass::check_user(&stream).map(|()| (stream, passed));
             match waiting {
                 // The handshake may have ended meanwhile; everything is closed then.
-                Some(handshake) => drop(handshake.send((stream, passed))),
+                Some(handshake) => drop(handshake.send(met)),
                 None => tracing::debug!("descriptors for a handshake that nobody waits for"),
             }
         }
@@ -490,7 +490,7 @@ where
 struct Expected<'a> {
     shared: &'a Shared,
     nonce: Nonce,
-    arrived: oneshot::Receiver<(UnixStream, Passed)>,
+    arrived: oneshot::Receiver<Met>,
 }
 
 impl<'a> Expected<'a> {
@@ -505,9 +505,11 @@ impl<'a> Expected<'a> {
     async fn wait(mut self, stream: &TcpStream) -> Result<(UnixStream, Passed), Ended> {
         let mut byte = [0u8; 1];
         tokio::select! {
-            arrived = &mut self.arrived => {
-                arrived.map_err(|_| Ended::Broken("the rendezvous ended".to_owned()))
-            }
+            arrived = &mut self.arrived => match arrived {
+                Ok(Ok(met)) => Ok(met),
+                Ok(Err(error)) => Err(Reject::new(RejectCode::TRANSPORT, error.to_string()).into()),
+                Err(_) => Err(Ended::Broken("the rendezvous ended".to_owned())),
+            },
             peeked = stream.peek(&mut byte) => match peeked {
                 Ok(0) => Err(Ended::Broken("the peer closed the connection".to_owned())),
                 Ok(_) => Err(Reject::new(

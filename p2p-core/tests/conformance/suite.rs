@@ -236,7 +236,14 @@ fn desync<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
         assert!(error.to_string().contains(&(num_frames + 1).to_string()), "{error}");
     }
     meet(&mut channel);
-    for jump in [1, 1 << 40, u64::MAX / 2] {
+    // The counter is looked at when credit runs out, so that must come first.
+    for _ in 0..num_frames {
+        if party == Party::B {
+            let frame = channel.try_reserve().unwrap().expect("credit");
+            channel.publish(frame, 0).unwrap();
+        }
+    }
+    for jump in [num_frames + 1, 1 << 40, u64::MAX / 2] {
         if party == Party::A {
             add(&mut channel, CONSUMED, jump);
         }
