@@ -4,6 +4,9 @@
 
 mod suite;
 
+use std::net::SocketAddr;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -115,12 +118,34 @@ fn the_death_of_a_process_is_noticed_at_once() {
     assert_eq!(again, Some(reason));
 }
 
+#[test]
+fn another_user_is_refused_by_name() {
+    let this_user = std::fs::metadata("/proc/self").unwrap().uid();
+    if this_user != 0 {
+        println!("SKIPPED: needs root to start a process of another user");
+        return;
+    }
+    let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+    let (connections, addr) = serve(slot, TransportKind::Shm);
+    let mut command = child_command(addr, slot, TransportKind::Shm, &[("REFUSED", "1".to_owned())]);
+    match command.uid(65534).gid(65534).status() {
+        Ok(status) => assert!(status.success(), "see the child's message"),
+        Err(error) => println!("SKIPPED: another user cannot execute this test: {error}"),
+    }
+    assert!(connections.try_recv().is_err());
+}
+
 /// A listener, and this binary again as its peer.
 fn serve_one_child(
     slot: SlotConfig,
     kind: TransportKind,
     env: &[(&str, String)],
 ) -> (mpsc::Receiver<Connection>, Child) {
+    let (receiver, addr) = serve(slot, kind);
+    (receiver, child_command(addr, slot, kind, env).spawn().unwrap())
+}
+
+fn serve(slot: SlotConfig, kind: TransportKind) -> (mpsc::Receiver<Connection>, SocketAddr) {
     let (sender, receiver) = mpsc::channel();
     let (addr_sender, addr) = mpsc::channel();
     std::thread::spawn(move || {
@@ -134,16 +159,24 @@ fn serve_one_child(
         });
     });
     let addr = addr.recv_timeout(Duration::from_secs(10)).expect("listener");
-    let child = Command::new(std::env::current_exe().unwrap())
+    (receiver, addr)
+}
+
+fn child_command(
+    addr: SocketAddr,
+    slot: SlotConfig,
+    kind: TransportKind,
+    env: &[(&str, String)],
+) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", "child_process", "--nocapture"])
         .env("P2P_CHILD_ADDR", addr.to_string())
         .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
         .env("P2P_CHILD_KIND", kind.name())
         .envs(env.iter().map(|(k, v)| (format!("P2P_CHILD_{k}"), v)))
-        .stdin(Stdio::null())
-        .spawn()
-        .unwrap();
-    (receiver, child)
+        .stdin(Stdio::null());
+    command
 }
 
 /// The other half of the tests with two processes. Does nothing when run on its own.
@@ -158,15 +191,21 @@ fn child_process() {
         _ => TransportKind::Shm,
     };
     let runtime = runtime();
-    let meet = || {
+    let try_to_meet = || {
         let config = ConnectConfig {
             slot: SlotConfig { slot_bytes: sizes[0], num_frames: sizes[1] },
             transports: vec![kind],
             timeout: Duration::from_secs(20),
             ..Default::default()
         };
-        runtime.block_on(connect(addr.as_str(), PeerHello::default(), config)).unwrap()
+        runtime.block_on(connect(addr.as_str(), PeerHello::default(), config))
     };
+    if var("REFUSED").is_some() {
+        let error = try_to_meet().unwrap_err().to_string();
+        assert!(error.contains("uid 65534") && error.contains("uid 0"), "{error}");
+        return;
+    }
+    let meet = || try_to_meet().unwrap();
     if var("HANG").is_some() {
         let _connection = meet();
         std::thread::sleep(Duration::from_secs(60));

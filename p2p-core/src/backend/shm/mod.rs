@@ -218,6 +218,26 @@ mod tests {
     }
 
     #[test]
+    fn huge_pages_are_used_when_the_pool_has_them_and_given_back() {
+        let layout = SlotLayout::new(SlotConfig { slot_bytes: 4 << 20, num_frames: 2 }).unwrap();
+        if !pages::huge_pages_fit(layout.slot_bytes()) {
+            println!("SKIPPED: the pool of huge pages is empty (sysctl vm.nr_hugepages=16)");
+            return;
+        }
+        let slot = SharedSlot::create(&layout).unwrap();
+        assert_eq!(slot.pages(), PageKind::HugeTlb);
+        let [memory, wake] = slot.descriptors().map(dup);
+        let peer = PeerSlot::open(&memory, wake, &layout).unwrap();
+        // SAFETY: both mappings are alive, and only this thread touches them.
+        unsafe {
+            peer.region.as_ptr().add(layout.slot_bytes() - 1).write(9);
+            assert_eq!(slot.region().as_ptr().add(layout.slot_bytes() - 1).read(), 9);
+        }
+        let shrunk = rustix::fs::ftruncate(slot.descriptors()[0], 0);
+        assert_eq!(shrunk, Err(rustix::io::Errno::PERM));
+    }
+
+    #[test]
     fn a_slot_cannot_be_resized_by_anyone() {
         let slot = SharedSlot::create(&layout()).unwrap();
         let [memory, _] = slot.descriptors();
