@@ -30,11 +30,8 @@ pub(crate) struct Host {
 impl Host {
     /// Judges a client and answers its hello.
     fn accept(&self, hello: &PeerHello) -> Result<Vec<u8>, Reject> {
-        let judged = self.judge(hello);
-        if judged.is_err() {
-            self.health.metrics.handshakes_rejected.inc();
-        }
-        judged.map_err(|reject| Reject::new(RejectCode(reject.code()), reject.to_string()))?;
+        self.judge(hello)
+            .map_err(|reject| Reject::new(RejectCode(reject.code()), reject.to_string()))?;
         let epoch = self.keeper.as_ref().map_or(0, |keeper| keeper.state().borrow().epoch);
         let reply = ServerHello {
             model: self.shape,

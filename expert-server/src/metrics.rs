@@ -3,6 +3,9 @@
 //! The handles that the data thread uses are resolved here once: updating one is a few atomic
 //! additions, without a lock, a look-up or an allocation.
 
+use std::sync::atomic::Ordering;
+
+use p2p_core::bootstrap::ListenerStats;
 use prometheus::core::Collector;
 use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec,
@@ -57,11 +60,12 @@ impl DropReason {
 /// The metrics of one server. Cloning shares them.
 #[derive(Clone, Debug)]
 pub struct ServerMetrics {
+    pub(crate) http: httpd::Metrics,
     registry: Registry,
     pub(crate) links: IntGauge,
     pub(crate) links_opened: IntCounter,
     links_dropped: [IntCounter; DropReason::ALL.len()],
-    pub(crate) handshakes_rejected: IntCounter,
+    handshakes_failed: [IntCounter; 4],
     pub(crate) frames_in: IntCounter,
     pub(crate) frames_out: IntCounter,
     bad_frames: Vec<(ErrorCode, IntCounter)>,
@@ -106,6 +110,12 @@ impl ServerMetrics {
             "Client links that ended, by reason.",
             "reason",
         )?;
+        let handshakes = labelled(
+            r,
+            "switchyard_server_handshakes_rejected_total",
+            "Connections that did not become links: refused for what they said, too slow, pushed out by newer ones, broken.",
+            "reason",
+        )?;
         let frames = labelled(
             r,
             "switchyard_server_frames_total",
@@ -140,7 +150,11 @@ impl ServerMetrics {
             ),
             &["layer", "expert"],
         )?;
+        let http = httpd::Metrics::new("switchyard_server")?;
+        add(r, http.connections.clone())?;
+        add(r, http.culled.clone())?;
         Ok(Self {
+            http,
             links: gauge(r, "switchyard_server_links", "Client links that are open.")?,
             links_opened: counter(
                 r,
@@ -149,11 +163,8 @@ impl ServerMetrics {
             )?,
             links_dropped: DropReason::ALL
                 .map(|reason| dropped.with_label_values(&[reason.name()])),
-            handshakes_rejected: counter(
-                r,
-                "switchyard_server_handshakes_rejected_total",
-                "Clients turned away: another model, no room, not ready.",
-            )?,
+            handshakes_failed: HANDSHAKE_REASONS
+                .map(|reason| handshakes.with_label_values(&[reason])),
             frames_in: frames.with_label_values(&["in"]),
             frames_out: frames.with_label_values(&["out"]),
             bad_frames: KNOWN_CODES
@@ -240,6 +251,14 @@ impl ServerMetrics {
         String::from_utf8(text).map_err(|e| prometheus::Error::Msg(e.to_string()))
     }
 
+    /// Brings the counters of the listener's handshakes up to date. Not for two threads at a time.
+    pub(crate) fn set_handshakes(&self, stats: &ListenerStats) {
+        let counts = [&stats.rejected, &stats.timed_out, &stats.evicted, &stats.broken];
+        for (counter, count) in self.handshakes_failed.iter().zip(counts) {
+            counter.inc_by(count.load(Ordering::Relaxed).saturating_sub(counter.get()));
+        }
+    }
+
     pub(crate) fn count_bad_frame(&self, code: ErrorCode) {
         let known = self.bad_frames.iter().find(|(known, _)| *known == code);
         known.map_or(&self.bad_frames_other, |(_, counter)| counter).inc();
@@ -302,6 +321,9 @@ const PHASE_BUCKETS: [f64; 20] = [
     1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1,
     0.2, 0.5, 1.0, 5.0,
 ];
+
+/// In the order of the counts in [`ListenerStats`].
+const HANDSHAKE_REASONS: [&str; 4] = ["refused", "timed_out", "evicted", "broken"];
 
 /// Codes with a counter of their own.
 const KNOWN_CODES: [ErrorCode; 10] = [

@@ -72,6 +72,8 @@ impl ExpertServer {
         let has_control_plane = matches!(config.placement, Placement::ControlPlane { .. });
         let health = Arc::new(Health {
             metrics: metrics.clone(),
+            handshakes: listener.stats(),
+            rendering: Mutex::new(()),
             data: OnceLock::new(),
             is_draining: AtomicBool::new(false),
             needs_lease: has_control_plane,
@@ -80,12 +82,13 @@ impl ExpertServer {
         // From here on, so that whoever watches can tell loading from hanging.
         let (stop, stopped) = watch::channel(false);
         if let Some(tcp) = metrics_listener {
-            let (router, stopped) = (http::router(Arc::clone(&health)), stopped.clone());
-            tokio::spawn(async move {
-                if let Err(error) = http::serve(tcp, router, stopped).await {
-                    tracing::error!(%error, "serving metrics failed");
-                }
-            });
+            tokio::spawn(httpd::serve(
+                tcp,
+                http::router(Arc::clone(&health)),
+                httpd::Limits::default(),
+                metrics.http.clone(),
+                stopped.clone(),
+            ));
         }
 
         let mut registration = RegisterRequest::new(
@@ -210,10 +213,18 @@ impl RunningServer {
         &self.config.name
     }
 
-    /// The metrics.
+    /// The metrics. Some are brought up to date only by [`render_metrics`](Self::render_metrics).
     #[must_use]
     pub fn metrics(&self) -> &ServerMetrics {
         &self.health.metrics
+    }
+
+    /// What `/metrics` answers.
+    ///
+    /// # Errors
+    /// [`prometheus::Error`] when a metric cannot be encoded.
+    pub fn render_metrics(&self) -> Result<String, prometheus::Error> {
+        self.health.render_metrics()
     }
 
     /// What is loaded.

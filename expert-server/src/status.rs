@@ -1,10 +1,11 @@
 //! What the data thread and the control tasks know of each other, without locks.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use control_api::{Assignment, ExpertLoad, LoadReport};
+use p2p_core::bootstrap::ListenerStats;
 
 use crate::metrics::ServerMetrics;
 
@@ -86,6 +87,9 @@ impl DataStatus {
 #[derive(Debug)]
 pub(crate) struct Health {
     pub(crate) metrics: ServerMetrics,
+    pub(crate) handshakes: Arc<ListenerStats>,
+    /// Held while metrics are brought up to date and rendered.
+    pub(crate) rendering: Mutex<()>,
     /// The data thread, from the moment that the experts are loaded.
     pub(crate) data: OnceLock<Arc<DataStatus>>,
     pub(crate) is_draining: AtomicBool,
@@ -124,6 +128,8 @@ impl Health {
     }
 
     pub(crate) fn render_metrics(&self) -> Result<String, prometheus::Error> {
+        let _one_at_a_time = self.rendering.lock().unwrap_or_else(PoisonError::into_inner);
+        self.metrics.set_handshakes(&self.handshakes);
         self.metrics.ready.set(self.ready().is_ok().into());
         self.metrics.lease_held.set(self.has_lease.load(Ordering::Relaxed).into());
         self.metrics.render()

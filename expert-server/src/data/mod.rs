@@ -16,7 +16,7 @@ use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 use crossbeam_queue::SegQueue;
 use p2p_core::{Channel, Endpoint, Kicker, SpinPolicy, WaitSet};
@@ -118,7 +118,7 @@ where
         let load =
             Arc::new(LoadCounters::new(model.num_layers as usize, model.num_experts as usize));
         let status = Arc::new(DataStatus::new());
-        let inbox = Arc::new(Inbox { commands: SegQueue::new(), next_id: AtomicU64::new(1) });
+        let inbox = Arc::new(Inbox::new());
         let wait = WaitSet::new().map_err(DataError::Start)?;
         let kicker = wait.kicker();
         let pinning = (!config.cpus.is_empty()).then(|| Pinning { cpus: config.cpus.clone() });
@@ -137,6 +137,7 @@ where
         let (ended, end) = oneshot::channel();
         let (pinned, is_pinned) = std::sync::mpsc::sync_channel(1);
         let thread_status = Arc::clone(&status);
+        let thread_inbox = Arc::clone(&inbox);
         let body = move || {
             let pinning = own_cpu.map_or(Ok(()), pin_current_thread);
             let is_ok = pinning.is_ok();
@@ -147,6 +148,7 @@ where
             // waits for an answer then sees its connection close, not silence.
             let result = catch_unwind(AssertUnwindSafe(move || engine.run()));
             thread_status.set_over();
+            thread_inbox.close();
             let result = result.unwrap_or_else(|panic| {
                 let message = panic_message(panic.as_ref());
                 tracing::error!(%message, "the data thread panicked");
@@ -196,14 +198,14 @@ where
     }
 
     fn send(&self, command: Command<E>) {
-        self.inbox.commands.push(command);
+        self.inbox.push(command);
         self.kicker.kick();
     }
 }
 
 impl<E: Endpoint> Drop for DataPlane<E> {
     fn drop(&mut self) {
-        self.inbox.commands.push(Command::Stop);
+        self.inbox.push(Command::Stop);
         self.kicker.kick();
     }
 }
@@ -212,15 +214,42 @@ impl<E: Endpoint> Drop for DataPlane<E> {
 pub(crate) struct Inbox<E: Endpoint> {
     commands: SegQueue<Command<E>>,
     next_id: AtomicU64,
+    is_closed: AtomicBool,
 }
 
 impl<E: Endpoint> Inbox<E> {
+    const fn new() -> Self {
+        let (next_id, is_closed) = (AtomicU64::new(1), AtomicBool::new(false));
+        Self { commands: SegQueue::new(), next_id, is_closed }
+    }
+
     fn is_empty(&self) -> bool {
         self.commands.is_empty()
     }
 
     fn pop(&self) -> Option<Command<E>> {
         self.commands.pop()
+    }
+
+    /// Commands to a thread that is gone are dropped, and with them the channels of links that would
+    /// otherwise wait for ever. Sequentially consistent, so that either the one who pushes sees the end
+    /// or the one who closes sees the command.
+    fn push(&self, command: Command<E>) {
+        self.commands.push(command);
+        fence(Ordering::SeqCst);
+        if self.is_closed.load(Ordering::SeqCst) {
+            self.drop_all();
+        }
+    }
+
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        self.drop_all();
+    }
+
+    fn drop_all(&self) {
+        while self.pop().is_some() {}
     }
 }
 
