@@ -97,6 +97,19 @@ pub struct Limits {
     pub shutdown_timeout: Duration,
 }
 
+impl Limits {
+    pub(crate) fn http(&self) -> httpd::Limits {
+        httpd::Limits {
+            max_connections: self.max_connections,
+            max_head_bytes: self.max_head_bytes,
+            max_headers: self.max_headers,
+            head_timeout: self.head_timeout,
+            write_timeout: self.write_timeout,
+            shutdown_timeout: self.shutdown_timeout,
+        }
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {

@@ -24,8 +24,7 @@ pub(crate) struct Metrics {
     experts_under_replicated: IntGauge,
     request_seconds: HistogramVec,
     pub(crate) watchers: IntGauge,
-    pub(crate) connections: IntGauge,
-    pub(crate) connections_culled: IntCounterVec,
+    pub(crate) http: httpd::Metrics,
     pub(crate) store_write_seconds: Histogram,
     pub(crate) store_write_errors: IntCounter,
     pub(crate) store_writable: IntGauge,
@@ -41,9 +40,6 @@ impl Metrics {
         }
         for cause in ["lease", "suspect"] {
             metrics.expirations.with_label_values(&[cause]);
-        }
-        for reason in ["refused", "silent", "crowded"] {
-            metrics.connections_culled.with_label_values(&[reason]);
         }
         Ok(metrics)
     }
@@ -71,6 +67,9 @@ impl Metrics {
             &["component", "version"],
         )?;
         info.with_label_values(&["control-plane", env!("CARGO_PKG_VERSION")]).set(1);
+        let http = httpd::Metrics::new("switchyard_control")?;
+        registry.register(Box::new(http.connections.clone()))?;
+        registry.register(Box::new(http.culled.clone()))?;
         #[cfg(target_os = "linux")]
         registry.register(Box::new(prometheus::process_collector::ProcessCollector::for_self()))?;
         Ok(Self {
@@ -103,12 +102,7 @@ impl Metrics {
                 "(layer, expert) pairs with at least one replica but fewer than planned.",
             )?,
             watchers: make.gauge("switchyard_control_watchers", "Open placement watches.")?,
-            connections: make.gauge("switchyard_control_connections", "Open connections.")?,
-            connections_culled: make.counters(
-                "switchyard_control_connections_culled_total",
-                "Connections closed because they were silent, stalled or too many.",
-                &["reason"],
-            )?,
+            http,
             store_write_errors: make.counter(
                 "switchyard_control_store_write_errors_total",
                 "Snapshots that could not be written.",

@@ -127,7 +127,7 @@ impl Server {
             async move { coordinator.run_writer(store, revision, writer_stopping).await }
         });
         let mut serving =
-            tokio::spawn(http::conn::serve(listener, router, limits, metrics, stopping));
+            tokio::spawn(httpd::serve(listener, router, limits.http(), metrics.http, stopping));
 
         let panicked = |err| RunError::Panicked(io::Error::other(err));
         let (mut served, mut written) = (None, None);

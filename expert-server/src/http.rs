@@ -7,8 +7,6 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use tokio::net::TcpListener;
-use tokio::sync::watch;
 
 use crate::status::Health;
 
@@ -19,19 +17,6 @@ pub(crate) fn router(health: Arc<Health>) -> Router {
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .with_state(health)
-}
-
-/// Serves `router` on `listener` until `shutdown` turns true or its sender is gone.
-pub(crate) async fn serve(
-    listener: TcpListener,
-    router: Router,
-    mut shutdown: watch::Receiver<bool>,
-) -> std::io::Result<()> {
-    let stop = async move {
-        // An error means that the server is gone altogether.
-        let _ = shutdown.wait_for(|stop| *stop).await;
-    };
-    axum::serve(listener, router).with_graceful_shutdown(stop).await
 }
 
 async fn metrics(State(health): State<Arc<Health>>) -> Response {

@@ -1,6 +1,5 @@
 //! The HTTP face: routes, authentication, time limits, errors as JSON.
 
-pub(crate) mod conn;
 mod error;
 mod openapi;
 mod routes;

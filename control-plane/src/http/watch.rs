@@ -14,9 +14,9 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::broadcast::{self, error::RecvError};
 
 use super::App;
-use super::conn::stopped;
 use super::error::HttpError;
 use crate::coordinator::Published;
+use httpd::stopped;
 
 /// Stream of placement tables: the one in force at once, then each new one as an event
 /// `placement` whose id is the epoch. A watcher that falls far behind skips to the newest.

@@ -1,4 +1,5 @@
-//! Connections: accepted without delay, bounded in number and in patience.
+//! An HTTP/1 listener for ports that strangers reach: accepted without delay, bounded in number and in
+//! patience. Shared by the control plane and the expert servers; knows no routes.
 //!
 //! Nothing that a peer does or leaves undone holds up the accept loop or another connection.
 //! Whoever has not sent a complete head in time, or leaves an answer unread, is closed. When all
@@ -16,7 +17,7 @@ use hyper::body::Incoming;
 use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use prometheus::IntGauge;
+use prometheus::{IntCounterVec, IntGauge, Opts};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -24,11 +25,69 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
 use tracing::{debug, warn};
 
-use crate::config::Limits;
-use crate::metrics::Metrics;
+/// How much and how long a listener puts up with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Most connections at a time. The process's limit on open files can make it fewer.
+    pub max_connections: usize,
+    /// Most bytes in a request's head.
+    pub max_head_bytes: usize,
+    /// Most headers in a request.
+    pub max_headers: usize,
+    /// Longest wait for a complete head, from the moment of connecting or of the previous answer.
+    pub head_timeout: Duration,
+    /// Longest time for which a peer may take nothing of an answer.
+    pub write_timeout: Duration,
+    /// Longest time for open requests to finish at the end.
+    pub shutdown_timeout: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_connections: 1024,
+            max_head_bytes: 16 << 10,
+            max_headers: 64,
+            head_timeout: Duration::from_secs(5),
+            write_timeout: Duration::from_secs(8),
+            shutdown_timeout: Duration::from_secs(2),
+        }
+    }
+}
+
+/// What a listener counts. The owner registers them under names of its own.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    /// Open connections.
+    pub connections: IntGauge,
+    /// Connections closed by us, by `reason`: `refused`, `silent` or `crowded`.
+    pub culled: IntCounterVec,
+}
+
+impl Metrics {
+    /// Metrics named `{prefix}_connections` and `{prefix}_connections_culled_total`, with every reason
+    /// present from the start.
+    ///
+    /// # Errors
+    /// [`prometheus::Error`] when `prefix` is no metric name.
+    pub fn new(prefix: &str) -> Result<Self, prometheus::Error> {
+        let connections = IntGauge::new(format!("{prefix}_connections"), "Open connections.")?;
+        let culled = IntCounterVec::new(
+            Opts::new(
+                format!("{prefix}_connections_culled_total"),
+                "Connections closed because they were silent, stalled or too many.",
+            ),
+            &["reason"],
+        )?;
+        for reason in ["refused", "silent", "crowded"] {
+            culled.with_label_values(&[reason]);
+        }
+        Ok(Self { connections, culled })
+    }
+}
 
 /// Serves connections until `shutdown` turns true, then lets open requests finish for a while.
-pub(crate) async fn serve(
+pub async fn serve(
     listener: TcpListener,
     router: Router,
     limits: Limits,
@@ -57,14 +116,14 @@ pub(crate) async fn serve(
             }
         };
         let Some(permit) = take_place(&places, &newcomers, &metrics).await else {
-            metrics.connections_culled.with_label_values(&["refused"]).inc();
+            metrics.culled.with_label_values(&["refused"]).inc();
             continue;
         };
         serial += 1;
         let connection = Connection {
             serial,
             router: router.clone(),
-            limits: limits.clone(),
+            limits,
             newcomers: Arc::clone(&newcomers),
             open: OpenConnection::new(metrics.connections.clone(), permit),
             shutdown: shutdown.clone(),
@@ -83,7 +142,7 @@ pub(crate) async fn serve(
 }
 
 /// Completes when the server shuts down or is gone.
-pub(super) async fn stopped(shutdown: &mut watch::Receiver<bool>) {
+pub async fn stopped(shutdown: &mut watch::Receiver<bool>) {
     let _ = shutdown.wait_for(|&down| down).await;
 }
 
@@ -130,7 +189,7 @@ impl Connection {
         self.newcomers.prove(self.serial);
         if let Err(err) = result {
             if err.is_timeout() {
-                self.metrics.connections_culled.with_label_values(&["silent"]).inc();
+                self.metrics.culled.with_label_values(&["silent"]).inc();
             }
             debug!(error = %err, "connection ended");
         }
@@ -156,7 +215,7 @@ impl Newcomers {
     fn evict_oldest(&self, metrics: &Metrics) -> bool {
         let Some((_, task)) = self.lock().pop_first() else { return false };
         task.abort();
-        metrics.connections_culled.with_label_values(&["crowded"]).inc();
+        metrics.culled.with_label_values(&["crowded"]).inc();
         true
     }
 }
