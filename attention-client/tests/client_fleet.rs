@@ -292,36 +292,3 @@ fn another_model_is_refused_in_words() {
     let error = client.wait_ready(Duration::from_millis(300)).unwrap_err().to_string();
     assert!(error.contains("65536") && error.contains("131072"), "{error}");
 }
-
-#[test]
-fn clients_that_come_and_go_leave_nothing_behind() {
-    let mut rng = seeded("clients_that_come_and_go_leave_nothing_behind");
-    let fleet = Fleet::start(2, 2, SMALL);
-    let request = Request::random(&mut rng, &fleet.model, 20, 4);
-    let mut before = 0;
-    for round in 0..60 {
-        let client = fleet.builder().build().unwrap();
-        client.wait_ready(Duration::from_secs(20)).unwrap();
-        let handle = client.dispatch(request.layer, &request.x, &request.idx, &request.weights);
-        let mut out = poisoned(request.x.len());
-        client.combine(handle.unwrap(), &mut out).unwrap();
-        drop(client);
-        if round == 9 {
-            before = settled(&fleet);
-        }
-    }
-    let after = settled(&fleet);
-    assert!(after <= before, "{before} descriptors after 10 clients, {after} after 60");
-}
-
-/// Descriptors once the servers have noticed that the clients are gone.
-fn settled(fleet: &Fleet) -> usize {
-    let until = Instant::now() + Duration::from_secs(20);
-    while fleet.servers.iter().flatten().any(|server| server.num_links() > 0) {
-        assert!(Instant::now() < until, "links stay open");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    // Connections close a moment after their links.
-    std::thread::sleep(Duration::from_millis(100));
-    client_common::num_descriptors()
-}

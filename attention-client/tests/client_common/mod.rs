@@ -178,8 +178,3 @@ pub fn metric(client: &MoeClient, name: &str, label: Option<&str>) -> f64 {
     });
     chosen.map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
 }
-
-/// Open descriptors of this process.
-pub fn num_descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("procfs").count()
-}
