@@ -1,0 +1,310 @@
+//! What a run of the rig found.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::schedule::{Event, Kind};
+
+/// Something that must not happen.
+#[derive(Debug, Clone, Serialize)]
+pub struct Violation {
+    /// Stable name of the rule that was broken.
+    pub rule: Rule,
+    /// What was found, with what was expected.
+    pub detail: String,
+}
+
+/// The rules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rule {
+    /// Every output equals the oracle's.
+    RightOutput,
+    /// Every call succeeds while every expert has a live replica.
+    NoError,
+    /// A call fails only with the error that names a layer and an expert without replica.
+    TypedError,
+    /// The client does not panic.
+    NoPanic,
+    /// The client's own accounts of lost, doubled, stale and malformed answers stay at zero.
+    Accounts,
+    /// Layers go on being finished.
+    Progress,
+    /// The cluster becomes whole again.
+    Recovery,
+    /// An epoch stands for one table, and never goes backwards.
+    Epochs,
+    /// A drain moves no token by failover.
+    QuietDrain,
+    /// A process that is asked to start or leave does.
+    Lifecycle,
+}
+
+/// A distribution of times.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Times {
+    /// How many.
+    pub count: usize,
+    /// Median, milliseconds.
+    pub p50_ms: f64,
+    /// 99th percentile, milliseconds.
+    pub p99_ms: f64,
+    /// Largest, milliseconds.
+    pub max_ms: f64,
+}
+
+impl Times {
+    /// Of nanoseconds in any order.
+    #[must_use]
+    pub fn of(mut ns: Vec<u64>) -> Self {
+        ns.sort_unstable();
+        let at = |share: f64| {
+            let idx = ((ns.len() as f64 - 1.0) * share).round() as usize;
+            ns.get(idx).map_or(0.0, |&ns| ns as f64 / 1e6)
+        };
+        Self { count: ns.len(), p50_ms: at(0.5), p99_ms: at(0.99), max_ms: at(1.0) }
+    }
+}
+
+/// One finished layer.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerRecord {
+    /// Since the start of the run, nanoseconds.
+    pub begin_ns: u64,
+    /// Since the start of the run, nanoseconds.
+    pub end_ns: u64,
+    /// The client's own figure: from the last sign of life of a failed server to the sending elsewhere.
+    pub stall_ns: u64,
+    /// Links that failed with tokens of this layer unanswered.
+    pub failovers: u32,
+    /// Tokens.
+    pub num_tokens: u32,
+    /// Whether another layer of the same thread was outstanding, whose time is in this one's.
+    pub overlapped: bool,
+}
+
+/// One event as it came about.
+#[derive(Debug, Clone, Copy)]
+pub struct EventRecord {
+    /// What was planned.
+    pub event: Event,
+    /// The moment of the signal, nanoseconds since the start of the run.
+    pub at_ns: u64,
+    /// When the cluster was whole again.
+    pub whole_ns: u64,
+}
+
+/// All events of one kind.
+#[derive(Debug, Clone, Serialize)]
+pub struct KindReport {
+    /// Kind.
+    pub kind: Kind,
+    /// How many happened.
+    pub events: usize,
+    /// How many hit at least one layer in flight, so that tokens had to be sent again.
+    pub events_that_hit: usize,
+    /// Layers hit.
+    pub layers_hit: usize,
+    /// Wall time of the layers hit, beyond the median of undisturbed layers. Overlapped layers are left
+    /// out.
+    pub stall: Times,
+    /// The client's own figure for the layers hit.
+    pub client_stall: Times,
+    /// Most that a stall should take, milliseconds, where there is such a demand.
+    pub limit_ms: Option<f64>,
+    /// How many of [`stall`](Self::stall) were within it.
+    pub within_limit: Option<usize>,
+    /// From the signal until the cluster was whole again.
+    pub whole_after: Times,
+}
+
+/// A run.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// Replays the schedule and the inputs.
+    pub seed: u64,
+    /// Whether nothing happened that must not.
+    pub sound: bool,
+    /// What happened that must not; the first few of each rule.
+    pub violations: Vec<Violation>,
+    /// All of them.
+    pub num_violations: usize,
+    /// Layers finished and checked.
+    pub layers: u64,
+    /// Tokens of these.
+    pub tokens: u64,
+    /// Calls that failed as they must while an expert had no replica.
+    pub expected_errors: u64,
+    /// Calls that were given up on purpose.
+    pub abandoned: u64,
+    /// Length of the run, seconds.
+    pub wall_s: f64,
+    /// Servers, replicas, client threads.
+    pub servers: usize,
+    /// Servers that hold each expert.
+    pub replicas: usize,
+    /// Client threads.
+    pub threads: usize,
+    /// The clients' deadline, milliseconds.
+    pub deadline_ms: u64,
+    /// Wall time of undisturbed layers.
+    pub steady: Times,
+    /// By kind of event.
+    pub kinds: Vec<KindReport>,
+    /// Failovers that no event explains: a machine too busy for the deadline.
+    pub unexplained_failovers: usize,
+    /// Counters of the client that must be zero.
+    pub accounts: BTreeMap<String, f64>,
+    /// Failovers by reason.
+    pub failovers: BTreeMap<String, f64>,
+    /// Placement epochs seen.
+    pub epochs: u64,
+    /// The events, in order.
+    pub schedule: Vec<Event>,
+}
+
+/// Limits that are demanded of stalls.
+#[must_use]
+pub fn limit_ms(kind: Kind, deadline_ms: u64) -> Option<f64> {
+    match kind {
+        Kind::Kill | Kind::Restart | Kind::ControlAndKill => Some(10.0),
+        Kind::Freeze | Kind::Expire => Some(deadline_ms as f64 + 10.0),
+        Kind::Drain | Kind::Control | Kind::Outage => None,
+    }
+}
+
+/// Sums up events and layers; the second result counts failovers that no event explains.
+#[must_use]
+pub fn by_kind(
+    events: &[EventRecord],
+    layers: &[LayerRecord],
+    steady_ns: u64,
+    deadline_ms: u64,
+) -> (Vec<KindReport>, usize) {
+    let mut hits: Vec<Vec<&LayerRecord>> = vec![Vec::new(); events.len()];
+    let mut num_unexplained = 0;
+    for layer in layers.iter().filter(|layer| layer.failovers > 0) {
+        let event = events
+            .iter()
+            .position(|event| layer.end_ns >= event.at_ns && layer.begin_ns <= event.whole_ns);
+        match event {
+            Some(idx) => hits[idx].push(layer),
+            None => num_unexplained += 1,
+        }
+    }
+    let report = |kind: Kind| {
+        let of_kind: Vec<usize> =
+            (0..events.len()).filter(|&idx| events[idx].event.kind == kind).collect();
+        let layers_hit: Vec<&LayerRecord> =
+            of_kind.iter().flat_map(|&idx| hits[idx].iter().copied()).collect();
+        let alone = layers_hit.iter().filter(|layer| !layer.overlapped);
+        let stalls: Vec<u64> = alone
+            .map(|layer| (layer.end_ns - layer.begin_ns).saturating_sub(steady_ns))
+            .collect();
+        let limit_ms = limit_ms(kind, deadline_ms);
+        KindReport {
+            kind,
+            events: of_kind.len(),
+            events_that_hit: of_kind.iter().filter(|&&idx| !hits[idx].is_empty()).count(),
+            layers_hit: layers_hit.len(),
+            within_limit: limit_ms
+                .map(|limit| stalls.iter().filter(|&&ns| ns as f64 / 1e6 <= limit).count()),
+            stall: Times::of(stalls),
+            client_stall: Times::of(layers_hit.iter().map(|layer| layer.stall_ns).collect()),
+            limit_ms,
+            whole_after: Times::of(
+                of_kind.iter().map(|&idx| events[idx].whole_ns - events[idx].at_ns).collect(),
+            ),
+        }
+    };
+    let kinds = Kind::ALL.into_iter().map(report).filter(|kind| kind.events > 0).collect();
+    (kinds, num_unexplained)
+}
+
+impl Report {
+    /// For people.
+    #[must_use]
+    pub fn as_text(&self) -> String {
+        let mut text = format!(
+            "seed {}: {} layers, {} tokens, {} threads, {} servers, {} replicas, {:.1} s\n",
+            self.seed,
+            self.layers,
+            self.tokens,
+            self.threads,
+            self.servers,
+            self.replicas,
+            self.wall_s
+        );
+        text += &format!(
+            "undisturbed layer: p50 {:.2} ms, p99 {:.2} ms, max {:.2} ms\n",
+            self.steady.p50_ms, self.steady.p99_ms, self.steady.max_ms
+        );
+        text += &format!(
+            "{:<17}{:>7}{:>10}{:>8}{:>10}{:>10}{:>10}{:>10}{:>12}\n",
+            "event", "count", "that hit", "layers", "stall p50", "p99", "max", "limit", "within"
+        );
+        for kind in &self.kinds {
+            let name = serde_json::to_value(kind.kind).unwrap_or_default();
+            let limit = kind.limit_ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.0}"));
+            let within = kind
+                .within_limit
+                .map_or_else(|| "-".to_owned(), |num| format!("{num}/{}", kind.stall.count));
+            text += &format!(
+                "{:<17}{:>7}{:>10}{:>8}{:>10.2}{:>10.2}{:>10.2}{:>10}{:>12}\n",
+                name.as_str().unwrap_or_default(),
+                kind.events,
+                kind.events_that_hit,
+                kind.layers_hit,
+                kind.stall.p50_ms,
+                kind.stall.p99_ms,
+                kind.stall.max_ms,
+                limit,
+                within
+            );
+        }
+        text += &format!(
+            "{} failovers by no event, {} expected errors, {} abandoned calls, {} epochs\n",
+            self.unexplained_failovers, self.expected_errors, self.abandoned, self.epochs
+        );
+        for violation in &self.violations {
+            text += &format!("VIOLATION {:?}: {}\n", violation.rule, violation.detail);
+        }
+        let verdict = if self.sound { "sound" } else { "NOT SOUND" };
+        text + &format!("{verdict}; replay with --seed {}\n", self.seed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_counted_under_the_event_that_they_overlap() {
+        let event = |kind, at_ns, whole_ns| EventRecord {
+            event: Event { kind, server_idx: 0, gap_layers: 1, delay_us: 0, hold_ms: 0 },
+            at_ns,
+            whole_ns,
+        };
+        let layer = |begin_ns, end_ns, failovers| LayerRecord {
+            begin_ns,
+            end_ns,
+            stall_ns: 0,
+            failovers,
+            num_tokens: 1,
+            overlapped: false,
+        };
+        let events = [event(Kind::Kill, 10_000_000, 20_000_000), event(Kind::Freeze, 50_000_000, 60_000_000)];
+        let layers = [
+            layer(9_000_000, 12_000_000, 1),
+            layer(12_000_000, 13_000_000, 0),
+            layer(55_000_000, 175_000_000, 2),
+            layer(30_000_000, 31_000_000, 1),
+        ];
+        let (kinds, unexplained) = by_kind(&events, &layers, 1_000_000, 100);
+        assert_eq!(unexplained, 1);
+        assert_eq!((kinds[0].kind, kinds[0].layers_hit, kinds[0].within_limit), (Kind::Kill, 1, Some(1)));
+        assert!((kinds[0].stall.max_ms - 2.0).abs() < 1e-9);
+        assert_eq!((kinds[1].kind, kinds[1].events_that_hit, kinds[1].within_limit), (Kind::Freeze, 1, Some(0)));
+    }
+}
