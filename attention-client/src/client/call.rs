@@ -306,7 +306,7 @@ impl Lane {
                     );
                 }
             }
-            link.channel.release()?;
+            link.owe_credit()?;
         }
         Ok(any)
     }

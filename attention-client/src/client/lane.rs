@@ -207,7 +207,9 @@ impl Lane {
                     detail: error.to_string(),
                 })?;
             fail::fail_point!("client::between_payload_and_publish");
-            if let Err(error) = link.channel.publish(tx, used_bytes) {
+            // The request goes first: it is what the server waits for.
+            let published = link.channel.publish(tx, used_bytes);
+            if let Err(error) = published.and_then(|()| link.give_credit()) {
                 return Ok(Err(error.into()));
             }
             let pending = Pending {

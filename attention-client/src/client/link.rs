@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
-use p2p_core::{AnyEndpoint, Channel, Kicker};
+use p2p_core::{AnyEndpoint, Channel, ChannelError, Kicker};
 use tokio::sync::oneshot;
 
 use crate::metrics::FailReason;
@@ -114,6 +114,8 @@ pub(crate) struct Link {
     pub last_life: Instant,
     /// When the last frame was accepted or answered, or the first one began to wait.
     pub last_step: Instant,
+    /// Answers read whose frames the server has not got back yet.
+    num_owed: u32,
     retire: oneshot::Sender<Retired>,
 }
 
@@ -138,6 +140,7 @@ impl Link {
             queue: VecDeque::with_capacity(4 * num_frames),
             last_life: now,
             last_step: now,
+            num_owed: 0,
             retire,
         }
     }
@@ -188,6 +191,30 @@ impl Link {
         self.pending.remove(position);
         self.last_step = now;
         self.state.in_flight.store(self.pending.len() as u32, Ordering::Relaxed);
+    }
+
+    /// An answer was read: the server gets its frame back. The last one of a call waits for the next
+    /// request, if the ring has another: given back on its own it would wake a server that has
+    /// nothing to do.
+    pub fn owe_credit(&mut self) -> Result<(), ChannelError> {
+        self.num_owed += 1;
+        if self.is_active() || self.channel.layout().num_frames() == 1 {
+            return self.give_credit();
+        }
+        while self.num_owed > 1 {
+            self.channel.release()?;
+            self.num_owed -= 1;
+        }
+        Ok(())
+    }
+
+    /// Gives all frames of answers back.
+    pub fn give_credit(&mut self) -> Result<(), ChannelError> {
+        while self.num_owed > 0 {
+            self.channel.release()?;
+            self.num_owed -= 1;
+        }
+        Ok(())
     }
 
     /// Gives the slots to the connector, which closes the connection and then frees them.
