@@ -3,6 +3,7 @@
 
 use std::future::Future;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -12,6 +13,7 @@ use p2p_core::bootstrap::{
     BindError, CloseReason, ConnectConfig, ConnectError, Listener, ListenerConfig, ListenerStats,
     connect,
 };
+use p2p_core::wait::{SpinPolicy, WaitSet, wait_until};
 use p2p_core::{Connection, PeerHello, Reject, RejectCode, SlotConfig, TransportKind};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -104,6 +106,23 @@ async fn a_dropped_connection_is_noticed_on_the_other_side() {
     drop(there);
     assert_eq!(within(here.liveness.closed()).await, CloseReason::Lost);
     assert_eq!(here.liveness.closed_now(), Some(CloseReason::Lost));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thread_without_a_runtime_is_woken_by_the_end_of_a_peer() {
+    let mut server = serve(listener_config()).await;
+    let here = connect(server.addr, hello(b""), connect_config()).await.unwrap();
+    let there = within(server.peers.recv()).await.unwrap();
+    let thread = std::thread::spawn(move || {
+        let set = WaitSet::new().unwrap();
+        set.add(here.liveness.as_fd()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let policy = SpinPolicy { spin: Duration::ZERO };
+        wait_until(&set, policy, deadline, || here.liveness.closed_now(), |_| {}).unwrap()
+    });
+    sleep(Duration::from_millis(50)).await;
+    there.liveness.close();
+    assert_eq!(thread.join().unwrap(), Some(CloseReason::Left));
 }
 
 #[tokio::test(flavor = "multi_thread")]

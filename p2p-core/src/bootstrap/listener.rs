@@ -5,7 +5,6 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::hint::black_box;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +20,8 @@ use tokio::time::{sleep, timeout};
 
 use super::admission::{Admission, Place};
 use super::liveness::Liveness;
-use super::wire::{self, Hello, KIND_HELLO, KIND_READY, RegionDescriptor, Welcome, WireError};
+use super::policy::{check_slot, check_ticket, choose_transport, refusal_of};
+use super::wire::{self, KIND_HELLO, KIND_READY, RegionDescriptor, Welcome, WireError};
 use super::{
     Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES, PeerHello,
     ReadError, Reject, RejectCode, join, read_message, write_message,
@@ -30,7 +30,7 @@ use crate::backend::shm::pass::{self, Nonce, Passed};
 use crate::backend::shm::{PeerSlot, SharedSlot, ShmError};
 use crate::backend::staged::Disorder;
 use crate::endpoint::TransportKind;
-use crate::host::{HostIdentity, names};
+use crate::host::HostIdentity;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
 
 /// How to listen.
@@ -431,10 +431,10 @@ where
         return Err(refusal_of(&error).into());
     }
     let hello = wire::decode_hello(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
-    check_ticket(shared, &hello)?;
+    check_ticket(&shared.config, &hello)?;
     place.settle();
-    check_slot(shared, &hello)?;
-    let transport = choose_transport(shared, &hello)?;
+    check_slot(&shared.config, &hello)?;
+    let transport = choose_transport(&shared.config, &shared.host, &hello)?;
     let permit = Arc::clone(&shared.peers).try_acquire_owned().map_err(|_| {
         let max = shared.config.max_peers;
         Reject::new(RejectCode::FULL, format!("{max} peers are connected, which is the limit"))
@@ -527,67 +527,6 @@ impl Drop for Expected<'_> {
     fn drop(&mut self) {
         lock(&self.shared.waiting).remove(&self.nonce);
     }
-}
-
-fn check_ticket(shared: &Shared, hello: &Hello) -> Result<(), Reject> {
-    let Some(expected) = &shared.config.ticket else { return Ok(()) };
-    if equal_in_constant_time(expected.as_bytes(), &hello.ticket) {
-        return Ok(());
-    }
-    let found = if hello.ticket.is_empty() { "no ticket" } else { "a wrong ticket" };
-    let message = format!("{found} was shown; this listener wants its own, see its configuration");
-    Err(Reject::new(RejectCode::TICKET, message))
-}
-
-fn check_slot(shared: &Shared, hello: &Hello) -> Result<(), Reject> {
-    let SlotConfig { slot_bytes, num_frames } = shared.config.slot;
-    if hello.slot_bytes == slot_bytes as u64 && hello.num_frames as usize == num_frames {
-        return Ok(());
-    }
-    let message = format!(
-        "the listener has slots of {slot_bytes} bytes with {num_frames} frames, the connecting side wants {} bytes with {} frames; set both alike",
-        hello.slot_bytes, hello.num_frames
-    );
-    Err(Reject::new(RejectCode::SLOT_MISMATCH, message))
-}
-
-/// The first transport of the peer's list that this side offers and that can work.
-fn choose_transport(shared: &Shared, hello: &Hello) -> Result<TransportKind, Reject> {
-    let obstacle = shared.host.obstacle_to_sharing(&hello.host);
-    let here = &shared.config.transports;
-    let works = |kind: &TransportKind| {
-        here.contains(kind)
-            && match kind {
-                TransportKind::Shm | TransportKind::Staged => obstacle.is_none(),
-                TransportKind::Local => false,
-            }
-    };
-    hello.transports.iter().copied().find(works).ok_or_else(|| {
-        let mut message = format!(
-            "the listener offers {}, the connecting side offers {}",
-            names(here),
-            names(&hello.transports)
-        );
-        if let Some(obstacle) = obstacle {
-            message.push_str(&format!("; shared memory is out because {obstacle}"));
-        }
-        Reject::new(RejectCode::NO_TRANSPORT, message)
-    })
-}
-
-fn refusal_of(error: &WireError) -> Reject {
-    let code = match error {
-        WireError::Version { .. } => RejectCode::VERSION,
-        _ => RejectCode::MALFORMED,
-    };
-    Reject::new(code, error.to_string())
-}
-
-/// Compares without giving away by its time how much was right. The lengths are not secret.
-fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
-    expected.len() == found.len()
-        && black_box(expected.iter().zip(found).fold(0, |diff, (a, b)| black_box(diff | (a ^ b))))
-            == 0
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

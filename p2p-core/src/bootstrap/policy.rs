@@ -1,0 +1,95 @@
+//! What the listening side asks of a peer, in order, and what it says when the answer is no.
+
+use std::hint::black_box;
+
+use super::wire::{Hello, WireError};
+use super::{ListenerConfig, Reject, RejectCode};
+use crate::endpoint::TransportKind;
+use crate::host::{HostIdentity, names};
+use crate::slot::SlotConfig;
+
+/// Whether the peer knows the listener's secret, if there is one.
+pub(super) fn check_ticket(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
+    let Some(expected) = &config.ticket else { return Ok(()) };
+    if equal_in_constant_time(expected.as_bytes(), &hello.ticket) {
+        return Ok(());
+    }
+    let found = if hello.ticket.is_empty() { "no ticket" } else { "a wrong ticket" };
+    let message = format!("{found} was shown; this listener wants its own, see its configuration");
+    Err(Reject::new(RejectCode::TICKET, message))
+}
+
+/// Whether both sides want the same slots.
+pub(super) fn check_slot(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
+    let SlotConfig { slot_bytes, num_frames } = config.slot;
+    if hello.slot_bytes == slot_bytes as u64 && hello.num_frames as usize == num_frames {
+        return Ok(());
+    }
+    let message = format!(
+        "the listener has slots of {slot_bytes} bytes with {num_frames} frames, the connecting side wants {} bytes with {} frames; set both alike",
+        hello.slot_bytes, hello.num_frames
+    );
+    Err(Reject::new(RejectCode::SLOT_MISMATCH, message))
+}
+
+/// The first transport of the peer's list that this side offers and that can work.
+pub(super) fn choose_transport(
+    config: &ListenerConfig,
+    host: &HostIdentity,
+    hello: &Hello,
+) -> Result<TransportKind, Reject> {
+    let obstacle = host.obstacle_to_sharing(&hello.host);
+    let here = &config.transports;
+    let works = |kind: &TransportKind| {
+        here.contains(kind)
+            && match kind {
+                TransportKind::Shm | TransportKind::Staged => obstacle.is_none(),
+                TransportKind::Local => false,
+            }
+    };
+    hello.transports.iter().copied().find(works).ok_or_else(|| {
+        let mut message = format!(
+            "the listener offers {}, the connecting side offers {}",
+            names(here),
+            names(&hello.transports)
+        );
+        if let Some(obstacle) = obstacle {
+            message.push_str(&format!("; shared memory is out because {obstacle}"));
+        }
+        Reject::new(RejectCode::NO_TRANSPORT, message)
+    })
+}
+
+/// What to tell a peer whose bytes were not understood.
+pub(super) fn refusal_of(error: &WireError) -> Reject {
+    let code = match error {
+        WireError::Version { .. } => RejectCode::VERSION,
+        _ => RejectCode::MALFORMED,
+    };
+    Reject::new(code, error.to_string())
+}
+
+/// Compares without giving away by its time how much was right. The lengths are not secret.
+fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
+    expected.len() == found.len()
+        && black_box(expected.iter().zip(found).fold(0, |diff, (a, b)| black_box(diff | (a ^ b))))
+            == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_equal_only_when_they_are() {
+        for (a, b, equal) in [
+            ("", "", true),
+            ("secret", "secret", true),
+            ("secret", "secreT", false),
+            ("secret", "secre", false),
+            ("secret", "", false),
+        ] {
+            assert_eq!(equal_in_constant_time(a.as_bytes(), b.as_bytes()), equal, "{a} {b}");
+        }
+    }
+}
