@@ -13,6 +13,7 @@ use p2p_core::bootstrap::{Listener, ListenerConfig};
 use protocol::{ModelShape, WireDtype};
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
 
 use crate::clients::{Host, geometry, serve_clients};
 use crate::compute::{ExpertStore, LoadProgress, Residency};
@@ -148,7 +149,7 @@ impl ExpertServer {
             keeper: keeper.clone(),
             data: Arc::clone(&data),
         };
-        tokio::spawn(serve_clients(listener, Arc::new(host), stopped));
+        let listening = tokio::spawn(serve_clients(listener, Arc::new(host), stopped));
         let member = keeper.as_ref().map(|keeper| Member {
             keeper: Arc::clone(keeper),
             store: Arc::clone(&store),
@@ -156,7 +157,9 @@ impl ExpertServer {
             health: Arc::clone(&health),
         });
         let (ended, end) = watch::channel(None);
-        tokio::spawn(supervise(data_end, member, stop.clone(), Arc::clone(&data), ended));
+        let supervision =
+            supervise(data_end, member, listening, stop.clone(), Arc::clone(&data), ended);
+        tokio::spawn(supervision);
         tracing::info!(
             name = config.name,
             %data_addr,
@@ -351,6 +354,7 @@ impl Drop for RunningServer {
 async fn supervise(
     data_end: oneshot::Receiver<Result<(), DataError>>,
     member: Option<Member>,
+    listening: JoinHandle<()>,
     stop: watch::Sender<bool>,
     data: Arc<DataPlane<AnyEndpoint>>,
     ended: watch::Sender<Option<End>>,
@@ -380,6 +384,10 @@ async fn supervise(
         tracing::error!(%error, "the server ended");
     }
     let _ = stop.send(true);
+    // Whoever sees the end can take the port again.
+    if tokio::time::timeout(LISTENER_PATIENCE, listening).await.is_err() {
+        tracing::warn!("the listener for clients is slow to close");
+    }
     ended.send_replace(Some(Arc::new(Mutex::new(Some(result)))));
 }
 
@@ -434,5 +442,7 @@ fn advertised(config: &ServerConfig, data_addr: SocketAddr) -> Result<String, St
 const CONTROL_PATIENCE: Duration = Duration::from_secs(2);
 /// Longest wait for the data thread to end.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
+/// Longest wait for the listener to close.
+const LISTENER_PATIENCE: Duration = Duration::from_secs(2);
 /// How often a drain looks whether it is done.
 const DRAIN_POLL: Duration = Duration::from_millis(20);
