@@ -17,7 +17,7 @@
 //! | [`backend`] | transports |
 //! | [`transport`] | the endpoint of a connection, whichever transport it is |
 //! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
-//! | [`bench`] | latency and bandwidth between processes |
+//! | [`mod@bench`] | latency and bandwidth between processes |
 //! | [`host`] | whether two processes can share memory |
 //!
 //! The memory model, with every SYNC POINT, is in `docs/memory-model.md`.
