@@ -1,5 +1,6 @@
 //! One call: what was asked, what is where, what is answered, and what to do about failures.
 
+use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -197,6 +198,7 @@ impl Lane {
                 return Err(error);
             }
             let now = Instant::now();
+            self.fail_closed(shared);
             self.check_life(shared, now);
             self.replan(shared, x, helps, now)?;
             self.pump(shared, x)?;
@@ -530,14 +532,28 @@ impl Lane {
         let (links, news) = (&self.links, &self.news);
         let seen = self.seen_news();
         let active = || links.iter().flatten().filter(|link| link.is_active());
+        // A sleep that ends without an answer may have been ended by a connection that closed.
+        let polls_asleep = Cell::new(0);
+        let may_be_closed = || {
+            polls_asleep.set(polls_asleep.get() + u32::from(polls_asleep.get() > 0));
+            polls_asleep.get() > 2
+        };
         let found = wait_until(
             &self.wait,
             shared.settings.spin,
             until,
-            || (news.count() != seen || active().any(|link| link.has_work())).then_some(()),
+            || {
+                let is_due = news.count() != seen || active().any(|link| link.has_work());
+                let is_due = is_due || (may_be_closed() && active().any(|link| link.note_closed()));
+                is_due.then_some(())
+            },
             |on| {
-                active()
-                    .for_each(|link| if on { link.channel.arm() } else { link.channel.disarm() })
+                polls_asleep.set(u32::from(on));
+                active().for_each(
+                    |link| {
+                        if on { link.channel.arm() } else { link.channel.disarm() }
+                    },
+                );
             },
         );
         found.map(|_| ()).map_err(|source| ClientError::System { op: "wait for answers", source })

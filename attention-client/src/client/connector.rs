@@ -164,8 +164,15 @@ impl Connector {
         self.shared.metrics.connects_ok.inc();
         let state = Arc::new(LinkState::default());
         let (retire, mut retired) = oneshot::channel();
-        let link =
-            Link::new(Arc::clone(&self.server), generation, channel, Arc::clone(&state), retire);
+        let liveness = Arc::new(liveness);
+        let link = Link::new(
+            Arc::clone(&self.server),
+            generation,
+            channel,
+            Arc::clone(&state),
+            Arc::clone(&liveness),
+            retire,
+        );
         self.server.silenced.store(false, Ordering::Relaxed);
         self.server.note_error("connected");
         // A link that the lane has not taken yet is older, and its connection is over.
@@ -178,10 +185,7 @@ impl Connector {
             reason = liveness.closed() => {
                 state.set_down(Down::Closed);
                 self.lane.news.announce();
-                self.server.note_error(reason);
-                if reason != CloseReason::Left {
-                    self.suspect(&reason.to_string());
-                }
+                self.note_closed(reason);
                 Ended::Again
             }
             () = told(&mut self.leave) => {
@@ -194,15 +198,18 @@ impl Connector {
 
     /// The lane is through with the link. First the connection goes, then the memory.
     fn put_away(&self, liveness: &Liveness, retired: Option<Retired>) -> Ended {
+        let closed = liveness.closed_now();
         liveness.close();
         let Some(Retired { channel, reason }) = retired else {
             // The lane itself is gone.
             return Ended::Over;
         };
         drop(channel);
-        match reason {
-            FailReason::Closed | FailReason::Left => {}
-            fault => self.suspect(fault.name()),
+        match (reason, closed) {
+            // The lane saw it first.
+            (FailReason::Closed, Some(reason)) => self.note_closed(reason),
+            (FailReason::Closed | FailReason::Left, _) => {}
+            (fault, _) => self.suspect(fault.name()),
         }
         Ended::Again
     }
@@ -233,6 +240,14 @@ impl Connector {
         state.set_down(Down::Left);
         self.lane.news.announce();
         liveness.close();
+    }
+
+    /// The server closed the connection, or is gone.
+    fn note_closed(&self, reason: CloseReason) {
+        self.server.note_error(reason);
+        if !matches!(reason, CloseReason::Left | CloseReason::Local) {
+            self.suspect(&reason.to_string());
+        }
     }
 
     fn suspect(&self, reason: &str) {

@@ -3,6 +3,7 @@
 //! Whoever holds the lane has it alone, so nothing here takes a lock. The control side hands fresh
 //! links over through mailboxes and says so by [`LaneNews`].
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -120,6 +121,12 @@ impl Lane {
                 helps = true;
             }
         }
+        self.fail_closed(shared);
+        helps
+    }
+
+    /// Fails links whose connection is over.
+    pub fn fail_closed(&mut self, shared: &Shared) {
         for idx in 0..self.links.len() {
             let Some(down) = self.links[idx].as_ref().and_then(|link| link.state.down()) else {
                 continue;
@@ -131,7 +138,6 @@ impl Lane {
             };
             self.fail_link(idx, fault, shared);
         }
-        helps
     }
 
     fn install(&mut self, link: Box<Link>, shared: &Shared) {
@@ -143,11 +149,11 @@ impl Lane {
             let detail = "replaced by a newer connection";
             self.fail_link(idx, LinkFault::new(FailReason::Closed, detail), shared);
         }
-        if let Some(fd) = link.channel.wait_fd()
-            && let Err(error) = self.wait.add(fd)
-        {
-            // Without wake-ups answers are still found, at the next tick.
-            tracing::warn!(server = link.server.name(), %error, "no wake-ups from this server");
+        for fd in [link.channel.wait_fd(), Some(link.liveness.as_fd())].into_iter().flatten() {
+            if let Err(error) = self.wait.add(fd) {
+                // Without wake-ups answers are still found, at the next tick.
+                tracing::warn!(server = link.server.name(), %error, "no wake-ups from this server");
+            }
         }
         self.links[idx] = Some(link);
     }
@@ -235,7 +241,7 @@ impl Lane {
             return self.fail_but_read_on(idx);
         }
         let Some(mut link) = self.links[idx].take() else { return };
-        if let Some(fd) = link.channel.wait_fd() {
+        for fd in [link.channel.wait_fd(), Some(link.liveness.as_fd())].into_iter().flatten() {
             // Closing the descriptor's last copy removes it too.
             let _ = self.wait.remove(fd);
         }

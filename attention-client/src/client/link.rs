@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
+use p2p_core::bootstrap::{CloseReason, Liveness};
 use p2p_core::{AnyEndpoint, Channel, ChannelError, Kicker};
 use tokio::sync::oneshot;
 
@@ -106,6 +107,7 @@ pub(crate) struct Link {
     pub generation: u32,
     pub channel: Channel<AnyEndpoint>,
     pub state: Arc<LinkState>,
+    pub liveness: Arc<Liveness>,
     pub pending: Vec<Pending>,
     /// Frames of the current call that wait for credit.
     pub queue: VecDeque<u32>,
@@ -125,6 +127,7 @@ impl Link {
         generation: u32,
         channel: Channel<AnyEndpoint>,
         state: Arc<LinkState>,
+        liveness: Arc<Liveness>,
         retire: oneshot::Sender<Retired>,
     ) -> Self {
         let num_frames = channel.layout().num_frames();
@@ -135,6 +138,7 @@ impl Link {
             activity: channel.peer_activity(),
             channel,
             state,
+            liveness,
             // A server takes frames out of the ring before it answers them.
             pending: Vec::with_capacity(4 * num_frames),
             queue: VecDeque::with_capacity(4 * num_frames),
@@ -148,6 +152,17 @@ impl Link {
     /// Whether frames are outstanding or wait for credit.
     pub fn is_active(&self) -> bool {
         !self.pending.is_empty() || !self.queue.is_empty()
+    }
+
+    /// Looks at the connection itself: one system call. The connector sees its end too, but on a
+    /// thread that has to be scheduled first.
+    pub fn note_closed(&self) -> bool {
+        match self.liveness.closed_now() {
+            None => return false,
+            Some(CloseReason::Local) => self.state.set_down(Down::Left),
+            Some(_) => self.state.set_down(Down::Closed),
+        }
+        true
     }
 
     /// Whether there is something to do: an answer, or credit for a waiting frame.
