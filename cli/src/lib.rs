@@ -92,6 +92,8 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
     if cli.global.exit_with_parent {
         ui::exit_with_parent()?;
     }
+    // Every peer costs descriptors; the soft limit of most systems is meant for select().
+    p2p_core::bootstrap::raise_descriptor_limit();
     let global = &cli.global;
     match cli.command {
         Command::Demo(args) => cmd::demo::run(global, args),

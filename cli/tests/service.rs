@@ -82,7 +82,8 @@ fn other_wire_formats_drift_no_more_than_their_precision_explains() {
         let (mut worst_block, mut worst_logit, mut same, mut total) = (0f32, 0f32, 0, 0);
         for (prompt_idx, golden) in goldens.iter().enumerate().take(2) {
             for layer in checkpoint.config().moe_layers() {
-                let mut block = attention_client::MoeBlock::load(&checkpoint, layer).expect("block");
+                let mut block =
+                    attention_client::MoeBlock::load(&checkpoint, layer).expect("block");
                 let x = tensor(&reference, &format!("p{prompt_idx}.l{layer}.mlp_in"));
                 let mut out = vec![f32::NAN; x.len()];
                 block.forward(&x, &mut out, &mut client, None).expect("block");
