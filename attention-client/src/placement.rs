@@ -22,6 +22,8 @@ pub(crate) struct Server {
     pub outstanding: AtomicU64,
     /// A link to it went silent and nothing was heard from it since: the last choice among replicas.
     pub silenced: AtomicBool,
+    /// It turned us away for a reason that does not pass by itself.
+    pub refused: AtomicBool,
     /// Why it cannot be reached, for error messages.
     pub last_error: ArcSwapOption<String>,
     /// One mailbox per lane: a fresh link on its way to the lane.
@@ -111,6 +113,7 @@ impl Registry {
             entry: entry.clone(),
             outstanding: AtomicU64::new(0),
             silenced: AtomicBool::new(false),
+            refused: AtomicBool::new(false),
             last_error: ArcSwapOption::empty(),
             mailboxes: (0..self.max_lanes).map(|_| ArrayQueue::new(1)).collect(),
         })
@@ -164,6 +167,13 @@ impl Routing {
     pub fn replicas(&self, layer_idx: usize, expert: u32) -> &[u32] {
         let pair = layer_idx * self.num_experts + expert as usize;
         &self.replicas[self.offsets[pair] as usize..self.offsets[pair + 1] as usize]
+    }
+
+    /// Whether waiting for a replica of an expert is in vain until somebody changes a setting.
+    pub fn is_hopeless(&self, layer_idx: usize, expert: u32) -> bool {
+        let replicas = self.replicas(layer_idx, expert);
+        let refused = |&rank: &u32| self.servers[rank as usize].refused.load(Ordering::Relaxed);
+        !replicas.is_empty() && replicas.iter().all(refused)
     }
 
     /// What is known about the replicas of an expert, for an error message.

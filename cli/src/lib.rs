@@ -93,7 +93,8 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         ui::exit_with_parent()?;
     }
     // Every peer costs descriptors; the soft limit of most systems is meant for select().
-    p2p_core::bootstrap::raise_descriptor_limit();
+    let limit = p2p_core::bootstrap::raise_descriptor_limit();
+    tracing::debug!(limit, "open files");
     let global = &cli.global;
     match cli.command {
         Command::Demo(args) => cmd::demo::run(global, args),

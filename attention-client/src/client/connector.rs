@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::{Duration, Instant};
 
 use p2p_core::PeerHello;
-use p2p_core::bootstrap::{CloseReason, ConnectConfig, Connection, Liveness, connect};
-use protocol::{ClientHello, ServerHello};
+use p2p_core::bootstrap::{CloseReason, ConnectConfig, Connection, Liveness, RejectCode, connect};
+use protocol::{ClientHello, HelloReject, ServerHello};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
@@ -133,9 +133,12 @@ impl Connector {
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
         };
-        let connection = connect(self.server.entry.data_addr.as_str(), peer, config)
-            .await
-            .map_err(|error| error.to_string())?;
+        let connection =
+            connect(self.server.entry.data_addr.as_str(), peer, config).await.map_err(|error| {
+                let is_permanent = error.reject().is_some_and(|reject| is_permanent(reject.code));
+                self.server.refused.store(is_permanent, Ordering::Relaxed);
+                error.to_string()
+            })?;
         let reply = ServerHello::decode(&connection.reply)
             .map_err(|error| format!("its reply to the handshake cannot be read: {error}"))?;
         reply.model.check_against(&self.shared.model.shape).map_err(|error| error.to_string())?;
@@ -174,6 +177,7 @@ impl Connector {
             retire,
         );
         self.server.silenced.store(false, Ordering::Relaxed);
+        self.server.refused.store(false, Ordering::Relaxed);
         self.server.note_error("connected");
         // A link that the lane has not taken yet is older, and its connection is over.
         drop(self.server.mailboxes[self.lane.id].force_push(Box::new(link)));
@@ -281,6 +285,17 @@ impl Drop for Counted {
     fn drop(&mut self) {
         self.0.dec();
     }
+}
+
+/// Whether a server that refused with `code` will do so again until somebody changes a setting.
+fn is_permanent(code: RejectCode) -> bool {
+    HelloReject::is_permanent(code.0).unwrap_or(matches!(
+        code,
+        RejectCode::VERSION
+            | RejectCode::TICKET
+            | RejectCode::SLOT_MISMATCH
+            | RejectCode::NO_TRANSPORT
+    ))
 }
 
 const FIRST_PAUSE: Duration = Duration::from_millis(5);

@@ -172,7 +172,8 @@ impl MoeClient {
     /// Waits until a lane is connected with a live replica of every expert.
     ///
     /// # Errors
-    /// [`ClientError::NoReplica`] at `timeout`, naming the first expert without.
+    /// [`ClientError::NoReplica`] that names the first expert without: at `timeout`, or at once when all
+    /// its replicas have turned the client away for a reason that waiting does not change.
     pub fn wait_ready(&self, timeout: Duration) -> Result<(), ClientError> {
         let start = Instant::now();
         let shared = &self.inner.shared;
@@ -181,7 +182,7 @@ impl MoeClient {
             lane.sync(shared);
             let Some((layer_idx, expert)) = self.first_unreachable(&lane) else { break Ok(()) };
             let waited = start.elapsed();
-            if waited >= timeout {
+            if waited >= timeout || lane.routing.is_hopeless(layer_idx, expert) {
                 break Err(ClientError::NoReplica {
                     layer: shared.model.moe_layers[layer_idx],
                     expert,
