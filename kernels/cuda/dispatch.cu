@@ -12,7 +12,7 @@ int check(const sy_dispatch_params& params) {
         return SY_LAUNCH_VERSION;
     if (const int code = check_geometry(params.geometry); code != SY_OK)
         return code;
-    if (const int code = check_servers(params.servers, params.num_servers); code != SY_OK)
+    if (const int code = check_table(params.servers, params.num_servers); code != SY_OK)
         return code;
     if (const int code = check_capacity(params.geometry, params.capacity); code != SY_OK)
         return code;

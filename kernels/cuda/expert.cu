@@ -22,7 +22,7 @@ int check(const sy_expert_recv_params& params) {
         return SY_LAUNCH_VERSION;
     if (const int code = check_geometry(params.geometry); code != SY_OK)
         return code;
-    if (const int code = check_clients(params.clients, params.num_clients); code != SY_OK)
+    if (const int code = check_table(params.clients, params.num_clients); code != SY_OK)
         return code;
     if (const int code = check_lists(params.lists); code != SY_OK)
         return code;
@@ -45,7 +45,7 @@ int check(const sy_expert_send_params& params) {
         return SY_LAUNCH_VERSION;
     if (const int code = check_geometry(params.geometry); code != SY_OK)
         return code;
-    if (const int code = check_clients(params.clients, params.num_clients); code != SY_OK)
+    if (const int code = check_table(params.clients, params.num_clients); code != SY_OK)
         return code;
     if (const int code = check_lists(params.lists); code != SY_OK)
         return code;
@@ -59,7 +59,7 @@ int check(const sy_echo_params& params) {
         return SY_LAUNCH_VERSION;
     if (const int code = check_geometry(params.geometry); code != SY_OK)
         return code;
-    if (const int code = check_clients(params.clients, params.num_clients); code != SY_OK)
+    if (const int code = check_table(params.clients, params.num_clients); code != SY_OK)
         return code;
     if (const int code = check_capacity(params.geometry, params.capacity); code != SY_OK)
         return code;
@@ -114,6 +114,38 @@ extern "C" int sy_launch_echo(const sy_echo_params* params, sy_stream stream) {
         return code;
     return params->geometry.dtype == SY_DTYPE_F8_E4M3 ? launch_echo<true>(*params, stream)
                                                       : launch_echo<false>(*params, stream);
+}
+
+extern "C" int sy_check_servers(const sy_server_peer* servers, uint32_t num_servers) {
+    if (servers == nullptr)
+        return SY_LAUNCH_NULL;
+    if (num_servers == 0 || num_servers > SY_MAX_PEERS)
+        return SY_LAUNCH_PEERS;
+    for (uint32_t i = 0; i < num_servers; ++i) {
+        if (const int code = check_link(servers[i].request); code != SY_OK)
+            return code;
+        if (servers[i].response == 0)
+            return SY_LAUNCH_NULL;
+        if (servers[i].response % 16 != 0)
+            return SY_LAUNCH_ALIGNMENT;
+    }
+    return SY_OK;
+}
+
+extern "C" int sy_check_clients(const sy_client_peer* clients, uint32_t num_clients) {
+    if (clients == nullptr)
+        return SY_LAUNCH_NULL;
+    if (num_clients == 0 || num_clients > SY_MAX_PEERS)
+        return SY_LAUNCH_PEERS;
+    for (uint32_t i = 0; i < num_clients; ++i) {
+        if (const int code = check_link(clients[i].response); code != SY_OK)
+            return code;
+        if (clients[i].request == 0)
+            return SY_LAUNCH_NULL;
+        if (clients[i].request % 16 != 0)
+            return SY_LAUNCH_ALIGNMENT;
+    }
+    return SY_OK;
 }
 
 extern "C" const char* sy_launch_error(int code) {

@@ -23,6 +23,7 @@ namespace switchyard {
     const bool is_same = geometry.row_stride_bytes == expected.row_stride_bytes &&
                          geometry.scales_per_row == expected.scales_per_row &&
                          geometry.response_stride_bytes == expected.response_stride_bytes &&
+                         geometry.flags_offset == expected.flags_offset &&
                          geometry.entries_offset == expected.entries_offset &&
                          geometry.scales_offset == expected.scales_offset &&
                          geometry.payload_offset == expected.payload_offset &&
@@ -46,32 +47,12 @@ namespace switchyard {
     return link.window % 16 == 0 ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
 
-[[nodiscard]] inline int check_servers(const sy_server_peer* servers, uint32_t num_servers) {
-    if (num_servers == 0 || num_servers > SY_MAX_PEERS)
+[[nodiscard]] inline int check_table(const void* table, uint32_t num_peers) {
+    if (num_peers == 0 || num_peers > SY_MAX_PEERS)
         return SY_LAUNCH_PEERS;
-    for (uint32_t i = 0; i < num_servers; ++i) {
-        if (const int code = check_link(servers[i].request); code != SY_OK)
-            return code;
-        if (servers[i].response == 0)
-            return SY_LAUNCH_NULL;
-        if (servers[i].response % 16 != 0)
-            return SY_LAUNCH_ALIGNMENT;
-    }
-    return SY_OK;
-}
-
-[[nodiscard]] inline int check_clients(const sy_client_peer* clients, uint32_t num_clients) {
-    if (num_clients == 0 || num_clients > SY_MAX_PEERS)
-        return SY_LAUNCH_PEERS;
-    for (uint32_t i = 0; i < num_clients; ++i) {
-        if (const int code = check_link(clients[i].response); code != SY_OK)
-            return code;
-        if (clients[i].request == 0)
-            return SY_LAUNCH_NULL;
-        if (clients[i].request % 16 != 0)
-            return SY_LAUNCH_ALIGNMENT;
-    }
-    return SY_OK;
+    if (table == nullptr)
+        return SY_LAUNCH_NULL;
+    return is_aligned(table) ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
 
 [[nodiscard]] inline int check_capacity(const sy_frame_geometry& geometry, uint32_t capacity) {

@@ -51,6 +51,13 @@ template <class T> T from_device(const T* pointer) {
     return value;
 }
 
+// NOTES: a copy from pageable memory may return before it has landed, and streams that do not wait for
+// the default one would run ahead of it.
+inline void upload(void* pointer, const void* source, size_t bytes) {
+    CHECK_CUDA(cudaMemcpy(pointer, source, bytes, cudaMemcpyHostToDevice));
+    CHECK_CUDA(cudaDeviceSynchronize());
+}
+
 template <class T> void to_device(T* pointer, const T& value) {
-    CHECK_CUDA(cudaMemcpy(pointer, &value, sizeof(T), cudaMemcpyHostToDevice));
+    upload(pointer, &value, sizeof(T));
 }

@@ -1,7 +1,7 @@
 // The fused kernels against the host reference, on one GPU: every client and server of a test lives in
 // this process and runs in stream order. Fresh random input each time, poisoned slots and outputs.
 //
-//   kernels_test [--seed N] [--quick]      --quick: small shapes, for compute-sanitizer
+//   kernels_test [--seed N] [--quick] [--only NAME]      --quick: small shapes, for compute-sanitizer
 #include <chrono>
 #include <cinttypes>
 #include <memory>
@@ -46,6 +46,10 @@ struct World {
                 servers[s]->clients[c].response = {reinterpret_cast<uint64_t>(response), 0,
                                                    SY_WAY_DIRECT, 0};
             }
+        for (auto& client : clients)
+            client->connect();
+        for (auto& server : servers)
+            server->connect();
     }
     ~World() {
         CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -202,7 +206,7 @@ void layers_match_the_reference() {
                                {1152, 6, 60, 2, 3, 40, 0},   {512, 1, 8, 1, 2, 300, 0},
                                {256, 16, 1024, 2, 4, 50, 5}, {128, 2, 4, 1, 1, 9, 0}};
     if (g_quick)
-        cases = {{7168, 8, 256, 2, 2, 9, 3}, {384, 6, 60, 2, 3, 40, 0}};
+        cases = {{7168, 8, 64, 2, 2, 4, 3}, {384, 6, 60, 2, 3, 35, 0}};
     for (const Case& test : cases)
         for (const uint32_t dtype : {SY_DTYPE_F8_E4M3, SY_DTYPE_BF16})
             for (const bool echo : {false, true}) {
@@ -255,7 +259,7 @@ void expert_outputs_are_weighted_and_summed() {
             for (auto& value : rows)
                 value = reference::to_bf16(random.unit() * 4 - 2);
             uint16_t* expert_out = device_alloc<uint16_t>(rows.size());
-            CHECK_CUDA(cudaMemcpy(expert_out, rows.data(), rows.size() * 2, cudaMemcpyHostToDevice));
+            upload(expert_out, rows.data(), rows.size() * 2);
             server.expert_out = expert_out;
             server.send(world.stream);
             CHECK_CUDA(cudaStreamSynchronize(world.stream));
@@ -346,7 +350,7 @@ void a_captured_graph_replays_with_new_inputs() {
         run_layer(world, false);
         CHECK_CUDA(cudaStreamEndCapture(world.stream, &graph));
         CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-        for (int round = 0; round < 10; ++round) {
+        for (int round = 0; round < (g_quick ? 2 : 10); ++round) {
             world.poison();
             const auto inputs = world.load(round * 3 % 33, round % 2 == 0);
             CHECK_CUDA(cudaGraphLaunch(replay, world.stream));
@@ -392,7 +396,7 @@ void only_frames_of_one_layer_are_merged() {
 void bad_frames_are_refused() {
     const auto header_field = [](size_t offset, auto value) {
         return [=](uint8_t* frame, const sy_frame_geometry&) {
-            CHECK_CUDA(cudaMemcpy(frame + offset, &value, sizeof(value), cudaMemcpyHostToDevice));
+            upload(frame + offset, &value, sizeof(value));
         };
     };
     const auto entry = [](uint32_t expert, float weight) {
@@ -404,8 +408,7 @@ void bad_frames_are_refused() {
             for (size_t i = entries.size(); i-- > 0;)
                 if (entries[i].expert != SY_NO_EXPERT) {
                     const sy_entry bad = {expert == 0 ? entries[i].expert : expert, weight};
-                    CHECK_CUDA(cudaMemcpy(frame + geometry.entries_offset + i * 8, &bad, 8,
-                                          cudaMemcpyHostToDevice));
+                    upload(frame + geometry.entries_offset + i * 8, &bad, 8);
                     return;
                 }
             CHECK(false, "no entry");
@@ -413,8 +416,7 @@ void bad_frames_are_refused() {
     };
     const auto scale = [](float value) {
         return [=](uint8_t* frame, const sy_frame_geometry& geometry) {
-            CHECK_CUDA(cudaMemcpy(frame + geometry.scales_offset + 20, &value, 4,
-                                  cudaMemcpyHostToDevice));
+            upload(frame + geometry.scales_offset + 20, &value, 4);
         };
     };
     const auto no_entries = [](uint8_t* frame, const sy_frame_geometry& geometry) {
@@ -607,8 +609,16 @@ void bad_parameters_are_refused_before_a_launch() {
     expect(SY_LAUNCH_PEERS, [](auto& params) { params.num_servers = 0; });
     expect(SY_LAUNCH_PEERS, [](auto& params) { params.num_servers = 33; });
     expect(SY_LAUNCH_EXPERTS, [](auto& params) { params.num_experts = 1025; });
-    expect(SY_LAUNCH_WAY, [](auto& params) { params.servers[0].request.way = SY_WAY_IBGDA; });
-    expect(SY_LAUNCH_NULL, [](auto& params) { params.servers[0].request.window = 0; });
+    expect(SY_LAUNCH_NULL, [](auto& params) { params.servers = nullptr; });
+    sy_server_peer server = client.servers[0];
+    server.request.way = SY_WAY_IBGDA;
+    CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_WAY, "a way that is not built in");
+    server = client.servers[0];
+    server.request.window = 0;
+    CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_NULL, "null window");
+    server = client.servers[0];
+    server.response += 8;
+    CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_ALIGNMENT, "response slot");
     sy_combine_params combine = client.combine_params(0);
     combine.timeout_ns = 0;
     CHECK(sy_launch_combine(&combine, world.stream) == SY_LAUNCH_BOUND, "no bound");
@@ -622,8 +632,11 @@ void bad_parameters_are_refused_before_a_launch() {
 } // namespace
 
 int main(int argc, char** argv) {
+    std::string only;
     for (int i = 1; i < argc; ++i) {
-        if (std::string(argv[i]) == "--quick")
+        if (std::string(argv[i]) == "--only" && i + 1 < argc)
+            only = argv[++i];
+        else if (std::string(argv[i]) == "--quick")
             g_quick = true;
         else if (std::string(argv[i]) == "--seed" && i + 1 < argc)
             g_seed = strtoull(argv[++i], nullptr, 10);
@@ -643,6 +656,8 @@ int main(int argc, char** argv) {
         {"a_missing_replica_is_an_error_and_not_a_wait",
          a_missing_replica_is_an_error_and_not_a_wait}};
     for (const auto& [name, test] : tests) {
+        if (!only.empty() && only != name)
+            continue;
         const auto start = std::chrono::steady_clock::now();
         test();
         printf("ok %-48s %.2f s\n", name,

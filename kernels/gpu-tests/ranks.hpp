@@ -29,7 +29,9 @@ struct Client {
     uint32_t flags = 0, launch_flags = 0, layer = 0;
     uint32_t dispatch_blocks = 0, combine_blocks = 0;
     sy_server_peer servers[SY_MAX_PEERS] = {};
+    sy_server_peer* table = nullptr;
 
+    Client() = default;
     Client(const sy_frame_geometry& geometry, uint32_t capacity, uint32_t num_experts, uint64_t id)
         : geometry(geometry), capacity(capacity), num_experts(num_experts), client_id(id) {
         hidden_states = device_alloc<uint16_t>(size_t{capacity} * geometry.hidden);
@@ -71,13 +73,20 @@ struct Client {
         CHECK_CUDA(cudaMemset(topk_idx, 0x7f, size_t{capacity} * geometry.top_k * 4));
         CHECK_CUDA(cudaMemset(out, 0xff, capacity * row));
         CHECK_CUDA(cudaMemset(token_missing, 0xff, capacity * 4));
-        CHECK_CUDA(cudaMemcpy(hidden_states, input.hidden_states.data(),
-                              input.hidden_states.size() * 2, cudaMemcpyHostToDevice));
-        CHECK_CUDA(cudaMemcpy(topk_idx, input.topk_idx.data(), input.topk_idx.size() * 4,
-                              cudaMemcpyHostToDevice));
-        CHECK_CUDA(cudaMemcpy(topk_weights, input.topk_weights.data(),
-                              input.topk_weights.size() * 4, cudaMemcpyHostToDevice));
+        upload(hidden_states, input.hidden_states.data(),
+                              input.hidden_states.size() * 2);
+        upload(topk_idx, input.topk_idx.data(), input.topk_idx.size() * 4);
+        upload(topk_weights, input.topk_weights.data(),
+                              input.topk_weights.size() * 4);
         to_device(num_tokens, input.shape.num_tokens);
+    }
+
+    // To be called once the peers are known.
+    void connect() {
+        CHECK_LAUNCH(sy_check_servers(servers, num_servers));
+        if (table == nullptr)
+            table = device_alloc<sy_server_peer>(SY_MAX_PEERS);
+        upload(table, servers, sizeof(servers));
     }
 
     sy_dispatch_params dispatch_params(uint32_t handle_idx) const {
@@ -100,7 +109,7 @@ struct Client {
         params.num_experts = num_experts;
         params.num_servers = num_servers;
         params.num_blocks = dispatch_blocks;
-        memcpy(params.servers, servers, sizeof(servers));
+        params.servers = table;
         return params;
     }
 
@@ -118,7 +127,7 @@ struct Client {
         params.capacity = capacity;
         params.num_servers = num_servers;
         params.num_blocks = combine_blocks;
-        memcpy(params.servers, servers, sizeof(servers));
+        params.servers = table;
         return params;
     }
 
@@ -146,7 +155,9 @@ struct Server {
     uint32_t answer_blocks = 0;
     const uint16_t* expert_out = nullptr;
     sy_client_peer clients[SY_MAX_PEERS] = {};
+    sy_client_peer* table = nullptr;
 
+    Server() = default;
     Server(const sy_frame_geometry& geometry, uint32_t capacity, uint32_t most_clients,
            const sy_placement& placement, uint32_t my_index)
         : geometry(geometry), capacity(capacity), num_experts(placement.num_experts) {
@@ -158,7 +169,7 @@ struct Server {
                 if (placement.experts[expert].server[i] == my_index)
                     local[expert] = static_cast<int16_t>(num_local_experts++);
         local_expert = device_alloc<int16_t>(num_experts);
-        CHECK_CUDA(cudaMemcpy(local_expert, local.data(), num_experts * 2, cudaMemcpyHostToDevice));
+        upload(local_expert, local.data(), num_experts * 2);
         const uint32_t max_rows = geometry.max_tokens * most_clients;
         const uint64_t bytes =
             sy_expert_lists_at(0, &geometry, num_local_experts, max_rows, &lists);
@@ -166,7 +177,7 @@ struct Server {
                            num_local_experts, max_rows, &lists);
     }
 
-    // Request slots live here, one per client. Only control words start as zero.
+    // Request slots live here, one per client. Only flags and control words start as zero.
     uint8_t* add_request_slot(uint64_t client_id) {
         uint8_t* slot = device_alloc<uint8_t>(sy_round_up(geometry.slot_bytes, kSlotAlign));
         clients[num_clients].request = reinterpret_cast<uint64_t>(slot);
@@ -177,8 +188,21 @@ struct Server {
     }
 
     void poison(uint32_t client) {
-        CHECK_CUDA(cudaMemset(reinterpret_cast<void*>(clients[client].request), 0xff,
-                              geometry.control_offset));
+        uint8_t* slot = reinterpret_cast<uint8_t*>(clients[client].request);
+        for (uint32_t i = 0; i < geometry.num_frames; ++i) {
+            uint8_t* frame = slot + i * geometry.frame_bytes;
+            CHECK_CUDA(cudaMemset(frame, 0xff, geometry.flags_offset));
+            CHECK_CUDA(cudaMemset(frame + geometry.entries_offset, 0xff,
+                                  geometry.frame_bytes - geometry.entries_offset));
+        }
+    }
+
+    // To be called once the peers are known.
+    void connect() {
+        CHECK_LAUNCH(sy_check_clients(clients, num_clients));
+        if (table == nullptr)
+            table = device_alloc<sy_client_peer>(SY_MAX_PEERS);
+        upload(table, clients, sizeof(clients));
     }
 
     void echo(sy_stream stream) const {
@@ -192,7 +216,7 @@ struct Server {
         params.capacity = capacity;
         params.num_clients = num_clients;
         params.num_blocks = answer_blocks;
-        memcpy(params.clients, clients, sizeof(clients));
+        params.clients = table;
         CHECK_LAUNCH(sy_launch_echo(&params, stream));
     }
 
@@ -212,7 +236,7 @@ struct Server {
         params.num_local_experts = num_local_experts;
         params.num_layers = 61;
         params.num_clients = num_clients;
-        memcpy(params.clients, clients, sizeof(clients));
+        params.clients = table;
         return params;
     }
 
@@ -231,7 +255,7 @@ struct Server {
         params.max_rows = std::min(capacity * num_clients, lists.max_rows);
         params.num_clients = num_clients;
         params.num_blocks = answer_blocks;
-        memcpy(params.clients, clients, sizeof(clients));
+        params.clients = table;
         CHECK_LAUNCH(sy_launch_expert_send(&params, stream));
     }
 };

@@ -28,7 +28,8 @@
 
 /* Words of the control tail that the device path adds to those of abi.h, one line per frame. */
 #define SY_WORD_ANNOUNCE(frame) (1024 + (frame) * SY_CONTROL_STRIDE)
-#define SY_WORD_FRAME_PUBLISHED(frame) (2048 + (frame) * SY_CONTROL_STRIDE)
+/* The header word of a frame is its number, set after the header. */
+#define SY_WORD_HEADER(frame) (2048 + (frame) * SY_CONTROL_STRIDE)
 #define SY_WORD_STATUS(frame) (3072 + (frame) * SY_CONTROL_STRIDE)
 /* The announce word of a frame is number << SY_ANNOUNCE_SHIFT | rows: it needs no order towards
  * anything else, because it says itself which frame it belongs to. */
@@ -75,6 +76,9 @@
 #define SY_REASON_VALUE 3
 
 /* sy_dispatch_params.flags and others */
+/* With PDL a kernel may start while the one before it in the stream ends. It waits for it before it
+ * touches anything that kernels write; the tables that the host writes (placement, peers, local_expert) it may read
+ * at once. */
 #define SY_LAUNCH_FLAG_PDL UINT32_C(1)         /* programmatic dependent launch */
 #define SY_LAUNCH_FLAG_EARLY UINT32_C(2)       /* with PDL: let dependents start at once */
 #define SY_DISPATCH_FLAG_CONTACT_ALL UINT32_C(4) /* send empty frames too: lockstep servers need them */
@@ -99,6 +103,7 @@ typedef struct sy_frame_geometry {
     uint32_t row_stride_bytes;
     uint32_t scales_per_row;
     uint32_t response_stride_bytes;
+    uint64_t flags_offset;   /* [max_tokens] uint64_t: frame number, one per row */
     uint64_t entries_offset; /* [max_tokens][top_k] sy_entry, SY_NO_EXPERT where unused */
     uint64_t scales_offset;  /* [max_tokens][scales_per_row] float */
     uint64_t payload_offset; /* [max_tokens] rows */
@@ -176,8 +181,7 @@ typedef struct sy_handle {
 typedef struct sy_server_state {
     uint32_t arrivals;
     uint32_t reserved;
-    uint64_t taken[SY_MAX_PEERS];                   /* frames taken from each client */
-    uint64_t published[SY_MAX_PEERS][SY_MAX_FRAMES]; /* value of the frame's counter when it was last taken */
+    uint64_t taken[SY_MAX_PEERS]; /* frames taken from each client */
     uint64_t num_refused;
     uint64_t num_batches;
     uint32_t next_client; /* where the search for a layer starts: nobody starves */
@@ -215,7 +219,7 @@ typedef struct sy_dispatch_params {
     uint32_t num_experts;
     uint32_t num_servers;
     uint32_t num_blocks; /* 0: chosen by size */
-    sy_server_peer servers[SY_MAX_PEERS];
+    const sy_server_peer* servers; /* device memory, [num_servers], written by the host */
 } sy_dispatch_params;
 
 typedef struct sy_combine_params {
@@ -232,7 +236,7 @@ typedef struct sy_combine_params {
     uint32_t num_servers;
     uint32_t num_blocks;
     uint32_t reserved;
-    sy_server_peer servers[SY_MAX_PEERS];
+    const sy_server_peer* servers; /* device memory, [num_servers], written by the host */
 } sy_combine_params;
 
 /* Where expert_recv leaves the batch: device memory, sized by sy_expert_lists_bytes. */
@@ -263,7 +267,7 @@ typedef struct sy_expert_recv_params {
     uint32_t num_layers;
     uint32_t num_clients;
     uint32_t reserved;
-    sy_client_peer clients[SY_MAX_PEERS];
+    const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_recv_params;
 
 typedef struct sy_expert_send_params {
@@ -276,7 +280,7 @@ typedef struct sy_expert_send_params {
     uint32_t num_clients;
     uint32_t num_blocks;
     uint32_t reserved;
-    sy_client_peer clients[SY_MAX_PEERS];
+    const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_send_params;
 
 /* expert_recv, identity experts and expert_send in one kernel without lists or validation, for
@@ -292,12 +296,28 @@ typedef struct sy_echo_params {
     uint32_t num_clients;
     uint32_t num_blocks;
     uint32_t reserved;
-    sy_client_peer clients[SY_MAX_PEERS];
+    const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_echo_params;
+
+/* Transport measurements between processes. */
+typedef struct sy_p2p_params {
+    uint32_t flags;
+    uint32_t num_peers;
+    uint32_t num_turns;
+    uint32_t begins;     /* 1: sends first; 0: answers */
+    uint64_t num_bytes;  /* 4, 8, or a multiple of 16 */
+    uint64_t expected;   /* stream: value of a counter that completes the peer's messages */
+    uint64_t timeout_ns;
+    const uint64_t* counters; /* mine, one line per peer, 0 at the start */
+    uint64_t* elapsed_ns;
+    sy_error_word* error;
+    uint64_t counter_offset[SY_MAX_PEERS]; /* of my counter in the peer's memory */
+    sy_link links[SY_MAX_PEERS];
+} sy_p2p_params;
 
 SY_STATIC_ASSERT(sizeof(void*) == 8, "the device path is 64-bit");
 SY_STATIC_ASSERT(sizeof(sy_error_word) == 32, "size of sy_error_word");
-SY_STATIC_ASSERT(sizeof(sy_frame_geometry) == 120, "size of sy_frame_geometry");
+SY_STATIC_ASSERT(sizeof(sy_frame_geometry) == 128, "size of sy_frame_geometry");
 SY_STATIC_ASSERT(sizeof(sy_link) == 24, "size of sy_link");
 SY_STATIC_ASSERT(sizeof(sy_replica_set) == 8, "one 8-byte load per expert");
 SY_STATIC_ASSERT(offsetof(sy_placement, experts) == 16, "experts of sy_placement");
@@ -309,7 +329,8 @@ SY_STATIC_ASSERT(sizeof(sy_batch) == 408, "size of sy_batch");
 SY_STATIC_ASSERT(SY_WORD_ANNOUNCE(0) > SY_WORD_WAITING, "words of abi.h stay free");
 SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
-SY_STATIC_ASSERT(sizeof(sy_dispatch_params) < 4096, "kernel parameters");
-SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) < 4096, "kernel parameters");
+/* Every kilobyte of parameters delays a kernel by a microsecond or more: tables stay in memory. */
+SY_STATIC_ASSERT(sizeof(sy_dispatch_params) <= 320, "kernel parameters");
+SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) <= 320, "kernel parameters");
 
 #endif /* SWITCHYARD_DEVICE_ABI_H */

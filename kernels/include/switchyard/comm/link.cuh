@@ -47,7 +47,11 @@ __device__ __forceinline__ void signal(const sy_link& link, uint64_t offset, uin
     ptx::st_release_sys(window_at<uint64_t>(link, offset), value);
 }
 
-// Sets a word that says everything itself and so needs no order.
+// SYNC POINT publish for several words at once: what this warp signals relaxed after it is seen after
+// everything that the block stored before (and a barrier made known to this warp).
+__device__ __forceinline__ void order_signals() { ptx::fence_acq_rel_sys(); }
+
+// Sets a word that says everything itself and so needs no order, or after order_signals.
 __device__ __forceinline__ void signal_relaxed(const sy_link& link, uint64_t offset,
                                                uint64_t value) {
     ptx::st_relaxed_sys(window_at<uint64_t>(link, offset), value);

@@ -26,12 +26,14 @@ template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_> struct AnswerCon
 constexpr uint32_t kRowsPerFence = 4;
 
 struct AnswerShared {
+    sy_client_peer clients[SY_MAX_PEERS];
     uint64_t request_frame[SY_MAX_PEERS]; // address here
     uint64_t response_window[SY_MAX_PEERS];
     uint64_t number[SY_MAX_PEERS];
     uint32_t num_rows[SY_MAX_PEERS];
     uint32_t row_begin[SY_MAX_PEERS]; // of the client in the batch
     uint32_t most_rows;
+    uint32_t given_up; // clients whose frame did not come, as a mask
 };
 
 // Client of a unit. Clients take turns, so that every link is busy from the start, and the turn shifts
@@ -44,7 +46,7 @@ __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_c
 
 __device__ __forceinline__ void publish_rows(const AnswerShared& shared,
                                              const sy_frame_geometry& geometry,
-                                             const sy_client_peer* clients, uint32_t num_clients,
+                                             uint32_t num_clients,
                                              uint32_t num_blocks, uint32_t first_unit,
                                              uint32_t num_pending) {
     __syncthreads();
@@ -57,7 +59,7 @@ __device__ __forceinline__ void publish_rows(const AnswerShared& shared,
         return;
     const uint64_t frame = layout::response_frame(
         geometry, layout::ring_place(geometry, shared.number[client]));
-    comm::signal(clients[client].response, layout::response_flag_at(frame, row),
+    comm::signal(shared.clients[client].response, layout::response_flag_at(frame, row),
                  shared.number[client]);
 }
 
@@ -65,7 +67,7 @@ __device__ __forceinline__ void publish_rows(const AnswerShared& shared,
 template <class Config, class MakeRow>
 __device__ __forceinline__ void
 answer_rows(const AnswerShared& shared, const sy_frame_geometry& geometry,
-            const sy_client_peer* clients, uint32_t num_clients, MakeRow make_row) {
+            uint32_t num_clients, MakeRow make_row) {
     const uint32_t num_blocks = gridDim.x;
     const uint32_t num_units = shared.most_rows * num_clients;
     uint32_t num_pending = 0, first_pending = blockIdx.x;
@@ -80,7 +82,7 @@ answer_rows(const AnswerShared& shared, const sy_frame_geometry& geometry,
             });
         }
         if (++num_pending == kRowsPerFence || unit + num_blocks >= num_units) {
-            publish_rows(shared, geometry, clients, num_clients, num_blocks, first_pending,
+            publish_rows(shared, geometry, num_clients, num_blocks, first_pending,
                          num_pending);
             num_pending = 0;
             first_pending = unit + num_blocks;

@@ -22,6 +22,7 @@ template <uint32_t kHidden_, uint32_t kNumThreads_> struct CombineConfig {
 };
 
 struct CombineShared {
+    sy_server_peer servers[SY_MAX_PEERS];
     uint64_t number[SY_MAX_PEERS];
     uint64_t frame[SY_MAX_PEERS];
     // By parity of the round, so that one barrier per token is enough.
@@ -35,7 +36,7 @@ __device__ __forceinline__ bool await_row(const sy_combine_params& params,
                                           uint32_t row, uint32_t tag) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint64_t number = shared.number[server];
-    const uint64_t control = params.servers[server].response + geometry.response_control_offset;
+    const uint64_t control = shared.servers[server].response + geometry.response_control_offset;
     const uint64_t* status = reinterpret_cast<const uint64_t*>(
         control + SY_WORD_STATUS(layout::ring_place(geometry, number)));
     const comm::WaitBound bound = {
@@ -95,18 +96,26 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
     __shared__ CombineShared shared;
     const uint32_t thread_idx = threadIdx.x;
     const sy_frame_geometry& geometry = params.geometry;
+    layout::copy_table(shared.servers, params.servers, params.num_servers, Config::kNumThreads);
+    uint64_t response = 0;
+    if (thread_idx < params.num_servers)
+        response = params.servers[thread_idx].response;
+    ptx::griddepcontrol_wait();
     if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
         ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
-    const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
+    // All first loads leave together, this block's first routes among them.
     const uint32_t* routes = layout::routes_of(params.handle);
+    uint32_t route = SY_NO_ROUTE;
+    if (thread_idx < geometry.top_k)
+        route = routes[uint64_t{blockIdx.x} * geometry.top_k + thread_idx];
+    const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
     if (thread_idx < 2)
         shared.missing[thread_idx] = 0;
     if (thread_idx < params.num_servers) {
         const uint64_t number = params.handle->frame_number[thread_idx];
         shared.number[thread_idx] = number;
         shared.frame[thread_idx] =
-            params.servers[thread_idx].response +
+            response +
             layout::response_frame(geometry, layout::ring_place(geometry, number));
     }
     __syncthreads();
@@ -114,7 +123,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
     for (uint32_t token_idx = blockIdx.x; token_idx < num_tokens;
          token_idx += gridDim.x, parity ^= 1) {
         if (thread_idx < geometry.top_k) {
-            const uint32_t route = routes[uint64_t{token_idx} * geometry.top_k + thread_idx];
+            if (token_idx != blockIdx.x)
+                route = routes[uint64_t{token_idx} * geometry.top_k + thread_idx];
             shared.routes[parity][thread_idx] = route;
             if (route != SY_NO_ROUTE) {
                 const uint32_t server = route >> SY_ROUTE_SHIFT;
@@ -128,8 +138,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
         __syncthreads();
         const uint32_t missing = shared.missing[parity];
         if (thread_idx < 32) {
-            const uint32_t route =
-                thread_idx < geometry.top_k ? shared.routes[parity][thread_idx] : SY_NO_ROUTE;
             const uint32_t lacks = __reduce_or_sync(
                 kFullWarp, route != SY_NO_ROUTE ? missing & 1u << (route >> SY_ROUTE_SHIFT) : 0);
             if (thread_idx == 0 && params.token_missing != nullptr)

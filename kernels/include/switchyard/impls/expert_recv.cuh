@@ -24,7 +24,7 @@ namespace switchyard::impls {
 constexpr uint32_t kRecvBlocks = 8;
 constexpr uint32_t kRecvThreads = 512;
 constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
-// row_position holds expert << kRankBits | rank within the block between two phases.
+// Between two phases an entry is expert << kRankBits | rank within the block.
 constexpr uint32_t kRankBits = 22;
 static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
 // Finite e4m3 codes times a larger scale would overflow.
@@ -41,7 +41,11 @@ struct RecvShared {
     RecvSnapshot snapshot;
     uint32_t bad_code[SY_MAX_PEERS];
     uint32_t row_begin[SY_MAX_PEERS + 1];
+    sy_client_peer clients[SY_MAX_PEERS];
+    uint32_t ready, dead; // clients, as masks
+    uint32_t announced[SY_MAX_PEERS];
     uint32_t histogram[SY_MAX_EXPERTS];
+    int16_t local_expert[SY_MAX_EXPERTS];
     uint32_t base[SY_MAX_EXPERTS];
     uint32_t warp_sums[32];
 };
@@ -90,9 +94,10 @@ __device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& pa
 }
 
 // Tells a client that its frame is refused. Its combine sees the status while it waits.
-__device__ __forceinline__ void refuse(const sy_expert_recv_params& params, uint32_t client_idx,
+__device__ __forceinline__ void refuse(const RecvShared& shared,
+                                       const sy_expert_recv_params& params, uint32_t client_idx,
                                        uint64_t number, uint32_t code) {
-    comm::signal_relaxed(params.clients[client_idx].response,
+    comm::signal_relaxed(shared.clients[client_idx].response,
                          params.geometry.response_control_offset +
                              SY_WORD_STATUS(layout::ring_place(params.geometry, number)),
                          number << SY_STATUS_SHIFT | code);
@@ -100,50 +105,107 @@ __device__ __forceinline__ void refuse(const sy_expert_recv_params& params, uint
                        number);
 }
 
-// Waits for frames and chooses the batch. One warp, a lane per client.
-__device__ __forceinline__ void choose_batch(RecvShared& shared,
-                                             const sy_expert_recv_params& params) {
-    const sy_frame_geometry& geometry = params.geometry;
-    const uint32_t lane_idx = threadIdx.x;
-    const bool is_client = lane_idx < params.num_clients;
-    const sy_client_peer& client = params.clients[is_client ? lane_idx : 0];
-    uint64_t number = 0, before = 0;
-    uint32_t place = 0;
-    if (is_client) {
-        number = params.state->taken[lane_idx] + 1;
-        place = layout::ring_place(geometry, number);
-        before = params.state->published[lane_idx][place];
+// Rows of a frame that one poll of a warp covers.
+constexpr uint32_t kRowsPerPoll = 128;
+
+// Whether all announced rows and the header are there. Rows before `*upto` are known to be. One warp.
+__device__ __forceinline__ bool poll_frame(RecvShared& shared, const sy_frame_geometry& geometry,
+                                           const FrameAt& frame, uint32_t client_idx,
+                                           uint32_t* upto) {
+    const uint32_t lane_idx = threadIdx.x & 31;
+    const uint64_t header = ptx::ld_acquire_sys(frame.header_flag);
+    const uint32_t num_rows = announced_rows(frame);
+    if (num_rows == kRowsUnknown || header < frame.number)
+        return false;
+    // What cannot be is left to the check of the header.
+    const uint32_t limit = min(num_rows, geometry.max_tokens);
+    while (*upto < limit) {
+        bool arrived = true;
+#pragma unroll
+        for (uint32_t i = 0; i < kRowsPerPoll / 32; ++i) {
+            const uint32_t row = *upto + i * 32 + lane_idx;
+            arrived &= row >= limit || row_arrived(geometry, frame, row);
+        }
+        if (!__all_sync(kFullWarp, arrived))
+            return false;
+        *upto += kRowsPerPoll;
     }
-    const uint32_t start = params.state->next_client;
-    const uint32_t wanted = min(params.min_ready, params.num_clients);
+    if (lane_idx == 0) {
+        shared.announced[client_idx] = num_rows;
+        atomicOr(&shared.ready, 1u << client_idx);
+    }
+    __syncwarp();
+    return true;
+}
+
+// Waits until `wanted` clients have a frame or are known to be dead. All warps, a client per warp in turn.
+__device__ __forceinline__ void await_frames(RecvShared& shared,
+                                             const sy_expert_recv_params& params, uint32_t wanted) {
+    constexpr uint32_t kWarps = kRecvThreads / 32;
+    constexpr uint32_t kClientsPerWarp = (SY_MAX_PEERS + kWarps - 1) / kWarps;
+    const uint32_t warp_idx = threadIdx.x / 32;
     const uint64_t start_ns = ptx::mov_globaltimer();
     const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
                                    nullptr, params.timeout_ns};
-    FrameSeen seen = {};
-    uint32_t ready = 0;
+    FrameAt frame[kClientsPerWarp];
+    uint32_t upto[kClientsPerWarp] = {};
+    bool is_open[kClientsPerWarp];
+#pragma unroll
+    for (uint32_t i = 0; i < kClientsPerWarp; ++i) {
+        const uint32_t client_idx = warp_idx + i * kWarps;
+        is_open[i] = client_idx < params.num_clients;
+        if (is_open[i])
+            frame[i] = frame_at(params.geometry, shared.clients[client_idx],
+                                params.state->taken[client_idx] + 1);
+    }
     for (uint32_t num_polls = 1;; ++num_polls) {
-        if (is_client && !seen.is_ready)
-            seen = look_for_frame(geometry, client, number, place, before);
-        ready = __ballot_sync(kFullWarp, seen.is_ready);
-        if (__popc(ready) >= wanted)
-            break;
+        bool any_open = false;
+#pragma unroll
+        for (uint32_t i = 0; i < kClientsPerWarp; ++i) {
+            const uint32_t client_idx = warp_idx + i * kWarps;
+            if (is_open[i] &&
+                poll_frame(shared, params.geometry, frame[i], client_idx, &upto[i]))
+                is_open[i] = false;
+            any_open |= is_open[i];
+        }
+        const uint32_t ready = *const_cast<volatile uint32_t*>(&shared.ready);
+        const uint32_t dead = *const_cast<volatile uint32_t*>(&shared.dead);
+        if (__any_sync(kFullWarp, !any_open || __popc(ready | dead) >= wanted))
+            return;
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
-        const uint32_t dead =
-            __ballot_sync(kFullWarp, is_client && comm::is_aborted(bound, lane_idx));
-        const bool expired =
-            __any_sync(kFullWarp, ptx::mov_globaltimer() - start_ns > params.timeout_ns);
-        // Clients known to be dead are not waited for.
-        if (expired || __popc(ready | dead) >= wanted) {
-            // An idle server is no error; with min_ready above 1 the caller expected somebody.
-            const bool late = is_client && !seen.is_ready && wanted > 1;
-            if (late)
-                comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
-                                   expired ? SY_REASON_TIMEOUT : SY_REASON_ABORT, number - 1,
-                                   number);
-            break;
-        }
+        for (uint32_t i = 0; i < kClientsPerWarp; ++i)
+            if (is_open[i] && comm::is_aborted(bound, warp_idx + i * kWarps))
+                atomicOr(&shared.dead, 1u << (warp_idx + i * kWarps));
+        if (__any_sync(kFullWarp, ptx::mov_globaltimer() - start_ns > params.timeout_ns))
+            return;
     }
+}
+
+// Chooses the batch among the frames that are there. One warp, a lane per client.
+__device__ __forceinline__ void choose_batch(RecvShared& shared,
+                                             const sy_expert_recv_params& params, uint32_t wanted) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t lane_idx = threadIdx.x;
+    const bool is_client = lane_idx < params.num_clients;
+    const sy_client_peer& client = shared.clients[is_client ? lane_idx : 0];
+    struct {
+        uint32_t num_rows;
+        bool is_ready;
+    } seen = {};
+    uint64_t number = 0;
+    if (is_client) {
+        number = params.state->taken[lane_idx] + 1;
+        seen.is_ready = (shared.ready >> lane_idx & 1) != 0;
+        seen.num_rows = seen.is_ready ? shared.announced[lane_idx] : 0;
+    }
+    const uint32_t place = layout::ring_place(geometry, number);
+    const uint32_t start = params.state->next_client;
+    // An idle server is no error; with min_ready above 1 the caller expected somebody.
+    if (is_client && !seen.is_ready && wanted > 1)
+        comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
+                           (shared.dead >> lane_idx & 1) != 0 ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
+                           number - 1, number);
 
     uint32_t layer = 0, code = 0;
     if (seen.is_ready)
@@ -178,10 +240,9 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     }
     if (is_taken || code != 0) {
         params.state->taken[lane_idx] = number;
-        params.state->published[lane_idx][place] = seen.published;
     }
     if (code != 0) {
-        refuse(params, lane_idx, number, code);
+        refuse(shared, params, lane_idx, number, code);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
     if (is_taken) {
@@ -223,75 +284,125 @@ __device__ __forceinline__ void number_rows(RecvShared& shared) {
 __device__ __forceinline__ uint64_t frame_of(const RecvShared& shared,
                                              const sy_expert_recv_params& params,
                                              uint32_t client_idx) {
-    return params.clients[client_idx].request +
+    return shared.clients[client_idx].request +
            layout::request_frame(params.geometry, shared.snapshot.place[client_idx]);
 }
 
 // Local index of an expert; negative SY_ERROR_* when it is none of this server's.
-__device__ __forceinline__ int32_t local_expert(const sy_expert_recv_params& params,
+__device__ __forceinline__ int32_t local_expert(const RecvShared& shared,
+                                                const sy_expert_recv_params& params,
                                                 uint32_t expert) {
     if (expert >= params.num_experts)
         return -SY_ERROR_UNKNOWN_EXPERT;
-    const int32_t local = params.local_expert[expert];
+    const int32_t local = shared.local_expert[expert];
     const bool is_mine = local >= 0 && static_cast<uint32_t>(local) < params.num_local_experts;
     return is_mine ? local : -SY_ERROR_NOT_MY_EXPERT;
 }
 
-// Checks the tables of every row and leaves expert and rank of each entry in row_position.
-__device__ __forceinline__ void check_and_count(RecvShared& shared,
-                                                const sy_expert_recv_params& params,
-                                                uint32_t first_thread) {
+// Up to eight entries of a row, as copied from the slot; `packed` is expert << kRankBits | rank.
+struct RowEntries {
+    uint2 entry[8];
+    uint32_t packed[8];
+};
+
+__device__ __forceinline__ void load_entries(const RecvShared& shared,
+                                             const sy_expert_recv_params& params,
+                                             uint32_t client_idx, uint32_t row, uint32_t first,
+                                             RowEntries& entries) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint2* source = reinterpret_cast<const uint2*>(layout::entries_at(
+        geometry, frame_of(shared, params, client_idx), row - shared.row_begin[client_idx]));
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+        entries.entry[i] = first + i < geometry.top_k ? source[first + i]
+                                                      : make_uint2(SY_NO_EXPERT, 0);
+}
+
+// Checks entries and counts them by expert. Returns SY_ERROR_* or 0.
+__device__ __forceinline__ uint32_t count_entries(RecvShared& shared,
+                                                  const sy_expert_recv_params& params,
+                                                  RowEntries& entries, uint32_t* num_entries) {
+    uint32_t code = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+        entries.packed[i] = SY_NO_EXPERT;
+        if (entries.entry[i].x == SY_NO_EXPERT)
+            continue;
+        ++*num_entries;
+        const int32_t local = local_expert(shared, params, entries.entry[i].x);
+        if (local < 0)
+            code = max(code, static_cast<uint32_t>(-local));
+        else if ((entries.entry[i].y & 0x7f800000u) == 0x7f800000u)
+            code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
+        else
+            entries.packed[i] = static_cast<uint32_t>(local) << kRankBits |
+                                atomicAdd(&shared.histogram[local], 1u);
+    }
+    return code;
+}
+
+__device__ __forceinline__ bool is_good_scale(float scale) {
+    return scale > 0.0f && scale <= kMaxScale; // NaN compares false
+}
+
+__device__ __forceinline__ void check_scales(RecvShared& shared,
+                                             const sy_expert_recv_params& params,
+                                             uint32_t first_thread) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
+    const bool by_four = geometry.scales_per_row % 4 == 0;
+    const uint32_t per_row = by_four ? geometry.scales_per_row / 4 : geometry.scales_per_row;
+    for (uint32_t i = first_thread; i < num_rows * per_row; i += kRecvStride) {
+        const uint32_t row = i / per_row, part = i - row * per_row;
+        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
+        const uint64_t at = layout::scales_at(geometry, frame_of(shared, params, client_idx),
+                                              row - shared.row_begin[client_idx]);
+        bool is_good;
+        if (by_four) {
+            const float4 four = reinterpret_cast<const float4*>(at)[part];
+            is_good = is_good_scale(four.x) && is_good_scale(four.y) && is_good_scale(four.z) &&
+                      is_good_scale(four.w);
+        } else {
+            is_good = is_good_scale(reinterpret_cast<const float*>(at)[part]);
+        }
+        if (!is_good)
+            atomicMax(&shared.bad_code[client_idx], uint32_t{SY_ERROR_BAD_FRAME});
+    }
+}
+
+// Checks the tables of every row and counts entries by expert. The first eight entries of a thread's
+// first row stay in `kept`; what they need later, others leave in row_position.
+__device__ __forceinline__ void check_and_count(RecvShared& shared,
+                                                const sy_expert_recv_params& params,
+                                                uint32_t first_thread, RowEntries& kept) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
+    if (first_thread < num_rows)
+        load_entries(shared, params, client_of_row(shared, params.num_clients, first_thread),
+                     first_thread, 0, kept);
+    check_scales(shared, params, first_thread);
     for (uint32_t row = first_thread; row < num_rows; row += kRecvStride) {
         const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
-        const uint32_t frame_row = row - shared.row_begin[client_idx];
-        const uint2* entries = reinterpret_cast<const uint2*>(
-            layout::entries_at(geometry, frame_of(shared, params, client_idx), frame_row));
-        uint32_t* positions = params.lists.row_position + uint64_t{row} * geometry.top_k;
-        uint32_t code = 0, num_entries = 0;
-        for (uint32_t first = 0; first < geometry.top_k; first += 8) {
-            uint2 entry[8];
+        uint32_t num_entries = 0, code = 0;
+        uint32_t first = 0;
+        if (row == first_thread) {
+            code = count_entries(shared, params, kept, &num_entries);
+            first = 8;
+        }
+        for (; first < geometry.top_k; first += 8) {
+            RowEntries entries;
+            load_entries(shared, params, client_idx, row, first, entries);
+            code = max(code, count_entries(shared, params, entries, &num_entries));
 #pragma unroll
             for (uint32_t i = 0; i < 8; ++i)
-                entry[i] = first + i < geometry.top_k ? entries[first + i]
-                                                      : make_uint2(SY_NO_EXPERT, 0);
-            int32_t local[8];
-#pragma unroll
-            for (uint32_t i = 0; i < 8; ++i)
-                local[i] = entry[i].x != SY_NO_EXPERT ? local_expert(params, entry[i].x) : 0;
-#pragma unroll
-            for (uint32_t i = 0; i < 8; ++i) {
-                if (first + i >= geometry.top_k)
-                    break;
-                uint32_t packed = SY_NO_EXPERT;
-                if (entry[i].x != SY_NO_EXPERT) {
-                    ++num_entries;
-                    if (local[i] < 0)
-                        code = max(code, static_cast<uint32_t>(-local[i]));
-                    else if ((entry[i].y & 0x7f800000u) == 0x7f800000u)
-                        code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
-                    else
-                        packed = static_cast<uint32_t>(local[i]) << kRankBits |
-                                 atomicAdd(&shared.histogram[local[i]], 1u);
-                }
-                positions[first + i] = packed;
-            }
+                if (first + i < geometry.top_k)
+                    params.lists.row_position[uint64_t{row} * geometry.top_k + first + i] =
+                        entries.packed[i];
         }
         if (num_entries == 0)
             code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
         if (code != 0)
             atomicMax(&shared.bad_code[client_idx], code);
-    }
-    const uint32_t scales_per_row = geometry.scales_per_row;
-    for (uint32_t i = first_thread; i < num_rows * scales_per_row; i += kRecvStride) {
-        const uint32_t row = i / scales_per_row;
-        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
-        const float scale = reinterpret_cast<const float*>(
-            layout::scales_at(geometry, frame_of(shared, params, client_idx),
-                              row - shared.row_begin[client_idx]))[i % scales_per_row];
-        if (!(scale > 0.0f && scale <= kMaxScale))
-            atomicMax(&shared.bad_code[client_idx], uint32_t{SY_ERROR_BAD_FRAME});
     }
 }
 
@@ -343,26 +454,34 @@ __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
 
 __device__ __forceinline__ void fill_lists(const RecvShared& shared,
                                            const sy_expert_recv_params& params,
-                                           uint32_t first_thread) {
+                                           uint32_t first_thread, const RowEntries& kept) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
+    const auto place = [&](uint32_t row, uint32_t choice, uint32_t packed, uint32_t weight) {
+        uint32_t position = SY_NO_EXPERT;
+        if (packed != SY_NO_EXPERT) {
+            position = shared.base[packed >> kRankBits] + (packed & ((1u << kRankBits) - 1));
+            params.lists.list_row[position] = row;
+            params.lists.list_weight[position] = __uint_as_float(weight);
+        }
+        params.lists.row_position[uint64_t{row} * geometry.top_k + choice] = position;
+    };
     for (uint32_t row = first_thread; row < num_rows; row += kRecvStride) {
         const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
         const uint32_t frame_row = row - shared.row_begin[client_idx];
+        params.lists.row_source[row] = client_idx << SY_ROUTE_SHIFT | frame_row;
+        const bool is_kept = row == first_thread;
+        if (is_kept) {
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i)
+                if (i < geometry.top_k)
+                    place(row, i, kept.packed[i], kept.entry[i].y);
+        }
         const uint2* entries = reinterpret_cast<const uint2*>(
             layout::entries_at(geometry, frame_of(shared, params, client_idx), frame_row));
-        uint32_t* positions = params.lists.row_position + uint64_t{row} * geometry.top_k;
-        params.lists.row_source[row] = client_idx << SY_ROUTE_SHIFT | frame_row;
-        for (uint32_t i = 0; i < geometry.top_k; ++i) {
-            const uint32_t packed = positions[i];
-            if (packed == SY_NO_EXPERT)
-                continue;
-            const uint32_t position =
-                shared.base[packed >> kRankBits] + (packed & ((1u << kRankBits) - 1));
-            positions[i] = position;
-            params.lists.list_row[position] = row;
-            params.lists.list_weight[position] = __uint_as_float(entries[i].y);
-        }
+        for (uint32_t i = is_kept ? 8 : 0; i < geometry.top_k; ++i)
+            place(row, i, params.lists.row_position[uint64_t{row} * geometry.top_k + i],
+                  entries[i].y);
     }
 }
 
@@ -378,7 +497,7 @@ __device__ __forceinline__ bool drop_bad_clients(RecvShared& shared,
                              ptx::mapa_shared_cluster(&shared.bad_code[lane_idx], other)));
     const bool any = __any_sync(kFullWarp, code != 0);
     if (any && rank == 0 && code != 0) {
-        refuse(params, lane_idx, params.lists.batch->frame_number[lane_idx], code);
+        refuse(shared, params, lane_idx, params.lists.batch->frame_number[lane_idx], code);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
     shared.warp_sums[lane_idx] = code;
@@ -392,15 +511,25 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     const uint32_t rank = ptx::mov_cluster_ctarank();
     // Neighbouring rows go to different blocks.
     const uint32_t first_thread = thread_idx * kRecvBlocks + rank;
-    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
-        ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
+    const uint32_t wanted = min(params.min_ready, params.num_clients);
     for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
         shared.histogram[i] = 0;
-    if (thread_idx < 32) {
+    if (thread_idx < 32)
         shared.bad_code[thread_idx] = 0;
-        if (rank == 0)
-            choose_batch(shared, params);
+    if (thread_idx == 0)
+        shared.ready = shared.dead = 0;
+    layout::copy_table(shared.clients, params.clients, params.num_clients, kRecvThreads);
+    for (uint32_t i = thread_idx; i < params.num_experts; i += kRecvThreads)
+        shared.local_expert[i] = params.local_expert[i];
+    __syncthreads();
+    ptx::griddepcontrol_wait();
+    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
+        ptx::griddepcontrol_launch_dependents();
+    if (rank == 0) {
+        await_frames(shared, params, wanted);
+        __syncthreads();
+        if (thread_idx < 32)
+            choose_batch(shared, params, wanted);
     }
     cluster_barrier();
     constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
@@ -412,7 +541,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     if (thread_idx < 32)
         number_rows(shared);
     __syncthreads();
-    check_and_count(shared, params, first_thread);
+    RowEntries kept;
+    check_and_count(shared, params, first_thread, kept);
     cluster_barrier();
     __shared__ bool has_bad;
     if (thread_idx < 32) {
@@ -431,12 +561,12 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
             shared.histogram[i] = 0;
         __syncthreads();
-        check_and_count(shared, params, first_thread);
+        check_and_count(shared, params, first_thread, kept);
         cluster_barrier();
     }
     const uint32_t num_entries = place_experts(shared, params, rank);
     __syncthreads();
-    fill_lists(shared, params, first_thread);
+    fill_lists(shared, params, first_thread, kept);
     if (rank == 0 && thread_idx < 32) {
         sy_batch* batch = params.lists.batch;
         batch->row_begin[thread_idx + 1] = shared.row_begin[thread_idx + 1];

@@ -47,9 +47,11 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 2)
     expert_send_kernel(const __grid_constant__ sy_expert_send_params params) {
     __shared__ AnswerShared shared;
+    layout::copy_table(shared.clients, params.clients, params.num_clients, Config::kNumThreads);
+    __syncthreads();
+    ptx::griddepcontrol_wait();
     if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
         ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
     const sy_frame_geometry& geometry = params.geometry;
     const sy_batch* batch = params.lists.batch;
     const uint32_t client_idx = threadIdx.x;
@@ -62,9 +64,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
             num_rows = batch->row_begin[client_idx + 1] - begin;
             shared.number[client_idx] = number;
             shared.row_begin[client_idx] = begin;
-            shared.request_frame[client_idx] = params.clients[client_idx].request +
+            shared.request_frame[client_idx] = shared.clients[client_idx].request +
                                                layout::request_frame(geometry, place);
-            shared.response_window[client_idx] = params.clients[client_idx].response.window +
+            shared.response_window[client_idx] = shared.clients[client_idx].response.window +
                                                  layout::response_frame(geometry, place);
         }
         shared.num_rows[client_idx] = num_rows;
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
             shared.most_rows = most;
     }
     __syncthreads();
-    answer_rows<Config>(shared, geometry, params.clients, params.num_clients,
+    answer_rows<Config>(shared, geometry, params.num_clients,
                         [&](uint32_t client, uint32_t row, auto store) {
                             if (params.expert_out != nullptr)
                                 weighted_row<Config>(params, shared.row_begin[client] + row, store);

@@ -1,43 +1,47 @@
-// Waiting for clients' frames.
+// Words by which clients say what has arrived.
 #pragma once
 
 #include <cstdint>
 
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
+#include "switchyard/layout/slot.cuh"
 #include "switchyard/ptx/memory.cuh"
 
 namespace switchyard::impls {
 
-struct FrameSeen {
-    uint64_t published; // value of the frame's counter that completes it
-    uint32_t num_rows;
-    bool is_ready;
+// A frame of a client, as seen at its server.
+struct FrameAt {
+    uint64_t number;
+    uint64_t address;
+    const uint64_t* announce;
+    const uint64_t* header_flag;
 };
 
-__device__ __forceinline__ const uint64_t* control_word(const sy_frame_geometry& geometry,
-                                                        const sy_client_peer& client,
-                                                        uint64_t word) {
-    return reinterpret_cast<const uint64_t*>(client.request + geometry.control_offset + word);
+__device__ __forceinline__ FrameAt frame_at(const sy_frame_geometry& geometry,
+                                            const sy_client_peer& client, uint64_t number) {
+    const uint32_t place = layout::ring_place(geometry, number);
+    const uint64_t control = client.request + geometry.control_offset;
+    return {number, client.request + layout::request_frame(geometry, place),
+            reinterpret_cast<const uint64_t*>(control + SY_WORD_ANNOUNCE(place)),
+            reinterpret_cast<const uint64_t*>(control + SY_WORD_HEADER(place))};
 }
 
-// Looks once whether frame `number` has arrived whole. The counter of its ring place stood at
-// `published_before`, and grows by the rows and one for the header.
-__device__ __forceinline__ FrameSeen look_for_frame(const sy_frame_geometry& geometry,
-                                                    const sy_client_peer& client, uint64_t number,
-                                                    uint32_t place, uint64_t published_before) {
-    FrameSeen seen;
-    const uint64_t announced =
-        ptx::ld_relaxed_sys(control_word(geometry, client, SY_WORD_ANNOUNCE(place)));
-    // SYNC POINT accept
-    const uint64_t published =
-        ptx::ld_acquire_sys(control_word(geometry, client, SY_WORD_FRAME_PUBLISHED(place)));
-    seen.num_rows = static_cast<uint32_t>(announced & ((1u << SY_ANNOUNCE_SHIFT) - 1));
-    seen.published = published_before + seen.num_rows + 1;
-    // NOTES: the two words are read one after the other and need no order: the announcement names its
-    // frame, and the counter never falls.
-    seen.is_ready = announced >> SY_ANNOUNCE_SHIFT == number && published >= seen.published;
-    return seen;
+constexpr uint32_t kRowsUnknown = 0xffffffffu;
+
+// Rows that the client announced for the frame, kRowsUnknown before it has.
+__device__ __forceinline__ uint32_t announced_rows(const FrameAt& frame) {
+    const uint64_t word = ptx::ld_relaxed_sys(frame.announce);
+    return word >> SY_ANNOUNCE_SHIFT == frame.number
+               ? static_cast<uint32_t>(word & ((1u << SY_ANNOUNCE_SHIFT) - 1))
+               : kRowsUnknown;
+}
+
+// SYNC POINT accept
+__device__ __forceinline__ bool row_arrived(const sy_frame_geometry& geometry, const FrameAt& frame,
+                                            uint32_t row) {
+    return ptx::ld_acquire_sys(reinterpret_cast<const uint64_t*>(layout::request_flag_at(
+               geometry, frame.address, row))) >= frame.number;
 }
 
 } // namespace switchyard::impls

@@ -32,7 +32,9 @@ static inline int sy_make_geometry(uint32_t hidden, uint32_t top_k, uint32_t dty
     g.row_stride_bytes = dtype == SY_DTYPE_BF16 ? hidden * 2 : hidden;
     g.scales_per_row = dtype == SY_DTYPE_BF16 ? 0 : hidden / SY_SCALE_BLOCK;
     g.response_stride_bytes = hidden * 2;
-    g.entries_offset = sizeof(sy_frame_header);
+    g.flags_offset = sizeof(sy_frame_header);
+    g.entries_offset =
+        sy_round_up(g.flags_offset + (uint64_t)max_tokens * sizeof(uint64_t), SY_PAYLOAD_ALIGN);
     g.scales_offset = sy_round_up(
         g.entries_offset + (uint64_t)max_tokens * top_k * sizeof(sy_entry), SY_PAYLOAD_ALIGN);
     g.payload_offset = sy_round_up(

@@ -7,6 +7,17 @@
 
 namespace switchyard::layout {
 
+// Copies a table of the host's into shared memory. Barrier afterwards.
+template <class T>
+__device__ __forceinline__ void copy_table(T* shared, const T* table, uint32_t count,
+                                           uint32_t num_threads) {
+    static_assert(sizeof(T) % sizeof(uint64_t) == 0, "whole words");
+    const uint64_t* source = reinterpret_cast<const uint64_t*>(table);
+    uint64_t* target = reinterpret_cast<uint64_t*>(shared);
+    for (uint32_t i = threadIdx.x; i < count * (sizeof(T) / sizeof(uint64_t)); i += num_threads)
+        target[i] = source[i];
+}
+
 // Frames of a pair are numbered from 1; number n lies in ring place n % num_frames.
 __device__ __forceinline__ uint32_t ring_place(const sy_frame_geometry& geometry, uint64_t number) {
     return static_cast<uint32_t>(number % geometry.num_frames);
@@ -20,6 +31,11 @@ __device__ __forceinline__ uint64_t request_frame(const sy_frame_geometry& geome
 __device__ __forceinline__ uint64_t response_frame(const sy_frame_geometry& geometry,
                                                    uint32_t place) {
     return place * geometry.response_frame_bytes;
+}
+
+__device__ __forceinline__ uint64_t request_flag_at(const sy_frame_geometry& geometry,
+                                                    uint64_t frame, uint32_t row) {
+    return frame + geometry.flags_offset + static_cast<uint64_t>(row) * sizeof(uint64_t);
 }
 
 __device__ __forceinline__ uint64_t entries_at(const sy_frame_geometry& geometry, uint64_t frame,

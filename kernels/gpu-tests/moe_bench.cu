@@ -1,0 +1,338 @@
+// dispatch + combine between processes, one per GPU: checked bit for bit against the host reference, then
+// timed by the GPU's clock over replayed graphs. Prints one JSON line per case.
+//
+//   moe_bench [--ranks N] [--set check|table|sms|tune] [--limit SECONDS] [--seed N]
+//
+// A layer's time is the distance between the starts of two consecutive dispatches in one graph; a case's
+// is the median over all of them of the slowest client.
+#include <string>
+
+#include "rank.hpp"
+
+namespace {
+
+constexpr uint32_t kHidden = 7168, kTopK = 8, kExperts = 256, kMostTokens = 4096, kMostLayers = 8;
+constexpr uint32_t kTraceLen = 4096;
+
+struct Case {
+    Topology topology;
+    uint32_t num_tokens;
+    bool fp8, zipf;
+    // "echo": one kernel at the server; "lists": expert_recv, then expert_send.
+    const char* server;
+    int pdl; // 0, 1 = PDL, 2 = PDL with early start, -1 = by size
+    uint32_t dispatch_blocks, answer_blocks, combine_blocks;
+    uint32_t num_replays;
+};
+
+struct Result {
+    double median_us, p10_us, p90_us, mean_us;
+    uint64_t num_wrong;
+    uint64_t bytes_sent, bytes_off_gpu;
+    uint32_t error_tag, error_peer;
+};
+
+__global__ void count_wrong(const uint4* out, const uint4* expected, size_t count, uint64_t* num_wrong) {
+    uint64_t wrong = 0;
+    for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
+         i += size_t{gridDim.x} * blockDim.x) {
+        const uint4 a = out[i], b = expected[i];
+        wrong += a.x != b.x || a.y != b.y || a.z != b.z || a.w != b.w;
+    }
+    if (wrong != 0)
+        atomicAdd(reinterpret_cast<unsigned long long*>(num_wrong), wrong);
+}
+
+struct InputCache {
+    std::vector<reference::Input> inputs;
+    uint32_t num_tokens = 0;
+    bool zipf = false;
+};
+
+uint32_t pdl_flags(const Case& test) {
+    int pdl = test.pdl;
+    if (pdl < 0)
+        pdl = test.num_tokens <= 8 ? 2 : test.num_tokens <= 128 ? 1 : 0;
+    return pdl == 0 ? 0 : pdl == 1 ? SY_LAUNCH_FLAG_PDL : SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
+}
+
+Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& test, uint64_t seed,
+                InputCache& cache, cudaStream_t stream) {
+    const Topology& topology = test.topology;
+    const uint32_t num_servers = topology.servers.size();
+    const uint32_t num_layers = test.num_tokens > 512 ? 4 : kMostLayers;
+    sy_frame_geometry geometry;
+    CHECK_LAUNCH(sy_make_geometry(kHidden, kTopK, test.fp8 ? SY_DTYPE_F8_E4M3 : SY_DTYPE_BF16,
+                                  test.num_tokens, 2, &geometry));
+    const sy_placement placement = reference::make_placement(kExperts, num_servers, 0, 1);
+    Result result = {};
+
+    const bool is_client = index_of(topology.clients, comrade.rank) >= 0;
+    if (is_client) {
+        if (cache.num_tokens != test.num_tokens || cache.zipf != test.zipf || cache.inputs.empty()) {
+            cache.inputs.clear();
+            for (uint32_t i = 0; i < 2; ++i)
+                cache.inputs.push_back(reference::make_input(
+                    {test.num_tokens, kHidden, kTopK, kExperts},
+                    seed * 4096 + test.num_tokens * 16 + comrade.rank * 2 + i, test.zipf, false));
+            cache.num_tokens = test.num_tokens;
+            cache.zipf = test.zipf;
+        }
+        for (uint32_t i = 0; i < 2; ++i) {
+            const reference::Input& input = cache.inputs[i];
+            upload(buffers.hidden_states[i], input.hidden_states.data(),
+                   input.hidden_states.size() * 2);
+            upload(buffers.topk_idx[i], input.topk_idx.data(), input.topk_idx.size() * 4);
+            upload(buffers.topk_weights[i], input.topk_weights.data(),
+                   input.topk_weights.size() * 4);
+            const auto expected =
+                reference::identity_layer(input, placement, num_servers, test.fp8);
+            upload(buffers.expected[i], expected.data(), expected.size() * 2);
+        }
+        to_device(buffers.num_tokens, test.num_tokens);
+        const auto rows = reference::rows_per_server(cache.inputs[0], placement, num_servers);
+        for (uint32_t s = 0; s < num_servers; ++s) {
+            const uint64_t request =
+                uint64_t{rows[s]} * (geometry.row_stride_bytes + geometry.scales_per_row * 4 +
+                                     kTopK * sizeof(sy_entry));
+            const uint64_t response = uint64_t{rows[s]} * (geometry.response_stride_bytes + 8);
+            result.bytes_sent += request + response;
+            if (topology.servers[s] != comrade.rank)
+                result.bytes_off_gpu += std::max(request, response);
+        }
+        CHECK_CUDA(cudaMemset(buffers.outs, 0xff, size_t{num_layers} * test.num_tokens * kHidden * 2));
+    }
+    to_device(buffers.num_wrong, uint64_t{0});
+    Roles roles =
+        make_roles(comrade, topology, slots, buffers, geometry, test.num_tokens, placement);
+    if (roles.client != nullptr) {
+        roles.client->flags = SY_DISPATCH_FLAG_CONTACT_ALL;
+        roles.client->launch_flags = pdl_flags(test);
+        roles.client->trace = buffers.trace;
+        roles.client->trace_len = kTraceLen;
+        roles.client->dispatch_blocks = test.dispatch_blocks;
+        roles.client->combine_blocks = test.combine_blocks;
+        roles.client->timeout_ns = 3'000'000'000;
+    }
+    if (roles.server != nullptr) {
+        roles.server->launch_flags = pdl_flags(test);
+        roles.server->answer_blocks = test.answer_blocks;
+        roles.server->timeout_ns = 3'000'000'000;
+    }
+
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (uint32_t layer = 0; layer < num_layers; ++layer) {
+        if (roles.client != nullptr) {
+            Client& client = *roles.client;
+            client.hidden_states = buffers.hidden_states[layer & 1];
+            client.topk_idx = buffers.topk_idx[layer & 1];
+            client.topk_weights = buffers.topk_weights[layer & 1];
+            client.out = buffers.outs + size_t{layer} * test.num_tokens * kHidden;
+            client.dispatch(stream, layer & 1);
+        }
+        if (roles.server != nullptr) {
+            if (std::string(test.server) == "echo") {
+                roles.server->echo(stream);
+            } else {
+                roles.server->recv(stream);
+                roles.server->send(stream);
+            }
+        }
+        if (roles.client != nullptr)
+            roles.client->combine(stream, layer & 1);
+    }
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+    comrade.barrier();
+
+    const auto check = [&] {
+        if (roles.client == nullptr)
+            return;
+        for (uint32_t layer = 0; layer < num_layers; ++layer) {
+            const size_t values = size_t{test.num_tokens} * kHidden;
+            count_wrong<<<264, 256, 0, stream>>>(
+                reinterpret_cast<const uint4*>(buffers.outs + layer * values),
+                reinterpret_cast<const uint4*>(buffers.expected[layer & 1]), values / 8,
+                buffers.num_wrong);
+            CHECK_CUDA(cudaGetLastError());
+        }
+        CHECK_CUDA(cudaMemsetAsync(buffers.outs, 0xff,
+                                   size_t{num_layers} * test.num_tokens * kHidden * 2, stream));
+        CHECK_CUDA(cudaStreamSynchronize(stream));
+    };
+    CHECK_CUDA(cudaGraphLaunch(replay, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    check();
+    // A case that went wrong is not timed: every expired wait would cost its bound.
+    uint32_t tag = roles.client != nullptr ? from_device(&buffers.client_state->error.tag) : 0;
+    if (roles.server != nullptr)
+        tag |= from_device(&buffers.server_state->error.tag);
+    for (const auto& bytes : comrade.gather(&tag, sizeof(tag))) {
+        memcpy(&tag, bytes.data(), sizeof(tag));
+        result.error_tag = std::max(result.error_tag, tag);
+    }
+    if (result.error_tag != SY_TAG_NONE) {
+        CHECK_CUDA(cudaGraphExecDestroy(replay));
+        CHECK_CUDA(cudaGraphDestroy(graph));
+        return result;
+    }
+    for (int i = 0; i < 3; ++i)
+        CHECK_CUDA(cudaGraphLaunch(replay, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    comrade.barrier();
+    const uint64_t first =
+        roles.client != nullptr ? from_device(&buffers.client_state->sequence) : 0;
+    const uint32_t num_replays = std::min(test.num_replays, kTraceLen / num_layers);
+    const double start = now_s();
+    for (uint32_t i = 0; i < num_replays; ++i)
+        CHECK_CUDA(cudaGraphLaunch(replay, stream));
+    CHECK_CUDA(cudaStreamSynchronize(stream));
+    result.mean_us = (now_s() - start) * 1e6 / (num_replays * num_layers);
+    check();
+    CHECK_CUDA(cudaGraphExecDestroy(replay));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    if (roles.client != nullptr) {
+        std::vector<uint64_t> trace(kTraceLen);
+        CHECK_CUDA(cudaMemcpy(trace.data(), buffers.trace, kTraceLen * 8, cudaMemcpyDeviceToHost));
+        std::vector<double> layers_us;
+        for (uint32_t i = 0; i + 1 < num_replays * num_layers; ++i)
+            if (i % num_layers != num_layers - 1)
+                layers_us.push_back(static_cast<double>(trace[(first + i + 1) % kTraceLen] -
+                                                        trace[(first + i) % kTraceLen]) *
+                                    1e-3);
+        std::sort(layers_us.begin(), layers_us.end());
+        result.median_us = layers_us[layers_us.size() / 2];
+        result.p10_us = layers_us[layers_us.size() / 10];
+        result.p90_us = layers_us[layers_us.size() * 9 / 10];
+        result.num_wrong = from_device(buffers.num_wrong);
+        const sy_error_word error = from_device(&buffers.client_state->error);
+        result.error_tag = error.tag;
+        result.error_peer = error.peer;
+    }
+    if (roles.server != nullptr) {
+        const sy_error_word error = from_device(&buffers.server_state->error);
+        if (error.tag != SY_TAG_NONE) {
+            result.error_tag = error.tag;
+            result.error_peer = error.peer;
+        }
+    }
+    return result;
+}
+
+std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
+    std::vector<Case> cases;
+    const auto add = [&](const Topology& topology, uint32_t tokens, bool fp8, bool zipf,
+                         const char* server, int pdl, uint32_t dispatch_blocks = 0,
+                         uint32_t answer_blocks = 0, uint32_t combine_blocks = 0) {
+        cases.push_back({topology, tokens, fp8, zipf, server, pdl,
+                         dispatch_blocks, answer_blocks, combine_blocks,
+                         tokens > 512 ? 60u : 200u});
+    };
+    for (const Topology& topology : topologies(num_ranks)) {
+        if (set == "check") {
+            for (const uint32_t tokens : {1u, 8u, 33u, 128u, 300u})
+                for (const bool fp8 : {true, false})
+                    for (const char* server : {"echo", "lists"})
+                        add(topology, tokens, fp8, tokens == 33, server, -1);
+        } else if (set == "table") {
+            for (const uint32_t tokens : {1u, 8u, 32u, 64u, 128u, 256u, 1024u, 4096u}) {
+                add(topology, tokens, true, false, "echo", -1);
+                add(topology, tokens, false, false, "echo", -1);
+                add(topology, tokens, true, true, "echo", -1);
+                add(topology, tokens, true, false, "lists", -1);
+            }
+        } else if (set == "tune") {
+            for (const uint32_t tokens : {1u, 32u, 128u})
+                for (const int pdl : {1, 2}) {
+                    add(topology, tokens, true, false, "echo", pdl);
+                    add(topology, tokens, true, false, "lists", pdl);
+                }
+            for (const uint32_t tokens : {256u, 4096u})
+                for (const uint32_t blocks : {132u, 264u})
+                    add(topology, tokens, true, false, "echo", -1, blocks, blocks, blocks);
+        } else if (set == "sms") {
+            for (const uint32_t tokens : {128u, 4096u})
+                for (const uint32_t blocks : {8u, 16u, 24u, 32u, 48u, 64u, 96u, 132u})
+                    add(topology, tokens, true, false, "echo", -1, blocks, blocks, blocks);
+        }
+    }
+    return cases;
+}
+
+int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
+    select_gpu(comrade.rank);
+    sy_frame_geometry bf16;
+    CHECK_LAUNCH(sy_make_geometry(kHidden, kTopK, SY_DTYPE_BF16, kMostTokens, 2, &bf16));
+    Slots slots(comrade, bf16.slot_bytes, bf16.response_slot_bytes);
+    Buffers buffers(kMostTokens, kHidden, kTopK, kMostLayers, kTraceLen);
+    cudaStream_t stream;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    InputCache cache;
+    int num_bad = 0;
+    for (const Case& test : cases_of(set, comrade.num_ranks)) {
+        const Result mine =
+            run_case(comrade, slots, buffers, test, seed, cache, stream);
+        const auto all = comrade.gather(&mine, sizeof(mine));
+        Result worst = {};
+        for (uint32_t rank = 0; rank < comrade.num_ranks; ++rank) {
+            Result one;
+            memcpy(&one, all[rank].data(), sizeof(one));
+            worst.median_us = std::max(worst.median_us, one.median_us);
+            worst.p10_us = std::max(worst.p10_us, one.p10_us);
+            worst.p90_us = std::max(worst.p90_us, one.p90_us);
+            worst.mean_us = std::max(worst.mean_us, one.mean_us);
+            worst.num_wrong += one.num_wrong;
+            worst.bytes_sent += one.bytes_sent;
+            worst.bytes_off_gpu = std::max(worst.bytes_off_gpu, one.bytes_off_gpu);
+            if (one.error_tag != SY_TAG_NONE)
+                worst.error_tag = one.error_tag, worst.error_peer = one.error_peer;
+        }
+        const bool is_bad = worst.num_wrong != 0 || worst.error_tag != SY_TAG_NONE;
+        num_bad += is_bad;
+        if (comrade.rank == 0) {
+            printf("{\"bench\":\"moe\",\"shape\":\"%s\",\"tokens\":%u,\"dtype\":\"%s\",\"routing\":\"%s\","
+                   "\"server\":\"%s\",\"pdl\":%d,\"blocks\":[%u,%u,%u],"
+                   "\"median_us\":%.2f,\"p10_us\":%.2f,\"p90_us\":%.2f,\"mean_us\":%.2f,"
+                   "\"bytes\":%" PRIu64 ",\"wrong\":%" PRIu64 ",\"error\":[%u,%u]}\n",
+                   test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
+                   test.zipf ? "zipf" : "uniform", test.server, test.pdl,
+                   test.dispatch_blocks, test.answer_blocks, test.combine_blocks, worst.median_us,
+                   worst.p10_us, worst.p90_us, worst.mean_us, worst.bytes_sent, worst.num_wrong,
+                   worst.error_tag, worst.error_peer);
+            fflush(stdout);
+        }
+        if (num_bad > 3)
+            break; // all ranks see the same counts and stop together
+    }
+    return num_bad == 0 ? 0 : 1;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    uint32_t num_ranks = 4;
+    uint64_t seed = 1;
+    double limit_s = 300;
+    std::string set = "check";
+    for (int i = 1; i + 1 < argc; i += 2) {
+        const std::string name = argv[i];
+        if (name == "--ranks")
+            num_ranks = static_cast<uint32_t>(atoi(argv[i + 1]));
+        else if (name == "--set")
+            set = argv[i + 1];
+        else if (name == "--limit")
+            limit_s = atof(argv[i + 1]);
+        else if (name == "--seed")
+            seed = strtoull(argv[i + 1], nullptr, 10);
+        else
+            CHECK(false, "unknown argument %s", argv[i]);
+    }
+    CHECK(num_ranks == 2 || num_ranks == 4, "--ranks %u: expected 2 or 4", num_ranks);
+    const int code = run_ranks(num_ranks, limit_s, -1,
+                               [&](Comrade& comrade) { return run_rank(comrade, set, seed); });
+    fprintf(stderr, "moe_bench --set %s: %s\n", set.c_str(),
+            code == 0 ? "all right" : code == 124 ? "time is up" : "FAILED");
+    return code;
+}

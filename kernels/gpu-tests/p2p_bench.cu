@@ -1,0 +1,165 @@
+// put + flag between processes: one-way time by size, and bandwidth for every split of the GPUs into
+// senders and receivers. Prints one JSON line per case.
+//
+//   p2p_bench [--ranks N] [--limit SECONDS]
+#include <string>
+
+#include "rank.hpp"
+
+namespace {
+
+constexpr uint64_t kMostBytes = 64 << 20;
+
+struct Measured {
+    double elapsed_us;
+    uint32_t error_tag;
+};
+
+Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& senders,
+             const std::vector<uint32_t>& receivers, uint64_t num_bytes, uint32_t num_turns,
+             uint32_t num_blocks, bool streams, cudaStream_t stream, uint64_t* elapsed_ns,
+             sy_error_word* error) {
+    const int sender_idx = index_of(senders, comrade.rank);
+    const int receiver_idx = index_of(receivers, comrade.rank);
+    CHECK_CUDA(cudaMemset(slots.control, 0, SY_CONTROL_BYTES));
+    to_device(error, sy_error_word{});
+    CHECK_CUDA(cudaDeviceSynchronize());
+    comrade.barrier();
+    Measured measured = {};
+    if (sender_idx >= 0 || receiver_idx >= 0) {
+        const std::vector<uint32_t>& peers = sender_idx >= 0 ? receivers : senders;
+        const uint32_t my_line = sender_idx >= 0 ? sender_idx : receiver_idx;
+        sy_p2p_params params = {};
+        params.num_peers = peers.size();
+        params.num_turns = num_turns;
+        params.begins = sender_idx >= 0;
+        params.num_bytes = num_bytes;
+        // In a stream every block of a sender that works for a receiver adds one.
+        params.expected = num_blocks / receivers.size();
+        params.timeout_ns = 3'000'000'000;
+        params.counters = reinterpret_cast<const uint64_t*>(slots.control);
+        params.elapsed_ns = elapsed_ns;
+        params.error = error;
+        for (uint32_t i = 0; i < peers.size(); ++i) {
+            // Payload goes to my request slot there; the counter's address relative to it wraps round.
+            params.links[i] = {reinterpret_cast<uint64_t>(slots.peer_request[peers[i]]), 0,
+                               SY_WAY_DIRECT, 0};
+            const uint64_t peer_counters =
+                reinterpret_cast<uint64_t>(slots.peer_control[peers[i]]) + my_line * SY_CONTROL_STRIDE;
+            params.counter_offset[i] = peer_counters - params.links[i].window;
+        }
+        const uint32_t blocks =
+            streams && receiver_idx >= 0 ? static_cast<uint32_t>(peers.size()) : num_blocks;
+        CHECK_LAUNCH(streams ? sy_launch_stream(&params, blocks, stream)
+                             : sy_launch_pingpong(&params, blocks, stream));
+        CHECK_CUDA(cudaStreamSynchronize(stream));
+        if (sender_idx >= 0)
+            measured.elapsed_us = static_cast<double>(from_device(elapsed_ns)) * 1e-3;
+        measured.error_tag = from_device(error).tag;
+    }
+    const auto all = comrade.gather(&measured, sizeof(measured));
+    for (const auto& bytes : all) {
+        Measured one;
+        memcpy(&one, bytes.data(), sizeof(one));
+        measured.elapsed_us = std::max(measured.elapsed_us, one.elapsed_us);
+        measured.error_tag = std::max(measured.error_tag, one.error_tag);
+    }
+    return measured;
+}
+
+int run_rank(Comrade& comrade) {
+    select_gpu(comrade.rank);
+    Slots slots(comrade, kMostBytes, kMostBytes);
+    slots.share_control(comrade);
+    cudaStream_t stream;
+    CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    uint64_t* elapsed_ns = device_alloc<uint64_t>(1);
+    sy_error_word* error = device_alloc<sy_error_word>(1);
+    int num_bad = 0;
+    // Kernels are loaded before anything is timed.
+    for (const bool streams : {false, true})
+        run(comrade, slots, {0}, {1}, 4096, 10, 1, streams, stream, elapsed_ns, error);
+    for (uint64_t num_bytes = 4; num_bytes <= 8 << 20; num_bytes *= 4) {
+        double best_us = 1e9;
+        uint32_t best_blocks = 0, error_tag = 0;
+        for (const uint32_t num_blocks : {1u, 4u, 16u, 32u, 64u}) {
+            if (num_bytes < num_blocks * 4096ull && num_blocks != 1)
+                continue;
+            const uint32_t num_turns = num_bytes > 1 << 20 ? 100 : 400;
+            std::vector<double> times;
+            for (int repeat = 0; repeat < 3; ++repeat) {
+                const Measured measured = run(comrade, slots, {0}, {1}, num_bytes, num_turns,
+                                              num_blocks, false, stream, elapsed_ns, error);
+                times.push_back(measured.elapsed_us / (2.0 * num_turns));
+                error_tag = std::max(error_tag, measured.error_tag);
+            }
+            std::sort(times.begin(), times.end());
+            if (times[1] < best_us)
+                best_us = times[1], best_blocks = num_blocks;
+        }
+        num_bad += error_tag != 0;
+        if (comrade.rank == 0) {
+            printf("{\"bench\":\"put_flag\",\"shape\":\"1to1\",\"bytes\":%" PRIu64
+                   ",\"blocks\":%u,\"one_way_us\":%.3f,\"gb_per_s\":%.1f,\"error\":%u}\n",
+                   num_bytes, best_blocks, best_us,
+                   static_cast<double>(num_bytes) / best_us * 1e-3, error_tag);
+            fflush(stdout);
+        }
+    }
+    std::vector<std::pair<std::vector<uint32_t>, std::vector<uint32_t>>> splits = {{{0}, {1}}};
+    if (comrade.num_ranks == 4)
+        splits = {{{0}, {1}},    {{0}, {1, 2}},    {{0}, {1, 2, 3}},
+                  {{0, 1}, {2}}, {{0, 1}, {2, 3}}, {{0, 1, 2}, {3}}};
+    for (const auto& [senders, receivers] : splits)
+        for (const uint64_t num_bytes : {4ull, 64ull << 10, 1ull << 20, 8ull << 20}) {
+            // Small messages: latency of put + flag + acknowledgement; large ones: bandwidth.
+            const uint32_t num_turns = num_bytes == 4 ? 1 : num_bytes > 1 << 20 ? 50 : 200;
+            const uint32_t blocks = num_bytes == 4 ? static_cast<uint32_t>(receivers.size())
+                                                   : 66 / static_cast<uint32_t>(receivers.size()) *
+                                                         static_cast<uint32_t>(receivers.size());
+            std::vector<double> times;
+            uint32_t error_tag = 0;
+            for (int repeat = 0; repeat < (num_bytes == 4 ? 21 : 5); ++repeat) {
+                const Measured measured = run(comrade, slots, senders, receivers, num_bytes, num_turns,
+                                              blocks, true, stream, elapsed_ns, error);
+                times.push_back(measured.elapsed_us);
+                error_tag = std::max(error_tag, measured.error_tag);
+            }
+            std::sort(times.begin(), times.end());
+            const double us = times[times.size() / 2];
+            const double total = static_cast<double>(num_bytes) * num_turns *
+                                 static_cast<double>(senders.size() * receivers.size());
+            num_bad += error_tag != 0;
+            if (comrade.rank == 0) {
+                printf("{\"bench\":\"put_bw\",\"shape\":\"%zuto%zu\",\"bytes\":%" PRIu64
+                       ",\"turns\":%u,\"us\":%.2f,\"gb_per_s_per_link\":%.1f,\"error\":%u}\n",
+                       senders.size(), receivers.size(), num_bytes, num_turns, us,
+                       total / us * 1e-3 /
+                           static_cast<double>(std::min(senders.size(), receivers.size())),
+                       error_tag);
+                fflush(stdout);
+            }
+        }
+    return num_bad == 0 ? 0 : 1;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+    uint32_t num_ranks = 4;
+    double limit_s = 60;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        const std::string name = argv[i];
+        if (name == "--ranks")
+            num_ranks = static_cast<uint32_t>(atoi(argv[i + 1]));
+        else if (name == "--limit")
+            limit_s = atof(argv[i + 1]);
+        else
+            CHECK(false, "unknown argument %s", argv[i]);
+    }
+    CHECK(num_ranks == 2 || num_ranks == 4, "--ranks %u: expected 2 or 4", num_ranks);
+    const int code =
+        run_ranks(num_ranks, limit_s, -1, [](Comrade& comrade) { return run_rank(comrade); });
+    fprintf(stderr, "p2p_bench: %s\n", code == 0 ? "all right" : "FAILED");
+    return code;
+}
