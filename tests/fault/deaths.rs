@@ -15,11 +15,12 @@ fn a_server_killed_at_any_failpoint_costs_no_token() {
     let dir = tempfile::tempdir().expect("a folder");
     let file = dir.path().join("failpoints");
     std::fs::write(&file, "").expect("written");
-    let mut setup = Setup::start(2, 2, 120, |options| {
+    let mut setup = Setup::start(2, 2, 60, |options| {
         options.server_env.push((failpoints::ENV.to_owned(), format!("@{}", file.display())));
     });
+    // Only long work has ticks.
+    setup.pool.add(&setup.checkpoint, &mut setup.rng, 1000).expect("a long request");
     for point in failpoints::OF_SERVERS {
-        // Only long work has ticks.
         let count = if point == "server::in_tick" { 1 } else { setup.rng.random_range(1..20) };
         std::fs::write(&file, format!("server-0|{point}=kill({count})")).expect("written");
         setup.cluster.kill_server(0).expect("killed");

@@ -144,17 +144,21 @@ fn a_server_with_impossible_counters_or_garbage_is_retired_and_no_token_is_lost(
             .build()
             .expect("a client");
         setup.client.wait_ready(PATIENCE).expect("ready");
-        setup.compute_until("several hostile links", |setup, done| {
-            let faults: f64 = setup.failovers().values().sum();
-            done >= 20 && faults >= 2.0 && num_peers.load(Ordering::Relaxed) >= 3
+        setup.compute_until("several hostile links", |_, done| {
+            done >= 20 && num_peers.load(Ordering::Relaxed) >= 3
         });
-        println!("{malice:?}: {:?}", setup.failovers());
         for what in ["lost_requests", "duplicated_requests"] {
             let name = format!("switchyard_client_{what}_total");
             assert_eq!(metric(&setup.client, &name), 0.0, "{name}");
         }
         let failovers = metric_by_label(&setup.client, "switchyard_client_failovers_total");
-        let reason = if matches!(malice, Malice::Garbage) { "invalid" } else { "desync" };
+        println!("{malice:?}: {failovers:?}");
+        let reason = match malice {
+            Malice::Published(_) => "desync",
+            Malice::Garbage => "invalid",
+            // Credits are only looked at when they are needed. This server answers nothing.
+            Malice::Consumed(_) => "silent",
+        };
         assert!(failovers.get(reason) > Some(&0.0), "{malice:?}: {failovers:?}");
     }
 }
@@ -201,7 +205,6 @@ fn abuse(connection: Connection, malice: Malice, seed: u64) {
     }
     match malice {
         Malice::Published(value) => add(&mut channel, PUBLISHED, value),
-        // The client looks at credits when it needs some: it must not wait for ever for an answer.
         Malice::Consumed(value) => add(&mut channel, CONSUMED, value),
         Malice::Garbage => drop(publish_garbage(&mut channel, &mut rng)),
     }

@@ -26,6 +26,7 @@ pub fn binary() -> PathBuf {
 
 /// What a run of the rig gave.
 pub struct RigRun {
+    /// Of a process that ended by itself.
     pub code: Option<i32>,
     pub report: Value,
 }
@@ -50,6 +51,7 @@ pub struct Setup {
     pub cluster: LocalCluster,
     pub pool: InputPool,
     pub client: MoeClient,
+    pub checkpoint: Arc<Checkpoint>,
     pub rng: StdRng,
     pub seed: u64,
     outs: Vec<f32>,
@@ -57,6 +59,8 @@ pub struct Setup {
 
 impl Setup {
     /// `num_servers` servers, each expert on `replicas` of them.
+    ///
+    /// With `SWITCHYARD_LOG` set, the client's log goes to standard error.
     pub fn start(
         num_servers: usize,
         replicas: usize,
@@ -64,6 +68,10 @@ impl Setup {
         tweak: impl FnOnce(&mut ClusterOptions),
     ) -> Self {
         let seed = printed_seed();
+        if let Ok(filter) = std::env::var("SWITCHYARD_LOG") {
+            // A second cluster of the same test finds the log set up.
+            let _ = tracing_subscriber::fmt().with_env_filter(filter).try_init();
+        }
         let mut options = ClusterOptions::new(tiny_moe()).expect("options");
         options.binary = binary();
         options.num_servers = num_servers;
@@ -76,7 +84,7 @@ impl Setup {
         let client = client(&cluster, &pool).build().expect("a client");
         client.wait_ready(PATIENCE).expect("every expert has a replica");
         let rng = StdRng::seed_from_u64(seed);
-        Self { cluster, pool, client, rng, seed, outs: Vec::new() }
+        Self { cluster, pool, client, checkpoint, rng, seed, outs: Vec::new() }
     }
 
     /// Computes layers until `done` says so, and checks every one. Returns how many.

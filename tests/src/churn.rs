@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use attention_client::{ClientModel, LocalExperts, MoeClient};
+use attention_client::{ClientModel, MoeClient};
 use checkpoint::Checkpoint;
 use control_api::ControlClient;
 use p2p_core::PeerHello;
@@ -16,7 +16,7 @@ use rand::rngs::StdRng;
 use serde::Serialize;
 use switchyard::cluster::{ClusterOptions, LocalCluster};
 
-use crate::inputs::{TOLERANCE, difference, random_input};
+use crate::inputs::{InputPool, TOLERANCE, difference};
 use crate::procfs::{self, Usage};
 
 /// What to run.
@@ -113,13 +113,13 @@ pub fn run(options: &ChurnOptions) -> Result<ChurnReport> {
     let members = runtime.block_on(control.members())?;
     let addr = members.first().context("the cluster has no server")?.data_addr.clone();
     let mut crowd = Crowd {
-        model: ClientModel::of(&checkpoint),
+        // Made beforehand: the oracle's memory would look like a leak.
+        pool: InputPool::new(&checkpoint, options.seed, 8, 32)?,
         token: cluster.token().to_owned(),
         control_url: cluster.control_url(),
         addr,
         at_once: options.at_once.max(1),
         client_every: options.client_every.max(1),
-        oracle: LocalExperts::new(Arc::clone(&checkpoint)),
         rng: StdRng::seed_from_u64(options.seed),
         num_layers: 0,
     };
@@ -131,6 +131,7 @@ pub fn run(options: &ChurnOptions) -> Result<ChurnReport> {
     let begin = Instant::now();
     let warm_up = WARM_UP.min(options.connections / 4).max(1);
     crowd.come_and_go(&runtime, warm_up)?;
+    crowd.compute_once()?;
     let before = settled(&processes, None)?;
     crowd.come_and_go(&runtime, options.connections.saturating_sub(warm_up))?;
     let after = settled(&processes, Some(&before))?;
@@ -172,13 +173,12 @@ pub fn handshake(model: &ClientModel, token: &str, client_id: u64) -> (PeerHello
 }
 
 struct Crowd {
-    model: ClientModel,
+    pool: InputPool,
     token: String,
     control_url: String,
     addr: String,
     at_once: usize,
     client_every: usize,
-    oracle: LocalExperts,
     rng: StdRng,
     num_layers: usize,
 }
@@ -191,7 +191,7 @@ impl Crowd {
             let joined = runtime.block_on(async {
                 let mut connecting = tokio::task::JoinSet::new();
                 for idx in 0..at_once {
-                    let (hello, config) = handshake(&self.model, &self.token, (done + idx) as u64 + 1);
+                    let (hello, config) = handshake(&self.pool.model, &self.token, (done + idx) as u64 + 1);
                     let addr = self.addr.clone();
                     connecting.spawn(async move { connect(addr.as_str(), hello, config).await });
                 }
@@ -215,13 +215,13 @@ impl Crowd {
 
     /// A whole client: it follows the placement, computes a layer, and leaves.
     fn compute_once(&mut self) -> Result<()> {
-        let client = MoeClient::builder(self.model.clone())
+        let client = MoeClient::builder(self.pool.model.clone())
             .control_plane(self.control_url.clone(), Some(self.token.clone()))
             .ticket(Some(self.token.clone()))
             .replica_wait(PATIENCE)
             .build()?;
         client.wait_ready(PATIENCE)?;
-        let input = random_input(&mut self.rng, &self.model, 9, &mut self.oracle)?;
+        let input = self.pool.pick(&mut self.rng);
         let mut out = vec![f32::NAN; input.x.len()];
         client.forward(input.layer, &input.x, &input.idx, &input.weights, &mut out)?;
         let worst = difference(&out, &input.expected);

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use attention_client::{ClientModel, LocalExperts, MoeClient};
+use attention_client::MoeClient;
 use checkpoint::Checkpoint;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
 use switchyard::cluster::{ClusterOptions, LocalCluster};
 
-use crate::inputs::random_input;
+use crate::inputs::InputPool;
 use crate::procfs;
 
 /// One process over one span.
@@ -41,14 +41,13 @@ pub fn run(binary: &Path, model: &Path, span: Duration) -> Result<Vec<IdleReport
         processes.push((LocalCluster::server_name(idx), pid));
     }
     let mut reports = measure(&processes, span, false)?;
-    let client_model = ClientModel::of(&checkpoint);
-    let client = MoeClient::builder(client_model.clone())
+    let pool = InputPool::new(&checkpoint, 1, 1, 16)?;
+    let client = MoeClient::builder(pool.model.clone())
         .control_plane(cluster.control_url(), Some(cluster.token().to_owned()))
         .ticket(Some(cluster.token().to_owned()))
         .build()?;
     client.wait_ready(Duration::from_secs(20))?;
-    let mut oracle = LocalExperts::new(checkpoint);
-    let input = random_input(&mut StdRng::seed_from_u64(1), &client_model, 16, &mut oracle)?;
+    let input = pool.pick(&mut StdRng::seed_from_u64(1));
     let mut out = vec![f32::NAN; input.x.len()];
     client.forward(input.layer, &input.x, &input.idx, &input.weights, &mut out)?;
     processes.push(("client".to_owned(), std::process::id()));

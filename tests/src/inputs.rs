@@ -60,17 +60,28 @@ impl InputPool {
         Ok(Self { model, inputs })
     }
 
+    /// Adds a request of exactly `num_tokens` tokens.
+    ///
+    /// # Errors
+    /// When the oracle cannot read the checkpoint.
+    pub fn add(
+        &mut self,
+        checkpoint: &Arc<Checkpoint>,
+        rng: &mut StdRng,
+        num_tokens: usize,
+    ) -> Result<()> {
+        let mut oracle = LocalExperts::new(Arc::clone(checkpoint));
+        self.inputs.push(random_input(rng, &self.model, num_tokens, &mut oracle)?);
+        Ok(())
+    }
+
     /// Any of the requests.
     pub fn pick(&self, rng: &mut StdRng) -> &Input {
         &self.inputs[rng.random_range(0..self.inputs.len())]
     }
 }
 
-/// One request of `num_tokens` tokens.
-///
-/// # Errors
-/// When the oracle cannot read the checkpoint.
-pub fn random_input(
+fn random_input(
     rng: &mut StdRng,
     model: &ClientModel,
     num_tokens: usize,

@@ -1,5 +1,7 @@
 //! Developer commands. `cargo xtask test` is everything that must hold before a change lands.
 
+mod fault;
+mod cuda;
 mod steps;
 mod tools;
 
@@ -36,6 +38,25 @@ enum Command {
     },
     /// Lists the steps of `test`.
     Steps,
+    /// Installs the CUDA compiler from pinned packages and prints where it is.
+    CudaToolkit,
+    /// Builds the GPU tests and benchmarks into `target/gpu-bundle`, to be run on a host with a driver.
+    GpuBundle,
+    /// Runs the fault rig in release, against the binary that is shipped, and writes its report.
+    Fault {
+        /// Layers to finish at least.
+        #[arg(long, default_value_t = 10_000)]
+        layers: u64,
+        /// Determines inputs and schedule; a fresh one by default.
+        #[arg(long)]
+        seed: Option<u64>,
+        /// Folder for faults.json, instead of printing alone.
+        #[arg(long)]
+        out: Option<std::path::PathBuf>,
+        /// Further arguments for the rig, after `--` (see `fault-rig --help`).
+        #[arg(last = true)]
+        rig: Vec<String>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -46,7 +67,25 @@ fn main() -> ExitCode {
             }
             ExitCode::SUCCESS
         }
+        Command::Fault { layers, seed, out, rig } => fault::run(layers, seed, out, &rig),
+        Command::CudaToolkit => single(cuda::install_toolkit),
+        Command::GpuBundle => single(cuda::make_bundle),
         Command::Test { only, skip, fail_fast } => test(&only, &skip, fail_fast),
+    }
+}
+
+/// Runs one command from the workspace root.
+fn single(run: fn() -> anyhow::Result<Outcome>) -> ExitCode {
+    match steps::enter_workspace().and_then(|()| run()) {
+        Ok(Outcome::Passed) => ExitCode::SUCCESS,
+        Ok(Outcome::Failed(reason) | Outcome::Skipped(reason)) => {
+            eprintln!("xtask: {reason}");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::from(2)
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::tools;
+use crate::{cuda, tools};
 
 /// How a step ended.
 pub enum Outcome {
@@ -39,6 +39,7 @@ pub fn all() -> Vec<Step> {
         step("doc", "documentation tests and links", doc),
         step("loom", "interleavings of the slot ring and the flags", loom),
         step("fuzz", "decoders under mutated input, for a bounded time", fuzz),
+        step("kernels", "CUDA kernels: compiled, no spills, instructions as meant", cuda::check_kernels),
         step("deploy", "Prometheus rules and scrape configuration, Grafana dashboard", deploy),
         step("demo", "the release build's demo, verified against the reference", demo),
     ]
@@ -78,12 +79,14 @@ fn skip_log() -> PathBuf {
     target_dir().join("skipped-tests.tsv")
 }
 
-fn target_dir() -> PathBuf {
+/// Where cargo builds.
+pub fn target_dir() -> PathBuf {
     let root = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("."));
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
 }
 
-fn cargo(args: &[&str]) -> Command {
+/// The cargo that runs this.
+pub fn cargo(args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args).env("SWITCHYARD_SKIP_LOG", skip_log());
     command

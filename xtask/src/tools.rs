@@ -86,7 +86,8 @@ fn apt() -> Command {
     command
 }
 
-fn cache_dir() -> PathBuf {
+/// Where downloaded and built tools are kept between runs.
+pub fn cache_dir() -> PathBuf {
     std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
         .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))

@@ -18,7 +18,7 @@ use switchyard_tests::{churn, failpoints, idle, inputs, rig, victim};
 /// Exit codes: 0 nothing happened that must not, 1 something did, 2 wrong usage, 3 the run could not be
 /// made.
 #[derive(Debug, Parser)]
-#[command(name = "fault-rig", max_term_width = 100)]
+#[command(name = "fault-rig", max_term_width = 100, args_override_self = true)]
 struct Args {
     #[command(subcommand)]
     command: Option<Command>,
