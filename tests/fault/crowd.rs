@@ -1,5 +1,7 @@
 //! Too many peers, silent peers, peers that come and go.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -19,9 +21,13 @@ fn a_thousand_silent_connections_to_any_listener_delay_nobody_and_are_ended() {
     let control = setup.cluster.control_url().replace("http://", "");
     let addrs = [member.data_addr, control, member.metrics_addr.expect("metrics")];
     let mut silent = JoinSet::new();
-    for (idx, addr) in addrs.iter().cycle().take(addrs.len() * NUM_SILENT).enumerate() {
-        silent.spawn_on(silent_peer(addr.clone(), idx % 10 == 0), runtime.handle());
+    let connected = Arc::new(AtomicUsize::new(0));
+    let num_peers = addrs.len() * NUM_SILENT;
+    for (idx, addr) in addrs.iter().cycle().take(num_peers).enumerate() {
+        let peer = silent_peer(addr.clone(), idx % 10 == 0, Arc::clone(&connected));
+        silent.spawn_on(peer, runtime.handle());
     }
+    setup.compute_until("connections", |_, _| connected.load(Ordering::Relaxed) == num_peers);
     // A newcomer among them: it asks the control plane, connects, and computes.
     let begin = Instant::now();
     setup.client = client(&setup.cluster, &setup.pool).build().expect("a client");
@@ -41,8 +47,10 @@ fn a_thousand_silent_connections_to_any_listener_delay_nobody_and_are_ended() {
 }
 
 /// Says nothing, or one byte a second, until the other side ends the connection.
-async fn silent_peer(addr: String, drips: bool) {
-    let Ok(mut stream) = TcpStream::connect(addr).await else { return };
+async fn silent_peer(addr: String, drips: bool, connected: Arc<AtomicUsize>) {
+    let stream = TcpStream::connect(addr).await;
+    connected.fetch_add(1, Ordering::Relaxed);
+    let Ok(mut stream) = stream else { return };
     let mut buffer = [0; 256];
     loop {
         tokio::select! {
