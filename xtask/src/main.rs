@@ -1,7 +1,7 @@
 //! Developer commands. `cargo xtask test` is everything that must hold before a change lands.
 
-mod fault;
 mod cuda;
+mod fault;
 mod steps;
 mod tools;
 

@@ -39,7 +39,11 @@ pub fn all() -> Vec<Step> {
         step("doc", "documentation tests and links", doc),
         step("loom", "interleavings of the slot ring and the flags", loom),
         step("fuzz", "decoders under mutated input, for a bounded time", fuzz),
-        step("kernels", "CUDA kernels: compiled, no spills, instructions as meant", cuda::check_kernels),
+        step(
+            "kernels",
+            "CUDA kernels: compiled, no spills, instructions as meant",
+            cuda::check_kernels,
+        ),
         step("deploy", "Prometheus rules and scrape configuration, Grafana dashboard", deploy),
         step("demo", "the release build's demo, verified against the reference", demo),
     ]
@@ -112,7 +116,13 @@ fn clippy() -> Result<Outcome> {
 
 fn deny() -> Result<Outcome> {
     match tools::cargo_tool("cargo-deny", "0.20.2")? {
-        Ok(program) => run(Command::new(program).args(["check", "--hide-inclusion-graph", "licenses", "bans", "sources"])),
+        Ok(program) => run(Command::new(program).args([
+            "check",
+            "--hide-inclusion-graph",
+            "licenses",
+            "bans",
+            "sources",
+        ])),
         Err(reason) => Ok(Outcome::Skipped(reason)),
     }
 }

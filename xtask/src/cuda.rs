@@ -1,0 +1,266 @@
+//! The CUDA toolkit from pinned packages, the GPU bundle, and the check of every kernel.
+//!
+//! Nothing here needs a GPU or a system toolkit. The compiler comes from `CUDA_HOME` when that is set,
+//! else from PyPI wheels kept in the user's cache.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::steps::Outcome;
+use crate::tools;
+
+/// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.
+const WHEELS: [&str; 7] = [
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+    "nvidia-cuda-cuobjdump==13.2.51",
+    "nvidia-cuda-nvdisasm==13.2.51",
+];
+const VERSION: &str = "13.0";
+
+const KERNELS: [&str; 4] = ["dispatch", "combine", "expert", "p2p"];
+const PROGRAMS: [&str; 4] = ["kernels_test", "fault_test", "moe_bench", "p2p_bench"];
+/// Machine code for Hopper, PTX for what comes later.
+const TARGETS: [&str; 2] =
+    ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"];
+/// What must be found in the disassembly of each kernel file.
+const EXPECTED_INSTRUCTIONS: [(&str, &[&str]); 3] = [
+    // 16-byte loads and stores, a fence over the link, quantisation in hardware.
+    ("dispatch", &["LDG.E.128", "ST.E.128", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS", "F2FP.SATFINITE.E4M3"]),
+    (
+        "combine",
+        &["LD.E.128|LDG.E.128", "STG.E.128|ST.E.128", "LD.E.64.STRONG.SYS|LDG.E.64.STRONG.SYS"],
+    ),
+    // Cluster barriers for expert_recv.
+    ("expert", &["UCGABAR_ARV", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS"]),
+];
+const MAX_BUNDLE_BYTES: u64 = 40 << 20;
+
+/// An installed toolkit.
+pub struct Toolkit {
+    root: PathBuf,
+}
+
+impl Toolkit {
+    /// `CUDA_HOME`, or the wheels, installed on first use. The inner error says why there is none.
+    pub fn find() -> Result<Result<Self, String>> {
+        if let Some(home) = std::env::var_os("CUDA_HOME") {
+            let root = PathBuf::from(home);
+            return Ok(if root.join("bin/nvcc").exists() {
+                Ok(Self { root })
+            } else {
+                Err(format!("CUDA_HOME is {}, but there is no bin/nvcc in it", root.display()))
+            });
+        }
+        let venv = tools::cache_dir().join(format!("cuda-{VERSION}"));
+        if let Some(root) = wheel_root(&venv) {
+            return Ok(Ok(Self { root }));
+        }
+        if !tools::on_path("python3") {
+            return Ok(
+                Err("python3 is missing: it installs the CUDA compiler's wheels".to_owned()),
+            );
+        }
+        println!("installing the CUDA {VERSION} compiler into {} (once, 280 MB)", venv.display());
+        let made = Command::new("python3").args(["-m", "venv"]).arg(&venv).status();
+        if !made.is_ok_and(|status| status.success()) {
+            return Ok(Err(
+                "python3 -m venv failed: install Debian's package `python3-venv`".to_owned()
+            ));
+        }
+        let installed = Command::new(venv.join("bin/pip"))
+            .args(["install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"])
+            .args(WHEELS)
+            .status()
+            .context("cannot start pip")?;
+        match wheel_root(&venv) {
+            Some(root) if installed.success() => Ok(Ok(Self { root })),
+            _ => Ok(Err(format!(
+                "the CUDA wheels could not be installed (pip ended with {installed})"
+            ))),
+        }
+    }
+
+    fn tool(&self, name: &str) -> Command {
+        Command::new(self.root.join("bin").join(name))
+    }
+
+    fn library_dir(&self) -> PathBuf {
+        let lib64 = self.root.join("lib64");
+        if lib64.join("libcudart_static.a").exists() { lib64 } else { self.root.join("lib") }
+    }
+
+    /// Compiles `source` into `object`. Returns ptxas's resource report.
+    fn compile(&self, source: &Path, object: &Path) -> Result<String> {
+        let output = self
+            .tool("nvcc")
+            .args(["-O3", "-std=c++17", "-lineinfo", "-Xptxas", "-v", "-c"])
+            .args(TARGETS)
+            .args(["-Ikernels/include", "-Ikernels/cuda", "-Ikernels/gpu-tests", "-o"])
+            .args([object, source])
+            .output()
+            .context("cannot start nvcc")?;
+        let report = String::from_utf8_lossy(&output.stderr).into_owned();
+        if !output.status.success() {
+            bail!("nvcc refused {}:\n{report}", source.display());
+        }
+        Ok(report)
+    }
+}
+
+/// `cargo xtask cuda-toolkit`.
+pub fn install_toolkit() -> Result<Outcome> {
+    Ok(match Toolkit::find()? {
+        Ok(toolkit) => {
+            println!("{}", toolkit.root.display());
+            Outcome::Passed
+        }
+        Err(reason) => Outcome::Failed(reason),
+    })
+}
+
+/// The step `kernels`: compiles every kernel, finds no spills and the instructions that are meant to be
+/// there.
+pub fn check_kernels() -> Result<Outcome> {
+    let toolkit = match Toolkit::find()? {
+        Ok(toolkit) => toolkit,
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
+    };
+    let objects = object_dir()?;
+    for name in KERNELS {
+        let object = objects.join(format!("{name}.o"));
+        let report = toolkit.compile(&kernel_source(name), &object)?;
+        let num_kernels = report.matches("Compiling entry function").count();
+        let spills: Vec<&str> = report
+            .lines()
+            .filter(|line| {
+                line.contains("spill")
+                    && !line.contains(" 0 bytes spill stores, 0 bytes spill loads")
+            })
+            .collect();
+        if !spills.is_empty() {
+            return Ok(Outcome::Failed(format!(
+                "{name}.cu spills registers: {}",
+                spills.join("; ").trim()
+            )));
+        }
+        println!("{name}.cu: {num_kernels} kernels, no spills");
+    }
+    for (name, instructions) in EXPECTED_INSTRUCTIONS {
+        let listing = toolkit
+            .tool("cuobjdump")
+            .arg("--dump-sass")
+            .arg(objects.join(format!("{name}.o")))
+            .env("PATH", search_path(&toolkit))
+            .stderr(Stdio::inherit())
+            .output()
+            .context("cannot start cuobjdump")?;
+        let listing = String::from_utf8_lossy(&listing.stdout);
+        for choice in instructions {
+            if !choice.split('|').any(|instruction| listing.contains(instruction)) {
+                return Ok(Outcome::Failed(format!(
+                    "{name}.cu has no {choice} in its machine code"
+                )));
+            }
+        }
+        // A stack array in local memory shows as LDL or STL.
+        if listing.lines().any(|line| line.contains(" LDL") || line.contains(" STL")) {
+            println!("{name}.cu: note: some kernel keeps data in local memory");
+        }
+        println!("{name}.cu: {} found", instructions.join(", "));
+    }
+    Ok(Outcome::Passed)
+}
+
+/// `cargo xtask gpu-bundle`: programs and scripts in `target/gpu-bundle`, for a host with a driver.
+pub fn make_bundle() -> Result<Outcome> {
+    let toolkit = match Toolkit::find()? {
+        Ok(toolkit) => toolkit,
+        Err(reason) => return Ok(Outcome::Failed(reason)),
+    };
+    let objects = object_dir()?;
+    let bundle = Path::new("target/gpu-bundle");
+    std::fs::create_dir_all(bundle)
+        .with_context(|| format!("cannot create {}", bundle.display()))?;
+    let sources = KERNELS
+        .map(|name| (name, kernel_source(name)))
+        .into_iter()
+        .chain(PROGRAMS.map(|name| (name, PathBuf::from(format!("kernels/gpu-tests/{name}.cu")))));
+    for (name, source) in sources {
+        println!("compiling {}", source.display());
+        toolkit.compile(&source, &objects.join(format!("{name}.o")))?;
+    }
+    for program in PROGRAMS {
+        let status = Command::new("g++")
+            .args(KERNELS.map(|name| objects.join(format!("{name}.o"))))
+            .arg(objects.join(format!("{program}.o")))
+            .arg("-o")
+            .arg(bundle.join(program))
+            .arg("-L")
+            .arg(toolkit.library_dir())
+            .args([
+                "-lcudart_static",
+                "-ldl",
+                "-lrt",
+                "-lpthread",
+                "-static-libstdc++",
+                "-static-libgcc",
+            ])
+            .status()
+            .context("cannot start g++")?;
+        if !status.success() {
+            return Ok(Outcome::Failed(format!("{program} could not be linked ({status})")));
+        }
+    }
+    for (from, to) in [
+        ("kernels/gpu-tests/run-tests.sh", "run-tests.sh"),
+        ("kernels/gpu-tests/run-bench.sh", "run-bench.sh"),
+        ("bench/gpu/baseline.py", "baseline.py"),
+        ("bench/gpu/summarize.py", "summarize.py"),
+    ] {
+        std::fs::copy(from, bundle.join(to)).with_context(|| format!("cannot copy {from}"))?;
+    }
+    let mut num_bytes = 0;
+    for entry in std::fs::read_dir(bundle)? {
+        num_bytes += entry?.metadata()?.len();
+    }
+    println!("{}: {:.1} MB", bundle.display(), num_bytes as f64 / 1e6);
+    Ok(if num_bytes > MAX_BUNDLE_BYTES {
+        Outcome::Failed(format!(
+            "the bundle has {num_bytes} bytes, at most {MAX_BUNDLE_BYTES} are meant"
+        ))
+    } else {
+        Outcome::Passed
+    })
+}
+
+fn wheel_root(venv: &Path) -> Option<PathBuf> {
+    let versions = std::fs::read_dir(venv.join("lib")).ok()?;
+    versions
+        .filter_map(|entry| Some(entry.ok()?.path().join("site-packages/nvidia/cu13")))
+        .find(|root| root.join("bin/nvcc").exists() && root.join("bin/cuobjdump").exists())
+}
+
+fn kernel_source(name: &str) -> PathBuf {
+    PathBuf::from(format!("kernels/cuda/{name}.cu"))
+}
+
+fn object_dir() -> Result<PathBuf> {
+    let dir = PathBuf::from("target/cuda/objects");
+    std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+    Ok(dir)
+}
+
+/// cuobjdump looks for nvdisasm on the search path.
+fn search_path(toolkit: &Toolkit) -> std::ffi::OsString {
+    let mut dirs = vec![toolkit.root.join("bin")];
+    if let Some(path) = std::env::var_os("PATH") {
+        dirs.extend(std::env::split_paths(&path));
+    }
+    std::env::join_paths(dirs).unwrap_or_else(|_| toolkit.root.join("bin").into_os_string())
+}
