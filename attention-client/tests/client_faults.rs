@@ -289,6 +289,21 @@ fn a_server_that_comes_back_is_used_again() {
 }
 
 #[test]
+fn a_server_that_fails_many_times_in_one_call_is_used_again() {
+    let mut rng = seeded("a_server_that_fails_many_times_in_one_call_is_used_again");
+    let script = script(|seen| match seen.before {
+        0..6 => Act::Silence,
+        _ => Act::Answer,
+    });
+    let fleet = FakeFleet::start(SLOT, vec![script]);
+    let builder = fleet.builder().deadline(Duration::from_millis(30));
+    let client = builder.replica_wait(Duration::from_secs(20)).build().unwrap();
+    let request = Request::random(&mut rng, &fleet.model, 3, 4);
+    let timing = forward(&client, &request).unwrap();
+    assert_eq!(timing.failovers, 6);
+}
+
+#[test]
 fn missing_experts_are_left_out_and_the_rest_scaled() {
     let mut rng = seeded("missing_experts_are_left_out_and_the_rest_scaled");
     let fleet = FakeFleet::start(SLOT, vec![right()]);

@@ -43,7 +43,10 @@ pub(crate) struct Call {
     /// The first of `frames` that is not yet summed.
     next_sum: usize,
     pairs_answered: u64,
+    /// Since when there have been orphans without an answer for anybody in between.
     orphans_since: Option<Instant>,
+    /// When pairs were last assigned to servers.
+    planned_at: Option<Instant>,
     /// Last sign of life of the first failed server whose tokens are not all sent again.
     stall_from: Option<Instant>,
     rounds: u32,
@@ -98,6 +101,7 @@ impl Call {
         self.next_sum = 0;
         self.pairs_answered = 0;
         self.orphans_since = None;
+        self.planned_at = None;
         self.stall_from = None;
         self.rounds = 0;
         self.bad_frames = 0;
@@ -139,7 +143,11 @@ impl Call {
     /// A link failed with frames unanswered.
     pub fn link_failed(&mut self, server_idx: usize, last_life: Instant) {
         self.timing.failovers += 1;
-        self.trouble_of(server_idx).failures += 1;
+        let trouble = self.trouble_of(server_idx);
+        trouble.failures += 1;
+        if let Some(excess) = trouble.failures.checked_sub(FREE_FAILURES) {
+            trouble.not_before = Some(Instant::now() + FAILURE_PAUSE * (1 << excess.min(4)));
+        }
         self.stall_from = Some(self.stall_from.map_or(last_life, |from| from.min(last_life)));
     }
 
@@ -161,9 +169,16 @@ impl Call {
         self.retry.is_empty() && self.orphans.is_empty() && self.next_sum == self.frames.len()
     }
 
-    /// When a server that refused may be asked again, for orphans.
+    /// When a server that refused or failed may be asked again, for orphans.
     fn next_retry(&self, now: Instant) -> Option<Instant> {
         self.trouble.iter().filter_map(|t| t.not_before).filter(|at| *at > now).min()
+    }
+
+    /// Whether a pause has ended since pairs were assigned last, or there is none.
+    fn may_retry(&self, now: Instant) -> bool {
+        let is_news = |at: Instant| at <= now && self.planned_at.is_none_or(|last| last < at);
+        self.trouble.iter().filter_map(|t| t.not_before).any(is_news)
+            || self.next_retry(now).is_none()
     }
 }
 
@@ -383,16 +398,14 @@ impl Lane {
         helps: bool,
         now: Instant,
     ) -> Result<(), ClientError> {
-        // Orphans also get their chance when the pauses after refusals are over.
-        let orphans_may_go =
-            !self.call.orphans.is_empty() && (helps || self.call.next_retry(now).is_none());
+        // Orphans also get their chance when the pause of a server in trouble is over.
+        let orphans_may_go = !self.call.orphans.is_empty() && (helps || self.call.may_retry(now));
         if !self.call.retry.is_empty() || orphans_may_go {
             fail::fail_point!("client::before_resend");
             self.plan_batch(shared, Batch::Again)?;
             self.pump(shared, x)?;
         }
         if self.call.orphans.is_empty() {
-            self.call.orphans_since = None;
             if self.call.retry.is_empty()
                 && let Some(from) = self.call.stall_from.take()
             {
@@ -437,6 +450,7 @@ impl Lane {
     /// Turns pairs into frames in the queues of links.
     fn plan_batch(&mut self, shared: &Shared, batch: Batch) -> Result<(), ClientError> {
         let now = Instant::now();
+        self.call.planned_at = Some(now);
         let sequence = self.next_sequence();
         let mut pairs = std::mem::take(&mut self.call.batch);
         pairs.clear();
@@ -497,8 +511,7 @@ impl Lane {
         let server = &self.routing.servers[rank as usize];
         self.live_link(server)?;
         let trouble = self.call.trouble.get(server.idx).copied().unwrap_or_default();
-        let paused = trouble.not_before.is_some_and(|at| at > now);
-        if paused || trouble.failures >= MAX_FAILURES || trouble.refusals >= MAX_REFUSALS {
+        if trouble.not_before.is_some_and(|at| at > now) {
             return None;
         }
         Some(Reluctance {
@@ -578,6 +591,7 @@ impl Call {
     fn answered(&mut self, frame: u32, buffer: Vec<f32>, server: &Server) {
         let frame = &mut self.frames[frame as usize];
         self.pairs_answered += u64::from(frame.plan.num_entries);
+        self.orphans_since = None;
         frame.state = FrameState::Answered(buffer);
         release_load(server, frame.plan.num_entries);
     }
@@ -637,10 +651,10 @@ pub(crate) fn elapsed_ns(start: Instant) -> u64 {
 
 /// Pause before a server that refused is asked again, doubled with every refusal.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
-/// Failed links to one server after which a call leaves it alone.
-const MAX_FAILURES: u32 = 3;
-/// Refusals of one server after which a call leaves it alone.
-const MAX_REFUSALS: u32 = 6;
+/// Failed links to one server until a call pauses before it asks it again.
+const FREE_FAILURES: u32 = 3;
+/// The first of these pauses, doubled with every failure up to 16 times.
+const FAILURE_PAUSE: Duration = Duration::from_millis(20);
 /// Times that a call sends tokens again before it gives up: a bound for what no fault explains.
 const MAX_ROUNDS: u32 = 1000;
 const MAX_ANSWERS_AT_ONCE: usize = 64;

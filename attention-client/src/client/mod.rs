@@ -124,8 +124,8 @@ impl MoeClient {
     /// Waits for the answers to `handle` and writes the sums to `out` `[num_tokens, hidden]`.
     ///
     /// The wait ends: a server that is silent for the deadline, or makes no step for the limit on
-    /// work, counts as failed, a call gives every server up after a few failures, and waits for a
-    /// replica as long as was set.
+    /// work, counts as failed; one that fails or refuses again and again is asked after growing
+    /// pauses; and a call in which nothing is answered waits for a usable replica as long as was set.
     ///
     /// # Errors
     /// [`ClientError`]; the content of `out` is then unspecified.
