@@ -96,6 +96,21 @@ fn a_client_killed_at_any_failpoint_harms_no_other_and_leaves_nothing_behind() {
     setup.assert_accounts();
 }
 
+#[test]
+fn a_call_outlasts_the_only_replica_that_stands_still_for_many_deadlines() {
+    let list = "server-0|server::before_compute=20*off->1*sleep(1500)->off";
+    let mut setup = Setup::start(1, 1, 40, |options| {
+        options.server_env.push((failpoints::ENV.to_owned(), list.to_owned()));
+    });
+    let silent = |setup: &Setup| {
+        let all = metric_by_label(&setup.client, "switchyard_client_failovers_total");
+        all.get("silent").copied().unwrap_or_default()
+    };
+    setup.compute_until("several failures", |setup, _| silent(setup) > 3.0);
+    setup.compute(20);
+    setup.assert_accounts();
+}
+
 /// Links of each server, from its metrics.
 fn num_links(runtime: &tokio::runtime::Runtime, addrs: &[String]) -> Vec<String> {
     let scrape = |addr: &String| {

@@ -69,9 +69,13 @@ fn a_client_with_impossible_counters_loses_its_own_link_and_no_other() {
     let mut setup = Setup::start(1, 1, 32, |_| {});
     let runtime = runtime();
     let addr = setup.members(&runtime)[0].data_addr.clone();
-    for (word, value) in
-        [(PUBLISHED, 3), (PUBLISHED, 1 << 40), (PUBLISHED, u64::MAX), (CONSUMED, 9), (CONSUMED, u64::MAX)]
-    {
+    for (word, value) in [
+        (PUBLISHED, 3),
+        (PUBLISHED, 1 << 40),
+        (PUBLISHED, u64::MAX),
+        (CONSUMED, 9),
+        (CONSUMED, u64::MAX),
+    ] {
         let (hello, config) = handshake(&setup.pool.model, setup.cluster.token(), 77);
         let connected = runtime.block_on(connect(addr.as_str(), hello, config));
         let Connection { mut channel, liveness, .. } = connected.expect("connected");
@@ -126,12 +130,9 @@ enum Malice {
 
 #[test]
 fn a_server_with_impossible_counters_or_garbage_is_retired_and_no_token_is_lost() {
-    for malice in [
-        Malice::Published(3),
-        Malice::Published(u64::MAX),
-        Malice::Consumed(5),
-        Malice::Garbage,
-    ] {
+    for malice in
+        [Malice::Published(3), Malice::Published(u64::MAX), Malice::Consumed(5), Malice::Garbage]
+    {
         let mut setup = Setup::start(1, 1, 32, |_| {});
         let runtime = runtime();
         let honest = setup.members(&runtime)[0].data_addr.clone();
@@ -230,8 +231,6 @@ fn table(setup: &Setup, addrs: &[String]) -> PlacementTable {
         epoch: 1,
         model: Some(model.descriptor()),
         servers: servers.collect(),
-        layers: layers
-            .map(|&layer| LayerPlacement { layer, replicas: replicas.clone() })
-            .collect(),
+        layers: layers.map(|&layer| LayerPlacement { layer, replicas: replicas.clone() }).collect(),
     }
 }

@@ -44,7 +44,6 @@ fn a_client_that_takes_any_answer_is_noticed() {
 
 #[test]
 fn a_server_that_publishes_before_the_rows_are_complete_is_noticed() {
-    let rules =
-        broken_rules("--server-failpoints *|server::sabotage_publish_early=5%return");
+    let rules = broken_rules("--server-failpoints *|server::sabotage_publish_early=5%return");
     assert!(rules.contains(&"right_output".to_owned()), "{rules:?}");
 }

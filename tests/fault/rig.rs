@@ -35,9 +35,8 @@ fn random_faults_lose_double_and_falsify_nothing() {
 
 #[test]
 fn without_a_replica_the_error_names_layer_and_expert() {
-    let run = rig(&format!(
-        "{NOTHING} --outage-weight 1 --servers 3 --layers 80 --layers-per-event 40"
-    ));
+    let run =
+        rig(&format!("{NOTHING} --outage-weight 1 --servers 3 --layers 80 --layers-per-event 40"));
     assert_sound(&run);
     assert!(run.report["expected_errors"].as_u64() > Some(0));
 }

@@ -88,7 +88,11 @@ impl Setup {
     }
 
     /// Computes layers until `done` says so, and checks every one. Returns how many.
-    pub fn compute_until(&mut self, what: &str, mut done: impl FnMut(&Self, usize) -> bool) -> usize {
+    pub fn compute_until(
+        &mut self,
+        what: &str,
+        mut done: impl FnMut(&Self, usize) -> bool,
+    ) -> usize {
         let begin = Instant::now();
         let mut num_layers = 0;
         while !done(self, num_layers) {
@@ -127,7 +131,8 @@ impl Setup {
 
     /// Nothing was lost, doubled, taken from a retired slot, or malformed.
     pub fn assert_accounts(&self) {
-        for what in ["lost_requests", "duplicated_requests", "stale_responses", "invalid_responses"] {
+        for what in ["lost_requests", "duplicated_requests", "stale_responses", "invalid_responses"]
+        {
             let name = format!("switchyard_client_{what}_total");
             assert_eq!(metric(&self.client, &name), 0.0, "{name}");
         }

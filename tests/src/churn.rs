@@ -191,7 +191,8 @@ impl Crowd {
             let joined = runtime.block_on(async {
                 let mut connecting = tokio::task::JoinSet::new();
                 for idx in 0..at_once {
-                    let (hello, config) = handshake(&self.pool.model, &self.token, (done + idx) as u64 + 1);
+                    let (hello, config) =
+                        handshake(&self.pool.model, &self.token, (done + idx) as u64 + 1);
                     let addr = self.addr.clone();
                     connecting.spawn(async move { connect(addr.as_str(), hello, config).await });
                 }

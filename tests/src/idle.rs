@@ -65,7 +65,8 @@ fn measure(
 ) -> Result<Vec<IdleReport>> {
     // What starting up left to do is no idling.
     std::thread::sleep(Duration::from_secs(2));
-    let times = || processes.iter().map(|(_, pid)| procfs::cpu_time(*pid)).collect::<Result<Vec<_>>>();
+    let times =
+        || processes.iter().map(|(_, pid)| procfs::cpu_time(*pid)).collect::<Result<Vec<_>>>();
     let before = times()?;
     std::thread::sleep(span);
     let after = times()?;

@@ -199,9 +199,8 @@ pub fn by_kind(
         let layers_hit: Vec<&LayerRecord> =
             of_kind.iter().flat_map(|&idx| hits[idx].iter().copied()).collect();
         let alone = layers_hit.iter().filter(|layer| !layer.overlapped);
-        let stalls: Vec<u64> = alone
-            .map(|layer| (layer.end_ns - layer.begin_ns).saturating_sub(steady_ns))
-            .collect();
+        let stalls: Vec<u64> =
+            alone.map(|layer| (layer.end_ns - layer.begin_ns).saturating_sub(steady_ns)).collect();
         let limit_ms = limit_ms(kind, deadline_ms);
         KindReport {
             kind,
@@ -294,7 +293,10 @@ mod tests {
             num_tokens: 1,
             overlapped: false,
         };
-        let events = [event(Kind::Kill, 10_000_000, 20_000_000), event(Kind::Freeze, 50_000_000, 60_000_000)];
+        let events = [
+            event(Kind::Kill, 10_000_000, 20_000_000),
+            event(Kind::Freeze, 50_000_000, 60_000_000),
+        ];
         let layers = [
             layer(9_000_000, 12_000_000, 1),
             layer(12_000_000, 13_000_000, 0),
@@ -303,8 +305,14 @@ mod tests {
         ];
         let (kinds, unexplained) = by_kind(&events, &layers, 1_000_000, 100);
         assert_eq!(unexplained, 1);
-        assert_eq!((kinds[0].kind, kinds[0].layers_hit, kinds[0].within_limit), (Kind::Kill, 1, Some(1)));
+        assert_eq!(
+            (kinds[0].kind, kinds[0].layers_hit, kinds[0].within_limit),
+            (Kind::Kill, 1, Some(1))
+        );
         assert!((kinds[0].stall.max_ms - 2.0).abs() < 1e-9);
-        assert_eq!((kinds[1].kind, kinds[1].events_that_hit, kinds[1].within_limit), (Kind::Freeze, 1, Some(0)));
+        assert_eq!(
+            (kinds[1].kind, kinds[1].events_that_hit, kinds[1].within_limit),
+            (Kind::Freeze, 1, Some(0))
+        );
     }
 }

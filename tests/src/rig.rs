@@ -87,7 +87,8 @@ impl RigOptions {
 pub fn run(options: &RigOptions) -> Result<Report> {
     let checkpoint = Arc::new(Checkpoint::open(&options.model)?);
     let pool = InputPool::new(&checkpoint, options.seed, NUM_INPUTS, options.max_tokens)?;
-    let state = tempfile::tempdir().context("cannot make a folder for the control plane's state")?;
+    let state =
+        tempfile::tempdir().context("cannot make a folder for the control plane's state")?;
     let mut cluster_options = ClusterOptions::new(&options.model)?;
     cluster_options.binary.clone_from(&options.binary);
     cluster_options.num_servers = options.servers;
@@ -330,8 +331,7 @@ struct Seen {
 
 impl Epochs {
     fn watch(cluster: &LocalCluster) -> Result<Self> {
-        let control =
-            ControlClient::new(&cluster.control_url(), Some(cluster.token().to_owned()))?;
+        let control = ControlClient::new(&cluster.control_url(), Some(cluster.token().to_owned()))?;
         let watch = PlacementWatch::spawn_thread(&control, WatchOptions::default())?;
         let mut tables = watch.tables();
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -390,10 +390,8 @@ fn sum_up(
     layers: &[LayerRecord],
     num_epochs: u64,
 ) -> Report {
-    let accounts: BTreeMap<String, f64> = ACCOUNTS
-        .into_iter()
-        .map(|name| (name.to_owned(), metric(&shared.client, name)))
-        .collect();
+    let accounts: BTreeMap<String, f64> =
+        ACCOUNTS.into_iter().map(|name| (name.to_owned(), metric(&shared.client, name))).collect();
     for (name, value) in accounts.iter().filter(|(_, value)| **value != 0.0) {
         shared.violated(Rule::Accounts, format!("{name} is {value}, expected 0"));
     }

@@ -181,7 +181,10 @@ fn judge_error(shared: &Shared, input: &Input, error: &ClientError) {
         }
         other => shared.violated(
             Rule::TypedError,
-            format!("layer {}: {other}, expected the name of an expert without replica", input.layer),
+            format!(
+                "layer {}: {other}, expected the name of an expert without replica",
+                input.layer
+            ),
         ),
     }
 }

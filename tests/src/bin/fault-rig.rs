@@ -214,7 +214,10 @@ fn start(args: Args) -> Result<bool> {
             } else {
                 for report in &reports {
                     let with = if report.with_client { "with a client" } else { "alone" };
-                    println!("{:<14} {with:<14} {:>6.2} % of a core", report.name, report.core_percent);
+                    println!(
+                        "{:<14} {with:<14} {:>6.2} % of a core",
+                        report.name, report.core_percent
+                    );
                 }
             }
             Ok(reports.iter().all(|report| report.core_percent < idle::LIMIT_PERCENT))
