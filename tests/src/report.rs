@@ -150,6 +150,8 @@ pub struct Report {
     pub deadline_ms: u64,
     /// Wall time of undisturbed layers.
     pub steady: Times,
+    /// How many of them took 10 ms more than the median: what the machine does to layers without any fault.
+    pub steady_beyond_10_ms: usize,
     /// By kind of event.
     pub kinds: Vec<KindReport>,
     /// Failovers that no event explains: a machine too busy for the deadline.
@@ -236,8 +238,12 @@ impl Report {
             self.wall_s
         );
         text += &format!(
-            "undisturbed layer: p50 {:.2} ms, p99 {:.2} ms, max {:.2} ms\n",
-            self.steady.p50_ms, self.steady.p99_ms, self.steady.max_ms
+            "undisturbed layers: p50 {:.2} ms, p99 {:.2} ms, max {:.2} ms, {} of {} beyond p50 + 10 ms\n",
+            self.steady.p50_ms,
+            self.steady.p99_ms,
+            self.steady.max_ms,
+            self.steady_beyond_10_ms,
+            self.steady.count
         );
         text += &format!(
             "{:<17}{:>7}{:>10}{:>8}{:>10}{:>10}{:>10}{:>10}{:>12}\n",

@@ -399,9 +399,11 @@ fn sum_up(
         let disturbed = |e: &EventRecord| layer.end_ns >= e.at_ns && layer.begin_ns <= e.whole_ns;
         layer.num_tokens > 0 && !layer.overlapped && !happened.iter().any(disturbed)
     });
-    let steady = Times::of(undisturbed.map(|layer| layer.end_ns - layer.begin_ns).collect());
+    let undisturbed: Vec<u64> = undisturbed.map(|layer| layer.end_ns - layer.begin_ns).collect();
+    let steady = Times::of(undisturbed.clone());
     let deadline_ms = options.deadline.as_millis() as u64;
     let steady_ns = (steady.p50_ms * 1e6) as u64;
+    let steady_beyond_10_ms = undisturbed.iter().filter(|&&ns| ns > steady_ns + 10_000_000).count();
     let (kinds, unexplained_failovers) = by_kind(happened, layers, steady_ns, deadline_ms);
     let (violations, num_violations) = shared.violations();
     Report {
@@ -419,6 +421,7 @@ fn sum_up(
         threads: options.threads,
         deadline_ms,
         steady,
+        steady_beyond_10_ms,
         kinds,
         unexplained_failovers,
         accounts,
