@@ -28,7 +28,9 @@ struct Case {
 struct Result {
     double median_us, p10_us, p90_us, mean_us;
     uint64_t num_wrong;
-    uint64_t bytes_sent, bytes_off_gpu;
+    uint64_t bytes_sent;
+    uint64_t request_row_bytes, response_row_bytes;
+    uint32_t rows[kMostRanks]; // of this client, by server
     uint32_t error_tag, error_peer;
 };
 
@@ -52,7 +54,7 @@ struct InputCache {
 uint32_t pdl_flags(const Case& test) {
     int pdl = test.pdl;
     if (pdl < 0)
-        pdl = test.num_tokens <= 8 ? 2 : test.num_tokens <= 128 ? 1 : 0;
+        pdl = test.num_tokens <= 128 ? 2 : 0;
     return pdl == 0 ? 0 : pdl == 1 ? SY_LAUNCH_FLAG_PDL : SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
 }
 
@@ -92,13 +94,15 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
         to_device(buffers.num_tokens, test.num_tokens);
         const auto rows = reference::rows_per_server(cache.inputs[0], placement, num_servers);
         for (uint32_t s = 0; s < num_servers; ++s) {
+            result.response_row_bytes = geometry.response_stride_bytes + 8;
+            result.request_row_bytes = geometry.row_stride_bytes + geometry.scales_per_row * 4 +
+                                       kTopK * sizeof(sy_entry) + 8;
             const uint64_t request =
                 uint64_t{rows[s]} * (geometry.row_stride_bytes + geometry.scales_per_row * 4 +
                                      kTopK * sizeof(sy_entry));
             const uint64_t response = uint64_t{rows[s]} * (geometry.response_stride_bytes + 8);
             result.bytes_sent += request + response;
-            if (topology.servers[s] != comrade.rank)
-                result.bytes_off_gpu += std::max(request, response);
+            result.rows[s] = rows[s];
         }
         CHECK_CUDA(cudaMemset(buffers.outs, 0xff, size_t{num_layers} * test.num_tokens * kHidden * 2));
     }
@@ -221,6 +225,27 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
     return result;
 }
 
+// Bytes over the busiest direction of a GPU's link, requests and then answers: no layer can be faster.
+uint64_t link_bytes(const Topology& topology, const std::vector<Result>& results) {
+    uint64_t out[kMostRanks] = {}, in[kMostRanks] = {}, out_back[kMostRanks] = {}, in_back[kMostRanks] = {};
+    for (const uint32_t client : topology.clients)
+        for (size_t s = 0; s < topology.servers.size(); ++s) {
+            const uint32_t server = topology.servers[s];
+            if (server == client)
+                continue;
+            const uint64_t request = results[client].rows[s] * results[client].request_row_bytes;
+            const uint64_t response = results[client].rows[s] * results[client].response_row_bytes;
+            out[client] += request, in[server] += request;
+            out_back[server] += response, in_back[client] += response;
+        }
+    uint64_t most = 0, most_back = 0;
+    for (uint32_t rank = 0; rank < kMostRanks; ++rank) {
+        most = std::max({most, out[rank], in[rank]});
+        most_back = std::max({most_back, out_back[rank], in_back[rank]});
+    }
+    return most + most_back;
+}
+
 std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
     std::vector<Case> cases;
     const auto add = [&](const Topology& topology, uint32_t tokens, bool fp8, bool zipf,
@@ -276,16 +301,17 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
             run_case(comrade, slots, buffers, test, seed, cache, stream);
         const auto all = comrade.gather(&mine, sizeof(mine));
         Result worst = {};
+        std::vector<Result> results(comrade.num_ranks);
         for (uint32_t rank = 0; rank < comrade.num_ranks; ++rank) {
             Result one;
             memcpy(&one, all[rank].data(), sizeof(one));
+            results[rank] = one;
             worst.median_us = std::max(worst.median_us, one.median_us);
             worst.p10_us = std::max(worst.p10_us, one.p10_us);
             worst.p90_us = std::max(worst.p90_us, one.p90_us);
             worst.mean_us = std::max(worst.mean_us, one.mean_us);
             worst.num_wrong += one.num_wrong;
             worst.bytes_sent += one.bytes_sent;
-            worst.bytes_off_gpu = std::max(worst.bytes_off_gpu, one.bytes_off_gpu);
             if (one.error_tag != SY_TAG_NONE)
                 worst.error_tag = one.error_tag, worst.error_peer = one.error_peer;
         }
@@ -295,11 +321,12 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
             printf("{\"bench\":\"moe\",\"shape\":\"%s\",\"tokens\":%u,\"dtype\":\"%s\",\"routing\":\"%s\","
                    "\"server\":\"%s\",\"pdl\":%d,\"blocks\":[%u,%u,%u],"
                    "\"median_us\":%.2f,\"p10_us\":%.2f,\"p90_us\":%.2f,\"mean_us\":%.2f,"
-                   "\"bytes\":%" PRIu64 ",\"wrong\":%" PRIu64 ",\"error\":[%u,%u]}\n",
+                   "\"bytes\":%" PRIu64 ",\"link_bytes\":%" PRIu64 ",\"wrong\":%" PRIu64 ",\"error\":[%u,%u]}\n",
                    test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
                    test.zipf ? "zipf" : "uniform", test.server, test.pdl,
                    test.dispatch_blocks, test.answer_blocks, test.combine_blocks, worst.median_us,
-                   worst.p10_us, worst.p90_us, worst.mean_us, worst.bytes_sent, worst.num_wrong,
+                   worst.p10_us, worst.p90_us, worst.mean_us, worst.bytes_sent,
+                   link_bytes(test.topology, results), worst.num_wrong,
                    worst.error_tag, worst.error_peer);
             fflush(stdout);
         }

@@ -183,7 +183,7 @@ inline int pick_server(const sy_placement& placement, uint32_t token, int32_t ex
     const sy_replica_set& set = placement.experts[expert];
     if (set.num_replicas == 0)
         return -1;
-    return set.server[(token + static_cast<uint32_t>(expert)) % set.num_replicas];
+    return set.server[(token * 37 + static_cast<uint32_t>(expert)) % 256 * set.num_replicas / 256];
 }
 
 // A token as the server sees it.

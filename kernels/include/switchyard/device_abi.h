@@ -98,7 +98,7 @@ typedef struct sy_frame_geometry {
     uint32_t hidden;
     uint32_t top_k;
     uint32_t dtype; /* of requests; answers are bf16 */
-    uint32_t num_frames;
+    uint32_t num_frames; /* a power of two */
     uint32_t max_tokens; /* rows per frame */
     uint32_t row_stride_bytes;
     uint32_t scales_per_row;
@@ -329,7 +329,7 @@ SY_STATIC_ASSERT(sizeof(sy_batch) == 408, "size of sy_batch");
 SY_STATIC_ASSERT(SY_WORD_ANNOUNCE(0) > SY_WORD_WAITING, "words of abi.h stay free");
 SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
-/* Every kilobyte of parameters delays a kernel by a microsecond or more: tables stay in memory. */
+/* Parameters stay small, whatever the number of peers: their tables are in memory. */
 SY_STATIC_ASSERT(sizeof(sy_dispatch_params) <= 320, "kernel parameters");
 SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) <= 320, "kernel parameters");
 

@@ -38,9 +38,18 @@ __device__ __forceinline__ bool is_aborted(const WaitBound& bound, uint32_t peer
 // Mapped host memory is microseconds away, so it is looked at once in so many polls.
 constexpr uint32_t kPollsPerCheck = 32;
 
+// Nanoseconds since the first call with the same `*start_ns`, which begins as 0.
+// Waits read the timer from their first check on and never before: most end sooner.
+__device__ __forceinline__ uint64_t elapsed_ns(uint64_t* start_ns) {
+    const uint64_t now_ns = ptx::mov_globaltimer();
+    if (*start_ns == 0)
+        *start_ns = now_ns;
+    return now_ns - *start_ns;
+}
+
 __device__ __noinline__ inline bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
                                              uint32_t peer, WaitBound bound) {
-    uint64_t start_ns = ptx::mov_globaltimer();
+    uint64_t start_ns = 0;
     uint64_t last_progress = bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
         const uint64_t observed = ptx::ld_acquire_sys(word);
@@ -61,16 +70,15 @@ __device__ __noinline__ inline bool wait_until_slow(const uint64_t* word, uint64
                 return false;
             }
         }
-        const uint64_t now_ns = ptx::mov_globaltimer();
         if (bound.progress != nullptr) {
             // The bound counts silence: a peer that moves its progress word is at work.
             const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
             if (seen != last_progress) {
                 last_progress = seen;
-                start_ns = now_ns;
+                start_ns = 0;
             }
         }
-        if (now_ns - start_ns > bound.timeout_ns) {
+        if (elapsed_ns(&start_ns) > bound.timeout_ns) {
             record_error(bound.error, tag, peer, SY_REASON_TIMEOUT, observed, expected);
             return false;
         }

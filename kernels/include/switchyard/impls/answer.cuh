@@ -10,6 +10,7 @@
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/layout/slot.cuh"
+#include "switchyard/ptx/memory.cuh"
 
 namespace switchyard::impls {
 
@@ -22,8 +23,12 @@ template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_> struct AnswerCon
     static constexpr bool kRowPerPass = kHidden_ == 16 * kNumThreads_;
 };
 
-// A fence waits for the link to drain, so one covers the rows of several rounds.
-constexpr uint32_t kRowsPerFence = 4;
+// A fence waits for the link to drain, so one covers the rows of several rounds, the more the longer the
+// run.
+__device__ __forceinline__ uint32_t rows_per_fence(uint32_t num_units, uint32_t num_blocks) {
+    const uint32_t quarter = num_units / num_blocks / 4;
+    return min(max(quarter, 4u), 16u);
+}
 
 struct AnswerShared {
     sy_client_peer clients[SY_MAX_PEERS];
@@ -70,18 +75,19 @@ answer_rows(const AnswerShared& shared, const sy_frame_geometry& geometry,
             uint32_t num_clients, MakeRow make_row) {
     const uint32_t num_blocks = gridDim.x;
     const uint32_t num_units = shared.most_rows * num_clients;
+    const uint32_t most_pending = rows_per_fence(num_units, num_blocks);
     uint32_t num_pending = 0, first_pending = blockIdx.x;
     for (uint32_t unit = blockIdx.x; unit < num_units; unit += num_blocks) {
         const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
         const uint32_t row = unit / num_clients;
         if (row < shared.num_rows[client]) {
-            uint8_t* target = reinterpret_cast<uint8_t*>(
-                layout::response_row_at(geometry, shared.response_window[client], row));
+            const uint64_t target =
+                layout::response_row_at(geometry, shared.response_window[client], row);
             make_row(client, row, [target](uint32_t chunk_idx, const uint4& bits) {
-                *reinterpret_cast<uint4*>(target + chunk_idx * 16) = bits;
+                ptx::st_weak_global_v4(target + chunk_idx * 16, bits);
             });
         }
-        if (++num_pending == kRowsPerFence || unit + num_blocks >= num_units) {
+        if (++num_pending == most_pending || unit + num_blocks >= num_units) {
             publish_rows(shared, geometry, num_clients, num_blocks, first_pending,
                          num_pending);
             num_pending = 0;
@@ -96,11 +102,9 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
                                              uint32_t row, Store store) {
     constexpr bool kFp8 = Config::kFp8;
     const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
-    const uint8_t* payload =
-        reinterpret_cast<const uint8_t*>(layout::payload_at(geometry, frame, row));
-    const float* scales =
-        reinterpret_cast<const float*>(layout::scales_at(geometry, frame, row));
-    const uint2* entries = reinterpret_cast<const uint2*>(layout::entries_at(geometry, frame, row));
+    const uint64_t payload = layout::payload_at(geometry, frame, row);
+    const uint64_t scales = layout::scales_at(geometry, frame, row);
+    const uint64_t entries = layout::entries_at(geometry, frame, row);
     // All loads before the first use.
     SlotChunk<kFp8> first, second;
     if constexpr (Config::kRowPerPass) {
@@ -112,7 +116,7 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
         uint4 pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            pairs[i] = reinterpret_cast<const uint4*>(entries)[i];
+            pairs[i] = ptx::ld_weak_global_v4(entries + i * sizeof(uint4));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (pairs[i].x != SY_NO_EXPERT)
@@ -122,7 +126,7 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
         }
     } else {
         for (uint32_t i = 0; i < geometry.top_k; ++i) {
-            const uint2 entry = entries[i];
+            const uint2 entry = ptx::ld_weak_global_v2(entries + i * sizeof(sy_entry));
             if (entry.x != SY_NO_EXPERT)
                 weight = __fadd_rn(weight, __uint_as_float(entry.y));
         }

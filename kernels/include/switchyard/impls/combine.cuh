@@ -60,7 +60,7 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
     uint8_t* out = static_cast<uint8_t*>(params.out) + uint64_t{token_idx} * hidden * 2;
-#pragma unroll 2
+#pragma unroll
     for (uint32_t chunk_idx = threadIdx.x; chunk_idx < hidden / 8; chunk_idx += Config::kNumThreads) {
         float sum[8] = {};
         for (uint32_t first = 0; first < geometry.top_k; first += 4) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
                 is_end |= route == SY_NO_ROUTE;
                 parts[i] = make_uint4(0, 0, 0, 0);
                 if (route != SY_NO_ROUTE && (missing >> server & 1) == 0)
-                    parts[i] = *reinterpret_cast<const uint4*>(
+                    parts[i] = ptx::ld_weak_global_v4(
                         layout::response_row_at(geometry, shared.frame[server],
                                                 route & ((1u << SY_ROUTE_SHIFT) - 1)) +
                         chunk_idx * 16);
@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
     __shared__ CombineShared shared;
     const uint32_t thread_idx = threadIdx.x;
     const sy_frame_geometry& geometry = params.geometry;
-    layout::copy_table(shared.servers, params.servers, params.num_servers, Config::kNumThreads);
+    layout::TableCopy<sy_server_peer, Config::kNumThreads, SY_MAX_PEERS> servers;
+    servers.load(params.servers, params.num_servers);
     uint64_t response = 0;
     if (thread_idx < params.num_servers)
         response = params.servers[thread_idx].response;
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
     if (thread_idx < geometry.top_k)
         route = routes[uint64_t{blockIdx.x} * geometry.top_k + thread_idx];
     const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
+    servers.store(shared.servers, params.num_servers);
     if (thread_idx < 2)
         shared.missing[thread_idx] = 0;
     if (thread_idx < params.num_servers) {

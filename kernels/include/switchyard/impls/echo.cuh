@@ -15,11 +15,11 @@ namespace switchyard::impls {
 
 // True when the wait for a client must end; leaves the reason in the error word.
 __device__ __noinline__ inline bool must_give_up(const sy_echo_params& params, uint32_t client_idx,
-                                                 uint64_t start_ns, uint64_t number) {
+                                                 uint64_t* start_ns, uint64_t number) {
     const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
                                    nullptr, params.timeout_ns};
     const bool aborted = comm::is_aborted(bound, client_idx);
-    if (!aborted && ptx::mov_globaltimer() - start_ns <= params.timeout_ns)
+    if (!aborted && comm::elapsed_ns(start_ns) <= params.timeout_ns)
         return false;
     comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, client_idx,
                        aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
@@ -31,62 +31,71 @@ template <class Config>
 __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
                                                  const sy_echo_params& params) {
     const sy_frame_geometry& geometry = params.geometry;
-    const uint64_t start_ns = ptx::mov_globaltimer();
-    if (threadIdx.x < params.num_clients) {
-        const uint32_t client_idx = threadIdx.x;
-        const FrameAt frame = frame_at(geometry, shared.clients[client_idx],
-                                       params.state->taken[client_idx] + 1);
-        uint32_t num_rows = announced_rows(frame);
-        for (uint32_t num_polls = 1; num_rows == kRowsUnknown; ++num_polls) {
-            if (num_polls % comm::kPollsPerCheck == 0 &&
-                must_give_up(params, client_idx, start_ns, frame.number))
-                break;
-            num_rows = announced_rows(frame);
-        }
-        if (num_rows > geometry.max_tokens) {
-            atomicOr(&shared.given_up, 1u << client_idx);
-            num_rows = 0;
-        }
-        shared.number[client_idx] = frame.number;
-        shared.num_rows[client_idx] = num_rows;
-        shared.request_frame[client_idx] = frame.address;
-        shared.response_window[client_idx] =
-            shared.clients[client_idx].response.window +
-            layout::response_frame(geometry, layout::ring_place(geometry, frame.number));
-        atomicMax(&shared.most_rows, num_rows);
-    }
-    __syncthreads();
-    const uint32_t num_units = shared.most_rows * params.num_clients;
-    for (uint32_t unit = threadIdx.x; unit < num_units; unit += Config::kNumThreads) {
+    // A thread per row that a client may have sent. It waits for the row's flag, or for the announcement
+    // that there is no such row.
+    for (uint32_t unit = threadIdx.x; unit < params.capacity * params.num_clients;
+         unit += Config::kNumThreads) {
         const uint32_t client_idx = unit % params.num_clients, row = unit / params.num_clients;
-        if (row >= shared.num_rows[client_idx])
-            continue;
-        const FrameAt frame = {shared.number[client_idx], shared.request_frame[client_idx], nullptr,
-                               nullptr};
-        for (uint32_t num_polls = 1; !row_arrived(geometry, frame, row); ++num_polls)
+        const FrameAt frame =
+            frame_at(geometry, shared.clients[client_idx], shared.number[client_idx]);
+        const bool is_first = row == 0;
+        uint64_t start_ns = 0;
+        uint32_t num_rows = kRowsUnknown;
+        for (uint32_t num_polls = 1;; ++num_polls) {
+            const bool arrived = row_arrived(geometry, frame, row);
+            if (is_first || !arrived)
+                num_rows = announced_rows(frame);
+            // The first row's thread also needs the number of rows.
+            if (is_first ? num_rows != kRowsUnknown && (arrived || num_rows == 0)
+                         : arrived || row >= num_rows)
+                break;
             if (num_polls % comm::kPollsPerCheck == 0 &&
-                must_give_up(params, client_idx, start_ns, frame.number)) {
+                must_give_up(params, client_idx, &start_ns, frame.number)) {
                 atomicOr(&shared.given_up, 1u << client_idx);
                 break;
             }
+        }
+        if (is_first) {
+            const bool fits = num_rows <= params.capacity;
+            shared.num_rows[client_idx] = fits ? num_rows : 0;
+            if (!fits)
+                atomicOr(&shared.given_up, 1u << client_idx);
+            else
+                atomicMax(&shared.most_rows, num_rows);
+        }
     }
     __syncthreads();
     if (threadIdx.x < params.num_clients && (shared.given_up >> threadIdx.x & 1) != 0)
         shared.num_rows[threadIdx.x] = 0;
-    __syncthreads();
+    if (shared.given_up != 0)
+        __syncthreads();
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 2)
     echo_kernel(const __grid_constant__ sy_echo_params params) {
     __shared__ AnswerShared shared;
-    if (threadIdx.x == 0)
-        shared.most_rows = shared.given_up = 0;
-    layout::copy_table(shared.clients, params.clients, params.num_clients, Config::kNumThreads);
-    __syncthreads();
+    layout::TableCopy<sy_client_peer, Config::kNumThreads, SY_MAX_PEERS> clients;
+    clients.load(params.clients, params.num_clients);
+    sy_client_peer client = {};
+    if (threadIdx.x < params.num_clients)
+        client = params.clients[threadIdx.x];
     ptx::griddepcontrol_wait();
     if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
         ptx::griddepcontrol_launch_dependents();
+    clients.store(shared.clients, params.num_clients);
+    if (threadIdx.x == 0)
+        shared.most_rows = shared.given_up = 0;
+    if (threadIdx.x < params.num_clients) {
+        const uint64_t number = params.state->taken[threadIdx.x] + 1;
+        const uint32_t place = layout::ring_place(params.geometry, number);
+        shared.number[threadIdx.x] = number;
+        shared.request_frame[threadIdx.x] =
+            client.request + layout::request_frame(params.geometry, place);
+        shared.response_window[threadIdx.x] =
+            client.response.window + layout::response_frame(params.geometry, place);
+    }
+    __syncthreads();
     take_in_lockstep<Config>(shared, params);
 
     // Every block has read the state once it arrives here: the last to arrive may advance it. The

@@ -22,7 +22,8 @@
 namespace switchyard::impls {
 
 constexpr uint32_t kRecvBlocks = 8;
-constexpr uint32_t kRecvThreads = 512;
+constexpr uint32_t kRecvThreads = 1024; // a warp per client waits for its frame
+static_assert(kRecvThreads / 32 == SY_MAX_PEERS, "a warp per client");
 constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
 // Between two phases an entry is expert << kRankBits | rank within the block.
 constexpr uint32_t kRankBits = 22;
@@ -138,46 +139,30 @@ __device__ __forceinline__ bool poll_frame(RecvShared& shared, const sy_frame_ge
     return true;
 }
 
-// Waits until `wanted` clients have a frame or are known to be dead. All warps, a client per warp in turn.
+// Waits until `wanted` clients have a frame or are known to be dead. All warps, each for its client.
 __device__ __forceinline__ void await_frames(RecvShared& shared,
                                              const sy_expert_recv_params& params, uint32_t wanted) {
-    constexpr uint32_t kWarps = kRecvThreads / 32;
-    constexpr uint32_t kClientsPerWarp = (SY_MAX_PEERS + kWarps - 1) / kWarps;
-    const uint32_t warp_idx = threadIdx.x / 32;
-    const uint64_t start_ns = ptx::mov_globaltimer();
+    const uint32_t client_idx = threadIdx.x / 32;
+    if (client_idx >= params.num_clients)
+        return;
     const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
                                    nullptr, params.timeout_ns};
-    FrameAt frame[kClientsPerWarp];
-    uint32_t upto[kClientsPerWarp] = {};
-    bool is_open[kClientsPerWarp];
-#pragma unroll
-    for (uint32_t i = 0; i < kClientsPerWarp; ++i) {
-        const uint32_t client_idx = warp_idx + i * kWarps;
-        is_open[i] = client_idx < params.num_clients;
-        if (is_open[i])
-            frame[i] = frame_at(params.geometry, shared.clients[client_idx],
-                                params.state->taken[client_idx] + 1);
-    }
+    const FrameAt frame = frame_at(params.geometry, shared.clients[client_idx],
+                                   params.state->taken[client_idx] + 1);
+    uint64_t start_ns = 0;
+    uint32_t upto = 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
-        bool any_open = false;
-#pragma unroll
-        for (uint32_t i = 0; i < kClientsPerWarp; ++i) {
-            const uint32_t client_idx = warp_idx + i * kWarps;
-            if (is_open[i] &&
-                poll_frame(shared, params.geometry, frame[i], client_idx, &upto[i]))
-                is_open[i] = false;
-            any_open |= is_open[i];
-        }
+        if (poll_frame(shared, params.geometry, frame, client_idx, &upto))
+            return;
         const uint32_t ready = *const_cast<volatile uint32_t*>(&shared.ready);
         const uint32_t dead = *const_cast<volatile uint32_t*>(&shared.dead);
-        if (__any_sync(kFullWarp, !any_open || __popc(ready | dead) >= wanted))
+        if (__any_sync(kFullWarp, __popc(ready | dead) >= wanted))
             return;
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
-        for (uint32_t i = 0; i < kClientsPerWarp; ++i)
-            if (is_open[i] && comm::is_aborted(bound, warp_idx + i * kWarps))
-                atomicOr(&shared.dead, 1u << (warp_idx + i * kWarps));
-        if (__any_sync(kFullWarp, ptx::mov_globaltimer() - start_ns > params.timeout_ns))
+        if (comm::is_aborted(bound, client_idx))
+            atomicOr(&shared.dead, 1u << client_idx);
+        if (__any_sync(kFullWarp, comm::elapsed_ns(&start_ns) > params.timeout_ns))
             return;
     }
 }
@@ -518,7 +503,9 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         shared.bad_code[thread_idx] = 0;
     if (thread_idx == 0)
         shared.ready = shared.dead = 0;
-    layout::copy_table(shared.clients, params.clients, params.num_clients, kRecvThreads);
+    layout::TableCopy<sy_client_peer, kRecvThreads, SY_MAX_PEERS> clients;
+    clients.load(params.clients, params.num_clients);
+    clients.store(shared.clients, params.num_clients);
     for (uint32_t i = thread_idx; i < params.num_experts; i += kRecvThreads)
         shared.local_expert[i] = params.local_expert[i];
     __syncthreads();
@@ -542,16 +529,20 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         number_rows(shared);
     __syncthreads();
     RowEntries kept;
-    check_and_count(shared, params, first_thread, kept);
-    cluster_barrier();
     __shared__ bool has_bad;
-    if (thread_idx < 32) {
-        const bool any = drop_bad_clients(shared, params, rank);
-        if (thread_idx == 0)
-            has_bad = any;
-    }
-    __syncthreads();
-    if (has_bad) {
+    for (bool is_second = false;; is_second = true) {
+        check_and_count(shared, params, first_thread, kept);
+        cluster_barrier();
+        if (is_second)
+            break;
+        if (thread_idx < 32) {
+            const bool any = drop_bad_clients(shared, params, rank);
+            if (thread_idx == 0)
+                has_bad = any;
+        }
+        __syncthreads();
+        if (!has_bad)
+            break;
         // Rare: count again without them. Their codes must be known to all before counts restart.
         cluster_barrier();
         if (thread_idx < 32) {
@@ -561,8 +552,6 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
             shared.histogram[i] = 0;
         __syncthreads();
-        check_and_count(shared, params, first_thread, kept);
-        cluster_barrier();
     }
     const uint32_t num_entries = place_experts(shared, params, rank);
     __syncthreads();

@@ -47,14 +47,18 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, 2)
     expert_send_kernel(const __grid_constant__ sy_expert_send_params params) {
     __shared__ AnswerShared shared;
-    layout::copy_table(shared.clients, params.clients, params.num_clients, Config::kNumThreads);
-    __syncthreads();
+    layout::TableCopy<sy_client_peer, Config::kNumThreads, SY_MAX_PEERS> clients;
+    clients.load(params.clients, params.num_clients);
+    sy_client_peer client = {};
+    if (threadIdx.x < params.num_clients)
+        client = params.clients[threadIdx.x];
     ptx::griddepcontrol_wait();
     if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
         ptx::griddepcontrol_launch_dependents();
     const sy_frame_geometry& geometry = params.geometry;
     const sy_batch* batch = params.lists.batch;
     const uint32_t client_idx = threadIdx.x;
+    clients.store(shared.clients, params.num_clients);
     if (client_idx < 32) {
         uint32_t num_rows = 0;
         if (client_idx < params.num_clients && (batch->clients >> client_idx & 1) != 0) {
@@ -64,9 +68,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
             num_rows = batch->row_begin[client_idx + 1] - begin;
             shared.number[client_idx] = number;
             shared.row_begin[client_idx] = begin;
-            shared.request_frame[client_idx] = shared.clients[client_idx].request +
+            shared.request_frame[client_idx] = client.request +
                                                layout::request_frame(geometry, place);
-            shared.response_window[client_idx] = shared.clients[client_idx].response.window +
+            shared.response_window[client_idx] = client.response.window +
                                                  layout::response_frame(geometry, place);
         }
         shared.num_rows[client_idx] = num_rows;

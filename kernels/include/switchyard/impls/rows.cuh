@@ -8,6 +8,7 @@
 #include <cuda_fp8.h>
 
 #include "switchyard/device_abi.h"
+#include "switchyard/ptx/memory.cuh"
 
 namespace switchyard::impls {
 
@@ -88,15 +89,15 @@ template <bool kFp8> struct SlotChunk {
 };
 
 template <bool kFp8>
-__device__ __forceinline__ SlotChunk<kFp8> load_slot_chunk(const uint8_t* row, const float* scales,
+__device__ __forceinline__ SlotChunk<kFp8> load_slot_chunk(uint64_t row, uint64_t scales,
                                                            uint32_t chunk_idx) {
     SlotChunk<kFp8> chunk;
     if (kFp8) {
-        const uint2 bits = *reinterpret_cast<const uint2*>(row + chunk_idx * 8);
+        const uint2 bits = ptx::ld_weak_global_v2(row + chunk_idx * 8);
         chunk.bits = make_uint4(bits.x, bits.y, 0, 0);
-        chunk.scale = scales[chunk_idx >> 4];
+        chunk.scale = ptx::ld_weak_global_f32(scales + (chunk_idx >> 4) * sizeof(float));
     } else {
-        chunk.bits = *reinterpret_cast<const uint4*>(row + chunk_idx * 16);
+        chunk.bits = ptx::ld_weak_global_v4(row + chunk_idx * 16);
         chunk.scale = 1.0f;
     }
     return chunk;

@@ -21,7 +21,7 @@ static inline int sy_make_geometry(uint32_t hidden, uint32_t top_k, uint32_t dty
         return SY_LAUNCH_DTYPE;
     if (max_tokens == 0 || max_tokens > SY_MAX_FRAME_TOKENS)
         return SY_LAUNCH_TOKENS;
-    if (num_frames == 0 || num_frames > SY_MAX_FRAMES)
+    if (num_frames == 0 || num_frames > SY_MAX_FRAMES || (num_frames & (num_frames - 1)) != 0)
         return SY_LAUNCH_GEOMETRY;
     sy_frame_geometry g;
     g.hidden = hidden;

@@ -7,20 +7,37 @@
 
 namespace switchyard::layout {
 
-// Copies a table of the host's into shared memory. Barrier afterwards.
-template <class T>
-__device__ __forceinline__ void copy_table(T* shared, const T* table, uint32_t count,
-                                           uint32_t num_threads) {
+// A table of the host's on its way into shared memory: what this thread carries. Loading first and storing
+// later keeps the load's latency off the path of whatever stands between. `kWords` per thread.
+template <class T, uint32_t kNumThreads, uint32_t kMaxCount> struct TableCopy {
     static_assert(sizeof(T) % sizeof(uint64_t) == 0, "whole words");
-    const uint64_t* source = reinterpret_cast<const uint64_t*>(table);
-    uint64_t* target = reinterpret_cast<uint64_t*>(shared);
-    for (uint32_t i = threadIdx.x; i < count * (sizeof(T) / sizeof(uint64_t)); i += num_threads)
-        target[i] = source[i];
-}
+    static constexpr uint32_t kWordsEach = sizeof(T) / sizeof(uint64_t);
+    static constexpr uint32_t kPerThread =
+        (kMaxCount * kWordsEach + kNumThreads - 1) / kNumThreads;
+    uint64_t words[kPerThread];
+
+    __device__ __forceinline__ void load(const T* table, uint32_t count) {
+#pragma unroll
+        for (uint32_t i = 0; i < kPerThread; ++i) {
+            const uint32_t at = threadIdx.x + i * kNumThreads;
+            if (at < count * kWordsEach)
+                words[i] = reinterpret_cast<const uint64_t*>(table)[at];
+        }
+    }
+    // Barrier afterwards.
+    __device__ __forceinline__ void store(T* shared, uint32_t count) const {
+#pragma unroll
+        for (uint32_t i = 0; i < kPerThread; ++i) {
+            const uint32_t at = threadIdx.x + i * kNumThreads;
+            if (at < count * kWordsEach)
+                reinterpret_cast<uint64_t*>(shared)[at] = words[i];
+        }
+    }
+};
 
 // Frames of a pair are numbered from 1; number n lies in ring place n % num_frames.
 __device__ __forceinline__ uint32_t ring_place(const sy_frame_geometry& geometry, uint64_t number) {
-    return static_cast<uint32_t>(number % geometry.num_frames);
+    return static_cast<uint32_t>(number) & (geometry.num_frames - 1);
 }
 
 __device__ __forceinline__ uint64_t request_frame(const sy_frame_geometry& geometry,

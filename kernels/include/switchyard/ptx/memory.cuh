@@ -67,6 +67,42 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
+// Slots are known by number, and the compiler would have to take their addresses for generic ones.
+__device__ __forceinline__ void st_weak_global_v4(uint64_t address, const uint4& value) {
+    asm volatile("st.weak.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void st_weak_global_v2(uint64_t address, const uint2& value) {
+    asm volatile("st.weak.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(value.x), "r"(value.y)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_weak_global_v4(uint64_t address) {
+    uint4 value;
+    asm volatile("ld.weak.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint2 ld_weak_global_v2(uint64_t address) {
+    uint2 value;
+    asm volatile("ld.weak.global.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(value.x), "=r"(value.y)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ float ld_weak_global_f32(uint64_t address) {
+    float value;
+    asm volatile("ld.weak.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+    return value;
+}
+
 // NOTES: for data that no one writes while the kernel runs, never for slots. No "memory" clobber, so
 // that the compiler may hoist the load.
 __device__ __forceinline__ uint4 ld_nc_v4(const void* address) {

@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""Turns the raw lines of a GPU benchmark run into tables: summarize.py RAW.jsonl > summary.md"""
+
+import json
+import sys
+
+
+def main():
+    with open(sys.argv[1]) as file:
+        rows = [json.loads(line) for line in file if line.startswith("{")]
+    puts = [row for row in rows if row["bench"] == "put_flag"]
+    streams = [row for row in rows if row["bench"] == "put_bw"]
+    layers = [row for row in rows if row["bench"] == "moe"]
+    baselines = {(row["what"], row["shape"], row["tokens"]): row["median_us"]
+                 for row in rows if row["bench"] == "baseline"}
+    link = max([row["gb_per_s_per_link"] for row in streams if row["shape"] == "1to1"], default=0)
+
+    print("## put + flag, one way\n\n| bytes | us | GB/s |\n|---:|---:|---:|")
+    for row in puts:
+        print(f"| {row['bytes']} | {row['one_way_us']:.2f} | {row['gb_per_s']:.1f} |")
+    print("\n## Puts from M senders to N receivers at once\n")
+    print("| shape | bytes | GB/s per link |\n|---|---:|---:|")
+    for row in streams:
+        if row["bytes"] > 4:
+            print(f"| {row['shape']} | {row['bytes']} | {row['gb_per_s_per_link']:.1f} |")
+
+    print(f"\n## dispatch + combine\n\nHidden 7168, top-8 of 256, bf16 back, one process per rank, CUDA graphs;"
+          f" µs, the slowest client's median; every output checked bit for bit. Limit: bytes over the"
+          f" busiest link direction at {link:.0f} GB/s.\n")
+    print("| shape | tokens | fp8 | limit | ratio | bf16 | fp8 Zipf | with lists | NCCL | symmetric memory |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    table = {}
+    for row in layers:
+        if row["blocks"] == [0, 0, 0]:
+            key = (row["dtype"], row["routing"], row["server"])
+            table.setdefault((row["shape"], row["tokens"]), {})[key] = row
+
+    def cell(row):
+        return "–" if row is None else f"{row['median_us']:.1f}" + ("" if row["wrong"] == 0 else " WRONG")
+
+    for (shape, tokens), found in table.items():
+        main_row = found.get(("fp8", "uniform", "echo"))
+        limit = main_row and main_row["link_bytes"] / link * 1e-3 if link else 0
+        ratio = f"{main_row['median_us'] / limit:.2f}" if limit else "–"
+        others = [baselines.get((what, shape, tokens)) for what in ("nccl", "torch symmetric memory")]
+        print(f"| {shape} | {tokens} | {cell(main_row)} | {limit:.1f} | {ratio}"
+              f" | {cell(found.get(('bf16', 'uniform', 'echo')))} | {cell(found.get(('fp8', 'zipf', 'echo')))}"
+              f" | {cell(found.get(('fp8', 'uniform', 'lists')))}"
+              + "".join(f" | {us:.1f}" if us else " | –" for us in others) + " |")
+
+    curve = [row for row in layers if row["blocks"] != [0, 0, 0]]
+    if curve:
+        print("\n## Time against thread blocks (at most one per multiprocessor up to 132)\n")
+        print("| shape | tokens | " + " | ".join(str(n) for n in sorted({r["blocks"][0] for r in curve})) + " |")
+        print("|---|---:|" + "---:|" * len({row["blocks"][0] for row in curve}))
+        for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in curve):
+            line = sorted((row for row in curve if (row["shape"], row["tokens"]) == (shape, tokens)),
+                          key=lambda row: row["blocks"][0])
+            print(f"| {shape} | {tokens} | " + " | ".join(f"{row['median_us']:.1f}" for row in line) + " |")
+    wrong = [row for row in layers if row["wrong"] or row["error"] != [0, 0]]
+    print(f"\n{len(layers)} cases, {len(wrong)} with wrong values or errors.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

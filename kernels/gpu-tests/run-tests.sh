@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Tests of the GPU data path on this host: kernels against the reference, processes against one another,
+# faults, and compute-sanitizer where it is installed. Needs a driver and one GPU; with two or four GPUs
+# it runs across them. Every step has a time limit.
+#
+#   run-tests.sh [SEED]
+set -u
+cd "$(dirname "$0")"
+seed=${1:-$(date +%s)}
+export CUDA_MODULE_LOADING=EAGER
+num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
+if [ "$num_gpus" -eq 0 ]; then
+    echo "run-tests: no GPU found (nvidia-smi -L lists none)" >&2
+    exit 3
+fi
+failures=0
+step() { # limit in seconds, name, command
+    local limit=$1 name=$2
+    shift 2
+    local start=$SECONDS
+    if timeout --kill-after=5 "$limit" "$@" > "step.log" 2>&1; then
+        echo "ok      $name ($((SECONDS - start)) s)"
+    else
+        local code=$?
+        echo "FAILED  $name (exit $code)"
+        tail -n 15 step.log
+        failures=$((failures + 1))
+    fi
+}
+skip() { echo "SKIPPED $1: $2"; }
+
+echo "seed $seed, $num_gpus GPUs"
+step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
+if command -v compute-sanitizer > /dev/null; then
+    step 90 "memcheck" compute-sanitizer --tool memcheck --error-exitcode 9 ./kernels_test --quick --seed "$seed"
+    for test in layers_match_the_reference expert_outputs_are_weighted_and_summed; do
+        step 90 "racecheck: $test" compute-sanitizer --tool racecheck --error-exitcode 9 \
+            ./kernels_test --quick --seed "$seed" --only "$test"
+    done
+else
+    skip "memcheck, racecheck" "compute-sanitizer is not on the PATH"
+fi
+if [ "$num_gpus" -ge 2 ]; then
+    ranks=$((num_gpus >= 4 ? 4 : 2))
+    step 60 "layers between $ranks processes" ./moe_bench --ranks "$ranks" --set check --seed "$seed" --limit 50
+    step 60 "a server killed, a server frozen" ./fault_test --seed "$seed" --limit 25
+else
+    skip "layers between processes, faults" "they need two GPUs"
+fi
+rm -f step.log
+echo "$failures failed"
+[ "$failures" -eq 0 ]
