@@ -91,6 +91,9 @@ pub struct EventRecord {
     pub event: Event,
     /// The moment of the signal, nanoseconds since the start of the run.
     pub at_ns: u64,
+    /// When a server was killed, and when it was a zombie: the kernel closes its connections shortly
+    /// before that.
+    pub death_ns: Option<(u64, u64)>,
     /// When the cluster was whole again.
     pub whole_ns: u64,
 }
@@ -109,6 +112,11 @@ pub struct KindReport {
     /// Wall time of the layers hit, beyond the median of undisturbed layers. Overlapped layers are left
     /// out.
     pub stall: Times,
+    /// The part of [`stall`](Self::stall) after the killed process was gone: how long a process takes to
+    /// die is the kernel's affair, and nobody can tell before.
+    pub stall_after_death: Times,
+    /// From the signal until the killed process was gone.
+    pub died_after: Times,
     /// The client's own figure for the layers hit.
     pub client_stall: Times,
     /// Most that a stall should take, milliseconds, where there is such a demand.
@@ -203,6 +211,14 @@ pub fn by_kind(
         let alone = layers_hit.iter().filter(|layer| !layer.overlapped);
         let stalls: Vec<u64> =
             alone.map(|layer| (layer.end_ns - layer.begin_ns).saturating_sub(steady_ns)).collect();
+        let after_death =
+            of_kind.iter().filter_map(|&idx| Some((events[idx].death_ns?.1, &hits[idx])));
+        let after_death = after_death.flat_map(|(died_ns, layers)| {
+            layers.iter().filter(|layer| !layer.overlapped).map(move |layer| {
+                let stall_ns = (layer.end_ns - layer.begin_ns).saturating_sub(steady_ns);
+                stall_ns.min(layer.end_ns.saturating_sub(died_ns))
+            })
+        });
         let limit_ms = limit_ms(kind, deadline_ms);
         KindReport {
             kind,
@@ -212,6 +228,14 @@ pub fn by_kind(
             within_limit: limit_ms
                 .map(|limit| stalls.iter().filter(|&&ns| ns as f64 / 1e6 <= limit).count()),
             stall: Times::of(stalls),
+            stall_after_death: Times::of(after_death.collect()),
+            died_after: Times::of(
+                of_kind
+                    .iter()
+                    .filter_map(|&idx| events[idx].death_ns)
+                    .map(|(killed_ns, died_ns)| died_ns - killed_ns)
+                    .collect(),
+            ),
             client_stall: Times::of(layers_hit.iter().map(|layer| layer.stall_ns).collect()),
             limit_ms,
             whole_after: Times::of(
@@ -289,6 +313,7 @@ mod tests {
         let event = |kind, at_ns, whole_ns| EventRecord {
             event: Event { kind, server_idx: 0, gap_layers: 1, delay_us: 0, hold_ms: 0 },
             at_ns,
+            death_ns: None,
             whole_ns,
         };
         let layer = |begin_ns, end_ns, failovers| LayerRecord {

@@ -14,6 +14,7 @@ use switchyard::cluster::{ClusterOptions, LocalCluster};
 
 use crate::failpoints;
 use crate::inputs::InputPool;
+use crate::procfs;
 use crate::report::{EventRecord, LayerRecord, Report, Rule, Times, by_kind};
 use crate::schedule::{Bounds, Event, Kind, Weights, schedule};
 use crate::worker::{Shared, metric, metric_by_label, work};
@@ -126,7 +127,8 @@ pub fn run(options: &RigOptions) -> Result<Report> {
             control_hold_ms: options.control_hold.as_millis() as u64,
         },
     );
-    let mut driver = Driver { options, shared: &shared, cluster, happened: Vec::new() };
+    let mut driver =
+        Driver { options, shared: &shared, cluster, death_ns: None, happened: Vec::new() };
     let layers = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..options.threads)
             .map(|idx| {
@@ -155,6 +157,8 @@ struct Driver<'a> {
     options: &'a RigOptions,
     shared: &'a Shared,
     cluster: LocalCluster,
+    /// When the event in hand killed a server, and when that was gone.
+    death_ns: Option<(u64, u64)>,
     happened: Vec<EventRecord>,
 }
 
@@ -182,7 +186,8 @@ impl Driver<'_> {
                 self.judge_drain(&failovers);
             }
             let whole_ns = self.shared.now_ns();
-            self.happened.push(EventRecord { event: *event, at_ns, whole_ns });
+            let death_ns = self.death_ns.take();
+            self.happened.push(EventRecord { event: *event, at_ns, death_ns, whole_ns });
         }
         self.wait_layers(self.options.layers);
     }
@@ -192,7 +197,7 @@ impl Driver<'_> {
         let server = event.server_idx;
         match event.kind {
             Kind::Kill | Kind::Restart => {
-                self.cluster.kill_server(server)?;
+                self.kill(server)?;
                 std::thread::sleep(hold);
                 self.start(&[server])?;
             }
@@ -213,7 +218,7 @@ impl Driver<'_> {
             Kind::ControlAndKill => {
                 self.cluster.kill_control()?;
                 std::thread::sleep(hold / 2);
-                self.cluster.kill_server(server)?;
+                self.kill(server)?;
                 std::thread::sleep(hold / 2);
                 self.cluster.restart_control()?;
                 self.start(&[server])?;
@@ -230,6 +235,19 @@ impl Driver<'_> {
                 self.start(&others)?;
             }
         }
+        Ok(())
+    }
+
+    /// Kills a server and waits until it is gone.
+    fn kill(&mut self, server_idx: usize) -> Result<()> {
+        let pid = self.cluster.server_pid(server_idx).context("the server is not running")?;
+        let killed_ns = self.shared.now_ns();
+        self.cluster.kill_server(server_idx)?;
+        let begin = Instant::now();
+        while !procfs::has_ended(pid) && begin.elapsed() < START_PATIENCE {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        self.death_ns = Some((killed_ns, self.shared.now_ns()));
         Ok(())
     }
 
