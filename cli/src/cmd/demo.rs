@@ -30,6 +30,10 @@ pub struct Args {
     /// Tokens to generate.
     #[arg(long, env = "SWITCHYARD_MAX_NEW_TOKENS", default_value_t = 64)]
     max_new_tokens: usize,
+    /// On a terminal, shows at most so many tokens per second, to be read along; 0 for no limit. What
+    /// is measured does not include the pauses.
+    #[arg(long, env = "SWITCHYARD_SHOW_PER_S", default_value_t = 40)]
+    show_per_s: u32,
     /// Kills nobody.
     #[arg(long, env = "SWITCHYARD_NO_KILL")]
     no_kill: bool,
@@ -100,7 +104,15 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     options.server_args = args.client.slot.to_args();
     // The servers of the demo share this host; one thread each keeps them out of each other's way.
     options.threads = Some(1);
-    let say = Narrator { on: !global.json, color: std::io::stdout().is_terminal() };
+    let is_terminal = std::io::stdout().is_terminal();
+    let say = Narrator {
+        on: !global.json,
+        color: is_terminal,
+        pause: match args.show_per_s {
+            per_s if per_s > 0 && is_terminal && !global.json => Duration::from_secs(1) / per_s,
+            _ => Duration::ZERO,
+        },
+    };
     say.line(&format!(
         "starting a control plane and {} expert servers, each expert on {} of them",
         args.local.servers, args.local.replicas
@@ -186,6 +198,10 @@ fn generate(
     say.prompt(&args.prompt);
     let generation = generator.generate(&args.prompt, &options, &mut |event| {
         say.token(event.text, killed.is_some());
+        // No pause while the kill is on its way: it has to hit a layer, not a pause.
+        if args.no_kill || !(kill_token..kill_token + KILL_WINDOW).contains(&(event.idx + 1)) {
+            std::thread::sleep(say.pause);
+        }
         if !args.no_kill && event.idx + 1 == kill_token {
             killed = Some(kill_token);
             // The killer hangs up only if it panicked; the report then shows no kill.
@@ -402,6 +418,8 @@ fn print_report(report: &Report, say: &Narrator) {
 struct Narrator {
     on: bool,
     color: bool,
+    /// After each token.
+    pause: Duration,
 }
 
 impl Narrator {
@@ -437,3 +455,6 @@ impl Narrator {
         if self.color { format!("\x1b[{code}m{text}\x1b[0m") } else { text.to_owned() }
     }
 }
+
+/// Tokens around the kill that are shown without a pause.
+const KILL_WINDOW: usize = 6;
