@@ -88,7 +88,9 @@ pub fn run() -> ExitCode {
 }
 
 fn start(cli: Cli) -> anyhow::Result<ExitCode> {
-    ui::init_logging(&cli.global.log, cli.global.log_format)?;
+    let default_log = if matches!(cli.command, Command::Demo(_)) { "error" } else { "warn" };
+    let log = cli.global.log.as_deref().unwrap_or(default_log);
+    ui::init_logging(log, cli.global.log_format)?;
     if cli.global.exit_with_parent {
         ui::exit_with_parent()?;
     }
