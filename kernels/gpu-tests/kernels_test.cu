@@ -576,12 +576,15 @@ void a_missing_replica_is_an_error_and_not_a_wait() {
     World world(256, 2, SY_DTYPE_BF16, 8, 1, 2, 16);
     const auto inputs = world.load(16, false);
     sy_placement placement = world.placement;
-    placement.experts[3].num_replicas = 0;
+    uint32_t expert = 0; // one that is chosen
+    for (const int32_t chosen : inputs[0].topk_idx)
+        expert = chosen >= 0 ? static_cast<uint32_t>(chosen) : expert;
+    placement.experts[expert].num_replicas = 0;
     to_device(world.clients[0]->placement, placement);
     run_layer(world, false);
     CHECK_CUDA(cudaStreamSynchronize(world.stream));
     const sy_error_word error = from_device(&world.clients[0]->state->error);
-    CHECK(error.tag == SY_TAG_NO_REPLICA && error.observed == 3, "tag %u expert %" PRIu64, error.tag,
+    CHECK(error.tag == SY_TAG_NO_REPLICA && error.observed == expert, "tag %u expert %" PRIu64, error.tag,
           error.observed);
     to_device(&world.clients[0]->state->error, sy_error_word{});
     expect_layer(world, 0, inputs[0], reference::identity_layer(inputs[0], placement, 2, false));

@@ -26,6 +26,9 @@ __device__ __noinline__ inline bool must_give_up(const sy_echo_params& params, u
     return true;
 }
 
+// Between two polls of a thread.
+constexpr uint32_t kPollPauseNs = 100;
+
 // Waits until all rows of all clients are there, as expert arithmetic on whole batches would need.
 template <class Config>
 __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
@@ -43,12 +46,19 @@ __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
         uint32_t num_rows = kRowsUnknown;
         for (uint32_t num_polls = 1;; ++num_polls) {
             const bool arrived = row_arrived(geometry, frame, row);
-            if (is_first || !arrived)
+            // One thread per block asks for the number of rows, the others ask it: thousands that poll one
+            // word would be in the way of the rows that come in.
+            if (is_first)
                 num_rows = announced_rows(frame);
+            else if (!arrived)
+                num_rows = *const_cast<volatile uint32_t*>(&shared.num_rows[client_idx]);
+            if (is_first && num_rows != kRowsUnknown)
+                *const_cast<volatile uint32_t*>(&shared.num_rows[client_idx]) = num_rows;
             // The first row's thread also needs the number of rows.
             if (is_first ? num_rows != kRowsUnknown && (arrived || num_rows == 0)
                          : arrived || row >= num_rows)
                 break;
+            __nanosleep(kPollPauseNs);
             if (num_polls % comm::kPollsPerCheck == 0 &&
                 must_give_up(params, client_idx, &start_ns, frame.number)) {
                 atomicOr(&shared.given_up, 1u << client_idx);
@@ -90,6 +100,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
         const uint64_t number = params.state->taken[threadIdx.x] + 1;
         const uint32_t place = layout::ring_place(params.geometry, number);
         shared.number[threadIdx.x] = number;
+        shared.num_rows[threadIdx.x] = kRowsUnknown;
         shared.request_frame[threadIdx.x] =
             client.request + layout::request_frame(params.geometry, place);
         shared.response_window[threadIdx.x] =
