@@ -25,15 +25,10 @@ pub struct Global {
     /// Prints machine-readable JSON instead of text.
     #[arg(long, global = true, env = "SWITCHYARD_JSON")]
     json: bool,
-    /// What to log to standard error: a level, or tracing's filter syntax.
-    #[arg(
-        long,
-        global = true,
-        env = "SWITCHYARD_LOG",
-        default_value = "warn",
-        value_name = "FILTER"
-    )]
-    log: String,
+    /// What to log to standard error: a level, or tracing's filter syntax. `warn` by default, and
+    /// `error` for the demo, whose story a warning would interrupt.
+    #[arg(long, global = true, env = "SWITCHYARD_LOG", value_name = "FILTER")]
+    log: Option<String>,
     /// How log lines look.
     #[arg(long, global = true, env = "SWITCHYARD_LOG_FORMAT", default_value = "text")]
     log_format: ui::LogFormat,
