@@ -32,7 +32,7 @@ fi
     echo
     echo '```'
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
-    nvidia-smi topo -m 2> /dev/null | head -n $((ranks + 1))
+    nvidia-smi topo -m 2> /dev/null | sed "s/\x1b\[[0-9;]*m//g" | head -n $((ranks + 1))
     uname -r
     nproc
     echo '```'

@@ -34,7 +34,7 @@ step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
 if command -v compute-sanitizer > /dev/null; then
     step 90 "memcheck" compute-sanitizer --tool memcheck --error-exitcode 9 ./kernels_test --quick --seed "$seed"
     for test in layers_match_the_reference expert_outputs_are_weighted_and_summed; do
-        step 90 "racecheck: $test" compute-sanitizer --tool racecheck --error-exitcode 9 \
+        step 180 "racecheck: $test" compute-sanitizer --tool racecheck --error-exitcode 9 \
             ./kernels_test --quick --seed "$seed" --only "$test"
     done
 else

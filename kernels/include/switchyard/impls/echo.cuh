@@ -46,8 +46,7 @@ __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
         uint32_t num_rows = kRowsUnknown;
         for (uint32_t num_polls = 1;; ++num_polls) {
             const bool arrived = row_arrived(geometry, frame, row);
-            // One thread per block asks for the number of rows, the others ask it: thousands that poll one
-            // word would be in the way of the rows that come in.
+            // One thread per block asks for the number of rows, the others ask it.
             if (is_first)
                 num_rows = announced_rows(frame);
             else if (!arrived)
