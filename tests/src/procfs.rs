@@ -101,12 +101,14 @@ mod tests {
     fn usage_follows_what_a_process_does() {
         let own = std::process::id();
         let before = usage(own).expect("usage");
-        let file = std::fs::File::open("/proc/self/stat").expect("a file");
+        // Enough of both for other tests of this process not to matter.
+        let files: Vec<_> =
+            (0..40).map(|_| std::fs::File::open("/proc/self/stat").expect("a file")).collect();
         let memory = vec![1u8; 64 << 20];
         let after = usage(own).expect("usage");
-        assert!(after.descriptors > before.descriptors);
-        assert!(after.rss_bytes >= before.rss_bytes + (60 << 20), "{} bytes", memory.len());
-        drop(file);
+        assert!(after.descriptors >= before.descriptors + 20);
+        assert!(after.rss_bytes >= before.rss_bytes + (48 << 20), "{} bytes", memory.len());
+        drop(files);
         let begin = cpu_time(own).expect("time");
         let mut spun = 0u64;
         while cpu_time(own).expect("time") < begin + Duration::from_millis(30) {
