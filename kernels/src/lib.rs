@@ -1,9 +1,12 @@
 //! The one crate that owns CUDA.
 //!
-//! It holds the C layout of frames for device code, `include/switchyard/abi.h`, and the probe behind
-//! `switchyard doctor`. There are no device kernels in it yet: experts are computed on CPUs. What
-//! needs the CUDA driver is behind the feature `cuda`, which opens the driver at run time; without
-//! it nothing here refers to CUDA at all.
+//! Its Rust side holds the path of the C headers, `include/switchyard/`, and the probe behind
+//! `switchyard doctor`. What needs the CUDA driver is behind the feature `cuda`, which opens the
+//! driver at run time; without it nothing here refers to CUDA at all.
+//!
+//! Beside it, `cuda/` has the kernels of the data path and `gpu-tests/` their tests and benchmarks.
+//! `cargo xtask` compiles and bundles them; no service launches them yet, and experts are computed on
+//! CPUs.
 //!
 //! The crate knows no sockets, no HTTP and no models.
 
