@@ -1,12 +1,16 @@
 //! The command line of Switchyard: thin wiring of the other crates, and the local cluster that
 //! `demo`, `generate`, `layer` and the tests start.
 
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+#[macro_use]
+mod ui;
 pub mod cluster;
 mod cmd;
-mod ui;
 
 use std::process::ExitCode;
 
+use clap::builder::FalseyValueParser;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Experts as a service for Mixture-of-Experts models.
@@ -23,7 +27,7 @@ pub struct Cli {
 #[derive(Debug, Clone, clap::Args)]
 pub struct Global {
     /// Prints machine-readable JSON instead of text.
-    #[arg(long, global = true, env = "SWITCHYARD_JSON")]
+    #[arg(long, global = true, env = "SWITCHYARD_JSON", value_parser = FalseyValueParser::new())]
     json: bool,
     /// What to log to standard error: a level, or tracing's filter syntax. `warn` by default, and
     /// `error` for the demo, whose story a warning would interrupt.
@@ -33,7 +37,7 @@ pub struct Global {
     #[arg(long, global = true, env = "SWITCHYARD_LOG_FORMAT", default_value = "text")]
     log_format: ui::LogFormat,
     /// Ends this process when the one that started it ends.
-    #[arg(long, global = true, env = "SWITCHYARD_EXIT_WITH_PARENT", hide = true)]
+    #[arg(long, global = true, env = "SWITCHYARD_EXIT_WITH_PARENT", hide = true, value_parser = FalseyValueParser::new())]
     exit_with_parent: bool,
 }
 
@@ -76,7 +80,7 @@ pub fn run() -> ExitCode {
     match start(cli) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {}", ui::one_line(&error));
+            ui::write_err(format_args!("error: {}\n", ui::one_line(&error)));
             ExitCode::FAILURE
         }
     }

@@ -21,7 +21,12 @@ pub enum LogFormat {
 pub fn init_logging(filter: &str, format: LogFormat) -> Result<()> {
     let filter = EnvFilter::try_new(filter)
         .with_context(|| format!("--log {filter:?} is not a level or a filter"))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        // Complaining about a standard error that cannot be written would go to standard error, and
+        // panic.
+        .log_internal_errors(false);
     match format {
         LogFormat::Text => builder.with_ansi(std::io::stderr().is_terminal()).init(),
         LogFormat::Json => builder.json().init(),
@@ -57,16 +62,48 @@ pub fn one_line(error: &anyhow::Error) -> String {
 
 /// Prints a value as one JSON document on standard output.
 pub fn print_json(value: &impl Serialize) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    serde_json::to_writer_pretty(&mut out, value).context("cannot write JSON")?;
-    writeln!(out).context("cannot write JSON")
+    let text = serde_json::to_string_pretty(value).context("cannot write JSON")?;
+    write_out(format_args!("{text}\n"));
+    Ok(())
 }
 
-/// Prints a value as one line of JSON on standard output and flushes it.
+/// Prints a value as one line of JSON on standard output.
 pub fn print_json_line(value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string(value).context("cannot write JSON")?;
+    write_out(format_args!("{text}\n"));
+    Ok(())
+}
+
+/// Writes to standard output and flushes it. When nobody reads any more the process ends without a
+/// word, as a filter should; its children end with it.
+pub fn write_out(text: std::fmt::Arguments<'_>) {
     let mut out = std::io::stdout().lock();
-    serde_json::to_writer(&mut out, value).context("cannot write JSON")?;
-    writeln!(out).and_then(|()| out.flush()).context("cannot write JSON")
+    if let Err(error) = out.write_fmt(text).and_then(|()| out.flush()) {
+        if error.kind() == std::io::ErrorKind::BrokenPipe {
+            std::process::exit(0);
+        }
+        write_err(format_args!("error: cannot write to standard output: {error}\n"));
+        std::process::exit(1);
+    }
+}
+
+/// Writes to standard error, if it can be written.
+pub fn write_err(text: std::fmt::Arguments<'_>) {
+    // There is nowhere left to report that to.
+    let _ = std::io::stderr().lock().write_fmt(text);
+}
+
+/// `print!` by way of [`write_out`].
+macro_rules! out {
+    ($($arg:tt)*) => { $crate::ui::write_out(format_args!($($arg)*)) };
+}
+
+/// `println!` by way of [`write_out`].
+macro_rules! outln {
+    () => { $crate::ui::write_out(format_args!("\n")) };
+    ($format:literal $($arg:tt)*) => {
+        $crate::ui::write_out(format_args!("{}\n", format_args!($format $($arg)*)))
+    };
 }
 
 /// A bar that counts bytes; hidden with `--json` and where standard error is no terminal.

@@ -1,6 +1,6 @@
 //! Bad input gets one clear line and a non-zero exit; good input gets what the help promises.
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -17,6 +17,60 @@ fn wrong_usage_exits_with_2() {
         assert_eq!(output.status.code(), Some(2), "{args:?}");
     }
     assert_eq!(run(&["--help"], &[]).status.code(), Some(0));
+}
+
+#[test]
+fn switches_take_the_usual_words_from_the_environment() {
+    for (value, is_json) in [("1", true), ("yes", true), ("0", false), ("", false), ("off", false)]
+    {
+        let output = run(&["doctor"], &[("SWITCHYARD_JSON", value)]);
+        assert_eq!(output.status.code(), Some(0), "{value:?}");
+        let parsed = serde_json::from_slice::<serde_json::Value>(&output.stdout);
+        assert_eq!(parsed.is_ok(), is_json, "{value:?}");
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_ends_the_command_quietly() {
+    for args in [&["doctor"][..], &["doctor", "--json"], &["demo", "--no-kill"]] {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_switchyard"))
+            .args(args)
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .expect("start");
+        drop(child.stdout.take());
+        let output = child.wait_with_output().expect("wait");
+        assert_eq!(output.status.code(), Some(0), "{args:?}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!stderr.contains("panicked"), "{args:?}: {stderr}");
+    }
+}
+
+#[test]
+fn a_log_that_cannot_be_written_does_not_stop_a_server() {
+    let full = || std::fs::File::options().write(true).open("/dev/full").expect("/dev/full");
+    let mut server = Command::new(env!("CARGO_BIN_EXE_switchyard"))
+        .args(serve(&tiny()))
+        .args(["--json", "--log", "debug"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(full())
+        .spawn()
+        .expect("start");
+    let mut lines = BufReader::new(server.stdout.take().expect("stdout")).lines();
+    let listening = lines.next().expect("a line").expect("a line");
+    let event: serde_json::Value = serde_json::from_str(&listening).expect("JSON");
+    let addr = event["addr"].as_str().expect("addr").to_owned();
+    for _ in 0..3 {
+        let mut garbage = std::net::TcpStream::connect(&addr).expect("the listener is there");
+        garbage.write_all(&[0xa5; 300]).expect("write");
+        // Until the listener has closed it; what it says does not matter here.
+        let mut answer = Vec::new();
+        let _ = std::io::Read::read_to_end(&mut garbage, &mut answer);
+    }
+    std::net::TcpStream::connect(&addr).expect("the listener is still there");
+    server.kill().expect("kill");
+    server.wait().expect("wait");
 }
 
 #[test]
@@ -90,6 +144,8 @@ fn prompts_and_flags_that_cannot_work_are_explained() {
     assert!(line.contains("--no-kill"), "{line}");
     let line = fails(&["generate", "--prompt", "x", "--slot-bytes", "1000"], &[]);
     assert!(line.contains("1000") && line.contains("4096"), "{line}");
+    let line = fails(&["demo", "--max-new-tokens", "1"], &[]);
+    assert!(line.contains("at least 2"), "{line}");
     let line = fails(&["status"], &[]);
     assert!(line.contains("--control-plane"), "{line}");
     let line = fails(&["status", "--control-plane", "http://127.0.0.1:1"], &[]);

@@ -86,9 +86,8 @@ fn live_metrics() -> BTreeMap<String, BTreeSet<String>> {
     live
 }
 
-/// Families from Prometheus' text format. HELP and TYPE lines also name families without samples,
-/// such as counters by reason before anything went wrong; their labels stand in the source only, so
-/// a family without samples accepts any label.
+/// Families with samples, from Prometheus' text format. A counter by reason must be there before
+/// anything went wrong, or its first event would look to Prometheus as if there had been none.
 fn parse_exposition(text: &str, live: &mut BTreeMap<String, BTreeSet<String>>) {
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
         let name_end = line.find(['{', ' ']).unwrap_or(line.len());

@@ -93,4 +93,10 @@ pub enum ServerError {
         /// What it said.
         reason: String,
     },
+    /// Nobody could connect any more.
+    #[error("the listener for clients ended unasked{}", .outcome.as_ref().map(|e| format!(": {e}")).unwrap_or_default())]
+    Listener {
+        /// How its task failed, if it did.
+        outcome: Option<tokio::task::JoinError>,
+    },
 }

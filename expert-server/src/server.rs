@@ -354,11 +354,12 @@ impl Drop for RunningServer {
 async fn supervise(
     data_end: oneshot::Receiver<Result<(), DataError>>,
     member: Option<Member>,
-    listening: JoinHandle<()>,
+    mut listening: JoinHandle<()>,
     stop: watch::Sender<bool>,
     data: Arc<DataPlane<AnyEndpoint>>,
     ended: watch::Sender<Option<End>>,
 ) {
+    let mut is_listening = true;
     let vanished = || Err(DataError::Panicked { message: "the thread vanished".to_owned() });
     tokio::pin!(data_end);
     let membership = async {
@@ -379,13 +380,22 @@ async fn supervise(
             let result = (&mut data_end).await.unwrap_or_else(|_| vanished());
             result.map_err(ServerError::from).and(Err(ServerError::Membership { reason }))
         }
+        outcome = &mut listening => {
+            is_listening = false;
+            let was_asked = *stop.borrow();
+            data.stop();
+            let result = (&mut data_end).await.unwrap_or_else(|_| vanished());
+            let result = result.map_err(ServerError::from);
+            // Clients that are here could go on, but no other could ever join: better to start anew.
+            if was_asked { result } else { result.and(Err(ServerError::Listener { outcome: outcome.err() })) }
+        }
     };
     if let Err(error) = &result {
         tracing::error!(%error, "the server ended");
     }
     let _ = stop.send(true);
     // Whoever sees the end can take the port again.
-    if tokio::time::timeout(LISTENER_PATIENCE, listening).await.is_err() {
+    if is_listening && tokio::time::timeout(LISTENER_PATIENCE, listening).await.is_err() {
         tracing::warn!("the listener for clients is slow to close");
     }
     ended.send_replace(Some(Arc::new(Mutex::new(Some(result)))));

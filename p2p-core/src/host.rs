@@ -44,6 +44,7 @@ impl HostIdentity {
 }
 
 /// Names of transports, for messages.
+#[cfg(not(loom))]
 pub(crate) fn names(transports: &[TransportKind]) -> String {
     match transports {
         [] => "nothing".to_owned(),

@@ -117,7 +117,10 @@ pub enum ClientError {
         waited: Duration,
     },
     /// No server that holds the expert can be reached.
-    #[error("no live replica of expert {expert} of layer {layer} within {waited:?}: {detail}")]
+    #[error(
+        "no live replica of expert {expert} of layer {layer}: {detail} (waited {} ms)",
+        waited.as_millis()
+    )]
     NoReplica {
         /// Layer.
         layer: u32,

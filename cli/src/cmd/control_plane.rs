@@ -56,9 +56,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 &serde_json::json!({ "event": "listening", "addr": addr.to_string() }),
             )?;
         } else {
-            println!("control plane on http://{addr}");
+            outln!("control plane on http://{addr}");
             if without_token {
-                println!("no token: whoever reaches this port may change the cluster");
+                outln!("no token: whoever reaches this port may change the cluster");
             }
         }
         server.run(super::shutdown_signal()?).await?;

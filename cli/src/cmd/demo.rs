@@ -1,6 +1,6 @@
 //! `switchyard demo`: text goes on while a server dies.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::mpsc::channel;
@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_SHOW_PER_S", default_value_t = 40)]
     show_per_s: u32,
     /// Kills nobody.
-    #[arg(long, env = "SWITCHYARD_NO_KILL")]
+    #[arg(long, env = "SWITCHYARD_NO_KILL", value_parser = clap::builder::FalseyValueParser::new())]
     no_kill: bool,
     #[command(flatten)]
     local: super::LocalArgs,
@@ -91,6 +91,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let checkpoint =
         Arc::new(Checkpoint::open(&dir).with_context(|| format!("cannot open {}", dir.display()))?);
     let kill = !args.no_kill;
+    let fewest = if kill { 2 } else { 1 };
+    if args.max_new_tokens < fewest {
+        anyhow::bail!(
+            "--max-new-tokens {}: expected at least {fewest}{}",
+            args.max_new_tokens,
+            if kill { ", one before the kill and one after it" } else { "" }
+        );
+    }
     if kill && (args.local.replicas < 2 || args.local.servers < 2) {
         anyhow::bail!(
             "with {} servers and {} replicas nobody could take over: use --replicas 2, or --no-kill",
@@ -166,7 +174,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     drop(client);
     drop(cluster);
-    Ok(if verified { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let sound = verified && report.lost_requests == 0 && report.duplicated_requests == 0;
+    Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Generates, and half-way has a server killed at a moment that does not depend on ours.
@@ -374,9 +383,9 @@ fn count_experts(checkpoint: &Checkpoint) -> usize {
 
 fn print_report(report: &Report, say: &Narrator) {
     let row = |name: &str, p50: f64, p99: f64| {
-        println!("  {name:<16} {p50:>9.0} {p99:>9.0}");
+        outln!("  {name:<16} {p50:>9.0} {p99:>9.0}");
     };
-    println!(
+    outln!(
         "{} tokens at {:.1} tokens/s, {} layers through {} servers, {} on the wire",
         report.token_ids.len(),
         report.tokens_per_s,
@@ -384,15 +393,15 @@ fn print_report(report: &Report, say: &Narrator) {
         report.servers,
         report.wire_dtype
     );
-    println!("\n  {:<16} {:>9} {:>9}", "µs per layer", "p50", "p99");
+    outln!("\n  {:<16} {:>9} {:>9}", "µs per layer", "p50", "p99");
     row("whole layer", report.layer_us_p50, report.layer_us_p99);
     row("dispatch", report.dispatch_us_p50, report.dispatch_us_p99);
     row("server queue", report.server_queue_us_p50, report.server_queue_us_p99);
     row("server compute", report.server_compute_us_p50, report.server_compute_us_p99);
     row("combine", report.combine_us_p50, report.combine_us_p99);
-    println!();
+    outln!();
     match &report.killed {
-        Some(killed) => println!(
+        Some(killed) => outln!(
             "killed {} after token {}: stalled {:.2} ms, {} (token, expert) pairs sent again, taken over by {}",
             killed.server,
             killed.at_token,
@@ -400,18 +409,19 @@ fn print_report(report: &Report, say: &Narrator) {
             report.resent_pairs,
             killed.taken_over_by.join(", ")
         ),
-        None => println!("nobody was killed"),
+        None => outln!("nobody was killed"),
     }
-    println!(
+    outln!(
         "lost requests {}, duplicated requests {}",
-        report.lost_requests, report.duplicated_requests
+        report.lost_requests,
+        report.duplicated_requests
     );
     let verdict = if report.verified {
         say.paint("32", "every token equals the reference")
     } else {
         say.paint("31", "the tokens DIFFER from the reference")
     };
-    println!("{verdict} ({})", report.reference);
+    outln!("{verdict} ({})", report.reference);
 }
 
 /// Prints the story on a terminal; silent with `--json`.
@@ -425,7 +435,7 @@ struct Narrator {
 impl Narrator {
     fn line(&self, text: &str) {
         if self.on {
-            println!("{text}");
+            outln!("{text}");
         }
     }
 
@@ -445,9 +455,7 @@ impl Narrator {
 
     fn raw(&self, text: &str) {
         if self.on {
-            print!("{text}");
-            // A closed terminal ends the program at the next println anyway.
-            let _ = std::io::stdout().flush();
+            out!("{text}");
         }
     }
 

@@ -72,16 +72,16 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         }))?;
     } else {
         print_tree(&groups);
-        println!("\n{}", if healthy { "this host can run Switchyard" } else { "not usable yet" });
+        outln!("\n{}", if healthy { "this host can run Switchyard" } else { "not usable yet" });
     }
     Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn print_tree(groups: &[Group]) {
-    println!("switchyard {}", env!("CARGO_PKG_VERSION"));
+    outln!("switchyard {}", env!("CARGO_PKG_VERSION"));
     for (group_idx, group) in groups.iter().enumerate() {
         let last_group = group_idx + 1 == groups.len();
-        println!("{} {}", if last_group { "└─" } else { "├─" }, group.name);
+        outln!("{} {}", if last_group { "└─" } else { "├─" }, group.name);
         let indent = if last_group { "   " } else { "│  " };
         for (check_idx, check) in group.checks.iter().enumerate() {
             let last = check_idx + 1 == group.checks.len();
@@ -92,10 +92,10 @@ fn print_tree(groups: &[Group]) {
                 Verdict::Fail => "✘",
             };
             let branch = if last { "└─" } else { "├─" };
-            println!("{indent}{branch} {mark} {:<18} {}", check.name, check.found);
+            outln!("{indent}{branch} {mark} {:<18} {}", check.name, check.found);
             if let Some(remedy) = &check.remedy {
                 let below = if last { "   " } else { "│  " };
-                println!("{indent}{below}   {:<18} → {remedy}", "");
+                outln!("{indent}{below}   {:<18} → {remedy}", "");
             }
         }
     }

@@ -51,7 +51,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_DRAIN_TIMEOUT_MS", default_value_t = 30_000)]
     drain_timeout_ms: u64,
     /// Counts tokens per layer and expert in the metrics, not per expert alone.
-    #[arg(long, env = "SWITCHYARD_METRICS_BY_LAYER")]
+    #[arg(long, env = "SWITCHYARD_METRICS_BY_LAYER", value_parser = clap::builder::FalseyValueParser::new())]
     metrics_by_layer: bool,
 }
 
@@ -104,14 +104,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 "expert_bytes": server.expert_bytes(),
             }))?;
         } else {
-            println!(
+            outln!(
                 "{} on {} with {held} experts, {:.2} GB",
                 server.name(),
                 server.data_addr(),
                 server.expert_bytes() as f64 / 1e9
             );
             if let Some(addr) = server.metrics_addr() {
-                println!("metrics on http://{addr}/metrics");
+                outln!("metrics on http://{addr}/metrics");
             }
         }
         server.serving(SERVING_TIMEOUT).await?;

@@ -1,6 +1,5 @@
 //! `switchyard generate`: text from a model whose experts are served.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -51,14 +50,11 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         super::Service::open(global, &checkpoint, &args.control, &args.local, &args.client)?;
     let mut generator = Generator::open(&checkpoint, service.client.clone())?;
     if !global.json {
-        print!("{}", args.prompt);
-        std::io::stdout().flush().context("cannot write to standard output")?;
+        out!("{}", args.prompt);
     }
     let generation = generator.generate(&args.prompt, &options, &mut |event| {
         if !global.json {
-            print!("{}", event.text);
-            // A closed terminal shows up as an error of the last write below.
-            let _ = std::io::stdout().flush();
+            out!("{}", event.text);
         }
     })?;
     let tokens_per_s = generation.timings.tokens_per_s();
@@ -71,12 +67,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             "clipped": generation.clipped,
         }))?;
     } else {
-        println!();
+        outln!();
         if generation.clipped {
-            eprintln!("the context ended after {} new tokens", generation.max_new_tokens);
+            let used = generation.max_new_tokens;
+            ui::write_err(format_args!("the context ended after {used} new tokens\n"));
         }
         if let Some(rate) = tokens_per_s {
-            eprintln!("{} tokens, {rate:.1} tokens/s", generation.token_ids.len());
+            let count = generation.token_ids.len();
+            ui::write_err(format_args!("{count} tokens, {rate:.1} tokens/s\n"));
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -86,7 +86,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             "out": args.out,
         }))?;
     } else {
-        println!(
+        outln!(
             "layer {}: {} tokens, top-{} in {layer_us:.0} µs → {}",
             args.layer,
             request.num_tokens,
@@ -99,6 +99,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
 
 fn read_request(path: &PathBuf, hidden: usize) -> Result<Request> {
     let file = TensorFile::open(path)?;
+    for name in ["x", "topk_idx", "topk_weights"] {
+        if !file.contains(name) {
+            let found: Vec<&str> = file.names().collect();
+            bail!(
+                "no tensor `{name}`: expected `x`, `topk_idx` and `topk_weights`, found {found:?}"
+            );
+        }
+    }
     let x = file.tensor("x")?;
     let &[num_tokens, width] = x.shape else {
         bail!("`x` has shape {:?}, expected [tokens, {hidden}]", x.shape);

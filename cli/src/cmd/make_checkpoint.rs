@@ -25,7 +25,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
     seed: u64,
     /// Writes into a folder that is not empty.
-    #[arg(long, env = "SWITCHYARD_FORCE")]
+    #[arg(long, env = "SWITCHYARD_FORCE", value_parser = clap::builder::FalseyValueParser::new())]
     force: bool,
 }
 
@@ -55,7 +55,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             "seconds": seconds,
         }))?;
     } else {
-        println!(
+        outln!(
             "wrote {} ({} layers, {:.2} GB in {} shards) to {} in {seconds:.1} s",
             args.preset.name(),
             args.layers,

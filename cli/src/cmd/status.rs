@@ -35,12 +35,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             "members": members,
         }))?;
     } else {
-        println!(
+        outln!(
             "cluster {} at {url}, version {}, epoch {}",
-            status.cluster_id, status.version, status.epoch
+            status.cluster_id,
+            status.version,
+            status.epoch
         );
         match &status.model {
-            Some(model) => println!(
+            Some(model) => outln!(
                 "model {} hidden {} · {} MoE layers · {} experts, top-{} · fingerprint {:.12}…",
                 model.architecture,
                 model.hidden,
@@ -49,9 +51,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 model.top_k,
                 model.fingerprint
             ),
-            None => println!("no model yet: no expert server has registered"),
+            None => outln!("no model yet: no expert server has registered"),
         }
-        println!(
+        outln!(
             "experts: {} of {} without a live replica (planned: {} servers, {} replicas)",
             status.experts_without_replica,
             status.experts_total,
@@ -59,9 +61,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             status.replicas
         );
         if !members.is_empty() {
-            println!(
+            outln!(
                 "\n{:<20} {:<10} {:<22} {:>9} {:>10}",
-                "SERVER", "STATE", "ADDRESS", "EXPERTS", "LEASE"
+                "SERVER",
+                "STATE",
+                "ADDRESS",
+                "EXPERTS",
+                "LEASE"
             );
         }
         for member in &members {
@@ -70,7 +76,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 MemberState::Expired => "-".to_owned(),
                 _ => format!("{:.1} s", member.lease_remaining_ms as f64 / 1e3),
             };
-            println!(
+            outln!(
                 "{:<20} {:<10} {:<22} {:>9} {:>10}{suspected}",
                 member.name,
                 member.state.as_str(),

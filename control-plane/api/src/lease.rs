@@ -499,7 +499,8 @@ impl Worker {
     }
 
     fn fail(&mut self, err: &ControlError) -> Next {
-        warn!(name = self.registration.name, error = %err, "the lease is over");
+        // Whoever waits for the registration gets the error itself, once.
+        debug!(name = self.registration.name, error = %err, "the lease is over");
         self.state.send_modify(|state| {
             state.status = LeaseStatus::Failed;
             set_error(state, err);

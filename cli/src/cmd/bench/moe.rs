@@ -359,7 +359,7 @@ fn preset_dir(global: &Global, preset: Preset) -> Result<PathBuf> {
 }
 
 fn print_report(report: &Report) {
-    println!(
+    outln!(
         "{}: hidden {}, top-{} of {} experts, {} threads, {} server(s), {} on the wire; µs, medians",
         report.preset,
         report.hidden,
@@ -369,7 +369,7 @@ fn print_report(report: &Report) {
         report.servers,
         report.wire_dtype
     );
-    println!(
+    outln!(
         "{:>6} {:>11} {:>11} {:>7} {:>9} {:>8} {:>11} {:>9} {:>7} {:>9}",
         "tokens",
         "in process",
@@ -383,7 +383,7 @@ fn print_report(report: &Report) {
         "max diff"
     );
     for row in &report.rows {
-        println!(
+        outln!(
             "{:>6} {:>11.1} {:>11.1} {:>7.4} {:>9.1} {:>8.1} {:>11.1} {:>9.1} {:>7.2} {:>9.1e}",
             row.tokens,
             row.in_process_us_p50,

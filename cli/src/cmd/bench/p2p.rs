@@ -36,7 +36,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value = "shm", value_parser = transport)]
     transport: TransportKind,
     /// Lets the system move the processes between CPUs.
-    #[arg(long, env = "SWITCHYARD_NO_PIN")]
+    #[arg(long, env = "SWITCHYARD_NO_PIN", value_parser = clap::builder::FalseyValueParser::new())]
     no_pin: bool,
     /// Seed of the payload.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
@@ -70,21 +70,24 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     };
     let program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
     if !global.json {
-        println!(
+        outln!(
             "{} senders → {} receivers over {}, one process each",
             args.senders,
             args.receivers,
             args.transport.name()
         );
-        println!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
+        outln!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
     }
     let spinner = ui::spinner(global.json, "measuring");
     let report = p2p_core::bench::run(&config, &program, |row: &BenchRow| {
         if !global.json {
             spinner.suspend(|| {
-                println!(
+                outln!(
                     "{:>9} {:>14.3} {:>14.3} {:>10.2}",
-                    row.bytes, row.one_way_us_p50, row.one_way_us_p99, row.gb_per_s
+                    row.bytes,
+                    row.one_way_us_p50,
+                    row.one_way_us_p99,
+                    row.gb_per_s
                 );
             });
         }
@@ -93,9 +96,11 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     if global.json {
         ui::print_json(&report)?;
     } else {
-        println!(
+        outln!(
             "raw flag {:.3} µs one way; {} bytes compared, all as expected; {} pages",
-            report.raw_flag_us_p50, report.verified_bytes, report.pages
+            report.raw_flag_us_p50,
+            report.verified_bytes,
+            report.pages
         );
     }
     Ok(ExitCode::SUCCESS)
