@@ -95,7 +95,9 @@ pub fn model_or_tiny(model: Option<PathBuf>) -> Result<PathBuf> {
     let here = PathBuf::from("data/tiny-moe");
     // A binary that was built from a checkout finds the checkout's model from anywhere.
     let built_from = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"));
-    [here, built_from]
+    // Where the container image has it.
+    let installed = PathBuf::from("/usr/share/switchyard/tiny-moe");
+    [here, built_from, installed]
         .into_iter()
         .find(|dir| dir.join("config.json").is_file())
         .context("no --model given, and data/tiny-moe is not here: give a checkpoint folder")
