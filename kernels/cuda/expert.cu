@@ -9,82 +9,23 @@ using namespace switchyard;
 
 namespace {
 
-int check_lists(const sy_expert_lists& lists) {
-    if (lists.batch == nullptr || lists.expert_begin == nullptr || lists.list_row == nullptr ||
-        lists.list_weight == nullptr || lists.row_source == nullptr ||
-        lists.row_position == nullptr)
-        return SY_LAUNCH_NULL;
-    return lists.max_rows != 0 ? SY_OK : SY_LAUNCH_TOKENS;
-}
-
-int check(const sy_expert_recv_params& params) {
-    if (params.version != SY_DEVICE_ABI_VERSION)
-        return SY_LAUNCH_VERSION;
-    if (const int code = check_geometry(params.geometry); code != SY_OK)
-        return code;
-    if (const int code = check_table(params.clients, params.num_clients); code != SY_OK)
-        return code;
-    if (const int code = check_lists(params.lists); code != SY_OK)
-        return code;
-    if (params.timeout_ns == 0)
-        return SY_LAUNCH_BOUND;
-    if (params.min_ready == 0)
-        return SY_LAUNCH_PEERS;
-    // The lists must hold any one client's frame, and ranks within an expert must fit their bits.
-    if (params.lists.max_rows < params.geometry.max_tokens ||
-        uint64_t{params.lists.max_rows} * params.geometry.top_k >= 1u << impls::kRankBits)
-        return SY_LAUNCH_TOKENS;
-    if (params.num_experts == 0 || params.num_experts > SY_MAX_EXPERTS ||
-        params.num_local_experts == 0 || params.num_local_experts > params.num_experts)
-        return SY_LAUNCH_EXPERTS;
-    return params.state != nullptr && params.local_expert != nullptr ? SY_OK : SY_LAUNCH_NULL;
-}
-
-int check(const sy_expert_send_params& params) {
-    if (params.version != SY_DEVICE_ABI_VERSION)
-        return SY_LAUNCH_VERSION;
-    if (const int code = check_geometry(params.geometry); code != SY_OK)
-        return code;
-    if (const int code = check_table(params.clients, params.num_clients); code != SY_OK)
-        return code;
-    if (const int code = check_lists(params.lists); code != SY_OK)
-        return code;
-    if (params.max_rows == 0 || params.max_rows > params.lists.max_rows)
-        return SY_LAUNCH_TOKENS;
-    return is_aligned(params.expert_out) ? SY_OK : SY_LAUNCH_ALIGNMENT;
-}
-
-int check(const sy_echo_params& params) {
-    if (params.version != SY_DEVICE_ABI_VERSION)
-        return SY_LAUNCH_VERSION;
-    if (const int code = check_geometry(params.geometry); code != SY_OK)
-        return code;
-    if (const int code = check_table(params.clients, params.num_clients); code != SY_OK)
-        return code;
-    if (const int code = check_capacity(params.geometry, params.capacity); code != SY_OK)
-        return code;
-    if (params.timeout_ns == 0)
-        return SY_LAUNCH_BOUND;
-    return params.state != nullptr ? SY_OK : SY_LAUNCH_NULL;
-}
-
 template <bool kFp8> int launch_echo(const sy_echo_params& params, sy_stream stream) {
-    const uint64_t num_units = uint64_t{params.capacity} * params.num_clients;
-    const uint32_t num_blocks = choose_blocks(params.num_blocks, num_units, 1024);
-    if (params.geometry.hidden == 7168)
-        return launch(impls::echo_kernel<impls::AnswerConfig<7168, kFp8, 448>>, params, num_blocks,
-                      448, stream);
-    return launch(impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads>>, params,
-                  num_blocks, kGenericThreads, stream);
+    const LaunchPlan size = plan(params);
+    if (size.is_tuned)
+        return launch(impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads>>,
+                      params, size, stream);
+    return launch(impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads>>, params, size,
+                  stream);
 }
 
 template <bool kFp8> int launch_send(const sy_expert_send_params& params, sy_stream stream) {
-    const uint32_t num_blocks = choose_blocks(params.num_blocks, params.max_rows, 1024);
-    if (params.geometry.hidden == 7168)
-        return launch(impls::expert_send_kernel<impls::AnswerConfig<7168, kFp8, 448>>, params,
-                      num_blocks, 448, stream);
+    const LaunchPlan size = plan(params);
+    if (size.is_tuned)
+        return launch(
+            impls::expert_send_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads>>,
+            params, size, stream);
     return launch(impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads>>, params,
-                  num_blocks, kGenericThreads, stream);
+                  size, stream);
 }
 
 } // namespace
@@ -94,8 +35,7 @@ extern "C" int sy_launch_expert_recv(const sy_expert_recv_params* params, sy_str
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    return launch(impls::expert_recv_kernel, *params, impls::kRecvBlocks, impls::kRecvThreads,
-                  stream);
+    return launch(impls::expert_recv_kernel, *params, plan(*params), stream);
 }
 
 extern "C" int sy_launch_expert_send(const sy_expert_send_params* params, sy_stream stream) {

@@ -30,12 +30,12 @@ extern "C" int sy_launch_pingpong(const sy_p2p_params* params, uint32_t num_bloc
                                   sy_stream stream) {
     if (const int code = check(params, num_blocks); code != SY_OK)
         return code;
-    return launch(impls::pingpong_kernel, *params, num_blocks, impls::kP2pThreads, stream);
+    return launch(impls::pingpong_kernel, *params, {num_blocks, impls::kP2pThreads, false}, stream);
 }
 
 extern "C" int sy_launch_stream(const sy_p2p_params* params, uint32_t num_blocks,
                                 sy_stream stream) {
     if (const int code = check(params, num_blocks); code != SY_OK)
         return code;
-    return launch(impls::stream_kernel, *params, num_blocks, impls::kP2pThreads, stream);
+    return launch(impls::stream_kernel, *params, {num_blocks, impls::kP2pThreads, false}, stream);
 }

@@ -21,6 +21,9 @@
 #define SY_MAX_DEVICE_TOP_K 16
 #define SY_MAX_REPLICAS 7
 #define SY_MAX_FRAME_TOKENS (UINT32_C(1) << 20)
+#define SY_RECV_BLOCKS 8     /* of expert_recv: one cluster */
+#define SY_RECV_THREADS 1024 /* of each of them */
+#define SY_RANK_BITS 22      /* entries of one expert in a batch, as a power of two */
 #define SY_NO_EXPERT UINT32_C(0xffffffff)
 #define SY_NO_ROUTE UINT32_C(0xffffffff)
 /* A route is peer << SY_ROUTE_SHIFT | row. */

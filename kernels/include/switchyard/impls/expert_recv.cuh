@@ -21,12 +21,12 @@
 
 namespace switchyard::impls {
 
-constexpr uint32_t kRecvBlocks = 8;
-constexpr uint32_t kRecvThreads = 1024; // a warp per client waits for its frame
+constexpr uint32_t kRecvBlocks = SY_RECV_BLOCKS;
+constexpr uint32_t kRecvThreads = SY_RECV_THREADS; // a warp per client waits for its frame
 static_assert(kRecvThreads / 32 == SY_MAX_PEERS, "a warp per client");
 constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
 // Between two phases an entry is expert << kRankBits | rank within the block.
-constexpr uint32_t kRankBits = 22;
+constexpr uint32_t kRankBits = SY_RANK_BITS;
 static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
 // Finite e4m3 codes times a larger scale would overflow.
 constexpr float kMaxScale = 7.5955873e35f;

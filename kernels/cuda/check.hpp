@@ -1,0 +1,204 @@
+// What launchers decide before they launch anything: whether parameters can be used, and the size of the
+// launch. Plain C++ without CUDA, so that hosts without a toolkit compile it too; kernels/src/check.rs
+// and plan.rs say the same in Rust, and a test compares them.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/launch.h"
+#include "switchyard/layout/geometry.h"
+
+namespace switchyard {
+
+[[nodiscard]] inline bool is_aligned(const void* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+[[nodiscard]] inline int check_geometry(const sy_frame_geometry& geometry) {
+    sy_frame_geometry expected;
+    const int code = sy_make_geometry(geometry.hidden, geometry.top_k, geometry.dtype,
+                                      geometry.max_tokens, geometry.num_frames, &expected);
+    if (code != SY_OK)
+        return code;
+    const bool is_same = geometry.row_stride_bytes == expected.row_stride_bytes &&
+                         geometry.scales_per_row == expected.scales_per_row &&
+                         geometry.response_stride_bytes == expected.response_stride_bytes &&
+                         geometry.flags_offset == expected.flags_offset &&
+                         geometry.entries_offset == expected.entries_offset &&
+                         geometry.scales_offset == expected.scales_offset &&
+                         geometry.payload_offset == expected.payload_offset &&
+                         geometry.frame_bytes == expected.frame_bytes &&
+                         geometry.slot_bytes == expected.slot_bytes &&
+                         geometry.control_offset == expected.control_offset &&
+                         geometry.response_flags_offset == expected.response_flags_offset &&
+                         geometry.response_payload_offset == expected.response_payload_offset &&
+                         geometry.response_frame_bytes == expected.response_frame_bytes &&
+                         geometry.response_slot_bytes == expected.response_slot_bytes &&
+                         geometry.response_control_offset == expected.response_control_offset;
+    // Offsets in a header are 32 bits.
+    return is_same && geometry.payload_offset <= UINT32_MAX ? SY_OK : SY_LAUNCH_GEOMETRY;
+}
+
+[[nodiscard]] inline int check_link(const sy_link& link) {
+    if (link.way != SY_WAY_DIRECT)
+        return SY_LAUNCH_WAY;
+    if (link.window == 0)
+        return SY_LAUNCH_NULL;
+    return link.window % 16 == 0 ? SY_OK : SY_LAUNCH_ALIGNMENT;
+}
+
+[[nodiscard]] inline int check_table(const void* table, uint32_t num_peers) {
+    if (num_peers == 0 || num_peers > SY_MAX_PEERS)
+        return SY_LAUNCH_PEERS;
+    if (table == nullptr)
+        return SY_LAUNCH_NULL;
+    return is_aligned(table) ? SY_OK : SY_LAUNCH_ALIGNMENT;
+}
+
+[[nodiscard]] inline int check_capacity(const sy_frame_geometry& geometry, uint32_t capacity) {
+    return capacity != 0 && capacity <= geometry.max_tokens ? SY_OK : SY_LAUNCH_TOKENS;
+}
+
+[[nodiscard]] inline int check_lists(const sy_expert_lists& lists) {
+    if (lists.batch == nullptr || lists.expert_begin == nullptr || lists.list_row == nullptr ||
+        lists.list_weight == nullptr || lists.row_source == nullptr ||
+        lists.row_position == nullptr)
+        return SY_LAUNCH_NULL;
+    return lists.max_rows != 0 ? SY_OK : SY_LAUNCH_TOKENS;
+}
+
+// Version, geometry and table: what the parameters of all fused kernels have.
+template <class Params>
+[[nodiscard]] int check_common(const Params& params, const void* table, uint32_t num_peers) {
+    if (params.version != SY_DEVICE_ABI_VERSION)
+        return SY_LAUNCH_VERSION;
+    if (const int code = check_geometry(params.geometry); code != SY_OK)
+        return code;
+    return check_table(table, num_peers);
+}
+
+[[nodiscard]] inline int check(const sy_dispatch_params& params) {
+    if (const int code = check_common(params, params.servers, params.num_servers); code != SY_OK)
+        return code;
+    if (const int code = check_capacity(params.geometry, params.capacity); code != SY_OK)
+        return code;
+    if (params.num_experts == 0 || params.num_experts > SY_MAX_EXPERTS)
+        return SY_LAUNCH_EXPERTS;
+    if (params.hidden_states == nullptr || params.topk_idx == nullptr ||
+        params.topk_weights == nullptr || params.num_tokens == nullptr ||
+        params.placement == nullptr || params.state == nullptr || params.handle == nullptr)
+        return SY_LAUNCH_NULL;
+    if (!is_aligned(params.hidden_states) || !is_aligned(params.topk_idx) ||
+        !is_aligned(params.topk_weights) || !is_aligned(params.placement) ||
+        !is_aligned(params.state) || !is_aligned(params.handle))
+        return SY_LAUNCH_ALIGNMENT;
+    if (params.trace != nullptr && params.trace_len == 0)
+        return SY_LAUNCH_NULL;
+    return SY_OK;
+}
+
+[[nodiscard]] inline int check(const sy_combine_params& params) {
+    if (const int code = check_common(params, params.servers, params.num_servers); code != SY_OK)
+        return code;
+    if (const int code = check_capacity(params.geometry, params.capacity); code != SY_OK)
+        return code;
+    if (params.timeout_ns == 0)
+        return SY_LAUNCH_BOUND;
+    if (params.handle == nullptr || params.state == nullptr || params.out == nullptr)
+        return SY_LAUNCH_NULL;
+    return is_aligned(params.out) && is_aligned(params.handle) ? SY_OK : SY_LAUNCH_ALIGNMENT;
+}
+
+[[nodiscard]] inline int check(const sy_expert_recv_params& params) {
+    if (const int code = check_common(params, params.clients, params.num_clients); code != SY_OK)
+        return code;
+    if (const int code = check_lists(params.lists); code != SY_OK)
+        return code;
+    if (params.timeout_ns == 0)
+        return SY_LAUNCH_BOUND;
+    if (params.min_ready == 0)
+        return SY_LAUNCH_PEERS;
+    // The lists must hold any one client's frame, and ranks within an expert must fit their bits.
+    if (params.lists.max_rows < params.geometry.max_tokens ||
+        uint64_t{params.lists.max_rows} * params.geometry.top_k >= 1u << SY_RANK_BITS)
+        return SY_LAUNCH_TOKENS;
+    if (params.num_experts == 0 || params.num_experts > SY_MAX_EXPERTS ||
+        params.num_local_experts == 0 || params.num_local_experts > params.num_experts)
+        return SY_LAUNCH_EXPERTS;
+    return params.state != nullptr && params.local_expert != nullptr ? SY_OK : SY_LAUNCH_NULL;
+}
+
+[[nodiscard]] inline int check(const sy_expert_send_params& params) {
+    if (const int code = check_common(params, params.clients, params.num_clients); code != SY_OK)
+        return code;
+    if (const int code = check_lists(params.lists); code != SY_OK)
+        return code;
+    if (params.max_rows == 0 || params.max_rows > params.lists.max_rows)
+        return SY_LAUNCH_TOKENS;
+    return is_aligned(params.expert_out) ? SY_OK : SY_LAUNCH_ALIGNMENT;
+}
+
+[[nodiscard]] inline int check(const sy_echo_params& params) {
+    if (const int code = check_common(params, params.clients, params.num_clients); code != SY_OK)
+        return code;
+    if (const int code = check_capacity(params.geometry, params.capacity); code != SY_OK)
+        return code;
+    if (params.timeout_ns == 0)
+        return SY_LAUNCH_BOUND;
+    return params.state != nullptr ? SY_OK : SY_LAUNCH_NULL;
+}
+
+// Size of a launch. `is_tuned`: compiled for this hidden size (and top_k), else for any.
+struct LaunchPlan {
+    uint32_t num_blocks, num_threads;
+    bool is_tuned;
+};
+
+// Threads of the kernels whose hidden size is only known at run time, and of those for 7168.
+constexpr uint32_t kGenericThreads = 256;
+constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
+
+// Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
+// per multiprocessor.
+[[nodiscard]] inline uint32_t choose_blocks(uint32_t asked, uint64_t num_units,
+                                            uint64_t units_for_two) {
+    constexpr uint32_t kMultiprocessors = 132;
+    const uint32_t most = asked != 0 ? asked
+                                     : (num_units >= units_for_two ? 2 * kMultiprocessors
+                                                                   : kMultiprocessors);
+    return static_cast<uint32_t>(num_units < most ? (num_units == 0 ? 1 : num_units) : most);
+}
+
+[[nodiscard]] inline LaunchPlan plan_for(bool is_tuned, uint32_t num_blocks) {
+    return {num_blocks, is_tuned ? kTunedThreads : kGenericThreads, is_tuned};
+}
+
+[[nodiscard]] inline LaunchPlan plan(const sy_dispatch_params& params) {
+    // One more block writes headers.
+    const uint32_t data_blocks = choose_blocks(params.num_blocks, params.capacity, 1024);
+    const uint32_t run = (params.capacity + data_blocks - 1) / data_blocks;
+    return plan_for(params.geometry.hidden == kTunedHidden && params.geometry.top_k == kTunedTopK,
+                    (params.capacity + run - 1) / run + 1);
+}
+
+[[nodiscard]] inline LaunchPlan plan(const sy_combine_params& params) {
+    return plan_for(params.geometry.hidden == kTunedHidden,
+                    choose_blocks(params.num_blocks, params.capacity, 512));
+}
+
+[[nodiscard]] inline LaunchPlan plan(const sy_expert_recv_params&) {
+    return {SY_RECV_BLOCKS, SY_RECV_THREADS, false};
+}
+
+[[nodiscard]] inline LaunchPlan plan(const sy_expert_send_params& params) {
+    return plan_for(params.geometry.hidden == kTunedHidden,
+                    choose_blocks(params.num_blocks, params.max_rows, 1024));
+}
+
+[[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {
+    return plan_for(params.geometry.hidden == kTunedHidden,
+                    choose_blocks(params.num_blocks,
+                                  uint64_t{params.capacity} * params.num_clients, 1024));
+}
+
+} // namespace switchyard
