@@ -115,7 +115,7 @@ impl<E: Endpoint> Channel<E> {
     /// [`ChannelError::SlotBytes`] when `local` does not fit `layout`; [`ChannelError::Map`] when the
     /// endpoint needs staging memory and there is none.
     pub fn new(
-        endpoint: E,
+        mut endpoint: E,
         layout: SlotLayout,
         local: Region,
         remote_key: E::RemoteKey,
@@ -129,7 +129,11 @@ impl<E: Endpoint> Channel<E> {
         let remote = endpoint.direct(remote_key);
         let staging = match remote {
             Some(_) => None,
-            None => Some(Region::anonymous(layout.frame_bytes() * layout.num_frames())?),
+            None => {
+                let staging = Region::anonymous(layout.frame_bytes() * layout.num_frames())?;
+                endpoint.register(&staging)?;
+                Some(staging)
+            }
         };
         Ok(Self {
             endpoint,
@@ -156,6 +160,12 @@ impl<E: Endpoint> Channel<E> {
         self.starved = false;
         self.add_remote(PUBLISHED, seq)?;
         self.add_remote(CONSUMED, seq)
+    }
+
+    /// The endpoint under the rings.
+    #[must_use]
+    pub const fn endpoint(&self) -> &E {
+        &self.endpoint
     }
 
     /// The endpoint, for one-sided operations beside the rings.
@@ -270,7 +280,12 @@ impl<E: Endpoint> Channel<E> {
     pub fn try_next(&mut self) -> Result<Option<RxFrame>, ChannelError> {
         // SYNC POINT `published`: acquires the frame's bytes.
         let published = flags::observe::<Contract>(self.local_word(PUBLISHED));
-        Ok(self.rx.take(published)?.map(|seq| RxFrame { seq }))
+        let taken = self.rx.take(published)?;
+        if taken.is_none() {
+            // Nothing came, and perhaps nothing can: the transport may know.
+            self.endpoint.health()?;
+        }
+        Ok(taken.map(|seq| RxFrame { seq }))
     }
 
     /// The bytes of a held frame. The peer can still change them: copy, then check, then use.
@@ -310,6 +325,14 @@ impl<E: Endpoint> Channel<E> {
             .into_iter()
             .map(|word| self.local_word(word).load(Ordering::Relaxed))
             .fold(0, u64::wrapping_add)
+    }
+
+    /// Whether the transport still works towards the peer, as far as is known.
+    ///
+    /// # Errors
+    /// [`ChannelError::Post`]; the channel must be retired.
+    pub fn health(&self) -> Result<(), ChannelError> {
+        Ok(self.endpoint.health()?)
     }
 
     /// How often the peer has said that it makes progress.

@@ -2,11 +2,13 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Instant;
 
 use thiserror::Error;
 
-use crate::region::{LocalRange, RemoteRange};
+use crate::region::{LocalRange, Region, RemoteRange};
+use crate::wait::Driver;
 
 /// Which transport joins two peers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -19,6 +21,14 @@ pub enum TransportKind {
     Shm,
     /// Shared memory of one host, reached by put only. For tests of what networks will do.
     Staged,
+    /// RDMA by reliable-connected queue pairs (InfiniBand, RoCE).
+    Verbs,
+    /// RDMA or messages by libfabric, over whichever provider it was opened with.
+    Libfabric,
+    /// Memory of GPUs of one host, mapped across processes.
+    CudaIpc,
+    /// The software model of an RDMA NIC.
+    SoftNic,
 }
 
 impl TransportKind {
@@ -29,7 +39,17 @@ impl TransportKind {
             Self::Local => "local",
             Self::Shm => "shm",
             Self::Staged => "staged",
+            Self::Verbs => "verbs",
+            Self::Libfabric => "libfabric",
+            Self::CudaIpc => "cuda_ipc",
+            Self::SoftNic => "softnic",
         }
+    }
+
+    /// Whether a [`Network`](crate::network::Network) has to bring the peers together.
+    #[must_use]
+    pub const fn is_network(self) -> bool {
+        !matches!(self, Self::Local | Self::Shm | Self::Staged)
     }
 }
 
@@ -56,6 +76,24 @@ pub enum PostError {
         op: &'static str,
         /// Offset found.
         offset: usize,
+    },
+    /// Local memory that this transport does not know. A local bug.
+    #[error("{op}: {len} bytes at {address:#x} are not registered; call `register` first")]
+    Unregistered {
+        /// Operation.
+        op: &'static str,
+        /// First byte.
+        address: usize,
+        /// Bytes.
+        len: usize,
+    },
+    /// Memory could not be registered.
+    #[error("cannot register {bytes} bytes of memory: {detail}")]
+    Register {
+        /// Bytes.
+        bytes: usize,
+        /// The transport's answer, and what to check.
+        detail: String,
     },
     /// The peer is gone. Its slot must be retired.
     #[error("{op}: the connection to the peer is closed")]
@@ -105,6 +143,32 @@ pub trait Endpoint: Send {
     /// Which transport this is.
     fn kind(&self) -> TransportKind;
 
+    /// Makes `region` usable as source of puts and target of gets, until the endpoint is dropped, which
+    /// keeps the region mapped as long. Nothing to do where puts are stores.
+    ///
+    /// # Errors
+    /// [`PostError::Register`].
+    fn register(&mut self, region: &Region) -> Result<(), PostError> {
+        let _ = region;
+        Ok(())
+    }
+
+    /// What has to be driven so that this endpoint's operations, and the peer's towards this side, go
+    /// on. `None` where hardware or the operations themselves do that. Endpoints of one device share a
+    /// driver.
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        None
+    }
+
+    /// Whether the transport still works towards this peer, as far as is known: failures that no call
+    /// of this side is there to report. One load.
+    ///
+    /// # Errors
+    /// [`PostError::Transport`] or [`PostError::Disconnected`]; the peer must be treated as lost.
+    fn health(&self) -> Result<(), PostError> {
+        Ok(())
+    }
+
     /// Address of the peer's region in this process, where loads and stores reach it.
     /// `None` means that only puts and gets do.
     fn direct(&self, key: Self::RemoteKey) -> Option<NonNull<u8>>;
@@ -112,7 +176,8 @@ pub trait Endpoint: Send {
     /// Starts a copy of `src` into the peer's memory.
     ///
     /// # Safety
-    /// `src` stays registered and unwritten until a `quiet` covers this call.
+    /// `src` stays registered (see [`register`](Self::register)) and unwritten until a `quiet` covers
+    /// this call.
     ///
     /// # Errors
     /// [`PostError`]; nothing was written then.

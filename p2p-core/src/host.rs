@@ -2,7 +2,8 @@
 
 use std::os::unix::fs::MetadataExt;
 
-use crate::endpoint::TransportKind;
+#[cfg(not(loom))]
+use crate::network::Offer;
 
 /// Identity of a running kernel and of the network namespace within it, as far as it can be read.
 ///
@@ -45,10 +46,10 @@ impl HostIdentity {
 
 /// Names of transports, for messages.
 #[cfg(not(loom))]
-pub(crate) fn names(transports: &[TransportKind]) -> String {
-    match transports {
+pub(crate) fn names(offers: &[Offer]) -> String {
+    match offers {
         [] => "nothing".to_owned(),
-        all => all.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", "),
+        all => all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
     }
 }
 

@@ -13,9 +13,12 @@
 //! | [`flags`] | the steps at a flag, with their orderings |
 //! | [`endpoint`] | the transport trait: put, get, add-flag, fence, quiet |
 //! | [`channel`] | a pair of slots as two rings, over any endpoint |
+//! | [`credit`] | receiver-driven credits against incast: who may send how much |
 //! | [`wait`] | spin briefly, then block |
 //! | [`backend`] | transports |
 //! | [`transport`] | the endpoint of a connection, whichever transport it is |
+//! | [`network`] | what a transport over a network offers to the handshake |
+//! | [`fabric`] | one-sided operations on registered memory, by completion |
 //! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
 //! | [`mod@bench`] | latency and bandwidth between processes |
 //! | [`host`] | whether two processes can share memory |
@@ -29,9 +32,14 @@ pub mod bench;
 pub mod bootstrap;
 pub mod channel;
 mod copy;
+pub mod credit;
 pub mod endpoint;
+#[cfg(not(loom))]
+pub mod fabric;
 pub mod flags;
 pub mod host;
+#[cfg(not(loom))]
+pub mod network;
 pub mod region;
 pub mod ring;
 pub mod slot;
@@ -43,8 +51,8 @@ pub mod wait;
 pub use bootstrap::{Connection, Liveness, PeerHello, Reject, RejectCode};
 pub use channel::{Channel, ChannelError, RxFrame, TxFrame};
 pub use endpoint::{Endpoint, PostError, QuietError, TransportKind};
-pub use region::{LocalRange, Region, RemoteRange};
+pub use region::{LocalRange, Region, RemoteRange, SlotKey};
 pub use slot::{SlotConfig, SlotConfigError, SlotLayout};
-pub use transport::{AnyEndpoint, AnyKey};
+pub use transport::AnyEndpoint;
 pub use view::{OutOfRange, ReadView, WriteView};
-pub use wait::{Kicker, SpinPolicy, WaitSet};
+pub use wait::{Driver, Kicker, SpinPolicy, WaitSet};

@@ -151,6 +151,11 @@ impl LocalRange {
     }
 }
 
+/// Stands for the one region of a peer that an endpoint reaches: the peer's slot. Its address and its
+/// remote key, where a transport has them, stay in the endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotKey;
+
 /// A range of a peer's memory: the wire view. `K` is the remote key; a local key is never part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteRange<K> {

@@ -2,12 +2,14 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Instant;
 
-use crate::backend::mapped::{MappedEndpoint, MappedKey};
+use crate::backend::mapped::MappedEndpoint;
 use crate::backend::staged::StagedEndpoint;
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
-use crate::region::{LocalRange, RemoteRange};
+use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
+use crate::wait::Driver;
 
 /// One of the transports, matched once per call.
 #[derive(Debug)]
@@ -17,23 +19,14 @@ pub enum AnyEndpoint {
     Mapped(MappedEndpoint),
     /// The peer's slot is reached by put and get only.
     Staged(StagedEndpoint),
+    /// A transport from outside of this crate, at the price of an indirect call.
+    Other(Box<dyn OtherEndpoint>),
 }
 
-/// Remote key of an [`AnyEndpoint`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum AnyKey {
-    /// The slot that the mapping holds.
-    Mapped(MappedKey),
-}
+/// An endpoint that [`AnyEndpoint`] can hold without knowing its type.
+pub trait OtherEndpoint: Endpoint<RemoteKey = SlotKey> + std::fmt::Debug {}
 
-impl AnyKey {
-    const fn mapped(self) -> MappedKey {
-        match self {
-            Self::Mapped(key) => key,
-        }
-    }
-}
+impl<E: Endpoint<RemoteKey = SlotKey> + std::fmt::Debug> OtherEndpoint for E {}
 
 /// The same call on whichever endpoint it is.
 macro_rules! on {
@@ -41,33 +34,46 @@ macro_rules! on {
         match $any {
             Self::Mapped($end) => $call,
             Self::Staged($end) => $call,
+            Self::Other($end) => $call,
         }
     };
 }
 
 impl Endpoint for AnyEndpoint {
-    type RemoteKey = AnyKey;
+    type RemoteKey = SlotKey;
 
     fn kind(&self) -> TransportKind {
         on!(self, end => end.kind())
     }
 
-    fn direct(&self, key: AnyKey) -> Option<NonNull<u8>> {
-        on!(self, end => end.direct(key.mapped()))
+    fn register(&mut self, region: &Region) -> Result<(), PostError> {
+        on!(self, end => end.register(region))
     }
 
-    unsafe fn put(&mut self, dst: RemoteRange<AnyKey>, src: LocalRange) -> Result<(), PostError> {
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        on!(self, end => end.driver())
+    }
+
+    fn health(&self) -> Result<(), PostError> {
+        on!(self, end => end.health())
+    }
+
+    fn direct(&self, key: SlotKey) -> Option<NonNull<u8>> {
+        on!(self, end => end.direct(key))
+    }
+
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         // SAFETY: the caller's promise about `src` is the callee's.
-        on!(self, end => unsafe { end.put(mapped(dst), src) })
+        on!(self, end => unsafe { end.put(dst, src) })
     }
 
-    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<AnyKey>) -> Result<(), PostError> {
+    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
         // SAFETY: the caller's promise about `dst` is the callee's.
-        on!(self, end => unsafe { end.get(dst, mapped(src)) })
+        on!(self, end => unsafe { end.get(dst, src) })
     }
 
-    fn add_flag(&mut self, dst: RemoteRange<AnyKey>, value: u64) -> Result<(), PostError> {
-        on!(self, end => end.add_flag(mapped(dst), value))
+    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        on!(self, end => end.add_flag(dst, value))
     }
 
     fn fence(&mut self) -> Result<(), PostError> {
@@ -78,15 +84,11 @@ impl Endpoint for AnyEndpoint {
         on!(self, end => end.quiet(deadline))
     }
 
-    fn wake(&mut self, key: AnyKey, waiting_offset: usize) -> Result<(), PostError> {
-        on!(self, end => end.wake(key.mapped(), waiting_offset))
+    fn wake(&mut self, key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
+        on!(self, end => end.wake(key, waiting_offset))
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         on!(self, end => end.wait_fd())
     }
-}
-
-fn mapped(range: RemoteRange<AnyKey>) -> RemoteRange<MappedKey> {
-    RemoteRange { key: range.key.mapped(), offset: range.offset, len: range.len }
 }

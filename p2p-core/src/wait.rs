@@ -4,11 +4,13 @@
 //! [`SpinPolicy::spin`], then asks its peers for a wake-up and sleeps in `epoll` until one of them, a
 //! [`Kicker`], or the deadline wakes it.
 
+use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::endpoint::Endpoint;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 /// How long a waiter polls before it blocks.
@@ -54,11 +56,42 @@ pub fn signal_event(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// What one thread sleeps on: the wake-up descriptors of its channels, and a kick.
+/// The part of a transport that needs a CPU: completions to take, messages to put in place.
+///
+/// One driver serves all endpoints of a device. Whoever polls channels drives it once per sweep,
+/// through [`WaitSet::drive`]; several threads may, at the same time. A driver that nobody drives
+/// drives itself, only later: correctness never hangs on the caller.
+pub trait Driver: Send + Sync + std::fmt::Debug {
+    /// Does what is due, without waiting. Failures reach the endpoints concerned.
+    fn drive(&self);
+
+    /// Prepares for sleep: afterwards the descriptor becomes readable as soon as there is something to
+    /// drive. `false` when there already is.
+    fn may_sleep(&self) -> bool;
+
+    /// Descriptor to sleep on, in edge-triggered mode. Without one, nobody sleeps longer than
+    /// [`max_sleep`](Self::max_sleep).
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Longest time without a call of `drive`.
+    fn max_sleep(&self) -> Duration {
+        Duration::MAX
+    }
+}
+
+/// What one thread sleeps on: the wake-up descriptors of its channels, their drivers, and a kick.
 #[derive(Debug)]
 pub struct WaitSet {
     epoll: OwnedFd,
     kick: Arc<OwnedFd>,
+    drivers: RefCell<Vec<Driven>>,
+}
+
+/// A driver, and how many endpoints of the set it serves.
+#[derive(Debug)]
+struct Driven {
+    driver: Arc<dyn Driver>,
+    num_endpoints: usize,
 }
 
 /// Wakes the owner of a [`WaitSet`] from any thread.
@@ -84,7 +117,7 @@ impl WaitSet {
     pub fn new() -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let kick = Arc::new(event_fd()?);
-        let set = Self { epoll, kick };
+        let set = Self { epoll, kick, drivers: RefCell::default() };
         set.add(set.kick.as_fd())?;
         Ok(set)
     }
@@ -93,6 +126,55 @@ impl WaitSet {
     #[must_use]
     pub fn kicker(&self) -> Kicker {
         Kicker { kick: Arc::clone(&self.kick) }
+    }
+
+    /// Adds what `endpoint` waits on: its wake-up descriptor and its driver.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn attach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
+        if let Some(fd) = endpoint.wait_fd() {
+            self.add(fd)?;
+        }
+        let Some(driver) = endpoint.driver() else { return Ok(()) };
+        let mut drivers = self.drivers.borrow_mut();
+        if let Some(known) = drivers.iter_mut().find(|known| is_same(&known.driver, &driver)) {
+            known.num_endpoints += 1;
+            return Ok(());
+        }
+        if let Some(fd) = driver.wait_fd() {
+            self.add(fd)?;
+        }
+        drivers.push(Driven { driver, num_endpoints: 1 });
+        Ok(())
+    }
+
+    /// Takes back what [`attach`](Self::attach) added.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn detach(&self, endpoint: &impl Endpoint) -> io::Result<()> {
+        if let Some(driver) = endpoint.driver() {
+            let mut drivers = self.drivers.borrow_mut();
+            if let Some(idx) = drivers.iter().position(|known| is_same(&known.driver, &driver)) {
+                drivers[idx].num_endpoints -= 1;
+                if drivers[idx].num_endpoints == 0 {
+                    drivers.swap_remove(idx);
+                    if let Some(fd) = driver.wait_fd() {
+                        self.remove(fd)?;
+                    }
+                }
+            }
+        }
+        endpoint.wait_fd().map_or(Ok(()), |fd| self.remove(fd))
+    }
+
+    /// Drives every driver of the set once. Costs nothing without one.
+    #[inline]
+    pub fn drive(&self) {
+        for driven in self.drivers.borrow().iter() {
+            driven.driver.drive();
+        }
     }
 
     /// Adds a descriptor, edge-triggered: every new event wakes once, and nobody has to read it, so a
@@ -117,7 +199,13 @@ impl WaitSet {
     ///
     /// # Errors
     /// The system's, other than interruption.
-    pub fn block(&self, timeout: Duration) -> io::Result<()> {
+    pub fn block(&self, mut timeout: Duration) -> io::Result<()> {
+        for driven in self.drivers.borrow().iter() {
+            if !driven.driver.may_sleep() {
+                timeout = Duration::ZERO;
+            }
+            timeout = timeout.min(driven.driver.max_sleep());
+        }
         let timeout = Timespec {
             tv_sec: timeout.as_secs().min(3600).cast_signed(),
             tv_nsec: timeout.subsec_nanos().into(),
@@ -126,11 +214,17 @@ impl WaitSet {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
         }; 16];
-        match epoll::wait(&self.epoll, &mut events[..], Some(&timeout)) {
+        let waited = epoll::wait(&self.epoll, &mut events[..], Some(&timeout));
+        self.drive();
+        match waited {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
     }
+}
+
+fn is_same(a: &Arc<dyn Driver>, b: &Arc<dyn Driver>) -> bool {
+    std::ptr::addr_eq(Arc::as_ptr(a), Arc::as_ptr(b))
 }
 
 /// Polls until `poll` gives something or `deadline` passes; then `None`.
@@ -150,6 +244,7 @@ pub fn wait_until<T>(
     let start = Instant::now();
     loop {
         for _ in 0..32 {
+            set.drive();
             if let Some(found) = poll() {
                 return Ok(Some(found));
             }

@@ -13,6 +13,7 @@ use p2p_core::bootstrap::{
     BindError, CloseReason, ConnectConfig, ConnectError, Listener, ListenerConfig, ListenerStats,
     connect,
 };
+use p2p_core::network::Offer;
 use p2p_core::wait::{SpinPolicy, WaitSet, wait_until};
 use p2p_core::{Connection, PeerHello, Reject, RejectCode, SlotConfig, TransportKind};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -77,7 +78,10 @@ async fn peers_meet_exchange_frames_and_leave_in_order() {
     let mut there = within(server.peers.recv()).await.unwrap();
     assert_eq!((here.reply.as_slice(), there.reply.as_slice()), (&b"re:tiny"[..], &b"re:tiny"[..]));
     assert_eq!(there.peer, hello(b"tiny"));
-    assert_eq!((here.transport, there.transport), (TransportKind::Shm, TransportKind::Shm));
+    assert_eq!(
+        (here.transport.kind, there.transport.kind),
+        (TransportKind::Shm, TransportKind::Shm)
+    );
     for (from, to) in [(0u8, 1u8), (1, 0)] {
         let (tx, rx) = if from == 0 {
             (&mut here.channel, &mut there.channel)
@@ -163,7 +167,7 @@ async fn transports_are_chosen_by_preference_or_named_when_none_fits() {
     let transports = vec![TransportKind::Staged, TransportKind::Shm];
     let config = ConnectConfig { transports, ..connect_config() };
     let connection = connect(server.addr, hello(b""), config).await.unwrap();
-    assert_eq!(connection.transport, TransportKind::Staged);
+    assert_eq!(connection.transport.kind, TransportKind::Staged);
 
     let only_shm = serve(listener_config()).await;
     let transports = vec![TransportKind::Staged];
@@ -330,7 +334,7 @@ fn raw_hello(host: p2p_core::host::HostIdentity) -> wire::Hello {
         slot_bytes: SLOT.slot_bytes as u64,
         num_frames: SLOT.num_frames as u32,
         host,
-        transports: vec![TransportKind::Shm],
+        offers: vec![Offer::plain(TransportKind::Shm)],
         ticket: Vec::new(),
         peer: hello(b"raw"),
     }

@@ -149,11 +149,10 @@ impl Lane {
             let detail = "replaced by a newer connection";
             self.fail_link(idx, LinkFault::new(FailReason::Closed, detail), shared);
         }
-        for fd in [link.channel.wait_fd(), Some(link.liveness.as_fd())].into_iter().flatten() {
-            if let Err(error) = self.wait.add(fd) {
-                // Without wake-ups answers are still found, at the next tick.
-                tracing::warn!(server = link.server.name(), %error, "no wake-ups from this server");
-            }
+        let added = self.wait.attach(link.channel.endpoint());
+        if let Err(error) = added.and_then(|()| self.wait.add(link.liveness.as_fd())) {
+            // Without wake-ups answers are still found, at the next tick.
+            tracing::warn!(server = link.server.name(), %error, "no wake-ups from this server");
         }
         self.links[idx] = Some(link);
     }
@@ -241,10 +240,9 @@ impl Lane {
             return self.fail_but_read_on(idx);
         }
         let Some(mut link) = self.links[idx].take() else { return };
-        for fd in [link.channel.wait_fd(), Some(link.liveness.as_fd())].into_iter().flatten() {
-            // Closing the descriptor's last copy removes it too.
-            let _ = self.wait.remove(fd);
-        }
+        // Closing a descriptor's last copy removes it too.
+        let _ = self.wait.detach(link.channel.endpoint());
+        let _ = self.wait.remove(link.liveness.as_fd());
         let mut num_sent = 0;
         for pending in link.pending.drain(..) {
             if pending.frame != ABANDONED {

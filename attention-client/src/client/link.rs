@@ -167,7 +167,9 @@ impl Link {
 
     /// Whether there is something to do: an answer, or credit for a waiting frame.
     pub fn has_work(&self) -> bool {
-        self.channel.has_frame() || (!self.queue.is_empty() && self.channel.has_news())
+        self.channel.has_frame()
+            || (!self.queue.is_empty() && self.channel.has_news())
+            || self.channel.health().is_err()
     }
 
     /// Notes a sign of life.

@@ -116,9 +116,7 @@ impl<E: Endpoint> Engine<E> {
                 Command::Attach { id, channel, expect, ended } => {
                     let max_backlog = self.config.limits.max_backlog_frames;
                     let mut link = Link::new(id, channel, expect, max_backlog, ended);
-                    if let Some(fd) = link.channel.wait_fd()
-                        && let Err(error) = self.wait.add(fd)
-                    {
+                    if let Err(error) = self.wait.attach(link.channel.endpoint()) {
                         // Without it the client would wait for ever whenever this thread sleeps.
                         tracing::error!(link = %id, %error, "cannot wait for a client");
                         link.end_with(DropReason::Transport);
@@ -140,6 +138,7 @@ impl<E: Endpoint> Engine<E> {
 
     /// Takes every frame that is ready.
     fn take_frames(&mut self) {
+        self.wait.drive();
         for link in &mut self.links {
             while link.has_frame() {
                 let frame = match link.channel.try_next() {
@@ -337,6 +336,7 @@ impl<E: Endpoint> Engine<E> {
         self.status.set_unanswered(self.links.iter().map(Link::num_unanswered).sum());
         loop {
             for _ in 0..POLLS_PER_CLOCK {
+                self.wait.drive();
                 if self.has_work() {
                     return Ok(());
                 }
@@ -397,9 +397,7 @@ impl<E: Endpoint> Engine<E> {
     }
 
     fn end(&mut self, link: Link<E>) {
-        if let Some(fd) = link.channel.wait_fd()
-            && let Err(error) = self.wait.remove(fd)
-        {
+        if let Err(error) = self.wait.detach(link.channel.endpoint()) {
             tracing::debug!(link = %link.id, %error, "a link's descriptor was not in the wait set");
         }
         let reason = link.doom().unwrap_or(DropReason::Shutdown);

@@ -351,9 +351,7 @@ impl<E: Endpoint> TestClient<E> {
         )
         .expect("a token fits");
         let wait = WaitSet::new().expect("a wait set");
-        if let Some(fd) = channel.wait_fd() {
-            wait.add(fd).expect("the channel can be waited for");
-        }
+        wait.attach(channel.endpoint()).expect("the channel can be waited for");
         Self {
             channel,
             geometry,

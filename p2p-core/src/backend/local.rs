@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use super::mapped::{MappedEndpoint, MappedKey};
+use super::mapped::MappedEndpoint;
 use super::staged::{Disorder, StagedEndpoint};
 use crate::channel::{Channel, ChannelError};
 use crate::endpoint::{Endpoint, TransportKind};
-use crate::region::{MapError, Region};
+use crate::region::{MapError, Region, SlotKey};
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
 use crate::wait::event_fd;
 
@@ -53,7 +53,7 @@ pub fn staged_pair(
     joined(config, |endpoint| StagedEndpoint::new(endpoint, disorder))
 }
 
-fn joined<E: Endpoint<RemoteKey = MappedKey>>(
+fn joined<E: Endpoint<RemoteKey = SlotKey>>(
     config: SlotConfig,
     wrap: impl Fn(MappedEndpoint) -> E,
 ) -> Result<(Channel<E>, Channel<E>), LocalPairError> {
@@ -67,7 +67,7 @@ fn joined<E: Endpoint<RemoteKey = MappedKey>>(
             Arc::clone(&events[peer]),
             Arc::clone(&events[me]),
         );
-        Channel::new(wrap(endpoint), layout, slots[me].clone(), MappedKey)
+        Channel::new(wrap(endpoint), layout, slots[me].clone(), SlotKey)
     };
     Ok((end(0, 1)?, end(1, 0)?))
 }

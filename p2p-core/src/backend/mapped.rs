@@ -9,12 +9,8 @@ use std::time::Instant;
 use crate::copy::copy_out;
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use crate::flags::{self, Contract};
-use crate::region::{LocalRange, Region, RemoteRange};
+use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
 use crate::wait::signal_event;
-
-/// Stands for the one region of the peer that is mapped here: its slot.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MappedKey;
 
 /// An endpoint over a mapping of the peer's slot.
 #[derive(Debug)]
@@ -74,21 +70,17 @@ impl MappedEndpoint {
 }
 
 impl Endpoint for MappedEndpoint {
-    type RemoteKey = MappedKey;
+    type RemoteKey = SlotKey;
 
     fn kind(&self) -> TransportKind {
         self.kind
     }
 
-    fn direct(&self, _key: MappedKey) -> Option<NonNull<u8>> {
+    fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         Some(self.remote.as_ptr())
     }
 
-    unsafe fn put(
-        &mut self,
-        dst: RemoteRange<MappedKey>,
-        src: LocalRange,
-    ) -> Result<(), PostError> {
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         let target = self.target("put", dst.offset, dst.len.max(src.len()))?;
         // SAFETY: both ranges were checked; the caller keeps `src` unwritten; a slot of a peer never
         // overlaps local memory that is registered as a source.
@@ -96,11 +88,7 @@ impl Endpoint for MappedEndpoint {
         Ok(())
     }
 
-    unsafe fn get(
-        &mut self,
-        dst: LocalRange,
-        src: RemoteRange<MappedKey>,
-    ) -> Result<(), PostError> {
+    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
         let target = self.target("get", src.offset, src.len.max(dst.len()))?;
         // SAFETY: as for `put`, with the roles exchanged.
         unsafe {
@@ -109,7 +97,7 @@ impl Endpoint for MappedEndpoint {
         Ok(())
     }
 
-    fn add_flag(&mut self, dst: RemoteRange<MappedKey>, value: u64) -> Result<(), PostError> {
+    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
         // Puts are stores of this thread, so releasing them orders them ahead of the sum.
         flags::add::<Contract>(self.word("add_flag", dst.offset)?, value);
         Ok(())
@@ -125,7 +113,7 @@ impl Endpoint for MappedEndpoint {
         Ok(())
     }
 
-    fn wake(&mut self, _key: MappedKey, waiting_offset: usize) -> Result<(), PostError> {
+    fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
         // SYNC POINT `waiting`: pairs with `Channel::arm`.
         if !flags::must_wake::<Contract, _>(self.word("wake", waiting_offset)?) {
             return Ok(());

@@ -13,9 +13,9 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 
-use super::mapped::{MappedEndpoint, MappedKey};
+use super::mapped::MappedEndpoint;
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
-use crate::region::{LocalRange, RemoteRange};
+use crate::region::{LocalRange, RemoteRange, SlotKey};
 
 /// How a [`StagedEndpoint`] delays and reorders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub struct StagedEndpoint {
 struct Piece {
     is_put: bool,
     local: LocalRange,
-    remote: RemoteRange<MappedKey>,
+    remote: RemoteRange<SlotKey>,
 }
 
 impl StagedEndpoint {
@@ -56,7 +56,7 @@ impl StagedEndpoint {
         &mut self,
         is_put: bool,
         local: &LocalRange,
-        remote: RemoteRange<MappedKey>,
+        remote: RemoteRange<SlotKey>,
     ) -> Result<(), PostError> {
         let op = if is_put { "put" } else { "get" };
         self.inner.check(op, remote.offset, local.len())?;
@@ -107,21 +107,17 @@ impl StagedEndpoint {
 }
 
 impl Endpoint for StagedEndpoint {
-    type RemoteKey = MappedKey;
+    type RemoteKey = SlotKey;
 
     fn kind(&self) -> TransportKind {
         TransportKind::Staged
     }
 
-    fn direct(&self, _key: MappedKey) -> Option<NonNull<u8>> {
+    fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
         None
     }
 
-    unsafe fn put(
-        &mut self,
-        dst: RemoteRange<MappedKey>,
-        src: LocalRange,
-    ) -> Result<(), PostError> {
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         if self.disorder.is_some() {
             return self.hold_back(true, &src, dst);
         }
@@ -129,11 +125,7 @@ impl Endpoint for StagedEndpoint {
         unsafe { self.inner.put(dst, src) }
     }
 
-    unsafe fn get(
-        &mut self,
-        dst: LocalRange,
-        src: RemoteRange<MappedKey>,
-    ) -> Result<(), PostError> {
+    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
         if self.disorder.is_some() {
             return self.hold_back(false, &dst, src);
         }
@@ -141,7 +133,7 @@ impl Endpoint for StagedEndpoint {
         unsafe { self.inner.get(dst, src) }
     }
 
-    fn add_flag(&mut self, dst: RemoteRange<MappedKey>, value: u64) -> Result<(), PostError> {
+    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
         self.carry_out()?;
         self.inner.add_flag(dst, value)
     }
@@ -156,7 +148,7 @@ impl Endpoint for StagedEndpoint {
         self.inner.quiet(deadline)
     }
 
-    fn wake(&mut self, key: MappedKey, waiting_offset: usize) -> Result<(), PostError> {
+    fn wake(&mut self, key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
         self.inner.wake(key, waiting_offset)
     }
 

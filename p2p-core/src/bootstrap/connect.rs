@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -9,19 +10,22 @@ use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::time::timeout;
 
 use super::liveness::Liveness;
-use super::wire::{
-    self, Hello, KIND_REJECT, KIND_WELCOME, MAX_TICKET_BYTES, RegionDescriptor, WireError,
-};
+use super::wire::{self, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_TICKET_BYTES, WireError};
 use super::{
     Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES, PeerHello,
-    ReadError, Reject, RejectCode, join, read_message, write_message,
+    ReadError, Reject, RejectCode, blocking, join, read_message, write_message,
 };
-use crate::backend::shm::{PeerSlot, SharedSlot, ShmError, pass};
+use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError, pass};
 use crate::backend::staged::Disorder;
-use crate::channel::ChannelError;
+use crate::channel::{Channel, ChannelError};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
+use crate::network::{
+    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Route, SideDescription, network_of, offers,
+};
+use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
+use crate::transport::AnyEndpoint;
 
 /// How to connect.
 #[derive(Debug, Clone)]
@@ -32,6 +36,8 @@ pub struct ConnectConfig {
     pub ticket: Option<String>,
     /// Transports to offer, the best first.
     pub transports: Vec<TransportKind>,
+    /// Networks of this process, for those of `transports` that are networks.
+    pub networks: Vec<Arc<dyn Network>>,
     /// Limit on the time of the whole handshake.
     pub timeout: Duration,
     /// Time after which a host that does not answer counts as gone.
@@ -46,6 +52,7 @@ impl Default for ConnectConfig {
             slot: SlotConfig::default(),
             ticket: None,
             transports: vec![TransportKind::Shm],
+            networks: Vec::new(),
             timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
             disorder: None,
@@ -113,6 +120,9 @@ pub enum ConnectError {
     /// Shared memory failed.
     #[error(transparent)]
     Shm(#[from] ShmError),
+    /// A network failed on this side.
+    #[error(transparent)]
+    Network(#[from] NetworkError),
     /// The channel could not be made.
     #[error(transparent)]
     Channel(#[from] ChannelError),
@@ -159,6 +169,7 @@ async fn connect_unbounded(
     let ticket = config.ticket.unwrap_or_default().into_bytes();
     limit("ticket", ticket.len(), MAX_TICKET_BYTES)?;
     limit("payload", peer.payload.len(), MAX_PAYLOAD_BYTES)?;
+
     let mut stream = TcpStream::connect(addr)
         .await
         .map_err(|source| ConnectError::Unreachable { addr: name.to_owned(), source })?;
@@ -169,7 +180,7 @@ async fn connect_unbounded(
         slot_bytes: config.slot.slot_bytes as u64,
         num_frames: config.slot.num_frames as u32,
         host: HostIdentity::of_this_process(),
-        transports: config.transports,
+        offers: offers(&config.transports, &config.networks),
         ticket,
         peer,
     };
@@ -195,45 +206,64 @@ async fn connect_unbounded(
             return Err(foreign(WireError::Kind { found, expected }));
         }
     };
-    if !hello.transports.contains(&welcome.transport) {
+    if !hello.offers.contains(&welcome.offer) {
         let reject = Reject::new(
             RejectCode::NO_TRANSPORT,
             format!(
                 "the listener chose {}, this side offered {}",
-                welcome.transport.name(),
-                names(&hello.transports)
+                welcome.offer,
+                names(&hello.offers)
             ),
         );
         return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
     }
-    if welcome.region.bytes != layout.slot_bytes() as u64 {
+    if welcome.side.bytes != layout.slot_bytes() as u64 {
         return Err(foreign(WireError::Value {
-            field: "region.bytes",
-            found: welcome.region.bytes,
+            field: "side.bytes",
+            found: welcome.side.bytes,
             expected: "the slot size that this side offered",
         }));
     }
 
-    let own = SharedSlot::create(&layout)?;
-    let pages = own.pages();
-    let meeting = pass::reach(&welcome.rendezvous).await?;
-    pass::send(&meeting, &welcome.nonce, own.descriptors()).await?;
-    let passed = match pass::receive(&meeting).await {
-        Ok(passed) => passed,
-        // If the listener refused, its reason comes over TCP and says more than a closed socket.
-        Err(error) => return Err(rejection(&mut stream, name).await.unwrap_or(error.into())),
-    };
-    if passed.nonce != welcome.nonce {
-        return Err(ShmError::Rendezvous("the answer belongs to another handshake".into()).into());
-    }
-    let theirs = PeerSlot::open(&passed.memory, passed.wake, &layout)?;
-    drop(passed.memory);
-    let channel = join(layout, welcome.transport, config.disorder, own, theirs)?;
-
-    let ready = RegionDescriptor { bytes: layout.slot_bytes() as u64, address: 0, remote_key: 0 };
-    write_message(&mut stream, &wire::encode_ready(&ready))
+    let (channel, pages) = if let Some(network) = network_of(&welcome.offer, &config.networks) {
+        let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
+        let route = Route { local, remote: remote_addr.ip() };
+        let (network, theirs) = (Arc::clone(network), welcome.side.clone());
+        let (channel, ours) = blocking(move || {
+            let side = network.open(&layout, route)?;
+            let ours = side.description();
+            let Joined { endpoint, slot } = side.join(&theirs)?;
+            Ok::<_, ConnectError>((Channel::new(endpoint, layout, slot, SlotKey)?, ours))
+        })
         .await
-        .map_err(|e| broken(e.to_string()))?;
+        .map_err(broken)??;
+        limit("detail of a network", ours.detail.len(), MAX_DETAIL_BYTES)?;
+        write_message(&mut stream, &wire::encode_ready(&ours))
+            .await
+            .map_err(|e| broken(e.to_string()))?;
+        match read_message(&mut stream).await {
+            Ok((header, _)) if header.kind == KIND_GO => {}
+            Ok((header, body)) if header.kind == KIND_REJECT => {
+                let reject = wire::decode_reject(&body).map_err(foreign)?;
+                return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
+            }
+            Ok((header, _)) => {
+                let expected = "a go or a rejection";
+                return Err(foreign(WireError::Kind { found: header.kind, expected }));
+            }
+            Err(ReadError::Wire(source)) => return Err(foreign(source)),
+            Err(error) => return Err(broken(error.to_string())),
+        }
+        (channel, PageKind::Plain)
+    } else {
+        let kind = welcome.offer.kind;
+        let shared = share(&mut stream, name, kind, &welcome, layout, config.disorder).await?;
+        let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
+        write_message(&mut stream, &wire::encode_ready(&ready))
+            .await
+            .map_err(|e| broken(e.to_string()))?;
+        shared
+    };
     let liveness =
         Liveness::new(stream, config.liveness_timeout, None).map_err(ConnectError::Liveness)?;
     Ok(Connection {
@@ -241,10 +271,36 @@ async fn connect_unbounded(
         liveness,
         peer: hello.peer,
         reply: welcome.payload,
-        transport: welcome.transport,
+        transport: welcome.offer,
         pages,
         remote_addr,
     })
+}
+
+/// A channel over shared memory: descriptors go over a Unix socket.
+async fn share(
+    stream: &mut TcpStream,
+    name: &str,
+    kind: TransportKind,
+    welcome: &wire::Welcome,
+    layout: SlotLayout,
+    disorder: Option<Disorder>,
+) -> Result<(Channel<AnyEndpoint>, PageKind), ConnectError> {
+    let own = SharedSlot::create(&layout)?;
+    let pages = own.pages();
+    let meeting = pass::reach(&welcome.rendezvous).await?;
+    pass::send(&meeting, &welcome.nonce, own.descriptors()).await?;
+    let passed = match pass::receive(&meeting).await {
+        Ok(passed) => passed,
+        // If the listener refused, its reason comes over TCP and says more than a closed socket.
+        Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
+    };
+    if passed.nonce != welcome.nonce {
+        return Err(ShmError::Rendezvous("the answer belongs to another handshake".into()).into());
+    }
+    let theirs = PeerSlot::open(&passed.memory, passed.wake, &layout)?;
+    drop(passed.memory);
+    Ok((join(layout, kind, disorder, own, theirs)?, pages))
 }
 
 /// The rejection that waits on the bootstrap connection, if there is one.

@@ -21,16 +21,21 @@ use tokio::time::{sleep, timeout};
 use super::admission::{Admission, Place};
 use super::liveness::Liveness;
 use super::policy::{check_slot, check_ticket, choose_transport, refusal_of};
-use super::wire::{self, KIND_HELLO, KIND_READY, RegionDescriptor, Welcome, WireError};
+use super::wire::{self, KIND_HELLO, KIND_READY, Welcome, WireError};
 use super::{
     Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES, PeerHello,
-    ReadError, Reject, RejectCode, join, read_message, write_message,
+    ReadError, Reject, RejectCode, blocking, join, read_message, write_message,
 };
 use crate::backend::shm::pass::{self, Nonce, Passed};
-use crate::backend::shm::{PeerSlot, SharedSlot, ShmError};
+use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
 use crate::backend::staged::Disorder;
+use crate::channel::Channel;
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
+use crate::network::{
+    Joined, MAX_DETAIL_BYTES, Network, Offer, Route, SideDescription, network_of,
+};
+use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
 
 /// How to listen.
@@ -42,6 +47,8 @@ pub struct ListenerConfig {
     pub ticket: Option<String>,
     /// Transports to offer.
     pub transports: Vec<TransportKind>,
+    /// Networks of this process, for those of `transports` that are networks.
+    pub networks: Vec<Arc<dyn Network>>,
     /// Limit on the time of a whole handshake.
     pub handshake_timeout: Duration,
     /// Most handshakes under way; a newcomer takes the place of the oldest silent one.
@@ -60,6 +67,7 @@ impl Default for ListenerConfig {
             slot: SlotConfig::default(),
             ticket: None,
             transports: vec![TransportKind::Shm],
+            networks: Vec::new(),
             handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             max_handshakes: 256,
             max_peers: 4096,
@@ -386,11 +394,11 @@ async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
 
 /// Everything that a handshake agreed on.
 struct Agreed {
-    channel: crate::Channel<crate::AnyEndpoint>,
+    channel: Channel<crate::AnyEndpoint>,
     peer: PeerHello,
     reply: Vec<u8>,
-    transport: TransportKind,
-    pages: crate::backend::shm::PageKind,
+    transport: Offer,
+    pages: PageKind,
     permit: OwnedSemaphorePermit,
 }
 
@@ -434,7 +442,7 @@ where
     check_ticket(&shared.config, &hello)?;
     place.settle();
     check_slot(&shared.config, &hello)?;
-    let transport = choose_transport(&shared.config, &shared.host, &hello)?;
+    let offer = choose_transport(&shared.config, &shared.host, &hello)?;
     let permit = Arc::clone(&shared.peers).try_acquire_owned().map_err(|_| {
         let max = shared.config.max_peers;
         Reject::new(RejectCode::FULL, format!("{max} peers are connected, which is the limit"))
@@ -449,13 +457,51 @@ where
     let no_transport = |e: &dyn std::fmt::Display| {
         Ended::Rejected(Reject::new(RejectCode::TRANSPORT, e.to_string()))
     };
-    let own = SharedSlot::create(&shared.layout).map_err(|e| no_transport(&e))?;
+    let layout = shared.layout;
+    if let Some(network) = network_of(&offer, &shared.config.networks) {
+        let route = Route {
+            local: stream.local_addr().map_err(broken)?.ip(),
+            remote: stream.peer_addr().map_err(broken)?.ip(),
+        };
+        let network = Arc::clone(network);
+        let side = blocking(move || network.open(&layout, route))
+            .await
+            .map_err(|e| no_transport(&e))?
+            .map_err(|e| no_transport(&e))?;
+        let description = side.description();
+        if description.detail.len() > MAX_DETAIL_BYTES {
+            return Err(no_transport(
+                &"the network's description is too long; this is a bug there",
+            ));
+        }
+        let welcome = Welcome {
+            offer,
+            side: description,
+            nonce: Nonce::default(),
+            rendezvous: Nonce::default(),
+            payload: reply,
+        };
+        write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
+        let theirs = read_ready(stream, &layout).await?;
+        let channel = blocking(move || {
+            let Joined { endpoint, slot } = side.join(&theirs).map_err(|e| e.to_string())?;
+            Channel::new(endpoint, layout, slot, SlotKey).map_err(|e| e.to_string())
+        })
+        .await
+        .and_then(|result| result)
+        .map_err(|e| no_transport(&e))?;
+        write_message(stream, &wire::encode_go()).await.map_err(broken)?;
+        let (reply, transport, pages) = (welcome.payload, welcome.offer, PageKind::Plain);
+        return Ok(Agreed { channel, peer: hello.peer, reply, transport, pages, permit });
+    }
+
+    let own = SharedSlot::create(&layout).map_err(|e| no_transport(&e))?;
     let pages = own.pages();
     let expected = Expected::new(shared);
-    let slot_bytes = shared.layout.slot_bytes() as u64;
+    let kind = offer.kind;
     let welcome = Welcome {
-        transport,
-        region: RegionDescriptor { bytes: slot_bytes, address: 0, remote_key: 0 },
+        offer,
+        side: SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() },
         nonce: expected.nonce,
         rendezvous: shared.rendezvous_name,
         payload: reply,
@@ -466,24 +512,30 @@ where
         .map_err(|e| no_transport(&e))?;
     drop(passed.memory);
     pass::send(&meeting, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
-    let channel = join(shared.layout, transport, shared.config.disorder, own, theirs)
-        .map_err(|e| no_transport(&e))?;
+    let channel =
+        join(layout, kind, shared.config.disorder, own, theirs).map_err(|e| no_transport(&e))?;
+    read_ready(stream, &layout).await?;
+    let (reply, transport) = (welcome.payload, welcome.offer);
+    Ok(Agreed { channel, peer: hello.peer, reply, transport, pages, permit })
+}
 
+/// The connecting side's last message.
+async fn read_ready(stream: &mut TcpStream, layout: &SlotLayout) -> Result<SideDescription, Ended> {
     let (header, body) = read_message(stream).await?;
     if header.kind != KIND_READY {
         let error = WireError::Kind { found: header.kind, expected: "a ready" };
         return Err(refusal_of(&error).into());
     }
-    let region = wire::decode_ready(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
-    if region.bytes != slot_bytes {
+    let side = wire::decode_ready(&body).map_err(|e| Ended::Rejected(refusal_of(&e)))?;
+    if side.bytes != layout.slot_bytes() as u64 {
         let error = WireError::Value {
-            field: "region.bytes",
-            found: region.bytes,
+            field: "side.bytes",
+            found: side.bytes,
             expected: "the slot size agreed on",
         };
         return Err(refusal_of(&error).into());
     }
-    Ok(Agreed { channel, peer: hello.peer, reply: welcome.payload, transport, pages, permit })
+    Ok(side)
 }
 
 /// A handshake's entry in the table of those that wait for descriptors, removed when dropped.

@@ -26,13 +26,14 @@ pub use connect::{ConnectConfig, ConnectError, connect};
 pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
 pub use liveness::{CloseReason, Liveness};
 
-use crate::backend::mapped::MappedKey;
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot};
 use crate::backend::staged::{Disorder, StagedEndpoint};
 use crate::channel::{Channel, ChannelError};
 use crate::endpoint::TransportKind;
+use crate::network::Offer;
+use crate::region::SlotKey;
 use crate::slot::SlotLayout;
-use crate::transport::{AnyEndpoint, AnyKey};
+use crate::transport::AnyEndpoint;
 use wire::{HEADER_BYTES, Header, WireError, decode_header};
 
 /// Longest payload that upper layers can add to the handshake, in bytes.
@@ -124,7 +125,7 @@ pub struct Connection {
     /// What the listening side's upper layers answered; the same on both sides.
     pub reply: Vec<u8>,
     /// Transport in use.
-    pub transport: TransportKind,
+    pub transport: Offer,
     /// Pages behind this side's slot.
     pub pages: PageKind,
     /// Address of the other side of the bootstrap connection.
@@ -182,6 +183,13 @@ async fn write_message(stream: &mut TcpStream, message: &[u8]) -> std::io::Resul
     stream.write_all(message).await
 }
 
+/// Runs what may block for milliseconds beside the tasks. The error says that it panicked.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, String> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| error.to_string())
+}
+
 /// A channel over the slots of both sides.
 fn join(
     layout: SlotLayout,
@@ -195,5 +203,5 @@ fn join(
         TransportKind::Staged => AnyEndpoint::Staged(StagedEndpoint::new(mapped, disorder)),
         _ => AnyEndpoint::Mapped(mapped),
     };
-    Channel::new(endpoint, layout, region, AnyKey::Mapped(MappedKey))
+    Channel::new(endpoint, layout, region, SlotKey)
 }

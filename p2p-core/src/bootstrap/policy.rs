@@ -6,6 +6,7 @@ use super::wire::{Hello, WireError};
 use super::{ListenerConfig, Reject, RejectCode};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
+use crate::network::{Offer, offers};
 use crate::slot::SlotConfig;
 
 /// Whether the peer knows the listener's secret, if there is one.
@@ -37,21 +38,24 @@ pub(super) fn choose_transport(
     config: &ListenerConfig,
     host: &HostIdentity,
     hello: &Hello,
-) -> Result<TransportKind, Reject> {
+) -> Result<Offer, Reject> {
     let obstacle = host.obstacle_to_sharing(&hello.host);
-    let here = &config.transports;
-    let works = |kind: &TransportKind| {
-        here.contains(kind)
-            && match kind {
-                TransportKind::Shm | TransportKind::Staged => obstacle.is_none(),
+    let here = offers(&config.transports, &config.networks);
+    let works = |offer: &&Offer| {
+        here.contains(offer)
+            && match offer.kind {
+                TransportKind::Shm | TransportKind::Staged | TransportKind::CudaIpc => {
+                    obstacle.is_none()
+                }
                 TransportKind::Local => false,
+                TransportKind::Verbs | TransportKind::Libfabric | TransportKind::SoftNic => true,
             }
     };
-    hello.transports.iter().copied().find(works).ok_or_else(|| {
+    hello.offers.iter().find(works).cloned().ok_or_else(|| {
         let mut message = format!(
             "the listener offers {}, the connecting side offers {}",
-            names(here),
-            names(&hello.transports)
+            names(&here),
+            names(&hello.offers)
         );
         if let Some(obstacle) = obstacle {
             message.push_str(&format!("; shared memory is out because {obstacle}"));

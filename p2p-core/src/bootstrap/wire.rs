@@ -9,6 +9,7 @@ use thiserror::Error;
 use super::{MAX_PAYLOAD_BYTES, PeerHello, Reject, RejectCode};
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
+use crate::network::{MAX_DETAIL_BYTES, MAX_FLAVOUR_BYTES, Offer, SideDescription};
 
 /// Version of the handshake and of everything that follows it.
 pub const PROTOCOL_VERSION: u16 = 1;
@@ -100,31 +101,21 @@ pub struct Hello {
     /// Where the sender runs.
     pub host: HostIdentity,
     /// Transports, in order of preference. Unknown ones are left out when decoding.
-    pub transports: Vec<TransportKind>,
+    pub offers: Vec<Offer>,
     /// Shared secret; empty for none.
     pub ticket: Vec<u8>,
     /// What the upper layers say.
     pub peer: PeerHello,
 }
 
-/// A peer's slot as it is described to the other side.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RegionDescriptor {
-    /// Bytes.
-    pub bytes: u64,
-    /// Address for transports that need one, else 0.
-    pub address: u64,
-    /// Remote key for transports that need one, else 0. Never a local key.
-    pub remote_key: u64,
-}
-
 /// Answer of the listening side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Welcome {
     /// Transport chosen.
-    pub transport: TransportKind,
-    /// The listening side's slot for this peer.
-    pub region: RegionDescriptor,
+    pub offer: Offer,
+    /// The listening side's slot for this peer. Address, key and detail are empty where descriptors are
+    /// exchanged instead.
+    pub side: SideDescription,
     /// Ties the exchange of descriptors to this handshake.
     pub nonce: [u8; 16],
     /// Where descriptors are exchanged.
@@ -137,12 +128,15 @@ pub struct Welcome {
 pub const KIND_HELLO: u16 = 1;
 /// Kind of [`Welcome`].
 pub const KIND_WELCOME: u16 = 2;
-/// Kind of the connecting side's last message: its slot's [`RegionDescriptor`].
+/// Kind of the connecting side's last message: its [`SideDescription`].
 pub const KIND_READY: u16 = 3;
 /// Kind of [`Reject`]. Its layout is the same in every version.
 pub const KIND_REJECT: u16 = 4;
 /// Kind of the message that announces an orderly leave. No body.
 pub const KIND_GOODBYE: u16 = 5;
+
+/// Kind of the listening side's last message on a network: it has joined too. No body.
+pub const KIND_GO: u16 = 6;
 
 /// Checks a header. Only a [`Reject`] may come from another version.
 ///
@@ -178,10 +172,12 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
     for part in hello.host.net_namespace {
         out.extend(part.to_le_bytes());
     }
-    out.extend((hello.transports.len() as u16).to_le_bytes());
+    out.extend((hello.offers.len() as u16).to_le_bytes());
     out.extend((hello.ticket.len() as u16).to_le_bytes());
     out.extend((hello.peer.payload.len() as u32).to_le_bytes());
-    out.extend(hello.transports.iter().map(|kind| transport_code(*kind)));
+    for offer in &hello.offers {
+        put_offer(&mut out, offer);
+    }
     out.extend(&hello.ticket);
     out.extend(&hello.peer.payload);
     finish(out)
@@ -199,10 +195,16 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     let peer_id = reader.u64("peer_id")?;
     let boot_id = reader.array("boot_id")?;
     let net_namespace = [reader.u64("net_namespace")?, reader.u64("net_namespace")?];
-    let num_transports = reader.u16("num_transports")?.into();
+    let num_offers: usize = reader.u16("num_offers")?.into();
     let ticket_bytes = reader.u16("ticket_bytes")?.into();
     let payload_bytes = reader.u32("payload_bytes")? as usize;
-    let transports = reader.limited("transports", num_transports, MAX_TRANSPORTS)?;
+    if num_offers > MAX_OFFERS {
+        return Err(WireError::TooLong { field: "offers", found: num_offers, max: MAX_OFFERS });
+    }
+    let mut offers = Vec::with_capacity(num_offers);
+    for _ in 0..num_offers {
+        offers.extend(reader.offer()?);
+    }
     let ticket = reader.limited("ticket", ticket_bytes, MAX_TICKET_BYTES)?;
     let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?;
     reader.end()?;
@@ -210,7 +212,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
         slot_bytes,
         num_frames,
         host: HostIdentity { boot_id, net_namespace },
-        transports: transports.iter().filter_map(|code| transport_of(*code)).collect(),
+        offers,
         ticket: ticket.to_vec(),
         peer: PeerHello { peer_id, generation, payload: payload.to_vec() },
     })
@@ -220,10 +222,10 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
 #[must_use]
 pub fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
     let mut out = begin(KIND_WELCOME);
-    put_region(&mut out, &welcome.region);
     out.extend(welcome.nonce);
     out.extend(welcome.rendezvous);
-    out.extend(u32::from(transport_code(welcome.transport)).to_le_bytes());
+    put_offer(&mut out, &welcome.offer);
+    put_side(&mut out, &welcome.side);
     out.extend((welcome.payload.len() as u32).to_le_bytes());
     out.extend(&welcome.payload);
     finish(out)
@@ -235,26 +237,25 @@ pub fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
 /// [`WireError`].
 pub fn decode_welcome(body: &[u8]) -> Result<Welcome, WireError> {
     let mut reader = Reader { rest: body };
-    let region = reader.region()?;
     let nonce = reader.array("nonce")?;
     let rendezvous = reader.array("rendezvous")?;
-    let code = reader.u32("transport")?;
+    let offer = reader.offer()?.ok_or(WireError::Value {
+        field: "offer",
+        found: 0,
+        expected: "a transport that was offered",
+    })?;
+    let side = reader.side()?;
     let payload_bytes = reader.u32("payload_bytes")? as usize;
     let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?.to_vec();
     reader.end()?;
-    let transport = u8::try_from(code).ok().and_then(transport_of).ok_or(WireError::Value {
-        field: "transport",
-        found: code.into(),
-        expected: "a transport that was offered",
-    })?;
-    Ok(Welcome { transport, region, nonce, rendezvous, payload })
+    Ok(Welcome { offer, side, nonce, rendezvous, payload })
 }
 
 /// The connecting side's last message, with its header.
 #[must_use]
-pub fn encode_ready(region: &RegionDescriptor) -> Vec<u8> {
+pub fn encode_ready(side: &SideDescription) -> Vec<u8> {
     let mut out = begin(KIND_READY);
-    put_region(&mut out, region);
+    put_side(&mut out, side);
     finish(out)
 }
 
@@ -262,11 +263,11 @@ pub fn encode_ready(region: &RegionDescriptor) -> Vec<u8> {
 ///
 /// # Errors
 /// [`WireError`].
-pub fn decode_ready(body: &[u8]) -> Result<RegionDescriptor, WireError> {
+pub fn decode_ready(body: &[u8]) -> Result<SideDescription, WireError> {
     let mut reader = Reader { rest: body };
-    let region = reader.region()?;
+    let side = reader.side()?;
     reader.end()?;
-    Ok(region)
+    Ok(side)
 }
 
 /// A [`Reject`] with its header.
@@ -301,6 +302,12 @@ pub fn decode_reject(body: &[u8]) -> Result<Reject, WireError> {
     Ok(Reject { code, message })
 }
 
+/// The listening side's last message on a network.
+#[must_use]
+pub fn encode_go() -> Vec<u8> {
+    finish(begin(KIND_GO))
+}
+
 /// The message that announces an orderly leave.
 #[must_use]
 pub fn encode_goodbye() -> Vec<u8> {
@@ -322,10 +329,18 @@ fn finish(mut out: Vec<u8>) -> Vec<u8> {
     out
 }
 
-fn put_region(out: &mut Vec<u8>, region: &RegionDescriptor) {
-    for field in [region.bytes, region.address, region.remote_key] {
+fn put_side(out: &mut Vec<u8>, side: &SideDescription) {
+    for field in [side.bytes, side.address, side.remote_key] {
         out.extend(field.to_le_bytes());
     }
+    out.extend((side.detail.len() as u32).to_le_bytes());
+    out.extend(&side.detail);
+}
+
+fn put_offer(out: &mut Vec<u8>, offer: &Offer) {
+    out.push(transport_code(offer.kind));
+    out.push(offer.flavour.len() as u8);
+    out.extend(offer.flavour.as_bytes());
 }
 
 const fn transport_code(kind: TransportKind) -> u8 {
@@ -333,6 +348,10 @@ const fn transport_code(kind: TransportKind) -> u8 {
         TransportKind::Local => 0,
         TransportKind::Shm => 1,
         TransportKind::Staged => 2,
+        TransportKind::Verbs => 3,
+        TransportKind::Libfabric => 4,
+        TransportKind::CudaIpc => 5,
+        TransportKind::SoftNic => 6,
     }
 }
 
@@ -340,6 +359,10 @@ const fn transport_of(code: u8) -> Option<TransportKind> {
     match code {
         1 => Some(TransportKind::Shm),
         2 => Some(TransportKind::Staged),
+        3 => Some(TransportKind::Verbs),
+        4 => Some(TransportKind::Libfabric),
+        5 => Some(TransportKind::CudaIpc),
+        6 => Some(TransportKind::SoftNic),
         _ => None,
     }
 }
@@ -383,12 +406,29 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array(field)?))
     }
 
-    fn region(&mut self) -> Result<RegionDescriptor, WireError> {
-        Ok(RegionDescriptor {
-            bytes: self.u64("region.bytes")?,
-            address: self.u64("region.address")?,
-            remote_key: self.u64("region.remote_key")?,
-        })
+    fn side(&mut self) -> Result<SideDescription, WireError> {
+        let bytes = self.u64("side.bytes")?;
+        let address = self.u64("side.address")?;
+        let remote_key = self.u64("side.remote_key")?;
+        let detail_bytes = self.u32("side.detail_bytes")? as usize;
+        let detail = self.limited("side.detail", detail_bytes, MAX_DETAIL_BYTES)?.to_vec();
+        Ok(SideDescription { address, remote_key, bytes, detail })
+    }
+
+    /// An offer; `None` for a transport that this side does not know.
+    fn offer(&mut self) -> Result<Option<Offer>, WireError> {
+        let [code, flavour_bytes] = self.array("offer")?;
+        let flavour = self.limited("offer.flavour", flavour_bytes.into(), MAX_FLAVOUR_BYTES)?;
+        if let Some(byte) = flavour.iter().find(|byte| !byte.is_ascii_graphic()) {
+            let expected = "printable ASCII";
+            return Err(WireError::Value {
+                field: "offer.flavour",
+                found: (*byte).into(),
+                expected,
+            });
+        }
+        let flavour = String::from_utf8_lossy(flavour).into_owned();
+        Ok(transport_of(code).map(|kind| Offer { kind, flavour }))
     }
 
     const fn end(&self) -> Result<(), WireError> {
@@ -401,10 +441,16 @@ impl<'a> Reader<'a> {
 
 /// First bytes of every message.
 pub const MAGIC: [u8; 8] = *b"SWITCHYD";
-const MAX_TRANSPORTS: usize = 16;
+const MAX_OFFERS: usize = 16;
 
 // The longest messages fit the limit on bodies.
-const _: () = assert!(80 + MAX_TRANSPORTS + MAX_TICKET_BYTES + MAX_PAYLOAD_BYTES <= MAX_BODY_BYTES);
+const _: () = assert!(
+    80 + MAX_OFFERS * (2 + MAX_FLAVOUR_BYTES)
+        + MAX_DETAIL_BYTES
+        + MAX_TICKET_BYTES
+        + MAX_PAYLOAD_BYTES
+        <= MAX_BODY_BYTES
+);
 
 #[cfg(test)]
 mod tests {
@@ -420,13 +466,16 @@ mod tests {
     }
 
     fn random_hello(rng: &mut StdRng) -> Hello {
-        let mut transports = vec![TransportKind::Shm, TransportKind::Staged];
-        transports.truncate(rng.random_range(0..=2));
+        let mut offers = vec![
+            Offer::plain(TransportKind::Shm),
+            Offer { kind: TransportKind::Libfabric, flavour: "tcp;ofi_rxm".to_owned() },
+        ];
+        offers.truncate(rng.random_range(0..=2));
         Hello {
             slot_bytes: rng.random(),
             num_frames: rng.random(),
             host: HostIdentity { boot_id: rng.random(), net_namespace: rng.random() },
-            transports,
+            offers,
             ticket: random_bytes(rng, MAX_TICKET_BYTES),
             peer: PeerHello {
                 peer_id: rng.random(),
@@ -438,16 +487,18 @@ mod tests {
 
     fn random_welcome(rng: &mut StdRng) -> Welcome {
         Welcome {
-            transport: TransportKind::Shm,
-            region: random_region(rng),
+            offer: Offer { kind: TransportKind::Verbs, flavour: "roce".to_owned() },
+            side: random_side(rng),
             nonce: rng.random(),
             rendezvous: rng.random(),
             payload: random_bytes(rng, MAX_PAYLOAD_BYTES),
         }
     }
 
-    fn random_region(rng: &mut StdRng) -> RegionDescriptor {
-        RegionDescriptor { bytes: rng.random(), address: rng.random(), remote_key: rng.random() }
+    fn random_side(rng: &mut StdRng) -> SideDescription {
+        let detail = random_bytes(rng, MAX_DETAIL_BYTES);
+        let (bytes, address, remote_key) = (rng.random(), rng.random(), rng.random());
+        SideDescription { bytes, address, remote_key, detail }
     }
 
     fn split(message: &[u8]) -> Result<(Header, &[u8]), WireError> {
@@ -487,7 +538,7 @@ mod tests {
             let welcome = random_welcome(&mut rng);
             let bytes = encode_welcome(&welcome);
             assert_eq!(decode_welcome(split(&bytes).unwrap().1).unwrap(), welcome);
-            let region = random_region(&mut rng);
+            let region = random_side(&mut rng);
             assert_eq!(decode_ready(split(&encode_ready(&region)).unwrap().1).unwrap(), region);
         }
         assert!(decode_any(&encode_goodbye()));
@@ -499,15 +550,15 @@ mod tests {
             slot_bytes: 0x0102,
             num_frames: 3,
             host: HostIdentity { boot_id: [9; 16], net_namespace: [4, 5] },
-            transports: vec![TransportKind::Shm],
+            offers: vec![Offer { kind: TransportKind::Verbs, flavour: "abc".to_owned() }],
             ticket: b"t".to_vec(),
             peer: PeerHello { peer_id: 6, generation: 7, payload: b"pl".to_vec() },
         };
-        let mut expected = b"SWITCHYD\x01\0\x01\0\x44\0\0\0".to_vec();
+        let mut expected = b"SWITCHYD\x01\0\x01\0\x48\0\0\0".to_vec();
         expected.extend(b"\x02\x01\0\0\0\0\0\0\x03\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0\0");
         expected.extend([9; 16]);
         expected.extend(b"\x04\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0");
-        expected.extend(b"\x01\0\x01\0\x02\0\0\0\x01tpl");
+        expected.extend(b"\x01\0\x01\0\x02\0\0\0\x03\x03abctpl");
         assert_eq!(encode_hello(&hello), expected);
     }
 
@@ -521,7 +572,7 @@ mod tests {
             let mut bytes = match rng.random_range(0..4) {
                 0 => encode_hello(&random_hello(&mut rng)),
                 1 => encode_welcome(&random_welcome(&mut rng)),
-                2 => encode_ready(&random_region(&mut rng)),
+                2 => encode_ready(&random_side(&mut rng)),
                 _ => {
                     let message = String::from_utf8_lossy(&random_bytes(&mut rng, 40)).into_owned();
                     encode_reject(&Reject { code: RejectCode(rng.random()), message })

@@ -46,6 +46,8 @@ fn operations<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u64) {
     lens.extend((0..40).map(|_| rng.random_range(0..=frame_bytes)));
     let source = Region::anonymous(frame_bytes).unwrap();
     let back = Region::anonymous(frame_bytes).unwrap();
+    channel.endpoint_mut().register(&source).unwrap();
+    channel.endpoint_mut().register(&back).unwrap();
     for (round, len) in lens.into_iter().enumerate() {
         let round = round as u64;
         let offset = rng.random_range(0..=frame_bytes - len);
@@ -97,6 +99,7 @@ fn bounds<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) {
     meet(&mut channel);
     if party == Party::A {
         let source = Region::anonymous(4096).unwrap();
+        channel.endpoint_mut().register(&source).unwrap();
         let key = channel.remote_key();
         let end = channel.endpoint_mut();
         for (offset, len) in [
@@ -341,7 +344,7 @@ fn empty_frames<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64) 
 
 fn waiter<E: Endpoint>(channel: &Channel<E>, policy: SpinPolicy) -> (WaitSet, SpinPolicy) {
     let set = WaitSet::new().unwrap();
-    set.add(channel.wait_fd().expect("wait descriptor")).unwrap();
+    set.attach(channel.endpoint()).unwrap();
     (set, policy)
 }
 
@@ -372,7 +375,12 @@ fn meet<E: Endpoint>(channel: &mut Channel<E>) {
     channel.bump_progress().unwrap();
     let target = MET.get() + 1;
     MET.set(target);
-    eventually("the other party", || word(channel, PROGRESS) >= target);
+    eventually("the other party", || {
+        if let Some(driver) = channel.endpoint().driver() {
+            driver.drive();
+        }
+        word(channel, PROGRESS) >= target
+    });
 }
 
 thread_local! {

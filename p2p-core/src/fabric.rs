@@ -1,0 +1,180 @@
+//! One-sided operations on registered memory, by completion: what the message engine stands on.
+//!
+//! Where an [`Endpoint`](crate::Endpoint) is one slot of one peer, a [`Fabric`] is a whole device: any
+//! memory can be registered, any number of peers joined, and every operation carries a token that its
+//! completion brings back. A fabric belongs to one thread.
+//!
+//! Nothing here blocks. An operation is accepted or refused at once; what was accepted completes exactly
+//! once, as done or as failed, also when the peer dies or is closed.
+
+use std::fmt::Debug;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+
+use crate::endpoint::{PostError, TransportKind};
+use crate::network::NetworkError;
+
+/// A registration of local memory. Stays on this side: a local key never travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RegionId(pub u32);
+
+/// A joined peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PeerId(pub u32);
+
+/// What a completion brings back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Token(pub u64);
+
+/// Memory of a peer as it is described on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct WireRegion {
+    /// First byte, as the transport wants it addressed.
+    pub address: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// Remote key.
+    pub key: u64,
+}
+
+/// A part of a local registration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalSegment {
+    /// Registration.
+    pub region: RegionId,
+    /// First byte within it.
+    pub offset: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// A part of a peer's registration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteSegment {
+    /// Registration as the peer described it.
+    pub region: WireRegion,
+    /// First byte within it.
+    pub offset: u64,
+}
+
+/// What a peer may do with a registration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Nothing: a source or target of this side's own operations.
+    Local,
+    /// Read it.
+    RemoteRead,
+    /// Read and write it.
+    RemoteReadWrite,
+}
+
+/// Whether an operation was taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Posted {
+    /// It will complete.
+    Accepted,
+    /// The queue is full: poll, then try again.
+    Full,
+}
+
+/// The end of an operation.
+#[derive(Debug)]
+pub struct Completion {
+    /// As given.
+    pub token: Token,
+    /// Done, or why not. A write that is done is visible to the peer.
+    pub result: Result<(), PostError>,
+}
+
+/// One device of this process. See the [module](self).
+pub trait Fabric: Send + Debug {
+    /// Which transport this is.
+    fn kind(&self) -> TransportKind;
+
+    /// As [`Network::flavour`](crate::network::Network::flavour).
+    fn flavour(&self) -> &str;
+
+    /// Registers memory.
+    ///
+    /// # Safety
+    /// `ptr..ptr+bytes` stays mapped until [`deregister`](Self::deregister) or the drop of the fabric.
+    ///
+    /// # Errors
+    /// [`PostError::Register`].
+    unsafe fn register(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+    ) -> Result<RegionId, PostError>;
+
+    /// How a registration is described to peers. `None` for one that does not exist or is
+    /// [`Access::Local`].
+    fn describe(&self, region: RegionId) -> Option<WireRegion>;
+
+    /// Revokes a registration. Operations under way that use it fail.
+    ///
+    /// # Errors
+    /// [`PostError::Register`] when there is none such.
+    fn deregister(&mut self, region: RegionId) -> Result<(), PostError>;
+
+    /// Opens this side towards a new peer, and what that peer must be told, at most
+    /// [`MAX_DETAIL_BYTES`](crate::network::MAX_DETAIL_BYTES).
+    ///
+    /// # Errors
+    /// [`NetworkError`].
+    fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError>;
+
+    /// Joins with what the peer said of its side.
+    ///
+    /// # Errors
+    /// [`NetworkError`], also when the bytes make no sense.
+    fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError>;
+
+    /// Forgets a peer. Operations under way towards it fail.
+    fn close_peer(&mut self, peer: PeerId);
+
+    /// Starts a copy of `src` into the peer's memory.
+    ///
+    /// # Safety
+    /// The bytes of `src` are not written until the completion.
+    ///
+    /// # Errors
+    /// [`PostError`]; nothing will complete then.
+    unsafe fn write(
+        &mut self,
+        peer: PeerId,
+        dst: RemoteSegment,
+        src: LocalSegment,
+        token: Token,
+    ) -> Result<Posted, PostError>;
+
+    /// Starts a copy from the peer's memory into `dst`.
+    ///
+    /// # Safety
+    /// The bytes of `dst` are neither read nor written until the completion.
+    ///
+    /// # Errors
+    /// [`PostError`]; nothing will complete then.
+    unsafe fn read(
+        &mut self,
+        peer: PeerId,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        token: Token,
+    ) -> Result<Posted, PostError>;
+
+    /// Moves everything forward, without waiting, and appends what completed to `out`.
+    fn poll(&mut self, out: &mut Vec<Completion>);
+
+    /// Descriptor that becomes readable when [`poll`](Self::poll) has something to do, after
+    /// [`may_sleep`](Self::may_sleep) has said yes. `None`: poll every millisecond or more often.
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Prepares for sleep; `false` when there is something to poll already.
+    fn may_sleep(&mut self) -> bool;
+
+    /// Largest single operation in bytes. Larger ones are split by the caller.
+    fn max_operation_bytes(&self) -> u64;
+}
