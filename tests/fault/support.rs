@@ -147,6 +147,22 @@ pub fn client(cluster: &LocalCluster, pool: &InputPool) -> MoeClientBuilder {
         .replica_wait(Duration::from_secs(20))
 }
 
+/// What `read` gives once it has stayed the same for a second: a count that is compared later must not
+/// hold anything that was on its way out.
+pub fn steady<T: PartialEq + std::fmt::Debug>(what: &str, read: impl Fn() -> T) -> T {
+    let begin = Instant::now();
+    let (mut value, mut since) = (read(), Instant::now());
+    while since.elapsed() < Duration::from_secs(1) {
+        assert!(begin.elapsed() < PATIENCE, "{what} do not settle, last {value:?}");
+        std::thread::sleep(Duration::from_millis(20));
+        let now = read();
+        if now != value {
+            (value, since) = (now, Instant::now());
+        }
+    }
+    value
+}
+
 /// A runtime for connections of the tests' own.
 pub fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread()

@@ -259,6 +259,6 @@ fn is_back(before: &Usage, after: &Usage) -> bool {
 
 const WARM_UP: usize = 500;
 const PATIENCE: Duration = Duration::from_secs(20);
-const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
+const SETTLE_PATIENCE: Duration = Duration::from_secs(30);
 const DESCRIPTOR_SLACK: usize = 2;
 const RSS_SLACK_BYTES: u64 = 4 << 20;
