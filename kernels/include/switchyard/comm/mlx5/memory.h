@@ -1,0 +1,245 @@
+// Accesses to queues and to the words that posters share, with their scope as a template argument,
+// and what a warp is. Compiled by nvcc these are PTX instructions; compiled by a host compiler they
+// are atomics of the processor and one thread stands for a whole warp, so that tests run the same
+// protocol.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/mlx5/queue.h"
+
+#if defined(__CUDACC__)
+#define SY_DEVICE __device__ __forceinline__
+#else
+#include <sched.h>
+#include <time.h>
+#define SY_DEVICE inline
+#endif
+
+namespace switchyard::comm {
+
+// Who observes: other warps of this GPU, or also processors, NICs and other GPUs.
+enum class Scope { kGpu, kSys };
+
+template <class T> SY_DEVICE T* at_address(uint64_t address) {
+    return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+#if defined(__CUDACC__)
+
+// One instruction each, in both scopes.
+#define SY_LOAD(name, op, type, suffix, reg)                                                       \
+    template <Scope kScope> SY_DEVICE type name(const type* address) {                             \
+        type value;                                                                                \
+        if constexpr (kScope == Scope::kSys)                                                       \
+            asm volatile(op ".sys.global." suffix " %0, [%1];"                                     \
+                         : "=" reg(value)                                                          \
+                         : "l"(address)                                                            \
+                         : "memory");                                                              \
+        else                                                                                       \
+            asm volatile(op ".gpu.global." suffix " %0, [%1];"                                     \
+                         : "=" reg(value)                                                          \
+                         : "l"(address)                                                            \
+                         : "memory");                                                              \
+        return value;                                                                              \
+    }
+#define SY_STORE(name, op, type, suffix, reg)                                                      \
+    template <Scope kScope> SY_DEVICE void name(type* address, type value) {                       \
+        if constexpr (kScope == Scope::kSys)                                                       \
+            asm volatile(op ".sys.global." suffix " [%0], %1;" ::"l"(address), reg(value)          \
+                         : "memory");                                                              \
+        else                                                                                       \
+            asm volatile(op ".gpu.global." suffix " [%0], %1;" ::"l"(address), reg(value)          \
+                         : "memory");                                                              \
+    }
+
+SY_LOAD(ld_relaxed, "ld.relaxed", uint32_t, "u32", "r")
+SY_LOAD(ld_relaxed, "ld.relaxed", uint64_t, "u64", "l")
+SY_LOAD(ld_acquire, "ld.acquire", uint64_t, "u64", "l")
+SY_STORE(st_relaxed, "st.relaxed", uint32_t, "u32", "r")
+SY_STORE(st_relaxed, "st.relaxed", uint64_t, "u64", "l")
+SY_STORE(st_release, "st.release", uint32_t, "u32", "r")
+SY_STORE(st_release, "st.release", uint64_t, "u64", "l")
+#undef SY_LOAD
+#undef SY_STORE
+
+template <Scope kScope> SY_DEVICE void fence_acq_rel() {
+    if constexpr (kScope == Scope::kSys)
+        asm volatile("fence.acq_rel.sys;" ::: "memory");
+    else
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
+template <Scope kScope>
+SY_DEVICE void st_relaxed_v4(uint32_t* address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    if constexpr (kScope == Scope::kSys)
+        asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(a),
+                     "r"(b), "r"(c), "r"(d)
+                     : "memory");
+    else
+        asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(a),
+                     "r"(b), "r"(c), "r"(d)
+                     : "memory");
+}
+
+// The register of a device, which must see exactly one store of this width.
+SY_DEVICE void st_mmio(uint64_t* address, uint64_t value) {
+    asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+SY_DEVICE uint64_t atom_add_relaxed(uint64_t* address, uint64_t value) {
+    uint64_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(address), "l"(value)
+                 : "memory");
+    return before;
+}
+
+SY_DEVICE void red_max_release(uint64_t* address, uint64_t value) {
+    asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+SY_DEVICE uint32_t atom_cas_acquire(uint32_t* address, uint32_t expected, uint32_t desired) {
+    uint32_t before;
+    asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(before)
+                 : "l"(address), "r"(expected), "r"(desired)
+                 : "memory");
+    return before;
+}
+
+SY_DEVICE uint64_t atom_cas_relaxed(uint64_t* address, uint64_t expected, uint64_t desired) {
+    uint64_t before;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "l"(address), "l"(expected), "l"(desired)
+                 : "memory");
+    return before;
+}
+
+SY_DEVICE uint64_t now_ns() {
+    uint64_t nanoseconds;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
+}
+
+SY_DEVICE void pause_poll() {}
+SY_DEVICE uint32_t be32(uint32_t value) { return __byte_perm(value, 0, 0x0123); }
+
+// The 32 lanes of this warp.
+struct Warp {
+    template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
+        const uint32_t lane_idx = threadIdx.x & 31;
+        if (lane_idx < num_lanes)
+            lane(lane_idx);
+        __syncwarp();
+    }
+
+    // What lane 0 computes, for all lanes.
+    template <class F> SY_DEVICE static uint64_t leader(F&& compute) {
+        uint64_t value = 0;
+        if ((threadIdx.x & 31) == 0)
+            value = compute();
+        return __shfl_sync(0xffffffffu, value, 0);
+    }
+};
+
+#else // a host compiler
+
+template <Scope> SY_DEVICE uint32_t ld_relaxed(const uint32_t* address) {
+    return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
+template <Scope> SY_DEVICE uint64_t ld_relaxed(const uint64_t* address) {
+    return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+
+template <Scope> SY_DEVICE uint64_t ld_acquire(const uint64_t* address) {
+    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
+template <Scope> SY_DEVICE void st_relaxed(uint32_t* address, uint32_t value) {
+    __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+
+template <Scope> SY_DEVICE void st_relaxed(uint64_t* address, uint64_t value) {
+    __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+
+template <Scope> SY_DEVICE void st_release(uint32_t* address, uint32_t value) {
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+template <Scope> SY_DEVICE void st_release(uint64_t* address, uint64_t value) {
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+
+template <Scope> SY_DEVICE void fence_acq_rel() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+
+template <Scope>
+SY_DEVICE void st_relaxed_v4(uint32_t* address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    uint64_t* pairs = reinterpret_cast<uint64_t*>(address);
+    __atomic_store_n(pairs, static_cast<uint64_t>(b) << 32 | a, __ATOMIC_RELAXED);
+    __atomic_store_n(pairs + 1, static_cast<uint64_t>(d) << 32 | c, __ATOMIC_RELAXED);
+}
+
+SY_DEVICE void st_mmio(uint64_t* address, uint64_t value) {
+    __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+
+SY_DEVICE uint64_t atom_add_relaxed(uint64_t* address, uint64_t value) {
+    return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+
+SY_DEVICE void red_max_release(uint64_t* address, uint64_t value) {
+    uint64_t seen = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (seen < value && !__atomic_compare_exchange_n(address, &seen, value, true,
+                                                        __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
+    }
+}
+
+SY_DEVICE uint32_t atom_cas_acquire(uint32_t* address, uint32_t expected, uint32_t desired) {
+    __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_ACQUIRE,
+                                __ATOMIC_RELAXED);
+    return expected;
+}
+
+SY_DEVICE uint64_t atom_cas_relaxed(uint64_t* address, uint64_t expected, uint64_t desired) {
+    __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+    return expected;
+}
+
+SY_DEVICE uint64_t now_ns() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<uint64_t>(time.tv_sec) * 1000000000u + static_cast<uint64_t>(time.tv_nsec);
+}
+
+// Threads that stand for warps may be more than the processor has cores.
+SY_DEVICE void pause_poll() { sched_yield(); }
+SY_DEVICE uint32_t be32(uint32_t value) { return __builtin_bswap32(value); }
+
+struct Warp {
+    template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
+        for (uint32_t lane_idx = 0; lane_idx < num_lanes; ++lane_idx)
+            lane(lane_idx);
+    }
+
+    template <class F> SY_DEVICE static uint64_t leader(F&& compute) { return compute(); }
+};
+
+#endif
+
+// A single thread that posts by itself.
+struct Thread {
+    template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
+        for (uint32_t lane_idx = 0; lane_idx < num_lanes; ++lane_idx)
+            lane(lane_idx);
+    }
+
+    template <class F> SY_DEVICE static uint64_t leader(F&& compute) { return compute(); }
+};
+
+} // namespace switchyard::comm

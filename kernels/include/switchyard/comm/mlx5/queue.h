@@ -1,0 +1,131 @@
+/* A send queue as those who post on it see it, for C11, C++17 and CUDA. The host fills a sy_mlx5_qp
+ * when the queue pair is connected; posters share it and change nothing but the words behind
+ * `state`.
+ */
+#ifndef SWITCHYARD_COMM_MLX5_QUEUE_H
+#define SWITCHYARD_COMM_MLX5_QUEUE_H
+
+#include "switchyard/comm/mlx5/format.h"
+#include "switchyard/device_abi.h"
+
+/* sy_mlx5_qp.flags */
+/* The NIC writes every completion to entry 0, over the one before. */
+#define SY_MLX5_CQ_COLLAPSED UINT32_C(1)
+
+/* What a call on a queue returns. Everything but OK means that the queue is out of service until
+ * the host has reset it, except ARGUMENT, after which nothing was posted. */
+#define SY_MLX5_OK 0
+#define SY_MLX5_TIMEOUT 1    /* a wait reached its bound */
+#define SY_MLX5_ABORTED 2    /* the host set the peer's bit in the abort mask */
+#define SY_MLX5_COMPLETION 3 /* the NIC completed a work request with an error */
+#define SY_MLX5_DESYNC 4     /* the NIC completed what was never posted */
+#define SY_MLX5_ARGUMENT 5   /* too long for the queue, misaligned, or outside of the peer's slot */
+
+/* sy_mlx5_queue_state.error: what took the queue out of service first, 0 while nothing did.
+ * The fields after the code are those of the error completion. */
+#define SY_MLX5_ERROR_CODE(word) ((uint32_t)((word)&0xff))
+#define SY_MLX5_ERROR_SYNDROME(word) ((uint32_t)((word) >> 8 & 0xff))
+#define SY_MLX5_ERROR_VENDOR(word) ((uint32_t)((word) >> 16 & 0xff))
+#define SY_MLX5_ERROR_OPCODE(word) ((uint32_t)((word) >> 24 & 0xff))
+#define SY_MLX5_ERROR_COUNTER(word) ((uint32_t)((word) >> 32 & 0xffff))
+
+/* sy_error_word.tag of waits on a queue */
+#define SY_TAG_MLX5_SLOT 32       /* room in the send queue; observed: completed blocks */
+#define SY_TAG_MLX5_TURN 33       /* earlier reservations; observed: published blocks */
+#define SY_TAG_MLX5_QUIET 34      /* completions; observed: completed blocks */
+#define SY_TAG_MLX5_COMPLETION 35 /* observed: sy_mlx5_queue_state.error */
+#define SY_TAG_MLX5_DESYNC 36     /* observed: blocks said to be complete; expected: posted ones */
+
+/* All counts are of basic blocks since the queue was reset. Each word stands on a line of its own,
+ * since different warps write them at the same time. */
+typedef struct sy_mlx5_queue_state {
+    uint64_t reserved; /* blocks given to a poster */
+    uint8_t pad0[120];
+    uint64_t published; /* blocks written, in the order of their reservation: whose turn it is */
+    uint64_t posted;    /* blocks that the NIC was told of; written by whose turn it is */
+    uint8_t pad1[112];
+    uint64_t completed; /* blocks known to be complete */
+    uint8_t pad2[120];
+    uint64_t cq_index;  /* completions consumed; ordinary completion queues only */
+    uint32_t poll_lock; /* ordinary completion queues only */
+    uint8_t pad3[116];
+    uint64_t error;
+    uint8_t pad4[120];
+} sy_mlx5_queue_state;
+
+typedef struct sy_mlx5_qp {
+    uint64_t sq;       /* address of the first basic block */
+    uint64_t dbrec;    /* address of the queue pair's doorbell record */
+    uint64_t doorbell; /* address of the doorbell register */
+    uint64_t cq;       /* address of the first completion, filled with SY_MLX5_CQE_FILL */
+    uint64_t cq_dbrec; /* address of the completion queue's doorbell record */
+    uint64_t state;    /* address of a sy_mlx5_queue_state, zeroed */
+    uint64_t scratch;  /* address of 8 bytes where the old values of adds land unread */
+    uint32_t scratch_lkey;
+    uint32_t qpn;
+    uint32_t sq_depth; /* basic blocks, a power of two */
+    uint32_t cq_depth; /* completions, a power of two; 1 if collapsed */
+    uint32_t flags;
+    uint32_t batch; /* the NIC is told at the latest when so many blocks wait for it */
+    uint32_t max_message_bytes;
+    uint32_t peer; /* for error words */
+} sy_mlx5_qp;
+
+typedef struct sy_mlx5_bound {
+    sy_error_word* error;       /* null, or where the first expired wait is recorded */
+    const uint32_t* abort_mask; /* null, or mapped host memory: bit `peer` ends every wait */
+    uint64_t timeout_ns;        /* of a single wait */
+} sy_mlx5_bound;
+
+/* A peer's slot and the queues to it. Blocks of a kernel choose a queue by their index, so that
+ * what a block puts and the flag after it go the same way. */
+typedef struct sy_ibgda_peer {
+    const sy_mlx5_qp* qps;
+    uint64_t mirror; /* local copy of the slot, where kernels store what they then put */
+    uint64_t remote; /* address of the slot at the peer */
+    uint64_t slot_bytes;
+    uint32_t lkey; /* of the mirror */
+    uint32_t rkey; /* of the slot */
+    uint32_t num_qps;
+    uint32_t reserved;
+    sy_mlx5_bound bound;
+} sy_ibgda_peer;
+
+/* Name of what is wrong with a queue, or null. The host asks before it hands the queue out. */
+static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
+    const int is_collapsed = (qp->flags & SY_MLX5_CQ_COLLAPSED) != 0;
+    if (qp->sq_depth < SY_MLX5_MIN_DEPTH || qp->sq_depth > SY_MLX5_MAX_DEPTH)
+        return "sq_depth is not from 128 to 32768";
+    if ((qp->sq_depth & (qp->sq_depth - 1)) != 0)
+        return "sq_depth is not a power of two";
+    if (is_collapsed ? qp->cq_depth != 1
+                     : qp->cq_depth < qp->sq_depth || (qp->cq_depth & (qp->cq_depth - 1)) != 0)
+        return "cq_depth is neither 1 and collapsed nor a power of two of at least sq_depth";
+    if (qp->sq == 0 || qp->sq % SY_MLX5_BLOCK_BYTES != 0)
+        return "sq is null or not aligned to 64 bytes";
+    if (qp->cq == 0 || qp->cq % SY_MLX5_CQE_BYTES != 0)
+        return "cq is null or not aligned to 64 bytes";
+    if (qp->dbrec == 0 || qp->dbrec % 8 != 0 || qp->doorbell == 0 || qp->doorbell % 8 != 0)
+        return "dbrec or doorbell is null or not aligned to 8 bytes";
+    if (!is_collapsed && (qp->cq_dbrec == 0 || qp->cq_dbrec % 8 != 0))
+        return "cq_dbrec is null or not aligned to 8 bytes";
+    if (qp->state == 0 || qp->state % 8 != 0 || qp->scratch % 8 != 0)
+        return "state is null, or state or scratch is not aligned to 8 bytes";
+    if (qp->batch == 0 || qp->batch > qp->sq_depth / 4)
+        return "batch is 0 or beyond a quarter of sq_depth";
+    if (qp->max_message_bytes == 0 || qp->max_message_bytes > SY_MLX5_MAX_MESSAGE_BYTES)
+        return "max_message_bytes is 0 or beyond 1 GiB";
+    if (qp->qpn == 0 || qp->qpn > 0xffffff)
+        return "qpn is 0 or has more than 24 bits";
+    return 0;
+}
+
+SY_STATIC_ASSERT(sizeof(sy_mlx5_queue_state) == 640, "size of sy_mlx5_queue_state");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, completed) == 256, "completed");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, error) == 512, "error");
+SY_STATIC_ASSERT(sizeof(sy_mlx5_qp) == 88, "size of sy_mlx5_qp");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_qp, qpn) == 60, "qpn of sy_mlx5_qp");
+SY_STATIC_ASSERT(sizeof(sy_mlx5_bound) == 24, "size of sy_mlx5_bound");
+SY_STATIC_ASSERT(sizeof(sy_ibgda_peer) == 72, "size of sy_ibgda_peer");
+
+#endif /* SWITCHYARD_COMM_MLX5_QUEUE_H */

@@ -1,0 +1,183 @@
+// Posting by many warps on one queue.
+//
+//     reserve        an add gives each group of requests its blocks; it then waits until the
+//     blocks'
+//                    former requests are complete
+//     write          every lane stores its request
+//     take the turn  groups are published in the order of their reservation: the turn is a ticket
+//     lock
+//                    whose ticket is the reservation itself
+//     ring           whoever has the turn tells the NIC, unless a later group has reserved and so
+//     will,
+//                    and not too many blocks wait
+//     pass the turn  to the group that reserved next
+//
+// A group may leave the doorbell to the next one although that one waits for room: what it waits
+// for is at least three quarters of the queue back, and at most a quarter (`batch`) is ever left
+// unposted.
+//
+// Every wait is bounded. A group that gives up leaves a hole that nobody can fill, so the queue
+// goes out of service: all calls on it return at once, with the reason, until the host has reset
+// it.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/mlx5/cqe.h"
+#include "switchyard/comm/mlx5/doorbell.h"
+#include "switchyard/comm/mlx5/wqe.h"
+
+namespace switchyard::comm::mlx5 {
+
+using Status = uint32_t; // SY_MLX5_*
+
+// Records what ended a wait; the first record stays.
+SY_DEVICE void record_expiry(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t tag,
+                             uint32_t reason, uint64_t observed, uint64_t expected) {
+    sy_error_word* error = bound.error;
+    if (error == nullptr || atom_cas_acquire(&error->tag, SY_TAG_NONE, tag) != SY_TAG_NONE)
+        return;
+    error->peer = qp.peer;
+    error->reason = reason;
+    error->observed = observed;
+    error->expected = expected;
+}
+
+// What a call returns on a queue that is out of service.
+SY_DEVICE Status report_error(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint64_t error) {
+    const uint32_t code = SY_MLX5_ERROR_CODE(error);
+    if (code == SY_MLX5_COMPLETION)
+        record_expiry(qp, bound, SY_TAG_MLX5_COMPLETION, SY_REASON_VALUE, error, 0);
+    if (code == SY_MLX5_DESYNC)
+        record_expiry(qp, bound, SY_TAG_MLX5_DESYNC, SY_REASON_VALUE,
+                      ld_relaxed<Scope::kGpu>(&state_of(qp).completed),
+                      ld_relaxed<Scope::kGpu>(&state_of(qp).posted));
+    return code;
+}
+
+// The bound of one wait. The clock and mapped memory are looked at once in so many polls.
+struct Patience {
+    static constexpr uint32_t kPollsPerCheck = 32;
+    uint64_t start_ns = 0;
+    uint32_t num_polls = 0;
+
+    // OK to poll on, or what ends the wait; that also takes the queue out of service.
+    SY_DEVICE Status check(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t tag,
+                           uint64_t observed, uint64_t expected) {
+        const uint64_t error = queue_error(qp);
+        if (error != 0)
+            return report_error(qp, bound, error);
+        if (++num_polls % kPollsPerCheck != 0)
+            return SY_MLX5_OK;
+        pause_poll();
+        const uint64_t now = now_ns();
+        if (start_ns == 0)
+            start_ns = now;
+        Status status = SY_MLX5_OK;
+        if (bound.abort_mask != nullptr && qp.peer < 32 &&
+            (ld_relaxed<Scope::kSys>(bound.abort_mask) >> qp.peer & 1) != 0)
+            status = SY_MLX5_ABORTED;
+        else if (now - start_ns > bound.timeout_ns)
+            status = SY_MLX5_TIMEOUT;
+        if (status == SY_MLX5_OK)
+            return status;
+        record_expiry(qp, bound, tag,
+                      status == SY_MLX5_ABORTED ? SY_REASON_ABORT : SY_REASON_TIMEOUT, observed,
+                      expected);
+        fail_queue(qp, status);
+        return status;
+    }
+};
+
+// Waits until all blocks before `end` are complete.
+template <Scope kScope>
+SY_DEVICE Status wait_completed(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t tag,
+                                uint64_t end) {
+    Patience patience;
+    uint64_t completed = ld_acquire<Scope::kGpu>(&state_of(qp).completed);
+    while (completed < end) {
+        completed = poll<kScope>(qp);
+        if (completed >= end)
+            break;
+        const Status status = patience.check(qp, bound, tag, completed, end);
+        if (status != SY_MLX5_OK)
+            return status;
+    }
+    return SY_MLX5_OK;
+}
+
+// Gives the caller `num_blocks` blocks from `*base` on, once they are free. At most a quarter of
+// the queue at a time.
+template <Scope kScope>
+SY_DEVICE Status reserve(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t num_blocks,
+                         uint64_t* base) {
+    const uint64_t error = queue_error(qp);
+    if (error != 0)
+        return report_error(qp, bound, error);
+    *base = atom_add_relaxed(&state_of(qp).reserved, num_blocks);
+    const uint64_t end = *base + num_blocks;
+    // NOTES: without this wait a block is overwritten while the NIC may still read it.
+    if (end > qp.sq_depth)
+        return wait_completed<kScope>(qp, bound, SY_TAG_MLX5_SLOT, end - qp.sq_depth);
+    return SY_MLX5_OK;
+}
+
+// Publishes the written blocks from `base` on, in the order of reservation, and sees to it that the
+// NIC learns of them.
+template <Scope kScope>
+SY_DEVICE Status publish(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint64_t base,
+                         uint32_t num_blocks) {
+    sy_mlx5_queue_state& state = state_of(qp);
+    Patience patience;
+    // SYNC POINT send-turn: acquires the blocks of earlier groups and what their holders stored.
+    for (uint64_t turn = 0; (turn = ld_acquire<Scope::kGpu>(&state.published)) != base;) {
+        const Status status = patience.check(qp, bound, SY_TAG_MLX5_TURN, turn, base);
+        if (status != SY_MLX5_OK)
+            return status;
+    }
+    const uint64_t end = base + num_blocks;
+    const bool is_last = ld_relaxed<Scope::kGpu>(&state.reserved) == end;
+    if (is_last || end - ld_relaxed<Scope::kGpu>(&state.posted) >= qp.batch) {
+        // NOTES: before the doorbell, because is_plausible relies on it.
+        st_relaxed<Scope::kGpu>(&state.posted, end);
+        ring_doorbell<kScope>(qp, end);
+    }
+    // SYNC POINT send-turn: passes the turn on.
+    st_release<Scope::kGpu>(&state.published, end);
+    return SY_MLX5_OK;
+}
+
+// Posts `num_wqes` requests; `build(lane, control)` gives the request of a lane. Only the last one
+// asks for a completion, which in a reliable connection stands for all before it.
+template <Scope kScope, class Group, class Build>
+SY_DEVICE Status post(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t num_wqes,
+                      Build&& build) {
+    uint64_t base = 0;
+    const Status reserved = static_cast<Status>(
+        Group::leader([&] { return uint64_t{reserve<kScope>(qp, bound, num_wqes, &base)}; }));
+    if (reserved != SY_MLX5_OK)
+        return reserved;
+    base = Group::leader([&] { return base; });
+    Group::each_lane(num_wqes, [&](uint32_t lane_idx) {
+        const uint64_t index = base + lane_idx;
+        const bool is_last = lane_idx + 1 == num_wqes;
+        const uint32_t flags = is_last ? SY_MLX5_CE_ALWAYS : SY_MLX5_CE_ERROR_ONLY;
+        const Control control{qp.qpn, static_cast<uint32_t>(index & 0xffff), flags};
+        store_wqe<kScope>(qp, index, build(lane_idx, control));
+    });
+    return static_cast<Status>(
+        Group::leader([&] { return uint64_t{publish<kScope>(qp, bound, base, num_wqes)}; }));
+}
+
+// Waits until everything that was published on the queue before is complete.
+template <Scope kScope> SY_DEVICE Status quiet(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound) {
+    const uint64_t end = ld_acquire<Scope::kGpu>(&state_of(qp).published);
+    const Status status = wait_completed<kScope>(qp, bound, SY_TAG_MLX5_QUIET, end);
+    if (status != SY_MLX5_OK)
+        return status;
+    // Nothing may be left, and still the queue be out of service.
+    const uint64_t error = queue_error(qp);
+    return error != 0 ? report_error(qp, bound, error) : SY_MLX5_OK;
+}
+
+} // namespace switchyard::comm::mlx5

@@ -1,0 +1,54 @@
+// Every device function of the IBGDA path in one kernel per scope: the check that they compile for
+// a GPU.
+#include "switchyard/comm/ibgda.h"
+
+namespace {
+
+using namespace switchyard::comm;
+
+struct Params {
+    sy_mlx5_qp qp;
+    sy_mlx5_bound bound;
+    LocalBuffer local;
+    RemoteBuffer remote;
+    RemoteBuffer counter;
+    uint64_t num_bytes;
+    const sy_ibgda_peer* peer;
+    Status* status;
+};
+
+template <Scope kScope> __device__ void run(const Params& p) {
+    Status status =
+        put_add_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.counter, 1, p.bound);
+    status |= get_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.bound);
+    status |= put_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.bound);
+    status |= peer::put_nbi_warp<kScope>(*p.peer, blockIdx.x, 0, p.num_bytes);
+    if (threadIdx.x % 32 == 0) {
+        status |= amo_nonfetch_add<kScope>(p.qp, p.counter, 1, p.bound);
+        status |= amo_nonfetch_add32<kScope>(p.qp, p.counter, 1, p.bound);
+        status |= signal<kScope>(p.qp, p.counter, 1, p.bound);
+        status |= put_imm_nbi<kScope>(p.qp, p.local, p.remote, 64, 7, p.bound);
+        status |= quiet_gets<kScope>(p.qp, p.local, p.bound);
+        status |= quiet<kScope>(p.qp, p.bound);
+        status |= peer::amo_nonfetch_add<kScope>(*p.peer, blockIdx.x, 0, 1);
+        status |= peer::signal<kScope>(*p.peer, blockIdx.x, 8, 1);
+        status |= peer::quiet<kScope>(*p.peer, blockIdx.x);
+        *p.status = status;
+    }
+}
+
+} // namespace
+
+__global__ void all_operations_gpu_scope(const __grid_constant__ Params params) {
+    run<Scope::kGpu>(params);
+}
+
+__global__ void all_operations_sys_scope(const __grid_constant__ Params params) {
+    run<Scope::kSys>(params);
+}
+
+// What the fused kernels do for each row: the price of one put with its flag.
+__global__ void put_with_flag(const __grid_constant__ Params params) {
+    *params.status = put_add_nbi_warp(params.qp, params.local, params.remote, params.num_bytes,
+                                      params.counter, 1, params.bound);
+}
