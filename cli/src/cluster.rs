@@ -67,7 +67,15 @@ pub struct Process {
     name: String,
     child: Child,
     lines: Receiver<String>,
-    stderr_tail: Arc<Mutex<VecDeque<String>>>,
+    stderr_tail: Arc<Mutex<StderrTail>>,
+}
+
+/// The last lines that a child wrote to standard error.
+#[derive(Debug, Default)]
+struct StderrTail {
+    lines: VecDeque<String>,
+    /// Whether the child has closed it.
+    is_complete: bool,
 }
 
 /// The cluster. Dropping it kills every process.
@@ -109,7 +117,7 @@ impl LocalCluster {
             cluster.start_server(server_idx)?;
         }
         for server_idx in 0..cluster.options.num_servers {
-            cluster.wait_serving(server_idx)?;
+            cluster.wait_serving_among_all(server_idx)?;
             progress(server_idx + 1);
         }
         Ok(cluster)
@@ -179,6 +187,28 @@ impl LocalCluster {
         process.wait_event("serving", timeout).map(drop)
     }
 
+    /// As [`wait_serving`](Self::wait_serving), but ends as soon as any process does: nobody serves
+    /// before all have registered, and the one that failed knows why.
+    fn wait_serving_among_all(&mut self, server_idx: usize) -> Result<()> {
+        let deadline = Instant::now() + self.options.start_timeout;
+        loop {
+            if let Some(process) = &mut self.servers[server_idx]
+                && process.next_event("serving", Duration::from_millis(50))?.is_some()
+            {
+                return Ok(());
+            }
+            for process in self.servers.iter_mut().flatten().chain(&mut self.control) {
+                process.check_running()?;
+            }
+            if Instant::now() >= deadline {
+                return Err(match &self.servers[server_idx] {
+                    Some(process) => process.is_late("serving", self.options.start_timeout),
+                    None => anyhow!("{} is not running", Self::server_name(server_idx)),
+                });
+            }
+        }
+    }
+
     /// Kills a server with SIGKILL and gives the moment of the kill.
     ///
     /// # Errors
@@ -209,7 +239,7 @@ impl LocalCluster {
         let mut process = self.take(server_idx)?;
         match process.wait_exit(timeout)? {
             status if status.success() => Ok(()),
-            status => bail!("{} ended with {status}{}", process.name, process.tail()),
+            status => bail!("{} ended with {status}{}", process.name, said(&process.tail())),
         }
     }
 
@@ -297,19 +327,26 @@ impl Process {
         })?;
         let (sender, lines) = channel();
         if let Some(stdout) = child.stdout.take() {
-            for_each_line(stdout, move |line| drop(sender.send(line)));
+            for_each_line(stdout, move |line| {
+                if let Some(line) = line {
+                    drop(sender.send(line));
+                }
+            });
         }
-        let stderr_tail = Arc::new(Mutex::new(VecDeque::new()));
+        let stderr_tail = Arc::new(Mutex::new(StderrTail::default()));
         if let Some(stderr) = child.stderr.take() {
             let tail = Arc::clone(&stderr_tail);
             for_each_line(stderr, move |line| {
+                let Ok(mut tail) = tail.lock() else { return };
+                let Some(line) = line else {
+                    tail.is_complete = true;
+                    return;
+                };
                 tracing::debug!(target: "switchyard::child", "{line}");
-                if let Ok(mut tail) = tail.lock() {
-                    if tail.len() == 20 {
-                        tail.pop_front();
-                    }
-                    tail.push_back(line);
+                if tail.lines.len() == 20 {
+                    tail.lines.pop_front();
                 }
+                tail.lines.push_back(line);
             });
         }
         Ok(Self { name, child, lines, stderr_tail })
@@ -317,6 +354,11 @@ impl Process {
 
     /// Waits for the event `event` and gives the whole object.
     fn wait_event(&mut self, event: &str, timeout: Duration) -> Result<serde_json::Value> {
+        self.next_event(event, timeout)?.ok_or_else(|| self.is_late(event, timeout))
+    }
+
+    /// The event `event`, or `None` when it did not come within `timeout`.
+    fn next_event(&mut self, event: &str, timeout: Duration) -> Result<Option<serde_json::Value>> {
         let deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -325,22 +367,37 @@ impl Process {
                     let value: serde_json::Value = serde_json::from_str(&line)
                         .with_context(|| format!("{} wrote {line:?}, not an event", self.name))?;
                     if value["event"] == event {
-                        return Ok(value);
+                        return Ok(Some(value));
                     }
                 }
-                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {
-                    bail!(
-                        "{} did not report `{event}` within {timeout:?}{}",
-                        self.name,
-                        self.tail()
-                    );
-                }
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => return Ok(None),
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
                     let status = self.wait_exit(Duration::from_secs(5))?;
-                    bail!("{} ended with {status} before it was ready{}", self.name, self.tail());
+                    return Err(self.early_end(status));
                 }
             }
         }
+    }
+
+    fn check_running(&mut self) -> Result<()> {
+        match self.child.try_wait().context("cannot wait for a child")? {
+            Some(status) => Err(self.early_end(status)),
+            None => Ok(()),
+        }
+    }
+
+    /// Why a process ended that should not have: in its own words where it had time for them.
+    fn early_end(&self, status: ExitStatus) -> anyhow::Error {
+        let tail = self.tail();
+        match tail.iter().rev().find_map(|line| line.strip_prefix("error: ")) {
+            Some(reason) => anyhow!("{}: {reason}", self.name),
+            None => anyhow!("{} ended with {status} before it was ready{}", self.name, said(&tail)),
+        }
+    }
+
+    fn is_late(&self, event: &str, timeout: Duration) -> anyhow::Error {
+        let said = said(&self.tail());
+        anyhow!("{} did not report `{event}` within {timeout:?}{said}", self.name)
     }
 
     fn wait_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
@@ -350,36 +407,42 @@ impl Process {
                 return Ok(status);
             }
             if Instant::now() >= deadline {
-                bail!("{} is still running after {timeout:?}{}", self.name, self.tail());
+                bail!("{} is still running after {timeout:?}{}", self.name, said(&self.tail()));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// The last lines of standard error, for error messages.
-    fn tail(&self) -> String {
+    /// The last lines of standard error.
+    fn tail(&self) -> Vec<String> {
         // The reader thread may still be draining the pipe of a process that just ended.
-        std::thread::sleep(Duration::from_millis(20));
-        match self.stderr_tail.lock() {
-            Ok(tail) if !tail.is_empty() => {
-                let lines: Vec<&str> = tail.iter().map(String::as_str).collect();
-                format!("; it said: {}", lines.join(" | "))
-            }
-            _ => String::new(),
+        let begin = Instant::now();
+        while self.stderr_tail.lock().is_ok_and(|tail| !tail.is_complete)
+            && begin.elapsed() < Duration::from_millis(200)
+        {
+            std::thread::sleep(Duration::from_millis(5));
         }
+        self.stderr_tail.lock().map_or_else(|_| Vec::new(), |tail| tail.lines.clone().into())
     }
 }
 
+/// What a process wrote to standard error, as the end of a message.
+fn said(tail: &[String]) -> String {
+    if tail.is_empty() { String::new() } else { format!("; it said: {}", tail.join(" | ")) }
+}
+
+/// Calls `each` with every line, and with `None` at the end of the stream.
 fn for_each_line(
     stream: impl Read + Send + 'static,
-    mut each: impl FnMut(String) + Send + 'static,
+    mut each: impl FnMut(Option<String>) + Send + 'static,
 ) {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines() {
             match line {
-                Ok(line) => each(line),
+                Ok(line) => each(Some(line)),
                 Err(_) => break,
             }
         }
+        each(None);
     });
 }

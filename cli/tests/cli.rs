@@ -116,6 +116,56 @@ fn a_tensor_of_the_wrong_shape_and_an_unknown_architecture_are_named() {
 }
 
 #[test]
+fn what_a_child_of_a_local_cluster_says_is_the_error() {
+    let generate = |dir: &TempDir| {
+        let model = dir.path().to_str().expect("path");
+        let args = ["generate", "--prompt", "x", "--servers", "2", "--model", model];
+        let line = fails(&args, &[]);
+        assert!(!line.contains("it said") && !line.contains("exit status"), "{line}");
+        assert_eq!(line.matches("error: ").count(), 1, "{line}");
+        line
+    };
+    // What this process opens itself it names itself.
+    let dir = copy_of_tiny();
+    let weights = dir.path().join("model.safetensors");
+    let whole = std::fs::metadata(&weights).expect("metadata").len();
+    truncate(&weights, whole - 1000);
+    let line = generate(&dir);
+    assert!(line.contains("model.safetensors") && line.contains(&whole.to_string()), "{line}");
+    std::fs::remove_file(&weights).expect("remove");
+    assert!(generate(&dir).contains("model.safetensors"));
+    let dir = copy_of_tiny();
+    edit_config(dir.path(), "Qwen3MoeForCausalLM", "GPT9ForCausalLM");
+    assert!(generate(&dir).contains("GPT9ForCausalLM"));
+    // Experts are only looked at by servers.
+    let dir = copy_of_tiny();
+    edit_config(dir.path(), "\"moe_intermediate_size\": 64", "\"moe_intermediate_size\": 96");
+    let line = generate(&dir);
+    assert!(line.starts_with("error: server-") && line.contains("experts."), "{line}");
+    assert!(line.contains("64") && line.contains("96"), "{line}");
+}
+
+#[test]
+fn a_server_that_fails_ends_the_start_of_a_cluster_with_its_own_words() {
+    let mut options = options(3, 1);
+    options.server_env.push(("SWITCHYARD_SLOT_BYTES".to_owned(), "1000".to_owned()));
+    let error = LocalCluster::start(options, &mut |_| {}).expect_err("small slots").to_string();
+    assert!(error.starts_with("server-") && error.contains("1000"), "{error}");
+    assert!(!error.contains("it said") && !error.contains('\n'), "{error}");
+}
+
+#[test]
+fn a_port_taken_from_a_child_is_named() {
+    let mut cluster = cluster(1, 1);
+    let addr = cluster.control_url().replace("http://", "");
+    cluster.kill_control().expect("killed");
+    let _taken = TcpListener::bind(&addr).expect("bind");
+    let error = cluster.restart_control().expect_err("the port is taken").to_string();
+    assert!(error.starts_with("control-plane: ") && error.contains(&addr), "{error}");
+    assert!(error.contains("in use") && !error.contains("it said"), "{error}");
+}
+
+#[test]
 fn a_port_in_use_is_named_by_every_listener() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
     let addr = taken.local_addr().expect("addr").to_string();
@@ -263,6 +313,23 @@ fn the_demo_verifies_itself_and_status_and_doctor_answer() {
 }
 
 #[test]
+fn a_demo_whose_text_is_not_the_reference_says_so() {
+    let dir = copy_of_tiny();
+    let golden = std::fs::read_to_string(tiny().join("golden.json")).expect("golden.json");
+    let mut golden: serde_json::Value = serde_json::from_str(&golden).expect("JSON");
+    for prompt in golden["prompts"].as_array_mut().expect("prompts") {
+        let num_prompt_ids = prompt["ids"].as_array().expect("ids").len();
+        let ids = prompt["greedy_f32"].as_array_mut().expect("greedy ids");
+        ids[num_prompt_ids + 2] = (ids[num_prompt_ids + 2].as_u64().expect("an id") + 1).into();
+    }
+    std::fs::write(dir.path().join("golden.json"), golden.to_string()).expect("write");
+    let model = dir.path().to_str().expect("path");
+    let demo = ["demo", "--no-kill", "--servers", "2", "--max-new-tokens", "4", "--json"];
+    let line = fails(&[&demo[..], &["--model", model]].concat(), &[]);
+    assert!(line.contains("not sound") && line.contains("token 3 of 4"), "{line}");
+}
+
+#[test]
 fn made_checkpoints_serve_and_full_folders_are_left_alone() {
     let dir = TempDir::new().expect("temp dir");
     let path = dir.path().join("made");
@@ -372,10 +439,14 @@ fn truncate(path: &Path, bytes: u64) {
 }
 
 fn cluster(num_servers: usize, replicas: usize) -> LocalCluster {
+    LocalCluster::start(options(num_servers, replicas), &mut |_| {}).expect("cluster")
+}
+
+fn options(num_servers: usize, replicas: usize) -> ClusterOptions {
     let mut options = ClusterOptions::new(tiny()).expect("options");
     options.binary = env!("CARGO_BIN_EXE_switchyard").into();
     options.num_servers = num_servers;
     options.replicas = replicas;
     options.threads = Some(1);
-    LocalCluster::start(options, &mut |_| {}).expect("cluster")
+    options
 }

@@ -7,11 +7,12 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use attention_client::{
     GenerateOptions, Generation, Generator, LayerTiming, LocalExperts, MoeClient,
 };
 use checkpoint::Checkpoint;
+use protocol::WireDtype;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 
@@ -93,14 +94,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let kill = !args.no_kill;
     let fewest = if kill { 2 } else { 1 };
     if args.max_new_tokens < fewest {
-        anyhow::bail!(
+        bail!(
             "--max-new-tokens {}: expected at least {fewest}{}",
             args.max_new_tokens,
             if kill { ", one before the kill and one after it" } else { "" }
         );
     }
     if kill && (args.local.replicas < 2 || args.local.servers < 2) {
-        anyhow::bail!(
+        bail!(
             "with {} servers and {} replicas nobody could take over: use --replicas 2, or --no-kill",
             args.local.servers,
             args.local.replicas
@@ -174,8 +175,37 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     drop(client);
     drop(cluster);
-    let sound = verified && report.lost_requests == 0 && report.duplicated_requests == 0;
-    Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    match unsound(&report, &expected_ids) {
+        None => Ok(ExitCode::SUCCESS),
+        Some(what) => bail!("{what}"),
+    }
+}
+
+/// What is wrong with a run, if anything is.
+fn unsound(report: &Report, expected_ids: &[u32]) -> Option<String> {
+    let mut faults = Vec::new();
+    if !report.verified {
+        let found = &report.token_ids;
+        let common = found.iter().zip(expected_ids).take_while(|(a, b)| a == b).count();
+        faults.push(format!(
+            "token {} of {} is {}, expected {} ({})",
+            common + 1,
+            expected_ids.len(),
+            found.get(common).map_or_else(|| "missing".to_owned(), u32::to_string),
+            expected_ids.get(common).map_or_else(|| "none".to_owned(), u32::to_string),
+            report.reference
+        ));
+    }
+    if report.lost_requests > 0 {
+        faults.push(format!("{} requests were lost", report.lost_requests));
+    }
+    if report.duplicated_requests > 0 {
+        faults.push(format!("{} requests were counted twice", report.duplicated_requests));
+    }
+    if !report.verified && report.wire_dtype != WireDtype::F32.to_string() {
+        faults.push(format!("{} on the wire is not exact: use f32", report.wire_dtype));
+    }
+    (!faults.is_empty()).then(|| format!("the run is not sound: {}", faults.join("; ")))
 }
 
 /// Generates, and half-way has a server killed at a moment that does not depend on ours.

@@ -41,6 +41,8 @@ pub struct Args {
     cpus: Vec<usize>,
     #[command(flatten)]
     slot: super::SlotArgs,
+    #[command(flatten)]
+    transport: super::TransportArgs,
     /// Most clients at a time.
     #[arg(long, env = "SWITCHYARD_MAX_LINKS", default_value_t = 4096)]
     max_links: usize,
@@ -72,6 +74,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.num_threads = args.threads;
     config.cpus = args.cpus;
     config.slot = args.slot.config()?;
+    config.transports = args.transport.open(&mut p2p_core::OpenNetworks::default())?;
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;

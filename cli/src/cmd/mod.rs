@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::Checkpoint;
 use control_api::ControlClient;
+use p2p_core::{OpenNetworks, TransportSpec, Transports};
 use protocol::WireDtype;
 
 use crate::cluster::{ClusterOptions, LocalCluster};
@@ -76,6 +77,48 @@ impl SlotArgs {
     }
 }
 
+/// Which transports to offer, the best first.
+#[derive(Debug, Clone, clap::Args)]
+pub struct TransportArgs {
+    /// auto, or a list of shm, staged, verbs[:DEVICE] and libfabric[:PROVIDER], the best first.
+    #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value_t)]
+    pub transport: TransportSpec,
+}
+
+impl TransportArgs {
+    /// Opens what was asked for.
+    pub fn open(&self, networks: &mut OpenNetworks) -> Result<Transports> {
+        let transports = networks.open(&self.transport).context("--transport")?;
+        for line in &transports.missing {
+            tracing::debug!("{line}");
+        }
+        Ok(transports)
+    }
+
+    /// The same as arguments of a child process.
+    pub fn to_args(&self) -> Vec<String> {
+        vec!["--transport".to_owned(), self.transport.to_string()]
+    }
+}
+
+/// Transports towards one server.
+#[derive(Debug, Clone)]
+pub struct PeerTransport {
+    server: String,
+    spec: TransportSpec,
+}
+
+impl std::str::FromStr for PeerTransport {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (server, spec) = text.split_once('=').with_context(|| {
+            format!("`{text}` is not NAME=TRANSPORTS, as in server-1=libfabric")
+        })?;
+        Ok(Self { server: server.to_owned(), spec: spec.parse()? })
+    }
+}
+
 /// A cluster to start for one command, where no control plane is given.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LocalArgs {
@@ -130,16 +173,49 @@ pub struct ClientArgs {
     pub deadline_ms: u64,
     #[command(flatten)]
     pub slot: SlotArgs,
+    #[command(flatten)]
+    pub transport: TransportArgs,
+    /// Transports towards one server, instead of --transport: NAME=TRANSPORTS. Can be given often.
+    #[arg(
+        long,
+        env = "SWITCHYARD_PEER_TRANSPORT",
+        value_delimiter = ' ',
+        value_name = "NAME=TRANSPORTS"
+    )]
+    pub peer_transport: Vec<PeerTransport>,
 }
 
 impl ClientArgs {
+    /// Arguments of an expert server that this client can talk to.
+    pub fn server_args(&self) -> Vec<String> {
+        let mut args = self.slot.to_args();
+        let mut spec = self.transport.transport.clone();
+        if let TransportSpec::List(wishes) = &mut spec {
+            for peer in &self.peer_transport {
+                match &peer.spec {
+                    TransportSpec::Auto => {}
+                    TransportSpec::List(more) => wishes.extend(more.iter().cloned()),
+                }
+            }
+        }
+        args.extend(TransportArgs { transport: spec }.to_args());
+        args
+    }
+
     /// A builder with these settings.
     pub fn builder(&self, checkpoint: &Checkpoint) -> Result<MoeClientBuilder> {
         let response = self.response_dtype.unwrap_or(match self.wire_dtype {
             WireDtype::F8E4m3 => WireDtype::Bf16,
             other => other,
         });
-        Ok(MoeClient::builder(ClientModel::of(checkpoint))
+        let mut networks = OpenNetworks::default();
+        let mut builder = MoeClient::builder(ClientModel::of(checkpoint));
+        for peer in &self.peer_transport {
+            let transports = networks.open(&peer.spec).context("--peer-transport")?;
+            builder = builder.peer_transports(&peer.server, transports);
+        }
+        Ok(builder
+            .transports(self.transport.open(&mut networks)?)
             .wire_dtype(self.wire_dtype)
             .response_dtype(response)
             .deadline(Duration::from_millis(self.deadline_ms))
@@ -175,7 +251,7 @@ impl Service {
                 let mut options = ClusterOptions::new(checkpoint.dir())?;
                 options.num_servers = local.servers;
                 options.replicas = local.replicas;
-                options.server_args = client.slot.to_args();
+                options.server_args = client.server_args();
                 let cluster = start_cluster(global, options)?;
                 let (url, token) = (cluster.control_url(), cluster.token().to_owned());
                 (Some(cluster), url, Some(token))

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use control_api::{ControlClient, MemberState};
+use control_api::{ControlClient, MemberInfo, MemberState};
 
 use crate::{Global, ui};
 
@@ -62,7 +62,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         );
         if !members.is_empty() {
             outln!(
-                "\n{:<20} {:<10} {:<22} {:>9} {:>10}",
+                "\n{:<20} {:<10} {:<22} {:>9} {:>10}  CLIENTS",
                 "SERVER",
                 "STATE",
                 "ADDRESS",
@@ -77,14 +77,23 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 _ => format!("{:.1} s", member.lease_remaining_ms as f64 / 1e3),
             };
             outln!(
-                "{:<20} {:<10} {:<22} {:>9} {:>10}{suspected}",
+                "{:<20} {:<10} {:<22} {:>9} {:>10}  {}{suspected}",
                 member.name,
                 member.state.as_str(),
                 member.data_addr,
                 member.experts_held,
-                lease
+                lease,
+                clients(member)
             );
         }
     }
     Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Client links of a member by transport, as in `2 shm, 1 libfabric`, as of its last report.
+fn clients(member: &MemberInfo) -> String {
+    let links = member.load.iter().flat_map(|load| &load.links);
+    let texts: Vec<String> =
+        links.map(|links| format!("{} {}", links.num_links, links.transport)).collect();
+    if texts.is_empty() { "-".to_owned() } else { texts.join(", ") }
 }
