@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use checkpoint::ModelConfig;
 use control_api::{Assignment, LayerAssignment};
-use p2p_core::{SlotConfig, SpinPolicy};
+use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
 
 /// Settings of one server. [`ServerConfig::new`] fills in the defaults.
 #[derive(Debug, Clone)]
@@ -32,6 +32,8 @@ pub struct ServerConfig {
     pub cpus: Vec<usize>,
     /// Size of a slot and frames in it. Clients must have the same.
     pub slot: SlotConfig,
+    /// Transports to offer.
+    pub transports: Transports,
     /// Secret that clients must show; `None` admits everybody who reaches the port.
     pub ticket: Option<Ticket>,
     /// Bounds on what clients can take.
@@ -69,6 +71,7 @@ impl ServerConfig {
             num_threads: 0,
             cpus: Vec::new(),
             slot: SlotConfig::default(),
+            transports: vec![TransportKind::Shm].into(),
             ticket: None,
             limits: Limits::default(),
             spin: SpinPolicy::default(),

@@ -422,6 +422,8 @@ fn listener_config(config: &ServerConfig) -> ListenerConfig {
     ListenerConfig {
         slot: config.slot,
         ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
+        transports: config.transports.kinds.clone(),
+        networks: config.transports.networks.clone(),
         handshake_timeout: config.limits.handshake_timeout,
         max_peers: config.limits.max_links,
         ..ListenerConfig::default()

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use control_api::{Assignment, ExpertLoad, LoadReport};
+use control_api::{Assignment, ExpertLoad, LoadReport, TransportLinks};
+use p2p_core::TransportKind;
 use p2p_core::bootstrap::ListenerStats;
 
 use crate::metrics::ServerMetrics;
@@ -144,13 +145,38 @@ pub(crate) struct LoadCounters {
     num_tokens: AtomicU64,
     /// `[layer, expert]`, row-major.
     experts: Box<[AtomicU64]>,
+    /// Open links, in the order of [`TransportKind::ALL`].
+    links: [AtomicUsize; TransportKind::ALL.len()],
 }
 
 impl LoadCounters {
     pub(crate) fn new(num_layers: usize, num_experts: usize) -> Self {
         let experts = (0..num_layers * num_experts).map(|_| AtomicU64::new(0)).collect();
         let (busy_ns, num_tokens) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { num_experts, busy_ns, num_tokens, experts }
+        Self { num_experts, busy_ns, num_tokens, experts, links: Default::default() }
+    }
+
+    /// Takes note of the transports of all open links.
+    pub(crate) fn set_links(&self, open: impl Iterator<Item = TransportKind>) {
+        let mut counts = [0; TransportKind::ALL.len()];
+        for kind in open {
+            if let Some(idx) = TransportKind::ALL.iter().position(|known| *known == kind) {
+                counts[idx] += 1;
+            }
+        }
+        for (counter, count) in self.links.iter().zip(counts) {
+            counter.store(count, Ordering::Relaxed);
+        }
+    }
+
+    fn links(&self) -> Vec<TransportLinks> {
+        let counts = self.links.iter().map(|counter| counter.load(Ordering::Relaxed));
+        let open = TransportKind::ALL.iter().zip(counts).filter(|(_, count)| *count > 0);
+        open.map(|(kind, count)| TransportLinks {
+            transport: kind.name().to_owned(),
+            num_links: count as u32,
+        })
+        .collect()
     }
 
     pub(crate) fn add_batch(&self, num_tokens: usize, busy: Duration) {
@@ -193,6 +219,7 @@ impl LoadWindow {
             busy_ms: advance(&mut self.busy_ns, &counters.busy_ns) / 1_000_000,
             num_tokens: advance(&mut self.num_tokens, &counters.num_tokens),
             experts: Vec::new(),
+            links: counters.links(),
         };
         self.begin = now;
         for entry in &holds.layers {

@@ -32,6 +32,17 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
+    /// Every kind.
+    pub const ALL: [Self; 7] = [
+        Self::Local,
+        Self::Shm,
+        Self::Staged,
+        Self::Verbs,
+        Self::Libfabric,
+        Self::CudaIpc,
+        Self::SoftNic,
+    ];
+
     /// Name as used in configuration, logs and metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {

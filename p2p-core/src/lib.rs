@@ -19,6 +19,7 @@
 //! | [`transport`] | the endpoint of a connection, whichever transport it is |
 //! | [`network`] | what a transport over a network offers to the handshake |
 //! | [`fabric`] | one-sided operations on registered memory, by completion |
+//! | [`transports`] | which transports a process offers |
 //! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
 //! | [`mod@bench`] | latency and bandwidth between processes |
 //! | [`host`] | whether two processes can share memory |
@@ -44,6 +45,8 @@ pub mod region;
 pub mod ring;
 pub mod slot;
 pub mod transport;
+#[cfg(not(loom))]
+pub mod transports;
 pub mod view;
 pub mod wait;
 
@@ -54,5 +57,7 @@ pub use endpoint::{Endpoint, PostError, QuietError, TransportKind};
 pub use region::{LocalRange, Region, RemoteRange, SlotKey};
 pub use slot::{SlotConfig, SlotConfigError, SlotLayout};
 pub use transport::AnyEndpoint;
+#[cfg(not(loom))]
+pub use transports::{OpenNetworks, TransportSpec, Transports};
 pub use view::{OutOfRange, ReadView, WriteView};
 pub use wait::{Driver, Kicker, SpinPolicy, WaitSet};

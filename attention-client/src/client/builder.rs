@@ -8,7 +8,7 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use checkpoint::Checkpoint;
 use control_api::{ControlClient, ModelDescriptor, PlacementTable};
-use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind};
+use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind, Transports};
 use prometheus::Registry;
 use protocol::{FrameGeometry, ModelShape, WireDtype};
 use tokio::runtime::Handle;
@@ -112,7 +112,8 @@ impl MoeClientBuilder {
             settings: Settings {
                 name: format!("client-{}", std::process::id()),
                 slot: SlotConfig::default(),
-                transports: vec![TransportKind::Shm],
+                transports: vec![TransportKind::Shm].into(),
+                peer_transports: Vec::new(),
                 ticket: None,
                 deadline: DEFAULT_DEADLINE,
                 work_limit: DEFAULT_WORK_LIMIT,
@@ -170,8 +171,18 @@ impl MoeClientBuilder {
     }
 
     /// Transports to offer, the best first. Default shared memory.
-    pub fn transports(mut self, transports: Vec<TransportKind>) -> Self {
-        self.settings.transports = transports;
+    pub fn transports(mut self, transports: impl Into<Transports>) -> Self {
+        self.settings.transports = transports.into();
+        self
+    }
+
+    /// Transports to offer to the server called `name`, instead of those for all.
+    pub fn peer_transports(
+        mut self,
+        name: impl Into<String>,
+        transports: impl Into<Transports>,
+    ) -> Self {
+        self.settings.peer_transports.push((name.into(), transports.into()));
         self
     }
 

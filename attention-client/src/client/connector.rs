@@ -126,10 +126,12 @@ impl Connector {
             name: settings.name.clone(),
         };
         let peer = PeerHello { peer_id: self.lane.client_id, generation, payload: hello.encode() };
+        let offered = settings.transports_for(self.server.name());
         let config = ConnectConfig {
             slot: settings.slot,
             ticket: settings.ticket.clone(),
-            transports: settings.transports.clone(),
+            transports: offered.kinds.clone(),
+            networks: offered.networks.clone(),
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
         };

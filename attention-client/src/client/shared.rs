@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use p2p_core::{SlotConfig, SpinPolicy, TransportKind};
+use p2p_core::{SlotConfig, SpinPolicy, Transports};
 use protocol::FrameGeometry;
 use tokio::sync::mpsc;
 
@@ -22,7 +22,9 @@ pub type LayerObserver = Arc<dyn Fn(&LayerReport) + Send + Sync>;
 pub(crate) struct Settings {
     pub name: String,
     pub slot: SlotConfig,
-    pub transports: Vec<TransportKind>,
+    pub transports: Transports,
+    /// Transports towards servers of these names, instead.
+    pub peer_transports: Vec<(String, Transports)>,
     pub ticket: Option<String>,
     pub deadline: Duration,
     pub work_limit: Duration,
@@ -34,6 +36,12 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
+    /// What to offer to the server called `name`.
+    pub fn transports_for(&self, name: &str) -> &Transports {
+        let own = self.peer_transports.iter().find(|(peer, _)| peer == name);
+        own.map_or(&self.transports, |(_, transports)| transports)
+    }
+
     /// Longest sleep while answers are outstanding. Signs of life wake nobody, so they have to be
     /// looked at often enough for a silence to be measured.
     pub fn tick(&self) -> Duration {

@@ -110,7 +110,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut options = ClusterOptions::new(&dir)?;
     options.num_servers = args.local.servers;
     options.replicas = args.local.replicas;
-    options.server_args = args.client.slot.to_args();
+    options.server_args = args.client.server_args();
     // The servers of the demo share this host; one thread each keeps them out of each other's way.
     options.threads = Some(1);
     let is_terminal = std::io::stdout().is_terminal();

@@ -27,6 +27,6 @@ pub use types::{
     Assignment, ClusterStatus, DrainRequest, ExpertLoad, LayerAssignment, LeaseRequest,
     LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo, MemberList, MemberState,
     ModelDescriptor, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
-    SuspectResponse,
+    SuspectResponse, TransportLinks,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};

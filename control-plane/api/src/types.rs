@@ -229,6 +229,18 @@ pub struct LoadReport {
     /// Tokens per expert; experts without tokens may be left out.
     #[serde(default)]
     pub experts: Vec<ExpertLoad>,
+    /// Open client links by transport; transports without any are left out.
+    #[serde(default)]
+    pub links: Vec<TransportLinks>,
+}
+
+/// Open client links of one transport.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct TransportLinks {
+    /// Name of the transport.
+    pub transport: String,
+    /// Links.
+    pub num_links: u32,
 }
 
 /// Tokens of one expert in one window.

@@ -408,6 +408,7 @@ impl<E: Endpoint> Engine<E> {
     fn note_links(&self) {
         self.status.set_links(self.links.len());
         self.metrics.links.set(self.links.len() as i64);
+        self.load.set_links(self.links.iter().map(|link| link.channel.kind()));
     }
 }
 

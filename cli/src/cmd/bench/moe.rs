@@ -107,7 +107,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     options.num_servers = args.servers;
     options.replicas = 1;
     options.threads = Some(threads / args.servers);
-    options.server_args = args.client.slot.to_args();
+    options.server_args = args.client.server_args();
     let cluster = super::super::start_cluster(global, options)?;
     let token = Some(cluster.token().to_owned());
     let client = args

@@ -1,0 +1,246 @@
+//! Which transports a process offers: what the user asked for, and what the host has.
+//!
+//! ```
+//! use p2p_core::transports::{OpenNetworks, TransportSpec};
+//!
+//! let spec: TransportSpec = "shm,libfabric:tcp;ofi_rxm".parse().unwrap();
+//! assert_eq!(spec.to_string(), "shm,libfabric:tcp;ofi_rxm");
+//! let shm_only = OpenNetworks::default().open(&"shm".parse().unwrap()).unwrap();
+//! assert!(shm_only.networks.is_empty());
+//! ```
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use crate::endpoint::TransportKind;
+use crate::network::{Network, NetworkError};
+
+/// Transports in order of preference: `auto`, or a list as in `shm,verbs:mlx5_0,libfabric:tcp;ofi_rxm`.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum TransportSpec {
+    /// Whatever works here, the fastest first: shared memory, verbs, libfabric.
+    #[default]
+    Auto,
+    /// Exactly these.
+    List(Vec<Wish>),
+}
+
+/// One transport that somebody asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Wish {
+    /// Kind.
+    pub kind: TransportKind,
+    /// Device of verbs, provider of libfabric; `None` leaves the choice.
+    pub device: Option<String>,
+}
+
+impl fmt::Display for Wish {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind.name())?;
+        self.device.as_ref().map_or(Ok(()), |device| write!(f, ":{device}"))
+    }
+}
+
+impl fmt::Display for TransportSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::List(wishes) => {
+                for (idx, wish) in wishes.iter().enumerate() {
+                    let comma = if idx == 0 { "" } else { "," };
+                    write!(f, "{comma}{wish}")?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A text that names no transports.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error(
+    "`{found}` is not a transport: expected auto, or a list of {}, each with :DEVICE or :PROVIDER where it has one",
+    CHOICES.map(TransportKind::name).join(", ")
+)]
+pub struct ParseSpecError {
+    /// What was found.
+    pub found: String,
+}
+
+impl FromStr for TransportSpec {
+    type Err = ParseSpecError;
+
+    fn from_str(text: &str) -> Result<Self, ParseSpecError> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        let wish = |part: &str| {
+            let (name, device) = match part.split_once(':') {
+                Some((name, device)) if !device.is_empty() => (name, Some(device.to_owned())),
+                Some(_) => ("", None),
+                None => (part, None),
+            };
+            let kind = CHOICES.into_iter().find(|kind| kind.name() == name);
+            let kind = kind.filter(|kind| device.is_none() || kind.is_network());
+            let kind = kind.ok_or_else(|| ParseSpecError { found: part.to_owned() })?;
+            Ok(Wish { kind, device })
+        };
+        Ok(Self::List(text.split(',').map(wish).collect::<Result<_, _>>()?))
+    }
+}
+
+/// What a process offers to its peers.
+#[derive(Debug, Clone, Default)]
+pub struct Transports {
+    /// Kinds, the best first.
+    pub kinds: Vec<TransportKind>,
+    /// Networks behind those kinds that are networks.
+    pub networks: Vec<Arc<dyn Network>>,
+    /// What `auto` found missing here, a line each.
+    pub missing: Vec<String>,
+}
+
+impl From<Vec<TransportKind>> for Transports {
+    fn from(kinds: Vec<TransportKind>) -> Self {
+        Self { kinds, ..Self::default() }
+    }
+}
+
+/// A transport that was asked for by name cannot be had.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// This build does not have it.
+    #[error("transport {wish}: this build has no {}; build with `--features {}`, or use {}", .wish.kind.name(), .wish.kind.name(), built_in())]
+    NotBuilt {
+        /// What was asked for.
+        wish: Wish,
+    },
+    /// This host does not have it, or not in working order.
+    #[error("transport {wish}: {source}; this host offers {here}")]
+    NotHere {
+        /// What was asked for.
+        wish: Wish,
+        /// Why not.
+        source: NetworkError,
+        /// What works.
+        here: String,
+    },
+}
+
+/// The networks that a process has open, so that each is opened once whoever asks for it.
+#[derive(Debug, Default)]
+pub struct OpenNetworks {
+    open: Vec<(Wish, Vec<Arc<dyn Network>>)>,
+}
+
+impl OpenNetworks {
+    /// Opens what `spec` asks for. `auto` leaves out what is not here, and says so in
+    /// [`Transports::missing`].
+    ///
+    /// # Errors
+    /// [`OpenError`], when something asked for by name is not here.
+    pub fn open(&mut self, spec: &TransportSpec) -> Result<Transports, OpenError> {
+        let mut transports = Transports::default();
+        let wishes = match spec {
+            TransportSpec::Auto => {
+                let kinds = [TransportKind::Shm, TransportKind::Verbs, TransportKind::Libfabric];
+                kinds.map(|kind| Wish { kind, device: None }).to_vec()
+            }
+            TransportSpec::List(wishes) => wishes.clone(),
+        };
+        for wish in wishes {
+            if wish.kind.is_network() {
+                match self.open_one(&wish) {
+                    Ok(networks) => transports.networks.extend(networks),
+                    Err(error) if *spec == TransportSpec::Auto => {
+                        transports.missing.push(error.to_string());
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            if !transports.kinds.contains(&wish.kind) {
+                transports.kinds.push(wish.kind);
+            }
+        }
+        Ok(transports)
+    }
+
+    fn open_one(&mut self, wish: &Wish) -> Result<Vec<Arc<dyn Network>>, OpenError> {
+        if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
+            return Ok(networks.clone());
+        }
+        let opened =
+            open_network(wish).ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
+        let networks = opened.map_err(|source| {
+            let mut here = vec![TransportKind::Shm.name().to_owned()];
+            here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
+            OpenError::NotHere { wish: wish.clone(), source, here: here.join(", ") }
+        })?;
+        self.open.push((wish.clone(), networks.clone()));
+        Ok(networks)
+    }
+}
+
+/// Networks of this host behind a wish; `None` when this build knows no such network.
+#[allow(clippy::unnecessary_wraps, unused_variables, reason = "depends on the features")]
+fn open_network(wish: &Wish) -> Option<Result<Vec<Arc<dyn Network>>, NetworkError>> {
+    match wish.kind {
+        _ => None,
+    }
+}
+
+/// Names of the transports of this build.
+fn built_in() -> String {
+    let mut names = vec![TransportKind::Shm.name()];
+    if cfg!(feature = "libfabric") {
+        names.push(TransportKind::Libfabric.name());
+    }
+    if cfg!(feature = "verbs") {
+        names.push(TransportKind::Verbs.name());
+    }
+    names.join(", ")
+}
+
+/// What a user may ask for.
+const CHOICES: [TransportKind; 4] =
+    [TransportKind::Shm, TransportKind::Staged, TransportKind::Verbs, TransportKind::Libfabric];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_read_or_refused() {
+        for text in ["auto", "shm", "shm,verbs", "verbs:mlx5_0,libfabric:tcp;ofi_rxm,staged"] {
+            let spec: TransportSpec = text.parse().unwrap();
+            assert_eq!(spec.to_string(), text);
+        }
+        for (text, found) in [
+            ("", ""),
+            ("shm,", ""),
+            ("tcp", "tcp"),
+            ("shm:0", "shm:0"),
+            ("verbs:", "verbs:"),
+            ("auto,shm", "auto"),
+            ("local", "local"),
+        ] {
+            let error = text.parse::<TransportSpec>().unwrap_err();
+            assert_eq!(error.found, found);
+            assert!(error.to_string().contains("shm, staged, verbs, libfabric"), "{error}");
+        }
+    }
+
+    #[test]
+    fn auto_always_has_shared_memory_and_first() {
+        let found = OpenNetworks::default().open(&TransportSpec::Auto).unwrap();
+        assert_eq!(found.kinds.first(), Some(&TransportKind::Shm));
+        for network in &found.networks {
+            assert!(found.kinds.contains(&network.kind()));
+        }
+    }
+}
