@@ -135,7 +135,7 @@ impl FakeServer {
                 num_connections.fetch_add(1, Ordering::SeqCst);
                 let (script, num_frames, stop) = (script.clone(), num_frames.clone(), stop.clone());
                 let thread = std::thread::spawn(move || {
-                    Peer::new(connection, shape).run(&script, &num_frames, &stop);
+                    Peer::new(connection, shape, stop).run(&script, &num_frames);
                 });
                 threads.lock().expect("threads").push(thread);
             }
@@ -173,10 +173,12 @@ struct Peer {
     expect: DispatchExpect,
     scratch: DispatchScratch,
     zombies: Vec<(Instant, CombineMeta, Vec<f32>)>,
+    /// Set when the server is to die, perhaps by the thread whose client it waits for.
+    stop: Arc<AtomicBool>,
 }
 
 impl Peer {
-    fn new(connection: Connection, shape: ModelShape) -> Self {
+    fn new(connection: Connection, shape: ModelShape, stop: Arc<AtomicBool>) -> Self {
         let hello = ClientHello::decode(&connection.peer.payload).expect("client hello");
         assert_eq!(hello.client_id, connection.peer.peer_id);
         let frame_bytes = connection.channel.layout().frame_bytes();
@@ -199,11 +201,11 @@ impl Peer {
             dtype: hello.dtype,
             response_dtype: hello.response_dtype,
         };
-        Self { connection, expect, scratch: DispatchScratch::default(), zombies: Vec::new() }
+        Self { connection, expect, scratch: DispatchScratch::default(), zombies: Vec::new(), stop }
     }
 
-    fn run(mut self, script: &Script, num_frames: &AtomicUsize, stop: &AtomicBool) {
-        while !stop.load(Ordering::SeqCst) {
+    fn run(mut self, script: &Script, num_frames: &AtomicUsize) {
+        while !self.is_stopped() {
             self.raise_zombies();
             let gone = self.connection.liveness.closed_now().is_some();
             if gone && self.zombies.is_empty() {
@@ -234,12 +236,12 @@ impl Peer {
             self.connection.channel.release().expect("release");
             match script(seen) {
                 Act::Die => return,
-                act => self.act(act, meta, rows, stop),
+                act => self.act(act, meta, rows),
             }
         }
     }
 
-    fn act(&mut self, act: Act, meta: CombineMeta, rows: Vec<f32>, stop: &AtomicBool) {
+    fn act(&mut self, act: Act, meta: CombineMeta, rows: Vec<f32>) {
         let hidden = self.expect.hidden;
         match act {
             Act::Answer => self.publish(&meta, &rows, |_| {}),
@@ -268,7 +270,7 @@ impl Peer {
             Act::Silence | Act::Die => {}
             Act::Work(time) => {
                 let until = Instant::now() + time;
-                while Instant::now() < until && !stop.load(Ordering::SeqCst) {
+                while Instant::now() < until && !self.is_stopped() {
                     self.connection.channel.bump_progress().expect("progress");
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -276,14 +278,14 @@ impl Peer {
             }
             Act::WorkForEver => {
                 let gone = |peer: &Self| peer.connection.liveness.closed_now().is_some();
-                while !gone(self) && !stop.load(Ordering::SeqCst) {
+                while !gone(self) && !self.is_stopped() {
                     self.connection.channel.bump_progress().expect("progress");
                     std::thread::sleep(Duration::from_millis(1));
                 }
             }
             Act::Zombie(time) => self.zombies.push((Instant::now() + time, meta, rows)),
             Act::Refuse(code) => {
-                let Some(frame) = reserve(&mut self.connection) else { return };
+                let Some(frame) = self.reserve() else { return };
                 let channel = &mut self.connection.channel;
                 let mut view = channel.write_view(&frame);
                 let used = encode_error(&mut view, &meta.id, code, [0; 2], "as the test wants it")
@@ -317,27 +319,31 @@ impl Peer {
         rows: &[f32],
         spoil: impl FnOnce(&mut p2p_core::WriteView<'_>),
     ) {
-        let Some(frame) = reserve(&mut self.connection) else { return };
+        let Some(frame) = self.reserve() else { return };
         let channel = &mut self.connection.channel;
         let mut view = channel.write_view(&frame);
         let used = encode_combine(&mut view, meta, rows).expect("fits");
         spoil(&mut view);
         channel.publish(frame, used).expect("publish");
     }
-}
 
-/// The next frame to fill, or `None` when the client is gone.
-fn reserve(connection: &mut Connection) -> Option<p2p_core::TxFrame> {
-    let until = Instant::now() + Duration::from_secs(20);
-    loop {
-        if let Some(frame) = connection.channel.try_reserve().expect("reserve") {
-            return Some(frame);
+    /// The next frame to fill, or `None` when the client is gone or the server is to die.
+    fn reserve(&mut self) -> Option<p2p_core::TxFrame> {
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(frame) = self.connection.channel.try_reserve().expect("reserve") {
+                return Some(frame);
+            }
+            if self.is_stopped() || self.connection.liveness.closed_now().is_some() {
+                return None;
+            }
+            assert!(Instant::now() < until, "the client gives no credit");
+            std::thread::sleep(Duration::from_micros(50));
         }
-        if connection.liveness.closed_now().is_some() {
-            return None;
-        }
-        assert!(Instant::now() < until, "the client gives no credit");
-        std::thread::sleep(Duration::from_micros(50));
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
     }
 }
 
