@@ -1,17 +1,31 @@
 //! The one crate that owns CUDA.
 //!
-//! Its Rust side holds the path of the C headers, `include/switchyard/`, and the probe behind
-//! `switchyard doctor`. What needs the CUDA driver is behind the feature `cuda`, which opens the
-//! driver at run time; without it nothing here refers to CUDA at all.
+//! `include/switchyard/` and `cuda/` have the kernels of the data path, `gpu-tests/` their tests and
+//! benchmarks in C++. The Rust side launches them:
 //!
-//! Beside it, `cuda/` has the kernels of the data path and `gpu-tests/` their tests and benchmarks.
-//! `cargo xtask` compiles and bundles them; no service launches them yet, and experts are computed on
-//! CPUs.
+//! | module | what it holds |
+//! |---|---|
+//! | [`abi`] | parameters, states and tables, field by field as in `device_abi.h` |
+//! | [`geometry`] | where the sections of device frames lie |
+//! | [`check`] | whether parameters can be used, decided before anything is launched |
+//! | [`plan`] | which compiled kernel serves a launch, and with how many threads |
+//! | [`gpu`] | memory, streams, launches, graphs: the narrow interface to the driver |
+//! | [`mod@probe`] | what GPUs this host has |
+//!
+//! The feature `cuda` embeds the compiled kernels and opens the CUDA driver at run time; without it
+//! [`gpu::Gpu::open`] says that this build has no GPU support, and everything else is there.
 //!
 //! The crate knows no sockets, no HTTP and no models.
 
+pub mod abi;
+pub mod check;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the driver looks names up"))]
+mod entries;
+pub mod geometry;
+pub mod gpu;
+pub mod plan;
 pub mod probe;
 
 pub use probe::{CudaState, Gpu, GpuReport, ReportLine, probe};

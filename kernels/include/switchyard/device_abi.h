@@ -4,7 +4,8 @@
  * A device frame is filled by many thread blocks at once, none of which knows what the others write,
  * so unlike the frames of abi.h its sections stand at fixed offsets that depend on the geometry only,
  * and it carries no checksum over them (NVLink and RDMA links check their own). The header is the
- * same sy_frame_header. Change nothing here without raising SY_DEVICE_ABI_VERSION.
+ * same sy_frame_header. Change nothing here without raising SY_DEVICE_ABI_VERSION; kernels/src/abi.rs
+ * says the same in Rust.
  */
 #ifndef SWITCHYARD_DEVICE_ABI_H
 #define SWITCHYARD_DEVICE_ABI_H
@@ -333,7 +334,19 @@ SY_STATIC_ASSERT(SY_WORD_ANNOUNCE(0) > SY_WORD_WAITING, "words of abi.h stay fre
 SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
 /* Parameters stay small, whatever the number of peers: their tables are in memory. */
-SY_STATIC_ASSERT(sizeof(sy_dispatch_params) <= 320, "kernel parameters");
-SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) <= 320, "kernel parameters");
+SY_STATIC_ASSERT(sizeof(sy_placement) == 8208, "size of sy_placement");
+SY_STATIC_ASSERT(sizeof(sy_client_state) == 560, "size of sy_client_state");
+SY_STATIC_ASSERT(sizeof(sy_server_state) == 320, "size of sy_server_state");
+SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 56, "size of sy_expert_lists");
+SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params");
+SY_STATIC_ASSERT(sizeof(sy_combine_params) == 208, "size of sy_combine_params");
+SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 264, "size of sy_expert_recv_params");
+SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 224, "size of sy_expert_send_params");
+SY_STATIC_ASSERT(sizeof(sy_echo_params) == 184, "size of sy_echo_params");
+SY_STATIC_ASSERT(offsetof(sy_dispatch_params, servers) == 232, "servers of sy_dispatch_params");
+SY_STATIC_ASSERT(offsetof(sy_combine_params, servers) == 200, "servers of sy_combine_params");
+SY_STATIC_ASSERT(offsetof(sy_expert_recv_params, clients) == 256, "clients of sy_expert_recv_params");
+SY_STATIC_ASSERT(offsetof(sy_expert_send_params, clients) == 216, "clients of sy_expert_send_params");
+SY_STATIC_ASSERT(offsetof(sy_echo_params, clients) == 176, "clients of sy_echo_params");
 
 #endif /* SWITCHYARD_DEVICE_ABI_H */

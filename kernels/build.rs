@@ -1,0 +1,92 @@
+//! With the feature `cuda`: compiles `cuda/*.cu` to machine code for Hopper and PTX for what comes later,
+//! which the library embeds. nvcc comes from `CUDA_HOME`, else from the wheels that
+//! `cargo xtask cuda-toolkit` keeps in the user's cache.
+
+use std::env;
+use std::error::Error;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+#[path = "src/entries.rs"]
+#[allow(dead_code, reason = "the library uses the rest")]
+mod entries;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed=build.rs");
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return Ok(());
+    }
+    for path in ["cuda", "include", "src/entries.rs"] {
+        println!("cargo::rerun-if-changed={path}");
+    }
+    for name in ["CUDA_HOME", "XDG_CACHE_HOME", "HOME"] {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
+    let nvcc = find_nvcc()?;
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+    let mut all = Vec::new();
+    let mut list = String::from("/// Code of every source file.\npub const IMAGES: [&[u8]; ");
+    write!(list, "{}] = [", SOURCES.len())?;
+    for name in SOURCES {
+        let image = out.join(format!("{name}.fatbin"));
+        compile(&nvcc, name, &image)?;
+        all.extend(fs::read(&image)?);
+        write!(list, "\n    &Aligned(*include_bytes!({:?})).0,", image)?;
+    }
+    list.push_str("\n];\n");
+    fs::write(out.join("images.rs"), list)?;
+    for entry in entries::ENTRIES {
+        // Images are not compressed, so names stand in them as they are.
+        if !all.windows(entry.len()).any(|part| part == entry.as_bytes()) {
+            return Err(format!("no kernel in cuda/ is called {entry}: see src/entries.rs").into());
+        }
+    }
+    Ok(())
+}
+
+fn compile(nvcc: &Path, name: &str, image: &Path) -> Result<(), Box<dyn Error>> {
+    let output = Command::new(nvcc)
+        .args(["-O3", "-std=c++17", "-fatbin", "--no-compress", "-Iinclude", "-Icuda"])
+        .args(["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"])
+        .arg("-o")
+        .args([image, Path::new(&format!("cuda/{name}.cu"))])
+        .output()
+        .map_err(|e| format!("cannot start {}: {e}", nvcc.display()))?;
+    if !output.status.success() {
+        let report = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("nvcc refused cuda/{name}.cu:\n{report}").into());
+    }
+    Ok(())
+}
+
+fn find_nvcc() -> Result<PathBuf, String> {
+    if let Some(home) = env::var_os("CUDA_HOME") {
+        let nvcc = PathBuf::from(home).join("bin/nvcc");
+        return if nvcc.exists() {
+            Ok(nvcc)
+        } else {
+            Err(format!("CUDA_HOME is set, but there is no {}", nvcc.display()))
+        };
+    }
+    let cache = env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))
+        .unwrap_or_default();
+    let lib = cache.join("switchyard/cuda-13.0/lib");
+    fs::read_dir(&lib)
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| Some(entry.ok()?.path().join("site-packages/nvidia/cu13/bin/nvcc")))
+        .find(|nvcc| nvcc.exists())
+        .ok_or_else(|| {
+            format!(
+                "the feature `cuda` needs nvcc: set CUDA_HOME, or run `cargo xtask cuda-toolkit` (looked in {})",
+                lib.display()
+            )
+        })
+}
+
+/// Source files under `cuda/`, without their ending.
+const SOURCES: [&str; 5] = ["dispatch", "combine", "expert", "p2p", "flag"];

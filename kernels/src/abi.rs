@@ -1,0 +1,512 @@
+//! What a host hands to the GPU data path. `include/switchyard/device_abi.h` says the same in C; both
+//! sides assert sizes, and a test compiles the header and compares every field.
+
+use std::mem::{offset_of, size_of};
+
+use bytemuck::{Pod, Zeroable};
+
+/// `version` of every parameter struct.
+pub const DEVICE_ABI_VERSION: u32 = 1;
+/// `"SYDF"` as a little-endian word: the magic of a device frame's header.
+pub const DEVICE_FRAME_MAGIC: u32 = u32::from_le_bytes(*b"SYDF");
+/// Most peers of one client or server: one bit per peer in a 32-bit mask.
+pub const MAX_PEERS: usize = 32;
+/// Most frames of a slot.
+pub const MAX_FRAMES: u32 = 8;
+/// Most experts of a layer.
+pub const MAX_EXPERTS: usize = 1024;
+/// Most experts of a token.
+pub const MAX_TOP_K: u32 = 16;
+/// Most replicas of an expert.
+pub const MAX_REPLICAS: usize = 7;
+/// Most tokens of a frame.
+pub const MAX_FRAME_TOKENS: u32 = 1 << 20;
+/// Largest hidden size.
+pub const MAX_HIDDEN: u32 = 1 << 20;
+/// Values that share an fp8 scale; hidden sizes are multiples of it.
+pub const SCALE_BLOCK: u32 = 128;
+/// Expert of an unused entry.
+pub const NO_EXPERT: u32 = u32::MAX;
+/// Unused route.
+pub const NO_ROUTE: u32 = u32::MAX;
+/// A route is `peer << ROUTE_SHIFT | row`.
+pub const ROUTE_SHIFT: u32 = 24;
+/// Bits of an entry's rank among those of its expert in a batch.
+pub const RANK_BITS: u32 = 22;
+/// Blocks of `expert_recv`: one cluster.
+pub const RECV_BLOCKS: u32 = 8;
+/// Threads of each of them.
+pub const RECV_THREADS: u32 = 1024;
+
+/// Element type of requests: bfloat16.
+pub const DTYPE_BF16: u32 = 3;
+/// Element type of requests: fp8-e4m3 with a scale per [`SCALE_BLOCK`] values.
+pub const DTYPE_F8_E4M3: u32 = 4;
+
+/// [`Link::way`]: the peer's slot is mapped here.
+pub const WAY_DIRECT: u32 = 1;
+
+/// `flags`: the kernel may start while the one before it in the stream ends.
+pub const FLAG_PDL: u32 = 1;
+/// `flags`, with [`FLAG_PDL`]: dependents may start at once.
+pub const FLAG_EARLY: u32 = 2;
+/// [`DispatchParams::flags`]: send empty frames, too. Servers in lockstep need them.
+pub const FLAG_CONTACT_ALL: u32 = 4;
+
+/// Bytes of a slot's control tail.
+pub const CONTROL_BYTES: u64 = 4096;
+/// [`ErrorWord::tag`] without an error.
+pub const TAG_NONE: u32 = 0;
+
+/// An address in memory that the GPU reaches: 0 stands for null.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, Pod, Zeroable)]
+pub struct DevicePtr(pub u64);
+
+impl DevicePtr {
+    /// Null.
+    pub const NULL: Self = Self(0);
+
+    /// Whether this is null.
+    #[must_use]
+    pub const fn is_null(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The address `bytes` further on.
+    #[must_use]
+    pub const fn add(self, bytes: u64) -> Self {
+        Self(self.0 + bytes)
+    }
+}
+
+/// First error of a peer's kernels. The host clears it by setting `tag` to [`TAG_NONE`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ErrorWord {
+    /// What was waited for or found wrong: `SY_TAG_*` of the header.
+    pub tag: u32,
+    /// Which peer, by index.
+    pub peer: u32,
+    /// `SY_REASON_*` of the header.
+    pub reason: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// What was found.
+    pub observed: u64,
+    /// What was expected.
+    pub expected: u64,
+}
+
+/// Where the sections of frames lie. Made by [`FrameGeometry::new`], never by hand.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct FrameGeometry {
+    /// Values per row.
+    pub hidden: u32,
+    /// Experts per token.
+    pub top_k: u32,
+    /// Element type of requests, [`DTYPE_BF16`] or [`DTYPE_F8_E4M3`]; answers are bf16.
+    pub dtype: u32,
+    /// Frames of a slot, a power of two.
+    pub num_frames: u32,
+    /// Rows of a frame.
+    pub max_tokens: u32,
+    /// Distance between rows of a request, bytes.
+    pub row_stride_bytes: u32,
+    /// fp8 scales per row, 0 with bf16.
+    pub scales_per_row: u32,
+    /// Distance between rows of an answer, bytes.
+    pub response_stride_bytes: u32,
+    /// Offset in a frame of `[max_tokens]` u64 frame numbers.
+    pub flags_offset: u64,
+    /// Offset in a frame of `[max_tokens][top_k]` entries.
+    pub entries_offset: u64,
+    /// Offset in a frame of `[max_tokens][scales_per_row]` f32.
+    pub scales_offset: u64,
+    /// Offset in a frame of `[max_tokens]` rows.
+    pub payload_offset: u64,
+    /// Bytes of a frame.
+    pub frame_bytes: u64,
+    /// Bytes of a request slot: frames and control tail.
+    pub slot_bytes: u64,
+    /// Offset of the control tail.
+    pub control_offset: u64,
+    /// Offset in an answer of `[max_tokens]` u64 frame numbers.
+    pub response_flags_offset: u64,
+    /// Offset in an answer of its rows.
+    pub response_payload_offset: u64,
+    /// Bytes of an answer.
+    pub response_frame_bytes: u64,
+    /// Bytes of a response slot: answers and control tail.
+    pub response_slot_bytes: u64,
+    /// Offset of the response slot's control tail.
+    pub response_control_offset: u64,
+}
+
+/// A way to a peer's slot.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Link {
+    /// Where kernels store.
+    pub window: DevicePtr,
+    /// Of the way; 0 for direct stores.
+    pub context: u64,
+    /// [`WAY_DIRECT`].
+    pub way: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// Servers that have an expert, by index.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ReplicaSet {
+    /// How many of `server` are used.
+    pub num_replicas: u8,
+    /// Server indices.
+    pub server: [u8; MAX_REPLICAS],
+}
+
+/// Placement table in device memory; the host replaces it between launches.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Placement {
+    /// Version of the placement.
+    pub epoch: u64,
+    /// How many of `experts` are used.
+    pub num_experts: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Replicas of each expert.
+    pub experts: [ReplicaSet; MAX_EXPERTS],
+}
+
+/// A server as its client's kernels see it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ServerPeer {
+    /// Way to this client's request slot at the server.
+    pub request: Link,
+    /// This server's response slot in the client's memory.
+    pub response: DevicePtr,
+    /// Incarnation of the channel.
+    pub generation: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// A client as its server's kernels see it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ClientPeer {
+    /// This client's request slot in the server's memory.
+    pub request: DevicePtr,
+    /// Way to this server's response slot at the client.
+    pub response: Link,
+    /// What the client's headers must say.
+    pub client_id: u64,
+    /// What the client's headers must say.
+    pub generation: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// Device memory of a client, zeroed once. Only kernels write it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ClientState {
+    /// Dispatches so far.
+    pub sequence: u64,
+    /// Blocks that have read `sequence`.
+    pub arrivals: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Frames sent to each server, by parity of the sequence.
+    pub posted: [[u64; MAX_PEERS]; 2],
+    /// First error.
+    pub error: ErrorWord,
+}
+
+/// Head of a handle: what one dispatch tells its combine. `[max_tokens][top_k]` u32 routes follow.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct Handle {
+    /// Number of the dispatch, from 1.
+    pub sequence: u64,
+    /// Tokens of the dispatch.
+    pub num_tokens: u32,
+    /// Servers that got a frame, as a mask.
+    pub contacted: u32,
+    /// Servers that did not answer in time, as a mask; written by combine.
+    pub missing: u32,
+    /// Servers that refused the frame, as a mask; written by combine.
+    pub refused: u32,
+    /// Number of the frame to each server.
+    pub frame_number: [u64; MAX_PEERS],
+    /// Rows of the frame to each server.
+    pub num_rows: [u32; MAX_PEERS],
+}
+
+/// Device memory of a server, zeroed once. Only kernels write it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ServerState {
+    /// Blocks that have read the state.
+    pub arrivals: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Frames taken from each client.
+    pub taken: [u64; MAX_PEERS],
+    /// Frames refused so far.
+    pub num_refused: u64,
+    /// Batches made so far.
+    pub num_batches: u64,
+    /// Where the search for a layer starts.
+    pub next_client: u32,
+    /// Zero.
+    pub reserved2: u32,
+    /// First error.
+    pub error: ErrorWord,
+}
+
+/// Head of a batch: what `expert_recv` tells the expert stage and `expert_send`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Batch {
+    /// Rows of all clients.
+    pub num_rows: u32,
+    /// Entries of all rows.
+    pub num_entries: u32,
+    /// Layer of the batch.
+    pub layer: u32,
+    /// Clients in the batch, as a mask.
+    pub clients: u32,
+    /// Number of each client's frame.
+    pub frame_number: [u64; MAX_PEERS],
+    /// Rows of client `c` are `row_begin[c]..row_begin[c + 1]`.
+    pub row_begin: [u32; MAX_PEERS + 1],
+    /// Zero.
+    pub reserved: u32,
+}
+
+// SAFETY: numbers only, for which all-zero bytes are a value.
+unsafe impl Zeroable for Batch {}
+// SAFETY: numbers only, without padding: 16 + 32 * 8 + 33 * 4 + 4 bytes, as asserted below.
+unsafe impl Pod for Batch {}
+
+/// Parameters of `dispatch`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct DispatchParams {
+    /// [`DEVICE_ABI_VERSION`].
+    pub version: u32,
+    /// `FLAG_*`.
+    pub flags: u32,
+    /// Geometry of the servers' slots.
+    pub geometry: FrameGeometry,
+    /// bf16 `[capacity, hidden]`.
+    pub hidden_states: DevicePtr,
+    /// i32 `[capacity, top_k]`, -1 = masked.
+    pub topk_idx: DevicePtr,
+    /// f32 `[capacity, top_k]`.
+    pub topk_weights: DevicePtr,
+    /// One u32, at most `capacity`.
+    pub num_tokens: DevicePtr,
+    /// [`Placement`].
+    pub placement: DevicePtr,
+    /// [`ClientState`].
+    pub state: DevicePtr,
+    /// [`Handle`] with routes, [`FrameGeometry::handle_bytes`].
+    pub handle: DevicePtr,
+    /// Null, or u64 `[trace_len]`: start times by sequence, ns of the GPU's timer.
+    pub trace: DevicePtr,
+    /// Goes into headers.
+    pub client_id: u64,
+    /// Elements of `trace`.
+    pub trace_len: u32,
+    /// Most tokens of this launch.
+    pub capacity: u32,
+    /// Goes into headers.
+    pub layer: u32,
+    /// Experts of the layer.
+    pub num_experts: u32,
+    /// Elements of `servers`.
+    pub num_servers: u32,
+    /// Thread blocks, 0 = chosen by size.
+    pub num_blocks: u32,
+    /// [`ServerPeer`] `[num_servers]`.
+    pub servers: DevicePtr,
+}
+
+/// Parameters of `combine`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct CombineParams {
+    /// [`DEVICE_ABI_VERSION`].
+    pub version: u32,
+    /// `FLAG_*`.
+    pub flags: u32,
+    /// Geometry of the servers' slots.
+    pub geometry: FrameGeometry,
+    /// What dispatch left.
+    pub handle: DevicePtr,
+    /// [`ClientState`].
+    pub state: DevicePtr,
+    /// bf16 `[capacity, hidden]`.
+    pub out: DevicePtr,
+    /// Null, or u32 `[capacity]`: servers whose part is missing, as a mask.
+    pub token_missing: DevicePtr,
+    /// Null, or u32 in mapped host memory: bit `s` = server `s` is dead.
+    pub abort_mask: DevicePtr,
+    /// Bound of every wait, of silence.
+    pub timeout_ns: u64,
+    /// Most tokens of this launch.
+    pub capacity: u32,
+    /// Elements of `servers`.
+    pub num_servers: u32,
+    /// Thread blocks, 0 = chosen by size.
+    pub num_blocks: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// [`ServerPeer`] `[num_servers]`.
+    pub servers: DevicePtr,
+}
+
+/// Where `expert_recv` leaves a batch. Made by [`FrameGeometry::lists_at`].
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ExpertLists {
+    /// [`Batch`].
+    pub batch: DevicePtr,
+    /// u32 `[num_local_experts + 1]`: positions in the expert-major lists.
+    pub expert_begin: DevicePtr,
+    /// u32 `[max_rows * top_k]`: row of the batch.
+    pub list_row: DevicePtr,
+    /// f32 `[max_rows * top_k]`.
+    pub list_weight: DevicePtr,
+    /// u32 `[max_rows]`: `client << ROUTE_SHIFT | row` of its frame.
+    pub row_source: DevicePtr,
+    /// u32 `[max_rows][top_k]`: position in the lists, [`NO_EXPERT`] where unused.
+    pub row_position: DevicePtr,
+    /// Rows that fit.
+    pub max_rows: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// Parameters of `expert_recv`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ExpertRecvParams {
+    /// [`DEVICE_ABI_VERSION`].
+    pub version: u32,
+    /// `FLAG_*`.
+    pub flags: u32,
+    /// Geometry of the clients' slots.
+    pub geometry: FrameGeometry,
+    /// [`ServerState`].
+    pub state: DevicePtr,
+    /// Where the batch goes.
+    pub lists: ExpertLists,
+    /// i16 `[num_experts]`: index among this server's experts, -1 = not here.
+    pub local_expert: DevicePtr,
+    /// Null, or u32 in mapped host memory: bit `c` = client `c` is dead.
+    pub abort_mask: DevicePtr,
+    /// Null, or u64: frames of older epochs are refused.
+    pub min_epoch: DevicePtr,
+    /// Bound of the wait.
+    pub timeout_ns: u64,
+    /// Leave the wait when so many clients have a frame.
+    pub min_ready: u32,
+    /// Experts of the layer.
+    pub num_experts: u32,
+    /// Experts of this server.
+    pub num_local_experts: u32,
+    /// Layers of the model.
+    pub num_layers: u32,
+    /// Elements of `clients`.
+    pub num_clients: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// [`ClientPeer`] `[num_clients]`.
+    pub clients: DevicePtr,
+}
+
+/// Parameters of `expert_send`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ExpertSendParams {
+    /// [`DEVICE_ABI_VERSION`].
+    pub version: u32,
+    /// `FLAG_*`.
+    pub flags: u32,
+    /// Geometry of the clients' slots.
+    pub geometry: FrameGeometry,
+    /// What `expert_recv` left.
+    pub lists: ExpertLists,
+    /// bf16 `[num_entries, hidden]` in list order; null = identity experts.
+    pub expert_out: DevicePtr,
+    /// Most rows of this launch.
+    pub max_rows: u32,
+    /// Elements of `clients`.
+    pub num_clients: u32,
+    /// Thread blocks, 0 = chosen by size.
+    pub num_blocks: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// [`ClientPeer`] `[num_clients]`.
+    pub clients: DevicePtr,
+}
+
+/// Parameters of `echo`: a server of identity experts in one kernel.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct EchoParams {
+    /// [`DEVICE_ABI_VERSION`].
+    pub version: u32,
+    /// `FLAG_*`.
+    pub flags: u32,
+    /// Geometry of the clients' slots.
+    pub geometry: FrameGeometry,
+    /// [`ServerState`].
+    pub state: DevicePtr,
+    /// Null, or u32 in mapped host memory: bit `c` = client `c` is dead.
+    pub abort_mask: DevicePtr,
+    /// Bound of the wait.
+    pub timeout_ns: u64,
+    /// Most tokens of a client.
+    pub capacity: u32,
+    /// Elements of `clients`.
+    pub num_clients: u32,
+    /// Thread blocks, 0 = chosen by size.
+    pub num_blocks: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// [`ClientPeer`] `[num_clients]`.
+    pub clients: DevicePtr,
+}
+
+const _: () = assert!(size_of::<ErrorWord>() == 32 && offset_of!(ErrorWord, observed) == 16);
+const _: () = assert!(size_of::<FrameGeometry>() == 128);
+const _: () = assert!(offset_of!(FrameGeometry, response_control_offset) == 120);
+const _: () = assert!(size_of::<Link>() == 24 && offset_of!(Link, way) == 16);
+const _: () = assert!(size_of::<ReplicaSet>() == 8);
+const _: () = assert!(size_of::<Placement>() == 8208 && offset_of!(Placement, experts) == 16);
+const _: () = assert!(size_of::<ServerPeer>() == 40 && offset_of!(ServerPeer, response) == 24);
+const _: () = assert!(size_of::<ClientPeer>() == 48 && offset_of!(ClientPeer, client_id) == 32);
+const _: () = assert!(size_of::<ClientState>() == 560 && offset_of!(ClientState, error) == 528);
+const _: () = assert!(size_of::<Handle>() == 408 && offset_of!(Handle, frame_number) == 24);
+const _: () = assert!(size_of::<ServerState>() == 320 && offset_of!(ServerState, error) == 288);
+const _: () = assert!(size_of::<Batch>() == 408 && offset_of!(Batch, row_begin) == 272);
+const _: () = assert!(size_of::<DispatchParams>() == 240);
+const _: () = assert!(offset_of!(DispatchParams, servers) == 232);
+const _: () = assert!(size_of::<CombineParams>() == 208);
+const _: () = assert!(offset_of!(CombineParams, servers) == 200);
+const _: () = assert!(size_of::<ExpertLists>() == 56 && offset_of!(ExpertLists, max_rows) == 48);
+const _: () = assert!(size_of::<ExpertRecvParams>() == 264);
+const _: () = assert!(offset_of!(ExpertRecvParams, clients) == 256);
+const _: () = assert!(size_of::<ExpertSendParams>() == 224);
+const _: () = assert!(offset_of!(ExpertSendParams, clients) == 216);
+const _: () = assert!(size_of::<EchoParams>() == 184);
+const _: () = assert!(offset_of!(EchoParams, clients) == 176);

@@ -1,0 +1,461 @@
+//! A GPU as the data path needs it: memory that other processes can map, copies, flags and kernels in
+//! stream order, and waits with a bound.
+//!
+//! Without the feature `cuda` everything compiles and [`Gpu::open`] says that this build has no GPU
+//! support. With it the CUDA driver is opened at run time; a host without one gets an error.
+
+#[cfg(feature = "cuda")]
+#[path = "driver.rs"]
+mod imp;
+#[cfg(not(feature = "cuda"))]
+#[path = "stub.rs"]
+mod imp;
+
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::time::Instant;
+
+use thiserror::Error;
+
+use crate::abi::DevicePtr;
+use crate::check::CheckError;
+use crate::plan::{KernelParams, LaunchPlan};
+
+/// A GPU refused, or could not be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum GpuError {
+    /// This build has no GPU support.
+    #[error("this build has no GPU support: build with `--features cuda`")]
+    NotBuilt,
+    /// The driver library is missing.
+    #[error("libcuda.so.1 is not on this host: it comes with the NVIDIA driver")]
+    NoDriver,
+    /// There is no such GPU.
+    #[error("there is no GPU {ordinal}: this process may use {count}")]
+    NoSuchGpu {
+        /// Index asked for.
+        ordinal: u32,
+        /// GPUs that this process may use.
+        count: u32,
+    },
+    /// The GPU cannot run the kernels.
+    #[error("GPU {ordinal} ({name}) has compute capability {major}.{minor}, expected 9.0 or later")]
+    TooOld {
+        /// Index.
+        ordinal: u32,
+        /// Product name.
+        name: String,
+        /// Compute capability.
+        major: u32,
+        /// Compute capability.
+        minor: u32,
+    },
+    /// A call to the driver failed.
+    #[error("{call} failed: {name} ({code})")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// Raw code.
+        code: u32,
+        /// Name of the code.
+        name: String,
+    },
+    /// Memory of another GPU cannot be mapped by this one.
+    #[error(
+        "GPU {ordinal} has no access to memory of GPU {peer}: they need NVLink or PCIe peer access between them"
+    )]
+    NoPeerAccess {
+        /// This GPU.
+        ordinal: u32,
+        /// The one whose memory it is.
+        peer: u32,
+    },
+    /// Parameters that cannot be used. Nothing was launched.
+    #[error("{kernel}: {source}")]
+    Check {
+        /// Which kernel.
+        kernel: &'static str,
+        /// What is wrong.
+        source: CheckError,
+    },
+    /// A pointer that the GPU does not know. Nothing was launched.
+    #[error(
+        "{kernel}: {pointer} is {address:#x}, which is no memory that the driver knows: expected device memory or registered host memory"
+    )]
+    Unregistered {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Which parameter.
+        pointer: &'static str,
+        /// Its value.
+        address: u64,
+    },
+    /// The GPU had not finished in time.
+    #[error("{what}: the GPU had not finished at the deadline")]
+    Deadline {
+        /// What was waited for.
+        what: &'static str,
+    },
+    /// A range beyond the end of a buffer. A local bug.
+    #[error("{len} bytes at offset {offset} leave the buffer of {buffer_bytes} bytes")]
+    Range {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+        /// Bytes of the buffer.
+        buffer_bytes: u64,
+    },
+}
+
+/// A GPU with the kernels loaded. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Gpu(imp::Gpu);
+
+/// Memory that the GPU reaches. Freed, or unmapped when it is another process's, by drop.
+#[derive(Debug)]
+pub struct GpuBuffer(imp::Memory);
+
+/// Work in order. Two streams have no order between them.
+#[derive(Debug)]
+pub struct Stream(imp::Stream);
+
+/// Launches recorded from a stream, to be repeated as one.
+#[derive(Debug)]
+pub struct Graph(imp::Graph);
+
+/// A kernel with parameters that were checked.
+#[derive(Debug, Clone)]
+pub struct Prepared<P> {
+    params: P,
+    plan: LaunchPlan,
+}
+
+impl Gpu {
+    /// Opens GPU `ordinal` and loads every kernel. The context is the process's primary one, shared with
+    /// whatever else uses CUDA here.
+    ///
+    /// # Errors
+    /// [`GpuError`] when this build, host or GPU cannot do it.
+    pub fn open(ordinal: u32) -> Result<Self, GpuError> {
+        imp::Gpu::open(ordinal).map(Self)
+    }
+
+    /// GPUs that this process may use; 0 without a driver.
+    ///
+    /// # Errors
+    /// [`GpuError`] when this build or host cannot tell.
+    pub fn count() -> Result<u32, GpuError> {
+        imp::Gpu::count()
+    }
+
+    /// Index of this GPU among those of this process.
+    #[must_use]
+    pub fn ordinal(&self) -> u32 {
+        self.0.ordinal()
+    }
+
+    /// Zeroed memory of this GPU.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn alloc(&self, bytes: u64) -> Result<GpuBuffer, GpuError> {
+        self.0.alloc(bytes).map(GpuBuffer)
+    }
+
+    /// Zeroed memory of this GPU that other processes can map by the descriptor that
+    /// [`GpuBuffer::export`] gives. Rounded up to the GPU's granularity, usually 2 MiB.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn alloc_shared(&self, bytes: u64) -> Result<GpuBuffer, GpuError> {
+        self.0.alloc_shared(bytes).map(GpuBuffer)
+    }
+
+    /// Maps what another process's [`GpuBuffer::export`] gave.
+    ///
+    /// # Errors
+    /// [`GpuError`] when the descriptor is something else, the memory is smaller than `bytes`, or this
+    /// GPU cannot reach it.
+    pub fn import_shared(&self, memory: OwnedFd, bytes: u64) -> Result<GpuBuffer, GpuError> {
+        self.0.import_shared(memory, bytes).map(GpuBuffer)
+    }
+
+    /// Zeroed page-locked host memory that kernels reach, too, at the same address.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn alloc_host(&self, bytes: u64) -> Result<GpuBuffer, GpuError> {
+        self.0.alloc_host(bytes).map(GpuBuffer)
+    }
+
+    /// A new stream, which does not wait for the default one.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn stream(&self) -> Result<Stream, GpuError> {
+        self.0.stream().map(Stream)
+    }
+
+    /// Checks `params`, pointers included, so that launching cannot fail for their sake.
+    ///
+    /// # Safety
+    /// Every pointer is to memory as large as the parameter's documentation says, which stays allocated
+    /// and is used for nothing else as long as the result may be launched or such a launch may run.
+    ///
+    /// # Errors
+    /// [`GpuError::Check`], [`GpuError::Unregistered`].
+    pub unsafe fn prepare<P: KernelParams>(&self, params: P) -> Result<Prepared<P>, GpuError> {
+        params.check().map_err(|source| GpuError::Check { kernel: P::NAME, source })?;
+        for (pointer, address) in params.pointers() {
+            if !address.is_null() && !self.0.is_registered(address) {
+                let address = address.0;
+                return Err(GpuError::Unregistered { kernel: P::NAME, pointer, address });
+            }
+        }
+        Ok(Prepared { params, plan: params.plan() })
+    }
+
+    /// Copies `bytes` to device memory and waits for it.
+    ///
+    /// # Errors
+    /// [`GpuError::Range`], [`GpuError::Driver`], [`GpuError::Deadline`].
+    pub fn write(
+        &self,
+        buffer: &GpuBuffer,
+        offset: u64,
+        bytes: &[u8],
+        deadline: Instant,
+    ) -> Result<(), GpuError> {
+        let to = buffer.at(offset, bytes.len() as u64)?;
+        let (stream, staging) = self.staging(bytes.len())?;
+        if let Some(host) = staging.host() {
+            // SAFETY: fresh memory of at least this length.
+            unsafe { host.copy_from_nonoverlapping(NonNull::from(bytes).cast(), bytes.len()) };
+        }
+        // SAFETY: the range was checked; the staging memory outlives the copy, see `settle`.
+        let copied = unsafe { stream.copy(to, staging.ptr(), bytes.len() as u64) };
+        settle(staging, copied.and_then(|()| stream.wait(deadline))).map(drop)
+    }
+
+    /// Copies device memory to `out` and waits for it.
+    ///
+    /// # Errors
+    /// [`GpuError::Range`], [`GpuError::Driver`], [`GpuError::Deadline`].
+    pub fn read(
+        &self,
+        buffer: &GpuBuffer,
+        offset: u64,
+        out: &mut [u8],
+        deadline: Instant,
+    ) -> Result<(), GpuError> {
+        let len = out.len();
+        let from = buffer.at(offset, len as u64)?;
+        let (stream, staging) = self.staging(len)?;
+        // SAFETY: the range was checked; the staging memory outlives the copy, see `settle`.
+        let copied = unsafe { stream.copy(staging.ptr(), from, len as u64) };
+        let staging = settle(staging, copied.and_then(|()| stream.wait(deadline)))?;
+        if let Some(host) = staging.host() {
+            // SAFETY: at least this length, and the copy into it is complete.
+            unsafe { host.copy_to_nonoverlapping(NonNull::from(out).cast(), len) };
+        }
+        Ok(())
+    }
+
+    fn staging(&self, len: usize) -> Result<(Stream, GpuBuffer), GpuError> {
+        Ok((self.stream()?, self.alloc_host(len as u64)?))
+    }
+}
+
+impl GpuBuffer {
+    /// Address, for kernels and copies.
+    #[must_use]
+    pub fn ptr(&self) -> DevicePtr {
+        self.0.ptr()
+    }
+
+    /// Bytes that can be used.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.0.len()
+    }
+
+    /// Never true: empty buffers cannot be made.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Address for this process, if it is host memory.
+    #[must_use]
+    pub fn host(&self) -> Option<NonNull<u8>> {
+        self.0.host()
+    }
+
+    /// Address of `len` bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`GpuError::Range`] when they leave the buffer.
+    pub fn at(&self, offset: u64, len: u64) -> Result<DevicePtr, GpuError> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len() => Ok(self.ptr().add(offset)),
+            _ => Err(GpuError::Range { offset, len, buffer_bytes: self.len() }),
+        }
+    }
+
+    /// A descriptor by which another process can map this memory, if it came from
+    /// [`Gpu::alloc_shared`].
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn export(&self) -> Result<OwnedFd, GpuError> {
+        self.0.export()
+    }
+}
+
+impl Stream {
+    /// Copies `bytes` between device memory, peers' memory and host memory, whichever the addresses are.
+    ///
+    /// # Safety
+    /// Both ranges are valid, and nobody writes the source or touches the destination before a
+    /// [`wait`](Self::wait) that covers this call.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub unsafe fn copy(&self, to: DevicePtr, from: DevicePtr, bytes: u64) -> Result<(), GpuError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.0.copy(to, from, bytes) }
+    }
+
+    /// Sets `bytes` bytes to `value`.
+    ///
+    /// # Safety
+    /// The range is valid device memory.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub unsafe fn fill(&self, to: DevicePtr, value: u8, bytes: u64) -> Result<(), GpuError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.0.fill(to, value, bytes) }
+    }
+
+    /// Adds `value` to the 64-bit word at `flag`, released to the whole system after everything that this
+    /// stream did before.
+    ///
+    /// # Safety
+    /// `flag` is a valid address, aligned to 8 bytes, in memory that the GPU reaches.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub unsafe fn add_flag(&self, flag: DevicePtr, value: u64) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.add_flag(flag, value) }
+    }
+
+    /// Calls `action` on a thread of the driver's when everything before is done. It must be short and
+    /// use no CUDA.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn then(&self, action: impl FnOnce() + Send + 'static) -> Result<(), GpuError> {
+        self.0.then(Box::new(action))
+    }
+
+    /// Launches a kernel.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn launch<P: KernelParams>(&self, kernel: &Prepared<P>) -> Result<(), GpuError> {
+        // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the plan's
+        // entry takes exactly a `P`.
+        unsafe { self.0.launch(P::NAME, &kernel.plan, bytemuck::bytes_of(&kernel.params)) }
+    }
+
+    /// Waits until everything so far is done.
+    ///
+    /// # Errors
+    /// [`GpuError::Deadline`], [`GpuError::Driver`] when a kernel failed.
+    pub fn wait(&self, deadline: Instant) -> Result<(), GpuError> {
+        self.0.wait(deadline)
+    }
+
+    /// Whether everything so far is done.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`] when a kernel failed.
+    pub fn is_done(&self) -> Result<bool, GpuError> {
+        self.0.is_done()
+    }
+
+    /// Records what `record` launches on this stream instead of running it.
+    ///
+    /// # Errors
+    /// What `record` returns, or [`GpuError::Driver`].
+    pub fn capture(
+        &self,
+        record: impl FnOnce(&Self) -> Result<(), GpuError>,
+    ) -> Result<Graph, GpuError> {
+        self.0.begin_capture()?;
+        let recorded = record(self);
+        // Ended in any case: a stream that goes on capturing is of no use.
+        let graph = self.0.end_capture();
+        recorded?;
+        graph.map(Graph)
+    }
+
+    /// Runs a recorded graph.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
+        self.0.replay(&graph.0)
+    }
+}
+
+/// A copy that was not seen to end may still use its staging memory, which then must stay.
+fn settle(staging: GpuBuffer, copied: Result<(), GpuError>) -> Result<GpuBuffer, GpuError> {
+    match copied {
+        Ok(()) => Ok(staging),
+        Err(error) => {
+            let _kept = std::mem::ManuallyDrop::new(staging);
+            Err(error)
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "cuda")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_build_without_cuda_says_so_in_one_line() {
+        for error in [Gpu::open(0).unwrap_err(), Gpu::count().unwrap_err()] {
+            assert!(matches!(error, GpuError::NotBuilt));
+            let text = error.to_string();
+            assert!(text.contains("--features cuda") && !text.contains('\n'), "{text}");
+        }
+    }
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_without_a_driver_gets_one_line() {
+        if crate::probe().cuda != crate::CudaState::NoLibrary {
+            println!("SKIPPED: this host has a CUDA driver");
+            return;
+        }
+        let error = Gpu::open(0).unwrap_err();
+        assert!(matches!(error, GpuError::NoDriver), "{error}");
+        assert!(!error.to_string().contains('\n'));
+    }
+}

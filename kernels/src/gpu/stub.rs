@@ -1,0 +1,138 @@
+//! What stands in for the CUDA driver in a build without it: types that have no values.
+
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::time::Instant;
+
+use super::GpuError;
+use crate::abi::DevicePtr;
+use crate::plan::LaunchPlan;
+
+#[derive(Debug, Clone)]
+pub(super) enum Gpu {}
+
+#[derive(Debug)]
+pub(super) enum Memory {}
+
+#[derive(Debug)]
+pub(super) enum Stream {}
+
+#[derive(Debug)]
+pub(super) enum Graph {}
+
+impl Gpu {
+    pub(super) const fn open(_ordinal: u32) -> Result<Self, GpuError> {
+        Err(GpuError::NotBuilt)
+    }
+
+    pub(super) const fn count() -> Result<u32, GpuError> {
+        Err(GpuError::NotBuilt)
+    }
+
+    pub(super) const fn ordinal(&self) -> u32 {
+        match *self {}
+    }
+
+    pub(super) const fn alloc(&self, _bytes: u64) -> Result<Memory, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn alloc_shared(&self, _bytes: u64) -> Result<Memory, GpuError> {
+        match *self {}
+    }
+
+    pub(super) fn import_shared(&self, _memory: OwnedFd, _bytes: u64) -> Result<Memory, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn alloc_host(&self, _bytes: u64) -> Result<Memory, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn stream(&self) -> Result<Stream, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn is_registered(&self, _address: DevicePtr) -> bool {
+        match *self {}
+    }
+}
+
+impl Memory {
+    pub(super) const fn ptr(&self) -> DevicePtr {
+        match *self {}
+    }
+
+    pub(super) const fn len(&self) -> u64 {
+        match *self {}
+    }
+
+    pub(super) const fn host(&self) -> Option<NonNull<u8>> {
+        match *self {}
+    }
+
+    pub(super) const fn export(&self) -> Result<OwnedFd, GpuError> {
+        match *self {}
+    }
+}
+
+impl Stream {
+    pub(super) const unsafe fn copy(
+        &self,
+        _to: DevicePtr,
+        _from: DevicePtr,
+        _bytes: u64,
+    ) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const unsafe fn fill(
+        &self,
+        _to: DevicePtr,
+        _value: u8,
+        _bytes: u64,
+    ) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const unsafe fn add_flag(
+        &self,
+        _flag: DevicePtr,
+        _value: u64,
+    ) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) fn then(&self, _action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const unsafe fn launch(
+        &self,
+        _name: &'static str,
+        _plan: &LaunchPlan,
+        _params: &[u8],
+    ) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn wait(&self, _deadline: Instant) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn is_done(&self) -> Result<bool, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn begin_capture(&self) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn end_capture(&self) -> Result<Graph, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn replay(&self, _graph: &Graph) -> Result<(), GpuError> {
+        match *self {}
+    }
+}

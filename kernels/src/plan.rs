@@ -1,0 +1,194 @@
+//! Which compiled kernel serves a launch, and with how many threads. Mirrors the second half of
+//! `cuda/check.hpp`.
+
+use crate::abi::{
+    CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams, EchoParams, ExpertRecvParams,
+    ExpertSendParams, FLAG_PDL, RECV_BLOCKS, RECV_THREADS,
+};
+use crate::check::Check;
+use crate::entries::{
+    COMBINE, COMBINE_TUNED, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16, DISPATCH_TUNED_FP8,
+    ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV, SEND_BF16, SEND_FP8,
+    SEND_TUNED_BF16, SEND_TUNED_FP8,
+};
+
+/// A launch, decided but for the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaunchPlan {
+    /// Thread blocks.
+    pub num_blocks: u32,
+    /// Threads of each.
+    pub num_threads: u32,
+    /// Compiled for this hidden size (and top_k), else for any.
+    pub is_tuned: bool,
+    /// Name of the kernel in the embedded code.
+    pub entry: &'static str,
+    /// Whether the kernel may start while the one before it ends.
+    pub overlaps: bool,
+}
+
+/// Parameters that a kernel takes, whole, as its only argument.
+pub trait KernelParams: Check + bytemuck::Pod {
+    /// Name of the kernel, for messages.
+    const NAME: &'static str;
+
+    /// The launch for these parameters, which must have passed [`Check::check`].
+    fn plan(&self) -> LaunchPlan;
+
+    /// Every pointer with its name, nulls among them.
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)>;
+}
+
+impl KernelParams for DispatchParams {
+    const NAME: &'static str = "dispatch";
+
+    fn plan(&self) -> LaunchPlan {
+        // One more block writes headers.
+        let data_blocks = choose_blocks(self.num_blocks, self.capacity.into(), 1024);
+        let run = self.capacity.div_ceil(data_blocks).max(1);
+        let is_tuned = self.geometry.hidden == TUNED_HIDDEN && self.geometry.top_k == TUNED_TOP_K;
+        let entry = match (is_tuned, is_fp8(self.geometry.dtype)) {
+            (true, true) => DISPATCH_TUNED_FP8,
+            (true, false) => DISPATCH_TUNED_BF16,
+            (false, true) => DISPATCH_FP8,
+            (false, false) => DISPATCH_BF16,
+        };
+        plan(is_tuned, self.capacity.div_ceil(run) + 1, entry, self.flags)
+    }
+
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
+        vec![
+            ("hidden_states", self.hidden_states),
+            ("topk_idx", self.topk_idx),
+            ("topk_weights", self.topk_weights),
+            ("num_tokens", self.num_tokens),
+            ("placement", self.placement),
+            ("state", self.state),
+            ("handle", self.handle),
+            ("trace", self.trace),
+            ("servers", self.servers),
+        ]
+    }
+}
+
+impl KernelParams for CombineParams {
+    const NAME: &'static str = "combine";
+
+    fn plan(&self) -> LaunchPlan {
+        let is_tuned = self.geometry.hidden == TUNED_HIDDEN;
+        let entry = if is_tuned { COMBINE_TUNED } else { COMBINE };
+        plan(is_tuned, choose_blocks(self.num_blocks, self.capacity.into(), 512), entry, self.flags)
+    }
+
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
+        vec![
+            ("handle", self.handle),
+            ("state", self.state),
+            ("out", self.out),
+            ("token_missing", self.token_missing),
+            ("abort_mask", self.abort_mask),
+            ("servers", self.servers),
+        ]
+    }
+}
+
+impl KernelParams for ExpertRecvParams {
+    const NAME: &'static str = "expert_recv";
+
+    fn plan(&self) -> LaunchPlan {
+        LaunchPlan {
+            num_blocks: RECV_BLOCKS,
+            num_threads: RECV_THREADS,
+            is_tuned: false,
+            entry: EXPERT_RECV,
+            overlaps: self.flags & FLAG_PDL != 0,
+        }
+    }
+
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
+        vec![
+            ("state", self.state),
+            ("lists.batch", self.lists.batch),
+            ("lists.row_position", self.lists.row_position),
+            ("local_expert", self.local_expert),
+            ("abort_mask", self.abort_mask),
+            ("min_epoch", self.min_epoch),
+            ("clients", self.clients),
+        ]
+    }
+}
+
+impl KernelParams for ExpertSendParams {
+    const NAME: &'static str = "expert_send";
+
+    fn plan(&self) -> LaunchPlan {
+        let is_tuned = self.geometry.hidden == TUNED_HIDDEN;
+        let entry = match (is_tuned, is_fp8(self.geometry.dtype)) {
+            (true, true) => SEND_TUNED_FP8,
+            (true, false) => SEND_TUNED_BF16,
+            (false, true) => SEND_FP8,
+            (false, false) => SEND_BF16,
+        };
+        plan(
+            is_tuned,
+            choose_blocks(self.num_blocks, self.max_rows.into(), 1024),
+            entry,
+            self.flags,
+        )
+    }
+
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
+        vec![
+            ("lists.batch", self.lists.batch),
+            ("lists.row_position", self.lists.row_position),
+            ("expert_out", self.expert_out),
+            ("clients", self.clients),
+        ]
+    }
+}
+
+impl KernelParams for EchoParams {
+    const NAME: &'static str = "echo";
+
+    fn plan(&self) -> LaunchPlan {
+        let is_tuned = self.geometry.hidden == TUNED_HIDDEN;
+        let entry = match (is_tuned, is_fp8(self.geometry.dtype)) {
+            (true, true) => ECHO_TUNED_FP8,
+            (true, false) => ECHO_TUNED_BF16,
+            (false, true) => ECHO_FP8,
+            (false, false) => ECHO_BF16,
+        };
+        let num_units = u64::from(self.capacity) * u64::from(self.num_clients);
+        plan(is_tuned, choose_blocks(self.num_blocks, num_units, 1024), entry, self.flags)
+    }
+
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
+        vec![("state", self.state), ("abort_mask", self.abort_mask), ("clients", self.clients)]
+    }
+}
+
+fn plan(is_tuned: bool, num_blocks: u32, entry: &'static str, flags: u32) -> LaunchPlan {
+    let num_threads = if is_tuned { TUNED_THREADS } else { GENERIC_THREADS };
+    LaunchPlan { num_blocks, num_threads, is_tuned, entry, overlaps: flags & FLAG_PDL != 0 }
+}
+
+/// Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
+/// per multiprocessor.
+fn choose_blocks(asked: u32, num_units: u64, units_for_two: u64) -> u32 {
+    let most = match asked {
+        0 if num_units >= units_for_two => 2 * NUM_MULTIPROCESSORS,
+        0 => NUM_MULTIPROCESSORS,
+        _ => asked,
+    };
+    if num_units < u64::from(most) { (num_units as u32).max(1) } else { most }
+}
+
+const fn is_fp8(dtype: u32) -> bool {
+    dtype == DTYPE_F8_E4M3
+}
+
+const NUM_MULTIPROCESSORS: u32 = 132;
+const GENERIC_THREADS: u32 = 256;
+const TUNED_HIDDEN: u32 = 7168;
+const TUNED_TOP_K: u32 = 8;
+const TUNED_THREADS: u32 = 448;
