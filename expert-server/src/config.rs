@@ -71,7 +71,7 @@ impl ServerConfig {
             num_threads: 0,
             cpus: Vec::new(),
             slot: SlotConfig::default(),
-            transports: vec![TransportKind::Shm].into(),
+            transports: vec![TransportKind::Local, TransportKind::Shm].into(),
             ticket: None,
             limits: Limits::default(),
             spin: SpinPolicy::default(),

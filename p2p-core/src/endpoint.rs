@@ -29,11 +29,15 @@ pub enum TransportKind {
     CudaIpc,
     /// The software model of an RDMA NIC.
     SoftNic,
+    /// Plain sockets. For the message engine.
+    Tcp,
+    /// Copies between the processes of one host. For the message engine.
+    Cma,
 }
 
 impl TransportKind {
     /// Every kind.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::Local,
         Self::Shm,
         Self::Staged,
@@ -41,6 +45,8 @@ impl TransportKind {
         Self::Libfabric,
         Self::CudaIpc,
         Self::SoftNic,
+        Self::Tcp,
+        Self::Cma,
     ];
 
     /// Name as used in configuration, logs and metrics.
@@ -54,6 +60,8 @@ impl TransportKind {
             Self::Libfabric => "libfabric",
             Self::CudaIpc => "cuda_ipc",
             Self::SoftNic => "softnic",
+            Self::Tcp => "tcp",
+            Self::Cma => "cma",
         }
     }
 

@@ -1,11 +1,13 @@
-//! What tells whether two processes can share memory.
+//! What tells whether two peers share a process, or can share memory.
 
 use std::os::unix::fs::MetadataExt;
+use std::sync::OnceLock;
 
 #[cfg(not(loom))]
 use crate::network::Offer;
 
-/// Identity of a running kernel and of the network namespace within it, as far as it can be read.
+/// Identity of a running kernel, of the network namespace within it, as far as they can be read, and of
+/// the process.
 ///
 /// Two equal identities are a necessary sign, not a proof: a virtual machine that was cloned while it
 /// ran carries its identity along. The proof is the rendezvous over an abstract Unix socket, which
@@ -16,10 +18,12 @@ pub struct HostIdentity {
     pub boot_id: [u8; 16],
     /// Device and inode of the network namespace, which abstract Unix sockets do not cross.
     pub net_namespace: [u64; 2],
+    /// A random number of this process, and its number in the system, which differs after a fork.
+    pub process: [u64; 2],
 }
 
 impl HostIdentity {
-    /// Identity of this process's host.
+    /// Identity of this process and its host.
     #[must_use]
     pub fn of_this_process() -> Self {
         let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
@@ -28,7 +32,15 @@ impl HostIdentity {
             .unwrap_or_else(rand::random);
         let net_namespace = std::fs::metadata("/proc/self/ns/net")
             .map_or_else(|_| rand::random(), |meta| [meta.dev(), meta.ino()]);
-        Self { boot_id, net_namespace }
+        static PROCESS: OnceLock<u64> = OnceLock::new();
+        let process = [*PROCESS.get_or_init(rand::random), std::process::id().into()];
+        Self { boot_id, net_namespace, process }
+    }
+
+    /// Whether `peer` is this very process.
+    #[must_use]
+    pub fn is_same_process(&self, peer: &Self) -> bool {
+        self == peer
     }
 
     /// Why shared memory cannot join this process and `peer`. `None` when nothing speaks against it.
@@ -78,7 +90,10 @@ mod tests {
         let here = HostIdentity::of_this_process();
         assert_eq!(here, HostIdentity::of_this_process());
         assert_eq!(here.obstacle_to_sharing(&here), None);
+        assert!(here.is_same_process(&here));
         let mut other = here;
+        other.process[1] ^= 1;
+        assert!(!here.is_same_process(&other) && here.obstacle_to_sharing(&other).is_none());
         other.net_namespace[1] ^= 1;
         assert!(here.obstacle_to_sharing(&other).is_some_and(|why| why.contains("namespaces")));
         other.boot_id[3] ^= 1;

@@ -21,7 +21,7 @@ use crate::network::{Network, NetworkError};
 /// Transports in order of preference: `auto`, or a list as in `shm,verbs:mlx5_0,libfabric:tcp;ofi_rxm`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum TransportSpec {
-    /// Whatever works here, the fastest first: shared memory, verbs, libfabric.
+    /// Whatever works here, the fastest first: within a process, shared memory, verbs, libfabric.
     #[default]
     Auto,
     /// Exactly these.
@@ -146,10 +146,7 @@ impl OpenNetworks {
     pub fn open(&mut self, spec: &TransportSpec) -> Result<Transports, OpenError> {
         let mut transports = Transports::default();
         let wishes = match spec {
-            TransportSpec::Auto => {
-                let kinds = [TransportKind::Shm, TransportKind::Verbs, TransportKind::Libfabric];
-                kinds.map(|kind| Wish { kind, device: None }).to_vec()
-            }
+            TransportSpec::Auto => AUTO.map(|kind| Wish { kind, device: None }).to_vec(),
             TransportSpec::List(wishes) => wishes.clone(),
         };
         for wish in wishes {
@@ -177,7 +174,7 @@ impl OpenNetworks {
         let opened =
             open_network(wish).ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
         let networks = opened.map_err(|source| {
-            let mut here = vec![TransportKind::Shm.name().to_owned()];
+            let mut here = vec!["local".to_owned(), "shm".to_owned()];
             here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
             OpenError::NotHere { wish: wish.clone(), source, here: here.join(", ") }
         })?;
@@ -196,7 +193,7 @@ fn open_network(wish: &Wish) -> Option<Result<Vec<Arc<dyn Network>>, NetworkErro
 
 /// Names of the transports of this build.
 fn built_in() -> String {
-    let mut names = vec![TransportKind::Shm.name()];
+    let mut names = vec![TransportKind::Local.name(), TransportKind::Shm.name()];
     if cfg!(feature = "libfabric") {
         names.push(TransportKind::Libfabric.name());
     }
@@ -206,9 +203,18 @@ fn built_in() -> String {
     names.join(", ")
 }
 
+/// What is tried without a wish, the fastest first.
+const AUTO: [TransportKind; 4] =
+    [TransportKind::Local, TransportKind::Shm, TransportKind::Verbs, TransportKind::Libfabric];
+
 /// What a user may ask for.
-const CHOICES: [TransportKind; 4] =
-    [TransportKind::Shm, TransportKind::Staged, TransportKind::Verbs, TransportKind::Libfabric];
+const CHOICES: [TransportKind; 5] = [
+    TransportKind::Local,
+    TransportKind::Shm,
+    TransportKind::Staged,
+    TransportKind::Verbs,
+    TransportKind::Libfabric,
+];
 
 #[cfg(test)]
 mod tests {
@@ -227,18 +233,18 @@ mod tests {
             ("shm:0", "shm:0"),
             ("verbs:", "verbs:"),
             ("auto,shm", "auto"),
-            ("local", "local"),
+            ("cuda_ipc", "cuda_ipc"),
         ] {
             let error = text.parse::<TransportSpec>().unwrap_err();
             assert_eq!(error.found, found);
-            assert!(error.to_string().contains("shm, staged, verbs, libfabric"), "{error}");
+            assert!(error.to_string().contains("local, shm, staged, verbs, libfabric"), "{error}");
         }
     }
 
     #[test]
-    fn auto_always_has_shared_memory_and_first() {
+    fn auto_always_has_memory_and_first() {
         let found = OpenNetworks::default().open(&TransportSpec::Auto).unwrap();
-        assert_eq!(found.kinds.first(), Some(&TransportKind::Shm));
+        assert_eq!(found.kinds[..2], [TransportKind::Local, TransportKind::Shm]);
         for network in &found.networks {
             assert!(found.kinds.contains(&network.kind()));
         }

@@ -80,7 +80,7 @@ async fn peers_meet_exchange_frames_and_leave_in_order() {
     assert_eq!(there.peer, hello(b"tiny"));
     assert_eq!(
         (here.transport.kind, there.transport.kind),
-        (TransportKind::Shm, TransportKind::Shm)
+        (TransportKind::Local, TransportKind::Local)
     );
     for (from, to) in [(0u8, 1u8), (1, 0)] {
         let (tx, rx) = if from == 0 {
@@ -174,7 +174,9 @@ async fn transports_are_chosen_by_preference_or_named_when_none_fits() {
     let config = ConnectConfig { transports, ..connect_config() };
     let reject = rejected(only_shm.addr, hello(b""), config).await;
     assert_eq!(reject.code, RejectCode::NO_TRANSPORT);
-    assert!(reject.message.contains("offers shm") && reject.message.contains("offers staged"));
+    assert!(
+        reject.message.contains("offers local, shm") && reject.message.contains("offers staged")
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]

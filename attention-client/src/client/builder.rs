@@ -112,7 +112,7 @@ impl MoeClientBuilder {
             settings: Settings {
                 name: format!("client-{}", std::process::id()),
                 slot: SlotConfig::default(),
-                transports: vec![TransportKind::Shm].into(),
+                transports: vec![TransportKind::Local, TransportKind::Shm].into(),
                 peer_transports: Vec::new(),
                 ticket: None,
                 deadline: DEFAULT_DEADLINE,
@@ -170,7 +170,7 @@ impl MoeClientBuilder {
         self
     }
 
-    /// Transports to offer, the best first. Default shared memory.
+    /// Transports to offer, the best first. Default: within a process, then shared memory.
     pub fn transports(mut self, transports: impl Into<Transports>) -> Self {
         self.settings.transports = transports.into();
         self

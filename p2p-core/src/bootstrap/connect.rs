@@ -51,7 +51,7 @@ impl Default for ConnectConfig {
         Self {
             slot: SlotConfig::default(),
             ticket: None,
-            transports: vec![TransportKind::Shm],
+            transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
             timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,

@@ -66,7 +66,7 @@ impl Default for ListenerConfig {
         Self {
             slot: SlotConfig::default(),
             ticket: None,
-            transports: vec![TransportKind::Shm],
+            transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
             handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             max_handshakes: 256,
@@ -163,7 +163,7 @@ impl Listener {
         let local_addr = tcp.local_addr().map_err(failed)?;
         let rendezvous_name: Nonce = rand::random();
         let by_memory =
-            |kind: &TransportKind| matches!(kind, TransportKind::Shm | TransportKind::Staged);
+            |kind: &TransportKind| !kind.is_network();
         let rendezvous = if config.transports.iter().any(by_memory) {
             Some(pass::listen(&rendezvous_name).map_err(BindError::Rendezvous)?)
         } else {

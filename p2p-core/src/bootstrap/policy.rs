@@ -47,7 +47,9 @@ pub(super) fn choose_transport(
                 TransportKind::Shm | TransportKind::Staged | TransportKind::CudaIpc => {
                     obstacle.is_none()
                 }
-                TransportKind::Local => false,
+                TransportKind::Local => host.is_same_process(&hello.host),
+                // Those of the message engine have no endpoints.
+                TransportKind::Tcp | TransportKind::Cma => false,
                 TransportKind::Verbs | TransportKind::Libfabric | TransportKind::SoftNic => true,
             }
     };
@@ -74,7 +76,7 @@ pub(super) fn refusal_of(error: &WireError) -> Reject {
 }
 
 /// Compares without giving away by its time how much was right. The lengths are not secret.
-fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
+pub(crate) fn equal_in_constant_time(expected: &[u8], found: &[u8]) -> bool {
     expected.len() == found.len()
         && black_box(expected.iter().zip(found).fold(0, |diff, (a, b)| black_box(diff | (a ^ b))))
             == 0

@@ -169,7 +169,7 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
     out.extend(hello.peer.generation.to_le_bytes());
     out.extend(hello.peer.peer_id.to_le_bytes());
     out.extend(hello.host.boot_id);
-    for part in hello.host.net_namespace {
+    for part in hello.host.net_namespace.into_iter().chain(hello.host.process) {
         out.extend(part.to_le_bytes());
     }
     out.extend((hello.offers.len() as u16).to_le_bytes());
@@ -195,6 +195,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     let peer_id = reader.u64("peer_id")?;
     let boot_id = reader.array("boot_id")?;
     let net_namespace = [reader.u64("net_namespace")?, reader.u64("net_namespace")?];
+    let process = [reader.u64("process")?, reader.u64("process")?];
     let num_offers: usize = reader.u16("num_offers")?.into();
     let ticket_bytes = reader.u16("ticket_bytes")?.into();
     let payload_bytes = reader.u32("payload_bytes")? as usize;
@@ -211,7 +212,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     Ok(Hello {
         slot_bytes,
         num_frames,
-        host: HostIdentity { boot_id, net_namespace },
+        host: HostIdentity { boot_id, net_namespace, process },
         offers,
         ticket: ticket.to_vec(),
         peer: PeerHello { peer_id, generation, payload: payload.to_vec() },
@@ -343,7 +344,7 @@ fn put_offer(out: &mut Vec<u8>, offer: &Offer) {
     out.extend(offer.flavour.as_bytes());
 }
 
-const fn transport_code(kind: TransportKind) -> u8 {
+pub(crate) const fn transport_code(kind: TransportKind) -> u8 {
     match kind {
         TransportKind::Local => 0,
         TransportKind::Shm => 1,
@@ -352,17 +353,22 @@ const fn transport_code(kind: TransportKind) -> u8 {
         TransportKind::Libfabric => 4,
         TransportKind::CudaIpc => 5,
         TransportKind::SoftNic => 6,
+        TransportKind::Tcp => 7,
+        TransportKind::Cma => 8,
     }
 }
 
-const fn transport_of(code: u8) -> Option<TransportKind> {
+pub(crate) const fn transport_of(code: u8) -> Option<TransportKind> {
     match code {
+        0 => Some(TransportKind::Local),
         1 => Some(TransportKind::Shm),
         2 => Some(TransportKind::Staged),
         3 => Some(TransportKind::Verbs),
         4 => Some(TransportKind::Libfabric),
         5 => Some(TransportKind::CudaIpc),
         6 => Some(TransportKind::SoftNic),
+        7 => Some(TransportKind::Tcp),
+        8 => Some(TransportKind::Cma),
         _ => None,
     }
 }
@@ -445,7 +451,7 @@ const MAX_OFFERS: usize = 16;
 
 // The longest messages fit the limit on bodies.
 const _: () = assert!(
-    80 + MAX_OFFERS * (2 + MAX_FLAVOUR_BYTES)
+    96 + MAX_OFFERS * (2 + MAX_FLAVOUR_BYTES)
         + MAX_DETAIL_BYTES
         + MAX_TICKET_BYTES
         + MAX_PAYLOAD_BYTES
@@ -474,7 +480,11 @@ mod tests {
         Hello {
             slot_bytes: rng.random(),
             num_frames: rng.random(),
-            host: HostIdentity { boot_id: rng.random(), net_namespace: rng.random() },
+            host: HostIdentity {
+                boot_id: rng.random(),
+                net_namespace: rng.random(),
+                process: rng.random(),
+            },
             offers,
             ticket: random_bytes(rng, MAX_TICKET_BYTES),
             peer: PeerHello {
@@ -549,15 +559,16 @@ mod tests {
         let hello = Hello {
             slot_bytes: 0x0102,
             num_frames: 3,
-            host: HostIdentity { boot_id: [9; 16], net_namespace: [4, 5] },
+            host: HostIdentity { boot_id: [9; 16], net_namespace: [4, 5], process: [6, 7] },
             offers: vec![Offer { kind: TransportKind::Verbs, flavour: "abc".to_owned() }],
             ticket: b"t".to_vec(),
             peer: PeerHello { peer_id: 6, generation: 7, payload: b"pl".to_vec() },
         };
-        let mut expected = b"SWITCHYD\x01\0\x01\0\x48\0\0\0".to_vec();
+        let mut expected = b"SWITCHYD\x01\0\x01\0\x58\0\0\0".to_vec();
         expected.extend(b"\x02\x01\0\0\0\0\0\0\x03\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0\0");
         expected.extend([9; 16]);
         expected.extend(b"\x04\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0");
+        expected.extend(b"\x06\0\0\0\0\0\0\0\x07\0\0\0\0\0\0\0");
         expected.extend(b"\x01\0\x01\0\x02\0\0\0\x03\x03abctpl");
         assert_eq!(encode_hello(&hello), expected);
     }
