@@ -31,6 +31,8 @@ impl Lane {
         for pending in link.pending.iter().filter(|pending| pending.frame != ABANDONED) {
             self.call.frame_failed(pending.frame, &link.server);
         }
+        // Whatever still comes answers nothing: only the count of such answers tells that it was read.
+        link.pending.clear();
         for frame in link.queue.drain(..) {
             self.call.frame_unsent(frame, &link.server);
         }
