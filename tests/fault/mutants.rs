@@ -19,7 +19,10 @@ fn assert_breaks(rule: &str, mutant: &str) {
 
 #[test]
 fn a_client_that_counts_a_resent_row_twice_is_noticed() {
-    assert_breaks("right_output", "--client-failpoints client|client::sabotage_double_count=return");
+    assert_breaks(
+        "right_output",
+        "--client-failpoints client|client::sabotage_double_count=return",
+    );
 }
 
 #[test]
@@ -34,7 +37,10 @@ fn a_client_that_reads_a_retired_slot_is_noticed() {
 
 #[test]
 fn a_client_that_takes_any_answer_is_noticed() {
-    assert_breaks("right_output", "--client-failpoints client|client::sabotage_skip_stale_check=return");
+    assert_breaks(
+        "right_output",
+        "--client-failpoints client|client::sabotage_skip_stale_check=return",
+    );
 }
 
 #[test]
