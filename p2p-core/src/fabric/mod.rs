@@ -6,13 +6,23 @@
 //!
 //! Nothing here blocks. An operation is accepted or refused at once; what was accepted completes exactly
 //! once, as done or as failed, also when the peer dies or is closed.
+//!
+//! | fabric | between | by |
+//! |---|---|---|
+//! | [`cma`] | processes of one user on one host, and within a process | `process_vm_readv`, `process_vm_writev`, plain copies |
+//! | [`tcp`] | any two hosts | sockets, served by the target's thread |
 
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
+pub mod cma;
+mod memory;
+mod raw;
+pub mod tcp;
+
 use crate::endpoint::{PostError, TransportKind};
-use crate::network::NetworkError;
+use crate::network::{NetworkError, Route};
 
 /// A registration of local memory. Stays on this side: a local key never travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -126,6 +136,16 @@ pub trait Fabric: Send + Debug {
     /// [`NetworkError`].
     fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError>;
 
+    /// As [`open_peer`](Self::open_peer), for a peer that is met on `route`: a hint at the address under
+    /// which this side can be reached.
+    ///
+    /// # Errors
+    /// As for [`open_peer`](Self::open_peer).
+    fn open_peer_on(&mut self, route: Route) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        let _ = route;
+        self.open_peer()
+    }
+
     /// Joins with what the peer said of its side.
     ///
     /// # Errors
@@ -134,6 +154,12 @@ pub trait Fabric: Send + Debug {
 
     /// Forgets a peer. Operations under way towards it fail.
     fn close_peer(&mut self, peer: PeerId);
+
+    /// Whether a closed peer can no longer reach any registration of this side. Where it is `false`,
+    /// only [`deregister`](Self::deregister) ends the access of a peer that was given a key.
+    fn close_revokes(&self) -> bool {
+        true
+    }
 
     /// Starts a copy of `src` into the peer's memory.
     ///

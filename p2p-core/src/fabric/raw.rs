@@ -1,0 +1,68 @@
+//! System calls on memory that a peer may write meanwhile, which no slice may be formed over.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Address and length, as the system wants them.
+pub(super) use libc::iovec;
+
+/// A part of the process's memory.
+pub(super) const fn part(ptr: *const u8, bytes: usize) -> iovec {
+    iovec { iov_base: ptr.cast_mut().cast(), iov_len: bytes }
+}
+
+/// Sends from `parts` as much as the socket takes now.
+///
+/// # Safety
+/// Every part is readable memory of this process.
+pub(super) unsafe fn send(fd: BorrowedFd<'_>, parts: &[iovec]) -> io::Result<usize> {
+    let message = message(parts);
+    // SAFETY: the parts are readable by the caller's promise, and the socket only reads them.
+    let sent = unsafe {
+        libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
+    };
+    if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
+}
+
+/// Receives into `parts` what there is now. 0: the peer has closed.
+///
+/// # Safety
+/// Every part is writable memory of this process that nothing else in it holds a reference to.
+pub(super) unsafe fn receive(fd: BorrowedFd<'_>, parts: &[iovec]) -> io::Result<usize> {
+    let mut message = message(parts);
+    // SAFETY: the parts are writable by the caller's promise.
+    let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
+    if got < 0 { Err(io::Error::last_os_error()) } else { Ok(got as usize) }
+}
+
+/// Copies between this process's memory and that of process `pid`. Gives the bytes copied, which may be
+/// less than asked for.
+///
+/// # Safety
+/// `local..local+bytes` is memory of this process, writable unless `to_peer`.
+pub(super) unsafe fn copy_across(
+    pid: i32,
+    to_peer: bool,
+    local: *mut u8,
+    remote: u64,
+    bytes: usize,
+) -> io::Result<usize> {
+    let (here, there) = (part(local, bytes), part(remote as *const u8, bytes));
+    // SAFETY: the local part is valid by the caller's promise; the remote one is checked by the system.
+    let copied = unsafe {
+        if to_peer {
+            libc::process_vm_writev(pid, &here, 1, &there, 1, 0)
+        } else {
+            libc::process_vm_readv(pid, &here, 1, &there, 1, 0)
+        }
+    };
+    if copied < 0 { Err(io::Error::last_os_error()) } else { Ok(copied as usize) }
+}
+
+fn message(parts: &[iovec]) -> libc::msghdr {
+    // SAFETY: all zeros is an empty message header.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_ptr().cast_mut();
+    message.msg_iovlen = parts.len() as _;
+    message
+}

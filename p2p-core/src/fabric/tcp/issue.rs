@@ -1,0 +1,258 @@
+//! This side's operations towards one peer.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use super::stream::{Received, Stream};
+use super::wire::{HELLO_BYTES, REQUEST_BYTES, Response};
+use crate::endpoint::PostError;
+use crate::fabric::memory::Refusal;
+use crate::fabric::raw;
+use crate::fabric::{Completion, RegionId, Token};
+
+/// The connection on which this side asks.
+#[derive(Debug)]
+pub(super) struct Issuer {
+    stream: Stream,
+    hello: [u8; HELLO_BYTES],
+    hello_sent: usize,
+    is_connecting: bool,
+    /// The oldest first; the first `num_sent` await their answers.
+    ops: VecDeque<Op>,
+    num_sent: usize,
+    /// Bytes sent of the operation after those.
+    part_sent: usize,
+    /// Bytes to come of the frame that is being received, which answers the first.
+    frame_left: usize,
+}
+
+/// One operation.
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) token: Token,
+    pub(super) is_write: bool,
+    pub(super) request: [u8; REQUEST_BYTES],
+    pub(super) region: RegionId,
+    /// Source of a write, or where the next byte of a read goes.
+    pub(super) ptr: *mut u8,
+    /// Bytes of a write to be sent, or of a read to come.
+    pub(super) bytes: usize,
+}
+
+// SAFETY: the pointer is into registered memory, which stays mapped while the operation is under way and
+// is plain memory for every thread.
+unsafe impl Send for Op {}
+
+impl Issuer {
+    pub(super) fn new(stream: Stream, hello: [u8; HELLO_BYTES]) -> Self {
+        Self {
+            stream,
+            hello,
+            hello_sent: 0,
+            is_connecting: true,
+            ops: VecDeque::with_capacity(MAX_OPS),
+            num_sent: 0,
+            part_sent: 0,
+            frame_left: 0,
+        }
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.ops.len() >= MAX_OPS
+    }
+
+    pub(super) fn push(&mut self, op: Op) {
+        self.ops.push_back(op);
+    }
+
+    pub(super) fn uses(&self, region: RegionId) -> bool {
+        self.ops.iter().any(|op| op.region == region)
+    }
+
+    /// Everything that is under way ends as a loss.
+    pub(super) fn fail(&mut self, done: &mut Vec<Completion>) {
+        for op in self.ops.drain(..) {
+            let op_name = if op.is_write { "write" } else { "read" };
+            let result = Err(PostError::Disconnected { op: op_name });
+            done.push(Completion { token: op.token, result });
+        }
+    }
+
+    /// Goes on. An error means that the connection is over.
+    pub(super) fn advance(
+        &mut self,
+        set: BorrowedFd<'_>,
+        writable: bool,
+        done: &mut Vec<Completion>,
+    ) -> io::Result<()> {
+        if self.is_connecting {
+            if !writable {
+                return Ok(());
+            }
+            rustix::net::sockopt::socket_error(self.stream.fd())??;
+            self.is_connecting = false;
+        }
+        let is_blocked = self.send()?;
+        self.receive(done)?;
+        self.stream.set_interest(set, true, is_blocked);
+        Ok(())
+    }
+
+    /// Sends what the socket takes; true when it takes no more.
+    fn send(&mut self) -> io::Result<bool> {
+        while self.hello_sent < HELLO_BYTES {
+            let rest = &self.hello[self.hello_sent..];
+            // SAFETY: the hello is ours.
+            match unsafe { self.stream.send(&[raw::part(rest.as_ptr(), rest.len())])? } {
+                0 => return Ok(true),
+                sent => self.hello_sent += sent,
+            }
+        }
+        while self.num_sent < self.ops.len() {
+            let mut parts = [raw::part(std::ptr::null(), 0); MAX_PARTS];
+            let (mut num_parts, mut skip, mut wanted) = (0, self.part_sent, 0);
+            for op in self.ops.range(self.num_sent..) {
+                if num_parts + 2 > MAX_PARTS || wanted >= MAX_SEND_BYTES {
+                    break;
+                }
+                for (ptr, len) in op.parts() {
+                    if skip < len {
+                        // SAFETY: `skip` bytes are inside the part.
+                        parts[num_parts] = raw::part(unsafe { ptr.add(skip) }, len - skip);
+                        wanted += len - skip;
+                        num_parts += 1;
+                    }
+                    skip = skip.saturating_sub(len);
+                }
+            }
+            // SAFETY: requests are ours, sources are registered memory.
+            let sent = unsafe { self.stream.send(&parts[..num_parts])? };
+            self.count_sent(sent);
+            if sent < wanted {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn count_sent(&mut self, mut sent: usize) {
+        while let Some(op) = self.ops.get(self.num_sent) {
+            let rest = op.wire_bytes() - self.part_sent;
+            if sent < rest {
+                self.part_sent += sent;
+                return;
+            }
+            sent -= rest;
+            self.part_sent = 0;
+            self.num_sent += 1;
+        }
+    }
+
+    fn receive(&mut self, done: &mut Vec<Completion>) -> io::Result<()> {
+        let mut budget = MAX_RECEIVE_BYTES;
+        while budget > 0 {
+            let received = if self.frame_left > 0 {
+                self.receive_frame()?
+            } else if let Some(header) = self.stream.header() {
+                let response = Response::decode(&header).ok_or_else(nonsense)?;
+                self.begin(response, done)?;
+                continue;
+            } else {
+                self.stream.fill()
+            };
+            match received {
+                Received::Some(got) => budget = budget.saturating_sub(got.max(1)),
+                Received::Nothing => return Ok(()),
+                Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn receive_frame(&mut self) -> io::Result<Received> {
+        let Some(op) = self.ops.front_mut() else { return Err(nonsense()) };
+        let bytes = self.stream.buffered(self.frame_left as u64);
+        let received = if bytes.is_empty() {
+            // SAFETY: the frame fits into what the operation still expects, which is registered memory
+            // that nobody else uses until the completion; the buffer is empty.
+            unsafe { self.stream.fill_past(op.ptr, self.frame_left) }
+        } else {
+            // SAFETY: as above.
+            unsafe { std::ptr::copy(bytes.as_ptr(), op.ptr, bytes.len()) };
+            Received::Some(bytes.len())
+        };
+        if let Received::Some(got) = received {
+            // SAFETY: still within the range of the operation, or one past.
+            op.ptr = unsafe { op.ptr.add(got) };
+            op.bytes -= got;
+            self.frame_left -= got;
+        }
+        Ok(received)
+    }
+
+    fn begin(&mut self, response: Response, done: &mut Vec<Completion>) -> io::Result<()> {
+        // An answer to a write that is refused may come before the write is sent whole; the rest of it
+        // is still sent. One to something never asked for makes no sense.
+        let Some(op) = self.ops.front() else { return Err(nonsense()) };
+        if self.num_sent == 0 || response.is_data == op.is_write {
+            return Err(nonsense());
+        }
+        if response.status != 0 {
+            let refusal = Refusal::of(response.status).ok_or_else(nonsense)?;
+            return self.finish(Err(Some(refusal)), done);
+        }
+        if response.is_last {
+            let is_whole = op.is_write || op.bytes == 0;
+            return self.finish(is_whole.then_some(()).ok_or(None), done);
+        }
+        if response.bytes > op.bytes as u64 {
+            return Err(nonsense());
+        }
+        self.frame_left = response.bytes as usize;
+        Ok(())
+    }
+
+    fn finish(
+        &mut self,
+        result: Result<(), Option<Refusal>>,
+        done: &mut Vec<Completion>,
+    ) -> io::Result<()> {
+        let Some(op) = self.ops.pop_front() else { return Err(nonsense()) };
+        self.num_sent -= 1;
+        let name = if op.is_write { "write" } else { "read" };
+        let result = match result {
+            Ok(()) => Ok(()),
+            Err(Some(refusal)) => Err(refusal.error(name)),
+            Err(None) => Err(PostError::Transport {
+                op: name,
+                code: 0,
+                detail: "the peer sent less than was asked for".to_owned(),
+            }),
+        };
+        done.push(Completion { token: op.token, result });
+        Ok(())
+    }
+}
+
+impl Op {
+    /// What goes over the wire: the request, and the payload of a write.
+    fn parts(&self) -> [(*const u8, usize); 2] {
+        let payload = if self.is_write { self.bytes } else { 0 };
+        [(self.request.as_ptr(), REQUEST_BYTES), (self.ptr, payload)]
+    }
+
+    fn wire_bytes(&self) -> usize {
+        REQUEST_BYTES + if self.is_write { self.bytes } else { 0 }
+    }
+}
+
+fn nonsense() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the peer's answer makes no sense")
+}
+
+/// Most operations under way towards one peer.
+const MAX_OPS: usize = 1024;
+const MAX_PARTS: usize = 64;
+const MAX_SEND_BYTES: usize = 4 << 20;
+const MAX_RECEIVE_BYTES: usize = 4 << 20;

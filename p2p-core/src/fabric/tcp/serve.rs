@@ -1,0 +1,306 @@
+//! The peer's operations on this side's memory.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::Instant;
+
+use super::stream::{Received, Stream};
+use super::wire::{RESPONSE_BYTES, Request, Response, decode_hello};
+use crate::fabric::RegionId;
+use crate::fabric::memory::{Refusal, Regions};
+use crate::fabric::raw;
+
+/// A connection on which a peer asks.
+#[derive(Debug)]
+pub(super) struct Server {
+    stream: Stream,
+    /// Whose it is, once it has said so.
+    pub(super) peer: Option<u32>,
+    pub(super) since: Instant,
+    payload: Option<Payload>,
+    replies: VecDeque<Reply>,
+}
+
+/// What a server says after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Nothing more to do now.
+    Idle,
+    /// A peer introduced itself: tell whose the connection is, then go on.
+    Hello([u8; 16]),
+}
+
+/// A write that is being received.
+#[derive(Debug)]
+struct Payload {
+    /// Where the next byte goes. Null: nowhere, the write is refused.
+    dst: *mut u8,
+    left: u64,
+    region: RegionId,
+    refusal: Option<Refusal>,
+}
+
+/// An answer that is being sent: frames of memory, one at a time, then the verdict. A frame whose memory
+/// was revoked half-way is filled up with zeros, and the verdict says so.
+#[derive(Debug)]
+struct Reply {
+    header: [u8; RESPONSE_BYTES],
+    verdict: [u8; RESPONSE_BYTES],
+    /// Bytes sent of header, frame, and verdict.
+    sent: usize,
+    /// Bytes of the frame, which begins at `ptr`; 0: the verdict alone.
+    frame: usize,
+    ptr: *const u8,
+    /// Bytes of later frames.
+    later: u64,
+    region: Option<RegionId>,
+    is_revoked: bool,
+}
+
+// SAFETY: both hold pointers into registered memory, plain memory for every thread; `revoke` takes them
+// away before it may be unmapped.
+unsafe impl Send for Payload {}
+// SAFETY: as above.
+unsafe impl Send for Reply {}
+
+impl Server {
+    pub(super) fn new(stream: Stream) -> Self {
+        let replies = VecDeque::with_capacity(MAX_REPLIES);
+        Self { stream, peer: None, since: Instant::now(), payload: None, replies }
+    }
+
+    /// Goes on. An error means that the connection is over.
+    pub(super) fn advance(&mut self, set: BorrowedFd<'_>, regions: &Regions) -> io::Result<Step> {
+        let mut is_blocked = self.send()?;
+        let mut budget = MAX_RECEIVE_BYTES;
+        while budget > 0 && self.replies.len() < MAX_REPLIES {
+            if self.peer.is_none() {
+                if let Some(hello) = self.stream.header() {
+                    return decode_hello(&hello).map(Step::Hello).ok_or_else(nonsense);
+                }
+            } else if self.payload.is_none()
+                && let Some(header) = self.stream.header()
+            {
+                let request = Request::decode(&header).ok_or_else(nonsense)?;
+                self.begin(request, regions);
+                continue;
+            }
+            match self.receive() {
+                Received::Some(got) => budget = budget.saturating_sub(got.max(1)),
+                Received::Nothing => break,
+                Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
+            }
+        }
+        if !is_blocked {
+            is_blocked = self.send()?;
+        }
+        self.stream.set_interest(set, self.replies.len() < MAX_REPLIES, is_blocked);
+        Ok(Step::Idle)
+    }
+
+    /// Takes a registration out of everything under way. Nothing touches its memory afterwards.
+    pub(super) fn revoke(&mut self, region: RegionId) {
+        if let Some(payload) = &mut self.payload
+            && payload.region == region
+        {
+            payload.dst = std::ptr::null_mut();
+            payload.refusal = payload.refusal.or(Some(Refusal::Revoked));
+        }
+        for reply in &mut self.replies {
+            if reply.region == Some(region) {
+                reply.revoke();
+            }
+        }
+    }
+
+    fn begin(&mut self, request: Request, regions: &Regions) {
+        let Request { is_write, key, offset, bytes } = request;
+        match (regions.remote(key, offset, bytes, is_write), is_write) {
+            (Ok((region, dst)), true) => {
+                self.payload = Some(Payload { dst, left: bytes, region, refusal: None });
+            }
+            (Err(refusal), true) => {
+                let (dst, region) = (std::ptr::null_mut(), RegionId(0));
+                self.payload = Some(Payload { dst, left: bytes, region, refusal: Some(refusal) });
+            }
+            (Ok((region, ptr)), false) => {
+                let mut reply = Reply::verdict(true, None);
+                (reply.ptr, reply.later, reply.region) = (ptr, bytes, Some(region));
+                reply.next_frame();
+                self.replies.push_back(reply);
+            }
+            (Err(refusal), false) => self.replies.push_back(Reply::verdict(true, Some(refusal))),
+        }
+        self.end_payload();
+    }
+
+    fn end_payload(&mut self) {
+        if let Some(Payload { left: 0, refusal, .. }) = self.payload {
+            self.payload = None;
+            self.replies.push_back(Reply::verdict(false, refusal));
+        }
+    }
+
+    fn receive(&mut self) -> Received {
+        let Some(payload) = &mut self.payload else { return self.stream.fill() };
+        let bytes = self.stream.buffered(payload.left);
+        let mut got = bytes.len();
+        if got > 0 {
+            if !payload.dst.is_null() {
+                // SAFETY: the whole range was checked, and `revoke` has not taken it back. The memory is
+                // the registration's; whoever reads it meanwhile sees any mixture.
+                unsafe { std::ptr::copy(bytes.as_ptr(), payload.dst, got) };
+            }
+        } else if payload.dst.is_null() {
+            return self.stream.fill();
+        } else {
+            // SAFETY: as above; the buffer is empty.
+            match unsafe { self.stream.fill_past(payload.dst, payload.left as usize) } {
+                Received::Some(past) => got = past,
+                other => return other,
+            }
+        }
+        payload.left -= got as u64;
+        if !payload.dst.is_null() {
+            // SAFETY: still within, or one past, the checked range.
+            payload.dst = unsafe { payload.dst.add(got) };
+        }
+        self.end_payload();
+        Received::Some(got)
+    }
+
+    /// Sends what the socket takes; true when it takes no more.
+    fn send(&mut self) -> io::Result<bool> {
+        while !self.replies.is_empty() {
+            let mut parts = [raw::part(std::ptr::null(), 0); MAX_PARTS];
+            let (mut num_parts, mut wanted) = (0, 0);
+            for reply in &self.replies {
+                if num_parts + 3 > MAX_PARTS {
+                    break;
+                }
+                for (ptr, len) in reply.parts() {
+                    if len > 0 {
+                        parts[num_parts] = raw::part(ptr, len);
+                        num_parts += 1;
+                        wanted += len;
+                    }
+                }
+                // What comes next depends on how far this one gets.
+                if reply.later > 0 || reply.is_revoked {
+                    break;
+                }
+            }
+            // SAFETY: headers and zeros are ours; frames are registered memory that `revoke` has not
+            // taken back.
+            let sent = unsafe { self.stream.send(&parts[..num_parts])? };
+            let mut left = sent;
+            while let Some(reply) = self.replies.front_mut() {
+                let rest = reply.wire_bytes() - reply.sent;
+                if left < rest {
+                    reply.sent += left;
+                    break;
+                }
+                left -= rest;
+                if reply.later == 0 {
+                    self.replies.pop_front();
+                } else {
+                    // SAFETY: the frame was inside the checked range.
+                    reply.ptr = unsafe { reply.ptr.add(reply.frame) };
+                    reply.next_frame();
+                    break;
+                }
+            }
+            if sent < wanted {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+impl Reply {
+    fn verdict(is_data: bool, refusal: Option<Refusal>) -> Self {
+        let status = refusal.map_or(0, Refusal::code);
+        Self {
+            header: [0; RESPONSE_BYTES],
+            verdict: Response { is_data, status, is_last: true, bytes: 0 }.encode(),
+            sent: 0,
+            frame: 0,
+            ptr: std::ptr::null(),
+            later: 0,
+            region: None,
+            is_revoked: false,
+        }
+    }
+
+    /// Header and memory of the next frame.
+    fn next_frame(&mut self) {
+        self.frame = self.later.min(MAX_FRAME_BYTES) as usize;
+        self.later -= self.frame as u64;
+        self.sent = 0;
+        let bytes = self.frame as u64;
+        self.header = Response { is_data: true, status: 0, is_last: false, bytes }.encode();
+    }
+
+    /// Memory that was not sent yet is not touched any more.
+    fn revoke(&mut self) {
+        if self.later == 0 && self.sent >= self.frame_bytes() {
+            return;
+        }
+        let sent = self.sent;
+        let verdict = Self::verdict(true, Some(Refusal::Revoked)).verdict;
+        (self.verdict, self.later, self.is_revoked) = (verdict, 0, true);
+        if sent == 0 {
+            self.frame = 0;
+        }
+    }
+
+    /// Bytes of the frame and its header.
+    const fn frame_bytes(&self) -> usize {
+        if self.frame == 0 { 0 } else { RESPONSE_BYTES + self.frame }
+    }
+
+    const fn wire_bytes(&self) -> usize {
+        self.frame_bytes() + if self.later == 0 { RESPONSE_BYTES } else { 0 }
+    }
+
+    /// What is left to be sent before the next frame.
+    fn parts(&self) -> [(*const u8, usize); 3] {
+        let nothing = (std::ptr::null(), 0);
+        let mut parts = [nothing; 3];
+        let verdict = self.verdict.get(self.sent.saturating_sub(self.frame_bytes())..);
+        let verdict = verdict.unwrap_or_default();
+        if self.later == 0 {
+            parts[2] = (verdict.as_ptr(), verdict.len());
+        }
+        if self.sent < self.frame_bytes() {
+            let header = self.header.get(self.sent..).unwrap_or_default();
+            parts[0] = (header.as_ptr(), header.len());
+            let skip = self.sent.saturating_sub(RESPONSE_BYTES);
+            let rest = self.frame - skip;
+            if !self.is_revoked {
+                // SAFETY: `skip` bytes are inside the frame.
+                parts[1] = (unsafe { self.ptr.add(skip) }, rest);
+            } else {
+                parts[1] = (ZEROS.as_ptr(), rest.min(ZEROS.len()));
+                if rest > ZEROS.len() {
+                    parts[2] = nothing;
+                }
+            }
+        }
+        parts
+    }
+}
+
+fn nonsense() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the peer's request makes no sense")
+}
+
+/// Fill up a frame whose memory is gone.
+static ZEROS: [u8; 16 << 10] = [0; 16 << 10];
+/// Most answers waiting to be sent, before requests wait too.
+const MAX_REPLIES: usize = 1024;
+const MAX_PARTS: usize = 64;
+const MAX_FRAME_BYTES: u64 = 1 << 20;
+const MAX_RECEIVE_BYTES: usize = 4 << 20;

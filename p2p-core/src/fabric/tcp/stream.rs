@@ -1,0 +1,137 @@
+//! A socket with a small buffer for headers, past which large payloads go.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::epoll;
+
+use crate::fabric::raw;
+
+/// A non-blocking socket in an epoll set.
+#[derive(Debug)]
+pub(super) struct Stream {
+    fd: OwnedFd,
+    data: u64,
+    interest: epoll::EventFlags,
+    buf: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+/// What receiving gave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Received {
+    /// So many bytes went to where they were wanted, the others into the buffer.
+    Some(usize),
+    /// Nothing is there now.
+    Nothing,
+    /// The peer has closed, or the connection broke.
+    Closed,
+}
+
+impl Stream {
+    /// Puts the socket into `set`, whose events will carry `data`.
+    pub(super) fn new(
+        fd: OwnedFd,
+        set: BorrowedFd<'_>,
+        data: u64,
+        interest: epoll::EventFlags,
+    ) -> io::Result<Self> {
+        rustix::net::sockopt::set_tcp_nodelay(&fd, true)?;
+        epoll::add(set, &fd, epoll::EventData::new_u64(data), interest)?;
+        let buf = vec![0; BUFFER_BYTES].into_boxed_slice();
+        Ok(Self { fd, data, interest, buf, start: 0, end: 0 })
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Changes what wakes. Costs nothing when it is the same.
+    pub(super) fn set_interest(&mut self, set: BorrowedFd<'_>, reads: bool, writes: bool) {
+        let mut interest = epoll::EventFlags::empty();
+        interest.set(epoll::EventFlags::IN, reads);
+        interest.set(epoll::EventFlags::OUT, writes);
+        if interest == self.interest {
+            return;
+        }
+        match epoll::modify(set, &self.fd, epoll::EventData::new_u64(self.data), interest) {
+            Ok(()) => self.interest = interest,
+            Err(error) => tracing::error!(%error, "cannot change what a socket waits for"),
+        }
+    }
+
+    /// Takes a header of `N` bytes out of the buffer, when it is whole.
+    pub(super) fn header<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let bytes = self.buf[self.start..self.end].first_chunk::<N>().copied()?;
+        self.start += N;
+        Some(bytes)
+    }
+
+    /// Takes up to `most` bytes out of the buffer.
+    pub(super) fn buffered(&mut self, most: u64) -> &[u8] {
+        let len = most.min((self.end - self.start) as u64) as usize;
+        self.start += len;
+        &self.buf[self.start - len..self.start]
+    }
+
+    /// Receives into the buffer.
+    pub(super) fn fill(&mut self) -> Received {
+        // SAFETY: no bytes are wanted elsewhere.
+        unsafe { self.fill_past(std::ptr::null_mut(), 0) }
+    }
+
+    /// Receives up to `bytes` at `dst`, and what follows into the buffer.
+    ///
+    /// # Safety
+    /// `dst..dst+bytes` is writable memory that nothing in this process holds a reference to. The buffer
+    /// is empty unless `bytes` is 0.
+    pub(super) unsafe fn fill_past(&mut self, dst: *mut u8, bytes: usize) -> Received {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.start > 0 {
+            self.buf.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        // A large payload comes alone: what follows it takes its own call, and no room here.
+        let room = &mut self.buf[self.end..];
+        let parts = [raw::part(dst, bytes), raw::part(room.as_ptr(), room.len())];
+        let parts = if bytes == 0 { &parts[1..] } else { &parts[..] };
+        loop {
+            // SAFETY: `dst` by the caller's promise; the rest of the buffer is ours alone.
+            return match unsafe { raw::receive(self.fd.as_fd(), parts) } {
+                Ok(0) => Received::Closed,
+                Ok(got) => {
+                    let past = got.min(bytes);
+                    self.end += got - past;
+                    Received::Some(past)
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => Received::Nothing,
+                    io::ErrorKind::Interrupted => continue,
+                    _ => Received::Closed,
+                },
+            };
+        }
+    }
+
+    /// Sends from `parts`. `Ok(0)`: the socket takes nothing now.
+    ///
+    /// # Safety
+    /// Every part is readable memory.
+    pub(super) unsafe fn send(&self, parts: &[raw::iovec]) -> io::Result<usize> {
+        loop {
+            // SAFETY: the caller's promise.
+            return match unsafe { raw::send(self.fd.as_fd(), parts) } {
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => Ok(0),
+                    io::ErrorKind::Interrupted => continue,
+                    _ => Err(error),
+                },
+                sent => sent,
+            };
+        }
+    }
+}
+
+const BUFFER_BYTES: usize = 16 << 10;
