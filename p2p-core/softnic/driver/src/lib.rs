@@ -1,0 +1,152 @@
+//! The device functions of the IBGDA path, compiled for the host, for tests: as they are, and as
+//! mutants of them. Handles and bounds are passed as pointers to the structures of `queue.h`.
+
+use std::ffi::{CStr, c_char, c_void};
+
+/// Requests that [`Driver::build`] knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "the names are those of the builders")]
+pub enum Kind {
+    Nop = 0,
+    Dump,
+    Write,
+    WriteInline,
+    WriteInlineBytes,
+    WriteImm,
+    Read,
+    FetchAdd,
+    MaskedFetchAdd4,
+    MaskedFetchAdd8,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 10] = [
+        Self::Nop,
+        Self::Dump,
+        Self::Write,
+        Self::WriteInline,
+        Self::WriteInlineBytes,
+        Self::WriteImm,
+        Self::Read,
+        Self::FetchAdd,
+        Self::MaskedFetchAdd4,
+        Self::MaskedFetchAdd8,
+    ];
+}
+
+/// Fields of a request; which are used depends on its kind.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+#[allow(missing_docs, reason = "the names are those of the format")]
+pub struct Fields {
+    pub qpn: u32,
+    pub index: u32,
+    pub flags: u32,
+    pub lkey: u32,
+    pub local: u64,
+    pub remote: u64,
+    pub rkey: u32,
+    pub num_bytes: u32,
+    pub value: u64,
+    pub boundary: u64,
+}
+
+type Move = unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, u64, *const c_void) -> u32;
+type Set = unsafe extern "C" fn(*const c_void, u64, u32, u64, *const c_void) -> u32;
+
+/// One variant of the device functions. Every status is a `SY_MLX5_*`.
+///
+/// All functions are unsafe: handle and bound must be valid, with everything they point to.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+#[allow(missing_docs, reason = "the names are those of the device functions")]
+pub struct Driver {
+    pub build: unsafe extern "C" fn(u32, *const Fields, *const u8, *mut u8),
+    pub put: Move,
+    pub get: Move,
+    pub put_add: unsafe extern "C" fn(
+        *const c_void,
+        u64,
+        u32,
+        u64,
+        u32,
+        u64,
+        u64,
+        u64,
+        *const c_void,
+    ) -> u32,
+    pub add8: Set,
+    pub add4: Set,
+    pub signal: Set,
+    pub put_imm:
+        unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, u64, u32, *const c_void) -> u32,
+    pub quiet: unsafe extern "C" fn(*const c_void, *const c_void) -> u32,
+    pub quiet_gets: unsafe extern "C" fn(*const c_void, u64, u32, *const c_void) -> u32,
+    pub poll: unsafe extern "C" fn(*const c_void) -> u64,
+    /// A group of signals to consecutive words, one per lane.
+    pub signal_words: unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, *const c_void) -> u32,
+    pub doorbell: unsafe extern "C" fn(u32, u64) -> u64,
+    pub dbrec: unsafe extern "C" fn(u64) -> u32,
+    pub completed_after: unsafe extern "C" fn(u64, u32) -> u64,
+    /// Opcode, owner, counter, error word.
+    pub decode_cqe: unsafe extern "C" fn(*const u8, *mut [u64; 4]),
+    check: unsafe extern "C" fn(*const c_void) -> *const c_char,
+}
+
+impl Driver {
+    /// The variant with this name: `product`, or a mutant. `None` where there is no C++ compiler.
+    #[must_use]
+    pub fn variant(name: &str) -> Option<Self> {
+        assert!(variants::NAMES.contains(&name), "no variant is called {name}");
+        find(name)
+    }
+
+    /// The device functions as they are. `None` where there is no C++ compiler.
+    #[must_use]
+    pub fn product() -> Option<Self> {
+        Self::variant("product")
+    }
+
+    /// Names of all mutants.
+    #[must_use]
+    pub fn mutants() -> &'static [&'static str] {
+        &variants::NAMES[1..]
+    }
+
+    /// What is wrong with a handle.
+    ///
+    /// # Safety
+    /// `handle` points to a `sy_mlx5_qp`.
+    #[must_use]
+    pub unsafe fn check(&self, handle: *const c_void) -> Option<String> {
+        // SAFETY: the caller's promise; the answer is null or a constant string.
+        unsafe {
+            let text = (self.check)(handle);
+            (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
+        }
+    }
+}
+
+#[cfg(has_cxx)]
+fn find(name: &str) -> Option<Driver> {
+    let table = variants::table(name)?;
+    // SAFETY: the table has one function per field, in this order, with these signatures (passing a
+    // reference in C++ is passing a pointer).
+    Some(unsafe { table.cast::<Driver>().read() })
+}
+
+#[cfg(not(has_cxx))]
+fn find(_name: &str) -> Option<Driver> {
+    None
+}
+
+#[cfg_attr(not(has_cxx), allow(unused_imports, dead_code, reason = "nothing was compiled"))]
+mod variants {
+    use super::c_void;
+
+    include!(concat!(env!("OUT_DIR"), "/variants.rs"));
+}
+
+const _: () = assert!(size_of::<Driver>() == 17 * size_of::<usize>());

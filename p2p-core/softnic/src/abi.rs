@@ -1,0 +1,107 @@
+//! The structures of `kernels/include/switchyard/comm/mlx5/queue.h`, field by field.
+
+use std::mem::offset_of;
+
+/// `SY_MLX5_CQ_COLLAPSED`
+pub const CQ_COLLAPSED: u32 = 1;
+
+/// `sy_mlx5_qp`: a send queue as those who post on it see it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct QueueHandle {
+    /// Address of the first basic block.
+    pub sq: u64,
+    /// Address of the queue pair's doorbell record.
+    pub dbrec: u64,
+    /// Address of the doorbell register.
+    pub doorbell: u64,
+    /// Address of the first completion.
+    pub cq: u64,
+    /// Address of the completion queue's doorbell record.
+    pub cq_dbrec: u64,
+    /// Address of a [`QueueState`].
+    pub state: u64,
+    /// Address of 8 bytes where the old values of adds land unread.
+    pub scratch: u64,
+    /// Local key of `scratch`.
+    pub scratch_lkey: u32,
+    /// Queue pair.
+    pub qpn: u32,
+    /// Basic blocks.
+    pub sq_depth: u32,
+    /// Completions; 1 if collapsed.
+    pub cq_depth: u32,
+    /// [`CQ_COLLAPSED`] or 0.
+    pub flags: u32,
+    /// Blocks that may wait for their doorbell.
+    pub batch: u32,
+    /// Most bytes of one request.
+    pub max_message_bytes: u32,
+    /// For error words.
+    pub peer: u32,
+}
+
+/// `sy_mlx5_queue_state`: the counts that posters share.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct QueueState {
+    /// Blocks given to a poster.
+    pub reserved: u64,
+    pad0: [u8; 120],
+    /// Blocks written.
+    pub published: u64,
+    /// Blocks that the NIC was told of.
+    pub posted: u64,
+    pad1: [u8; 112],
+    /// Blocks known to be complete.
+    pub completed: u64,
+    pad2: [u8; 120],
+    /// Completions consumed.
+    pub cq_index: u64,
+    /// Held by the one who consumes.
+    pub poll_lock: u32,
+    pad3: [u8; 116],
+    /// What took the queue out of service.
+    pub error: u64,
+    pad4: [u8; 120],
+}
+
+/// `sy_error_word`
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct ErrorWord {
+    /// What was waited for.
+    pub tag: u32,
+    /// Peer.
+    pub peer: u32,
+    /// Why it ended.
+    pub reason: u32,
+    /// 0.
+    pub reserved: u32,
+    /// Value seen.
+    pub observed: u64,
+    /// Value waited for.
+    pub expected: u64,
+}
+
+/// `sy_mlx5_bound`
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Bound {
+    /// Null, or where the first expired wait is recorded.
+    pub error: *mut ErrorWord,
+    /// Null, or bit `peer` ends every wait.
+    pub abort_mask: *const u32,
+    /// Of a single wait.
+    pub timeout_ns: u64,
+}
+
+const _: () = assert!(size_of::<QueueHandle>() == 88 && offset_of!(QueueHandle, qpn) == 60);
+const _: () =
+    assert!(offset_of!(QueueHandle, scratch) == 48 && offset_of!(QueueHandle, peer) == 84);
+const _: () = assert!(size_of::<QueueState>() == 640 && offset_of!(QueueState, published) == 128);
+const _: () =
+    assert!(offset_of!(QueueState, completed) == 256 && offset_of!(QueueState, error) == 512);
+const _: () = assert!(offset_of!(QueueState, cq_index) == 384);
+const _: () = assert!(size_of::<ErrorWord>() == 32 && offset_of!(ErrorWord, observed) == 16);
+const _: () = assert!(size_of::<Bound>() == 24);

@@ -1,0 +1,42 @@
+//! A model of an mlx5 NIC: it executes genuine work queue entries, in software, between processes of
+//! one host.
+//!
+//! It reads the bytes that the device functions of `kernels/include/switchyard/comm/mlx5` write (send
+//! queue, doorbell record, doorbell register), checks keys, bounds and rights, moves the data, and
+//! writes completions as the hardware does. It knows nothing of slots, rings or models; the glue to
+//! the transports of `p2p-core` is in [`network`] alone.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`format`] | bytes of requests, completions and doorbells |
+//! | [`nic`] | the NIC as its host controls it: memory, queues, connections, faults |
+//! | `engine` | what it does when it makes progress |
+//! | [`queue`] | a queue pair with all its memory, and posting on it from Rust |
+//! | [`abi`] | what posters in C++ are given |
+//! | [`memory`] | memory that NICs of several processes reach |
+//! | [`thread`] | a NIC on a thread of its own |
+//! | [`network`] | the transport over it |
+//!
+//! What the model shows and cannot show is in `docs/ibgda.md`.
+
+pub mod abi;
+mod cq;
+mod engine;
+pub mod format;
+pub mod memory;
+pub mod network;
+pub mod nic;
+mod port;
+pub mod queue;
+pub mod thread;
+
+pub use cq::CqConfig;
+pub use memory::{Segment, SegmentError};
+pub use network::SoftNetwork;
+pub use nic::{
+    Adversary, ControlError, Domain, DoorbellMode, Executed, Fault, Keys, Nic, NicConfig, QpConfig,
+    QpState, Violation,
+};
+pub use port::{Access, PortAddress};
+pub use queue::{HostQueue, Poster, QueueError, QueueSizes};
+pub use thread::NicThread;

@@ -1,0 +1,303 @@
+//! Two NICs in this process, a queue pair between them, and the device functions to post on it.
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::ffi::c_void;
+use std::io::Write as _;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rand::Rng;
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+use softnic::abi::{Bound, ErrorWord};
+use softnic::{
+    Access, Adversary, Domain, DoorbellMode, HostQueue, Keys, Nic, NicConfig, NicThread,
+    QueueSizes, Segment,
+};
+use softnic_driver::Driver;
+
+/// Bytes of the source and of the target.
+pub const DATA_BYTES: usize = 1 << 20;
+/// Longer than any wait that ends well, even on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+pub struct Rig {
+    pub driver: Driver,
+    pub queue: HostQueue,
+    pub remote_queue: HostQueue,
+    pub source: Segment,
+    pub source_keys: Keys,
+    pub target: Segment,
+    pub target_keys: Keys,
+    pub domain: Domain,
+    pub remote_domain: Domain,
+    // Stopped before the memory goes.
+    pub client: NicThread,
+    pub server: NicThread,
+}
+
+#[derive(Clone, Copy)]
+pub struct RigConfig {
+    pub variant: &'static str,
+    pub nic: NicConfig,
+    pub sizes: QueueSizes,
+    pub target_access: Access,
+}
+
+impl Default for RigConfig {
+    fn default() -> Self {
+        Self {
+            variant: "product",
+            nic: strict(),
+            sizes: QueueSizes::default(),
+            target_access: Access::ALL,
+        }
+    }
+}
+
+/// Everything that can be checked, checked.
+pub fn strict() -> NicConfig {
+    NicConfig { is_strict: true, doorbell: DoorbellMode::Checked, ..NicConfig::default() }
+}
+
+pub fn adversarial(seed: u64) -> NicConfig {
+    NicConfig { adversary: Some(Adversary { seed }), ..strict() }
+}
+
+impl Rig {
+    /// `None` without a C++ compiler, which is noted.
+    pub fn new(config: RigConfig) -> Option<Self> {
+        let driver = driver(config.variant)?;
+        let mut client = Nic::new(config.nic).unwrap();
+        let mut server = Nic::new(NicConfig::default()).unwrap();
+        let domain = client.alloc_domain();
+        let remote_domain = server.alloc_domain();
+        let queue = HostQueue::create(&mut client, domain, config.sizes).unwrap();
+        let remote_sizes = QueueSizes { recv_depth: 64, ..QueueSizes::default() };
+        let remote_queue = HostQueue::create(&mut server, remote_domain, remote_sizes).unwrap();
+        let source = Segment::create(DATA_BYTES).unwrap();
+        let target = Segment::create(DATA_BYTES).unwrap();
+        let source_keys =
+            client.register(domain, &source, 0, DATA_BYTES, Access::LOCAL_WRITE).unwrap();
+        let target_keys =
+            server.register(remote_domain, &target, 0, DATA_BYTES, config.target_access).unwrap();
+        let rig = Self {
+            driver,
+            queue,
+            remote_queue,
+            source,
+            source_keys,
+            target,
+            target_keys,
+            domain,
+            remote_domain,
+            client: NicThread::spawn(client).unwrap(),
+            server: NicThread::spawn(server).unwrap(),
+        };
+        rig.connect();
+        Some(rig)
+    }
+
+    pub fn connect(&self) {
+        let (mut client, mut server) = (self.client.lock(), self.server.lock());
+        let (here, there) = (client.address(), server.address());
+        self.queue.connect(&mut client, there, self.remote_queue.qpn()).unwrap();
+        self.remote_queue.connect(&mut server, here, self.queue.qpn()).unwrap();
+    }
+
+    /// Takes both sides through reset, as after an error.
+    pub fn recover(&self) {
+        self.queue.reset(&mut self.client.lock()).unwrap();
+        self.remote_queue.reset(&mut self.server.lock()).unwrap();
+        self.connect();
+    }
+
+    pub fn handle(&self) -> *const c_void {
+        std::ptr::from_ref(self.queue.handle()).cast()
+    }
+
+    pub fn put_add(&self, offset: u64, bytes: u64, counter: u64, wait: &Wait) -> u32 {
+        // SAFETY: the handle and the bound are valid; addresses are checked by the NIC.
+        unsafe {
+            (self.driver.put_add)(
+                self.handle(),
+                self.source_keys.address + offset,
+                self.source_keys.lkey,
+                self.target_keys.address + offset,
+                self.target_keys.rkey,
+                bytes,
+                self.target_keys.address + counter,
+                1,
+                wait.as_ptr(),
+            )
+        }
+    }
+
+    pub fn put(&self, offset: u64, bytes: u64, wait: &Wait) -> u32 {
+        self.moved(self.driver.put, offset, bytes, wait)
+    }
+
+    pub fn get(&self, offset: u64, bytes: u64, wait: &Wait) -> u32 {
+        self.moved(self.driver.get, offset, bytes, wait)
+    }
+
+    fn moved(
+        &self,
+        call: unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, u64, *const c_void) -> u32,
+        offset: u64,
+        bytes: u64,
+        wait: &Wait,
+    ) -> u32 {
+        // SAFETY: as for `put_add`.
+        unsafe {
+            call(
+                self.handle(),
+                self.source_keys.address + offset,
+                self.source_keys.lkey,
+                self.target_keys.address + offset,
+                self.target_keys.rkey,
+                bytes,
+                wait.as_ptr(),
+            )
+        }
+    }
+
+    pub fn signal_words(&self, first_word: u64, value: u64, num_words: u32, wait: &Wait) -> u32 {
+        let first = self.target_keys.address + first_word * 8;
+        // SAFETY: as for `put_add`.
+        unsafe {
+            (self.driver.signal_words)(
+                self.handle(),
+                first,
+                self.target_keys.rkey,
+                value,
+                num_words,
+                wait.as_ptr(),
+            )
+        }
+    }
+
+    pub fn signal(&self, offset: u64, value: u64, wait: &Wait) -> u32 {
+        let word = self.target_keys.address + offset;
+        let rkey = self.target_keys.rkey;
+        // SAFETY: as for `put_add`.
+        unsafe { (self.driver.signal)(self.handle(), word, rkey, value, wait.as_ptr()) }
+    }
+
+    pub fn add8(&self, offset: u64, value: u64, wait: &Wait) -> u32 {
+        let word = self.target_keys.address + offset;
+        let rkey = self.target_keys.rkey;
+        // SAFETY: as for `put_add`.
+        unsafe { (self.driver.add8)(self.handle(), word, rkey, value, wait.as_ptr()) }
+    }
+
+    pub fn quiet(&self, wait: &Wait) -> u32 {
+        // SAFETY: as for `put_add`.
+        unsafe { (self.driver.quiet)(self.handle(), wait.as_ptr()) }
+    }
+
+    pub fn target_word(&self, offset: usize) -> &AtomicU64 {
+        word(&self.target, offset)
+    }
+
+    pub fn assert_clean(&self) {
+        let client = self.client.lock();
+        assert!(client.violations().is_empty(), "{:?}", client.violations().first());
+        assert!(self.server.lock().violations().is_empty());
+    }
+}
+
+pub fn word(segment: &Segment, offset: usize) -> &AtomicU64 {
+    assert!(offset.is_multiple_of(8) && offset + 8 <= segment.region().len());
+    // SAFETY: aligned and in range; mapped while the segment lives; accessed atomically.
+    unsafe { AtomicU64::from_ptr(segment.region().as_ptr().as_ptr().add(offset).cast()) }
+}
+
+/// Fills `len` bytes at `offset` with a pattern of `seed`.
+pub fn fill(segment: &Segment, offset: usize, len: usize, seed: u64) {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    for at in (offset..offset + len).step_by(8) {
+        word(segment, at).store(rng.next_u64(), Ordering::Relaxed);
+    }
+}
+
+/// First byte at which a pattern is not there.
+pub fn mismatch(segment: &Segment, offset: usize, len: usize, seed: u64) -> Option<usize> {
+    let mut rng = SmallRng::seed_from_u64(seed);
+    (offset..offset + len)
+        .step_by(8)
+        .find(|at| word(segment, *at).load(Ordering::Relaxed) != rng.next_u64())
+}
+
+/// Bound of waits, with its error word.
+pub struct Wait {
+    error: Box<std::cell::UnsafeCell<ErrorWord>>,
+    bound: Bound,
+}
+
+impl Wait {
+    pub fn new(timeout: Duration) -> Self {
+        let error = Box::new(std::cell::UnsafeCell::new(ErrorWord::default()));
+        let bound = Bound {
+            error: error.get(),
+            abort_mask: std::ptr::null(),
+            timeout_ns: timeout.as_nanos() as u64,
+        };
+        Self { error, bound }
+    }
+
+    pub fn patient() -> Self {
+        Self::new(PATIENCE)
+    }
+
+    pub fn with_abort(mut self, mask: &std::sync::atomic::AtomicU32) -> Self {
+        self.bound.abort_mask = mask.as_ptr();
+        self
+    }
+
+    pub fn as_ptr(&self) -> *const c_void {
+        std::ptr::from_ref(&self.bound).cast()
+    }
+
+    pub fn error(&self) -> ErrorWord {
+        // SAFETY: no call that may write it is under way.
+        unsafe { *self.error.get() }
+    }
+}
+
+pub fn fresh_seed() -> u64 {
+    let seed = std::env::var("SWITCHYARD_TEST_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or_else(|| SmallRng::from_rng(&mut rand::rng()).random());
+    println!("seed {seed} (set SWITCHYARD_TEST_SEED to repeat)");
+    seed
+}
+
+/// A variant of the device functions; without a compiler the test is skipped, and says so.
+pub fn driver(variant: &str) -> Option<Driver> {
+    let driver = Driver::variant(variant);
+    if driver.is_none() {
+        note_skip("cxx", "there is no C++ compiler: install g++");
+    }
+    driver
+}
+
+pub fn note_skip(resource: &str, reason: &str) {
+    println!("SKIPPED: {resource}: {reason}");
+    if let Some(log) = std::env::var_os("SWITCHYARD_SKIP_LOG") {
+        let line = format!("{resource}\t{reason}\n");
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(log);
+        file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the skip log");
+    }
+}
+
+/// `SY_MLX5_*`
+pub mod status {
+    pub const OK: u32 = 0;
+    pub const TIMEOUT: u32 = 1;
+    pub const ABORTED: u32 = 2;
+    pub const COMPLETION: u32 = 3;
+    pub const DESYNC: u32 = 4;
+    pub const ARGUMENT: u32 = 5;
+}
