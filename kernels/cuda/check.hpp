@@ -148,6 +148,38 @@ template <class Params>
     return params.state != nullptr ? SY_OK : SY_LAUNCH_NULL;
 }
 
+[[nodiscard]] inline int check_servers(const sy_server_peer* servers, uint32_t num_servers) {
+    if (servers == nullptr)
+        return SY_LAUNCH_NULL;
+    if (num_servers == 0 || num_servers > SY_MAX_PEERS)
+        return SY_LAUNCH_PEERS;
+    for (uint32_t i = 0; i < num_servers; ++i) {
+        if (const int code = check_link(servers[i].request); code != SY_OK)
+            return code;
+        if (servers[i].response == 0)
+            return SY_LAUNCH_NULL;
+        if (servers[i].response % 16 != 0)
+            return SY_LAUNCH_ALIGNMENT;
+    }
+    return SY_OK;
+}
+
+[[nodiscard]] inline int check_clients(const sy_client_peer* clients, uint32_t num_clients) {
+    if (clients == nullptr)
+        return SY_LAUNCH_NULL;
+    if (num_clients == 0 || num_clients > SY_MAX_PEERS)
+        return SY_LAUNCH_PEERS;
+    for (uint32_t i = 0; i < num_clients; ++i) {
+        if (const int code = check_link(clients[i].response); code != SY_OK)
+            return code;
+        if (clients[i].request == 0)
+            return SY_LAUNCH_NULL;
+        if (clients[i].request % 16 != 0)
+            return SY_LAUNCH_ALIGNMENT;
+    }
+    return SY_OK;
+}
+
 // Size of a launch. `is_tuned`: compiled for this hidden size (and top_k), else for any.
 struct LaunchPlan {
     uint32_t num_blocks, num_threads;

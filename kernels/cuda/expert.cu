@@ -57,35 +57,11 @@ extern "C" int sy_launch_echo(const sy_echo_params* params, sy_stream stream) {
 }
 
 extern "C" int sy_check_servers(const sy_server_peer* servers, uint32_t num_servers) {
-    if (servers == nullptr)
-        return SY_LAUNCH_NULL;
-    if (num_servers == 0 || num_servers > SY_MAX_PEERS)
-        return SY_LAUNCH_PEERS;
-    for (uint32_t i = 0; i < num_servers; ++i) {
-        if (const int code = check_link(servers[i].request); code != SY_OK)
-            return code;
-        if (servers[i].response == 0)
-            return SY_LAUNCH_NULL;
-        if (servers[i].response % 16 != 0)
-            return SY_LAUNCH_ALIGNMENT;
-    }
-    return SY_OK;
+    return check_servers(servers, num_servers);
 }
 
 extern "C" int sy_check_clients(const sy_client_peer* clients, uint32_t num_clients) {
-    if (clients == nullptr)
-        return SY_LAUNCH_NULL;
-    if (num_clients == 0 || num_clients > SY_MAX_PEERS)
-        return SY_LAUNCH_PEERS;
-    for (uint32_t i = 0; i < num_clients; ++i) {
-        if (const int code = check_link(clients[i].response); code != SY_OK)
-            return code;
-        if (clients[i].request == 0)
-            return SY_LAUNCH_NULL;
-        if (clients[i].request % 16 != 0)
-            return SY_LAUNCH_ALIGNMENT;
-    }
-    return SY_OK;
+    return check_clients(clients, num_clients);
 }
 
 extern "C" const char* sy_launch_error(int code) {

@@ -1,0 +1,69 @@
+// The host's version of ptx/memory.cuh. Loads that somebody may wait with let the other threads run.
+#pragma once
+
+#include <cstdint>
+
+namespace switchyard::ptx {
+
+template <class T> T load_and_yield(const T* address) {
+    const T value = __atomic_load_n(address, __ATOMIC_SEQ_CST);
+    simt::yield();
+    return value;
+}
+
+inline uint64_t ld_acquire_sys(const uint64_t* address) { return load_and_yield(address); }
+inline uint64_t ld_relaxed_sys(const uint64_t* address) { return load_and_yield(address); }
+inline uint32_t ld_relaxed_sys(const uint32_t* address) { return load_and_yield(address); }
+
+inline void st_release_sys(uint64_t* address, uint64_t value) {
+    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
+}
+inline void st_relaxed_sys(uint64_t* address, uint64_t value) {
+    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
+}
+inline void red_add_release_sys(uint64_t* address, uint64_t value) {
+    __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+}
+inline void red_add_relaxed_sys(uint64_t* address, uint64_t value) {
+    __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+}
+inline void red_or_relaxed_gpu(uint32_t* address, uint32_t value) {
+    __atomic_fetch_or(address, value, __ATOMIC_SEQ_CST);
+}
+
+inline uint32_t atom_inc_relaxed_gpu(uint32_t* address, uint32_t last) {
+    uint32_t before = __atomic_load_n(address, __ATOMIC_SEQ_CST);
+    while (!__atomic_compare_exchange_n(address, &before, before >= last ? 0 : before + 1, false,
+                                        __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+    return before;
+}
+
+inline uint32_t atom_cas_relaxed_gpu(uint32_t* address, uint32_t expected, uint32_t desired) {
+    __atomic_compare_exchange_n(address, &expected, desired, false, __ATOMIC_SEQ_CST,
+                                __ATOMIC_SEQ_CST);
+    return expected;
+}
+
+inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+template <class T> T load_at(uint64_t address) {
+    T value;
+    memcpy(&value, reinterpret_cast<const void*>(address), sizeof(T));
+    return value;
+}
+
+inline void st_weak_global_v4(uint64_t address, const uint4& value) {
+    *reinterpret_cast<uint4*>(address) = value;
+}
+inline void st_weak_global_v2(uint64_t address, const uint2& value) {
+    *reinterpret_cast<uint2*>(address) = value;
+}
+inline uint4 ld_weak_global_v4(uint64_t address) { return load_at<uint4>(address); }
+inline uint2 ld_weak_global_v2(uint64_t address) { return load_at<uint2>(address); }
+inline float ld_weak_global_f32(uint64_t address) { return load_at<float>(address); }
+inline uint4 ld_nc_v4(const void* address) {
+    return load_at<uint4>(reinterpret_cast<uint64_t>(address));
+}
+
+} // namespace switchyard::ptx

@@ -1,0 +1,41 @@
+// The host's version of ptx/sync.cuh. Time passes with every look at the clock.
+#pragma once
+
+#include <cstdint>
+
+namespace switchyard::ptx {
+
+constexpr uint64_t kNsPerLook = 1000;
+
+inline uint64_t mov_globaltimer() { return simt::clock_ns.fetch_add(kNsPerLook) + kNsPerLook; }
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
+inline uint32_t mov_cluster_ctarank() { return simt::block->rank; }
+inline void barrier_cluster_arrive_release() {}
+inline void barrier_cluster_wait_acquire() {
+    simt::meet(simt::block->cluster->barrier, simt::block->cluster->num_threads);
+}
+
+// Shared memory of a cluster's blocks lies equally far from their markers.
+constexpr int64_t kMiddle = 1 << 27;
+
+inline uint32_t mapa_shared_cluster(const void* address, uint32_t rank) {
+    const int64_t distance = static_cast<const char*>(address) - &simt::marker;
+    if (distance <= -kMiddle || distance >= kMiddle)
+        abort();
+    return rank << 28 | static_cast<uint32_t>(distance + kMiddle);
+}
+
+inline uint32_t* in_cluster(uint32_t address) {
+    char* marker = simt::block->cluster->marker[address >> 28];
+    return reinterpret_cast<uint32_t*>(marker + (static_cast<int64_t>(address & 0xfffffffu) - kMiddle));
+}
+
+inline uint32_t ld_shared_cluster(uint32_t address) {
+    return __atomic_load_n(in_cluster(address), __ATOMIC_SEQ_CST);
+}
+inline void red_or_shared_cluster(uint32_t address, uint32_t value) {
+    __atomic_fetch_or(in_cluster(address), value, __ATOMIC_SEQ_CST);
+}
+
+} // namespace switchyard::ptx
