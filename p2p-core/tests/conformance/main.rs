@@ -1,20 +1,23 @@
 //! One suite, every transport: threads over local memory, threads over staged memory with and without
-//! disorder, two processes over shared memory, and two processes over shared memory by put only.
+//! disorder, and two processes over shared memory, over shared memory by put only, and over networks.
 #![cfg(not(loom))]
 
 mod suite;
+#[cfg(feature = "verbs")]
+mod verbs;
 
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use p2p_core::backend::local;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::bootstrap::{CloseReason, ConnectConfig, Listener, ListenerConfig, connect};
 use p2p_core::endpoint::Endpoint;
+use p2p_core::network::Network;
 use p2p_core::{AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, TransportKind};
 use suite::{Party, Script, reset_meetings, scripts};
 
@@ -75,22 +78,96 @@ fn staged_threads_in_disorder() {
 
 #[test]
 fn two_processes_over_shared_memory() {
-    in_processes(TransportKind::Shm);
+    in_processes(&Way::plain(TransportKind::Shm));
 }
 
 #[test]
 fn two_processes_over_staged_memory() {
-    in_processes(TransportKind::Staged);
+    in_processes(&Way::plain(TransportKind::Staged));
 }
 
-fn in_processes(kind: TransportKind) {
+#[cfg(feature = "libfabric")]
+#[test]
+fn two_processes_over_libfabric_tcp() {
+    over_libfabric("tcp;ofi_rxm");
+}
+
+#[cfg(feature = "libfabric")]
+#[test]
+fn two_processes_over_libfabric_shm() {
+    over_libfabric("shm");
+}
+
+#[cfg(feature = "libfabric")]
+fn over_libfabric(provider: &str) {
+    let way = Way { kind: TransportKind::Libfabric, flavour: provider.to_owned() };
+    match p2p_core::backend::libfabric::FabricNetwork::open(provider) {
+        Ok(_) => in_processes(&way),
+        Err(error) => skip("libfabric", &error.to_string()),
+    }
+}
+
+/// Says loudly that a test did not run, and fails where the environment demands that it runs.
+#[cfg(feature = "libfabric")]
+fn skip(resource: &str, reason: &str) {
+    let required = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
+    let is_required = required.split(',').any(|item| item == resource || item == "all");
+    assert!(!is_required, "{resource} is required: {reason}");
+    println!("SKIPPED: {reason}");
+}
+
+/// A transport, and of a network which.
+#[derive(Debug, Clone)]
+struct Way {
+    kind: TransportKind,
+    flavour: String,
+}
+
+impl Way {
+    fn plain(kind: TransportKind) -> Self {
+        Self { kind, flavour: String::new() }
+    }
+
+    /// What the other process is told.
+    fn encode(&self) -> String {
+        format!("{} {}", self.kind.name(), self.flavour)
+    }
+
+    fn decode(text: &str) -> Self {
+        let (kind, flavour) = text.split_once(' ').unwrap();
+        let kind = match kind {
+            "staged" => TransportKind::Staged,
+            "verbs" => TransportKind::Verbs,
+            "libfabric" => TransportKind::Libfabric,
+            _ => TransportKind::Shm,
+        };
+        Self { kind, flavour: flavour.to_owned() }
+    }
+
+    fn networks(&self) -> Vec<Arc<dyn Network>> {
+        match self.kind {
+            #[cfg(feature = "libfabric")]
+            TransportKind::Libfabric => {
+                let network =
+                    p2p_core::backend::libfabric::FabricNetwork::open(&self.flavour).unwrap();
+                vec![Arc::new(network)]
+            }
+            #[cfg(feature = "verbs")]
+            TransportKind::Verbs => vec![verbs::network()],
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn in_processes(way: &Way) {
     let seed = fresh_seed();
     for config in configs() {
-        let (connections, mut child) = serve_one_child(config, kind, &[("SEED", seed.to_string())]);
+        let (connections, mut child) = serve_one_child(config, way, &[("SEED", seed.to_string())]);
         for (name, script) in scripts::<AnyEndpoint>() {
             println!("{name}: {config:?}");
             let connection = connections.recv_timeout(Duration::from_secs(30)).expect("peer");
-            assert_eq!(connection.transport.kind, kind);
+            assert_eq!(connection.transport.kind, way.kind);
+            assert!(way.flavour.is_empty() || connection.transport.flavour == way.flavour);
             perform(script, Party::A, connection.channel, seed);
         }
         assert!(child.wait().unwrap().success(), "the child process failed");
@@ -101,7 +178,7 @@ fn in_processes(kind: TransportKind) {
 fn the_death_of_a_process_is_noticed_at_once() {
     let config = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
     let (connections, mut child) =
-        serve_one_child(config, TransportKind::Shm, &[("HANG", "1".to_owned())]);
+        serve_one_child(config, &Way::plain(TransportKind::Shm), &[("HANG", "1".to_owned())]);
     let connection = connections.recv_timeout(Duration::from_secs(30)).expect("peer");
     assert_eq!(connection.liveness.closed_now(), None);
     let runtime = runtime();
@@ -126,8 +203,9 @@ fn another_user_is_refused_by_name() {
         return;
     }
     let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-    let (connections, addr) = serve(slot, TransportKind::Shm);
-    let mut command = child_command(addr, slot, TransportKind::Shm, &[("REFUSED", "1".to_owned())]);
+    let way = Way::plain(TransportKind::Shm);
+    let (connections, addr) = serve(slot, &way);
+    let mut command = child_command(addr, slot, &way, &[("REFUSED", "1".to_owned())]);
     match command.uid(65534).gid(65534).status() {
         Ok(status) => assert!(status.success(), "see the child's message"),
         Err(error) => println!("SKIPPED: another user cannot execute this test: {error}"),
@@ -138,19 +216,21 @@ fn another_user_is_refused_by_name() {
 /// A listener, and this binary again as its peer.
 fn serve_one_child(
     slot: SlotConfig,
-    kind: TransportKind,
+    way: &Way,
     env: &[(&str, String)],
 ) -> (mpsc::Receiver<Connection>, Child) {
-    let (receiver, addr) = serve(slot, kind);
-    (receiver, child_command(addr, slot, kind, env).spawn().unwrap())
+    let (receiver, addr) = serve(slot, way);
+    (receiver, child_command(addr, slot, way, env).spawn().unwrap())
 }
 
-fn serve(slot: SlotConfig, kind: TransportKind) -> (mpsc::Receiver<Connection>, SocketAddr) {
+fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, SocketAddr) {
     let (sender, receiver) = mpsc::channel();
     let (addr_sender, addr) = mpsc::channel();
+    let (kind, networks) = (way.kind, way.networks());
     std::thread::spawn(move || {
         runtime().block_on(async move {
-            let config = ListenerConfig { slot, transports: vec![kind], ..Default::default() };
+            let transports = vec![kind];
+            let config = ListenerConfig { slot, transports, networks, ..Default::default() };
             let listener = Listener::bind("127.0.0.1:0", config).await.unwrap();
             addr_sender.send(listener.local_addr()).unwrap();
             let forever = std::future::pending();
@@ -165,7 +245,7 @@ fn serve(slot: SlotConfig, kind: TransportKind) -> (mpsc::Receiver<Connection>, 
 fn child_command(
     addr: SocketAddr,
     slot: SlotConfig,
-    kind: TransportKind,
+    way: &Way,
     env: &[(&str, String)],
 ) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -173,7 +253,7 @@ fn child_command(
         .args(["--exact", "child_process", "--nocapture"])
         .env("P2P_CHILD_ADDR", addr.to_string())
         .env("P2P_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
-        .env("P2P_CHILD_KIND", kind.name())
+        .env("P2P_CHILD_WAY", way.encode())
         .envs(env.iter().map(|(k, v)| (format!("P2P_CHILD_{k}"), v)))
         .stdin(Stdio::null());
     command
@@ -186,15 +266,14 @@ fn child_process() {
     let Some(addr) = var("ADDR") else { return };
     let sizes: Vec<usize> =
         var("SLOT").unwrap().split(' ').map(|part| part.parse().unwrap()).collect();
-    let kind = match var("KIND").as_deref() {
-        Some("staged") => TransportKind::Staged,
-        _ => TransportKind::Shm,
-    };
+    let way = Way::decode(&var("WAY").unwrap());
+    let (kind, networks) = (way.kind, way.networks());
     let runtime = runtime();
     let try_to_meet = || {
         let config = ConnectConfig {
             slot: SlotConfig { slot_bytes: sizes[0], num_frames: sizes[1] },
-            transports: vec![kind],
+            transports: vec![way.kind],
+            networks: networks.clone(),
             timeout: Duration::from_secs(20),
             ..Default::default()
         };
