@@ -114,11 +114,14 @@ uint32_t wait_gets(const sy_mlx5_qp* qp, uint64_t local, uint32_t lkey,
 
 uint64_t poll_once(const sy_mlx5_qp* qp) { return mlx5::poll<Scope::kSys>(*qp); }
 
-// `words` consecutive 8-byte signals in as many requests of one group: lanes of a real warp.
+// `num_words` signals to consecutive words in one group: the lanes of a real warp. Between
+// reservation and publication the warp waits until `*gate` is not 0, if there is a gate.
 uint32_t signal_words(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint64_t value,
-                      uint32_t num_words, const sy_mlx5_bound* bound) {
+                      uint32_t num_words, const uint32_t* gate, const sy_mlx5_bound* bound) {
     return mlx5::post<Scope::kSys, Warp>(
         *qp, *bound, num_words, [&](uint32_t lane_idx, const mlx5::Control& control) {
+            while (gate != nullptr && ld_relaxed<Scope::kSys>(gate) == 0)
+                pause_poll();
             const RemoteBuffer word{first + lane_idx * 8, rkey};
             return mlx5::make_write_inline(control, word, value + lane_idx, 8);
         });

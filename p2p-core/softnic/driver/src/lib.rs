@@ -85,8 +85,9 @@ pub struct Driver {
     pub quiet: unsafe extern "C" fn(*const c_void, *const c_void) -> u32,
     pub quiet_gets: unsafe extern "C" fn(*const c_void, u64, u32, *const c_void) -> u32,
     pub poll: unsafe extern "C" fn(*const c_void) -> u64,
-    /// A group of signals to consecutive words, one per lane.
-    pub signal_words: unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, *const c_void) -> u32,
+    /// A group of signals to consecutive words, one per lane, published once the gate opens.
+    pub signal_words:
+        unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, *const u32, *const c_void) -> u32,
     pub doorbell: unsafe extern "C" fn(u32, u64) -> u64,
     pub dbrec: unsafe extern "C" fn(u64) -> u32,
     pub completed_after: unsafe extern "C" fn(u64, u32) -> u64,

@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 use std::io::Write as _;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rand::Rng;
@@ -163,6 +163,19 @@ impl Rig {
     }
 
     pub fn signal_words(&self, first_word: u64, value: u64, num_words: u32, wait: &Wait) -> u32 {
+        self.gated(first_word, value, num_words, None, wait)
+    }
+
+    /// The same, but between reservation and publication it waits until `gate` is not 0.
+    pub fn gated(
+        &self,
+        first_word: u64,
+        value: u64,
+        num_words: u32,
+        gate: Option<&AtomicU32>,
+        wait: &Wait,
+    ) -> u32 {
+        let gate = gate.map_or(std::ptr::null(), |gate| gate.as_ptr().cast_const());
         let first = self.target_keys.address + first_word * 8;
         // SAFETY: as for `put_add`.
         unsafe {
@@ -172,6 +185,7 @@ impl Rig {
                 self.target_keys.rkey,
                 value,
                 num_words,
+                gate,
                 wait.as_ptr(),
             )
         }
@@ -250,7 +264,7 @@ impl Wait {
         Self::new(PATIENCE)
     }
 
-    pub fn with_abort(mut self, mask: &std::sync::atomic::AtomicU32) -> Self {
+    pub fn with_abort(mut self, mask: &AtomicU32) -> Self {
         self.bound.abort_mask = mask.as_ptr();
         self
     }
