@@ -19,6 +19,12 @@ pub enum AnyEndpoint {
     Mapped(MappedEndpoint),
     /// The peer's slot is reached by put and get only.
     Staged(StagedEndpoint),
+    /// The peer is reached by RDMA.
+    #[cfg(all(feature = "verbs", not(loom)))]
+    Verbs(Box<crate::backend::verbs::VerbsEndpoint>),
+    /// The peer is reached by libfabric.
+    #[cfg(all(feature = "libfabric", not(loom)))]
+    Libfabric(crate::backend::libfabric::LibfabricEndpoint),
     /// A transport from outside of this crate, at the price of an indirect call.
     Other(Box<dyn OtherEndpoint>),
 }
@@ -34,6 +40,10 @@ macro_rules! on {
         match $any {
             Self::Mapped($end) => $call,
             Self::Staged($end) => $call,
+            #[cfg(all(feature = "verbs", not(loom)))]
+            Self::Verbs($end) => $call,
+            #[cfg(all(feature = "libfabric", not(loom)))]
+            Self::Libfabric($end) => $call,
             Self::Other($end) => $call,
         }
     };

@@ -4,10 +4,16 @@
 //! |---|---|---|
 //! | [`local`] | two ends in one process | stores |
 //! | [`shm`] | two processes of one host | stores into a sealed memfd |
+//! | `verbs` (feature) | processes of any hosts with RDMA devices | WRITE |
+//! | `libfabric` (feature) | processes of any hosts, by TCP, shared memory, RDMA, EFA or CXI | messages and writes |
 //! | [`staged`] | as [`shm`], for tests | copies from staging memory, delayed and reordered at will |
 
+#[cfg(all(feature = "libfabric", not(loom)))]
+pub mod libfabric;
 pub mod local;
 pub mod mapped;
 #[cfg(not(loom))]
 pub mod shm;
 pub mod staged;
+#[cfg(all(feature = "verbs", not(loom)))]
+pub mod verbs;

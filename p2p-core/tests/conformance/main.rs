@@ -242,12 +242,7 @@ fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, SocketAddr
     (receiver, addr)
 }
 
-fn child_command(
-    addr: SocketAddr,
-    slot: SlotConfig,
-    way: &Way,
-    env: &[(&str, String)],
-) -> Command {
+fn child_command(addr: SocketAddr, slot: SlotConfig, way: &Way, env: &[(&str, String)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args(["--exact", "child_process", "--nocapture"])

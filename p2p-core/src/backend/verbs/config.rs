@@ -1,0 +1,86 @@
+//! Settings of the verbs transport.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Which ports of which devices to use.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum PortChoice {
+    /// The first active port, in the order in which the devices are named.
+    #[default]
+    First,
+    /// All active ports that are as near as possible to a PCI device, such as a GPU, by address
+    /// (`0000:3b:00.0`).
+    Near(String),
+    /// All active ports that are as near as possible to a NUMA node.
+    NearNode(i32),
+    /// These: `mlx5_0` or `mlx5_0:1`. Peers pair them in this order.
+    Named(Vec<String>),
+}
+
+/// How to use RDMA devices. Both sides of a pair may differ in all of this.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct VerbsConfig {
+    /// Ports. At most [`MAX_LANES`] queue pairs per peer come of them.
+    pub ports: PortChoice,
+    /// Queue pairs per port and peer.
+    pub queue_pairs_per_port: u32,
+    /// Puts and gets of at least this many bytes are spread over all queue pairs of a peer.
+    pub stripe_bytes: usize,
+    /// Entry of the port's address table. By default the RoCE v2 address of the route to the peer.
+    pub gid_index: Option<u8>,
+    /// Traffic class of packets with a global header: DSCP in the upper six bits.
+    pub traffic_class: u8,
+    /// InfiniBand service level, or RoCE priority.
+    pub service_level: u8,
+    /// Entry of the port's partition table.
+    pub pkey_index: u16,
+    /// Operations that one queue pair holds.
+    pub send_queue_depth: u32,
+    /// Longest single message in bytes; the device's own limit holds as well.
+    pub max_message_bytes: u32,
+    /// Puts of at most this many bytes travel inside the work request, as far as the device can.
+    pub inline_bytes: u32,
+    /// Time without acknowledgement before a packet is sent again: 4.096 µs × 2^this, 1 to 31.
+    pub ack_timeout: u8,
+    /// How often a packet is sent again before the peer counts as lost, 0 to 7.
+    pub retry_count: u8,
+    /// Longest wait for room in a full queue or for the parts of a striped put, in milliseconds.
+    pub post_timeout_ms: u64,
+}
+
+impl VerbsConfig {
+    /// Longest wait for room in a full queue or for the parts of a striped put.
+    #[must_use]
+    pub const fn post_timeout(&self) -> Duration {
+        Duration::from_millis(self.post_timeout_ms)
+    }
+}
+
+impl Default for VerbsConfig {
+    fn default() -> Self {
+        Self {
+            ports: PortChoice::First,
+            queue_pairs_per_port: 1,
+            stripe_bytes: 256 << 10,
+            gid_index: None,
+            traffic_class: 0,
+            service_level: 0,
+            pkey_index: 0,
+            send_queue_depth: 128,
+            max_message_bytes: 1 << 20,
+            inline_bytes: 220,
+            // 67 ms, seven times: a peer that does not answer is lost after half a second.
+            ack_timeout: 14,
+            retry_count: 7,
+            post_timeout_ms: 2000,
+        }
+    }
+}
+
+/// Most queue pairs of one peer.
+pub const MAX_LANES: usize = 8;

@@ -1,0 +1,343 @@
+//! A peer reached by RDMA.
+//!
+//! | operation | request |
+//! |---|---|
+//! | put | WRITE, inline when small, in pieces when longer than a message; large ones spread over all queue pairs |
+//! | get | READ, likewise |
+//! | flag | FETCH_ADD on the first queue pair |
+//! | wake-up | WRITE_WITH_IMM without bytes, behind the flag |
+//! | fence | the fence bit of the next request where reads are under way |
+//! | quiet | completion of everything, after a WRITE without bytes where the last request was not signalled |
+//!
+//! A queue pair carries its writes, atomics and messages out in order, so a flag needs nothing to come
+//! after the puts ahead of it. Only what went over other queue pairs is waited for. Such waits, and
+//! those for room in a full queue, are for the peer's *device*, never for its process, and are bounded.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::lane::{Failed, Lane};
+use super::owner::{MemoryRegion, Rights};
+use super::progress::{OpKind, PeerState, Progress};
+use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
+use crate::wait::Driver;
+
+/// An endpoint over one or more queue pairs.
+#[derive(Debug)]
+pub struct VerbsEndpoint {
+    lanes: Vec<Lane>,
+    peer: Arc<PeerState>,
+    progress: Arc<Progress>,
+    /// Memory that may be put from and got into, as registered on every lane.
+    sources: Vec<Region>,
+    remote: RemoteSlot,
+    stripe_bytes: usize,
+    limit: Duration,
+    /// Whether lanes beside the first may have requests under way.
+    is_spread: bool,
+    /// Whether a fence stands between what the first lane carries and the next spread operation.
+    fence_before_spread: bool,
+}
+
+/// The peer's slot.
+#[derive(Debug, Clone)]
+pub(super) struct RemoteSlot {
+    pub(super) address: u64,
+    pub(super) bytes: usize,
+    /// For messages: who the peer is.
+    pub(super) peer: String,
+}
+
+impl VerbsEndpoint {
+    pub(super) const fn new(
+        lanes: Vec<Lane>,
+        peer: Arc<PeerState>,
+        progress: Arc<Progress>,
+        remote: RemoteSlot,
+        stripe_bytes: usize,
+        limit: Duration,
+    ) -> Self {
+        Self {
+            lanes,
+            peer,
+            progress,
+            sources: Vec::new(),
+            remote,
+            stripe_bytes,
+            limit,
+            is_spread: false,
+            fence_before_spread: false,
+        }
+    }
+
+    /// Queue pairs in use.
+    #[must_use]
+    pub const fn num_queue_pairs(&self) -> usize {
+        self.lanes.len()
+    }
+
+    /// The failure that stopped a request.
+    #[cold]
+    fn failure(&self, op: &'static str) -> PostError {
+        match self.health() {
+            Err(error) => error,
+            Ok(()) => PostError::Disconnected { op },
+        }
+    }
+
+    fn describe_peer(&self) -> String {
+        let RemoteSlot { address, bytes, peer } = &self.remote;
+        format!("{peer}, slot of {bytes} bytes at {address:#x}")
+    }
+
+    #[inline]
+    fn remote_address(
+        &self,
+        op: &'static str,
+        offset: usize,
+        len: usize,
+    ) -> Result<u64, PostError> {
+        let region_bytes = self.remote.bytes;
+        match offset.checked_add(len) {
+            Some(end) if end <= region_bytes => Ok(self.remote.address + offset as u64),
+            _ => Err(PostError::RemoteRange { op, offset, len, region_bytes }),
+        }
+    }
+
+    /// Which registration holds `range`.
+    #[inline]
+    fn source_of(&self, op: &'static str, range: &LocalRange) -> Result<usize, PostError> {
+        let (start, len) = (range.as_ptr().as_ptr() as usize, range.len());
+        self.sources
+            .iter()
+            .position(|region| {
+                let first = region.as_ptr().as_ptr() as usize;
+                start >= first
+                    && start - first <= region.len() - len.min(region.len())
+                    && len <= region.len()
+            })
+            .ok_or(PostError::Unregistered { op, address: start, len })
+    }
+
+    /// # Safety
+    /// As for `put` or `get`.
+    unsafe fn transfer(
+        &mut self,
+        kind: OpKind,
+        local: &LocalRange,
+        remote: RemoteRange<SlotKey>,
+    ) -> Result<(), PostError> {
+        let op = kind.name();
+        self.health()?;
+        let len = local.len();
+        let remote_address = self.remote_address(op, remote.offset, remote.len.max(len))?;
+        let source = self.source_of(op, local)?;
+        let local_address = local.as_ptr().as_ptr() as u64;
+        if len < self.stripe_bytes || self.lanes.len() == 1 {
+            // SAFETY: the caller's promise; the range lies within the registration.
+            return unsafe { self.pieces(0, kind, source, local_address, len, remote_address) };
+        }
+        if self.fence_before_spread {
+            self.settle(0)?;
+            self.fence_before_spread = false;
+        }
+        self.is_spread = true;
+        let part = len.div_ceil(self.lanes.len()).next_multiple_of(PART_ALIGN);
+        let mut start = 0;
+        for lane in 0..self.lanes.len() {
+            let part = part.min(len - start);
+            if part == 0 {
+                break;
+            }
+            // SAFETY: the caller's promise; the parts lie within the range.
+            unsafe {
+                let (local, remote) = (local_address + start as u64, remote_address + start as u64);
+                self.pieces(lane, kind, source, local, part, remote)?;
+            }
+            start += part;
+        }
+        Ok(())
+    }
+
+    /// One lane's part, in messages that the device takes.
+    ///
+    /// # Safety
+    /// As for `put` or `get`; the range lies within the registration `source`.
+    unsafe fn pieces(
+        &mut self,
+        lane: usize,
+        kind: OpKind,
+        source: usize,
+        local_address: u64,
+        len: usize,
+        remote_address: u64,
+    ) -> Result<(), PostError> {
+        let limit = self.limit;
+        let lane = &mut self.lanes[lane];
+        let longest = lane.max_message_bytes();
+        let mut start = 0;
+        while start < len {
+            let bytes = longest.min(len - start);
+            let is_last = start + bytes == len;
+            let (local, remote) = (local_address + start as u64, remote_address + start as u64);
+            // SAFETY: the caller's promise.
+            let posted =
+                unsafe { lane.transfer(kind, source, local, bytes as u32, remote, is_last, limit) };
+            if posted.is_err() {
+                return Err(self.failure(kind.name()));
+            }
+            start += bytes;
+        }
+        Ok(())
+    }
+
+    /// Waits until the lanes from `first` on have nothing under way.
+    fn settle(&mut self, first: usize) -> Result<(), PostError> {
+        let (address, limit) = (self.remote.address, self.limit);
+        let deadline = Instant::now() + limit;
+        let settled = self.lanes[first..]
+            .iter_mut()
+            .try_for_each(|lane| lane.seal(address, limit))
+            .and_then(|()| {
+                for lane in &self.lanes[first..] {
+                    if !lane.wait(0, deadline)? {
+                        let limit_ms = limit.as_millis() as u64;
+                        self.peer.health.fail("put", super::status::Cause::Late { limit_ms });
+                        return Err(Failed);
+                    }
+                }
+                Ok(())
+            });
+        match settled {
+            Ok(()) => {
+                self.is_spread = false;
+                Ok(())
+            }
+            Err(Failed) => Err(self.failure("put")),
+        }
+    }
+}
+
+impl Endpoint for VerbsEndpoint {
+    type RemoteKey = SlotKey;
+
+    fn kind(&self) -> TransportKind {
+        TransportKind::Verbs
+    }
+
+    fn register(&mut self, region: &Region) -> Result<(), PostError> {
+        let is_known =
+            |known: &Region| known.as_ptr() == region.as_ptr() && known.len() == region.len();
+        if self.sources.iter().any(is_known) {
+            return Ok(());
+        }
+        let keys: Result<Vec<_>, _> = self
+            .lanes
+            .iter()
+            .map(|lane| MemoryRegion::of_region(lane.domain(), region, Rights::Local))
+            .collect();
+        let keys = keys.map_err(|error| PostError::Register {
+            bytes: region.len(),
+            detail: format!("{error}; check the limit on locked memory (`ulimit -l`)"),
+        })?;
+        for (lane, key) in self.lanes.iter_mut().zip(keys) {
+            lane.add_source(key);
+        }
+        self.sources.push(region.clone());
+        Ok(())
+    }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.progress) as Arc<dyn Driver>)
+    }
+
+    #[inline]
+    fn health(&self) -> Result<(), PostError> {
+        self.peer.health.check(|| self.describe_peer())
+    }
+
+    fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
+        None
+    }
+
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
+        // SAFETY: the caller's promise about `src`.
+        unsafe { self.transfer(OpKind::Put, &src, dst) }
+    }
+
+    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
+        // SAFETY: the caller's promise about `dst`.
+        unsafe { self.transfer(OpKind::Get, &dst, src) }
+    }
+
+    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        let address = self.remote_address("add_flag", dst.offset, 8)?;
+        if !dst.offset.is_multiple_of(8) {
+            return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
+        }
+        self.health()?;
+        if self.is_spread {
+            self.settle(1)?;
+        }
+        // SYNC POINT `published`, SYNC POINT `consumed`: the device carries the addition out after the
+        // writes that were posted before it, and makes them visible in that order.
+        let limit = self.limit;
+        self.lanes[0].add(address, value, limit).map_err(|Failed| self.failure("add_flag"))
+    }
+
+    fn fence(&mut self) -> Result<(), PostError> {
+        self.health()?;
+        if self.is_spread {
+            return self.settle(0);
+        }
+        self.lanes[0].fence();
+        self.fence_before_spread = self.lanes.len() > 1;
+        Ok(())
+    }
+
+    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        self.health()?;
+        let address = self.remote.address;
+        let limit = self.limit.min(deadline.saturating_duration_since(Instant::now()));
+        let lanes = if self.is_spread { self.lanes.len() } else { 1 };
+        for lane in &mut self.lanes[..lanes] {
+            if lane.seal(address, limit).is_err() {
+                return Err(self.failure("quiet").into());
+            }
+        }
+        for lane in &self.lanes[..lanes] {
+            match lane.wait(0, deadline) {
+                Ok(true) => {}
+                Ok(false) => {
+                    let outstanding: u64 = self.lanes.iter().map(Lane::num_outstanding).sum();
+                    return Err(QuietError::Deadline { outstanding: outstanding as usize });
+                }
+                Err(Failed) => return Err(self.failure("quiet").into()),
+            }
+        }
+        self.is_spread = false;
+        self.fence_before_spread = false;
+        Ok(())
+    }
+
+    fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
+        let address = self.remote_address("wake", waiting_offset, 8)?;
+        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver does the look.
+        let limit = self.limit;
+        self.lanes[0].touch(OpKind::Wake, address, limit).map_err(|Failed| self.failure("wake"))?;
+        // Also takes the peer's own wake-ups in, so that it never runs out of receives while this side
+        // works without waiting.
+        self.progress.drive();
+        Ok(())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.peer.wake_self.as_fd())
+    }
+}
+
+/// Parts of a spread operation begin on pages.
+const PART_ALIGN: usize = 4096;

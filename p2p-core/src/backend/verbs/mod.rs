@@ -1,0 +1,34 @@
+//! RDMA by libibverbs: InfiniBand and RoCE v2.
+//!
+//! A [`VerbsNetwork`] opens one or more ports; for every peer it makes a reliable-connected queue pair
+//! per port, and a slot with a key of its own in a protection domain of its own. What operations become
+//! is in [`endpoint`](self::VerbsEndpoint); waiting is done by one driver per network.
+//!
+//! Three layers: `sys` is the foreign interface; `owner` and `qp` hold one owner per handle, parents by
+//! `Arc`; everything above is safe but for the promises about memory that posting needs.
+//!
+//! Not here: connection management (the handshake over TCP carries the addresses), datagrams, and
+//! GPUs posting for themselves.
+
+mod config;
+mod detail;
+mod endpoint;
+mod lane;
+mod network;
+mod owner;
+mod port;
+mod progress;
+mod qp;
+mod status;
+mod sys;
+
+pub use config::{MAX_LANES, PortChoice, VerbsConfig};
+pub use endpoint::VerbsEndpoint;
+pub use network::VerbsNetwork;
+
+/// Names of the RDMA devices of this host. Empty when there are none, also when the system has no
+/// support for them.
+#[must_use]
+pub fn device_names() -> Vec<String> {
+    owner::device_names().unwrap_or_default()
+}

@@ -1,0 +1,291 @@
+//! Reliable-connected queue pairs: made, joined, posted to, taken down.
+
+use std::mem::MaybeUninit;
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
+
+use super::config::VerbsConfig;
+use super::detail::LaneAddress;
+use super::owner::{
+    CallError, CompletionQueue, ProtectionDomain, check, raw_domain, raw_queue, report,
+};
+use super::port::Port;
+use super::sys;
+
+/// What a queue pair can hold.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Capacity {
+    pub(super) sends: u32,
+    pub(super) receives: u32,
+    pub(super) inline_bytes: u32,
+}
+
+impl Capacity {
+    /// Completions that there can be at the same time: after a failure every request makes one.
+    pub(super) const fn num_completions(&self) -> u32 {
+        self.sends + self.receives
+    }
+}
+
+/// A queue pair, destroyed when dropped.
+#[derive(Debug)]
+pub(super) struct QueuePair {
+    raw: NonNull<sys::ibv_qp>,
+    capacity: Capacity,
+    port: u8,
+    domain: Arc<ProtectionDomain>,
+    _queue: Arc<CompletionQueue>,
+}
+
+// SAFETY: a queue pair has no thread affinity.
+unsafe impl Send for QueuePair {}
+// SAFETY: providers lock inside of posting and changing; the capacity never changes.
+unsafe impl Sync for QueuePair {}
+
+impl QueuePair {
+    /// A queue pair in its reset state. It may hold more than asked for, and fewer inline bytes.
+    pub(super) fn new(
+        domain: &Arc<ProtectionDomain>,
+        queue: &Arc<CompletionQueue>,
+        port: &Port,
+        wanted: Capacity,
+    ) -> Result<Self, CallError> {
+        let mut inline_bytes = wanted.inline_bytes;
+        loop {
+            // SAFETY: plain integers and pointers, for which zero is valid.
+            let mut attr: sys::ibv_qp_init_attr = unsafe { MaybeUninit::zeroed().assume_init() };
+            attr.send_cq = raw_queue(queue);
+            attr.recv_cq = raw_queue(queue);
+            attr.qp_type = sys::ibv_qp_type::IBV_QPT_RC;
+            attr.cap.max_send_wr = wanted.sends;
+            attr.cap.max_recv_wr = wanted.receives;
+            attr.cap.max_send_sge = 1;
+            attr.cap.max_recv_sge = 1;
+            attr.cap.max_inline_data = inline_bytes;
+            // SAFETY: domain and queue live and belong to one context; `attr` is valid.
+            let raw = unsafe { sys::ibv_create_qp(raw_domain(domain), &raw mut attr) };
+            let Some(raw) = NonNull::new(raw) else {
+                let error = CallError { call: "ibv_create_qp", code: sys::errno() };
+                // Devices differ in what fits inline, and no query tells.
+                if error.code == libc::EINVAL && inline_bytes > 0 {
+                    inline_bytes /= 2;
+                    continue;
+                }
+                return Err(error);
+            };
+            let capacity = Capacity { inline_bytes: attr.cap.max_inline_data, ..wanted };
+            return Ok(Self {
+                raw,
+                capacity,
+                port: port.number,
+                domain: Arc::clone(domain),
+                _queue: Arc::clone(queue),
+            });
+        }
+    }
+
+    pub(super) const fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    pub(super) const fn number(&self) -> u32 {
+        // SAFETY: the queue pair lives and its number does not change.
+        unsafe { self.raw.as_ref().qp_num }
+    }
+
+    /// Name of the device.
+    pub(super) fn device(&self) -> &str {
+        self.domain.context().name()
+    }
+
+    /// Number of the port.
+    pub(super) const fn port(&self) -> u8 {
+        self.port
+    }
+
+    /// Ready for receives to be posted, and for the peer's address. The peer may then read, write and add
+    /// where it holds keys.
+    pub(super) fn initialise(&self, port: &Port, config: &VerbsConfig) -> Result<(), CallError> {
+        type Mask = sys::ibv_qp_attr_mask;
+        let mut attr = zeroed_attr();
+        attr.qp_state = sys::ibv_qp_state::IBV_QPS_INIT;
+        attr.port_num = port.number;
+        attr.pkey_index = config.pkey_index;
+        attr.qp_access_flags = (sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE
+            | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ
+            | sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC)
+            .0;
+        let mask = Mask::IBV_QP_STATE
+            | Mask::IBV_QP_PKEY_INDEX
+            | Mask::IBV_QP_PORT
+            | Mask::IBV_QP_ACCESS_FLAGS;
+        self.modify("ibv_modify_qp to INIT", &mut attr, mask)
+    }
+
+    /// Joins with the peer's queue pair: afterwards both directions work.
+    pub(super) fn join(
+        &self,
+        port: &Port,
+        config: &VerbsConfig,
+        own: &LaneAddress,
+        peer: &LaneAddress,
+    ) -> Result<(), CallError> {
+        type Mask = sys::ibv_qp_attr_mask;
+        let mut attr = zeroed_attr();
+        attr.qp_state = sys::ibv_qp_state::IBV_QPS_RTR;
+        attr.path_mtu = u32::from(own.mtu.min(peer.mtu));
+        attr.dest_qp_num = peer.number;
+        attr.rq_psn = peer.first_packet;
+        attr.max_dest_rd_atomic = own.num_responses;
+        attr.min_rnr_timer = RECEIVER_NOT_READY_TIMER;
+        attr.ah_attr.port_num = port.number;
+        attr.ah_attr.sl = config.service_level;
+        attr.ah_attr.dlid = peer.lid;
+        if port.needs_global_route(own, peer) {
+            attr.ah_attr.is_global = 1;
+            attr.ah_attr.grh.dgid.raw = peer.gid;
+            attr.ah_attr.grh.sgid_index = own.gid_index;
+            attr.ah_attr.grh.hop_limit = 64;
+            attr.ah_attr.grh.traffic_class = config.traffic_class;
+        }
+        let mask = Mask::IBV_QP_STATE
+            | Mask::IBV_QP_AV
+            | Mask::IBV_QP_PATH_MTU
+            | Mask::IBV_QP_DEST_QPN
+            | Mask::IBV_QP_RQ_PSN
+            | Mask::IBV_QP_MAX_DEST_RD_ATOMIC
+            | Mask::IBV_QP_MIN_RNR_TIMER;
+        self.modify("ibv_modify_qp to RTR", &mut attr, mask)?;
+
+        let mut attr = zeroed_attr();
+        attr.qp_state = sys::ibv_qp_state::IBV_QPS_RTS;
+        attr.timeout = config.ack_timeout;
+        attr.retry_cnt = config.retry_count;
+        attr.rnr_retry = RECEIVER_NOT_READY_RETRIES;
+        attr.sq_psn = own.first_packet;
+        attr.max_rd_atomic = port.num_requests.min(peer.num_responses);
+        let mask = Mask::IBV_QP_STATE
+            | Mask::IBV_QP_TIMEOUT
+            | Mask::IBV_QP_RETRY_CNT
+            | Mask::IBV_QP_RNR_RETRY
+            | Mask::IBV_QP_SQ_PSN
+            | Mask::IBV_QP_MAX_QP_RD_ATOMIC;
+        self.modify("ibv_modify_qp to RTS", &mut attr, mask)
+    }
+
+    /// Stops everything: what is under way completes as flushed, and nothing of the peer gets in.
+    pub(super) fn stop(&self) -> Result<(), CallError> {
+        let mut attr = zeroed_attr();
+        attr.qp_state = sys::ibv_qp_state::IBV_QPS_ERR;
+        self.modify("ibv_modify_qp to ERR", &mut attr, sys::ibv_qp_attr_mask::IBV_QP_STATE)
+    }
+
+    fn modify(
+        &self,
+        call: &'static str,
+        attr: &mut sys::ibv_qp_attr,
+        mask: sys::ibv_qp_attr_mask,
+    ) -> Result<(), CallError> {
+        // SAFETY: the queue pair lives, `attr` is valid, and the mask names what was filled in.
+        let code = unsafe { sys::ibv_modify_qp(self.raw.as_ptr(), attr, mask.0.cast_signed()) };
+        check(call, code)
+    }
+
+    /// Posts a receive without memory: it takes one wake-up.
+    #[inline]
+    pub(super) fn post_receive(&self, id: u64) -> Result<(), CallError> {
+        let mut request =
+            sys::ibv_recv_wr { wr_id: id, next: null_mut(), sg_list: null_mut(), num_sge: 0 };
+        let mut refused = null_mut();
+        // SAFETY: the queue pair lives; the request is read during the call only.
+        let code =
+            unsafe { sys::ibv_post_recv(self.raw.as_ptr(), &raw mut request, &raw mut refused) };
+        check("ibv_post_recv", code)
+    }
+
+    /// Posts one request.
+    ///
+    /// # Safety
+    /// Memory that `work` names stays registered until the request completes. It is not written
+    /// meanwhile if it is a source (unless inline), and neither read nor written if it is a target.
+    #[inline]
+    pub(super) unsafe fn post(&self, work: &Work) -> Result<(), CallError> {
+        let mut local =
+            sys::ibv_sge { addr: work.local_address, length: work.bytes, lkey: work.local_key };
+        // SAFETY: plain integers and pointers, for which zero is valid.
+        let mut request: sys::ibv_send_wr = unsafe { MaybeUninit::zeroed().assume_init() };
+        request.wr_id = work.id;
+        if work.bytes > 0 {
+            request.sg_list = &raw mut local;
+            request.num_sge = 1;
+        }
+        request.send_flags = work.flags;
+        let (remote_addr, rkey) = (work.remote_address, work.remote_key);
+        match work.verb {
+            Verb::Write => {
+                request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+                request.wr.rdma = sys::rdma_t { remote_addr, rkey };
+            }
+            Verb::Read => {
+                request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
+                request.wr.rdma = sys::rdma_t { remote_addr, rkey };
+            }
+            Verb::WriteWithImmediate => {
+                request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
+                request.wr.rdma = sys::rdma_t { remote_addr, rkey };
+            }
+            Verb::FetchAdd(compare_add) => {
+                request.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD;
+                request.wr.atomic = sys::atomic_t { remote_addr, compare_add, swap: 0, rkey };
+            }
+        }
+        let mut refused = null_mut();
+        // SAFETY: the queue pair lives; request and element are read during the call only; the rest is
+        // the caller's promise.
+        let code =
+            unsafe { sys::ibv_post_send(self.raw.as_ptr(), &raw mut request, &raw mut refused) };
+        check("ibv_post_send", code)
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // SAFETY: created, destroyed once. The device accesses no memory for it afterwards.
+        report("ibv_destroy_qp", unsafe { sys::ibv_destroy_qp(self.raw.as_ptr()) });
+    }
+}
+
+/// One request.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Work {
+    pub(super) id: u64,
+    pub(super) verb: Verb,
+    pub(super) flags: u32,
+    pub(super) local_address: u64,
+    pub(super) local_key: u32,
+    pub(super) bytes: u32,
+    pub(super) remote_address: u64,
+    pub(super) remote_key: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verb {
+    Write,
+    Read,
+    WriteWithImmediate,
+    FetchAdd(u64),
+}
+
+pub(super) const SIGNALLED: u32 = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
+pub(super) const INLINE: u32 = sys::ibv_send_flags::IBV_SEND_INLINE.0;
+pub(super) const FENCE: u32 = sys::ibv_send_flags::IBV_SEND_FENCE.0;
+
+fn zeroed_attr() -> sys::ibv_qp_attr {
+    // SAFETY: plain integers, for which zero is valid.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+/// 10 ms between tries when the peer has no receive for a wake-up.
+const RECEIVER_NOT_READY_TIMER: u8 = 20;
+/// Tries then. Seven would mean for ever.
+const RECEIVER_NOT_READY_RETRIES: u8 = 6;

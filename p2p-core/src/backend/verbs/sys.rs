@@ -1,0 +1,44 @@
+//! The lowest layer: libibverbs as `rdma-sys` binds it, and what it does not bind.
+
+use std::ffi::c_int;
+use std::mem::{offset_of, size_of};
+
+pub(super) use rdma_sys::*;
+
+/// `ibv_reg_dmabuf_mr`, which older libraries lack.
+pub(super) type RegDmabufMr = unsafe extern "C" fn(
+    pd: *mut ibv_pd,
+    offset: u64,
+    length: usize,
+    iova: u64,
+    fd: c_int,
+    access: c_int,
+) -> *mut ibv_mr;
+
+/// The function, if the libibverbs of this host has it.
+pub(super) fn reg_dmabuf_mr() -> Option<RegDmabufMr> {
+    // SAFETY: the name is terminated; libibverbs is linked, so the default search finds its symbols.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"ibv_reg_dmabuf_mr".as_ptr()) };
+    if found.is_null() {
+        return None;
+    }
+    // SAFETY: the symbol is a function of this type in every library that has it (verbs.h).
+    Some(unsafe { std::mem::transmute::<*mut libc::c_void, RegDmabufMr>(found) })
+}
+
+/// The answer of the last call that failed.
+pub(super) fn errno() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
+/// Name of a code as the system words it.
+pub(super) fn describe_errno(code: i32) -> String {
+    std::io::Error::from_raw_os_error(code).to_string()
+}
+
+// `rdma-sys` writes the structures with unions by hand. These are their sizes and places in verbs.h on
+// 64-bit systems; a wrong one must not get as far as a NIC.
+const _: () = assert!(size_of::<ibv_wc>() == 48 && offset_of!(ibv_wc, vendor_err) == 16);
+const _: () = assert!(size_of::<ibv_send_wr>() == 128 && offset_of!(ibv_send_wr, wr) == 40);
+const _: () = assert!(size_of::<ibv_ah_attr>() == 32 && offset_of!(ibv_ah_attr, dlid) == 24);
+const _: () = assert!(size_of::<ibv_global_route>() == 24 && size_of::<ibv_async_event>() == 16);

@@ -1,0 +1,60 @@
+//! The suite over RDMA devices. `tests/rxe/` provides a software one where there is no other.
+
+use std::sync::Arc;
+
+use p2p_core::TransportKind;
+use p2p_core::backend::verbs::{PortChoice, VerbsConfig, VerbsNetwork, device_names};
+use p2p_core::network::Network;
+
+use super::Way;
+
+/// Queue pairs per peer in this process and its children.
+const NUM_QUEUE_PAIRS: &str = "P2P_VERBS_QUEUE_PAIRS";
+
+#[test]
+fn two_processes_over_verbs() {
+    if is_possible() {
+        let way = Way { kind: TransportKind::Verbs, flavour: network().flavour().to_owned() };
+        super::in_processes(&way);
+    }
+}
+
+#[test]
+fn two_processes_over_several_queue_pairs() {
+    if is_possible() {
+        let this = std::env::current_exe().unwrap();
+        let status = std::process::Command::new(this)
+            .args(["--exact", "verbs::two_processes_over_verbs", "--nocapture"])
+            .env(NUM_QUEUE_PAIRS, "3")
+            .status()
+            .unwrap();
+        assert!(status.success());
+    }
+}
+
+pub fn network() -> Arc<dyn Network> {
+    let queue_pairs_per_port =
+        std::env::var(NUM_QUEUE_PAIRS).map_or(1, |text| text.parse().expect("a number"));
+    let config = VerbsConfig {
+        ports: PortChoice::First,
+        queue_pairs_per_port,
+        // Small slots, short messages and a short queue, so that everything is cut and runs full.
+        stripe_bytes: if queue_pairs_per_port > 1 { 10_000 } else { usize::MAX },
+        max_message_bytes: 16 << 10,
+        send_queue_depth: 32,
+        // Emulated machines stand still for a while now and then.
+        ack_timeout: 18,
+        post_timeout_ms: 20_000,
+        ..Default::default()
+    };
+    Arc::new(VerbsNetwork::open(config).unwrap())
+}
+
+/// Whether there is a device. If not, says so, and fails where one is required.
+fn is_possible() -> bool {
+    if !device_names().is_empty() {
+        return true;
+    }
+    super::skip("rdma", &VerbsNetwork::open(VerbsConfig::default()).unwrap_err().to_string());
+    false
+}
