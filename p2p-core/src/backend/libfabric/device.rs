@@ -1,0 +1,632 @@
+//! One endpoint of this process and all pairs over it: the driver.
+//!
+//! Whoever drives holds the lock of [`State`]; others go on, because somebody drives. Posting takes no
+//! lock of ours, unless the library could not take something before.
+
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use super::inbound::Inbound;
+use super::link::{Context, FarSide, IDX_MASK, Link, Op, Queued};
+use super::load::Library;
+use super::message::{HEADER_BYTES, Header, Then};
+use super::owner::{CallError, Info};
+use super::port::{Failure, Polled, Port, Registered, Rights, Taken, network_error};
+use super::receives::Receives;
+use super::{service, sys};
+use crate::endpoint::PostError;
+use crate::network::NetworkError;
+use crate::region::Region;
+use crate::wait::{Driver, event_fd};
+
+/// One endpoint of this process. See the [module](self).
+#[derive(Debug)]
+pub(super) struct Device {
+    // Before what its operations use.
+    port: Port,
+    state: Mutex<State>,
+    /// Longest message that this device sends.
+    max_message_bytes: usize,
+    /// Pairs with operations that wait.
+    num_backlogged: AtomicUsize,
+    /// Times that somebody drove.
+    num_drives: AtomicU64,
+    /// Whether somebody sleeps on the descriptor and will drive when it fires.
+    is_watched: AtomicBool,
+    /// When something arrived last, in nanoseconds since `start`. Kept only without a descriptor.
+    last_news_ns: AtomicU64,
+    start: Instant,
+}
+
+/// What only the driving thread touches.
+#[derive(Debug)]
+struct State {
+    receives: Receives,
+    table: Vec<Entry>,
+    free: Vec<u16>,
+    addresses: HashMap<Vec<u8>, Address>,
+    /// Pairs that are over but not yet forgotten.
+    closing: Vec<u16>,
+    /// Slots into which a peer that is not known to be gone may still write. Their pages are given
+    /// back; only their addresses are kept from others.
+    quarantine: Vec<Region>,
+    entries: [sys::CqDataEntry; NUM_ENTRIES],
+    sources: [sys::FiAddr; NUM_ENTRIES],
+}
+
+// SAFETY: the pointers in `entries` are scratch, written and read within one call under the lock.
+unsafe impl Send for State {}
+
+/// One place of the table.
+#[derive(Debug, Default)]
+struct Entry {
+    generation: u16,
+    link: Option<Arc<Link>>,
+    inbound: Inbound,
+    /// Set when this side's endpoint is gone.
+    closing: Option<Closing>,
+    /// What the peer said of its writes when its endpoint went.
+    farewell: Option<u64>,
+    address: Option<Vec<u8>>,
+}
+
+#[derive(Debug)]
+struct Closing {
+    since: Instant,
+    has_said_farewell: bool,
+    /// Registrations that operations under way may use.
+    _sources: Vec<Source>,
+}
+
+#[derive(Debug)]
+struct Address {
+    addr: sys::FiAddr,
+    num_pairs: usize,
+}
+
+/// Local memory that an endpoint may use.
+#[derive(Debug)]
+pub(super) struct Source {
+    // Before the memory.
+    pub(super) registered: Option<Registered>,
+    pub(super) region: Region,
+}
+
+impl Device {
+    /// Opens an endpoint, and starts what drives it when nobody else does.
+    pub(super) fn open(library: &'static Library, info: &Info) -> Result<Arc<Self>, NetworkError> {
+        let port = Port::open(library, info)?;
+        let traits = port.traits();
+        let max_message_bytes = traits.inject_bytes.min(MAX_MESSAGE_BYTES);
+        let provider = traits.provider.clone();
+        let failed = |error: CallError| network_error(&provider, error.op, &error);
+        if max_message_bytes < super::detail::MIN_MESSAGE_BYTES {
+            return Err(NetworkError {
+                network: format!("libfabric {provider}"),
+                op: "open",
+                code: None,
+                detail: format!(
+                    "the provider sends at most {max_message_bytes} bytes at once, expected {} or more",
+                    super::detail::MIN_MESSAGE_BYTES
+                ),
+            });
+        }
+        let mut receives = Receives::new(&port, MAX_MESSAGE_BYTES).map_err(failed)?;
+        receives.post(&port).map_err(failed)?;
+        tracing::debug!(?traits, "libfabric endpoint opened");
+        let state = State {
+            receives,
+            table: Vec::new(),
+            free: Vec::new(),
+            addresses: HashMap::new(),
+            closing: Vec::new(),
+            quarantine: Vec::new(),
+            entries: [EMPTY_ENTRY; NUM_ENTRIES],
+            sources: [sys::FI_ADDR_UNSPEC; NUM_ENTRIES],
+        };
+        let device = Arc::new(Self {
+            port,
+            state: Mutex::new(state),
+            max_message_bytes,
+            num_backlogged: AtomicUsize::new(0),
+            num_drives: AtomicU64::new(0),
+            is_watched: AtomicBool::new(false),
+            last_news_ns: AtomicU64::new(0),
+            start: Instant::now(),
+        });
+        service::start(&device).map_err(|error| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "start a thread",
+            code: error.raw_os_error().map(Into::into),
+            detail: error.to_string(),
+        })?;
+        Ok(device)
+    }
+
+    pub(super) const fn port(&self) -> &Port {
+        &self.port
+    }
+
+    pub(super) const fn max_message_bytes(&self) -> usize {
+        self.max_message_bytes
+    }
+
+    /// Times that somebody drove, and whether somebody will when something comes.
+    pub(super) fn attention(&self) -> (u64, bool) {
+        let is_watched = self.is_watched.load(Ordering::Acquire);
+        (self.num_drives.load(Ordering::Relaxed), is_watched)
+    }
+
+    /// Makes a place for a pair with a fresh slot.
+    pub(super) fn add(
+        &self,
+        slot_bytes: usize,
+        waiting_offset: usize,
+    ) -> Result<(Arc<Link>, Registered), NetworkError> {
+        let provider = &self.port.traits().provider;
+        let failed = |op: &'static str, detail: String| NetworkError {
+            network: format!("libfabric {provider}"),
+            op,
+            code: None,
+            detail,
+        };
+        let slot =
+            Region::anonymous(slot_bytes).map_err(|e| failed("make a slot", e.to_string()))?;
+        let wake = event_fd().map_err(|e| failed("make an event", e.to_string()))?;
+        // SAFETY: the registration goes before the slot: both belong to the lease of the pair.
+        let registered =
+            unsafe { self.port.register(slot.as_ptr(), slot_bytes, Rights::ReadWrite) }
+                .map_err(|e| network_error(provider, e.op, &e))?;
+        let mut state = lock(&self.state);
+        let idx = match state.free.pop() {
+            Some(idx) => idx,
+            None if state.table.len() <= IDX_MASK as usize => {
+                state.table.push(Entry::default());
+                (state.table.len() - 1) as u16
+            }
+            None => return Err(failed("make a slot", "65536 pairs are open".to_owned())),
+        };
+        let entry = &mut state.table[usize::from(idx)];
+        let id = u32::from(entry.generation) << 16 | u32::from(idx);
+        let link = Arc::new(Link::new(id, slot, waiting_offset, wake));
+        entry.link = Some(Arc::clone(&link));
+        Ok((link, registered))
+    }
+
+    /// Learns where the peer of a pair is.
+    pub(super) fn join(
+        &self,
+        link: &Link,
+        address: &[u8],
+        far: impl FnOnce(sys::FiAddr) -> FarSide,
+    ) -> Result<(), CallError> {
+        let mut state = lock(&self.state);
+        let addr = match state.addresses.get_mut(address) {
+            Some(known) => {
+                known.num_pairs += 1;
+                known.addr
+            }
+            None => {
+                let addr = self.port.insert(address)?;
+                state.addresses.insert(address.to_vec(), Address { addr, num_pairs: 1 });
+                addr
+            }
+        };
+        if let Some(entry) = state.table.get_mut((link.id & IDX_MASK) as usize) {
+            entry.address = Some(address.to_vec());
+        }
+        link.join(far(addr));
+        Ok(())
+    }
+
+    /// The endpoint of a pair is gone. The slot's registration must be gone, too.
+    pub(super) fn close(&self, link: &Arc<Link>, sources: Vec<Source>) {
+        if link.discard() {
+            self.num_backlogged.fetch_sub(1, Ordering::AcqRel);
+        }
+        link.fail("close", 0, "closed by this side".to_owned());
+        let mut state = lock(&self.state);
+        let idx = (link.id & IDX_MASK) as u16;
+        if let Some(entry) = state.table.get_mut(usize::from(idx)) {
+            let closing =
+                Closing { since: Instant::now(), has_said_farewell: false, _sources: sources };
+            entry.closing = Some(closing);
+            state.closing.push(idx);
+        }
+        state.sweep_closing(&self.port);
+    }
+
+    /// Gives `op` to the library as soon as it takes it. Drives, and waits within a bound, when too
+    /// much waits already. False when it was merged with what waits.
+    pub(super) fn enqueue(
+        &self,
+        link: &Link,
+        name: &'static str,
+        mut make: impl FnMut() -> Op,
+    ) -> Result<bool, PostError> {
+        let mut deadline = None;
+        loop {
+            link.health()?;
+            match link.enqueue(make()) {
+                (Queued::Merged, _) => return Ok(false),
+                (Queued::Yes, is_first) => {
+                    if is_first {
+                        self.num_backlogged.fetch_add(1, Ordering::AcqRel);
+                    }
+                    return Ok(true);
+                }
+                (Queued::Full, _) => {
+                    let now = Instant::now();
+                    if now >= *deadline.get_or_insert(now + POST_PATIENCE) {
+                        let code = sys::FI_EAGAIN;
+                        let detail = format!(
+                            "the peer has taken nothing for {} ms",
+                            POST_PATIENCE.as_millis()
+                        );
+                        link.fail(name, code, detail.clone());
+                        return Err(PostError::Transport { op: name, code, detail });
+                    }
+                    self.drive();
+                    std::thread::yield_now();
+                }
+            }
+        }
+    }
+
+    /// The queue itself failed: nothing works any more.
+    fn fail_all(&self, state: &State, error: &CallError) {
+        tracing::error!(%error, provider = self.port.traits().provider, "libfabric queue failed");
+        for link in state.table.iter().filter_map(|entry| entry.link.as_deref()) {
+            let _ = link.fail_call(error);
+        }
+    }
+
+    fn flush_backlogs(&self, state: &State) {
+        for link in state.table.iter().filter_map(|entry| entry.link.as_deref()) {
+            if link.backlog() > 0 && link.flush(&self.port) {
+                self.num_backlogged.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// One completion.
+    fn handle(&self, state: &mut State, nth: usize) {
+        let entry = state.entries[nth];
+        let source =
+            if self.port.traits().knows_source { state.sources[nth] } else { sys::FI_ADDR_UNSPEC };
+        if entry.flags & sys::FI_REMOTE_WRITE != 0 {
+            if entry.flags & sys::FI_REMOTE_CQ_DATA != 0 {
+                self.handle_write(state, entry.data, source);
+            }
+            return;
+        }
+        // SAFETY: the context of an operation of ours, which lives until its completion.
+        let Some(context) = (unsafe { entry.op_context.cast::<Context>().as_ref() }) else {
+            return;
+        };
+        if context.is_receive {
+            let buffer = context.owner;
+            self.handle_message(state, buffer, entry.len, source);
+            state.receives.give_back(buffer);
+        } else {
+            state.complete(context, None);
+        }
+    }
+
+    /// A peer's write landed.
+    fn handle_write(&self, state: &mut State, note: u64, source: sys::FiAddr) {
+        let Some(entry) = u32::try_from(note).ok().and_then(|id| state.entry_of(id)) else {
+            tracing::debug!(note, "a write into a slot that is gone");
+            return;
+        };
+        let Some(link) = &entry.link else { return };
+        if !comes_from(link, source) {
+            tracing::warn!(slot = link.id, "a write that another peer announces");
+            return;
+        }
+        entry.inbound.count_write();
+        while let Some((header, message)) = entry.inbound.next_ready() {
+            if !land(&self.port, link, &header, &message) {
+                break;
+            }
+        }
+    }
+
+    /// A message came.
+    fn handle_message(&self, state: &mut State, buffer: u32, len: usize, source: sys::FiAddr) {
+        let State { receives, table, .. } = state;
+        let message = receives.message(buffer, len);
+        let header = match Header::decode(message) {
+            Ok(header) => header,
+            Err(error) => {
+                tracing::warn!(%error, "a message of nobody known");
+                return;
+            }
+        };
+        let Some((entry, link)) = table
+            .get_mut((header.slot & IDX_MASK) as usize)
+            .and_then(|entry| entry.link.clone().map(|link| (entry, link)))
+            .filter(|(_, link)| link.id == header.slot)
+        else {
+            tracing::debug!(slot = header.slot, "a message to a slot that is gone");
+            return;
+        };
+        if header.token != link.token || !comes_from(&link, source) {
+            // Whoever sent it is not the peer, so the pair does not suffer.
+            tracing::warn!(slot = link.id, "a message without the right to this slot");
+            return;
+        }
+        if header.then == Then::Farewell {
+            entry.farewell = Some(header.writes);
+            link.desert();
+            return;
+        }
+        if entry.closing.is_some() || link.is_failed() {
+            return;
+        }
+        match entry.inbound.admit(&header, message) {
+            Ok(true) => {
+                land(&self.port, &link, &header, message);
+            }
+            Ok(false) => {}
+            Err(error) => link.fail("receive", 0, error.to_string()),
+        }
+    }
+
+    fn handle_failure(&self, state: &mut State, failure: &Failure) {
+        // SAFETY: the context of an operation of ours, which lives until its completion.
+        match unsafe { failure.context.cast::<Context>().as_ref() } {
+            Some(context) if context.is_receive => {
+                tracing::warn!(text = failure.text, "a message could not be received");
+                state.receives.give_back(context.owner);
+            }
+            Some(context) => state.complete(context, Some(failure)),
+            None => {
+                // Small messages have no context; the peers' sequence numbers tell what was lost.
+                tracing::debug!(text = failure.text, flags = failure.flags, "a message was lost");
+            }
+        }
+    }
+}
+
+impl Driver for Device {
+    fn drive(&self) {
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            // Somebody drives.
+            Err(TryLockError::WouldBlock) => return,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        };
+        let state = &mut *state;
+        // Only the holder of the lock counts.
+        let num_drives = self.num_drives.load(Ordering::Relaxed) + 1;
+        self.num_drives.store(num_drives, Ordering::Relaxed);
+        if self.is_watched.load(Ordering::Relaxed) {
+            self.is_watched.store(false, Ordering::Release);
+        }
+        match self.port.poll(&mut state.entries, &mut state.sources) {
+            Ok(Polled::Nothing) => {
+                if state.receives.has_spare() {
+                    self.repost(state);
+                }
+                if !state.closing.is_empty() {
+                    state.sweep_closing(&self.port);
+                }
+            }
+            Ok(Polled::Entries(num)) => {
+                for nth in 0..num.min(NUM_ENTRIES) {
+                    self.handle(state, nth);
+                }
+                if state.receives.is_low() {
+                    self.repost(state);
+                }
+                if self.port.wait_fd().is_none() {
+                    let now = self.start.elapsed().as_nanos() as u64;
+                    self.last_news_ns.store(now, Ordering::Relaxed);
+                }
+            }
+            Ok(Polled::Failed(failure)) => self.handle_failure(state, &failure),
+            Err(error) => self.fail_all(state, &error),
+        }
+        if self.num_backlogged.load(Ordering::Acquire) > 0 {
+            self.flush_backlogs(state);
+        }
+    }
+
+    fn may_sleep(&self) -> bool {
+        self.is_watched.store(true, Ordering::Release);
+        self.port.wait_fd().is_none() || self.port.may_sleep()
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.port.wait_fd()
+    }
+
+    fn max_sleep(&self) -> Duration {
+        if self.num_backlogged.load(Ordering::Acquire) > 0 {
+            return BACKLOG_TICK;
+        }
+        if self.port.wait_fd().is_some() {
+            return WATCHED_TICK;
+        }
+        let quiet_ns = (self.start.elapsed().as_nanos() as u64)
+            .saturating_sub(self.last_news_ns.load(Ordering::Relaxed));
+        if quiet_ns < AWAKE_NS {
+            return Duration::ZERO;
+        }
+        // A hundredth of the time since something came: quick while there is traffic, cheap without.
+        Duration::from_nanos(quiet_ns / 100).clamp(SHORTEST_TICK, LONGEST_TICK)
+    }
+}
+
+impl Device {
+    fn repost(&self, state: &mut State) {
+        if let Err(error) = state.receives.post(&self.port) {
+            self.fail_all(state, &error);
+        }
+    }
+}
+
+impl State {
+    fn entry_of(&mut self, id: u32) -> Option<&mut Entry> {
+        let entry = self.table.get_mut((id & IDX_MASK) as usize)?;
+        (u32::from(entry.generation) == id >> 16 && entry.link.is_some()).then_some(entry)
+    }
+
+    /// A write or read is over.
+    fn complete(&mut self, context: &Context, failure: Option<&Failure>) {
+        let Some(link) =
+            self.table.get(context.owner as usize).and_then(|entry| entry.link.as_ref())
+        else {
+            return;
+        };
+        if let Some(failure) = failure {
+            link.fail("write or read", failure.code, failure.text.clone());
+        }
+        link.complete(context);
+    }
+
+    /// Forgets pairs that are over as soon as nothing can refer to them.
+    fn sweep_closing(&mut self, port: &Port) {
+        let mut nth = 0;
+        while nth < self.closing.len() {
+            let idx = self.closing[nth];
+            if self.try_forget(port, idx) {
+                self.closing.swap_remove(nth);
+            } else {
+                nth += 1;
+            }
+        }
+    }
+
+    fn try_forget(&mut self, port: &Port, idx: u16) -> bool {
+        let entry = &mut self.table[usize::from(idx)];
+        let (Some(link), Some(closing)) = (&entry.link, &mut entry.closing) else { return true };
+        if link.outstanding() > 0 {
+            // The library may still use this side's memory.
+            return false;
+        }
+        if let (Some(far), false) = (link.far(), closing.has_said_farewell) {
+            let header = Header {
+                slot: far.id,
+                seq: 0,
+                token: far.token,
+                writes: if far.counts_writes { link.num_posted() } else { 0 },
+                then: Then::Farewell,
+                num_parts: 0,
+            };
+            let mut message = [0; HEADER_BYTES];
+            header.encode(&mut message);
+            closing.has_said_farewell =
+                !matches!(port.inject(far.peer, &message), Ok(Taken::Again));
+        }
+        let is_joined = link.far().is_some();
+        let is_peer_done =
+            entry.farewell.is_some_and(|writes| entry.inbound.num_writes() >= writes);
+        let has_waited = closing.since.elapsed() >= FAREWELL_PATIENCE;
+        if is_joined && !has_waited && !(is_peer_done && closing.has_said_farewell) {
+            return false;
+        }
+        if is_joined && !is_peer_done {
+            // The peer, or what it left in the network, may write until its connection ends, which
+            // nobody tells. The memory goes back to the system, the addresses to nobody.
+            give_pages_back(&link.slot);
+            self.quarantine.push(link.slot.clone());
+        }
+        let generation = entry.generation.wrapping_add(1);
+        let address = entry.address.take();
+        *entry = Entry { generation, ..Entry::default() };
+        self.free.push(idx);
+        if let Some(address) = address
+            && let Some(known) = self.addresses.get_mut(&address)
+        {
+            known.num_pairs -= 1;
+            if known.num_pairs == 0 {
+                port.remove(known.addr);
+                self.addresses.remove(&address);
+            }
+        }
+        true
+    }
+}
+
+/// Whether `source` is the peer of `link`, as far as the provider knows.
+fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
+    source == sys::FI_ADDR_UNSPEC || link.far().is_none_or(|far| far.peer == source)
+}
+
+/// Puts a message in place, and answers if it asks. False when it was bad.
+fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
+    match link.land(header, message) {
+        Ok(None) => true,
+        Ok(Some(id)) => {
+            let Some(far) = link.far() else { return true };
+            let then = Then::Answered { id };
+            let header =
+                Header { slot: far.id, seq: 0, token: far.token, writes: 0, then, num_parts: 0 };
+            let mut answer = [0; HEADER_BYTES];
+            header.encode(&mut answer);
+            // A lost answer would be waited for until the deadline.
+            for _ in 0..MAX_ANSWER_ATTEMPTS {
+                match link.inject(port, &answer) {
+                    Ok(Taken::Yes) => break,
+                    Ok(Taken::Again) => std::hint::spin_loop(),
+                    Err(error) => {
+                        let _ = link.fail_call(&error);
+                        break;
+                    }
+                }
+            }
+            true
+        }
+        Err(error) => {
+            link.fail("receive", 0, format!("a bad message: {error}"));
+            false
+        }
+    }
+}
+
+/// Releases the pages of a slot that nobody uses any more; its addresses stay taken.
+fn give_pages_back(slot: &Region) {
+    // SAFETY: the whole mapping; what anybody may still read there is zero afterwards.
+    let result = unsafe {
+        rustix::mm::madvise(
+            slot.as_ptr().as_ptr().cast(),
+            slot.len(),
+            rustix::mm::Advice::LinuxDontNeed,
+        )
+    };
+    if let Err(error) = result {
+        tracing::warn!(%error, "the pages of a slot were not released");
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // Nothing that holds the lock can leave the state half changed.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Longest message. Longer puts are writes.
+const MAX_MESSAGE_BYTES: usize = 8 << 10;
+const NUM_ENTRIES: usize = 16;
+const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
+    op_context: std::ptr::null_mut(),
+    flags: 0,
+    len: 0,
+    buf: std::ptr::null_mut(),
+    data: 0,
+};
+/// Longest time that a post waits for room.
+const POST_PATIENCE: Duration = Duration::from_secs(1);
+/// Longest time that a pair is remembered for its peer's farewell.
+const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
+const MAX_ANSWER_ATTEMPTS: u32 = 1000;
+const BACKLOG_TICK: Duration = Duration::from_millis(1);
+const WATCHED_TICK: Duration = Duration::from_millis(100);
+/// Without a descriptor nobody sleeps this soon after something came.
+const AWAKE_NS: u64 = 200_000;
+const SHORTEST_TICK: Duration = Duration::from_micros(20);
+const LONGEST_TICK: Duration = Duration::from_millis(2);

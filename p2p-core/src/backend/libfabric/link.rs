@@ -1,0 +1,442 @@
+//! What the endpoint of a pair and the driver of its device share.
+
+use std::cell::UnsafeCell;
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::os::fd::{AsFd, OwnedFd};
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use super::message::{self, Header, Then};
+use super::owner::CallError;
+use super::port::{Completes, ContextRoom, Descriptor, Far, Port, Taken};
+use super::sys;
+use crate::endpoint::PostError;
+use crate::flags::{self, Contract};
+use crate::region::Region;
+use crate::wait::signal_event;
+
+/// One pair.
+#[derive(Debug)]
+pub(super) struct Link {
+    /// This side's slot, as the peer's messages must name it.
+    pub(super) id: u32,
+    /// Secret that the peer's messages must show.
+    pub(super) token: u64,
+    pub(super) slot: Region,
+    waiting_offset: usize,
+    wake: OwnedFd,
+    far: OnceLock<FarSide>,
+    /// Operations that the library would not take yet, in order.
+    outbox: Mutex<VecDeque<Op>>,
+    backlog: AtomicUsize,
+    contexts: Box<[Context]>,
+    /// Writes and reads that the library took and has not completed.
+    outstanding: AtomicUsize,
+    /// Writes that the library took.
+    num_posted: AtomicU64,
+    /// Writes that the library completed.
+    num_written: AtomicU64,
+    /// Highest question that the peer answered.
+    answered: AtomicU64,
+    /// Whether the peer has closed its side: what is sent to it now, nobody would ever see.
+    is_deserted: AtomicBool,
+    failed: AtomicBool,
+    failure: Mutex<Option<(&'static str, i64, String)>>,
+}
+
+/// The peer's side, known once joined.
+#[derive(Debug, Clone)]
+pub(super) struct FarSide {
+    pub(super) peer: sys::FiAddr,
+    /// The peer's slot, as messages to it must name it.
+    pub(super) id: u32,
+    pub(super) token: u64,
+    pub(super) address: u64,
+    pub(super) key: u64,
+    pub(super) slot_bytes: usize,
+    /// Whether messages count the writes before them, and the peer puts both in order.
+    pub(super) counts_writes: bool,
+}
+
+/// What the library gets with an operation and gives back with its completion.
+#[repr(C)]
+pub(super) struct Context {
+    room: UnsafeCell<ContextRoom>,
+    /// Whether this belongs to a receive buffer, and not to an operation.
+    pub(super) is_receive: bool,
+    /// Index of the buffer, or of the pair in the device's table.
+    pub(super) owner: u32,
+    is_write: AtomicBool,
+    is_busy: AtomicBool,
+}
+
+// SAFETY: plain values; `room` is the library's alone while an operation is under way.
+unsafe impl Sync for Context {}
+// SAFETY: as above.
+unsafe impl Send for Context {}
+
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Context").field("owner", &self.owner).finish_non_exhaustive()
+    }
+}
+
+impl Context {
+    pub(super) fn new(is_receive: bool, owner: u32) -> Self {
+        Self {
+            room: UnsafeCell::new([0; 8]),
+            is_receive,
+            owner,
+            is_write: AtomicBool::new(false),
+            is_busy: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) const fn as_ptr(&self) -> *mut c_void {
+        std::ptr::from_ref(self).cast_mut().cast()
+    }
+}
+
+/// An operation that waits its turn.
+#[derive(Debug)]
+pub(super) enum Op {
+    /// A message, once as many writes are complete.
+    Message { bytes: Box<[u8]>, after_writes: u64 },
+    /// A copy into the peer's slot.
+    Write { src: Local, offset: usize },
+    /// A copy from the peer's slot.
+    Read { dst: Local, offset: usize },
+}
+
+/// Local memory of an operation. Whoever makes one keeps the memory registered and mapped until the
+/// operation is over.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Local {
+    pub(super) ptr: *mut u8,
+    pub(super) len: usize,
+    pub(super) descriptor: Descriptor,
+}
+
+// SAFETY: memory without thread affinity; see the type's documentation.
+unsafe impl Send for Local {}
+
+/// What became of a message for the outbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Queued {
+    /// It waits.
+    Yes,
+    /// It became part of the message before it, which waits, and its number is still free.
+    Merged,
+    /// There is no room.
+    Full,
+}
+
+impl Link {
+    pub(super) fn new(id: u32, slot: Region, waiting_offset: usize, wake: OwnedFd) -> Self {
+        let idx = id & IDX_MASK;
+        Self {
+            id,
+            token: rand::random(),
+            slot,
+            waiting_offset,
+            wake,
+            far: OnceLock::new(),
+            outbox: Mutex::default(),
+            backlog: AtomicUsize::new(0),
+            contexts: (0..NUM_CONTEXTS).map(|_| Context::new(false, idx)).collect(),
+            outstanding: AtomicUsize::new(0),
+            num_posted: AtomicU64::new(0),
+            num_written: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
+            is_deserted: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            failure: Mutex::default(),
+        }
+    }
+
+    pub(super) fn join(&self, far: FarSide) {
+        let _ = self.far.set(far);
+    }
+
+    #[inline]
+    pub(super) fn far(&self) -> Option<&FarSide> {
+        self.far.get()
+    }
+
+    pub(super) const fn wake_fd(&self) -> &OwnedFd {
+        &self.wake
+    }
+
+    #[inline]
+    pub(super) fn outstanding(&self) -> usize {
+        self.outstanding.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn backlog(&self) -> usize {
+        self.backlog.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn answered(&self) -> u64 {
+        self.answered.load(Ordering::Acquire)
+    }
+
+    pub(super) fn num_posted(&self) -> u64 {
+        self.num_posted.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn is_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn is_deserted(&self) -> bool {
+        self.is_deserted.load(Ordering::Acquire)
+    }
+
+    /// The peer has closed its side.
+    pub(super) fn desert(&self) {
+        self.is_deserted.store(true, Ordering::Release);
+        self.wake_owner();
+    }
+
+    /// Why the pair is over, if it is.
+    pub(super) fn health(&self) -> Result<(), PostError> {
+        if !self.is_failed() {
+            return Ok(());
+        }
+        let failure = lock(&self.failure).clone();
+        let (op, code, detail) = failure.unwrap_or(("libfabric", 0, "failed".to_owned()));
+        Err(PostError::Transport { op, code, detail })
+    }
+
+    /// Ends the pair. The first reason stays. Whoever sleeps on it learns it.
+    pub(super) fn fail(&self, op: &'static str, code: i64, detail: String) {
+        {
+            let mut failure = lock(&self.failure);
+            if failure.is_some() {
+                return;
+            }
+            tracing::debug!(op, code, detail, slot = self.id, "a libfabric pair failed");
+            *failure = Some((op, code, detail));
+        }
+        self.failed.store(true, Ordering::Release);
+        self.wake_owner();
+    }
+
+    pub(super) fn fail_call(&self, error: &CallError) -> PostError {
+        self.fail(error.op, error.code, error.text.clone());
+        PostError::Transport { op: error.op, code: error.code, detail: error.text.clone() }
+    }
+
+    /// Puts the parts of a message in place and does what it asks for; gives the question that is to
+    /// be answered, if it is one.
+    #[inline]
+    pub(super) fn land(
+        &self,
+        header: &Header,
+        message: &[u8],
+    ) -> Result<Option<u64>, message::MessageError> {
+        header.for_each_part(message, self.slot.len(), |offset, payload| {
+            // SAFETY: the range was checked against the slot's length, which stays mapped; the source
+            // is the driver's own buffer.
+            unsafe {
+                let dst = self.slot.as_ptr().add(offset).as_ptr();
+                crate::copy::copy_out(payload.as_ptr(), dst, payload.len());
+            }
+        })?;
+        match header.then {
+            Then::Nothing | Then::Farewell => Ok(None),
+            Then::Answer { id } => Ok(Some(id)),
+            Then::Answered { id } => {
+                self.answered.fetch_max(id, Ordering::Release);
+                Ok(None)
+            }
+            Then::Add { offset, value } => {
+                // SYNC POINT `published`, SYNC POINT `consumed`: the driver adds on the peer's behalf.
+                flags::add::<Contract>(self.word(offset as usize), value);
+                // SYNC POINT `waiting`: and looks whether the owner sleeps.
+                if flags::must_wake::<Contract, _>(self.word(self.waiting_offset)) {
+                    self.wake_owner();
+                }
+                Ok(None)
+            }
+        }
+    }
+
+    fn wake_owner(&self) {
+        if let Err(error) = signal_event(self.wake.as_fd()) {
+            tracing::error!(%error, "cannot wake the owner of a slot");
+        }
+    }
+
+    /// A 64-bit word of the slot. `offset` was checked to be aligned and within it.
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: aligned and within the slot, which stays mapped; flags are only accessed atomically.
+        unsafe { AtomicU64::from_ptr(self.slot.as_ptr().add(offset).as_ptr().cast()) }
+    }
+
+    /// Whether a message behind `after_writes` writes may go now.
+    #[inline]
+    pub(super) fn may_send(&self, after_writes: u64) -> bool {
+        self.num_written.load(Ordering::Acquire) >= after_writes
+    }
+
+    /// Puts `op` behind those that wait.
+    pub(super) fn enqueue(&self, op: Op) -> (Queued, bool) {
+        let mut outbox = lock(&self.outbox);
+        if let (Op::Message { bytes, .. }, Some(Op::Message { bytes: last, .. })) =
+            (&op, outbox.back_mut())
+            && bytes.len() == message::HEADER_BYTES
+            && let Ok(Header { then: Then::Add { offset, value }, writes, .. }) =
+                Header::decode(bytes)
+            && message::merge_add(last, offset, writes, value)
+        {
+            return (Queued::Merged, false);
+        }
+        if outbox.len() >= MAX_BACKLOG {
+            return (Queued::Full, false);
+        }
+        outbox.push_back(op);
+        self.backlog.store(outbox.len(), Ordering::Release);
+        (Queued::Yes, outbox.len() == 1)
+    }
+
+    /// Gives the library what waits, as far as it takes it. True when the last one went.
+    pub(super) fn flush(&self, port: &Port) -> bool {
+        let mut outbox = lock(&self.outbox);
+        if outbox.is_empty() {
+            return false;
+        }
+        while let Some(op) = outbox.front() {
+            if self.is_failed() || self.is_deserted() {
+                outbox.clear();
+                break;
+            }
+            let taken = match op {
+                Op::Message { after_writes, .. } if !self.may_send(*after_writes) => {
+                    Ok(Taken::Again)
+                }
+                Op::Message { bytes, .. } => self.inject(port, bytes),
+                // SAFETY: whoever made the operation keeps its memory until it is over.
+                Op::Write { src, offset } => unsafe { self.write(port, *src, *offset) },
+                // SAFETY: as above.
+                Op::Read { dst, offset } => unsafe { self.read(port, *dst, *offset) },
+            };
+            match taken {
+                Ok(Taken::Yes) => drop(outbox.pop_front()),
+                Ok(Taken::Again) => break,
+                Err(error) => {
+                    let _ = self.fail_call(&error);
+                }
+            }
+        }
+        self.backlog.store(outbox.len(), Ordering::Release);
+        outbox.is_empty()
+    }
+
+    /// Throws away what waits. True when there was something.
+    pub(super) fn discard(&self) -> bool {
+        let mut outbox = lock(&self.outbox);
+        let had_some = !outbox.is_empty();
+        outbox.clear();
+        self.backlog.store(0, Ordering::Release);
+        had_some
+    }
+
+    #[inline]
+    pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<Taken, CallError> {
+        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
+        port.inject(far.peer, bytes)
+    }
+
+    /// Starts a copy of `src` to `offset` of the peer's slot.
+    ///
+    /// # Safety
+    /// The memory of `src` stays registered, mapped and unwritten until the operation is over.
+    pub(super) unsafe fn write(
+        &self,
+        port: &Port,
+        src: Local,
+        offset: usize,
+    ) -> Result<Taken, CallError> {
+        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
+        let completes = if far.counts_writes {
+            Completes::Sent { note: far.id.into() }
+        } else {
+            Completes::Delivered
+        };
+        let to = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+        let taken = self.with_context(true, |context| {
+            // SAFETY: the caller's promise; the context is this pair's, which outlives its operations.
+            unsafe { port.write(to, (src.ptr, src.len), src.descriptor, completes, context) }
+        })?;
+        if taken == Taken::Yes {
+            self.num_posted.fetch_add(1, Ordering::Release);
+        }
+        Ok(taken)
+    }
+
+    /// Starts a copy from `offset` of the peer's slot into `dst`.
+    ///
+    /// # Safety
+    /// The memory of `dst` stays registered, mapped and untouched until the operation is over.
+    pub(super) unsafe fn read(
+        &self,
+        port: &Port,
+        dst: Local,
+        offset: usize,
+    ) -> Result<Taken, CallError> {
+        let Some(far) = self.far.get() else { return Ok(Taken::Again) };
+        let from = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
+        self.with_context(false, |context| {
+            // SAFETY: as for a write.
+            unsafe { port.read(from, (dst.ptr, dst.len), dst.descriptor, context) }
+        })
+    }
+
+    fn with_context(
+        &self,
+        is_write: bool,
+        post: impl FnOnce(*mut c_void) -> Result<Taken, CallError>,
+    ) -> Result<Taken, CallError> {
+        let Some(context) =
+            self.contexts.iter().find(|context| !context.is_busy.swap(true, Ordering::AcqRel))
+        else {
+            return Ok(Taken::Again);
+        };
+        context.is_write.store(is_write, Ordering::Relaxed);
+        self.outstanding.fetch_add(1, Ordering::AcqRel);
+        let taken = post(context.as_ptr());
+        if !matches!(taken, Ok(Taken::Yes)) {
+            self.outstanding.fetch_sub(1, Ordering::AcqRel);
+            context.is_busy.store(false, Ordering::Release);
+        }
+        taken
+    }
+
+    /// An operation of this pair is over.
+    pub(super) fn complete(&self, context: &Context) {
+        if context.is_write.load(Ordering::Relaxed) {
+            self.num_written.fetch_add(1, Ordering::Release);
+        }
+        context.is_busy.store(false, Ordering::Release);
+        self.outstanding.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that holds these locks can leave the contents half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Part of a slot's name that is its index in the device's table.
+pub(super) const IDX_MASK: u32 = 0xffff;
+/// Writes and reads of one pair that may be under way.
+const NUM_CONTEXTS: usize = 64;
+/// Operations of one pair that may wait.
+const MAX_BACKLOG: usize = 1024;

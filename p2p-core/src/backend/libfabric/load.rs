@@ -1,0 +1,156 @@
+//! Finding the library at run time.
+
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::sync::OnceLock;
+
+use thiserror::Error;
+
+use super::sys;
+
+/// Variable with the path of the library to use instead of the system's.
+pub const LIBRARY_VARIABLE: &str = "SWITCHYARD_LIBFABRIC_SO";
+
+/// libfabric cannot be used on this host.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The library is not there, or cannot be loaded.
+    #[error(
+        "libfabric is not available: {detail}; install it (Debian: libfabric1) or name it in {LIBRARY_VARIABLE}"
+    )]
+    Absent {
+        /// The loader's answer.
+        detail: String,
+    },
+    /// A library was found that is something else.
+    #[error("`{library}` is not a usable libfabric: it has no symbol `{symbol}`")]
+    Symbol {
+        /// Which library.
+        library: String,
+        /// What is missing.
+        symbol: &'static str,
+    },
+    /// The library is too old.
+    #[error("`{library}` is libfabric {}.{}, expected {}.{} or later", found >> 16, found & 0xffff, oldest >> 16, oldest & 0xffff)]
+    Version {
+        /// Which library.
+        library: String,
+        /// Its version.
+        found: u32,
+        /// Oldest usable version.
+        oldest: u32,
+    },
+}
+
+/// The library's symbols. It is loaded once and stays.
+pub(super) struct Library {
+    pub(super) getinfo: sys::GetInfo,
+    pub(super) freeinfo: sys::FreeInfo,
+    pub(super) dupinfo: sys::DupInfo,
+    pub(super) fabric: sys::OpenFabric,
+    strerror: sys::StrError,
+    version: u32,
+}
+
+impl Library {
+    /// The library of this process, loaded by the first call.
+    pub(super) fn get() -> Result<&'static Self, LoadError> {
+        static LIBRARY: OnceLock<Result<Library, LoadError>> = OnceLock::new();
+        LIBRARY
+            .get_or_init(|| Self::load(std::env::var(LIBRARY_VARIABLE).ok().as_deref()))
+            .as_ref()
+            .map_err(Clone::clone)
+    }
+
+    /// Loads the library `chosen`, or the system's.
+    fn load(chosen: Option<&str>) -> Result<Self, LoadError> {
+        let library = chosen.filter(|name| !name.is_empty()).unwrap_or(DEFAULT_LIBRARY);
+        let name = CString::new(library)
+            .map_err(|_| LoadError::Absent { detail: format!("`{library}` is not a path") })?;
+        // SAFETY: a string that ends with a zero byte. Constructors of the library run, which is what
+        // whoever names it asks for.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
+        if handle.is_null() {
+            return Err(LoadError::Absent { detail: loader_error(library) });
+        }
+        let symbol = |symbol: &'static CStr| {
+            // SAFETY: a handle from `dlopen` that is never closed, and a string.
+            let address = unsafe { libc::dlsym(handle, symbol.as_ptr()) };
+            if address.is_null() {
+                let symbol = symbol.to_str().unwrap_or_default();
+                return Err(LoadError::Symbol { library: library.to_owned(), symbol });
+            }
+            Ok(address)
+        };
+        // SAFETY: these are the types that the library's header declares for these symbols.
+        let library_symbols = unsafe {
+            Self {
+                getinfo: std::mem::transmute::<*mut c_void, sys::GetInfo>(symbol(c"fi_getinfo")?),
+                freeinfo: std::mem::transmute::<*mut c_void, sys::FreeInfo>(symbol(
+                    c"fi_freeinfo",
+                )?),
+                dupinfo: std::mem::transmute::<*mut c_void, sys::DupInfo>(symbol(c"fi_dupinfo")?),
+                fabric: std::mem::transmute::<*mut c_void, sys::OpenFabric>(symbol(c"fi_fabric")?),
+                strerror: std::mem::transmute::<*mut c_void, sys::StrError>(symbol(
+                    c"fi_strerror",
+                )?),
+                version: std::mem::transmute::<*mut c_void, sys::Version>(symbol(c"fi_version")?)(),
+            }
+        };
+        let (found, oldest) = (library_symbols.version, sys::OLDEST_VERSION);
+        if found < oldest {
+            return Err(LoadError::Version { library: library.to_owned(), found, oldest });
+        }
+        Ok(library_symbols)
+    }
+
+    /// API version to ask for.
+    pub(super) fn api_version(&self) -> u32 {
+        self.version.min(sys::API_VERSION)
+    }
+
+    /// What a code means. The sign does not matter.
+    pub(super) fn describe(&self, code: i64) -> String {
+        let code = c_int::try_from(code.unsigned_abs()).unwrap_or(c_int::MAX);
+        // SAFETY: the library gives a string that it keeps, for every code.
+        let text = unsafe { (self.strerror)(code) };
+        if text.is_null() {
+            return format!("error {code}");
+        }
+        // SAFETY: not null, ends with a zero byte, is never freed.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    }
+}
+
+fn loader_error(library: &str) -> String {
+    // SAFETY: the loader's own string, valid until its next call in this thread.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return format!("`{library}` cannot be opened");
+    }
+    // SAFETY: not null and ends with a zero byte.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+const DEFAULT_LIBRARY: &str = "libfabric.so.1";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_one_clear_line() {
+        let error = Library::load(Some("/nonexistent/libfabric.so")).err().unwrap();
+        let text = error.to_string();
+        assert!(matches!(error, LoadError::Absent { .. }), "{text}");
+        assert!(text.contains("/nonexistent/libfabric.so") && text.contains(LIBRARY_VARIABLE));
+        assert!(!text.contains('\n'), "{text}");
+    }
+
+    #[test]
+    fn another_library_is_named_with_what_it_lacks() {
+        let error = Library::load(Some("libc.so.6")).err().unwrap();
+        let expected = LoadError::Symbol { library: "libc.so.6".to_owned(), symbol: "fi_getinfo" };
+        assert_eq!(error, expected);
+    }
+}

@@ -1,0 +1,201 @@
+//! Peers over libfabric: `tcp;ofi_rxm` on any network, `shm` on one host, `verbs;ofi_rxm`, `efa` and
+//! `cxi` where there is hardware.
+//!
+//! The library is opened at run time: [`LIBRARY_VARIABLE`], then `libfabric.so.1`. A host without it
+//! says so in one line and offers its other transports.
+//!
+//! | layer | files |
+//! |---|---|
+//! | sys | `sys` (structures, tables of functions), `load` (symbols) |
+//! | owner | `owner` (objects that close themselves), `port` (one endpoint, its queue and addresses) |
+//! | safe | `device` (the driver, shared by all pairs), `link` (one pair), `endpoint` |
+//!
+//! How the ordering contract is kept without any promise of the provider about writes and messages is
+//! described in `docs/memory-model.md`.
+//!
+//! Not here: discovery, and any choice between providers. Whoever opens a [`FabricNetwork`] names one.
+
+mod detail;
+mod device;
+mod endpoint;
+mod inbound;
+mod link;
+mod load;
+mod message;
+mod owner;
+mod port;
+mod receives;
+mod service;
+mod sys;
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub use endpoint::LibfabricEndpoint;
+pub use load::{LIBRARY_VARIABLE, LoadError};
+
+use crate::endpoint::TransportKind;
+use crate::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use crate::slot::{SlotLayout, WAITING};
+use crate::transport::AnyEndpoint;
+use detail::Detail;
+use device::Device;
+use endpoint::Lease;
+use link::FarSide;
+use load::Library;
+
+/// Provider that works between any two hosts.
+pub const DEFAULT_PROVIDER: &str = "tcp;ofi_rxm";
+
+/// Names of the providers on this host that can carry a slot, the library's favourite first.
+///
+/// # Errors
+/// [`LoadError`] when there is no library.
+pub fn providers() -> Result<Vec<String>, LoadError> {
+    Ok(port::providers(Library::get()?))
+}
+
+/// One provider of this process. Endpoints are opened per local address, when the first peer needs one.
+#[derive(Debug)]
+pub struct FabricNetwork {
+    provider: String,
+    is_ip: bool,
+    devices: Mutex<HashMap<Option<IpAddr>, Arc<Device>>>,
+}
+
+impl FabricNetwork {
+    /// Finds `provider`, such as `tcp;ofi_rxm` (short: `tcp`), `shm` or `verbs;ofi_rxm`.
+    ///
+    /// # Errors
+    /// [`NetworkError`] when there is no library or no such provider; it names those found.
+    pub fn open(provider: &str) -> Result<Self, NetworkError> {
+        let info = port::find(library()?, provider, None)?;
+        let entry = info.first();
+        let is_ip = matches!(
+            entry.address_format(),
+            sys::FI_SOCKADDR | sys::FI_SOCKADDR_IN | sys::FI_SOCKADDR_IN6
+        );
+        Ok(Self { provider: entry.provider(), is_ip, devices: Mutex::default() })
+    }
+
+    /// Name of the provider.
+    #[must_use]
+    pub fn provider(&self) -> &str {
+        &self.provider
+    }
+
+    fn device(&self, route: Route) -> Result<Arc<Device>, NetworkError> {
+        let local = self.is_ip.then(|| route.local.to_canonical());
+        let mut devices = lock(&self.devices);
+        if let Some(device) = devices.get(&local) {
+            return Ok(Arc::clone(device));
+        }
+        let library = library()?;
+        let device = Device::open(library, &port::find(library, &self.provider, local)?)?;
+        devices.insert(local, Arc::clone(&device));
+        Ok(device)
+    }
+}
+
+impl Network for FabricNetwork {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Libfabric
+    }
+
+    fn flavour(&self) -> &str {
+        &self.provider
+    }
+
+    fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let device = self.device(route)?;
+        let (link, slot) = device.add(layout.slot_bytes(), layout.control_offset(WAITING))?;
+        Ok(Box::new(Side { lease: Lease::new(device, link, slot), layout: *layout }))
+    }
+}
+
+/// This side of a pair before the peer's is known.
+#[derive(Debug)]
+struct Side {
+    lease: Lease,
+    layout: SlotLayout,
+}
+
+impl OpenSide for Side {
+    fn description(&self) -> SideDescription {
+        let Lease { device, link, slot, .. } = &self.lease;
+        let traits = device.port().traits();
+        let detail = Detail {
+            slot: link.id,
+            max_message_bytes: device.max_message_bytes() as u32,
+            counts_writes: traits.counts_writes,
+            token: link.token,
+            address: device.port().name().to_vec(),
+        };
+        SideDescription {
+            address: slot.as_ref().map_or(0, |slot| slot.base),
+            remote_key: slot.as_ref().map_or(0, port::Registered::key),
+            bytes: self.layout.slot_bytes() as u64,
+            detail: detail.encode(),
+        }
+    }
+
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+        let Self { lease, layout } = *self;
+        let device = Arc::clone(&lease.device);
+        let provider = &device.port().traits().provider;
+        let failed = |detail: String| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "join",
+            code: None,
+            detail,
+        };
+        if peer.bytes != layout.slot_bytes() as u64 {
+            return Err(failed(format!(
+                "the peer's slot has {} bytes, expected {}",
+                peer.bytes,
+                layout.slot_bytes()
+            )));
+        }
+        if peer.address.checked_add(peer.bytes).is_none() {
+            return Err(failed(format!("the peer's slot at {:#x} leaves memory", peer.address)));
+        }
+        let detail = Detail::decode(&peer.detail).map_err(|error| failed(error.to_string()))?;
+        let counts_writes = detail.counts_writes && device.port().traits().counts_writes;
+        let mut joined = None;
+        device
+            .join(&lease.link, &detail.address, |addr| {
+                let far = FarSide {
+                    peer: addr,
+                    id: detail.slot,
+                    token: detail.token,
+                    address: peer.address,
+                    key: peer.remote_key,
+                    slot_bytes: layout.slot_bytes(),
+                    counts_writes,
+                };
+                joined = Some(far.clone());
+                far
+            })
+            .map_err(|error| port::network_error(provider, error.op, &error))?;
+        let Some(far) = joined else { return Err(failed("the pair was closed".to_owned())) };
+        let max_message_bytes = device.max_message_bytes().min(detail.max_message_bytes as usize);
+        let slot = lease.link.slot.clone();
+        let endpoint = LibfabricEndpoint::new(lease, far, max_message_bytes);
+        Ok(Joined { endpoint: AnyEndpoint::Libfabric(endpoint), slot })
+    }
+}
+
+fn library() -> Result<&'static Library, NetworkError> {
+    Library::get().map_err(|error| NetworkError {
+        network: "libfabric".to_owned(),
+        op: "load",
+        code: None,
+        detail: error.to_string(),
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that holds the lock can leave the table half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

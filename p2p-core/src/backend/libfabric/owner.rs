@@ -1,0 +1,430 @@
+//! Owners of the library's objects: each closes what it holds, and keeps its parents alive.
+
+use std::any::Any;
+use std::ffi::{CStr, CString, c_int};
+use std::ptr::{NonNull, null, null_mut};
+use std::sync::Arc;
+
+use super::load::Library;
+use super::sys;
+
+/// A call of the library failed.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{op}: {text} (code {code})")]
+pub(super) struct CallError {
+    /// The call.
+    pub(super) op: &'static str,
+    /// Positive code.
+    pub(super) code: i64,
+    /// What it means.
+    pub(super) text: String,
+}
+
+/// Turns a negative result into an error.
+pub(super) fn check(library: &Library, op: &'static str, result: i64) -> Result<i64, CallError> {
+    if result >= 0 {
+        return Ok(result);
+    }
+    Err(CallError { op, code: -result, text: library.describe(result) })
+}
+
+/// A list of ways to communicate, as `fi_getinfo` gives it.
+pub(super) struct Info {
+    library: &'static Library,
+    head: NonNull<sys::FiInfo>,
+}
+
+// SAFETY: plain memory of the library without thread affinity, freed once.
+unsafe impl Send for Info {}
+// SAFETY: never written after it was made.
+unsafe impl Sync for Info {}
+
+impl Info {
+    /// Asks for ways to communicate that fit `hints`, from `node` where it is given.
+    pub(super) fn query(
+        library: &'static Library,
+        node: Option<&str>,
+        hints: &Hints,
+    ) -> Result<Self, CallError> {
+        let op = "fi_getinfo";
+        let node = node.map(CString::new).transpose().map_err(|_| CallError {
+            op,
+            code: 22,
+            text: "the address has a zero byte".to_owned(),
+        })?;
+        let flags = if node.is_some() { sys::FI_SOURCE } else { 0 };
+        let node = node.as_ref().map_or(null(), |node| node.as_ptr());
+        let mut head = null_mut();
+        // SAFETY: strings end with a zero byte or are null; the hints are the library's own structure.
+        let result = unsafe {
+            (library.getinfo)(
+                library.api_version(),
+                node,
+                null(),
+                flags,
+                hints.info.head.as_ptr(),
+                &raw mut head,
+            )
+        };
+        check(library, op, result.into())?;
+        let head = NonNull::new(head).ok_or_else(|| CallError {
+            op,
+            code: sys::FI_ENODATA,
+            text: "nothing was found".to_owned(),
+        })?;
+        Ok(Self { library, head })
+    }
+
+    /// The first, which the library likes best.
+    pub(super) fn first(&self) -> Entry<'_> {
+        // SAFETY: the list lives as long as `self`.
+        Entry { raw: unsafe { self.head.as_ref() } }
+    }
+
+    /// All of them.
+    pub(super) fn iter(&self) -> impl Iterator<Item = Entry<'_>> {
+        std::iter::successors(Some(self.first()), |entry| {
+            // SAFETY: a member of the same list, or null.
+            unsafe { entry.raw.next.as_ref() }.map(|raw| Entry { raw })
+        })
+    }
+
+    /// A list of `entry` alone.
+    pub(super) fn only(&self, entry: &Entry<'_>) -> Result<Self, CallError> {
+        // SAFETY: copies one member, with all that it points to.
+        let head = unsafe { (self.library.dupinfo)(entry.raw) };
+        let head = NonNull::new(head).ok_or_else(|| out_of_memory("fi_dupinfo"))?;
+        Ok(Self { library: self.library, head })
+    }
+}
+
+impl Drop for Info {
+    fn drop(&mut self) {
+        // SAFETY: made by the library and freed once.
+        unsafe { (self.library.freeinfo)(self.head.as_ptr()) }
+    }
+}
+
+/// One member of an [`Info`].
+#[derive(Clone, Copy)]
+pub(super) struct Entry<'a> {
+    raw: &'a sys::FiInfo,
+}
+
+impl Entry<'_> {
+    pub(super) fn provider(&self) -> String {
+        // SAFETY: the library fills in what it points to, and keeps it as long as the list.
+        unsafe { text(self.fabric().prov_name) }
+    }
+
+    pub(super) const fn address_format(&self) -> u32 {
+        self.raw.addr_format
+    }
+
+    pub(super) const fn caps(&self) -> u64 {
+        self.raw.caps
+    }
+
+    pub(super) fn inject_bytes(&self) -> usize {
+        // SAFETY: as above.
+        unsafe { self.raw.tx_attr.as_ref() }.map_or(0, |tx| tx.inject_size)
+    }
+
+    pub(super) fn num_receives(&self) -> usize {
+        // SAFETY: as above.
+        unsafe { self.raw.rx_attr.as_ref() }.map_or(0, |rx| rx.size)
+    }
+
+    pub(super) fn max_message_bytes(&self) -> usize {
+        // SAFETY: as above.
+        unsafe { self.raw.ep_attr.as_ref() }.map_or(0, |ep| ep.max_msg_size)
+    }
+
+    pub(super) fn domain(&self) -> &sys::DomainAttr {
+        // SAFETY: the library always fills it in.
+        unsafe { &*self.raw.domain_attr }
+    }
+
+    fn fabric(&self) -> &sys::FabricAttr {
+        // SAFETY: the library always fills it in.
+        unsafe { &*self.raw.fabric_attr }
+    }
+}
+
+/// What a communication must be able to do.
+pub(super) struct Hints {
+    info: Info,
+    // Points into `info` while a query runs, and is freed here, not by the library.
+    provider: Option<CString>,
+}
+
+impl Hints {
+    /// Reliable datagrams with messages and remote memory access, safe for several threads.
+    /// `extra_caps` beside; small sends of `inject_bytes` without keeping the buffer, 0 for any.
+    pub(super) fn new(
+        library: &'static Library,
+        provider: Option<&str>,
+        extra_caps: u64,
+        inject_bytes: usize,
+    ) -> Result<Self, CallError> {
+        // SAFETY: null asks for a fresh one, zeroed, with all parts allocated.
+        let head = unsafe { (library.dupinfo)(null()) };
+        let head = NonNull::new(head).ok_or_else(|| out_of_memory("fi_allocinfo"))?;
+        let mut hints = Self { info: Info { library, head }, provider: None };
+        // SAFETY: just made, owned by nobody else, all parts allocated by the library.
+        unsafe {
+            let info = head.as_ptr();
+            (*info).caps = sys::FI_MSG | sys::FI_RMA | extra_caps;
+            (*info).mode = sys::FI_CONTEXT | sys::FI_CONTEXT2;
+            (*(*info).ep_attr).kind = sys::FI_EP_RDM;
+            (*(*info).tx_attr).inject_size = inject_bytes;
+            (*(*info).tx_attr).msg_order = sys::FI_ORDER_SAS;
+            (*(*info).rx_attr).msg_order = sys::FI_ORDER_SAS;
+            let domain = (*info).domain_attr;
+            (*domain).threading = sys::FI_THREAD_SAFE;
+            (*domain).resource_mgmt = sys::FI_RM_ENABLED;
+            (*domain).mr_mode = sys::FI_MR_LOCAL
+                | sys::FI_MR_VIRT_ADDR
+                | sys::FI_MR_ALLOCATED
+                | sys::FI_MR_PROV_KEY
+                | sys::FI_MR_ENDPOINT
+                | sys::FI_MR_HMEM;
+        }
+        if let Some(provider) = provider.and_then(|name| CString::new(name).ok()) {
+            // SAFETY: as above; taken back in `drop`, before the library would free it.
+            unsafe { (*(*head.as_ptr()).fabric_attr).prov_name = provider.as_ptr().cast_mut() };
+            hints.provider = Some(provider);
+        }
+        Ok(hints)
+    }
+}
+
+impl Drop for Hints {
+    fn drop(&mut self) {
+        if self.provider.is_some() {
+            // SAFETY: owned; the library frees what stands here with its own allocator.
+            unsafe { (*(*self.info.head.as_ptr()).fabric_attr).prov_name = null_mut() };
+        }
+    }
+}
+
+/// An object of the library, closed when dropped. `parents` outlive it.
+pub(super) struct Owned<T> {
+    ptr: NonNull<T>,
+    name: &'static str,
+    _parents: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: objects of a domain opened as FI_THREAD_SAFE have no thread affinity; closed once.
+unsafe impl<T> Send for Owned<T> {}
+// SAFETY: the same promise of the library covers calls from several threads at a time.
+unsafe impl<T> Sync for Owned<T> {}
+
+impl<T> Owned<T> {
+    pub(super) const fn as_ptr(&self) -> *mut T {
+        self.ptr.as_ptr()
+    }
+
+    /// The head that every object begins with.
+    pub(super) const fn fid(&self) -> *mut sys::Fid {
+        self.ptr.as_ptr().cast()
+    }
+
+    /// Takes over an object after a call that makes one.
+    ///
+    /// # Safety
+    /// If `result` is 0 then `ptr` is a fresh object of the library that begins with a `fid`.
+    unsafe fn made(
+        library: &Library,
+        name: &'static str,
+        result: c_int,
+        ptr: *mut T,
+        parents: Vec<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<Self, CallError> {
+        check(library, name, result.into())?;
+        let ptr = NonNull::new(ptr).ok_or_else(|| out_of_memory(name))?;
+        Ok(Self { ptr, name, _parents: parents })
+    }
+}
+
+impl<T> Drop for Owned<T> {
+    fn drop(&mut self) {
+        // SAFETY: a live object; nobody uses it after its only owner.
+        let result = unsafe { ((*(*self.fid()).ops).close)(self.fid()) };
+        if result != 0 {
+            tracing::warn!(object = self.name, code = -result, "libfabric object not closed");
+        }
+    }
+}
+
+/// Opens the fabric of `info`.
+pub(super) fn open_fabric(
+    library: &Library,
+    info: &Info,
+) -> Result<Arc<Owned<sys::FidFabric>>, CallError> {
+    let mut fabric = null_mut();
+    // SAFETY: the attributes are the library's own.
+    unsafe {
+        let attr = (*info.head.as_ptr()).fabric_attr;
+        let result = (library.fabric)(attr, &raw mut fabric, null_mut());
+        Ok(Arc::new(Owned::made(library, "fi_fabric", result, fabric, Vec::new())?))
+    }
+}
+
+/// Opens the domain of `info`.
+pub(super) fn open_domain(
+    library: &Library,
+    fabric: &Arc<Owned<sys::FidFabric>>,
+    info: &Info,
+) -> Result<Arc<Owned<sys::FidDomain>>, CallError> {
+    let mut domain = null_mut();
+    // SAFETY: a live fabric and the library's own info.
+    unsafe {
+        let open = (*(*fabric.as_ptr()).ops).domain;
+        let result = open(fabric.as_ptr(), info.head.as_ptr(), &raw mut domain, null_mut());
+        let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(fabric) as _];
+        Ok(Arc::new(Owned::made(library, "fi_domain", result, domain, parents)?))
+    }
+}
+
+/// Opens an address vector.
+pub(super) fn open_av(
+    library: &Library,
+    domain: &Arc<Owned<sys::FidDomain>>,
+) -> Result<Arc<Owned<sys::FidAv>>, CallError> {
+    let mut attr = sys::AvAttr {
+        kind: sys::FI_AV_TABLE,
+        rx_ctx_bits: 0,
+        count: 64,
+        ep_per_node: 0,
+        name: null(),
+        map_addr: null_mut(),
+        flags: 0,
+    };
+    let mut av = null_mut();
+    // SAFETY: a live domain.
+    unsafe {
+        let open = (*(*domain.as_ptr()).ops).av_open;
+        let result = open(domain.as_ptr(), &raw mut attr, &raw mut av, null_mut());
+        let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
+        Ok(Arc::new(Owned::made(library, "fi_av_open", result, av, parents)?))
+    }
+}
+
+/// Opens a completion queue whose entries carry data; with a descriptor to wait on, if so wanted.
+pub(super) fn open_cq(
+    library: &Library,
+    domain: &Arc<Owned<sys::FidDomain>>,
+    num_entries: usize,
+    wait_obj: u32,
+) -> Result<Arc<Owned<sys::FidCq>>, CallError> {
+    let mut attr = sys::CqAttr {
+        size: num_entries,
+        flags: 0,
+        format: sys::FI_CQ_FORMAT_DATA,
+        wait_obj,
+        signaling_vector: 0,
+        wait_cond: 0,
+        wait_set: null_mut(),
+    };
+    let mut cq = null_mut();
+    // SAFETY: a live domain.
+    unsafe {
+        let open = (*(*domain.as_ptr()).ops).cq_open;
+        let result = open(domain.as_ptr(), &raw mut attr, &raw mut cq, null_mut());
+        let parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
+        Ok(Arc::new(Owned::made(library, "fi_cq_open", result, cq, parents)?))
+    }
+}
+
+/// Opens an endpoint, binds it and enables it.
+pub(super) fn open_ep(
+    library: &Library,
+    domain: &Arc<Owned<sys::FidDomain>>,
+    info: &Info,
+    av: &Arc<Owned<sys::FidAv>>,
+    cq: &Arc<Owned<sys::FidCq>>,
+) -> Result<Arc<Owned<sys::FidEp>>, CallError> {
+    let mut ep = null_mut();
+    // SAFETY: a live domain and the library's own info.
+    let ep = unsafe {
+        let open = (*(*domain.as_ptr()).ops).endpoint;
+        let result = open(domain.as_ptr(), info.head.as_ptr(), &raw mut ep, null_mut());
+        let parents: Vec<Arc<dyn Any + Send + Sync>> =
+            vec![Arc::clone(domain) as _, Arc::clone(av) as _, Arc::clone(cq) as _];
+        Owned::made(library, "fi_endpoint", result, ep, parents)?
+    };
+    // SAFETY: live objects of one domain.
+    unsafe {
+        let ops = (*ep.fid()).ops;
+        let flags = sys::FI_TRANSMIT | sys::FI_RECV;
+        let result = ((*ops).bind)(ep.fid(), cq.fid(), flags);
+        check(library, "fi_ep_bind (completion queue)", result.into())?;
+        let result = ((*ops).bind)(ep.fid(), av.fid(), 0);
+        check(library, "fi_ep_bind (address vector)", result.into())?;
+        let result = ((*ops).control)(ep.fid(), sys::FI_ENABLE, null_mut());
+        check(library, "fi_enable", result.into())?;
+    }
+    Ok(Arc::new(ep))
+}
+
+/// Registers memory of this host, bound to `ep` if so given.
+///
+/// # Safety
+/// `ptr..ptr+len` stays mapped as long as the registration.
+pub(super) unsafe fn register(
+    library: &Library,
+    domain: &Arc<Owned<sys::FidDomain>>,
+    ep: Option<&Arc<Owned<sys::FidEp>>>,
+    (ptr, len): (*mut u8, usize),
+    access: u64,
+    requested_key: u64,
+) -> Result<Owned<sys::FidMr>, CallError> {
+    let iov = sys::Iovec { base: ptr.cast(), len };
+    let attr = sys::MrAttr {
+        iov: &raw const iov,
+        iov_count: 1,
+        access,
+        offset: 0,
+        requested_key,
+        context: null_mut(),
+        auth_key_size: 0,
+        auth_key: null_mut(),
+        iface: sys::FI_HMEM_SYSTEM,
+        device: 0,
+    };
+    let mut mr = null_mut();
+    // SAFETY: a live domain; the memory is the caller's promise.
+    let mr = unsafe {
+        let regattr = (*(*domain.as_ptr()).mr).regattr;
+        let result = regattr(domain.fid(), &raw const attr, 0, &raw mut mr);
+        let mut parents: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(domain) as _];
+        parents.extend(ep.map(|ep| Arc::clone(ep) as _));
+        Owned::made(library, "fi_mr_regattr", result, mr, parents)?
+    };
+    if let Some(ep) = ep {
+        // SAFETY: live objects of one domain.
+        unsafe {
+            let ops = (*mr.fid()).ops;
+            let result = ((*ops).bind)(mr.fid(), ep.fid(), 0);
+            check(library, "fi_mr_bind", result.into())?;
+            let result = ((*ops).control)(mr.fid(), sys::FI_ENABLE, null_mut());
+            check(library, "fi_mr_enable", result.into())?;
+        }
+    }
+    Ok(mr)
+}
+
+fn out_of_memory(op: &'static str) -> CallError {
+    CallError { op, code: 12, text: "no memory".to_owned() }
+}
+
+/// # Safety
+/// `ptr` is null or a string that ends with a zero byte.
+unsafe fn text(ptr: *const std::ffi::c_char) -> String {
+    if ptr.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(ptr) }.to_string_lossy().into_owned()
+}

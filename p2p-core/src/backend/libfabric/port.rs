@@ -1,0 +1,562 @@
+//! One endpoint of one provider with its queue and its addresses: the safe layer.
+
+use std::ffi::c_void;
+use std::net::IpAddr;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
+
+use super::load::Library;
+use super::owner::{self, CallError, Entry, Hints, Info, Owned, check};
+use super::sys;
+use crate::network::NetworkError;
+
+/// Largest address of an endpoint in bytes.
+pub(super) const MAX_ADDRESS_BYTES: usize = 512;
+/// Bytes at the head of every context, which some providers use for themselves.
+pub(super) type ContextRoom = [u64; 8];
+
+/// Whether the library took an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Taken {
+    /// It will be carried out.
+    Yes,
+    /// Not now.
+    Again,
+}
+
+/// What reading the completion queue brought.
+pub(super) enum Polled {
+    /// As many entries.
+    Entries(usize),
+    /// Nothing.
+    Nothing,
+    /// An operation failed.
+    Failed(Failure),
+}
+
+/// A failed operation.
+pub(super) struct Failure {
+    /// The operation's context, if it had one.
+    pub(super) context: *mut c_void,
+    /// Its flags.
+    pub(super) flags: u64,
+    /// Positive code.
+    pub(super) code: i64,
+    /// What it means.
+    pub(super) text: String,
+}
+
+/// What the provider of a port can do.
+#[derive(Debug, Clone)]
+pub(super) struct Traits {
+    pub(super) provider: String,
+    /// Largest message that is sent without keeping the caller's buffer.
+    pub(super) inject_bytes: usize,
+    pub(super) max_message_bytes: usize,
+    /// Whether a write can tell the target that it has landed.
+    pub(super) counts_writes: bool,
+    /// Whether completions say who sent.
+    pub(super) knows_source: bool,
+    pub(super) num_receives: usize,
+    mr_mode: i32,
+    key_mask: u64,
+}
+
+/// One endpoint. See the [module](self).
+pub(super) struct Port {
+    // Closed in this order.
+    ep: Arc<Owned<sys::FidEp>>,
+    cq: Arc<Owned<sys::FidCq>>,
+    av: Arc<Owned<sys::FidAv>>,
+    domain: Arc<Owned<sys::FidDomain>>,
+    fabric: Arc<Owned<sys::FidFabric>>,
+    library: &'static Library,
+    traits: Traits,
+    wait_fd: Option<RawFd>,
+    name: Vec<u8>,
+}
+
+impl std::fmt::Debug for Port {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Port").field("traits", &self.traits).finish_non_exhaustive()
+    }
+}
+
+/// Registered memory.
+pub(super) struct Registered {
+    mr: Owned<sys::FidMr>,
+    /// What a peer adds to an offset to address the first byte.
+    pub(super) base: u64,
+}
+
+impl std::fmt::Debug for Registered {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registered").field("base", &self.base).finish_non_exhaustive()
+    }
+}
+
+impl Registered {
+    /// Remote key.
+    pub(super) fn key(&self) -> u64 {
+        // SAFETY: a live registration; the field is set once, while registering.
+        unsafe { (*self.mr.as_ptr()).key }
+    }
+
+    /// Descriptor for local use.
+    pub(super) fn descriptor(&self) -> Descriptor {
+        // SAFETY: as above.
+        Descriptor(unsafe { (*self.mr.as_ptr()).mem_desc })
+    }
+}
+
+/// The library's word for registered local memory. Null where it wants none.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Descriptor(pub(super) *mut c_void);
+
+// SAFETY: an opaque value that the library alone looks behind, from any thread.
+unsafe impl Send for Descriptor {}
+// SAFETY: as above.
+unsafe impl Sync for Descriptor {}
+
+impl Descriptor {
+    pub(super) const NONE: Self = Self(null_mut());
+}
+
+/// What others may do with registered memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rights {
+    /// Nothing.
+    Local,
+    /// Read.
+    Read,
+    /// Read and write.
+    ReadWrite,
+}
+
+/// Memory of a peer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Far {
+    pub(super) peer: sys::FiAddr,
+    pub(super) address: u64,
+    pub(super) key: u64,
+}
+
+/// When a write counts as complete.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Completes {
+    /// When the source may be reused; the target is told this.
+    Sent {
+        /// What the target is told.
+        note: u64,
+    },
+    /// When the bytes are visible at the target.
+    Delivered,
+}
+
+/// The provider that `name` stands for, and what it offers from `local`.
+pub(super) fn find(
+    library: &'static Library,
+    name: &str,
+    local: Option<IpAddr>,
+) -> Result<Info, NetworkError> {
+    let failed = |op: &'static str, error: &CallError| network_error(name, op, error);
+    let candidates = [name.to_owned(), format!("{name};ofi_rxm")];
+    let is_layered = name.contains(';');
+    let mut last = None;
+    for candidate in &candidates[..if is_layered { 1 } else { 2 }] {
+        // The more a message can hold the fewer operations are needed; some providers refuse wishes.
+        for (caps, inject_bytes) in
+            [(sys::FI_SOURCE, PREFERRED_INJECT_BYTES), (sys::FI_SOURCE, 4096), (0, 4096), (0, 0)]
+        {
+            let hints = Hints::new(library, Some(candidate), caps, inject_bytes)
+                .map_err(|e| failed("fi_allocinfo", &e))?;
+            let anywhere = match Info::query(library, None, &hints) {
+                Ok(info) => info,
+                Err(error) => {
+                    last = Some(error);
+                    continue;
+                }
+            };
+            let is_ip = matches!(
+                anywhere.first().address_format(),
+                sys::FI_SOCKADDR | sys::FI_SOCKADDR_IN | sys::FI_SOCKADDR_IN6
+            );
+            let found = match local {
+                Some(local) if is_ip => Info::query(library, Some(&local.to_string()), &hints)
+                    .map_err(|e| NetworkError {
+                        network: format!("libfabric {candidate}"),
+                        op: "fi_getinfo",
+                        code: Some(e.code),
+                        detail: format!("not from address {local}: {}", e.text),
+                    })?,
+                _ => anywhere,
+            };
+            let found = found.only(&found.first()).map_err(|e| failed("fi_dupinfo", &e))?;
+            return Ok(found);
+        }
+    }
+    let others = providers(library).join(", ");
+    let others = if others.is_empty() { "none".to_owned() } else { others };
+    let code = last.map(|error| error.code).filter(|code| *code != sys::FI_ENODATA);
+    let detail = format!("no provider `{name}` here; found: {others}");
+    Err(NetworkError { network: "libfabric".to_owned(), op: "fi_getinfo", code, detail })
+}
+
+/// Names of the providers that could be used, the library's favourite first.
+pub(super) fn providers(library: &'static Library) -> Vec<String> {
+    let mut names = Vec::new();
+    let found =
+        Hints::new(library, None, 0, 0).and_then(|hints| Info::query(library, None, &hints));
+    if let Ok(found) = found {
+        for entry in found.iter() {
+            let name = entry.provider();
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+    }
+    names
+}
+
+impl Port {
+    /// Opens everything.
+    pub(super) fn open(library: &'static Library, info: &Info) -> Result<Self, NetworkError> {
+        let traits = Traits::of(&info.first());
+        let failed = |error: CallError| network_error(&traits.provider, error.op, &error);
+        let fabric = owner::open_fabric(library, info).map_err(failed)?;
+        let domain = owner::open_domain(library, &fabric, info).map_err(failed)?;
+        let av = owner::open_av(library, &domain).map_err(failed)?;
+        let mut wait_fd = None;
+        let cq = match owner::open_cq(library, &domain, NUM_CQ_ENTRIES, sys::FI_WAIT_FD) {
+            Ok(cq) => {
+                let mut fd: RawFd = -1;
+                // SAFETY: a live queue with a descriptor; the command stores one integer.
+                let result = unsafe {
+                    ((*(*cq.fid()).ops).control)(cq.fid(), sys::FI_GETWAIT, (&raw mut fd).cast())
+                };
+                wait_fd = (result == 0 && fd >= 0).then_some(fd);
+                cq
+            }
+            Err(_) => owner::open_cq(library, &domain, NUM_CQ_ENTRIES, sys::FI_WAIT_NONE)
+                .map_err(failed)?,
+        };
+        let ep = owner::open_ep(library, &domain, info, &av, &cq).map_err(failed)?;
+        let mut name = vec![0u8; MAX_ADDRESS_BYTES];
+        let mut len = name.len();
+        // SAFETY: room for `len` bytes.
+        let result = unsafe {
+            ((*(*ep.as_ptr()).cm).getname)(ep.fid(), name.as_mut_ptr().cast(), &raw mut len)
+        };
+        check(library, "fi_getname", result.into()).map_err(failed)?;
+        name.truncate(len);
+        Ok(Self { ep, cq, av, domain, fabric, library, traits, wait_fd, name })
+    }
+
+    pub(super) const fn traits(&self) -> &Traits {
+        &self.traits
+    }
+
+    /// This endpoint's address, for peers.
+    pub(super) fn name(&self) -> &[u8] {
+        &self.name
+    }
+
+    /// Descriptor that becomes readable when there is something to read.
+    pub(super) fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the queue owns it and lives as long as `self`.
+        self.wait_fd.map(|fd| unsafe { BorrowedFd::borrow_raw(fd) })
+    }
+
+    pub(super) fn describe(&self, code: i64) -> String {
+        self.library.describe(code)
+    }
+
+    /// Learns a peer's address.
+    pub(super) fn insert(&self, name: &[u8]) -> Result<sys::FiAddr, CallError> {
+        // The library reads as many bytes as its format has, so short ones are padded.
+        let mut padded = [0u8; MAX_ADDRESS_BYTES];
+        let len = name.len().min(padded.len());
+        padded[..len].copy_from_slice(&name[..len]);
+        let mut addr = sys::FI_ADDR_UNSPEC;
+        // SAFETY: a live address vector; one address, longer than any format.
+        let result = unsafe {
+            let insert = (*(*self.av.as_ptr()).ops).insert;
+            insert(self.av.as_ptr(), padded.as_ptr().cast(), 1, &raw mut addr, 0, null_mut())
+        };
+        let num = check(self.library, "fi_av_insert", result.into())?;
+        if num != 1 || addr == sys::FI_ADDR_UNSPEC {
+            let text = "the peer's address is not one of this provider".to_owned();
+            return Err(CallError { op: "fi_av_insert", code: 22, text });
+        }
+        Ok(addr)
+    }
+
+    /// Forgets a peer's address.
+    pub(super) fn remove(&self, mut addr: sys::FiAddr) {
+        // SAFETY: a live address vector.
+        let result = unsafe {
+            let remove = (*(*self.av.as_ptr()).ops).remove;
+            remove(self.av.as_ptr(), &raw mut addr, 1, 0)
+        };
+        if result != 0 {
+            tracing::debug!(code = -result, "a peer's libfabric address was not removed");
+        }
+    }
+
+    /// Registers memory, with a random key where keys can be chosen.
+    ///
+    /// # Safety
+    /// `ptr..ptr+len` stays mapped as long as the registration.
+    pub(super) unsafe fn register(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, CallError> {
+        let local = sys::FI_READ | sys::FI_WRITE | sys::FI_TRANSMIT | sys::FI_RECV;
+        let access = match rights {
+            Rights::Local => local,
+            Rights::Read => local | sys::FI_REMOTE_READ,
+            Rights::ReadWrite => local | sys::FI_REMOTE_READ | sys::FI_REMOTE_WRITE,
+        };
+        let has = |mode| self.traits.mr_mode & mode != 0;
+        if has(sys::FI_MR_ALLOCATED) {
+            // SAFETY: the caller's promise.
+            unsafe { touch(ptr, len) };
+        }
+        let ep = has(sys::FI_MR_ENDPOINT).then_some(&self.ep);
+        for attempt in 1.. {
+            // A key that nobody can guess; a provider that makes its own ignores it.
+            let key = rand::random::<u64>() & self.traits.key_mask;
+            // SAFETY: the caller's promise.
+            let made = unsafe {
+                let memory = (ptr.as_ptr(), len);
+                owner::register(self.library, &self.domain, ep, memory, access, key)
+            };
+            match made {
+                Err(error) if error.code == sys::FI_ENOKEY && attempt < MAX_KEY_ATTEMPTS => {}
+                Err(error) => return Err(error),
+                Ok(mr) => {
+                    let is_virtual = has(sys::FI_MR_VIRT_ADDR);
+                    let base = if is_virtual { ptr.as_ptr().addr() as u64 } else { 0 };
+                    return Ok(Registered { mr, base });
+                }
+            }
+        }
+        unreachable!("the last attempt returns")
+    }
+
+    /// Whether local buffers need a registration.
+    pub(super) const fn needs_local(&self) -> bool {
+        self.traits.mr_mode & (sys::FI_MR_LOCAL | sys::FI_MR_HMEM) != 0
+    }
+
+    /// Sends a small message; the bytes may be reused at once.
+    #[inline]
+    pub(super) fn inject(&self, peer: sys::FiAddr, bytes: &[u8]) -> Result<Taken, CallError> {
+        // SAFETY: a live endpoint and valid bytes, which the call copies.
+        let result = unsafe {
+            let inject = (*(*self.ep.as_ptr()).msg).inject;
+            inject(self.ep.as_ptr(), bytes.as_ptr().cast(), bytes.len(), peer)
+        };
+        self.taken("fi_inject", result)
+    }
+
+    /// Offers a buffer for the next message.
+    ///
+    /// # Safety
+    /// The buffer is neither read nor written, and it and the context stay, until the completion or
+    /// the end of the port.
+    pub(super) unsafe fn receive(
+        &self,
+        (ptr, len): (*mut u8, usize),
+        descriptor: Descriptor,
+        context: *mut c_void,
+    ) -> Result<Taken, CallError> {
+        // SAFETY: a live endpoint; the caller's promise.
+        let result = unsafe {
+            let recv = (*(*self.ep.as_ptr()).msg).recv;
+            let any = sys::FI_ADDR_UNSPEC;
+            recv(self.ep.as_ptr(), ptr.cast(), len, descriptor.0, any, context)
+        };
+        self.taken("fi_recv", result)
+    }
+
+    /// Starts a copy into a peer's memory.
+    ///
+    /// # Safety
+    /// `ptr..ptr+len` is mapped and not written, and the context stays, until the completion.
+    pub(super) unsafe fn write(
+        &self,
+        to: Far,
+        (ptr, len): (*const u8, usize),
+        descriptor: Descriptor,
+        completes: Completes,
+        context: *mut c_void,
+    ) -> Result<Taken, CallError> {
+        let iov = sys::Iovec { base: ptr.cast_mut().cast(), len };
+        let rma = sys::RmaIov { addr: to.address, len, key: to.key };
+        let mut desc = descriptor.0;
+        let (flags, data) = match completes {
+            Completes::Sent { note } => (sys::FI_REMOTE_CQ_DATA, note),
+            Completes::Delivered => (sys::FI_DELIVERY_COMPLETE, 0),
+        };
+        let message = sys::MsgRma {
+            iov: &raw const iov,
+            desc: &raw mut desc,
+            iov_count: 1,
+            addr: to.peer,
+            rma_iov: &raw const rma,
+            rma_iov_count: 1,
+            context,
+            data,
+        };
+        // SAFETY: a live endpoint; the vectors are read by the call; the caller's promise.
+        let result = unsafe {
+            let write = (*(*self.ep.as_ptr()).rma).writemsg;
+            write(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION | flags)
+        };
+        self.taken("fi_writemsg", result)
+    }
+
+    /// Starts a copy from a peer's memory.
+    ///
+    /// # Safety
+    /// `ptr..ptr+len` is mapped and neither read nor written, and the context stays, until the
+    /// completion.
+    pub(super) unsafe fn read(
+        &self,
+        from: Far,
+        (ptr, len): (*mut u8, usize),
+        descriptor: Descriptor,
+        context: *mut c_void,
+    ) -> Result<Taken, CallError> {
+        // SAFETY: a live endpoint; the caller's promise.
+        let result = unsafe {
+            let read = (*(*self.ep.as_ptr()).rma).read;
+            let (peer, address, key) = (from.peer, from.address, from.key);
+            read(self.ep.as_ptr(), ptr.cast(), len, descriptor.0, peer, address, key, context)
+        };
+        self.taken("fi_read", result)
+    }
+
+    /// Moves everything forward and takes completions, with their senders.
+    #[inline]
+    pub(super) fn poll(
+        &self,
+        entries: &mut [sys::CqDataEntry],
+        sources: &mut [sys::FiAddr],
+    ) -> Result<Polled, CallError> {
+        let room = entries.len().min(sources.len());
+        // SAFETY: a live queue of this entry format, and room for as many entries.
+        let result = unsafe {
+            let ops = (*self.cq.as_ptr()).ops;
+            let cq = self.cq.as_ptr();
+            if self.traits.knows_source {
+                ((*ops).readfrom)(cq, entries.as_mut_ptr().cast(), room, sources.as_mut_ptr())
+            } else {
+                ((*ops).read)(cq, entries.as_mut_ptr().cast(), room)
+            }
+        };
+        match result as i64 {
+            num @ 1.. => Ok(Polled::Entries(num as usize)),
+            0 => Ok(Polled::Nothing),
+            code if code == -sys::FI_EAGAIN => Ok(Polled::Nothing),
+            code if code == -sys::FI_EAVAIL => self.read_failure(),
+            code => Err(CallError { op: "fi_cq_read", code: -code, text: self.describe(code) }),
+        }
+    }
+
+    /// Prepares for sleep on [`wait_fd`](Self::wait_fd); false when there is something to read.
+    pub(super) fn may_sleep(&self) -> bool {
+        let mut fids = [self.cq.fid()];
+        // SAFETY: live objects; one of them.
+        let result = unsafe {
+            ((*(*self.fabric.as_ptr()).ops).trywait)(self.fabric.as_ptr(), fids.as_mut_ptr(), 1)
+        };
+        result == 0
+    }
+
+    fn read_failure(&self) -> Result<Polled, CallError> {
+        let mut entry = sys::CqErrEntry {
+            op_context: null_mut(),
+            flags: 0,
+            len: 0,
+            buf: null_mut(),
+            data: 0,
+            tag: 0,
+            olen: 0,
+            err: 0,
+            prov_errno: 0,
+            err_data: null_mut(),
+            err_data_size: 0,
+        };
+        // SAFETY: a live queue and room for one entry.
+        let result =
+            unsafe { ((*(*self.cq.as_ptr()).ops).readerr)(self.cq.as_ptr(), &raw mut entry, 0) }
+                as i64;
+        if result == -sys::FI_EAGAIN || result == 0 {
+            return Ok(Polled::Nothing);
+        }
+        check(self.library, "fi_cq_readerr", result)?;
+        let code = i64::from(entry.err);
+        let text = format!("{} (provider's code {})", self.describe(code), entry.prov_errno);
+        let (context, flags) = (entry.op_context, entry.flags);
+        Ok(Polled::Failed(Failure { context, flags, code, text }))
+    }
+
+    #[inline]
+    fn taken(&self, op: &'static str, result: isize) -> Result<Taken, CallError> {
+        match result as i64 {
+            0 => Ok(Taken::Yes),
+            code if code == -sys::FI_EAGAIN => Ok(Taken::Again),
+            code => Err(CallError { op, code: -code, text: self.describe(code) }),
+        }
+    }
+}
+
+impl Traits {
+    fn of(entry: &Entry<'_>) -> Self {
+        let domain = entry.domain();
+        let key_bytes = domain.mr_key_size.min(8);
+        Self {
+            provider: entry.provider(),
+            inject_bytes: entry.inject_bytes(),
+            max_message_bytes: entry.max_message_bytes(),
+            counts_writes: domain.cq_data_size >= 4,
+            knows_source: entry.caps() & sys::FI_SOURCE != 0,
+            num_receives: entry.num_receives(),
+            mr_mode: domain.mr_mode,
+            key_mask: if key_bytes >= 8 { u64::MAX } else { (1 << (8 * key_bytes)) - 1 },
+        }
+    }
+}
+
+/// A failure of this provider.
+pub(super) fn network_error(provider: &str, op: &'static str, error: &CallError) -> NetworkError {
+    NetworkError {
+        network: format!("libfabric {provider}"),
+        op,
+        code: Some(error.code),
+        detail: error.text.clone(),
+    }
+}
+
+/// Makes every page exist, without changing it.
+///
+/// # Safety
+/// `ptr..ptr+len` is mapped, readable and writable.
+unsafe fn touch(ptr: NonNull<u8>, len: usize) {
+    for offset in (0..len).step_by(4096) {
+        // SAFETY: in range; an atomic addition of nothing changes nothing for others.
+        unsafe {
+            let byte = ptr.as_ptr().add(offset).cast::<std::sync::atomic::AtomicU8>();
+            (*byte).fetch_add(0, std::sync::atomic::Ordering::Relaxed);
+        }
+    }
+}
+
+const PREFERRED_INJECT_BYTES: usize = 16 << 10;
+const NUM_CQ_ENTRIES: usize = 1024;
+const MAX_KEY_ATTEMPTS: u32 = 8;
