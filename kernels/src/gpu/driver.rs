@@ -234,6 +234,14 @@ impl Gpu {
         Ok(Stream { context: Arc::clone(&self.context), stream, is_capturing })
     }
 
+    pub(super) fn free_bytes(&self) -> Result<u64, GpuError> {
+        self.context.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two numbers.
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+        Ok(free as u64)
+    }
+
     pub(super) fn is_registered(&self, address: DevicePtr) -> bool {
         if self.context.bind().is_err() {
             return false;
@@ -436,9 +444,10 @@ impl Drop for Memory {
                     release(handle);
                 }
             }
-            // SAFETY: allocated in `alloc_host`, freed once.
             MemoryKind::Host(host) => {
-                ignore("cuMemFreeHost", unsafe { sys::cuMemFreeHost(host.as_ptr().cast()) })
+                // SAFETY: allocated in `alloc_host`, freed once.
+                let freed = unsafe { sys::cuMemFreeHost(host.as_ptr().cast()) };
+                ignore("cuMemFreeHost", freed);
             }
         }
     }

@@ -156,6 +156,14 @@ impl Gpu {
         self.0.ordinal()
     }
 
+    /// Free memory of this GPU, bytes.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn free_bytes(&self) -> Result<u64, GpuError> {
+        self.0.free_bytes()
+    }
+
     /// Zeroed memory of this GPU.
     ///
     /// # Errors

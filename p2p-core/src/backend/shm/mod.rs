@@ -152,16 +152,19 @@ impl PeerSlot {
         if u64::try_from(stat.st_size).ok() != Some(bytes as u64) {
             return Err(ShmError::Size { found: stat.st_size.cast_unsigned(), expected: bytes });
         }
-        let kind = std::fs::read_link(format!("/proc/self/fd/{}", wake.as_raw_fd()))
-            .map(|path| path.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        if kind != "anon_inode:[eventfd]" {
-            return Err(ShmError::NotAnEvent { found: kind });
-        }
+        check_event(&wake)?;
         let region = map_shared(memory, bytes)?;
         pages::advise_huge(&region);
         Ok(Self { region, wake })
     }
+}
+
+/// Refuses a wake-up descriptor that is something else.
+pub(crate) fn check_event(wake: &OwnedFd) -> Result<(), ShmError> {
+    let kind = std::fs::read_link(format!("/proc/self/fd/{}", wake.as_raw_fd()))
+        .map(|path| path.to_string_lossy().into_owned())
+        .unwrap_or_default();
+    if kind == "anon_inode:[eventfd]" { Ok(()) } else { Err(ShmError::NotAnEvent { found: kind }) }
 }
 
 fn create_mapped(bytes: usize, extra: MemfdFlags) -> Result<(OwnedFd, Region), ShmError> {
