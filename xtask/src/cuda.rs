@@ -86,7 +86,8 @@ impl Toolkit {
         }
     }
 
-    fn tool(&self, name: &str) -> Command {
+    /// One of its programs.
+    pub fn tool(&self, name: &str) -> Command {
         Command::new(self.root.join("bin").join(name))
     }
 

@@ -1,5 +1,7 @@
 //! The steps of `cargo xtask test`, in order: cheap and telling first.
 
+mod mlx5;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -44,6 +46,7 @@ pub fn all() -> Vec<Step> {
             "CUDA kernels: compiled, no spills, instructions as meant",
             cuda::check_kernels,
         ),
+        step("mlx5", "work requests against the vendor's header, fences of doorbells", mlx5::check),
         step("deploy", "Prometheus rules and scrape configuration, Grafana dashboard", deploy),
         step("demo", "the release build's demo, verified against the reference", demo),
     ]

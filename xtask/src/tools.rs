@@ -1,21 +1,26 @@
 //! What the tests need beyond Rust, and how it gets here.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
 use crate::steps::{Outcome, run};
 
-/// Debian package, and a program by which to tell that it is there.
-const PACKAGES: [(&str, &str); 4] =
-    [("gcc", "cc"), ("g++", "g++"), ("prometheus", "promtool"), ("procps", "ps")];
+/// Debian package, and a program or file by which to tell that it is there.
+const PACKAGES: [(&str, &str); 5] = [
+    ("gcc", "cc"),
+    ("g++", "g++"),
+    ("prometheus", "promtool"),
+    ("procps", "ps"),
+    ("libibverbs-dev", "/usr/include/infiniband/mlx5dv.h"),
+];
 
 /// Installs missing packages on Debian and Ubuntu as root; elsewhere names them.
 pub fn install_packages() -> Result<Outcome> {
     let missing: Vec<&str> = PACKAGES
         .iter()
-        .filter(|(_, program)| !on_path(program))
+        .filter(|(_, sign)| !on_path(sign) && !(sign.starts_with('/') && Path::new(sign).exists()))
         .map(|(package, _)| *package)
         .collect();
     if missing.is_empty() {
