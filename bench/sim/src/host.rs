@@ -1,0 +1,200 @@
+//! Messages under way, and the hosts that send them.
+
+use std::collections::VecDeque;
+
+use p2p_core::credit::{Action, Admission, CreditError, CreditReceiver, CreditSender, SenderId};
+
+use crate::Model;
+use crate::event::{Event, Events, Kind, Packet};
+
+/// One message from one host to another.
+pub(crate) struct Flow {
+    pub(crate) from: u16,
+    pub(crate) to: u16,
+    pub(crate) bytes: u64,
+    /// The sender's side.
+    pub(crate) next: u64,
+    pub(crate) furthest: u64,
+    pub(crate) acked: u64,
+    pub(crate) done_ps: Option<u64>,
+    queued: bool,
+    /// The receiver's side.
+    pub(crate) expected: u64,
+    pub(crate) asked: bool,
+    pub(crate) credit: Option<FlowCredit>,
+}
+
+pub(crate) struct FlowCredit {
+    pub(crate) sender: CreditSender,
+    pub(crate) id: SenderId,
+    /// Within the unscheduled allowance: needs no grant.
+    pub(crate) free: bool,
+}
+
+impl Flow {
+    pub(crate) fn new(from: u16, to: u16, bytes: u64, credit: Option<FlowCredit>) -> Self {
+        Self {
+            from,
+            to,
+            bytes,
+            next: 0,
+            furthest: 0,
+            acked: 0,
+            done_ps: None,
+            queued: false,
+            expected: 0,
+            asked: false,
+            credit,
+        }
+    }
+
+    /// Payload of the next packet; 0 when there is nothing that may be sent. What was lost is sent again
+    /// within the credit that it had.
+    fn sendable(&self, model: &Model) -> u64 {
+        let len = u64::from(model.packet_bytes).min(self.bytes - self.next);
+        match &self.credit {
+            _ if self.next < self.furthest => len.min(self.furthest - self.next),
+            Some(credit) if !credit.free => len.min(credit.sender.allowance()),
+            _ => len,
+        }
+    }
+}
+
+/// One end of a link.
+#[derive(Default)]
+pub(crate) struct Host {
+    control: VecDeque<Packet>,
+    /// Messages with something to send, in turn.
+    active: VecDeque<u32>,
+    busy: bool,
+    pub(crate) stopped: bool,
+    pub(crate) receiver: Option<CreditReceiver>,
+    pub(crate) resent_bytes: u64,
+    pub(crate) control_packets: u64,
+}
+
+impl Host {
+    /// A message may have something to send.
+    pub(crate) fn activate(
+        &mut self,
+        idx: u32,
+        flows: &mut [Flow],
+        model: &Model,
+        events: &mut Events,
+    ) -> Result<(), CreditError> {
+        let flow = &mut flows[idx as usize];
+        if !flow.queued && flow.sendable(model) > 0 {
+            flow.queued = true;
+            self.active.push_back(idx);
+        }
+        self.kick(flows, model, events)
+    }
+
+    /// Sends a control packet.
+    pub(crate) fn tell(
+        &mut self,
+        packet: Packet,
+        flows: &mut [Flow],
+        model: &Model,
+        events: &mut Events,
+    ) -> Result<(), CreditError> {
+        self.control.push_back(packet);
+        self.control_packets += 1;
+        self.kick(flows, model, events)
+    }
+
+    pub(crate) fn kick(
+        &mut self,
+        flows: &mut [Flow],
+        model: &Model,
+        events: &mut Events,
+    ) -> Result<(), CreditError> {
+        if self.busy { Ok(()) } else { self.send(flows, model, events) }
+    }
+
+    /// The link is free: the next packet goes.
+    pub(crate) fn send(
+        &mut self,
+        flows: &mut [Flow],
+        model: &Model,
+        events: &mut Events,
+    ) -> Result<(), CreditError> {
+        self.busy = false;
+        let Some(packet) = self.next_packet(flows, model, events)? else { return Ok(()) };
+        self.busy = true;
+        let on_wire_ps = u64::from(packet.bytes) * model.ps_per_byte;
+        events.after(on_wire_ps, Event::HostLink(packet.from));
+        events.after(on_wire_ps + model.hop_ns * 1_000, Event::InSwitch(packet));
+        Ok(())
+    }
+
+    fn next_packet(
+        &mut self,
+        flows: &mut [Flow],
+        model: &Model,
+        events: &mut Events,
+    ) -> Result<Option<Packet>, CreditError> {
+        if let Some(packet) = self.control.pop_front() {
+            return Ok(Some(packet));
+        }
+        if self.stopped {
+            return Ok(None);
+        }
+        while let Some(idx) = self.active.pop_front() {
+            let flow = &mut flows[idx as usize];
+            let len = flow.sendable(model);
+            if len == 0 {
+                flow.queued = false;
+                continue;
+            }
+            let is_new = flow.next == flow.furthest;
+            if let Some(credit) = flow.credit.as_mut().filter(|credit| is_new && !credit.free) {
+                credit.sender.sent(len)?;
+            }
+            let offset = flow.next;
+            flow.next += len;
+            self.resent_bytes += flow.furthest.min(flow.next) - flow.furthest.min(offset);
+            flow.furthest = flow.furthest.max(flow.next);
+            if flow.next < flow.bytes {
+                self.active.push_back(idx);
+            } else {
+                flow.queued = false;
+            }
+            if flow.next == flow.bytes || (flow.credit.is_some() && flow.sendable(model) == 0) {
+                let retry = Event::Retry { flow: idx, seen: flow.expected };
+                events.after(model.retry_ns * 1_000, retry);
+            }
+            return Ok(Some(Packet {
+                flow: idx,
+                from: flow.from,
+                to: flow.to,
+                bytes: len as u32 + model.header_bytes,
+                kind: Kind::Data { offset, len: len as u32 },
+            }));
+        }
+        Ok(None)
+    }
+
+    /// What the credit code of this receiver wants to be told, as packets.
+    pub(crate) fn credits(&mut self, flow_of: impl Fn(SenderId) -> u32) -> Vec<(u32, Kind)> {
+        let mut told = Vec::new();
+        while let Some(action) = self.receiver.as_mut().and_then(CreditReceiver::next_action) {
+            if let Action::Credit { sender, credit } = action {
+                told.push((flow_of(sender), Kind::Credit(credit)));
+            }
+        }
+        told
+    }
+}
+
+/// Submits a whole message. Returns what the receiver is to be told.
+pub(crate) fn submit(flow: &mut Flow) -> Result<Option<Kind>, CreditError> {
+    let Some(credit) = &mut flow.credit else { return Ok(None) };
+    match credit.sender.submit(flow.bytes)? {
+        Admission::Unscheduled => {
+            credit.free = true;
+            Ok(None)
+        }
+        Admission::Scheduled(demand) => Ok(Some(Kind::Demand(demand))),
+    }
+}

@@ -1,0 +1,255 @@
+//! The experiment itself.
+
+use p2p_core::credit::{CreditConfig, CreditReceiver, CreditSender, Event as Credited, GrantOrder};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+use crate::event::{Event, Events, Kind, Packet};
+use crate::host::{Flow, FlowCredit, Host, submit};
+use crate::switch::Switch;
+use crate::{Control, Model, Outcome, Scenario, SimError};
+
+/// Runs one experiment.
+///
+/// # Errors
+/// [`SimError`].
+pub fn run(scenario: Scenario, model: &Model) -> Result<Outcome, SimError> {
+    check(&scenario)?;
+    Net::new(scenario, model)?.run()
+}
+
+fn check(scenario: &Scenario) -> Result<(), SimError> {
+    let range = |what, found: u64, max: u64, expected| {
+        if (1..=max).contains(&found) {
+            Ok(())
+        } else {
+            Err(SimError::Scenario { what, found, expected })
+        }
+    };
+    range("senders", scenario.senders as u64, 1024, "1 to 1024")?;
+    range("receivers", scenario.receivers as u64, 1024, "1 to 1024")?;
+    range("bytes", scenario.bytes, 1 << 30, "1 to 1 GiB")
+}
+
+struct Net<'a> {
+    scenario: Scenario,
+    model: &'a Model,
+    events: Events,
+    hosts: Vec<Host>,
+    switch: Switch,
+    flows: Vec<Flow>,
+    left: usize,
+    timeouts: u64,
+}
+
+impl<'a> Net<'a> {
+    fn new(scenario: Scenario, model: &'a Model) -> Result<Self, SimError> {
+        let (senders, receivers) = (scenario.senders, scenario.receivers);
+        let num_hosts = senders + receivers;
+        let mut hosts: Vec<Host> = (0..num_hosts).map(|_| Host::default()).collect();
+        let credit_config = credit_config(&scenario, model);
+        let mut flows = Vec::with_capacity(senders * receivers);
+        for receiver in 0..receivers {
+            let host = &mut hosts[senders + receiver];
+            if let Some(config) = credit_config {
+                host.receiver = Some(CreditReceiver::new(config)?);
+            }
+            for sender in 0..senders {
+                let credit = match (&mut host.receiver, &credit_config) {
+                    (Some(receiver), Some(config)) => Some(FlowCredit {
+                        sender: CreditSender::new(config),
+                        id: receiver.join()?,
+                        free: false,
+                    }),
+                    _ => None,
+                };
+                let to = (senders + receiver) as u16;
+                flows.push(Flow::new(sender as u16, to, scenario.bytes, credit));
+            }
+        }
+        let mut events = Events::default();
+        let mut rng = StdRng::seed_from_u64(scenario.seed);
+        for sender in 0..senders {
+            let delay_ps = rng.random_range(0..=model.jitter_ns * 1_000);
+            for nth in 0..receivers {
+                // Every sender begins with another receiver, as anyone would.
+                let receiver = (sender + nth) % receivers;
+                events.after(delay_ps, Event::Start((receiver * senders + sender) as u32));
+            }
+        }
+        let (switch, left) = (Switch::new(num_hosts), flows.len());
+        Ok(Self { scenario, model, events, hosts, switch, flows, left, timeouts: 0 })
+    }
+
+    fn run(mut self) -> Result<Outcome, SimError> {
+        while self.left > 0 {
+            let Some(event) = self.events.next() else {
+                return Err(SimError::Stuck { ns: self.events.now_ps / 1_000, left: self.left });
+            };
+            self.handle(event)?;
+        }
+        let mut done: Vec<u64> = self.flows.iter().filter_map(|flow| flow.done_ps).collect();
+        done.sort_unstable();
+        let ms = self.events.now_ps as f64 / 1e9;
+        let payload = self.scenario.bytes * self.scenario.senders as u64;
+        Ok(Outcome {
+            scenario: self.scenario,
+            ms,
+            median_message_ms: done[done.len() / 2] as f64 / 1e9,
+            gb_per_s_per_receiver: payload as f64 / ms / 1e6,
+            dropped_packets: self.switch.dropped_packets,
+            resent_bytes: self.hosts.iter().map(|host| host.resent_bytes).sum(),
+            timeouts: self.timeouts,
+            pauses: self.switch.pauses,
+            max_queue_bytes: self.switch.max_queue_bytes,
+            control_packets: self.hosts.iter().map(|host| host.control_packets).sum(),
+        })
+    }
+
+    fn handle(&mut self, event: Event) -> Result<(), SimError> {
+        let Self { model, events, hosts, switch, flows, .. } = self;
+        match event {
+            Event::Start(idx) => {
+                let from = flows[idx as usize].from;
+                match submit(&mut flows[idx as usize])? {
+                    Some(demand) => self.tell(from, idx, demand)?,
+                    None => hosts[from as usize].activate(idx, flows, model, events)?,
+                }
+            }
+            Event::HostLink(host) => hosts[host as usize].send(flows, model, events)?,
+            Event::InSwitch(packet) => {
+                switch.take(packet, self.scenario.control, model, events);
+            }
+            Event::Output(port) => switch.forward(port, model, events),
+            Event::AtHost(packet) => match packet.kind {
+                Kind::Demand(_) | Kind::Credit(_) => {
+                    events.after(model.control_ns * 1_000, Event::Control(packet));
+                }
+                Kind::Data { offset, len } => self.on_data(packet.flow, offset, len)?,
+                Kind::Ack(offset) => self.on_ack(packet.flow, offset),
+                Kind::Nak(offset) => {
+                    self.on_ack(packet.flow, offset);
+                    self.go_back(packet.flow, offset)?;
+                }
+            },
+            Event::Control(packet) => self.on_control(packet)?,
+            Event::Pause(host, stopped) => {
+                hosts[host as usize].stopped = stopped;
+                hosts[host as usize].kick(flows, model, events)?;
+            }
+            Event::Retry { flow: idx, seen } => {
+                // A real receiver confirms every packet, so that its sender knows `expected`.
+                let flow = &flows[idx as usize];
+                if flow.expected < flow.next && flow.next == flow.furthest {
+                    if flow.expected == seen {
+                        self.timeouts += 1;
+                        self.go_back(idx, seen)?;
+                    } else {
+                        let retry = Event::Retry { flow: idx, seen: flow.expected };
+                        events.after(model.retry_ns * 1_000, retry);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn on_data(&mut self, idx: u32, offset: u64, len: u32) -> Result<(), SimError> {
+        let flow = &mut self.flows[idx as usize];
+        let host = flow.to;
+        let answer = if offset == flow.expected {
+            let before = flow.expected / ACK_EVERY_BYTES;
+            flow.expected += u64::from(len);
+            flow.asked = false;
+            let due = flow.expected == flow.bytes || flow.expected / ACK_EVERY_BYTES > before;
+            due.then_some(Kind::Ack(flow.expected))
+        } else if offset > flow.expected {
+            let ask = !std::mem::replace(&mut flow.asked, true);
+            ask.then_some(Kind::Nak(flow.expected))
+        } else {
+            let last = offset + u64::from(len) == flow.bytes;
+            last.then_some(Kind::Ack(flow.expected))
+        };
+        if let (Some(credit), Some(receiver)) =
+            (&flow.credit, &mut self.hosts[host as usize].receiver)
+            && !credit.free
+        {
+            let now_ns = self.events.now_ps / 1_000;
+            receiver.handle(now_ns, credit.id, Credited::Received(flow.expected))?;
+            self.tell_credits(host)?;
+        }
+        match answer {
+            Some(kind) => self.tell(host, idx, kind),
+            None => Ok(()),
+        }
+    }
+
+    fn on_ack(&mut self, idx: u32, offset: u64) {
+        let flow = &mut self.flows[idx as usize];
+        flow.acked = flow.acked.max(offset);
+        if flow.acked == flow.bytes && flow.done_ps.is_none() {
+            flow.done_ps = Some(self.events.now_ps);
+            self.left -= 1;
+        }
+    }
+
+    fn go_back(&mut self, idx: u32, offset: u64) -> Result<(), SimError> {
+        let flow = &mut self.flows[idx as usize];
+        flow.next = flow.next.min(offset.max(flow.acked));
+        let host = &mut self.hosts[flow.from as usize];
+        Ok(host.activate(idx, &mut self.flows, self.model, &mut self.events)?)
+    }
+
+    fn on_control(&mut self, packet: Packet) -> Result<(), SimError> {
+        let Some(credit) = &mut self.flows[packet.flow as usize].credit else { return Ok(()) };
+        match packet.kind {
+            Kind::Demand(demand) => {
+                let (id, now_ns) = (credit.id, self.events.now_ps / 1_000);
+                if let Some(receiver) = &mut self.hosts[packet.to as usize].receiver {
+                    receiver.handle(now_ns, id, Credited::Demand(demand))?;
+                }
+                self.tell_credits(packet.to)
+            }
+            Kind::Credit(told) => {
+                credit.sender.on_credit(told)?;
+                let host = &mut self.hosts[packet.to as usize];
+                Ok(host.activate(packet.flow, &mut self.flows, self.model, &mut self.events)?)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn tell_credits(&mut self, host: u16) -> Result<(), SimError> {
+        let senders = self.scenario.senders;
+        let first = (host as usize - senders) * senders;
+        let told = self.hosts[host as usize].credits(|sender| (first + sender.slot()) as u32);
+        for (idx, kind) in told {
+            self.tell(host, idx, kind)?;
+        }
+        Ok(())
+    }
+
+    /// Sends a control packet about message `idx` from `host` to the other end.
+    fn tell(&mut self, host: u16, idx: u32, kind: Kind) -> Result<(), SimError> {
+        let flow = &self.flows[idx as usize];
+        let to = if host == flow.from { flow.to } else { flow.from };
+        let bytes = self.model.control_bytes;
+        let packet = Packet { flow: idx, from: host, to, bytes, kind };
+        let host = &mut self.hosts[host as usize];
+        Ok(host.tell(packet, &mut self.flows, self.model, &mut self.events)?)
+    }
+}
+
+fn credit_config(scenario: &Scenario, model: &Model) -> Option<CreditConfig> {
+    let (order, times) = match scenario.control {
+        Control::Credits => (GrantOrder::RoundRobin, model.overcommit),
+        Control::CreditsShortest => (GrantOrder::ShortestFirst, model.overcommit_shortest),
+        Control::Loss | Control::Pause => return None,
+    };
+    let bytes_per_s = 1_000_000_000_000 / model.ps_per_byte;
+    let config = CreditConfig::for_link(bytes_per_s, model.round_trip_ns()).overcommitted(times);
+    Some(CreditConfig { order, max_senders: scenario.senders, ..config })
+}
+
+/// 64 full packets.
+const ACK_EVERY_BYTES: u64 = 256 << 10;

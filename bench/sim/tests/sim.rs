@@ -1,0 +1,108 @@
+//! The model keeps its own laws, and the credits keep their promise in it.
+
+use incast_sim::{Control, Model, Outcome, Scenario, run};
+
+fn outcome(senders: usize, receivers: usize, bytes: u64, control: Control) -> Outcome {
+    run(Scenario { senders, receivers, bytes, control, seed: 1 }, &model()).unwrap()
+}
+
+/// A small packet memory, so that small messages overrun it.
+fn model() -> Model {
+    Model { buffer_bytes: 2 << 20, ..Model::default() }
+}
+
+/// The time that the busiest link needs, in milliseconds.
+fn limit_ms(senders: usize, receivers: usize, bytes: u64) -> f64 {
+    let m = model();
+    let packets = bytes.div_ceil(u64::from(m.packet_bytes));
+    let on_wire = bytes + packets * u64::from(m.header_bytes);
+    (on_wire * senders.max(receivers) as u64 * m.ps_per_byte) as f64 / 1e9
+}
+
+/// What a receiver may have under way, with headers: no queue can be longer.
+fn window_bytes() -> u64 {
+    let m = model();
+    let window = 4 * m.round_trip_ns() * 1_000 / m.ps_per_byte;
+    window + window * u64::from(m.header_bytes) / 1024
+}
+
+#[test]
+fn the_same_seed_gives_the_same_result_and_another_one_does_not() {
+    let scenario =
+        Scenario { senders: 6, receivers: 2, bytes: 300_000, control: Control::Loss, seed: 5 };
+    let first = run(scenario, &model()).unwrap();
+    assert_eq!(first, run(scenario, &model()).unwrap());
+    assert_ne!(first.ms, run(Scenario { seed: 6, ..scenario }, &model()).unwrap().ms);
+}
+
+#[test]
+fn nothing_is_faster_than_its_busiest_link() {
+    for control in [Control::Loss, Control::Pause, Control::Credits, Control::CreditsShortest] {
+        for (senders, receivers) in [(1, 1), (2, 6), (6, 2), (4, 4)] {
+            for bytes in [1, 5_000, 1 << 20] {
+                let found = outcome(senders, receivers, bytes, control);
+                let limit = limit_ms(senders, receivers, bytes);
+                assert!(found.ms > limit, "{control:?} {senders}v{receivers} {found:?} {limit}");
+            }
+        }
+    }
+}
+
+#[test]
+fn without_control_many_into_few_lose_and_repeat() {
+    let found = outcome(16, 4, 1 << 20, Control::Loss);
+    assert!(found.dropped_packets > 0 && found.resent_bytes > 0);
+    assert!(found.ms > 1.5 * limit_ms(16, 4, 1 << 20), "{found:?}");
+    let back = outcome(4, 16, 1 << 20, Control::Loss);
+    assert!(back.ms < 1.2 * limit_ms(4, 16, 1 << 20), "{back:?}");
+}
+
+#[test]
+fn a_pause_loses_nothing() {
+    let found = outcome(16, 4, 1 << 20, Control::Pause);
+    assert!(found.pauses > 0);
+    assert_eq!((found.dropped_packets, found.resent_bytes), (0, 0));
+}
+
+#[test]
+fn credits_keep_the_queue_short_and_the_link_busy_either_way() {
+    for (senders, receivers) in [(16, 4), (4, 16), (8, 8), (1, 1), (1, 8), (8, 1)] {
+        let control = Control::Credits;
+        let scenario = Scenario { senders, receivers, bytes: 1 << 20, control, seed: 1 };
+        let found = run(scenario, &Model::default()).unwrap();
+        assert_eq!((found.dropped_packets, found.resent_bytes), (0, 0));
+        assert!(found.max_queue_bytes < window_bytes(), "{found:?}");
+        let limit = limit_ms(senders, receivers, 1 << 20);
+        assert!(found.ms < 1.1 * limit + 0.02, "{found:?}, limit {limit}");
+    }
+}
+
+#[test]
+fn the_shortest_first_loses_nothing_either_and_needs_longer_queues() {
+    let roomy = Model::default();
+    for (senders, receivers) in [(16, 4), (4, 16), (8, 8)] {
+        let control = Control::CreditsShortest;
+        let scenario = Scenario { senders, receivers, bytes: 1 << 20, control, seed: 1 };
+        let found = run(scenario, &roomy).unwrap();
+        assert_eq!((found.dropped_packets, found.resent_bytes), (0, 0));
+        assert!(found.max_queue_bytes < roomy.overcommit_shortest * window_bytes(), "{found:?}");
+    }
+}
+
+#[test]
+fn credits_survive_a_switch_that_loses() {
+    let tiny = Model { buffer_bytes: 256 << 10, retry_ns: 100_000, ..Model::default() };
+    for control in [Control::Credits, Control::CreditsShortest] {
+        let scenario = Scenario { senders: 8, receivers: 4, bytes: 1 << 20, control, seed: 1 };
+        let found = run(scenario, &tiny).unwrap();
+        assert!(found.dropped_packets > 0 && found.resent_bytes > 0, "{found:?}");
+    }
+}
+
+#[test]
+fn nonsense_is_refused() {
+    let scenario = Scenario { senders: 0, receivers: 1, bytes: 1, control: Control::Loss, seed: 1 };
+    let error = run(scenario, &model()).unwrap_err();
+    assert_eq!(error.to_string(), "senders is 0, expected 1 to 1024");
+    assert!(run(Scenario { senders: 1, bytes: 0, ..scenario }, &model()).is_err());
+}
