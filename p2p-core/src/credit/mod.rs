@@ -66,27 +66,38 @@ pub enum GrantOrder {
     #[default]
     RoundRobin,
     /// The sender with the least announced and ungranted bytes; every eighth turn goes to the one that
-    /// has waited longest, so that nobody starves.
+    /// has waited longest, so that nobody starves. See [`CreditConfig::overcommitted`].
     ShortestFirst,
 }
 
 impl CreditConfig {
-    /// For a link of `bytes_per_s` with a round trip of `rtt_ns`, control messages included: a window
-    /// of twice their product, in turns of an eighth of it.
+    /// For a link of `bytes_per_s` with a round trip of `rtt_ns`, control messages included. One sender
+    /// gets twice their product, which keeps the link busy by itself; all together get twice as much
+    /// again, because senders that serve several receivers do not answer each of them at once. Small
+    /// turns spread the window over many senders.
     #[must_use]
     pub fn for_link(bytes_per_s: u64, rtt_ns: u64) -> Self {
         let product = u128::from(bytes_per_s) * u128::from(rtt_ns) / 1_000_000_000;
-        let window_bytes = (2 * product).clamp(64 << 10, 1 << 40) as u64;
+        let sender_window_bytes = (2 * product).clamp(64 << 10, 1 << 40) as u64;
         Self {
-            window_bytes,
-            sender_window_bytes: window_bytes,
-            grant_bytes: window_bytes / 8,
+            window_bytes: 2 * sender_window_bytes,
+            sender_window_bytes,
+            grant_bytes: sender_window_bytes / 32,
             unscheduled_bytes: 8 << 10,
             max_demand_bytes: 1 << 40,
             max_senders: 4096,
             order: GrantOrder::RoundRobin,
             expiry_ns: 100_000_000,
         }
+    }
+
+    /// A window `times` as large, while what one sender gets of it stays the same: for senders that
+    /// serve several receivers. A receiver that counts on one sender alone idles while that sender
+    /// serves another, which [`GrantOrder::ShortestFirst`] makes likely. Queues may grow by as much.
+    #[must_use]
+    pub const fn overcommitted(self, times: u64) -> Self {
+        let times = if times == 0 { 1 } else { times };
+        Self { window_bytes: self.window_bytes.saturating_mul(times), ..self }
     }
 
     /// Whether the limits fit together.
