@@ -3,11 +3,13 @@
 //! The number of handshakes under way is limited, but a newcomer is never turned away: it takes the
 //! place of the oldest one, of those that have not said anything useful yet, of the source that has
 //! the most of them. A healthy peer says its hello within one round trip, so whoever holds many silent
-//! connections pushes out its own.
+//! connections pushes out its own. Everybody keeps its place for a moment, though, and newcomers wait in
+//! the accept queue meanwhile: many healthy peers at once do not push out each other.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
@@ -29,6 +31,7 @@ struct Table {
 struct Entry {
     source: IpAddr,
     settled: bool,
+    since: Instant,
     evicted: Arc<Notify>,
 }
 
@@ -45,6 +48,19 @@ impl Admission {
         Self { cap: cap.max(1), table: Arc::default() }
     }
 
+    /// How long a newcomer has to wait, unless a place becomes free before.
+    pub(super) fn delay(&self) -> Duration {
+        let table = lock(&self.table);
+        if table.entries.len() < self.cap {
+            return Duration::ZERO;
+        }
+        let victim = table.victim().and_then(|id| table.entries.get(&id));
+        victim.map_or(Duration::ZERO, |entry| {
+            let stay = if entry.settled { STAY_SETTLED } else { STAY_SILENT };
+            stay.saturating_sub(entry.since.elapsed())
+        })
+    }
+
     /// Takes a place for a newcomer. True when somebody had to leave for it.
     pub(super) fn admit(&self, source: IpAddr) -> (Place, bool) {
         let mut table = lock(&self.table);
@@ -59,7 +75,8 @@ impl Admission {
         let id = table.next_id;
         table.next_id += 1;
         let evicted = Arc::new(Notify::new());
-        let entry = Entry { source, settled: false, evicted: Arc::clone(&evicted) };
+        let since = Instant::now();
+        let entry = Entry { source, settled: false, since, evicted: Arc::clone(&evicted) };
         table.entries.insert(id, entry);
         (Place { id, table: Arc::clone(&self.table), evicted }, full)
     }
@@ -106,6 +123,10 @@ fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// A place is safe for so long before a hello has come, and after.
+const STAY_SILENT: Duration = Duration::from_millis(100);
+const STAY_SETTLED: Duration = Duration::from_secs(1);
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -130,6 +151,23 @@ mod tests {
             .await
             .is_err()
         );
+    }
+
+    #[test]
+    fn a_newcomer_waits_for_a_place_but_not_for_ever() {
+        let admission = Admission::new(1);
+        let source = IpAddr::from([10, 0, 0, 1]);
+        assert_eq!(admission.delay(), Duration::ZERO);
+        let (place, _) = admission.admit(source);
+        assert!(admission.delay() <= STAY_SILENT);
+        place.settle();
+        assert!(admission.delay() > STAY_SILENT && admission.delay() <= STAY_SETTLED);
+        drop(place);
+        assert_eq!(admission.delay(), Duration::ZERO);
+        let (_place, _) = admission.admit(source);
+        std::thread::sleep(STAY_SILENT);
+        assert_eq!(admission.delay(), Duration::ZERO);
+        assert!(admission.admit(source).1);
     }
 
     #[test]

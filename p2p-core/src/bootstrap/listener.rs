@@ -69,7 +69,7 @@ impl Default for ListenerConfig {
             transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
             handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
-            max_handshakes: 256,
+            max_handshakes: 1024,
             max_peers: 4096,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
             disorder: None,
@@ -162,8 +162,7 @@ impl Listener {
         let tcp = listen(addr).await.map_err(failed)?;
         let local_addr = tcp.local_addr().map_err(failed)?;
         let rendezvous_name: Nonce = rand::random();
-        let by_memory =
-            |kind: &TransportKind| !kind.is_network();
+        let by_memory = |kind: &TransportKind| !kind.is_network();
         let rendezvous = if config.transports.iter().any(by_memory) {
             Some(pass::listen(&rendezvous_name).map_err(BindError::Rendezvous)?)
         } else {
@@ -212,7 +211,7 @@ impl Listener {
         loop {
             tokio::select! {
                 () = &mut shutdown => break,
-                accepted = tcp.accept() => match accepted {
+                accepted = after(admission.delay(), tcp.accept()) => match accepted {
                     Ok((stream, addr)) => {
                         shared.stats.accepted.fetch_add(1, Ordering::Relaxed);
                         let (place, _) = admission.admit(addr.ip());
@@ -227,7 +226,7 @@ impl Listener {
                     }
                     Err(error) => pause_after(&error).await,
                 },
-                accepted = accept_unix(rendezvous.as_ref()) => match accepted {
+                accepted = after(meetings.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
                     Ok(stream) => {
                         let (place, _) = meetings.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
                         let shared = Arc::clone(&shared);
@@ -259,6 +258,14 @@ async fn listen(addr: impl ToSocketAddrs) -> io::Result<TcpListener> {
         }
     }
     Err(last)
+}
+
+/// Begins only when nobody has to be pushed out early. Whenever a handshake ends, this begins anew.
+async fn after<T>(delay: Duration, accept: impl Future<Output = T>) -> T {
+    if !delay.is_zero() {
+        sleep(delay).await;
+    }
+    accept.await
 }
 
 async fn accept_unix(listener: Option<&UnixListener>) -> io::Result<UnixStream> {
