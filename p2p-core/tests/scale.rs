@@ -1,0 +1,107 @@
+//! A thousand peers of one process: all are served, and memory grows by the slots in use only. On its
+//! own in a process because it counts what the process holds.
+#![cfg(not(loom))]
+
+mod scale_support;
+
+use p2p_core::{Connection, SlotConfig};
+use scale_support::crowd::Crowd;
+use scale_support::{num_descriptors, resident_bytes, transports};
+
+/// Default size of slots, so that what is not touched would be noticed: 20 GiB.
+const SLOT: SlotConfig = SlotConfig { slot_bytes: 10 << 20, num_frames: 2 };
+const NUM_USED: usize = 48;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_grows_by_the_slots_in_use() {
+    let Some(transports) = transports() else { return };
+    let num_peers = Crowd::possible(1024);
+    if num_peers < 1024 {
+        println!("SKIPPED in part: descriptors for {num_peers} peers only (raise `ulimit -Hn`)");
+    }
+    let (empty_bytes, empty_descriptors) = (resident_bytes(), num_descriptors());
+    let mut crowd = Crowd::gather(num_peers, Crowd::listener(SLOT, transports)).await;
+    let idle_bytes = resident_bytes().saturating_sub(empty_bytes) / num_peers as u64;
+    println!(
+        "{num_peers} peers by {} in {:?}; an idle one takes {idle_bytes} bytes at both ends together",
+        crowd.here[0].transport, crowd.took
+    );
+    // Control words of two slots, and what the connection itself takes.
+    assert!(idle_bytes < 128 << 10, "{idle_bytes} bytes for an idle peer");
+
+    // Everybody sends a little: nobody is forgotten, and nobody gets another's message.
+    let before = resident_bytes();
+    for (idx, connection) in crowd.here.iter_mut().enumerate() {
+        send(connection, &message(idx as u64, 64));
+    }
+    for (idx, connection) in crowd.there.iter_mut().enumerate() {
+        assert_eq!(receive(connection, 64), message(idx as u64, 64), "peer {idx}");
+    }
+    let small = resident_bytes().saturating_sub(before) / num_peers as u64;
+    println!("a message of 64 bytes takes {small} bytes more");
+    assert!(small < 16 << 10, "{small} bytes for a message of 64 bytes");
+
+    // A few send much: it is they who take memory.
+    let before = resident_bytes();
+    let len = crowd.here[0].channel.layout().frame_bytes();
+    let used = num_peers.min(NUM_USED);
+    for idx in 0..used {
+        send(&mut crowd.here[idx * 7 % num_peers], &message(idx as u64, len));
+    }
+    for idx in 0..used {
+        let found = receive(&mut crowd.there[idx * 7 % num_peers], len);
+        assert!(found == message(idx as u64, len), "message {idx} of {len} bytes");
+    }
+    let grown = resident_bytes().saturating_sub(before);
+    let expected = (used * len) as u64;
+    println!("{used} frames of {len} bytes take {grown} bytes, {expected} expected");
+    assert!(grown < expected + expected / 4 + (8 << 20), "{grown} bytes, {expected} expected");
+
+    // And all of it goes when they go.
+    drop(crowd);
+    let left = || {
+        let bytes = resident_bytes().saturating_sub(empty_bytes);
+        (num_descriptors().saturating_sub(empty_descriptors), bytes)
+    };
+    let is_clean = |(descriptors, bytes)| descriptors <= 4 && bytes < 48 << 20;
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while !is_clean(left()) && std::time::Instant::now() < deadline {
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    println!("left when all have gone: {:?} (descriptors, bytes)", left());
+    assert!(is_clean(left()), "{:?}", left());
+}
+
+fn send(connection: &mut Connection, bytes: &[u8]) {
+    let channel = &mut connection.channel;
+    let frame = channel.try_reserve().unwrap().expect("credit");
+    channel.write_view(&frame).put_bytes(0, bytes).unwrap();
+    channel.publish(frame, bytes.len()).unwrap();
+}
+
+fn receive(connection: &mut Connection, len: usize) -> Vec<u8> {
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    let channel = &mut connection.channel;
+    let frame = loop {
+        if let Some(driver) = p2p_core::Endpoint::driver(channel.endpoint()) {
+            driver.drive();
+        }
+        if let Some(frame) = channel.try_next().unwrap() {
+            break frame;
+        }
+        assert!(std::time::Instant::now() < deadline, "no frame from peer {:?}", connection.peer);
+        std::thread::yield_now();
+    };
+    let mut found = vec![0xa5; len];
+    channel.view(&frame).copy_to(0, &mut found).unwrap();
+    channel.release().unwrap();
+    found
+}
+
+/// Different for every peer and position.
+fn message(idx: u64, len: usize) -> Vec<u8> {
+    use rand::{Rng, SeedableRng};
+    let mut bytes = vec![0; len];
+    rand::rngs::StdRng::seed_from_u64(idx).fill_bytes(&mut bytes);
+    bytes
+}
