@@ -97,7 +97,7 @@ pub(super) struct Source {
 
 impl Device {
     /// Opens an endpoint, and starts what drives it when nobody else does.
-    pub(super) fn open(library: &'static Library, info: &Info) -> Result<Arc<Self>, NetworkError> {
+    pub(super) fn open(library: &'static Library, info: Info) -> Result<Arc<Self>, NetworkError> {
         let port = Port::open(library, info)?;
         let traits = port.traits();
         let max_message_bytes = traits.inject_bytes.min(MAX_MESSAGE_BYTES);
@@ -521,7 +521,7 @@ impl State {
             let mut message = [0; HEADER_BYTES];
             header.encode(&mut message);
             closing.has_said_farewell =
-                !matches!(port.inject(far.peer, &message), Ok(Taken::Again));
+                !matches!(port.lane().inject(far.peer, &message), Ok(Taken::Again));
         }
         let is_joined = link.far().is_some();
         let is_peer_done =

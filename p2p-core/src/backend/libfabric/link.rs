@@ -351,7 +351,7 @@ impl Link {
     #[inline]
     pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<Taken, CallError> {
         let Some(far) = self.far.get() else { return Ok(Taken::Again) };
-        port.inject(far.peer, bytes)
+        port.lane().inject(far.peer, bytes)
     }
 
     /// Starts a copy of `src` to `offset` of the peer's slot.
@@ -373,7 +373,7 @@ impl Link {
         let to = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
         let taken = self.with_context(true, |context| {
             // SAFETY: the caller's promise; the context is this pair's, which outlives its operations.
-            unsafe { port.write(to, (src.ptr, src.len), src.descriptor, completes, context) }
+            unsafe { port.lane().write(to, (src.ptr, src.len), src.descriptor, completes, context) }
         })?;
         if taken == Taken::Yes {
             self.num_posted.fetch_add(1, Ordering::Release);
@@ -395,7 +395,7 @@ impl Link {
         let from = Far { peer: far.peer, address: far.address + offset as u64, key: far.key };
         self.with_context(false, |context| {
             // SAFETY: as for a write.
-            unsafe { port.read(from, (dst.ptr, dst.len), dst.descriptor, context) }
+            unsafe { port.lane().read(from, (dst.ptr, dst.len), dst.descriptor, context) }
         })
     }
 

@@ -25,6 +25,7 @@ mod message;
 mod owner;
 mod port;
 mod receives;
+mod rma;
 mod service;
 mod sys;
 
@@ -34,6 +35,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use endpoint::LibfabricEndpoint;
 pub use load::{LIBRARY_VARIABLE, LoadError};
+pub use rma::LibfabricFabric;
 
 use crate::endpoint::TransportKind;
 use crate::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
@@ -92,7 +94,7 @@ impl FabricNetwork {
             return Ok(Arc::clone(device));
         }
         let library = library()?;
-        let device = Device::open(library, &port::find(library, &self.provider, local)?)?;
+        let device = Device::open(library, port::find(library, &self.provider, local)?)?;
         devices.insert(local, Arc::clone(&device));
         Ok(device)
     }
@@ -130,7 +132,7 @@ impl OpenSide for Side {
             max_message_bytes: device.max_message_bytes() as u32,
             counts_writes: traits.counts_writes,
             token: link.token,
-            address: device.port().name().to_vec(),
+            address: device.port().lane().name().to_vec(),
         };
         SideDescription {
             address: slot.as_ref().map_or(0, |slot| slot.base),

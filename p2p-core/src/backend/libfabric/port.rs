@@ -63,18 +63,31 @@ pub(super) struct Traits {
     key_mask: u64,
 }
 
-/// One endpoint. See the [module](self).
+/// One endpoint. Operations on different ones of a port share its queue and its addresses.
+pub(super) struct Lane {
+    ep: Arc<Owned<sys::FidEp>>,
+    library: &'static Library,
+    name: Vec<u8>,
+}
+
+impl std::fmt::Debug for Lane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Lane").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// An endpoint with its queue, addresses and registrations. See the [module](self).
 pub(super) struct Port {
     // Closed in this order.
-    ep: Arc<Owned<sys::FidEp>>,
+    lane: Lane,
     cq: Arc<Owned<sys::FidCq>>,
     av: Arc<Owned<sys::FidAv>>,
     domain: Arc<Owned<sys::FidDomain>>,
     fabric: Arc<Owned<sys::FidFabric>>,
     library: &'static Library,
+    info: Info,
     traits: Traits,
     wait_fd: Option<RawFd>,
-    name: Vec<u8>,
 }
 
 impl std::fmt::Debug for Port {
@@ -221,11 +234,11 @@ pub(super) fn providers(library: &'static Library) -> Vec<String> {
 
 impl Port {
     /// Opens everything.
-    pub(super) fn open(library: &'static Library, info: &Info) -> Result<Self, NetworkError> {
+    pub(super) fn open(library: &'static Library, info: Info) -> Result<Self, NetworkError> {
         let traits = Traits::of(&info.first());
         let failed = |error: CallError| network_error(&traits.provider, error.op, &error);
-        let fabric = owner::open_fabric(library, info).map_err(failed)?;
-        let domain = owner::open_domain(library, &fabric, info).map_err(failed)?;
+        let fabric = owner::open_fabric(library, &info).map_err(failed)?;
+        let domain = owner::open_domain(library, &fabric, &info).map_err(failed)?;
         let av = owner::open_av(library, &domain).map_err(failed)?;
         let mut wait_fd = None;
         let cq = match owner::open_cq(library, &domain, NUM_CQ_ENTRIES, sys::FI_WAIT_FD) {
@@ -241,25 +254,23 @@ impl Port {
             Err(_) => owner::open_cq(library, &domain, NUM_CQ_ENTRIES, sys::FI_WAIT_NONE)
                 .map_err(failed)?,
         };
-        let ep = owner::open_ep(library, &domain, info, &av, &cq).map_err(failed)?;
-        let mut name = vec![0u8; MAX_ADDRESS_BYTES];
-        let mut len = name.len();
-        // SAFETY: room for `len` bytes.
-        let result = unsafe {
-            ((*(*ep.as_ptr()).cm).getname)(ep.fid(), name.as_mut_ptr().cast(), &raw mut len)
-        };
-        check(library, "fi_getname", result.into()).map_err(failed)?;
-        name.truncate(len);
-        Ok(Self { ep, cq, av, domain, fabric, library, traits, wait_fd, name })
+        let lane = Lane::open(library, &domain, &info, &av, &cq).map_err(failed)?;
+        Ok(Self { lane, cq, av, domain, fabric, library, info, traits, wait_fd })
+    }
+
+    /// Another endpoint beside the first, with an address of its own.
+    pub(super) fn open_lane(&self) -> Result<Lane, CallError> {
+        Lane::open(self.library, &self.domain, &self.info, &self.av, &self.cq)
+    }
+
+    /// The first endpoint.
+    #[inline]
+    pub(super) const fn lane(&self) -> &Lane {
+        &self.lane
     }
 
     pub(super) const fn traits(&self) -> &Traits {
         &self.traits
-    }
-
-    /// This endpoint's address, for peers.
-    pub(super) fn name(&self) -> &[u8] {
-        &self.name
     }
 
     /// Descriptor that becomes readable when there is something to read.
@@ -325,7 +336,7 @@ impl Port {
             // SAFETY: the caller's promise.
             unsafe { touch(ptr, len) };
         }
-        let ep = has(sys::FI_MR_ENDPOINT).then_some(&self.ep);
+        let ep = self.binds_memory().then_some(&self.lane.ep);
         for attempt in 1.. {
             // A key that nobody can guess; a provider that makes its own ignores it.
             let key = rand::random::<u64>() & self.traits.key_mask;
@@ -347,9 +358,105 @@ impl Port {
         unreachable!("the last attempt returns")
     }
 
+    /// Whether registrations belong to the first endpoint alone.
+    pub(super) const fn binds_memory(&self) -> bool {
+        self.traits.mr_mode & sys::FI_MR_ENDPOINT != 0
+    }
+
     /// Whether local buffers need a registration.
     pub(super) const fn needs_local(&self) -> bool {
         self.traits.mr_mode & (sys::FI_MR_LOCAL | sys::FI_MR_HMEM) != 0
+    }
+
+    /// Moves everything forward and takes completions, with their senders.
+    #[inline]
+    pub(super) fn poll(
+        &self,
+        entries: &mut [sys::CqDataEntry],
+        sources: &mut [sys::FiAddr],
+    ) -> Result<Polled, CallError> {
+        let room = entries.len().min(sources.len());
+        // SAFETY: a live queue of this entry format, and room for as many entries.
+        let result = unsafe {
+            let ops = (*self.cq.as_ptr()).ops;
+            let cq = self.cq.as_ptr();
+            if self.traits.knows_source {
+                ((*ops).readfrom)(cq, entries.as_mut_ptr().cast(), room, sources.as_mut_ptr())
+            } else {
+                ((*ops).read)(cq, entries.as_mut_ptr().cast(), room)
+            }
+        };
+        match result as i64 {
+            num @ 1.. => Ok(Polled::Entries(num as usize)),
+            0 => Ok(Polled::Nothing),
+            code if code == -sys::FI_EAGAIN => Ok(Polled::Nothing),
+            code if code == -sys::FI_EAVAIL => self.read_failure(),
+            code => Err(CallError { op: "fi_cq_read", code: -code, text: self.describe(code) }),
+        }
+    }
+
+    /// Prepares for sleep on [`wait_fd`](Self::wait_fd); false when there is something to read.
+    pub(super) fn may_sleep(&self) -> bool {
+        let mut fids = [self.cq.fid()];
+        // SAFETY: live objects; one of them.
+        let result = unsafe {
+            ((*(*self.fabric.as_ptr()).ops).trywait)(self.fabric.as_ptr(), fids.as_mut_ptr(), 1)
+        };
+        result == 0
+    }
+
+    fn read_failure(&self) -> Result<Polled, CallError> {
+        let mut entry = sys::CqErrEntry {
+            op_context: null_mut(),
+            flags: 0,
+            len: 0,
+            buf: null_mut(),
+            data: 0,
+            tag: 0,
+            olen: 0,
+            err: 0,
+            prov_errno: 0,
+            err_data: null_mut(),
+            err_data_size: 0,
+        };
+        // SAFETY: a live queue and room for one entry.
+        let result =
+            unsafe { ((*(*self.cq.as_ptr()).ops).readerr)(self.cq.as_ptr(), &raw mut entry, 0) }
+                as i64;
+        if result == -sys::FI_EAGAIN || result == 0 {
+            return Ok(Polled::Nothing);
+        }
+        check(self.library, "fi_cq_readerr", result)?;
+        let code = i64::from(entry.err);
+        let text = format!("{} (provider's code {})", self.describe(code), entry.prov_errno);
+        let (context, flags) = (entry.op_context, entry.flags);
+        Ok(Polled::Failed(Failure { context, flags, code, text }))
+    }
+}
+
+impl Lane {
+    fn open(
+        library: &'static Library,
+        domain: &Arc<Owned<sys::FidDomain>>,
+        info: &Info,
+        av: &Arc<Owned<sys::FidAv>>,
+        cq: &Arc<Owned<sys::FidCq>>,
+    ) -> Result<Self, CallError> {
+        let ep = owner::open_ep(library, domain, info, av, cq)?;
+        let mut name = vec![0u8; MAX_ADDRESS_BYTES];
+        let mut len = name.len();
+        // SAFETY: room for `len` bytes.
+        let result = unsafe {
+            ((*(*ep.as_ptr()).cm).getname)(ep.fid(), name.as_mut_ptr().cast(), &raw mut len)
+        };
+        check(library, "fi_getname", result.into())?;
+        name.truncate(len);
+        Ok(Self { ep, library, name })
+    }
+
+    /// This endpoint's address, for peers.
+    pub(super) fn name(&self) -> &[u8] {
+        &self.name
     }
 
     /// Sends a small message; the bytes may be reused at once.
@@ -441,77 +548,12 @@ impl Port {
         self.taken("fi_read", result)
     }
 
-    /// Moves everything forward and takes completions, with their senders.
-    #[inline]
-    pub(super) fn poll(
-        &self,
-        entries: &mut [sys::CqDataEntry],
-        sources: &mut [sys::FiAddr],
-    ) -> Result<Polled, CallError> {
-        let room = entries.len().min(sources.len());
-        // SAFETY: a live queue of this entry format, and room for as many entries.
-        let result = unsafe {
-            let ops = (*self.cq.as_ptr()).ops;
-            let cq = self.cq.as_ptr();
-            if self.traits.knows_source {
-                ((*ops).readfrom)(cq, entries.as_mut_ptr().cast(), room, sources.as_mut_ptr())
-            } else {
-                ((*ops).read)(cq, entries.as_mut_ptr().cast(), room)
-            }
-        };
-        match result as i64 {
-            num @ 1.. => Ok(Polled::Entries(num as usize)),
-            0 => Ok(Polled::Nothing),
-            code if code == -sys::FI_EAGAIN => Ok(Polled::Nothing),
-            code if code == -sys::FI_EAVAIL => self.read_failure(),
-            code => Err(CallError { op: "fi_cq_read", code: -code, text: self.describe(code) }),
-        }
-    }
-
-    /// Prepares for sleep on [`wait_fd`](Self::wait_fd); false when there is something to read.
-    pub(super) fn may_sleep(&self) -> bool {
-        let mut fids = [self.cq.fid()];
-        // SAFETY: live objects; one of them.
-        let result = unsafe {
-            ((*(*self.fabric.as_ptr()).ops).trywait)(self.fabric.as_ptr(), fids.as_mut_ptr(), 1)
-        };
-        result == 0
-    }
-
-    fn read_failure(&self) -> Result<Polled, CallError> {
-        let mut entry = sys::CqErrEntry {
-            op_context: null_mut(),
-            flags: 0,
-            len: 0,
-            buf: null_mut(),
-            data: 0,
-            tag: 0,
-            olen: 0,
-            err: 0,
-            prov_errno: 0,
-            err_data: null_mut(),
-            err_data_size: 0,
-        };
-        // SAFETY: a live queue and room for one entry.
-        let result =
-            unsafe { ((*(*self.cq.as_ptr()).ops).readerr)(self.cq.as_ptr(), &raw mut entry, 0) }
-                as i64;
-        if result == -sys::FI_EAGAIN || result == 0 {
-            return Ok(Polled::Nothing);
-        }
-        check(self.library, "fi_cq_readerr", result)?;
-        let code = i64::from(entry.err);
-        let text = format!("{} (provider's code {})", self.describe(code), entry.prov_errno);
-        let (context, flags) = (entry.op_context, entry.flags);
-        Ok(Polled::Failed(Failure { context, flags, code, text }))
-    }
-
     #[inline]
     fn taken(&self, op: &'static str, result: isize) -> Result<Taken, CallError> {
         match result as i64 {
             0 => Ok(Taken::Yes),
             code if code == -sys::FI_EAGAIN => Ok(Taken::Again),
-            code => Err(CallError { op, code: -code, text: self.describe(code) }),
+            code => Err(CallError { op, code: -code, text: self.library.describe(code) }),
         }
     }
 }

@@ -78,7 +78,11 @@ impl Receives {
             // port, which is closed first.
             let taken = unsafe {
                 let first = self.memory.as_ptr().add(buffer as usize * self.buffer_bytes);
-                port.receive((first.as_ptr(), self.buffer_bytes), descriptor, context.as_ptr())?
+                port.lane().receive(
+                    (first.as_ptr(), self.buffer_bytes),
+                    descriptor,
+                    context.as_ptr(),
+                )?
             };
             if taken == Taken::Again {
                 break;

@@ -1,0 +1,418 @@
+//! One-sided operations for the message engine.
+//!
+//! Every peer has an endpoint of its own, so that closing it ends what is under way for certain: the
+//! library cannot withdraw single operations. Where registrations belong to an endpoint (`cxi`), all
+//! peers share one, and operations towards a closed peer end when the provider gives them up.
+
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+
+use super::link::Context;
+use super::load::Library;
+use super::owner::CallError;
+use super::port::{
+    self, Completes, Descriptor, Far, Lane, MAX_ADDRESS_BYTES, Polled, Port, Registered, Rights,
+    Taken, network_error,
+};
+use super::sys;
+use crate::endpoint::{PostError, TransportKind};
+use crate::fabric::{
+    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    WireRegion,
+};
+use crate::network::NetworkError;
+
+/// One provider of this process, for one thread.
+#[derive(Debug)]
+pub struct LibfabricFabric {
+    // Endpoints before the port.
+    peers: Vec<Option<Peer>>,
+    regions: Vec<Option<Memory>>,
+    port: Port,
+    contexts: Box<[Context]>,
+    flights: Vec<Option<Flight>>,
+    free: Vec<u32>,
+    /// Contexts of ended endpoints, free once the queue has been seen empty.
+    stale: Vec<u32>,
+    /// Operations that ended outside of `poll`.
+    ended: Vec<Completion>,
+}
+
+#[derive(Debug)]
+struct Peer {
+    /// `None` where all share the port's.
+    lane: Option<Lane>,
+    addr: Option<sys::FiAddr>,
+}
+
+#[derive(Debug)]
+struct Memory {
+    registered: Registered,
+    ptr: NonNull<u8>,
+    bytes: usize,
+    access: Access,
+}
+
+// SAFETY: an address without thread affinity; whoever registered it keeps it mapped.
+unsafe impl Send for Memory {}
+
+/// An operation that the library has taken.
+#[derive(Debug, Clone, Copy)]
+struct Flight {
+    token: Token,
+    peer: PeerId,
+    region: RegionId,
+    op: &'static str,
+}
+
+impl LibfabricFabric {
+    /// Opens `provider` (see [`FabricNetwork::open`](super::FabricNetwork::open)), reachable at `local`
+    /// where the provider has IP addresses; `None` leaves the choice to the library.
+    ///
+    /// # Errors
+    /// [`NetworkError`] when there is no library or no such provider; it names those found.
+    pub fn open(provider: &str, local: Option<IpAddr>) -> Result<Self, NetworkError> {
+        let library: &'static Library = super::library()?;
+        let local = local.map(|local| local.to_canonical());
+        let port = Port::open(library, port::find(library, provider, local)?)?;
+        Ok(Self {
+            peers: Vec::new(),
+            regions: Vec::new(),
+            port,
+            contexts: (0..NUM_CONTEXTS).map(|idx| Context::new(false, idx)).collect(),
+            flights: vec![None; NUM_CONTEXTS as usize],
+            free: (0..NUM_CONTEXTS).collect(),
+            stale: Vec::new(),
+            ended: Vec::new(),
+        })
+    }
+
+    /// The peer's endpoint and its address, if it is joined.
+    fn peer(&self, op: &'static str, id: PeerId) -> Result<(&Lane, sys::FiAddr), PostError> {
+        let peer = self.peers.get(id.0 as usize).and_then(Option::as_ref);
+        let joined = peer.and_then(|peer| Some((peer, peer.addr?)));
+        let (peer, addr) = joined.ok_or(PostError::Disconnected { op })?;
+        Ok((peer.lane.as_ref().unwrap_or_else(|| self.port.lane()), addr))
+    }
+
+    /// Local memory of an operation, checked.
+    fn local(
+        &self,
+        op: &'static str,
+        segment: LocalSegment,
+    ) -> Result<(*mut u8, usize, Descriptor), PostError> {
+        let unknown = PostError::Unregistered {
+            op,
+            address: segment.offset as usize,
+            len: segment.bytes as usize,
+        };
+        let Some(memory) = self.regions.get(segment.region.0 as usize).and_then(Option::as_ref)
+        else {
+            return Err(unknown);
+        };
+        match segment.offset.checked_add(segment.bytes) {
+            Some(end) if end <= memory.bytes as u64 => {
+                // SAFETY: within the registration.
+                let ptr = unsafe { memory.ptr.add(segment.offset as usize) };
+                Ok((ptr.as_ptr(), segment.bytes as usize, memory.registered.descriptor()))
+            }
+            _ => Err(unknown),
+        }
+    }
+
+    /// Starts an operation.
+    fn post(
+        &mut self,
+        op: &'static str,
+        peer: PeerId,
+        near: LocalSegment,
+        distant: RemoteSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        let (ptr, len, descriptor) = self.local(op, near)?;
+        let region = distant.region;
+        let is_inside =
+            distant.offset.checked_add(near.bytes).is_some_and(|end| end <= region.bytes);
+        let address = region.address.checked_add(distant.offset);
+        let (true, Some(address)) = (is_inside, address) else {
+            return Err(PostError::RemoteRange {
+                op,
+                offset: distant.offset as usize,
+                len,
+                region_bytes: region.bytes as usize,
+            });
+        };
+        let (lane, addr) = self.peer(op, peer)?;
+        if len == 0 {
+            self.ended.push(Completion { token, result: Ok(()) });
+            return Ok(Posted::Accepted);
+        }
+        let Some(idx) = self.free.last().copied() else { return Ok(Posted::Full) };
+        let context = self.contexts[idx as usize].as_ptr();
+        let far = Far { peer: addr, address, key: region.key };
+        // SAFETY: the caller of `write` or `read` keeps the memory as it must be until the completion;
+        // the context is free, and stays until the port is closed.
+        let taken = unsafe {
+            if op == WRITE {
+                lane.write(far, (ptr, len), descriptor, Completes::Delivered, context)
+            } else {
+                lane.read(far, (ptr, len), descriptor, context)
+            }
+        };
+        match taken {
+            Ok(Taken::Yes) => {
+                self.free.pop();
+                self.flights[idx as usize] = Some(Flight { token, peer, region: near.region, op });
+                Ok(Posted::Accepted)
+            }
+            Ok(Taken::Again) => Ok(Posted::Full),
+            Err(CallError { op, code, text }) => {
+                Err(PostError::Transport { op, code, detail: text })
+            }
+        }
+    }
+
+    /// The library is done with an operation.
+    fn land(
+        &mut self,
+        context: *mut std::ffi::c_void,
+        failure: Option<(i64, String)>,
+        out: &mut Vec<Completion>,
+    ) {
+        // SAFETY: null, or the context of an operation of ours.
+        let Some(context) = (unsafe { context.cast::<Context>().as_ref() }) else { return };
+        let Some(flight) = self.flights.get_mut(context.owner as usize) else { return };
+        // Without a flight its endpoint has ended, and the operation was reported then.
+        let Some(Flight { token, op, .. }) = flight.take() else { return };
+        self.free.push(context.owner);
+        let result = match failure {
+            None => Ok(()),
+            Some((code, detail)) => Err(PostError::Transport { op, code, detail }),
+        };
+        out.push(Completion { token, result });
+    }
+}
+
+impl Fabric for LibfabricFabric {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Libfabric
+    }
+
+    fn flavour(&self) -> &str {
+        &self.port.traits().provider
+    }
+
+    unsafe fn register(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+    ) -> Result<RegionId, PostError> {
+        let rights = match access {
+            Access::Local => Rights::Local,
+            Access::RemoteRead => Rights::Read,
+            Access::RemoteReadWrite => Rights::ReadWrite,
+        };
+        // SAFETY: the caller's promise.
+        let registered = unsafe { self.port.register(ptr, bytes, rights) }
+            .map_err(|error| PostError::Register { bytes, detail: error.to_string() })?;
+        let memory = Some(Memory { registered, ptr, bytes, access });
+        Ok(RegionId(place(&mut self.regions, memory)))
+    }
+
+    fn describe(&self, region: RegionId) -> Option<WireRegion> {
+        let memory = self.regions.get(region.0 as usize)?.as_ref()?;
+        (memory.access != Access::Local).then(|| WireRegion {
+            address: memory.registered.base,
+            bytes: memory.bytes as u64,
+            key: memory.registered.key(),
+        })
+    }
+
+    /// Where the library may still use the memory, the only way to stop it is to end the endpoint of
+    /// the peer concerned: a peer with operations under way that use `region` is closed.
+    fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
+        while let Some(peer) =
+            self.flights.iter().flatten().find(|flight| flight.region == region).map(|f| f.peer)
+            && !self.port.binds_memory()
+        {
+            self.close_peer(peer);
+        }
+        match self.regions.get_mut(region.0 as usize).and_then(Option::take) {
+            Some(_) => Ok(()),
+            None => Err(PostError::Register {
+                bytes: 0,
+                detail: format!("there is no registration {}", region.0),
+            }),
+        }
+    }
+
+    fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        let lane = if self.port.binds_memory() {
+            None
+        } else {
+            let provider = &self.port.traits().provider;
+            Some(self.port.open_lane().map_err(|e| network_error(provider, e.op, &e))?)
+        };
+        let name = lane.as_ref().unwrap_or_else(|| self.port.lane()).name();
+        let mut detail = DETAIL_MAGIC.to_vec();
+        detail.extend(name);
+        Ok((PeerId(place(&mut self.peers, Some(Peer { lane, addr: None }))), detail))
+    }
+
+    fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
+        let provider = &self.port.traits().provider;
+        let failed = |detail: String| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "join",
+            code: None,
+            detail,
+        };
+        let found = self.peers.get_mut(peer.0 as usize).and_then(Option::as_mut);
+        let Some(found) = found.filter(|peer| peer.addr.is_none()) else {
+            return Err(failed(format!("there is no open peer {}", peer.0)));
+        };
+        let name = detail
+            .strip_prefix(&DETAIL_MAGIC)
+            .filter(|name| !name.is_empty() && name.len() <= MAX_ADDRESS_BYTES)
+            .ok_or_else(|| {
+                failed(format!(
+                    "the peer's description has {} bytes and is not an address",
+                    detail.len()
+                ))
+            })?;
+        let addr = self.port.insert(name).map_err(|e| network_error(provider, e.op, &e))?;
+        found.addr = Some(addr);
+        Ok(())
+    }
+
+    fn close_peer(&mut self, peer: PeerId) {
+        let Some(Peer { lane, addr }) = self.peers.get_mut(peer.0 as usize).and_then(Option::take)
+        else {
+            return;
+        };
+        let has_own_lane = lane.is_some();
+        // Ends everything under way on it: the library uses no memory of these operations any more.
+        drop(lane);
+        if let Some(addr) = addr {
+            self.port.remove(addr);
+        }
+        if !has_own_lane {
+            return;
+        }
+        for (idx, flight) in self.flights.iter_mut().enumerate() {
+            if let Some(Flight { token, op, .. }) = flight.take_if(|flight| flight.peer == peer) {
+                let result = Err(PostError::Disconnected { op });
+                self.ended.push(Completion { token, result });
+                self.stale.push(idx as u32);
+            }
+        }
+    }
+
+    fn close_revokes(&self) -> bool {
+        // Keys belong to the memory and not to a peer.
+        false
+    }
+
+    unsafe fn write(
+        &mut self,
+        peer: PeerId,
+        dst: RemoteSegment,
+        src: LocalSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        self.post(WRITE, peer, src, dst, token)
+    }
+
+    unsafe fn read(
+        &mut self,
+        peer: PeerId,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        self.post(READ, peer, dst, src, token)
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>) {
+        out.append(&mut self.ended);
+        let mut entries = [sys::CqDataEntry {
+            op_context: std::ptr::null_mut(),
+            flags: 0,
+            len: 0,
+            buf: std::ptr::null_mut(),
+            data: 0,
+        }; 16];
+        let mut sources = [sys::FI_ADDR_UNSPEC; 16];
+        for _ in 0..MAX_ROUNDS {
+            match self.port.poll(&mut entries, &mut sources) {
+                Ok(Polled::Nothing) => {
+                    self.free.append(&mut self.stale);
+                    return;
+                }
+                Ok(Polled::Entries(num)) => {
+                    let num = num.min(entries.len());
+                    for entry in &entries[..num] {
+                        self.land(entry.op_context, None, out);
+                    }
+                    if num < entries.len() && self.stale.is_empty() {
+                        return;
+                    }
+                }
+                Ok(Polled::Failed(failure)) => {
+                    self.land(failure.context, Some((failure.code, failure.text)), out);
+                }
+                Err(CallError { op, code, text }) => {
+                    // The queue is gone, and with it every completion still to come.
+                    for flight in self.flights.iter_mut().filter_map(Option::take) {
+                        let detail = format!("{}: {text}", flight.op);
+                        let result = Err(PostError::Transport { op, code, detail });
+                        out.push(Completion { token: flight.token, result });
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.port.wait_fd()
+    }
+
+    fn may_sleep(&mut self) -> bool {
+        self.ended.is_empty() && (self.port.wait_fd().is_none() || self.port.may_sleep())
+    }
+
+    fn max_operation_bytes(&self) -> u64 {
+        (self.port.traits().max_message_bytes as u64).min(MAX_OPERATION_BYTES)
+    }
+}
+
+impl Drop for LibfabricFabric {
+    fn drop(&mut self) {
+        // Endpoints end before the memory that their operations use is given up.
+        self.peers.clear();
+    }
+}
+
+/// Puts `item` where there is room, and gives its index.
+fn place<T>(items: &mut Vec<Option<T>>, item: Option<T>) -> u32 {
+    let idx = items.iter().position(Option::is_none).unwrap_or_else(|| {
+        items.push(None);
+        items.len() - 1
+    });
+    items[idx] = item;
+    idx as u32
+}
+
+const WRITE: &str = "write";
+const READ: &str = "read";
+const DETAIL_MAGIC: [u8; 4] = *b"SYL1";
+/// Operations under way. The queue of the provider holds more completions.
+const NUM_CONTEXTS: u32 = 512;
+const MAX_ROUNDS: usize = 8;
+const MAX_OPERATION_BYTES: u64 = 1 << 30;
+
+#[cfg(test)]
+mod tests;
