@@ -6,11 +6,12 @@ use kernels::abi::{
     ExpertRecvParams, ExpertSendParams, FrameGeometry, Link, ServerPeer,
 };
 use kernels::check::{CheckError, check_clients, check_servers};
+use kernels::plan::KernelParams;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 
 use crate::fresh;
-use crate::library::{HostOp, library};
+use crate::library::library;
 
 #[test]
 fn geometry_is_the_same_for_any_shape() {
@@ -85,7 +86,7 @@ fn tables_of_peers_are_judged_alike() {
     assert_eq!(seen.into_iter().collect::<Vec<_>>(), [0, 2, 3, 7, 11]);
 }
 
-fn compare<P: HostOp + std::fmt::Debug>(rng: &mut StdRng, good: fn(&mut StdRng) -> P) -> i32 {
+fn compare<P: KernelParams + std::fmt::Debug>(rng: &mut StdRng, good: fn(&mut StdRng) -> P) -> i32 {
     let library = library().expect("asked before");
     let mut params = good(rng);
     if rng.random_range(0..4) != 0 {

@@ -7,10 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use kernels::abi::{
-    ClientPeer, CombineParams, DevicePtr, DispatchParams, EchoParams, ExpertLists,
-    ExpertRecvParams, ExpertSendParams, FrameGeometry, ServerPeer,
-};
+use kernels::abi::{ClientPeer, DevicePtr, ExpertLists, FrameGeometry, ServerPeer};
 use kernels::plan::KernelParams;
 
 /// The kernels, run on this machine's processor.
@@ -28,15 +25,6 @@ pub fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY.get_or_init(Library::compile).as_ref()
 }
-
-/// Parameters of an operation that the library knows.
-pub trait HostOp: KernelParams {}
-
-impl HostOp for DispatchParams {}
-impl HostOp for CombineParams {}
-impl HostOp for ExpertRecvParams {}
-impl HostOp for ExpertSendParams {}
-impl HostOp for EchoParams {}
 
 impl Library {
     fn compile() -> Option<Self> {
@@ -60,7 +48,7 @@ impl Library {
     ///
     /// # Safety
     /// Pointers in `params` are to memory of this process as large as documented, or the check fails.
-    pub unsafe fn launch<P: HostOp>(&self, params: &P) -> i32 {
+    pub unsafe fn launch<P: KernelParams>(&self, params: &P) -> i32 {
         let symbol = self.symbol(&format!("sy_host_{}", P::NAME));
         // SAFETY: the function takes a pointer to these parameters and returns a code.
         let run: extern "C" fn(*const P) -> c_int = unsafe { std::mem::transmute(symbol) };
@@ -68,7 +56,7 @@ impl Library {
     }
 
     /// Code of the check; blocks, threads and whether the kernel is tuned.
-    pub fn plan<P: HostOp>(&self, params: &P) -> (i32, [u32; 3]) {
+    pub fn plan<P: KernelParams>(&self, params: &P) -> (i32, [u32; 3]) {
         let symbol = self.symbol(&format!("sy_host_plan_{}", P::NAME));
         // SAFETY: the function takes these parameters, of which it looks at no pointer's target, and
         // writes three numbers.

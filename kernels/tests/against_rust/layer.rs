@@ -14,21 +14,19 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 
 use crate::fresh;
-use crate::library::{Library, library};
+use crate::runner::Runner;
 use crate::world::{GENERATION, Input, Memory, NUM_LAYERS, POISON, World};
 
-#[test]
-fn layers_with_fp8_requests() {
-    run(DTYPE_F8_E4M3);
+pub fn layers_with_fp8_requests(runner: &Runner) {
+    run(runner, DTYPE_F8_E4M3);
 }
 
-#[test]
-fn layers_with_bf16_requests() {
-    run(DTYPE_BF16);
+pub fn layers_with_bf16_requests(runner: &Runner) {
+    run(runner, DTYPE_BF16);
 }
 
-fn run(dtype: u32) {
-    let (Some(library), mut rng) = (library(), fresh()) else { return };
+fn run(runner: &Runner, dtype: u32) {
+    let mut rng = fresh();
     // Hidden size, top-k, tokens, experts, clients, servers; the last one runs the tuned kernels.
     let shapes = [
         (256, 4, 40, 24, 3, 2),
@@ -39,15 +37,15 @@ fn run(dtype: u32) {
     for (hidden, top_k, tokens, num_experts, num_clients, num_servers) in shapes {
         println!("hidden {hidden}, top-k {top_k}, {num_clients} clients, {num_servers} servers");
         let geometry = FrameGeometry::new(hidden, top_k, dtype, tokens, 2).expect("in range");
-        let world = World::new(&mut rng, geometry, num_experts, num_clients, num_servers);
+        let world = World::new(runner, &mut rng, geometry, num_experts, num_clients, num_servers);
         let mut numbers = vec![vec![0u64; num_servers]; num_clients];
         for round in 0..4 {
-            layer(library, &mut rng, &world, &mut numbers, round);
+            layer(runner, &mut rng, &world, &mut numbers, round);
         }
     }
 }
 
-fn layer(library: &Library, rng: &mut StdRng, world: &World, numbers: &mut [Vec<u64>], round: u64) {
+fn layer(runner: &Runner, rng: &mut StdRng, world: &World, numbers: &mut [Vec<u64>], round: u64) {
     world.poison();
     let layer = rng.random_range(0..NUM_LAYERS);
     let mut inputs = Vec::new();
@@ -56,7 +54,7 @@ fn layer(library: &Library, rng: &mut StdRng, world: &World, numbers: &mut [Vec<
         let input = Input::random(rng, &world.geometry, world.placement.num_experts, num_tokens);
         world.load(client, &input);
         // SAFETY: the world's memory is as large as its geometry says.
-        assert_eq!(unsafe { library.launch(&world.dispatch_params(client, layer)) }, 0);
+        assert_eq!(unsafe { runner.launch(&world.dispatch_params(client, layer)) }, 0);
         check_frames(world, client, &input, numbers, layer, round);
         inputs.push(input);
     }
@@ -70,26 +68,25 @@ fn layer(library: &Library, rng: &mut StdRng, world: &World, numbers: &mut [Vec<
             continue;
         }
         // SAFETY: as above.
-        assert_eq!(unsafe { library.launch(&world.recv_params(server, num_ready)) }, 0);
+        assert_eq!(unsafe { runner.launch(&world.recv_params(server, num_ready)) }, 0);
         check_batch(world, server, &inputs, layer);
         // SAFETY: as above; null stands for identity experts.
-        assert_eq!(unsafe { library.launch(&world.send_params(server, DevicePtr::NULL)) }, 0);
+        assert_eq!(unsafe { runner.launch(&world.send_params(server, DevicePtr::NULL)) }, 0);
         let state: ServerState = world.servers[server].state.one(0);
         assert_eq!((state.error.tag, state.num_refused), (TAG_NONE, 0));
     }
     for (client, input) in inputs.iter().enumerate() {
         // SAFETY: as above.
-        assert_eq!(unsafe { library.launch(&world.combine_params(client)) }, 0);
+        assert_eq!(unsafe { runner.launch(&world.combine_params(client)) }, 0);
         check_output(world, client, input);
     }
 }
 
-#[test]
-fn echo_answers_as_recv_and_send_do() {
-    let (Some(library), mut rng) = (library(), fresh()) else { return };
+pub fn echo_answers_as_recv_and_send_do(runner: &Runner) {
+    let mut rng = fresh();
     for dtype in [DTYPE_BF16, DTYPE_F8_E4M3] {
         let geometry = FrameGeometry::new(384, 5, dtype, 12, 2).expect("in range");
-        let world = World::new(&mut rng, geometry, 16, 2, 2);
+        let world = World::new(runner, &mut rng, geometry, 16, 2, 2);
         for _ in 0..3 {
             world.poison();
             let mut inputs = Vec::new();
@@ -100,44 +97,43 @@ fn echo_answers_as_recv_and_send_do() {
                 let mut params = world.dispatch_params(client, 1);
                 params.flags = kernels::abi::FLAG_CONTACT_ALL;
                 // SAFETY: the world's memory is as large as its geometry says.
-                assert_eq!(unsafe { library.launch(&params) }, 0);
+                assert_eq!(unsafe { runner.launch(&params) }, 0);
             }
             for server in 0..2 {
                 // SAFETY: as above.
-                assert_eq!(unsafe { library.launch(&world.echo_params(server)) }, 0);
+                assert_eq!(unsafe { runner.launch(&world.echo_params(server)) }, 0);
             }
             for (client, input) in inputs.iter().enumerate() {
                 // SAFETY: as above.
-                assert_eq!(unsafe { library.launch(&world.combine_params(client)) }, 0);
+                assert_eq!(unsafe { runner.launch(&world.combine_params(client)) }, 0);
                 check_output(&world, client, input);
             }
         }
     }
 }
 
-#[test]
-fn expert_outputs_are_weighted_and_summed_in_order() {
-    let (Some(library), mut rng) = (library(), fresh()) else { return };
+pub fn expert_outputs_are_weighted_and_summed_in_order(runner: &Runner) {
+    let mut rng = fresh();
     let geometry = FrameGeometry::new(256, 6, DTYPE_BF16, 16, 2).expect("in range");
-    let world = World::new(&mut rng, geometry, 20, 1, 1);
+    let world = World::new(runner, &mut rng, geometry, 20, 1, 1);
     let input = Input::random(&mut rng, &geometry, 20, 16);
     world.poison();
     world.load(0, &input);
     // SAFETY: the world's memory is as large as its geometry says.
     unsafe {
-        assert_eq!(library.launch(&world.dispatch_params(0, 0)), 0);
-        assert_eq!(library.launch(&world.recv_params(0, 1)), 0);
+        assert_eq!(runner.launch(&world.dispatch_params(0, 0)), 0);
+        assert_eq!(runner.launch(&world.recv_params(0, 1)), 0);
     }
     let server = &world.servers[0];
     let batch: Batch = server.list_memory.one(0);
     let outputs: Vec<u16> = (0..batch.num_entries * 256)
         .map(|_| half::bf16::from_f32(rng.random_range(-4.0..4.0)).to_bits())
         .collect();
-    let memory = Memory::of(&outputs);
+    let memory = Memory::of(runner, &outputs);
     // SAFETY: as above; one row of outputs per entry.
     unsafe {
-        assert_eq!(library.launch(&world.send_params(0, memory.address())), 0);
-        assert_eq!(library.launch(&world.combine_params(0)), 0);
+        assert_eq!(runner.launch(&world.send_params(0, memory.address())), 0);
+        assert_eq!(runner.launch(&world.combine_params(0)), 0);
     }
     let at = |ptr: DevicePtr| ptr.0 - server.list_memory.address().0;
     let positions: Vec<u32> =
@@ -165,20 +161,19 @@ fn expert_outputs_are_weighted_and_summed_in_order() {
     }
 }
 
-#[test]
-fn a_server_that_does_not_answer_is_left_out_and_named() {
-    let (Some(library), mut rng) = (library(), fresh()) else { return };
+pub fn a_server_that_does_not_answer_is_left_out_and_named(runner: &Runner) {
+    let mut rng = fresh();
     let geometry = FrameGeometry::new(128, 4, DTYPE_F8_E4M3, 8, 2).expect("in range");
-    let world = World::new(&mut rng, geometry, 16, 1, 2);
+    let world = World::new(runner, &mut rng, geometry, 16, 1, 2);
     world.poison();
     let input = Input::random(&mut rng, &geometry, 16, 8);
     world.load(0, &input);
     // SAFETY: the world's memory is as large as its geometry says.
     unsafe {
-        assert_eq!(library.launch(&world.dispatch_params(0, 0)), 0);
-        assert_eq!(library.launch(&world.recv_params(0, 1)), 0);
-        assert_eq!(library.launch(&world.send_params(0, DevicePtr::NULL)), 0);
-        assert_eq!(library.launch(&world.combine_params(0)), 0);
+        assert_eq!(runner.launch(&world.dispatch_params(0, 0)), 0);
+        assert_eq!(runner.launch(&world.recv_params(0, 1)), 0);
+        assert_eq!(runner.launch(&world.send_params(0, DevicePtr::NULL)), 0);
+        assert_eq!(runner.launch(&world.combine_params(0)), 0);
     }
     let handle: Handle = world.clients[0].handle.one(0);
     assert_eq!((handle.missing, handle.refused), (0b10, 0));
@@ -382,7 +377,7 @@ fn check_batch(world: &World, server_idx: usize, inputs: &[Input], layer: u32) {
 }
 
 /// The output of identity experts: per server the row times the sum of its weights, then the servers.
-fn check_output(world: &World, client_idx: usize, input: &Input) {
+pub fn check_output(world: &World, client_idx: usize, input: &Input) {
     let (g, client) = (&world.geometry, &world.clients[client_idx]);
     let (hidden, top_k) = (g.hidden as usize, g.top_k as usize);
     let out: Vec<u16> = client.out.read(0, u64::from(world.capacity * g.hidden));

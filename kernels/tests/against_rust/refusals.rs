@@ -9,19 +9,18 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 
 use crate::fresh;
-use crate::library::{Library, library};
+use crate::runner::Runner;
 use crate::world::{GENERATION, Input, NUM_LAYERS, World};
 
 const MIN_EPOCH: u64 = 5;
 
-#[test]
-fn headers_with_one_wrong_field_are_refused_for_it() {
-    let (Some(library), mut rng) = (library(), fresh()) else { return };
-    let world = small_world(&mut rng);
+pub fn headers_with_one_wrong_field_are_refused_for_it(runner: &Runner) {
+    let mut rng = fresh();
+    let world = small_world(runner, &mut rng);
     let mut seen = std::collections::BTreeSet::new();
     // Every word of the header once, and some headers without a fault.
     for number in 1..=40u64 {
-        send(library, &mut rng, &world);
+        send(runner, &mut rng, &world);
         let slot = &world.servers[0].requests[0];
         let frame = number % 2 * world.geometry.frame_bytes;
         let mut header: FrameHeader = slot.one(frame);
@@ -35,19 +34,18 @@ fn headers_with_one_wrong_field_are_refused_for_it() {
         slot.write(frame, &[header]);
         let rows = world.clients[0].handle.one::<Handle>(0).num_rows[0];
         let code = judge(&world.geometry, &header, world.clients[0].id, rows);
-        expect(library, &world, number, code);
+        expect(runner, &world, number, code);
         seen.insert(code.map(ErrorCode::to_u32));
     }
     assert!(seen.len() >= 3, "only {seen:?} came up");
 }
 
-#[test]
-fn wrong_entries_and_scales_are_refused() {
-    let (Some(library), mut rng) = (library(), fresh()) else { return };
-    let world = small_world(&mut rng);
+pub fn wrong_entries_and_scales_are_refused(runner: &Runner) {
+    let mut rng = fresh();
+    let world = small_world(runner, &mut rng);
     let g = world.geometry;
     for number in 1..=24u64 {
-        send(library, &mut rng, &world);
+        send(runner, &mut rng, &world);
         let slot = &world.servers[0].requests[0];
         let frame = number % 2 * g.frame_bytes;
         let rows = world.clients[0].handle.one::<Handle>(0).num_rows[0];
@@ -91,7 +89,7 @@ fn wrong_entries_and_scales_are_refused() {
             }
         };
         slot.write(entry_at, &[entry]);
-        expect(library, &world, number, code);
+        expect(runner, &world, number, code);
     }
 }
 
@@ -101,10 +99,10 @@ fn mine(world: &World) -> u32 {
 }
 
 /// One client, two servers, of which the second is never run.
-fn small_world(rng: &mut StdRng) -> World {
+fn small_world(runner: &Runner, rng: &mut StdRng) -> World {
     loop {
         let geometry = FrameGeometry::new(256, 3, DTYPE_F8_E4M3, 6, 2).expect("in range");
-        let world = World::new(rng, geometry, 12, 1, 2);
+        let world = World::new(runner, rng, geometry, 12, 1, 2);
         world.servers[0].min_epoch.write(0, &[MIN_EPOCH]);
         let num_mine = world.servers[0].local_expert.iter().filter(|local| **local >= 0).count();
         if (2..12).contains(&num_mine) {
@@ -114,7 +112,7 @@ fn small_world(rng: &mut StdRng) -> World {
 }
 
 /// Dispatches tokens of which some go to the first server.
-fn send(library: &Library, rng: &mut StdRng, world: &World) {
+fn send(runner: &Runner, rng: &mut StdRng, world: &World) {
     let input = loop {
         let input = Input::random(rng, &world.geometry, 12, 6);
         let goes = |token| world.servers_of(&input, token).iter().any(|(server, _)| *server == 0);
@@ -125,14 +123,14 @@ fn send(library: &Library, rng: &mut StdRng, world: &World) {
     world.poison();
     world.load(0, &input);
     // SAFETY: the world's memory is as large as its geometry says.
-    assert_eq!(unsafe { library.launch(&world.dispatch_params(0, 1)) }, 0);
+    assert_eq!(unsafe { runner.launch(&world.dispatch_params(0, 1)) }, 0);
 }
 
 /// Runs the server and expects it to take frame `number`, or to refuse it with `code`.
-fn expect(library: &Library, world: &World, number: u64, code: Option<ErrorCode>) {
+fn expect(runner: &Runner, world: &World, number: u64, code: Option<ErrorCode>) {
     let before: ServerState = world.servers[0].state.one(0);
     // SAFETY: as above.
-    assert_eq!(unsafe { library.launch(&world.recv_params(0, 1)) }, 0);
+    assert_eq!(unsafe { runner.launch(&world.recv_params(0, 1)) }, 0);
     let after: ServerState = world.servers[0].state.one(0);
     assert_eq!(after.taken[0], number, "a refused frame is taken, too");
     let batch: kernels::abi::Batch = world.servers[0].list_memory.one(0);

@@ -2,6 +2,7 @@
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ptr::NonNull;
+use std::time::{Duration, Instant};
 
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
@@ -10,74 +11,121 @@ use kernels::abi::{
     EchoParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link, Placement,
     ServerPeer, ServerState, WAY_DIRECT,
 };
+use kernels::gpu::{Gpu, GpuBuffer};
 use rand::RngExt;
 use rand::rngs::StdRng;
+
+use crate::runner::Runner;
 
 pub const POISON: u8 = 0xff;
 pub const NUM_LAYERS: u32 = 61;
 pub const GENERATION: u32 = 3;
 
 /// Memory that the kernels reach by address.
-pub struct Memory {
-    ptr: NonNull<u8>,
-    layout: Layout,
+pub enum Memory {
+    Host { ptr: NonNull<u8>, layout: Layout },
+    Device { gpu: Gpu, buffer: GpuBuffer },
 }
 
 impl Memory {
-    pub fn filled(bytes: u64, value: u8) -> Self {
-        let layout = Layout::from_size_align(bytes.max(1) as usize, 4096).expect("layout");
-        // SAFETY: the size is not 0.
-        let ptr = NonNull::new(unsafe { alloc(layout) }).expect("memory");
-        // SAFETY: as many bytes were just allocated.
-        unsafe { ptr.write_bytes(value, layout.size()) };
-        Self { ptr, layout }
+    pub fn filled(runner: &Runner, bytes: u64, value: u8) -> Self {
+        let memory = match runner {
+            Runner::Host(_) => {
+                let layout = Layout::from_size_align(bytes.max(1) as usize, 4096).expect("layout");
+                // SAFETY: the size is not 0.
+                let ptr = NonNull::new(unsafe { alloc(layout) }).expect("memory");
+                Self::Host { ptr, layout }
+            }
+            Runner::Gpu(gpu) => {
+                let buffer = gpu.alloc(bytes.max(1)).expect("GPU memory");
+                Self::Device { gpu: gpu.clone(), buffer }
+            }
+        };
+        memory.fill(0, memory.len(), value);
+        memory
     }
 
-    pub fn of<T: Pod>(values: &[T]) -> Self {
-        let memory = Self::filled(size_of_val(values) as u64, 0);
+    pub fn of<T: Pod>(runner: &Runner, values: &[T]) -> Self {
+        let memory = Self::filled(runner, size_of_val(values) as u64, 0);
         memory.write(0, values);
         memory
     }
 
     pub fn address(&self) -> DevicePtr {
-        DevicePtr(self.ptr.as_ptr() as u64)
+        match self {
+            Self::Host { ptr, .. } => DevicePtr(ptr.as_ptr() as u64),
+            Self::Device { buffer, .. } => buffer.ptr(),
+        }
     }
 
     pub fn write<T: Pod>(&self, offset: u64, values: &[T]) {
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        assert!(offset as usize + bytes.len() <= self.layout.size());
-        // SAFETY: the range was checked, and kernels run only inside `Library::launch`.
-        unsafe {
-            self.ptr.add(offset as usize).copy_from(NonNull::from(bytes).cast(), bytes.len())
-        };
+        assert!(offset + bytes.len() as u64 <= self.len());
+        match self {
+            // SAFETY: the range was checked, and kernels run only inside `Runner::launch`.
+            Self::Host { ptr, .. } => unsafe {
+                ptr.add(offset as usize).copy_from(NonNull::from(bytes).cast(), bytes.len());
+            },
+            Self::Device { gpu, buffer } => {
+                gpu.write(buffer, offset, bytes, soon()).expect("write")
+            }
+        }
     }
 
     pub fn fill(&self, offset: u64, len: u64, value: u8) {
-        assert!((offset + len) as usize <= self.layout.size());
-        // SAFETY: as above.
-        unsafe { self.ptr.add(offset as usize).write_bytes(value, len as usize) };
+        assert!(offset + len <= self.len());
+        match self {
+            // SAFETY: as above.
+            Self::Host { ptr, .. } => unsafe {
+                ptr.add(offset as usize).write_bytes(value, len as usize);
+            },
+            Self::Device { gpu, buffer } => {
+                let stream = gpu.stream().expect("stream");
+                // SAFETY: as above.
+                unsafe { stream.fill(buffer.ptr().add(offset), value, len).expect("fill") };
+                stream.wait(soon()).expect("fill");
+            }
+        }
     }
 
     pub fn read<T: Pod>(&self, offset: u64, count: u64) -> Vec<T> {
         let mut out = vec![T::zeroed(); count as usize];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out);
-        assert!(offset as usize + bytes.len() <= self.layout.size());
         let len = bytes.len();
-        // SAFETY: as above.
-        unsafe { self.ptr.add(offset as usize).copy_to(NonNull::from(bytes).cast(), len) };
+        assert!(offset + len as u64 <= self.len());
+        match self {
+            // SAFETY: as above.
+            Self::Host { ptr, .. } => unsafe {
+                ptr.add(offset as usize).copy_to(NonNull::from(bytes).cast(), len);
+            },
+            Self::Device { gpu, buffer } => gpu.read(buffer, offset, bytes, soon()).expect("read"),
+        }
         out
     }
 
     pub fn one<T: Pod>(&self, offset: u64) -> T {
         self.read(offset, 1)[0]
     }
+
+    fn len(&self) -> u64 {
+        match self {
+            Self::Host { layout, .. } => layout.size() as u64,
+            Self::Device { buffer, .. } => buffer.len(),
+        }
+    }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout, freed once.
-        unsafe { dealloc(self.ptr.as_ptr(), self.layout) };
+        if let Self::Host { ptr, layout } = self {
+            // SAFETY: allocated with this layout, freed once.
+            unsafe { dealloc(ptr.as_ptr(), *layout) };
+        }
     }
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
 }
 
 #[derive(Clone)]
@@ -163,6 +211,7 @@ pub struct World {
 
 impl World {
     pub fn new(
+        runner: &Runner,
         rng: &mut StdRng,
         geometry: FrameGeometry,
         num_experts: u32,
@@ -188,18 +237,18 @@ impl World {
         let mut clients: Vec<Client> = (0..num_clients)
             .map(|at| Client {
                 id: 100 + at as u64,
-                hidden_states: Memory::filled(rows * row_bytes, POISON),
-                topk_idx: Memory::filled(choices * 4, POISON),
-                topk_weights: Memory::filled(choices * 4, POISON),
-                num_tokens: Memory::of(&[0u32]),
-                state: Memory::of(&[ClientState::zeroed()]),
-                handle: Memory::filled(g.handle_bytes(), POISON),
-                out: Memory::filled(rows * row_bytes, POISON),
-                token_missing: Memory::filled(rows * 4, POISON),
+                hidden_states: Memory::filled(runner, rows * row_bytes, POISON),
+                topk_idx: Memory::filled(runner, choices * 4, POISON),
+                topk_weights: Memory::filled(runner, choices * 4, POISON),
+                num_tokens: Memory::of(runner, &[0u32]),
+                state: Memory::of(runner, &[ClientState::zeroed()]),
+                handle: Memory::filled(runner, g.handle_bytes(), POISON),
+                out: Memory::filled(runner, rows * row_bytes, POISON),
+                token_missing: Memory::filled(runner, rows * 4, POISON),
                 responses: (0..num_servers)
-                    .map(|_| Memory::filled(g.response_slot_bytes, 0))
+                    .map(|_| Memory::filled(runner, g.response_slot_bytes, 0))
                     .collect(),
-                table: Memory::filled(0, 0),
+                table: Memory::filled(runner, 0, 0),
             })
             .collect();
         let mut servers: Vec<Server> = (0..num_servers)
@@ -217,18 +266,20 @@ impl World {
                     .collect();
                 let max_rows = capacity * num_clients as u32;
                 let (_, bytes) = g.lists_at(DevicePtr::NULL, num_local.max(1) as u32, max_rows);
-                let list_memory = Memory::filled(bytes, POISON);
+                let list_memory = Memory::filled(runner, bytes, POISON);
                 let (lists, _) =
                     g.lists_at(list_memory.address(), num_local.max(1) as u32, max_rows);
                 Server {
-                    requests: (0..num_clients).map(|_| Memory::filled(g.slot_bytes, 0)).collect(),
-                    state: Memory::of(&[ServerState::zeroed()]),
-                    local_memory: Memory::of(&local_expert),
+                    requests: (0..num_clients)
+                        .map(|_| Memory::filled(runner, g.slot_bytes, 0))
+                        .collect(),
+                    state: Memory::of(runner, &[ServerState::zeroed()]),
+                    local_memory: Memory::of(runner, &local_expert),
                     local_expert,
                     lists,
                     list_memory,
-                    table: Memory::filled(0, 0),
-                    min_epoch: Memory::of(&[0u64]),
+                    table: Memory::filled(runner, 0, 0),
+                    min_epoch: Memory::of(runner, &[0u64]),
                 }
             })
             .collect();
@@ -249,7 +300,7 @@ impl World {
                     reserved: 0,
                 })
                 .collect();
-            client.table = Memory::of(&peers);
+            client.table = Memory::of(runner, &peers);
         }
         for (at, server) in servers.iter_mut().enumerate() {
             let peers: Vec<ClientPeer> = clients
@@ -263,9 +314,9 @@ impl World {
                     reserved: 0,
                 })
                 .collect();
-            server.table = Memory::of(&peers);
+            server.table = Memory::of(runner, &peers);
         }
-        let placement_memory = Memory::of(&[placement]);
+        let placement_memory = Memory::of(runner, &[placement]);
         Self { geometry, placement, placement_memory, capacity, clients, servers }
     }
 

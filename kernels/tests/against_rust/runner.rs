@@ -1,0 +1,60 @@
+//! Where kernels run: on this machine's processor, or on its GPU.
+
+use std::time::{Duration, Instant};
+
+use kernels::gpu::Gpu;
+use kernels::plan::KernelParams;
+
+use crate::library::{Library, library};
+
+pub enum Runner {
+    Host(&'static Library),
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is no GPU without"))]
+    Gpu(Gpu),
+}
+
+impl Runner {
+    pub fn host() -> Option<Self> {
+        library().map(Self::Host)
+    }
+
+    /// The first GPU. Without one, says so, and fails where one is required.
+    #[cfg(feature = "cuda")]
+    pub fn gpu() -> Option<Self> {
+        use std::io::Write as _;
+        match Gpu::open(0) {
+            Ok(gpu) => Some(Self::Gpu(gpu)),
+            Err(error) => {
+                let is_required = std::env::var("SWITCHYARD_REQUIRE")
+                    .is_ok_and(|list| list.split(',').any(|item| item == "gpu" || item == "all"));
+                assert!(!is_required, "a GPU is required: {error}");
+                println!("SKIPPED: {error}");
+                if let Ok(log) = std::env::var("SWITCHYARD_SKIP_LOG") {
+                    let mut log =
+                        std::fs::File::options().create(true).append(true).open(log).expect("log");
+                    writeln!(log, "gpu\t{error}").expect("log");
+                }
+                None
+            }
+        }
+    }
+
+    /// Launches and waits. Returns the launcher's code.
+    ///
+    /// # Safety
+    /// Pointers in `params` are to the runner's memory, as large as documented, or the check fails.
+    pub unsafe fn launch<P: KernelParams>(&self, params: &P) -> i32 {
+        match self {
+            // SAFETY: the caller's promise.
+            Self::Host(library) => unsafe { library.launch(params) },
+            Self::Gpu(gpu) => {
+                let stream = gpu.stream().expect("stream");
+                // SAFETY: the caller's promise; the wait below ends the launch.
+                let kernel = unsafe { gpu.prepare(*params).expect("good parameters") };
+                stream.launch(&kernel).expect("launch");
+                stream.wait(Instant::now() + Duration::from_secs(20)).expect("kernel");
+                0
+            }
+        }
+    }
+}
