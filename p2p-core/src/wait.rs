@@ -27,27 +27,47 @@ impl Default for SpinPolicy {
     }
 }
 
-/// A new event descriptor: non-blocking, closed on exec.
+/// A new event descriptor: non-blocking, closed on exec. Its counter begins at one, which
+/// [`signal_peer`] needs; put it into a [`WaitSet`], which sees events and not counters.
 ///
 /// # Errors
 /// The system's, when descriptors are exhausted.
 pub fn event_fd() -> io::Result<OwnedFd> {
-    Ok(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?)
+    Ok(eventfd(1, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?)
 }
 
-/// Makes whoever waits on `fd` wake up.
+/// Makes whoever waits on `fd`, a descriptor of this process alone, wake up.
 ///
 /// # Errors
 /// The system's.
 pub fn signal_event(fd: BorrowedFd<'_>) -> io::Result<()> {
-    // Nobody reads the counter, so somebody may have filled it, and a full one takes no event: empty
-    // it then. Twice is enough unless the peer works against its own wake-up.
+    // Nobody reads the counter, and a full one takes no event: empty it then.
     for _ in 0..2 {
         match rustix::io::write(fd, &1u64.to_ne_bytes()) {
             Ok(_) => return Ok(()),
             Err(rustix::io::Errno::AGAIN) => {
                 let _ = rustix::io::read(fd, &mut [0u8; 8]);
             }
+            // A signal before anything was written.
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Makes a peer that sleeps in a [`WaitSet`] with `fd`, its [`event_fd`], wake up. Does not block,
+/// whatever the peer does to its own copy of the descriptor.
+///
+/// # Errors
+/// The system's.
+pub fn signal_peer(fd: BorrowedFd<'_>) -> io::Result<()> {
+    // Adding zero is an event too, and always fits. More than zero may not: the peer can fill the
+    // counter and take `O_NONBLOCK` off, which all copies share, and the write would stand still. A
+    // peer that empties the counter takes away its own wake-ups only.
+    for _ in 0..2 {
+        match rustix::io::write(fd, &0u64.to_ne_bytes()) {
+            Ok(_) => return Ok(()),
             // A signal before anything was written.
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
@@ -279,36 +299,70 @@ pub fn wait_until<T>(
 mod tests {
     use super::*;
 
+    /// Waits for an event of `set`. What was there when a descriptor was added is none.
+    fn is_woken(set: &WaitSet, timeout: Duration) -> bool {
+        let start = Instant::now();
+        set.block(timeout).unwrap();
+        start.elapsed() < timeout
+    }
+
+    /// A set that has seen what its descriptors begin with.
+    fn quiet_set(events: &[&OwnedFd]) -> WaitSet {
+        let set = WaitSet::new().unwrap();
+        events.iter().for_each(|event| set.add(event.as_fd()).unwrap());
+        set.block(Duration::ZERO).unwrap();
+        set
+    }
+
     #[test]
     fn a_kick_before_the_wait_is_not_lost() {
-        let set = WaitSet::new().unwrap();
+        let set = quiet_set(&[]);
+        assert!(!is_woken(&set, Duration::from_millis(5)), "woken by nothing");
         set.kicker().kick();
-        let start = Instant::now();
-        set.block(Duration::from_secs(30)).unwrap();
-        assert!(start.elapsed() < Duration::from_secs(20));
+        assert!(is_woken(&set, Duration::from_secs(20)));
+    }
+
+    #[test]
+    fn every_event_wakes_once_although_nobody_reads_it() {
+        let event = event_fd().unwrap();
+        let set = quiet_set(&[&event]);
+        for signal in [signal_event, signal_peer, signal_peer, signal_event] {
+            signal(event.as_fd()).unwrap();
+            assert!(is_woken(&set, Duration::from_secs(20)));
+            assert!(!is_woken(&set, Duration::from_millis(30)), "the idle waiter spins");
+        }
     }
 
     #[test]
     fn a_full_counter_still_wakes() {
-        let (set, event) = (WaitSet::new().unwrap(), event_fd().unwrap());
-        set.add(event.as_fd()).unwrap();
-        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        set.block(Duration::from_secs(30)).unwrap();
+        let event = event_fd().unwrap();
+        let set = quiet_set(&[&event]);
+        fill(&event);
+        set.block(Duration::ZERO).unwrap();
         signal_event(event.as_fd()).unwrap();
-        let start = Instant::now();
-        set.block(Duration::from_secs(30)).unwrap();
-        assert!(start.elapsed() < Duration::from_secs(20));
+        assert!(is_woken(&set, Duration::from_secs(20)));
     }
 
     #[test]
-    fn an_unread_event_does_not_wake_twice() {
-        let (set, event) = (WaitSet::new().unwrap(), event_fd().unwrap());
-        set.add(event.as_fd()).unwrap();
-        signal_event(event.as_fd()).unwrap();
-        set.block(Duration::from_secs(30)).unwrap();
-        let start = Instant::now();
-        set.block(Duration::from_millis(30)).unwrap();
-        assert!(start.elapsed() >= Duration::from_millis(30), "the idle waiter spins");
+    fn a_peer_that_fills_the_counter_and_lets_writes_block_holds_nobody_up() {
+        let event = event_fd().unwrap();
+        let set = quiet_set(&[&event]);
+        fill(&event);
+        rustix::fs::fcntl_setfl(&event, rustix::fs::OFlags::empty()).unwrap();
+        set.block(Duration::ZERO).unwrap();
+        let (sender, signalled) = std::sync::mpsc::channel();
+        let copy = event.try_clone().unwrap();
+        std::thread::spawn(move || sender.send(signal_peer(copy.as_fd())));
+        let result = signalled.recv_timeout(Duration::from_secs(20));
+        result.expect("the signal does not block").unwrap();
+        assert!(is_woken(&set, Duration::from_secs(20)));
+    }
+
+    /// Leaves no room in the counter, as the holder of any copy can.
+    fn fill(event: &OwnedFd) {
+        rustix::io::write(event, &(u64::MAX - 2).to_ne_bytes()).unwrap();
+        let more = rustix::io::write(event, &1u64.to_ne_bytes());
+        assert_eq!(more, Err(rustix::io::Errno::AGAIN));
     }
 
     #[test]

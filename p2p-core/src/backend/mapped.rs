@@ -10,7 +10,7 @@ use crate::copy::copy_out;
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use crate::flags::{self, Contract};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
-use crate::wait::signal_event;
+use crate::wait::signal_peer;
 
 /// An endpoint over a mapping of the peer's slot.
 #[derive(Debug)]
@@ -118,7 +118,7 @@ impl Endpoint for MappedEndpoint {
         if !flags::must_wake::<Contract, _>(self.word("wake", waiting_offset)?) {
             return Ok(());
         }
-        signal_event(self.wake_peer.as_fd()).map_err(|e| PostError::Transport {
+        signal_peer(self.wake_peer.as_fd()).map_err(|e| PostError::Transport {
             op: "wake",
             code: e.raw_os_error().unwrap_or(0).into(),
             detail: e.to_string(),

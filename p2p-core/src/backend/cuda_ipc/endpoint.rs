@@ -12,7 +12,7 @@ use kernels::gpu::{GpuBuffer, GpuError, Stream};
 
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, RemoteRange, SlotKey};
-use crate::wait::signal_event;
+use crate::wait::signal_peer;
 
 /// Endpoint over a mapping of the peer's slot in GPU memory. Kernels store through
 /// [`window`](Self::window); the host's operations are copies and small kernels on a stream of its own.
@@ -154,7 +154,7 @@ impl Endpoint for DeviceEndpoint {
         let event = Arc::clone(&self.wake_peer);
         // In the stream's order: a wake-up ahead of the flag would be lost.
         let posted = self.stream.then(move || {
-            if let Err(error) = signal_event(event.as_fd()) {
+            if let Err(error) = signal_peer(event.as_fd()) {
                 tracing::error!(%error, "cannot wake a peer");
             }
         });
