@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests of the GPU data path on this host: kernels against the reference, processes against one another,
-# faults, and compute-sanitizer where it is installed. Needs a driver and one GPU; with two or four GPUs
+# Tests of the GPU data path on this host: kernels against the references in C++ and Rust, processes
+# against one another, faults, and compute-sanitizer where it is installed. Needs a driver and one GPU; with two or four GPUs
 # it runs across them. Every step has a time limit.
 #
 #   run-tests.sh [SEED]
@@ -30,9 +30,14 @@ step() { # limit in seconds, name, command
 skip() { echo "SKIPPED $1: $2"; }
 
 echo "seed $seed, $num_gpus GPUs"
+export SWITCHYARD_REQUIRE=gpu SWITCHYARD_TEST_SEED=$seed
 step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
+step 60 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 4
+step 60 "device slots between processes" ./rust_cuda_ipc_test --test-threads 2
 if command -v compute-sanitizer > /dev/null; then
     step 90 "memcheck" compute-sanitizer --tool memcheck --error-exitcode 9 ./kernels_test --quick --seed "$seed"
+    step 90 "memcheck from Rust" compute-sanitizer --tool memcheck --error-exitcode 9 \
+        ./rust_kernels_test on_the_gpu::echo on_the_gpu::wrong --test-threads 1
     for test in layers_match_the_reference expert_outputs_are_weighted_and_summed; do
         step 180 "racecheck: $test" compute-sanitizer --tool racecheck --error-exitcode 9 \
             ./kernels_test --quick --seed "$seed" --only "$test"

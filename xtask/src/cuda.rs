@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::steps::Outcome;
+use crate::steps::{Outcome, cargo, run};
 use crate::tools;
 
 /// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.
@@ -23,8 +23,13 @@ const WHEELS: [&str; 7] = [
 ];
 const VERSION: &str = "13.0";
 
-const KERNELS: [&str; 4] = ["dispatch", "combine", "expert", "p2p"];
+const KERNELS: [&str; 5] = ["dispatch", "combine", "expert", "p2p", "flag"];
 const PROGRAMS: [&str; 4] = ["kernels_test", "fault_test", "moe_bench", "p2p_bench"];
+/// Packages with the feature `cuda`; of each the test that goes into the bundle, and its name there.
+const RUST_TESTS: [(&str, &str, &str); 2] = [
+    ("switchyard-kernels", "against_rust", "rust_kernels_test"),
+    ("switchyard-p2p-core", "cuda_ipc", "rust_cuda_ipc_test"),
+];
 /// Machine code for Hopper, PTX for what comes later.
 const TARGETS: [&str; 2] =
     ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"];
@@ -175,6 +180,25 @@ pub fn check_kernels() -> Result<Outcome> {
         }
         println!("{name}.cu: {} found", instructions.join(", "));
     }
+    check_rust_side()
+}
+
+/// Lints and runs the Rust side with the kernels embedded. Its build finds the toolkit as we did. Tests
+/// that need a GPU skip themselves.
+fn check_rust_side() -> Result<Outcome> {
+    for (package, test, _) in RUST_TESTS {
+        let with_cuda = ["-p", package, "--features", "cuda"];
+        let mut lint = cargo(&["clippy"]);
+        lint.args(with_cuda).args(["--all-targets", "--", "-D", "warnings"]);
+        let mut run_tests = cargo(&["test"]);
+        // What needs no GPU runs with the other tests already, in builds without the feature.
+        run_tests.args(with_cuda).args(["--lib", "--test", test, "--", "gpu", "slots"]);
+        for command in [&mut lint, &mut run_tests] {
+            if let Outcome::Failed(reason) = run(command)? {
+                return Ok(Outcome::Failed(format!("{package} with feature `cuda`: {reason}")));
+            }
+        }
+    }
     Ok(Outcome::Passed)
 }
 
@@ -218,6 +242,16 @@ pub fn make_bundle() -> Result<Outcome> {
             return Ok(Outcome::Failed(format!("{program} could not be linked ({status})")));
         }
     }
+    for (package, test, name) in RUST_TESTS {
+        println!("compiling test {test} of {package}");
+        let program = build_test(package, test)?;
+        std::fs::copy(&program, bundle.join(name))
+            .with_context(|| format!("cannot copy {}", program.display()))?;
+        // Debug information would double the bundle.
+        if let Outcome::Failed(reason) = run(Command::new("strip").arg(bundle.join(name)))? {
+            return Ok(Outcome::Failed(reason));
+        }
+    }
     for (from, to) in [
         ("kernels/gpu-tests/run-tests.sh", "run-tests.sh"),
         ("kernels/gpu-tests/run-bench.sh", "run-bench.sh"),
@@ -238,6 +272,26 @@ pub fn make_bundle() -> Result<Outcome> {
     } else {
         Outcome::Passed
     })
+}
+
+/// Builds an integration test with the feature `cuda` and says where the program is.
+fn build_test(package: &str, test: &str) -> Result<PathBuf> {
+    let output = cargo(&["test", "--no-run", "--message-format", "json", "-p", package])
+        .args(["--features", "cuda", "--test", test])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start cargo")?;
+    if !output.status.success() {
+        bail!("test {test} of {package} could not be built ({})", output.status);
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let program = text
+        .lines()
+        .filter(|line| line.contains("\"compiler-artifact\""))
+        .filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
+        .map(|(path, _)| PathBuf::from(path))
+        .next_back();
+    program.with_context(|| format!("cargo named no program for test {test} of {package}"))
 }
 
 fn wheel_root(venv: &Path) -> Option<PathBuf> {
