@@ -1,7 +1,8 @@
-//! Prints the benchmark's table: `p2p_bench [SENDERS [RECEIVERS [MAX_BYTES]]]`.
+//! Prints the benchmark's table: `p2p_bench [SENDERS [RECEIVERS [MAX_BYTES [TRANSPORT[:DEVICE]]]]]`.
 
 use std::process::ExitCode;
 
+use p2p_core::TransportSpec;
 use p2p_core::bench::{BenchConfig, ChildProgram, child_main, run};
 
 fn main() -> ExitCode {
@@ -13,6 +14,13 @@ fn main() -> ExitCode {
     config.senders = numbers.next().unwrap_or(config.senders);
     config.receivers = numbers.next().unwrap_or(config.receivers);
     config.max_bytes = numbers.next().unwrap_or(config.max_bytes);
+    if let Some(TransportSpec::List(wishes)) =
+        std::env::args().nth(4).and_then(|text| text.parse().ok())
+        && let [wish] = &wishes[..]
+    {
+        config.transport = wish.kind;
+        config.device.clone_from(&wish.device);
+    }
     println!("{:>9} {:>12} {:>12} {:>9}", "bytes", "p50 µs", "p99 µs", "GB/s");
     let result = ChildProgram::this(&[]).map_err(|error| error.to_string()).and_then(|program| {
         run(&config, &program, |row| {

@@ -18,7 +18,8 @@ use thiserror::Error;
 use crate::endpoint::TransportKind;
 use crate::network::{Network, NetworkError};
 
-/// Transports in order of preference: `auto`, or a list as in `shm,verbs:mlx5_0,libfabric:tcp;ofi_rxm`.
+/// Transports in order of preference: `auto`, or a list as in
+/// `shm,verbs:mlx5_0:1+mlx5_1:1,libfabric:tcp;ofi_rxm`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum TransportSpec {
     /// Whatever works here, the fastest first: within a process, shared memory, verbs, libfabric.
@@ -33,7 +34,7 @@ pub enum TransportSpec {
 pub struct Wish {
     /// Kind.
     pub kind: TransportKind,
-    /// Device of verbs, provider of libfabric; `None` leaves the choice.
+    /// Ports of verbs, joined by `+`; provider of libfabric; `None` leaves the choice.
     pub device: Option<String>,
 }
 
@@ -134,6 +135,9 @@ pub enum OpenError {
 /// The networks that a process has open, so that each is opened once whoever asks for it.
 #[derive(Debug, Default)]
 pub struct OpenNetworks {
+    /// How to use RDMA devices. Ports named by a wish take the place of those named here.
+    #[cfg(feature = "verbs")]
+    pub verbs: crate::backend::verbs::VerbsConfig,
     open: Vec<(Wish, Vec<Arc<dyn Network>>)>,
 }
 
@@ -172,7 +176,7 @@ impl OpenNetworks {
             return Ok(networks.clone());
         }
         let opened =
-            open_network(wish).ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
+            self.open_network(wish).ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
         let networks = opened.map_err(|source| {
             let mut here = vec!["local".to_owned(), "shm".to_owned()];
             here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
@@ -181,14 +185,34 @@ impl OpenNetworks {
         self.open.push((wish.clone(), networks.clone()));
         Ok(networks)
     }
+
+    /// Networks of this host behind a wish; `None` when this build knows no such network.
+    #[allow(clippy::match_single_binding, clippy::unused_self, reason = "depends on the features")]
+    fn open_network(&self, wish: &Wish) -> Option<Result<Vec<Arc<dyn Network>>, NetworkError>> {
+        match wish.kind {
+            #[cfg(feature = "libfabric")]
+            TransportKind::Libfabric => {
+                use crate::backend::libfabric::{DEFAULT_PROVIDER, FabricNetwork};
+                let provider = wish.device.as_deref().unwrap_or(DEFAULT_PROVIDER);
+                Some(FabricNetwork::open(provider).map(|network| vec![shared(network)]))
+            }
+            #[cfg(feature = "verbs")]
+            TransportKind::Verbs => {
+                use crate::backend::verbs::{PortChoice, VerbsNetwork};
+                let mut config = self.verbs.clone();
+                if let Some(ports) = &wish.device {
+                    config.ports = PortChoice::Named(ports.split('+').map(str::to_owned).collect());
+                }
+                Some(VerbsNetwork::open(config).map(|network| vec![shared(network)]))
+            }
+            _ => None,
+        }
+    }
 }
 
-/// Networks of this host behind a wish; `None` when this build knows no such network.
-#[allow(clippy::unnecessary_wraps, unused_variables, reason = "depends on the features")]
-fn open_network(wish: &Wish) -> Option<Result<Vec<Arc<dyn Network>>, NetworkError>> {
-    match wish.kind {
-        _ => None,
-    }
+#[cfg(any(feature = "libfabric", feature = "verbs"))]
+fn shared(network: impl Network + 'static) -> Arc<dyn Network> {
+    Arc::new(network)
 }
 
 /// Names of the transports of this build.

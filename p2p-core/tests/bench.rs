@@ -48,6 +48,29 @@ fn many_to_many_by_put_only_with_messages_beyond_the_ring() {
     assert!(report.rows.iter().all(|row| (row.senders, row.receivers) == (3, 2)));
 }
 
+#[cfg(feature = "libfabric")]
+#[test]
+fn two_to_one_over_libfabric() {
+    if let Err(error) = p2p_core::backend::libfabric::FabricNetwork::open("tcp;ofi_rxm") {
+        println!("SKIPPED: {error}");
+        return;
+    }
+    let config = BenchConfig {
+        senders: 2,
+        max_bytes: 64 << 10,
+        iterations: 5,
+        transport: TransportKind::Libfabric,
+        device: Some("tcp;ofi_rxm".to_owned()),
+        ..BenchConfig::default()
+    };
+    let report = run(&config, &program(), |_| {}).unwrap();
+    assert_eq!(report.rows.len(), 15);
+    assert!(report.verified_bytes > 0);
+    let config = BenchConfig { device: Some("nonesuch".to_owned()), ..config };
+    let error = run(&config, &program(), |_| {}).unwrap_err().to_string();
+    assert!(error.contains("no provider `nonesuch` here; found: "), "{error}");
+}
+
 #[test]
 fn nonsense_is_refused() {
     let config = BenchConfig { senders: 0, ..BenchConfig::default() };

@@ -1,6 +1,7 @@
 //! The sending and receiving processes.
 
 use std::io::{BufRead, Write};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -11,8 +12,10 @@ use super::clock::{Clock, percentile};
 use super::message::{Inbox, Pattern, Spin, messages_per_window, num_chunks, text, try_put};
 use super::{BenchConfig, iterations, sizes};
 use crate::bootstrap::{ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect};
-use crate::endpoint::TransportKind;
+use crate::endpoint::{Endpoint, TransportKind};
+use crate::network::Network;
 use crate::slot::SlotConfig;
+use crate::transports::{OpenNetworks, TransportSpec, Wish};
 
 /// Variable that makes a process a child of the benchmark.
 pub(super) const JOB_VARIABLE: &str = "SWITCHYARD_P2P_BENCH_JOB";
@@ -58,12 +61,13 @@ impl Job {
             c.transport.name().to_owned(),
             c.pin.to_string(),
             c.seed.to_string(),
+            c.device.clone().unwrap_or_default(),
         ]
-        .join(";")
+        .join("|")
     }
 
     fn decode(text: &str) -> Option<Self> {
-        let mut words = text.split(';');
+        let mut words = text.split('|');
         let mut next = || words.next();
         let idx = next()?.parse().ok()?;
         let addrs = next()?.split(',').filter(|a| !a.is_empty()).map(str::to_owned).collect();
@@ -79,10 +83,13 @@ impl Job {
             },
             transport: match next()? {
                 "staged" => TransportKind::Staged,
+                "verbs" => TransportKind::Verbs,
+                "libfabric" => TransportKind::Libfabric,
                 _ => TransportKind::Shm,
             },
             pin: next()?.parse().ok()?,
             seed: next()?.parse().ok()?,
+            device: next().filter(|device| !device.is_empty()).map(str::to_owned),
         };
         Some(Self { idx, addrs, config })
     }
@@ -109,7 +116,8 @@ struct Lane {
 
 impl Lane {
     fn new(connection: Connection, config: &BenchConfig, peer_idx: u64) -> Self {
-        let spin = Spin::among(config.senders + config.receivers);
+        let spin =
+            Spin::among(config.senders + config.receivers, connection.channel.endpoint().driver());
         let inbox = Inbox::new(&connection.channel, config.max_bytes);
         Self {
             connection,
@@ -169,12 +177,14 @@ fn send(job: &Job) -> Result<(), String> {
     let config = &job.config;
     pin(config, 2 * job.idx);
     let runtime = runtime()?;
+    let networks = networks(config)?;
     let mut lanes = Vec::with_capacity(job.addrs.len());
     for (idx, addr) in job.addrs.iter().enumerate() {
         let hello = PeerHello { peer_id: job.idx as u64, ..PeerHello::default() };
         let connect_config = ConnectConfig {
             slot: config.slot,
             transports: vec![config.transport],
+            networks: networks.clone(),
             ..ConnectConfig::default()
         };
         let connection =
@@ -212,7 +222,7 @@ fn latency(
     let timed = iterations(&job.config, len);
     let warm_up = timed / 10 + 8;
     let us = job.idx as u64;
-    let spin = lanes[0].spin;
+    let spin = lanes[0].spin.clone();
     let mut samples = Vec::with_capacity(timed);
     for iteration in 0..warm_up + timed {
         for lane in &mut *lanes {
@@ -257,6 +267,7 @@ fn bandwidth(
     let window = messages_per_window(&lanes[0].connection.channel, len);
     let rounds = num_rounds(&job.config, len, window);
     let warm_up = rounds / 10 + 2;
+    let spin = lanes[0].spin.clone();
     let mut samples = Vec::with_capacity(rounds);
     for round in 0..warm_up + rounds {
         for lane in &mut *lanes {
@@ -268,7 +279,7 @@ fn bandwidth(
                 let number = numbered(round + nth, job.idx as u64, lane.peer_idx);
                 let message = pattern.message(number, len);
                 lane.sent = 0;
-                lane.spin.until("credit", || lane.send_on(message))?;
+                spin.until("credit", || lane.send_on(message))?;
             }
         }
         for lane in &mut *lanes {
@@ -290,7 +301,7 @@ fn receive(job: &Job) -> Result<(), String> {
     let pattern = Pattern::new(config.seed, config.max_bytes);
     let mut verified = 0;
     let us = job.idx as u64;
-    let spin = lanes[0].spin;
+    let spin = lanes[0].spin.clone();
     if us == 0 {
         raw_echo(&mut lanes[0])?;
     }
@@ -355,7 +366,7 @@ fn receive(job: &Job) -> Result<(), String> {
 /// Round trips of one bare 64-bit word, halved, in microseconds.
 fn raw_flag(lane: &mut Lane, clock: &Clock) -> Result<f64, String> {
     lane.await_step()?;
-    let spin = lane.spin;
+    let spin = lane.spin.clone();
     let Some((theirs, ours)) = lane.connection.channel.raw_words() else { return Ok(0.0) };
     let mut samples = Vec::with_capacity(RAW_ROUNDS as usize);
     for round in 1..=RAW_ROUNDS {
@@ -370,7 +381,7 @@ fn raw_flag(lane: &mut Lane, clock: &Clock) -> Result<f64, String> {
 
 fn raw_echo(lane: &mut Lane) -> Result<(), String> {
     lane.step()?;
-    let spin = lane.spin;
+    let spin = lane.spin.clone();
     let Some((theirs, ours)) = lane.connection.channel.raw_words() else { return Ok(()) };
     for round in 1..=RAW_ROUNDS {
         spin.until("the raw flag", || Ok(ours.load(Ordering::Acquire) >= round))?;
@@ -379,11 +390,19 @@ fn raw_echo(lane: &mut Lane) -> Result<(), String> {
     Ok(())
 }
 
+/// The networks of the transport to be measured.
+fn networks(config: &BenchConfig) -> Result<Vec<Arc<dyn Network>>, String> {
+    let wish = Wish { kind: config.transport, device: config.device.clone() };
+    let spec = TransportSpec::List(vec![wish]);
+    Ok(OpenNetworks::default().open(&spec).map_err(text)?.networks)
+}
+
 /// Listens until all senders are there, in the order of their indices.
 fn meet_senders(config: &BenchConfig, runtime: &Runtime) -> Result<Vec<Lane>, String> {
     let listener_config = ListenerConfig {
         slot: config.slot,
         transports: vec![config.transport],
+        networks: networks(config)?,
         ..ListenerConfig::default()
     };
     let (sender, mut peers) = mpsc::unbounded_channel();

@@ -1,5 +1,6 @@
 //! Messages of any size over a channel: cut into frames, poisoned before, compared after.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
@@ -7,6 +8,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::channel::{Channel, RxFrame};
 use crate::transport::AnyEndpoint;
+use crate::wait::Driver;
 
 /// What a process knows about all payloads: message `number` is a window of one random buffer.
 pub(super) struct Pattern {
@@ -37,28 +39,33 @@ impl Pattern {
 }
 
 /// How a process waits: it polls, and gives its processor away when others need it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Spin {
     polls_before_yield: u32,
+    /// What moves the messages, where the memory is not mapped. All channels of a process share it.
+    driver: Option<Arc<dyn Driver>>,
 }
 
 impl Spin {
     /// For `num_processes` that poll on this machine at the same time.
-    pub(super) fn among(num_processes: usize) -> Self {
+    pub(super) fn among(num_processes: usize, driver: Option<Arc<dyn Driver>>) -> Self {
         let num_cpus = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { polls_before_yield: if num_processes > num_cpus { 50 } else { 20_000 } }
+        Self { polls_before_yield: if num_processes > num_cpus { 50 } else { 20_000 }, driver }
     }
 
     /// Polls until `ready`.
     #[inline]
     pub(super) fn until(
-        self,
+        &self,
         what: &'static str,
         mut ready: impl FnMut() -> Result<bool, String>,
     ) -> Result<(), String> {
         let mut deadline = None;
         loop {
             for _ in 0..self.polls_before_yield {
+                if let Some(driver) = &self.driver {
+                    driver.drive();
+                }
                 if ready()? {
                     return Ok(());
                 }

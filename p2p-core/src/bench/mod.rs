@@ -43,6 +43,8 @@ pub struct BenchConfig {
     pub slot: SlotConfig,
     /// Transport to use.
     pub transport: TransportKind,
+    /// Device or provider of a network; `None` leaves the choice.
+    pub device: Option<String>,
     /// Whether every process stays on one processor.
     pub pin: bool,
     /// Seed of the payload.
@@ -59,6 +61,7 @@ impl Default for BenchConfig {
             iterations: 0,
             slot: SlotConfig { num_frames: 16, ..SlotConfig::default() },
             transport: TransportKind::Shm,
+            device: None,
             pin: true,
             seed: 1,
         }
@@ -73,6 +76,9 @@ pub struct BenchReport {
     pub raw_flag_us_p50: f64,
     /// Transport in use.
     pub transport: TransportKind,
+    /// Device or provider that was asked for.
+    #[serde(default)]
+    pub device: Option<String>,
     /// Pages behind the slots.
     pub pages: String,
     /// Bytes compared, and found right, over all iterations and processes.
@@ -224,7 +230,14 @@ pub fn run(
         verified_bytes += process.number("verified", "the bytes it verified")?;
     }
     let verified_bytes = verified_bytes as u64;
-    Ok(BenchReport { raw_flag_us_p50, transport: config.transport, pages, verified_bytes, rows })
+    Ok(BenchReport {
+        raw_flag_us_p50,
+        transport: config.transport,
+        device: config.device.clone(),
+        pages,
+        verified_bytes,
+        rows,
+    })
 }
 
 fn check(config: &BenchConfig) -> Result<(), BenchError> {
@@ -237,7 +250,9 @@ fn check(config: &BenchConfig) -> Result<(), BenchError> {
     ok(config.min_bytes > 0, "min_bytes", config.min_bytes, "1 or more")?;
     let most = MAX_BYTES;
     let fits = (config.min_bytes..=most).contains(&config.max_bytes);
-    ok(fits, "max_bytes", config.max_bytes, "min_bytes to 1 GiB")
+    ok(fits, "max_bytes", config.max_bytes, "min_bytes to 1 GiB")?;
+    let few = config.iterations <= MAX_ITERATIONS;
+    ok(few, "iterations", config.iterations, "at most 10000000")
 }
 
 /// Sizes of a run: doubling.
@@ -338,5 +353,6 @@ impl Drop for Process {
 }
 
 const MAX_BYTES: usize = 1 << 30;
+const MAX_ITERATIONS: usize = 10_000_000;
 const BYTES_PER_SIZE: usize = 512 << 20;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);

@@ -4,7 +4,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use p2p_core::bench::{BenchConfig, BenchRow, ChildProgram};
-use p2p_core::{SlotConfig, TransportKind};
+use p2p_core::transports::Wish;
+use p2p_core::{SlotConfig, TransportKind, TransportSpec};
 
 use crate::{Global, ui};
 
@@ -32,9 +33,10 @@ pub struct Args {
     /// Frames in a slot.
     #[arg(long, env = "SWITCHYARD_SLOT_FRAMES", default_value_t = 16)]
     slot_frames: usize,
-    /// Transport between the processes.
+    /// Transport between the processes: shm, staged, verbs or libfabric; `:` and a device or provider
+    /// may follow, as in `libfabric:tcp;ofi_rxm`.
     #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value = "shm", value_parser = transport)]
-    transport: TransportKind,
+    transport: Wish,
     /// Lets the system move the processes between CPUs.
     #[arg(long, env = "SWITCHYARD_NO_PIN", value_parser = clap::builder::FalseyValueParser::new())]
     no_pin: bool,
@@ -43,11 +45,15 @@ pub struct Args {
     seed: u64,
 }
 
-fn transport(name: &str) -> Result<TransportKind, String> {
-    [TransportKind::Shm, TransportKind::Staged]
-        .into_iter()
-        .find(|kind| kind.name() == name)
-        .ok_or_else(|| format!("unknown transport {name:?}: expected shm or staged"))
+fn transport(text: &str) -> Result<Wish, String> {
+    let expected = || format!("{text:?}: expected one of shm, staged, verbs, libfabric");
+    let TransportSpec::List(mut wishes) = text.parse().map_err(|_| expected())? else {
+        return Err(expected());
+    };
+    match (wishes.pop(), wishes.is_empty()) {
+        (Some(wish), true) if wish.kind != TransportKind::Local => Ok(wish),
+        _ => Err(expected()),
+    }
 }
 
 /// Runs this process's part where it is a child of the benchmark.
@@ -64,7 +70,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         max_bytes: args.max_bytes,
         iterations: args.iterations,
         slot: SlotConfig { slot_bytes: args.slot_bytes, num_frames: args.slot_frames },
-        transport: args.transport,
+        transport: args.transport.kind,
+        device: args.transport.device.clone(),
         pin: !args.no_pin,
         seed: args.seed,
     };
@@ -74,7 +81,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             "{} senders → {} receivers over {}, one process each",
             args.senders,
             args.receivers,
-            args.transport.name()
+            args.transport
         );
         outln!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
     }
