@@ -26,23 +26,32 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let nvcc = find_nvcc()?;
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
-    let mut all = Vec::new();
-    let mut list = String::from("/// Code of every source file.\npub const IMAGES: [&[u8]; ");
-    write!(list, "{}] = [", SOURCES.len())?;
+    let mut images = Vec::new();
+    let mut text = String::from("/// Code of every source file.\npub const IMAGES: [&[u8]; ");
+    write!(text, "{}] = [", SOURCES.len())?;
     for name in SOURCES {
         let image = out.join(format!("{name}.fatbin"));
         compile(&nvcc, name, &image)?;
-        all.extend(fs::read(&image)?);
-        write!(list, "\n    &Aligned(*include_bytes!({:?})).0,", image)?;
+        images.push(fs::read(&image)?);
+        write!(text, "\n    &Aligned(*include_bytes!({image:?})).0,")?;
     }
-    list.push_str("\n];\n");
-    fs::write(out.join("images.rs"), list)?;
+    let count = entries::ENTRIES.len();
+    write!(
+        text,
+        "\n];\n/// Which image has each entry.\npub const IMAGE_OF: [usize; {count}] = ["
+    )?;
     for entry in entries::ENTRIES {
         // Images are not compressed, so names stand in them as they are.
-        if !all.windows(entry.len()).any(|part| part == entry.as_bytes()) {
-            return Err(format!("no kernel in cuda/ is called {entry}: see src/entries.rs").into());
-        }
+        let has_it =
+            |image: &Vec<u8>| image.windows(entry.len()).any(|part| part == entry.as_bytes());
+        let image_idx = images
+            .iter()
+            .position(has_it)
+            .ok_or_else(|| format!("no kernel in cuda/ is called {entry}: see src/entries.rs"))?;
+        write!(text, "{image_idx}, ")?;
     }
+    text.push_str("];\n");
+    fs::write(out.join("images.rs"), text)?;
     Ok(())
 }
 

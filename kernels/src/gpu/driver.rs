@@ -346,22 +346,13 @@ impl Context {
             })?;
             self.modules.push(module);
         }
-        for entry in ENTRIES {
+        for (entry, image_idx) in ENTRIES.into_iter().zip(images::IMAGE_OF) {
             let name = CString::new(entry).unwrap_or_default();
             let mut function = null_mut();
-            let found = self.modules.iter().any(|module| {
-                // SAFETY: the module is loaded, the name ends with a zero; writes one handle.
-                let found =
-                    unsafe { sys::cuModuleGetFunction(&raw mut function, *module, name.as_ptr()) };
-                found == CUresult::CUDA_SUCCESS
-            });
-            if !found {
-                return Err(GpuError::Driver {
-                    call: "cuModuleGetFunction",
-                    code: CUresult::CUDA_ERROR_NOT_FOUND as u32,
-                    name: format!("no kernel is called {entry}"),
-                });
-            }
+            // SAFETY: the module is loaded, the name ends with a zero; writes one handle.
+            check("cuModuleGetFunction", unsafe {
+                sys::cuModuleGetFunction(&raw mut function, self.modules[image_idx], name.as_ptr())
+            })?;
             // SAFETY: a function of a loaded module.
             check("cuFuncLoad", unsafe { sys::cuFuncLoad(function) })?;
             self.functions.push(function);

@@ -50,7 +50,9 @@ fn layer(runner: &Runner, rng: &mut StdRng, world: &World, numbers: &mut [Vec<u6
     let layer = rng.random_range(0..NUM_LAYERS);
     let mut inputs = Vec::new();
     for (client, numbers) in numbers.iter_mut().enumerate() {
-        let num_tokens = rng.random_range(0..=world.capacity);
+        // A server that waits for the others only must not blame who had nothing to send.
+        let num_tokens =
+            if round == 1 && client == 0 { 0 } else { rng.random_range(0..=world.capacity) };
         let input = Input::random(rng, &world.geometry, world.placement.num_experts, num_tokens);
         world.load(client, &input);
         // SAFETY: the world's memory is as large as its geometry says.

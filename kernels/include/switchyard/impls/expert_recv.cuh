@@ -186,11 +186,15 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     }
     const uint32_t place = layout::ring_place(geometry, number);
     const uint32_t start = params.state->next_client;
-    // An idle server is no error; with min_ready above 1 the caller expected somebody.
-    if (is_client && !seen.is_ready && wanted > 1)
+    // An idle server is no error; with min_ready above 1 the caller expected so many. Who is dead is to
+    // blame then, or everybody who did not come in time.
+    const uint32_t ready = shared.ready, dead = shared.dead;
+    const bool is_dead = (dead >> lane_idx & 1) != 0;
+    const bool has_expired = __popc(ready | dead) < wanted;
+    if (is_client && !seen.is_ready && wanted > 1 && __popc(ready) < wanted &&
+        (is_dead || has_expired))
         comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
-                           (shared.dead >> lane_idx & 1) != 0 ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
-                           number - 1, number);
+                           is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
 
     uint32_t layer = 0, code = 0;
     if (seen.is_ready)
