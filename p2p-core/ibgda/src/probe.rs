@@ -1,0 +1,307 @@
+//! What the host has of what GPU-initiated RDMA needs, one check each.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::device::devices;
+use crate::library::Libraries;
+
+/// What a check found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// As needed.
+    Present,
+    /// Needed and not there.
+    Missing,
+    /// Better than nothing: something works, only less well.
+    Partial,
+}
+
+impl State {
+    /// Word for people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Present => "ok",
+            Self::Missing => "MISSING",
+            Self::Partial => "partial",
+        }
+    }
+}
+
+/// One thing that is needed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// What.
+    pub name: &'static str,
+    /// Whether it is there.
+    pub state: State,
+    /// What was found.
+    pub found: String,
+    /// What to do, where something is missing.
+    pub remedy: Option<String>,
+}
+
+/// All checks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// In the order in which one would mend things.
+    pub checks: Vec<Check>,
+}
+
+impl Report {
+    /// Whether nothing is missing.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.checks.iter().all(|check| check.state != State::Missing)
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for check in &self.checks {
+            writeln!(f, "{:<8} {:<26} {}", check.state.name(), check.name, check.found)?;
+            if let Some(remedy) = &check.remedy {
+                writeln!(f, "{:<8} {:<26} → {remedy}", "", "")?;
+            }
+        }
+        let verdict = if self.is_ready() {
+            "ready for GPU-initiated RDMA (not yet run on a ConnectX: see docs/ibgda.md)"
+        } else {
+            "not ready for GPU-initiated RDMA; the proxy and the other transports need none of this"
+        };
+        writeln!(f, "{verdict}")
+    }
+}
+
+/// Looks at this host.
+#[must_use]
+pub fn probe() -> Report {
+    let mut report = probe_files(Path::new("/"));
+    report.checks.extend(probe_libraries());
+    report
+}
+
+/// Looks at the files below `root` only, which is `/` except in tests.
+#[must_use]
+pub fn probe_files(root: &Path) -> Report {
+    let checks = vec![
+        nic(root),
+        modules(root),
+        user_access(root),
+        gpu_driver(root),
+        driver_option(
+            root,
+            "EnableStreamMemOPs",
+            |value| value == "1",
+            "EnableStreamMemOPs: 1",
+            "NVreg_EnableStreamMemOPs=1",
+        ),
+        driver_option(
+            root,
+            "RegistryDwords",
+            |value| value.contains("PeerMappingOverride=1"),
+            "RegistryDwords: \"PeerMappingOverride=1;\"",
+            "NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
+        ),
+        registration(root),
+    ];
+    Report { checks }
+}
+
+fn nic(root: &Path) -> Check {
+    let class = root.join("sys/class/infiniband");
+    let mut found = Vec::new();
+    let (mut is_any_mlx5, mut is_any_up) = (false, false);
+    let mut names: Vec<_> = std::fs::read_dir(&class)
+        .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect())
+        .unwrap_or_default();
+    names.sort();
+    for name in names {
+        let device = class.join(&name);
+        let driver = std::fs::read_link(device.join("device/driver")).unwrap_or_default();
+        let driver = driver.file_name().map(|name| name.to_string_lossy().into_owned());
+        let driver = driver.unwrap_or_else(|| "no driver of a device".to_owned());
+        let port = |file: &str| first_line(&device.join("ports/1").join(file));
+        let state = port("state").unwrap_or_else(|| "no port 1".to_owned());
+        let is_mlx5 = driver.starts_with("mlx5_core");
+        is_any_mlx5 |= is_mlx5;
+        is_any_up |= is_mlx5 && state.contains("ACTIVE");
+        found.push(format!(
+            "{} ({driver}, {state}, {}, {})",
+            name.to_string_lossy(),
+            port("link_layer").unwrap_or_default(),
+            port("rate").unwrap_or_default()
+        ));
+    }
+    let found = if found.is_empty() {
+        format!("no RDMA device below {}", class.display())
+    } else {
+        found.join("; ")
+    };
+    let name = "mlx5 NIC";
+    if !is_any_mlx5 {
+        return missing(name, found, "a ConnectX-5 or later with the driver mlx5_core is needed");
+    }
+    if !is_any_up {
+        return missing(name, found, "no port is active: check cable, switch and subnet manager");
+    }
+    present(name, found)
+}
+
+fn modules(root: &Path) -> Check {
+    const NEEDED: [&str; 3] = ["mlx5_core", "mlx5_ib", "ib_uverbs"];
+    let name = "kernel modules";
+    let loaded = std::fs::read_to_string(root.join("proc/modules")).unwrap_or_default();
+    let is_there =
+        |module: &str| is_loaded(&loaded, module) || root.join("sys/module").join(module).is_dir();
+    let absent: Vec<&str> = NEEDED.into_iter().filter(|module| !is_there(module)).collect();
+    if absent.is_empty() {
+        present(name, NEEDED.join(", "))
+    } else {
+        let remedy = format!("modprobe {}", absent.join(" "));
+        missing(name, format!("not loaded: {}", absent.join(", ")), &remedy)
+    }
+}
+
+fn user_access(root: &Path) -> Check {
+    let name = "user access to RDMA";
+    let dir = root.join("dev/infiniband");
+    let is_uverbs =
+        |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with("uverbs");
+    let devices: Vec<_> = std::fs::read_dir(&dir)
+        .map(|entries| entries.filter_map(Result::ok).filter(is_uverbs).collect())
+        .unwrap_or_default();
+    if devices.is_empty() {
+        let remedy = "load ib_uverbs; in a container pass /dev/infiniband through";
+        return missing(name, format!("no uverbs device in {}", dir.display()), remedy);
+    }
+    let mut refused = Vec::new();
+    for device in &devices {
+        let opened = std::fs::OpenOptions::new().read(true).write(true).open(device.path());
+        if let Err(error) = opened {
+            refused.push(format!("{}: {error}", device.path().display()));
+        }
+    }
+    if refused.len() == devices.len() {
+        return missing(name, refused.join("; "), "add this user to the group that owns them");
+    }
+    present(name, format!("{} uverbs devices", devices.len()))
+}
+
+fn gpu_driver(root: &Path) -> Check {
+    let name = "NVIDIA driver";
+    match first_line(&root.join("proc/driver/nvidia/version")) {
+        Some(version) => present(name, version),
+        None => missing(name, "not loaded".to_owned(), "install the NVIDIA driver on this host"),
+    }
+}
+
+fn driver_option(
+    root: &Path,
+    option: &'static str,
+    is_right: fn(&str) -> bool,
+    expected: &str,
+    setting: &str,
+) -> Check {
+    let path = root.join("proc/driver/nvidia/params");
+    let text = std::fs::read_to_string(&path).unwrap_or_default();
+    let value = text.lines().find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == option).then(|| value.trim().to_owned())
+    });
+    let remedy = format!(
+        "`options nvidia {setting}` in /etc/modprobe.d/, rebuild the initramfs, reboot; needed to \
+         map the NIC's doorbell into the GPU"
+    );
+    match value {
+        Some(value) if is_right(&value) => present(option, value),
+        Some(value) => missing(option, format!("{value}, expected {expected}"), &remedy),
+        None => missing(option, format!("not in {}", path.display()), &remedy),
+    }
+}
+
+fn registration(root: &Path) -> Check {
+    let name = "registration of GPU memory";
+    let loaded = std::fs::read_to_string(root.join("proc/modules")).unwrap_or_default();
+    let version = first_line(&root.join("proc/driver/nvidia/version")).unwrap_or_default();
+    let release = first_line(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+    let has_dmabuf = version.contains("Open Kernel Module") && is_at_least(&release, 5, 12);
+    let has_peermem = is_loaded(&loaded, "nvidia_peermem");
+    match (has_dmabuf, has_peermem) {
+        (true, _) => present(name, format!("dma-buf (open kernel modules, Linux {release})")),
+        (false, true) => Check {
+            state: State::Partial,
+            ..present(name, "nvidia_peermem; dma-buf needs the open kernel modules".to_owned())
+        },
+        (false, false) => {
+            let found = format!(
+                "neither dma-buf (open kernel modules and Linux 5.12, this is {release}) nor \
+                 nvidia_peermem"
+            );
+            missing(name, found, "install the open kernel modules, or modprobe nvidia_peermem")
+        }
+    }
+}
+
+fn probe_libraries() -> Vec<Check> {
+    let libraries = match Libraries::open() {
+        Ok(libraries) => libraries,
+        Err(error) => {
+            let remedy =
+                "install Debian's packages libibverbs1 and ibverbs-providers (44 or later)";
+            return vec![missing("libibverbs and libmlx5", error.to_string(), remedy)];
+        }
+    };
+    let mut checks = vec![present("libibverbs and libmlx5", "all functions are there".to_owned())];
+    let name = "DevX";
+    checks.push(match devices(&libraries) {
+        Err(error) => missing(name, error.to_string(), "see the lines above"),
+        Ok(devices) => {
+            let mlx5: Vec<_> = devices.iter().filter(|device| device.is_mlx5).collect();
+            let found: Vec<String> = mlx5
+                .iter()
+                .map(|device| match &device.devx {
+                    Ok(()) => format!("{}: yes", device.name),
+                    Err(reason) => format!("{}: {reason}", device.name),
+                })
+                .collect();
+            if mlx5.is_empty() {
+                missing(name, "no mlx5 device".to_owned(), "see the lines above")
+            } else if mlx5.iter().any(|device| device.devx.is_ok()) {
+                present(name, found.join("; "))
+            } else {
+                // Queues in host memory do without.
+                let remedy = "CAP_NET_RAW and firmware with UCTX_EN=1 are needed";
+                Check { state: State::Partial, ..missing(name, found.join("; "), remedy) }
+            }
+        }
+    });
+    checks
+}
+
+const fn present(name: &'static str, found: String) -> Check {
+    Check { name, state: State::Present, found, remedy: None }
+}
+
+fn missing(name: &'static str, found: String, remedy: &str) -> Check {
+    Check { name, state: State::Missing, found, remedy: Some(remedy.to_owned()) }
+}
+
+fn is_loaded(modules: &str, module: &str) -> bool {
+    modules.lines().any(|line| line.split(' ').next() == Some(module))
+}
+
+fn first_line(path: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    text.lines().next().map(|line| line.trim().to_owned())
+}
+
+/// Whether a kernel release such as `6.1.0-18-amd64` is at least `major.minor`.
+fn is_at_least(release: &str, major: u32, minor: u32) -> bool {
+    let mut parts = release.split(['.', '-']).map(|part| part.parse::<u32>().unwrap_or(0));
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (major, minor)
+}
