@@ -19,6 +19,7 @@
 //! | [`transport`] | the endpoint of a connection, whichever transport it is |
 //! | [`network`] | what a transport over a network offers to the handshake |
 //! | [`fabric`] | one-sided operations on registered memory, by completion |
+//! | [`engine`] | messages, one-sided reads and writes, and notifications over any fabric |
 //! | [`transports`] | which transports a process offers |
 //! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
 //! | [`mod@bench`] | latency and bandwidth between processes |
@@ -35,6 +36,8 @@ pub mod channel;
 mod copy;
 pub mod credit;
 pub mod endpoint;
+#[cfg(not(loom))]
+pub mod engine;
 #[cfg(not(loom))]
 pub mod fabric;
 pub mod flags;

@@ -11,7 +11,7 @@ mod admission;
 mod connect;
 mod listener;
 mod liveness;
-mod policy;
+pub(crate) mod policy;
 pub mod wire;
 
 use std::fmt;

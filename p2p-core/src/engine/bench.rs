@@ -1,0 +1,1 @@
+//! Latency and bandwidth of one-sided transfers between two engines.

@@ -1,0 +1,285 @@
+//! What users and the engine's thread have in common.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use crossbeam_queue::ArrayQueue;
+
+use super::connection::Connection;
+use super::error::{CloseReason, ConnectError, SubmitError, TransferError};
+use super::link::Limits;
+use super::mailbox::Mailbox;
+use super::memory::{Handle, Keys};
+use super::metadata::EndpointMetadata;
+use super::transfer::{TransferId, Transfers};
+use super::{Notification, PeerInfo};
+use crate::fabric::{Access, RemoteSegment};
+use crate::network::Offer;
+use crate::region::Region;
+use crate::wait::signal_event;
+
+/// What users ask of the thread.
+#[derive(Debug)]
+pub(super) enum Command {
+    Move(Move),
+    Notify { conn: ConnKey, transfer: u32, deadline_ns: u64, notification: Vec<u8> },
+    Connect { addr: SocketAddr, deadline: Instant, reply: Arc<Mailbox<ConnectReply>> },
+    Register(Register),
+    Release { idx: u32, is_full: bool, reply: Arc<Mailbox<Result<bool, String>>> },
+    Stop,
+}
+
+pub(super) type ConnectReply = Result<Connection, ConnectError>;
+
+/// A part of a transfer.
+#[derive(Debug)]
+pub(super) struct Move {
+    pub(super) conn: ConnKey,
+    pub(super) what: What,
+    pub(super) transfer: u32,
+    pub(super) deadline_ns: u64,
+    pub(super) handle: Arc<Handle>,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// Which transfer.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum What {
+    Send,
+    Recv,
+    Write(RemoteSegment),
+    Read(RemoteSegment),
+}
+
+impl What {
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Send => "send",
+            Self::Recv => "recv",
+            Self::Write(_) => "write",
+            Self::Read(_) => "read",
+        }
+    }
+}
+
+/// Memory to be registered.
+#[derive(Debug)]
+pub(super) struct Register {
+    pub(super) ptr: NonNull<u8>,
+    pub(super) bytes: usize,
+    pub(super) access: Access,
+    pub(super) memory: Option<Region>,
+    pub(super) reply: Arc<Mailbox<Result<Arc<Keys>, String>>>,
+}
+
+// SAFETY: an address and its length; the memory has no thread affinity.
+unsafe impl Send for Register {}
+
+/// Names a connection on the thread: place and number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ConnKey {
+    pub(super) idx: u32,
+    pub(super) serial: u64,
+}
+
+/// A connection as users and thread share it.
+#[derive(Debug)]
+pub(super) struct ConnShared {
+    pub(super) shared: Arc<Shared>,
+    pub(super) key: ConnKey,
+    pub(super) fabric: usize,
+    pub(super) transport: Offer,
+    pub(super) peer: PeerInfo,
+    pub(super) theirs: Limits,
+    pub(super) closed: OnceLock<CloseReason>,
+    /// Cost of the notifications that users have taken.
+    pub(super) taken: AtomicU64,
+}
+
+impl Drop for ConnShared {
+    fn drop(&mut self) {
+        if self.closed.get().is_none() {
+            self.shared.close_later(self.key);
+        }
+    }
+}
+
+/// What an engine's users and its thread share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) metadata: EndpointMetadata,
+    pub(super) start: Instant,
+    pub(super) transfers: Arc<Transfers>,
+    pub(super) queue: ArrayQueue<Command>,
+    wake: OwnedFd,
+    /// Whether the thread sleeps, or is about to.
+    sleeping: AtomicBool,
+    pub(super) is_dead: AtomicBool,
+    pub(super) inbox: Mailbox<(Weak<ConnShared>, Notification)>,
+    pub(super) accepted: Mailbox<Connection>,
+    /// Whether a connection's `taken` has changed.
+    pub(super) has_taken: AtomicBool,
+    later: Mutex<Later>,
+    has_later: AtomicBool,
+    pub(super) live: Mutex<Vec<Weak<ConnShared>>>,
+    pub(super) endpoints: Mutex<Vec<Connection>>,
+}
+
+/// What destructors leave to the thread: it cannot be refused, and nobody waits for it.
+#[derive(Debug, Default)]
+pub(super) struct Later {
+    /// Registrations: place and whether the handle covered all of it.
+    pub(super) released: Vec<(u32, bool)>,
+    pub(super) closed: Vec<ConnKey>,
+}
+
+impl Shared {
+    pub(super) fn new(
+        metadata: EndpointMetadata,
+        wake: OwnedFd,
+        max_transfers: u32,
+        queue_len: usize,
+    ) -> Self {
+        Self {
+            metadata,
+            start: Instant::now(),
+            transfers: Arc::new(Transfers::new(max_transfers)),
+            queue: ArrayQueue::new(queue_len),
+            wake,
+            sleeping: AtomicBool::new(false),
+            is_dead: AtomicBool::new(false),
+            inbox: Mailbox::default(),
+            accepted: Mailbox::default(),
+            has_taken: AtomicBool::new(false),
+            later: Mutex::default(),
+            has_later: AtomicBool::new(false),
+            live: Mutex::default(),
+            endpoints: Mutex::default(),
+        }
+    }
+
+    /// Nanoseconds of the engine's clock at `at`.
+    pub(super) fn ns(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Hands a command to the thread; gives it back when the queue is full.
+    pub(super) fn push(&self, command: Command) -> Result<(), Command> {
+        self.queue.push(command)?;
+        self.kick();
+        if self.is_dead.load(Ordering::SeqCst) {
+            self.fail_queued();
+        }
+        Ok(())
+    }
+
+    /// The same, waiting for room until `deadline`.
+    pub(super) fn push_until(&self, mut command: Command, deadline: Instant) -> Result<(), Command> {
+        let mut pause = Duration::from_micros(1);
+        loop {
+            match self.push(command) {
+                Ok(()) => return Ok(()),
+                Err(back) if Instant::now() >= deadline => return Err(back),
+                Err(back) => command = back,
+            }
+            self.kick();
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(1));
+        }
+    }
+
+    /// Wakes the thread if it sleeps.
+    pub(super) fn kick(&self) {
+        // SYNC POINT: engine-sleep. What was queued before is seen by a thread that went to sleep
+        // before this load; a thread that goes to sleep after it sees the queue.
+        fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::SeqCst)
+            && self.sleeping.swap(false, Ordering::SeqCst)
+            && let Err(error) = signal_event(self.wake.as_fd())
+        {
+            tracing::error!(%error, "cannot wake the engine's thread");
+        }
+    }
+
+    /// Announces sleep. False: there is something to do, and nothing was announced.
+    pub(super) fn may_sleep(&self) -> bool {
+        self.sleeping.store(true, Ordering::SeqCst);
+        // SYNC POINT: engine-sleep.
+        fence(Ordering::SeqCst);
+        let is_idle = self.queue.is_empty()
+            && !self.has_taken.load(Ordering::SeqCst)
+            && !self.has_later.load(Ordering::SeqCst);
+        if !is_idle {
+            self.woke();
+        }
+        is_idle
+    }
+
+    pub(super) fn woke(&self) {
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    pub(super) fn wake_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    pub(super) fn release_later(&self, idx: u32, is_full: bool) {
+        lock(&self.later).released.push((idx, is_full));
+        self.has_later.store(true, Ordering::SeqCst);
+        self.kick();
+    }
+
+    pub(super) fn close_later(&self, conn: ConnKey) {
+        lock(&self.later).closed.push(conn);
+        self.has_later.store(true, Ordering::SeqCst);
+        self.kick();
+    }
+
+    pub(super) fn take_later(&self) -> Option<Later> {
+        if !self.has_later.load(Ordering::SeqCst) || !self.has_later.swap(false, Ordering::SeqCst) {
+            return None;
+        }
+        Some(std::mem::take(&mut *lock(&self.later)))
+    }
+
+    /// Ends what is in the queue of a thread that is no more.
+    pub(super) fn fail_queued(&self) {
+        while let Some(command) = self.queue.pop() {
+            let (transfer, op) = match &command {
+                Command::Move(part) => (part.transfer, part.what.name()),
+                Command::Notify { transfer, .. } => (*transfer, "notify"),
+                Command::Connect { reply, .. } => {
+                    reply.close();
+                    continue;
+                }
+                Command::Register(Register { reply, .. }) => {
+                    reply.close();
+                    continue;
+                }
+                Command::Release { reply, .. } => {
+                    reply.close();
+                    continue;
+                }
+                Command::Stop => continue,
+            };
+            drop(command);
+            let error = TransferError::Disconnected { op, reason: CloseReason::Stopped };
+            self.transfers.finish(transfer, Err(error));
+        }
+    }
+
+    /// Begins a transfer, or says why not.
+    pub(super) fn begin(&self, num_parts: usize) -> Result<TransferId, SubmitError> {
+        let num_parts = u32::try_from(num_parts).unwrap_or(u32::MAX).max(1);
+        self.transfers.begin(num_parts).ok_or(SubmitError::Busy)
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,6 @@
+//! The message engine between engines of one process, over every fabric that needs nothing installed.
+#![cfg(not(loom))]
+
+mod common;
+mod faults;
+mod transfers;
