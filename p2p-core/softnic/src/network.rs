@@ -14,9 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use p2p_core::network::{
-    Joined, Network, NetworkError, OpenSide, Route, SideDescription,
-};
+use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::wait::Driver;
 use p2p_core::{AnyEndpoint, SlotLayout, TransportKind};
 

@@ -105,16 +105,7 @@ impl SoftEndpoint {
         wake_self: OwnedFd,
     ) -> Self {
         let (is_fenced, failure) = (false, None);
-        Self {
-            side,
-            remote_address,
-            rkey,
-            remote_bytes,
-            wake_peer,
-            wake_self,
-            is_fenced,
-            failure,
-        }
+        Self { side, remote_address, rkey, remote_bytes, wake_peer, wake_self, is_fenced, failure }
     }
 
     /// The peer's memory at `offset`, checked.
@@ -218,11 +209,7 @@ impl Endpoint for SoftEndpoint {
         None
     }
 
-    unsafe fn put(
-        &mut self,
-        dst: RemoteRange<SlotKey>,
-        src: LocalRange,
-    ) -> Result<(), PostError> {
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
         let remote = self.remote("put", dst.offset, dst.len.max(src.len()))?;
         let local = self.local("put", &src)?;
         self.moved("put", remote, local, src.len(), |remote, local| {
@@ -230,11 +217,7 @@ impl Endpoint for SoftEndpoint {
         })
     }
 
-    unsafe fn get(
-        &mut self,
-        dst: LocalRange,
-        src: RemoteRange<SlotKey>,
-    ) -> Result<(), PostError> {
+    unsafe fn get(&mut self, dst: LocalRange, src: RemoteRange<SlotKey>) -> Result<(), PostError> {
         let remote = self.remote("get", src.offset, src.len.max(dst.len()))?;
         let local = self.local("get", &dst)?;
         self.moved("get", remote, local, dst.len(), |remote, local| {

@@ -20,11 +20,13 @@ pub(super) fn make() -> io::Result<(OwnedFd, u32)> {
 pub(super) fn open(pid: u32, number: u32) -> io::Result<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let path = format!("/proc/{pid}/fd/{number}");
-    let kind = std::fs::read_link(&path)?;
+    let kind = std::fs::read_link(&path)
+        .map_err(|error| io::Error::new(error.kind(), format!("{path}: {error}")))?;
     if !kind.to_string_lossy().starts_with("pipe:[") {
         return Err(io::Error::other(format!("{path} is {}, not a pipe", kind.display())));
     }
-    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+    let pipe = rustix::fs::open(&path, flags, Mode::empty());
+    pipe.map_err(|errno| io::Error::new(errno.kind(), format!("{path}: {errno}")))
 }
 
 /// Wakes whoever sleeps on the pipe. Every call is a new event, because the one who wakes takes the
