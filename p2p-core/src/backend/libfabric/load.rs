@@ -67,9 +67,11 @@ impl Library {
         let library = chosen.filter(|name| !name.is_empty()).unwrap_or(DEFAULT_LIBRARY);
         let name = CString::new(library)
             .map_err(|_| LoadError::Absent { detail: format!("`{library}` is not a path") })?;
-        // SAFETY: a string that ends with a zero byte. Constructors of the library run, which is what
-        // whoever names it asks for.
-        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
+        let handle = keeping_signal_handlers(|| {
+            // SAFETY: a string that ends with a zero byte. Constructors of the library run, which is
+            // what whoever names it asks for.
+            unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) }
+        });
         if handle.is_null() {
             return Err(LoadError::Absent { detail: loader_error(library) });
         }
@@ -122,6 +124,27 @@ impl Library {
     }
 }
 
+/// Does `work`, then puts this process's signal handlers back. Libraries below libfabric (PSM is one)
+/// install their own when they are loaded, for SIGTERM and SIGINT too, and those end the process on the
+/// spot: no server would drain any more.
+fn keeping_signal_handlers<T>(work: impl FnOnce() -> T) -> T {
+    let before = SIGNALS.map(|signal| {
+        // SAFETY: all zero is a valid action, for the system to write over.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: asks for the action of a signal; both pointers are null or valid.
+        let result = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
+        (result == 0).then_some(action)
+    });
+    let done = work();
+    for (signal, action) in SIGNALS.into_iter().zip(&before) {
+        if let Some(action) = action {
+            // SAFETY: an action that was in force a moment ago, whose handler is still there.
+            unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
+        }
+    }
+    done
+}
+
 fn loader_error(library: &str) -> String {
     // SAFETY: the loader's own string, valid until its next call in this thread.
     let text = unsafe { libc::dlerror() };
@@ -133,6 +156,19 @@ fn loader_error(library: &str) -> String {
 }
 
 const DEFAULT_LIBRARY: &str = "libfabric.so.1";
+/// Those that end a process and can be caught.
+const SIGNALS: [c_int; 10] = [
+    libc::SIGHUP,
+    libc::SIGINT,
+    libc::SIGQUIT,
+    libc::SIGILL,
+    libc::SIGABRT,
+    libc::SIGBUS,
+    libc::SIGFPE,
+    libc::SIGSEGV,
+    libc::SIGPIPE,
+    libc::SIGTERM,
+];
 
 #[cfg(test)]
 mod tests {
@@ -145,6 +181,25 @@ mod tests {
         assert!(matches!(error, LoadError::Absent { .. }), "{text}");
         assert!(text.contains("/nonexistent/libfabric.so") && text.contains(LIBRARY_VARIABLE));
         assert!(!text.contains('\n'), "{text}");
+    }
+
+    #[test]
+    fn loading_leaves_signal_handlers_alone() {
+        let handlers = || {
+            SIGNALS.map(|signal| {
+                // SAFETY: all zero is a valid action, for the system to write over.
+                let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+                // SAFETY: asks only; the pointer is valid.
+                let result = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
+                assert_eq!(result, 0, "signal {signal}");
+                action.sa_sigaction
+            })
+        };
+        let before = handlers();
+        if let Err(error) = Library::get() {
+            println!("nothing was loaded: {error}");
+        }
+        assert_eq!(handlers(), before);
     }
 
     #[test]
