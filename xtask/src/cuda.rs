@@ -23,8 +23,8 @@ const WHEELS: [&str; 7] = [
 ];
 const VERSION: &str = "13.0";
 
-const KERNELS: [&str; 5] = ["dispatch", "combine", "expert", "p2p", "flag"];
-const PROGRAMS: [&str; 4] = ["kernels_test", "fault_test", "moe_bench", "p2p_bench"];
+const KERNELS: [&str; 6] = ["dispatch", "combine", "expert", "compute", "p2p", "flag"];
+const PROGRAMS: [&str; 5] = ["kernels_test", "expert_test", "fault_test", "moe_bench", "p2p_bench"];
 /// Packages with the feature `cuda`; of each the test that goes into the bundle, and its name there.
 const RUST_TESTS: [(&str, &str, &str); 2] = [
     ("switchyard-kernels", "against_rust", "rust_kernels_test"),
@@ -34,7 +34,7 @@ const RUST_TESTS: [(&str, &str, &str); 2] = [
 const TARGETS: [&str; 2] =
     ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"];
 /// What must be found in the disassembly of each kernel file.
-const EXPECTED_INSTRUCTIONS: [(&str, &[&str]); 3] = [
+const EXPECTED_INSTRUCTIONS: [(&str, &[&str]); 4] = [
     // 16-byte loads and stores, a fence over the link, quantisation in hardware.
     ("dispatch", &["LDG.E.128", "ST.E.128", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS", "F2FP.SATFINITE.E4M3"]),
     (
@@ -43,6 +43,8 @@ const EXPECTED_INSTRUCTIONS: [(&str, &[&str]); 3] = [
     ),
     // Cluster barriers for expert_recv.
     ("expert", &["UCGABAR_ARV", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS"]),
+    // Matrix units, fed by asynchronous copies.
+    ("compute", &["HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDGSTS.E.BYPASS"]),
 ];
 const MAX_BUNDLE_BYTES: u64 = 40 << 20;
 

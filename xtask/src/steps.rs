@@ -1,6 +1,7 @@
 //! The steps of `cargo xtask test`, in order: cheap and telling first.
 
 mod mlx5;
+mod rxe;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -47,6 +48,7 @@ pub fn all() -> Vec<Step> {
             cuda::check_kernels,
         ),
         step("mlx5", "work requests against the vendor's header, fences of doorbells", mlx5::check),
+        step("rxe", "the verbs transport on Soft-RoCE devices in QEMU guests", rxe::check),
         step("deploy", "Prometheus rules and scrape configuration, Grafana dashboard", deploy),
         step("demo", "the release build's demo, verified against the reference", demo),
     ]
@@ -155,6 +157,12 @@ fn loom() -> Result<Outcome> {
 }
 
 fn fuzz() -> Result<Outcome> {
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+    if !tools::on_path(&compiler) {
+        let reason =
+            format!("{compiler} is missing, which libFuzzer needs: install g++, or set CXX");
+        return Ok(Outcome::Skipped(reason));
+    }
     run(Command::new("bash").args(["fuzz/run.sh", "20"]))
 }
 

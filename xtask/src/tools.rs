@@ -8,21 +8,29 @@ use anyhow::{Context, Result};
 use crate::steps::{Outcome, run};
 
 /// Debian package, and a program or file by which to tell that it is there.
-const PACKAGES: [(&str, &str); 5] = [
+const PACKAGES: [(&str, &str); 16] = [
     ("gcc", "cc"),
     ("g++", "g++"),
     ("prometheus", "promtool"),
     ("procps", "ps"),
     ("libibverbs-dev", "/usr/include/infiniband/mlx5dv.h"),
+    ("librdmacm-dev", "/usr/include/rdma/rdma_cma.h"),
+    ("libclang-dev", "/usr/share/doc/libclang-dev"),
+    ("qemu-system-x86", "qemu-system-x86_64"),
+    ("busybox-static", "busybox"),
+    ("ibverbs-providers", "/etc/libibverbs.d/rxe.driver"),
+    ("ibverbs-utils", "ibv_devinfo"),
+    ("rdmacm-utils", "rping"),
+    ("perftest", "ib_write_lat"),
+    ("iproute2", "rdma"),
+    ("kmod", "/sbin/depmod"),
+    ("cpio", "cpio"),
 ];
 
 /// Installs missing packages on Debian and Ubuntu as root; elsewhere names them.
 pub fn install_packages() -> Result<Outcome> {
-    let missing: Vec<&str> = PACKAGES
-        .iter()
-        .filter(|(_, sign)| !on_path(sign) && !(sign.starts_with('/') && Path::new(sign).exists()))
-        .map(|(package, _)| *package)
-        .collect();
+    let missing: Vec<&str> =
+        PACKAGES.iter().filter(|(_, sign)| !is_here(sign)).map(|(package, _)| *package).collect();
     if missing.is_empty() {
         return Ok(Outcome::Passed);
     }
@@ -77,6 +85,11 @@ pub fn cargo_tool(name: &str, version: &str) -> Result<Result<PathBuf, String>> 
         println!("cannot remove the build folder of {name}: {error}");
     }
     Ok(Ok(program))
+}
+
+/// Whether a program is on the search path, or a file exists.
+pub fn is_here(sign: &str) -> bool {
+    if sign.starts_with('/') { Path::new(sign).exists() } else { on_path(sign) }
 }
 
 /// Whether a program is on the search path.

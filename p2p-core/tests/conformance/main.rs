@@ -108,7 +108,7 @@ fn over_libfabric(provider: &str) {
 }
 
 /// Says loudly that a test did not run, and fails where the environment demands that it runs.
-#[cfg(feature = "libfabric")]
+#[cfg(any(feature = "libfabric", feature = "verbs"))]
 fn skip(resource: &str, reason: &str) {
     let required = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
     let is_required = required.split(',').any(|item| item == resource || item == "all");

@@ -44,7 +44,7 @@ pub fn network() -> Arc<dyn Network> {
         send_queue_depth: 32,
         // Emulated machines stand still for a while now and then.
         ack_timeout: 18,
-        post_timeout_ms: 20_000,
+        stall_timeout_ms: 20_000,
         ..Default::default()
     };
     Arc::new(VerbsNetwork::open(config).unwrap())

@@ -49,15 +49,30 @@ pub struct VerbsConfig {
     pub ack_timeout: u8,
     /// How often a packet is sent again before the peer counts as lost, 0 to 7.
     pub retry_count: u8,
-    /// Longest wait for room in a full queue or for the parts of a striped put, in milliseconds.
-    pub post_timeout_ms: u64,
+    /// Longest time in milliseconds without any completion while somebody waits for one; then the peer
+    /// counts as lost. Longer than the device's own retries, which say more.
+    pub stall_timeout_ms: u64,
 }
 
 impl VerbsConfig {
-    /// Longest wait for room in a full queue or for the parts of a striped put.
+    /// The defaults with the ports `text` names, as in `mlx5_0:1+mlx5_1`: one or more joined by `+`, or
+    /// all that are near a device or node, as in `near=0000:3b:00.0` and `node=1`.
     #[must_use]
-    pub const fn post_timeout(&self) -> Duration {
-        Duration::from_millis(self.post_timeout_ms)
+    pub fn on(text: &str) -> Self {
+        let ports = if let Some(device) = text.strip_prefix("near=") {
+            PortChoice::Near(device.to_owned())
+        } else if let Some(node) = text.strip_prefix("node=").and_then(|node| node.parse().ok()) {
+            PortChoice::NearNode(node)
+        } else {
+            PortChoice::Named(text.split('+').map(str::to_owned).collect())
+        };
+        Self { ports, ..Self::default() }
+    }
+
+    /// Longest time without any completion while somebody waits for one.
+    #[must_use]
+    pub const fn stall_timeout(&self) -> Duration {
+        Duration::from_millis(self.stall_timeout_ms)
     }
 }
 
@@ -77,10 +92,31 @@ impl Default for VerbsConfig {
             // 67 ms, seven times: a peer that does not answer is lost after half a second.
             ack_timeout: 14,
             retry_count: 7,
-            post_timeout_ms: 2000,
+            stall_timeout_ms: 3000,
         }
     }
 }
 
 /// Most queue pairs of one peer.
 pub const MAX_LANES: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_chosen_by_text() {
+        let named = |names: &[&str]| {
+            PortChoice::Named(names.iter().map(|name| (*name).to_owned()).collect())
+        };
+        for (text, expected) in [
+            ("mlx5_0", named(&["mlx5_0"])),
+            ("mlx5_0:2+mlx5_1", named(&["mlx5_0:2", "mlx5_1"])),
+            ("near=0000:3b:00.0", PortChoice::Near("0000:3b:00.0".to_owned())),
+            ("node=1", PortChoice::NearNode(1)),
+            ("node=x", named(&["node=x"])),
+        ] {
+            assert_eq!(VerbsConfig::on(text).ports, expected, "{text}");
+        }
+    }
+}

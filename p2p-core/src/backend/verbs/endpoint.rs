@@ -16,9 +16,9 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::lane::{Failed, Lane};
+use super::lane::{Failed, Lane, Message};
 use super::owner::{MemoryRegion, Rights};
 use super::progress::{OpKind, PeerState, Progress};
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
@@ -35,7 +35,6 @@ pub struct VerbsEndpoint {
     sources: Vec<Region>,
     remote: RemoteSlot,
     stripe_bytes: usize,
-    limit: Duration,
     /// Whether lanes beside the first may have requests under way.
     is_spread: bool,
     /// Whether a fence stands between what the first lane carries and the next spread operation.
@@ -58,7 +57,6 @@ impl VerbsEndpoint {
         progress: Arc<Progress>,
         remote: RemoteSlot,
         stripe_bytes: usize,
-        limit: Duration,
     ) -> Self {
         Self {
             lanes,
@@ -67,7 +65,6 @@ impl VerbsEndpoint {
             sources: Vec::new(),
             remote,
             stripe_bytes,
-            limit,
             is_spread: false,
             fence_before_spread: false,
         }
@@ -175,17 +172,20 @@ impl VerbsEndpoint {
         len: usize,
         remote_address: u64,
     ) -> Result<(), PostError> {
-        let limit = self.limit;
         let lane = &mut self.lanes[lane];
         let longest = lane.max_message_bytes();
         let mut start = 0;
         while start < len {
             let bytes = longest.min(len - start);
-            let is_last = start + bytes == len;
-            let (local, remote) = (local_address + start as u64, remote_address + start as u64);
+            let message = Message {
+                source,
+                local_address: local_address + start as u64,
+                bytes: bytes as u32,
+                remote_address: remote_address + start as u64,
+                is_last: start + bytes == len,
+            };
             // SAFETY: the caller's promise.
-            let posted =
-                unsafe { lane.transfer(kind, source, local, bytes as u32, remote, is_last, limit) };
+            let posted = unsafe { lane.transfer(kind, message) };
             if posted.is_err() {
                 return Err(self.failure(kind.name()));
             }
@@ -196,21 +196,11 @@ impl VerbsEndpoint {
 
     /// Waits until the lanes from `first` on have nothing under way.
     fn settle(&mut self, first: usize) -> Result<(), PostError> {
-        let (address, limit) = (self.remote.address, self.limit);
-        let deadline = Instant::now() + limit;
-        let settled = self.lanes[first..]
-            .iter_mut()
-            .try_for_each(|lane| lane.seal(address, limit))
-            .and_then(|()| {
-                for lane in &self.lanes[first..] {
-                    if !lane.wait(0, deadline)? {
-                        let limit_ms = limit.as_millis() as u64;
-                        self.peer.health.fail("put", super::status::Cause::Late { limit_ms });
-                        return Err(Failed);
-                    }
-                }
-                Ok(())
-            });
+        let address = self.remote.address;
+        let lanes = &mut self.lanes[first..];
+        let settled = lanes.iter_mut().try_for_each(|lane| lane.seal(address)).and_then(|()| {
+            lanes.iter().try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop))
+        });
         match settled {
             Ok(()) => {
                 self.is_spread = false;
@@ -284,8 +274,7 @@ impl Endpoint for VerbsEndpoint {
         }
         // SYNC POINT `published`, SYNC POINT `consumed`: the device carries the addition out after the
         // writes that were posted before it, and makes them visible in that order.
-        let limit = self.limit;
-        self.lanes[0].add(address, value, limit).map_err(|Failed| self.failure("add_flag"))
+        self.lanes[0].add(address, value).map_err(|Failed| self.failure("add_flag"))
     }
 
     fn fence(&mut self) -> Result<(), PostError> {
@@ -301,15 +290,14 @@ impl Endpoint for VerbsEndpoint {
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
         self.health()?;
         let address = self.remote.address;
-        let limit = self.limit.min(deadline.saturating_duration_since(Instant::now()));
         let lanes = if self.is_spread { self.lanes.len() } else { 1 };
         for lane in &mut self.lanes[..lanes] {
-            if lane.seal(address, limit).is_err() {
+            if lane.seal(address).is_err() {
                 return Err(self.failure("quiet").into());
             }
         }
         for lane in &self.lanes[..lanes] {
-            match lane.wait(0, deadline) {
+            match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
                 Ok(true) => {}
                 Ok(false) => {
                     let outstanding: u64 = self.lanes.iter().map(Lane::num_outstanding).sum();
@@ -326,8 +314,7 @@ impl Endpoint for VerbsEndpoint {
     fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
         let address = self.remote_address("wake", waiting_offset, 8)?;
         // SYNC POINT `waiting`: the message follows the flag, and the peer's driver does the look.
-        let limit = self.limit;
-        self.lanes[0].touch(OpKind::Wake, address, limit).map_err(|Failed| self.failure("wake"))?;
+        self.lanes[0].touch(OpKind::Wake, address).map_err(|Failed| self.failure("wake"))?;
         // Also takes the peer's own wake-ups in, so that it never runs out of receives while this side
         // works without waiting.
         self.progress.drive();

@@ -24,6 +24,8 @@ pub(super) struct Lane {
     scratch: Region,
     remote_key: u32,
     max_message_bytes: u32,
+    /// Longest time without a completion.
+    limit: Duration,
     /// Requests posted.
     posted: u64,
     /// The last signalled one of them.
@@ -45,6 +47,19 @@ pub(super) struct LaneParts {
     pub(super) scratch: Region,
     pub(super) remote_key: u32,
     pub(super) max_message_bytes: u32,
+    pub(super) limit: Duration,
+}
+
+/// One message of a put or get.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Message {
+    /// Index of the registration that holds the source or target.
+    pub(super) source: usize,
+    pub(super) local_address: u64,
+    pub(super) bytes: u32,
+    pub(super) remote_address: u64,
+    /// Whether it ends the operation.
+    pub(super) is_last: bool,
 }
 
 /// Why a request was not posted. The peer's health says the rest.
@@ -64,6 +79,7 @@ impl Lane {
             scratch: parts.scratch,
             remote_key: parts.remote_key,
             max_message_bytes: parts.max_message_bytes,
+            limit: parts.limit,
             posted: 0,
             signalled: 0,
             must_fence: false,
@@ -88,24 +104,13 @@ impl Lane {
         self.posted - self.state.completed()
     }
 
-    /// Puts or gets `bytes` at once. The source or target is the registration with index `source`.
+    /// Puts or gets one message.
     ///
     /// # Safety
     /// As for [`QueuePair::post`](super::qp::QueuePair::post).
-    pub(super) unsafe fn transfer(
-        &mut self,
-        kind: OpKind,
-        source: usize,
-        local_address: u64,
-        bytes: u32,
-        remote_address: u64,
-        is_last: bool,
-        limit: Duration,
-    ) -> Result<(), Failed> {
-        let (verb, mut flags) = match kind {
-            OpKind::Get => (Verb::Read, 0),
-            _ => (Verb::Write, 0),
-        };
+    pub(super) unsafe fn transfer(&mut self, kind: OpKind, message: Message) -> Result<(), Failed> {
+        let Message { source, local_address, bytes, remote_address, is_last } = message;
+        let mut flags = 0;
         if kind == OpKind::Get {
             self.has_reads = true;
             // Whoever reads waits for it.
@@ -117,7 +122,7 @@ impl Lane {
         }
         let work = Work {
             id: 0,
-            verb,
+            verb: if kind == OpKind::Get { Verb::Read } else { Verb::Write },
             flags,
             local_address,
             local_key: self.sources[source].local_key(),
@@ -126,16 +131,11 @@ impl Lane {
             remote_key: self.remote_key,
         };
         // SAFETY: the caller's promise.
-        unsafe { self.post(kind, work, limit) }
+        unsafe { self.post(kind, work) }
     }
 
     /// Adds to a word of the peer, after everything before on this lane.
-    pub(super) fn add(
-        &mut self,
-        remote_address: u64,
-        value: u64,
-        limit: Duration,
-    ) -> Result<(), Failed> {
+    pub(super) fn add(&mut self, remote_address: u64, value: u64) -> Result<(), Failed> {
         // The device keeps writes and atomics of one queue pair in order by itself. Reads may be
         // answered late: the flag must not overtake those.
         let fence = if self.has_reads { FENCE } else { 0 };
@@ -152,16 +152,11 @@ impl Lane {
         };
         // SAFETY: the old value lands in the scratch page, which nobody looks at and which stays
         // registered as long as the queue pair lives.
-        unsafe { self.post(OpKind::AddFlag, work, limit) }
+        unsafe { self.post(OpKind::AddFlag, work) }
     }
 
     /// A message without bytes: with `kind` Wake it takes a receive of the peer, else it only completes.
-    pub(super) fn touch(
-        &mut self,
-        kind: OpKind,
-        remote_address: u64,
-        limit: Duration,
-    ) -> Result<(), Failed> {
+    pub(super) fn touch(&mut self, kind: OpKind, remote_address: u64) -> Result<(), Failed> {
         let (verb, flags) = match kind {
             OpKind::Wake => (Verb::WriteWithImmediate, 0),
             _ => (Verb::Write, SIGNALLED),
@@ -177,7 +172,7 @@ impl Lane {
             remote_key: self.remote_key,
         };
         // SAFETY: no memory is named.
-        unsafe { self.post(kind, work, limit) }
+        unsafe { self.post(kind, work) }
     }
 
     /// What comes after is carried out after what came before.
@@ -187,16 +182,24 @@ impl Lane {
     }
 
     /// Makes sure that the last request tells of its completion.
-    pub(super) fn seal(&mut self, remote_address: u64, limit: Duration) -> Result<(), Failed> {
+    pub(super) fn seal(&mut self, remote_address: u64) -> Result<(), Failed> {
         if self.signalled == self.posted {
             return Ok(());
         }
-        self.touch(OpKind::Quiet, remote_address, limit)
+        self.touch(OpKind::Quiet, remote_address)
     }
 
-    /// Waits until at most `most` requests are under way. `false` at the deadline.
-    pub(super) fn wait(&self, most: u64, deadline: Instant) -> Result<bool, Failed> {
+    /// Waits until at most `most` requests are under way. `false` at `deadline`, if there is one. The peer
+    /// fails when nothing at all completes for longer than allowed: not every device notices by itself
+    /// that another one is gone.
+    pub(super) fn wait(
+        &self,
+        kind: OpKind,
+        most: u64,
+        deadline: Option<Instant>,
+    ) -> Result<bool, Failed> {
         let mut num_looks = 0u32;
+        let mut seen = (self.state.completed(), None);
         while self.num_outstanding() > most {
             self.progress.drive();
             if self.num_outstanding() <= most {
@@ -205,14 +208,25 @@ impl Lane {
             if self.state.peer.health.has_failed() {
                 return Err(Failed);
             }
-            num_looks += 1;
+            num_looks = num_looks.saturating_add(1);
             match num_looks {
                 // The device answers within microseconds; a software one needs this processor.
                 0..SPINS => std::hint::spin_loop(),
                 SPINS..YIELDS => std::thread::yield_now(),
                 _ => std::thread::sleep(PAUSE),
             }
-            if num_looks % 16 == 0 && Instant::now() >= deadline {
+            if !num_looks.is_multiple_of(16) {
+                continue;
+            }
+            let now = Instant::now();
+            let completed = self.state.completed();
+            let since = if seen.0 == completed { seen.1.unwrap_or(now) } else { now };
+            seen = (completed, Some(since));
+            if now - since >= self.limit {
+                let limit_ms = self.limit.as_millis() as u64;
+                return Err(self.fail(kind, Cause::Late { limit_ms }));
+            }
+            if deadline.is_some_and(|deadline| now >= deadline) {
                 return Ok(false);
             }
         }
@@ -221,15 +235,11 @@ impl Lane {
 
     /// # Safety
     /// As for [`QueuePair::post`](super::qp::QueuePair::post).
-    unsafe fn post(&mut self, kind: OpKind, mut work: Work, limit: Duration) -> Result<(), Failed> {
+    unsafe fn post(&mut self, kind: OpKind, mut work: Work) -> Result<(), Failed> {
         let depth = u64::from(self.state.queue_pair.capacity().sends);
         if self.num_outstanding() >= depth {
-            let deadline = Instant::now() + limit;
             // Down to half, so that a full queue is not met again at once.
-            if !self.wait(depth / 2, deadline)? {
-                let limit_ms = limit.as_millis() as u64;
-                return Err(self.fail(kind, Cause::Late { limit_ms }));
-            }
+            self.wait(kind, depth / 2, None)?;
         }
         let sequence = self.posted + 1;
         // Often enough that room comes free while the rest of the queue is still at work.

@@ -13,6 +13,7 @@
 mod config;
 mod detail;
 mod endpoint;
+mod fabric;
 mod lane;
 mod network;
 mod owner;
@@ -24,6 +25,7 @@ mod sys;
 
 pub use config::{MAX_LANES, PortChoice, VerbsConfig};
 pub use endpoint::VerbsEndpoint;
+pub use fabric::{DeviceAccess, DmaBuf, VerbsFabric};
 pub use network::VerbsNetwork;
 
 /// Names of the RDMA devices of this host. Empty when there are none, also when the system has no

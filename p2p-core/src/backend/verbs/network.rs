@@ -10,7 +10,9 @@ use super::endpoint::{RemoteSlot, VerbsEndpoint};
 use super::lane::{Lane, LaneParts};
 use super::owner::{CallError, Context, MemoryRegion, ProtectionDomain, Rights};
 use super::port::{Port, error, open_ports};
-use super::progress::{LaneState, OpKind, PeerState, Place, Progress, RequestId, Room};
+use super::progress::{
+    LaneState, OpKind, PeerState, Place, Progress, RequestId, Room, Sleeper, Standing,
+};
 use super::qp::{Capacity, QueuePair};
 use super::status::Health;
 use super::sys;
@@ -55,7 +57,7 @@ impl VerbsNetwork {
                 contexts.len() - 1
             }));
         }
-        let progress = Progress::start(&name, &contexts)
+        let progress = Progress::start(&name, &contexts, Standing::In)
             .map_err(|e| error(&name, e.call, Some(e.code), e.to_string()))?;
         tracing::info!(ports = name, flavour = ports[0].flavour(), "RDMA ports opened");
         let shared = Shared { name, config, ports, context_idx, progress };
@@ -80,7 +82,7 @@ impl Network for VerbsNetwork {
 
     fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
         let shared = &self.shared;
-        let own = shared.own_slot(layout)?;
+        let (slot, own) = shared.own_slot(layout)?;
         let mut lanes = Vec::new();
         for (port_idx, port) in shared.ports.iter().enumerate() {
             // A domain of its own for every peer: whatever key a peer guesses, its queue pairs reach
@@ -88,11 +90,17 @@ impl Network for VerbsNetwork {
             let domain = ProtectionDomain::new(&port.context).map_err(|e| shared.failed(&e))?;
             for _ in 0..shared.config.queue_pairs_per_port {
                 if lanes.len() < MAX_LANES {
-                    lanes.push(shared.open_lane(port_idx, &domain, &own, layout, route.local)?);
+                    lanes.push(shared.open_lane(
+                        port_idx,
+                        &domain,
+                        (&slot, &own),
+                        layout,
+                        route.local,
+                    )?);
                 }
             }
         }
-        Ok(Box::new(VerbsSide { lanes, own, shared: Arc::clone(shared), route }))
+        Ok(Box::new(VerbsSide { lanes, slot, own, shared: Arc::clone(shared), route }))
     }
 }
 
@@ -109,20 +117,22 @@ impl Shared {
     }
 
     /// This side's slot and what waits on it.
-    fn own_slot(&self, layout: &SlotLayout) -> Result<Arc<PeerState>, NetworkError> {
+    fn own_slot(&self, layout: &SlotLayout) -> Result<(Region, Arc<PeerState>), NetworkError> {
         let slot = Region::anonymous(layout.slot_bytes())
             .map_err(|e| error(&self.name, "mapping a slot", None, e.to_string()))?;
         let wake_self: OwnedFd = event_fd()
             .map_err(|e| error(&self.name, "eventfd", e.raw_os_error(), e.to_string()))?;
         let waiting_offset = layout.control_offset(WAITING);
-        Ok(Arc::new(PeerState { health: Health::default(), wake_self, slot, waiting_offset }))
+        let sleeper = Some(Sleeper { slot: slot.clone(), waiting_offset });
+        let state = Arc::new(PeerState { health: Health::default(), wake_self, sleeper });
+        Ok((slot, state))
     }
 
     fn open_lane(
         &self,
         port_idx: usize,
         domain: &Arc<ProtectionDomain>,
-        own: &Arc<PeerState>,
+        (slot, own): (&Region, &Arc<PeerState>),
         layout: &SlotLayout,
         local: IpAddr,
     ) -> Result<OpenLane, NetworkError> {
@@ -142,7 +152,7 @@ impl Shared {
             .progress
             .reserve(self.context_idx[port_idx], max_entries, wanted.num_completions())
             .map_err(failed)?;
-        let slot_key = MemoryRegion::of_region(domain, &own.slot, Rights::All).map_err(failed)?;
+        let slot_key = MemoryRegion::of_region(domain, slot, Rights::All).map_err(failed)?;
         let scratch = Region::anonymous(SCRATCH_BYTES)
             .map_err(|e| error(&self.name, "mapping memory", None, e.to_string()))?;
         let scratch_key =
@@ -217,6 +227,7 @@ impl Drop for Entered {
 #[derive(Debug)]
 struct VerbsSide {
     lanes: Vec<OpenLane>,
+    slot: Region,
     own: Arc<PeerState>,
     shared: Arc<Shared>,
     route: Route,
@@ -226,22 +237,21 @@ impl OpenSide for VerbsSide {
     fn description(&self) -> SideDescription {
         let addresses: Vec<_> = self.lanes.iter().map(|lane| lane.address).collect();
         SideDescription {
-            address: self.own.slot.as_ptr().as_ptr() as u64,
+            address: self.slot.as_ptr().as_ptr() as u64,
             remote_key: addresses[0].remote_key.into(),
-            bytes: self.own.slot.len() as u64,
+            bytes: self.slot.len() as u64,
             detail: detail::encode(self.shared.ports[0].link, &addresses),
         }
     }
 
     fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
-        let Self { mut lanes, own, shared, route } = *self;
+        let Self { mut lanes, slot, own, shared, route } = *self;
         let refuse = |detail: String| {
             error(&shared.name, "reading what the peer says of its side", None, detail)
         };
         let theirs = detail::decode(shared.ports[0].link, &peer.detail)
             .map_err(|e| refuse(e.to_string()))?;
-        let remote =
-            remote_slot(peer, own.slot.len(), theirs[0].remote_key, route).map_err(&refuse)?;
+        let remote = remote_slot(peer, slot.len(), theirs[0].remote_key, route).map_err(&refuse)?;
         // Both sides come to the same number; what is left over goes.
         lanes.truncate(theirs.len());
         let mut joined = Vec::with_capacity(lanes.len());
@@ -261,16 +271,15 @@ impl OpenSide for VerbsSide {
                 scratch: lane.scratch,
                 remote_key: theirs.remote_key,
                 max_message_bytes: port.max_message_bytes.min(shared.config.max_message_bytes),
+                limit: shared.config.stall_timeout(),
             }));
         }
-        let slot = own.slot.clone();
         let endpoint = VerbsEndpoint::new(
             joined,
             own,
             Arc::clone(&shared.progress),
             remote,
             shared.config.stripe_bytes.max(1),
-            shared.config.post_timeout(),
         );
         Ok(Joined { endpoint: AnyEndpoint::Verbs(Box::new(endpoint)), slot })
     }
@@ -312,7 +321,7 @@ fn remote_slot(
 }
 
 /// Whether devices and settings can do what endpoints rest on.
-fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<(), NetworkError> {
+pub(super) fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<(), NetworkError> {
     let bad = |detail: String| Err(error(name, "checking the settings", None, detail));
     if let Some(port) =
         ports.iter().find(|p| p.context.attr().atomic_cap == sys::ibv_atomic_cap::IBV_ATOMIC_NONE)

@@ -98,26 +98,36 @@ pub(super) struct Place {
 #[derive(Debug)]
 pub(super) struct PeerState {
     pub(super) health: Health,
-    /// Whoever sleeps on this peer's slot sleeps on this.
+    /// Whoever waits for this peer sleeps on this.
     pub(super) wake_self: OwnedFd,
+    /// The slot that the peer writes, if it has one.
+    pub(super) sleeper: Option<Sleeper>,
+}
+
+/// Where a thread says that it sleeps on a slot.
+#[derive(Debug)]
+pub(super) struct Sleeper {
     /// This side's slot.
     pub(super) slot: Region,
     /// Its `WAITING` word.
     pub(super) waiting_offset: usize,
 }
 
-impl PeerState {
+impl Sleeper {
     fn waiting_word(&self) -> &AtomicU64 {
         // SAFETY: the offset is that of an aligned control word inside the page-aligned slot, which
         // `self` keeps mapped, and which is only accessed atomically.
         unsafe { AtomicU64::from_ptr(self.slot.as_ptr().add(self.waiting_offset).as_ptr().cast()) }
     }
+}
 
+impl PeerState {
     /// Wakes whoever sleeps on the slot.
     fn wake_sleeper(&self) {
+        let Some(sleeper) = &self.sleeper else { return };
         // SYNC POINT `waiting`: the completion came after the peer's flag, and the fence is between the
         // completion and the look at the word.
-        if flags::must_wake::<Contract, _>(self.waiting_word()) {
+        if flags::must_wake::<Contract, _>(sleeper.waiting_word()) {
             self.signal();
         }
     }
@@ -180,6 +190,16 @@ impl Drop for Room {
     }
 }
 
+/// What the thread beside a driver does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// It listens for asynchronous events, and drives when nobody else does.
+    In,
+    /// It listens for asynchronous events only: the one thread that drives must not miss a completion
+    /// that somebody else took.
+    EventsOnly,
+}
+
 /// The driver of a network.
 pub(super) struct Progress {
     table: Mutex<Table>,
@@ -210,8 +230,12 @@ struct Queue {
 }
 
 impl Progress {
-    /// A driver for queue pairs on `contexts`, and the thread that stands in when nobody drives.
-    pub(super) fn start(name: &str, contexts: &[Arc<Context>]) -> Result<Arc<Self>, CallError> {
+    /// A driver for queue pairs on `contexts`, and the thread that stands by.
+    pub(super) fn start(
+        name: &str,
+        contexts: &[Arc<Context>],
+        standing: Standing,
+    ) -> Result<Arc<Self>, CallError> {
         let system = |errno: rustix::io::Errno| CallError {
             call: "epoll of the completion channels",
             code: errno.raw_os_error(),
@@ -242,6 +266,7 @@ impl Progress {
                 .map_err(|e| CallError { call: "dup", code: e.raw_os_error().unwrap_or(0) })?,
             progress: Arc::downgrade(&progress),
             contexts: contexts.to_vec(),
+            standing,
         };
         std::thread::Builder::new()
             .name(format!("verbs-{name}").chars().take(15).collect())
@@ -438,28 +463,30 @@ fn dispatch(lanes: &[Slot], completion: WorkCompletion) {
     lane.peer.signal();
 }
 
-/// Drives when nobody else does, and listens for asynchronous events.
+/// The thread beside a driver.
 struct Standby {
     progress: Weak<Progress>,
     contexts: Vec<Arc<Context>>,
     stop: OwnedFd,
+    standing: Standing,
 }
 
 impl Standby {
     fn run(self) {
+        let drives = self.standing == Standing::In;
         loop {
             let Some(progress) = self.progress.upgrade() else { return };
+            let is_idle = !drives || progress.may_sleep();
             let Ok(any_channel) = progress.any_channel.try_clone() else { return };
-            let is_idle = progress.may_sleep();
             // The thread must not keep the driver alive while it sleeps.
             drop(progress);
             let limit = if is_idle { LONGEST_SLEEP } else { Duration::ZERO };
-            let mut watched = vec![
-                PollFd::new(&self.stop, PollFlags::IN),
-                PollFd::new(&any_channel, PollFlags::IN),
-            ];
-            let events: Vec<_> = self.contexts.iter().map(|context| context.async_fd()).collect();
-            watched.extend(events.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
+            let events = self.contexts.iter().map(|context| context.async_fd());
+            let mut watched = vec![PollFd::new(&self.stop, PollFlags::IN)];
+            watched.extend(events.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+            if drives {
+                watched.push(PollFd::new(&any_channel, PollFlags::IN));
+            }
             let limit = Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: 0 };
             // Interrupted or not, everything is looked at.
             let _ = poll(&mut watched, Some(&limit));
@@ -472,7 +499,9 @@ impl Standby {
                     handle(&progress, context, event);
                 }
             }
-            progress.drive();
+            if drives {
+                progress.drive();
+            }
             drop(progress);
             // Under load others drive, and events come one after the other: this much is enough.
             std::thread::sleep(PAUSE);

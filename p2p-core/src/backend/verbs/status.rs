@@ -15,7 +15,7 @@ pub(super) enum Cause {
     Event { kind: u32, why: &'static str },
     /// Posting was refused.
     Refused { code: i32 },
-    /// The device did not make room, or did not complete, in time.
+    /// The device completed nothing for too long.
     Late { limit_ms: u64 },
 }
 
@@ -72,10 +72,10 @@ pub(super) fn error(op: &'static str, cause: Cause, peer: &str) -> PostError {
             (i64::from(code), format!("towards {peer}: posting was refused: {what}; {check}"))
         }
         Cause::Late { limit_ms } => {
-            let check = "the peer's host or the network stalls; check its link, pause frames, and post_timeout_ms";
+            let check = "the peer's host or the network stalls; check that its host runs, its link, and pause frames; stall_timeout_ms is the limit";
             (
                 i64::from(libc::ETIMEDOUT),
-                format!("towards {peer}: no room in the queue within {limit_ms} ms; {check}"),
+                format!("towards {peer}: nothing completed for {limit_ms} ms; {check}"),
             )
         }
     };

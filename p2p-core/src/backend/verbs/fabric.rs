@@ -1,0 +1,537 @@
+//! One port as a [`Fabric`]: any memory, any number of peers, operations by token.
+//!
+//! Every request is signalled, since any may be the last one that somebody waits for. When a peer
+//! fails, its queue pair is destroyed first, so that the device touches no memory any more, and then all
+//! that was under way is reported as failed.
+
+use std::collections::VecDeque;
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::event::epoll;
+
+use super::config::VerbsConfig;
+use super::detail::{self, LaneAddress};
+use super::network::check;
+use super::owner::{CallError, MemoryRegion, ProtectionDomain, Rights};
+use super::port::{Port, error, open_ports};
+use super::progress::{LaneState, OpKind, PeerState, Place, Progress, RequestId, Room, Standing};
+use super::qp::{Capacity, QueuePair, SIGNALLED, Verb, Work};
+use super::status::{Cause, Health};
+use super::sys;
+use crate::endpoint::{PostError, TransportKind};
+use crate::fabric::{
+    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
+    WireRegion,
+};
+use crate::network::{NetworkError, Route};
+use crate::wait::{Driver, event_fd};
+
+/// A port whose memory is reached by whole registrations. All peers of a fabric share a protection
+/// domain: a key that one of them was told works for every one of them.
+#[derive(Debug)]
+pub struct VerbsFabric {
+    /// First, so that queue pairs go before the keys.
+    peers: Vec<Option<Peer>>,
+    regions: Vec<Option<Registered>>,
+    free_regions: Vec<u32>,
+    /// Peers that may have something to report, each at most once.
+    active: Vec<u32>,
+    domain: Arc<ProtectionDomain>,
+    progress: Arc<Progress>,
+    port: Port,
+    config: VerbsConfig,
+    name: String,
+    wake: OwnedFd,
+    any_event: OwnedFd,
+    /// Failures of peers that were closed.
+    left_over: Vec<Completion>,
+}
+
+/// A dma-buf that stands for memory of another device.
+#[derive(Debug, Clone, Copy)]
+pub struct DmaBuf<'a> {
+    /// Its descriptor, as the GPU's driver exports it.
+    pub fd: BorrowedFd<'a>,
+    /// Where the memory begins within it, in bytes.
+    pub offset: u64,
+}
+
+/// How memory of another device was registered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceAccess {
+    /// By its dma-buf.
+    DmaBuf,
+    /// By its address, which needs a peer-memory module of the device's driver.
+    PeerMemory,
+}
+
+#[derive(Debug)]
+struct Registered {
+    key: MemoryRegion,
+    first: u64,
+    bytes: u64,
+    access: Access,
+}
+
+#[derive(Debug)]
+struct Peer {
+    /// Gone once the peer has failed. Before the state below, which it uses.
+    lane: Option<FabricLane>,
+    own: LaneAddress,
+    state: Arc<PeerState>,
+    name: String,
+    is_joined: bool,
+    is_active: bool,
+    remote_depth: u64,
+    posted: u64,
+    under_way: VecDeque<(u64, Token)>,
+}
+
+/// Fields are dropped in this order: out of the driver's table, the queue pair, its room.
+#[derive(Debug)]
+struct FabricLane {
+    place: LeavingPlace,
+    state: Arc<LaneState>,
+    _room: Room,
+}
+
+#[derive(Debug)]
+struct LeavingPlace {
+    place: Place,
+    progress: Arc<Progress>,
+}
+
+impl Drop for LeavingPlace {
+    fn drop(&mut self) {
+        self.progress.leave(self.place);
+    }
+}
+
+impl VerbsFabric {
+    /// Opens the first of the ports that `config` asks for.
+    ///
+    /// # Errors
+    /// [`NetworkError`], in one line: no device, no active port.
+    pub fn open(config: VerbsConfig) -> Result<Self, NetworkError> {
+        let port = open_ports(&config)?.swap_remove(0);
+        let name = port.name();
+        check(&config, &name, std::slice::from_ref(&port))?;
+        let failed = |e: CallError| error(&name, e.call, Some(e.code), e.to_string());
+        let system = |op, e: std::io::Error| error(&name, op, e.raw_os_error(), e.to_string());
+        let progress =
+            Progress::start(&name, std::slice::from_ref(&port.context), Standing::EventsOnly)
+                .map_err(failed)?;
+        let domain = ProtectionDomain::new(&port.context).map_err(failed)?;
+        let wake = event_fd().map_err(|e| system("eventfd", e))?;
+        let any_event = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(|e| system("epoll_create", e.into()))?;
+        let sources = [Some(wake.as_fd()), progress.wait_fd()];
+        for fd in sources.into_iter().flatten() {
+            epoll::add(&any_event, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)
+                .map_err(|e| system("epoll_ctl", e.into()))?;
+        }
+        Ok(Self {
+            peers: Vec::new(),
+            regions: Vec::new(),
+            free_regions: Vec::new(),
+            active: Vec::new(),
+            domain,
+            progress,
+            port,
+            config,
+            name,
+            wake,
+            any_event,
+            left_over: Vec::new(),
+        })
+    }
+
+    /// Registers memory of another device, such as a GPU: by its dma-buf if there is one and this host
+    /// can, else by address.
+    ///
+    /// # Safety
+    /// As for [`Fabric::register`].
+    ///
+    /// # Errors
+    /// [`PostError::Register`], which says why neither way works.
+    pub unsafe fn register_device_memory(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+        dma_buf: Option<DmaBuf<'_>>,
+    ) -> Result<(RegionId, DeviceAccess), PostError> {
+        let (rights, address) = (rights(access), ptr.as_ptr() as u64);
+        let first = match dma_buf {
+            // SAFETY: the caller keeps the memory allocated.
+            Some(DmaBuf { fd, offset }) => unsafe {
+                MemoryRegion::of_dmabuf(
+                    &self.domain,
+                    fd.as_raw_fd(),
+                    offset,
+                    address,
+                    bytes,
+                    rights,
+                )
+            },
+            None => Err(CallError { call: "ibv_reg_dmabuf_mr", code: libc::ENOENT }),
+        };
+        let why_not = match first {
+            Ok(key) => {
+                let id = self.keep(key, address, bytes, access);
+                return Ok((id, DeviceAccess::DmaBuf));
+            }
+            Err(why_not) => why_not,
+        };
+        // SAFETY: the caller keeps the memory allocated.
+        match unsafe { MemoryRegion::of_pointer(&self.domain, ptr, bytes, rights) } {
+            Ok(key) => {
+                tracing::debug!(%why_not, "registered by address instead of dma-buf");
+                Ok((self.keep(key, address, bytes, access), DeviceAccess::PeerMemory))
+            }
+            Err(error) => Err(PostError::Register {
+                bytes,
+                detail: format!(
+                    "by dma-buf: {why_not}; by address: {error}; a GPU needs dma-buf support of kernel and driver, or a module such as nvidia_peermem"
+                ),
+            }),
+        }
+    }
+
+    fn keep(&mut self, key: MemoryRegion, first: u64, bytes: usize, access: Access) -> RegionId {
+        let registered = Registered { key, first, bytes: bytes as u64, access };
+        let idx = match self.free_regions.pop() {
+            Some(idx) => {
+                self.regions[idx as usize] = Some(registered);
+                idx
+            }
+            None => {
+                self.regions.push(Some(registered));
+                self.regions.len() as u32 - 1
+            }
+        };
+        RegionId(idx)
+    }
+
+    fn region(&self, id: RegionId) -> Option<&Registered> {
+        self.regions.get(id.0 as usize)?.as_ref()
+    }
+
+    fn open_at(&mut self, local: IpAddr, name: String) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        let failed = |e: CallError| {
+            let what = sys::describe_errno(e.code);
+            error(&self.name, e.call, Some(e.code), format!("{what}; see `rdma resource`"))
+        };
+        let (gid_index, gid) = self.port.address(&self.config, local)?;
+        let wanted = Capacity { sends: self.config.send_queue_depth, receives: 1, inline_bytes: 0 };
+        let max_entries = u32::try_from(self.port.context.attr().max_cqe).unwrap_or(u32::MAX);
+        let room =
+            self.progress.reserve(0, max_entries, wanted.num_completions()).map_err(failed)?;
+        let queue_pair =
+            QueuePair::new(&self.domain, &room.queue, &self.port, wanted).map_err(failed)?;
+        queue_pair.initialise(&self.port, &self.config).map_err(failed)?;
+        let own = LaneAddress {
+            number: queue_pair.number(),
+            first_packet: rand::random::<u32>() & 0xff_ffff,
+            remote_key: 0,
+            lid: self.port.lid,
+            mtu: self.port.mtu,
+            num_responses: self.port.num_responses,
+            gid,
+            gid_index,
+        };
+        let wake_self = self
+            .wake
+            .try_clone()
+            .map_err(|e| error(&self.name, "dup", e.raw_os_error(), e.to_string()))?;
+        let state = Arc::new(PeerState { health: Health::default(), wake_self, sleeper: None });
+        let depth = u64::from(wanted.sends);
+        let lane_state = Arc::new(LaneState::new(queue_pair, Arc::clone(&state)));
+        let place = self.progress.enter(Arc::clone(&lane_state)).map_err(failed)?;
+        let lane = FabricLane {
+            place: LeavingPlace { place, progress: Arc::clone(&self.progress) },
+            state: lane_state,
+            _room: room,
+        };
+        let peer = Peer {
+            lane: Some(lane),
+            own,
+            state,
+            name,
+            is_joined: false,
+            is_active: false,
+            remote_depth: depth,
+            posted: 0,
+            under_way: VecDeque::with_capacity(depth as usize),
+        };
+        // A number is never given out twice: a late use of an old one must not hit a new peer.
+        self.peers.push(Some(peer));
+        let id = PeerId(self.peers.len() as u32 - 1);
+        Ok((id, detail::encode(self.port.link, &[own])))
+    }
+
+    /// # Safety
+    /// As for [`Fabric::write`] or [`Fabric::read`].
+    unsafe fn start(
+        &mut self,
+        kind: OpKind,
+        peer: PeerId,
+        remote: RemoteSegment,
+        local: LocalSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        let op = if kind == OpKind::Get { "read" } else { "write" };
+        let remote_address = remote_address(op, &remote, local.bytes)?;
+        let (local_address, local_key) = self.local_address(op, &local)?;
+        let remote_key = u32::try_from(remote.region.key).map_err(|_| PostError::Transport {
+            op,
+            code: 0,
+            detail: format!("{:#x} is not a remote key of verbs", remote.region.key),
+        })?;
+        let entry = self.peers.get_mut(peer.0 as usize).and_then(Option::as_mut);
+        let entry = entry.ok_or(PostError::Disconnected { op })?;
+        entry.state.health.check(|| entry.name.clone())?;
+        let Some(lane) = entry.lane.as_ref().filter(|_| entry.is_joined) else {
+            return Err(PostError::Disconnected { op });
+        };
+        if entry.under_way.len() as u64 >= entry.remote_depth {
+            return Ok(Posted::Full);
+        }
+        let sequence = entry.posted + 1;
+        let work = Work {
+            id: RequestId::new(lane.place.place, kind, sequence).0,
+            verb: if kind == OpKind::Get { Verb::Read } else { Verb::Write },
+            flags: SIGNALLED,
+            local_address,
+            local_key,
+            bytes: local.bytes as u32,
+            remote_address,
+            remote_key,
+        };
+        // SAFETY: the caller's promise; the range lies within a registration of this fabric.
+        if let Err(error) = unsafe { lane.state.queue_pair.post(&work) } {
+            entry.state.health.fail(kind.name(), Cause::Refused { code: error.code });
+            entry.state.health.check(|| entry.name.clone())?;
+        }
+        entry.posted = sequence;
+        entry.under_way.push_back((sequence, token));
+        if !entry.is_active {
+            entry.is_active = true;
+            self.active.push(peer.0);
+        }
+        Ok(Posted::Accepted)
+    }
+
+    fn local_address(
+        &self,
+        op: &'static str,
+        local: &LocalSegment,
+    ) -> Result<(u64, u32), PostError> {
+        let unregistered = PostError::Unregistered {
+            op,
+            address: local.offset as usize,
+            len: local.bytes as usize,
+        };
+        let Some(region) = self.region(local.region) else { return Err(unregistered) };
+        match local.offset.checked_add(local.bytes) {
+            Some(end) if end <= region.bytes && local.bytes <= self.max_operation_bytes() => {
+                Ok((region.first + local.offset, region.key.local_key()))
+            }
+            _ => Err(unregistered),
+        }
+    }
+}
+
+impl Fabric for VerbsFabric {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Verbs
+    }
+
+    fn flavour(&self) -> &str {
+        self.port.flavour()
+    }
+
+    unsafe fn register(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+    ) -> Result<RegionId, PostError> {
+        // SAFETY: the caller keeps the memory mapped.
+        let key = unsafe { MemoryRegion::of_pointer(&self.domain, ptr, bytes, rights(access)) };
+        let key = key.map_err(|error| PostError::Register {
+            bytes,
+            detail: format!("{error}; check the limit on locked memory (`ulimit -l`)"),
+        })?;
+        Ok(self.keep(key, ptr.as_ptr() as u64, bytes, access))
+    }
+
+    fn describe(&self, region: RegionId) -> Option<WireRegion> {
+        let Registered { key, first, bytes, access } = self.region(region)?;
+        let key = u64::from(key.remote_key());
+        (*access != Access::Local).then_some(WireRegion { address: *first, bytes: *bytes, key })
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
+        let entry = self.regions.get_mut(region.0 as usize).and_then(Option::take);
+        match entry {
+            Some(_) => {
+                self.free_regions.push(region.0);
+                Ok(())
+            }
+            None => Err(PostError::Register {
+                bytes: 0,
+                detail: format!("there is no registration {}", region.0),
+            }),
+        }
+    }
+
+    fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        self.open_at(IpAddr::V4(Ipv4Addr::UNSPECIFIED), "a peer".to_owned())
+    }
+
+    fn open_peer_on(&mut self, route: Route) -> Result<(PeerId, Vec<u8>), NetworkError> {
+        self.open_at(route.local, route.remote.to_string())
+    }
+
+    fn join_peer(&mut self, peer: PeerId, bytes: &[u8]) -> Result<(), NetworkError> {
+        let Self { peers, port, config, name, .. } = self;
+        let refuse = |detail: String| error(name, "joining a peer", None, detail);
+        let entry = peers.get_mut(peer.0 as usize).and_then(Option::as_mut);
+        let entry = entry.ok_or_else(|| refuse(format!("there is no peer {}", peer.0)))?;
+        let theirs = detail::decode(port.link, bytes).map_err(|e| refuse(e.to_string()))?;
+        let Some(lane) = entry.lane.as_ref().filter(|_| !entry.is_joined) else {
+            return Err(refuse(format!("peer {} is joined already, or lost", peer.0)));
+        };
+        lane.state.queue_pair.join(port, config, &entry.own, &theirs[0]).map_err(|e| {
+            let what = sys::describe_errno(e.code);
+            error(name, e.call, Some(e.code), format!("towards {}: {what}", entry.name))
+        })?;
+        entry.is_joined = true;
+        Ok(())
+    }
+
+    fn close_peer(&mut self, peer: PeerId) {
+        let Some(entry) = self.peers.get_mut(peer.0 as usize).and_then(Option::take) else {
+            return;
+        };
+        let Peer { lane, under_way, .. } = entry;
+        let completed = lane.as_ref().map_or(0, |lane| lane.state.completed());
+        // The device lets go of the memory before anybody is told.
+        drop(lane);
+        self.left_over.extend(under_way.into_iter().map(|(sequence, token)| Completion {
+            token,
+            result: if sequence <= completed {
+                Ok(())
+            } else {
+                Err(PostError::Disconnected { op: "close_peer" })
+            },
+        }));
+    }
+
+    unsafe fn write(
+        &mut self,
+        peer: PeerId,
+        dst: RemoteSegment,
+        src: LocalSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(OpKind::Put, peer, dst, src, token) }
+    }
+
+    unsafe fn read(
+        &mut self,
+        peer: PeerId,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        token: Token,
+    ) -> Result<Posted, PostError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.start(OpKind::Get, peer, src, dst, token) }
+    }
+
+    fn poll(&mut self, out: &mut Vec<Completion>) {
+        self.progress.drive();
+        out.append(&mut self.left_over);
+        let Self { active, peers, .. } = self;
+        active.retain(|idx| {
+            let Some(peer) = peers[*idx as usize].as_mut() else { return false };
+            peer.report(out);
+            peer.is_active = !peer.under_way.is_empty();
+            peer.is_active
+        });
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.any_event.as_fd())
+    }
+
+    fn may_sleep(&mut self) -> bool {
+        // Nothing to read is the usual answer.
+        let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
+        let is_quiet = self.progress.may_sleep();
+        let has_news = |idx: &u32| self.peers[*idx as usize].as_ref().is_none_or(Peer::has_news);
+        is_quiet && self.left_over.is_empty() && !self.active.iter().any(has_news)
+    }
+
+    fn max_operation_bytes(&self) -> u64 {
+        self.port.max_message_bytes.min(self.config.max_message_bytes).into()
+    }
+}
+
+impl Peer {
+    fn has_news(&self) -> bool {
+        let Some((first, _)) = self.under_way.front() else { return false };
+        let completed = self.lane.as_ref().map_or(0, |lane| lane.state.completed());
+        completed >= *first || self.state.health.has_failed()
+    }
+
+    /// Reports what is complete, and after a failure everything.
+    fn report(&mut self, out: &mut Vec<Completion>) {
+        // In this order: what completed before the failure was seen is done.
+        let has_failed = self.state.health.has_failed();
+        let completed = self.lane.as_ref().map_or(0, |lane| lane.state.completed());
+        while let Some((sequence, token)) = self.under_way.front().copied() {
+            if sequence > completed {
+                break;
+            }
+            self.under_way.pop_front();
+            out.push(Completion { token, result: Ok(()) });
+        }
+        if !has_failed {
+            return;
+        }
+        // Destroying the queue pair keeps the device off the memory of what is reported now.
+        self.lane = None;
+        for (_, token) in self.under_way.drain(..) {
+            let result = self.state.health.check(|| self.name.clone());
+            out.push(Completion { token, result });
+        }
+    }
+}
+
+const fn rights(access: Access) -> Rights {
+    match access {
+        Access::Local => Rights::Local,
+        Access::RemoteRead => Rights::Read,
+        Access::RemoteReadWrite => Rights::All,
+    }
+}
+
+fn remote_address(op: &'static str, remote: &RemoteSegment, bytes: u64) -> Result<u64, PostError> {
+    let WireRegion { address, bytes: region_bytes, .. } = remote.region;
+    let inside = remote.offset.checked_add(bytes).is_some_and(|end| end <= region_bytes);
+    match address.checked_add(remote.offset) {
+        Some(found) if inside && found.checked_add(bytes).is_some() => Ok(found),
+        _ => Err(PostError::RemoteRange {
+            op,
+            offset: remote.offset as usize,
+            len: bytes as usize,
+            region_bytes: region_bytes as usize,
+        }),
+    }
+}
