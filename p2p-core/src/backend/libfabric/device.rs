@@ -10,13 +10,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use super::inbound::Inbound;
-use super::link::{Context, FarSide, IDX_MASK, Link, Op, Queued};
+use super::link::{Context, FarSide, IDX_MASK, Link, Op, Queued, note_of};
 use super::load::Library;
-use super::message::{HEADER_BYTES, Header, Then};
+use super::message::{Header, Then};
 use super::owner::{CallError, Info};
 use super::port::{Failure, Polled, Port, Registered, Rights, Taken, network_error};
 use super::receives::Receives;
 use super::{service, sys};
+use crossbeam_queue::ArrayQueue;
+
 use crate::endpoint::PostError;
 use crate::network::NetworkError;
 use crate::region::Region;
@@ -32,6 +34,8 @@ pub(super) struct Device {
     max_message_bytes: usize,
     /// Pairs with operations that wait.
     num_backlogged: AtomicUsize,
+    /// Pairs with additions that wait for the next message, or the next turn of the driver.
+    credits: ArrayQueue<Arc<Link>>,
     /// Times that somebody drove.
     num_drives: AtomicU64,
     /// Whether somebody sleeps on the descriptor and will drive when it fires.
@@ -132,6 +136,7 @@ impl Device {
             state: Mutex::new(state),
             max_message_bytes,
             num_backlogged: AtomicUsize::new(0),
+            credits: ArrayQueue::new(MAX_CREDITS),
             num_drives: AtomicU64::new(0),
             is_watched: AtomicBool::new(false),
             last_news_ns: AtomicU64::new(0),
@@ -276,6 +281,39 @@ impl Device {
         }
     }
 
+    /// Lets an addition wait for the next message to the peer, or the next turn of the driver. False when
+    /// it cannot.
+    pub(super) fn add_credit(&self, link: &Arc<Link>, offset: u32, value: u64) -> bool {
+        match link.add_credit(offset, value) {
+            None => false,
+            Some(false) => true,
+            Some(true) => {
+                if let Err(link) = self.credits.push(Arc::clone(link)) {
+                    // More pairs than there is room for: at once, then.
+                    let _ = link.flush_credit(&self.port);
+                }
+                true
+            }
+        }
+    }
+
+    /// Whether additions wait.
+    pub(super) fn has_credits(&self) -> bool {
+        !self.credits.is_empty()
+    }
+
+    /// Sends the additions that no message has taken along.
+    fn flush_credits(&self) {
+        for _ in 0..self.credits.len() {
+            let Some(link) = self.credits.pop() else { break };
+            if !link.flush_credit(&self.port)
+                && let Err(link) = self.credits.push(link)
+            {
+                link.fail("send", sys::FI_EAGAIN, "the peer takes nothing".to_owned());
+            }
+        }
+    }
+
     /// The queue itself failed: nothing works any more.
     fn fail_all(&self, state: &State, error: &CallError) {
         tracing::error!(%error, provider = self.port.traits().provider, "libfabric queue failed");
@@ -299,7 +337,7 @@ impl Device {
             if self.port.traits().knows_source { state.sources[nth] } else { sys::FI_ADDR_UNSPEC };
         if entry.flags & sys::FI_REMOTE_WRITE != 0 {
             if entry.flags & sys::FI_REMOTE_CQ_DATA != 0 {
-                self.handle_write(state, entry.data, source);
+                self.handle_write(state, entry.data);
             }
             return;
         }
@@ -316,14 +354,16 @@ impl Device {
         }
     }
 
-    /// A peer's write landed.
-    fn handle_write(&self, state: &mut State, note: u64, source: sys::FiAddr) {
-        let Some(entry) = u32::try_from(note).ok().and_then(|id| state.entry_of(id)) else {
+    /// A peer's write landed. Who wrote is told by the note alone: providers name a source for messages,
+    /// and for writes some of them name a wrong one.
+    fn handle_write(&self, state: &mut State, note: u64) {
+        let has_secret = self.port.traits().has_wide_notes;
+        let Some(entry) = state.entry_of(note as u32) else {
             tracing::debug!(note, "a write into a slot that is gone");
             return;
         };
         let Some(link) = &entry.link else { return };
-        if !comes_from(link, source) {
+        if note != note_of(link.id, link.token, has_secret) {
             tracing::warn!(slot = link.id, "a write that another peer announces");
             return;
         }
@@ -434,9 +474,15 @@ impl Driver for Device {
         if self.num_backlogged.load(Ordering::Acquire) > 0 {
             self.flush_backlogs(state);
         }
+        if self.has_credits() {
+            self.flush_credits();
+        }
     }
 
     fn may_sleep(&self) -> bool {
+        if self.has_credits() {
+            self.flush_credits();
+        }
         self.is_watched.store(true, Ordering::Release);
         self.port.wait_fd().is_none() || self.port.may_sleep()
     }
@@ -510,16 +556,8 @@ impl State {
             return false;
         }
         if let (Some(far), false) = (link.far(), closing.has_said_farewell) {
-            let header = Header {
-                slot: far.id,
-                seq: 0,
-                token: far.token,
-                writes: if far.counts_writes { link.num_posted() } else { 0 },
-                then: Then::Farewell,
-                num_parts: 0,
-            };
-            let mut message = [0; HEADER_BYTES];
-            header.encode(&mut message);
+            let writes = if far.counts_writes { link.num_posted() } else { 0 };
+            let message = link.unnumbered(Then::Farewell, writes).unwrap_or_default();
             closing.has_said_farewell =
                 !matches!(port.lane().inject(far.peer, &message), Ok(Taken::Again));
         }
@@ -563,12 +601,7 @@ fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     match link.land(header, message) {
         Ok(None) => true,
         Ok(Some(id)) => {
-            let Some(far) = link.far() else { return true };
-            let then = Then::Answered { id };
-            let header =
-                Header { slot: far.id, seq: 0, token: far.token, writes: 0, then, num_parts: 0 };
-            let mut answer = [0; HEADER_BYTES];
-            header.encode(&mut answer);
+            let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
             // A lost answer would be waited for until the deadline.
             for _ in 0..MAX_ANSWER_ATTEMPTS {
                 match link.inject(port, &answer) {
@@ -624,6 +657,8 @@ const POST_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest time that a pair is remembered for its peer's farewell.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;
+/// Pairs whose additions may wait at the same time.
+const MAX_CREDITS: usize = 4096;
 const BACKLOG_TICK: Duration = Duration::from_millis(1);
 const WATCHED_TICK: Duration = Duration::from_millis(100);
 /// Without a descriptor nobody sleeps this soon after something came.

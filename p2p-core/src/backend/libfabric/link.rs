@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::message::{self, Header, Then};
+use super::message::{self, Credit, Header, Then};
 use super::owner::CallError;
 use super::port::{Completes, ContextRoom, Descriptor, Far, Port, Taken};
 use super::sys;
@@ -40,6 +40,14 @@ pub(super) struct Link {
     num_written: AtomicU64,
     /// Highest question that the peer answered.
     answered: AtomicU64,
+    /// Additions that were allowed to wait: their sum, their flag, what was sent of the sum, and whether
+    /// the driver knows that there are some.
+    credit_total: AtomicU64,
+    credit_offset: OnceLock<u32>,
+    credit_sent: AtomicU64,
+    is_credit_queued: AtomicBool,
+    /// Of the peer's such sum, what was added here. Only the driving thread uses it.
+    credit_landed: AtomicU64,
     /// Whether the peer has closed its side: what is sent to it now, nobody would ever see.
     is_deserted: AtomicBool,
     failed: AtomicBool,
@@ -150,6 +158,11 @@ impl Link {
             num_posted: AtomicU64::new(0),
             num_written: AtomicU64::new(0),
             answered: AtomicU64::new(0),
+            credit_total: AtomicU64::new(0),
+            credit_offset: OnceLock::new(),
+            credit_sent: AtomicU64::new(0),
+            is_credit_queued: AtomicBool::new(false),
+            credit_landed: AtomicU64::new(0),
             is_deserted: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             failure: Mutex::default(),
@@ -249,23 +262,97 @@ impl Link {
                 crate::copy::copy_out(payload.as_ptr(), dst, payload.len());
             }
         })?;
+        if header.credit.total > 0 {
+            // Relaxed: only the driving thread uses it, under the device's lock.
+            let landed = self.credit_landed.load(Ordering::Relaxed);
+            if header.credit.total > landed {
+                self.credit_landed.store(header.credit.total, Ordering::Relaxed);
+                self.add(header.credit.offset, header.credit.total - landed);
+            }
+        }
         match header.then {
-            Then::Nothing | Then::Farewell => Ok(None),
+            Then::Nothing | Then::Credit | Then::Farewell => Ok(None),
             Then::Answer { id } => Ok(Some(id)),
             Then::Answered { id } => {
                 self.answered.fetch_max(id, Ordering::Release);
                 Ok(None)
             }
             Then::Add { offset, value } => {
-                // SYNC POINT `published`, SYNC POINT `consumed`: the driver adds on the peer's behalf.
-                flags::add::<Contract>(self.word(offset as usize), value);
-                // SYNC POINT `waiting`: and looks whether the owner sleeps.
-                if flags::must_wake::<Contract, _>(self.word(self.waiting_offset)) {
-                    self.wake_owner();
-                }
+                self.add(offset, value);
                 Ok(None)
             }
         }
+    }
+
+    /// Adds to a flag of the slot on the peer's behalf. `offset` was checked.
+    #[inline]
+    fn add(&self, offset: u32, value: u64) {
+        // SYNC POINT `published`, SYNC POINT `consumed`: releases what was put in place before.
+        flags::add::<Contract>(self.word(offset as usize), value);
+        // SYNC POINT `waiting`: either this sees the owner's request, or its second look sees the sum.
+        if flags::must_wake::<Contract, _>(self.word(self.waiting_offset)) {
+            self.wake_owner();
+        }
+    }
+
+    /// An addition that may wait for the next message. `None` when it is to another flag than those
+    /// before; else whether the driver must be told.
+    pub(super) fn add_credit(&self, offset: u32, value: u64) -> Option<bool> {
+        if *self.credit_offset.get_or_init(|| offset) != offset {
+            return None;
+        }
+        // Release: whoever sends the sum sends it after this thread's reads of what it gives back.
+        self.credit_total.fetch_add(value, Ordering::Release);
+        Some(!self.is_credit_queued.swap(true, Ordering::AcqRel))
+    }
+
+    /// All additions so far, for a message that takes them along.
+    #[inline]
+    pub(super) fn take_credit(&self) -> Credit {
+        let total = self.credit_total.load(Ordering::Acquire);
+        if total == 0 {
+            return Credit::default();
+        }
+        self.credit_sent.fetch_max(total, Ordering::AcqRel);
+        Credit { offset: self.credit_offset.get().copied().unwrap_or_default(), total }
+    }
+
+    /// Sends what no message has taken along. False when it must be tried again.
+    pub(super) fn flush_credit(&self, port: &Port) -> bool {
+        self.is_credit_queued.store(false, Ordering::Release);
+        let total = self.credit_total.load(Ordering::Acquire);
+        let sent = self.credit_sent.load(Ordering::Acquire);
+        if sent >= total || self.is_failed() || self.is_deserted() {
+            return true;
+        }
+        let Some(message) = self.unnumbered(Then::Credit, 0) else { return true };
+        match self.inject(port, &message) {
+            Ok(Taken::Yes) => true,
+            Ok(Taken::Again) => {
+                self.is_credit_queued.store(true, Ordering::Release);
+                self.credit_sent.store(sent, Ordering::Release);
+                false
+            }
+            Err(error) => {
+                let _ = self.fail_call(&error);
+                true
+            }
+        }
+    }
+
+    /// A message that the driver sends by itself. `None` before the peer is known.
+    pub(super) fn unnumbered(
+        &self,
+        then: Then,
+        writes: u64,
+    ) -> Option<[u8; message::HEADER_BYTES]> {
+        let far = self.far.get()?;
+        let credit = self.take_credit();
+        let (slot, token) = (far.id, far.token);
+        let header = Header { slot, seq: 0, token, writes, then, credit, num_parts: 0 };
+        let mut message = [0; message::HEADER_BYTES];
+        header.encode(&mut message);
+        Some(message)
     }
 
     fn wake_owner(&self) {
@@ -291,10 +378,8 @@ impl Link {
         let mut outbox = lock(&self.outbox);
         if let (Op::Message { bytes, .. }, Some(Op::Message { bytes: last, .. })) =
             (&op, outbox.back_mut())
-            && bytes.len() == message::HEADER_BYTES
-            && let Ok(Header { then: Then::Add { offset, value }, writes, .. }) =
-                Header::decode(bytes)
-            && message::merge_add(last, offset, writes, value)
+            && let Ok(newer) = Header::decode(bytes)
+            && message::merge_add(last, &newer)
         {
             return (Queued::Merged, false);
         }
@@ -366,7 +451,7 @@ impl Link {
     ) -> Result<Taken, CallError> {
         let Some(far) = self.far.get() else { return Ok(Taken::Again) };
         let completes = if far.counts_writes {
-            Completes::Sent { note: far.id.into() }
+            Completes::Sent { note: note_of(far.id, far.token, port.traits().has_wide_notes) }
         } else {
             Completes::Delivered
         };
@@ -440,3 +525,8 @@ pub(super) const IDX_MASK: u32 = 0xffff;
 const NUM_CONTEXTS: usize = 64;
 /// Operations of one pair that may wait.
 const MAX_BACKLOG: usize = 1024;
+/// Data that goes with a counted write: the slot, and where there is room half of the pair's secret, so
+/// that no peer can count for another.
+pub(super) fn note_of(slot: u32, token: u64, has_secret: bool) -> u64 {
+    u64::from(slot) | if has_secret { token << 32 } else { 0 }
+}

@@ -56,6 +56,8 @@ pub(super) struct Traits {
     pub(super) max_message_bytes: usize,
     /// Whether a write can tell the target that it has landed.
     pub(super) counts_writes: bool,
+    /// Whether such data has 64 bits, and room for a part of the pair's secret.
+    pub(super) has_wide_notes: bool,
     /// Whether completions say who sent.
     pub(super) knows_source: bool,
     pub(super) num_receives: usize,
@@ -567,6 +569,7 @@ impl Traits {
             inject_bytes: entry.inject_bytes(),
             max_message_bytes: entry.max_message_bytes(),
             counts_writes: domain.cq_data_size >= 4,
+            has_wide_notes: domain.cq_data_size >= 8,
             knows_source: entry.caps() & sys::FI_SOURCE != 0,
             num_receives: entry.num_receives(),
             mr_mode: domain.mr_mode,
