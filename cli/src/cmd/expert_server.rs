@@ -44,7 +44,12 @@ pub struct Args {
     #[command(flatten)]
     transport: super::TransportArgs,
     /// Most clients at a time.
-    #[arg(long, env = "SWITCHYARD_MAX_LINKS", default_value_t = 4096)]
+    #[arg(
+        long,
+        env = "SWITCHYARD_MAX_LINKS",
+        default_value_t = 4096,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..)
+    )]
     max_links: usize,
     /// Most (layer, expert) pairs that the control plane may assign.
     #[arg(long, env = "SWITCHYARD_CAPACITY_EXPERTS")]
@@ -74,7 +79,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.num_threads = args.threads;
     config.cpus = args.cpus;
     config.slot = args.slot.config()?;
-    config.transports = args.transport.open(&mut p2p_core::OpenNetworks::default())?;
+    config.transports = args.transport.open(&mut args.transport.networks())?;
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;

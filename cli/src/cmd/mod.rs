@@ -83,9 +83,29 @@ pub struct TransportArgs {
     /// auto, or a list of shm, staged, verbs[:DEVICE] and libfabric[:PROVIDER], the best first.
     #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value_t)]
     pub transport: TransportSpec,
+    /// How to use RDMA devices, as JSON, as in {"gid_index": 3, "traffic_class": 106}.
+    #[cfg(feature = "verbs")]
+    #[arg(long, env = "SWITCHYARD_VERBS_CONFIG", value_parser = verbs_config)]
+    pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+}
+
+#[cfg(feature = "verbs")]
+fn verbs_config(text: &str) -> Result<p2p_core::backend::verbs::VerbsConfig, String> {
+    serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
 impl TransportArgs {
+    /// Nothing open yet, with the settings given here.
+    pub fn networks(&self) -> OpenNetworks {
+        #[allow(unused_mut, reason = "depends on the features")]
+        let mut networks = OpenNetworks::default();
+        #[cfg(feature = "verbs")]
+        if let Some(config) = &self.verbs_config {
+            networks.verbs = config.clone();
+        }
+        networks
+    }
+
     /// Opens what was asked for.
     pub fn open(&self, networks: &mut OpenNetworks) -> Result<Transports> {
         let transports = networks.open(&self.transport).context("--transport")?;
@@ -95,9 +115,17 @@ impl TransportArgs {
         Ok(transports)
     }
 
-    /// The same as arguments of a child process.
-    pub fn to_args(&self) -> Vec<String> {
-        vec!["--transport".to_owned(), self.transport.to_string()]
+    /// The same as arguments of a child process, with `spec` for the transports.
+    fn to_args(&self, spec: &TransportSpec) -> Vec<String> {
+        #[allow(unused_mut, reason = "depends on the features")]
+        let mut args = vec!["--transport".to_owned(), spec.to_string()];
+        #[cfg(feature = "verbs")]
+        if let Some(config) = &self.verbs_config
+            && let Ok(text) = serde_json::to_string(config)
+        {
+            args.extend(["--verbs-config".to_owned(), text]);
+        }
+        args
     }
 }
 
@@ -198,7 +226,7 @@ impl ClientArgs {
                 }
             }
         }
-        args.extend(TransportArgs { transport: spec }.to_args());
+        args.extend(self.transport.to_args(&spec));
         args
     }
 
@@ -208,7 +236,7 @@ impl ClientArgs {
             WireDtype::F8E4m3 => WireDtype::Bf16,
             other => other,
         });
-        let mut networks = OpenNetworks::default();
+        let mut networks = self.transport.networks();
         let mut builder = MoeClient::builder(ClientModel::of(checkpoint));
         for peer in &self.peer_transport {
             let transports = networks.open(&peer.spec).context("--peer-transport")?;
