@@ -8,6 +8,7 @@ use super::link::{EAGER_OVERHEAD, Limits, MAX_CHUNK_BYTES};
 use super::wire::MAX_BODY_BYTES;
 use crate::credit::CreditConfig;
 use crate::fabric::Fabric;
+use crate::fabric::cma::CmaFabric;
 use crate::fabric::tcp::{TcpConfig, TcpFabric};
 use crate::network::NetworkError;
 
@@ -142,5 +143,5 @@ pub fn default_fabrics(
     advertise: Option<IpAddr>,
 ) -> Result<Vec<Box<dyn Fabric>>, NetworkError> {
     let tcp = TcpConfig { bind: SocketAddr::new(bind, 0), advertise, ..TcpConfig::default() };
-    Ok(vec![Box::new(TcpFabric::new(tcp)?)])
+    Ok(vec![Box::new(CmaFabric::new()?), Box::new(TcpFabric::new(tcp)?)])
 }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::PeerInfo;
 use super::descriptor::Descriptor;
 use super::error::{CloseReason, OpError, SubmitError, TransferError};
 use super::memory::Span;
 use super::shared::{Command, ConnShared, Move, What};
 use super::transfer::Transfer;
-use super::PeerInfo;
 use crate::network::Offer;
 
 /// Both directions to one peer. Clones share it; it is closed when the last one is dropped.

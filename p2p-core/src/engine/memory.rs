@@ -122,7 +122,9 @@ impl MemoryRegion {
         self.inner.check(offset, out.len() as u64)?;
         // SAFETY: the range was checked and is mapped; `out` is exclusive. A peer that writes meanwhile
         // makes the copied bytes arbitrary, nothing else.
-        unsafe { std::ptr::copy(self.as_ptr().as_ptr().add(offset as usize), out.as_mut_ptr(), out.len()) };
+        unsafe {
+            std::ptr::copy(self.as_ptr().as_ptr().add(offset as usize), out.as_mut_ptr(), out.len())
+        };
         Ok(())
     }
 }
@@ -348,10 +350,6 @@ impl Registry {
         keys.lock_wires()[place] = fabric.describe(id);
         keys.ids[place].store(id.0, Ordering::Release);
         Ok(())
-    }
-
-    pub(super) fn num_entries(&self) -> usize {
-        self.by_start.len()
     }
 
     /// A registration with these rights that covers the range.

@@ -401,11 +401,7 @@ impl Engine {
         Some(known)
     }
 
-    fn keep(
-        &self,
-        peer: &EndpointMetadata,
-        found: Connection,
-    ) -> Result<Connection, ConnectError> {
+    fn keep(&self, peer: &EndpointMetadata, found: Connection) -> Result<Connection, ConnectError> {
         if found.peer().engine_id != peer.engine_id {
             found.close();
             return Err(ConnectError::Foreign {

@@ -179,7 +179,11 @@ impl Shared {
     }
 
     /// The same, waiting for room until `deadline`.
-    pub(super) fn push_until(&self, mut command: Command, deadline: Instant) -> Result<(), Command> {
+    pub(super) fn push_until(
+        &self,
+        mut command: Command,
+        deadline: Instant,
+    ) -> Result<(), Command> {
         let mut pause = Duration::from_micros(1);
         loop {
             match self.push(command) {
@@ -222,10 +226,6 @@ impl Shared {
 
     pub(super) fn woke(&self) {
         self.sleeping.store(false, Ordering::SeqCst);
-    }
-
-    pub(super) fn wake_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        self.wake.as_fd()
     }
 
     pub(super) fn release_later(&self, idx: u32, is_full: bool) {

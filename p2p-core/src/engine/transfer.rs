@@ -352,9 +352,7 @@ mod tests {
         let id = transfers.begin(1).unwrap();
         assert!(!transfers.wait(id, Instant::now() + Duration::from_millis(2)));
         let other = Arc::clone(&transfers);
-        let waiter = std::thread::spawn(move || {
-            Transfer::new(other, id).wait()
-        });
+        let waiter = std::thread::spawn(move || Transfer::new(other, id).wait());
         std::thread::sleep(Duration::from_millis(5));
         transfers.finish(id.0 as u32, Ok(9));
         assert_eq!(waiter.join().unwrap(), Ok(9));

@@ -139,7 +139,8 @@ impl<'a> Frame<'a> {
         if body.len() != expected {
             return Err(FrameError::Length { kind, bytes: body.len(), expected });
         }
-        let second = if matches!(kind, NOTIFY | EAGER) || body.is_empty() { 0 } else { word(body, 0) };
+        let second =
+            if matches!(kind, NOTIFY | EAGER) || body.is_empty() { 0 } else { word(body, 0) };
         Ok(match kind {
             NOTIFY => Self::Notify { total: number, part: body },
             NOTIFY_CREDIT => Self::NotifyCredit { granted: number, arrived: second },
@@ -149,7 +150,10 @@ impl<'a> Frame<'a> {
             GRANT => {
                 let region =
                     WireRegion { address: second, bytes: word(body, 8), key: word(body, 16) };
-                Self::Grant { seq: number, target: RemoteSegment { region, offset: word(body, 24) } }
+                Self::Grant {
+                    seq: number,
+                    target: RemoteSegment { region, offset: word(body, 24) },
+                }
             }
             REFUSE => Self::Refuse { seq: number, capacity: second },
             FINISH => {
@@ -262,15 +266,18 @@ mod tests {
         prop_oneof![
             (word(), 0..MAX_BODY_BYTES)
                 .prop_map(|(total, len)| Frame::Notify { total, part: &PATTERN[..len] }),
-            (word(), word()).prop_map(|(granted, arrived)| Frame::NotifyCredit { granted, arrived }),
+            (word(), word())
+                .prop_map(|(granted, arrived)| Frame::NotifyCredit { granted, arrived }),
             (word(), 0..MAX_BODY_BYTES)
                 .prop_map(|(seq, len)| Frame::Eager { seq, payload: &PATTERN[..len] }),
             (word(), word()).prop_map(|(freed, arrived)| Frame::EagerCredit { freed, arrived }),
             (word(), word()).prop_map(|(seq, bytes)| Frame::Announce { seq, bytes }),
-            (word(), word(), word(), word(), word()).prop_map(|(seq, address, bytes, key, offset)| {
-                let region = WireRegion { address, bytes, key };
-                Frame::Grant { seq, target: RemoteSegment { region, offset } }
-            }),
+            (word(), word(), word(), word(), word()).prop_map(
+                |(seq, address, bytes, key, offset)| {
+                    let region = WireRegion { address, bytes, key };
+                    Frame::Grant { seq, target: RemoteSegment { region, offset } }
+                }
+            ),
             (word(), word()).prop_map(|(seq, capacity)| Frame::Refuse { seq, capacity }),
             (word(), 0..3u8).prop_map(|(seq, outcome)| {
                 let outcomes = [Outcome::Written, Outcome::Withdrawn, Outcome::Failed];

@@ -166,7 +166,11 @@ impl Regions {
     }
 
     /// The wire form, with `address` as the first byte.
-    pub(super) fn describe(&self, id: RegionId, address: impl Fn(&Entry) -> u64) -> Option<WireRegion> {
+    pub(super) fn describe(
+        &self,
+        id: RegionId,
+        address: impl Fn(&Entry) -> u64,
+    ) -> Option<WireRegion> {
         let entry = self.get(id)?;
         (entry.access != Access::Local).then(|| WireRegion {
             address: address(entry),

@@ -18,9 +18,8 @@ pub(super) const fn part(ptr: *const u8, bytes: usize) -> iovec {
 pub(super) unsafe fn send(fd: BorrowedFd<'_>, parts: &[iovec]) -> io::Result<usize> {
     let message = message(parts);
     // SAFETY: the parts are readable by the caller's promise, and the socket only reads them.
-    let sent = unsafe {
-        libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
-    };
+    let sent =
+        unsafe { libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
     if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
 }
 

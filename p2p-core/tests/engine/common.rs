@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::engine::{Access, Connection, Engine, EngineConfig, MemoryRegion};
 use p2p_core::fabric::Fabric;
+use p2p_core::fabric::cma::CmaFabric;
 use p2p_core::fabric::tcp::{TcpConfig, TcpFabric};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -17,10 +18,11 @@ pub fn soon() -> Instant {
 #[derive(Debug, Clone, Copy)]
 pub enum By {
     Tcp,
+    Cma,
 }
 
 impl By {
-    pub const ALL: [Self; 1] = [Self::Tcp];
+    pub const ALL: [Self; 2] = [Self::Tcp, Self::Cma];
 
     pub fn fabric(self) -> Box<dyn Fabric> {
         match self {
@@ -31,6 +33,7 @@ impl By {
                 })
                 .unwrap(),
             ),
+            Self::Cma => Box::new(CmaFabric::new().unwrap()),
         }
     }
 }

@@ -4,7 +4,9 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use p2p_core::engine::{CloseReason, ConnectError, Descriptor, Engine, EngineConfig, TransferError};
+use p2p_core::engine::{
+    CloseReason, ConnectError, Descriptor, Engine, EngineConfig, TransferError,
+};
 
 use crate::common::{By, config, contents, memory_of, pair, poisoned, soon, until};
 
@@ -173,16 +175,17 @@ fn a_peer_that_breaks_the_protocol_costs_its_own_connection() {
 #[test]
 fn tickets_keep_strangers_out() {
     let by = By::Tcp;
-    let secret = |ticket: Option<&str>| EngineConfig {
-        ticket: ticket.map(str::to_owned),
-        ..config(by)
-    };
+    let secret =
+        |ticket: Option<&str>| EngineConfig { ticket: ticket.map(str::to_owned), ..config(by) };
     let engine = Engine::start(secret(Some("sesame"))).unwrap();
     let addr = engine.endpoint().addr;
     for (ticket, expected) in [(None, "no ticket"), (Some("samese"), "a wrong ticket")] {
         let stranger = Engine::start(secret(ticket)).unwrap();
         let error = stranger.connect(addr, soon()).unwrap_err();
-        assert!(matches!(&error, ConnectError::Rejected { message, .. } if message.contains(expected)), "{error}");
+        assert!(
+            matches!(&error, ConnectError::Rejected { message, .. } if message.contains(expected)),
+            "{error}"
+        );
     }
     let friend = Engine::start(secret(Some("sesame"))).unwrap();
     friend.connect(addr, soon()).unwrap();

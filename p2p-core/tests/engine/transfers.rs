@@ -127,8 +127,7 @@ fn vectored_writes_and_reads_scatter_and_gather() {
         let target = poisoned(&pair.there, bytes.len());
         let local: Vec<_> = (0..num).map(|i| source.span(i * each, each).unwrap()).collect();
         // Backwards, so that order matters.
-        let there: Vec<_> =
-            (0..num).rev().map(|i| target.span(i * each, each).unwrap()).collect();
+        let there: Vec<_> = (0..num).rev().map(|i| target.span(i * each, each).unwrap()).collect();
         let remote = pair.back.advertisev(&there).unwrap();
         assert_eq!(pair.out.writev(&local, &remote, soon()).unwrap(), num * each);
         for i in 0..num {
@@ -245,12 +244,12 @@ async fn tasks_can_do_the_same() {
         let here = p2p_core::engine::Engine::start(config(by)).unwrap();
         let there = p2p_core::engine::Engine::start(config(by)).unwrap();
         let addr = there.endpoint().addr;
-        let (out, back) = tokio::join!(here.connect_async(addr, soon()), there.accept_async(soon()));
+        let (out, back) =
+            tokio::join!(here.connect_async(addr, soon()), there.accept_async(soon()));
         let (out, back) = (out.unwrap(), back.unwrap());
         let bytes = random_bytes(&mut rng(), 200_000);
         let (source, target) = (memory_of(&here, &bytes), poisoned(&there, bytes.len()));
-        let (from, to) =
-            (source.span(0, 200_000).unwrap(), target.span(0, 200_000).unwrap());
+        let (from, to) = (source.span(0, 200_000).unwrap(), target.span(0, 200_000).unwrap());
         let (sent, got) = tokio::join!(out.send_async(&from, soon()), back.recv_async(&to, soon()));
         assert_eq!((sent.unwrap(), got.unwrap()), (200_000, 200_000));
         assert!(contents(&target, 0, bytes.len()) == bytes, "{by:?}");

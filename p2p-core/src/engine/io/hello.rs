@@ -87,7 +87,9 @@ impl Message {
         }
         let bytes = u32::from_le_bytes([header[12], header[13], header[14], header[15]]) as usize;
         if bytes > MAX_BODY_BYTES {
-            return Err(format!("a message of {bytes} bytes, at most {MAX_BODY_BYTES} are allowed"));
+            return Err(format!(
+                "a message of {bytes} bytes, at most {MAX_BODY_BYTES} are allowed"
+            ));
         }
         Ok(bytes)
     }
@@ -100,7 +102,9 @@ impl Message {
                 let ticket = reader.counted("ticket", MAX_TICKET_BYTES)?.to_vec();
                 let num_sides = usize::from(reader.u8("number of transports")?);
                 if num_sides > MAX_OFFERS {
-                    return Err(format!("{num_sides} transports, at most {MAX_OFFERS} are allowed"));
+                    return Err(format!(
+                        "{num_sides} transports, at most {MAX_OFFERS} are allowed"
+                    ));
                 }
                 let mut sides = Vec::new();
                 for _ in 0..num_sides {

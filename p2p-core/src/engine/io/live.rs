@@ -106,10 +106,8 @@ impl Live {
                 return Ok(HEADER_BYTES + header.body_bytes);
             };
             let frame = Frame::decode(header, body).map_err(|error| broke(error.to_string()))?;
-            let has_left = self
-                .link
-                .on_frame(&mut port, frame)
-                .map_err(|error| broke(error.to_string()))?;
+            let has_left =
+                self.link.on_frame(&mut port, frame).map_err(|error| broke(error.to_string()))?;
             if has_left {
                 return Err(CloseReason::Left);
             }

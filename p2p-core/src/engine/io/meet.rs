@@ -61,7 +61,11 @@ pub(super) enum Outcome {
     /// It is over; the caller was told.
     Over,
     /// It stands, by this transport.
-    Stands { fabric: usize, id: PeerId, who: Who },
+    Stands {
+        fabric: usize,
+        id: PeerId,
+        who: Who,
+    },
 }
 
 /// Why a handshake failed.
@@ -135,11 +139,7 @@ impl Io {
         }
     }
 
-    fn try_advance(
-        &mut self,
-        meeting: &mut Meeting,
-        writable: bool,
-    ) -> Result<Outcome, Failure> {
+    fn try_advance(&mut self, meeting: &mut Meeting, writable: bool) -> Result<Outcome, Failure> {
         if meeting.step == Step::Connecting {
             if !writable {
                 return Ok(Outcome::Going);
@@ -200,9 +200,10 @@ impl Io {
                 }
             }
             (Step::AwaitWelcome, Message::Welcome { who, side }) => {
-                let position = meeting.opened.iter().position(|opened| {
-                    self.offer(opened.fabric) == side.offer
-                });
+                let position = meeting
+                    .opened
+                    .iter()
+                    .position(|opened| self.offer(opened.fabric) == side.offer);
                 let position = position.ok_or_else(|| {
                     Failure::Foreign(format!("it chose {}, which was not offered", side.offer))
                 })?;
@@ -247,7 +248,9 @@ impl Io {
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
         if ticket.len() > MAX_TICKET_BYTES {
             let found = ticket.len();
-            return Err(Failure::Io(format!("a ticket of {found} bytes, {MAX_TICKET_BYTES} at most")));
+            return Err(Failure::Io(format!(
+                "a ticket of {found} bytes, {MAX_TICKET_BYTES} at most"
+            )));
         }
         meeting.say(&Message::Hello { who: self.who(), ticket, sides });
         meeting.step = Step::AwaitWelcome;
@@ -262,15 +265,16 @@ impl Io {
             let found = meeting.offered.iter().position(|side| side.offer == offer);
             let Some(found) = found else { continue };
             let theirs = meeting.offered.swap_remove(found);
-            let opened = self.fabrics[fabric].open_peer_on(route).and_then(|(id, detail)| {
-                match self.fabrics[fabric].join_peer(id, &theirs.detail) {
-                    Ok(()) => Ok((id, detail)),
-                    Err(error) => {
-                        self.fabrics[fabric].close_peer(id);
-                        Err(error)
+            let opened =
+                self.fabrics[fabric].open_peer_on(route).and_then(|(id, detail)| {
+                    match self.fabrics[fabric].join_peer(id, &theirs.detail) {
+                        Ok(()) => Ok((id, detail)),
+                        Err(error) => {
+                            self.fabrics[fabric].close_peer(id);
+                            Err(error)
+                        }
                     }
-                }
-            });
+                });
             match opened {
                 Ok((id, detail)) => {
                     meeting.opened.push(Opened { fabric, id });

@@ -50,7 +50,7 @@ pub(super) struct Io {
     free: Vec<u32>,
     next_serial: u64,
     /// Connections with something to do.
-    dirty: Vec<u32>,
+    dirty: VecDeque<u32>,
     completions: Vec<Completion>,
     /// No connection and no handshake has a deadline before this.
     next_deadline_ns: u64,
@@ -118,8 +118,7 @@ impl Io {
             pci_bdf: config.pci_bdf.clone(),
             transports: fabrics.iter().map(offer).collect(),
         };
-        let shared =
-            Arc::new(Shared::new(metadata, wake, config.max_transfers, config.queue_len));
+        let shared = Arc::new(Shared::new(metadata, wake, config.max_transfers, config.queue_len));
         let io = Self {
             fabrics,
             registry: Registry::default(),
@@ -133,7 +132,7 @@ impl Io {
             places: Vec::new(),
             free: Vec::new(),
             next_serial: 1,
-            dirty: Vec::new(),
+            dirty: VecDeque::new(),
             completions: Vec::new(),
             next_deadline_ns: u64::MAX,
             ended: VecDeque::new(),
@@ -261,9 +260,10 @@ impl Io {
 
     /// Looks at the sockets, waiting at most `timeout` for one.
     fn poll_sockets(&mut self, timeout: Duration) -> bool {
-        let mut events =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
-                64];
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 64];
         let timeout = Timespec {
             tv_sec: timeout.as_secs().min(3600).cast_signed(),
             tv_nsec: timeout.subsec_nanos().into(),
@@ -369,7 +369,8 @@ impl Io {
             }
         }
         let is_busy = !self.dirty.is_empty();
-        while let Some(idx) = self.dirty.pop() {
+        for _ in 0..self.dirty.len() {
+            let Some(idx) = self.dirty.pop_front() else { break };
             let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else { continue };
             live.is_dirty = false;
             let mut ports = Ports {
@@ -381,8 +382,10 @@ impl Io {
             };
             live.link.progress(&mut ports);
             self.next_deadline_ns = self.next_deadline_ns.min(live.link.next_deadline_ns());
-            if let Err(reason) = live.flush(self.set.as_fd()) {
-                self.close(idx, &reason);
+            match live.flush(self.set.as_fd()) {
+                Ok(()) if live.link.has_room_again() => self.touch(idx),
+                Ok(()) => {}
+                Err(reason) => self.close(idx, &reason),
             }
         }
         if now_ns >= self.next_deadline_ns {
@@ -415,8 +418,7 @@ impl Io {
                         now_ns,
                     };
                     let expired = live.link.expire(&mut ports, now_ns);
-                    self.next_deadline_ns =
-                        self.next_deadline_ns.min(live.link.next_deadline_ns());
+                    self.next_deadline_ns = self.next_deadline_ns.min(live.link.next_deadline_ns());
                     match expired {
                         Ok(()) => self.touch(idx),
                         Err(op) => self.close(idx, &CloseReason::Deadline(op)),
@@ -439,8 +441,7 @@ impl Io {
             return;
         }
         let now_ns = self.shared.ns(now);
-        let next_ns =
-            self.next_deadline_ns.min(self.credit.next_expiry_ns().unwrap_or(u64::MAX));
+        let next_ns = self.next_deadline_ns.min(self.credit.next_expiry_ns().unwrap_or(u64::MAX));
         let mut timeout = Duration::from_nanos(next_ns.saturating_sub(now_ns)).min(MAX_SLEEP);
         for fabric in &mut self.fabrics {
             if !fabric.may_sleep() {
@@ -694,7 +695,7 @@ impl Io {
         if let Some(Place::Live(live)) = self.places.get_mut(idx as usize)
             && !std::mem::replace(&mut live.is_dirty, true)
         {
-            self.dirty.push(idx);
+            self.dirty.push_back(idx);
         }
     }
 

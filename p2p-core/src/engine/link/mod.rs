@@ -81,8 +81,12 @@ pub(super) trait Port {
         src: LocalSegment,
         tag: Tag,
     ) -> Result<Posted, PostError>;
-    fn read(&mut self, dst: LocalSegment, src: RemoteSegment, tag: Tag)
-    -> Result<Posted, PostError>;
+    fn read(
+        &mut self,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        tag: Tag,
+    ) -> Result<Posted, PostError>;
     fn describe(&self, region: RegionId) -> Option<WireRegion>;
     /// Ends one part of a transfer. Its memory is free before.
     fn finish(&mut self, transfer: u32, result: Result<u64, TransferError>);
@@ -194,6 +198,8 @@ pub(super) struct Link<H> {
     notices: notices::Notices,
     out: Vec<u8>,
     out_start: usize,
+    /// Whether payload waits for `out` to become shorter.
+    is_held_up: bool,
     closed: Option<CloseReason>,
 }
 
@@ -240,6 +246,7 @@ impl<H: Memory> Link<H> {
             notices: notices::Notices::new(&ours, &theirs),
             out: Vec::new(),
             out_start: 0,
+            is_held_up: false,
             closed: None,
         }
     }
@@ -336,11 +343,7 @@ impl<H: Memory> Link<H> {
 
     /// Ends what is over at `now_ns`. An error names the operation for which the connection has to be
     /// closed, because its memory is in use.
-    pub(super) fn expire(
-        &mut self,
-        port: &mut impl Port,
-        now_ns: u64,
-    ) -> Result<(), &'static str> {
+    pub(super) fn expire(&mut self, port: &mut impl Port, now_ns: u64) -> Result<(), &'static str> {
         if now_ns < self.next_deadline_ns {
             return Ok(());
         }
@@ -431,6 +434,11 @@ impl<H: Memory> Link<H> {
     /// Frames to be sent.
     pub(super) fn output(&self) -> &[u8] {
         &self.out[self.out_start..]
+    }
+
+    /// Whether [`progress`](Self::progress) has more to do now that output was sent.
+    pub(super) fn has_room_again(&self) -> bool {
+        self.is_held_up && self.out.len() - self.out_start <= HIGH_WATER
     }
 
     /// Counts `bytes` of the output as sent.
@@ -575,8 +583,9 @@ impl<H: Memory> Link<H> {
     }
 
     /// Whether so much waits to be sent that payload must wait.
-    fn is_congested(&self) -> bool {
-        self.out.len() - self.out_start > HIGH_WATER
+    fn is_congested(&mut self) -> bool {
+        self.is_held_up = self.out.len() - self.out_start > HIGH_WATER;
+        self.is_held_up
     }
 }
 

@@ -30,8 +30,7 @@ impl<H: Memory> Link<H> {
         // Whatever became of them, they are not under way any more.
         let (bytes, kind) = (u64::from(tag.bytes), op.kind);
         if kind != Kind::Read {
-            let arrived =
-                if op.is_scheduled { &mut self.arrived.0 } else { &mut self.arrived.1 };
+            let arrived = if op.is_scheduled { &mut self.arrived.0 } else { &mut self.arrived.1 };
             *arrived += bytes;
         }
         if let Err(error) = result {

@@ -237,9 +237,9 @@ impl TcpFabric {
             });
             let data = (idx as u64) << 1 | SERVER;
             let fd = OwnedFd::from(stream);
-            let stream = self.watch(&fd).and_then(|()| {
-                Stream::new(fd, self.set.as_fd(), data, epoll::EventFlags::IN)
-            });
+            let stream = self
+                .watch(&fd)
+                .and_then(|()| Stream::new(fd, self.set.as_fd(), data, epoll::EventFlags::IN));
             match stream {
                 Ok(stream) => {
                     self.servers[idx] = Some(Server::new(stream));
@@ -270,9 +270,9 @@ impl TcpFabric {
     fn drop_greetings(&mut self, patience: Duration) {
         self.checked_greetings = Instant::now();
         for idx in 0..self.servers.len() {
-            let is_late = self.servers[idx].as_ref().is_some_and(|server| {
-                server.peer.is_none() && server.since.elapsed() >= patience
-            });
+            let is_late = self.servers[idx]
+                .as_ref()
+                .is_some_and(|server| server.peer.is_none() && server.since.elapsed() >= patience);
             if is_late {
                 self.drop_server(idx);
             }
@@ -280,7 +280,8 @@ impl TcpFabric {
     }
 
     fn connect(&self, idx: usize, detail: &Detail) -> io::Result<Issuer> {
-        let family = if detail.address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let family =
+            if detail.address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
         self.watch(&fd)?;
@@ -371,7 +372,8 @@ impl Fabric for TcpFabric {
 
     fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
         let detail = Detail::decode(detail).map_err(|error| failed("join", &error, None))?;
-        let idx = self.find("join", peer).map_err(|error| failed("join", &error.to_string(), None))?;
+        let idx =
+            self.find("join", peer).map_err(|error| failed("join", &error.to_string(), None))?;
         let issuer = self.connect(idx, &detail).map_err(|error| {
             let code = error.raw_os_error().map(i64::from);
             failed("connect", &format!("{}: {error}", detail.address), code)
@@ -420,9 +422,10 @@ impl Fabric for TcpFabric {
             self.peers[idx as usize].is_dirty = false;
             self.advance_issuer(idx as usize, false);
         }
-        let mut events =
-            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
-                64];
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 64];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         // Interrupted: whatever is there is there at the next poll.
         let num_ready = epoll::wait(&self.set, &mut events[..], Some(&now)).unwrap_or(0);
