@@ -9,6 +9,9 @@ use std::process::Command;
 use protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
 use protocol::{ErrorCode, WireDtype};
 
+#[path = "../../tests/src/skip.rs"]
+mod skip;
+
 /// Bytes of the field that `_` picks.
 fn field_bytes<S, F>(_: fn(&S) -> &F) -> usize {
     size_of::<F>()
@@ -50,7 +53,7 @@ fn header_and_rust_agree_field_by_field() {
     for (compiler, standard, extension, required) in compilers {
         let Some(found) = compile_and_run(compiler, standard, extension, &program) else {
             assert!(!required, "no {compiler}, which building this project needs");
-            println!("SKIPPED: abi.h as {standard}: there is no {compiler}");
+            skip::skip(compiler, &format!("abi.h as {standard}: there is no {compiler}"));
             continue;
         };
         assert_eq!(found, expected, "{compiler} {standard}");

@@ -7,6 +7,9 @@
 
 mod pages;
 pub(crate) mod pass;
+#[cfg(test)]
+#[path = "../../../../tests/src/skip.rs"]
+mod skip;
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -224,8 +227,8 @@ mod tests {
     fn huge_pages_are_used_when_the_pool_has_them_and_given_back() {
         let layout = SlotLayout::new(SlotConfig { slot_bytes: 4 << 20, num_frames: 2 }).unwrap();
         if !pages::huge_pages_fit(layout.slot_bytes()) {
-            println!("SKIPPED: the pool of huge pages is empty (sysctl vm.nr_hugepages=16)");
-            return;
+            let reason = "the pool is empty: sysctl vm.nr_hugepages=16";
+            return skip::skip("huge-pages", reason);
         }
         let slot = SharedSlot::create(&layout).unwrap();
         assert_eq!(slot.pages(), PageKind::HugeTlb);
