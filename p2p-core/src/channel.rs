@@ -305,7 +305,9 @@ impl<E: Endpoint> Channel<E> {
             return Err(ChannelError::ReleaseUnderflow);
         }
         // SYNC POINT `consumed`: the add releases our reads of the frame to the peer's next writes.
-        self.add_remote(CONSUMED, 1)?;
+        let offset = self.layout.control_offset(CONSUMED);
+        let dst = RemoteRange { key: self.remote_key, offset, len: 8 };
+        self.endpoint.add_flag_lazily(dst, 1)?;
         self.wake_peer()
     }
 

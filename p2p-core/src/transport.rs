@@ -86,6 +86,10 @@ impl Endpoint for AnyEndpoint {
         on!(self, end => end.add_flag(dst, value))
     }
 
+    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        on!(self, end => end.add_flag_lazily(dst, value))
+    }
+
     fn fence(&mut self) -> Result<(), PostError> {
         on!(self, end => end.fence())
     }

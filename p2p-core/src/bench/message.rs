@@ -63,11 +63,11 @@ impl Spin {
         let mut deadline = None;
         loop {
             for _ in 0..self.polls_before_yield {
-                if let Some(driver) = &self.driver {
-                    driver.drive();
-                }
                 if ready()? {
                     return Ok(());
+                }
+                if let Some(driver) = &self.driver {
+                    driver.drive();
                 }
                 std::hint::spin_loop();
             }

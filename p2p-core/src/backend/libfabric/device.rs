@@ -557,9 +557,9 @@ impl State {
         }
         if let (Some(far), false) = (link.far(), closing.has_said_farewell) {
             let writes = if far.counts_writes { link.num_posted() } else { 0 };
-            let message = link.unnumbered(Then::Farewell, writes).unwrap_or_default();
-            closing.has_said_farewell =
-                !matches!(port.lane().inject(far.peer, &message), Ok(Taken::Again));
+            closing.has_said_farewell = link
+                .unnumbered(Then::Farewell, writes)
+                .is_none_or(|message| !matches!(link.inject(port, &message), Ok(Taken::Again)));
         }
         let is_joined = link.far().is_some();
         let is_peer_done =

@@ -110,6 +110,7 @@ impl LibfabricEndpoint {
             token: self.far.token,
             writes: if counts { self.num_writes } else { 0 },
             then,
+            credit: self.lease.link.take_credit(),
             num_parts: self.num_parts,
         };
         if let Some(head) = self.message.first_chunk_mut::<HEADER_BYTES>() {
@@ -282,6 +283,20 @@ impl Endpoint for LibfabricEndpoint {
         }
         self.is_open = true;
         self.send(ADD, Then::Add { offset: dst.offset as u32, value })
+    }
+
+    fn add_flag_lazily(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        self.check(ADD, dst.offset, 8)?;
+        let Lease { device, link, .. } = &self.lease;
+        link.health()?;
+        if self.num_parts == 0
+            && dst.offset.is_multiple_of(8)
+            && device.add_credit(link, dst.offset as u32, value)
+        {
+            self.is_open = true;
+            return Ok(());
+        }
+        self.add_flag(dst, value)
     }
 
     fn fence(&mut self) -> Result<(), PostError> {

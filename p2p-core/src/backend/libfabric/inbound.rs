@@ -87,7 +87,8 @@ mod tests {
     use crate::backend::libfabric::message::Then;
 
     fn header(seq: u32, writes: u64) -> Header {
-        Header { slot: 0, seq, token: 0, writes, then: Then::Nothing, num_parts: 0 }
+        let (then, credit) = (Then::Nothing, Default::default());
+        Header { slot: 0, seq, token: 0, writes, then, credit, num_parts: 0 }
     }
 
     #[test]

@@ -319,7 +319,8 @@ impl Link {
 
     /// Sends what no message has taken along. False when it must be tried again.
     pub(super) fn flush_credit(&self, port: &Port) -> bool {
-        self.is_credit_queued.store(false, Ordering::Release);
+        // Whoever adds from now on tells the driver again; what was added before is seen below.
+        self.is_credit_queued.swap(false, Ordering::AcqRel);
         let total = self.credit_total.load(Ordering::Acquire);
         let sent = self.credit_sent.load(Ordering::Acquire);
         if sent >= total || self.is_failed() || self.is_deserted() {

@@ -1,19 +1,21 @@
 //! Messages between the drivers of two sides: small puts and the flag behind them, in one piece.
 //!
 //! ```text
-//! 0     4     8       16        24            32             36     38         40
-//! | slot | seq | token | writes | value or id | flag_offset | kind | num_parts | parts …
+//! 0      4     8       16       24            32       40            44              48     50          56
+//! | slot | seq | token | writes | value or id | credit | flag_offset | credit_offset | kind | num_parts | …
 //!
-//! part: | offset u32 | bytes u32 | payload, padded to 8 |
+//! then parts: | offset u32 | bytes u32 | payload, padded to 8 |
 //! ```
 //!
 //! All numbers are little-endian. `slot` and `token` are what the receiving side said in the handshake:
-//! the token is a secret of the pair. `writes` is how many counted writes were issued before.
+//! the token is a secret of the pair. `writes` is how many counted writes were issued before. `credit`
+//! is the sum of all additions that were allowed to wait, to the one flag that they were made to; it may
+//! come several times, or late, or not at all when a later one does.
 
 use thiserror::Error;
 
 /// Bytes before the parts.
-pub(super) const HEADER_BYTES: usize = 40;
+pub(super) const HEADER_BYTES: usize = 56;
 /// Bytes of a part before its payload.
 pub(super) const PART_BYTES: usize = 8;
 
@@ -39,6 +41,8 @@ pub(super) enum Then {
         /// Of the question.
         id: u64,
     },
+    /// Nothing but the credit.
+    Credit,
     /// The sender is gone; after the writes that the message counts nothing comes any more.
     Farewell,
 }
@@ -46,7 +50,7 @@ pub(super) enum Then {
 impl Then {
     /// Whether the driver sends this by itself, outside of the numbered order.
     pub(super) const fn is_unnumbered(self) -> bool {
-        matches!(self, Self::Answered { .. } | Self::Farewell)
+        matches!(self, Self::Answered { .. } | Self::Credit | Self::Farewell)
     }
 }
 
@@ -58,7 +62,15 @@ pub(super) struct Header {
     pub(super) token: u64,
     pub(super) writes: u64,
     pub(super) then: Then,
+    pub(super) credit: Credit,
     pub(super) num_parts: u16,
+}
+
+/// Additions to one flag, all together. None where `total` is 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Credit {
+    pub(super) offset: u32,
+    pub(super) total: u64,
 }
 
 /// A message makes no sense.
@@ -88,6 +100,7 @@ impl Header {
             Then::Add { offset, value } => (KIND_ADD, value, offset),
             Then::Answer { id } => (KIND_ANSWER, id, 0),
             Then::Answered { id } => (KIND_ANSWERED, id, 0),
+            Then::Credit => (KIND_CREDIT, 0, 0),
             Then::Farewell => (KIND_FAREWELL, 0, 0),
         };
         out[0..4].copy_from_slice(&self.slot.to_le_bytes());
@@ -95,9 +108,12 @@ impl Header {
         out[8..16].copy_from_slice(&self.token.to_le_bytes());
         out[16..24].copy_from_slice(&self.writes.to_le_bytes());
         out[24..32].copy_from_slice(&value.to_le_bytes());
-        out[32..36].copy_from_slice(&offset.to_le_bytes());
-        out[36..38].copy_from_slice(&kind.to_le_bytes());
-        out[38..40].copy_from_slice(&self.num_parts.to_le_bytes());
+        out[32..40].copy_from_slice(&self.credit.total.to_le_bytes());
+        out[40..44].copy_from_slice(&offset.to_le_bytes());
+        out[44..48].copy_from_slice(&self.credit.offset.to_le_bytes());
+        out[48..50].copy_from_slice(&kind.to_le_bytes());
+        out[50..52].copy_from_slice(&self.num_parts.to_le_bytes());
+        out[52..56].fill(0);
     }
 
     /// Reads the header of `message`.
@@ -106,12 +122,13 @@ impl Header {
         let head = message
             .first_chunk::<HEADER_BYTES>()
             .ok_or(MessageError::Short { found: message.len() })?;
-        let [value, offset] = [u64_at(head, 24), u32_at(head, 32).into()];
-        let then = match u16_at(head, 36) {
+        let (value, offset) = (u64_at(head, 24), u32_at(head, 40));
+        let then = match u16_at(head, 48) {
             KIND_NOTHING => Then::Nothing,
-            KIND_ADD => Then::Add { offset: offset as u32, value },
+            KIND_ADD => Then::Add { offset, value },
             KIND_ANSWER => Then::Answer { id: value },
             KIND_ANSWERED => Then::Answered { id: value },
+            KIND_CREDIT => Then::Credit,
             KIND_FAREWELL => Then::Farewell,
             found => return Err(MessageError::Kind { found }),
         };
@@ -121,7 +138,8 @@ impl Header {
             token: u64_at(head, 8),
             writes: u64_at(head, 16),
             then,
-            num_parts: u16_at(head, 38),
+            credit: Credit { offset: u32_at(head, 44), total: u64_at(head, 32) },
+            num_parts: u16_at(head, 50),
         })
     }
 
@@ -146,10 +164,10 @@ impl Header {
             return Err(MessageError::Trailing { num_bytes: rest.len() });
         }
         if let Then::Add { offset, .. } = self.then {
-            check_range(offset, 8, slot_bytes)?;
-            if !offset.is_multiple_of(8) {
-                return Err(MessageError::Misaligned { offset });
-            }
+            check_flag(offset, slot_bytes)?;
+        }
+        if self.credit.total > 0 {
+            check_flag(self.credit.offset, slot_bytes)?;
         }
         let mut rest = message.get(HEADER_BYTES..).unwrap_or_default();
         for _ in 0..num_parts {
@@ -172,15 +190,23 @@ pub(super) fn push_part_head(out: &mut Vec<u8>, offset: u32, len: u32) {
     out.extend_from_slice(&len.to_le_bytes());
 }
 
-/// Changes the summand in an encoded message that adds to the flag at `offset` and has no parts. False
-/// when it is another message.
-pub(super) fn merge_add(message: &mut [u8], offset: u32, writes: u64, value: u64) -> bool {
+/// Makes `message`, which waits, stand for `newer` as well, if both only add to the same flag. False
+/// when they do not, and nothing is changed then.
+pub(super) fn merge_add(message: &mut [u8], newer: &Header) -> bool {
     let Ok(header) = Header::decode(message) else { return false };
-    let Then::Add { offset: found, value: before } = header.then else { return false };
-    if found != offset || header.writes != writes {
+    let (Then::Add { offset, value }, Then::Add { offset: same, value: more }) =
+        (header.then, newer.then)
+    else {
+        return false;
+    };
+    if same != offset || header.writes != newer.writes || newer.num_parts > 0 {
         return false;
     }
-    message[24..32].copy_from_slice(&before.wrapping_add(value).to_le_bytes());
+    let then = Then::Add { offset, value: value.wrapping_add(more) };
+    let merged = Header { then, credit: newer.credit, ..header };
+    if let Some(head) = message.first_chunk_mut() {
+        merged.encode(head);
+    }
     true
 }
 
@@ -193,6 +219,14 @@ fn split_part(rest: &[u8]) -> Option<(u32, &[u8], &[u8])> {
     // At most 4 GiB and 7 bytes: no overflow.
     let (padded, behind) = rest.split_at_checked(len.next_multiple_of(8))?;
     Some((offset, &padded[..len], behind))
+}
+
+fn check_flag(offset: u32, slot_bytes: usize) -> Result<(), MessageError> {
+    check_range(offset, 8, slot_bytes)?;
+    if !offset.is_multiple_of(8) {
+        return Err(MessageError::Misaligned { offset });
+    }
+    Ok(())
 }
 
 fn check_range(offset: u32, len: usize, slot_bytes: usize) -> Result<(), MessageError> {
@@ -226,6 +260,7 @@ const KIND_ADD: u16 = 2;
 const KIND_ANSWER: u16 = 3;
 const KIND_ANSWERED: u16 = 4;
 const KIND_FAREWELL: u16 = 5;
+const KIND_CREDIT: u16 = 6;
 
 #[cfg(test)]
 mod tests {
@@ -242,7 +277,7 @@ mod tests {
                 (rng.random_range(0..slot_bytes - payload.len()), payload)
             })
             .collect();
-        let then = match rng.random_range(0..5) {
+        let then = match rng.random_range(0..6) {
             0 => Then::Nothing,
             1 => {
                 let offset = rng.random_range(0..slot_bytes as u32 / 8) * 8;
@@ -250,6 +285,7 @@ mod tests {
             }
             2 => Then::Answer { id: rng.random() },
             3 => Then::Answered { id: rng.random() },
+            4 => Then::Credit,
             _ => Then::Farewell,
         };
         let header = Header {
@@ -258,6 +294,7 @@ mod tests {
             token: rng.random(),
             writes: rng.random(),
             then,
+            credit: Credit { offset: rng.random_range(0..8) * 8, total: rng.random() },
             num_parts: parts.len() as u16,
         };
         (header, parts)
@@ -299,8 +336,16 @@ mod tests {
     #[test]
     fn a_bad_part_or_flag_places_nothing() {
         let good = (16usize, vec![1u8; 8]);
-        let header =
-            |then, num_parts| Header { slot: 0, seq: 0, token: 0, writes: 0, then, num_parts };
+        let credit = Credit::default();
+        let header = |then, num_parts| Header {
+            slot: 0,
+            seq: 0,
+            token: 0,
+            writes: 0,
+            then,
+            credit,
+            num_parts,
+        };
         let add = |offset| Then::Add { offset, value: 1 };
         for (then, parts, bytes_cut) in [
             (add(4096), vec![good.clone()], 0),
@@ -346,13 +391,44 @@ mod tests {
 
     #[test]
     fn only_an_addition_to_the_same_flag_is_merged() {
-        let header = |then| Header { slot: 0, seq: 0, token: 0, writes: 7, then, num_parts: 0 };
-        let mut add = encode(&header(Then::Add { offset: 64, value: 5 }), &[]);
-        assert!(!merge_add(&mut add, 72, 7, 1) && !merge_add(&mut add, 64, 8, 1));
-        assert!(merge_add(&mut add, 64, 7, 3));
-        let merged = Header::decode(&add).unwrap();
-        assert_eq!(merged.then, Then::Add { offset: 64, value: 8 });
-        let mut other = encode(&header(Then::Answer { id: 1 }), &[]);
-        assert!(!merge_add(&mut other, 0, 7, 1));
+        let header = |then, writes, total| {
+            let credit = Credit { offset: 128, total };
+            Header { slot: 0, seq: 0, token: 0, writes, then, credit, num_parts: 0 }
+        };
+        let add = |offset, value| Then::Add { offset, value };
+        let mut message = encode(&header(add(64, 5), 7, 1), &[]);
+        let unchanged = message.clone();
+        for other in [
+            header(add(72, 1), 7, 9),
+            header(add(64, 1), 8, 9),
+            header(Then::Answer { id: 1 }, 7, 9),
+            Header { num_parts: 1, ..header(add(64, 1), 7, 9) },
+        ] {
+            assert!(!merge_add(&mut message, &other) && message == unchanged, "{other:?}");
+        }
+        assert!(merge_add(&mut message, &header(add(64, 3), 7, 4)));
+        assert_eq!(Header::decode(&message).unwrap(), header(add(64, 8), 7, 4));
+    }
+
+    #[test]
+    fn a_credit_beyond_the_slot_is_bad() {
+        for (offset, is_good) in [(4088, true), (4096, false), (4, false), (u32::MAX, false)] {
+            let credit = Credit { offset, total: 1 };
+            let header = Header {
+                slot: 0,
+                seq: 0,
+                token: 0,
+                writes: 0,
+                then: Then::Credit,
+                credit,
+                num_parts: 0,
+            };
+            let message = encode(&header, &[]);
+            assert_eq!(
+                header.for_each_part(&message, 4096, |_, _| {}).is_ok(),
+                is_good,
+                "{offset}"
+            );
+        }
     }
 }

@@ -23,6 +23,10 @@ fn serve(device: &Weak<Device>) {
     loop {
         let Some(device) = device.upgrade() else { return };
         let (num_drives, is_watched) = device.attention();
+        if device.has_credits() {
+            // Whoever gave them does something else at the moment.
+            device.drive();
+        }
         let nap = if is_watched {
             // Somebody sleeps on the descriptor, or wakes often enough, and drives then.
             WATCHED_NAP
@@ -59,6 +63,6 @@ fn wait(device: &Device) -> Duration {
 
 /// While others drive, and while they sleep.
 const DRIVEN_NAP: Duration = Duration::from_millis(5);
-const WATCHED_NAP: Duration = Duration::from_millis(20);
+const WATCHED_NAP: Duration = Duration::from_millis(10);
 /// How long the device outlives its last owner at most.
 const LONGEST_WAIT: Duration = Duration::from_millis(50);
