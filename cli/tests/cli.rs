@@ -196,6 +196,18 @@ fn prompts_and_flags_that_cannot_work_are_explained() {
     assert!(line.contains("1000") && line.contains("4096"), "{line}");
     let line = fails(&["demo", "--max-new-tokens", "1"], &[]);
     assert!(line.contains("at least 2"), "{line}");
+    for (args, found) in [
+        (["moe", "--seconds=-1"], "-1"),
+        (["moe", "--seconds=nan"], "NaN"),
+        (["moe", "--seconds=1e300"], "--seconds"),
+        (["moe", "--tokens=0"], "--tokens 0"),
+        (["moe", "--tokens=16385"], "16385"),
+        (["p2p", "--iterations=18446744073709551615"], "18446744073709551615"),
+        (["p2p", "--max-bytes=0"], "max_bytes is 0"),
+    ] {
+        let line = fails(&[&["bench"][..], &args].concat(), &[]);
+        assert!(line.contains(found) && line.contains("expected"), "{args:?}: {line}");
+    }
     let line = fails(&["status"], &[]);
     assert!(line.contains("--control-plane"), "{line}");
     let line = fails(&["status", "--control-plane", "http://127.0.0.1:1"], &[]);

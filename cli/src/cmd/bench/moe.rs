@@ -86,8 +86,11 @@ struct Row {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
-    if args.tokens.is_empty() || args.tokens.contains(&0) {
-        bail!("--tokens takes positive numbers");
+    if let Some(tokens) = args.tokens.iter().find(|tokens| !(1..=MAX_TOKENS).contains(*tokens)) {
+        bail!("--tokens {tokens}: expected 1 to {MAX_TOKENS}");
+    }
+    if !(0.0..=MAX_SECONDS).contains(&args.seconds) {
+        bail!("--seconds {}: expected 0 to {MAX_SECONDS}", args.seconds);
     }
     let dir = match &args.model {
         Some(dir) => dir.clone(),
@@ -399,5 +402,8 @@ fn print_report(report: &Report) {
     }
 }
 
+/// More than any batch of one layer, and what a host of 16 GiB has room for.
+const MAX_TOKENS: usize = 1 << 14;
+const MAX_SECONDS: f64 = 3600.0;
 const WARM_UP: usize = 4;
 const MIN_ITERATIONS: usize = WARM_UP + 21;
