@@ -55,6 +55,8 @@ fn greedy_text_logits_and_blocks_equal_the_reference_in_f32() {
         let expected = tensor(&reference, &format!("p{prompt_idx}.logits"));
         let worst = max_abs_diff(&logits, &expected);
         assert!(worst <= 2e-4, "prompt {prompt_idx}: logits differ by {worst:e}");
+        let layers: Vec<u32> = records.iter().map(|(layer, _)| *layer).collect();
+        assert_eq!(layers, checkpoint.config().moe_layers(), "every block was seen, once");
         for (layer, output) in records.iter().filter(|_| prompt_idx < 2) {
             let expected = tensor(&reference, &format!("p{prompt_idx}.l{layer}.mlp_out"));
             let worst = rel_diff(output, &expected);
@@ -150,6 +152,29 @@ fn blocks_of_other_architectures_equal_transformers_through_the_service() {
         tested += 1;
     }
     assert!(tested >= 4, "only {tested} reference blocks found");
+}
+
+#[test]
+fn a_client_keeps_the_epoch_of_a_placement_without_servers() {
+    let checkpoint = open("tiny-moe");
+    let mut cluster = start(&checkpoint, 1, 1);
+    cluster.drain_server(0, Duration::from_secs(60)).expect("drained");
+    let token = Some(cluster.token().to_owned());
+    let client = MoeClient::builder(ClientModel::of(&checkpoint))
+        .control_plane(cluster.control_url(), token.clone())
+        .ticket(token)
+        .build()
+        .expect("client");
+    let begin = std::time::Instant::now();
+    while client.epoch() == 0 {
+        assert!(begin.elapsed() < Duration::from_secs(60), "no placement");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let epoch = client.epoch();
+    // The news that the stream is open follows the table.
+    let error = client.wait_ready(Duration::from_millis(300)).expect_err("no server").to_string();
+    assert!(error.contains(&format!("epoch {epoch}, 0 servers")), "{error}");
+    assert_eq!(client.epoch(), epoch);
 }
 
 fn data(path: &str) -> PathBuf {

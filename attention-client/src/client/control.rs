@@ -226,8 +226,10 @@ impl Task {
 
     /// Says in error messages why there is no placement, as long as there is none.
     fn note_problem(&self, problem: Option<String>) {
-        if self.shared.routing.load().servers.is_empty() {
+        let current = self.shared.routing.load();
+        if current.servers.is_empty() {
             let mut routing = Routing::empty(&self.descriptor);
+            routing.epoch = current.epoch;
             routing.problem = problem;
             self.shared.routing.store(Arc::new(routing));
             self.lanes.iter().for_each(|lane| lane.news.announce());
