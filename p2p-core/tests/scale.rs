@@ -4,7 +4,7 @@
 
 mod scale_support;
 
-use p2p_core::{Connection, SlotConfig};
+use p2p_core::{Connection, Endpoint, SlotConfig};
 use scale_support::crowd::Crowd;
 use scale_support::{num_descriptors, resident_bytes, transports};
 
@@ -23,11 +23,14 @@ async fn memory_grows_by_the_slots_in_use() {
     let mut crowd = Crowd::gather(num_peers, Crowd::listener(SLOT, transports)).await;
     let idle_bytes = resident_bytes().saturating_sub(empty_bytes) / num_peers as u64;
     println!(
-        "{num_peers} peers by {} in {:?}; an idle one takes {idle_bytes} bytes at both ends together",
+        "{num_peers} peers by {} in {:?}; an idle one takes {idle_bytes} bytes at both ends",
         crowd.here[0].transport, crowd.took
     );
     // Control words of two slots, and what the connection itself takes.
-    assert!(idle_bytes < 128 << 10, "{idle_bytes} bytes for an idle peer");
+    // A network's provider has queues of its own for every peer, made when they are first needed.
+    let is_network = crowd.here[0].transport.kind.is_network();
+    let provider_bytes = if is_network { 512 << 10 } else { 0 };
+    assert!(idle_bytes < provider_bytes + (64 << 10), "{idle_bytes} bytes for an idle peer");
 
     // Everybody sends a little: nobody is forgotten, and nobody gets another's message.
     let before = resident_bytes();
@@ -39,7 +42,7 @@ async fn memory_grows_by_the_slots_in_use() {
     }
     let small = resident_bytes().saturating_sub(before) / num_peers as u64;
     println!("a message of 64 bytes takes {small} bytes more");
-    assert!(small < 16 << 10, "{small} bytes for a message of 64 bytes");
+    assert!(small < provider_bytes + (16 << 10), "{small} bytes for a message of 64 bytes");
 
     // A few send much: it is they who take memory.
     let before = resident_bytes();
@@ -53,7 +56,10 @@ async fn memory_grows_by_the_slots_in_use() {
         assert!(found == message(idx as u64, len), "message {idx} of {len} bytes");
     }
     let grown = resident_bytes().saturating_sub(before);
-    let expected = (used * len) as u64;
+    // Where the peer's slot is not mapped, the sender has a frame of its own to put from.
+    let channel = &crowd.here[0].channel;
+    let is_mapped = channel.endpoint().direct(channel.remote_key()).is_some();
+    let expected = (used * len) as u64 * if is_mapped { 1 } else { 2 };
     println!("{used} frames of {len} bytes take {grown} bytes, {expected} expected");
     assert!(grown < expected + expected / 4 + (8 << 20), "{grown} bytes, {expected} expected");
 
@@ -63,7 +69,8 @@ async fn memory_grows_by_the_slots_in_use() {
         let bytes = resident_bytes().saturating_sub(empty_bytes);
         (num_descriptors().saturating_sub(empty_descriptors), bytes)
     };
-    let is_clean = |(descriptors, bytes)| descriptors <= 4 && bytes < 48 << 20;
+    let kept_bytes = (48 << 20) + num_peers as u64 * provider_bytes / 4;
+    let is_clean = |(descriptors, bytes)| descriptors <= 16 && bytes < kept_bytes;
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
     while !is_clean(left()) && std::time::Instant::now() < deadline {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
@@ -83,7 +90,7 @@ fn receive(connection: &mut Connection, len: usize) -> Vec<u8> {
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
     let channel = &mut connection.channel;
     let frame = loop {
-        if let Some(driver) = p2p_core::Endpoint::driver(channel.endpoint()) {
+        if let Some(driver) = channel.endpoint().driver() {
             driver.drive();
         }
         if let Some(frame) = channel.try_next().unwrap() {
