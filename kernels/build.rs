@@ -98,4 +98,4 @@ fn find_nvcc() -> Result<PathBuf, String> {
 }
 
 /// Source files under `cuda/`, without their ending.
-const SOURCES: [&str; 5] = ["dispatch", "combine", "expert", "p2p", "flag"];
+const SOURCES: [&str; 6] = ["dispatch", "combine", "expert", "compute", "p2p", "flag"];

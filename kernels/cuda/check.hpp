@@ -138,6 +138,26 @@ template <class Params>
     return is_aligned(params.expert_out) ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
 
+[[nodiscard]] inline int check(const sy_expert_compute_params& params) {
+    if (const int code = check_common(params, params.clients, params.num_clients); code != SY_OK)
+        return code;
+    if (const int code = check_lists(params.lists); code != SY_OK)
+        return code;
+    if (params.inter == 0 || params.inter % 64 != 0 || params.inter > SY_MAX_HIDDEN)
+        return SY_LAUNCH_INTER;
+    if (params.num_local_experts == 0 || params.num_local_experts > SY_MAX_EXPERTS)
+        return SY_LAUNCH_EXPERTS;
+    if (uint64_t{params.lists.max_rows} * params.geometry.top_k >= 1u << SY_RANK_BITS)
+        return SY_LAUNCH_TOKENS;
+    if (params.rows == nullptr || params.activation == nullptr || params.expert_out == nullptr ||
+        params.layers == nullptr || params.num_layers == 0)
+        return SY_LAUNCH_NULL;
+    return is_aligned(params.rows) && is_aligned(params.activation) &&
+                   is_aligned(params.expert_out) && is_aligned(params.layers)
+               ? SY_OK
+               : SY_LAUNCH_ALIGNMENT;
+}
+
 [[nodiscard]] inline int check(const sy_echo_params& params) {
     if (const int code = check_common(params, params.clients, params.num_clients); code != SY_OK)
         return code;
@@ -188,13 +208,13 @@ struct LaunchPlan {
 
 // Threads of the kernels whose hidden size is only known at run time, and of those for 7168.
 constexpr uint32_t kGenericThreads = 256;
+constexpr uint32_t kMultiprocessors = 132;
 constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 
 // Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
 // per multiprocessor.
 [[nodiscard]] inline uint32_t choose_blocks(uint32_t asked, uint64_t num_units,
                                             uint64_t units_for_two) {
-    constexpr uint32_t kMultiprocessors = 132;
     const uint32_t most = asked != 0 ? asked
                                      : (num_units >= units_for_two ? 2 * kMultiprocessors
                                                                    : kMultiprocessors);
@@ -225,6 +245,12 @@ constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_send_params& params) {
     return plan_for(params.geometry.hidden == kTunedHidden,
                     choose_blocks(params.num_blocks, params.max_rows, 1024));
+}
+
+// Of each of its three kernels.
+[[nodiscard]] inline LaunchPlan plan(const sy_expert_compute_params& params) {
+    return {params.num_blocks != 0 ? params.num_blocks : 2 * kMultiprocessors, SY_COMPUTE_THREADS,
+            false};
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {

@@ -92,6 +92,8 @@ extern "C" const char* sy_launch_error(int code) {
         return "link: this build reaches peers by direct stores only";
     case SY_LAUNCH_BOUND:
         return "timeout_ns is 0: every wait has a bound";
+    case SY_LAUNCH_INTER:
+        return "intermediate size: expected a positive multiple of 64, at most 1048576";
     case SY_LAUNCH_CUDA:
         return "the CUDA driver refused the launch";
     default:

@@ -19,6 +19,7 @@ code=0
 timeout 60 ./p2p_bench --ranks "$ranks" --limit 50 >> "$raw" || code=1
 timeout 120 ./moe_bench --ranks "$ranks" --set table --limit 110 >> "$raw" || code=1
 timeout 60 ./moe_bench --ranks "$ranks" --set sms --limit 50 >> "$raw" || code=1
+timeout 60 ./expert_test --bench >> "$raw" || code=1
 if python3 -c 'import torch' 2> /dev/null; then
     python3 baseline.py --limit 60 --out "$out/baseline.jsonl" || code=1
     cat "$out/baseline.jsonl" >> "$raw"

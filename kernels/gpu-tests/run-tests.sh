@@ -32,6 +32,7 @@ skip() { echo "SKIPPED $1: $2"; }
 echo "seed $seed, $num_gpus GPUs"
 export SWITCHYARD_REQUIRE=gpu SWITCHYARD_TEST_SEED=$seed
 step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
+step 60 "expert stage against double precision" ./expert_test --seed "$seed"
 step 60 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 4
 step 60 "device slots between processes" ./rust_cuda_ipc_test --test-threads 2
 if command -v compute-sanitizer > /dev/null; then

@@ -79,6 +79,12 @@ SY_HOST(expert_recv)
 SY_HOST(expert_send)
 SY_HOST(echo)
 
+// The matrix units have no stand-in here.
+extern "C" int sy_host_plan_expert_compute(const sy_expert_compute_params* params,
+                                           uint32_t out[3]) {
+    return plan_of(*params, out);
+}
+
 extern "C" int sy_host_geometry(const uint32_t in[5], sy_frame_geometry* out) {
     return sy_make_geometry(in[0], in[1], in[2], in[3], in[4], out);
 }

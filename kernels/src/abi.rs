@@ -31,6 +31,10 @@ pub const NO_EXPERT: u32 = u32::MAX;
 pub const NO_ROUTE: u32 = u32::MAX;
 /// A route is `peer << ROUTE_SHIFT | row`.
 pub const ROUTE_SHIFT: u32 = 24;
+/// Threads of the expert stage's kernels.
+pub const COMPUTE_THREADS: u32 = 256;
+/// Dynamic shared memory of those that multiply, bytes.
+pub const COMPUTE_SHARED_BYTES: u32 = 98_304;
 /// Bits of an entry's rank among those of its expert in a batch.
 pub const RANK_BITS: u32 = 22;
 /// Blocks of `expert_recv`: one cluster.
@@ -433,6 +437,52 @@ pub struct ExpertRecvParams {
     pub clients: DevicePtr,
 }
 
+/// Matrices of a layer's experts on this server. Rows are contiguous.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct LayerWeights {
+    /// bf16 `[num_local_experts, 2, inter, hidden]`: gate, then up.
+    pub gate_up: DevicePtr,
+    /// bf16 `[num_local_experts, hidden, inter]`.
+    pub down: DevicePtr,
+}
+
+/// Parameters of `expert_compute`: `down(silu(gate(x)) * up(x))` of every entry of a batch.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct ExpertComputeParams {
+    /// [`DEVICE_ABI_VERSION`].
+    pub version: u32,
+    /// `FLAG_*`.
+    pub flags: u32,
+    /// Geometry of the clients' slots.
+    pub geometry: FrameGeometry,
+    /// What `expert_recv` left.
+    pub lists: ExpertLists,
+    /// Scratch: bf16 `[lists.max_rows, hidden]`.
+    pub rows: DevicePtr,
+    /// Scratch: bf16 `[lists.max_rows * top_k, inter]`.
+    pub activation: DevicePtr,
+    /// bf16 `[lists.max_rows * top_k, hidden]`, in list order.
+    pub expert_out: DevicePtr,
+    /// [`LayerWeights`] `[num_layers]`.
+    pub layers: DevicePtr,
+    /// Intermediate size, a multiple of 64.
+    pub inter: u32,
+    /// Experts of this server.
+    pub num_local_experts: u32,
+    /// Elements of `layers`.
+    pub num_layers: u32,
+    /// Elements of `clients`.
+    pub num_clients: u32,
+    /// Thread blocks of each kernel, 0 = two per multiprocessor.
+    pub num_blocks: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// [`ClientPeer`] `[num_clients]`.
+    pub clients: DevicePtr,
+}
+
 /// Parameters of `expert_send`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -510,3 +560,6 @@ const _: () = assert!(size_of::<ExpertSendParams>() == 224);
 const _: () = assert!(offset_of!(ExpertSendParams, clients) == 216);
 const _: () = assert!(size_of::<EchoParams>() == 184);
 const _: () = assert!(offset_of!(EchoParams, clients) == 176);
+const _: () = assert!(size_of::<LayerWeights>() == 16);
+const _: () = assert!(size_of::<ExpertComputeParams>() == 256);
+const _: () = assert!(offset_of!(ExpertComputeParams, clients) == 248);

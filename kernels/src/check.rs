@@ -4,8 +4,8 @@ use thiserror::Error;
 
 use crate::abi::{
     ClientPeer, CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, EchoParams,
-    ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link, MAX_EXPERTS, MAX_PEERS,
-    RANK_BITS, ServerPeer, WAY_DIRECT,
+    ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link,
+    MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS, ServerPeer, WAY_DIRECT,
 };
 
 /// Parameters that cannot be used. Nothing was launched.
@@ -49,6 +49,9 @@ pub enum CheckError {
     /// A wait would have no bound.
     #[error("timeout_ns is 0: every wait has a bound")]
     Bound = 12,
+    /// The experts' intermediate size cannot be used.
+    #[error("intermediate size: expected a positive multiple of 64, at most 1048576")]
+    Inter = 14,
 }
 
 impl CheckError {
@@ -137,6 +140,29 @@ impl Check for ExpertSendParams {
             return Err(CheckError::Tokens);
         }
         aligned(&[self.expert_out])
+    }
+}
+
+impl Check for ExpertComputeParams {
+    fn check(&self) -> Result<(), CheckError> {
+        common(self.version, &self.geometry, self.clients, self.num_clients)?;
+        lists(&self.lists)?;
+        if self.inter == 0 || !self.inter.is_multiple_of(64) || self.inter > MAX_HIDDEN {
+            return Err(CheckError::Inter);
+        }
+        if self.num_local_experts == 0 || self.num_local_experts as usize > MAX_EXPERTS {
+            return Err(CheckError::Experts);
+        }
+        let num_entries = u64::from(self.lists.max_rows) * u64::from(self.geometry.top_k);
+        if num_entries >= 1 << RANK_BITS {
+            return Err(CheckError::Tokens);
+        }
+        let pointers = [self.rows, self.activation, self.expert_out, self.layers];
+        set(&pointers)?;
+        if self.num_layers == 0 {
+            return Err(CheckError::Null);
+        }
+        aligned(&pointers)
     }
 }
 

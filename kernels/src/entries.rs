@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 16] = [
+pub const ENTRIES: [&str; 20] = [
     DISPATCH_TUNED_FP8,
     DISPATCH_TUNED_BF16,
     DISPATCH_FP8,
@@ -20,6 +20,10 @@ pub const ENTRIES: [&str; 16] = [
     ECHO_TUNED_BF16,
     ECHO_FP8,
     ECHO_BF16,
+    GATHER_FP8,
+    GATHER_BF16,
+    GATE_UP,
+    DOWN,
     FLAG_ADD,
 ];
 
@@ -46,3 +50,11 @@ pub const ECHO_FP8: &str =
     "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256EEEEEv14sy_echo_params";
 pub const ECHO_BF16: &str =
     "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256EEEEEv14sy_echo_params";
+pub const GATHER_FP8: &str =
+    "_ZN10switchyard5impls20expert_gather_kernelILb1EEEv24sy_expert_compute_params";
+pub const GATHER_BF16: &str =
+    "_ZN10switchyard5impls20expert_gather_kernelILb0EEEv24sy_expert_compute_params";
+pub const GATE_UP: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb1EEEv24sy_expert_compute_params";
+pub const DOWN: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb0EEEv24sy_expert_compute_params";

@@ -2,14 +2,15 @@
 //! `cuda/check.hpp`.
 
 use crate::abi::{
-    CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams, EchoParams, ExpertRecvParams,
-    ExpertSendParams, FLAG_PDL, RECV_BLOCKS, RECV_THREADS,
+    COMPUTE_SHARED_BYTES, COMPUTE_THREADS, CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams,
+    EchoParams, ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_PDL, RECV_BLOCKS,
+    RECV_THREADS,
 };
 use crate::check::Check;
 use crate::entries::{
     COMBINE, COMBINE_TUNED, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16, DISPATCH_TUNED_FP8,
-    ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV, SEND_BF16, SEND_FP8,
-    SEND_TUNED_BF16, SEND_TUNED_FP8,
+    DOWN, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV, GATE_UP, GATHER_BF16,
+    GATHER_FP8, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8,
 };
 
 /// A launch, decided but for the stream.
@@ -23,6 +24,8 @@ pub struct LaunchPlan {
     pub is_tuned: bool,
     /// Name of the kernel in the embedded code.
     pub entry: &'static str,
+    /// Dynamic shared memory, bytes.
+    pub shared_bytes: u32,
     /// Whether the kernel may start while the one before it ends.
     pub overlaps: bool,
 }
@@ -34,6 +37,11 @@ pub trait KernelParams: Check + bytemuck::Pod {
 
     /// The launch for these parameters, which must have passed [`Check::check`].
     fn plan(&self) -> LaunchPlan;
+
+    /// Kernels that follow the first in the same launch.
+    fn rest(&self) -> Vec<LaunchPlan> {
+        Vec::new()
+    }
 
     /// Every pointer with its name, nulls among them.
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)>;
@@ -101,6 +109,7 @@ impl KernelParams for ExpertRecvParams {
             num_threads: RECV_THREADS,
             is_tuned: false,
             entry: EXPERT_RECV,
+            shared_bytes: 0,
             overlaps: self.flags & FLAG_PDL != 0,
         }
     }
@@ -147,6 +156,41 @@ impl KernelParams for ExpertSendParams {
     }
 }
 
+impl KernelParams for ExpertComputeParams {
+    const NAME: &'static str = "expert_compute";
+
+    fn plan(&self) -> LaunchPlan {
+        let num_blocks =
+            if self.num_blocks == 0 { 2 * NUM_MULTIPROCESSORS } else { self.num_blocks };
+        LaunchPlan {
+            num_blocks,
+            num_threads: COMPUTE_THREADS,
+            is_tuned: false,
+            entry: if is_fp8(self.geometry.dtype) { GATHER_FP8 } else { GATHER_BF16 },
+            shared_bytes: 0,
+            overlaps: false,
+        }
+    }
+
+    fn rest(&self) -> Vec<LaunchPlan> {
+        [GATE_UP, DOWN]
+            .map(|entry| LaunchPlan { entry, shared_bytes: COMPUTE_SHARED_BYTES, ..self.plan() })
+            .to_vec()
+    }
+
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
+        vec![
+            ("lists.batch", self.lists.batch),
+            ("lists.list_row", self.lists.list_row),
+            ("rows", self.rows),
+            ("activation", self.activation),
+            ("expert_out", self.expert_out),
+            ("layers", self.layers),
+            ("clients", self.clients),
+        ]
+    }
+}
+
 impl KernelParams for EchoParams {
     const NAME: &'static str = "echo";
 
@@ -169,7 +213,8 @@ impl KernelParams for EchoParams {
 
 fn plan(is_tuned: bool, num_blocks: u32, entry: &'static str, flags: u32) -> LaunchPlan {
     let num_threads = if is_tuned { TUNED_THREADS } else { GENERIC_THREADS };
-    LaunchPlan { num_blocks, num_threads, is_tuned, entry, overlaps: flags & FLAG_PDL != 0 }
+    let overlaps = flags & FLAG_PDL != 0;
+    LaunchPlan { num_blocks, num_threads, is_tuned, entry, shared_bytes: 0, overlaps }
 }
 
 /// Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two

@@ -24,6 +24,8 @@
 #define SY_MAX_FRAME_TOKENS (UINT32_C(1) << 20)
 #define SY_RECV_BLOCKS 8     /* of expert_recv: one cluster */
 #define SY_RECV_THREADS 1024 /* of each of them */
+#define SY_COMPUTE_THREADS 256
+#define SY_COMPUTE_SHARED_BYTES 98304 /* of the products' kernels, dynamic */
 #define SY_RANK_BITS 22      /* entries of one expert in a batch, as a power of two */
 #define SY_NO_EXPERT UINT32_C(0xffffffff)
 #define SY_NO_ROUTE UINT32_C(0xffffffff)
@@ -55,6 +57,7 @@
 #define SY_LAUNCH_GEOMETRY 10    /* the geometry is not the one sy_make_geometry gives */
 #define SY_LAUNCH_WAY 11         /* a link's way is not compiled in */
 #define SY_LAUNCH_BOUND 12       /* timeout_ns is 0: every wait has a bound */
+#define SY_LAUNCH_INTER 14       /* inter is 0, not a multiple of 64, or too large */
 #define SY_LAUNCH_CUDA 13        /* the driver refused the launch: ask cudaGetLastError */
 
 /* How stores reach a peer. Fixed when the peer connects. */
@@ -287,6 +290,31 @@ typedef struct sy_expert_send_params {
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_send_params;
 
+/* Matrices of a layer's experts on this server, in device memory. Rows are contiguous. */
+typedef struct sy_layer_weights {
+    uint64_t gate_up; /* bf16 [num_local_experts, 2, inter, hidden]: gate, then up */
+    uint64_t down;    /* bf16 [num_local_experts, hidden, inter] */
+} sy_layer_weights;
+
+/* The expert stage between expert_recv and expert_send: down(silu(gate(x)) * up(x)) of every entry. */
+typedef struct sy_expert_compute_params {
+    uint32_t version;
+    uint32_t flags;
+    sy_frame_geometry geometry;
+    sy_expert_lists lists;
+    void* rows;       /* scratch: bf16 [lists.max_rows, hidden] */
+    void* activation; /* scratch: bf16 [lists.max_rows * top_k, inter] */
+    void* expert_out; /* bf16 [lists.max_rows * top_k, hidden], in list order */
+    const sy_layer_weights* layers; /* device memory, [num_layers], written by the host */
+    uint32_t inter;   /* intermediate size, a multiple of 64 */
+    uint32_t num_local_experts;
+    uint32_t num_layers;
+    uint32_t num_clients;
+    uint32_t num_blocks; /* of each kernel; 0: two per multiprocessor */
+    uint32_t reserved;
+    const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
+} sy_expert_compute_params;
+
 /* expert_recv, identity experts and expert_send in one kernel without lists or validation, for
  * clients in lockstep: what the transport alone costs. */
 typedef struct sy_echo_params {
@@ -342,6 +370,10 @@ SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params"
 SY_STATIC_ASSERT(sizeof(sy_combine_params) == 208, "size of sy_combine_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 264, "size of sy_expert_recv_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 224, "size of sy_expert_send_params");
+SY_STATIC_ASSERT(sizeof(sy_layer_weights) == 16, "size of sy_layer_weights");
+SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 256, "size of sy_expert_compute_params");
+SY_STATIC_ASSERT(offsetof(sy_expert_compute_params, clients) == 248,
+                 "clients of sy_expert_compute_params");
 SY_STATIC_ASSERT(sizeof(sy_echo_params) == 184, "size of sy_echo_params");
 SY_STATIC_ASSERT(offsetof(sy_dispatch_params, servers) == 232, "servers of sy_dispatch_params");
 SY_STATIC_ASSERT(offsetof(sy_combine_params, servers) == 200, "servers of sy_combine_params");

@@ -17,6 +17,8 @@ int sy_launch_dispatch(const sy_dispatch_params* params, sy_stream stream);
 int sy_launch_combine(const sy_combine_params* params, sy_stream stream);
 /* Takes the frames that are ready, checks them and sorts their entries by expert. */
 int sy_launch_expert_recv(const sy_expert_recv_params* params, sy_stream stream);
+/* Computes every entry's expert: three kernels, sized by the device's counts. */
+int sy_launch_expert_compute(const sy_expert_compute_params* params, sy_stream stream);
 /* Sums the experts' weighted outputs per token and answers every client of the batch. */
 int sy_launch_expert_send(const sy_expert_send_params* params, sy_stream stream);
 /* Answers every client's frame as identity experts would. */

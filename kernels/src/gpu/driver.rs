@@ -8,15 +8,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{
-    self, CUdevice_attribute, CUmemAccess_flags, CUmemAllocationGranularity_flags,
-    CUmemAllocationHandleType, CUmemAllocationProp, CUmemAllocationType, CUmemLocation,
-    CUmemLocationType, CUpointer_attribute, CUresult,
+    self, CUdevice_attribute, CUfunction_attribute, CUmemAccess_flags,
+    CUmemAllocationGranularity_flags, CUmemAllocationHandleType, CUmemAllocationProp,
+    CUmemAllocationType, CUmemLocation, CUmemLocationType, CUpointer_attribute, CUresult,
 };
 use cudarc::driver::{DriverError, result};
 
 use super::GpuError;
-use crate::abi::DevicePtr;
-use crate::entries::{ENTRIES, FLAG_ADD};
+use crate::abi::{COMPUTE_SHARED_BYTES, DevicePtr};
+use crate::entries::{DOWN, ENTRIES, FLAG_ADD, GATE_UP};
 use crate::plan::LaunchPlan;
 
 mod images {
@@ -353,7 +353,14 @@ impl Context {
             check("cuModuleGetFunction", unsafe {
                 sys::cuModuleGetFunction(&raw mut function, self.modules[image_idx], name.as_ptr())
             })?;
-            // SAFETY: a function of a loaded module.
+            if [GATE_UP, DOWN].contains(&entry) {
+                let which = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // SAFETY: a function of a loaded module.
+                check("cuFuncSetAttribute", unsafe {
+                    sys::cuFuncSetAttribute(function, which, COMPUTE_SHARED_BYTES as i32)
+                })?;
+            }
+            // SAFETY: as above.
             check("cuFuncLoad", unsafe { sys::cuFuncLoad(function) })?;
             self.functions.push(function);
         }
@@ -470,7 +477,7 @@ impl Stream {
         let (mut flag, mut value) = (flag.0, value);
         let mut arguments = [(&raw mut flag).cast::<c_void>(), (&raw mut value).cast()];
         // SAFETY: the caller's promise about the address; the kernel takes two 64-bit arguments.
-        unsafe { self.start("sy_flag_add", FLAG_ADD, 1, 1, false, &mut arguments) }
+        unsafe { self.start("sy_flag_add", &FLAG_ADD_PLAN, &mut arguments) }
     }
 
     pub(super) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
@@ -502,9 +509,8 @@ impl Stream {
         params: &[u8],
     ) -> Result<(), GpuError> {
         let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
-        let (blocks, threads) = (plan.num_blocks, plan.num_threads);
         // SAFETY: the caller's promise that `params` is what the entry takes; the driver copies it.
-        unsafe { self.start(name, plan.entry, blocks, threads, plan.overlaps, &mut arguments) }
+        unsafe { self.start(name, plan, &mut arguments) }
     }
 
     /// # Safety
@@ -512,30 +518,27 @@ impl Stream {
     unsafe fn start(
         &self,
         call: &'static str,
-        entry: &str,
-        num_blocks: u32,
-        num_threads: u32,
-        overlaps: bool,
+        plan: &LaunchPlan,
         arguments: &mut [*mut c_void],
     ) -> Result<(), GpuError> {
         self.context.bind()?;
-        let function = self.context.function(entry)?;
+        let function = self.context.function(plan.entry)?;
         // SAFETY: an all-zero attribute is a valid value of this plain struct.
         let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
         attribute.id =
             sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         attribute.value.programmaticStreamSerializationAllowed = 1;
         let config = sys::CUlaunchConfig {
-            gridDimX: num_blocks,
+            gridDimX: plan.num_blocks,
             gridDimY: 1,
             gridDimZ: 1,
-            blockDimX: num_threads,
+            blockDimX: plan.num_threads,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: 0,
+            sharedMemBytes: plan.shared_bytes,
             hStream: self.stream,
             attrs: &raw mut attribute,
-            numAttrs: u32::from(overlaps),
+            numAttrs: u32::from(plan.overlaps),
         };
         // SAFETY: function and stream belong to the current context; the caller's promise about the
         // arguments, which the driver copies before it returns.
@@ -661,6 +664,14 @@ fn ignore(call: &'static str, answer: CUresult) {
     }
 }
 
+const FLAG_ADD_PLAN: LaunchPlan = LaunchPlan {
+    num_blocks: 1,
+    num_threads: 1,
+    is_tuned: false,
+    entry: FLAG_ADD,
+    shared_bytes: 0,
+    overlaps: false,
+};
 const POSIX_FD: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 /// Mappings are made of pages of this size.

@@ -129,7 +129,7 @@ pub struct Graph(imp::Graph);
 #[derive(Debug, Clone)]
 pub struct Prepared<P> {
     params: P,
-    plan: LaunchPlan,
+    plans: Vec<LaunchPlan>,
 }
 
 impl Gpu {
@@ -222,7 +222,9 @@ impl Gpu {
                 return Err(GpuError::Unregistered { kernel: P::NAME, pointer, address });
             }
         }
-        Ok(Prepared { params, plan: params.plan() })
+        let mut plans = vec![params.plan()];
+        plans.extend(params.rest());
+        Ok(Prepared { params, plans })
     }
 
     /// Copies `bytes` to device memory and waits for it.
@@ -381,9 +383,11 @@ impl Stream {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn launch<P: KernelParams>(&self, kernel: &Prepared<P>) -> Result<(), GpuError> {
-        // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the plan's
-        // entry takes exactly a `P`.
-        unsafe { self.0.launch(P::NAME, &kernel.plan, bytemuck::bytes_of(&kernel.params)) }
+        kernel.plans.iter().try_for_each(|plan| {
+            // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the
+            // plan's entry takes exactly a `P`.
+            unsafe { self.0.launch(P::NAME, plan, bytemuck::bytes_of(&kernel.params)) }
+        })
     }
 
     /// Waits until everything so far is done.

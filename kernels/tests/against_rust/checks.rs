@@ -3,7 +3,7 @@
 use bytemuck::Zeroable;
 use kernels::abi::{
     ClientPeer, CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, EchoParams,
-    ExpertRecvParams, ExpertSendParams, FrameGeometry, Link, ServerPeer,
+    ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link, ServerPeer,
 };
 use kernels::check::{CheckError, check_clients, check_servers};
 use kernels::plan::KernelParams;
@@ -54,11 +54,12 @@ fn parameters_are_judged_and_sized_alike() {
             compare(&mut rng, good_combine),
             compare(&mut rng, good_recv),
             compare(&mut rng, good_send),
+            compare(&mut rng, good_compute),
             compare(&mut rng, good_echo),
         ]);
     }
     // Every code but those of tables of peers and of a failed driver.
-    assert_eq!(seen.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12]);
+    assert_eq!(seen.into_iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14]);
 }
 
 #[test]
@@ -229,6 +230,27 @@ fn good_send(rng: &mut StdRng) -> ExpertSendParams {
         lists: recv.lists,
         expert_out: if rng.random() { DevicePtr::NULL } else { pointer(rng) },
         max_rows: rng.random_range(1..=recv.lists.max_rows),
+        num_clients: recv.num_clients,
+        num_blocks: blocks(rng),
+        reserved: 0,
+        clients: recv.clients,
+    }
+}
+
+fn good_compute(rng: &mut StdRng) -> ExpertComputeParams {
+    let recv = good_recv(rng);
+    ExpertComputeParams {
+        version: DEVICE_ABI_VERSION,
+        flags: 0,
+        geometry: recv.geometry,
+        lists: recv.lists,
+        rows: pointer(rng),
+        activation: pointer(rng),
+        expert_out: pointer(rng),
+        layers: pointer(rng),
+        inter: rng.random_range(1..40) * 64,
+        num_local_experts: recv.num_local_experts,
+        num_layers: rng.random_range(1..70),
         num_clients: recv.num_clients,
         num_blocks: blocks(rng),
         reserved: 0,

@@ -2,12 +2,18 @@
 
 use std::time::{Duration, Instant};
 
-use kernels::abi::{DTYPE_F8_E4M3, DevicePtr, FrameGeometry, Handle};
+use bytemuck::Zeroable;
+use kernels::abi::{
+    DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ExpertComputeParams, FrameGeometry,
+    Handle, LayerWeights,
+};
 use kernels::gpu::GpuError;
+use rand::RngExt;
+use rand::rngs::StdRng;
 
 use crate::fresh;
 use crate::runner::Runner;
-use crate::world::{Input, World};
+use crate::world::{Input, Memory, POISON, World};
 
 #[test]
 fn a_layer_replays_from_a_graph() {
@@ -61,4 +67,107 @@ fn pointers_that_the_driver_does_not_know_are_refused() {
     // SAFETY: as above.
     let error = unsafe { gpu.prepare(params) }.unwrap_err();
     assert!(error.to_string().starts_with("dispatch: a required pointer is null"), "{error}");
+}
+
+#[test]
+fn a_layer_with_real_experts() {
+    let Some(runner) = Runner::gpu() else { return };
+    let mut rng = fresh();
+    for (dtype, hidden, inter, tokens) in
+        [(DTYPE_F8_E4M3, 256, 192, 150), (DTYPE_BF16, 512, 64, 40), (DTYPE_BF16, 128, 128, 1)]
+    {
+        let geometry = FrameGeometry::new(hidden, 3, dtype, tokens, 2).expect("in range");
+        let world = World::new(&runner, &mut rng, geometry, 6, 1, 1);
+        let mut input = Input::random(&mut rng, &geometry, 6, tokens);
+        for value in &mut input.hidden_states {
+            *value = half::bf16::from_f32(rng.random_range(-1.0..1.0)).to_bits();
+        }
+        world.load(0, &input);
+        check_experts(&runner, &mut rng, &world, &input, inter);
+    }
+}
+
+/// Runs a layer with random experts and compares with double precision.
+fn check_experts(runner: &Runner, rng: &mut StdRng, world: &World, input: &Input, inter: u32) {
+    let (g, num_experts) = (&world.geometry, 6);
+    let (hidden, top_k) = (g.hidden as usize, g.top_k as usize);
+    let mut matrices = |count: usize, depth: usize| -> Vec<u16> {
+        let most = 2.0 / (depth as f32).sqrt();
+        (0..count * depth)
+            .map(|_| half::bf16::from_f32(rng.random_range(-most..most)).to_bits())
+            .collect()
+    };
+    let inter_len = inter as usize;
+    let gate_up = matrices(num_experts * 2 * inter_len, hidden);
+    let down = matrices(num_experts * hidden, inter_len);
+    let memory = [Memory::of(runner, &gate_up), Memory::of(runner, &down)];
+    let layer = LayerWeights { gate_up: memory[0].address(), down: memory[1].address() };
+    let layers = Memory::of(runner, &[LayerWeights::zeroed(), layer]);
+    let lists = world.servers[0].lists;
+    let entries = u64::from(lists.max_rows) * u64::from(g.top_k);
+    let scratch = |values: u64| Memory::filled(runner, values * 2, POISON);
+    let rows = scratch(u64::from(lists.max_rows) * u64::from(g.hidden));
+    let activation = scratch(entries * u64::from(inter));
+    let expert_out = scratch(entries * u64::from(g.hidden));
+    let recv = world.recv_params(0, 1);
+    let compute = ExpertComputeParams {
+        version: DEVICE_ABI_VERSION,
+        flags: 0,
+        geometry: *g,
+        lists,
+        rows: rows.address(),
+        activation: activation.address(),
+        expert_out: expert_out.address(),
+        layers: layers.address(),
+        inter,
+        num_local_experts: recv.num_local_experts,
+        num_layers: 2,
+        num_clients: 1,
+        num_blocks: 0,
+        reserved: 0,
+        clients: recv.clients,
+    };
+    // SAFETY: the world's memory and this function's are as large as documented.
+    unsafe {
+        runner.launch(&world.dispatch_params(0, 1));
+        runner.launch(&recv);
+        runner.launch(&compute);
+        runner.launch(&world.send_params(0, expert_out.address()));
+        runner.launch(&world.combine_params(0));
+    }
+    let out: Vec<u16> = world.clients[0].out.read(0, u64::from(world.capacity * g.hidden));
+    let value = |bits: u16| f64::from(half::bf16::from_bits(bits).to_f32());
+    let (mut off, mut norm) = (0.0, 0.0);
+    for token in 0..input.num_tokens as usize {
+        let row = crate::layer::on_the_wire(g, &input.hidden_states[token * hidden..][..hidden]);
+        let mut expected = vec![0f64; hidden];
+        for place in 0..top_k {
+            let expert = input.topk_idx[token * top_k + place];
+            let Ok(expert) = usize::try_from(expert) else { continue };
+            // The only server numbers its experts as the model does.
+            let of = |matrix: &[u16], row_idx: usize, x: &[f64]| -> f64 {
+                let row = &matrix[row_idx * x.len()..][..x.len()];
+                row.iter().zip(x).map(|(w, x)| value(*w) * x).sum()
+            };
+            let act: Vec<f64> = (0..inter_len)
+                .map(|at| {
+                    let gate = of(&gate_up, expert * 2 * inter_len + at, &row);
+                    let up = of(&gate_up, (expert * 2 + 1) * inter_len + at, &row);
+                    gate / (1.0 + (-gate).exp()) * up
+                })
+                .collect();
+            let weight = f64::from(input.topk_weights[token * top_k + place]);
+            for (at, sum) in expected.iter_mut().enumerate() {
+                *sum += weight * of(&down, expert * hidden + at, &act);
+            }
+        }
+        for (found, expected) in out[token * hidden..].iter().zip(&expected) {
+            off += (value(*found) - expected).powi(2);
+            norm += expected.powi(2);
+        }
+    }
+    let error = (off / norm).sqrt();
+    println!("hidden {hidden}, inter {inter}: off by {error:.1e}");
+    // Rows, activations and outputs are each rounded to bf16.
+    assert!(error < 8e-3, "off by {error}");
 }

@@ -332,6 +332,19 @@ fn quantise(source: &[u16]) -> (Vec<u8>, Vec<f32>) {
     (codes, scales)
 }
 
+/// A row as the server's arithmetic sees it.
+#[cfg(feature = "cuda")]
+pub fn on_the_wire(g: &FrameGeometry, source: &[u16]) -> Vec<f64> {
+    let mut row = vec![0f32; source.len()];
+    if g.dtype == DTYPE_BF16 {
+        bf16_to_f32(source, &mut row);
+    } else {
+        let (codes, scales) = quantise(source);
+        f8_to_f32(&codes, &scales, &mut row);
+    }
+    row.into_iter().map(f64::from).collect()
+}
+
 fn check_batch(world: &World, server_idx: usize, inputs: &[Input], layer: u32) {
     let (g, server) = (&world.geometry, &world.servers[server_idx]);
     let batch: Batch = server.list_memory.one(0);
