@@ -589,6 +589,7 @@ impl Nic {
 
     /// Takes a queue pair out of service.
     fn fail(&mut self, qp: &mut Qp) {
+        self.num_failures += u64::from(qp.state != QpState::Error);
         qp.state = QpState::Error;
         if let Some(index) = port::qp_index(qp.qpn) {
             self.port.tables().qps[index].state.store(state::ERROR, Ordering::Release);

@@ -300,6 +300,7 @@ pub struct Nic {
     pub(crate) rng: Option<SmallRng>,
     pub(crate) violations: Vec<Violation>,
     pub(crate) executed: Vec<Executed>,
+    pub(crate) num_failures: u64,
     segments: Vec<ShownSegment>,
     num_domains: u32,
     num_keys: u32,
@@ -365,6 +366,7 @@ impl Nic {
             rng: config.adversary.map(|adversary| SmallRng::seed_from_u64(adversary.seed)),
             violations: Vec::new(),
             executed: Vec::new(),
+            num_failures: 0,
             segments: Vec::new(),
             num_domains: 0,
             num_keys: 0,
@@ -635,6 +637,12 @@ impl Nic {
     #[must_use]
     pub fn violations(&self) -> &[Violation] {
         &self.violations
+    }
+
+    /// How often a queue pair went out of service.
+    #[must_use]
+    pub const fn num_failures(&self) -> u64 {
+        self.num_failures
     }
 
     /// Requests in the order of their execution, if the configuration asks for that.
