@@ -4,14 +4,18 @@
 //! its fraction of the read bandwidth, operations per second and their fraction of the GEMM rate.
 //! Weights are synthetic and larger than the last cache; each batch visits other experts than the
 //! one before, as layers do. Run it with `--release`.
+//!
+//! The read bandwidth is measured before and after every run of batches: on a shared host it moves
+//! within seconds. A fraction of it is the median over the runs of their bytes per second over the
+//! mean of these two neighbours.
 
 use std::error::Error;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use expert_server::compute::{
-    ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight, WeightBytes,
-    WeightDtype, gemm_rate, read_bandwidth,
+    BandwidthProbe, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
+    WeightBytes, WeightDtype, gemm_rate,
 };
 use memmap2::{Advice, MmapMut};
 
@@ -26,7 +30,15 @@ struct Preset {
     num_loaded: usize,
 }
 
-const PRESETS: [Preset; 4] = [
+const PRESETS: [Preset; 5] = [
+    Preset {
+        name: "cached",
+        hidden: 7168,
+        inter: 256,
+        dtype: WeightDtype::F8E4m3,
+        num_active: 1,
+        num_loaded: 1,
+    },
     Preset {
         name: "qwen3-30b-a3b",
         hidden: 2048,
@@ -69,34 +81,44 @@ struct Options {
     preset: Option<String>,
     isa: Isa,
     huge_pages: bool,
-    millis: u64,
+    num_runs: usize,
+    tokens: Vec<usize>,
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
     let options = options()?;
-    let bandwidth = read_bandwidth(options.num_threads, 1 << 30)?;
+    let probe = BandwidthProbe::new(options.num_threads, RUN_BYTES)?;
     let gemm = gemm_rate(options.num_threads);
     let mut pool = ComputePool::with_isa(options.num_threads, None, options.isa)?;
     if !options.json {
         println!(
-            "{} threads, {:?}; read bandwidth {:.1} GB/s, f32 GEMM {:.0} GFLOP/s",
+            "{} threads, {:?}, {} runs; f32 GEMM {:.0} GFLOP/s; medians",
             options.num_threads,
             options.isa,
-            bandwidth / 1e9,
+            options.num_runs,
             gemm / 1e9
         );
         println!(
-            "{:<18} {:>5} {:>7} {:>10} {:>7} {:>5} {:>8} {:>5}",
-            "preset", "dtype", "tokens", "us", "GB/s", "of bw", "GFLOP/s", "of gemm"
+            "{:<18} {:>6} {:>6} {:>10} {:>7} {:>9} {:>5} {:>11} {:>8} {:>7}",
+            "preset",
+            "dtype",
+            "tokens",
+            "us",
+            "GB/s",
+            "read GB/s",
+            "share",
+            "p10..p90",
+            "GFLOP/s",
+            "of gemm"
         );
     }
     let mut rows = Vec::new();
     for preset in &PRESETS {
         if options.preset.as_ref().is_none_or(|name| name == preset.name) {
             let experts = make_experts(preset, options.huge_pages)?;
-            for tokens in TOKENS {
-                let row = measure(&mut pool, preset, &experts, tokens, &options)?;
-                let row = row.with_limits(bandwidth, gemm);
+            for &tokens in &options.tokens {
+                let mut row = measure(&mut pool, &probe, preset, &experts, tokens, &options)?;
+                row.of_gemm = row.gflop_per_s * 1e9 / gemm;
                 if options.json {
                     rows.push(row.to_json());
                 } else {
@@ -108,11 +130,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     if options.json {
         println!(
             "{{\"num_threads\":{},\"isa\":\"{:?}\",\"huge_pages\":{},\
-             \"read_bandwidth_gb_per_s\":{:.3},\"gemm_gflop_per_s\":{:.1},\"rows\":[{}]}}",
+             \"runs\":{},\"gemm_gflop_per_s\":{:.1},\"rows\":[{}]}}",
             options.num_threads,
             options.isa,
             options.huge_pages,
-            bandwidth / 1e9,
+            options.num_runs,
             gemm / 1e9,
             rows.join(",")
         );
@@ -127,7 +149,8 @@ fn options() -> Result<Options, Box<dyn Error>> {
         preset: None,
         isa: Isa::detect(),
         huge_pages: true,
-        millis: 1000,
+        num_runs: 25,
+        tokens: TOKENS.to_vec(),
     };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
@@ -136,7 +159,11 @@ fn options() -> Result<Options, Box<dyn Error>> {
             "--json" => options.json = true,
             "--threads" => options.num_threads = value()?.parse()?,
             "--preset" => options.preset = Some(value()?),
-            "--millis" => options.millis = value()?.parse()?,
+            "--runs" => options.num_runs = value()?.parse::<usize>()?.max(1),
+            "--tokens" => {
+                let numbers = value()?;
+                options.tokens = numbers.split(',').map(str::parse).collect::<Result<_, _>>()?;
+            }
             "--small-pages" => options.huge_pages = false,
             "--isa" => {
                 let name = value()?;
@@ -147,7 +174,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
             _ => {
                 return Err(format!(
                     "unknown argument {arg}; expected --json, --threads N, --preset NAME, \
-                     --millis N, --isa NAME or --small-pages"
+                     --tokens N,…, --runs N, --isa NAME or --small-pages"
                 )
                 .into());
             }
@@ -218,15 +245,18 @@ impl Random {
     }
 }
 
+/// Medians over the runs.
 struct Row {
     preset: &'static str,
     dtype: WeightDtype,
     tokens: usize,
     seconds: f64,
-    median: f64,
     gb_per_s: f64,
-    gflop_per_s: f64,
+    read_gb_per_s: f64,
     of_bandwidth: f64,
+    of_bandwidth_p10: f64,
+    of_bandwidth_p90: f64,
+    gflop_per_s: f64,
     of_gemm: f64,
 }
 
@@ -234,6 +264,7 @@ struct Row {
 /// routing does.
 fn measure(
     pool: &mut ComputePool,
+    probe: &BandwidthProbe,
     preset: &Preset,
     experts: &LayerExperts,
     tokens: usize,
@@ -246,10 +277,8 @@ fn measure(
     let entry_token: Vec<u32> = (0..active).flat_map(|_| 0..tokens as u32).collect();
     let entry_weight = vec![1.0 / active as f32; entry_token.len()];
     let mut out = vec![0.0; x.len()];
-    let mut times = Vec::new();
     let mut first = 0;
-    let begin = Instant::now();
-    while times.len() < 5 || begin.elapsed() < Duration::from_millis(options.millis) {
+    let mut run_batch = || {
         let mut ids: Vec<u32> =
             (first..first + active).map(|id| (id % preset.num_loaded) as u32).collect();
         ids.sort_unstable();
@@ -269,60 +298,88 @@ fn measure(
         };
         let start = Instant::now();
         pool.run(experts, &batch, &mut out, &mut || {})?;
-        times.push(start.elapsed().as_secs_f64());
-    }
-    times.sort_by(f64::total_cmp);
-    let seconds = times[0];
+        Ok::<f64, Box<dyn Error>>(start.elapsed().as_secs_f64())
+    };
+    run_batch()?;
     let weights = experts.get(0).ok_or("no experts")?;
     let bytes = (weights.size_bytes() * active) as f64;
+    // As many bytes as the probe reads, so that both see the machine for as long.
+    let batches_per_run = ((RUN_BYTES as f64 / bytes).round() as usize).max(1);
+    let (mut times, mut rates, mut bandwidths, mut shares) = (vec![], vec![], vec![], vec![]);
+    let mut before = probe.measure(1);
+    for _ in 0..options.num_runs {
+        let mut seconds = 0.0;
+        for _ in 0..batches_per_run {
+            let batch_seconds = run_batch()?;
+            times.push(batch_seconds);
+            seconds += batch_seconds;
+        }
+        let after = probe.measure(1);
+        let rate = bytes * batches_per_run as f64 / seconds;
+        let bandwidth = (before + after) / 2.0;
+        rates.push(rate / 1e9);
+        bandwidths.push(bandwidth / 1e9);
+        shares.push(rate / bandwidth);
+        before = after;
+    }
+    let seconds = quantile(&mut times, 0.5);
     let flops = 6.0 * (preset.hidden * preset.inter * tokens * active) as f64;
     Ok(Row {
         preset: preset.name,
         dtype: preset.dtype,
         tokens,
         seconds,
-        median: times[times.len() / 2],
-        gb_per_s: bytes / seconds / 1e9,
+        gb_per_s: quantile(&mut rates, 0.5),
+        read_gb_per_s: quantile(&mut bandwidths, 0.5),
+        of_bandwidth: quantile(&mut shares, 0.5),
+        of_bandwidth_p10: quantile(&mut shares, 0.1),
+        of_bandwidth_p90: quantile(&mut shares, 0.9),
         gflop_per_s: flops / seconds / 1e9,
-        of_bandwidth: 0.0,
         of_gemm: 0.0,
     })
 }
 
-impl Row {
-    fn with_limits(mut self, bandwidth: f64, gemm: f64) -> Self {
-        self.of_bandwidth = self.gb_per_s * 1e9 / bandwidth;
-        self.of_gemm = self.gflop_per_s * 1e9 / gemm;
-        self
-    }
+fn quantile(values: &mut [f64], share: f64) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[((values.len() - 1) as f64 * share).round() as usize]
+}
 
+/// What one measurement of the bandwidth reads, and about what one run of batches does.
+const RUN_BYTES: usize = 512 << 20;
+
+impl Row {
     fn print(&self) {
         println!(
-            "{:<18} {:>6} {:>6} {:>10.1} {:>7.1} {:>4.0}% {:>8.1} {:>4.0}%   (median {:.1} us)",
+            "{:<18} {:>6} {:>6} {:>10.1} {:>7.1} {:>9.1} {:>4.0}% {:>4.0}..{:<4.0}% {:>8.1} {:>6.0}%",
             self.preset,
             format!("{:?}", self.dtype),
             self.tokens,
             self.seconds * 1e6,
             self.gb_per_s,
+            self.read_gb_per_s,
             self.of_bandwidth * 100.0,
+            self.of_bandwidth_p10 * 100.0,
+            self.of_bandwidth_p90 * 100.0,
             self.gflop_per_s,
             self.of_gemm * 100.0,
-            self.median * 1e6,
         );
     }
 
     fn to_json(&self) -> String {
         format!(
-            "{{\"preset\":\"{}\",\"dtype\":\"{:?}\",\"tokens_per_expert\":{},\"us\":{:.2},\
-             \"us_p50\":{:.2},\"gb_per_s\":{:.3},\"fraction_of_bandwidth\":{:.4},\
+            "{{\"preset\":\"{}\",\"dtype\":\"{:?}\",\"tokens_per_expert\":{},\"us_p50\":{:.2},\
+             \"gb_per_s_p50\":{:.3},\"read_gb_per_s_p50\":{:.3},\"fraction_of_bandwidth_p50\":{:.4},\
+             \"fraction_of_bandwidth_p10\":{:.4},\"fraction_of_bandwidth_p90\":{:.4},\
              \"gflop_per_s\":{:.2},\"fraction_of_gemm\":{:.4}}}",
             self.preset,
             self.dtype,
             self.tokens,
             self.seconds * 1e6,
-            self.median * 1e6,
             self.gb_per_s,
+            self.read_gb_per_s,
             self.of_bandwidth,
+            self.of_bandwidth_p10,
+            self.of_bandwidth_p90,
             self.gflop_per_s,
             self.of_gemm,
         )

@@ -13,21 +13,47 @@ use super::kernels::{Isa, Kernels, gemm};
 /// # Errors
 /// The system's error when the buffer cannot be had.
 pub fn read_bandwidth(num_threads: usize, bytes: usize) -> std::io::Result<f64> {
-    let num_threads = num_threads.max(1);
-    let part = (bytes / num_threads / size_of::<f32>()).max(1);
-    let mut memory = MmapMut::map_anon(part * num_threads * size_of::<f32>())?;
-    #[cfg(target_os = "linux")]
-    let _ = memory.advise(memmap2::Advice::HugePage);
-    // Written, so that every page is there; all ones are NaN, which adds as fast as numbers do.
-    memory.fill(0xff);
-    let kernels = Kernels::new(Isa::detect()).or_else(|| Kernels::new(Isa::Portable));
-    let parts: Vec<&[u8]> = memory.chunks_exact(part * size_of::<f32>()).collect();
-    let seconds = best_of(NUM_PASSES, &parts, |part| {
-        if let Some(kernels) = &kernels {
-            std::hint::black_box(kernels.read(part));
-        }
-    });
-    Ok((part * num_threads * size_of::<f32>()) as f64 / seconds)
+    Ok(BandwidthProbe::new(num_threads, bytes)?.measure(NUM_PASSES))
+}
+
+/// A buffer to measure the read bandwidth with, again and again: it changes from one second to the
+/// next where other machines share the memory.
+#[derive(Debug)]
+pub struct BandwidthProbe {
+    memory: MmapMut,
+    part_bytes: usize,
+    kernels: Option<Kernels>,
+}
+
+impl BandwidthProbe {
+    /// A buffer of `bytes`, of which `num_threads` threads read equal parts.
+    ///
+    /// # Errors
+    /// The system's error when the buffer cannot be had.
+    pub fn new(num_threads: usize, bytes: usize) -> std::io::Result<Self> {
+        let num_threads = num_threads.max(1);
+        let part = (bytes / num_threads / size_of::<f32>()).max(1);
+        let part_bytes = part * size_of::<f32>();
+        let mut memory = MmapMut::map_anon(part_bytes * num_threads)?;
+        #[cfg(target_os = "linux")]
+        let _ = memory.advise(memmap2::Advice::HugePage);
+        // Written, so that every page is there; all ones are NaN, which adds as fast as numbers do.
+        memory.fill(0xff);
+        let kernels = Kernels::new(Isa::detect()).or_else(|| Kernels::new(Isa::Portable));
+        Ok(Self { memory, part_bytes, kernels })
+    }
+
+    /// Bytes per second, the best of `num_passes` passes after one to warm up.
+    #[must_use]
+    pub fn measure(&self, num_passes: usize) -> f64 {
+        let parts: Vec<&[u8]> = self.memory.chunks_exact(self.part_bytes).collect();
+        let seconds = best_of(num_passes, &parts, |part| {
+            if let Some(kernels) = &self.kernels {
+                std::hint::black_box(kernels.read(part));
+            }
+        });
+        self.memory.len() as f64 / seconds
+    }
 }
 
 /// Floating-point operations per second that `num_threads` threads reach together in f32 matrix

@@ -16,8 +16,8 @@ mod weights;
 
 pub use batch::{ComputeError, ExpertGroup, LayerBatch};
 pub use kernels::Isa;
-pub use machine::{gemm_rate, read_bandwidth};
-pub use pool::ComputePool;
+pub use machine::{BandwidthProbe, gemm_rate, read_bandwidth};
+pub use pool::{ComputePool, Products};
 pub use store::{ExpertStore, LoadError, LoadProgress, Residency};
 pub use team::{Pinning, PoolError, pin_current_thread};
 pub use weights::{

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crossbeam_utils::CachePadded;
 
 use super::batch::{ComputeError, LayerBatch};
-use super::kernels::{Isa, Kernels, MAX_TOKENS, RowIds, Rows, gemm, panel_len};
+use super::kernels::{Isa, Kernels, MAX_TOKENS, RowIds, Rows, gemm};
 use super::plan::{Phase, PhaseKind, Plan, Segment};
 use super::team::{AbortFlag, Backoff, Pinning, PoolError, Team};
 use super::weights::{ExpertWeights, LayerExperts, Weight};
@@ -20,10 +20,15 @@ pub struct ComputePool {
     team: Team,
     abort: AbortFlag,
     kernels: Kernels,
+    products: Option<Products>,
     plan: Plan,
     h: Vec<f32>,
     scratch: Vec<CachePadded<UnsafeCell<Vec<f32>>>>,
 }
+
+/// Matrix products `y[t, i] = sum_k w[i, k] * x[t, k]` of row-major f32 matrices `w [num_rows, len]`,
+/// `x [num_tokens, len]` and `y [num_tokens, num_rows]`: `(w, x, len, y)`.
+pub type Products = fn(&[f32], &[f32], usize, &mut [f32]);
 
 impl ComputePool {
     /// A pool of `num_threads` threads (0: as many as the process has CPUs), one of which is
@@ -48,7 +53,16 @@ impl ComputePool {
         let team = Team::new(num_threads, pinning.as_ref())?;
         let scratch = (0..team.num_threads()).map(|_| CachePadded::default()).collect();
         let abort = team.abort_flag();
-        Ok(Self { team, abort, kernels, plan: Plan::default(), h: Vec::new(), scratch })
+        let (plan, h) = (Plan::default(), Vec::new());
+        Ok(Self { team, abort, kernels, products: None, plan, h, scratch })
+    }
+
+    /// The same pool with all products by `products`, a GEMM library, over weights that are widened
+    /// to f32 tile by tile: for comparisons.
+    #[must_use]
+    pub fn with_products(mut self, products: Products) -> Self {
+        self.products = Some(products);
+        self
     }
 
     /// Number of threads, the caller included.
@@ -84,12 +98,14 @@ impl ComputePool {
             return Ok(());
         }
         grow(&mut self.h, self.plan.max_h_rows * experts.inter());
-        let sizes = ScratchSizes::new(&self.kernels, &self.plan, experts);
+        let uses_gemm = self.products.is_some() || self.kernels.prefers_gemm(usize::MAX);
+        let sizes = ScratchSizes::new(uses_gemm, &self.plan, experts);
         for scratch in &mut self.scratch {
             grow(scratch.get_mut(), sizes.total());
         }
         let job = Job {
             kernels: self.kernels,
+            products: self.products,
             plan: &self.plan,
             experts,
             batch,
@@ -120,6 +136,7 @@ impl std::fmt::Debug for ComputePool {
 /// One batch on its way through the threads.
 struct Job<'a> {
     kernels: Kernels,
+    products: Option<Products>,
     plan: &'a Plan,
     experts: &'a LayerExperts,
     batch: &'a LayerBatch<'a>,
@@ -199,7 +216,7 @@ impl Job<'_> {
         let rows = tile_range(idx % tiles, self.plan.gate_up_rows, inter);
         let Some(weights) = self.weights(segment) else { return };
         let mut scratch = self.sizes.split(scratch);
-        let use_gemm = self.kernels.prefers_gemm(segment.end - segment.begin);
+        let use_gemm = self.prefers_gemm(segment);
         let [gate_rows, up_rows] = [&weights.gate, &weights.up].map(|weight| {
             let rows = rows.clone();
             self.operand(weight, rows, use_gemm, &mut scratch.panel, ticker)
@@ -246,7 +263,7 @@ impl Job<'_> {
         for segment in &self.plan.segments[phase.first_segment..][..phase.num_segments] {
             let Some(weights) = self.weights(segment) else { return };
             let mut scratch = self.sizes.split(scratch);
-            let use_gemm = self.kernels.prefers_gemm(segment.end - segment.begin);
+            let use_gemm = self.prefers_gemm(segment);
             let down_rows =
                 self.operand(&weights.down, cols.clone(), use_gemm, &mut scratch.panel, ticker);
             let mut begin = segment.begin;
@@ -290,20 +307,24 @@ impl Job<'_> {
         Operand::Panel(widened)
     }
 
-    /// `y [num_tokens, num_rows] = x . weights^T`. `spare` is scratch memory for either way.
+    /// `y [num_tokens, num_rows] = x . weights^T`. `spare` is scratch memory for a GEMM.
     fn multiply(&self, weights: &Operand<'_>, x: Rows<'_>, spare: &mut [f32], y: &mut [f32]) {
         match weights {
             Operand::Stored(weight, rows) => {
-                self.kernels.dot(weight, rows.clone(), x, y, spare);
+                self.kernels.dot(weight, rows.clone(), x, y);
             }
             Operand::Panel(panel) => {
                 let gathered = &mut spare[..x.rows.len() * x.len];
                 for (idx, row) in gathered.chunks_exact_mut(x.len).enumerate() {
                     row.copy_from_slice(x.row(idx));
                 }
-                gemm(panel, gathered, x.len, y);
+                self.products.unwrap_or(gemm)(panel, gathered, x.len, y);
             }
         }
+    }
+
+    fn prefers_gemm(&self, segment: &Segment) -> bool {
+        self.products.is_some() || self.kernels.prefers_gemm(segment.end - segment.begin)
     }
 
     /// Weights of a segment; present, since the batch was validated against the same experts.
@@ -333,21 +354,20 @@ struct Scratch<'s> {
     y: &'s mut [f32],
     /// Widened weights of one tile, of two matrices at most.
     panel: &'s mut [f32],
-    /// What one multiplication needs: token rows side by side, or a block of widened weights.
+    /// Token rows side by side, for a GEMM.
     spare: &'s mut [f32],
 }
 
 impl ScratchSizes {
-    fn new(kernels: &Kernels, plan: &Plan, experts: &LayerExperts) -> Self {
+    fn new(uses_gemm: bool, plan: &Plan, experts: &LayerExperts) -> Self {
         let (hidden, inter) = (experts.hidden(), experts.inter());
         let (up_rows, down_rows) = (plan.gate_up_rows, plan.down_rows);
         let y = (2 * up_rows).max(down_rows) * MAX_STEP_TOKENS;
-        let spare = panel_len(up_rows.max(down_rows));
-        if !kernels.prefers_gemm(usize::MAX) {
-            return Self { y, panel: 0, spare };
+        if !uses_gemm {
+            return Self { y, panel: 0, spare: 0 };
         }
         let panel = (2 * up_rows * hidden).max(down_rows * inter);
-        Self { y, panel, spare: spare.max(MAX_STEP_TOKENS * hidden.max(inter)) }
+        Self { y, panel, spare: MAX_STEP_TOKENS * hidden.max(inter) }
     }
 
     fn total(&self) -> usize {

@@ -62,17 +62,10 @@ impl Isa {
 /// Most tokens that one pass over weights serves; [`Kernels::dot`] takes any number.
 pub(super) const MAX_TOKENS: usize = 6;
 
-/// Passes from which fp8 weights are widened once for all of them.
-const WIDEN_MIN_PASSES: usize = 5;
 /// Rows from the one being widened to the one to prefetch.
 const WIDEN_ROWS_AHEAD: usize = 4;
 /// Tokens of one expert from which the portable kernels give way to a GEMM.
 const GEMM_MIN_TOKENS: usize = 8;
-
-/// Scratch that [`Kernels::dot`] needs for that many rows, in values.
-pub(super) const fn panel_len(num_rows: usize) -> usize {
-    num_rows * K_BLOCK
-}
 
 type DotFn = unsafe fn(&DotTile);
 type WidenFn =
@@ -82,7 +75,7 @@ type ReadFn = unsafe fn(src: *const u8, len: usize) -> f32;
 type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
 
 /// The kernels of one instruction set that this processor has.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Kernels {
     isa: Isa,
     /// Tokens per pass at most, up to [`MAX_TOKENS`].
@@ -157,15 +150,8 @@ impl Kernels {
     }
 
     /// `y[t, i] = sum_k w[rows.start + i, k] * x.row(t)[k]` for every row of `x`, with
-    /// `y [num_tokens, num_rows]`. `panel` is scratch of [`panel_len`] values at least.
-    pub(super) fn dot(
-        &self,
-        w: &Weight,
-        rows: Range<usize>,
-        x: Rows<'_>,
-        y: &mut [f32],
-        panel: &mut [f32],
-    ) {
+    /// `y [num_tokens, num_rows]`.
+    pub(super) fn dot(&self, w: &Weight, rows: Range<usize>, x: Rows<'_>, y: &mut [f32]) {
         let (num_tokens, num_rows, num_cols) = (x.rows.len(), rows.len(), w.cols());
         assert!(rows.start <= rows.end && rows.end <= w.rows() && x.len == num_cols);
         assert_eq!(y.len(), num_tokens * num_rows);
@@ -176,10 +162,8 @@ impl Kernels {
         let stored = &w.data()[rows.start * row_bytes..rows.end * row_bytes];
         let num_passes = num_tokens.div_ceil(self.pass_tokens);
         // One pass takes whole rows, the order in which weights lie in memory. Several passes
-        // take a block of columns each, so that tokens and weights stay in the caches; where
-        // widening is slow and the passes are many, it is done once for all of them.
+        // take a block of columns each, so that tokens and weights stay in the caches.
         let k_step = if num_passes == 1 { num_cols } else { K_BLOCK };
-        let is_widened = w.dtype() == WeightDtype::F8E4m3 && num_passes >= WIDEN_MIN_PASSES;
         for k_start in (0..num_cols).step_by(k_step) {
             let k_end = num_cols.min(k_start + k_step);
             let mut tile = DotTile {
@@ -196,28 +180,15 @@ impl Kernels {
                 y: y.as_mut_ptr(),
                 y_stride: num_rows,
             };
-            let mut dot = self.dot[dtype_idx(w.dtype())];
-            let mut x_start = 0;
-            if is_widened {
-                let panel = &mut panel[..num_rows * (k_end - k_start)];
-                self.widen(w, rows.clone(), k_start..k_end, panel);
-                dot = self.dot[dtype_idx(WeightDtype::F32)];
-                x_start = k_start;
-                (tile.weights, tile.num_cols) = (panel.as_ptr().cast(), k_end - k_start);
-                (tile.k_start, tile.k_end) = (0, k_end - k_start);
-            }
-            let mut token = 0;
-            for pass in 0..num_passes {
-                // Passes of nearly equal size: a last pass of one token would waste its loads.
-                tile.num_tokens = (num_tokens - token).div_ceil(num_passes - pass);
-                for (idx, ptr) in tile.x[..tile.num_tokens].iter_mut().enumerate() {
-                    *ptr = x.row(token + idx)[x_start..].as_ptr();
+            for tokens in passes(num_tokens, num_passes) {
+                tile.num_tokens = tokens.len();
+                for (ptr, token) in tile.x.iter_mut().zip(tokens.clone()) {
+                    *ptr = x.row(token).as_ptr();
                 }
-                tile.y = y[token * num_rows..].as_mut_ptr();
+                tile.y = y[tokens.start * num_rows..].as_mut_ptr();
                 // SAFETY: the processor has the instruction set (checked in `new`); the
                 // assertions and slicing above establish the sizes that `DotTile` asks for.
-                unsafe { dot(&tile) };
-                token += tile.num_tokens;
+                unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
             }
         }
     }
@@ -293,6 +264,15 @@ impl Kernels {
         // SAFETY: the processor has the instruction set.
         unsafe { (self.read)(data.as_ptr(), data.len()) }
     }
+}
+
+/// Tokens of each pass: of nearly equal number, since a last pass of one token would waste its loads.
+fn passes(num_tokens: usize, num_passes: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut begin = 0;
+    (0..num_passes).map(move |pass| {
+        let end = begin + (num_tokens - begin).div_ceil(num_passes - pass);
+        std::mem::replace(&mut begin, end)..end
+    })
 }
 
 /// Position of a dtype in the kernel tables.

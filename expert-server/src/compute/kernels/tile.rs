@@ -63,14 +63,24 @@ unsafe fn rows<S: Simd, D: Dtype, const T: usize>(tile: &DotTile) {
     // SAFETY: rows `row..row + R` exist in every call.
     unsafe {
         let num_together = if D::SCALED { S::SCALED_ROWS[T] } else { S::ROWS[T] };
+        // Rows that share their block scales.
+        let share = |row: usize, num: usize| {
+            let block = |row: usize| (tile.row_start + row) / SCALE_BLOCK;
+            !D::SCALED || block(row) == block(row + num - 1)
+        };
         if num_together >= 4 {
             while row + 4 <= tile.num_rows {
-                group::<S, D, 4, T>(tile, row);
-                row += 4;
+                if share(row, 4) {
+                    group::<S, D, 4, T>(tile, row);
+                    row += 4;
+                } else {
+                    group::<S, D, 1, T>(tile, row);
+                    row += 1;
+                }
             }
         }
         if num_together >= 2 {
-            while row + 2 <= tile.num_rows {
+            while row + 2 <= tile.num_rows && share(row, 2) {
                 group::<S, D, 2, T>(tile, row);
                 row += 2;
             }
@@ -129,21 +139,20 @@ unsafe fn block<S: Simd, D: Dtype, const R: usize, const T: usize>(
             *weights = weights.add((row + r) * len * D::BYTES);
         }
         let mut acc = [[S::splat(0.0); R]; T];
-        let mut scales = [S::splat(1.0); R];
         if !D::SCALED {
-            add_products::<S, D, R, T>(tile, &weights, &scales, start, end, &mut acc);
+            let one = S::splat(1.0);
+            add_products::<S, D, R, T>(tile, &weights, one, start, end, &mut acc);
             return acc;
         }
-        // Blocks of columns begin at multiples of the scale block.
+        // Blocks of columns begin at multiples of the scale block. The scale goes to the tokens: that
+        // is one multiplication for all rows together, and worth a quarter for a single token.
+        let block_row = (tile.row_start + row) / SCALE_BLOCK;
         let mut k = start;
         while k < end {
             let stop = if end - k < SCALE_BLOCK { end } else { k + SCALE_BLOCK };
-            for (r, scale) in scales.iter_mut().enumerate() {
-                let block_row = (tile.row_start + row + r) / SCALE_BLOCK;
-                let idx = block_row * len.div_ceil(SCALE_BLOCK) + k / SCALE_BLOCK;
-                *scale = S::splat(*tile.scales.get_unchecked(idx) * F8_FACTOR);
-            }
-            add_products::<S, D, R, T>(tile, &weights, &scales, k, stop, &mut acc);
+            let idx = block_row * len.div_ceil(SCALE_BLOCK) + k / SCALE_BLOCK;
+            let scale = S::splat(*tile.scales.get_unchecked(idx) * F8_FACTOR);
+            add_products::<S, D, R, T>(tile, &weights, scale, k, stop, &mut acc);
             k = stop;
         }
         acc
@@ -153,13 +162,13 @@ unsafe fn block<S: Simd, D: Dtype, const R: usize, const T: usize>(
 /// Adds the products of columns `start..end` to `acc [t][r]`.
 ///
 /// # Safety
-/// As for [`block`]; `weights` are the rows, `scales` their factors in these columns.
+/// As for [`block`]; `weights` are the rows, `scale` their factor in these columns.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "several arrays are walked together")]
 unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize>(
     tile: &DotTile,
     weights: &[*const u8; R],
-    scales: &[S::V; R],
+    scale: S::V,
     start: usize,
     end: usize,
     acc: &mut [[S::V; R]; T],
@@ -174,13 +183,13 @@ unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize>(
                 let weights = weights[r].add(k * D::BYTES);
                 S::prefetch(weights.wrapping_add(ahead));
                 w[r] = D::load_pair::<S>(weights);
-                if D::SCALED {
-                    w[r] = [S::mul(w[r][0], scales[r]), S::mul(w[r][1], scales[r])];
-                }
             }
             for half in 0..2 {
                 for t in 0..T {
-                    let x = S::load_f32(tile.x[t].add(k + half * S::LANES).cast());
+                    let mut x = S::load_f32(tile.x[t].add(k + half * S::LANES).cast());
+                    if D::SCALED {
+                        x = S::mul(x, scale);
+                    }
                     for r in 0..R {
                         acc[t][r] = S::mul_add(w[r][half], x, acc[t][r]);
                     }
@@ -191,12 +200,12 @@ unsafe fn add_products<S: Simd, D: Dtype, const R: usize, const T: usize>(
         while k < end {
             let num = if end - k < S::LANES { end - k } else { S::LANES };
             for r in 0..R {
-                let mut w = load_some::<S, D>(weights[r].add(k * D::BYTES), num);
-                if D::SCALED {
-                    w = S::mul(w, scales[r]);
-                }
+                let w = load_some::<S, D>(weights[r].add(k * D::BYTES), num);
                 for t in 0..T {
-                    let x = load_some::<S, F32>(tile.x[t].add(k).cast(), num);
+                    let mut x = load_some::<S, F32>(tile.x[t].add(k).cast(), num);
+                    if D::SCALED {
+                        x = S::mul(x, scale);
+                    }
                     acc[t][r] = S::mul_add(w, x, acc[t][r]);
                 }
             }
