@@ -91,7 +91,7 @@ folder=()
 start=$(date +%s%N)
 qemu-system-x86_64 -nodefaults -no-user-config "${processor[@]}" -smp "$cpus" -m "$memory" \
     -kernel "$bed/vmlinux" -initrd "$work/initrd" \
-    -append "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check rdinit=/init" \
+    -append "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check rdinit=/init" \
     -display none -no-reboot -device isa-debug-exit,iobase=0xf4,iosize=1 \
     -serial "file:$work/console" -serial "file:$work/out" -serial "file:$work/status" \
     -netdev "$netdev" ${folder[@]+"${folder[@]}"} \

@@ -210,8 +210,9 @@ impl Lane {
             }
             num_looks = num_looks.saturating_add(1);
             match num_looks {
-                // The device answers within microseconds; a software one needs this processor.
-                0..SPINS => std::hint::spin_loop(),
+                // The device answers within microseconds, and every look costs as much as a pause.
+                0..SPINS => {}
+                // A software device needs this processor.
                 SPINS..YIELDS => std::thread::yield_now(),
                 _ => std::thread::sleep(PAUSE),
             }
