@@ -1,6 +1,6 @@
 //! Processes that die, or stand still, at the worst moments.
 
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rand::RngExt;
@@ -52,7 +52,7 @@ fn the_late_answer_of_a_server_that_stood_still_lands_nowhere() {
 }
 
 #[test]
-fn a_client_killed_at_any_failpoint_harms_no_other_and_leaves_nothing_behind() {
+fn a_client_killed_between_any_two_steps_harms_no_other_and_leaves_nothing_behind() {
     let mut setup = Setup::start(2, 2, 32, |_| {});
     let runtime = runtime();
     setup.compute(20);
@@ -65,18 +65,10 @@ fn a_client_killed_at_any_failpoint_harms_no_other_and_leaves_nothing_behind() {
     // The scrape above, for one, holds a descriptor of the server for a moment longer.
     let before = steady("descriptors", descriptors);
     for round in 0..6 {
-        // `before_resend` is only passed when a server fails, which none does here.
+        // The third is only passed when a server fails, which none does here.
         let point = failpoints::OF_CLIENTS[round % 2];
         let count = setup.rng.random_range(1..30);
-        let seed: u64 = setup.rng.random();
-        let mut victim = Command::new(binary())
-            .args(["victim", "--exit-with-parent", "--seed", &seed.to_string()])
-            .args(["--control-plane", &setup.cluster.control_url()])
-            .args(["--client-failpoints", &format!("client|{point}=kill({count})")])
-            .env("SWITCHYARD_TOKEN", setup.cluster.token())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("the victim starts");
+        let mut victim = spawn_victim(&mut setup, point, count);
         setup.compute_until("the victim's death", |_, _| procfs::has_ended(victim.id()));
         let status = victim.wait().expect("reaped");
         let signal = std::os::unix::process::ExitStatusExt::signal(&status);
@@ -99,6 +91,26 @@ fn a_client_killed_at_any_failpoint_harms_no_other_and_leaves_nothing_behind() {
 }
 
 #[test]
+fn a_client_killed_before_it_sends_again_harms_no_other() {
+    let mut setup = Setup::start(2, 2, 32, |_| {});
+    let mut victim = spawn_victim(&mut setup, "client::before_resend", 1);
+    let begin = Instant::now();
+    while !procfs::has_ended(victim.id()) {
+        assert!(begin.elapsed() < PATIENCE, "no death of a server hit a call of the victim");
+        setup.compute(20);
+        setup.cluster.kill_server(0).expect("killed");
+        setup.compute(20);
+        setup.cluster.start_server(0).expect("started");
+        setup.cluster.wait_serving(0).expect("serving");
+    }
+    let status = victim.wait().expect("reaped");
+    let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+    assert_eq!(signal, Some(9), "{status}");
+    setup.compute(20);
+    setup.assert_accounts();
+}
+
+#[test]
 fn a_call_outlasts_the_only_replica_that_stands_still_for_many_deadlines() {
     let list = "server-0|server::before_compute=20*off->1*sleep(1500)->off";
     let mut setup = Setup::start(1, 1, 40, |options| {
@@ -111,6 +123,19 @@ fn a_call_outlasts_the_only_replica_that_stands_still_for_many_deadlines() {
     setup.compute_until("several failures", |setup, _| silent(setup) > 3.0);
     setup.compute(20);
     setup.assert_accounts();
+}
+
+/// A client that computes until it passes `point` for the `count`-th time, and dies there.
+fn spawn_victim(setup: &mut Setup, point: &str, count: u32) -> Child {
+    let seed: u64 = setup.rng.random();
+    Command::new(binary())
+        .args(["victim", "--exit-with-parent", "--seed", &seed.to_string()])
+        .args(["--control-plane", &setup.cluster.control_url()])
+        .args(["--client-failpoints", &format!("client|{point}=kill({count})")])
+        .env("SWITCHYARD_TOKEN", setup.cluster.token())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the victim starts")
 }
 
 /// Links of each server, from its metrics.
