@@ -134,6 +134,45 @@ impl EngineConfig {
     }
 }
 
+/// Opens one transport: `tcp`, `cma`, `libfabric[:PROVIDER]` or `verbs[:DEVICE]`. `local` is the address
+/// of this side's interface, for those that have to choose one.
+///
+/// # Errors
+/// [`NetworkError`], also when this build or this host does not have it.
+pub fn open_fabric(text: &str, local: Option<IpAddr>) -> Result<Box<dyn Fabric>, NetworkError> {
+    let (name, device) = match text.split_once(':') {
+        Some((name, device)) => (name, Some(device)),
+        None => (text, None),
+    };
+    let bind = local.unwrap_or(Ipv4Addr::UNSPECIFIED.into());
+    match (name, device) {
+        ("tcp", None) => {
+            let config = TcpConfig { bind: SocketAddr::new(bind, 0), ..TcpConfig::default() };
+            Ok(Box::new(TcpFabric::new(config)?))
+        }
+        ("cma", None) => Ok(Box::new(CmaFabric::new()?)),
+        #[cfg(feature = "libfabric")]
+        ("libfabric", _) => {
+            use crate::backend::libfabric::{DEFAULT_PROVIDER, LibfabricFabric};
+            let provider = device.unwrap_or(DEFAULT_PROVIDER);
+            Ok(Box::new(LibfabricFabric::open(provider, local)?))
+        }
+        #[cfg(feature = "verbs")]
+        ("verbs", _) => {
+            use crate::backend::verbs::{VerbsConfig, VerbsFabric};
+            let config = device.map_or_else(VerbsConfig::default, VerbsConfig::on);
+            Ok(Box::new(VerbsFabric::open(config)?))
+        }
+        _ => {
+            let mut here = vec!["tcp", "cma"];
+            here.extend(cfg!(feature = "libfabric").then_some("libfabric[:PROVIDER]"));
+            here.extend(cfg!(feature = "verbs").then_some("verbs[:DEVICE]"));
+            let detail = format!("no such transport in this build, which has {}", here.join(", "));
+            Err(NetworkError { network: text.to_owned(), op: "open", code: None, detail })
+        }
+    }
+}
+
 /// The transports that need nothing installed, the best first.
 ///
 /// # Errors

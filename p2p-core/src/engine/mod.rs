@@ -52,7 +52,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-pub use config::{EngineConfig, default_fabrics};
+pub use config::{EngineConfig, default_fabrics, open_fabric};
 pub use connection::Connection;
 pub use descriptor::{DESCRIPTOR_BYTES, Descriptor, DescriptorError};
 pub use error::{

@@ -3,4 +3,6 @@
 
 mod common;
 mod faults;
+mod killed;
+mod large;
 mod transfers;

@@ -18,6 +18,9 @@ impl<H: Memory> Link<H> {
         port: &mut impl Port,
         frame: Frame<'_>,
     ) -> Result<bool, FrameError> {
+        if self.closed.is_some() {
+            return Ok(false);
+        }
         match frame {
             Frame::Notify { total, part } => self.on_notify(port, total, part)?,
             Frame::NotifyCredit { granted, arrived } => {

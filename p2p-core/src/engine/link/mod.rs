@@ -19,6 +19,8 @@
 mod incoming;
 mod notices;
 mod push;
+#[cfg(test)]
+mod tests;
 
 pub(super) use self::notices::NOTIFY_OVERHEAD;
 
@@ -410,6 +412,7 @@ impl<H: Memory> Link<H> {
         ] {
             queue.clear();
         }
+        self.eager_sent.clear();
         self.announced.clear();
         self.granted.clear();
         for idx in 0..self.ops.len() as u32 {

@@ -1,0 +1,422 @@
+//! Two links joined by a wire and a fabric that deliver in any pieces and any order.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use proptest::prelude::*;
+use rand::rngs::StdRng;
+use rand::{Rng, RngExt, SeedableRng};
+
+use super::*;
+use crate::credit::{Action, CreditReceiver, SenderId};
+use crate::engine::wire::{HEADER_BYTES, Header};
+
+type Bytes = Rc<RefCell<Vec<u8>>>;
+
+impl Memory for Bytes {
+    fn load(&self, offset: u64, bytes: u64, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.borrow()[offset as usize..][..bytes as usize]);
+    }
+
+    fn store(&self, offset: u64, bytes: &[u8]) {
+        self.borrow_mut()[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+    }
+}
+
+/// All memory of both sides; region and key are the place in it.
+type Heap = Rc<RefCell<Vec<Bytes>>>;
+
+struct World {
+    heap: Heap,
+    sides: [Side; 2],
+    rng: StdRng,
+}
+
+struct Side {
+    link: Link<Bytes>,
+    port: Sim,
+    /// Bytes from the peer that no whole frame was made of.
+    inbox: Vec<u8>,
+}
+
+struct Sim {
+    heap: Heap,
+    pending: Vec<Pending>,
+    finished: HashMap<u32, Result<u64, TransferError>>,
+    notifications: Vec<Vec<u8>>,
+    credit: CreditReceiver,
+    sender: SenderId,
+    most_pending: usize,
+}
+
+struct Pending {
+    tag: Tag,
+    from: (u32, u64),
+    to: (u32, u64),
+    bytes: u64,
+}
+
+impl Port for Sim {
+    fn max_operation_bytes(&self) -> u64 {
+        70
+    }
+
+    fn write(
+        &mut self,
+        dst: RemoteSegment,
+        src: LocalSegment,
+        tag: Tag,
+    ) -> Result<Posted, PostError> {
+        let to = (dst.region.key as u32, dst.offset);
+        self.post(tag, (src.region.0, src.offset), to, src.bytes)
+    }
+
+    fn read(
+        &mut self,
+        dst: LocalSegment,
+        src: RemoteSegment,
+        tag: Tag,
+    ) -> Result<Posted, PostError> {
+        let from = (src.region.key as u32, src.offset);
+        self.post(tag, from, (dst.region.0, dst.offset), dst.bytes)
+    }
+
+    fn describe(&self, region: RegionId) -> Option<WireRegion> {
+        let bytes = self.heap.borrow()[region.0 as usize].borrow().len() as u64;
+        Some(WireRegion { address: 0, bytes, key: region.0.into() })
+    }
+
+    fn finish(&mut self, transfer: u32, result: Result<u64, TransferError>) {
+        let before = self.finished.insert(transfer, result);
+        assert!(before.is_none(), "transfer {transfer} has ended twice");
+    }
+
+    fn deliver(&mut self, notification: Vec<u8>) {
+        self.notifications.push(notification);
+    }
+
+    fn credit(&mut self, event: Event) -> Result<(), CreditError> {
+        self.credit.handle(0, self.sender, event)
+    }
+}
+
+impl Sim {
+    fn post(
+        &mut self,
+        tag: Tag,
+        from: (u32, u64),
+        to: (u32, u64),
+        bytes: u64,
+    ) -> Result<Posted, PostError> {
+        assert_eq!(u64::from(tag.bytes), bytes);
+        if self.pending.len() >= self.most_pending {
+            return Ok(Posted::Full);
+        }
+        self.pending.push(Pending { tag, from, to, bytes });
+        Ok(Posted::Accepted)
+    }
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let heap = Heap::default();
+        let limits = Limits {
+            eager_bytes: rng.random_range(0..100),
+            eager_window: rng.random_range(200..600),
+            notify_window: rng.random_range(70..300),
+            max_notification: 1000,
+            unscheduled_bytes: rng.random_range(0..200),
+            max_demand_bytes: 1 << 20,
+        };
+        let side = |rng: &mut StdRng| {
+            let config = CreditConfig {
+                window_bytes: 300,
+                sender_window_bytes: 200,
+                grant_bytes: 60,
+                unscheduled_bytes: limits.unscheduled_bytes,
+                max_demand_bytes: limits.max_demand_bytes,
+                max_senders: 4,
+                ..CreditConfig::default()
+            };
+            let mut credit = CreditReceiver::new(config).unwrap();
+            let sender = credit.join().unwrap();
+            let port = Sim {
+                heap: Rc::clone(&heap),
+                pending: Vec::new(),
+                finished: HashMap::new(),
+                notifications: Vec::new(),
+                credit,
+                sender,
+                most_pending: rng.random_range(1..6),
+            };
+            Side { link: Link::new(limits, limits, 50), port, inbox: Vec::new() }
+        };
+        let sides = [side(&mut rng), side(&mut rng)];
+        Self { heap, sides, rng }
+    }
+
+    /// Fresh memory with random contents.
+    fn memory(&mut self, len: usize) -> Local<Bytes> {
+        let mut bytes = vec![0; len];
+        self.rng.fill_bytes(&mut bytes);
+        let hold = Rc::new(RefCell::new(bytes));
+        self.heap.borrow_mut().push(Rc::clone(&hold));
+        let region = RegionId(self.heap.borrow().len() as u32 - 1);
+        Local { hold, region, offset: 0, bytes: len as u64 }
+    }
+
+    /// One step of one side, chosen by chance. False: there was nothing to do.
+    fn step(&mut self) -> bool {
+        let from = self.rng.random_range(0..2);
+        match self.rng.random_range(0..3) {
+            0 => self.carry(from),
+            1 => self.complete(from),
+            _ => {
+                self.go_on(from);
+                true
+            }
+        }
+    }
+
+    fn go_on(&mut self, idx: usize) {
+        let Side { link, port, .. } = &mut self.sides[idx];
+        link.progress(port);
+        while let Some(action) = port.credit.next_action() {
+            if let Action::Credit { credit, .. } = action {
+                link.say(Frame::Credit(credit));
+            }
+        }
+        link.taken(u64::MAX);
+        link.progress(port);
+    }
+
+    /// Brings some bytes across the wire.
+    fn carry(&mut self, from: usize) -> bool {
+        let output = self.sides[from].link.output();
+        if output.is_empty() {
+            return false;
+        }
+        let len = self.rng.random_range(1..=output.len());
+        let bytes = output[..len].to_vec();
+        self.sides[from].link.sent(len);
+        let to = &mut self.sides[1 - from];
+        to.inbox.extend(bytes);
+        while let Some((head, rest)) = to.inbox.split_first_chunk::<HEADER_BYTES>() {
+            let header = Header::decode(head).unwrap();
+            let Some(body) = rest.get(..header.body_bytes) else { break };
+            let frame = Frame::decode(header, body).unwrap();
+            to.link.on_frame(&mut to.port, frame).unwrap();
+            to.inbox.drain(..HEADER_BYTES + header.body_bytes);
+        }
+        true
+    }
+
+    /// Ends one operation of the fabric, whichever.
+    fn complete(&mut self, idx: usize) -> bool {
+        let num = self.sides[idx].port.pending.len();
+        if num == 0 {
+            return false;
+        }
+        let which = self.rng.random_range(0..num);
+        let Pending { tag, from, to, bytes } = self.sides[idx].port.pending.swap_remove(which);
+        let heap = self.heap.borrow();
+        let mut moved = Vec::new();
+        heap[from.0 as usize].load(from.1, bytes, &mut moved);
+        heap[to.0 as usize].store(to.1, &moved);
+        drop(heap);
+        let Side { link, port, .. } = &mut self.sides[idx];
+        link.on_done(port, tag, Ok(()));
+        true
+    }
+
+    fn run(&mut self) {
+        let mut idle = 0;
+        while idle < 300 {
+            let is_quiet = self
+                .sides
+                .iter()
+                .all(|side| side.link.output().is_empty() && side.port.pending.is_empty());
+            idle = if self.step() && !is_quiet { 0 } else { idle + 1 };
+        }
+    }
+}
+
+/// What was asked for, and how it must look in the end.
+#[derive(Debug)]
+struct Wanted {
+    side: usize,
+    transfer: u32,
+    from: RegionId,
+    to: RegionId,
+    bytes: u64,
+}
+
+fn contents(heap: &Heap, region: RegionId, bytes: u64) -> Vec<u8> {
+    let mut out = Vec::new();
+    heap.borrow()[region.0 as usize].load(0, bytes, &mut out);
+    out
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn everything_arrives_once_and_in_order(seed: u64) {
+        let mut world = World::new(seed);
+        let mut next = 0;
+        let (mut one_sided, mut sends, mut receives) = (Vec::new(), [Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+        let mut notes: [Vec<Vec<u8>>; 2] = Default::default();
+        for _ in 0..world.rng.random_range(1..60) {
+            let side = world.rng.random_range(0..2);
+            let len = world.rng.random_range(0..400);
+            let (what, local, other) = (world.rng.random_range(0..5), world.memory(len), world.memory(len));
+            let (here, there) = (local.region, other.region);
+            next += 1;
+            let Side { link, port, .. } = &mut world.sides[side];
+            let region = WireRegion { address: 0, bytes: len as u64, key: there.0.into() };
+            let remote = RemoteSegment { region, offset: 0 };
+            match what {
+                0 => {
+                    sends[side].push((next, here, len as u64));
+                    link.send(port, next, u64::MAX, local);
+                }
+                1 => {
+                    receives[side].push((next, here, len as u64));
+                    link.recv(port, next, u64::MAX, local);
+                }
+                2 => {
+                    one_sided.push(Wanted { side, transfer: next, from: here, to: there, bytes: len as u64 });
+                    link.write(port, next, u64::MAX, local, remote);
+                }
+                3 => {
+                    one_sided.push(Wanted { side, transfer: next, from: there, to: here, bytes: len as u64 });
+                    link.read(port, next, u64::MAX, local, remote);
+                }
+                _ => {
+                    let note = local.hold.borrow().clone();
+                    notes[side].push(note.clone());
+                    link.notify(port, next, u64::MAX, note);
+                }
+            }
+            for _ in 0..world.rng.random_range(0..20) {
+                world.step();
+            }
+        }
+        world.run();
+        for Wanted { side, transfer, from, to, bytes } in one_sided {
+            prop_assert_eq!(world.sides[side].port.finished.get(&transfer), Some(&Ok(bytes)));
+            prop_assert!(contents(&world.heap, from, bytes) == contents(&world.heap, to, bytes));
+        }
+        for side in 0..2 {
+            prop_assert_eq!(&world.sides[1 - side].port.notifications, &notes[side]);
+            for ((send, from, bytes), (recv, to, capacity)) in sends[side].iter().zip(&receives[1 - side]) {
+                let sent = world.sides[side].port.finished.get(send);
+                let got = world.sides[1 - side].port.finished.get(recv);
+                if bytes <= capacity {
+                    prop_assert_eq!((sent, got), (Some(&Ok(*bytes)), Some(&Ok(*bytes))));
+                    prop_assert!(contents(&world.heap, *from, *bytes) == contents(&world.heap, *to, *bytes));
+                } else {
+                    let truncated = matches!(got, Some(Err(TransferError::Truncated { .. })));
+                    prop_assert!(truncated && sent.is_some(), "{got:?} {sent:?}");
+                }
+            }
+            // What nobody met waits, and nothing else does.
+            let num_pairs = sends[side].len().min(receives[1 - side].len());
+            for (recv, ..) in &receives[1 - side][num_pairs..] {
+                prop_assert_eq!(world.sides[1 - side].port.finished.get(recv), None);
+            }
+        }
+    }
+
+    #[test]
+    fn after_the_end_everything_has_ended_once(seed: u64) {
+        let mut world = World::new(seed);
+        let mut num_begun = 0;
+        for _ in 0..world.rng.random_range(1..40) {
+            let len = world.rng.random_range(0..400);
+            let (local, other) = (world.memory(len), world.memory(len));
+            let deadline = world.rng.random_range(1..200);
+            let region = WireRegion { address: 0, bytes: len as u64, key: other.region.0.into() };
+            let remote = RemoteSegment { region, offset: 0 };
+            let what = world.rng.random_range(0..5);
+            let Side { link, port, .. } = &mut world.sides[0];
+            num_begun += 1;
+            match what {
+                0 => link.send(port, num_begun, deadline, local),
+                1 => link.recv(port, num_begun, deadline, local),
+                2 => link.write(port, num_begun, deadline, local, remote),
+                3 => link.read(port, num_begun, deadline, local, remote),
+                _ => link.notify(port, num_begun, deadline, vec![7; len]),
+            }
+            for _ in 0..world.rng.random_range(0..20) {
+                world.step();
+            }
+            let now = world.rng.random_range(0..250);
+            let Side { link, port, .. } = &mut world.sides[0];
+            if let Err(op) = link.expire(port, now) {
+                link.close(port, &CloseReason::Deadline(op));
+            }
+        }
+        let Side { link, port, .. } = &mut world.sides[0];
+        link.close(port, &CloseReason::Local);
+        // The fabric ends what it holds.
+        for Pending { tag, .. } in std::mem::take(&mut port.pending) {
+            link.on_done(port, tag, Err(PostError::Disconnected { op: "write" }));
+        }
+        prop_assert_eq!(link.num_in_flight(), 0);
+        prop_assert_eq!(port.finished.len(), num_begun as usize);
+        prop_assert!(link.ops.iter().all(Option::is_none));
+        // No memory is held by the link any more: the heap has the only reference.
+        drop(world.sides);
+        for bytes in world.heap.borrow().iter() {
+            prop_assert_eq!(Rc::strong_count(bytes), 1);
+        }
+    }
+
+    #[test]
+    fn a_peer_may_say_anything(seed: u64, frames in prop::collection::vec((1u8..14, 0u64..6, 0u64..400, 0u64..8), 1..60)) {
+        let mut world = World::new(seed);
+        for transfer in 0..20 {
+            let len = world.rng.random_range(0..400);
+            let local = world.memory(len);
+            let Side { link, port, .. } = &mut world.sides[0];
+            match transfer % 3 {
+                0 => link.send(port, transfer, u64::MAX, local),
+                1 => link.recv(port, transfer, u64::MAX, local),
+                _ => link.notify(port, transfer, u64::MAX, vec![1; len]),
+            }
+        }
+        for (kind, number, second, len) in frames {
+            let Side { link, port, .. } = &mut world.sides[0];
+            link.progress(port);
+            let region = WireRegion { address: 0, bytes: second, key: 0 };
+            let payload = vec![0; len as usize * 20];
+            let frame = match kind {
+                1 => Frame::Notify { total: second, part: &payload },
+                2 => Frame::NotifyCredit { granted: second, arrived: number },
+                3 => Frame::Eager { seq: number, payload: &payload },
+                4 => Frame::EagerCredit { freed: second, arrived: number },
+                5 => Frame::Announce { seq: number, bytes: second },
+                6 => Frame::Grant { seq: number, target: RemoteSegment { region, offset: len } },
+                7 => Frame::Refuse { seq: number, capacity: second },
+                8 => Frame::Finish { seq: number, outcome: Outcome::Written },
+                9 => Frame::Withdraw { seq: number },
+                10 => Frame::Demand(Demand { announced: second, withdrawn: number }),
+                11 => Frame::Credit(crate::credit::Credit { granted: second, unscheduled: second }),
+                12 => Frame::Arrived { scheduled: number, unscheduled: second },
+                _ => Frame::Goodbye,
+            };
+            if link.on_frame(port, frame).is_err() {
+                break;
+            }
+        }
+        let Side { link, port, .. } = &mut world.sides[0];
+        link.close(port, &CloseReason::Left);
+        for Pending { tag, .. } in std::mem::take(&mut port.pending) {
+            link.on_done(port, tag, Err(PostError::Disconnected { op: "write" }));
+        }
+        prop_assert_eq!(port.finished.len(), 20);
+    }
+}

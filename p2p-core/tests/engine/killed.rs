@@ -1,0 +1,167 @@
+//! Peers that are killed in the middle of whatever they do.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use p2p_core::engine::{Access, Connection, Descriptor, Engine};
+use rand::RngExt;
+
+use crate::common::{By, config, rng, soon};
+
+const ROLE: &str = "ENGINE_TEST_VICTIM";
+const BYTES: u64 = 3 << 20;
+
+/// The process that the test below kills. Does nothing when run on its own.
+#[test]
+fn victim() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let (by, hex) = role.split_once(' ').unwrap();
+    let by = if by == "Cma" { By::Cma } else { By::Tcp };
+    let metadata: Vec<u8> = (0..hex.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
+        .collect();
+    let engine = Engine::start(config(by)).unwrap();
+    let connection = engine.add_remote_endpoint(&metadata, soon()).unwrap();
+    let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
+    let descriptor = connection.advertise(&memory.whole()).unwrap();
+    connection.notify(&descriptor.to_bytes(), soon()).unwrap();
+    let theirs = Descriptor::from_bytes(&engine.next_notification(soon()).unwrap().bytes).unwrap();
+    println!("ready");
+    loop {
+        let whole = memory.whole();
+        let _keep = (
+            connection.start_send(&whole, soon()),
+            connection.start_recv(&whole, soon()),
+            connection.start_write(&whole, &theirs, soon()),
+            connection.start_read(&whole, &theirs, soon()),
+            connection.start_notify(&[1; 3000], soon()),
+        );
+        std::thread::sleep(Duration::from_micros(300));
+        if let (_, Ok(receive), _, Ok(read), _) = _keep {
+            let _ = (receive.wait(), read.wait());
+        }
+    }
+}
+
+struct Victim(Child);
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_killed_peer_costs_nothing_but_its_connection() {
+    let rounds = std::env::var("SWITCHYARD_KILL_ROUNDS").ok().and_then(|text| text.parse().ok());
+    let rounds: usize = rounds.unwrap_or(24);
+    let mut rng = rng();
+    for by in By::ALL {
+        let engine = Engine::start(config(by)).unwrap();
+        let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
+        let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
+        let target = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
+        let mut base = None;
+        for round in 0..rounds {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "killed::victim", "--nocapture"])
+                .env(ROLE, format!("{by:?} {hex}"))
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let stdout = child.stdout.take().unwrap();
+            let mut victim = Victim(child);
+            let connection = engine.accept(soon()).unwrap();
+            let theirs = descriptor_of(&engine);
+            let ours = connection.advertise(&target.whole()).unwrap();
+            connection.notify(&ours.to_bytes(), soon()).unwrap();
+            let is_ready =
+                |line: &std::io::Result<String>| line.as_ref().is_ok_and(|l| l.ends_with("ready"));
+            assert!(BufReader::new(stdout).lines().any(|line| is_ready(&line)));
+            let mut transfers = Vec::new();
+            for _ in 0..4 {
+                transfers.extend(begin(&connection, &memory, &theirs));
+            }
+            std::thread::sleep(Duration::from_micros(rng.random_range(0..4000)));
+            victim.0.kill().unwrap();
+            let killed = Instant::now();
+            // Everything ends, long before its deadline, and nothing that failed is called done.
+            for transfer in transfers {
+                let _ = transfer.wait();
+            }
+            while connection.closed().is_none() {
+                assert!(killed.elapsed() < Duration::from_secs(30), "the loss is not noticed");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert!(connection.start_write(&memory.whole(), &theirs, soon()).is_err());
+            drop(engine.take_notifications());
+            drop(connection);
+            if round == rounds / 3 {
+                settle(&engine);
+                base = Some((num_descriptors(), resident_bytes()));
+            }
+        }
+        settle(&engine);
+        let (descriptors, resident) = base.unwrap();
+        let begin = Instant::now();
+        loop {
+            let (now, growth) = (num_descriptors(), resident_bytes().saturating_sub(resident));
+            if now <= descriptors + 2 && growth < (4 << 20) + rounds as u64 * 2048 {
+                println!("{by:?}: after {rounds} rounds {now} descriptors, {growth} bytes more");
+                break;
+            }
+            assert!(begin.elapsed() < Duration::from_secs(20), "{now} of {descriptors}, {growth}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(engine.dereg(memory).unwrap() && engine.dereg(target).unwrap(), "in use");
+    }
+}
+
+fn begin(
+    connection: &Connection,
+    memory: &p2p_core::engine::MemoryRegion,
+    theirs: &Descriptor,
+) -> Vec<p2p_core::engine::Transfer> {
+    let whole = memory.whole();
+    let begun = [
+        connection.start_recv(&whole, soon()),
+        connection.start_send(&whole, soon()),
+        connection.start_write(&whole, theirs, soon()),
+        connection.start_read(&whole, theirs, soon()),
+        connection.start_notify(&[2; 5000], soon()),
+    ];
+    begun.into_iter().flatten().collect()
+}
+
+fn descriptor_of(engine: &Engine) -> Descriptor {
+    loop {
+        let note = engine.next_notification(soon()).unwrap();
+        if let Ok(found) = Descriptor::from_bytes(&note.bytes) {
+            return found;
+        }
+    }
+}
+
+fn settle(engine: &Engine) {
+    let begin = Instant::now();
+    loop {
+        let stats = engine.stats();
+        if stats.num_connections == 0 && stats.num_transfers == 0 {
+            return;
+        }
+        assert!(begin.elapsed() < Duration::from_secs(20), "{stats:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn num_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn resident_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
