@@ -48,6 +48,7 @@ else
 fi
 step moe-qwen3-30b-a3b.json "$bin" bench moe --preset qwen3-30b-a3b --seconds "$seconds" --json
 step compute-qwen3-30b-a3b.txt "$compute" --preset qwen3-30b-a3b
+step compute-deepseek-v3.txt "$compute" --preset deepseek-v3 --tokens 1,2,4
 for idx in 1 2 3 4 5; do
     step "demo-$idx.json" "$bin" demo --json
 done

@@ -145,7 +145,7 @@ unsafe fn block<S: Simd, D: Dtype, const R: usize, const T: usize>(
             return acc;
         }
         // Blocks of columns begin at multiples of the scale block. The scale goes to the tokens: that
-        // is one multiplication for all rows together, and worth a quarter for a single token.
+        // is one multiplication for all rows together, and worth a sixth for a single token.
         let block_row = (tile.row_start + row) / SCALE_BLOCK;
         let mut k = start;
         while k < end {
