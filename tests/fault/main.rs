@@ -2,7 +2,10 @@
 
 mod crowd;
 mod deaths;
+mod half_open;
 mod hostile;
 mod mutants;
 mod rig;
+#[path = "../src/skip.rs"]
+mod skip;
 mod support;

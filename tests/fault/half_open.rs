@@ -1,0 +1,90 @@
+//! A peer whose host vanishes: no end of the connection comes, only silence.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use p2p_core::PeerHello;
+use p2p_core::bootstrap::{CloseReason, ConnectConfig, Listener, ListenerConfig, connect};
+use tokio::sync::mpsc;
+
+use crate::skip::skip;
+use crate::support::{PATIENCE, runtime};
+
+const NAME: &str = "half_open::a_host_that_vanishes_is_noticed_by_both_ends";
+const INSIDE: &str = "SWITCHYARD_TEST_IN_NETWORK_NAMESPACE";
+/// The shortest that the kernel's clocks allow for.
+const TIMEOUT: Duration = Duration::from_secs(2);
+
+#[test]
+fn a_host_that_vanishes_is_noticed_by_both_ends() {
+    if std::env::var_os(INSIDE).is_some() {
+        return inside();
+    }
+    if let Err(reason) = can_drop_packets() {
+        return skip("netns", &reason);
+    }
+    let this = std::env::current_exe().expect("the path of this test");
+    let output = Command::new("unshare")
+        .args(["--net", "--"])
+        .arg(this)
+        .args(["--exact", NAME, "--nocapture"])
+        .env(INSIDE, "1")
+        .output()
+        .expect("unshare starts");
+    println!("{}", String::from_utf8_lossy(&output.stdout));
+    println!("{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{}", output.status);
+    let passed = String::from_utf8_lossy(&output.stdout).contains("1 passed");
+    assert!(passed, "the test did not run in its namespace");
+}
+
+/// In a network namespace of its own, whose packets it may drop.
+fn inside() {
+    run("ip link set lo up").expect("a loopback device");
+    let runtime = runtime();
+    runtime.block_on(async {
+        let config = ListenerConfig { liveness_timeout: TIMEOUT, ..Default::default() };
+        let listener = Listener::bind("127.0.0.1:0", config).await.expect("bound");
+        let addr = listener.local_addr();
+        let (sender, mut peers) = mpsc::unbounded_channel();
+        let on_peer = move |connection| drop(sender.send(connection));
+        tokio::spawn(listener.serve(|_| Ok(Vec::new()), on_peer, std::future::pending()));
+        let config = ConnectConfig { liveness_timeout: TIMEOUT, ..Default::default() };
+        let here = connect(addr, PeerHello::default(), config).await.expect("connected");
+        let there = peers.recv().await.expect("a peer");
+
+        // Peers that have nothing to say are alive as long as their hosts answer.
+        tokio::time::sleep(2 * TIMEOUT).await;
+        assert_eq!(here.liveness.closed_now(), None);
+        assert_eq!(there.liveness.closed_now(), None);
+
+        // What the server's host sends gets lost from now on.
+        run("nft add table inet lost").expect("a table");
+        run("nft add chain inet lost arriving { type filter hook input priority 0 ; }")
+            .expect("a chain");
+        run(&format!("nft add rule inet lost arriving tcp sport {} drop", addr.port()))
+            .expect("a rule");
+        let begin = Instant::now();
+        for (name, liveness) in [("client", &here.liveness), ("server", &there.liveness)] {
+            let closed = tokio::time::timeout(PATIENCE, liveness.closed()).await;
+            println!("{name}: {closed:?} after {:?}, limit {TIMEOUT:?}", begin.elapsed());
+            assert_eq!(closed.expect("noticed in time"), CloseReason::Unreachable, "{name}");
+        }
+    });
+}
+
+/// Whether namespaces can be made and packets dropped here, or why not.
+fn can_drop_packets() -> Result<(), String> {
+    run("unshare --net -- ip link set lo up")?;
+    run("unshare --net -- nft add table inet probe")
+}
+
+fn run(line: &str) -> Result<(), String> {
+    let mut words = line.split(' ');
+    let program = words.next().unwrap_or_default();
+    let output = Command::new(program).args(words).output();
+    let output = output.map_err(|error| format!("cannot run {program}: {error}"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    let said = said.trim();
+    output.status.success().then_some(()).ok_or_else(|| format!("`{line}` failed: {said}"))
+}
