@@ -2,6 +2,7 @@
 
 mod mlx5;
 mod rxe;
+mod scale;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,8 +49,9 @@ pub fn all() -> Vec<Step> {
             cuda::check_kernels,
         ),
         step("mlx5", "work requests against the vendor's header, fences of doorbells", mlx5::check),
+        step("scale", "a thousand peers and deaths over libfabric", scale::check),
         step("rxe", "the verbs transport on Soft-RoCE devices in QEMU guests", rxe::check),
-        step("deploy", "Prometheus rules and scrape configuration, Grafana dashboard", deploy),
+        step("deploy", "Prometheus rules and scrape configuration, systemd units", deploy),
         step("demo", "the release build's demo, verified against the reference", demo),
     ]
 }
@@ -181,7 +183,38 @@ fn deploy() -> Result<Outcome> {
             return Ok(Outcome::Failed(format!("promtool {}: {reason}", args.join(" "))));
         }
     }
-    Ok(Outcome::Passed)
+    verify_units()
+}
+
+/// Has systemd read the units. It also looks for the binary, which is not installed here.
+fn verify_units() -> Result<Outcome> {
+    if !tools::on_path("systemd-analyze") {
+        return Ok(Outcome::Skipped(
+            "systemd-analyze is missing: install Debian's package `systemd`".to_owned(),
+        ));
+    }
+    let folder = target_dir().join("units");
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot make {}", folder.display()))?;
+    let mut verify = Command::new("systemd-analyze");
+    verify.arg("verify");
+    for name in ["switchyard-control-plane.service", "switchyard-expert-server@.service"] {
+        let unit = Path::new("deploy/systemd").join(name);
+        let text = std::fs::read_to_string(&unit)
+            .with_context(|| format!("cannot read {}", unit.display()))?;
+        let copy = folder.join(name);
+        std::fs::write(&copy, text.replace("/usr/local/bin/switchyard", "/bin/true"))
+            .with_context(|| format!("cannot write {}", copy.display()))?;
+        verify.arg(copy);
+    }
+    let output = verify.output().context("cannot start systemd-analyze")?;
+    // An unknown or misplaced setting is only a warning, with the unit's name.
+    let said = String::from_utf8_lossy(&output.stderr);
+    Ok(if output.status.success() && !said.contains("switchyard-") {
+        Outcome::Passed
+    } else {
+        Outcome::Failed(format!("systemd-analyze verify: {}", said.trim()))
+    })
 }
 
 fn demo() -> Result<Outcome> {

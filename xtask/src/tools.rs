@@ -8,11 +8,14 @@ use anyhow::{Context, Result};
 use crate::steps::{Outcome, run};
 
 /// Debian package, and a program or file by which to tell that it is there.
-const PACKAGES: [(&str, &str); 16] = [
+const PACKAGES: [(&str, &str); 19] = [
     ("gcc", "cc"),
     ("g++", "g++"),
     ("prometheus", "promtool"),
     ("procps", "ps"),
+    ("iproute2", "ip"),
+    ("nftables", "nft"),
+    ("systemd", "systemd-analyze"),
     ("libibverbs-dev", "/usr/include/infiniband/mlx5dv.h"),
     ("librdmacm-dev", "/usr/include/rdma/rdma_cma.h"),
     ("libclang-dev", "/usr/share/doc/libclang-dev"),
