@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use super::{Outcome, cargo, run};
+use super::{Outcome, cargo, run, target_dir};
 use crate::tools;
 
 /// Programs and files without which there is no test bed, by Debian package.
@@ -69,6 +69,19 @@ SWITCHYARD_TEST_LINK=eth0 ./verbs --exact a_port_that_goes_down_is_noticed_witho
         .args(["--", script]))?;
     if let Outcome::Failed(reason) = in_guest {
         return Ok(Outcome::Failed(format!("in one guest: {reason}")));
+    }
+    if let Outcome::Failed(reason) =
+        run(&mut cargo(&["build", "-q", "-p", "switchyard", "--features", "verbs"]))?
+    {
+        return Ok(Outcome::Failed(reason));
+    }
+    // A copy, since the next build without the feature replaces it.
+    let binary = target_dir().join("switchyard-verbs");
+    std::fs::copy(target_dir().join("debug/switchyard"), &binary)
+        .context("cannot copy the binary")?;
+    let failover = run(Command::new("tests/rxe/failover.sh").arg(&binary).arg("data/tiny-moe"))?;
+    if let Outcome::Failed(reason) = failover {
+        return Ok(Outcome::Failed(format!("failover between two guests: {reason}")));
     }
     Ok(Outcome::Passed)
 }
