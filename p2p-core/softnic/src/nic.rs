@@ -14,7 +14,7 @@ use crate::cq::{Cq, CqConfig};
 use crate::engine::{Held, Later};
 use crate::format::{DEPTHS, SEGMENT_BYTES, Syndrome};
 use crate::memory::{Part, Segment, SegmentError};
-use crate::port::{self, Access, Peer, Port, PortAddress, state};
+use crate::port::{self, Access, Grant, Peer, Port, PortAddress, state};
 
 /// How a NIC behaves.
 #[derive(Debug, Clone, Copy, Default)]
@@ -680,7 +680,15 @@ impl Nic {
         let address = part.as_ptr().as_ptr() as u64;
         let num_bytes = part.len() as u64;
         if let Some(segment) = segment {
-            tables.memory[index].grant(rkey, access, domain.0, segment, address, &part, offset);
+            tables.memory[index].grant(&Grant {
+                key: rkey,
+                access,
+                domain: domain.0,
+                segment,
+                address,
+                num_bytes,
+                offset,
+            });
         }
         let memory = Memory { lkey, domain: domain.0, access, address, part, segment };
         if self.memory.len() <= index {

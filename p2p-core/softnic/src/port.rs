@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::format::Syndrome;
-use crate::memory::{self, Part, Segment, SegmentError};
+use crate::memory::{self, Segment, SegmentError};
 
 /// Rights to registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -311,6 +311,18 @@ struct SegmentEntry {
     generation: AtomicU32,
 }
 
+/// What a [`MemoryEntry`] is made of.
+pub(crate) struct Grant {
+    pub(crate) key: u32,
+    pub(crate) access: Access,
+    pub(crate) domain: u32,
+    pub(crate) segment: u32,
+    pub(crate) address: u64,
+    pub(crate) num_bytes: u64,
+    /// Of the first byte within the segment.
+    pub(crate) offset: usize,
+}
+
 /// Registered memory.
 #[repr(C, align(64))]
 pub(crate) struct MemoryEntry {
@@ -326,23 +338,14 @@ pub(crate) struct MemoryEntry {
 }
 
 impl MemoryEntry {
-    pub(crate) fn grant(
-        &self,
-        key: u32,
-        access: Access,
-        domain: u32,
-        segment: u32,
-        address: u64,
-        part: &Part,
-        offset: usize,
-    ) {
-        self.access.store(access.0, Ordering::Relaxed);
-        self.domain.store(domain, Ordering::Relaxed);
-        self.segment.store(segment, Ordering::Relaxed);
-        self.address.store(address, Ordering::Relaxed);
-        self.bytes.store(part.len() as u64, Ordering::Relaxed);
-        self.offset.store(offset as u64, Ordering::Relaxed);
-        self.key.store(key, Ordering::Release);
+    pub(crate) fn grant(&self, grant: &Grant) {
+        self.access.store(grant.access.0, Ordering::Relaxed);
+        self.domain.store(grant.domain, Ordering::Relaxed);
+        self.segment.store(grant.segment, Ordering::Relaxed);
+        self.address.store(grant.address, Ordering::Relaxed);
+        self.bytes.store(grant.num_bytes, Ordering::Relaxed);
+        self.offset.store(grant.offset as u64, Ordering::Relaxed);
+        self.key.store(grant.key, Ordering::Release);
     }
 
     /// Takes the key back and waits until nobody is in the middle of an access. `false` when a peer

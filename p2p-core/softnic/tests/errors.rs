@@ -104,7 +104,8 @@ fn recovers(rig: &Rig, what: &str) {
 
 #[test]
 fn rights_are_checked_one_by_one() {
-    let needs: [(Access, fn(&Rig, &Wait) -> u32); 3] = [
+    type Call = fn(&Rig, &Wait) -> u32;
+    let needs: [(Access, Call); 3] = [
         (Access::REMOTE_WRITE, |rig, wait| rig.put(0, 8, wait)),
         (Access::REMOTE_READ, |rig, wait| rig.get(0, 8, wait)),
         (Access::REMOTE_ATOMIC, |rig, wait| rig.add8(0, 1, wait)),

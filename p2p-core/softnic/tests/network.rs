@@ -157,8 +157,9 @@ fn descriptions_that_make_no_sense_are_refused() {
     let good = network.open(&layout, ROUTE).unwrap();
     let description = good.description();
     assert_eq!(description.detail.len(), 24);
-    let cases: [(&str, fn(&mut SideDescription)); 6] = [
-        ("24", |d| drop(d.detail.pop())),
+    type Change = fn(&mut SideDescription);
+    let cases: [(&str, Change); 6] = [
+        ("24", |d| d.detail.truncate(23)),
         ("32 bits", |d| d.remote_key = 1 << 40),
         ("65536", |d| d.bytes = 4096),
         // No such process, a descriptor that is no NIC, an impossible queue pair.

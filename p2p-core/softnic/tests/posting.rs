@@ -373,7 +373,8 @@ fn handles_that_make_no_sense_are_named() {
         unsafe { rig.driver.check(std::ptr::from_ref(handle).cast()) }
     };
     assert_eq!(check(&good), None);
-    let broken: [(&str, fn(&mut softnic::abi::QueueHandle)); 9] = [
+    type Change = fn(&mut softnic::abi::QueueHandle);
+    let broken: [(&str, Change); 9] = [
         ("sq_depth", |h| h.sq_depth = 64),
         ("sq_depth", |h| h.sq_depth = 65_536),
         ("sq_depth", |h| h.sq_depth = 1000),
