@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use crate::steps::{Outcome, run};
 
 /// Debian package, and a program or file by which to tell that it is there.
-const PACKAGES: [(&str, &str); 19] = [
+const PACKAGES: [(&str, &str); 21] = [
     ("gcc", "cc"),
     ("g++", "g++"),
     ("prometheus", "promtool"),
@@ -28,6 +28,8 @@ const PACKAGES: [(&str, &str); 19] = [
     ("iproute2", "rdma"),
     ("kmod", "/sbin/depmod"),
     ("cpio", "cpio"),
+    ("libfabric-dev", "/usr/include/rdma/fi_domain.h"),
+    ("libfabric-bin", "fi_info"),
 ];
 
 /// Installs missing packages on Debian and Ubuntu as root; elsewhere names them.
