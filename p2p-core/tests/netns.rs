@@ -1,0 +1,359 @@
+//! Peers over libfabric in two network namespaces that a pair of virtual interfaces joins: lost
+//! packets, a link that goes down, a peer that is half open.
+#![cfg(all(feature = "libfabric", not(loom)))]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use p2p_core::backend::libfabric::FabricNetwork;
+use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
+use p2p_core::endpoint::Endpoint;
+use p2p_core::wait::wait_until;
+use p2p_core::{
+    AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, SpinPolicy, TransportKind, WaitSet,
+};
+use rand::rngs::StdRng;
+use rand::{Rng, RngExt, SeedableRng};
+
+const LIMIT: Duration = Duration::from_secs(90);
+const SLOT: SlotConfig = SlotConfig { slot_bytes: 1 << 20, num_frames: 3 };
+const SERVER: &str = "10.201.77.1";
+const CLIENT: &str = "10.201.77.2";
+/// A round trip that takes longer than this has failed.
+const ROUND_LIMIT: Duration = Duration::from_secs(20);
+
+/// Two namespaces and the interfaces between them, gone when dropped.
+struct Wire {
+    name: String,
+}
+
+impl Wire {
+    /// `None`, loudly, where this is not permitted or the tools are missing.
+    fn lay() -> Option<Self> {
+        let required = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
+        let is_required =
+            |what: &str| required.split(',').any(|item| item == what || item == "all");
+        if let Err(error) = FabricNetwork::open("tcp;ofi_rxm") {
+            assert!(!is_required("libfabric"), "libfabric is required: {error}");
+            println!("SKIPPED: {error}");
+            return None;
+        }
+        let wire = Self { name: format!("sy{}", rand::random::<u16>()) };
+        match wire.set_up() {
+            Ok(()) => Some(wire),
+            Err(error) => {
+                assert!(!is_required("netns"), "network namespaces are required: {error}");
+                println!("SKIPPED: needs root, iproute2 and network namespaces: {error}");
+                None
+            }
+        }
+    }
+
+    fn end(&self, is_server: bool) -> String {
+        format!("{}{}", self.name, if is_server { 'a' } else { 'b' })
+    }
+
+    fn set_up(&self) -> Result<(), String> {
+        let (a, b) = (self.end(true), self.end(false));
+        run(&format!("ip netns add {a}"))?;
+        run(&format!("ip netns add {b}"))?;
+        run(&format!("ip link add {a} netns {a} type veth peer name {b} netns {b}"))?;
+        for (end, address) in [(&a, SERVER), (&b, CLIENT)] {
+            run(&format!("ip -n {end} addr add {address}/24 dev {end}"))?;
+            run(&format!("ip -n {end} link set {end} up"))?;
+            run(&format!("ip -n {end} link set lo up"))?;
+        }
+        Ok(())
+    }
+
+    /// Lets every packet be lost with this chance, in both directions.
+    fn lose(&self, percent: u32) -> Result<(), String> {
+        for is_server in [true, false] {
+            let end = self.end(is_server);
+            run(&format!("ip netns exec {end} nft add table inet loss"))?;
+            run(&format!(
+                "ip netns exec {end} nft add chain inet loss in {{ type filter hook input priority 0; }}"
+            ))?;
+            let some = format!("numgen random mod 100 < {percent} ");
+            let which = if percent < 100 { &some } else { "" };
+            run(&format!("ip netns exec {end} nft add rule inet loss in {which}drop"))?;
+        }
+        Ok(())
+    }
+
+    /// This binary again, at one end.
+    fn spawn(&self, is_server: bool, num_rounds: u32) -> Talker {
+        let mut child = Command::new("ip")
+            .args(["netns", "exec", &self.end(is_server)])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", "child_process", "--nocapture"])
+            .env("NETNS_ROLE", if is_server { "server" } else { "client" })
+            .env("NETNS_ROUNDS", num_rounds.to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdout = child.stdout.take().unwrap();
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                // The harness may print its own words at the beginning of the line.
+                if let Some(at) = line.find("netns: ")
+                    && sender.send(line[at + 7..].to_owned()).is_err()
+                {
+                    break;
+                }
+            }
+        });
+        Talker { child, lines }
+    }
+}
+
+impl Drop for Wire {
+    fn drop(&mut self) {
+        for is_server in [true, false] {
+            let _ = run(&format!("ip netns del {}", self.end(is_server)));
+        }
+    }
+}
+
+struct Talker {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Talker {
+    /// The next line that begins with `key`, which must come soon.
+    fn expect(&self, key: &str) -> String {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let line = self.lines.recv_timeout(left).unwrap_or_else(|e| panic!("no `{key}`: {e}"));
+            if let Some(rest) = line.strip_prefix(key) {
+                return rest.trim().to_owned();
+            }
+            assert!(!line.starts_with("failed"), "{line}, expected {key}");
+        }
+    }
+}
+
+impl Drop for Talker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn run(command: &str) -> Result<(), String> {
+    let mut words = command.split(' ');
+    let output = Command::new(words.next().unwrap())
+        .args(words)
+        .output()
+        .map_err(|error| format!("{command}: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("{command}: {}", String::from_utf8_lossy(&output.stderr).trim()))
+}
+
+#[test]
+fn frames_cross_namespaces() {
+    let Some(wire) = Wire::lay() else { return };
+    let _server = wire.spawn(true, 200);
+    let client = wire.spawn(false, 200);
+    assert_eq!(client.expect("done"), "200 rounds");
+}
+
+#[test]
+fn lost_packets_cost_time_and_no_byte() {
+    let Some(wire) = Wire::lay() else { return };
+    if let Err(error) = wire.lose(1) {
+        println!("SKIPPED: packets cannot be lost here: {error}");
+        return;
+    }
+    let _server = wire.spawn(true, 40);
+    let client = wire.spawn(false, 40);
+    assert_eq!(client.expect("done"), "40 rounds");
+}
+
+#[test]
+fn a_link_that_goes_down_is_an_error_within_its_bound() {
+    let Some(wire) = Wire::lay() else { return };
+    let server = wire.spawn(true, 0);
+    let client = wire.spawn(false, 0);
+    client.expect("halfway");
+    let end = wire.end(false);
+    run(&format!("ip -n {end} link set {end} down")).unwrap();
+    // Both sides, each by itself.
+    for talker in [&client, &server] {
+        let error = talker.expect("gave up:");
+        println!("{error}");
+        assert!(error.contains("does not answer") || error.contains("transport"), "{error}");
+    }
+}
+
+#[test]
+fn a_half_open_peer_is_an_error_within_its_bound() {
+    let Some(wire) = Wire::lay() else { return };
+    let mut server = wire.spawn(true, 0);
+    let client = wire.spawn(false, 0);
+    client.expect("halfway");
+    // The server's host falls silent first, so that its end is never told.
+    if let Err(error) = wire.lose(100) {
+        println!("SKIPPED: packets cannot be lost here: {error}");
+        return;
+    }
+    server.child.kill().unwrap();
+    let error = client.expect("gave up:");
+    println!("{error}");
+    assert!(error.contains("does not answer") || error.contains("transport"), "{error}");
+}
+
+/// One end. Does nothing when run on its own.
+#[test]
+fn child_process() {
+    let Ok(role) = std::env::var("NETNS_ROLE") else { return };
+    let num_rounds: u32 = std::env::var("NETNS_ROUNDS").unwrap().parse().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let network = Arc::new(FabricNetwork::open("tcp;ofi_rxm").unwrap());
+    let (slot, transports) = (SLOT, vec![TransportKind::Libfabric]);
+    let liveness_timeout = Duration::from_secs(4);
+    let connection = if role == "server" {
+        let (sender, connections) = channel();
+        runtime.spawn(async move {
+            let networks: Vec<Arc<dyn p2p_core::network::Network>> = vec![network];
+            let config = ListenerConfig {
+                slot,
+                transports,
+                networks,
+                liveness_timeout,
+                handshake_timeout: LIMIT,
+                ..Default::default()
+            };
+            let listener = Listener::bind((SERVER, 7100).text(), config).await.unwrap();
+            let on_peer = move |connection| drop(sender.send(connection));
+            listener.serve(|_| Ok(Vec::new()), on_peer, std::future::pending()).await;
+        });
+        connections.recv_timeout(LIMIT).unwrap()
+    } else {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let networks: Vec<Arc<dyn p2p_core::network::Network>> = vec![network.clone()];
+            let config = ConnectConfig {
+                slot,
+                transports: transports.clone(),
+                networks,
+                liveness_timeout,
+                timeout: LIMIT,
+                ..Default::default()
+            };
+            let addr = (SERVER, 7100).text();
+            match runtime.block_on(connect(addr, PeerHello::default(), config)) {
+                Ok(connection) => break connection,
+                // The server may not listen yet.
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    };
+    let mut connection = connection;
+    match talk(&mut connection, role == "client", num_rounds) {
+        Ok(()) => println!("netns: done {num_rounds} rounds"),
+        Err(error) => println!("netns: gave up: {error}"),
+    }
+    if role == "server" {
+        // The other side reads its last answers first.
+        std::thread::sleep(Duration::from_secs(2));
+    }
+}
+
+trait Text {
+    fn text(self) -> String;
+}
+
+impl Text for (&str, u16) {
+    fn text(self) -> String {
+        format!("{}:{}", self.0, self.1)
+    }
+}
+
+/// Random frames there and back, every byte compared; without an end where `num_rounds` is 0.
+fn talk(connection: &mut Connection, is_client: bool, num_rounds: u32) -> Result<(), String> {
+    let Connection { channel, liveness, .. } = connection;
+    let set = WaitSet::new().unwrap();
+    set.attach(channel.endpoint()).unwrap();
+    let mut rng = StdRng::seed_from_u64(7);
+    let mut round = 0;
+    while num_rounds == 0 || round < num_rounds {
+        let len = match rng.random_range(0..3) {
+            0 => rng.random_range(0..64),
+            1 => rng.random_range(0..8192),
+            _ => rng.random_range(0..=channel.layout().frame_bytes()),
+        };
+        let mut bytes = vec![0; len];
+        rng.fill_bytes(&mut bytes);
+        let is_over = || liveness.closed_now().map(|reason| reason.to_string());
+        for sends in [is_client, !is_client] {
+            let done = one_way(&set, channel, &bytes, sends, is_over)?;
+            assert!(done, "round {round}: other bytes came than were sent");
+        }
+        round += 1;
+        if round == 20 {
+            println!("netns: halfway");
+        }
+    }
+    Ok(())
+}
+
+fn one_way(
+    set: &WaitSet,
+    channel: &mut Channel<AnyEndpoint>,
+    bytes: &[u8],
+    sends: bool,
+    is_over: impl Fn() -> Option<String>,
+) -> Result<bool, String> {
+    let deadline = Instant::now() + ROUND_LIMIT;
+    let channel = std::cell::RefCell::new(channel);
+    let poll = || -> Result<Option<bool>, String> {
+        if let Some(reason) = is_over() {
+            return Err(reason);
+        }
+        let text = |error: p2p_core::ChannelError| error.to_string();
+        let mut channel = channel.borrow_mut();
+        if sends {
+            let Some(frame) = channel.try_reserve().map_err(text)? else { return Ok(None) };
+            channel.write_view(&frame).put_bytes(0, bytes).map_err(|e| e.to_string())?;
+            channel.publish(frame, bytes.len()).map_err(text)?;
+            return Ok(Some(true));
+        }
+        let Some(frame) = channel.try_next().map_err(text)? else { return Ok(None) };
+        let mut found = vec![0; bytes.len()];
+        channel.view(&frame).copy_to(0, &mut found).map_err(|e| e.to_string())?;
+        channel.release().map_err(text)?;
+        Ok(Some(found == bytes))
+    };
+    loop {
+        let slice = deadline.min(Instant::now() + Duration::from_millis(200));
+        let found = wait_until(
+            set,
+            SpinPolicy::default(),
+            slice,
+            || poll().transpose(),
+            |on| {
+                let channel = channel.borrow();
+                if on { channel.arm() } else { channel.disarm() }
+            },
+        );
+        match found.map_err(|error| error.to_string())? {
+            Some(result) => return result,
+            None if Instant::now() >= deadline => {
+                return Err(format!("no answer within {} s", ROUND_LIMIT.as_secs()));
+            }
+            None => {}
+        }
+    }
+}
