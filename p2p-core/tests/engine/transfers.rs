@@ -280,7 +280,9 @@ fn endpoints_come_and_go_by_their_metadata() {
         assert_eq!(first.peer().addr, there.endpoint().addr);
         let again = here.add_remote_endpoint(&metadata, soon()).unwrap();
         assert_eq!(first.id(), again.id(), "one connection is enough");
-        // Nobody has to accept it; whoever does not can use it from the other end by name.
+        // Nobody has to accept it; whoever does not can use it from the other end by name, once it is
+        // there.
+        until("the other end", || there.stats().num_connections == 1);
         let back = there.add_remote_endpoint(&here.metadata(), soon()).unwrap();
         back.notify(b"hello", soon()).unwrap();
         assert_eq!(here.next_notification(soon()).unwrap().connection, first.id());

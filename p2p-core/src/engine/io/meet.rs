@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Io;
 use super::hello::{HEADER_BYTES, MAX_TICKET_BYTES, Message, Side, Who};
 use super::socket::{Read1, Wire};
+use super::{Io, offer_of};
 use crate::bootstrap::policy::equal_in_constant_time;
 use crate::engine::PeerInfo;
 use crate::engine::connection::Connection;
@@ -348,8 +348,7 @@ impl Io {
     }
 
     fn offer(&self, fabric: usize) -> Offer {
-        let fabric = &self.fabrics[fabric];
-        Offer { kind: fabric.kind(), flavour: fabric.flavour().to_owned() }
+        offer_of(&*self.fabrics[fabric])
     }
 
     fn who(&self) -> Who {

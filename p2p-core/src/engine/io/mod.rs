@@ -107,16 +107,12 @@ impl Io {
                 watch(fd, FABRIC, epoll::EventFlags::IN)?;
             }
         }
-        let offer = |fabric: &Box<dyn Fabric>| Offer {
-            kind: fabric.kind(),
-            flavour: fabric.flavour().to_owned(),
-        };
         let metadata = EndpointMetadata {
             engine_id: rand::random(),
             addr: SocketAddr::new(ip, port),
             gpu_index: config.gpu_index,
             pci_bdf: config.pci_bdf.clone(),
-            transports: fabrics.iter().map(offer).collect(),
+            transports: fabrics.iter().map(|fabric| offer_of(&**fabric)).collect(),
         };
         let shared = Arc::new(Shared::new(metadata, wake, config.max_transfers, config.queue_len));
         let io = Self {
@@ -547,10 +543,7 @@ impl Io {
         self.by_sender[sender.slot()] = idx;
         let key = ConnKey { idx, serial: self.next_serial };
         self.next_serial += 1;
-        let transport = Offer {
-            kind: self.fabrics[fabric].kind(),
-            flavour: self.fabrics[fabric].flavour().to_owned(),
-        };
+        let transport = offer_of(&*self.fabrics[fabric]);
         let conn = Arc::new(ConnShared {
             shared: Arc::clone(&self.shared),
             key,
@@ -715,6 +708,11 @@ impl Drop for Io {
         self.shared.inbox.close();
         self.shared.accepted.close();
     }
+}
+
+/// A fabric as it is offered to peers.
+fn offer_of(fabric: &dyn Fabric) -> Offer {
+    Offer { kind: fabric.kind(), flavour: fabric.flavour().to_owned() }
 }
 
 /// A socket on its way to `addr`.

@@ -181,8 +181,11 @@ impl<H: Memory> Link<H> {
         }
         let (told, told_arrived) = notices.told;
         let granted = granted.max(told);
-        let is_worth_it = granted - told >= notices.window.div_ceil(4)
-            || granted > told && notices.incoming.is_some();
+        // Not for every byte, but always where the peer could not begin another one.
+        let is_stuck =
+            notices.incoming.is_some() || told.saturating_sub(notices.cost_in) <= NOTIFY_OVERHEAD;
+        let is_worth_it =
+            granted - told >= notices.window.div_ceil(4) || granted > told && is_stuck;
         if is_worth_it || notices.arrived_in != told_arrived {
             notices.told = (granted, notices.arrived_in);
             Frame::NotifyCredit { granted, arrived: notices.arrived_in }.encode(&mut self.out);
