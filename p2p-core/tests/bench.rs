@@ -1,6 +1,10 @@
 //! The benchmark as a program: every byte of every iteration is compared, whoever runs it.
 #![cfg(not(loom))]
 
+#[cfg(feature = "libfabric")]
+#[path = "../../tests/src/skip.rs"]
+mod skip;
+
 use p2p_core::bench::{BenchConfig, ChildProgram, child_main, run};
 use p2p_core::{SlotConfig, TransportKind};
 
@@ -52,7 +56,7 @@ fn many_to_many_by_put_only_with_messages_beyond_the_ring() {
 #[test]
 fn two_to_one_over_libfabric() {
     if let Err(error) = p2p_core::backend::libfabric::FabricNetwork::open("tcp;ofi_rxm") {
-        println!("SKIPPED: {error}");
+        skip::skip("libfabric", &error.to_string());
         return;
     }
     let config = BenchConfig {

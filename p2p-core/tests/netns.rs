@@ -2,6 +2,9 @@
 //! packets, a link that goes down, a peer that is half open.
 #![cfg(all(feature = "libfabric", not(loom)))]
 
+#[path = "../../tests/src/skip.rs"]
+mod skip;
+
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -33,20 +36,16 @@ struct Wire {
 impl Wire {
     /// `None`, loudly, where this is not permitted or the tools are missing.
     fn lay() -> Option<Self> {
-        let required = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
-        let is_required =
-            |what: &str| required.split(',').any(|item| item == what || item == "all");
         if let Err(error) = FabricNetwork::open("tcp;ofi_rxm") {
-            assert!(!is_required("libfabric"), "libfabric is required: {error}");
-            println!("SKIPPED: {error}");
+            skip::skip("libfabric", &error.to_string());
             return None;
         }
         let wire = Self { name: format!("sy{}", rand::random::<u16>()) };
         match wire.set_up() {
             Ok(()) => Some(wire),
             Err(error) => {
-                assert!(!is_required("netns"), "network namespaces are required: {error}");
-                println!("SKIPPED: needs root, iproute2 and network namespaces: {error}");
+                let reason = "needs root, iproute2 and network namespaces";
+                skip::skip("netns", &format!("{reason}: {error}"));
                 None
             }
         }
@@ -171,7 +170,7 @@ fn frames_cross_namespaces() {
 fn lost_packets_cost_time_and_no_byte() {
     let Some(wire) = Wire::lay() else { return };
     if let Err(error) = wire.lose(1) {
-        println!("SKIPPED: packets cannot be lost here: {error}");
+        skip::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
     let _server = wire.spawn(true, 40);
@@ -203,7 +202,7 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     client.expect("halfway");
     // The server's host falls silent first, so that its end is never told.
     if let Err(error) = wire.lose(100) {
-        println!("SKIPPED: packets cannot be lost here: {error}");
+        skip::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
     server.child.kill().unwrap();

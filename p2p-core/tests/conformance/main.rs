@@ -2,6 +2,9 @@
 //! disorder, and two processes over shared memory, over shared memory by put only, and over networks.
 #![cfg(not(loom))]
 
+#[cfg(feature = "libfabric")]
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
 mod suite;
 #[cfg(feature = "verbs")]
 mod verbs;
@@ -103,17 +106,8 @@ fn over_libfabric(provider: &str) {
     let way = Way { kind: TransportKind::Libfabric, flavour: provider.to_owned() };
     match p2p_core::backend::libfabric::FabricNetwork::open(provider) {
         Ok(_) => in_processes(&way),
-        Err(error) => skip("libfabric", &error.to_string()),
+        Err(error) => skip::skip("libfabric", &error.to_string()),
     }
-}
-
-/// Says loudly that a test did not run, and fails where the environment demands that it runs.
-#[cfg(any(feature = "libfabric", feature = "verbs"))]
-fn skip(resource: &str, reason: &str) {
-    let required = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
-    let is_required = required.split(',').any(|item| item == resource || item == "all");
-    assert!(!is_required, "{resource} is required: {reason}");
-    println!("SKIPPED: {reason}");
 }
 
 /// A transport, and of a network which.

@@ -27,6 +27,9 @@ mod port;
 mod receives;
 mod rma;
 mod service;
+#[cfg(test)]
+#[path = "../../../../tests/src/skip.rs"]
+mod skip;
 mod sys;
 
 use std::collections::HashMap;
