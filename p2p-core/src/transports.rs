@@ -126,7 +126,7 @@ pub enum OpenError {
         /// What was asked for.
         wish: Wish,
         /// Why not.
-        source: NetworkError,
+        source: Box<NetworkError>,
         /// What works.
         here: String,
     },
@@ -143,7 +143,8 @@ pub struct OpenNetworks {
 
 impl OpenNetworks {
     /// Opens what `spec` asks for. `auto` leaves out what is not here, and says so in
-    /// [`Transports::missing`].
+    /// [`Transports::missing`]; libfabric it opens when the first peer needs it, because its search for
+    /// providers can take seconds.
     ///
     /// # Errors
     /// [`OpenError`], when something asked for by name is not here.
@@ -155,7 +156,13 @@ impl OpenNetworks {
         };
         for wish in wishes {
             if wish.kind.is_network() {
-                match self.open_one(&wish) {
+                let opened = match wish.kind {
+                    TransportKind::Libfabric if *spec == TransportSpec::Auto => {
+                        self.postpone(&wish)
+                    }
+                    _ => self.open_one(&wish),
+                };
+                match opened {
                     Ok(networks) => transports.networks.extend(networks),
                     Err(error) if *spec == TransportSpec::Auto => {
                         transports.missing.push(error.to_string());
@@ -171,6 +178,21 @@ impl OpenNetworks {
         Ok(transports)
     }
 
+    /// libfabric's default provider, to be opened when it is needed.
+    fn postpone(&mut self, wish: &Wish) -> Result<Vec<Arc<dyn Network>>, OpenError> {
+        if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
+            return Ok(networks.clone());
+        }
+        #[cfg(feature = "libfabric")]
+        {
+            let networks = vec![shared(postponed::Libfabric::default())];
+            self.open.push((wish.clone(), networks.clone()));
+            Ok(networks)
+        }
+        #[cfg(not(feature = "libfabric"))]
+        Err(OpenError::NotBuilt { wish: wish.clone() })
+    }
+
     fn open_one(&mut self, wish: &Wish) -> Result<Vec<Arc<dyn Network>>, OpenError> {
         if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
             return Ok(networks.clone());
@@ -180,6 +202,7 @@ impl OpenNetworks {
         let networks = opened.map_err(|source| {
             let mut here = vec!["local".to_owned(), "shm".to_owned()];
             here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
+            let source = Box::new(source);
             OpenError::NotHere { wish: wish.clone(), source, here: here.join(", ") }
         })?;
         self.open.push((wish.clone(), networks.clone()));
@@ -206,6 +229,49 @@ impl OpenNetworks {
                 Some(VerbsNetwork::open(config).map(|network| vec![shared(network)]))
             }
             _ => None,
+        }
+    }
+}
+
+#[cfg(feature = "libfabric")]
+mod postponed {
+    use std::sync::OnceLock;
+
+    use crate::backend::libfabric::{DEFAULT_PROVIDER, FabricNetwork};
+    use crate::endpoint::TransportKind;
+    use crate::network::{Network, NetworkError, OpenSide, Route};
+    use crate::slot::SlotLayout;
+
+    /// The default provider, opened for the first peer. A failure is found again for every peer: the
+    /// library may be installed meanwhile.
+    #[derive(Debug, Default)]
+    pub(super) struct Libfabric {
+        network: OnceLock<FabricNetwork>,
+    }
+
+    impl Network for Libfabric {
+        fn kind(&self) -> TransportKind {
+            TransportKind::Libfabric
+        }
+
+        fn flavour(&self) -> &str {
+            DEFAULT_PROVIDER
+        }
+
+        fn open(
+            &self,
+            layout: &SlotLayout,
+            route: Route,
+        ) -> Result<Box<dyn OpenSide>, NetworkError> {
+            let network = match self.network.get() {
+                Some(network) => network,
+                // Two threads may both open it: one of the two is dropped again.
+                None => {
+                    let opened = FabricNetwork::open(DEFAULT_PROVIDER)?;
+                    self.network.get_or_init(|| opened)
+                }
+            };
+            network.open(layout, route)
         }
     }
 }

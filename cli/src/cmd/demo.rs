@@ -80,7 +80,7 @@ struct Report {
 struct Killed {
     server: String,
     at_token: usize,
-    /// Servers that the tokens of its experts went to afterwards.
+    /// Servers that the placement sends the tokens of its experts to afterwards.
     taken_over_by: Vec<String>,
 }
 
@@ -175,15 +175,19 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     drop(client);
     drop(cluster);
-    match unsound(&report, &expected_ids) {
+    match unsound(&report, &expected_ids, kill) {
         None => Ok(ExitCode::SUCCESS),
         Some(what) => bail!("{what}"),
     }
 }
 
 /// What is wrong with a run, if anything is.
-fn unsound(report: &Report, expected_ids: &[u32]) -> Option<String> {
+fn unsound(report: &Report, expected_ids: &[u32], asked_for_kill: bool) -> Option<String> {
     let mut faults = Vec::new();
+    if asked_for_kill && report.killed.is_none() {
+        let num_tokens = report.token_ids.len();
+        faults.push(format!("the text ended after {num_tokens} tokens, before anyone was killed"));
+    }
     if !report.verified {
         let found = &report.token_ids;
         let common = found.iter().zip(expected_ids).take_while(|(a, b)| a == b).count();
@@ -232,7 +236,10 @@ fn generate(
     });
     let mut generator = Generator::open(checkpoint, client.clone())?;
     let options = GenerateOptions { max_new_tokens: args.max_new_tokens, ..Default::default() };
-    let kill_token = (args.max_new_tokens / 2).max(1);
+    // Half-way through what the context has room for.
+    let num_prompt_tokens = generator.tokenizer().encode(&args.prompt)?.len();
+    let room = generator.model().config().max_positions.saturating_sub(num_prompt_tokens);
+    let kill_token = (args.max_new_tokens.min(room) / 2).max(1);
     let mut killed = None;
     say.prompt(&args.prompt);
     let generation = generator.generate(&args.prompt, &options, &mut |event| {

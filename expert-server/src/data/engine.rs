@@ -169,6 +169,8 @@ impl<E: Endpoint> Engine<E> {
     fn serve(&mut self, layer: u32) {
         let begin = Instant::now();
         self.status.beat(begin);
+        // A drain must see during the whole batch that frames wait.
+        self.status.set_unanswered(self.links.iter().map(Link::num_unanswered).sum());
         // One state of the layer for checks and arithmetic, whatever is loaded meanwhile.
         let experts = self.store.layer(layer);
         self.gather(layer, experts.as_deref());

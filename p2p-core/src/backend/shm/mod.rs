@@ -1,9 +1,11 @@
 //! Slots in shared memory: sealed memfds, exchanged over an abstract Unix socket.
 //!
 //! Nothing has a name in a file system, so nothing is left behind when a process dies. The trust
-//! boundary is the user: whoever runs under the same uid could attach a debugger anyway. Within it a
-//! peer still cannot hurt this process by its slot: the seals keep it from shrinking a mapping, which
-//! would turn our loads into SIGBUS, and every byte it writes is checked by those who read it.
+//! boundary is the user: whoever runs under the same uid could attach a debugger anyway. Within it the
+//! seals keep a peer from shrinking a mapping, which would turn our loads into SIGBUS, and every byte
+//! it writes is checked by those who read it. One hole stays open on purpose: a peer whose slot lies on
+//! reserved huge pages can give them back to the pool, and a store into them fails if the pool is
+//! empty then.
 
 mod pages;
 pub(crate) mod pass;
