@@ -199,6 +199,7 @@ impl Lane {
         deadline: Option<Instant>,
     ) -> Result<bool, Failed> {
         let mut num_looks = 0u32;
+        let mut begun = None;
         let mut seen = (self.state.completed(), None);
         while self.num_outstanding() > most {
             self.progress.drive();
@@ -208,14 +209,8 @@ impl Lane {
             if self.state.peer.health.has_failed() {
                 return Err(Failed);
             }
-            num_looks = num_looks.saturating_add(1);
-            match num_looks {
-                // The device answers within microseconds, and every look costs as much as a pause.
-                0..SPINS => {}
-                // A software device needs this processor.
-                SPINS..YIELDS => std::thread::yield_now(),
-                _ => std::thread::sleep(PAUSE),
-            }
+            num_looks = num_looks.wrapping_add(1);
+            // Most waits end before this, and a clock costs as much as a look.
             if !num_looks.is_multiple_of(16) {
                 continue;
             }
@@ -229,6 +224,12 @@ impl Lane {
             }
             if deadline.is_some_and(|deadline| now >= deadline) {
                 return Ok(false);
+            }
+            let waited = now - *begun.get_or_insert(now);
+            if waited >= YIELD {
+                std::thread::sleep(PAUSE);
+            } else if waited >= SPIN {
+                std::thread::yield_now();
             }
         }
         Ok(true)
@@ -282,6 +283,9 @@ impl Drop for Lane {
     }
 }
 
-const SPINS: u32 = 1 << 10;
-const YIELDS: u32 = 1 << 14;
-const PAUSE: Duration = Duration::from_micros(50);
+/// How long a wait only looks: a device answers within microseconds.
+const SPIN: Duration = Duration::from_micros(50);
+/// How long it lets others run between looks: the largest puts take this long.
+const YIELD: Duration = Duration::from_micros(500);
+/// How long it sleeps between looks then.
+const PAUSE: Duration = Duration::from_micros(100);
