@@ -2,12 +2,13 @@
 
 use std::fmt::Display;
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
-use tokio::net::{TcpStream, ToSocketAddrs};
-use tokio::time::timeout;
+use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
+use tokio::time::{sleep, timeout};
 
 use super::liveness::Liveness;
 use super::wire::{self, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_TICKET_BYTES, WireError};
@@ -142,7 +143,8 @@ impl ConnectError {
     }
 }
 
-/// Connects to a [`Listener`](super::Listener).
+/// Connects to a [`Listener`](super::Listener), and tries again as long as it says that it is busy with
+/// others.
 ///
 /// # Errors
 /// [`ConnectError`].
@@ -153,14 +155,31 @@ pub async fn connect(
 ) -> Result<Connection, ConnectError> {
     let name = addr.to_string();
     let limit = config.timeout;
-    match timeout(limit, connect_unbounded(addr, &name, hello, config)).await {
-        Ok(result) => result,
-        Err(_) => Err(ConnectError::Timeout { addr: name, limit }),
+    let mut busy = None;
+    let result = timeout(limit, async {
+        let unreachable = |source| ConnectError::Unreachable { addr: name.clone(), source };
+        let addrs: Vec<SocketAddr> = lookup_host(addr).await.map_err(unreachable)?.collect();
+        loop {
+            match connect_once(&addrs, &name, hello.clone(), config.clone()).await {
+                Err(error) if error.reject().is_some_and(|r| r.code == RejectCode::BUSY) => {
+                    busy = Some(error);
+                    // Those who were turned away together should not come back together.
+                    sleep(Duration::from_millis(rand::random_range(5..50))).await;
+                }
+                result => return result,
+            }
+        }
+    })
+    .await;
+    match (result, busy) {
+        (Ok(result), _) => result,
+        (Err(_), Some(busy)) => Err(busy),
+        (Err(_), None) => Err(ConnectError::Timeout { addr: name, limit }),
     }
 }
 
-async fn connect_unbounded(
-    addr: impl ToSocketAddrs,
+async fn connect_once(
+    addrs: &[SocketAddr],
     name: &str,
     peer: PeerHello,
     config: ConnectConfig,
@@ -170,7 +189,7 @@ async fn connect_unbounded(
     limit("ticket", ticket.len(), MAX_TICKET_BYTES)?;
     limit("payload", peer.payload.len(), MAX_PAYLOAD_BYTES)?;
 
-    let mut stream = TcpStream::connect(addr)
+    let mut stream = TcpStream::connect(addrs)
         .await
         .map_err(|source| ConnectError::Unreachable { addr: name.to_owned(), source })?;
     let broken = |detail: String| ConnectError::Broken { addr: name.to_owned(), detail };

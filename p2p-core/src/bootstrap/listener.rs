@@ -229,6 +229,8 @@ impl Listener {
                 accepted = after(meetings.delay(), accept_unix(rendezvous.as_ref())) => match accepted {
                     Ok(stream) => {
                         let (place, _) = meetings.admit(IpAddr::V4(Ipv4Addr::LOCALHOST));
+                        // Whoever comes here has been given the name in a handshake.
+                        place.settle();
                         let shared = Arc::clone(&shared);
                         tasks.spawn(async move { meet(&shared, stream, &place).await });
                     }
