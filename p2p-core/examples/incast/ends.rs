@@ -111,8 +111,8 @@ fn receive(
     while lanes.iter().any(|lane| lane.open) {
         set.drive();
         let mut moved = false;
-        for at in 0..lanes.len() {
-            moved |= lanes[at].turn(plan, credits.as_mut(), start, &mut payload)?;
+        for lane in &mut lanes {
+            moved |= lane.turn(plan, credits.as_mut(), start, &mut payload)?;
         }
         while let Some(action) = credits.as_mut().and_then(CreditReceiver::next_action) {
             if let Action::Credit { sender, credit } = action {

@@ -4,6 +4,8 @@
 
 pub mod crowd;
 
+use std::io::Write;
+
 use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
 
 /// The transport under test: `SWITCHYARD_TEST_TRANSPORT`, written as for `--transport`, or shared
@@ -19,6 +21,10 @@ pub fn transports() -> Option<Transports> {
                 required.split(',').any(|word| word == "all" || name.starts_with(word));
             assert!(required.is_empty() || !is_required, "{error}");
             println!("SKIPPED: {error}");
+            if let Ok(log) = std::env::var("SWITCHYARD_SKIP_LOG") {
+                let file = std::fs::OpenOptions::new().create(true).append(true).open(log);
+                writeln!(file.expect("a log of skips"), "{name}\t{error}").expect("a line in it");
+            }
             None
         }
     }
