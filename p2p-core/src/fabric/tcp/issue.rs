@@ -79,24 +79,25 @@ impl Issuer {
         }
     }
 
-    /// Goes on. An error means that the connection is over.
+    /// Goes on. True: there is more to do at once, which nothing will wake for. An error means that the
+    /// connection is over.
     pub(super) fn advance(
         &mut self,
         set: BorrowedFd<'_>,
         writable: bool,
         done: &mut Vec<Completion>,
-    ) -> io::Result<()> {
+    ) -> io::Result<bool> {
         if self.is_connecting {
             if !writable {
-                return Ok(());
+                return Ok(false);
             }
             rustix::net::sockopt::socket_error(self.stream.fd())??;
             self.is_connecting = false;
         }
         let is_blocked = self.send()?;
-        self.receive(done)?;
+        let has_more = self.receive(done)?;
         self.stream.set_interest(set, true, is_blocked);
-        Ok(())
+        Ok(has_more)
     }
 
     /// Sends what the socket takes; true when it takes no more.
@@ -149,7 +150,8 @@ impl Issuer {
         }
     }
 
-    fn receive(&mut self, done: &mut Vec<Completion>) -> io::Result<()> {
+    /// Takes in answers; true when it stopped before there were none left.
+    fn receive(&mut self, done: &mut Vec<Completion>) -> io::Result<bool> {
         let mut budget = MAX_RECEIVE_BYTES;
         while budget > 0 {
             let received = if self.frame_left > 0 {
@@ -163,11 +165,11 @@ impl Issuer {
             };
             match received {
                 Received::Some(got) => budget = budget.saturating_sub(got.max(1)),
-                Received::Nothing => return Ok(()),
+                Received::Nothing => return Ok(false),
                 Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     fn receive_frame(&mut self) -> io::Result<Received> {

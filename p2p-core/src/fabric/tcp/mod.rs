@@ -71,8 +71,10 @@ pub struct TcpFabric {
     free_servers: Vec<usize>,
     num_greeting: usize,
     checked_greetings: Instant,
-    /// Peers with operations posted since the last poll.
+    /// Peers with operations posted since the last poll, or more to do.
     dirty: Vec<u32>,
+    /// Connections of peers with more to do.
+    busy_servers: Vec<usize>,
     done: Vec<Completion>,
 }
 
@@ -123,6 +125,7 @@ impl TcpFabric {
             num_greeting: 0,
             checked_greetings: Instant::now(),
             dirty: Vec::new(),
+            busy_servers: Vec::new(),
             done: Vec::new(),
         })
     }
@@ -175,10 +178,18 @@ impl TcpFabric {
     fn advance_issuer(&mut self, idx: usize, writable: bool) {
         let Some(peer) = self.peers.get_mut(idx) else { return };
         let Some(issuer) = &mut peer.issuer else { return };
-        if let Err(error) = issuer.advance(self.set.as_fd(), writable, &mut self.done) {
-            tracing::debug!(%error, peer = idx, "data connection ended");
-            issuer.fail(&mut self.done);
-            peer.issuer = None;
+        match issuer.advance(self.set.as_fd(), writable, &mut self.done) {
+            Ok(false) => {}
+            Ok(true) => {
+                if !std::mem::replace(&mut peer.is_dirty, true) {
+                    self.dirty.push(idx as u32);
+                }
+            }
+            Err(error) => {
+                tracing::debug!(%error, peer = idx, "data connection ended");
+                issuer.fail(&mut self.done);
+                peer.issuer = None;
+            }
         }
     }
 
@@ -187,6 +198,12 @@ impl TcpFabric {
             let Some(Some(server)) = self.servers.get_mut(idx) else { return };
             match server.advance(self.set.as_fd(), &self.regions) {
                 Ok(Step::Idle) => return,
+                Ok(Step::More) => {
+                    if !self.busy_servers.contains(&idx) {
+                        self.busy_servers.push(idx);
+                    }
+                    return;
+                }
                 Ok(Step::Hello(nonce)) => {
                     let known = self.by_nonce.get(&nonce).copied();
                     let Some(peer) = known.filter(|p| self.peers[*p as usize].server.is_none())
@@ -418,9 +435,15 @@ impl Fabric for TcpFabric {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
-        while let Some(idx) = self.dirty.pop() {
+        // Those that put themselves back have their next turn at the next poll.
+        for _ in 0..self.dirty.len() {
+            let idx = self.dirty.remove(0);
             self.peers[idx as usize].is_dirty = false;
             self.advance_issuer(idx as usize, false);
+        }
+        for _ in 0..self.busy_servers.len() {
+            let idx = self.busy_servers.remove(0);
+            self.advance_server(idx);
         }
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -452,7 +475,7 @@ impl Fabric for TcpFabric {
     }
 
     fn may_sleep(&mut self) -> bool {
-        self.done.is_empty() && self.dirty.is_empty()
+        self.done.is_empty() && self.dirty.is_empty() && self.busy_servers.is_empty()
     }
 
     fn max_operation_bytes(&self) -> u64 {

@@ -27,6 +27,8 @@ pub(super) struct Server {
 pub(super) enum Step {
     /// Nothing more to do now.
     Idle,
+    /// There is more to do at once, which nothing will wake for.
+    More,
     /// A peer introduced itself: tell whose the connection is, then go on.
     Hello([u8; 16]),
 }
@@ -73,7 +75,7 @@ impl Server {
     /// Goes on. An error means that the connection is over.
     pub(super) fn advance(&mut self, set: BorrowedFd<'_>, regions: &Regions) -> io::Result<Step> {
         let mut is_blocked = self.send()?;
-        let mut budget = MAX_RECEIVE_BYTES;
+        let (mut budget, mut is_drained) = (MAX_RECEIVE_BYTES, false);
         while budget > 0 && self.replies.len() < MAX_REPLIES {
             if self.peer.is_none() {
                 if let Some(hello) = self.stream.header() {
@@ -88,15 +90,19 @@ impl Server {
             }
             match self.receive() {
                 Received::Some(got) => budget = budget.saturating_sub(got.max(1)),
-                Received::Nothing => break,
+                Received::Nothing => {
+                    is_drained = true;
+                    break;
+                }
                 Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
             }
         }
         if !is_blocked {
             is_blocked = self.send()?;
         }
-        self.stream.set_interest(set, self.replies.len() < MAX_REPLIES, is_blocked);
-        Ok(Step::Idle)
+        let has_room = self.replies.len() < MAX_REPLIES;
+        self.stream.set_interest(set, has_room, is_blocked);
+        Ok(if is_drained || !has_room { Step::Idle } else { Step::More })
     }
 
     /// Takes a registration out of everything under way. Nothing touches its memory afterwards.
