@@ -1,4 +1,5 @@
-//! Prints the benchmark's table: `p2p_bench [SENDERS [RECEIVERS [MAX_BYTES [TRANSPORT[:DEVICE]]]]]`.
+//! Prints the benchmark's table: `p2p_bench [SENDERS [RECEIVERS [MAX_BYTES [TRANSPORT[:DEVICE]
+//! [MIN_BYTES]]]]]`.
 
 use std::process::ExitCode;
 
@@ -18,6 +19,9 @@ fn main() -> ExitCode {
         std::env::args().nth(4).and_then(|text| text.parse().ok())
         && let [wish] = &wishes[..]
     {
+        if let Some(min_bytes) = std::env::args().nth(5).and_then(|text| text.parse().ok()) {
+            config.min_bytes = min_bytes;
+        }
         config.transport = wish.kind;
         config.device.clone_from(&wish.device);
     }

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
-use p2p_core::endpoint::Endpoint;
 use p2p_core::wait::wait_until;
 use p2p_core::{
     AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, SpinPolicy, TransportKind, WaitSet,

@@ -17,6 +17,9 @@ pub mod local;
 pub mod mapped;
 #[cfg(not(loom))]
 pub mod shm;
+#[cfg(test)]
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
 pub mod staged;
 #[cfg(all(feature = "verbs", not(loom)))]
 pub mod verbs;

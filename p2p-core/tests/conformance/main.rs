@@ -256,7 +256,7 @@ fn child_process() {
     let sizes: Vec<usize> =
         var("SLOT").unwrap().split(' ').map(|part| part.parse().unwrap()).collect();
     let way = Way::decode(&var("WAY").unwrap());
-    let (kind, networks) = (way.kind, way.networks());
+    let networks = way.networks();
     let runtime = runtime();
     let try_to_meet = || {
         let config = ConnectConfig {

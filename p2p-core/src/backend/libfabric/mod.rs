@@ -27,9 +27,6 @@ mod port;
 mod receives;
 mod rma;
 mod service;
-#[cfg(test)]
-#[path = "../../../../tests/src/skip.rs"]
-mod skip;
 mod sys;
 
 use std::collections::HashMap;

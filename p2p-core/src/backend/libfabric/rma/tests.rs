@@ -4,7 +4,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 
 use super::*;
-use crate::backend::libfabric::skip::skip;
+use crate::backend::skip::skip;
 use crate::region::Region;
 
 const LIMIT: Duration = Duration::from_secs(30);
