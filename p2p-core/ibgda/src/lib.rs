@@ -6,7 +6,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`probe`] | devices, drivers, modules, driver options, libraries: one check each |
+//! | [`mod@probe`] | devices, drivers, modules, driver options, libraries: one check each |
 //! | [`library`] | libibverbs and libmlx5, opened at run time |
 //! | [`device`] | devices as libibverbs lists them, and which are mlx5 |
 

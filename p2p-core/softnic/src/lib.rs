@@ -8,7 +8,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`format`] | bytes of requests, completions and doorbells |
+//! | [`mod@format`] | bytes of requests, completions and doorbells |
 //! | [`nic`] | the NIC as its host controls it: memory, queues, connections, faults |
 //! | `engine` | what it does when it makes progress |
 //! | [`queue`] | a queue pair with all its memory, and posting on it from Rust |
