@@ -204,6 +204,7 @@ fn prompts_and_flags_that_cannot_work_are_explained() {
         (["moe", "--tokens=16385"], "16385"),
         (["p2p", "--iterations=18446744073709551615"], "18446744073709551615"),
         (["p2p", "--max-bytes=0"], "max_bytes is 0"),
+        (["p2p", "--num-iovs=4"], "found shm"),
     ] {
         let line = fails(&[&["bench"][..], &args].concat(), &[]);
         assert!(line.contains(found) && line.contains("expected"), "{args:?}: {line}");

@@ -1,5 +1,6 @@
 //! `switchyard bench`.
 
+mod engine;
 mod moe;
 mod p2p;
 

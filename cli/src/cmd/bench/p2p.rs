@@ -1,12 +1,14 @@
-//! `switchyard bench p2p`: latency and bandwidth of puts and flags between processes.
+//! `switchyard bench p2p`: latency and bandwidth of puts and flags between processes, or of the message
+//! engine's transfers.
 
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use p2p_core::bench::{BenchConfig, BenchRow, ChildProgram};
 use p2p_core::transports::Wish;
 use p2p_core::{SlotConfig, TransportKind, TransportSpec};
 
+use super::engine;
 use crate::{Global, ui};
 
 /// Flags of `bench p2p`.
@@ -34,9 +36,12 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_SLOT_FRAMES", default_value_t = 16)]
     slot_frames: usize,
     /// Transport between the processes: shm, staged, verbs or libfabric; `:` and a device or provider
-    /// may follow, as in `libfabric:tcp;ofi_rxm`.
+    /// may follow, as in `libfabric:tcp;ofi_rxm`. With tcp or cma, or with --num-iovs, --mode, --sizes or
+    /// --depth, the message engine is measured instead of slots.
     #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value = "shm", value_parser = transport)]
-    transport: Wish,
+    transport: Transport,
+    #[command(flatten)]
+    engine: engine::EngineArgs,
     /// Lets the system move the processes between CPUs.
     #[arg(long, env = "SWITCHYARD_NO_PIN", value_parser = clap::builder::FalseyValueParser::new())]
     no_pin: bool,
@@ -45,13 +50,26 @@ pub struct Args {
     seed: u64,
 }
 
-fn transport(text: &str) -> Result<Wish, String> {
-    let expected = || format!("{text:?}: expected one of shm, staged, verbs, libfabric");
+#[derive(Debug, Clone)]
+enum Transport {
+    /// One that has slots, as it was written.
+    Slots(Wish, String),
+    /// One of the message engine only.
+    Engine(String),
+}
+
+fn transport(text: &str) -> Result<Transport, String> {
+    let expected = || format!("{text:?}: expected one of shm, staged, verbs, libfabric, tcp, cma");
+    if matches!(text, "tcp" | "cma") {
+        return Ok(Transport::Engine(text.to_owned()));
+    }
     let TransportSpec::List(mut wishes) = text.parse().map_err(|_| expected())? else {
         return Err(expected());
     };
     match (wishes.pop(), wishes.is_empty()) {
-        (Some(wish), true) if wish.kind != TransportKind::Local => Ok(wish),
+        (Some(wish), true) if wish.kind != TransportKind::Local => {
+            Ok(Transport::Slots(wish, text.to_owned()))
+        }
         _ => Err(expected()),
     }
 }
@@ -59,10 +77,27 @@ fn transport(text: &str) -> Result<Wish, String> {
 /// Runs this process's part where it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
     p2p_core::bench::child_main()
+        .or_else(p2p_core::engine::bench::child_main)
         .map(|done| if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    let (iterations, seed) = (args.iterations, args.seed);
+    let transport = match args.transport {
+        Transport::Engine(text) => {
+            return engine::run(global, &args.engine, text, iterations, seed);
+        }
+        Transport::Slots(wish, text) if args.engine.is_given() => {
+            if !wish.kind.is_network() {
+                bail!(
+                    "--num-iovs, --mode, --sizes and --depth measure the message engine, which \
+                     expected --transport tcp, cma, libfabric or verbs and found {text}"
+                );
+            }
+            return engine::run(global, &args.engine, text, iterations, seed);
+        }
+        Transport::Slots(wish, _) => wish,
+    };
     let config = BenchConfig {
         senders: args.senders,
         receivers: args.receivers,
@@ -70,8 +105,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         max_bytes: args.max_bytes,
         iterations: args.iterations,
         slot: SlotConfig { slot_bytes: args.slot_bytes, num_frames: args.slot_frames },
-        transport: args.transport.kind,
-        device: args.transport.device.clone(),
+        transport: transport.kind,
+        device: transport.device.clone(),
         pin: !args.no_pin,
         seed: args.seed,
     };
@@ -81,7 +116,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             "{} senders → {} receivers over {}, one process each",
             args.senders,
             args.receivers,
-            args.transport
+            transport
         );
         outln!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
     }
