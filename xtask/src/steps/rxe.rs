@@ -98,8 +98,7 @@ fn test_binary(name: &str) -> Result<String> {
         .lines()
         .filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
         .map(|(path, _)| path.to_owned())
-        .filter(|path| Path::new(path).exists())
-        .last();
+        .rfind(|path| Path::new(path).exists());
     found.with_context(|| format!("cargo names no executable of the test {name}"))
 }
 
