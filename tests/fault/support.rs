@@ -17,7 +17,7 @@ use switchyard_tests::inputs::{InputPool, TOLERANCE, difference, printed_seed, t
 use switchyard_tests::worker::{metric, metric_by_label};
 
 /// Longest wait for anything: generous, because it only ever ends a failure.
-pub const PATIENCE: Duration = Duration::from_secs(40);
+pub const PATIENCE: Duration = Duration::from_secs(90);
 
 /// The rig, which is also the servers.
 pub fn binary() -> PathBuf {
