@@ -15,6 +15,7 @@
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::time::Duration;
 
 pub mod cma;
 mod memory;
@@ -197,6 +198,12 @@ pub trait Fabric: Send + Debug {
     /// Descriptor that becomes readable when [`poll`](Self::poll) has something to do, after
     /// [`may_sleep`](Self::may_sleep) has said yes. `None`: poll every millisecond or more often.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Longest time without a call of [`poll`](Self::poll), for transports that have more to do than their
+    /// descriptor tells.
+    fn max_sleep(&self) -> Duration {
+        Duration::MAX
+    }
 
     /// Prepares for sleep; `false` when there is something to poll already.
     fn may_sleep(&mut self) -> bool;

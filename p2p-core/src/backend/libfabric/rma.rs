@@ -7,6 +7,7 @@
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::time::Duration;
 
 use super::link::Context;
 use super::load::Library;
@@ -378,6 +379,12 @@ impl Fabric for LibfabricFabric {
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         self.port.wait_fd()
+    }
+
+    fn max_sleep(&self) -> Duration {
+        // Providers without threads of their own answer peers only while they are polled, and not all
+        // that they wait for shows at the descriptor.
+        Duration::from_millis(1)
     }
 
     fn may_sleep(&mut self) -> bool {

@@ -51,6 +51,8 @@ pub(super) struct Io {
     next_serial: u64,
     /// Connections with something to do.
     dirty: VecDeque<u32>,
+    /// Connections whose fabric had no room.
+    stalled: Vec<u32>,
     completions: Vec<Completion>,
     /// No connection and no handshake has a deadline before this.
     next_deadline_ns: u64,
@@ -129,6 +131,7 @@ impl Io {
             free: Vec::new(),
             next_serial: 1,
             dirty: VecDeque::new(),
+            stalled: Vec::new(),
             completions: Vec::new(),
             next_deadline_ns: u64::MAX,
             ended: VecDeque::new(),
@@ -365,6 +368,9 @@ impl Io {
             }
         }
         let is_busy = !self.dirty.is_empty();
+        while let Some(idx) = self.stalled.pop() {
+            self.touch(idx);
+        }
         for _ in 0..self.dirty.len() {
             let Some(idx) = self.dirty.pop_front() else { break };
             let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else { continue };
@@ -377,6 +383,9 @@ impl Io {
                 now_ns,
             };
             live.link.progress(&mut ports);
+            if live.link.waits_for_fabric() {
+                self.stalled.push(idx);
+            }
             self.next_deadline_ns = self.next_deadline_ns.min(live.link.next_deadline_ns());
             match live.flush(self.set.as_fd()) {
                 Ok(()) if live.link.has_room_again() => self.touch(idx),
@@ -439,10 +448,14 @@ impl Io {
         let now_ns = self.shared.ns(now);
         let next_ns = self.next_deadline_ns.min(self.credit.next_expiry_ns().unwrap_or(u64::MAX));
         let mut timeout = Duration::from_nanos(next_ns.saturating_sub(now_ns)).min(MAX_SLEEP);
+        if !self.stalled.is_empty() {
+            timeout = timeout.min(STALLED_SLEEP);
+        }
         for fabric in &mut self.fabrics {
             if !fabric.may_sleep() {
                 return self.shared.woke();
             }
+            timeout = timeout.min(fabric.max_sleep());
             if fabric.wait_fd().is_none() {
                 timeout = timeout.min(Duration::from_millis(1));
             }
@@ -746,5 +759,6 @@ const BACKLOG: i32 = 4096;
 const MAX_COMMANDS: usize = 256;
 const MAX_ENDED: usize = 64;
 const MAX_SLEEP: Duration = Duration::from_secs(1);
+const STALLED_SLEEP: Duration = Duration::from_micros(100);
 const LISTENER_REST: Duration = Duration::from_millis(100);
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);

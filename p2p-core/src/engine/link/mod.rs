@@ -202,6 +202,9 @@ pub(super) struct Link<H> {
     out_start: usize,
     /// Whether payload waits for `out` to become shorter.
     is_held_up: bool,
+    /// Whether the fabric had no room at the last attempt: a completion may never come to say that it
+    /// has again.
+    waits_for_fabric: bool,
     closed: Option<CloseReason>,
 }
 
@@ -249,6 +252,7 @@ impl<H: Memory> Link<H> {
             out: Vec::new(),
             out_start: 0,
             is_held_up: false,
+            waits_for_fabric: false,
             closed: None,
         }
     }
@@ -338,6 +342,7 @@ impl<H: Memory> Link<H> {
         }
         self.start_sends();
         self.start_notifications();
+        self.waits_for_fabric = false;
         self.push(port);
         self.pull(port);
         self.tell_counters();
@@ -442,6 +447,11 @@ impl<H: Memory> Link<H> {
     /// Whether [`progress`](Self::progress) has more to do now that output was sent.
     pub(super) fn has_room_again(&self) -> bool {
         self.is_held_up && self.out.len() - self.out_start <= HIGH_WATER
+    }
+
+    /// Whether [`progress`](Self::progress) is to be tried again after the fabric was polled.
+    pub(super) const fn waits_for_fabric(&self) -> bool {
+        self.waits_for_fabric
     }
 
     /// Counts `bytes` of the output as sent.

@@ -164,7 +164,10 @@ impl<H: Memory> Link<H> {
             };
             match posted {
                 Ok(Posted::Accepted) => {}
-                Ok(Posted::Full) => return Pass::Blocked,
+                Ok(Posted::Full) => {
+                    self.waits_for_fabric = true;
+                    return Pass::Blocked;
+                }
                 Err(error) => return Pass::Failed(TransferError::post(op.kind.name(), &error)),
             }
             op.stage = Stage::Moving;
