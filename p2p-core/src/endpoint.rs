@@ -226,8 +226,8 @@ pub trait Endpoint: Send {
     fn add_flag(&mut self, dst: RemoteRange<Self::RemoteKey>, value: u64) -> Result<(), PostError>;
 
     /// As [`add_flag`](Self::add_flag) for an addition that nobody waits for urgently: a transport may
-    /// let it wait until the next operation towards this peer or the next turn of the
-    /// [`driver`](Self::driver), which comes before anybody sleeps. It is not ordered after puts.
+    /// let it wait until the next operation towards this peer or a few turns of the
+    /// [`driver`](Self::driver), but not while anybody sleeps. It is not ordered after puts.
     ///
     /// # Errors
     /// [`PostError`]; the flag is unchanged then.

@@ -52,6 +52,8 @@ struct State {
     table: Vec<Entry>,
     free: Vec<u16>,
     addresses: HashMap<Vec<u8>, Address>,
+    /// Turns for which additions have waited.
+    credit_turns: u32,
     /// Pairs that are over but not yet forgotten.
     closing: Vec<u16>,
     /// Slots into which a peer that is not known to be gone may still write. Their pages are given
@@ -126,6 +128,7 @@ impl Device {
             table: Vec::new(),
             free: Vec::new(),
             addresses: HashMap::new(),
+            credit_turns: 0,
             closing: Vec::new(),
             quarantine: Vec::new(),
             entries: [EMPTY_ENTRY; NUM_ENTRIES],
@@ -303,7 +306,7 @@ impl Device {
     }
 
     /// Sends the additions that no message has taken along.
-    fn flush_credits(&self) {
+    pub(super) fn flush_credits(&self) {
         for _ in 0..self.credits.len() {
             let Some(link) = self.credits.pop() else { break };
             if !link.flush_credit(&self.port)
@@ -475,7 +478,12 @@ impl Driver for Device {
             self.flush_backlogs(state);
         }
         if self.has_credits() {
-            self.flush_credits();
+            // A moment, in which most of them find a message to go along with.
+            state.credit_turns += 1;
+            if state.credit_turns >= CREDIT_TURNS {
+                state.credit_turns = 0;
+                self.flush_credits();
+            }
         }
     }
 
@@ -657,6 +665,8 @@ const POST_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest time that a pair is remembered for its peer's farewell.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;
+/// Turns of the driver for which additions wait: some 20 µs of polling.
+const CREDIT_TURNS: u32 = 32;
 /// Pairs whose additions may wait at the same time.
 const MAX_CREDITS: usize = 4096;
 const BACKLOG_TICK: Duration = Duration::from_millis(1);

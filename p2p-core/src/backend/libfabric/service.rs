@@ -25,7 +25,7 @@ fn serve(device: &Weak<Device>) {
         let (num_drives, is_watched) = device.attention();
         if device.has_credits() {
             // Whoever gave them does something else at the moment.
-            device.drive();
+            device.flush_credits();
         }
         let nap = if is_watched {
             // Somebody sleeps on the descriptor, or wakes often enough, and drives then.
