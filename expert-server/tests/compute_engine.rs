@@ -12,6 +12,9 @@ use expert_server::compute::{
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+#[path = "../../tests/src/skip.rs"]
+mod skip;
+
 #[test]
 fn agrees_with_f64_for_all_dtypes_and_shapes() {
     let seed = seed();
@@ -281,7 +284,7 @@ fn available() -> Vec<Isa> {
     let (available, missing): (Vec<_>, Vec<_>) =
         Isa::ALL.into_iter().partition(|isa| isa.is_available());
     for isa in missing {
-        println!("SKIPPED: this processor has no {isa:?}");
+        skip::skip("vectors", &format!("this processor has no {isa:?}"));
     }
     available
 }
