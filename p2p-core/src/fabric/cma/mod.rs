@@ -6,7 +6,7 @@
 //! [`join_peer`](Fabric::join_peer), which fails where it does not.
 //!
 //! Nobody but the initiator sees a copy coming, so the rights are kept by an agreement between the two,
-//! through a table that each side shares (see [`table`]): the initiator announces the key that it is
+//! through a table that each side shares (`table.rs`): the initiator announces the key that it is
 //! about to use, checks that it is in force, copies, and takes the announcement back. Whoever revokes a
 //! key, or closes a peer, first makes that known and then waits for announcements to end. This guards
 //! against mistakes and against peers that die or lag, not against malice: a process that may copy from
