@@ -10,6 +10,7 @@
 //! | [`check`] | whether parameters can be used, decided before anything is launched |
 //! | [`plan`] | which compiled kernel serves a launch, and with how many threads |
 //! | [`gpu`] | memory, streams, launches, graphs: the narrow interface to the driver |
+//! | [`mlx5`] | send queues that kernels post RDMA requests on |
 //! | [`mod@probe`] | what GPUs this host has |
 //!
 //! The feature `cuda` embeds the compiled kernels and opens the CUDA driver at run time; without it
@@ -25,6 +26,7 @@ mod cuda;
 mod entries;
 pub mod geometry;
 pub mod gpu;
+pub mod mlx5;
 pub mod plan;
 pub mod probe;
 

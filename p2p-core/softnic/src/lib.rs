@@ -12,14 +12,13 @@
 //! | [`nic`] | the NIC as its host controls it: memory, queues, connections, faults |
 //! | `engine` | what it does when it makes progress |
 //! | [`queue`] | a queue pair with all its memory, and posting on it from Rust |
-//! | [`abi`] | what posters in C++ are given |
+//! | [`abi`] | what posters on a GPU are given |
 //! | [`memory`] | memory that NICs of several processes reach |
 //! | [`thread`] | a NIC on a thread of its own |
 //! | [`network`] | the transport over it |
 //!
 //! What the model shows and cannot show is in `docs/ibgda.md`.
 
-pub mod abi;
 mod cq;
 mod engine;
 pub mod format;
@@ -29,6 +28,8 @@ pub mod nic;
 mod port;
 pub mod queue;
 pub mod thread;
+
+pub use kernels::mlx5 as abi;
 
 pub use cq::CqConfig;
 pub use memory::{Segment, SegmentError};

@@ -1,4 +1,5 @@
-//! The structures of `kernels/include/switchyard/comm/mlx5/queue.h`, field by field.
+//! The structures of `include/switchyard/comm/mlx5/queue.h`, field by field: send queues as kernels see
+//! them.
 
 use std::mem::offset_of;
 
@@ -96,6 +97,31 @@ pub struct Bound {
     pub timeout_ns: u64,
 }
 
+/// `sy_ibgda_peer`: a peer's slot and the queues to it.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct PeerHandle {
+    /// Address of the queues, `num_qps` of [`QueueHandle`].
+    pub qps: u64,
+    /// Address of the local copy of the slot, where kernels store what they then put.
+    pub mirror: u64,
+    /// Address of the slot at the peer.
+    pub remote: u64,
+    /// Bytes of the slot.
+    pub slot_bytes: u64,
+    /// Local key of the mirror.
+    pub lkey: u32,
+    /// Remote key of the slot.
+    pub rkey: u32,
+    /// Queues.
+    pub num_qps: u32,
+    /// 0.
+    pub reserved: u32,
+    /// Of every wait on the queues.
+    pub bound: Bound,
+}
+
+const _: () = assert!(size_of::<PeerHandle>() == 72 && offset_of!(PeerHandle, bound) == 48);
 const _: () = assert!(size_of::<QueueHandle>() == 88 && offset_of!(QueueHandle, qpn) == 60);
 const _: () =
     assert!(offset_of!(QueueHandle, scratch) == 48 && offset_of!(QueueHandle, peer) == 84);
