@@ -190,6 +190,24 @@ async fn another_host_is_not_offered_shared_memory() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_peer_with_a_gpu_is_refused_where_there_is_none() {
+    let server = serve(listener_config()).await;
+    let host = p2p_core::host::HostIdentity::of_this_process();
+    let shape = b"\x1b[31mred".to_vec();
+    let device = Some(wire::DeviceDescription { own_bytes: 4096, peer_bytes: 8192, shape });
+    let hello = wire::Hello { device, ..raw_hello(host) };
+    let reject = raw_exchange(server.addr, &wire::encode_hello(&hello)).await;
+    assert_eq!(reject.code, RejectCode::DEVICE);
+    assert!(reject.message.contains("the listener has no device slots"), "{reject}");
+    let mut long = wire::encode_hello(&hello);
+    let shape_at = long.len() - 8;
+    long[shape_at - 2..shape_at].copy_from_slice(&257u16.to_le_bytes());
+    let reject = raw_exchange(server.addr, &long).await;
+    assert_eq!(reject.code, RejectCode::MALFORMED);
+    assert!(reject.message.contains("device.shape"), "{reject}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn upper_layers_and_limits_refuse_peers() {
     let mut server = serve(ListenerConfig { max_peers: 1, ..listener_config() }).await;
     let reject = rejected(server.addr, hello(b"unwelcome"), connect_config()).await;
@@ -339,6 +357,7 @@ fn raw_hello(host: p2p_core::host::HostIdentity) -> wire::Hello {
         offers: vec![Offer::plain(TransportKind::Shm)],
         ticket: Vec::new(),
         peer: hello(b"raw"),
+        device: None,
     }
 }
 

@@ -6,10 +6,10 @@
 //! | [`shm`] | two processes of one host | stores into a sealed memfd |
 //! | `verbs` (feature) | processes of any hosts with RDMA devices | WRITE |
 //! | `libfabric` (feature) | processes of any hosts, by TCP, shared memory, RDMA, EFA or CXI | messages and writes |
-//! | `cuda_ipc` (feature) | two processes of one host with GPUs | stores of kernels into mapped GPU memory |
+//! | [`cuda_ipc`] | two processes of one host with GPUs | stores of kernels into mapped GPU memory |
 //! | [`staged`] | as [`shm`], for tests | copies from staging memory, delayed and reordered at will |
 
-#[cfg(all(feature = "cuda", not(loom)))]
+#[cfg(not(loom))]
 pub mod cuda_ipc;
 #[cfg(all(feature = "libfabric", not(loom)))]
 pub mod libfabric;

@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,11 +12,16 @@ use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
 use tokio::time::{sleep, timeout};
 
 use super::liveness::Liveness;
-use super::wire::{self, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_TICKET_BYTES, WireError};
-use super::{
-    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES, PeerHello,
-    ReadError, Reject, RejectCode, blocking, join, read_message, write_message,
+use super::wire::{
+    self, DeviceDescription, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_SHAPE_BYTES,
+    MAX_TICKET_BYTES, WireError,
 };
+use super::{
+    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, DevicePair, DeviceSide,
+    MAX_PAYLOAD_BYTES, PeerHello, ReadError, Reject, RejectCode, blocking, join, read_message,
+    write_message,
+};
+use crate::backend::cuda_ipc::{DeviceError, DeviceHalf};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError, pass};
 use crate::backend::staged::Disorder;
 use crate::channel::{Channel, ChannelError};
@@ -39,6 +45,8 @@ pub struct ConnectConfig {
     pub transports: Vec<TransportKind>,
     /// Networks of this process, for those of `transports` that are networks.
     pub networks: Vec<Arc<dyn Network>>,
+    /// Device slots to make beside the others. The listening side must want the same.
+    pub device: Option<DeviceSide>,
     /// Limit on the time of the whole handshake.
     pub timeout: Duration,
     /// Time after which a host that does not answer counts as gone.
@@ -54,6 +62,7 @@ impl Default for ConnectConfig {
             ticket: None,
             transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
+            device: None,
             timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
             disorder: None,
@@ -121,6 +130,9 @@ pub enum ConnectError {
     /// Shared memory failed.
     #[error(transparent)]
     Shm(#[from] ShmError),
+    /// Device slots could not be made on this side.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// A network failed on this side.
     #[error(transparent)]
     Network(#[from] NetworkError),
@@ -188,6 +200,9 @@ async fn connect_once(
     let ticket = config.ticket.unwrap_or_default().into_bytes();
     limit("ticket", ticket.len(), MAX_TICKET_BYTES)?;
     limit("payload", peer.payload.len(), MAX_PAYLOAD_BYTES)?;
+    if let Some(side) = &config.device {
+        limit("shape", side.shape.len(), MAX_SHAPE_BYTES)?;
+    }
 
     let mut stream = TcpStream::connect(addrs)
         .await
@@ -202,6 +217,11 @@ async fn connect_once(
         offers: offers(&config.transports, &config.networks),
         ticket,
         peer,
+        device: config.device.as_ref().map(|side| DeviceDescription {
+            own_bytes: side.own_slot_bytes,
+            peer_bytes: side.peer_slot_bytes,
+            shape: side.shape.clone(),
+        }),
     };
     // A listener that says no early may have closed its reading side: its answer is still to be read.
     let written = write_message(&mut stream, &wire::encode_hello(&hello)).await;
@@ -244,45 +264,52 @@ async fn connect_once(
         }));
     }
 
-    let (channel, pages) = if let Some(network) = network_of(&welcome.offer, &config.networks) {
-        let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
-        let route = Route { local, remote: remote_addr.ip() };
-        let (network, theirs) = (Arc::clone(network), welcome.side.clone());
-        let (channel, ours) = blocking(move || {
-            let side = network.open(&layout, route)?;
-            let ours = side.description();
-            let Joined { endpoint, slot } = side.join(&theirs)?;
-            Ok::<_, ConnectError>((Channel::new(endpoint, layout, slot, SlotKey)?, ours))
-        })
-        .await
-        .map_err(broken)??;
-        limit("detail of a network", ours.detail.len(), MAX_DETAIL_BYTES)?;
-        write_message(&mut stream, &wire::encode_ready(&ours))
-            .await
-            .map_err(|e| broken(e.to_string()))?;
-        match read_message(&mut stream).await {
-            Ok((header, _)) if header.kind == KIND_GO => {}
-            Ok((header, body)) if header.kind == KIND_REJECT => {
-                let reject = wire::decode_reject(&body).map_err(foreign)?;
+    let (channel, pages, device) =
+        if let Some(network) = network_of(&welcome.offer, &config.networks) {
+            let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
+            let route = Route { local, remote: remote_addr.ip() };
+            if config.device.is_some() {
+                let message = "the listener chose a network, which carries no device slots";
+                let reject = Reject::new(RejectCode::DEVICE, message);
                 return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
             }
-            Ok((header, _)) => {
-                let expected = "a go or a rejection";
-                return Err(foreign(WireError::Kind { found: header.kind, expected }));
-            }
-            Err(ReadError::Wire(source)) => return Err(foreign(source)),
-            Err(error) => return Err(broken(error.to_string())),
-        }
-        (channel, PageKind::Plain)
-    } else {
-        let kind = welcome.offer.kind;
-        let shared = share(&mut stream, name, kind, &welcome, layout, config.disorder).await?;
-        let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
-        write_message(&mut stream, &wire::encode_ready(&ready))
+            let (network, theirs) = (Arc::clone(network), welcome.side.clone());
+            let (channel, ours) = blocking(move || {
+                let side = network.open(&layout, route)?;
+                let ours = side.description();
+                let Joined { endpoint, slot } = side.join(&theirs)?;
+                Ok::<_, ConnectError>((Channel::new(endpoint, layout, slot, SlotKey)?, ours))
+            })
             .await
-            .map_err(|e| broken(e.to_string()))?;
-        shared
-    };
+            .map_err(broken)??;
+            limit("detail of a network", ours.detail.len(), MAX_DETAIL_BYTES)?;
+            write_message(&mut stream, &wire::encode_ready(&ours))
+                .await
+                .map_err(|e| broken(e.to_string()))?;
+            match read_message(&mut stream).await {
+                Ok((header, _)) if header.kind == KIND_GO => {}
+                Ok((header, body)) if header.kind == KIND_REJECT => {
+                    let reject = wire::decode_reject(&body).map_err(foreign)?;
+                    return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
+                }
+                Ok((header, _)) => {
+                    let expected = "a go or a rejection";
+                    return Err(foreign(WireError::Kind { found: header.kind, expected }));
+                }
+                Err(ReadError::Wire(source)) => return Err(foreign(source)),
+                Err(error) => return Err(broken(error.to_string())),
+            }
+            (channel, PageKind::Plain, None)
+        } else {
+            let kind = welcome.offer.kind;
+            let slots = Slots { layout, disorder: config.disorder, device: config.device };
+            let shared = share(&mut stream, name, kind, &welcome, slots).await?;
+            let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
+            write_message(&mut stream, &wire::encode_ready(&ready))
+                .await
+                .map_err(|e| broken(e.to_string()))?;
+            shared
+        };
     let liveness =
         Liveness::new(stream, config.liveness_timeout, None).map_err(ConnectError::Liveness)?;
     Ok(Connection {
@@ -292,19 +319,26 @@ async fn connect_once(
         reply: welcome.payload,
         transport: welcome.offer,
         pages,
+        device,
         remote_addr,
     })
 }
 
-/// A channel over shared memory: descriptors go over a Unix socket.
+/// What is exchanged over the Unix socket.
+struct Slots {
+    layout: SlotLayout,
+    disorder: Option<Disorder>,
+    device: Option<DeviceSide>,
+}
+
+/// A channel over shared memory and maybe device slots: descriptors go over a Unix socket.
 async fn share(
     stream: &mut TcpStream,
     name: &str,
     kind: TransportKind,
     welcome: &wire::Welcome,
-    layout: SlotLayout,
-    disorder: Option<Disorder>,
-) -> Result<(Channel<AnyEndpoint>, PageKind), ConnectError> {
+    Slots { layout, disorder, device }: Slots,
+) -> Result<(Channel<AnyEndpoint>, PageKind, Option<DevicePair>), ConnectError> {
     let own = SharedSlot::create(&layout)?;
     let pages = own.pages();
     let meeting = pass::reach(&welcome.rendezvous).await?;
@@ -314,12 +348,26 @@ async fn share(
         // If the listener refused, its reason comes over TCP and says more than a closed socket.
         Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
     };
-    if passed.nonce != welcome.nonce {
-        return Err(ShmError::Rendezvous("the answer belongs to another handshake".into()).into());
-    }
+    check_nonce(&passed.nonce, welcome)?;
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &layout)?;
     drop(passed.memory);
-    Ok((join(layout, kind, disorder, own, theirs)?, pages))
+    let channel = join(layout, kind, disorder, own, theirs)?;
+    let Some(side) = device else { return Ok((channel, pages, None)) };
+    let half = DeviceHalf::create(side).await?;
+    pass::send(&meeting, &welcome.nonce, [half.descriptor().as_fd()]).await?;
+    let (nonce, [memory]) = match pass::receive_exactly(&meeting).await {
+        Ok(received) => received,
+        Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
+    };
+    check_nonce(&nonce, welcome)?;
+    Ok((channel, pages, Some(half.join(memory).await?)))
+}
+
+fn check_nonce(found: &pass::Nonce, welcome: &wire::Welcome) -> Result<(), ShmError> {
+    if *found == welcome.nonce {
+        return Ok(());
+    }
+    Err(ShmError::Rendezvous("the answer belongs to another handshake".into()))
 }
 
 /// The rejection that waits on the bootstrap connection, if there is one.

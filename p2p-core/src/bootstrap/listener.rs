@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -20,12 +21,14 @@ use tokio::time::{sleep, timeout};
 
 use super::admission::{Admission, Place};
 use super::liveness::Liveness;
-use super::policy::{check_slot, check_ticket, choose_transport, refusal_of};
+use super::policy::{check_device, check_slot, check_ticket, choose_transport, refusal_of};
 use super::wire::{self, KIND_HELLO, KIND_READY, Welcome, WireError};
 use super::{
-    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, MAX_PAYLOAD_BYTES, PeerHello,
-    ReadError, Reject, RejectCode, blocking, join, read_message, write_message,
+    Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, DevicePair, DeviceSide,
+    MAX_PAYLOAD_BYTES, PeerHello, ReadError, Reject, RejectCode, blocking, join, read_message,
+    write_message,
 };
+use crate::backend::cuda_ipc::DeviceHalf;
 use crate::backend::shm::pass::{self, Nonce, Passed};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot, ShmError};
 use crate::backend::staged::Disorder;
@@ -49,6 +52,8 @@ pub struct ListenerConfig {
     pub transports: Vec<TransportKind>,
     /// Networks of this process, for those of `transports` that are networks.
     pub networks: Vec<Arc<dyn Network>>,
+    /// Device slots to make beside the others. Peers must want the same.
+    pub device: Option<DeviceSide>,
     /// Limit on the time of a whole handshake.
     pub handshake_timeout: Duration,
     /// Most handshakes under way; a newcomer takes the place of the oldest silent one.
@@ -68,6 +73,7 @@ impl Default for ListenerConfig {
             ticket: None,
             transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
+            device: None,
             handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             max_handshakes: 1024,
             max_peers: 4096,
@@ -408,6 +414,7 @@ struct Agreed {
     reply: Vec<u8>,
     transport: Offer,
     pages: PageKind,
+    device: Option<DevicePair>,
     permit: OwnedSemaphorePermit,
 }
 
@@ -426,6 +433,7 @@ impl Agreed {
             reply: self.reply,
             transport: self.transport,
             pages: self.pages,
+            device: self.device,
             remote_addr,
         })
     }
@@ -451,6 +459,7 @@ where
     check_ticket(&shared.config, &hello)?;
     place.settle();
     check_slot(&shared.config, &hello)?;
+    check_device(&shared.config, &hello)?;
     let offer = choose_transport(&shared.config, &shared.host, &hello)?;
     let permit = Arc::clone(&shared.peers).try_acquire_owned().map_err(|_| {
         let max = shared.config.max_peers;
@@ -501,7 +510,8 @@ where
         .map_err(|e| no_transport(&e))?;
         write_message(stream, &wire::encode_go()).await.map_err(broken)?;
         let (reply, transport, pages) = (welcome.payload, welcome.offer, PageKind::Plain);
-        return Ok(Agreed { channel, peer: hello.peer, reply, transport, pages, permit });
+        let (peer, device) = (hello.peer, None);
+        return Ok(Agreed { channel, peer, reply, transport, pages, device, permit });
     }
 
     let own = SharedSlot::create(&layout).map_err(|e| no_transport(&e))?;
@@ -523,9 +533,31 @@ where
     pass::send(&meeting, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
     let channel =
         join(layout, kind, shared.config.disorder, own, theirs).map_err(|e| no_transport(&e))?;
+    let device = match shared.config.device.clone() {
+        Some(side) => Some(exchange(side, &meeting, &welcome.nonce).await?),
+        None => None,
+    };
     read_ready(stream, &layout).await?;
     let (reply, transport) = (welcome.payload, welcome.offer);
-    Ok(Agreed { channel, peer: hello.peer, reply, transport, pages, permit })
+    Ok(Agreed { channel, peer: hello.peer, reply, transport, pages, device, permit })
+}
+
+/// Joins device slots over the Unix connection on which the others were exchanged.
+async fn exchange(
+    side: DeviceSide,
+    meeting: &UnixStream,
+    nonce: &Nonce,
+) -> Result<DevicePair, Reject> {
+    let refused = |e: &dyn std::fmt::Display| Reject::new(RejectCode::DEVICE, e.to_string());
+    let (found, [memory]) = pass::receive_exactly(meeting).await.map_err(|e| refused(&e))?;
+    if found != *nonce {
+        return Err(refused(&"the descriptor of the device slot belongs to another handshake"));
+    }
+    let half = DeviceHalf::create(side).await.map_err(|e| refused(&e))?;
+    let own = half.descriptor().try_clone().map_err(|e| refused(&e))?;
+    let pair = half.join(memory).await.map_err(|e| refused(&e))?;
+    pass::send(meeting, nonce, [own.as_fd()]).await.map_err(|e| refused(&e))?;
+    Ok(pair)
 }
 
 /// The connecting side's last message.

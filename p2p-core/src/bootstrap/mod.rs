@@ -5,6 +5,9 @@
 //! [`Reject`] that says why not. Slots are made for this one peer and go when the connection goes. The
 //! TCP connection stays open as the sign of life ([`Liveness`]).
 //!
+//! With a [`DeviceSide`] at both ends the handshake also makes a [`DevicePair`]: slots in the memory of
+//! both GPUs, which kernels use. The host channel beside it can then be small.
+//!
 //! The ticket is a shared secret that travels as it is: it keeps strangers out, not eavesdroppers.
 
 mod admission;
@@ -26,6 +29,7 @@ pub use connect::{ConnectConfig, ConnectError, connect};
 pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
 pub use liveness::{CloseReason, Liveness};
 
+pub use crate::backend::cuda_ipc::{DevicePair, DeviceSide};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot};
 use crate::backend::staged::{Disorder, StagedEndpoint};
 use crate::channel::{Channel, ChannelError};
@@ -91,6 +95,8 @@ impl RejectCode {
     pub const BUSY: Self = Self(8);
     /// The listening side could not make a slot, or the transport failed.
     pub const TRANSPORT: Self = Self(9);
+    /// One side wants device slots and the other does not, or other ones, or they could not be made.
+    pub const DEVICE: Self = Self(10);
     /// First code of the upper layers.
     pub const UPPER: Self = Self(0x100);
 }
@@ -107,6 +113,7 @@ impl fmt::Display for RejectCode {
             Self::TIMEOUT => "timeout",
             Self::BUSY => "busy",
             Self::TRANSPORT => "transport",
+            Self::DEVICE => "device slots",
             Self(code) => return write!(f, "reason {code:#x}"),
         };
         f.write_str(name)
@@ -128,6 +135,8 @@ pub struct Connection {
     pub transport: Offer,
     /// Pages behind this side's slot.
     pub pages: PageKind,
+    /// Device slots beside the channel, if both sides brought a GPU.
+    pub device: Option<DevicePair>,
     /// Address of the other side of the bootstrap connection.
     pub remote_addr: SocketAddr,
 }

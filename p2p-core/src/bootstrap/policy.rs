@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 
-use super::wire::{Hello, WireError};
+use super::wire::{DeviceDescription, Hello, WireError};
 use super::{ListenerConfig, Reject, RejectCode};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
@@ -33,6 +33,36 @@ pub(super) fn check_slot(config: &ListenerConfig, hello: &Hello) -> Result<(), R
     Err(Reject::new(RejectCode::SLOT_MISMATCH, message))
 }
 
+/// Whether both sides want device slots, or neither, and the same ones.
+pub(super) fn check_device(config: &ListenerConfig, hello: &Hello) -> Result<(), Reject> {
+    let reject = |message: String| Err(Reject::new(RejectCode::DEVICE, message));
+    match (&config.device, &hello.device) {
+        (None, None) => Ok(()),
+        (Some(_), None) => reject(
+            "the listener serves from the memory of its GPU, the connecting side brings no GPU; connect with a device, or to a listener on CPUs".to_owned(),
+        ),
+        (None, Some(_)) => reject(
+            "the connecting side brings a GPU, the listener has no device slots; connect without a device, or to a listener on a GPU".to_owned(),
+        ),
+        (Some(side), Some(theirs)) => {
+            let sizes = (side.own_slot_bytes, side.peer_slot_bytes);
+            if sizes == (theirs.peer_bytes, theirs.own_bytes) && side.shape == theirs.shape {
+                return Ok(());
+            }
+            let ours = DeviceDescription {
+                own_bytes: sizes.1,
+                peer_bytes: sizes.0,
+                shape: side.shape.clone(),
+            };
+            reject(format!(
+                "the listener has device slots of {}, the connecting side wants {}; set both alike",
+                text_of(&ours),
+                text_of(theirs)
+            ))
+        }
+    }
+}
+
 /// The first transport of the peer's list that this side offers and that can work.
 pub(super) fn choose_transport(
     config: &ListenerConfig,
@@ -40,7 +70,11 @@ pub(super) fn choose_transport(
     hello: &Hello,
 ) -> Result<Offer, Reject> {
     let obstacle = host.obstacle_to_sharing(&hello.host);
-    let here = offers(&config.transports, &config.networks);
+    let mut here = offers(&config.transports, &config.networks);
+    if config.device.is_some() {
+        // Descriptors of GPU memory go where those of shared memory go.
+        here.retain(|offer| !offer.kind.is_network());
+    }
     let works = |offer: &&Offer| {
         here.contains(offer)
             && match offer.kind {
@@ -62,8 +96,23 @@ pub(super) fn choose_transport(
         if let Some(obstacle) = obstacle {
             message.push_str(&format!("; shared memory is out because {obstacle}"));
         }
+        if config.device.is_some() {
+            message.push_str("; device slots need both sides on one host");
+        }
         Reject::new(RejectCode::NO_TRANSPORT, message)
     })
+}
+
+/// Both sizes and the shape, of which a peer may have written any byte.
+fn text_of(device: &DeviceDescription) -> String {
+    let shape: String = String::from_utf8_lossy(&device.shape)
+        .chars()
+        .map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c })
+        .collect();
+    format!(
+        "{} bytes at the connecting side and {} at the listener ({shape})",
+        device.own_bytes, device.peer_bytes
+    )
 }
 
 /// What to tell a peer whose bytes were not understood.

@@ -19,6 +19,8 @@ pub const HEADER_BYTES: usize = 16;
 pub const MAX_TICKET_BYTES: usize = 512;
 /// Longest message of a [`Reject`] in bytes. The rest is cut off.
 pub const MAX_REJECT_BYTES: usize = 1024;
+/// Longest shape of device slots in bytes.
+pub const MAX_SHAPE_BYTES: usize = 256;
 /// Longest body of any message in bytes.
 pub const MAX_BODY_BYTES: usize = 8192;
 
@@ -106,6 +108,19 @@ pub struct Hello {
     pub ticket: Vec<u8>,
     /// What the upper layers say.
     pub peer: PeerHello,
+    /// Device slots that the sender wants beside the others.
+    pub device: Option<DeviceDescription>,
+}
+
+/// What the connecting side says of the device slots that it wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceDescription {
+    /// Bytes of the sender's own slot.
+    pub own_bytes: u64,
+    /// Bytes of the receiver's slot.
+    pub peer_bytes: u64,
+    /// What both sides must have alike, at most [`MAX_SHAPE_BYTES`].
+    pub shape: Vec<u8>,
 }
 
 /// Answer of the listening side.
@@ -180,6 +195,12 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
     }
     out.extend(&hello.ticket);
     out.extend(&hello.peer.payload);
+    if let Some(device) = &hello.device {
+        out.extend(device.own_bytes.to_le_bytes());
+        out.extend(device.peer_bytes.to_le_bytes());
+        out.extend((device.shape.len() as u16).to_le_bytes());
+        out.extend(&device.shape);
+    }
     finish(out)
 }
 
@@ -208,6 +229,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     }
     let ticket = reader.limited("ticket", ticket_bytes, MAX_TICKET_BYTES)?;
     let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?;
+    let device = if reader.rest.is_empty() { None } else { Some(reader.device()?) };
     reader.end()?;
     Ok(Hello {
         slot_bytes,
@@ -216,6 +238,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
         offers,
         ticket: ticket.to_vec(),
         peer: PeerHello { peer_id, generation, payload: payload.to_vec() },
+        device,
     })
 }
 
@@ -421,6 +444,14 @@ impl<'a> Reader<'a> {
         Ok(SideDescription { address, remote_key, bytes, detail })
     }
 
+    fn device(&mut self) -> Result<DeviceDescription, WireError> {
+        let own_bytes = self.u64("device.own_bytes")?;
+        let peer_bytes = self.u64("device.peer_bytes")?;
+        let shape_bytes = self.u16("device.shape_bytes")?.into();
+        let shape = self.limited("device.shape", shape_bytes, MAX_SHAPE_BYTES)?.to_vec();
+        Ok(DeviceDescription { own_bytes, peer_bytes, shape })
+    }
+
     /// An offer; `None` for a transport that this side does not know.
     fn offer(&mut self) -> Result<Option<Offer>, WireError> {
         let [code, flavour_bytes] = self.array("offer")?;
@@ -455,6 +486,7 @@ const _: () = assert!(
         + MAX_DETAIL_BYTES
         + MAX_TICKET_BYTES
         + MAX_PAYLOAD_BYTES
+        + (18 + MAX_SHAPE_BYTES)
         <= MAX_BODY_BYTES
 );
 
@@ -492,6 +524,11 @@ mod tests {
                 generation: rng.random(),
                 payload: random_bytes(rng, MAX_PAYLOAD_BYTES),
             },
+            device: rng.random::<bool>().then(|| DeviceDescription {
+                own_bytes: rng.random(),
+                peer_bytes: rng.random(),
+                shape: random_bytes(rng, MAX_SHAPE_BYTES),
+            }),
         }
     }
 
@@ -563,6 +600,7 @@ mod tests {
             offers: vec![Offer { kind: TransportKind::Verbs, flavour: "abc".to_owned() }],
             ticket: b"t".to_vec(),
             peer: PeerHello { peer_id: 6, generation: 7, payload: b"pl".to_vec() },
+            device: None,
         };
         let mut expected = b"SWITCHYD\x01\0\x01\0\x58\0\0\0".to_vec();
         expected.extend(b"\x02\x01\0\0\0\0\0\0\x03\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0\0");
@@ -571,6 +609,11 @@ mod tests {
         expected.extend(b"\x06\0\0\0\0\0\0\0\x07\0\0\0\0\0\0\0");
         expected.extend(b"\x01\0\x01\0\x02\0\0\0\x03\x03abctpl");
         assert_eq!(encode_hello(&hello), expected);
+        let shape = b"sh".to_vec();
+        let device = Some(DeviceDescription { own_bytes: 0x0506, peer_bytes: 8, shape });
+        expected[12] = 0x58 + 20;
+        expected.extend(b"\x06\x05\0\0\0\0\0\0\x08\0\0\0\0\0\0\0\x02\0sh");
+        assert_eq!(encode_hello(&Hello { device, ..hello }), expected);
     }
 
     #[test]

@@ -2,9 +2,13 @@
 //!
 //! A pair of device slots stands *beside* a connection of another transport, usually
 //! [`shm`](super::shm), which carries liveness and whatever hosts tell one another: kernels of both
-//! sides move the data and the flags in the slots by themselves, and no host is in their way. One side
-//! opens an [`Invitation`] and sends its bytes over that connection; both then exchange descriptors of
-//! their memory over a Unix socket, as shared memory does, with the same check of the user.
+//! sides move the data and the flags in the slots by themselves, and no host is in their way.
+//!
+//! The handshake of a connection makes a [`DevicePair`] when both sides bring a [`DeviceSide`]: two
+//! slots, whose meaning is the services' and their kernels' own. Two peers that are connected already
+//! get two slots with host-driven rings, a [`DeviceChannel`], by an [`Invitation`] whose bytes one sends
+//! to the other. Either way descriptors of the memory go over a Unix socket, as shared memory's do, with
+//! the same check of the user.
 //!
 //! Flags live in the control tail of each slot, in GPU memory, where kernels poll them at the price of
 //! their own memory instead of a trip to the host. The price is that a host sees them by copies, some
@@ -18,6 +22,7 @@
 
 mod channel;
 mod endpoint;
+mod pair;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -32,6 +37,8 @@ use tokio::time::timeout;
 
 pub use channel::DeviceChannel;
 pub use endpoint::DeviceEndpoint;
+pub(crate) use pair::DeviceHalf;
+pub use pair::{DevicePair, DeviceSide};
 
 use super::shm::{ShmError, pass};
 use crate::channel::ChannelError;

@@ -1,4 +1,4 @@
-//! Descriptors over a Unix socket: one message, one nonce, two descriptors.
+//! Descriptors over a Unix socket: one message, one nonce, and as many descriptors as agreed.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -79,15 +79,16 @@ pub(crate) fn check_user(stream: &UnixStream) -> Result<(), ShmError> {
     )))
 }
 
-/// Sends `nonce` and the two descriptors.
-pub(crate) async fn send(
+/// Sends `nonce` and the descriptors, at most [`MAX_DESCRIPTORS`].
+pub(crate) async fn send<const N: usize>(
     stream: &UnixStream,
     nonce: &Nonce,
-    fds: [BorrowedFd<'_>; 2],
+    fds: [BorrowedFd<'_>; N],
 ) -> Result<(), ShmError> {
     stream
         .async_io(Interest::WRITABLE, || {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
                 return Err(io::ErrorKind::InvalidInput.into());
@@ -105,12 +106,21 @@ pub(crate) async fn send(
         .map_err(|e| ShmError::Rendezvous(format!("sending descriptors: {e}")))
 }
 
-/// Receives one message. The caller limits the time.
+/// Receives one message with a memory and a wake-up. The caller limits the time.
 pub(crate) async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
+    let (nonce, [memory, wake]) = receive_exactly(stream).await?;
+    Ok(Passed { nonce, memory, wake })
+}
+
+/// Receives one message with `N` descriptors, at most [`MAX_DESCRIPTORS`]. The caller limits the time.
+pub(crate) async fn receive_exactly<const N: usize>(
+    stream: &UnixStream,
+) -> Result<(Nonce, [OwnedFd; N]), ShmError> {
     let mut nonce = [0u8; 16];
-    let (len, mut fds) = stream
+    let (len, fds) = stream
         .async_io(Interest::READABLE, || {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let got = recvmsg(
                 stream.as_fd(),
@@ -118,7 +128,7 @@ pub(crate) async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
                 &mut control,
                 RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
             )?;
-            let mut fds = Vec::with_capacity(2);
+            let mut fds: Vec<OwnedFd> = Vec::with_capacity(MAX_DESCRIPTORS);
             for message in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(rights) = message {
                     fds.extend(rights);
@@ -128,11 +138,12 @@ pub(crate) async fn receive(stream: &UnixStream) -> Result<Passed, ShmError> {
         })
         .await
         .map_err(|e| ShmError::Rendezvous(format!("receiving descriptors: {e}")))?;
-    match (len, fds.pop(), fds.pop(), fds.pop()) {
-        (16, Some(wake), Some(memory), None) => Ok(Passed { nonce, memory, wake }),
-        (0, ..) => Err(ShmError::Rendezvous("the peer closed it".to_owned())),
+    let num_fds = fds.len();
+    match (len, <[OwnedFd; N]>::try_from(fds)) {
+        (16, Ok(fds)) => Ok((nonce, fds)),
+        (0, _) => Err(ShmError::Rendezvous("the peer closed it".to_owned())),
         _ => Err(ShmError::Rendezvous(format!(
-            "the peer sent {len} bytes and not exactly two descriptors, expected 16 bytes with two"
+            "the peer sent {len} bytes with {num_fds} descriptors, expected 16 bytes with {N}"
         ))),
     }
 }
@@ -145,3 +156,6 @@ fn address(token: &Nonce) -> io::Result<SocketAddr> {
     }
     SocketAddr::from_abstract_name(name)
 }
+
+/// Most descriptors of a message.
+const MAX_DESCRIPTORS: usize = 2;
