@@ -6,9 +6,9 @@ use std::mem::size_of;
 use bytemuck::Zeroable;
 
 use crate::abi::{
-    Batch, CONTROL_BYTES, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ExpertLists, FrameGeometry, Handle,
-    MAX_FRAME_TOKENS, MAX_FRAMES, MAX_HIDDEN, MAX_REPLICAS, MAX_TOP_K, Placement, ROUTE_SHIFT,
-    SCALE_BLOCK,
+    Batch, CONTROL_BYTES, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ExpertLists,
+    FrameGeometry, Handle, MAX_FRAME_TOKENS, MAX_FRAMES, MAX_HIDDEN, MAX_REPLICAS, MAX_TOP_K,
+    Placement, ROUTE_SHIFT, SCALE_BLOCK,
 };
 use crate::check::CheckError;
 
@@ -84,6 +84,16 @@ impl FrameGeometry {
             response_slot_bytes: response_control_offset + CONTROL_BYTES,
             response_control_offset,
         })
+    }
+
+    /// The numbers that both sides of a connection must have alike, for people and to be compared.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let Self { hidden, top_k, num_frames, max_tokens, .. } = self;
+        let dtype = if self.dtype == DTYPE_F8_E4M3 { "fp8" } else { "bf16" };
+        format!(
+            "hidden {hidden}, top-{top_k}, {dtype}, {num_frames} frames of {max_tokens} tokens, device ABI {DEVICE_ABI_VERSION}"
+        )
     }
 
     /// Most tokens per frame of a slot of `slot_bytes`, such that request and answer both fit. 0 when
