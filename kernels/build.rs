@@ -1,6 +1,8 @@
 //! With the feature `cuda`: compiles `cuda/*.cu` to machine code for Hopper and PTX for what comes later,
 //! which the library embeds. nvcc comes from `CUDA_HOME`, else from the wheels that
 //! `cargo xtask cuda-toolkit` keeps in the user's cache.
+//!
+//! With the feature `emulated`: compiles the same kernels for the host, see `src/gpu/emulated.rs`.
 
 use std::env;
 use std::error::Error;
@@ -15,6 +17,9 @@ mod entries;
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
+    if env::var_os("CARGO_FEATURE_EMULATED").is_some() {
+        compile_emulated()?;
+    }
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return Ok(());
     }
@@ -66,6 +71,53 @@ fn compile(nvcc: &Path, name: &str, image: &Path) -> Result<(), Box<dyn Error>> 
     if !output.status.success() {
         let report = String::from_utf8_lossy(&output.stderr);
         return Err(format!("nvcc refused cuda/{name}.cu:\n{report}").into());
+    }
+    Ok(())
+}
+
+/// One static library that shows nothing but `sy_emulated_*`: whatever else is linked may have compiled
+/// the same headers with other settings.
+fn compile_emulated() -> Result<(), Box<dyn Error>> {
+    for path in ["host", "include", "cuda/check.hpp"] {
+        println!("cargo::rerun-if-changed={path}");
+    }
+    println!("cargo::rerun-if-env-changed=CXX");
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+    let [object, whole, hidden] =
+        ["compiled.o", "whole.o", "emulated.o"].map(|name| out.join(name));
+    let compiler = env::var_os("CXX").unwrap_or_else(|| "g++".into());
+    run(Command::new(compiler)
+        .args(["-std=c++17", "-O2", "-fPIC", "-pthread", "-ffp-contract=off"])
+        // Kernels look at frames as words of several sizes.
+        .args(["-fno-strict-aliasing", "-fno-gnu-unique"])
+        .args(["-Wall", "-Wextra", "-Wno-unknown-pragmas"])
+        .args(["-DSIMT_REAL_CLOCK", "-DSY_RECV_BLOCKS=1"])
+        .args(["-include", "host/shim/simt.hpp", "-Ihost/shim", "-Iinclude", "-Icuda"])
+        .args(["-c", "host/emulated.cpp", "-o"])
+        .arg(&object))?;
+    run(Command::new("ld").args(["-r", "--force-group-allocation", "-o"]).args([&whole, &object]))?;
+    run(Command::new("objcopy")
+        .args(["--wildcard", "--keep-global-symbol=sy_emulated_*"])
+        .args([&whole, &hidden]))?;
+    let archive = out.join("libswitchyard_emulated.a");
+    // Appending to an archive of an earlier build would keep its members.
+    if archive.exists() {
+        fs::remove_file(&archive)?;
+    }
+    run(Command::new("ar").arg("crs").args([&archive, &hidden]))?;
+    println!("cargo::rustc-link-search=native={}", out.display());
+    println!("cargo::rustc-link-lib=static=switchyard_emulated");
+    println!("cargo::rustc-link-lib=dylib=stdc++");
+    Ok(())
+}
+
+fn run(command: &mut Command) -> Result<(), Box<dyn Error>> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .map_err(|e| format!("the feature `emulated` needs {name}, which cannot start: {e}"))?;
+    if !output.status.success() {
+        return Err(format!("{name} failed:\n{}", String::from_utf8_lossy(&output.stderr)).into());
     }
     Ok(())
 }

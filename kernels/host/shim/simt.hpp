@@ -5,6 +5,9 @@
 // What it shows is that arithmetic, indices, layouts and waits are right; not memory order, and not speed.
 #pragma once
 
+// Says to headers that also serve plain host code that there are warps here.
+#define SY_SIMT 1
+
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -20,7 +23,10 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #include <sys/mman.h>
+#include <unistd.h>
+#if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
 
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
@@ -38,6 +44,10 @@ template <class T> T max(T a, T b) { return a < b ? b : a; }
 namespace simt {
 
 constexpr size_t kStackBytes = 64 << 10;
+// Rounds in which threads only looked at words that somebody else moves, before the processor is left
+// to that somebody, and for how long.
+constexpr uint32_t kQuietRounds = 256;
+constexpr uint32_t kQuietPauseUs = 20;
 // Rounds of the scheduler in which nobody can go on before the program counts as stuck.
 constexpr uint64_t kStuckRounds = 200'000'000;
 
@@ -46,8 +56,94 @@ struct Barrier {
     std::atomic<uint32_t> arrived{0}, turn{0};
 };
 
-struct Fibre {
+// Where a fibre goes on.
+#if defined(__x86_64__)
+struct Context {
+    void* stack = nullptr;
+};
+
+// What a call keeps goes onto the stack of the one that leaves and comes from that of the one that goes
+// on: a tenth of what swapcontext takes, which also asks the kernel for signal masks.
+extern "C" void simt_switch(void** from, void* to);
+asm(R"(
+.text
+.type simt_switch, @function
+simt_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size simt_switch, .-simt_switch
+)");
+
+inline void switch_to(Context& from, Context& to) { simt_switch(&from.stack, to.stack); }
+
+inline void prepare(Context& context, char* stack, void (*entry)()) {
+    void** top = reinterpret_cast<void**>(stack + kStackBytes);
+    *--top = nullptr; // keeps the alignment that a call has
+    *--top = reinterpret_cast<void*>(entry);
+    for (int i = 0; i < 6; ++i)
+        *--top = nullptr;
+    context.stack = top;
+}
+#else
+struct Context {
     ucontext_t context;
+};
+
+inline void switch_to(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
+
+inline void prepare(Context& context, char* stack, void (*entry)()) {
+    getcontext(&context.context);
+    context.context.uc_stack.ss_sp = stack;
+    context.context.uc_stack.ss_size = kStackBytes;
+    context.context.uc_link = nullptr;
+    makecontext(&context.context, entry, 0);
+}
+#endif
+
+// Stacks of this thread's fibres, kept from block to block: fresh ones cost a page fault each.
+class Stacks {
+  public:
+    Stacks() = default;
+    Stacks(const Stacks&) = delete;
+    Stacks& operator=(const Stacks&) = delete;
+    ~Stacks() { release(); }
+    char* get(uint32_t num_fibres) {
+        if (num_fibres * kStackBytes <= num_bytes_)
+            return base_;
+        release();
+        num_bytes_ = num_fibres * kStackBytes;
+        void* base = mmap(nullptr, num_bytes_, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (base == MAP_FAILED)
+            abort();
+        return base_ = static_cast<char*>(base);
+    }
+
+  private:
+    void release() {
+        if (base_ != nullptr)
+            munmap(base_, num_bytes_);
+        base_ = nullptr;
+    }
+    char* base_ = nullptr;
+    size_t num_bytes_ = 0;
+};
+
+struct Fibre {
+    Context context;
     dim3 thread;
     const std::atomic<uint32_t>* waits_for = nullptr;
     uint32_t seen_turn = 0;
@@ -72,7 +168,10 @@ struct Block {
     std::vector<Warp> warps;
     Barrier barrier;
     uint32_t num_live = 0;
-    ucontext_t scheduler;
+    // Since the scheduler last looked: whether a thread met the whole block or left, and whether one
+    // looked at a word that others move.
+    bool has_moved = false, has_polled = false;
+    Context scheduler;
     Fibre* current = nullptr;
     std::function<void()> body;
     Cluster* cluster = nullptr;
@@ -84,7 +183,12 @@ inline thread_local Block* block = nullptr;
 inline thread_local char marker = 0;
 inline std::atomic<uint64_t> clock_ns{0};
 
-inline void yield() { swapcontext(&block->current->context, &block->scheduler); }
+inline void yield() { switch_to(block->current->context, block->scheduler); }
+
+inline void yield_polling() {
+    block->has_polled = true;
+    yield();
+}
 
 inline void complete(Barrier& barrier) {
     barrier.arrived = 0;
@@ -127,6 +231,7 @@ inline void run_fibre() {
     mine.body();
     Fibre& self = *mine.current;
     self.is_done = true;
+    mine.has_moved = true;
     // A thread that left counts as arrived everywhere.
     Warp& my_warp = warp();
     if (--my_warp.num_live != 0 && my_warp.barrier.arrived == my_warp.num_live)
@@ -143,21 +248,15 @@ inline void run_block(Block& self, uint32_t num_threads) {
     self.fibres = std::vector<Fibre>(num_threads);
     self.warps = std::vector<Warp>((num_threads + 31) / 32);
     self.num_live = num_threads;
-    const size_t bytes = kStackBytes * num_threads;
-    char* stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (stacks == MAP_FAILED)
-        abort();
+    static thread_local Stacks kept;
+    char* stacks = kept.get(num_threads);
     for (uint32_t i = 0; i < num_threads; ++i) {
         Fibre& fibre = self.fibres[i];
         fibre.thread.x = i;
         ++self.warps[i / 32].num_live;
-        getcontext(&fibre.context);
-        fibre.context.uc_stack.ss_sp = stacks + kStackBytes * i;
-        fibre.context.uc_stack.ss_size = kStackBytes;
-        fibre.context.uc_link = nullptr;
-        makecontext(&fibre.context, run_fibre, 0);
+        prepare(fibre.context, stacks + kStackBytes * i, run_fibre);
     }
+    uint32_t quiet_rounds = 0;
     uint64_t idle_rounds = 0;
     for (uint32_t num_done = 0; num_done < num_threads;) {
         bool any = false;
@@ -172,10 +271,14 @@ inline void run_block(Block& self, uint32_t num_threads) {
             fibre.waits_for = nullptr;
             self.current = &fibre;
             any = true;
-            swapcontext(&self.scheduler, &fibre.context);
+            switch_to(self.scheduler, fibre.context);
         }
         if (any || num_done == num_threads) {
             idle_rounds = 0;
+            quiet_rounds = self.has_moved ? 0 : quiet_rounds + uint32_t{self.has_polled};
+            self.has_moved = self.has_polled = false;
+            if (quiet_rounds > kQuietRounds)
+                usleep(kQuietPauseUs);
             continue;
         }
         if (self.cluster == nullptr || ++idle_rounds > kStuckRounds) {
@@ -184,7 +287,6 @@ inline void run_block(Block& self, uint32_t num_threads) {
         }
         std::this_thread::yield();
     }
-    munmap(stacks, bytes);
 }
 
 } // namespace simt
@@ -200,30 +302,35 @@ void run(void (*kernel)(Params), const Params& params, uint32_t num_blocks, uint
          bool is_cluster) {
     Cluster cluster(num_blocks);
     cluster.num_threads = num_blocks * num_threads;
-    std::vector<std::thread> threads;
-    for (uint32_t i = 0; i < num_blocks; ++i) {
-        threads.emplace_back([&, i] {
-            blockIdx.x = i;
-            gridDim.x = num_blocks;
-            Block self;
-            self.rank = i;
-            self.cluster = is_cluster ? &cluster : nullptr;
-            self.body = [&] { kernel(params); };
-            run_block(self, num_threads);
-        });
-        if (!is_cluster)
-            threads.back().join();
+    const auto run_one = [&](uint32_t rank) {
+        blockIdx.x = rank;
+        gridDim.x = num_blocks;
+        Block self;
+        self.rank = rank;
+        self.cluster = is_cluster ? &cluster : nullptr;
+        self.body = [&] { kernel(params); };
+        run_block(self, num_threads);
+    };
+    if (!is_cluster || num_blocks == 1) {
+        for (uint32_t rank = 0; rank < num_blocks; ++rank)
+            run_one(rank);
+        return;
     }
-    if (is_cluster)
-        for (auto& thread : threads)
-            thread.join();
+    std::vector<std::thread> threads;
+    for (uint32_t rank = 0; rank < num_blocks; ++rank)
+        threads.emplace_back(run_one, rank);
+    for (auto& thread : threads)
+        thread.join();
 }
 
 } // namespace simt
 
-inline void __syncthreads() { simt::meet(simt::block->barrier, simt::block->num_live); }
+inline void __syncthreads() {
+    simt::block->has_moved = true;
+    simt::meet(simt::block->barrier, simt::block->num_live);
+}
 inline void __syncwarp() { simt::meet_warp(); }
-inline void __nanosleep(uint32_t) { simt::yield(); }
+inline void __nanosleep(uint32_t) { simt::yield_polling(); }
 
 template <class T> T __shfl_sync(uint32_t, T value, uint32_t lane) {
     return simt::exchange(value, [lane](const auto& at) { return at(lane); });

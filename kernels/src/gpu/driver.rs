@@ -4,7 +4,6 @@ use std::ffi::{CString, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{
@@ -76,13 +75,25 @@ unsafe impl Sync for Memory {}
 pub(super) struct Stream {
     context: Arc<Context>,
     stream: sys::CUstream,
-    is_capturing: AtomicBool,
+    /// Whether this made the stream, and so destroys it.
+    is_own: bool,
 }
 
 // SAFETY: streams have no thread affinity.
 unsafe impl Send for Stream {}
 // SAFETY: the driver orders calls on one stream itself.
 unsafe impl Sync for Stream {}
+
+#[derive(Debug)]
+pub(super) struct Event {
+    context: Arc<Context>,
+    event: sys::CUevent,
+}
+
+// SAFETY: events have no thread affinity.
+unsafe impl Send for Event {}
+// SAFETY: the driver orders calls on one event itself.
+unsafe impl Sync for Event {}
 
 #[derive(Debug)]
 pub(super) struct Graph {
@@ -139,6 +150,15 @@ impl Gpu {
 
     pub(super) fn ordinal(&self) -> u32 {
         self.context.ordinal
+    }
+
+    pub(super) fn event(&self) -> Result<Event, GpuError> {
+        self.context.bind()?;
+        let mut event = null_mut();
+        let flags = sys::CUevent_flags_enum::CU_EVENT_DEFAULT as u32;
+        // SAFETY: writes one handle; destroyed in `Event::drop`.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
+        Ok(Event { context: Arc::clone(&self.context), event })
     }
 
     pub(super) fn alloc(&self, bytes: u64) -> Result<Memory, GpuError> {
@@ -230,8 +250,12 @@ impl Gpu {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one handle; destroyed in `Stream::drop`.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
-        let is_capturing = AtomicBool::new(false);
-        Ok(Stream { context: Arc::clone(&self.context), stream, is_capturing })
+        Ok(Stream { context: Arc::clone(&self.context), stream, is_own: true })
+    }
+
+    pub(super) fn wrap_stream(&self, raw: u64) -> Result<Stream, GpuError> {
+        let stream = raw as usize as sys::CUstream;
+        Ok(Stream { context: Arc::clone(&self.context), stream, is_own: false })
     }
 
     pub(super) fn free_bytes(&self) -> Result<u64, GpuError> {
@@ -482,7 +506,7 @@ impl Stream {
 
     pub(super) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
         // A recorded call would run at every replay, but can only run once.
-        if self.is_capturing.load(Ordering::Relaxed) {
+        if self.is_capturing()? {
             return Err(GpuError::Driver {
                 call: "cuLaunchHostFunc",
                 code: CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED as u32,
@@ -547,6 +571,39 @@ impl Stream {
         })
     }
 
+    pub(super) fn raw(&self) -> u64 {
+        self.stream as u64
+    }
+
+    pub(super) fn is_capturing(&self) -> Result<bool, GpuError> {
+        self.context.bind()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive; writes one word.
+        check("cuStreamIsCapturing", unsafe {
+            sys::cuStreamIsCapturing(self.stream, &raw mut status)
+        })?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    pub(super) fn record(&self, event: &Event) -> Result<(), GpuError> {
+        self.context.bind()?;
+        // External: a recording made while capturing becomes a step of the graph, seen from outside.
+        let flags = match self.is_capturing.load(Ordering::Relaxed) {
+            true => sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL,
+            false => sys::CUevent_record_flags_enum::CU_EVENT_RECORD_DEFAULT,
+        };
+        // SAFETY: both are alive.
+        check("cuEventRecordWithFlags", unsafe {
+            sys::cuEventRecordWithFlags(event.event, self.stream, flags as u32)
+        })
+    }
+
+    pub(super) fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
+        self.context.bind()?;
+        // SAFETY: both are alive; the driver keeps what the wait needs.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.stream, event.event, 0) })
+    }
+
     pub(super) fn is_done(&self) -> Result<bool, GpuError> {
         self.context.bind()?;
         // SAFETY: the stream is alive.
@@ -579,14 +636,11 @@ impl Stream {
         self.context.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive.
-        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) })?;
-        self.is_capturing.store(true, Ordering::Relaxed);
-        Ok(())
+        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) })
     }
 
     pub(super) fn end_capture(&self) -> Result<Graph, GpuError> {
         self.context.bind()?;
-        self.is_capturing.store(false, Ordering::Relaxed);
         let mut graph = null_mut();
         // SAFETY: the stream captures; writes one handle, destroyed below.
         check("cuStreamEndCapture", unsafe {
@@ -611,9 +665,39 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if self.is_own && self.context.bind().is_ok() {
             // SAFETY: created once, destroyed once; work under way goes on to its end.
             ignore("cuStreamDestroy", unsafe { sys::cuStreamDestroy_v2(self.stream) });
+        }
+    }
+}
+
+impl Event {
+    pub(super) fn is_done(&self) -> Result<bool, GpuError> {
+        self.context.bind()?;
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventQuery(self.event) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => check("cuEventQuery", answer).map(|()| true),
+        }
+    }
+
+    pub(super) fn since(&self, earlier: &Self) -> Result<Duration, GpuError> {
+        self.context.bind()?;
+        let mut elapsed_ms = 0f32;
+        // SAFETY: both are alive; writes one number.
+        check("cuEventElapsedTime", unsafe {
+            sys::cuEventElapsedTime_v2(&raw mut elapsed_ms, earlier.event, self.event)
+        })?;
+        Ok(Duration::from_secs_f64(f64::from(elapsed_ms.max(0.0)) * 1e-3))
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.context.bind().is_ok() {
+            // SAFETY: created once, destroyed once; the driver keeps what waits for it.
+            ignore("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(self.event) });
         }
     }
 }

@@ -3,23 +3,34 @@
 //!
 //! Without the feature `cuda` everything compiles and [`Gpu::open`] says that this build has no GPU
 //! support. With it the CUDA driver is opened at run time; a host without one gets an error.
+//!
+//! With the feature `emulated` there are GPUs in software besides, for tests on hosts without one. Nobody
+//! gets one by accident: only [`Gpu::open_emulated`] and the name `emulated:N` open it, and
+//! [`probe`](crate::probe()) does not list it.
 
 #[cfg(feature = "cuda")]
-#[path = "driver.rs"]
-mod imp;
+mod driver;
+#[cfg(feature = "emulated")]
+mod emulated;
+mod name;
+#[cfg(not(all(feature = "cuda", feature = "emulated")))]
+mod stub;
 #[cfg(not(feature = "cuda"))]
-#[path = "stub.rs"]
-mod imp;
+use stub as driver;
+#[cfg(not(feature = "emulated"))]
+use stub as emulated;
 
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
 use crate::abi::DevicePtr;
 use crate::check::CheckError;
 use crate::plan::{KernelParams, LaunchPlan};
+
+pub use name::{DeviceName, DeviceNameError};
 
 /// A GPU refused, or could not be used.
 #[derive(Debug, Error)]
@@ -28,6 +39,14 @@ pub enum GpuError {
     /// This build has no GPU support.
     #[error("this build has no GPU support: build with `--features cuda`")]
     NotBuilt,
+    /// This build has no GPU in software.
+    #[error(
+        "this build has no emulated GPU: it is for tests, and comes with the feature `emulated` of switchyard-kernels"
+    )]
+    NotEmulated,
+    /// A recorded graph or an event of another kind of GPU. A local bug.
+    #[error("a graph or an event of one kind of GPU was given to a stream of another")]
+    Foreign,
     /// The driver library is missing.
     #[error("libcuda.so.1 is not on this host: it comes with the NVIDIA driver")]
     NoDriver,
@@ -111,19 +130,50 @@ pub enum GpuError {
 
 /// A GPU with the kernels loaded. Clones share it.
 #[derive(Debug, Clone)]
-pub struct Gpu(imp::Gpu);
+pub struct Gpu(Kind<driver::Gpu, emulated::Gpu>);
 
 /// Memory that the GPU reaches. Freed, or unmapped when it is another process's, by drop.
 #[derive(Debug)]
-pub struct GpuBuffer(imp::Memory);
+pub struct GpuBuffer(Kind<driver::Memory, emulated::Memory>);
 
 /// Work in order. Two streams have no order between them.
 #[derive(Debug)]
-pub struct Stream(imp::Stream);
+pub struct Stream(Kind<driver::Stream, emulated::Stream>);
+
+/// A place in a stream's work, which other streams can wait for.
+#[derive(Debug)]
+pub struct Event(Kind<driver::Event, emulated::Event>);
 
 /// Launches recorded from a stream, to be repeated as one.
 #[derive(Debug)]
-pub struct Graph(imp::Graph);
+pub struct Graph(Kind<driver::Graph, emulated::Graph>);
+
+/// The driver's, or software's.
+#[derive(Debug, Clone)]
+enum Kind<D, E> {
+    Driver(D),
+    Emulated(E),
+}
+
+/// The same call on whichever it is.
+macro_rules! either {
+    ($kind:expr, $it:ident => $call:expr) => {
+        match $kind {
+            Kind::Driver($it) => $call,
+            Kind::Emulated($it) => $call,
+        }
+    };
+}
+
+/// The same call on whichever it is, its result wrapped alike.
+macro_rules! wrapped {
+    ($kind:expr, $it:ident => $call:expr, $wrap:path) => {
+        match $kind {
+            Kind::Driver($it) => $call.map(Kind::Driver).map($wrap),
+            Kind::Emulated($it) => $call.map(Kind::Emulated).map($wrap),
+        }
+    };
+}
 
 /// A kernel with parameters that were checked.
 #[derive(Debug, Clone)]
@@ -139,7 +189,39 @@ impl Gpu {
     /// # Errors
     /// [`GpuError`] when this build, host or GPU cannot do it.
     pub fn open(ordinal: u32) -> Result<Self, GpuError> {
-        imp::Gpu::open(ordinal).map(Self)
+        driver::Gpu::open(ordinal).map(Kind::Driver).map(Self)
+    }
+
+    /// Opens GPU `ordinal` of those in software, see the module. Those of one group of eight reach one
+    /// another's memory, and others do not.
+    ///
+    /// # Errors
+    /// [`GpuError::NotEmulated`] without the feature, [`GpuError::NoSuchGpu`].
+    pub fn open_emulated(ordinal: u32) -> Result<Self, GpuError> {
+        if !cfg!(feature = "emulated") {
+            return Err(GpuError::NotEmulated);
+        }
+        emulated::Gpu::open(ordinal).map(Kind::Emulated).map(Self)
+    }
+
+    /// Opens the GPU of this name.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open) and [`open_emulated`](Self::open_emulated).
+    pub fn open_named(name: DeviceName) -> Result<Self, GpuError> {
+        match name {
+            DeviceName::Cuda(ordinal) => Self::open(ordinal),
+            DeviceName::Emulated(ordinal) => Self::open_emulated(ordinal),
+        }
+    }
+
+    /// Name by which [`open_named`](Self::open_named) opens it again.
+    #[must_use]
+    pub fn name(&self) -> DeviceName {
+        match &self.0 {
+            Kind::Driver(gpu) => DeviceName::Cuda(gpu.ordinal()),
+            Kind::Emulated(gpu) => DeviceName::Emulated(gpu.ordinal()),
+        }
     }
 
     /// GPUs that this process may use; 0 without a driver.
@@ -147,13 +229,13 @@ impl Gpu {
     /// # Errors
     /// [`GpuError`] when this build or host cannot tell.
     pub fn count() -> Result<u32, GpuError> {
-        imp::Gpu::count()
+        driver::Gpu::count()
     }
 
     /// Index of this GPU among those of this process.
     #[must_use]
     pub fn ordinal(&self) -> u32 {
-        self.0.ordinal()
+        either!(&self.0, gpu => gpu.ordinal())
     }
 
     /// Free memory of this GPU, bytes.
@@ -161,7 +243,7 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn free_bytes(&self) -> Result<u64, GpuError> {
-        self.0.free_bytes()
+        either!(&self.0, gpu => gpu.free_bytes())
     }
 
     /// Zeroed memory of this GPU.
@@ -169,7 +251,7 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn alloc(&self, bytes: u64) -> Result<GpuBuffer, GpuError> {
-        self.0.alloc(bytes).map(GpuBuffer)
+        wrapped!(&self.0, gpu => gpu.alloc(bytes), GpuBuffer)
     }
 
     /// Zeroed memory of this GPU that other processes can map by the descriptor that
@@ -178,7 +260,7 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn alloc_shared(&self, bytes: u64) -> Result<GpuBuffer, GpuError> {
-        self.0.alloc_shared(bytes).map(GpuBuffer)
+        wrapped!(&self.0, gpu => gpu.alloc_shared(bytes), GpuBuffer)
     }
 
     /// Maps what another process's [`GpuBuffer::export`] gave.
@@ -187,7 +269,7 @@ impl Gpu {
     /// [`GpuError`] when the descriptor is something else, the memory is smaller than `bytes`, or this
     /// GPU cannot reach it.
     pub fn import_shared(&self, memory: OwnedFd, bytes: u64) -> Result<GpuBuffer, GpuError> {
-        self.0.import_shared(memory, bytes).map(GpuBuffer)
+        wrapped!(&self.0, gpu => gpu.import_shared(memory, bytes), GpuBuffer)
     }
 
     /// Zeroed page-locked host memory that kernels reach, too, at the same address.
@@ -195,7 +277,7 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn alloc_host(&self, bytes: u64) -> Result<GpuBuffer, GpuError> {
-        self.0.alloc_host(bytes).map(GpuBuffer)
+        wrapped!(&self.0, gpu => gpu.alloc_host(bytes), GpuBuffer)
     }
 
     /// A new stream, which does not wait for the default one.
@@ -203,7 +285,34 @@ impl Gpu {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn stream(&self) -> Result<Stream, GpuError> {
-        self.0.stream().map(Stream)
+        wrapped!(&self.0, gpu => gpu.stream(), Stream)
+    }
+
+    /// A stream that somebody else made and will destroy, by its handle: a `CUstream`, or what
+    /// [`Stream::raw`] gave. 0 is CUDA's default stream.
+    ///
+    /// # Safety
+    /// `raw` is a live stream of this GPU's primary context, and stays so as long as the result.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`] where an emulated GPU has no such stream.
+    pub unsafe fn wrap_stream(&self, raw: u64) -> Result<Stream, GpuError> {
+        wrapped!(&self.0, gpu => gpu.wrap_stream(raw), Stream)
+    }
+
+    /// Whether the GPU knows memory at this address: its own, a peer's that is mapped, or registered host
+    /// memory.
+    #[must_use]
+    pub fn is_registered(&self, address: DevicePtr) -> bool {
+        either!(&self.0, gpu => gpu.is_registered(address))
+    }
+
+    /// A new event, which counts as done until it is recorded.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn event(&self) -> Result<Event, GpuError> {
+        wrapped!(&self.0, gpu => gpu.event(), Event)
     }
 
     /// Checks `params`, pointers included, so that launching cannot fail for their sake.
@@ -217,7 +326,7 @@ impl Gpu {
     pub unsafe fn prepare<P: KernelParams>(&self, params: P) -> Result<Prepared<P>, GpuError> {
         params.check().map_err(|source| GpuError::Check { kernel: P::NAME, source })?;
         for (pointer, address) in params.pointers() {
-            if !address.is_null() && !self.0.is_registered(address) {
+            if !address.is_null() && !self.is_registered(address) {
                 let address = address.0;
                 return Err(GpuError::Unregistered { kernel: P::NAME, pointer, address });
             }
@@ -282,13 +391,13 @@ impl GpuBuffer {
     /// Address, for kernels and copies.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
-        self.0.ptr()
+        either!(&self.0, memory => memory.ptr())
     }
 
     /// Bytes that can be used.
     #[must_use]
     pub fn len(&self) -> u64 {
-        self.0.len()
+        either!(&self.0, memory => memory.len())
     }
 
     /// Never true: empty buffers cannot be made.
@@ -300,7 +409,7 @@ impl GpuBuffer {
     /// Address for this process, if it is host memory.
     #[must_use]
     pub fn host(&self) -> Option<NonNull<u8>> {
-        self.0.host()
+        either!(&self.0, memory => memory.host())
     }
 
     /// Address of `len` bytes from `offset` on.
@@ -320,7 +429,7 @@ impl GpuBuffer {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn export(&self) -> Result<OwnedFd, GpuError> {
-        self.0.export()
+        either!(&self.0, memory => memory.export())
     }
 }
 
@@ -338,7 +447,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { self.0.copy(to, from, bytes) }
+        unsafe { either!(&self.0, stream => stream.copy(to, from, bytes)) }
     }
 
     /// Sets `bytes` bytes to `value`.
@@ -353,7 +462,7 @@ impl Stream {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { self.0.fill(to, value, bytes) }
+        unsafe { either!(&self.0, stream => stream.fill(to, value, bytes)) }
     }
 
     /// Adds `value` to the 64-bit word at `flag`, released to the whole system after everything that this
@@ -366,7 +475,7 @@ impl Stream {
     /// [`GpuError::Driver`].
     pub unsafe fn add_flag(&self, flag: DevicePtr, value: u64) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        unsafe { self.0.add_flag(flag, value) }
+        unsafe { either!(&self.0, stream => stream.add_flag(flag, value)) }
     }
 
     /// Calls `action` on a thread of the driver's when everything before is done. It must be short and
@@ -375,7 +484,7 @@ impl Stream {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn then(&self, action: impl FnOnce() + Send + 'static) -> Result<(), GpuError> {
-        self.0.then(Box::new(action))
+        either!(&self.0, stream => stream.then(Box::new(action)))
     }
 
     /// Launches a kernel.
@@ -383,11 +492,42 @@ impl Stream {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn launch<P: KernelParams>(&self, kernel: &Prepared<P>) -> Result<(), GpuError> {
-        kernel.plans.iter().try_for_each(|plan| {
-            // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the
-            // plan's entry takes exactly a `P`.
-            unsafe { self.0.launch(P::NAME, plan, bytemuck::bytes_of(&kernel.params)) }
-        })
+        let params = bytemuck::bytes_of(&kernel.params);
+        match &self.0 {
+            Kind::Driver(stream) => kernel.plans.iter().try_for_each(|plan| {
+                // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the
+                // plan's entry takes exactly a `P`.
+                unsafe { stream.launch(P::NAME, plan, params) }
+            }),
+            // SAFETY: as above; the kernel of this name takes exactly a `P`.
+            Kind::Emulated(stream) => unsafe { stream.launch_all(P::NAME, &kernel.plans, params) },
+        }
+    }
+
+    /// Marks what the stream has done so far. Recorded within [`capture`](Self::capture) it marks that
+    /// place of each replay.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn record(&self, event: &Event) -> Result<(), GpuError> {
+        match (&self.0, &event.0) {
+            (Kind::Driver(stream), Kind::Driver(event)) => stream.record(event),
+            (Kind::Emulated(stream), Kind::Emulated(event)) => stream.record(event),
+            _ => Err(GpuError::Foreign),
+        }
+    }
+
+    /// What follows in this stream begins when `event`, as last recorded or replayed, is done. Not
+    /// within [`capture`](Self::capture).
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
+        match (&self.0, &event.0) {
+            (Kind::Driver(stream), Kind::Driver(event)) => stream.wait_for(event),
+            (Kind::Emulated(stream), Kind::Emulated(event)) => stream.wait_for(event),
+            _ => Err(GpuError::Foreign),
+        }
     }
 
     /// Waits until everything so far is done.
@@ -395,7 +535,7 @@ impl Stream {
     /// # Errors
     /// [`GpuError::Deadline`], [`GpuError::Driver`] when a kernel failed.
     pub fn wait(&self, deadline: Instant) -> Result<(), GpuError> {
-        self.0.wait(deadline)
+        either!(&self.0, stream => stream.wait(deadline))
     }
 
     /// Whether everything so far is done.
@@ -403,7 +543,21 @@ impl Stream {
     /// # Errors
     /// [`GpuError::Driver`] when a kernel failed.
     pub fn is_done(&self) -> Result<bool, GpuError> {
-        self.0.is_done()
+        either!(&self.0, stream => stream.is_done())
+    }
+
+    /// The driver's handle of this stream, a `CUstream`; of an emulated GPU's, a number of its own.
+    #[must_use]
+    pub fn raw(&self) -> u64 {
+        either!(&self.0, stream => stream.raw())
+    }
+
+    /// Whether work given to this stream is recorded instead of run, by whomever.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn is_capturing(&self) -> Result<bool, GpuError> {
+        either!(&self.0, stream => stream.is_capturing())
     }
 
     /// Records what `record` launches on this stream instead of running it.
@@ -414,12 +568,12 @@ impl Stream {
         &self,
         record: impl FnOnce(&Self) -> Result<(), GpuError>,
     ) -> Result<Graph, GpuError> {
-        self.0.begin_capture()?;
+        either!(&self.0, stream => stream.begin_capture())?;
         let recorded = record(self);
         // Ended in any case: a stream that goes on capturing is of no use.
-        let graph = self.0.end_capture();
+        let graph = wrapped!(&self.0, stream => stream.end_capture(), Graph);
         recorded?;
-        graph.map(Graph)
+        graph
     }
 
     /// Runs a recorded graph.
@@ -427,7 +581,33 @@ impl Stream {
     /// # Errors
     /// [`GpuError::Driver`].
     pub fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
-        self.0.replay(&graph.0)
+        match (&self.0, &graph.0) {
+            (Kind::Driver(stream), Kind::Driver(graph)) => stream.replay(graph),
+            (Kind::Emulated(stream), Kind::Emulated(graph)) => stream.replay(graph),
+            _ => Err(GpuError::Foreign),
+        }
+    }
+}
+
+impl Event {
+    /// Whether the event, as last recorded or replayed, is done.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`] when a kernel before it failed.
+    pub fn is_done(&self) -> Result<bool, GpuError> {
+        either!(&self.0, event => event.is_done())
+    }
+
+    /// Time on the GPU from `earlier` to this event. Both are done.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn since(&self, earlier: &Self) -> Result<Duration, GpuError> {
+        match (&self.0, &earlier.0) {
+            (Kind::Driver(event), Kind::Driver(earlier)) => event.since(earlier),
+            (Kind::Emulated(event), Kind::Emulated(earlier)) => event.since(earlier),
+            _ => Err(GpuError::Foreign),
+        }
     }
 }
 

@@ -1,8 +1,9 @@
-//! What stands in for the CUDA driver in a build without it: types that have no values.
+//! What stands in for the CUDA driver, or for GPUs in software, in a build without: types that have no
+//! values.
 
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::GpuError;
 use crate::abi::DevicePtr;
@@ -18,6 +19,9 @@ pub(super) enum Memory {}
 pub(super) enum Stream {}
 
 #[derive(Debug)]
+pub(super) enum Event {}
+
+#[derive(Debug)]
 pub(super) enum Graph {}
 
 impl Gpu {
@@ -25,6 +29,7 @@ impl Gpu {
         Err(GpuError::NotBuilt)
     }
 
+    #[cfg(not(feature = "cuda"))]
     pub(super) const fn count() -> Result<u32, GpuError> {
         Err(GpuError::NotBuilt)
     }
@@ -50,6 +55,14 @@ impl Gpu {
     }
 
     pub(super) const fn stream(&self) -> Result<Stream, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn wrap_stream(&self, _raw: u64) -> Result<Stream, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn event(&self) -> Result<Event, GpuError> {
         match *self {}
     }
 
@@ -111,12 +124,39 @@ impl Stream {
         match *self {}
     }
 
+    pub(super) const fn raw(&self) -> u64 {
+        match *self {}
+    }
+
+    #[cfg(not(feature = "cuda"))]
     pub(super) const unsafe fn launch(
         &self,
         _name: &'static str,
         _plan: &LaunchPlan,
         _params: &[u8],
     ) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    #[cfg(not(feature = "emulated"))]
+    pub(super) const unsafe fn launch_all(
+        &self,
+        _name: &'static str,
+        _plans: &[LaunchPlan],
+        _params: &[u8],
+    ) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn is_capturing(&self) -> Result<bool, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn record(&self, _event: &Event) -> Result<(), GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn wait_for(&self, _event: &Event) -> Result<(), GpuError> {
         match *self {}
     }
 
@@ -137,6 +177,16 @@ impl Stream {
     }
 
     pub(super) const fn replay(&self, _graph: &Graph) -> Result<(), GpuError> {
+        match *self {}
+    }
+}
+
+impl Event {
+    pub(super) const fn is_done(&self) -> Result<bool, GpuError> {
+        match *self {}
+    }
+
+    pub(super) const fn since(&self, _earlier: &Self) -> Result<Duration, GpuError> {
         match *self {}
     }
 }

@@ -1,4 +1,5 @@
-//! What only a GPU shows: graphs, and that pointers are known before anything is launched.
+//! What needs a GPU, be it in software: graphs, real experts, and that pointers are known before anything
+//! is launched.
 
 use std::time::{Duration, Instant};
 
@@ -15,13 +16,11 @@ use crate::fresh;
 use crate::runner::Runner;
 use crate::world::{Input, Memory, POISON, World};
 
-#[test]
-fn a_layer_replays_from_a_graph() {
-    let Some(runner) = Runner::gpu() else { return };
-    let Runner::Gpu(gpu) = &runner else { return };
+pub fn a_layer_replays_from_a_graph(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
     let mut rng = fresh();
     let geometry = FrameGeometry::new(7168, 8, DTYPE_F8_E4M3, 64, 2).expect("in range");
-    let world = World::new(&runner, &mut rng, geometry, 64, 1, 1);
+    let world = World::new(runner, &mut rng, geometry, 64, 1, 1);
     let input = Input::random(&mut rng, &geometry, 64, 64);
     world.load(0, &input);
     let stream = gpu.stream().expect("stream");
@@ -51,12 +50,10 @@ fn a_layer_replays_from_a_graph() {
     }
 }
 
-#[test]
-fn pointers_that_the_driver_does_not_know_are_refused() {
-    let Some(runner) = Runner::gpu() else { return };
-    let Runner::Gpu(gpu) = &runner else { return };
+pub fn pointers_that_the_driver_does_not_know_are_refused(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
     let geometry = FrameGeometry::new(256, 4, DTYPE_F8_E4M3, 8, 2).expect("in range");
-    let world = World::new(&runner, &mut fresh(), geometry, 16, 1, 1);
+    let world = World::new(runner, &mut fresh(), geometry, 16, 1, 1);
     let unknown = vec![0u128; 64];
     let mut params = world.dispatch_params(0, 0);
     params.topk_weights = DevicePtr(unknown.as_ptr() as u64);
@@ -69,21 +66,19 @@ fn pointers_that_the_driver_does_not_know_are_refused() {
     assert!(error.to_string().starts_with("dispatch: a required pointer is null"), "{error}");
 }
 
-#[test]
-fn a_layer_with_real_experts() {
-    let Some(runner) = Runner::gpu() else { return };
+pub fn a_layer_with_real_experts(runner: &Runner) {
     let mut rng = fresh();
     for (dtype, hidden, inter, tokens) in
         [(DTYPE_F8_E4M3, 256, 192, 150), (DTYPE_BF16, 512, 64, 40), (DTYPE_BF16, 128, 128, 1)]
     {
         let geometry = FrameGeometry::new(hidden, 3, dtype, tokens, 2).expect("in range");
-        let world = World::new(&runner, &mut rng, geometry, 6, 1, 1);
+        let world = World::new(runner, &mut rng, geometry, 6, 1, 1);
         let mut input = Input::random(&mut rng, &geometry, 6, tokens);
         for value in &mut input.hidden_states {
             *value = half::bf16::from_f32(rng.random_range(-1.0..1.0)).to_bits();
         }
         world.load(0, &input);
-        check_experts(&runner, &mut rng, &world, &input, inter);
+        check_experts(runner, &mut rng, &world, &input, inter);
     }
 }
 
@@ -170,4 +165,67 @@ fn check_experts(runner: &Runner, rng: &mut StdRng, world: &World, input: &Input
     println!("hidden {hidden}, inter {inter}: off by {error:.1e}");
     // Rows, activations and outputs are each rounded to bf16.
     assert!(error < 8e-3, "off by {error}");
+}
+
+pub fn work_keeps_its_order_and_waits_have_a_bound(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
+    let soon = || Instant::now() + Duration::from_secs(20);
+    let (device, host) = (gpu.alloc(4096).expect("memory"), gpu.alloc_host(4096).expect("memory"));
+    let stream = gpu.stream().expect("stream");
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    // Whoever waits meanwhile gets an error at its deadline, and nothing has moved.
+    stream.then(move || drop(held.recv_timeout(Duration::from_secs(20)))).expect("then");
+    // SAFETY: both buffers have 4096 bytes and outlive the wait below.
+    unsafe {
+        stream.fill(device.ptr(), 7, 4096).expect("fill");
+        stream.add_flag(device.ptr().add(8), 1).expect("flag");
+        stream.copy(host.ptr(), device.ptr(), 4096).expect("copy");
+    }
+    let error = stream.wait(Instant::now() + Duration::from_millis(30)).unwrap_err();
+    assert!(matches!(error, GpuError::Deadline { .. }), "{error}");
+    assert!(!stream.is_done().expect("state"));
+    release.send(()).expect("held");
+    stream.wait(soon()).expect("work");
+    let mut out = [0u64; 3];
+    gpu.read(&host, 0, bytemuck::bytes_of_mut(&mut out), soon()).expect("read");
+    let sevens = 0x0707_0707_0707_0707;
+    assert_eq!(out, [sevens, sevens + 1, sevens]);
+    // A recorded host call would run at every replay.
+    let mut refused = None;
+    stream
+        .capture(|stream| {
+            refused = stream.then(|| {}).err();
+            Ok(())
+        })
+        .expect("capture");
+    assert!(refused.is_some());
+    // SAFETY: `stream` lives on.
+    let same = unsafe { gpu.wrap_stream(stream.raw()) }.expect("wrapped");
+    // SAFETY: as above.
+    unsafe { same.fill(device.ptr(), 9, 8).expect("fill") };
+    stream.wait(soon()).expect("work");
+    gpu.read(&device, 0, bytemuck::bytes_of_mut(&mut out), soon()).expect("read");
+    assert_eq!(out[0], 0x0909_0909_0909_0909);
+}
+
+pub fn shared_memory_is_one_memory_and_knows_its_size(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
+    let soon = || Instant::now() + Duration::from_secs(20);
+    let mine = gpu.alloc_shared(100_000).expect("memory");
+    let theirs = gpu.import_shared(mine.export().expect("export"), mine.len()).expect("import");
+    assert_ne!(mine.ptr(), theirs.ptr());
+    assert!(gpu.is_registered(theirs.ptr()) && mine.len() >= 100_000);
+    gpu.write(&theirs, 99_999, &[5], soon()).expect("write");
+    let mut byte = [0];
+    // The memory lives as long as anybody has it.
+    let at = theirs.ptr();
+    drop(theirs);
+    assert!(!gpu.is_registered(at));
+    gpu.read(&mine, 99_999, &mut byte, soon()).expect("read");
+    assert_eq!(byte, [5]);
+    assert!(gpu.import_shared(mine.export().expect("export"), mine.len() + (64 << 20)).is_err());
+    let file = tempfile::tempfile().expect("file");
+    file.set_len(1 << 20).expect("length");
+    assert!(gpu.import_shared(file.into(), 4096).is_err());
+    assert!(gpu.alloc(4096).expect("memory").export().is_err());
 }

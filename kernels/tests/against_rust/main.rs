@@ -6,7 +6,7 @@
 //! thread is a fibre. With the feature `cuda` and a GPU, the same tests run there, launched from Rust.
 
 mod checks;
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", feature = "emulated"))]
 mod gpu;
 mod layer;
 mod library;
@@ -65,6 +65,47 @@ macro_rules! on {
 on! { on_the_host: Runner::host(); }
 #[cfg(feature = "cuda")]
 on! { on_the_gpu: Runner::gpu(); }
+#[cfg(feature = "emulated")]
+on! { on_an_emulated_gpu: Runner::emulated(); }
+
+#[cfg(any(feature = "cuda", feature = "emulated"))]
+macro_rules! with_streams {
+    ($($place:ident: $runner:expr;)*) => { $(
+        mod $place {
+            use super::{Runner, gpu};
+
+            #[test]
+            fn a_layer_replays_from_a_graph() {
+                $runner.iter().for_each(gpu::a_layer_replays_from_a_graph);
+            }
+
+            #[test]
+            fn pointers_that_the_driver_does_not_know_are_refused() {
+                $runner.iter().for_each(gpu::pointers_that_the_driver_does_not_know_are_refused);
+            }
+
+            #[test]
+            fn a_layer_with_real_experts() {
+                $runner.iter().for_each(gpu::a_layer_with_real_experts);
+            }
+
+            #[test]
+            fn work_keeps_its_order_and_waits_have_a_bound() {
+                $runner.iter().for_each(gpu::work_keeps_its_order_and_waits_have_a_bound);
+            }
+
+            #[test]
+            fn shared_memory_is_one_memory_and_knows_its_size() {
+                $runner.iter().for_each(gpu::shared_memory_is_one_memory_and_knows_its_size);
+            }
+        }
+    )* };
+}
+
+#[cfg(feature = "cuda")]
+with_streams! { with_streams_on_the_gpu: Runner::gpu(); }
+#[cfg(feature = "emulated")]
+with_streams! { with_streams_on_an_emulated_gpu: Runner::emulated(); }
 
 /// Random numbers of this run.
 fn fresh() -> StdRng {

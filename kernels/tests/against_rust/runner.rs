@@ -9,13 +9,22 @@ use crate::library::{Library, library};
 
 pub enum Runner {
     Host(&'static Library),
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is no GPU without"))]
+    #[cfg_attr(
+        not(any(feature = "cuda", feature = "emulated")),
+        allow(dead_code, reason = "there is no GPU without")
+    )]
     Gpu(Gpu),
 }
 
 impl Runner {
     pub fn host() -> Option<Self> {
         library().map(Self::Host)
+    }
+
+    #[cfg(feature = "emulated")]
+    #[allow(clippy::unnecessary_wraps, reason = "as the others")]
+    pub fn emulated() -> Option<Self> {
+        Some(Self::Gpu(Gpu::open_emulated(0).expect("a GPU in software")))
     }
 
     /// The first GPU. Without one, says so, and fails where one is required.

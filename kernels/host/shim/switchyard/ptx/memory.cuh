@@ -7,7 +7,7 @@ namespace switchyard::ptx {
 
 template <class T> T load_and_yield(const T* address) {
     const T value = __atomic_load_n(address, __ATOMIC_SEQ_CST);
-    simt::yield();
+    simt::yield_polling();
     return value;
 }
 

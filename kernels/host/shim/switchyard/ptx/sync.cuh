@@ -1,13 +1,23 @@
-// The host's version of ptx/sync.cuh. Time passes with every look at the clock.
+// The host's version of ptx/sync.cuh. Time passes with every look at the clock, so that bounds expire
+// alike on every run, or with SIMT_REAL_CLOCK as it does outside.
 #pragma once
 
 #include <cstdint>
+#include <ctime>
 
 namespace switchyard::ptx {
 
+#if defined(SIMT_REAL_CLOCK)
+inline uint64_t mov_globaltimer() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+}
+#else
 constexpr uint64_t kNsPerLook = 1000;
 
 inline uint64_t mov_globaltimer() { return simt::clock_ns.fetch_add(kNsPerLook) + kNsPerLook; }
+#endif
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline uint32_t mov_cluster_ctarank() { return simt::block->rank; }

@@ -1,0 +1,47 @@
+// What a GPU in software launches: the kernels of kernels.cpp, and the expert stage as plain loops,
+// because the matrix units have no stand-in. Compiled by build.rs with the feature `emulated`; outside
+// this file only names that begin with sy_emulated_ are seen.
+#include "kernels.cpp"
+
+#include "expert_stage.hpp"
+
+namespace {
+
+// Threads are fibres, so what a block costs is its start: few blocks, but enough that tokens are shared
+// out and that blocks must agree.
+constexpr uint32_t kMostBlocks = 4;
+
+template <class Params> int launch_small(const void* bytes) {
+    Params params;
+    memcpy(&params, bytes, sizeof(params));
+    if constexpr (!std::is_same_v<Params, sy_expert_recv_params>)
+        if (params.num_blocks == 0 || params.num_blocks > kMostBlocks)
+            params.num_blocks = kMostBlocks;
+    return launch(params);
+}
+
+} // namespace
+
+// Runs a kernel to its end on the calling thread. 0, or SY_LAUNCH_*; -1 when there is none of this name.
+extern "C" int sy_emulated_launch(const char* name, const void* params) {
+    const auto is = [name](const char* kernel) { return strcmp(name, kernel) == 0; };
+    if (is("dispatch"))
+        return launch_small<sy_dispatch_params>(params);
+    if (is("combine"))
+        return launch_small<sy_combine_params>(params);
+    if (is("expert_recv"))
+        return launch_small<sy_expert_recv_params>(params);
+    if (is("expert_send"))
+        return launch_small<sy_expert_send_params>(params);
+    if (is("echo"))
+        return launch_small<sy_echo_params>(params);
+    if (is("expert_compute")) {
+        sy_expert_compute_params stage;
+        memcpy(&stage, params, sizeof(stage));
+        if (const int code = check(stage); code != SY_OK)
+            return code;
+        run_expert_stage(stage);
+        return SY_OK;
+    }
+    return -1;
+}
