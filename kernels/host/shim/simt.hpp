@@ -48,6 +48,12 @@ constexpr size_t kStackBytes = 64 << 10;
 // to that somebody, and for how long.
 constexpr uint32_t kQuietRounds = 256;
 constexpr uint32_t kQuietPauseUs = 20;
+// Where looking at the clock moves it, a pause would only be slow.
+#if defined(SIMT_REAL_CLOCK)
+constexpr bool kPauses = true;
+#else
+constexpr bool kPauses = false;
+#endif
 // Rounds of the scheduler in which nobody can go on before the program counts as stuck.
 constexpr uint64_t kStuckRounds = 200'000'000;
 
@@ -277,7 +283,7 @@ inline void run_block(Block& self, uint32_t num_threads) {
             idle_rounds = 0;
             quiet_rounds = self.has_moved ? 0 : quiet_rounds + uint32_t{self.has_polled};
             self.has_moved = self.has_polled = false;
-            if (quiet_rounds > kQuietRounds)
+            if (kPauses && quiet_rounds > kQuietRounds)
                 usleep(kQuietPauseUs);
             continue;
         }

@@ -174,7 +174,10 @@ pub fn work_keeps_its_order_and_waits_have_a_bound(runner: &Runner) {
     let stream = gpu.stream().expect("stream");
     let (release, held) = std::sync::mpsc::channel::<()>();
     // Whoever waits meanwhile gets an error at its deadline, and nothing has moved.
-    stream.then(move || drop(held.recv_timeout(Duration::from_secs(20)))).expect("then");
+    let hold = move || {
+        let _ = held.recv_timeout(Duration::from_secs(20));
+    };
+    stream.then(hold).expect("then");
     // SAFETY: both buffers have 4096 bytes and outlive the wait below.
     unsafe {
         stream.fill(device.ptr(), 7, 4096).expect("fill");

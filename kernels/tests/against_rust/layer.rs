@@ -333,7 +333,7 @@ fn quantise(source: &[u16]) -> (Vec<u8>, Vec<f32>) {
 }
 
 /// A row as the server's arithmetic sees it.
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", feature = "emulated"))]
 pub fn on_the_wire(g: &FrameGeometry, source: &[u16]) -> Vec<f64> {
     let mut row = vec![0f32; source.len()];
     if g.dtype == DTYPE_BF16 {
