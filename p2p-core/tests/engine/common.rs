@@ -1,8 +1,9 @@
 //! Pairs of engines, and memory with known contents.
 
+use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
-use p2p_core::engine::{Access, Connection, Engine, EngineConfig, MemoryRegion};
+use p2p_core::engine::{Access, Connection, Engine, EngineConfig, MemoryRegion, open_fabric};
 use p2p_core::fabric::Fabric;
 use p2p_core::fabric::cma::CmaFabric;
 use p2p_core::fabric::tcp::{TcpConfig, TcpFabric};
@@ -15,14 +16,33 @@ pub fn soon() -> Instant {
 }
 
 /// The transports to test.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum By {
     Tcp,
     Cma,
+    /// What `SWITCHYARD_TEST_TRANSPORT` names, as `open_fabric` takes it.
+    Named,
 }
 
 impl By {
-    pub const ALL: [Self; 2] = [Self::Tcp, Self::Cma];
+    /// Those that need nothing installed, or the one that was asked for.
+    pub fn all() -> Vec<Self> {
+        match std::env::var(TRANSPORT) {
+            Ok(_) => vec![Self::Named],
+            Err(_) => vec![Self::Tcp, Self::Cma],
+        }
+    }
+
+    /// As `Debug` writes it.
+    pub fn of_name(name: &str) -> Self {
+        let all = [Self::Tcp, Self::Cma, Self::Named];
+        all.into_iter().find(|by| format!("{by:?}") == name).expect("a transport")
+    }
+
+    /// Whether a request that the target refuses costs the connection, as it does where a device checks.
+    pub fn ends_with_a_refusal(self) -> bool {
+        self == Self::Named && std::env::var(TRANSPORT).is_ok_and(|name| name.starts_with("verbs"))
+    }
 
     pub fn fabric(self) -> Box<dyn Fabric> {
         match self {
@@ -34,9 +54,15 @@ impl By {
                 .unwrap(),
             ),
             Self::Cma => Box::new(CmaFabric::new().unwrap()),
+            Self::Named => {
+                let name = std::env::var(TRANSPORT).unwrap();
+                open_fabric(&name, Some(Ipv4Addr::LOCALHOST.into())).unwrap()
+            }
         }
     }
 }
+
+const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";
 
 pub fn config(by: By) -> EngineConfig {
     EngineConfig { fabrics: vec![by.fabric()], ..EngineConfig::local() }

@@ -12,7 +12,7 @@ use crate::common::{By, config, contents, memory_of, pair, poisoned, soon, until
 
 #[test]
 fn descriptors_that_do_not_fit_are_refused() {
-    for by in By::ALL {
+    for by in By::all() {
         let (pair, third) = (pair(by), Engine::start(config(by)).unwrap());
         let target = poisoned(&pair.there, 1000);
         let source = memory_of(&pair.here, &[1; 2000]);
@@ -22,19 +22,35 @@ fn descriptors_that_do_not_fit_are_refused() {
         assert!(pair.out.write(&short, &good, soon()).unwrap_err().to_string().contains("999"));
         let other = Descriptor { engine_id: third.endpoint().engine_id, ..good };
         assert!(pair.out.write(&span, &other, soon()).unwrap_err().to_string().contains("engine"));
-        // A key that was never given, and a range that leaves what was.
+        // A key that was never given, and ranges that leave what was. Where the target's device checks,
+        // the first refusal ends the connection, so each has one of its own.
         let mut forged = good;
-        forged.region.key ^= 1 << 45;
-        let error = pair.out.write(&span, &forged, soon()).unwrap_err().to_string();
-        assert!(error.contains("key"), "{by:?}: {error}");
+        forged.region.key ^= if by.ends_with_a_refusal() { 0xff00 } else { 1 << 45 };
         let mut far = good;
         (far.region.bytes, far.offset) = (1 << 40, 500);
-        let error = pair.out.write(&span, &far, soon()).unwrap_err().to_string();
-        assert!(error.contains("leaves"), "{by:?}: {error}");
-        let error = pair.out.read(&span, &far, soon()).unwrap_err().to_string();
-        assert!(error.contains("leaves"), "{by:?}: {error}");
-        assert_eq!(contents(&target, 0, 1000), [0xa5; 1000]);
-        // The connection goes on.
+        for (bad, is_read, expected) in
+            [(forged, false, "key"), (far, false, "leaves"), (far, true, "leaves")]
+        {
+            let out = pair.here.connect(pair.there.endpoint().addr, soon()).unwrap();
+            let _back = pair.there.accept(soon()).unwrap();
+            let refused = match is_read {
+                true => out.read(&span, &bad, soon()),
+                false => out.write(&span, &bad, soon()),
+            };
+            let error = refused.unwrap_err().to_string();
+            if by.ends_with_a_refusal() {
+                let key = format!("with key {:#x}", bad.region.key);
+                assert!(error.contains("denies access") && error.contains(&key), "{by:?}: {error}");
+                assert!(out.write(&span, &good, soon()).is_err());
+            } else {
+                assert!(error.contains(expected), "{by:?}: {error}");
+                out.write(&short, &good, soon()).unwrap_err();
+                out.read(&span, &good, soon()).unwrap();
+            }
+            assert_eq!(contents(&target, 0, 1000), [0xa5; 1000]);
+        }
+        // Other connections go on.
+        source.copy_in(0, &[1; 1000]).unwrap();
         pair.out.write(&span, &good, soon()).unwrap();
         assert_eq!(contents(&target, 0, 1000), [1; 1000]);
         let foreign = memory_of(&third, &[0; 1000]).span(0, 1000).unwrap();
@@ -44,7 +60,7 @@ fn descriptors_that_do_not_fit_are_refused() {
 
 #[test]
 fn what_waits_when_the_peer_leaves_fails() {
-    for by in By::ALL {
+    for by in By::all() {
         let pair = pair(by);
         let target = poisoned(&pair.here, 100_000);
         let receives: Vec<_> = (0..10)
@@ -70,7 +86,7 @@ fn what_waits_when_the_peer_leaves_fails() {
 
 #[test]
 fn deadlines_without_data_under_way_cost_only_the_transfer() {
-    for by in By::ALL {
+    for by in By::all() {
         let pair = pair(by);
         let source = memory_of(&pair.here, &[1; 100_000]);
         let target = poisoned(&pair.there, 100_000);

@@ -17,7 +17,7 @@ const BYTES: u64 = 3 << 20;
 fn victim() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let (by, hex) = role.split_once(' ').unwrap();
-    let by = if by == "Cma" { By::Cma } else { By::Tcp };
+    let by = By::of_name(by);
     let metadata: Vec<u8> = (0..hex.len())
         .step_by(2)
         .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
@@ -59,7 +59,7 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
     let rounds = std::env::var("SWITCHYARD_KILL_ROUNDS").ok().and_then(|text| text.parse().ok());
     let rounds: usize = rounds.unwrap_or(24);
     let mut rng = rng();
-    for by in By::ALL {
+    for by in By::all() {
         let engine = Engine::start(config(by)).unwrap();
         let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
         let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();

@@ -76,7 +76,7 @@ fn a_message_beyond_4_gib_arrives_whole() {
 /// Ranges that begin beyond 4 GiB, in memory of which only a little is ever touched.
 #[test]
 fn offsets_beyond_4_gib_are_exact() {
-    for by in By::ALL {
+    for by in By::all() {
         let (pair, mut rng) = (pair(by), rng());
         let len = (5u64 << 30) as usize;
         let source = pair.here.alloc(len, Access::RemoteReadWrite).unwrap();

@@ -2,13 +2,14 @@
 //!
 //! Every request is signalled, since any may be the last one that somebody waits for. When a peer
 //! fails, its queue pair is destroyed first, so that the device touches no memory any more, and then all
-//! that was under way is reported as failed.
+//! that was under way is reported as failed. A peer towards which nothing completes for as long as
+//! [`VerbsConfig::stall_timeout`] says fails, too.
 
-use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
@@ -16,8 +17,9 @@ use super::config::VerbsConfig;
 use super::detail::{self, LaneAddress};
 use super::network::check;
 use super::owner::{CallError, MemoryRegion, ProtectionDomain, Rights};
+use super::peers::{FabricLane, LeavingPlace, Peer, Peers, Request};
 use super::port::{Port, error, open_ports};
-use super::progress::{LaneState, OpKind, PeerState, Place, Progress, RequestId, Room, Standing};
+use super::progress::{LaneState, OpKind, PeerState, Progress, RequestId, Standing};
 use super::qp::{Capacity, QueuePair, SIGNALLED, Verb, Work};
 use super::status::{Cause, Health};
 use super::sys;
@@ -34,11 +36,9 @@ use crate::wait::{Driver, event_fd};
 #[derive(Debug)]
 pub struct VerbsFabric {
     /// First, so that queue pairs go before the keys.
-    peers: Vec<Option<Peer>>,
+    peers: Peers,
     regions: Vec<Option<Registered>>,
     free_regions: Vec<u32>,
-    /// Peers that may have something to report, each at most once.
-    active: Vec<u32>,
     domain: Arc<ProtectionDomain>,
     progress: Arc<Progress>,
     port: Port,
@@ -48,6 +48,9 @@ pub struct VerbsFabric {
     any_event: OwnedFd,
     /// Failures of peers that were closed.
     left_over: Vec<Completion>,
+    num_polls: u32,
+    /// Whether time may have passed since the last poll.
+    has_slept: bool,
 }
 
 /// A dma-buf that stands for memory of another device.
@@ -76,40 +79,6 @@ struct Registered {
     access: Access,
 }
 
-#[derive(Debug)]
-struct Peer {
-    /// Gone once the peer has failed. Before the state below, which it uses.
-    lane: Option<FabricLane>,
-    own: LaneAddress,
-    state: Arc<PeerState>,
-    name: String,
-    is_joined: bool,
-    is_active: bool,
-    remote_depth: u64,
-    posted: u64,
-    under_way: VecDeque<(u64, Token)>,
-}
-
-/// Fields are dropped in this order: out of the driver's table, the queue pair, its room.
-#[derive(Debug)]
-struct FabricLane {
-    place: LeavingPlace,
-    state: Arc<LaneState>,
-    _room: Room,
-}
-
-#[derive(Debug)]
-struct LeavingPlace {
-    place: Place,
-    progress: Arc<Progress>,
-}
-
-impl Drop for LeavingPlace {
-    fn drop(&mut self) {
-        self.progress.leave(self.place);
-    }
-}
-
 impl VerbsFabric {
     /// Opens the first of the ports that `config` asks for.
     ///
@@ -134,10 +103,9 @@ impl VerbsFabric {
                 .map_err(|e| system("epoll_ctl", e.into()))?;
         }
         Ok(Self {
-            peers: Vec::new(),
+            peers: Peers::default(),
             regions: Vec::new(),
             free_regions: Vec::new(),
-            active: Vec::new(),
             domain,
             progress,
             port,
@@ -146,6 +114,8 @@ impl VerbsFabric {
             wake,
             any_event,
             left_over: Vec::new(),
+            num_polls: 0,
+            has_slept: false,
         })
     }
 
@@ -221,10 +191,7 @@ impl VerbsFabric {
     }
 
     fn open_at(&mut self, local: IpAddr, name: String) -> Result<(PeerId, Vec<u8>), NetworkError> {
-        let failed = |e: CallError| {
-            let what = sys::describe_errno(e.code);
-            error(&self.name, e.call, Some(e.code), format!("{what}; see `rdma resource`"))
-        };
+        let failed = |e: CallError| self.failed(&e);
         let (gid_index, gid) = self.port.address(&self.config, local)?;
         let wanted = Capacity { sends: self.config.send_queue_depth, receives: 1, inline_bytes: 0 };
         let max_entries = u32::try_from(self.port.context.attr().max_cqe).unwrap_or(u32::MAX);
@@ -248,7 +215,6 @@ impl VerbsFabric {
             .try_clone()
             .map_err(|e| error(&self.name, "dup", e.raw_os_error(), e.to_string()))?;
         let state = Arc::new(PeerState { health: Health::default(), wake_self, sleeper: None });
-        let depth = u64::from(wanted.sends);
         let lane_state = Arc::new(LaneState::new(queue_pair, Arc::clone(&state)));
         let place = self.progress.enter(Arc::clone(&lane_state)).map_err(failed)?;
         let lane = FabricLane {
@@ -256,21 +222,15 @@ impl VerbsFabric {
             state: lane_state,
             _room: room,
         };
-        let peer = Peer {
-            lane: Some(lane),
-            own,
-            state,
-            name,
-            is_joined: false,
-            is_active: false,
-            remote_depth: depth,
-            posted: 0,
-            under_way: VecDeque::with_capacity(depth as usize),
-        };
-        // A number is never given out twice: a late use of an old one must not hit a new peer.
-        self.peers.push(Some(peer));
-        let id = PeerId(self.peers.len() as u32 - 1);
+        let peer = Peer::new(lane, own, state, name, wanted.sends as usize);
+        let full = CallError { call: "counting peers", code: libc::ENOSPC };
+        let id = self.peers.insert(peer).ok_or_else(|| self.failed(&full))?;
         Ok((id, detail::encode(self.port.link, &[own])))
+    }
+
+    fn failed(&self, e: &CallError) -> NetworkError {
+        let what = sys::describe_errno(e.code);
+        error(&self.name, e.call, Some(e.code), format!("{what}; see `rdma resource`"))
     }
 
     /// # Safety
@@ -291,37 +251,31 @@ impl VerbsFabric {
             code: 0,
             detail: format!("{:#x} is not a remote key of verbs", remote.region.key),
         })?;
-        let entry = self.peers.get_mut(peer.0 as usize).and_then(Option::as_mut);
-        let entry = entry.ok_or(PostError::Disconnected { op })?;
-        entry.state.health.check(|| entry.name.clone())?;
+        let entry = self.peers.get_mut(peer).ok_or(PostError::Disconnected { op })?;
+        entry.check()?;
         let Some(lane) = entry.lane.as_ref().filter(|_| entry.is_joined) else {
             return Err(PostError::Disconnected { op });
         };
-        if entry.under_way.len() as u64 >= entry.remote_depth {
+        if entry.num_under_way() >= self.config.send_queue_depth as usize {
             return Ok(Posted::Full);
         }
-        let sequence = entry.posted + 1;
+        let bytes = local.bytes as u32;
         let work = Work {
-            id: RequestId::new(lane.place.place, kind, sequence).0,
+            id: RequestId::new(lane.place.place, kind, entry.next_sequence()).0,
             verb: if kind == OpKind::Get { Verb::Read } else { Verb::Write },
             flags: SIGNALLED,
             local_address,
             local_key,
-            bytes: local.bytes as u32,
+            bytes,
             remote_address,
             remote_key,
         };
         // SAFETY: the caller's promise; the range lies within a registration of this fabric.
         if let Err(error) = unsafe { lane.state.queue_pair.post(&work) } {
             entry.state.health.fail(kind.name(), Cause::Refused { code: error.code });
-            entry.state.health.check(|| entry.name.clone())?;
+            entry.check()?;
         }
-        entry.posted = sequence;
-        entry.under_way.push_back((sequence, token));
-        if !entry.is_active {
-            entry.is_active = true;
-            self.active.push(peer.0);
-        }
+        self.peers.posted(peer, Request { token, kind, remote_address, remote_key, bytes });
         Ok(Posted::Accepted)
     }
 
@@ -400,7 +354,7 @@ impl Fabric for VerbsFabric {
     fn join_peer(&mut self, peer: PeerId, bytes: &[u8]) -> Result<(), NetworkError> {
         let Self { peers, port, config, name, .. } = self;
         let refuse = |detail: String| error(name, "joining a peer", None, detail);
-        let entry = peers.get_mut(peer.0 as usize).and_then(Option::as_mut);
+        let entry = peers.get_mut(peer);
         let entry = entry.ok_or_else(|| refuse(format!("there is no peer {}", peer.0)))?;
         let theirs = detail::decode(port.link, bytes).map_err(|e| refuse(e.to_string()))?;
         let Some(lane) = entry.lane.as_ref().filter(|_| !entry.is_joined) else {
@@ -415,21 +369,9 @@ impl Fabric for VerbsFabric {
     }
 
     fn close_peer(&mut self, peer: PeerId) {
-        let Some(entry) = self.peers.get_mut(peer.0 as usize).and_then(Option::take) else {
-            return;
-        };
-        let Peer { lane, under_way, .. } = entry;
-        let completed = lane.as_ref().map_or(0, |lane| lane.state.completed());
-        // The device lets go of the memory before anybody is told.
-        drop(lane);
-        self.left_over.extend(under_way.into_iter().map(|(sequence, token)| Completion {
-            token,
-            result: if sequence <= completed {
-                Ok(())
-            } else {
-                Err(PostError::Disconnected { op: "close_peer" })
-            },
-        }));
+        if let Some(entry) = self.peers.remove(peer) {
+            entry.close(&mut self.left_over);
+        }
     }
 
     unsafe fn write(
@@ -456,14 +398,15 @@ impl Fabric for VerbsFabric {
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
         self.progress.drive();
+        self.num_polls = self.num_polls.wrapping_add(1);
+        // A clock costs as much as a look.
+        let is_time = self.has_slept || self.num_polls.is_multiple_of(POLLS_PER_CLOCK);
+        if is_time && self.peers.has_active() {
+            self.has_slept = false;
+            self.peers.fail_stalled(Instant::now(), self.config.stall_timeout());
+        }
         out.append(&mut self.left_over);
-        let Self { active, peers, .. } = self;
-        active.retain(|idx| {
-            let Some(peer) = peers[*idx as usize].as_mut() else { return false };
-            peer.report(out);
-            peer.is_active = !peer.under_way.is_empty();
-            peer.is_active
-        });
+        self.peers.report(out);
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -473,44 +416,17 @@ impl Fabric for VerbsFabric {
     fn may_sleep(&mut self) -> bool {
         // Nothing to read is the usual answer.
         let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
-        let is_quiet = self.progress.may_sleep();
-        let has_news = |idx: &u32| self.peers[*idx as usize].as_ref().is_none_or(Peer::has_news);
-        is_quiet && self.left_over.is_empty() && !self.active.iter().any(has_news)
+        self.has_slept = true;
+        self.progress.may_sleep() && self.left_over.is_empty() && !self.peers.has_news()
+    }
+
+    fn max_sleep(&self) -> Duration {
+        // Often enough that a stall is noticed a quarter late at the most.
+        if self.peers.has_active() { self.config.stall_timeout() / 4 } else { Duration::MAX }
     }
 
     fn max_operation_bytes(&self) -> u64 {
         self.port.max_message_bytes.min(self.config.max_message_bytes).into()
-    }
-}
-
-impl Peer {
-    fn has_news(&self) -> bool {
-        let Some((first, _)) = self.under_way.front() else { return false };
-        let completed = self.lane.as_ref().map_or(0, |lane| lane.state.completed());
-        completed >= *first || self.state.health.has_failed()
-    }
-
-    /// Reports what is complete, and after a failure everything.
-    fn report(&mut self, out: &mut Vec<Completion>) {
-        // In this order: what completed before the failure was seen is done.
-        let has_failed = self.state.health.has_failed();
-        let completed = self.lane.as_ref().map_or(0, |lane| lane.state.completed());
-        while let Some((sequence, token)) = self.under_way.front().copied() {
-            if sequence > completed {
-                break;
-            }
-            self.under_way.pop_front();
-            out.push(Completion { token, result: Ok(()) });
-        }
-        if !has_failed {
-            return;
-        }
-        // Destroying the queue pair keeps the device off the memory of what is reported now.
-        self.lane = None;
-        for (_, token) in self.under_way.drain(..) {
-            let result = self.state.health.check(|| self.name.clone());
-            out.push(Completion { token, result });
-        }
     }
 }
 
@@ -535,3 +451,6 @@ fn remote_address(op: &'static str, remote: &RemoteSegment, bytes: u64) -> Resul
         }),
     }
 }
+
+/// Polls without a look at the clock.
+const POLLS_PER_CLOCK: u32 = 64;

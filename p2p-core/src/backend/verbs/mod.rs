@@ -17,6 +17,7 @@ mod fabric;
 mod lane;
 mod network;
 mod owner;
+mod peers;
 mod port;
 mod progress;
 mod qp;

@@ -99,7 +99,7 @@ const fn explain(status: u32) -> (&'static str, &'static str) {
         ),
         wc::IBV_WC_REM_INV_REQ_ERR => (
             "the peer's device refuses the request as invalid",
-            "check that it offers atomics, and that sizes and alignment are right",
+            "check that its memory and queue pair allow the operation, that it offers atomics, and sizes and alignment",
         ),
         wc::IBV_WC_REM_OP_ERR => {
             ("the peer's device could not carry the request out", "see `dmesg` on its host")

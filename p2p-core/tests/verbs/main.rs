@@ -1,0 +1,10 @@
+//! What the verbs transport does beyond the suite: faults, refusals, whole devices, counters, and peers
+//! that are not ours. Runs where there is a device; `tests/rxe/` provides one.
+#![cfg(all(feature = "verbs", not(loom)))]
+
+mod common;
+mod deaths;
+mod device;
+mod perftest;
+mod refusals;
+mod stalls;
