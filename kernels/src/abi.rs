@@ -86,7 +86,7 @@ impl DevicePtr {
 
 /// First error of a peer's kernels. The host clears it by setting `tag` to [`TAG_NONE`].
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct ErrorWord {
     /// What was waited for or found wrong: `SY_TAG_*` of the header.
     pub tag: u32,

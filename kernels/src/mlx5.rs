@@ -3,6 +3,8 @@
 
 use std::mem::offset_of;
 
+pub use crate::abi::ErrorWord;
+
 /// `SY_MLX5_CQ_COLLAPSED`
 pub const CQ_COLLAPSED: u32 = 1;
 
@@ -67,24 +69,6 @@ pub struct QueueState {
     pad4: [u8; 120],
 }
 
-/// `sy_error_word`
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct ErrorWord {
-    /// What was waited for.
-    pub tag: u32,
-    /// Peer.
-    pub peer: u32,
-    /// Why it ended.
-    pub reason: u32,
-    /// 0.
-    pub reserved: u32,
-    /// Value seen.
-    pub observed: u64,
-    /// Value waited for.
-    pub expected: u64,
-}
-
 /// `sy_mlx5_bound`
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -129,5 +113,4 @@ const _: () = assert!(size_of::<QueueState>() == 640 && offset_of!(QueueState, p
 const _: () =
     assert!(offset_of!(QueueState, completed) == 256 && offset_of!(QueueState, error) == 512);
 const _: () = assert!(offset_of!(QueueState, cq_index) == 384);
-const _: () = assert!(size_of::<ErrorWord>() == 32 && offset_of!(ErrorWord, observed) == 16);
 const _: () = assert!(size_of::<Bound>() == 24);

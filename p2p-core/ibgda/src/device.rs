@@ -1,10 +1,11 @@
 //! Devices as libibverbs lists them.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_int};
 use std::io;
 
 use thiserror::Error;
 
+use crate::ffi::{CONTEXT_FLAGS_DEVX, ContextAttributes};
 use crate::library::{Libraries, LibraryError};
 
 /// A device of the host.
@@ -35,35 +36,10 @@ pub enum DeviceError {
 /// # Errors
 /// [`DeviceError`].
 pub fn devices(libraries: &Libraries) -> Result<Vec<Device>, DeviceError> {
-    type GetList = unsafe extern "C" fn(*mut c_int) -> *mut *mut c_void;
-    type FreeList = unsafe extern "C" fn(*mut *mut c_void);
-    type Name = unsafe extern "C" fn(*mut c_void) -> *const c_char;
-    type IsSupported = unsafe extern "C" fn(*mut c_void) -> bool;
-    type Open = unsafe extern "C" fn(*mut c_void, *mut ContextAttributes) -> *mut c_void;
-    type Close = unsafe extern "C" fn(*mut c_void) -> c_int;
-
-    let (verbs, mlx5) = (libraries.verbs(), libraries.mlx5());
-    // SAFETY: these are the functions of those names with the signatures of infiniband/verbs.h and
-    // infiniband/mlx5dv.h, which no release has changed.
-    let (get_list, free_list, name, is_supported, open, close) = unsafe {
-        (
-            std::mem::transmute::<*mut c_void, GetList>(
-                verbs.symbol("ibv_get_device_list")?.as_ptr(),
-            ),
-            std::mem::transmute::<*mut c_void, FreeList>(
-                verbs.symbol("ibv_free_device_list")?.as_ptr(),
-            ),
-            std::mem::transmute::<*mut c_void, Name>(verbs.symbol("ibv_get_device_name")?.as_ptr()),
-            std::mem::transmute::<*mut c_void, IsSupported>(
-                mlx5.symbol("mlx5dv_is_supported")?.as_ptr(),
-            ),
-            std::mem::transmute::<*mut c_void, Open>(mlx5.symbol("mlx5dv_open_device")?.as_ptr()),
-            std::mem::transmute::<*mut c_void, Close>(verbs.symbol("ibv_close_device")?.as_ptr()),
-        )
-    };
+    let (verbs, mlx5) = (&libraries.verbs, &libraries.mlx5);
     let mut num_devices: c_int = 0;
     // SAFETY: a valid place for the number.
-    let list = unsafe { get_list(&raw mut num_devices) };
+    let list = unsafe { (verbs.ibv_get_device_list)(&raw mut num_devices) };
     if list.is_null() {
         return Err(DeviceError::List(io::Error::last_os_error()));
     }
@@ -73,15 +49,15 @@ pub fn devices(libraries: &Libraries) -> Result<Vec<Device>, DeviceError> {
         // opened is closed before.
         unsafe {
             let device = *list.add(idx);
-            let text = name(device);
-            let is_mlx5 = is_supported(device);
+            let text = (verbs.ibv_get_device_name)(device);
+            let is_mlx5 = (mlx5.mlx5dv_is_supported)(device);
             let devx = if is_mlx5 {
                 let mut attributes = ContextAttributes { flags: CONTEXT_FLAGS_DEVX, comp_mask: 0 };
-                let context = open(device, &raw mut attributes);
+                let context = (mlx5.mlx5dv_open_device)(device, &raw mut attributes);
                 if context.is_null() {
                     Err(format!("mlx5dv_open_device: {}", io::Error::last_os_error()))
                 } else {
-                    close(context);
+                    (verbs.ibv_close_device)(context);
                     Ok(())
                 }
             } else {
@@ -96,17 +72,6 @@ pub fn devices(libraries: &Libraries) -> Result<Vec<Device>, DeviceError> {
         }
     }
     // SAFETY: the list of above, freed once.
-    unsafe { free_list(list) };
+    unsafe { (verbs.ibv_free_device_list)(list) };
     Ok(devices)
 }
-
-/// `struct mlx5dv_context_attr`
-#[repr(C)]
-struct ContextAttributes {
-    flags: u32,
-    comp_mask: u64,
-}
-
-/// `MLX5DV_CONTEXT_FLAGS_DEVX`
-const CONTEXT_FLAGS_DEVX: u32 = 1 << 0;
-const _: () = assert!(size_of::<ContextAttributes>() == 16);

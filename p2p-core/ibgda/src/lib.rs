@@ -7,13 +7,28 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`mod@probe`] | devices, drivers, modules, driver options, libraries: one check each |
-//! | [`library`] | libibverbs and libmlx5, opened at run time |
+//! | [`peer`] | a peer's slot and the queues to it: open, describe, join |
+//! | [`queue`] | queue pairs by libibverbs or by DevX, as kernels post on them |
+//! | [`nic`] | a port of a NIC, registration of host and GPU memory |
+//! | [`access`] | memory that both the NIC and whoever posts reach |
+//! | [`prm`] | commands to the firmware, as bytes |
 //! | [`device`] | devices as libibverbs lists them, and which are mlx5 |
+//! | [`library`], [`ffi`] | libibverbs and libmlx5, opened at run time |
 
+pub mod access;
 pub mod device;
+pub mod ffi;
 pub mod library;
+pub mod nic;
+pub mod peer;
+pub mod prm;
 pub mod probe;
+pub mod queue;
 
+pub use access::{Access, HostAccess};
 pub use device::{Device, DeviceError, devices};
 pub use library::{Libraries, LibraryError};
+pub use nic::{Nic, NicConfig, NicError};
+pub use peer::{OpenPeer, Peer, PeerConfig, PeerError};
 pub use probe::{Check, Report, State, probe};
+pub use queue::{QueueConfig, QueueError, QueuePath};

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use crate::ffi::{Mlx5, Verbs};
+
 /// A library or one of its functions is missing.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -14,7 +16,7 @@ pub enum LibraryError {
     #[error("{name} cannot be opened: {detail}; install {package}")]
     Open {
         /// File.
-        name: &'static str,
+        name: String,
         /// The loader's answer.
         detail: String,
         /// Debian package that has it.
@@ -24,7 +26,7 @@ pub enum LibraryError {
     #[error("{name} has no {symbol}: it is older than rdma-core 44; install a newer {package}")]
     Symbol {
         /// File.
-        name: &'static str,
+        name: String,
         /// Function.
         symbol: &'static str,
         /// Debian package that has it.
@@ -35,47 +37,11 @@ pub enum LibraryError {
 /// libibverbs and libmlx5, with everything that the control path calls.
 #[derive(Debug, Clone)]
 pub struct Libraries {
-    verbs: Arc<Library>,
-    mlx5: Arc<Library>,
+    /// Functions stay valid as long as this value.
+    pub(crate) verbs: Verbs,
+    pub(crate) mlx5: Mlx5,
+    _open: Arc<[Library; 2]>,
 }
-
-/// What the control path needs of libibverbs.
-pub const VERBS_SYMBOLS: [&str; 16] = [
-    "ibv_get_device_list",
-    "ibv_free_device_list",
-    "ibv_get_device_name",
-    "ibv_open_device",
-    "ibv_close_device",
-    "ibv_alloc_pd",
-    "ibv_dealloc_pd",
-    "ibv_create_cq",
-    "ibv_destroy_cq",
-    "ibv_create_qp",
-    "ibv_modify_qp",
-    "ibv_destroy_qp",
-    "ibv_reg_mr",
-    "ibv_reg_dmabuf_mr",
-    "ibv_dereg_mr",
-    "ibv_query_gid",
-];
-
-/// What the control path needs of libmlx5: the plain path, then DevX.
-pub const MLX5_SYMBOLS: [&str; 14] = [
-    "mlx5dv_is_supported",
-    "mlx5dv_open_device",
-    "mlx5dv_init_obj",
-    "mlx5dv_query_device",
-    "mlx5dv_devx_general_cmd",
-    "mlx5dv_devx_obj_create",
-    "mlx5dv_devx_obj_modify",
-    "mlx5dv_devx_obj_destroy",
-    "mlx5dv_devx_umem_reg",
-    "mlx5dv_devx_umem_reg_ex",
-    "mlx5dv_devx_umem_dereg",
-    "mlx5dv_devx_alloc_uar",
-    "mlx5dv_devx_free_uar",
-    "mlx5dv_devx_query_eqn",
-];
 
 impl Libraries {
     /// Opens both and looks up every function.
@@ -83,31 +49,32 @@ impl Libraries {
     /// # Errors
     /// [`LibraryError`], naming the first that is missing.
     pub fn open() -> Result<Self, LibraryError> {
-        let verbs = Library::open("libibverbs.so.1", "libibverbs1")?;
-        let mlx5 = Library::open("libmlx5.so.1", "ibverbs-providers")?;
-        for symbol in VERBS_SYMBOLS {
-            verbs.symbol(symbol)?;
-        }
-        for symbol in MLX5_SYMBOLS {
-            mlx5.symbol(symbol)?;
-        }
-        Ok(Self { verbs: Arc::new(verbs), mlx5: Arc::new(mlx5) })
+        Self::open_files("libibverbs.so.1", "libmlx5.so.1")
     }
 
-    pub(crate) fn verbs(&self) -> &Library {
-        &self.verbs
-    }
-
-    pub(crate) fn mlx5(&self) -> &Library {
-        &self.mlx5
+    /// The same with files of other names or places, as a vendor's own installation has them.
+    ///
+    /// # Errors
+    /// [`LibraryError`], naming the first that is missing.
+    pub fn open_files(verbs: &str, mlx5: &str) -> Result<Self, LibraryError> {
+        let libraries =
+            [Library::open(verbs, "libibverbs1")?, Library::open(mlx5, "ibverbs-providers")?];
+        // SAFETY: the functions of these names in these libraries; no release has changed them.
+        let (verbs, mlx5) = unsafe {
+            (
+                Verbs::load(|symbol| libraries[0].symbol(symbol))?,
+                Mlx5::load(|symbol| libraries[1].symbol(symbol))?,
+            )
+        };
+        Ok(Self { verbs, mlx5, _open: Arc::new(libraries) })
     }
 }
 
 /// A library that stays open as long as this value.
 #[derive(Debug)]
-pub(crate) struct Library {
+struct Library {
     handle: NonNull<c_void>,
-    name: &'static str,
+    name: String,
     package: &'static str,
 }
 
@@ -117,23 +84,25 @@ unsafe impl Send for Library {}
 unsafe impl Sync for Library {}
 
 impl Library {
-    pub(crate) fn open(name: &'static str, package: &'static str) -> Result<Self, LibraryError> {
+    fn open(name: &str, package: &'static str) -> Result<Self, LibraryError> {
         let file = CString::new(name).unwrap_or_default();
         // SAFETY: a string that ends with 0. Constructors of the library run: it is the system's own.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         match NonNull::new(handle) {
-            Some(handle) => Ok(Self { handle, name, package }),
-            None => Err(LibraryError::Open { name, detail: last_error(), package }),
+            Some(handle) => Ok(Self { handle, name: name.to_owned(), package }),
+            None => {
+                Err(LibraryError::Open { name: name.to_owned(), detail: last_error(), package })
+            }
         }
     }
 
     /// Address of a function.
-    pub(crate) fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, LibraryError> {
+    fn symbol(&self, symbol: &'static str) -> Result<NonNull<c_void>, LibraryError> {
         let text = CString::new(symbol).unwrap_or_default();
         // SAFETY: the handle is open; a string that ends with 0.
         let found = unsafe { libc::dlsym(self.handle.as_ptr(), text.as_ptr()) };
         NonNull::new(found).ok_or(LibraryError::Symbol {
-            name: self.name,
+            name: self.name.clone(),
             symbol,
             package: self.package,
         })
