@@ -251,6 +251,20 @@ pub trait Endpoint: Send {
     /// [`QuietError`] at `deadline` or on failure.
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError>;
 
+    /// Whether nothing issued before uses local memory any more: sources may be written again, and what
+    /// was got is there. Less than [`quiet`](Self::quiet), since puts need not have arrived. Looks, and
+    /// does not wait.
+    ///
+    /// # Errors
+    /// [`PostError`] when the transport has failed.
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        match self.quiet(Instant::now()) {
+            Ok(()) => Ok(true),
+            Err(QuietError::Deadline { .. }) => Ok(false),
+            Err(QuietError::Post(error)) => Err(error),
+        }
+    }
+
     /// Wakes the peer if it sleeps on the region of `key`, whose `WAITING` word is at
     /// `waiting_offset`. Called after `add_flag`.
     ///

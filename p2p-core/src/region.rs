@@ -1,5 +1,6 @@
 //! Owned memory, its local ranges and its wire form.
 
+use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -31,6 +32,8 @@ pub struct Region {
 struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
+    /// Who frees the memory; `None`: it is a mapping that ends with this value.
+    owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 // SAFETY: the mapping is plain memory with no thread affinity; it is unmapped once, by the last owner.
@@ -73,7 +76,22 @@ impl Region {
     #[must_use]
     pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Option<Self> {
         let ptr = NonNull::new(ptr)?;
-        (len > 0).then(|| Self { inner: Arc::new(Mapping { ptr, len }) })
+        (len > 0).then(|| Self { inner: Arc::new(Mapping { ptr, len, owner: None }) })
+    }
+
+    /// Memory that `owner` frees when dropped, such as page-locked memory of a GPU's driver. It is kept
+    /// as long as the region. `None` when `ptr` is null or `len` is 0.
+    ///
+    /// # Safety
+    /// `ptr..ptr+len` stays readable and writable as long as `owner` lives.
+    #[must_use]
+    pub unsafe fn of_owner(
+        ptr: *mut u8,
+        len: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Option<Self> {
+        let ptr = NonNull::new(ptr)?;
+        (len > 0).then(|| Self { inner: Arc::new(Mapping { ptr, len, owner: Some(owner) }) })
     }
 
     /// First byte.
@@ -104,6 +122,9 @@ impl Region {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if self.owner.is_some() {
+            return;
+        }
         // SAFETY: this is the last reference to a mapping that `from_raw` took over whole.
         if let Err(error) = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) } {
             tracing::error!(%error, len = self.len, "munmap failed");

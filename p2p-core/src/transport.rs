@@ -98,6 +98,10 @@ impl Endpoint for AnyEndpoint {
         on!(self, end => end.quiet(deadline))
     }
 
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        on!(self, end => end.is_settled())
+    }
+
     fn wake(&mut self, key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
         on!(self, end => end.wake(key, waiting_offset))
     }

@@ -24,6 +24,8 @@ pub struct LibfabricEndpoint {
     num_parts: u16,
     max_message_bytes: usize,
     next_seq: u32,
+    /// Mails sent.
+    num_mails: u64,
     /// Writes issued.
     num_writes: u64,
     /// Questions asked.
@@ -66,6 +68,7 @@ impl LibfabricEndpoint {
             num_parts: 0,
             max_message_bytes,
             next_seq: 0,
+            num_mails: 0,
             num_writes: 0,
             num_asked: 0,
             is_open: false,
@@ -112,6 +115,7 @@ impl LibfabricEndpoint {
             then,
             credit: self.lease.link.take_credit(),
             num_parts: self.num_parts,
+            mails: self.lease.link.mails_read(),
         };
         if let Some(head) = self.message.first_chunk_mut::<HEADER_BYTES>() {
             header.encode(head);
@@ -126,7 +130,7 @@ impl LibfabricEndpoint {
     }
 
     #[inline]
-    fn post(&self, op: &'static str, after_writes: u64) -> Result<bool, PostError> {
+    fn post(&mut self, op: &'static str, after_writes: u64) -> Result<bool, PostError> {
         let Lease { device, link, .. } = &self.lease;
         link.health()?;
         if link.is_deserted() {
@@ -134,6 +138,16 @@ impl LibfabricEndpoint {
             return Ok(true);
         }
         if link.backlog() == 0 && link.may_send(after_writes) {
+            if self.far.mail.is_some() {
+                match link.post_mail(device.port(), self.num_mails + 1, &self.message) {
+                    Ok(Taken::Yes) => {
+                        self.num_mails += 1;
+                        return Ok(true);
+                    }
+                    Ok(Taken::Again) => {}
+                    Err(error) => return Err(link.fail_call(&error)),
+                }
+            }
             match link.inject(device.port(), &self.message) {
                 Ok(Taken::Yes) => return Ok(true),
                 Ok(Taken::Again) => {}
@@ -335,6 +349,17 @@ impl Endpoint for LibfabricEndpoint {
             }
         }
         Ok(())
+    }
+
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        // Small puts were copied; questions to the peer would only tell of the rest.
+        let Lease { device, link, .. } = &self.lease;
+        link.health()?;
+        if link.backlog() == 0 && link.outstanding() == 0 {
+            return Ok(true);
+        }
+        device.drive();
+        Ok(link.backlog() == 0 && link.outstanding() == 0)
     }
 
     fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {

@@ -1,0 +1,298 @@
+// Puts, gets and adds that a kernel hands to a thread of the host, for NICs that it cannot drive by
+// itself. The same names as over direct stores and over a NIC.
+//
+// Order on one lane: a signal or an add is seen by the peer after everything that was put before it.
+// Puts have no order among each other. Nothing is ordered across lanes.
+//
+// Calls with `_warp` in their name are made by a whole warp, all others by one thread. What other
+// threads of the block stored is covered if a barrier lies between.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/mlx5/memory.h"
+#include "switchyard/comm/proxy_layout.h"
+
+namespace switchyard::comm::proxy {
+
+using Status = uint32_t; // SY_PROXY_*
+
+namespace detail {
+
+// Two words with one store, and with one load.
+#if defined(__CUDACC__)
+SY_DEVICE void store_command(sy_proxy_command* cell, const sy_proxy_command& command) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(cell), "l"(command.first),
+                 "l"(command.second)
+                 : "memory");
+}
+SY_DEVICE void load_words(const sy_proxy_lane_words* words, uint64_t* completed, uint64_t* error) {
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(*completed), "=l"(*error)
+                 : "l"(words)
+                 : "memory");
+}
+#else
+SY_DEVICE void store_command(sy_proxy_command* cell, const sy_proxy_command& command) {
+    // In this order a reader may find the first half alone, and must not take it for a command.
+    __atomic_store_n(&cell->first, command.first, __ATOMIC_RELAXED);
+    __atomic_store_n(&cell->second, command.second, __ATOMIC_RELAXED);
+}
+SY_DEVICE void load_words(const sy_proxy_lane_words* words, uint64_t* completed, uint64_t* error) {
+    *completed = __atomic_load_n(&words->completed, __ATOMIC_RELAXED);
+    *error = __atomic_load_n(&words->error, __ATOMIC_RELAXED);
+}
+#endif
+
+SY_DEVICE const sy_proxy_lane& lane_of(const sy_proxy_peer& peer, uint32_t lane) {
+    return at_address<const sy_proxy_lane>(peer.lanes)[lane % peer.num_lanes];
+}
+
+SY_DEVICE sy_proxy_lane_state& state_of(const sy_proxy_lane& lane) {
+    return *at_address<sy_proxy_lane_state>(lane.state);
+}
+
+SY_DEVICE bool is_inside(const sy_proxy_peer& peer, uint64_t offset, uint64_t num_bytes) {
+    return offset <= peer.slot_bytes && num_bytes <= peer.slot_bytes - offset;
+}
+
+SY_DEVICE sy_proxy_command head(const sy_proxy_peer& peer, uint32_t opcode, uint64_t offset) {
+    return {offset << SY_PROXY_OFFSET_SHIFT |
+                static_cast<uint64_t>(peer.window) << SY_PROXY_WINDOW_SHIFT |
+                static_cast<uint64_t>(opcode) << SY_PROXY_OPCODE_SHIFT,
+            0};
+}
+
+SY_DEVICE sy_proxy_command make_move(const sy_proxy_peer& peer, uint32_t opcode, uint32_t source,
+                                     uint64_t source_offset, uint64_t offset, uint32_t num_bytes) {
+    sy_proxy_command command = head(peer, opcode, offset);
+    command.first |= static_cast<uint64_t>(source) << SY_PROXY_SOURCE_SHIFT;
+    command.second = source_offset << 32 | static_cast<uint64_t>(num_bytes) << 1;
+    return command;
+}
+
+SY_DEVICE sy_proxy_command make_word(const sy_proxy_peer& peer, uint32_t opcode, uint64_t offset,
+                                     uint64_t value) {
+    sy_proxy_command command = head(peer, opcode, offset);
+    command.first |= value >> 63 << SY_PROXY_VALUE_SHIFT;
+    command.second = value << 1;
+    return command;
+}
+
+// The first reason stays; later ones are dropped.
+SY_DEVICE void record(const sy_proxy_peer& peer, uint32_t tag, uint32_t reason, uint64_t observed,
+                      uint64_t expected) {
+    if (peer.error == 0)
+        return;
+    sy_error_word* error = at_address<sy_error_word>(peer.error);
+    if (atom_cas_acquire(&error->tag, SY_TAG_NONE, tag) != SY_TAG_NONE)
+        return;
+    error->peer = peer.peer;
+    error->reason = reason;
+    error->observed = observed;
+    error->expected = expected;
+}
+
+SY_DEVICE Status fail(const sy_proxy_lane& lane, Status status) {
+    atom_cas_relaxed(&state_of(lane).error, 0, status);
+    return status;
+}
+
+// Waits until `end` commands are over. Mapped memory is microseconds away, so every look counts.
+SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& lane, uint64_t end,
+                                uint32_t tag) {
+    sy_proxy_lane_state& state = state_of(lane);
+    if (ld_acquire<Scope::kGpu>(&state.seen) >= end)
+        return SY_PROXY_OK;
+    const sy_proxy_lane_words* words = at_address<const sy_proxy_lane_words>(lane.words);
+    uint64_t start_ns = 0;
+    for (uint32_t num_polls = 1;; ++num_polls) {
+        uint64_t completed = 0, error = 0;
+        load_words(words, &completed, &error);
+        if (completed >= end) {
+            const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);
+            if (completed > reserved) {
+                record(peer, SY_TAG_PROXY_DESYNC, SY_REASON_VALUE, completed, reserved);
+                return fail(lane, SY_PROXY_DESYNC);
+            }
+            // SYNC POINT recycled: what the thread did before it said so comes before what follows.
+            fence_acq_rel<Scope::kSys>();
+            red_max_release(&state.seen, completed);
+            return SY_PROXY_OK;
+        }
+        if (error != 0) {
+            record(peer, SY_TAG_PROXY_LANE, SY_REASON_VALUE, error, 0);
+            return fail(lane, SY_PROXY_REFUSED);
+        }
+        // Whoever posts on the lane, too, may have found a newer value, or a reason to give up.
+        if (ld_acquire<Scope::kGpu>(&state.seen) >= end)
+            return SY_PROXY_OK;
+        const uint64_t given_up = ld_relaxed<Scope::kGpu>(&state.error);
+        if (given_up != 0)
+            return static_cast<Status>(given_up);
+        pause_poll();
+        if (num_polls % 8 != 0)
+            continue;
+        const uint64_t now = now_ns();
+        if (start_ns == 0)
+            start_ns = now;
+        const bool is_aborted =
+            peer.abort_mask != 0 && peer.peer < 32 &&
+            (ld_relaxed<Scope::kSys>(at_address<const uint32_t>(peer.abort_mask)) >> peer.peer & 1) !=
+                0;
+        if (is_aborted || now - start_ns > peer.timeout_ns) {
+            record(peer, tag, is_aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT, completed, end);
+            return fail(lane, is_aborted ? SY_PROXY_ABORTED : SY_PROXY_TIMEOUT);
+        }
+    }
+}
+
+// Gives the caller `num_commands` cells from `*base` on, once they are free and the budget allows.
+SY_DEVICE Status reserve(const sy_proxy_peer& peer, const sy_proxy_lane& lane,
+                         uint32_t num_commands, uint64_t* base) {
+    sy_proxy_lane_state& state = state_of(lane);
+    const uint64_t error = ld_relaxed<Scope::kGpu>(&state.error);
+    if (error != 0)
+        return static_cast<Status>(error);
+    *base = atom_add_relaxed(&state.reserved, num_commands);
+    const uint64_t end = *base + num_commands;
+    // NOTES: without this wait a cell is overwritten that the thread has not read.
+    if (end > lane.budget)
+        return wait_completed(peer, lane, end - lane.budget, SY_TAG_PROXY_ROOM);
+    return SY_PROXY_OK;
+}
+
+// SYNC POINT command: a command is seen after everything that the poster stored, or knew of, before.
+SY_DEVICE void store(const sy_proxy_lane& lane, uint64_t index, sy_proxy_command command) {
+    const uint64_t lap = (index >> lane.depth_shift) + 1;
+    command.first |= lap & 0xff;
+    command.second |= lap & 1;
+    const uint64_t cell = index & ((uint64_t{1} << lane.depth_shift) - 1);
+    store_command(at_address<sy_proxy_command>(lane.commands) + cell, command);
+}
+
+} // namespace detail
+
+// Posts `num_commands` (at most 32, and not beyond the budget); `build(lane_idx)` gives the command of a
+// lane of the warp. `*end` is the number of the command behind the last one.
+template <class Group = Warp, class Build>
+SY_DEVICE Status post(const sy_proxy_peer& peer, const sy_proxy_lane& lane, uint32_t num_commands,
+                      Build&& build, uint64_t* end = nullptr) {
+    if (num_commands > lane.budget)
+        return SY_PROXY_ARGUMENT;
+    uint64_t base = 0;
+    const Status status = static_cast<Status>(Group::leader(
+        [&] { return uint64_t{detail::reserve(peer, lane, num_commands, &base)}; }));
+    if (status != SY_PROXY_OK)
+        return status;
+    base = Group::leader([&] { return base; });
+    Group::each_lane(num_commands, [&](uint32_t lane_idx) {
+        // NOTES: by every lane that stores a command; together they cost as much as one.
+        fence_acq_rel<Scope::kSys>();
+        detail::store(lane, base + lane_idx, build(lane_idx));
+    });
+    if (end != nullptr)
+        *end = base + num_commands;
+    return SY_PROXY_OK;
+}
+
+// Starts a copy of a registered region to the peer. `source` 0 is the mirror.
+template <class Group = Warp>
+SY_DEVICE Status put_from_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                                   uint32_t source, uint64_t source_offset, uint64_t num_bytes) {
+    if (!detail::is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES ||
+        source >= SY_PROXY_MAX_SOURCES || source_offset > UINT32_MAX)
+        return SY_PROXY_ARGUMENT;
+    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) {
+        return detail::make_move(peer, SY_PROXY_PUT, source, source_offset, offset,
+                                 static_cast<uint32_t>(num_bytes));
+    });
+}
+
+// Puts what was stored at `offset` of the mirror.
+template <class Group = Warp>
+SY_DEVICE Status put_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                              uint64_t num_bytes) {
+    return put_from_nbi_warp<Group>(peer, lane, offset, 0, offset, num_bytes);
+}
+
+namespace detail {
+
+template <class Group>
+SY_DEVICE Status put_word_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                                   uint64_t num_bytes, uint32_t opcode, uint64_t word_offset,
+                                   uint64_t value) {
+    if (!is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES ||
+        !is_inside(peer, word_offset, 8) || word_offset % 8 != 0)
+        return SY_PROXY_ARGUMENT;
+    return post<Group>(peer, lane_of(peer, lane), 2, [&](uint32_t lane_idx) {
+        return lane_idx == 0 ? make_move(peer, SY_PROXY_PUT, 0, offset, offset,
+                                         static_cast<uint32_t>(num_bytes))
+                             : make_word(peer, opcode, word_offset, value);
+    });
+}
+
+SY_DEVICE Status post_word(const sy_proxy_peer& peer, uint32_t lane, uint32_t opcode,
+                           uint64_t offset, uint64_t value) {
+    if (!is_inside(peer, offset, 8) || offset % 8 != 0)
+        return SY_PROXY_ARGUMENT;
+    return post<Thread>(peer, lane_of(peer, lane), 1, [&](uint32_t) {
+        return make_word(peer, opcode, offset, value);
+    });
+}
+
+} // namespace detail
+
+// A put, and an add to a counter of the peer behind it.
+template <class Group = Warp>
+SY_DEVICE Status put_add_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                                  uint64_t num_bytes, uint64_t counter_offset, uint64_t value) {
+    return detail::put_word_nbi_warp<Group>(peer, lane, offset, num_bytes, SY_PROXY_ADD,
+                                            counter_offset, value);
+}
+
+// A put, and the setting of a word of the peer behind it.
+template <class Group = Warp>
+SY_DEVICE Status put_signal_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                                     uint64_t num_bytes, uint64_t word_offset, uint64_t value) {
+    return detail::put_word_nbi_warp<Group>(peer, lane, offset, num_bytes, SY_PROXY_SIGNAL,
+                                            word_offset, value);
+}
+
+// Starts a copy of the peer's slot to the mirror, which is complete after a quiet.
+template <class Group = Warp>
+SY_DEVICE Status get_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                              uint64_t num_bytes) {
+    if (!detail::is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES)
+        return SY_PROXY_ARGUMENT;
+    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) {
+        return detail::make_move(peer, SY_PROXY_GET, 0, offset, offset,
+                                 static_cast<uint32_t>(num_bytes));
+    });
+}
+
+// Adds to a counter of the peer, after everything that was put on this lane before.
+SY_DEVICE Status amo_nonfetch_add(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                                  uint64_t value) {
+    return detail::post_word(peer, lane, SY_PROXY_ADD, offset, value);
+}
+
+// Sets a word of the peer that has one writer, after everything that was put on this lane before.
+// NOTES: all signals and adds to a word go through lanes of this peer, and no put covers it: the thread
+// keeps the last value, because not every transport can store a word at once.
+SY_DEVICE Status signal(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset, uint64_t value) {
+    return detail::post_word(peer, lane, SY_PROXY_SIGNAL, offset, value);
+}
+
+// Waits until everything posted on the lane before is complete: sources may be reused, the peer has
+// what was put, and what was got is here.
+SY_DEVICE Status quiet(const sy_proxy_peer& peer, uint32_t lane) {
+    const sy_proxy_lane& to = detail::lane_of(peer, lane);
+    uint64_t end = 0;
+    const Status status = post<Thread>(
+        peer, to, 1, [&](uint32_t) { return detail::head(peer, SY_PROXY_QUIET, 0); }, &end);
+    return status != SY_PROXY_OK ? status
+                                 : detail::wait_completed(peer, to, end, SY_TAG_PROXY_QUIET);
+}
+
+} // namespace switchyard::comm::proxy

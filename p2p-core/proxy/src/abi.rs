@@ -1,0 +1,129 @@
+//! The structures of `kernels/include/switchyard/comm/proxy_layout.h`, field by field.
+
+use std::mem::offset_of;
+
+use bytemuck::{Pod, Zeroable};
+
+/// `SY_PROXY_VERSION`
+pub const VERSION: u32 = 1;
+/// `SY_PROXY_MIN_DEPTH`: cells of a lane.
+pub const MIN_DEPTH: u32 = 16;
+/// `SY_PROXY_MAX_DEPTH`
+pub const MAX_DEPTH: u32 = 65_536;
+/// `SY_PROXY_MAX_LANES`: of a peer.
+pub const MAX_LANES: u32 = 256;
+/// `SY_PROXY_MAX_SOURCES`: registered regions of a peer, the mirror among them.
+pub const MAX_SOURCES: usize = 2048;
+/// `SY_PROXY_MAX_WINDOWS`: of a peer.
+pub const MAX_WINDOWS: usize = 256;
+/// `SY_PROXY_MAX_BYTES`: of one put or get.
+pub const MAX_BYTES: u32 = 0x7fff_ffff;
+
+/// `SY_PROXY_OPCODE_SHIFT`
+pub const OPCODE_SHIFT: u32 = 8;
+/// `SY_PROXY_VALUE_SHIFT`
+pub const VALUE_SHIFT: u32 = 12;
+/// `SY_PROXY_SOURCE_SHIFT`
+pub const SOURCE_SHIFT: u32 = 13;
+/// `SY_PROXY_WINDOW_SHIFT`
+pub const WINDOW_SHIFT: u32 = 24;
+/// `SY_PROXY_OFFSET_SHIFT`
+pub const OFFSET_SHIFT: u32 = 32;
+
+/// `sy_proxy_command`
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C, align(16))]
+pub struct RawCommand {
+    /// Lap, opcode, source, window, offset at the peer.
+    pub first: u64,
+    /// Lap bit; length and offset in the source, or value.
+    pub second: u64,
+}
+
+/// `sy_proxy_lane_words`: what the thread tells those who post.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct LaneWords {
+    /// Commands that are over.
+    pub completed: u64,
+    /// 0, or why the lane is out of service.
+    pub error: u64,
+    pad: [u64; 14],
+}
+
+/// `sy_proxy_lane_state`: what those who post share.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct LaneState {
+    /// Commands given to a poster.
+    pub reserved: u64,
+    pad0: [u64; 15],
+    /// `completed` as somebody read it last.
+    pub seen: u64,
+    pad1: [u64; 15],
+    /// 0, or the status that took the lane out of service at this end.
+    pub error: u64,
+    pad2: [u64; 15],
+}
+
+/// `sy_proxy_lane`
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct LaneHandle {
+    /// Address of the ring.
+    pub commands: u64,
+    /// Address of a [`LaneWords`].
+    pub words: u64,
+    /// Address of a [`LaneState`].
+    pub state: u64,
+    /// The ring has `1 << depth_shift` cells.
+    pub depth_shift: u32,
+    /// Commands in flight at most.
+    pub budget: u32,
+}
+
+/// `sy_proxy_peer`: a peer's slot and the lanes to it, as kernels see it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct PeerHandle {
+    /// Address of [`LaneHandle`]s.
+    pub lanes: u64,
+    /// Local copy of the slot, where kernels store what they then put.
+    pub mirror: u64,
+    /// Bytes of the slot and of the mirror.
+    pub slot_bytes: u64,
+    /// 0, or address of an error word.
+    pub error: u64,
+    /// 0, or address of a word in mapped memory: bit `peer` ends every wait.
+    pub abort_mask: u64,
+    /// Of a single wait.
+    pub timeout_ns: u64,
+    /// Lanes.
+    pub num_lanes: u32,
+    /// Window that the commands name.
+    pub window: u32,
+    /// For error words and the abort mask.
+    pub peer: u32,
+    /// [`VERSION`]
+    pub version: u32,
+}
+
+/// `SY_PROXY_*`: what a call of a device function returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "described in the header, under these names")]
+pub enum Status {
+    Ok = 0,
+    Timeout = 1,
+    Aborted = 2,
+    Refused = 3,
+    Desync = 4,
+    Argument = 5,
+}
+
+const _: () = assert!(size_of::<RawCommand>() == 16 && align_of::<RawCommand>() == 16);
+const _: () = assert!(size_of::<LaneWords>() == 128 && offset_of!(LaneWords, error) == 8);
+const _: () = assert!(size_of::<LaneState>() == 384);
+const _: () = assert!(offset_of!(LaneState, seen) == 128 && offset_of!(LaneState, error) == 256);
+const _: () = assert!(size_of::<LaneHandle>() == 32 && offset_of!(LaneHandle, budget) == 28);
+const _: () = assert!(size_of::<PeerHandle>() == 64 && offset_of!(PeerHandle, num_lanes) == 48);

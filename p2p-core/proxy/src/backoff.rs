@@ -1,0 +1,109 @@
+//! What a thread does while it finds nothing: it looks again at once for a while, then sleeps longer and
+//! longer. A GPU can ring no bell, so even the longest sleep has to be short.
+
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+/// How an idle thread looks for commands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IdlePolicy {
+    /// How long it looks without a pause.
+    pub spin: Duration,
+    /// Longest pause: what the first command after a long silence may wait. 1 ms costs about half a
+    /// percent of a core.
+    pub max_sleep: Duration,
+}
+
+impl Default for IdlePolicy {
+    fn default() -> Self {
+        Self { spin: Duration::from_micros(100), max_sleep: Duration::from_millis(1) }
+    }
+}
+
+/// The state of one thread's patience.
+#[derive(Debug)]
+pub(crate) struct Backoff {
+    policy: IdlePolicy,
+    idle_since: Option<Instant>,
+    num_looks: u32,
+}
+
+/// How others end a thread's sleep.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    sleeps: AtomicBool,
+    rung: AtomicBool,
+}
+
+impl Backoff {
+    pub(crate) const fn new(policy: IdlePolicy) -> Self {
+        Self { policy, idle_since: None, num_looks: 0 }
+    }
+
+    /// There was something to do.
+    pub(crate) const fn reset(&mut self) {
+        self.idle_since = None;
+        self.num_looks = 0;
+    }
+
+    /// Pauses as fits. `sleep` is called when the thread may sleep so long; it looks once more first.
+    pub(crate) fn pause(&mut self, longest: Duration, sleep: impl FnOnce(Duration)) {
+        self.num_looks = self.num_looks.wrapping_add(1);
+        // A look at the clock costs as much as a look at a few lanes.
+        if self.idle_since.is_some() && !self.num_looks.is_multiple_of(LOOKS_PER_CLOCK) {
+            std::hint::spin_loop();
+            return;
+        }
+        let now = Instant::now();
+        let idle = now - *self.idle_since.get_or_insert(now);
+        if idle < self.policy.spin {
+            // On hosts with few cores somebody else may have to run before there is anything to do.
+            std::thread::yield_now();
+            return;
+        }
+        let step = STEPS.iter().find(|(until, _)| idle < *until);
+        let step = step.map_or(self.policy.max_sleep, |(_, pause)| *pause);
+        self.num_looks = LOOKS_PER_CLOCK - 1;
+        sleep(step.min(self.policy.max_sleep).min(longest));
+    }
+}
+
+impl Bell {
+    pub(crate) const fn new() -> Self {
+        Self { sleeps: AtomicBool::new(false), rung: AtomicBool::new(false) }
+    }
+
+    /// Wakes the thread if it sleeps. Called after whatever it is to find.
+    #[inline]
+    pub(crate) fn ring_with(&self, thread: impl FnOnce() -> Option<Thread>) {
+        // The pattern of SYNC POINT `waiting`: either this sees the sleeper, or the sleeper's last look
+        // sees what was done before.
+        fence(Ordering::SeqCst);
+        if self.sleeps.load(Ordering::Relaxed) {
+            self.rung.store(true, Ordering::Release);
+            if let Some(thread) = thread() {
+                thread.unpark();
+            }
+        }
+    }
+
+    /// Sleeps for `pause`, unless `has_work` after the bell can be heard.
+    pub(crate) fn sleep(&self, pause: Duration, has_work: impl FnOnce() -> bool) {
+        self.sleeps.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        if !has_work() && !self.rung.swap(false, Ordering::Acquire) {
+            std::thread::park_timeout(pause);
+        }
+        self.sleeps.store(false, Ordering::Relaxed);
+        self.rung.store(false, Ordering::Relaxed);
+    }
+}
+
+const LOOKS_PER_CLOCK: u32 = 16;
+/// Idle for less than the first: pauses of the second.
+const STEPS: [(Duration, Duration); 3] = [
+    (Duration::from_micros(500), Duration::from_micros(10)),
+    (Duration::from_millis(5), Duration::from_micros(50)),
+    (Duration::from_millis(50), Duration::from_micros(250)),
+];

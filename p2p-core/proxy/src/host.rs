@@ -1,0 +1,97 @@
+//! Peers whose posters run on this host: device functions that a host compiler has compiled.
+
+use std::sync::Arc;
+
+use p2p_core::Region;
+use p2p_core::region::MapError;
+
+use crate::abi::{LaneHandle, LaneState, PeerHandle, VERSION};
+use crate::lane::Lanes;
+use crate::memory;
+
+/// What posters of a peer share, and the handle that they are given.
+#[derive(Debug)]
+pub struct HostPoster {
+    handle: PeerHandle,
+    /// Handles of the lanes, then their states.
+    memory: Region,
+    _lanes: Arc<Lanes>,
+}
+
+/// What a peer's posters must know beside its lanes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PosterConfig {
+    /// Address of the mirror, as posters reach it.
+    pub mirror: u64,
+    /// Bytes of the window that commands name, and of the mirror.
+    pub slot_bytes: u64,
+    /// Window that commands name.
+    pub window: u32,
+    /// For error words and the abort mask.
+    pub peer: u32,
+    /// Of a single wait.
+    pub timeout_ns: u64,
+    /// 0, or address of an error word.
+    pub error: u64,
+    /// 0, or address of the abort mask.
+    pub abort_mask: u64,
+}
+
+impl HostPoster {
+    /// Posters on `lanes`.
+    ///
+    /// # Errors
+    /// [`MapError`].
+    pub fn new(lanes: &Lanes, config: PosterConfig) -> Result<Self, MapError> {
+        let num_lanes = lanes.config().num_lanes;
+        let (handles, states) = sizes(num_lanes);
+        let memory = Region::anonymous(handles + states)?;
+        let base = memory.as_ptr().as_ptr() as u64;
+        let bytes = handle_bytes(lanes, base + handles as u64);
+        if let Err(error) = memory::write(&memory, 0, &bytes) {
+            tracing::error!(%error, "handles of lanes do not fit");
+        }
+        let handle = peer_handle(config, num_lanes, base);
+        Ok(Self { handle, memory, _lanes: Arc::new(lanes.clone()) })
+    }
+
+    /// What the device functions take, valid as long as `self`.
+    #[must_use]
+    pub const fn handle(&self) -> &PeerHandle {
+        &self.handle
+    }
+
+    /// Address of the handle's lanes.
+    #[must_use]
+    pub fn memory(&self) -> &Region {
+        &self.memory
+    }
+}
+
+/// Bytes of the handles (rounded up) and of the states of lanes.
+pub(crate) const fn sizes(num_lanes: u32) -> (usize, usize) {
+    let num = num_lanes as usize;
+    ((num * size_of::<LaneHandle>()).next_multiple_of(128), num * size_of::<LaneState>())
+}
+
+/// Handles of all lanes, with states from address `states` on.
+pub(crate) fn handle_bytes(lanes: &Lanes, states: u64) -> Vec<u8> {
+    let state = |lane: u32| states + u64::from(lane) * size_of::<LaneState>() as u64;
+    let handles = (0..lanes.config().num_lanes).map(|lane| lanes.handle(lane, state(lane)));
+    handles.flat_map(|handle| bytemuck::bytes_of(&handle).to_vec()).collect()
+}
+
+pub(crate) const fn peer_handle(config: PosterConfig, num_lanes: u32, lanes: u64) -> PeerHandle {
+    PeerHandle {
+        lanes,
+        mirror: config.mirror,
+        slot_bytes: config.slot_bytes,
+        error: config.error,
+        abort_mask: config.abort_mask,
+        timeout_ns: config.timeout_ns,
+        num_lanes,
+        window: config.window,
+        peer: config.peer,
+        version: VERSION,
+    }
+}

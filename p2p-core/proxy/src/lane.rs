@@ -1,0 +1,371 @@
+//! Lanes: rings of commands in memory that a poster and a thread share, both of their ends.
+//!
+//! ```text
+//! per lane: | words: completed, error | cell 0 | cell 1 | … | cell 2^depth_shift - 1 |
+//! ```
+//!
+//! A cell says itself whether it holds the command that is due: by its lap, in both halves. So there is
+//! no head to publish, nothing to reset, and a torn command is not taken.
+
+use std::fmt::Debug;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use p2p_core::Region;
+use p2p_core::flags::Word;
+use p2p_core::region::MapError;
+use thiserror::Error;
+
+use crate::abi::{LaneHandle, LaneWords, MAX_DEPTH, MAX_LANES, MIN_DEPTH, RawCommand};
+use crate::command::{BadCommand, Command, lap_of, look};
+
+/// Size of the lanes of a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaneConfig {
+    /// Lanes. Blocks of a kernel choose one by their index.
+    pub num_lanes: u32,
+    /// Cells of each, a power of two.
+    pub depth: u32,
+    /// Commands of a lane in flight at most, not more than its depth.
+    pub budget: u32,
+}
+
+impl Default for LaneConfig {
+    fn default() -> Self {
+        Self { num_lanes: 8, depth: 1024, budget: 256 }
+    }
+}
+
+/// Lanes could not be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum LaneError {
+    /// The configuration cannot be used.
+    #[error("{what} is {found}: expected {expected}")]
+    Config {
+        /// Which setting.
+        what: &'static str,
+        /// Its value.
+        found: u64,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// No memory.
+    #[error(transparent)]
+    Map(#[from] MapError),
+}
+
+/// Memory of this host that both ends reach, page-locked where one of them is a GPU.
+///
+/// # Safety
+/// `ptr..ptr+len` stays readable and writable as long as the value lives, begins on a page, and is used
+/// for nothing else.
+pub unsafe trait SharedMemory: Debug + Send + Sync {
+    /// First byte.
+    fn ptr(&self) -> NonNull<u8>;
+    /// Bytes.
+    fn len(&self) -> usize;
+    /// Never true.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// First byte as posters address it.
+    fn device_address(&self) -> u64 {
+        self.ptr().as_ptr() as u64
+    }
+}
+
+// SAFETY: regions are whole mappings, unmapped when the last reference goes.
+unsafe impl SharedMemory for Region {
+    fn ptr(&self) -> NonNull<u8> {
+        self.as_ptr()
+    }
+
+    fn len(&self) -> usize {
+        Self::len(self)
+    }
+}
+
+/// The lanes of one peer.
+#[derive(Debug, Clone)]
+pub struct Lanes {
+    memory: Arc<dyn SharedMemory>,
+    config: LaneConfig,
+}
+
+impl LaneConfig {
+    /// Bytes that lanes of this size take.
+    ///
+    /// # Errors
+    /// [`LaneError::Config`].
+    pub fn bytes(&self) -> Result<usize, LaneError> {
+        let check = |what, found: u32, is_good: bool, expected| {
+            if is_good {
+                Ok(())
+            } else {
+                Err(LaneError::Config { what, found: found.into(), expected })
+            }
+        };
+        let Self { num_lanes, depth, budget } = *self;
+        check("num_lanes", num_lanes, (1..=MAX_LANES).contains(&num_lanes), "1 to 256")?;
+        let is_depth = depth.is_power_of_two() && (MIN_DEPTH..=MAX_DEPTH).contains(&depth);
+        check("depth", depth, is_depth, "a power of two from 16 to 65536")?;
+        check("budget", budget, (2..=depth).contains(&budget), "2 to the depth")?;
+        Ok(num_lanes as usize * self.stride())
+    }
+
+    const fn stride(&self) -> usize {
+        size_of::<LaneWords>() + self.depth as usize * size_of::<RawCommand>()
+    }
+}
+
+impl Lanes {
+    /// Lanes in fresh memory of this process.
+    ///
+    /// # Errors
+    /// [`LaneError`].
+    pub fn anonymous(config: LaneConfig) -> Result<Self, LaneError> {
+        let memory = Region::anonymous(config.bytes()?)?;
+        Self::new(Arc::new(memory), config)
+    }
+
+    /// Lanes in memory that was zeroed before its first use.
+    ///
+    /// # Errors
+    /// [`LaneError::Config`], also when the memory is too small.
+    pub fn new(memory: Arc<dyn SharedMemory>, config: LaneConfig) -> Result<Self, LaneError> {
+        if memory.len() < config.bytes()? {
+            let (what, found) = ("bytes of memory for lanes", memory.len() as u64);
+            return Err(LaneError::Config { what, found, expected: "LaneConfig::bytes" });
+        }
+        Ok(Self { memory, config })
+    }
+
+    /// Their size.
+    #[must_use]
+    pub const fn config(&self) -> LaneConfig {
+        self.config
+    }
+
+    /// A lane as posters in C++ are given it; `state` is the address of a zeroed
+    /// [`LaneState`](crate::abi::LaneState).
+    #[must_use]
+    pub fn handle(&self, lane: u32, state: u64) -> LaneHandle {
+        let words = self.memory.device_address() + self.offset(lane) as u64;
+        LaneHandle {
+            commands: words + size_of::<LaneWords>() as u64,
+            words,
+            state,
+            depth_shift: self.config.depth.trailing_zeros(),
+            budget: self.config.budget,
+        }
+    }
+
+    /// The posting end of a lane, for one thread of this process. Nobody else posts on it.
+    #[must_use]
+    pub fn poster(&self, lane: u32) -> Poster {
+        Poster { cells: self.cells(lane), next: 0, seen: 0, budget: self.config.budget.into() }
+    }
+
+    /// The taking end of a lane.
+    pub(crate) fn reader(&self, lane: u32) -> Reader {
+        Reader { cells: self.cells(lane), next: 0 }
+    }
+
+    fn cells(&self, lane: u32) -> Cells {
+        // SAFETY: `new` checked that the memory holds all lanes; `offset` stays below their number.
+        let words = unsafe { self.memory.ptr().add(self.offset(lane)) };
+        Cells {
+            words: words.cast(),
+            depth_shift: self.config.depth.trailing_zeros(),
+            _memory: Arc::clone(&self.memory),
+        }
+    }
+
+    fn offset(&self, lane: u32) -> usize {
+        (lane % self.config.num_lanes) as usize * self.config.stride()
+    }
+}
+
+/// A lane's memory.
+#[derive(Debug)]
+struct Cells {
+    words: NonNull<AtomicU64>,
+    depth_shift: u32,
+    _memory: Arc<dyn SharedMemory>,
+}
+
+// SAFETY: the memory has no thread affinity and is reached through atomics only.
+unsafe impl Send for Cells {}
+
+impl Cells {
+    fn word(&self, idx: usize) -> &AtomicU64 {
+        // SAFETY: callers stay below the words of one lane, which `Lanes::new` checked to be there;
+        // aligned, since lanes begin on multiples of 16 bytes.
+        unsafe { self.words.add(idx).as_ref() }
+    }
+
+    fn completed(&self) -> &AtomicU64 {
+        self.word(0)
+    }
+
+    fn error(&self) -> &AtomicU64 {
+        self.word(1)
+    }
+
+    fn cell(&self, index: u64) -> (&AtomicU64, &AtomicU64) {
+        let cell = index as usize & ((1 << self.depth_shift) - 1);
+        let first = size_of::<LaneWords>() / 8 + 2 * cell;
+        (self.word(first), self.word(first + 1))
+    }
+}
+
+/// The orderings of a lane. Only tests have another implementation than [`Contract`].
+pub trait Discipline {
+    /// Of the stores of a command's halves.
+    const POST: Ordering;
+    /// Of the loads of a command's halves.
+    const TAKE: Ordering;
+    /// Of the store of `completed`.
+    const RECYCLE: Ordering;
+    /// Of the load of `completed`.
+    const REUSE: Ordering;
+}
+
+/// What the memory model demands.
+#[derive(Debug, Clone, Copy)]
+pub struct Contract;
+
+impl Discipline for Contract {
+    const POST: Ordering = Ordering::Release;
+    const TAKE: Ordering = Ordering::Acquire;
+    const RECYCLE: Ordering = Ordering::Release;
+    const REUSE: Ordering = Ordering::Acquire;
+}
+
+/// SYNC POINT `command`, posting end: releases what this thread did before to whoever takes the command.
+#[inline]
+pub fn write_cell<D: Discipline>((first, second): (&impl Word, &impl Word), raw: RawCommand) {
+    first.store(raw.first, D::POST);
+    second.store(raw.second, D::POST);
+}
+
+/// SYNC POINT `command`, taking end: the command that is due in a cell, if it is there.
+///
+/// # Errors
+/// [`BadCommand`].
+#[inline]
+pub fn read_cell<D: Discipline>(
+    (first, second): (&impl Word, &impl Word),
+    lap: u8,
+) -> Result<Option<Command>, BadCommand> {
+    let first = first.load(D::TAKE);
+    look(RawCommand { first, second: second.load(D::TAKE) }, lap)
+}
+
+/// SYNC POINT `recycled`, taking end: gives back the cells and sources of all commands before `number`.
+#[inline]
+pub fn recycle<D: Discipline>(completed: &impl Word, number: u64) {
+    completed.store(number, D::RECYCLE);
+}
+
+/// SYNC POINT `recycled`, posting end: commands that are over.
+#[inline]
+pub fn reusable<D: Discipline>(completed: &impl Word) -> u64 {
+    completed.load(D::REUSE)
+}
+
+/// The taking end of a lane.
+#[derive(Debug)]
+pub(crate) struct Reader {
+    cells: Cells,
+    next: u64,
+}
+
+impl Reader {
+    /// Number of the command that is due.
+    pub(crate) const fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// The command that is due, which stays so until [`advance`](Self::advance).
+    #[inline]
+    pub(crate) fn peek(&self) -> Result<Option<Command>, BadCommand> {
+        let lap = lap_of(self.next, self.cells.depth_shift);
+        read_cell::<Contract>(self.cells.cell(self.next), lap)
+    }
+
+    /// Opcode bits of the cell that is due, for reports.
+    pub(crate) fn opcode_bits(&self) -> u8 {
+        let first = self.cells.cell(self.next).0.load(Ordering::Relaxed);
+        (first >> crate::abi::OPCODE_SHIFT & 0xf) as u8
+    }
+
+    #[inline]
+    pub(crate) const fn advance(&mut self) {
+        self.next += 1;
+    }
+
+    #[inline]
+    pub(crate) fn recycle(&self, number: u64) {
+        recycle::<Contract>(self.cells.completed(), number);
+    }
+
+    /// Takes the lane out of service, for good. The first reason stays.
+    pub(crate) fn fail(&self, word: u64) {
+        let error = self.cells.error();
+        let _ = error.compare_exchange(0, word, Ordering::Release, Ordering::Relaxed);
+    }
+}
+
+/// The posting end of a lane in this process.
+#[derive(Debug)]
+pub struct Poster {
+    cells: Cells,
+    next: u64,
+    seen: u64,
+    budget: u64,
+}
+
+impl Poster {
+    /// Posts a command if the budget allows. Gives the number that [`completed`](Self::completed)
+    /// reaches when it is over.
+    #[inline]
+    pub fn try_post(&mut self, command: &Command) -> Option<u64> {
+        if self.next - self.seen >= self.budget && self.next - self.completed() >= self.budget {
+            return None;
+        }
+        let lap = lap_of(self.next, self.cells.depth_shift);
+        write_cell::<Contract>(self.cells.cell(self.next), command.encode(lap));
+        self.next += 1;
+        Some(self.next)
+    }
+
+    /// Commands that are over.
+    #[inline]
+    pub fn completed(&mut self) -> u64 {
+        // Never beyond what was posted, whatever stands there.
+        self.seen = reusable::<Contract>(self.cells.completed()).clamp(self.seen, self.next);
+        self.seen
+    }
+
+    /// Commands posted.
+    #[must_use]
+    pub const fn posted(&self) -> u64 {
+        self.next
+    }
+
+    /// Why the lane is out of service: `sy_proxy_lane_words.error`, 0 while it is not.
+    #[must_use]
+    pub fn error(&self) -> u64 {
+        self.cells.error().load(Ordering::Acquire)
+    }
+
+    /// Writes a cell as it is, past all rules: for tests of the other end.
+    #[doc(hidden)]
+    pub fn post_raw(&mut self, raw: RawCommand) {
+        write_cell::<Contract>(self.cells.cell(self.next), raw);
+        self.next += 1;
+    }
+}

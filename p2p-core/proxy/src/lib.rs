@@ -1,0 +1,49 @@
+//! Threads that post for kernels.
+//!
+//! A GPU that cannot drive a NIC by itself writes 16-byte commands into rings in page-locked memory
+//! (`kernels/include/switchyard/comm/proxy.h`); threads of the host, next to GPU and NIC, carry them
+//! out on any [`Endpoint`](p2p_core::Endpoint): verbs, libfabric, shared memory. Whether a flag then is
+//! an atomic, a write with immediate data or a message that counts the writes before it, and what puts
+//! it in order at the peer, is the endpoint's business.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`abi`] | what is shared with posters in C++ |
+//! | [`command`] | a command's bits, and what may be wrong with them |
+//! | [`lane`] | rings of commands, both ends |
+//! | [`threads`] | the threads, and the peers they serve |
+//! | [`failure`] | what went wrong, for whoever manages the peer |
+//! | [`relay`] | memory of further GPUs behind a peer |
+//! | [`network`] | any network of the handshake, with a proxy in between |
+//! | [`locality`] | which processors are near a GPU and a NIC |
+//! | [`host`] | peers whose posters run on this host |
+//! | [`gpu`] | peers whose posters are kernels |
+//!
+//! Not here: connections, which the handshake of `p2p-core` makes, and what is sent, which nobody here
+//! looks at.
+
+pub mod abi;
+mod backoff;
+pub mod command;
+pub mod failure;
+#[cfg(feature = "cuda")]
+pub mod gpu;
+pub mod host;
+pub mod lane;
+pub mod locality;
+mod memory;
+#[cfg(not(loom))]
+pub mod network;
+mod port;
+pub mod relay;
+pub mod threads;
+
+pub use backoff::IdlePolicy;
+pub use command::{BadCommand, Command, Opcode};
+pub use failure::{Cause, Failure};
+pub use lane::{LaneConfig, LaneError, Lanes, Poster};
+pub use locality::{Device, Placement, Sysfs};
+#[cfg(not(loom))]
+pub use network::ProxyNetwork;
+pub use relay::{RelayConfig, RelayReceiver};
+pub use threads::{PeerConfig, Proxy, ProxyConfig, ProxyError, ProxyPeer, ThreadStats};

@@ -1,0 +1,217 @@
+//! Who copies from staging to where it belongs.
+
+use std::sync::atomic::Ordering;
+
+use p2p_core::Region;
+use thiserror::Error;
+
+use crate::memory;
+
+/// Bytes of staging that belong somewhere else. Checked by the receiver: inside of both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CopyTask {
+    /// Which target, from 0.
+    pub target: usize,
+    /// Offset in the slot.
+    pub source_offset: u64,
+    /// Offset in the target.
+    pub target_offset: u64,
+    /// Bytes.
+    pub num_bytes: u64,
+}
+
+/// An addition to a word of a target, after the copies that were submitted with or before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WordTask {
+    /// Which target, from 0.
+    pub target: usize,
+    /// Offset of the word in the target, a multiple of 8.
+    pub target_offset: u64,
+    /// What is added.
+    pub value: u64,
+}
+
+/// Copies cannot be carried out.
+#[derive(Debug, Error)]
+#[error("{op}: {detail}")]
+pub struct CopyError {
+    /// The step.
+    pub op: &'static str,
+    /// What went wrong.
+    pub detail: String,
+}
+
+/// Carries tasks out, in batches, one at a time.
+pub trait Copier: Send {
+    /// Bytes of each target.
+    fn targets(&self) -> Vec<u64>;
+
+    /// Starts a batch. The one before is done.
+    ///
+    /// # Errors
+    /// [`CopyError`]; the receiver ends then.
+    fn submit(&mut self, copies: &[CopyTask], words: &[WordTask]) -> Result<(), CopyError>;
+
+    /// Whether the batch is done. Does not wait.
+    ///
+    /// # Errors
+    /// [`CopyError`]; the receiver ends then.
+    fn is_done(&mut self) -> Result<bool, CopyError>;
+}
+
+/// Copies of the processor, for targets in memory of the host.
+#[derive(Debug)]
+pub struct HostCopier {
+    slot: Region,
+    targets: Vec<Region>,
+}
+
+impl HostCopier {
+    /// From `slot` to `targets`.
+    #[must_use]
+    pub const fn new(slot: Region, targets: Vec<Region>) -> Self {
+        Self { slot, targets }
+    }
+}
+
+impl Copier for HostCopier {
+    fn targets(&self) -> Vec<u64> {
+        self.targets.iter().map(|target| target.len() as u64).collect()
+    }
+
+    fn submit(&mut self, copies: &[CopyTask], words: &[WordTask]) -> Result<(), CopyError> {
+        let outside = || CopyError { op: "copy", detail: "a task leaves its memory".to_owned() };
+        for task in copies {
+            let (from, to) = (task.source_offset as usize, task.target_offset as usize);
+            let target = self.targets.get(task.target).ok_or_else(outside)?;
+            let source = self.slot.range(from, task.num_bytes as usize).ok_or_else(outside)?;
+            let target = target.range(to, task.num_bytes as usize).ok_or_else(outside)?;
+            // SAFETY: both ranges were just made; slot and targets are different mappings. The sender may
+            // write the source meanwhile and only spoils what it sent.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    source.as_ptr().as_ptr(),
+                    target.as_ptr().as_ptr(),
+                    source.len(),
+                );
+            }
+        }
+        for task in words {
+            let target = self.targets.get(task.target).ok_or_else(outside)?;
+            let word = memory::word(target, task.target_offset as usize).ok_or_else(outside)?;
+            word.fetch_add(task.value, Ordering::AcqRel);
+        }
+        Ok(())
+    }
+
+    fn is_done(&mut self) -> Result<bool, CopyError> {
+        Ok(true)
+    }
+}
+
+#[cfg(feature = "cuda")]
+pub use gpu::{GpuCopier, GpuTarget};
+
+#[cfg(feature = "cuda")]
+mod gpu {
+    use kernels::abi::DevicePtr;
+    use kernels::gpu::{Gpu, GpuBuffer, GpuError, Prepared, Stream};
+    use kernels::proxy::{CopyEntry, PeerCopyParams};
+
+    use super::{Copier, CopyError, CopyTask, WordTask};
+
+    /// Memory of a GPU that the copying GPU reaches.
+    #[derive(Debug, Clone, Copy)]
+    pub struct GpuTarget {
+        /// First byte, mapped for the copying GPU.
+        pub address: DevicePtr,
+        /// Bytes.
+        pub bytes: u64,
+    }
+
+    /// The peer-copy kernel of one GPU: 16-byte stores over NVLink.
+    #[derive(Debug)]
+    pub struct GpuCopier {
+        stream: Stream,
+        slot: DevicePtr,
+        targets: Vec<GpuTarget>,
+        /// In page-locked memory, where the kernel reads them.
+        entries: GpuBuffer,
+        kernels: Vec<Prepared<PeerCopyParams>>,
+    }
+
+    impl GpuCopier {
+        /// From the slot at `slot` to `targets`, by `gpu`.
+        ///
+        /// # Safety
+        /// `slot` and the targets are memory that `gpu` reaches, as large as is said, and stay so as long
+        /// as the copier lives.
+        ///
+        /// # Errors
+        /// [`GpuError`].
+        pub unsafe fn new(
+            gpu: &Gpu,
+            slot: DevicePtr,
+            targets: Vec<GpuTarget>,
+        ) -> Result<Self, GpuError> {
+            let entries = gpu.alloc_host((MAX_ENTRIES * size_of::<CopyEntry>()) as u64)?;
+            // One kernel per number of entries.
+            let kernels = (1..=MAX_ENTRIES as u32)
+                .map(|num| {
+                    let params = PeerCopyParams::new(entries.ptr(), num);
+                    // SAFETY: the entries live as long as the kernels; what they point to is the
+                    // caller's promise.
+                    unsafe { gpu.prepare(params) }
+                })
+                .collect::<Result<_, _>>()?;
+            Ok(Self { stream: gpu.stream()?, slot, targets, entries, kernels })
+        }
+    }
+
+    impl Copier for GpuCopier {
+        fn targets(&self) -> Vec<u64> {
+            self.targets.iter().map(|target| target.bytes).collect()
+        }
+
+        fn submit(&mut self, copies: &[CopyTask], words: &[WordTask]) -> Result<(), CopyError> {
+            let failed = |op, error: GpuError| CopyError { op, detail: error.to_string() };
+            if copies.len() > MAX_ENTRIES {
+                let detail = format!("{} tasks, at most {MAX_ENTRIES}", copies.len());
+                return Err(CopyError { op: "copy", detail });
+            }
+            let host = self.entries.host().ok_or_else(|| CopyError {
+                op: "copy",
+                detail: "the entries are not in memory of the host".to_owned(),
+            })?;
+            for (idx, task) in copies.iter().enumerate() {
+                let entry = CopyEntry {
+                    source: self.slot.0 + task.source_offset,
+                    target: self.targets[task.target].address.0 + task.target_offset,
+                    num_bytes: task.num_bytes,
+                };
+                // SAFETY: fewer than the buffer holds; no kernel runs, since the batch before is done.
+                unsafe { host.cast::<CopyEntry>().add(idx).write_volatile(entry) };
+            }
+            if let Some(kernel) = copies.len().checked_sub(1).and_then(|idx| self.kernels.get(idx))
+            {
+                self.stream.launch(kernel).map_err(|e| failed("copy", e))?;
+            }
+            for task in words {
+                let word = self.targets[task.target].address.add(task.target_offset);
+                // SAFETY: the receiver checked it to be inside of the target, and aligned.
+                unsafe { self.stream.add_flag(word, task.value) }
+                    .map_err(|e| failed("add to a word", e))?;
+            }
+            Ok(())
+        }
+
+        fn is_done(&mut self) -> Result<bool, CopyError> {
+            self.stream
+                .is_done()
+                .map_err(|error| CopyError { op: "copy", detail: error.to_string() })
+        }
+    }
+
+    /// Tasks of one launch.
+    const MAX_ENTRIES: usize = super::super::receiver::MAX_BATCH;
+}

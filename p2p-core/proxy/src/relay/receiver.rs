@@ -1,0 +1,191 @@
+//! The receiving end of a relay: tasks are copied out of the slot, checked, carried out and counted.
+
+use p2p_core::endpoint::Endpoint;
+use p2p_core::flags::{self, Contract};
+use p2p_core::region::{RemoteRange, SlotKey};
+use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
+use p2p_core::{PostError, Region};
+use thiserror::Error;
+
+use super::{
+    ADD, COPY, Copier, CopyError, CopyTask, Layout, RelayConfig, RelayError, TASK_BYTES, Task,
+    WordTask,
+};
+use crate::memory;
+
+/// The receiver cannot go on. The connection must be given up.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RelayReceiverError {
+    /// The sender's task makes no sense.
+    #[error("task {number} of the sender: {what} is {found}, expected {expected}")]
+    Task {
+        /// Number of the task, from 1.
+        number: u64,
+        /// Which field.
+        what: &'static str,
+        /// Its value.
+        found: u64,
+        /// What it may be.
+        expected: String,
+    },
+    /// The sender published more tasks than the ring holds, or took some back.
+    #[error("the sender says {published} tasks, {taken} were taken of a ring of {num_tasks}")]
+    Desync {
+        /// Tasks published.
+        published: u64,
+        /// Tasks taken.
+        taken: u64,
+        /// Tasks of the ring.
+        num_tasks: u64,
+    },
+    /// The copies failed.
+    #[error(transparent)]
+    Copy(#[from] CopyError),
+    /// The sender cannot be told.
+    #[error("the sender cannot be told: {0}")]
+    Post(#[from] PostError),
+}
+
+/// The receiving end. Somebody calls [`turn`](Self::turn) again and again.
+#[derive(Debug)]
+pub struct RelayReceiver<E, C> {
+    endpoint: E,
+    copier: C,
+    slot: Region,
+    layout: Layout,
+    targets: Vec<u64>,
+    taken: u64,
+    /// Tasks of the batch under way.
+    num_under_way: u64,
+    copies: Vec<CopyTask>,
+    words: Vec<WordTask>,
+}
+
+impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
+    /// Over this side's slot of a pair, and the endpoint towards the sender's.
+    ///
+    /// # Errors
+    /// [`RelayError::Config`], also when the copier's targets are not those of `config`.
+    pub fn new(
+        config: &RelayConfig,
+        endpoint: E,
+        slot: Region,
+        copier: C,
+    ) -> Result<Self, RelayError> {
+        let layout = config.layout(slot.len())?;
+        let targets = copier.targets();
+        if targets != config.targets {
+            let (what, found) = ("number of targets of the copier", targets.len() as u64);
+            let expected = format!("targets of {:?} bytes", config.targets);
+            return Err(RelayError::Config { what, found, expected });
+        }
+        Ok(Self {
+            endpoint,
+            copier,
+            slot,
+            layout,
+            targets,
+            taken: 0,
+            num_under_way: 0,
+            copies: Vec::with_capacity(MAX_BATCH),
+            words: Vec::with_capacity(MAX_BATCH),
+        })
+    }
+
+    /// The endpoint towards the sender.
+    pub const fn endpoint(&self) -> &E {
+        &self.endpoint
+    }
+
+    /// Tasks carried out.
+    #[must_use]
+    pub const fn num_done(&self) -> u64 {
+        self.taken - self.num_under_way
+    }
+
+    /// Acknowledges what is done, and starts what has come. Whether there was anything to do, or
+    /// something is under way. Does not wait.
+    ///
+    /// # Errors
+    /// [`RelayReceiverError`]; nothing more is carried out then.
+    pub fn turn(&mut self) -> Result<bool, RelayReceiverError> {
+        if self.num_under_way > 0 {
+            if !self.copier.is_done()? {
+                return Ok(true);
+            }
+            let offset = self.slot.len() - CONTROL_BYTES + CONSUMED;
+            let num = std::mem::take(&mut self.num_under_way);
+            self.endpoint.add_flag(RemoteRange { key: SlotKey, offset, len: 8 }, num)?;
+        }
+        let published = memory::word(&self.slot, self.layout.control + PUBLISHED)
+            .map_or(self.taken, flags::observe::<Contract>);
+        let (taken, num_tasks) = (self.taken, self.layout.num_tasks);
+        let num_ready = published.checked_sub(taken).filter(|ready| *ready <= num_tasks);
+        let Some(num_ready) = num_ready else {
+            return Err(RelayReceiverError::Desync { published, taken, num_tasks });
+        };
+        if num_ready == 0 {
+            return Ok(false);
+        }
+        self.copies.clear();
+        self.words.clear();
+        for _ in 0..num_ready.min(MAX_BATCH as u64) {
+            self.take()?;
+        }
+        // Copies first: a word is added to after all that was put before it, and puts have no order.
+        self.copier.submit(&self.copies, &self.words)?;
+        Ok(true)
+    }
+
+    fn take(&mut self) -> Result<(), RelayReceiverError> {
+        let mut bytes = [0; TASK_BYTES];
+        let number = self.taken + 1;
+        let bad = |what, found, expected: String| {
+            Err(RelayReceiverError::Task { number, what, found, expected })
+        };
+        if memory::read(&self.slot, self.layout.task(self.taken), &mut bytes).is_err() {
+            return bad("its place", self.layout.task(self.taken) as u64, "in the slot".to_owned());
+        }
+        let task: Task = bytemuck::pod_read_unaligned(&bytes);
+        if task.number != number {
+            return bad("its number", task.number, number.to_string());
+        }
+        let target = usize::from(task.window).wrapping_sub(1);
+        let Some(target_bytes) = self.targets.get(target).copied() else {
+            let expected = format!("1 to {}", self.targets.len());
+            return bad("the window", task.window.into(), expected);
+        };
+        let num_bytes = u64::from(task.num_bytes);
+        if task.offset.checked_add(num_bytes).is_none_or(|end| end > target_bytes) {
+            let expected = format!("at most {target_bytes} with its {num_bytes} bytes");
+            return bad("the offset", task.offset, expected);
+        }
+        match task.kind {
+            COPY => {
+                let staging = self.layout.staging_bytes;
+                if task.value.checked_add(num_bytes).is_none_or(|end| end > staging) {
+                    let expected = format!("at most {staging} with its {num_bytes} bytes");
+                    return bad("the offset in staging", task.value, expected);
+                }
+                let source_offset = self.layout.staging as u64 + task.value;
+                let target_offset = task.offset;
+                if num_bytes > 0 {
+                    self.copies.push(CopyTask { target, source_offset, target_offset, num_bytes });
+                }
+            }
+            ADD if num_bytes == 8 && task.offset.is_multiple_of(8) => {
+                let (target_offset, value) = (task.offset, task.value);
+                self.words.push(WordTask { target, target_offset, value });
+            }
+            ADD => return bad("the word's offset", task.offset, "a multiple of 8".to_owned()),
+            kind => return bad("the kind", kind.into(), "1 or 2".to_owned()),
+        }
+        self.taken += 1;
+        self.num_under_way += 1;
+        Ok(())
+    }
+}
+
+/// Tasks carried out together.
+pub(super) const MAX_BATCH: usize = 64;
