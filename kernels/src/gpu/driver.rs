@@ -64,6 +64,8 @@ enum MemoryKind {
         mapped_bytes: usize,
     },
     Host(NonNull<u8>),
+    /// Somebody else's pages, made known to the GPU.
+    Registered(NonNull<u8>),
 }
 
 // SAFETY: an address and handles without thread affinity, freed once.
@@ -241,6 +243,30 @@ impl Gpu {
         });
         let context = Arc::clone(&self.context);
         let memory = Memory { context, kind: MemoryKind::Host(host), ptr, len };
+        mapped.map(|()| memory)
+    }
+
+    pub(super) unsafe fn register_host(
+        &self,
+        pages: NonNull<u8>,
+        bytes: u64,
+        is_register: bool,
+    ) -> Result<Memory, GpuError> {
+        self.context.bind()?;
+        let (len, host) = (bytes as usize, pages.as_ptr().cast::<c_void>());
+        let mut flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        if is_register {
+            flags |= sys::CU_MEMHOSTREGISTER_IOMEMORY;
+        }
+        // SAFETY: the caller keeps the pages mapped; unregistered in `Memory::drop`.
+        check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(host, len, flags) })?;
+        let mut ptr = 0;
+        // SAFETY: `host` is registered memory; writes one address.
+        let mapped = check("cuMemHostGetDevicePointer", unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&raw mut ptr, host, 0)
+        });
+        let context = Arc::clone(&self.context);
+        let memory = Memory { context, kind: MemoryKind::Registered(pages), ptr, len };
         mapped.map(|()| memory)
     }
 
@@ -449,6 +475,18 @@ impl Memory {
         // SAFETY: the driver made the descriptor for the caller.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
+
+    pub(super) fn dma_buf(&self) -> Result<OwnedFd, GpuError> {
+        self.context.bind()?;
+        let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+        let mut fd = -1i32;
+        // SAFETY: writes one descriptor; the range is this memory's.
+        check("cuMemGetHandleForAddressRange", unsafe {
+            sys::cuMemGetHandleForAddressRange((&raw mut fd).cast(), self.ptr, self.len, kind, 0)
+        })?;
+        // SAFETY: the driver made the descriptor for the caller.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
 }
 
 impl Drop for Memory {
@@ -470,6 +508,11 @@ impl Drop for Memory {
                 // SAFETY: allocated in `alloc_host`, freed once.
                 let freed = unsafe { sys::cuMemFreeHost(host.as_ptr().cast()) };
                 ignore("cuMemFreeHost", freed);
+            }
+            MemoryKind::Registered(pages) => {
+                // SAFETY: registered in `register_host`, given back once.
+                let given = unsafe { sys::cuMemHostUnregister(pages.as_ptr().cast()) };
+                ignore("cuMemHostUnregister", given);
             }
         }
     }
@@ -588,7 +631,7 @@ impl Stream {
     pub(super) fn record(&self, event: &Event) -> Result<(), GpuError> {
         self.context.bind()?;
         // External: a recording made while capturing becomes a step of the graph, seen from outside.
-        let flags = match self.is_capturing.load(Ordering::Relaxed) {
+        let flags = match self.is_capturing()? {
             true => sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL,
             false => sys::CUevent_record_flags_enum::CU_EVENT_RECORD_DEFAULT,
         };

@@ -152,6 +152,16 @@ impl Gpu {
         Memory::anonymous(bytes, MemoryKind::Host)
     }
 
+    pub(super) unsafe fn register_host(
+        &self,
+        _pages: NonNull<u8>,
+        _bytes: u64,
+        _is_register: bool,
+    ) -> Result<Memory, GpuError> {
+        let call = "registration of host memory with an emulated GPU";
+        Err(failed(call, rustix::io::Errno::OPNOTSUPP))
+    }
+
     pub(super) fn alloc_shared(&self, bytes: u64) -> Result<Memory, GpuError> {
         let len = bytes.max(1).next_multiple_of(GRANULARITY);
         // The name tells an importer whose memory it is.
@@ -265,6 +275,10 @@ impl Memory {
             MemoryKind::Host => Some(self.base),
             MemoryKind::Device | MemoryKind::Shared(_) => None,
         }
+    }
+
+    pub(super) fn dma_buf(&self) -> Result<OwnedFd, GpuError> {
+        Err(failed("dma-buf of an emulated GPU's memory", rustix::io::Errno::OPNOTSUPP))
     }
 
     pub(super) fn export(&self) -> Result<OwnedFd, GpuError> {

@@ -280,6 +280,25 @@ impl Gpu {
         wrapped!(&self.0, gpu => gpu.alloc_host(bytes), GpuBuffer)
     }
 
+    /// Lets the GPU reach whole pages of this process at the result's address: a NIC's queues, and with
+    /// `is_register` its doorbell registers. The latter needs the driver option
+    /// `PeerMappingOverride=1`; without it the driver answers 800.
+    ///
+    /// # Safety
+    /// The pages stay mapped as long as the result lives.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub unsafe fn register_host(
+        &self,
+        pages: NonNull<u8>,
+        bytes: u64,
+        is_register: bool,
+    ) -> Result<GpuBuffer, GpuError> {
+        // SAFETY: the caller's promise.
+        wrapped!(&self.0, gpu => unsafe { gpu.register_host(pages, bytes, is_register) }, GpuBuffer)
+    }
+
     /// A new stream, which does not wait for the default one.
     ///
     /// # Errors
@@ -421,6 +440,14 @@ impl GpuBuffer {
             Some(end) if end <= self.len() => Ok(self.ptr().add(offset)),
             _ => Err(GpuError::Range { offset, len, buffer_bytes: self.len() }),
         }
+    }
+
+    /// A descriptor of this GPU memory's pages, by which a NIC registers them. From the first byte on.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`] when the driver, the kernel or the GPU cannot give one.
+    pub fn dma_buf(&self) -> Result<OwnedFd, GpuError> {
+        either!(&self.0, memory => memory.dma_buf())
     }
 
     /// A descriptor by which another process can map this memory, if it came from

@@ -54,6 +54,15 @@ impl Gpu {
         match *self {}
     }
 
+    pub(super) const unsafe fn register_host(
+        &self,
+        _pages: NonNull<u8>,
+        _bytes: u64,
+        _is_register: bool,
+    ) -> Result<Memory, GpuError> {
+        match *self {}
+    }
+
     pub(super) const fn stream(&self) -> Result<Stream, GpuError> {
         match *self {}
     }
@@ -85,6 +94,10 @@ impl Memory {
     }
 
     pub(super) const fn host(&self) -> Option<NonNull<u8>> {
+        match *self {}
+    }
+
+    pub(super) const fn dma_buf(&self) -> Result<OwnedFd, GpuError> {
         match *self {}
     }
 
