@@ -40,10 +40,12 @@ namespace switchyard {
 }
 
 [[nodiscard]] inline int check_link(const sy_link& link) {
-    if (link.way != SY_WAY_DIRECT)
+    if (link.way != SY_WAY_DIRECT && link.way != SY_WAY_IBGDA)
         return SY_LAUNCH_WAY;
-    if (link.window == 0)
+    if (link.window == 0 || (link.way != SY_WAY_DIRECT && link.context == 0))
         return SY_LAUNCH_NULL;
+    if (link.way != SY_WAY_DIRECT && link.context % 8 != 0)
+        return SY_LAUNCH_ALIGNMENT;
     return link.window % 16 == 0 ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
 
@@ -166,6 +168,10 @@ template <class Params>
     if (params.timeout_ns == 0)
         return SY_LAUNCH_BOUND;
     return params.state != nullptr ? SY_OK : SY_LAUNCH_NULL;
+}
+
+[[nodiscard]] inline bool takes_any_way(uint32_t flags) {
+    return (flags & SY_LAUNCH_FLAG_ANY_WAY) != 0;
 }
 
 [[nodiscard]] inline int check_servers(const sy_server_peer* servers, uint32_t num_servers) {

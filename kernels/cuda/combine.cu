@@ -5,16 +5,25 @@
 
 using namespace switchyard;
 
+namespace {
+
+template <uint32_t kWays> int launch_for(const sy_combine_params& params, sy_stream stream) {
+    const LaunchPlan size = plan(params);
+    if (size.is_tuned)
+        return launch(
+            impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>, params,
+            size, stream);
+    return launch(impls::combine_kernel<impls::CombineConfig<0, kGenericThreads, kWays>>, params,
+                  size, stream);
+}
+
+} // namespace
+
 extern "C" int sy_launch_combine(const sy_combine_params* params, sy_stream stream) {
     if (params == nullptr)
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    const LaunchPlan size = plan(*params);
-    if (size.is_tuned)
-        return launch(
-            impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads>>, *params,
-            size, stream);
-    return launch(impls::combine_kernel<impls::CombineConfig<0, kGenericThreads>>, *params, size,
-                  stream);
+    return takes_any_way(params->flags) ? launch_for<comm::kAnyWay>(*params, stream)
+                                        : launch_for<comm::kDirectOnly>(*params, stream);
 }

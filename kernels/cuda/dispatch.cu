@@ -7,13 +7,14 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8> int launch_for(const sy_dispatch_params& params, sy_stream stream) {
+template <bool kFp8, uint32_t kWays> int launch_for(const sy_dispatch_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
     if (size.is_tuned)
         return launch(impls::dispatch_kernel<
-                          impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads>>,
+                          impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads,
+                                                kWays>>,
                       params, size, stream);
-    return launch(impls::dispatch_kernel<impls::DispatchConfig<0, 0, kFp8, kGenericThreads>>,
+    return launch(impls::dispatch_kernel<impls::DispatchConfig<0, 0, kFp8, kGenericThreads, kWays>>,
                   params, size, stream);
 }
 
@@ -24,6 +25,10 @@ extern "C" int sy_launch_dispatch(const sy_dispatch_params* params, sy_stream st
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    return params->geometry.dtype == SY_DTYPE_F8_E4M3 ? launch_for<true>(*params, stream)
-                                                      : launch_for<false>(*params, stream);
+    const bool is_fp8 = params->geometry.dtype == SY_DTYPE_F8_E4M3;
+    if (takes_any_way(params->flags))
+        return is_fp8 ? launch_for<true, comm::kAnyWay>(*params, stream)
+                      : launch_for<false, comm::kAnyWay>(*params, stream);
+    return is_fp8 ? launch_for<true, comm::kDirectOnly>(*params, stream)
+                  : launch_for<false, comm::kDirectOnly>(*params, stream);
 }

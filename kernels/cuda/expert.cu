@@ -9,23 +9,25 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8> int launch_echo(const sy_echo_params& params, sy_stream stream) {
-    const LaunchPlan size = plan(params);
-    if (size.is_tuned)
-        return launch(impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads>>,
-                      params, size, stream);
-    return launch(impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads>>, params, size,
-                  stream);
-}
-
-template <bool kFp8> int launch_send(const sy_expert_send_params& params, sy_stream stream) {
+template <bool kFp8, uint32_t kWays> int launch_echo(const sy_echo_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
     if (size.is_tuned)
         return launch(
-            impls::expert_send_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads>>,
+            impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,
             params, size, stream);
-    return launch(impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads>>, params,
+    return launch(impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>, params,
                   size, stream);
+}
+
+template <bool kFp8, uint32_t kWays> int launch_send(const sy_expert_send_params& params, sy_stream stream) {
+    const LaunchPlan size = plan(params);
+    if (size.is_tuned)
+        return launch(
+            impls::expert_send_kernel<
+                impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,
+            params, size, stream);
+    return launch(impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>,
+                  params, size, stream);
 }
 
 } // namespace
@@ -35,7 +37,9 @@ extern "C" int sy_launch_expert_recv(const sy_expert_recv_params* params, sy_str
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    return launch(impls::expert_recv_kernel, *params, plan(*params), stream);
+    return launch(takes_any_way(params->flags) ? impls::expert_recv_kernel<comm::kAnyWay>
+                                               : impls::expert_recv_kernel<comm::kDirectOnly>,
+                  *params, plan(*params), stream);
 }
 
 extern "C" int sy_launch_expert_send(const sy_expert_send_params* params, sy_stream stream) {
@@ -43,8 +47,12 @@ extern "C" int sy_launch_expert_send(const sy_expert_send_params* params, sy_str
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    return params->geometry.dtype == SY_DTYPE_F8_E4M3 ? launch_send<true>(*params, stream)
-                                                      : launch_send<false>(*params, stream);
+    const bool is_fp8 = params->geometry.dtype == SY_DTYPE_F8_E4M3;
+    if (takes_any_way(params->flags))
+        return is_fp8 ? launch_send<true, comm::kAnyWay>(*params, stream)
+                      : launch_send<false, comm::kAnyWay>(*params, stream);
+    return is_fp8 ? launch_send<true, comm::kDirectOnly>(*params, stream)
+                  : launch_send<false, comm::kDirectOnly>(*params, stream);
 }
 
 extern "C" int sy_launch_echo(const sy_echo_params* params, sy_stream stream) {
@@ -52,8 +60,12 @@ extern "C" int sy_launch_echo(const sy_echo_params* params, sy_stream stream) {
         return SY_LAUNCH_NULL;
     if (const int code = check(*params); code != SY_OK)
         return code;
-    return params->geometry.dtype == SY_DTYPE_F8_E4M3 ? launch_echo<true>(*params, stream)
-                                                      : launch_echo<false>(*params, stream);
+    const bool is_fp8 = params->geometry.dtype == SY_DTYPE_F8_E4M3;
+    if (takes_any_way(params->flags))
+        return is_fp8 ? launch_echo<true, comm::kAnyWay>(*params, stream)
+                      : launch_echo<false, comm::kAnyWay>(*params, stream);
+    return is_fp8 ? launch_echo<true, comm::kDirectOnly>(*params, stream)
+                  : launch_echo<false, comm::kDirectOnly>(*params, stream);
 }
 
 extern "C" int sy_check_servers(const sy_server_peer* servers, uint32_t num_servers) {
@@ -89,7 +101,7 @@ extern "C" const char* sy_launch_error(int code) {
     case SY_LAUNCH_GEOMETRY:
         return "frame geometry: expected what sy_make_geometry computes";
     case SY_LAUNCH_WAY:
-        return "link: this build reaches peers by direct stores only";
+        return "link: this build reaches peers by direct stores and by IBGDA only";
     case SY_LAUNCH_BOUND:
         return "timeout_ns is 0: every wait has a bound";
     case SY_LAUNCH_INTER:

@@ -12,46 +12,53 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8> void run(const sy_dispatch_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays> void run(const sy_dispatch_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
             ? impls::dispatch_kernel<
-                  impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads>>
-            : impls::dispatch_kernel<impls::DispatchConfig<0, 0, kFp8, kGenericThreads>>;
+                  impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads, kWays>>
+            : impls::dispatch_kernel<impls::DispatchConfig<0, 0, kFp8, kGenericThreads, kWays>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8> void run(const sy_combine_params& params, const LaunchPlan& size) {
-    const auto kernel =
-        size.is_tuned ? impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads>>
-                      : impls::combine_kernel<impls::CombineConfig<0, kGenericThreads>>;
-    simt::run(kernel, params, size.num_blocks, size.num_threads, false);
-}
-
-template <bool kFp8> void run(const sy_expert_recv_params& params, const LaunchPlan& size) {
-    simt::run(impls::expert_recv_kernel, params, size.num_blocks, size.num_threads, true);
-}
-
-template <bool kFp8> void run(const sy_expert_send_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays> void run(const sy_combine_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
-            ? impls::expert_send_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads>>
-            : impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads>>;
+            ? impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>
+            : impls::combine_kernel<impls::CombineConfig<0, kGenericThreads, kWays>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8> void run(const sy_echo_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays> void run(const sy_expert_recv_params& params, const LaunchPlan& size) {
+    simt::run(impls::expert_recv_kernel<kWays>, params, size.num_blocks, size.num_threads, true);
+}
+
+template <bool kFp8, uint32_t kWays> void run(const sy_expert_send_params& params, const LaunchPlan& size) {
     const auto kernel =
-        size.is_tuned ? impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads>>
-                      : impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads>>;
+        size.is_tuned
+            ? impls::expert_send_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>
+            : impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>;
+    simt::run(kernel, params, size.num_blocks, size.num_threads, false);
+}
+
+template <bool kFp8, uint32_t kWays> void run(const sy_echo_params& params, const LaunchPlan& size) {
+    const auto kernel =
+        size.is_tuned
+            ? impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>
+            : impls::echo_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
 template <class Params> int launch(const Params& params) {
     if (const int code = check(params); code != SY_OK)
         return code;
-    params.geometry.dtype == SY_DTYPE_F8_E4M3 ? run<true>(params, plan(params))
-                                              : run<false>(params, plan(params));
+    const bool is_fp8 = params.geometry.dtype == SY_DTYPE_F8_E4M3;
+    if (takes_any_way(params.flags))
+        is_fp8 ? run<true, comm::kAnyWay>(params, plan(params))
+               : run<false, comm::kAnyWay>(params, plan(params));
+    else
+        is_fp8 ? run<true, comm::kDirectOnly>(params, plan(params))
+               : run<false, comm::kDirectOnly>(params, plan(params));
     return SY_OK;
 }
 

@@ -49,6 +49,9 @@ pub const DTYPE_F8_E4M3: u32 = 4;
 
 /// [`Link::way`]: the peer's slot is mapped here.
 pub const WAY_DIRECT: u32 = 1;
+/// `SY_WAY_IBGDA`: kernels post work requests; `context` is the address of a
+/// [`PeerHandle`](crate::mlx5::PeerHandle).
+pub const WAY_IBGDA: u32 = 2;
 
 /// `flags`: the kernel may start while the one before it in the stream ends.
 pub const FLAG_PDL: u32 = 1;
@@ -56,6 +59,8 @@ pub const FLAG_PDL: u32 = 1;
 pub const FLAG_EARLY: u32 = 2;
 /// [`DispatchParams::flags`]: send empty frames, too. Servers in lockstep need them.
 pub const FLAG_CONTACT_ALL: u32 = 4;
+/// `SY_LAUNCH_FLAG_ANY_WAY`: some link of the table is not direct.
+pub const FLAG_ANY_WAY: u32 = 8;
 
 /// Bytes of a slot's control tail.
 pub const CONTROL_BYTES: u64 = 4096;
@@ -156,7 +161,7 @@ pub struct Link {
     pub window: DevicePtr,
     /// Of the way; 0 for direct stores.
     pub context: u64,
-    /// [`WAY_DIRECT`].
+    /// [`WAY_DIRECT`] or [`WAY_IBGDA`].
     pub way: u32,
     /// Zero.
     pub reserved: u32,

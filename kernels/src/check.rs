@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::abi::{
     ClientPeer, CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, EchoParams,
     ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link,
-    MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS, ServerPeer, WAY_DIRECT,
+    MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS, ServerPeer, WAY_DIRECT, WAY_IBGDA,
 };
 
 /// Parameters that cannot be used. Nothing was launched.
@@ -44,7 +44,7 @@ pub enum CheckError {
     #[error("frame geometry: expected what `FrameGeometry::new` computes")]
     Geometry = 10,
     /// The way to a peer is not compiled in.
-    #[error("link: this build reaches peers by direct stores only")]
+    #[error("link: this build reaches peers by direct stores and by IBGDA only")]
     Way = 11,
     /// A wait would have no bound.
     #[error("timeout_ns is 0: every wait has a bound")]
@@ -234,10 +234,18 @@ fn lists(lists: &ExpertLists) -> Result<(), CheckError> {
 }
 
 fn link(link: &Link) -> Result<(), CheckError> {
-    if link.way != WAY_DIRECT {
+    if link.way != WAY_DIRECT && link.way != WAY_IBGDA {
         return Err(CheckError::Way);
     }
     set(&[link.window])?;
+    if link.way != WAY_DIRECT {
+        if link.context == 0 {
+            return Err(CheckError::Null);
+        }
+        if !link.context.is_multiple_of(8) {
+            return Err(CheckError::Alignment);
+        }
+    }
     aligned(&[link.window])
 }
 

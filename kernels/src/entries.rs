@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 20] = [
+pub const ENTRIES: [&str; 37] = [
     DISPATCH_TUNED_FP8,
     DISPATCH_TUNED_BF16,
     DISPATCH_FP8,
@@ -25,31 +25,50 @@ pub const ENTRIES: [&str; 20] = [
     GATE_UP,
     DOWN,
     FLAG_ADD,
+    PROXY_PRODUCE,
+    PEER_COPY,
+    DISPATCH_TUNED_FP8_ANY,
+    DISPATCH_TUNED_BF16_ANY,
+    DISPATCH_FP8_ANY,
+    DISPATCH_BF16_ANY,
+    COMBINE_TUNED_ANY,
+    COMBINE_ANY,
+    EXPERT_RECV_ANY,
+    SEND_TUNED_FP8_ANY,
+    SEND_TUNED_BF16_ANY,
+    SEND_FP8_ANY,
+    SEND_BF16_ANY,
+    ECHO_TUNED_FP8_ANY,
+    ECHO_TUNED_BF16_ANY,
+    ECHO_FP8_ANY,
+    ECHO_BF16_ANY,
 ];
 
 /// The kernel that adds to a flag in stream order.
 pub const FLAG_ADD: &str = "sy_flag_add";
+/// The producer of commands for measurements of the proxy.
+pub const PROXY_PRODUCE: &str = "sy_proxy_produce";
+/// The copy that a relay forwards with.
+pub const PEER_COPY: &str = "sy_peer_copy";
 
-pub const DISPATCH_TUNED_FP8: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb1ELj448EEEEEv18sy_dispatch_params";
-pub const DISPATCH_TUNED_BF16: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb0ELj448EEEEEv18sy_dispatch_params";
-pub const DISPATCH_FP8: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb1ELj256EEEEEv18sy_dispatch_params";
-pub const DISPATCH_BF16: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb0ELj256EEEEEv18sy_dispatch_params";
-pub const COMBINE_TUNED: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj7168ELj448EEEEEv17sy_combine_params";
-pub const COMBINE: &str =
-    "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj0ELj256EEEEEv17sy_combine_params";
-pub const EXPERT_RECV: &str = "_ZN10switchyard5impls18expert_recv_kernelE21sy_expert_recv_params";
-pub const SEND_TUNED_FP8: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb1ELj448EEEEEv21sy_expert_send_params";
-pub const SEND_TUNED_BF16: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb0ELj448EEEEEv21sy_expert_send_params";
-pub const SEND_FP8: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb1ELj256EEEEEv21sy_expert_send_params";
-pub const SEND_BF16: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb0ELj256EEEEEv21sy_expert_send_params";
-pub const ECHO_TUNED_FP8: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb1ELj448EEEEEv14sy_echo_params";
-pub const ECHO_TUNED_BF16: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb0ELj448EEEEEv14sy_echo_params";
+pub const DISPATCH_TUNED_FP8: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb1ELj448ELj2EEEEEv18sy_dispatch_params";
+pub const DISPATCH_TUNED_BF16: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb0ELj448ELj2EEEEEv18sy_dispatch_params";
+pub const DISPATCH_FP8: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb1ELj256ELj2EEEEEv18sy_dispatch_params";
+pub const DISPATCH_BF16: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb0ELj256ELj2EEEEEv18sy_dispatch_params";
+pub const COMBINE_TUNED: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj7168ELj448ELj2EEEEEv17sy_combine_params";
+pub const COMBINE: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj0ELj256ELj2EEEEEv17sy_combine_params";
+pub const EXPERT_RECV: &str =
+    "_ZN10switchyard5impls18expert_recv_kernelILj2EEEv21sy_expert_recv_params";
+pub const SEND_TUNED_FP8: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj2EEEEEv21sy_expert_send_params";
+pub const SEND_TUNED_BF16: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj2EEEEEv21sy_expert_send_params";
+pub const SEND_FP8: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj2EEEEEv21sy_expert_send_params";
+pub const SEND_BF16: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj2EEEEEv21sy_expert_send_params";
+pub const ECHO_TUNED_FP8: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj2EEEEEv14sy_echo_params";
+pub const ECHO_TUNED_BF16: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj2EEEEEv14sy_echo_params";
 pub const ECHO_FP8: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256EEEEEv14sy_echo_params";
+    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj2EEEEEv14sy_echo_params";
 pub const ECHO_BF16: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256EEEEEv14sy_echo_params";
+    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj2EEEEEv14sy_echo_params";
 pub const GATHER_FP8: &str =
     "_ZN10switchyard5impls20expert_gather_kernelILb1EEEv24sy_expert_compute_params";
 pub const GATHER_BF16: &str =
@@ -58,3 +77,46 @@ pub const GATE_UP: &str =
     "_ZN10switchyard5impls18expert_gemm_kernelILb1EEEv24sy_expert_compute_params";
 pub const DOWN: &str =
     "_ZN10switchyard5impls18expert_gemm_kernelILb0EEEv24sy_expert_compute_params";
+
+/// The kernel that does the same over links of any way that is compiled in.
+#[must_use]
+pub fn any_way(entry: &'static str) -> &'static str {
+    ANY_WAY.iter().find(|(direct, _)| *direct == entry).map_or(entry, |(_, any)| any)
+}
+
+const ANY_WAY: [(&str, &str); 15] = [
+    (DISPATCH_TUNED_FP8, DISPATCH_TUNED_FP8_ANY),
+    (DISPATCH_TUNED_BF16, DISPATCH_TUNED_BF16_ANY),
+    (DISPATCH_FP8, DISPATCH_FP8_ANY),
+    (DISPATCH_BF16, DISPATCH_BF16_ANY),
+    (COMBINE_TUNED, COMBINE_TUNED_ANY),
+    (COMBINE, COMBINE_ANY),
+    (EXPERT_RECV, EXPERT_RECV_ANY),
+    (SEND_TUNED_FP8, SEND_TUNED_FP8_ANY),
+    (SEND_TUNED_BF16, SEND_TUNED_BF16_ANY),
+    (SEND_FP8, SEND_FP8_ANY),
+    (SEND_BF16, SEND_BF16_ANY),
+    (ECHO_TUNED_FP8, ECHO_TUNED_FP8_ANY),
+    (ECHO_TUNED_BF16, ECHO_TUNED_BF16_ANY),
+    (ECHO_FP8, ECHO_FP8_ANY),
+    (ECHO_BF16, ECHO_BF16_ANY),
+];
+
+pub const DISPATCH_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb1ELj448ELj6EEEEEv18sy_dispatch_params";
+pub const DISPATCH_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb0ELj448ELj6EEEEEv18sy_dispatch_params";
+pub const DISPATCH_FP8_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb1ELj256ELj6EEEEEv18sy_dispatch_params";
+pub const DISPATCH_BF16_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb0ELj256ELj6EEEEEv18sy_dispatch_params";
+pub const COMBINE_TUNED_ANY: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj7168ELj448ELj6EEEEEv17sy_combine_params";
+pub const COMBINE_ANY: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj0ELj256ELj6EEEEEv17sy_combine_params";
+pub const EXPERT_RECV_ANY: &str =
+    "_ZN10switchyard5impls18expert_recv_kernelILj6EEEv21sy_expert_recv_params";
+pub const SEND_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj6EEEEEv21sy_expert_send_params";
+pub const SEND_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj6EEEEEv21sy_expert_send_params";
+pub const SEND_FP8_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj6EEEEEv21sy_expert_send_params";
+pub const SEND_BF16_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj6EEEEEv21sy_expert_send_params";
+pub const ECHO_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj6EEEEEv14sy_echo_params";
+pub const ECHO_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj6EEEEEv14sy_echo_params";
+pub const ECHO_FP8_ANY: &str =
+    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj6EEEEEv14sy_echo_params";
+pub const ECHO_BF16_ANY: &str =
+    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj6EEEEEv14sy_echo_params";

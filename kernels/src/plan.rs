@@ -3,14 +3,14 @@
 
 use crate::abi::{
     COMPUTE_SHARED_BYTES, COMPUTE_THREADS, CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams,
-    EchoParams, ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_PDL, RECV_BLOCKS,
-    RECV_THREADS,
+    EchoParams, ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_ANY_WAY, FLAG_PDL,
+    RECV_BLOCKS, RECV_THREADS,
 };
 use crate::check::Check;
 use crate::entries::{
     COMBINE, COMBINE_TUNED, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16, DISPATCH_TUNED_FP8,
     DOWN, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV, GATE_UP, GATHER_BF16,
-    GATHER_FP8, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8,
+    GATHER_FP8, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way,
 };
 
 /// A launch, decided but for the stream.
@@ -108,7 +108,7 @@ impl KernelParams for ExpertRecvParams {
             num_blocks: RECV_BLOCKS,
             num_threads: RECV_THREADS,
             is_tuned: false,
-            entry: EXPERT_RECV,
+            entry: entry_for(self.flags, EXPERT_RECV),
             shared_bytes: 0,
             overlaps: self.flags & FLAG_PDL != 0,
         }
@@ -211,7 +211,12 @@ impl KernelParams for EchoParams {
     }
 }
 
+fn entry_for(flags: u32, entry: &'static str) -> &'static str {
+    if flags & FLAG_ANY_WAY != 0 { any_way(entry) } else { entry }
+}
+
 fn plan(is_tuned: bool, num_blocks: u32, entry: &'static str, flags: u32) -> LaunchPlan {
+    let entry = entry_for(flags, entry);
     let num_threads = if is_tuned { TUNED_THREADS } else { GENERIC_THREADS };
     let overlaps = flags & FLAG_PDL != 0;
     LaunchPlan { num_blocks, num_threads, is_tuned, entry, shared_bytes: 0, overlaps }

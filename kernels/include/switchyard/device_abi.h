@@ -78,6 +78,7 @@
 #define SY_TAG_BAD_FRAME 7     /* observed: SY_ERROR_* | field << 16; expected: frame number */
 #define SY_TAG_P2P 8           /* a peer's flag in a transport measurement */
 #define SY_TAG_REFUSED 9       /* a server answered with an error status; observed: its status word */
+#define SY_TAG_WAY 10          /* observed: way of a link that the launch was not told of */
 
 /* sy_error_word.reason */
 #define SY_REASON_TIMEOUT 1
@@ -90,6 +91,7 @@
  * at once. */
 #define SY_LAUNCH_FLAG_PDL UINT32_C(1)         /* programmatic dependent launch */
 #define SY_LAUNCH_FLAG_EARLY UINT32_C(2)       /* with PDL: let dependents start at once */
+#define SY_LAUNCH_FLAG_ANY_WAY UINT32_C(8)     /* some link of the table is not direct */
 #define SY_DISPATCH_FLAG_CONTACT_ALL UINT32_C(4) /* send empty frames too: lockstep servers need them */
 
 /* First error of a peer's kernels. `tag` is claimed by compare-and-swap; the host clears it. */

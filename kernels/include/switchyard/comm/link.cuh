@@ -1,50 +1,61 @@
-// The way to a peer. Fused kernels store what they send through `window_of(link)` and then name what
+// The way to a peer. Fused kernels store what they send through `window_at(link)` and then name what
 // they stored; whether that goes straight to the peer or into a mirror that a NIC reads is the way's
 // business, so a further way needs no change in a fused kernel.
 //
 // Order: a signal or an add is seen by the peer only after everything that the same block stored
-// and named before it (SYNC POINT publish/accept, see docs/memory-model.md).
+// and named before it (SYNC POINT publish/accept, see docs/memory-model.md). Ways with several lanes
+// keep that by taking a block's index for its lane.
+//
+// `kWays` says which ways a kernel is compiled for. With kDirectOnly nothing but the stores is left.
 #pragma once
 
 #include <cstdint>
 
+#include "switchyard/comm/ibgda_link.h"
 #include "switchyard/device_abi.h"
 #include "switchyard/ptx/memory.cuh"
 
 namespace switchyard::comm {
+
+constexpr uint32_t kDirectOnly = 1u << SY_WAY_DIRECT;
+constexpr uint32_t kAnyWay = kDirectOnly | 1u << SY_WAY_IBGDA;
+
+template <uint32_t kWays> __device__ __forceinline__ bool is_direct(const sy_link& link) {
+    return kWays == kDirectOnly || link.way == SY_WAY_DIRECT;
+}
 
 template <class T>
 __device__ __forceinline__ T* window_at(const sy_link& link, uint64_t offset) {
     return reinterpret_cast<T*>(link.window + offset);
 }
 
-// Hands over `num_bytes` that this block has stored at `offset` of the window. Called by a whole warp.
-__device__ __forceinline__ void put_nbi_warp(const sy_link& link, uint64_t offset,
-                                             uint64_t num_bytes) {
-    // Direct stores are on their way already; every other way is refused by the launchers.
-    (void)link, (void)offset, (void)num_bytes;
-}
-
-// Copies `num_bytes` (a multiple of 16, both ends aligned) from local memory into the slot.
-__device__ __forceinline__ void put_nbi_warp(const sy_link& link, uint64_t offset,
-                                             const void* source, uint64_t num_bytes) {
-    const uint32_t lane_idx = threadIdx.x & 31;
-    const uint4* from = static_cast<const uint4*>(source);
-    uint4* to = window_at<uint4>(link, offset);
-    for (uint64_t i = lane_idx; i < num_bytes / 16; i += 32)
-        to[i] = from[i];
-}
-
 // SYNC POINT publish: adds to a counter in the peer's slot, after everything stored before.
 // NOTES: the stores of the block's other threads are covered if a block barrier lies between.
+template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ void amo_nonfetch_add(const sy_link& link, uint64_t offset,
                                                  uint64_t value) {
-    ptx::red_add_release_sys(window_at<uint64_t>(link, offset), value);
+    if (is_direct<kWays>(link))
+        ptx::red_add_release_sys(window_at<uint64_t>(link, offset), value);
+    else
+        ibgda::add(link, blockIdx.x, offset, value);
 }
 
-// SYNC POINT publish: sets a word that has one writer, after everything stored before.
+// Adds to a counter that says everything itself and so needs no order.
+template <uint32_t kWays = kDirectOnly>
+__device__ __forceinline__ void add_relaxed(const sy_link& link, uint64_t offset, uint64_t value) {
+    if (is_direct<kWays>(link))
+        ptx::red_add_relaxed_sys(window_at<uint64_t>(link, offset), value);
+    else
+        ibgda::add(link, blockIdx.x, offset, value);
+}
+
+// SYNC POINT publish: sets a word that has one writer, after everything named before.
+template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ void signal(const sy_link& link, uint64_t offset, uint64_t value) {
-    ptx::st_release_sys(window_at<uint64_t>(link, offset), value);
+    if (is_direct<kWays>(link))
+        ptx::st_release_sys(window_at<uint64_t>(link, offset), value);
+    else
+        ibgda::set(link, blockIdx.x, offset, value);
 }
 
 // SYNC POINT publish for several words at once: what this warp signals relaxed after it is seen after
@@ -52,15 +63,81 @@ __device__ __forceinline__ void signal(const sy_link& link, uint64_t offset, uin
 __device__ __forceinline__ void order_signals() { ptx::fence_acq_rel_sys(); }
 
 // Sets a word that says everything itself and so needs no order, or after order_signals.
+template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ void signal_relaxed(const sy_link& link, uint64_t offset,
                                                uint64_t value) {
-    ptx::st_relaxed_sys(window_at<uint64_t>(link, offset), value);
+    if (is_direct<kWays>(link))
+        ptx::st_relaxed_sys(window_at<uint64_t>(link, offset), value);
+    else
+        ibgda::set(link, blockIdx.x, offset, value);
 }
 
-// Returns when everything sent before has reached the peer's memory.
-__device__ __forceinline__ void quiet(const sy_link& link) {
-    (void)link;
-    ptx::fence_acq_rel_sys();
+// SYNC POINT publish: names `num_bytes` at `offset`, which this thread stored, and sets a word behind them.
+template <uint32_t kWays = kDirectOnly>
+__device__ __forceinline__ void put_signal(const sy_link& link, uint64_t offset, uint64_t num_bytes,
+                                           uint64_t word_offset, uint64_t value) {
+    if (is_direct<kWays>(link))
+        ptx::st_release_sys(window_at<uint64_t>(link, word_offset), value);
+    else
+        ibgda::put_set(link, blockIdx.x, offset, num_bytes, word_offset, value);
+}
+
+// A part of the window.
+struct Piece {
+    uint64_t offset, num_bytes;
+};
+
+// Names what this block has stored, and sets `num_words` consecutive words to `value` behind it. Called
+// by a whole warp after a block barrier and order_signals.
+template <uint32_t kWays = kDirectOnly, uint32_t kNumPieces>
+__device__ __forceinline__ void put_signals_warp(const sy_link& link,
+                                                 const Piece (&pieces)[kNumPieces],
+                                                 uint64_t words_offset, uint32_t num_words,
+                                                 uint64_t value) {
+    const uint32_t lane_idx = threadIdx.x & 31;
+    const bool direct = is_direct<kWays>(link);
+    if (direct || num_words > ibgda::kMaxInlineWords)
+        for (uint32_t i = lane_idx; i < num_words; i += 32)
+            ptx::st_relaxed_sys(window_at<uint64_t>(link, words_offset) + i, value);
+    if (direct || num_words == 0)
+        return;
+    __syncwarp();
+    ibgda::Send sends[kNumPieces + 1];
+#pragma unroll
+    for (uint32_t i = 0; i < kNumPieces; ++i)
+        sends[i] = {pieces[i].offset, pieces[i].num_bytes, 0, false};
+    // A short run of words travels in the request itself, a long one from the mirror.
+    sends[kNumPieces] = {words_offset, uint64_t{num_words} * sizeof(uint64_t), value,
+                         num_words <= ibgda::kMaxInlineWords};
+    ibgda::send<Warp>(link, blockIdx.x, sends);
+}
+
+// Names `num_rows` rows of `row_bytes`, scattered over the window, and sets a word behind each. A lane
+// with `has_row` gives one row. Called by a whole warp, after a block barrier, when kWays has more than
+// direct stores.
+template <uint32_t kWays>
+__device__ __forceinline__ void put_rows_warp(const sy_link& link, bool has_row, uint64_t row_offset,
+                                              uint64_t row_bytes, uint64_t word_offset,
+                                              uint64_t value) {
+    if (is_direct<kWays>(link)) {
+        if (has_row)
+            ptx::st_release_sys(window_at<uint64_t>(link, word_offset), value);
+    } else {
+        ibgda::put_rows_warp(link, blockIdx.x, has_row, row_offset, row_bytes, word_offset, value);
+    }
+}
+
+// Returns when everything named before, by whichever block, has reached the peer's memory and what lies
+// in the window may be overwritten. Direct stores need no such wait: nothing is read later.
+template <uint32_t kWays> __device__ __forceinline__ void await_reuse(const sy_link& link) {
+    if (!is_direct<kWays>(link))
+        ibgda::quiet(link);
+}
+
+// Whether the way to the peer is out of service; it says so by itself in the error word. Costs a look at
+// the completions, so waits ask now and then.
+template <uint32_t kWays> __device__ __forceinline__ bool has_failed(const sy_link& link) {
+    return !is_direct<kWays>(link) && ibgda::has_failed(link);
 }
 
 } // namespace switchyard::comm

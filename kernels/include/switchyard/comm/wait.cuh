@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/link.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/ptx/memory.cuh"
 #include "switchyard/ptx/sync.cuh"
@@ -47,8 +48,9 @@ __device__ __forceinline__ uint64_t elapsed_ns(uint64_t* start_ns) {
     return now_ns - *start_ns;
 }
 
-__device__ __noinline__ inline bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
-                                             uint32_t peer, WaitBound bound) {
+template <uint32_t kWays, class... Links>
+__device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
+                                             uint32_t peer, WaitBound bound, const Links*... links) {
     uint64_t start_ns = 0;
     uint64_t last_progress = bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
@@ -62,6 +64,8 @@ __device__ __noinline__ inline bool wait_until_slow(const uint64_t* word, uint64
             return false;
         }
         if (bound.given_up != nullptr && (ptx::ld_relaxed_sys(bound.given_up) >> peer & 1) != 0)
+            return false;
+        if ((has_failed<kWays>(*links) || ...))
             return false;
         if (bound.status != nullptr) {
             const uint64_t status = ptx::ld_relaxed_sys(bound.status);
@@ -87,11 +91,15 @@ __device__ __noinline__ inline bool wait_until_slow(const uint64_t* word, uint64
 
 // SYNC POINT accept: true once `*word >= expected`; what the peer stored before is then visible to this
 // thread, and to its block after a barrier.
+//
+// What comes may depend on what went a certain way: when that way fails, the wait for it ends.
+template <uint32_t kWays = kDirectOnly, class... Links>
 __device__ __forceinline__ bool wait_until(const uint64_t* word, uint64_t expected, uint32_t tag,
-                                           uint32_t peer, const WaitBound& bound) {
+                                           uint32_t peer, const WaitBound& bound,
+                                           const Links*... links) {
     if (ptx::ld_acquire_sys(word) >= expected)
         return true;
-    return wait_until_slow(word, expected, tag, peer, bound);
+    return wait_until_slow<kWays>(word, expected, tag, peer, bound, links...);
 }
 
 } // namespace switchyard::comm

@@ -15,7 +15,12 @@
 namespace switchyard::impls {
 
 // kHidden_ may be 0: then the geometry's value holds at run time.
-template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_> struct AnswerConfig {
+template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_,
+          uint32_t kWays_ = comm::kDirectOnly>
+struct AnswerConfig {
+    static constexpr uint32_t kWays = kWays_;
+    // Building requests takes registers.
+    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr bool kFp8 = kFp8_;
     static constexpr uint32_t kNumThreads = kNumThreads_;
@@ -49,12 +54,41 @@ __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_c
     return (unit % num_clients + row * num_clients / num_blocks) % num_clients;
 }
 
+// publish_rows for links of any way, by one warp: the rows of a client together.
+template <class Config>
+__device__ __forceinline__ void name_rows(const AnswerShared& shared,
+                                          const sy_frame_geometry& geometry, uint32_t num_clients,
+                                          uint32_t num_blocks, uint32_t first_unit,
+                                          uint32_t num_pending) {
+    const uint32_t unit = first_unit + threadIdx.x * num_blocks;
+    const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
+    const uint32_t row = unit / num_clients;
+    const bool has_row = threadIdx.x < num_pending && row < shared.num_rows[client];
+    for (uint32_t to = 0; to < num_clients; ++to) {
+        const bool is_mine = has_row && client == to;
+        if (!__any_sync(kFullWarp, is_mine))
+            continue;
+        const uint64_t frame =
+            layout::response_frame(geometry, layout::ring_place(geometry, shared.number[to]));
+        comm::put_rows_warp<Config::kWays>(shared.clients[to].response, is_mine,
+                                           layout::response_row_at(geometry, frame, row),
+                                           geometry.response_stride_bytes,
+                                           layout::response_flag_at(frame, row), shared.number[to]);
+    }
+}
+
+template <class Config>
 __device__ __forceinline__ void publish_rows(const AnswerShared& shared,
                                              const sy_frame_geometry& geometry,
                                              uint32_t num_clients,
                                              uint32_t num_blocks, uint32_t first_unit,
                                              uint32_t num_pending) {
     __syncthreads();
+    if constexpr (Config::kWays != comm::kDirectOnly) {
+        if (threadIdx.x < 32)
+            name_rows<Config>(shared, geometry, num_clients, num_blocks, first_unit, num_pending);
+        return;
+    }
     if (threadIdx.x >= num_pending)
         return;
     const uint32_t unit = first_unit + threadIdx.x * num_blocks;
@@ -88,8 +122,8 @@ answer_rows(const AnswerShared& shared, const sy_frame_geometry& geometry,
             });
         }
         if (++num_pending == most_pending || unit + num_blocks >= num_units) {
-            publish_rows(shared, geometry, num_clients, num_blocks, first_pending,
-                         num_pending);
+            publish_rows<Config>(shared, geometry, num_clients, num_blocks, first_pending,
+                                 num_pending);
             num_pending = 0;
             first_pending = unit + num_blocks;
         }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/link.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/rows.cuh"
@@ -16,9 +17,13 @@
 
 namespace switchyard::impls {
 
-template <uint32_t kHidden_, uint32_t kNumThreads_> struct CombineConfig {
+template <uint32_t kHidden_, uint32_t kNumThreads_, uint32_t kWays_ = comm::kDirectOnly>
+struct CombineConfig {
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kNumThreads = kNumThreads_;
+    static constexpr uint32_t kWays = kWays_;
+    // Building requests takes registers.
+    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
 };
 
 struct CombineShared {
@@ -31,6 +36,7 @@ struct CombineShared {
 };
 
 // Whether the server's answer to `row` is there. A server that refused the frame is noted as such.
+template <uint32_t kWays>
 __device__ __forceinline__ bool await_row(const sy_combine_params& params,
                                           const CombineShared& shared, uint32_t server,
                                           uint32_t row, uint32_t tag) {
@@ -45,7 +51,13 @@ __device__ __forceinline__ bool await_row(const sy_combine_params& params,
         status,                   params.timeout_ns};
     const uint64_t* flag = reinterpret_cast<const uint64_t*>(
         layout::response_flag_at(shared.frame[server], row));
-    if (comm::wait_until(flag, number, tag, server, bound))
+    bool came;
+    if constexpr (kWays == comm::kDirectOnly)
+        came = comm::wait_until(flag, number, tag, server, bound);
+    else
+        came = comm::wait_until<kWays>(flag, number, tag, server, bound,
+                                       &shared.servers[server].request);
+    if (came)
         return true;
     if (ptx::ld_relaxed_sys(status) >> SY_STATUS_SHIFT == number)
         ptx::red_or_relaxed_gpu(&params.handle->refused, 1u << server);
@@ -91,7 +103,7 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kNumThreads, 2)
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     combine_kernel(const __grid_constant__ sy_combine_params params) {
     __shared__ CombineShared shared;
     const uint32_t thread_idx = threadIdx.x;
@@ -130,9 +142,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
             shared.routes[parity][thread_idx] = route;
             if (route != SY_NO_ROUTE) {
                 const uint32_t server = route >> SY_ROUTE_SHIFT;
-                const bool came = await_row(params, shared, server,
-                                            route & ((1u << SY_ROUTE_SHIFT) - 1),
-                                            SY_TAG_COMBINE_ROW);
+                const bool came = await_row<Config::kWays>(
+                    params, shared, server, route & ((1u << SY_ROUTE_SHIFT) - 1),
+                    SY_TAG_COMBINE_ROW);
                 if (!came)
                     atomicOr(&shared.missing[parity], 1u << server);
             }
@@ -154,7 +166,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
     if (blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0 &&
         params.handle->num_rows[thread_idx] == 0)
-        await_row(params, shared, thread_idx, 0, SY_TAG_COMBINE_EMPTY);
+        await_row<Config::kWays>(params, shared, thread_idx, 0, SY_TAG_COMBINE_EMPTY);
+    // The next frame in this place of the ring is stored over what a NIC may still have to read.
+    if (Config::kWays != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
+        (params.handle->contacted >> thread_idx & 1) != 0)
+        comm::await_reuse<Config::kWays>(shared.servers[thread_idx].request);
 }
 
 } // namespace switchyard::impls

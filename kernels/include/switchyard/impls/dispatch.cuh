@@ -25,8 +25,12 @@
 namespace switchyard::impls {
 
 // kHidden_ and kTopK_ may be 0: then the parameters' values hold at run time.
-template <uint32_t kHidden_, uint32_t kTopK_, bool kFp8_, uint32_t kNumThreads_>
+template <uint32_t kHidden_, uint32_t kTopK_, bool kFp8_, uint32_t kNumThreads_,
+          uint32_t kWays_ = comm::kDirectOnly>
 struct DispatchConfig {
+    static constexpr uint32_t kWays = kWays_;
+    // Building requests takes registers.
+    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kTopK = kTopK_;
     static constexpr bool kFp8 = kFp8_;
@@ -225,21 +229,8 @@ __device__ __forceinline__ void store_entries(const DispatchShared& shared,
     }
 }
 
-// Names what the block has stored in a frame, for ways that need it.
-__device__ __forceinline__ void hand_over_rows(const sy_link& link,
-                                               const sy_frame_geometry& geometry, uint64_t frame,
-                                               uint32_t first_row, uint32_t num_rows) {
-    if (link.way == SY_WAY_DIRECT || num_rows == 0)
-        return;
-    comm::put_nbi_warp(link, layout::entries_at(geometry, frame, first_row),
-                       uint64_t{num_rows} * geometry.top_k * sizeof(sy_entry));
-    comm::put_nbi_warp(link, layout::scales_at(geometry, frame, first_row),
-                       uint64_t{num_rows} * geometry.scales_per_row * sizeof(float));
-    comm::put_nbi_warp(link, layout::payload_at(geometry, frame, first_row),
-                       uint64_t{num_rows} * geometry.row_stride_bytes);
-}
-
 // Headers, announcements, handle and the next parity of `posted`: one lane per server.
+template <class Config>
 __device__ __forceinline__ void write_heads(const DispatchShared& shared,
                                             const sy_dispatch_params& params, uint64_t sequence,
                                             uint32_t num_tokens, uint64_t epoch) {
@@ -266,8 +257,12 @@ __device__ __forceinline__ void write_heads(const DispatchShared& shared,
     if (!contacts)
         return;
     const sy_link& link = shared.servers[server].request;
+    if (Config::kWays == comm::kDirectOnly && link.way != SY_WAY_DIRECT)
+        comm::record_error(&params.state->error, SY_TAG_WAY, server, SY_REASON_VALUE, link.way,
+                           SY_WAY_DIRECT);
     const uint32_t place = shared.frame_place[server];
-    comm::signal_relaxed(link, geometry.control_offset + SY_WORD_ANNOUNCE(place),
+    comm::signal_relaxed<Config::kWays>(
+        link, geometry.control_offset + SY_WORD_ANNOUNCE(place),
                          number << SY_ANNOUNCE_SHIFT | num_rows);
     sy_frame_header header = {};
     header.epoch = epoch;
@@ -294,7 +289,8 @@ __device__ __forceinline__ void write_heads(const DispatchShared& shared,
 #pragma unroll
     for (uint32_t i = 0; i < sizeof(header) / sizeof(uint4); ++i)
         target[i] = source[i];
-    comm::signal(link, geometry.control_offset + SY_WORD_HEADER(place), number);
+    comm::put_signal<Config::kWays>(link, layout::request_frame(geometry, place), sizeof(header),
+                                    geometry.control_offset + SY_WORD_HEADER(place), number);
 }
 
 template <class Config>
@@ -376,13 +372,6 @@ __device__ __forceinline__ void send_tokens(DispatchShared& shared,
             __syncthreads();
         }
     }
-    if (thread_idx < 32) {
-        for (uint32_t server = 0; server < params.num_servers; ++server)
-            hand_over_rows(shared.servers[server].request, geometry,
-                           layout::request_frame(geometry, shared.frame_place[server]),
-                           __shfl_sync(kFullWarp, first_row, server),
-                           __shfl_sync(kFullWarp, num_sent, server));
-    }
     // NOTES: one fence per block, not per token: a fence waits for the link to drain.
     __syncthreads();
     if (thread_idx >= 32)
@@ -392,15 +381,21 @@ __device__ __forceinline__ void send_tokens(DispatchShared& shared,
         const uint32_t first = __shfl_sync(kFullWarp, first_row, server);
         const uint32_t count = __shfl_sync(kFullWarp, num_sent, server);
         const uint64_t frame = layout::request_frame(geometry, shared.frame_place[server]);
-        for (uint32_t i = thread_idx; i < count; i += 32)
-            comm::signal_relaxed(shared.servers[server].request,
-                                 layout::request_flag_at(geometry, frame, first + i),
-                                 shared.frame_number[server]);
+        const comm::Piece pieces[] = {
+            {layout::entries_at(geometry, frame, first),
+             uint64_t{count} * top_k * sizeof(sy_entry)},
+            {layout::scales_at(geometry, frame, first),
+             uint64_t{count} * geometry.scales_per_row * sizeof(float)},
+            {layout::payload_at(geometry, frame, first),
+             uint64_t{count} * geometry.row_stride_bytes}};
+        comm::put_signals_warp<Config::kWays>(shared.servers[server].request, pieces,
+                                              layout::request_flag_at(geometry, frame, first),
+                                              count, shared.frame_number[server]);
     }
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kNumThreads, 2)
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     dispatch_kernel(const __grid_constant__ sy_dispatch_params params) {
     __shared__ DispatchShared shared;
     const uint32_t thread_idx = threadIdx.x;
@@ -474,7 +469,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
         if (thread_idx == 0 && params.trace != nullptr)
             params.trace[sequence % params.trace_len] = start_ns;
         if (thread_idx < 32)
-            write_heads(shared, params, sequence, num_tokens, epoch);
+            write_heads<Config>(shared, params, sequence, num_tokens, epoch);
         if (thread_idx == 0 && asked_tokens > params.capacity)
             comm::record_error(&params.state->error, SY_TAG_NUM_TOKENS, 0, SY_REASON_VALUE,
                                asked_tokens, params.capacity);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kNumThreads, 2)
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     echo_kernel(const __grid_constant__ sy_echo_params params) {
     __shared__ AnswerShared shared;
     layout::TableCopy<sy_client_peer, Config::kNumThreads, SY_MAX_PEERS> clients;
@@ -115,13 +115,20 @@ __global__ void __launch_bounds__(Config::kNumThreads, 2)
         arrival = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, gridDim.x - 1);
     if (blockIdx.x == 0 && threadIdx.x < params.num_clients && shared.num_rows[threadIdx.x] == 0 &&
         (shared.given_up >> threadIdx.x & 1) == 0)
-        comm::signal(shared.clients[threadIdx.x].response,
-                     layout::response_flag_at(
-                         layout::response_frame(
-                             params.geometry,
-                             layout::ring_place(params.geometry, shared.number[threadIdx.x])),
-                         0),
-                     shared.number[threadIdx.x]);
+        comm::signal<Config::kWays>(
+            shared.clients[threadIdx.x].response,
+            layout::response_flag_at(
+                layout::response_frame(
+                    params.geometry,
+                    layout::ring_place(params.geometry, shared.number[threadIdx.x])),
+                0),
+            shared.number[threadIdx.x]);
+    if constexpr (Config::kWays != comm::kDirectOnly) {
+        // Answers are stored over those of an earlier frame, which a NIC may still have to read.
+        if (threadIdx.x < params.num_clients)
+            comm::await_reuse<Config::kWays>(shared.clients[threadIdx.x].response);
+        __syncthreads();
+    }
     answer_rows<Config>(shared, params.geometry, params.num_clients,
                         [&](uint32_t client, uint32_t row, auto store) {
                             identity_row<Config>(params.geometry, shared.request_frame[client], row,

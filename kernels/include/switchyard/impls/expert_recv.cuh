@@ -95,15 +95,34 @@ __device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& pa
 }
 
 // Tells a client that its frame is refused. Its combine sees the status while it waits.
+template <uint32_t kWays>
 __device__ __forceinline__ void refuse(const RecvShared& shared,
                                        const sy_expert_recv_params& params, uint32_t client_idx,
                                        uint64_t number, uint32_t code) {
-    comm::signal_relaxed(shared.clients[client_idx].response,
-                         params.geometry.response_control_offset +
-                             SY_WORD_STATUS(layout::ring_place(params.geometry, number)),
-                         number << SY_STATUS_SHIFT | code);
+    comm::signal_relaxed<kWays>(shared.clients[client_idx].response,
+                                params.geometry.response_control_offset +
+                                    SY_WORD_STATUS(layout::ring_place(params.geometry, number)),
+                                number << SY_STATUS_SHIFT | code);
     comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
                        number);
+}
+
+// Tells a client that its frame is in work, because its deadline counts silence. An empty one is answered
+// by that.
+template <uint32_t kWays>
+__device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
+                                           const sy_client_peer& client, uint64_t number,
+                                           uint32_t num_rows) {
+    const sy_frame_geometry& geometry = params.geometry;
+    // Answers will be stored over those to an earlier frame, which a NIC may still have to read.
+    comm::await_reuse<kWays>(client.response);
+    comm::add_relaxed<kWays>(client.response, geometry.response_control_offset + SY_WORD_PROGRESS, 1);
+    if (num_rows == 0)
+        comm::signal<kWays>(client.response,
+                            layout::response_flag_at(
+                                layout::response_frame(geometry, layout::ring_place(geometry, number)),
+                                0),
+                            number);
 }
 
 // Rows of a frame that one poll of a warp covers.
@@ -168,6 +187,7 @@ __device__ __forceinline__ void await_frames(RecvShared& shared,
 }
 
 // Chooses the batch among the frames that are there. One warp, a lane per client.
+template <uint32_t kWays>
 __device__ __forceinline__ void choose_batch(RecvShared& shared,
                                              const sy_expert_recv_params& params, uint32_t wanted) {
     const sy_frame_geometry& geometry = params.geometry;
@@ -231,20 +251,13 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
         params.state->taken[lane_idx] = number;
     }
     if (code != 0) {
-        refuse(shared, params, lane_idx, number, code);
+        refuse<kWays>(shared, params, lane_idx, number, code);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
     if (is_taken) {
         params.lists.batch->frame_number[lane_idx] = number;
-        // The client's deadline counts silence: it hears that its frame is in work.
-        ptx::red_add_relaxed_sys(
-            comm::window_at<uint64_t>(client.response,
-                                      geometry.response_control_offset + SY_WORD_PROGRESS),
-            1);
-        if (seen.num_rows == 0)
-            comm::signal(client.response,
-                         layout::response_flag_at(layout::response_frame(geometry, place), 0),
-                         number);
+        if constexpr (kWays == comm::kDirectOnly)
+            tell_taken<kWays>(params, client, number, seen.num_rows);
     }
 }
 
@@ -475,6 +488,7 @@ __device__ __forceinline__ void fill_lists(const RecvShared& shared,
 }
 
 // Takes bad clients out of the batch and tells them. True when there were any. One warp per block.
+template <uint32_t kWays>
 __device__ __forceinline__ bool drop_bad_clients(RecvShared& shared,
                                                  const sy_expert_recv_params& params,
                                                  uint32_t rank) {
@@ -486,13 +500,15 @@ __device__ __forceinline__ bool drop_bad_clients(RecvShared& shared,
                              ptx::mapa_shared_cluster(&shared.bad_code[lane_idx], other)));
     const bool any = __any_sync(kFullWarp, code != 0);
     if (any && rank == 0 && code != 0) {
-        refuse(shared, params, lane_idx, params.lists.batch->frame_number[lane_idx], code);
+        if constexpr (kWays == comm::kDirectOnly)
+            refuse<kWays>(shared, params, lane_idx, params.lists.batch->frame_number[lane_idx], code);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
     shared.warp_sums[lane_idx] = code;
     return any;
 }
 
+template <uint32_t kWays>
 __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThreads, 1)
     expert_recv_kernel(const __grid_constant__ sy_expert_recv_params params) {
     __shared__ RecvShared shared;
@@ -520,7 +536,15 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         await_frames(shared, params, wanted);
         __syncthreads();
         if (thread_idx < 32)
-            choose_batch(shared, params, wanted);
+            choose_batch<kWays>(shared, params, wanted);
+        if constexpr (kWays != comm::kDirectOnly) {
+            // Apart from the choice, because building requests takes registers.
+            __syncwarp();
+            if (thread_idx < 32 && (shared.snapshot.taken >> thread_idx & 1) != 0)
+                tell_taken<kWays>(params, shared.clients[thread_idx],
+                                  params.state->taken[thread_idx],
+                                  shared.snapshot.num_rows[thread_idx]);
+        }
     }
     cluster_barrier();
     constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
@@ -540,7 +564,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         if (is_second)
             break;
         if (thread_idx < 32) {
-            const bool any = drop_bad_clients(shared, params, rank);
+            const bool any = drop_bad_clients<kWays>(shared, params, rank);
             if (thread_idx == 0)
                 has_bad = any;
         }
@@ -560,6 +584,12 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     const uint32_t num_entries = place_experts(shared, params, rank);
     __syncthreads();
     fill_lists(shared, params, first_thread, kept);
+    if constexpr (kWays != comm::kDirectOnly) {
+        // Only now, because building requests takes registers.
+        if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0)
+            refuse<kWays>(shared, params, thread_idx, params.lists.batch->frame_number[thread_idx],
+                          shared.bad_code[thread_idx]);
+    }
     if (rank == 0 && thread_idx < 32) {
         sy_batch* batch = params.lists.batch;
         batch->row_begin[thread_idx + 1] = shared.row_begin[thread_idx + 1];

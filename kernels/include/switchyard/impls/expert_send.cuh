@@ -44,7 +44,7 @@ __device__ __forceinline__ void weighted_row(const sy_expert_send_params& params
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kNumThreads, 2)
+__global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     expert_send_kernel(const __grid_constant__ sy_expert_send_params params) {
     __shared__ AnswerShared shared;
     layout::TableCopy<sy_client_peer, Config::kNumThreads, SY_MAX_PEERS> clients;

@@ -1,7 +1,7 @@
 // Accesses to queues and to the words that posters share, with their scope as a template argument,
 // and what a warp is. Compiled by nvcc these are PTX instructions; compiled by a host compiler they
-// are atomics of the processor and one thread stands for a whole warp, so that tests run the same
-// protocol.
+// are atomics of the processor, so that tests run the same protocol. There one thread stands for a
+// whole warp, except in kernels that run on the host (SY_SIMT), which have 32 of their own.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,12 @@
 
 #if defined(__CUDACC__)
 #define SY_DEVICE __device__ __forceinline__
+#define SY_DEVICE_COLD __device__ __noinline__
 #else
 #include <sched.h>
 #include <time.h>
 #define SY_DEVICE inline
+#define SY_DEVICE_COLD
 #endif
 
 namespace switchyard::comm {
@@ -127,24 +129,6 @@ SY_DEVICE uint64_t now_ns() {
 SY_DEVICE void pause_poll() {}
 SY_DEVICE uint32_t be32(uint32_t value) { return __byte_perm(value, 0, 0x0123); }
 
-// The 32 lanes of this warp.
-struct Warp {
-    template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
-        const uint32_t lane_idx = threadIdx.x & 31;
-        if (lane_idx < num_lanes)
-            lane(lane_idx);
-        __syncwarp();
-    }
-
-    // What lane 0 computes, for all lanes.
-    template <class F> SY_DEVICE static uint64_t leader(F&& compute) {
-        uint64_t value = 0;
-        if ((threadIdx.x & 31) == 0)
-            value = compute();
-        return __shfl_sync(0xffffffffu, value, 0);
-    }
-};
-
 #else // a host compiler
 
 template <Scope> SY_DEVICE uint32_t ld_relaxed(const uint32_t* address) {
@@ -218,8 +202,38 @@ SY_DEVICE uint64_t now_ns() {
 }
 
 // Threads that stand for warps may be more than the processor has cores.
-SY_DEVICE void pause_poll() { sched_yield(); }
+SY_DEVICE void pause_poll() {
+    sched_yield();
+#if defined(SY_SIMT)
+    simt::yield();
+#endif
+}
+
 SY_DEVICE uint32_t be32(uint32_t value) { return __builtin_bswap32(value); }
+
+#endif
+
+#if defined(__CUDACC__) || defined(SY_SIMT)
+
+// The 32 lanes of this warp.
+struct Warp {
+    template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
+        const uint32_t lane_idx = threadIdx.x & 31;
+        if (lane_idx < num_lanes)
+            lane(lane_idx);
+        __syncwarp();
+    }
+
+    // What lane 0 computes, for all lanes.
+    template <class F> SY_DEVICE static uint64_t leader(F&& compute) {
+        uint64_t value = 0;
+        if ((threadIdx.x & 31) == 0)
+            value = compute();
+        return __shfl_sync(0xffffffffu, value, 0);
+    }
+};
+
+#else
 
 struct Warp {
     template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {

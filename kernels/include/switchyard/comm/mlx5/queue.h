@@ -35,6 +35,7 @@
 #define SY_TAG_MLX5_QUIET 34      /* completions; observed: completed blocks */
 #define SY_TAG_MLX5_COMPLETION 35 /* observed: sy_mlx5_queue_state.error */
 #define SY_TAG_MLX5_DESYNC 36     /* observed: blocks said to be complete; expected: posted ones */
+#define SY_TAG_MLX5_ARGUMENT 37   /* observed: offset outside of the peer's slot; expected: length */
 
 /* All counts are of basic blocks since the queue was reset. Each word stands on a line of its own,
  * since different warps write them at the same time. */

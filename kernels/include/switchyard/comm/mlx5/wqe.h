@@ -119,6 +119,20 @@ SY_DEVICE Wqe make_write_inline(const Control& control, const RemoteBuffer& remo
     return wqe;
 }
 
+// `num_words` consecutive words of 8 bytes, at most 3, that all get `value`.
+SY_DEVICE Wqe make_write_inline_words(const Control& control, const RemoteBuffer& remote,
+                                      uint64_t value, uint32_t num_words) {
+    Wqe wqe;
+    set_control(wqe, control, SY_MLX5_OPCODE_WRITE, 0, num_words > 1 ? 4 : 3, 0);
+    set_remote(wqe, remote);
+    wqe.words[8] = be32(num_words * 8 | SY_MLX5_INLINE_FLAG);
+    for (uint32_t word = 0; word < 6; ++word)
+        wqe.words[9 + word] =
+            word / 2 < num_words ? (word % 2 == 0 ? low(value) : high(value)) : 0;
+    wqe.words[15] = 0;
+    return wqe;
+}
+
 // Up to SY_MLX5_MAX_INLINE_BYTES out of memory.
 SY_DEVICE Wqe make_write_inline_bytes(const Control& control, const RemoteBuffer& remote,
                                       const uint8_t* bytes, uint32_t num_bytes) {
