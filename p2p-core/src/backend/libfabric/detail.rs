@@ -2,6 +2,7 @@
 
 use thiserror::Error;
 
+use super::mail::MailOffer;
 use super::port::MAX_ADDRESS_BYTES;
 
 /// One side of a pair.
@@ -15,6 +16,8 @@ pub(super) struct Detail {
     pub(super) counts_writes: bool,
     /// Secret that messages from the peer must show.
     pub(super) token: u64,
+    /// Where small messages may be written, if anywhere.
+    pub(super) mail: Option<MailOffer>,
     /// Address of the endpoint, as the provider has it.
     pub(super) address: Vec<u8>,
 }
@@ -33,7 +36,7 @@ pub(super) enum DetailError {
     Address { found: usize },
     #[error("the peer takes messages of {found} bytes, expected at least {MIN_MESSAGE_BYTES}")]
     Message { found: u32 },
-    #[error("the peer's description has flags {found:#x}, expected 0 or 1")]
+    #[error("the peer's description has flags {found:#x}, expected 0 to 3")]
     Flags { found: u16 },
 }
 
@@ -42,11 +45,15 @@ impl Detail {
         let mut out = Vec::with_capacity(FIXED_BYTES + self.address.len());
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
-        out.extend(u16::from(self.counts_writes).to_le_bytes());
+        let flags = u16::from(self.counts_writes) | u16::from(self.mail.is_some()) << 1;
+        out.extend(flags.to_le_bytes());
         out.extend(self.slot.to_le_bytes());
         out.extend(self.max_message_bytes.to_le_bytes());
         out.extend(self.token.to_le_bytes());
         out.extend((self.address.len() as u32).to_le_bytes());
+        let mail = self.mail.unwrap_or(MailOffer { address: 0, key: 0 });
+        out.extend(mail.address.to_le_bytes());
+        out.extend(mail.key.to_le_bytes());
         out.extend(&self.address);
         out
     }
@@ -59,12 +66,13 @@ impl Detail {
         }
         let u16_at = |at: usize| u16::from_le_bytes([fixed[at], fixed[at + 1]]);
         let u32_at = |at: usize| u32::from(u16_at(at)) | u32::from(u16_at(at + 2)) << 16;
+        let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
         let found = u16_at(4);
         if found != VERSION {
             return Err(DetailError::Version { found });
         }
         let flags = u16_at(6);
-        if flags > 1 {
+        if flags > 3 {
             return Err(DetailError::Flags { found: flags });
         }
         let address_bytes = u32_at(24) as usize;
@@ -82,8 +90,9 @@ impl Detail {
         Ok(Self {
             slot: u32_at(8),
             max_message_bytes,
-            counts_writes: flags == 1,
-            token: u64::from(u32_at(16)) | u64::from(u32_at(20)) << 32,
+            counts_writes: flags & 1 != 0,
+            token: u64_at(16),
+            mail: (flags & 2 != 0).then(|| MailOffer { address: u64_at(28), key: u64_at(36) }),
             address: address.to_vec(),
         })
     }
@@ -92,8 +101,8 @@ impl Detail {
 /// A message must hold a header and one small put.
 pub(super) const MIN_MESSAGE_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"SYLF";
-const VERSION: u16 = 1;
-const FIXED_BYTES: usize = 28;
+const VERSION: u16 = 2;
+const FIXED_BYTES: usize = 44;
 
 #[cfg(test)]
 mod tests {
@@ -108,6 +117,7 @@ mod tests {
             max_message_bytes: 8192,
             counts_writes: true,
             token: 0x1122_3344_5566_7788,
+            mail: Some(MailOffer { address: 0x99aa_bbcc, key: 0xddee_ff00_1234_5678 }),
             address: (1..=28).collect(),
         }
     }
@@ -115,6 +125,8 @@ mod tests {
     #[test]
     fn a_description_survives_the_wire() {
         assert_eq!(Detail::decode(&detail().encode()), Ok(detail()));
+        let without = Detail { mail: None, counts_writes: false, ..detail() };
+        assert_eq!(Detail::decode(&without.encode()), Ok(without));
     }
 
     #[test]
@@ -127,11 +139,11 @@ mod tests {
         };
         assert_eq!(with(0, b'X'), DetailError::Magic);
         assert_eq!(with(4, 9), DetailError::Version { found: 9 });
-        assert_eq!(with(6, 2), DetailError::Flags { found: 2 });
+        assert_eq!(with(6, 4), DetailError::Flags { found: 4 });
         assert_eq!(with(13, 0), DetailError::Message { found: 0 });
         assert_eq!(with(24, 0), DetailError::Address { found: 0 });
         assert_eq!(with(26, 1), DetailError::Address { found: 28 | 1 << 16 });
-        assert!(matches!(with(24, 27), DetailError::Length { found: 56, expected: 55 }));
+        assert!(matches!(with(24, 27), DetailError::Length { found: 72, expected: 71 }));
         for len in 0..good.len() {
             assert!(Detail::decode(&good[..len]).is_err(), "{len} bytes");
         }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::inbound::Inbound;
 use super::link::{Context, FarSide, IDX_MASK, Link, Op, Queued, note_of};
 use super::load::Library;
+use super::mail::{Head, Mailbox, NUM_CELLS};
 use super::message::{Header, Then};
 use super::owner::{CallError, Info};
 use super::port::{Failure, Polled, Port, Registered, Rights, Taken, network_error};
@@ -50,6 +51,10 @@ pub(super) struct Device {
 struct State {
     receives: Receives,
     table: Vec<Entry>,
+    /// Where the next mail of each place of the table is expected.
+    heads: Vec<Option<Head>>,
+    /// Pairs in which something came before what it follows, and when that was noticed.
+    stalls: Vec<Stall>,
     free: Vec<u16>,
     addresses: HashMap<Vec<u8>, Address>,
     /// Turns for which additions have waited.
@@ -71,6 +76,8 @@ unsafe impl Send for State {}
 struct Entry {
     generation: u16,
     link: Option<Arc<Link>>,
+    /// Stays registered until the peer has said farewell: mail under way must find it.
+    mailbox: Option<Mailbox>,
     inbound: Inbound,
     /// Set when this side's endpoint is gone.
     closing: Option<Closing>,
@@ -85,6 +92,15 @@ struct Closing {
     has_said_farewell: bool,
     /// Registrations that operations under way may use.
     _sources: Vec<Source>,
+}
+
+/// Something that is expected at a pair.
+#[derive(Debug)]
+struct Stall {
+    idx: u16,
+    id: u32,
+    seq: u32,
+    since: Instant,
 }
 
 #[derive(Debug)]
@@ -126,6 +142,8 @@ impl Device {
         let state = State {
             receives,
             table: Vec::new(),
+            heads: Vec::new(),
+            stalls: Vec::new(),
             free: Vec::new(),
             addresses: HashMap::new(),
             credit_turns: 0,
@@ -188,19 +206,28 @@ impl Device {
         let registered =
             unsafe { self.port.register(slot.as_ptr(), slot_bytes, Rights::ReadWrite) }
                 .map_err(|e| network_error(provider, e.op, &e))?;
+        let mailbox = self.port.traits().takes_mail.then(|| Mailbox::new(&self.port)).transpose();
+        let mailbox = mailbox.map_err(|e| network_error(provider, e.op, &e))?;
         let mut state = lock(&self.state);
         let idx = match state.free.pop() {
             Some(idx) => idx,
             None if state.table.len() <= IDX_MASK as usize => {
                 state.table.push(Entry::default());
+                state.heads.push(None);
                 (state.table.len() - 1) as u16
             }
             None => return Err(failed("make a slot", "65536 pairs are open".to_owned())),
         };
         let entry = &mut state.table[usize::from(idx)];
         let id = u32::from(entry.generation) << 16 | u32::from(idx);
-        let link = Arc::new(Link::new(id, slot, waiting_offset, wake));
+        let offer = mailbox.as_ref().map(Mailbox::offer);
+        let link = Arc::new(Link::new(id, slot, offer, waiting_offset, wake));
         entry.link = Some(Arc::clone(&link));
+        // SAFETY: the head is taken away with the pair's end, before the mailbox.
+        let head = mailbox.as_ref().map(|mailbox| unsafe { mailbox.head(link.token) });
+        entry.inbound = Inbound::new(if mailbox.is_some() { NUM_CELLS } else { 0 });
+        entry.mailbox = mailbox;
+        state.heads[usize::from(idx)] = head;
         Ok((link, registered))
     }
 
@@ -238,6 +265,7 @@ impl Device {
         link.fail("close", 0, "closed by this side".to_owned());
         let mut state = lock(&self.state);
         let idx = (link.id & IDX_MASK) as u16;
+        state.ignore_mail(idx);
         if let Some(entry) = state.table.get_mut(usize::from(idx)) {
             let closing =
                 Closing { since: Instant::now(), has_said_farewell: false, _sources: sources };
@@ -264,6 +292,9 @@ impl Device {
                     if is_first {
                         self.num_backlogged.fetch_add(1, Ordering::AcqRel);
                     }
+                    // A provider that takes nothing may have moved what came instead, of which nobody
+                    // is told if it was mail.
+                    self.drive();
                     return Ok(true);
                 }
                 (Queued::Full, _) => {
@@ -371,16 +402,64 @@ impl Device {
             return;
         }
         entry.inbound.count_write();
-        while let Some((header, message)) = entry.inbound.next_ready() {
-            if !land(&self.port, link, &header, &message) {
-                break;
+        land_ready(&self.port, link, &mut entry.inbound);
+    }
+
+    /// Takes the mail that came.
+    #[inline]
+    fn handle_mails(&self, state: &mut State) {
+        for idx in 0..state.heads.len() {
+            while let Some(head) = state.heads[idx]
+                && head.has_news()
+                && self.handle_mail(state, idx, head)
+            {}
+        }
+    }
+
+    /// One mail. False when it must wait, or ended the pair.
+    fn handle_mail(&self, state: &mut State, idx: usize, head: Head) -> bool {
+        let Some(mail) = head.read() else { return false };
+        let State { heads, table, stalls, .. } = state;
+        let entry = &mut table[idx];
+        let Some(link) = entry.link.clone() else { return false };
+        let mut end = |detail: String| {
+            link.fail("receive", 0, detail);
+            heads[idx] = None;
+            false
+        };
+        if link.is_failed() {
+            return end("a mail after the end".to_owned());
+        }
+        let message = mail.message();
+        let header = match Header::decode(message) {
+            Ok(header) => header,
+            Err(error) => return end(format!("a bad mail: {error}")),
+        };
+        if header.slot != link.id || header.token != link.token || header.then.is_unnumbered() {
+            return end("a mail that does not belong here".to_owned());
+        }
+        link.note_mails_taken(header.mails);
+        let expected = entry.inbound.next_seq();
+        if header.seq.wrapping_sub(expected).cast_signed() > 0 {
+            note_stall(stalls, link.id, expected);
+            return false;
+        }
+        let admitted = entry.inbound.admit(&header, message);
+        let head = head.next();
+        match admitted {
+            Ok(is_now) => {
+                heads[idx] = Some(head);
+                link.set_mails_read(head.num_read());
+                (!is_now || land(&self.port, &link, &header, message))
+                    && land_ready(&self.port, &link, &mut entry.inbound)
             }
+            Err(error) => end(error.to_string()),
         }
     }
 
     /// A message came.
     fn handle_message(&self, state: &mut State, buffer: u32, len: usize, source: sys::FiAddr) {
-        let State { receives, table, .. } = state;
+        let State { receives, table, stalls, .. } = state;
         let message = receives.message(buffer, len);
         let header = match Header::decode(message) {
             Ok(header) => header,
@@ -410,13 +489,37 @@ impl Device {
         if entry.closing.is_some() || link.is_failed() {
             return;
         }
+        link.note_mails_taken(header.mails);
         match entry.inbound.admit(&header, message) {
             Ok(true) => {
-                land(&self.port, &link, &header, message);
+                if land(&self.port, &link, &header, message) {
+                    land_ready(&self.port, &link, &mut entry.inbound);
+                }
+            }
+            Ok(false) if entry.inbound.has_gap() => {
+                note_stall(stalls, link.id, entry.inbound.next_seq());
             }
             Ok(false) => {}
             Err(error) => link.fail("receive", 0, error.to_string()),
         }
+    }
+
+    /// Ends pairs in which something is expected that does not come.
+    fn sweep_stalls(state: &mut State) {
+        let State { stalls, table, .. } = state;
+        stalls.retain(|stall| {
+            let Some(entry) = table.get(usize::from(stall.idx)) else { return false };
+            let Some(link) = entry.link.as_ref().filter(|link| link.id == stall.id) else {
+                return false;
+            };
+            let is_there = entry.inbound.next_seq() == stall.seq && !link.is_failed();
+            if is_there && stall.since.elapsed() >= STALL_PATIENCE {
+                let seq = stall.seq;
+                link.fail("receive", 0, format!("message {seq} does not come: it was lost"));
+                return false;
+            }
+            is_there
+        });
     }
 
     fn handle_failure(&self, state: &mut State, failure: &Failure) {
@@ -450,8 +553,14 @@ impl Driver for Device {
         if self.is_watched.load(Ordering::Relaxed) {
             self.is_watched.store(false, Ordering::Release);
         }
-        match self.port.poll(&mut state.entries, &mut state.sources) {
+        let polled = self.port.poll(&mut state.entries, &mut state.sources);
+        // Mail first: what else came may have been sent after it.
+        self.handle_mails(state);
+        match polled {
             Ok(Polled::Nothing) => {
+                if !state.stalls.is_empty() {
+                    Self::sweep_stalls(state);
+                }
                 if state.receives.has_spare() {
                     self.repost(state);
                 }
@@ -492,7 +601,7 @@ impl Driver for Device {
             self.flush_credits();
         }
         self.is_watched.store(true, Ordering::Release);
-        self.port.wait_fd().is_none() || self.port.may_sleep()
+        self.port.wait_fd().is_none() || (self.port.may_sleep() && !self.has_mail())
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
@@ -517,6 +626,17 @@ impl Driver for Device {
 }
 
 impl Device {
+    /// Whether mail came that nobody has looked at. Also if somebody looks at the moment.
+    fn has_mail(&self) -> bool {
+        match self.state.try_lock() {
+            Ok(state) => {
+                state.heads.iter().flatten().any(|head| head.has_news() && head.read().is_some())
+            }
+            Err(TryLockError::WouldBlock) => true,
+            Err(TryLockError::Poisoned(_)) => false,
+        }
+    }
+
     fn repost(&self, state: &mut State) {
         if let Err(error) = state.receives.post(&self.port) {
             self.fail_all(state, &error);
@@ -528,6 +648,13 @@ impl State {
     fn entry_of(&mut self, id: u32) -> Option<&mut Entry> {
         let entry = self.table.get_mut((id & IDX_MASK) as usize)?;
         (u32::from(entry.generation) == id >> 16 && entry.link.is_some()).then_some(entry)
+    }
+
+    /// Looks at a pair's mailbox no more.
+    fn ignore_mail(&mut self, idx: u16) {
+        if let Some(head) = self.heads.get_mut(usize::from(idx)) {
+            *head = None;
+        }
     }
 
     /// A write or read is over.
@@ -557,6 +684,7 @@ impl State {
     }
 
     fn try_forget(&mut self, port: &Port, idx: u16) -> bool {
+        self.ignore_mail(idx);
         let entry = &mut self.table[usize::from(idx)];
         let (Some(link), Some(closing)) = (&entry.link, &mut entry.closing) else { return true };
         if link.outstanding() > 0 {
@@ -581,6 +709,7 @@ impl State {
             // nobody tells. The memory goes back to the system, the addresses to nobody.
             give_pages_back(&link.slot);
             self.quarantine.push(link.slot.clone());
+            self.quarantine.extend(entry.mailbox.as_ref().map(|mailbox| mailbox.memory.clone()));
         }
         let generation = entry.generation.wrapping_add(1);
         let address = entry.address.take();
@@ -602,6 +731,23 @@ impl State {
 /// Whether `source` is the peer of `link`, as far as the provider knows.
 fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
     source == sys::FI_ADDR_UNSPEC || link.far().is_none_or(|far| far.peer == source)
+}
+
+/// Remembers that something before what came has not come.
+fn note_stall(stalls: &mut Vec<Stall>, id: u32, seq: u32) {
+    if !stalls.iter().any(|stall| stall.id == id && stall.seq == seq) {
+        stalls.push(Stall { idx: (id & IDX_MASK) as u16, id, seq, since: Instant::now() });
+    }
+}
+
+/// Puts in place what was kept and may be put in place now. False when something was bad.
+fn land_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
+    while let Some((header, message)) = inbound.next_ready() {
+        if !land(port, link, &header, &message) {
+            return false;
+        }
+    }
+    true
 }
 
 /// Puts a message in place, and answers if it asks. False when it was bad.
@@ -662,6 +808,8 @@ const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
 };
 /// Longest time that a post waits for room.
 const POST_PATIENCE: Duration = Duration::from_secs(1);
+/// How long something may come after what follows it.
+const STALL_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest time that a pair is remembered for its peer's farewell.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;

@@ -1,7 +1,9 @@
 //! The receiving end of one pair: what arrived in which order, without any library.
 //!
 //! A provider promises nothing about the order of a write and a message behind it, so a message says
-//! how many writes went before. It waits here until that many have landed.
+//! how many writes went before. It waits here until that many have landed. Nor is there an order between
+//! messages and mails, which share one sequence: a message that came before a mail waits for it here,
+//! and a mail that came before a message waits in its cell.
 
 use std::collections::VecDeque;
 
@@ -14,8 +16,14 @@ use super::message::Header;
 pub(super) struct Inbound {
     next_seq: u32,
     num_writes: u64,
+    /// In order, waiting for writes.
     held: VecDeque<(Header, Box<[u8]>)>,
+    /// Ahead of mails.
+    early: VecDeque<(Header, Box<[u8]>)>,
+    /// Bytes of both.
     held_bytes: usize,
+    /// Mails that may be missing before a message.
+    max_missing: u32,
 }
 
 /// The peer, or the network between, broke the order.
@@ -29,7 +37,23 @@ pub(super) enum OrderError {
 }
 
 impl Inbound {
-    /// Whether `message` may be put in place now; it is kept for later otherwise.
+    /// From a peer that may have `max_missing` mails under way.
+    pub(super) fn new(max_missing: u32) -> Self {
+        Self { max_missing, ..Self::default() }
+    }
+
+    /// Sequence number of the next message or mail.
+    pub(super) const fn next_seq(&self) -> u32 {
+        self.next_seq
+    }
+
+    /// Whether something that came waits for something before it that has not come.
+    pub(super) fn has_gap(&self) -> bool {
+        !self.early.is_empty()
+    }
+
+    /// Whether `message` may be put in place now; it is kept for later otherwise. Ask
+    /// [`next_ready`](Self::next_ready) afterwards.
     #[inline]
     pub(super) fn admit(&mut self, header: &Header, message: &[u8]) -> Result<bool, OrderError> {
         if header.then.is_unnumbered() {
@@ -37,17 +61,23 @@ impl Inbound {
         }
         let expected = self.next_seq;
         if header.seq != expected {
-            return Err(OrderError::Sequence { found: header.seq, expected });
+            let newest = self.early.back().map_or(expected, |(early, _)| early.seq.wrapping_add(1));
+            let num_missing = header.seq.wrapping_sub(expected);
+            // Counted as if none of the early ones were behind a gap of its own, which is enough.
+            let most = self.max_missing.saturating_add(self.early.len() as u32);
+            let is_older = header.seq.wrapping_sub(newest) > most;
+            if self.max_missing == 0 || num_missing > most || is_older {
+                return Err(OrderError::Sequence { found: header.seq, expected });
+            }
+            self.keep(message.len())?;
+            self.early.push_back((*header, message.into()));
+            return Ok(false);
         }
         self.next_seq = expected.wrapping_add(1);
         if header.writes <= self.num_writes && self.held.is_empty() {
             return Ok(true);
         }
-        let bytes = self.held_bytes + message.len();
-        if bytes > MAX_HELD_BYTES {
-            return Err(OrderError::TooMuchHeld { bytes });
-        }
-        self.held_bytes = bytes;
+        self.keep(message.len())?;
         self.held.push_back((*header, message.into()));
         Ok(false)
     }
@@ -63,8 +93,12 @@ impl Inbound {
         self.num_writes
     }
 
-    /// The next message whose writes have all landed.
+    /// The next message that was kept, once all before it has come and its writes have landed.
     pub(super) fn next_ready(&mut self) -> Option<(Header, Box<[u8]>)> {
+        while let Some(early) = self.early.pop_front_if(|(header, _)| header.seq == self.next_seq) {
+            self.next_seq = self.next_seq.wrapping_add(1);
+            self.held.push_back(early);
+        }
         let (header, _) = self.held.front()?;
         if header.writes > self.num_writes {
             return None;
@@ -72,6 +106,15 @@ impl Inbound {
         let (header, message) = self.held.pop_front()?;
         self.held_bytes -= message.len();
         Some((header, message))
+    }
+
+    const fn keep(&mut self, len: usize) -> Result<(), OrderError> {
+        let bytes = self.held_bytes + len;
+        if bytes > MAX_HELD_BYTES {
+            return Err(OrderError::TooMuchHeld { bytes });
+        }
+        self.held_bytes = bytes;
+        Ok(())
     }
 }
 
@@ -88,7 +131,7 @@ mod tests {
 
     fn header(seq: u32, writes: u64) -> Header {
         let (then, credit) = (Then::Nothing, Default::default());
-        Header { slot: 0, seq, token: 0, writes, then, credit, num_parts: 0 }
+        Header { slot: 0, seq, token: 0, writes, then, credit, num_parts: 0, mails: 0 }
     }
 
     #[test]
@@ -167,5 +210,64 @@ mod tests {
             }
             assert_eq!(next, seq, "seed {seed}");
         }
+    }
+
+    /// Messages and mails come in two orders of their own; together they must come out in the one in
+    /// which they were sent, each once.
+    #[test]
+    fn messages_and_mails_get_into_one_order() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        for _ in 0..300 {
+            let (max_missing, first) = (rng.random_range(1..9), rng.random::<u32>());
+            let mut inbound = Inbound { next_seq: first, ..Inbound::new(max_missing) };
+            let (mut mails, mut messages) = (VecDeque::new(), VecDeque::new());
+            let (mut sent, mut placed) = (first, first);
+            let mut place = |header: Header| {
+                assert_eq!(header.seq, placed, "seed {seed}");
+                placed = placed.wrapping_add(1);
+            };
+            while sent.wrapping_sub(first) < 100 || !mails.is_empty() || !messages.is_empty() {
+                match rng.random_range(0..4) {
+                    0 if sent.wrapping_sub(first) < 100 => {
+                        let is_mail = rng.random() && mails.len() < max_missing as usize;
+                        let to = if is_mail { &mut mails } else { &mut messages };
+                        to.push_back(header(sent, 0));
+                        sent = sent.wrapping_add(1);
+                    }
+                    1 => {
+                        if let Some(header) = messages.pop_front()
+                            && inbound.admit(&header, b"x").unwrap()
+                        {
+                            place(header);
+                        }
+                    }
+                    _ => {
+                        let next_seq = inbound.next_seq();
+                        if let Some(header) = mails.pop_front_if(|mail| mail.seq == next_seq) {
+                            assert_eq!(inbound.admit(&header, b"x"), Ok(true));
+                            place(header);
+                        }
+                    }
+                }
+                while let Some((header, _)) = inbound.next_ready() {
+                    place(header);
+                }
+            }
+            assert!(placed == sent && !inbound.has_gap(), "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn more_missing_than_mails_can_be_is_a_loss() {
+        let mut inbound = Inbound::new(4);
+        assert_eq!(inbound.admit(&header(4, 0), b"x"), Ok(false));
+        assert!(inbound.has_gap());
+        let lost = OrderError::Sequence { found: 6, expected: 0 };
+        assert_eq!(inbound.admit(&header(6, 0), b"x"), Err(lost));
+        // One that is sent twice, or runs backwards.
+        let twice = OrderError::Sequence { found: 4, expected: 0 };
+        assert_eq!(inbound.admit(&header(4, 0), b"x"), Err(twice));
     }
 }

@@ -5,9 +5,10 @@ use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::os::fd::{AsFd, OwnedFd};
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use super::mail::{self, MailOffer, NUM_CELLS};
 use super::message::{self, Credit, Header, Then};
 use super::owner::CallError;
 use super::port::{Completes, ContextRoom, Descriptor, Far, Port, Taken};
@@ -25,6 +26,8 @@ pub(super) struct Link {
     /// Secret that the peer's messages must show.
     pub(super) token: u64,
     pub(super) slot: Region,
+    /// Where the peer may write mail.
+    pub(super) mail: Option<MailOffer>,
     waiting_offset: usize,
     wake: OwnedFd,
     far: OnceLock<FarSide>,
@@ -48,6 +51,9 @@ pub(super) struct Link {
     is_credit_queued: AtomicBool,
     /// Of the peer's such sum, what was added here. Only the driving thread uses it.
     credit_landed: AtomicU64,
+    /// Mails of the peer that were read here, and mails of this side that the peer says it has read.
+    mails_read: AtomicU32,
+    mails_taken: AtomicU32,
     /// Whether the peer has closed its side: what is sent to it now, nobody would ever see.
     is_deserted: AtomicBool,
     failed: AtomicBool,
@@ -64,6 +70,8 @@ pub(super) struct FarSide {
     pub(super) address: u64,
     pub(super) key: u64,
     pub(super) slot_bytes: usize,
+    /// Where small messages may be written, if anywhere.
+    pub(super) mail: Option<MailOffer>,
     /// Whether messages count the writes before them, and the peer puts both in order.
     pub(super) counts_writes: bool,
 }
@@ -142,12 +150,19 @@ pub(super) enum Queued {
 }
 
 impl Link {
-    pub(super) fn new(id: u32, slot: Region, waiting_offset: usize, wake: OwnedFd) -> Self {
+    pub(super) fn new(
+        id: u32,
+        slot: Region,
+        mail: Option<MailOffer>,
+        waiting_offset: usize,
+        wake: OwnedFd,
+    ) -> Self {
         let idx = id & IDX_MASK;
         Self {
             id,
             token: rand::random(),
             slot,
+            mail,
             waiting_offset,
             wake,
             far: OnceLock::new(),
@@ -163,6 +178,8 @@ impl Link {
             credit_sent: AtomicU64::new(0),
             is_credit_queued: AtomicBool::new(false),
             credit_landed: AtomicU64::new(0),
+            mails_read: AtomicU32::new(0),
+            mails_taken: AtomicU32::new(0),
             is_deserted: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             failure: Mutex::default(),
@@ -350,7 +367,8 @@ impl Link {
         let far = self.far.get()?;
         let credit = self.take_credit();
         let (slot, token) = (far.id, far.token);
-        let header = Header { slot, seq: 0, token, writes, then, credit, num_parts: 0 };
+        let mails = self.mails_read();
+        let header = Header { slot, seq: 0, token, writes, then, credit, num_parts: 0, mails };
         let mut message = [0; message::HEADER_BYTES];
         header.encode(&mut message);
         Some(message)
@@ -438,6 +456,52 @@ impl Link {
     pub(super) fn inject(&self, port: &Port, bytes: &[u8]) -> Result<Taken, CallError> {
         let Some(far) = self.far.get() else { return Ok(Taken::Again) };
         port.lane().inject(far.peer, bytes)
+    }
+
+    /// Mails of the peer that were read, modulo 2³².
+    #[inline]
+    pub(super) fn mails_read(&self) -> u32 {
+        self.mails_read.load(Ordering::Acquire)
+    }
+
+    /// A mail was read: its cell is free as soon as the peer learns it.
+    #[inline]
+    pub(super) fn set_mails_read(&self, num_read: u32) {
+        // SYNC POINT `mail`: releases the cell after it was copied.
+        self.mails_read.store(num_read, Ordering::Release);
+    }
+
+    /// The peer says how many mails it has read.
+    #[inline]
+    pub(super) fn note_mails_taken(&self, num_taken: u32) {
+        // Only the driving thread stores. What waited on its way may be older than what is known.
+        let known = self.mails_taken.load(Ordering::Relaxed);
+        if num_taken.wrapping_sub(known).cast_signed() > 0 {
+            self.mails_taken.store(num_taken, Ordering::Release);
+        }
+    }
+
+    /// Writes `message` as mail `number` to the peer, if there is a free cell and it fits.
+    #[inline]
+    pub(super) fn post_mail(
+        &self,
+        port: &Port,
+        number: u64,
+        message: &[u8],
+    ) -> Result<Taken, CallError> {
+        let Some((far, offer)) = self.far.get().and_then(|far| Some((far, far.mail?))) else {
+            return Ok(Taken::Again);
+        };
+        let taken = self.mails_taken.load(Ordering::Acquire);
+        if (number as u32).wrapping_sub(1).wrapping_sub(taken) >= NUM_CELLS {
+            return Ok(Taken::Again);
+        }
+        let Some((cell, len)) = mail::seal(number, far.token, message) else {
+            return Ok(Taken::Again);
+        };
+        let address = offer.address + mail::offset_of(number);
+        let to = Far { peer: far.peer, address, key: offer.key };
+        port.lane().inject_write(to, &bytemuck::cast_slice(&cell)[..len])
     }
 
     /// Starts a copy of `src` to `offset` of the peer's slot.

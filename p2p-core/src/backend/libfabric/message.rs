@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 0      4     8       16       24            32       40            44              48     50          56
-//! | slot | seq | token | writes | value or id | credit | flag_offset | credit_offset | kind | num_parts | …
+//! | slot | seq | token | writes | value or id | credit | flag_offset | credit_offset | kind | num_parts | mails
 //!
 //! then parts: | offset u32 | bytes u32 | payload, padded to 8 |
 //! ```
@@ -10,7 +10,8 @@
 //! All numbers are little-endian. `slot` and `token` are what the receiving side said in the handshake:
 //! the token is a secret of the pair. `writes` is how many counted writes were issued before. `credit`
 //! is the sum of all additions that were allowed to wait, to the one flag that they were made to; it may
-//! come several times, or late, or not at all when a later one does.
+//! come several times, or late, or not at all when a later one does. `mails` is how many mails of the
+//! receiving side the sender has read, modulo 2³².
 
 use thiserror::Error;
 
@@ -64,6 +65,7 @@ pub(super) struct Header {
     pub(super) then: Then,
     pub(super) credit: Credit,
     pub(super) num_parts: u16,
+    pub(super) mails: u32,
 }
 
 /// Additions to one flag, all together. None where `total` is 0.
@@ -113,7 +115,7 @@ impl Header {
         out[44..48].copy_from_slice(&self.credit.offset.to_le_bytes());
         out[48..50].copy_from_slice(&kind.to_le_bytes());
         out[50..52].copy_from_slice(&self.num_parts.to_le_bytes());
-        out[52..56].fill(0);
+        out[52..56].copy_from_slice(&self.mails.to_le_bytes());
     }
 
     /// Reads the header of `message`.
@@ -140,6 +142,7 @@ impl Header {
             then,
             credit: Credit { offset: u32_at(head, 44), total: u64_at(head, 32) },
             num_parts: u16_at(head, 50),
+            mails: u32_at(head, 52),
         })
     }
 
@@ -203,7 +206,7 @@ pub(super) fn merge_add(message: &mut [u8], newer: &Header) -> bool {
         return false;
     }
     let then = Then::Add { offset, value: value.wrapping_add(more) };
-    let merged = Header { then, credit: newer.credit, ..header };
+    let merged = Header { then, credit: newer.credit, mails: newer.mails, ..header };
     if let Some(head) = message.first_chunk_mut() {
         merged.encode(head);
     }
@@ -296,6 +299,7 @@ mod tests {
             then,
             credit: Credit { offset: rng.random_range(0..8) * 8, total: rng.random() },
             num_parts: parts.len() as u16,
+            mails: rng.random(),
         };
         (header, parts)
     }
@@ -345,6 +349,7 @@ mod tests {
             then,
             credit,
             num_parts,
+            mails: 0,
         };
         let add = |offset| Then::Add { offset, value: 1 };
         for (then, parts, bytes_cut) in [
@@ -393,7 +398,7 @@ mod tests {
     fn only_an_addition_to_the_same_flag_is_merged() {
         let header = |then, writes, total| {
             let credit = Credit { offset: 128, total };
-            Header { slot: 0, seq: 0, token: 0, writes, then, credit, num_parts: 0 }
+            Header { slot: 0, seq: 0, token: 0, writes, then, credit, num_parts: 0, mails: 0 }
         };
         let add = |offset, value| Then::Add { offset, value };
         let mut message = encode(&header(add(64, 5), 7, 1), &[]);
@@ -422,6 +427,7 @@ mod tests {
                 then: Then::Credit,
                 credit,
                 num_parts: 0,
+                mails: 0,
             };
             let message = encode(&header, &[]);
             assert_eq!(

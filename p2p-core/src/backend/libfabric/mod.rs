@@ -21,6 +21,7 @@ mod endpoint;
 mod inbound;
 mod link;
 mod load;
+mod mail;
 mod message;
 mod owner;
 mod port;
@@ -132,6 +133,7 @@ impl OpenSide for Side {
             max_message_bytes: device.max_message_bytes() as u32,
             counts_writes: traits.counts_writes,
             token: link.token,
+            mail: link.mail,
             address: device.port().lane().name().to_vec(),
         };
         SideDescription {
@@ -174,6 +176,7 @@ impl OpenSide for Side {
                     address: peer.address,
                     key: peer.remote_key,
                     slot_bytes: layout.slot_bytes(),
+                    mail: detail.mail,
                     counts_writes,
                 };
                 joined = Some(far.clone());

@@ -357,9 +357,10 @@ pub(super) fn open_ep(
     // SAFETY: live objects of one domain.
     unsafe {
         let ops = (*ep.fid()).ops;
-        let flags = sys::FI_TRANSMIT | sys::FI_RECV;
-        let result = ((*ops).bind)(ep.fid(), cq.fid(), flags);
-        check(library, "fi_ep_bind (completion queue)", result.into())?;
+        for flags in [sys::FI_TRANSMIT | sys::FI_SELECTIVE_COMPLETION, sys::FI_RECV] {
+            let result = ((*ops).bind)(ep.fid(), cq.fid(), flags);
+            check(library, "fi_ep_bind (completion queue)", result.into())?;
+        }
         let result = ((*ops).bind)(ep.fid(), av.fid(), 0);
         check(library, "fi_ep_bind (address vector)", result.into())?;
         let result = ((*ops).control)(ep.fid(), sys::FI_ENABLE, null_mut());

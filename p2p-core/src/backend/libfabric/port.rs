@@ -61,6 +61,9 @@ pub(super) struct Traits {
     /// Whether completions say who sent.
     pub(super) knows_source: bool,
     pub(super) num_receives: usize,
+    /// Whether a write that nobody is told of is put in place by the target's own calls, and makes its
+    /// queue's descriptor readable: then it can replace a message.
+    pub(super) takes_mail: bool,
     mr_mode: i32,
     key_mask: u64,
 }
@@ -257,6 +260,9 @@ impl Port {
                 .map_err(failed)?,
         };
         let lane = Lane::open(library, &domain, &info, &av, &cq).map_err(failed)?;
+        let mut traits = traits;
+        // Without a descriptor, sleepers would find mail late.
+        traits.takes_mail &= wait_fd.is_some();
         Ok(Self { lane, cq, av, domain, fabric, library, info, traits, wait_fd })
     }
 
@@ -492,6 +498,36 @@ impl Lane {
         self.taken("fi_recv", result)
     }
 
+    /// Copies a few bytes, at least 9, into a peer's memory; they may be reused at once, and nobody is
+    /// told.
+    #[inline]
+    pub(super) fn inject_write(&self, to: Far, bytes: &[u8]) -> Result<Taken, CallError> {
+        // In two pieces: for one, `ofi_rxm` 1.17 hands the operation on without a context of its own,
+        // and follows a null pointer when the peer has died.
+        let (first, second) = bytes.split_at(8.min(bytes.len()));
+        let piece =
+            |bytes: &[u8]| sys::Iovec { base: bytes.as_ptr().cast_mut().cast(), len: bytes.len() };
+        let iov = [piece(first), piece(second)];
+        let rma = sys::RmaIov { addr: to.address, len: bytes.len(), key: to.key };
+        let mut desc = [null_mut(); 2];
+        let message = sys::MsgRma {
+            iov: iov.as_ptr(),
+            desc: desc.as_mut_ptr(),
+            iov_count: iov.len(),
+            addr: to.peer,
+            rma_iov: &raw const rma,
+            rma_iov_count: 1,
+            context: null_mut(),
+            data: 0,
+        };
+        // SAFETY: a live endpoint; the vectors are read, and the bytes copied, by the call.
+        let result = unsafe {
+            let write = (*(*self.ep.as_ptr()).rma).writemsg;
+            write(self.ep.as_ptr(), &raw const message, sys::FI_INJECT)
+        };
+        self.taken("fi_writemsg", result)
+    }
+
     /// Starts a copy into a peer's memory.
     ///
     /// # Safety
@@ -541,13 +577,25 @@ impl Lane {
         descriptor: Descriptor,
         context: *mut c_void,
     ) -> Result<Taken, CallError> {
-        // SAFETY: a live endpoint; the caller's promise.
-        let result = unsafe {
-            let read = (*(*self.ep.as_ptr()).rma).read;
-            let (peer, address, key) = (from.peer, from.address, from.key);
-            read(self.ep.as_ptr(), ptr.cast(), len, descriptor.0, peer, address, key, context)
+        let iov = sys::Iovec { base: ptr.cast(), len };
+        let rma = sys::RmaIov { addr: from.address, len, key: from.key };
+        let mut desc = descriptor.0;
+        let message = sys::MsgRma {
+            iov: &raw const iov,
+            desc: &raw mut desc,
+            iov_count: 1,
+            addr: from.peer,
+            rma_iov: &raw const rma,
+            rma_iov_count: 1,
+            context,
+            data: 0,
         };
-        self.taken("fi_read", result)
+        // SAFETY: a live endpoint; the vectors are read by the call; the caller's promise.
+        let result = unsafe {
+            let read = (*(*self.ep.as_ptr()).rma).readmsg;
+            read(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION)
+        };
+        self.taken("fi_readmsg", result)
     }
 
     #[inline]
@@ -572,10 +620,17 @@ impl Traits {
             has_wide_notes: domain.cq_data_size >= 8,
             knows_source: entry.caps() & sys::FI_SOURCE != 0,
             num_receives: entry.num_receives(),
+            takes_mail: is_over_tcp(&entry.provider())
+                && entry.inject_bytes() >= super::mail::CELL_BYTES,
             mr_mode: domain.mr_mode,
             key_mask: if key_bytes >= 8 { u64::MAX } else { (1 << (8 * key_bytes)) - 1 },
         }
     }
+}
+
+/// Providers whose target's side of a write is software of the target's process, behind a socket.
+fn is_over_tcp(provider: &str) -> bool {
+    matches!(provider.split(';').next(), Some("tcp" | "net"))
 }
 
 /// A failure of this provider.

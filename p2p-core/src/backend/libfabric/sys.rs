@@ -30,8 +30,11 @@ pub(super) const FI_REMOTE_READ: u64 = 1 << 12;
 pub(super) const FI_REMOTE_WRITE: u64 = 1 << 13;
 pub(super) const FI_REMOTE_CQ_DATA: u64 = 1 << 17;
 pub(super) const FI_COMPLETION: u64 = 1 << 24;
+pub(super) const FI_INJECT: u64 = 1 << 25;
 pub(super) const FI_DELIVERY_COMPLETE: u64 = 1 << 28;
 pub(super) const FI_SOURCE: u64 = 1 << 57;
+/// Of the binding to a queue: operations complete there only if they ask for it.
+pub(super) const FI_SELECTIVE_COMPLETION: u64 = 1 << 59;
 
 // Mode bits.
 pub(super) const FI_CONTEXT: u64 = 1 << 59;
@@ -421,18 +424,9 @@ pub(super) struct OpsMsg {
 #[repr(C)]
 pub(super) struct OpsRma {
     pub(super) size: usize,
-    pub(super) read: unsafe extern "C" fn(
-        *mut FidEp,
-        *mut c_void,
-        usize,
-        *mut c_void,
-        FiAddr,
-        u64,
-        u64,
-        *mut c_void,
-    ) -> isize,
+    pub(super) read: Unused,
     pub(super) readv: Unused,
-    pub(super) readmsg: Unused,
+    pub(super) readmsg: unsafe extern "C" fn(*mut FidEp, *const MsgRma, u64) -> isize,
     pub(super) write: Unused,
     pub(super) writev: Unused,
     pub(super) writemsg: unsafe extern "C" fn(*mut FidEp, *const MsgRma, u64) -> isize,
