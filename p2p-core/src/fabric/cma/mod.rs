@@ -20,7 +20,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use self::table::{Detail, Grant, MAX_PEERS, OwnTable, PeerTable};
@@ -31,7 +31,6 @@ use super::{
 };
 use crate::endpoint::{PostError, TransportKind};
 use crate::network::NetworkError;
-use crate::wait::event_fd;
 
 /// The fabric. See the [module](self).
 #[derive(Debug)]
@@ -86,7 +85,10 @@ impl CmaFabric {
     /// [`NetworkError`] when the system has no memory or no descriptors.
     pub fn new() -> Result<Self, NetworkError> {
         let table = OwnTable::new().map_err(|error| system("make a table", &error))?;
-        let idle = event_fd().map_err(|error| system("make an event descriptor", &error))?;
+        // From zero on: one that is readable would keep every engine awake.
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let idle =
+            eventfd(0, flags).map_err(|error| system("make an event descriptor", &error.into()))?;
         Ok(Self {
             regions: Regions::default(),
             table,
@@ -461,3 +463,17 @@ const STEP_BYTES: u64 = 1 << 20;
 const POLL_BYTES: u64 = 4 << 20;
 /// A copy that is under way for longer has been stopped.
 const REVOKE_TIMEOUT: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whoever sleeps on an idle fabric must not be woken by it.
+    #[test]
+    fn an_idle_fabric_is_not_readable() {
+        let fabric = CmaFabric::new().unwrap();
+        let mut fds = [PollFd::new(&fabric.idle, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        assert_eq!(rustix::event::poll(&mut fds, Some(&now)), Ok(0));
+    }
+}
