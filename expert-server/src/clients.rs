@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use control_api::LeaseKeeper;
-use p2p_core::AnyEndpoint;
 use p2p_core::bootstrap::{Connection, Listener, PeerHello, Reject, RejectCode};
 use protocol::{
     ClientHello, DispatchExpect, FrameGeometry, HelloReject, ModelShape, ServerHello, WireDtype,
 };
 use tokio::sync::watch;
 
-use crate::data::DataPlane;
+use crate::plane::Plane;
 use crate::status::Health;
 
 /// What the listener's tasks know of the server.
@@ -20,18 +19,34 @@ use crate::status::Health;
 pub(crate) struct Host {
     pub(crate) name: String,
     pub(crate) shape: ModelShape,
-    pub(crate) frame_bytes: usize,
+    pub(crate) frames: Frames,
     pub(crate) incarnation: u64,
     pub(crate) health: Arc<Health>,
     pub(crate) keeper: Option<Arc<LeaseKeeper>>,
-    pub(crate) data: Arc<DataPlane<AnyEndpoint>>,
+    pub(crate) data: Arc<Plane>,
+}
+
+/// What a client's frames may be.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Frames {
+    /// In slots of the host: any types, and as many tokens as fit.
+    Host {
+        /// Bytes of a frame.
+        frame_bytes: usize,
+    },
+    /// In device slots, whose layout both sides agreed on in the handshake.
+    Device {
+        /// Type of requests; answers are bf16.
+        dtype: WireDtype,
+        /// Tokens of a frame.
+        max_tokens: usize,
+    },
 }
 
 impl Host {
     /// Judges a client and answers its hello.
     fn accept(&self, hello: &PeerHello) -> Result<Vec<u8>, Reject> {
-        self.judge(hello)
-            .map_err(|reject| Reject::new(RejectCode(reject.code()), reject.to_string()))?;
+        self.judge(hello)?;
         let epoch = self.keeper.as_ref().map_or(0, |keeper| keeper.state().borrow().epoch);
         let reply = ServerHello {
             model: self.shape,
@@ -44,21 +59,38 @@ impl Host {
         Ok(reply.encode())
     }
 
-    fn judge(&self, hello: &PeerHello) -> Result<DispatchExpect, HelloReject> {
+    fn judge(&self, hello: &PeerHello) -> Result<DispatchExpect, Reject> {
+        let refused =
+            |reject: HelloReject| Reject::new(RejectCode(reject.code()), reject.to_string());
         if self.health.is_draining.load(Ordering::Relaxed) {
-            return Err(HelloReject::Draining { server: self.name.clone() });
+            return Err(refused(HelloReject::Draining { server: self.name.clone() }));
         }
-        let client = ClientHello::decode(&hello.payload)?;
-        client.model.check_against(&self.shape)?;
-        let geometry =
-            geometry(&self.shape, self.frame_bytes, client.dtype, client.response_dtype)?;
+        let client = ClientHello::decode(&hello.payload).map_err(|e| refused(e.into()))?;
+        client.model.check_against(&self.shape).map_err(refused)?;
+        let max_tokens = match self.frames {
+            Frames::Host { frame_bytes } => {
+                geometry(&self.shape, frame_bytes, client.dtype, client.response_dtype)
+                    .map_err(|e| refused(e.into()))?
+                    .max_tokens()
+            }
+            Frames::Device { dtype, max_tokens } => {
+                if (client.dtype, client.response_dtype) != (dtype, WireDtype::Bf16) {
+                    let message = format!(
+                        "this server's GPU takes requests in {dtype} and answers in bf16, the client wants {} and {}; set both alike",
+                        client.dtype, client.response_dtype
+                    );
+                    return Err(Reject::new(RejectCode::DEVICE, message));
+                }
+                max_tokens
+            }
+        };
         Ok(DispatchExpect {
             client_id: client.client_id,
             generation: hello.generation,
             hidden: self.shape.hidden as usize,
             num_layers: self.shape.num_layers,
             num_experts: self.shape.num_experts,
-            max_tokens: geometry.max_tokens(),
+            max_tokens,
             top_k: self.shape.top_k as usize,
             dtype: client.dtype,
             response_dtype: client.response_dtype,
@@ -67,7 +99,7 @@ impl Host {
 
     /// Hands a connected client to the data thread and watches over its connection.
     fn take(self: &Arc<Self>, connection: Connection) {
-        let Connection { channel, liveness, peer, remote_addr, .. } = connection;
+        let Connection { channel, device, liveness, peer, remote_addr, .. } = connection;
         let expect = match self.judge(&peer) {
             Ok(expect) => expect,
             Err(error) => {
@@ -77,7 +109,10 @@ impl Host {
             }
         };
         tracing::debug!(%remote_addr, client = expect.client_id, generation = expect.generation, "a client connected");
-        let (id, mut ended) = self.data.attach(channel, expect);
+        let Some((id, mut ended)) = self.data.attach(channel, device, expect) else {
+            tracing::error!(%remote_addr, "a client of another kind was let in");
+            return;
+        };
         let data = Arc::clone(&self.data);
         tokio::spawn(async move {
             let ended = tokio::select! {
@@ -90,7 +125,7 @@ impl Host {
             };
             // The client learns of the end before the slots go.
             liveness.close();
-            if let Ok(ended) = ended {
+            if let Some(ended) = ended {
                 tracing::debug!(link = %id, reason = ended.reason.name(), "a link ended");
             }
         });

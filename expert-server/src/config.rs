@@ -10,6 +10,8 @@ use checkpoint::ModelConfig;
 use control_api::{Assignment, LayerAssignment};
 use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
 
+use crate::device::DeviceOptions;
+
 /// Settings of one server. [`ServerConfig::new`] fills in the defaults.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
@@ -26,6 +28,9 @@ pub struct ServerConfig {
     pub metrics_addr: Option<SocketAddr>,
     /// Who says which experts to hold.
     pub placement: Placement,
+    /// Serves from a GPU; `None` from CPUs. Slots are then in its memory, with the size and frames of
+    /// `slot`, and transports are those within a host, whatever `transports` says.
+    pub device: Option<DeviceOptions>,
     /// Compute threads, the data thread included; 0 takes as many as the process has CPUs.
     pub num_threads: usize,
     /// CPUs of the compute threads; empty leaves them to the system.
@@ -68,6 +73,7 @@ impl ServerConfig {
             advertise_addr: None,
             metrics_addr: None,
             placement,
+            device: None,
             num_threads: 0,
             cpus: Vec::new(),
             slot: SlotConfig::default(),

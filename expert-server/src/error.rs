@@ -11,6 +11,7 @@ use protocol::GeometryError;
 use crate::compute::LoadError;
 use crate::config::SelectionError;
 use crate::data::DataError;
+use crate::device::DeviceError;
 
 /// Why a server does not start.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +29,9 @@ pub enum StartError {
     /// Not even one token fits a frame.
     #[error("the slot is too small for this model: {0}")]
     Geometry(#[from] GeometryError),
+    /// The GPU cannot serve.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// The data listener cannot be made.
     #[error("cannot listen for clients: {0}")]
     Bind(#[from] BindError),

@@ -9,7 +9,8 @@
 //! | [`server`] | a whole server: start, drain, stop |
 //! | [`config`] | what it is told at its start |
 //! | [`data`] | the data thread: links, batches, answers |
-//! | [`compute`] | the arithmetic of experts |
+//! | [`compute`] | the arithmetic of experts on CPUs |
+//! | [`device`] | slots, weights and arithmetic on a GPU instead |
 //! | [`metrics`] | every metric |
 //!
 //! This crate does not know who decides a placement, nor how clients route.
@@ -23,10 +24,13 @@ mod clients;
 pub mod compute;
 pub mod config;
 pub mod data;
+pub mod device;
 mod error;
+mod experts;
 mod http;
 mod members;
 pub mod metrics;
+mod plane;
 pub mod server;
 mod status;
 

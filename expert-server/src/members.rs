@@ -12,9 +12,9 @@ use control_api::{
 };
 use tokio::sync::watch;
 
-use crate::compute::ExpertStore;
 use crate::config::{ServerConfig, check_assignment};
 use crate::error::StartError;
+use crate::experts::Experts;
 use crate::status::{Health, LoadCounters, LoadWindow};
 
 /// What the control plane is told about the model.
@@ -52,8 +52,8 @@ pub(crate) fn as_map(assignment: &Assignment) -> BTreeMap<u32, Vec<u32>> {
 }
 
 /// What a store holds, in the form that the control plane takes.
-pub(crate) fn holds(store: &ExpertStore) -> Assignment {
-    let layers = store.experts().into_iter();
+pub(crate) fn holds(store: &dyn Experts) -> Assignment {
+    let layers = store.loaded().into_iter();
     Assignment {
         layers: layers.map(|(layer, experts)| LayerAssignment { layer, experts }).collect(),
     }
@@ -62,7 +62,7 @@ pub(crate) fn holds(store: &ExpertStore) -> Assignment {
 /// Everything the membership task works on.
 pub(crate) struct Member {
     pub(crate) keeper: Arc<LeaseKeeper>,
-    pub(crate) store: Arc<ExpertStore>,
+    pub(crate) store: Arc<dyn Experts>,
     pub(crate) load: Arc<LoadCounters>,
     pub(crate) health: Arc<Health>,
 }
@@ -75,7 +75,7 @@ impl Member {
     pub(crate) async fn run(self) -> Result<(), String> {
         let mut state = self.keeper.state();
         let mut window = LoadWindow::new(&self.load);
-        let mut held = holds(&self.store);
+        let mut held = holds(&*self.store);
         let mut num_renewals = 0;
         loop {
             let now = state.borrow_and_update().clone();
@@ -89,7 +89,7 @@ impl Member {
             }
             if let Some(new) = self.newly_assigned(&now) {
                 self.load_more(new, &mut state).await;
-                held = holds(&self.store);
+                held = holds(&*self.store);
                 self.keeper.set_ready(held.clone());
             }
             // One report per heartbeat: a second one would take the place of the first.
@@ -112,8 +112,7 @@ impl Member {
         }
         let mut new = Vec::new();
         for LayerAssignment { layer, experts } in &assignment.layers {
-            let loaded = self.store.layer(*layer)?;
-            let missing = experts.iter().filter(|&&expert| loaded.get(expert).is_none());
+            let missing = experts.iter().filter(|&&expert| !self.store.has(*layer, expert));
             new.extend(missing.map(|&expert| (*layer, expert)));
         }
         (!new.is_empty()).then_some(new)
@@ -124,7 +123,7 @@ impl Member {
         let (store, metrics) = (Arc::clone(&self.store), self.health.metrics.clone());
         let loading = tokio::task::spawn_blocking(move || {
             for (layer, expert) in new {
-                match store.add(layer, expert) {
+                match store.load_one(layer, expert) {
                     Ok(bytes) => {
                         metrics.experts_loaded.inc();
                         metrics.expert_bytes.add(bytes as i64);

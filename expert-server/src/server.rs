@@ -1,5 +1,6 @@
 //! A whole server: checkpoint, listener, data thread, lease, metrics.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,21 +9,25 @@ use std::time::{Duration, Instant};
 
 use checkpoint::Checkpoint;
 use control_api::{Assignment, LeaseKeeper, RegisterRequest};
-use p2p_core::AnyEndpoint;
+use kernels::gpu::Gpu;
 use p2p_core::bootstrap::{Listener, ListenerConfig};
+use p2p_core::{SlotConfig, TransportKind};
 use protocol::{ModelShape, WireDtype};
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
-use crate::clients::{Host, geometry, serve_clients};
-use crate::compute::{ExpertStore, LoadProgress, Residency};
+use crate::clients::{Frames, Host, geometry, serve_clients};
+use crate::compute::{ExpertStore, LoadError, LoadProgress, Residency};
 use crate::config::{Placement, ServerConfig, check_assignment};
 use crate::data::{DataConfig, DataError, DataPlane};
+use crate::device::{DeviceConfig, DeviceError, DevicePlan, DevicePlane, DeviceStore};
 use crate::error::{ServerError, StartError};
+use crate::experts::Experts;
 use crate::http;
 use crate::members::{self, Member};
 use crate::metrics::ServerMetrics;
+use crate::plane::Plane;
 use crate::status::Health;
 
 /// Starts servers.
@@ -54,15 +59,27 @@ impl ExpertServer {
     ) -> Result<RunningServer, StartError> {
         let checkpoint = open(&config).await?;
         let shape = shape_of(&checkpoint);
-        // Whatever a client may ask for, a token must fit; better to say so now than to each client.
-        let frame_bytes = p2p_core::SlotLayout::new(config.slot)
-            .map_err(p2p_core::bootstrap::BindError::Slot)?
-            .frame_bytes();
-        geometry(&shape, frame_bytes, WireDtype::Bf16, WireDtype::Bf16)?;
+        let device = open_device(&config, &checkpoint).await?;
+        let frames = match &device {
+            Some((_, plan, dtype)) => {
+                Frames::Device { dtype: *dtype, max_tokens: plan.geometry.max_tokens as usize }
+            }
+            None => {
+                let frame_bytes = p2p_core::SlotLayout::new(config.slot)
+                    .map_err(p2p_core::bootstrap::BindError::Slot)?
+                    .frame_bytes();
+                // Whatever a client may ask for, a token must fit; better to say so now than to each
+                // client.
+                geometry(&shape, frame_bytes, WireDtype::Bf16, WireDtype::Bf16)?;
+                Frames::Host { frame_bytes }
+            }
+        };
+        let device = device.map(|(gpu, plan, _)| (gpu, plan));
         if let Placement::Static(selection) = &config.placement {
             selection.resolve(checkpoint.config())?;
         }
-        let listener = Listener::bind(config.data_addr, listener_config(&config)).await?;
+        let listening = listener_config(&config, device.as_ref());
+        let listener = Listener::bind(config.data_addr, listening).await?;
         let data_addr = listener.local_addr();
         let metrics_listener = match config.metrics_addr {
             Some(addr) => Some(bind_metrics(addr).await?),
@@ -116,22 +133,16 @@ impl ExpertServer {
         let load_began = Instant::now();
         let experts = members::as_map(&assignment);
         let loading = tokio::task::spawn_blocking(move || {
-            ExpertStore::load(checkpoint, &experts, Residency::default(), &mut progress)
+            Loaded::load(device, checkpoint, &experts, &mut progress)
         });
-        let store = Arc::new(loading.await.map_err(|_| StartError::LoadPanicked)??);
-        let held = members::holds(&store);
+        let loaded = loading.await.map_err(|_| StartError::LoadPanicked)??;
+        let store = loaded.experts();
+        let held = members::holds(&*store);
         metrics.load_seconds.set(load_began.elapsed().as_secs_f64());
         metrics.experts_loaded.set(held.num_experts() as i64);
-        metrics.expert_bytes.set(store.size_bytes() as i64);
+        metrics.expert_bytes.set(store.loaded_bytes() as i64);
 
-        let data_config = DataConfig {
-            num_threads: config.num_threads,
-            cpus: config.cpus.clone(),
-            limits: config.limits,
-            spin: config.spin,
-            metrics_by_layer: config.metrics_by_layer,
-        };
-        let (data, data_end) = DataPlane::start(Arc::clone(&store), data_config, metrics.clone())?;
+        let (data, data_end) = loaded.start(&config, &metrics)?;
         let data = Arc::new(data);
         // Set once, here.
         let _ = health.data.set(Arc::clone(data.status()));
@@ -143,7 +154,7 @@ impl ExpertServer {
         let host = Host {
             name: config.name.clone(),
             shape,
-            frame_bytes,
+            frames,
             incarnation,
             health: Arc::clone(&health),
             keeper: keeper.clone(),
@@ -164,7 +175,8 @@ impl ExpertServer {
             name = config.name,
             %data_addr,
             experts = held.num_experts(),
-            bytes = store.size_bytes(),
+            bytes = store.loaded_bytes(),
+            device = config.device.map_or("cpu".to_owned(), |device| device.name.to_string()),
             "serving"
         );
         Ok(RunningServer {
@@ -187,9 +199,9 @@ pub struct RunningServer {
     data_addr: SocketAddr,
     metrics_addr: Option<SocketAddr>,
     health: Arc<Health>,
-    store: Arc<ExpertStore>,
+    store: Arc<dyn Experts>,
     keeper: Option<Arc<LeaseKeeper>>,
-    data: Arc<DataPlane<AnyEndpoint>>,
+    data: Arc<Plane>,
     stop: watch::Sender<bool>,
     end: watch::Receiver<Option<End>>,
 }
@@ -233,13 +245,13 @@ impl RunningServer {
     /// What is loaded.
     #[must_use]
     pub fn holds(&self) -> Assignment {
-        members::holds(&self.store)
+        members::holds(&*self.store)
     }
 
     /// Bytes of the loaded weights.
     #[must_use]
     pub fn expert_bytes(&self) -> u64 {
-        self.store.size_bytes()
+        self.store.loaded_bytes()
     }
 
     /// Clients connected.
@@ -350,13 +362,64 @@ impl Drop for RunningServer {
     }
 }
 
+/// Experts in memory, before anybody serves them.
+enum Loaded {
+    Host(Arc<ExpertStore>),
+    Device { gpu: Gpu, plan: DevicePlan, store: Arc<DeviceStore> },
+}
+
+impl Loaded {
+    fn load(
+        device: Option<(Gpu, DevicePlan)>,
+        checkpoint: Arc<Checkpoint>,
+        experts: &BTreeMap<u32, Vec<u32>>,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, LoadError> {
+        let Some((gpu, plan)) = device else {
+            let store = ExpertStore::load(checkpoint, experts, Residency::default(), progress)?;
+            return Ok(Self::Host(Arc::new(store)));
+        };
+        let store = Arc::new(DeviceStore::load(&gpu, plan, checkpoint, experts, progress)?);
+        Ok(Self::Device { gpu, plan, store })
+    }
+
+    fn experts(&self) -> Arc<dyn Experts> {
+        match self {
+            Self::Host(store) => Arc::clone(store) as Arc<dyn Experts>,
+            Self::Device { store, .. } => Arc::clone(store) as Arc<dyn Experts>,
+        }
+    }
+
+    fn start(
+        self,
+        config: &ServerConfig,
+        metrics: &ServerMetrics,
+    ) -> Result<(Plane, oneshot::Receiver<Result<(), DataError>>), DataError> {
+        let (limits, spin) = (config.limits, config.spin);
+        let metrics_by_layer = config.metrics_by_layer;
+        match self {
+            Self::Host(store) => {
+                let (num_threads, cpus) = (config.num_threads, config.cpus.clone());
+                let config = DataConfig { num_threads, cpus, limits, spin, metrics_by_layer };
+                let (data, end) = DataPlane::start(store, config, metrics.clone())?;
+                Ok((Plane::Host(data), end))
+            }
+            Self::Device { gpu, plan, store } => {
+                let config = DeviceConfig { limits, spin, metrics_by_layer };
+                let (data, end) = DevicePlane::start(&gpu, plan, config, store, metrics.clone())?;
+                Ok((Plane::Device(data), end))
+            }
+        }
+    }
+}
+
 /// Waits for whatever ends first, and stops the rest.
 async fn supervise(
     data_end: oneshot::Receiver<Result<(), DataError>>,
     member: Option<Member>,
     mut listening: JoinHandle<()>,
     stop: watch::Sender<bool>,
-    data: Arc<DataPlane<AnyEndpoint>>,
+    data: Arc<Plane>,
     ended: watch::Sender<Option<End>>,
 ) {
     let mut is_listening = true;
@@ -407,6 +470,24 @@ async fn open(config: &ServerConfig) -> Result<Arc<Checkpoint>, StartError> {
     Ok(Arc::new(opening.await.map_err(|_| StartError::LoadPanicked)??))
 }
 
+/// Opens the GPU of the configuration, if there is one, and plans what it will hold.
+async fn open_device(
+    config: &ServerConfig,
+    checkpoint: &Checkpoint,
+) -> Result<Option<(Gpu, DevicePlan, WireDtype)>, StartError> {
+    let Some(options) = config.device else { return Ok(None) };
+    // What the model lacks is said before the GPU is touched.
+    let plan = DevicePlan::new(&options, config.slot, &config.limits, checkpoint.config())?;
+    // The driver takes a second to wake a GPU.
+    let opening = tokio::task::spawn_blocking(move || Gpu::open_named(options.name));
+    let gpu = opening
+        .await
+        .map_err(|_| StartError::LoadPanicked)?
+        .map_err(|source| DeviceError::Open { device: options.name, source })?;
+    plan.check_memory(&gpu, "batches and a client's slot", plan.workspace_bytes())?;
+    Ok(Some((gpu, plan, options.dtype)))
+}
+
 fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
     let model = checkpoint.config();
     ModelShape {
@@ -418,8 +499,8 @@ fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
     }
 }
 
-fn listener_config(config: &ServerConfig) -> ListenerConfig {
-    ListenerConfig {
+fn listener_config(config: &ServerConfig, device: Option<&(Gpu, DevicePlan)>) -> ListenerConfig {
+    let common = ListenerConfig {
         slot: config.slot,
         ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
         transports: config.transports.kinds.clone(),
@@ -427,6 +508,17 @@ fn listener_config(config: &ServerConfig) -> ListenerConfig {
         handshake_timeout: config.limits.handshake_timeout,
         max_peers: config.limits.max_links,
         ..ListenerConfig::default()
+    };
+    match device {
+        None => common,
+        Some((gpu, plan)) => ListenerConfig {
+            slot: HOST_SLOT,
+            transports: vec![TransportKind::Local, TransportKind::Shm],
+            networks: Vec::new(),
+            device: Some(plan.side(gpu)),
+            max_peers: plan.max_clients,
+            ..common
+        },
     }
 }
 
@@ -450,6 +542,8 @@ fn advertised(config: &ServerConfig, data_addr: SocketAddr) -> Result<String, St
     }
 }
 
+/// Host slots beside device slots: nothing goes through them.
+const HOST_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 /// Longest wait for the control plane when leaving: a server must go even if nobody answers.
 const CONTROL_PATIENCE: Duration = Duration::from_secs(2);
 /// Longest wait for the data thread to end.

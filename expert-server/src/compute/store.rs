@@ -6,7 +6,10 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use checkpoint::{Checkpoint, DType, ExpertTensors, TensorError, WeightView};
+use kernels::gpu::GpuError;
 use memmap2::MmapMut;
+
+use crate::device::DeviceError;
 
 use super::weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightDtype, WeightError};
 
@@ -81,6 +84,23 @@ pub enum LoadError {
     /// The model's sizes are unusable.
     #[error(transparent)]
     Model(WeightError),
+    /// A GPU refused.
+    #[error("cannot put {what} onto the GPU: {source}")]
+    Gpu {
+        /// What was to be loaded.
+        what: String,
+        /// The cause.
+        source: GpuError,
+    },
+    /// The experts cannot be served from the GPU.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl LoadError {
+    pub(crate) fn gpu(source: GpuError) -> Self {
+        Self::Gpu { what: "experts".to_owned(), source }
+    }
 }
 
 /// The loaded experts of all layers. Readers take a layer's set as it is at that moment and keep

@@ -23,7 +23,7 @@ pub(super) struct Engine<E: Endpoint> {
     store: Arc<ExpertStore>,
     pool: ComputePool,
     wait: WaitSet,
-    inbox: Arc<Inbox<E>>,
+    inbox: Arc<Inbox<Command<E>>>,
     status: Arc<DataStatus>,
     load: Arc<LoadCounters>,
     metrics: ServerMetrics,
@@ -58,7 +58,7 @@ impl<E: Endpoint> Engine<E> {
         metrics: ServerMetrics,
         pool: ComputePool,
         wait: WaitSet,
-        inbox: Arc<Inbox<E>>,
+        inbox: Arc<Inbox<Command<E>>>,
         status: Arc<DataStatus>,
         load: Arc<LoadCounters>,
     ) -> Self {
@@ -458,7 +458,7 @@ fn copy_frame<E: Endpoint>(
 
 /// Tokens per expert, resolved once.
 #[derive(Debug)]
-struct ExpertTokens {
+pub(crate) struct ExpertTokens {
     num_experts: usize,
     by_layer: bool,
     /// `[layer, expert]` or, without layers, `[expert]`.
@@ -466,7 +466,7 @@ struct ExpertTokens {
 }
 
 impl ExpertTokens {
-    fn new(metrics: &ServerMetrics, num_layers: Option<u32>, num_experts: u32) -> Self {
+    pub(crate) fn new(metrics: &ServerMetrics, num_layers: Option<u32>, num_experts: u32) -> Self {
         let layers: Vec<Option<u32>> = match num_layers {
             Some(num_layers) => (0..num_layers).map(Some).collect(),
             None => vec![None],
@@ -481,7 +481,7 @@ impl ExpertTokens {
         }
     }
 
-    fn add(&self, layer: u32, expert: u32, num_tokens: u64) {
+    pub(crate) fn add(&self, layer: u32, expert: u32, num_tokens: u64) {
         let layer_idx = if self.by_layer { layer as usize } else { 0 };
         if let Some(counter) = self.counters.get(layer_idx * self.num_experts + expert as usize) {
             counter.inc_by(num_tokens);

@@ -10,15 +10,15 @@
 mod answer;
 mod batch;
 mod engine;
+mod inbox;
 mod link;
 
 use std::fmt;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
-use crossbeam_queue::SegQueue;
+use kernels::gpu::GpuError;
 use p2p_core::{Channel, Endpoint, Kicker, SpinPolicy, WaitSet};
 use protocol::DispatchExpect;
 use tokio::sync::oneshot;
@@ -28,6 +28,8 @@ use crate::config::Limits;
 use crate::metrics::{DropReason, ServerMetrics};
 use crate::status::{DataStatus, LoadCounters};
 use engine::Engine;
+pub(crate) use engine::ExpertTokens;
+pub(crate) use inbox::Inbox;
 
 /// Settings of a data thread.
 #[derive(Debug, Clone)]
@@ -63,6 +65,12 @@ impl<E: Endpoint> fmt::Debug for EndedLink<E> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinkId(u64);
 
+impl LinkId {
+    pub(crate) const fn number(self) -> u64 {
+        self.0
+    }
+}
+
 impl fmt::Display for LinkId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -88,12 +96,15 @@ pub enum DataError {
     /// Waiting failed.
     #[error("the data thread cannot wait for its clients: {0}")]
     Wait(#[source] io::Error),
+    /// The GPU failed, or did not finish a batch. Its memory is lost with the process.
+    #[error("the data thread lost its GPU: {0}")]
+    Gpu(#[from] GpuError),
 }
 
 /// A running data thread. Dropping it stops the thread.
 #[derive(Debug)]
 pub struct DataPlane<E: Endpoint> {
-    inbox: Arc<Inbox<E>>,
+    inbox: Arc<Inbox<Command<E>>>,
     kicker: Kicker,
     status: Arc<DataStatus>,
     load: Arc<LoadCounters>,
@@ -144,18 +155,7 @@ where
             if pinned.send(pinning).is_err() || !is_ok {
                 return;
             }
-            // The engine moves in and is dropped on the way out, and with it every link: whoever
-            // waits for an answer then sees its connection close, not silence.
-            let result = catch_unwind(AssertUnwindSafe(move || engine.run()));
-            thread_status.set_over();
-            thread_inbox.close();
-            let result = result.unwrap_or_else(|panic| {
-                let message = panic_message(panic.as_ref());
-                tracing::error!(%message, "the data thread panicked");
-                Err(DataError::Panicked { message })
-            });
-            // Nobody may be left to hear it.
-            let _ = ended.send(result);
+            run_to_end(move || engine.run(), &thread_status, &thread_inbox, ended);
         };
         std::thread::Builder::new()
             .name("switchyard-data".to_owned())
@@ -173,7 +173,7 @@ where
         channel: Channel<E>,
         expect: DispatchExpect,
     ) -> (LinkId, oneshot::Receiver<EndedLink<E>>) {
-        let id = LinkId(self.inbox.next_id.fetch_add(1, Ordering::Relaxed));
+        let id = self.inbox.next_id();
         let (ended, end) = oneshot::channel();
         self.send(Command::Attach { id, channel, expect, ended });
         (id, end)
@@ -210,55 +210,6 @@ impl<E: Endpoint> Drop for DataPlane<E> {
     }
 }
 
-/// The way to the data thread, without locks.
-pub(crate) struct Inbox<E: Endpoint> {
-    commands: SegQueue<Command<E>>,
-    next_id: AtomicU64,
-    is_closed: AtomicBool,
-}
-
-impl<E: Endpoint> Inbox<E> {
-    const fn new() -> Self {
-        let (next_id, is_closed) = (AtomicU64::new(1), AtomicBool::new(false));
-        Self { commands: SegQueue::new(), next_id, is_closed }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.commands.is_empty()
-    }
-
-    fn pop(&self) -> Option<Command<E>> {
-        self.commands.pop()
-    }
-
-    /// Commands to a thread that is gone are dropped, and with them the channels of links that would
-    /// otherwise wait for ever. Sequentially consistent, so that either the one who pushes sees the end
-    /// or the one who closes sees the command.
-    fn push(&self, command: Command<E>) {
-        self.commands.push(command);
-        fence(Ordering::SeqCst);
-        if self.is_closed.load(Ordering::SeqCst) {
-            self.drop_all();
-        }
-    }
-
-    fn close(&self) {
-        self.is_closed.store(true, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-        self.drop_all();
-    }
-
-    fn drop_all(&self) {
-        while self.pop().is_some() {}
-    }
-}
-
-impl<E: Endpoint> fmt::Debug for Inbox<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inbox").field("num_commands", &self.commands.len()).finish_non_exhaustive()
-    }
-}
-
 /// What the data thread can be told.
 enum Command<E: Endpoint> {
     Attach {
@@ -271,6 +222,28 @@ enum Command<E: Endpoint> {
         id: LinkId,
     },
     Stop,
+}
+
+/// The body of a data thread: runs it, and tells everybody of its end.
+///
+/// The engine moves in and is dropped on the way out, and with it every link: whoever waits for an
+/// answer then sees its connection close, not silence.
+pub(crate) fn run_to_end<C>(
+    run: impl FnOnce() -> Result<(), DataError>,
+    status: &DataStatus,
+    inbox: &Inbox<C>,
+    ended: oneshot::Sender<Result<(), DataError>>,
+) {
+    let result = catch_unwind(AssertUnwindSafe(run));
+    status.set_over();
+    inbox.close();
+    let result = result.unwrap_or_else(|panic| {
+        let message = panic_message(panic.as_ref());
+        tracing::error!(%message, "the data thread panicked");
+        Err(DataError::Panicked { message })
+    });
+    // Nobody may be left to hear it.
+    let _ = ended.send(result);
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {

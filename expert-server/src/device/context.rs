@@ -1,0 +1,223 @@
+//! One of the batches that may be under way: its memory, its stream, its recorded graphs.
+
+use std::time::Instant;
+
+use kernels::abi::{
+    Batch, DEVICE_ABI_VERSION, DevicePtr, ExpertComputeParams, ExpertLists, ExpertRecvParams,
+    ExpertSendParams, FLAG_PDL, ServerState,
+};
+use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Stream};
+
+use super::plan::DevicePlan;
+
+/// Memory and graphs of one batch.
+#[derive(Debug)]
+pub(super) struct Context {
+    // Graphs go before what they were recorded from.
+    graphs: Vec<(GraphKey, Graph)>,
+    pub(super) stream: Stream,
+    /// The batch is known, and further frames may be taken for another.
+    pub(super) received: Event,
+    /// All answers are on their way.
+    answered: Event,
+    lists: ExpertLists,
+    list_memory: GpuBuffer,
+    rows: GpuBuffer,
+    activation: GpuBuffer,
+    expert_out: GpuBuffer,
+    /// What the last batch was, in host memory: its head, expert positions, the server's state.
+    report: GpuBuffer,
+    pub(super) launched_at: Option<Instant>,
+}
+
+/// What a recorded graph was made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct GraphKey {
+    pub(super) num_clients: u32,
+    pub(super) num_places: u32,
+    /// Rows for which the grids are made. More are computed as well, only not as fast.
+    pub(super) bucket_rows: u32,
+}
+
+/// Device memory that all contexts use.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shared {
+    pub(super) state: DevicePtr,
+    pub(super) clients: DevicePtr,
+    pub(super) local_expert: DevicePtr,
+    pub(super) layers: DevicePtr,
+    pub(super) abort_mask: DevicePtr,
+}
+
+impl Context {
+    pub(super) fn new(gpu: &Gpu, plan: &DevicePlan) -> Result<Self, GpuError> {
+        let list_memory = gpu.alloc(plan.lists_bytes())?;
+        let base = list_memory.ptr();
+        let (lists, _) = plan.geometry.lists_at(base, plan.num_experts, plan.max_rows);
+        let [rows, activation, expert_out] = plan.scratch_bytes();
+        Ok(Self {
+            graphs: Vec::new(),
+            stream: gpu.stream()?,
+            received: gpu.event()?,
+            answered: gpu.event()?,
+            lists,
+            list_memory,
+            rows: gpu.alloc(rows)?,
+            activation: gpu.alloc(activation)?,
+            expert_out: gpu.alloc(expert_out)?,
+            report: gpu.alloc_host(state_offset(plan) + size_of::<ServerState>() as u64)?,
+            launched_at: None,
+        })
+    }
+
+    /// Starts a batch: whatever is ready, or what comes within the bound.
+    pub(super) fn launch(
+        &mut self,
+        gpu: &Gpu,
+        plan: &DevicePlan,
+        shared: &Shared,
+        key: GraphKey,
+        now: Instant,
+    ) -> Result<(), GpuError> {
+        let known = self.graphs.iter().position(|(of, _)| *of == key);
+        let idx = match known {
+            Some(idx) => idx,
+            None => {
+                let graph = self.record(gpu, plan, shared, key)?;
+                if self.graphs.len() >= MAX_GRAPHS {
+                    self.graphs.remove(0);
+                }
+                self.graphs.push((key, graph));
+                self.graphs.len() - 1
+            }
+        };
+        self.stream.replay(&self.graphs[idx].1)?;
+        self.launched_at = Some(now);
+        Ok(())
+    }
+
+    /// Whether a batch is under way. An error means that a kernel failed.
+    pub(super) fn is_running(&self) -> Result<bool, GpuError> {
+        Ok(self.launched_at.is_some() && !self.stream.is_done()?)
+    }
+
+    /// Head of the batch that has just ended.
+    pub(super) fn batch(&self) -> Batch {
+        self.read_report(0)
+    }
+
+    /// The server's state about when the batch ended. The other batch's kernels may have been changing
+    /// it: for hints only.
+    pub(super) fn state_hint(&self, plan: &DevicePlan) -> ServerState {
+        self.read_report(state_offset(plan))
+    }
+
+    /// Positions at which the experts' entries begin, with the end of the last.
+    pub(super) fn expert_begin(&self, plan: &DevicePlan, num_places: usize, out: &mut Vec<u32>) {
+        let first = plan.expert_begin_offset();
+        out.clear();
+        out.extend((0..=num_places as u64).map(|idx| self.read_report::<u32>(first + idx * 4)));
+    }
+
+    /// Time from the end of the reception to the last answer. The batch has ended.
+    pub(super) fn compute_time(&self) -> Result<std::time::Duration, GpuError> {
+        self.answered.since(&self.received)
+    }
+
+    fn read_report<T: bytemuck::Pod>(&self, offset: u64) -> T {
+        let bytes = size_of::<T>() as u64;
+        match self.report.host() {
+            // SAFETY: within the report, as checked; the copies into it have ended, as the batch has,
+            // and no other is started before the next launch by this thread.
+            Some(host) if offset + bytes <= self.report.len() => unsafe {
+                host.as_ptr().add(offset as usize).cast::<T>().read_unaligned()
+            },
+            _ => T::zeroed(),
+        }
+    }
+
+    fn record(
+        &self,
+        gpu: &Gpu,
+        plan: &DevicePlan,
+        shared: &Shared,
+        key: GraphKey,
+    ) -> Result<Graph, GpuError> {
+        let (geometry, lists) = (plan.geometry, self.lists);
+        let num_clients = key.num_clients.max(1);
+        let recv = ExpertRecvParams {
+            version: DEVICE_ABI_VERSION,
+            flags: 0,
+            geometry,
+            state: shared.state,
+            lists,
+            local_expert: shared.local_expert,
+            abort_mask: shared.abort_mask,
+            min_epoch: DevicePtr::NULL,
+            timeout_ns: IDLE_WAIT_NS,
+            min_ready: 1,
+            num_experts: plan.num_experts,
+            num_local_experts: key.num_places,
+            num_layers: plan.num_layers,
+            num_clients,
+            reserved: 0,
+            clients: shared.clients,
+        };
+        let compute = ExpertComputeParams {
+            version: DEVICE_ABI_VERSION,
+            flags: 0,
+            geometry,
+            lists,
+            rows: self.rows.ptr(),
+            activation: self.activation.ptr(),
+            expert_out: self.expert_out.ptr(),
+            layers: shared.layers,
+            inter: plan.inter,
+            num_local_experts: key.num_places,
+            num_layers: plan.num_layers,
+            num_clients,
+            num_blocks: 0,
+            reserved: 0,
+            clients: shared.clients,
+        };
+        let send = ExpertSendParams {
+            version: DEVICE_ABI_VERSION,
+            flags: FLAG_PDL,
+            geometry,
+            lists,
+            expert_out: self.expert_out.ptr(),
+            max_rows: key.bucket_rows,
+            num_clients,
+            num_blocks: 0,
+            reserved: 0,
+            clients: shared.clients,
+        };
+        // SAFETY: the engine owns all of this memory, sized by the same plan, and frees it only after
+        // the streams are done; clients' slots and tables change only while no batch is under way.
+        let (recv, compute, send) =
+            unsafe { (gpu.prepare(recv)?, gpu.prepare(compute)?, gpu.prepare(send)?) };
+        self.stream.capture(|stream| {
+            stream.launch(&recv)?;
+            stream.record(&self.received)?;
+            stream.launch(&compute)?;
+            stream.launch(&send)?;
+            stream.record(&self.answered)?;
+            let report = self.report.ptr();
+            let state_at = report.add(state_offset(plan));
+            // SAFETY: the report has room for both; it is read only while no batch is under way.
+            unsafe {
+                stream.copy(report, self.list_memory.ptr(), plan.head_bytes())?;
+                stream.copy(state_at, shared.state, size_of::<ServerState>() as u64)
+            }
+        })
+    }
+}
+
+fn state_offset(plan: &DevicePlan) -> u64 {
+    plan.head_bytes().next_multiple_of(64)
+}
+
+/// Longest wait of a batch for its first frame: what joining and leaving clients may have to wait for.
+const IDLE_WAIT_NS: u64 = 2_000_000;
+/// Graphs kept; one more takes the place of the oldest.
+const MAX_GRAPHS: usize = 32;

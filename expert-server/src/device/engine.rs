@@ -1,0 +1,565 @@
+//! The rounds of the data thread of a GPU.
+//!
+//! The thread keeps batches under way and is in nobody's path: each is one recorded graph that waits for
+//! frames, computes them and answers. A batch begins to receive when the one before it has received, so
+//! with two of them one receives while the other computes. What kernels read as tables changes only
+//! between batches: the thread lets those under way end, which takes as long as the wait for a frame at
+//! most when nothing comes, changes the tables, and goes on.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytemuck::Zeroable;
+use kernels::abi::{Batch, ClientPeer, LayerWeights, MAX_PEERS, ServerState};
+use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError, Stream};
+use protocol::ErrorCode;
+
+use super::context::{Context, GraphKey, Shared};
+use super::error::KernelFault;
+use super::plan::DevicePlan;
+use super::seats::{EndedSeat, Seat, SeatBoard, Seats};
+use super::store::{DeviceStore, Tables};
+use super::{Command, DeviceConfig};
+use crate::data::{DataError, ExpertTokens, Inbox};
+use crate::metrics::{DropReason, ServerMetrics};
+use crate::status::{DataStatus, LoadCounters};
+
+pub(super) struct Engine {
+    gpu: Gpu,
+    plan: DevicePlan,
+    config: DeviceConfig,
+    store: Arc<DeviceStore>,
+    tables: Arc<Tables>,
+    contexts: Vec<Context>,
+    /// Whose reception the next batch must wait for.
+    last_launched: Option<usize>,
+    memory: Memory,
+    /// For everything that is not a batch.
+    control: Stream,
+    seats: Seats,
+    board: Arc<SeatBoard>,
+    joining: Vec<Seat>,
+    inbox: Arc<Inbox<Command>>,
+    status: Arc<DataStatus>,
+    load: Arc<LoadCounters>,
+    metrics: ServerMetrics,
+    expert_tokens: ExpertTokens,
+    expert_begin: Vec<u32>,
+    recent_rows: [u32; RECENT],
+    num_batches: usize,
+    num_refused: u64,
+    has_fault: bool,
+    last_work: Instant,
+    last_progress: Instant,
+    is_stopped: bool,
+}
+
+/// Tables and state in GPU memory, with their copies in host memory.
+#[derive(Debug)]
+struct Memory {
+    state: GpuBuffer,
+    clients: GpuBuffer,
+    local_expert: GpuBuffer,
+    layers: GpuBuffer,
+    /// Where tables are put together, and where the state is read.
+    staging: GpuBuffer,
+}
+
+impl Engine {
+    #[allow(clippy::too_many_arguments, reason = "the parts of the one thread, put together once")]
+    pub(super) fn new(
+        gpu: &Gpu,
+        plan: DevicePlan,
+        config: DeviceConfig,
+        store: Arc<DeviceStore>,
+        board: Arc<SeatBoard>,
+        inbox: Arc<Inbox<Command>>,
+        status: Arc<DataStatus>,
+        load: Arc<LoadCounters>,
+        metrics: ServerMetrics,
+    ) -> Result<Self, GpuError> {
+        let contexts =
+            (0..plan.num_contexts).map(|_| Context::new(gpu, &plan)).collect::<Result<_, _>>()?;
+        let num_layers = config.metrics_by_layer.then_some(plan.num_layers);
+        let now = Instant::now();
+        Ok(Self {
+            contexts,
+            last_launched: None,
+            memory: Memory::new(gpu, &plan)?,
+            control: gpu.stream()?,
+            seats: Seats::new(gpu, &plan.geometry)?,
+            board,
+            joining: Vec::new(),
+            expert_tokens: ExpertTokens::new(&metrics, num_layers, plan.num_experts),
+            // Older than any, so that they are put into service first of all.
+            tables: Arc::new(Tables { version: 0, layers: Vec::new() }),
+            gpu: gpu.clone(),
+            plan,
+            config,
+            store,
+            inbox,
+            status,
+            load,
+            metrics,
+            expert_begin: Vec::with_capacity(plan.num_experts as usize + 1),
+            recent_rows: [0; RECENT],
+            num_batches: 0,
+            num_refused: 0,
+            has_fault: false,
+            last_work: now,
+            last_progress: now,
+            is_stopped: false,
+        })
+    }
+
+    /// Serves until it is told to stop.
+    pub(super) fn run(mut self) -> Result<(), DataError> {
+        loop {
+            self.status.beat(Instant::now());
+            self.obey();
+            if self.is_stopped {
+                break;
+            }
+            if self.has_changes() {
+                self.settle()?;
+            }
+            if self.seats.num_clients() == 0 {
+                self.sleep();
+                continue;
+            }
+            self.launch()?;
+            self.poll()?;
+        }
+        self.drain()?;
+        self.seats.iter_mut().for_each(|seat| seat.end_with(DropReason::Shutdown));
+        self.let_go();
+        Ok(())
+    }
+
+    /// Takes in commands; what they ask for happens between two batches.
+    fn obey(&mut self) {
+        while let Some(command) = self.inbox.pop() {
+            match command {
+                Command::Attach(seat) => self.joining.push(*seat),
+                Command::Detach(id) => {
+                    for seat in self.joining.iter_mut().chain(self.seats.iter_mut()) {
+                        if seat.id == id {
+                            seat.end_with(DropReason::PeerClosed);
+                        }
+                    }
+                }
+                Command::Stop => self.is_stopped = true,
+            }
+        }
+    }
+
+    fn has_changes(&self) -> bool {
+        !self.joining.is_empty()
+            || self.has_fault
+            || self.seats.has_doomed()
+            || self.store.tables().version != self.tables.version
+    }
+
+    /// Lets the batches under way end, and changes what they must not see changing.
+    fn settle(&mut self) -> Result<(), DataError> {
+        self.drain()?;
+        if self.has_fault {
+            self.look_at_fault()?;
+        }
+        self.let_go();
+        self.take_in()?;
+        let tables = self.store.tables();
+        if tables.version != self.tables.version {
+            self.memory.write_tables(&self.control, &self.plan, &self.store, &tables)?;
+            // Before anybody is told: whoever loaded then frees what nobody uses any more.
+            self.tables = tables;
+            self.store.set_in_service(self.tables.version);
+        }
+        let clients = self.seats.table();
+        self.memory.write_clients(&self.control, &clients)?;
+        self.board.set(&self.seats);
+        self.note_seats();
+        Ok(())
+    }
+
+    /// Gives new clients their seats, with counters that begin anew.
+    fn take_in(&mut self) -> Result<(), DataError> {
+        for seat in std::mem::take(&mut self.joining) {
+            self.metrics.links_opened.inc();
+            if let Some(reason) = seat.doom() {
+                self.end(seat, reason);
+                continue;
+            }
+            match self.seats.take(seat) {
+                Ok(idx) => self.memory.forget_client(&self.control, idx)?,
+                Err(seat) => {
+                    tracing::error!(link = %seat.id, "no seat is left for a client that was let in");
+                    self.end(*seat, DropReason::Transport);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the links of clients that are to go. No batch is under way.
+    fn let_go(&mut self) {
+        let gone: Vec<Seat> = self.seats.remove_doomed().collect();
+        for seat in gone {
+            let reason = seat.doom().unwrap_or(DropReason::Shutdown);
+            self.end(seat, reason);
+        }
+        self.note_seats();
+    }
+
+    fn end(&self, seat: Seat, reason: DropReason) {
+        self.metrics.count_dropped(reason);
+        // Nobody may be waiting; the slots are then freed here.
+        let _ = seat.ended.send(EndedSeat { reason, slots: seat.slots });
+    }
+
+    fn note_seats(&self) {
+        let num_links = self.seats.len();
+        self.status.set_links(num_links);
+        self.metrics.links.set(num_links as i64);
+        let kinds = std::iter::repeat_n(p2p_core::TransportKind::CudaIpc, num_links);
+        self.load.set_links(kinds);
+    }
+
+    /// Starts batches where none is under way.
+    fn launch(&mut self) -> Result<(), DataError> {
+        let key = GraphKey {
+            num_clients: self.seats.num_clients(),
+            num_places: self.num_places(),
+            bucket_rows: self.bucket_rows(),
+        };
+        let shared = self.memory.shared(&self.board);
+        for turn in 0..self.contexts.len() {
+            // In turn, so that batches of one length take turns as well.
+            let idx = self.last_launched.map_or(0, |last| last + 1 + turn) % self.contexts.len();
+            if self.contexts[idx].launched_at.is_some() {
+                continue;
+            }
+            if let Some(last) = self.last_launched
+                && last != idx
+            {
+                self.contexts[idx].stream.wait_for(&self.contexts[last].received)?;
+            }
+            self.contexts[idx].launch(&self.gpu, &self.plan, &shared, key, Instant::now())?;
+            self.last_launched = Some(idx);
+        }
+        Ok(())
+    }
+
+    /// Looks after the batches under way until one ends, or for a moment.
+    fn poll(&mut self) -> Result<(), DataError> {
+        for _ in 0..POLLS_PER_ROUND {
+            if self.harvest_ended()? || !self.inbox.is_empty() {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        let now = Instant::now();
+        self.show_progress(now)?;
+        self.check_bound(now)?;
+        if now - self.last_work > self.config.spin.spin {
+            thread::park_timeout(PAUSE);
+        }
+        Ok(())
+    }
+
+    /// Waits until no batch is under way.
+    fn drain(&mut self) -> Result<(), DataError> {
+        while self.contexts.iter().any(|context| context.launched_at.is_some()) {
+            if self.harvest_ended()? {
+                continue;
+            }
+            let now = Instant::now();
+            self.status.beat(now);
+            self.show_progress(now)?;
+            self.check_bound(now)?;
+            thread::sleep(PAUSE);
+        }
+        self.control.wait(Instant::now() + BATCH_LIMIT)?;
+        Ok(())
+    }
+
+    /// Counts batches that have ended. True if there was one.
+    fn harvest_ended(&mut self) -> Result<bool, DataError> {
+        let mut any = false;
+        for idx in 0..self.contexts.len() {
+            if self.contexts[idx].launched_at.is_some() && !self.contexts[idx].is_running()? {
+                self.contexts[idx].launched_at = None;
+                self.harvest(idx)?;
+                any = true;
+            }
+        }
+        Ok(any)
+    }
+
+    fn harvest(&mut self, idx: usize) -> Result<(), DataError> {
+        let context = &self.contexts[idx];
+        let batch = context.batch();
+        let state = context.state_hint(&self.plan);
+        self.has_fault |= KernelFault::of(&state.error).is_some();
+        self.has_fault |= state.num_refused != self.num_refused;
+        if batch.clients == 0 {
+            // Nobody needs the answer at once, and a GPU in software shares this host's cores.
+            if matches!(self.plan.device, DeviceName::Emulated(_)) && self.inbox.is_empty() {
+                thread::park_timeout(EMULATED_PAUSE);
+            }
+            return Ok(());
+        }
+        let now = Instant::now();
+        self.last_work = now;
+        self.status.frame_taken(now);
+        let compute = context.compute_time()?;
+        let num_places = self.num_places() as usize;
+        context.expert_begin(&self.plan, num_places, &mut self.expert_begin);
+        self.recent_rows[self.num_batches % RECENT] = batch.num_rows;
+        self.num_batches += 1;
+        self.count(&batch, compute);
+        Ok(())
+    }
+
+    fn count(&self, batch: &Batch, compute: Duration) {
+        let (metrics, geometry) = (&self.metrics, &self.plan.geometry);
+        let num_clients = batch.clients.count_ones();
+        let num_rows = u64::from(batch.num_rows);
+        metrics.frames_in.inc_by(num_clients.into());
+        metrics.frames_out.inc_by(num_clients.into());
+        let scales = u64::from(geometry.scales_per_row) * 4;
+        let entries = u64::from(geometry.top_k) * 8;
+        let row_bytes = u64::from(geometry.row_stride_bytes) + scales + entries + FLAG_BYTES;
+        metrics.bytes_in.inc_by(u64::from(num_clients) * HEADER_BYTES + num_rows * row_bytes);
+        metrics
+            .bytes_out
+            .inc_by(num_rows * (u64::from(geometry.response_stride_bytes) + FLAG_BYTES));
+        if num_rows == 0 {
+            return;
+        }
+        metrics.batches.inc();
+        metrics.tokens.inc_by(num_rows);
+        metrics.entries.inc_by(batch.num_entries.into());
+        metrics.batch_tokens.observe(num_rows as f64);
+        metrics.batch_clients.observe(num_clients.into());
+        metrics.compute_seconds.observe(compute.as_secs_f64());
+        self.load.add_batch(num_rows as usize, compute);
+        let Some(table) = self.tables.layers.get(batch.layer as usize) else { return };
+        for (pair, expert) in self.expert_begin.windows(2).zip(&table.experts) {
+            let num_tokens = u64::from(pair[1].saturating_sub(pair[0]));
+            if num_tokens > 0 {
+                self.load.add_expert(batch.layer, *expert, num_tokens);
+                self.expert_tokens.add(batch.layer, *expert, num_tokens);
+            }
+        }
+    }
+
+    /// Reads what kernels found wrong, counts it, and lets them report again. No batch is under way.
+    fn look_at_fault(&mut self) -> Result<(), DataError> {
+        self.has_fault = false;
+        let state = self.memory.take_fault(&self.control)?;
+        let mut num_refused = state.num_refused.saturating_sub(self.num_refused);
+        self.num_refused = state.num_refused;
+        self.metrics.frames_in.inc_by(num_refused);
+        match KernelFault::of(&state.error) {
+            Some(fault @ KernelFault::Refused { seat, code, .. }) => {
+                num_refused = num_refused.saturating_sub(1);
+                self.metrics.count_bad_frame(code);
+                let max_bad_frames = self.config.limits.max_bad_frames;
+                if is_malformed(code)
+                    && let Some(seat) = self.seats.get_mut(seat as usize)
+                {
+                    seat.count_bad_frame(max_bad_frames, &fault);
+                }
+            }
+            Some(fault) => tracing::error!(%fault, "a kernel reported an error"),
+            None => {}
+        }
+        // Kernels keep the first error only; of the others just the number is known.
+        for _ in 0..num_refused {
+            self.metrics.count_bad_frame(ErrorCode::Other(0));
+        }
+        Ok(())
+    }
+
+    /// Tells clients that wait while a long batch computes that the server is alive.
+    fn show_progress(&mut self, now: Instant) -> Result<(), DataError> {
+        if now - self.last_progress < PROGRESS_PERIOD {
+            return Ok(());
+        }
+        self.last_progress = now;
+        let mut is_computing = false;
+        for context in &self.contexts {
+            let is_old = context.launched_at.is_some_and(|at| now - at >= PROGRESS_PERIOD);
+            is_computing |= is_old && context.received.is_done()?;
+        }
+        self.status.set_unanswered(is_computing.into());
+        if is_computing && self.control.is_done()? {
+            for seat in self.seats.iter() {
+                let word = seat.progress_word(&self.plan.geometry);
+                // SAFETY: the word is aligned within the client's slot, which stays mapped until this
+                // stream is done.
+                unsafe { self.control.add_flag(word, 1)? };
+            }
+        }
+        Ok(())
+    }
+
+    /// A batch that does not end means that the GPU is lost: all waits in kernels have bounds.
+    fn check_bound(&self, now: Instant) -> Result<(), DataError> {
+        let is_stuck =
+            |at: &Context| at.launched_at.is_some_and(|launched| now - launched > BATCH_LIMIT);
+        if self.contexts.iter().any(is_stuck) {
+            return Err(GpuError::Deadline { what: "a batch" }.into());
+        }
+        Ok(())
+    }
+
+    /// Without clients there is nothing to do until somebody says something.
+    fn sleep(&mut self) {
+        self.status.set_unanswered(0);
+        if self.inbox.is_empty() && !self.has_changes() {
+            self.metrics.sleeps.inc();
+            thread::park_timeout(HOUSEKEEPING_PERIOD);
+        }
+    }
+
+    /// Rows for which the next grids are made: the largest of the last batches, rounded up.
+    fn bucket_rows(&self) -> u32 {
+        let largest = self.recent_rows.iter().copied().max().unwrap_or(0);
+        let bucket = BUCKETS.into_iter().find(|rows| *rows >= largest).unwrap_or(u32::MAX);
+        bucket.min(self.plan.max_rows)
+    }
+
+    /// Places that kernels count entries for, rounded so that a further expert rarely changes it.
+    fn num_places(&self) -> u32 {
+        let used = self.tables.num_places().max(1) as u32;
+        used.next_multiple_of(8).min(self.plan.num_experts)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Memory must not go from under a kernel. Their waits have bounds, so this one is short.
+        let deadline = Instant::now() + DROP_LIMIT;
+        let streams = self.contexts.iter().map(|context| &context.stream);
+        for stream in streams.chain([&self.control]) {
+            if let Err(error) = stream.wait(deadline) {
+                tracing::error!(%error, "a batch did not end");
+            }
+        }
+    }
+}
+
+impl Memory {
+    fn new(gpu: &Gpu, plan: &DevicePlan) -> Result<Self, GpuError> {
+        let places = u64::from(plan.num_layers) * u64::from(plan.num_experts) * 2;
+        let layers = u64::from(plan.num_layers) * size_of::<LayerWeights>() as u64;
+        let clients = (MAX_PEERS * size_of::<ClientPeer>()) as u64;
+        Ok(Self {
+            state: gpu.alloc(size_of::<ServerState>() as u64)?,
+            clients: gpu.alloc(clients)?,
+            local_expert: gpu.alloc(places)?,
+            layers: gpu.alloc(layers)?,
+            staging: gpu.alloc_host(places.max(layers).max(clients).max(4096))?,
+        })
+    }
+
+    fn shared(&self, board: &SeatBoard) -> Shared {
+        Shared {
+            state: self.state.ptr(),
+            clients: self.clients.ptr(),
+            local_expert: self.local_expert.ptr(),
+            layers: self.layers.ptr(),
+            abort_mask: board.mask_ptr(),
+        }
+    }
+
+    fn write_clients(&self, control: &Stream, table: &[ClientPeer]) -> Result<(), GpuError> {
+        self.write(control, &self.clients, bytemuck::cast_slice(table))
+    }
+
+    fn write_tables(
+        &self,
+        control: &Stream,
+        plan: &DevicePlan,
+        store: &DeviceStore,
+        tables: &Tables,
+    ) -> Result<(), GpuError> {
+        let places = tables.places(plan.num_experts as usize);
+        self.write(control, &self.local_expert, bytemuck::cast_slice(&places))?;
+        let weights: Vec<LayerWeights> =
+            tables.layers.iter().map(|table| store.layer_weights(table)).collect();
+        self.write(control, &self.layers, bytemuck::cast_slice(&weights))
+    }
+
+    /// A seat's next frame is number 1.
+    fn forget_client(&self, control: &Stream, seat: usize) -> Result<(), GpuError> {
+        let offset = std::mem::offset_of!(ServerState, taken) + seat * 8;
+        let word = self.state.at(offset as u64, 8)?;
+        // SAFETY: within the state, which no kernel uses now.
+        unsafe { control.fill(word, 0, 8)? };
+        control.wait(Instant::now() + BATCH_LIMIT)
+    }
+
+    /// The state, whose error is cleared.
+    fn take_fault(&self, control: &Stream) -> Result<ServerState, GpuError> {
+        let bytes = size_of::<ServerState>() as u64;
+        let offset = std::mem::offset_of!(ServerState, error) as u64;
+        let error = self.state.at(offset, bytes - offset)?;
+        // SAFETY: both have these bytes; no kernel uses the state now, and nobody the staging memory.
+        unsafe {
+            control.copy(self.staging.ptr(), self.state.ptr(), bytes)?;
+            control.fill(error, 0, bytes - offset)?;
+        }
+        control.wait(Instant::now() + BATCH_LIMIT)?;
+        let Some(host) = self.staging.host() else { return Ok(ServerState::zeroed()) };
+        // SAFETY: the copy has ended.
+        Ok(unsafe { host.as_ptr().cast::<ServerState>().read_unaligned() })
+    }
+
+    /// Writes a table, and waits for it.
+    fn write(&self, control: &Stream, to: &GpuBuffer, bytes: &[u8]) -> Result<(), GpuError> {
+        let len = bytes.len() as u64;
+        let (to, from) = (to.at(0, len)?, self.staging.at(0, len)?);
+        if let Some(host) = self.staging.host() {
+            // SAFETY: as many bytes, as checked; no copy uses them, as each is waited for.
+            unsafe { host.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        }
+        // SAFETY: both ranges were checked, and nobody uses them now.
+        unsafe { control.copy(to, from, len)? };
+        control.wait(Instant::now() + BATCH_LIMIT)
+    }
+}
+
+/// Whether only a broken or hostile client sends such a frame.
+const fn is_malformed(code: ErrorCode) -> bool {
+    matches!(
+        code,
+        ErrorCode::BadFrame
+            | ErrorCode::UnknownExpert
+            | ErrorCode::WrongLayer
+            | ErrorCode::StaleChannel
+    )
+}
+
+/// Row counts for which graphs are recorded, besides the largest.
+const BUCKETS: [u32; 5] = [32, 128, 512, 2048, 8192];
+/// Batches that the choice of a bucket looks back on.
+const RECENT: usize = 16;
+/// Looks at the batches between two looks at the clock.
+const POLLS_PER_ROUND: usize = 64;
+/// Sleep between two looks when nothing has come for a while.
+const PAUSE: Duration = Duration::from_micros(50);
+const EMULATED_PAUSE: Duration = Duration::from_millis(1);
+/// How often a waiting client sees life during a batch: well below any deadline it can have.
+const PROGRESS_PERIOD: Duration = Duration::from_millis(1);
+/// Longest sleep, so that a watcher can tell an idle thread from a dead one.
+const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
+/// Nothing that a GPU in order does takes as long.
+const BATCH_LIMIT: Duration = Duration::from_secs(30);
+const DROP_LIMIT: Duration = Duration::from_secs(10);
+/// Bytes of a frame's header, and of a row's flag.
+const HEADER_BYTES: u64 = 128;
+const FLAG_BYTES: u64 = 8;

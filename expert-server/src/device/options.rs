@@ -1,0 +1,23 @@
+//! What a server is told about its GPU.
+
+use kernels::gpu::DeviceName;
+use protocol::WireDtype;
+
+/// Settings of a server on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceOptions {
+    /// Which GPU.
+    pub name: DeviceName,
+    /// Element type of requests, bf16 or fp8, the same for all clients; answers are bf16.
+    pub dtype: WireDtype,
+    /// Batches under way at a time, 1 or 2: with two, one is received while the other computes.
+    pub batches_in_flight: usize,
+}
+
+impl DeviceOptions {
+    /// Defaults for a GPU.
+    #[must_use]
+    pub const fn new(name: DeviceName) -> Self {
+        Self { name, dtype: WireDtype::Bf16, batches_in_flight: 2 }
+    }
+}

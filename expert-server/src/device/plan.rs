@@ -1,0 +1,159 @@
+//! What a server on a GPU needs, decided before anything is allocated.
+
+use std::mem::size_of;
+
+use checkpoint::ModelConfig;
+use kernels::abi::{
+    Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FrameGeometry, LayerWeights, MAX_EXPERTS,
+    MAX_PEERS, RANK_BITS, ServerState,
+};
+use kernels::check::CheckError;
+use kernels::gpu::{DeviceName, Gpu};
+use p2p_core::SlotConfig;
+use p2p_core::bootstrap::DeviceSide;
+use protocol::WireDtype;
+
+use super::error::DeviceError;
+use super::options::DeviceOptions;
+use crate::config::Limits;
+
+/// Sizes of a server on a GPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DevicePlan {
+    pub(crate) device: DeviceName,
+    pub(crate) geometry: FrameGeometry,
+    /// Rows that fit a batch.
+    pub(crate) max_rows: u32,
+    /// Intermediate size of the experts.
+    pub(crate) inter: u32,
+    pub(crate) num_layers: u32,
+    /// Experts per layer of the model.
+    pub(crate) num_experts: u32,
+    /// Batches that may be under way.
+    pub(crate) num_contexts: usize,
+    /// Most clients.
+    pub(crate) max_clients: usize,
+}
+
+impl DevicePlan {
+    /// Sizes for `model`, or why it cannot be served.
+    pub(crate) fn new(
+        options: &DeviceOptions,
+        slot: SlotConfig,
+        limits: &Limits,
+        model: &ModelConfig,
+    ) -> Result<Self, DeviceError> {
+        let unsupported = |source| DeviceError::Model {
+            hidden: model.hidden,
+            inter: model.moe_intermediate,
+            top_k: model.top_k,
+            num_experts: model.num_experts,
+            source,
+        };
+        let dtype = match options.dtype {
+            WireDtype::Bf16 => DTYPE_BF16,
+            WireDtype::F8E4m3 => DTYPE_F8_E4M3,
+            found => return Err(DeviceError::Dtype { found }),
+        };
+        let hidden = u32::try_from(model.hidden).unwrap_or(u32::MAX);
+        let top_k = u32::try_from(model.top_k).unwrap_or(u32::MAX);
+        let inter = u32::try_from(model.moe_intermediate).unwrap_or(u32::MAX);
+        // One token in one frame: whatever is wrong then is the model's.
+        FrameGeometry::new(hidden, top_k, dtype, 1, 1).map_err(unsupported)?;
+        if inter == 0 || !inter.is_multiple_of(64) {
+            return Err(unsupported(CheckError::Inter));
+        }
+        if model.num_experts == 0 || model.num_experts as usize > MAX_EXPERTS {
+            return Err(unsupported(CheckError::Experts));
+        }
+        let too_small =
+            DeviceError::Slot { slot_bytes: slot.slot_bytes, num_frames: slot.num_frames };
+        let num_frames = u32::try_from(slot.num_frames).unwrap_or(u32::MAX);
+        let slot_bytes = slot.slot_bytes as u64;
+        let max_tokens =
+            FrameGeometry::tokens_for_slot(hidden, top_k, dtype, num_frames, slot_bytes);
+        let Ok(geometry) = FrameGeometry::new(hidden, top_k, dtype, max_tokens, num_frames) else {
+            return Err(too_small);
+        };
+        // Ranks of entries within an expert have so many bits.
+        let most_rows = ((1 << RANK_BITS) - 1) / top_k;
+        if max_tokens > most_rows {
+            return Err(unsupported(CheckError::Tokens));
+        }
+        let asked = u32::try_from(limits.max_batch_tokens).unwrap_or(u32::MAX);
+        Ok(Self {
+            device: options.name,
+            geometry,
+            max_rows: asked.max(max_tokens).min(most_rows),
+            inter,
+            num_layers: model.num_layers,
+            num_experts: model.num_experts,
+            num_contexts: options.batches_in_flight.clamp(1, 2),
+            max_clients: limits.max_links.clamp(1, MAX_PEERS),
+        })
+    }
+
+    /// What the handshake offers to every client.
+    pub(crate) fn side(&self, gpu: &Gpu) -> DeviceSide {
+        DeviceSide {
+            gpu: gpu.clone(),
+            own_slot_bytes: self.geometry.slot_bytes,
+            peer_slot_bytes: self.geometry.response_slot_bytes,
+            shape: self.geometry.describe().into_bytes(),
+        }
+    }
+
+    /// Bytes of the lists of one batch.
+    pub(crate) fn lists_bytes(&self) -> u64 {
+        self.geometry.lists_at(DevicePtr::NULL, self.num_experts, self.max_rows).1
+    }
+
+    /// Bytes of a batch's head and the expert positions that follow it.
+    pub(crate) fn head_bytes(&self) -> u64 {
+        let (lists, _) =
+            self.geometry.lists_at(DevicePtr(HEAD_BASE), self.num_experts, self.max_rows);
+        lists.expert_begin.0 - HEAD_BASE + (u64::from(self.num_experts) + 1) * 4
+    }
+
+    /// Offset of the expert positions from the batch's head.
+    pub(crate) fn expert_begin_offset(&self) -> u64 {
+        let (lists, _) =
+            self.geometry.lists_at(DevicePtr(HEAD_BASE), self.num_experts, self.max_rows);
+        lists.expert_begin.0 - lists.batch.0
+    }
+
+    /// Scratch of the expert stage: rows, activations, outputs.
+    pub(crate) fn scratch_bytes(&self) -> [u64; 3] {
+        let rows = u64::from(self.max_rows);
+        let entries = rows * u64::from(self.geometry.top_k);
+        let (hidden, inter) = (u64::from(self.geometry.hidden), u64::from(self.inter));
+        [rows * hidden * 2, entries * inter * 2, entries * hidden * 2]
+    }
+
+    /// GPU memory beside the weights, with the slot of one client.
+    pub(crate) fn workspace_bytes(&self) -> u64 {
+        let per_batch = self.lists_bytes() + self.scratch_bytes().iter().sum::<u64>();
+        let tables = u64::from(self.num_layers)
+            * (u64::from(self.num_experts) * 2 + size_of::<LayerWeights>() as u64);
+        let state = (size_of::<ServerState>() + size_of::<Batch>()) as u64;
+        // The empty seats' slot, and the first client's.
+        per_batch * self.num_contexts as u64 + tables + state + 2 * self.geometry.slot_bytes
+    }
+
+    /// Fails when `needed_bytes` for `what` are not there.
+    pub(crate) fn check_memory(
+        &self,
+        gpu: &Gpu,
+        what: &'static str,
+        needed_bytes: u64,
+    ) -> Result<(), DeviceError> {
+        let free_bytes = gpu.free_bytes()?;
+        if needed_bytes <= free_bytes {
+            return Ok(());
+        }
+        Err(DeviceError::Memory { what, needed_bytes, device: self.device, free_bytes })
+    }
+}
+
+/// Any aligned address: only differences count.
+const HEAD_BASE: u64 = 1 << 20;
