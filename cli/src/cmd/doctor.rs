@@ -51,6 +51,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         Group { name: "host", checks: host() },
         Group { name: "transports", checks: transports() },
         Group { name: "gpu", checks: gpu() },
+        Group { name: "gpu-initiated rdma", checks: ibgda() },
     ];
     let mut given = Vec::new();
     if let Some(model) = &args.model {
@@ -262,6 +263,24 @@ fn gpu() -> Vec<Check> {
             verdict: if line.usable { Verdict::Ok } else { Verdict::Absent },
             found: line.found,
             remedy: line.remedy,
+        })
+        .collect()
+}
+
+/// GPU-initiated RDMA: nothing else needs it, so what is missing is no fault.
+fn ibgda() -> Vec<Check> {
+    ibgda::probe()
+        .checks
+        .into_iter()
+        .map(|check| Check {
+            name: check.name,
+            verdict: match check.state {
+                ibgda::State::Present => Verdict::Ok,
+                ibgda::State::Partial => Verdict::Warn,
+                ibgda::State::Missing => Verdict::Absent,
+            },
+            found: check.found,
+            remedy: check.remedy,
         })
         .collect()
 }

@@ -11,6 +11,7 @@
 //! | [`queue`] | queue pairs by libibverbs or by DevX, as kernels post on them |
 //! | [`nic`] | a port of a NIC, registration of host and GPU memory |
 //! | [`access`] | memory that both the NIC and whoever posts reach |
+//! | [`gpu`] | the same for a GPU, by CUDA |
 //! | [`prm`] | commands to the firmware, as bytes |
 //! | [`device`] | devices as libibverbs lists them, and which are mlx5 |
 //! | [`library`], [`ffi`] | libibverbs and libmlx5, opened at run time |
@@ -18,6 +19,7 @@
 pub mod access;
 pub mod device;
 pub mod ffi;
+pub mod gpu;
 pub mod library;
 pub mod nic;
 pub mod peer;
@@ -27,6 +29,7 @@ pub mod queue;
 
 pub use access::{Access, HostAccess};
 pub use device::{Device, DeviceError, devices};
+pub use gpu::{GpuAccess, Place};
 pub use library::{Libraries, LibraryError};
 pub use nic::{Nic, NicConfig, NicError};
 pub use peer::{OpenPeer, Peer, PeerConfig, PeerError};

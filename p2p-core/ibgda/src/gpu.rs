@@ -1,0 +1,147 @@
+//! A GPU posts: [`Access`] over CUDA. *Not yet run with a ConnectX.*
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use kernels::gpu::{Gpu, GpuBuffer, GpuError};
+
+use crate::access::{Access, AccessError, Guard, HostRange, Mapped, SharedMemory};
+
+/// Where queues and slots lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The GPU's memory. Queues there need the DevX path.
+    Gpu,
+    /// Page-locked host memory that the GPU reaches.
+    Host,
+}
+
+/// Kernels of this GPU post.
+#[derive(Debug, Clone)]
+pub struct GpuAccess {
+    gpu: Gpu,
+    place: Place,
+}
+
+impl GpuAccess {
+    /// For kernels of `gpu`, with memory at `place`.
+    #[must_use]
+    pub const fn new(gpu: Gpu, place: Place) -> Self {
+        Self { gpu, place }
+    }
+}
+
+impl Access for GpuAccess {
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
+        let failed = |error: GpuError| AccessError {
+            what: format!("memory of GPU {}", self.gpu.ordinal()),
+            bytes,
+            detail: error.to_string(),
+        };
+        let (buffer, descriptor) = match self.place {
+            Place::Gpu => {
+                // Whole pieces of the driver's begin at multiples of their size, which descriptors
+                // of pages need.
+                let buffer =
+                    self.gpu.alloc((bytes as u64).next_multiple_of(PIECE_BYTES)).map_err(failed)?;
+                let descriptor = buffer.dma_buf().map_err(|error| {
+                    tracing::debug!(%error, "no descriptor of GPU memory: the NIC gets its address");
+                });
+                (buffer, descriptor.ok())
+            }
+            Place::Host => (self.gpu.alloc_host(bytes as u64 + ALIGN_BYTES).map_err(failed)?, None),
+        };
+        let skip = buffer.ptr().0.next_multiple_of(ALIGN_BYTES) - buffer.ptr().0;
+        if skip + bytes as u64 > buffer.len() {
+            return Err(AccessError {
+                what: format!("memory of GPU {}", self.gpu.ordinal()),
+                bytes,
+                detail: "the driver's memory does not begin at a multiple of 64 KiB".to_owned(),
+            });
+        }
+        let gpu = self.gpu.clone();
+        let is_on_gpu = self.place == Place::Gpu;
+        Ok(Box::new(GpuMemory { gpu, buffer, skip, bytes, is_on_gpu, descriptor }))
+    }
+
+    unsafe fn map(
+        &self,
+        pages: NonNull<u8>,
+        bytes: usize,
+        kind: HostRange,
+    ) -> Result<Mapped, AccessError> {
+        let is_register = kind == HostRange::Register;
+        // SAFETY: the caller keeps the pages mapped.
+        let mapped = unsafe { self.gpu.register_host(pages, bytes as u64, is_register) };
+        let buffer = mapped.map_err(|error| AccessError {
+            what: if is_register {
+                "the NIC's doorbell register for the GPU".to_owned()
+            } else {
+                "a queue's host memory for the GPU".to_owned()
+            },
+            bytes,
+            detail: if is_register {
+                format!(
+                    "{error}; the driver option NVreg_RegistryDwords=\"PeerMappingOverride=1;\" is \
+                     needed, see `switchyard doctor`"
+                )
+            } else {
+                error.to_string()
+            },
+        })?;
+        Ok(Mapped { address: buffer.ptr().0, guard: Some(Box::new(RegisteredPages(buffer))) })
+    }
+}
+
+#[derive(Debug)]
+struct RegisteredPages(#[allow(dead_code, reason = "held until drop")] GpuBuffer);
+
+impl Guard for RegisteredPages {}
+
+#[derive(Debug)]
+struct GpuMemory {
+    gpu: Gpu,
+    // The descriptor goes before what it describes.
+    descriptor: Option<OwnedFd>,
+    buffer: GpuBuffer,
+    skip: u64,
+    bytes: usize,
+    is_on_gpu: bool,
+}
+
+impl SharedMemory for GpuMemory {
+    fn address(&self) -> u64 {
+        self.buffer.ptr().0 + self.skip
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn is_on_gpu(&self) -> bool {
+        self.is_on_gpu
+    }
+
+    fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        self.descriptor.as_ref().map(|descriptor| (descriptor.as_fd(), self.skip))
+    }
+
+    fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
+        let deadline = Instant::now() + WRITE_TIMEOUT;
+        self.gpu.write(&self.buffer, self.skip + offset as u64, bytes, deadline).map_err(|error| {
+            AccessError {
+                what: format!("a write to memory of GPU {}", self.gpu.ordinal()),
+                bytes: bytes.len(),
+                detail: error.to_string(),
+            }
+        })
+    }
+}
+
+/// The pieces in which the driver gives memory.
+const PIECE_BYTES: u64 = 2 << 20;
+/// Alignment of queues.
+const ALIGN_BYTES: u64 = 64 << 10;
+/// Of one copy to the GPU.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
