@@ -1,4 +1,4 @@
-//! What many peers of one process cost, as JSON: `scale [NUM_PEERS]`.
+//! What many peers of one process cost, as JSON: `scale [NUM_PEERS [SLOT_BYTES]]`.
 //!
 //! Both ends of all connections live in this process, and all peers connect at the same time. The
 //! transport is that of `SWITCHYARD_TEST_TRANSPORT`.
@@ -13,10 +13,12 @@ use scale_support::crowd::Crowd;
 use scale_support::{num_descriptors, resident_bytes, transports};
 
 fn main() {
-    let wanted = std::env::args().nth(1).and_then(|text| text.parse().ok()).unwrap_or(1024);
+    let argument = |idx| std::env::args().nth(idx).and_then(|text| text.parse().ok());
+    let wanted = argument(1).unwrap_or(1024);
     let Some(transports) = transports() else { return };
     let num_peers = Crowd::possible(wanted);
-    let slot = SlotConfig::default();
+    let default = SlotConfig::default();
+    let slot = SlotConfig { slot_bytes: argument(2).unwrap_or(default.slot_bytes), ..default };
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
     // Once without being counted: threads, arenas, and what a network opens once.

@@ -6,14 +6,14 @@ mod scale_support;
 use p2p_core::SlotConfig;
 use p2p_core::bootstrap::ListenerConfig;
 use scale_support::crowd::Crowd;
-use scale_support::transports;
+use scale_support::{transports, wanted_peers};
 
 /// They wait for each other and do not push out each other: no connect fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_storm_is_served_in_turn() {
     let Some(transports) = transports() else { return };
     let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-    let num_peers = Crowd::possible(512);
+    let num_peers = Crowd::possible(wanted_peers(512));
     let config = ListenerConfig { max_handshakes: 16, ..Crowd::listener(slot, transports) };
     let crowd = Crowd::gather(num_peers, config).await;
     println!("{num_peers} peers, 16 at a time, in {:?}", crowd.took);

@@ -101,6 +101,14 @@ fn two_processes_over_libfabric_shm() {
     over_libfabric("shm");
 }
 
+/// Providers that few hosts have are named by `SWITCHYARD_TEST_PROVIDER`.
+#[cfg(feature = "libfabric")]
+#[test]
+fn two_processes_over_another_provider() {
+    let Ok(provider) = std::env::var("SWITCHYARD_TEST_PROVIDER") else { return };
+    over_libfabric(&provider);
+}
+
 #[cfg(feature = "libfabric")]
 fn over_libfabric(provider: &str) {
     let way = Way { kind: TransportKind::Libfabric, flavour: provider.to_owned() };
@@ -164,7 +172,8 @@ fn in_processes(way: &Way) {
             assert!(way.flavour.is_empty() || connection.transport.flavour == way.flavour);
             perform(script, Party::A, connection.channel, seed);
         }
-        assert!(child.wait().unwrap().success(), "the child process failed");
+        let status = child.wait().unwrap();
+        assert!(status.success(), "the child process failed: {status}");
     }
 }
 
@@ -225,7 +234,10 @@ fn serve(slot: SlotConfig, way: &Way) -> (mpsc::Receiver<Connection>, SocketAddr
         runtime().block_on(async move {
             let transports = vec![kind];
             let config = ListenerConfig { slot, transports, networks, ..Default::default() };
-            let listener = Listener::bind("127.0.0.1:0", config).await.unwrap();
+            // Providers choose their device by the address of the connection.
+            let host = std::env::var("SWITCHYARD_TEST_ADDRESS");
+            let host = host.unwrap_or_else(|_| "127.0.0.1".to_owned());
+            let listener = Listener::bind(format!("{host}:0"), config).await.unwrap();
             addr_sender.send(listener.local_addr()).unwrap();
             let forever = std::future::pending();
             let on_peer = move |connection| drop(sender.send(connection));

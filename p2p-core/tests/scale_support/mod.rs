@@ -30,6 +30,11 @@ pub fn transports() -> Option<Transports> {
     }
 }
 
+/// How many peers to try: as many as usual, or as `SWITCHYARD_TEST_PEERS` says.
+pub fn wanted_peers(usual: usize) -> usize {
+    std::env::var("SWITCHYARD_TEST_PEERS").map_or(usual, |text| text.parse().expect("a number"))
+}
+
 /// Variable that names the transport under test.
 pub const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";
 

@@ -48,27 +48,13 @@ pub(super) fn check() -> Result<Outcome> {
         let reason = told.lines().last().unwrap_or("tests/rxe/build.sh failed").to_owned();
         return Ok(Outcome::Skipped(reason));
     }
-    let lints = ["clippy", "-q", "-p", PACKAGE, "--features", "verbs", "--all-targets"];
+    let lints = ["clippy", "-q", "-p", PACKAGE, "--features", FEATURES, "--all-targets"];
     if let Outcome::Failed(reason) = run(cargo(&lints).args(["--", "-D", "warnings"]))? {
         return Ok(Outcome::Failed(reason));
     }
-    let units = ["test", "-q", "-p", PACKAGE, "--features", "verbs", "--lib", "backend::verbs"];
+    let units = ["test", "-q", "-p", PACKAGE, "--features", FEATURES, "--lib", "backend::verbs"];
     if let Outcome::Failed(reason) = run(&mut cargo(&units))? {
         return Ok(Outcome::Failed(reason));
-    }
-    let (suite, verbs) = (test_binary("conformance")?, test_binary("verbs")?);
-    // The last test takes the device down, so it comes last and alone.
-    let script = "set -e
-./verbs --test-threads=1
-./suite verbs:: --test-threads=1
-SWITCHYARD_TEST_LINK=eth0 ./verbs --exact a_port_that_goes_down_is_noticed_without_an_operation";
-    let in_guest = run(Command::new("tests/rxe/guest.sh")
-        .args(["-t", LIMIT_SECONDS, "-m", "1536"])
-        .args(["-e", "SWITCHYARD_REQUIRE=rdma", "-e", "SWITCHYARD_TEST_WAKE_UPS=300"])
-        .args(["-f", &format!("{suite}:suite"), "-f", &format!("{verbs}:verbs")])
-        .args(["--", script]))?;
-    if let Outcome::Failed(reason) = in_guest {
-        return Ok(Outcome::Failed(format!("in one guest: {reason}")));
     }
     if let Outcome::Failed(reason) =
         run(&mut cargo(&["build", "-q", "-p", "switchyard", "--features", "verbs"]))?
@@ -79,27 +65,46 @@ SWITCHYARD_TEST_LINK=eth0 ./verbs --exact a_port_that_goes_down_is_noticed_witho
     let binary = target_dir().join("switchyard-verbs");
     std::fs::copy(target_dir().join("debug/switchyard"), &binary)
         .context("cannot copy the binary")?;
-    let failover = run(Command::new("tests/rxe/failover.sh").arg(&binary).arg("data/tiny-moe"))?;
+    let mut guest = Command::new("tests/rxe/guest.sh");
+    guest.args(["-t", LIMIT_SECONDS, "-m", "2048", "-d", MODEL, "-f", "tests/rxe/checks.sh"]);
+    guest.args(["-f", &format!("{}:switchyard", binary.display())]);
+    for (name, path) in programs()? {
+        guest.args(["-f", &format!("{path}:{name}")]);
+    }
+    if let Outcome::Failed(reason) = run(guest.args(["--", "sh ./checks.sh"]))? {
+        return Ok(Outcome::Failed(format!("in one guest: {reason}")));
+    }
+    let failover = run(Command::new("tests/rxe/failover.sh").arg(&binary).arg(MODEL))?;
     if let Outcome::Failed(reason) = failover {
         return Ok(Outcome::Failed(format!("failover between two guests: {reason}")));
     }
     Ok(Outcome::Passed)
 }
 
-/// Builds a test of p2p-core and says where it is.
-fn test_binary(name: &str) -> Result<String> {
-    let output = cargo(&["test", "-p", PACKAGE, "--features", "verbs", "--no-run", "--test", name])
+/// Builds the tests and examples of p2p-core that run in the guest: their names, and where they are.
+fn programs() -> Result<Vec<(&'static str, String)>> {
+    let mut command = cargo(&["build", "-q", "-p", PACKAGE, "--features", FEATURES]);
+    command.args(TESTS.iter().flat_map(|name| ["--test", name]));
+    command.args(EXAMPLES.iter().flat_map(|name| ["--example", name]));
+    let output = command
         .arg("--message-format=json")
         .stderr(Stdio::inherit())
         .output()
-        .with_context(|| format!("cannot build the test {name}"))?;
+        .context("cannot build the programs for the guest")?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let found = text
-        .lines()
-        .filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
-        .map(|(path, _)| path.to_owned())
-        .rfind(|path| Path::new(path).exists());
-    found.with_context(|| format!("cargo names no executable of the test {name}"))
+    let find = |name: &&'static str| {
+        let target = format!("\"name\":\"{name}\"");
+        let path = text.lines().filter(|line| line.contains(&target)).find_map(|line| {
+            let (path, _) = line.split_once("\"executable\":\"")?.1.split_once('"')?;
+            Path::new(path).exists().then(|| path.to_owned())
+        });
+        Ok((*name, path.with_context(|| format!("cargo names no executable of {name}"))?))
+    };
+    TESTS.iter().chain(&EXAMPLES).map(find).collect()
 }
 
+const TESTS: [&str; 6] = ["verbs", "conformance", "engine", "engine_bench", "scale", "scale_kill"];
+const EXAMPLES: [&str; 2] = ["p2p_one_to_one", "p2p_multi"];
+const FEATURES: &str = "verbs,libfabric";
+const MODEL: &str = "data/tiny-moe";
 const PACKAGE: &str = "switchyard-p2p-core";

@@ -1,0 +1,47 @@
+#!/bin/sh
+# Everything that is checked in one guest. Runs inside of it, beside the binaries that the step `rxe` of
+# xtask builds; /mnt has the small model.
+set -e
+export SWITCHYARD_REQUIRE=rdma
+model=/tmp/model
+export SWITCHYARD_TEST_WAKE_UPS=300 SWITCHYARD_KILL_DEATHS=24 SWITCHYARD_KILL_ROUNDS=12 
+export SWITCHYARD_TEST_PEERS=192
+
+check() { # name, limit in seconds, command...
+    name=$1 limit=$2
+    shift 2
+    begin=$(cut -d. -f1 /proc/uptime)
+    timeout "$limit" "$@" || { echo "rxe: $name failed with $?"; exit 1; }
+    echo "rxe: $name took $(($(cut -d. -f1 /proc/uptime) - begin)) s"
+}
+demo() {
+    begin=$(cut -d. -f1 /proc/uptime)
+    mkdir -p $model
+    cp /mnt/*.json /mnt/*.safetensors $model
+    timeout 150 ./switchyard demo --json --model $model --transport verbs --deadline-ms 2000 --servers 3 --max-new-tokens 32 >/tmp/demo
+    tr -d ' \n' </tmp/demo >/tmp/compact
+    for expected in '"verified":true' '"lost_requests":0' '"duplicated_requests":0' '"killed":{'; do
+        grep -qF "$expected" /tmp/compact || { cat /tmp/demo; echo "rxe: the report lacks $expected"; return 1; }
+    done
+    echo "rxe: the demo over verbs, with a server killed, took $(($(cut -d. -f1 /proc/uptime) - begin)) s"
+}
+
+resources=$(rdma resource show)
+check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
+check "conformance" 200 ./conformance verbs:: --test-threads=1
+(
+    export SWITCHYARD_TEST_TRANSPORT=verbs
+    check "the message engine" 200 ./engine --test-threads=2 --skip large --skip killed
+    check "deaths of the engine's peers" 200 ./engine killed
+    check "the engine's benchmark" 100 ./engine_bench
+    check "many peers" 100 ./scale --nocapture
+    check "deaths of a transport's peers" 100 ./scale_kill --nocapture
+)
+check "one client, one server" 60 ./p2p_one_to_one verbs
+check "two clients, two servers" 60 ./p2p_multi 2 2 verbs 262144 2
+demo || exit 1
+# All that was made on the device has been given back, by the processes that were killed, too.
+[ "$(rdma resource show)" = "$resources" ] || { rdma resource show; echo "rxe: before it was $resources"; exit 1; }
+# Takes the device's link down, so it comes last and alone.
+SWITCHYARD_TEST_LINK=eth0 check "a link that goes down" 60 \
+    ./verbs --exact deaths::a_port_that_goes_down_is_noticed_without_an_operation
