@@ -64,8 +64,29 @@ pub const FLAG_ANY_WAY: u32 = 8;
 
 /// Bytes of a slot's control tail.
 pub const CONTROL_BYTES: u64 = 4096;
+/// Of a slot's control tail, by frame: the word by which a server refuses a frame,
+/// `number << 16 | SY_ERROR_*`. The first one's offset.
+pub const WORD_STATUS_OFFSET: u64 = 3072;
+/// Distance between words of the control tail, bytes.
+pub const WORD_STRIDE: u64 = 128;
+/// [`CombineParams::flags`]: a token's sum begins with what `out` holds.
+pub const FLAG_ADD: u32 = 16;
 /// [`ErrorWord::tag`] without an error.
 pub const TAG_NONE: u32 = 0;
+/// [`ErrorWord::tag`]: a server's answer to a token.
+pub const TAG_COMBINE_ROW: u32 = 2;
+/// [`ErrorWord::tag`]: a server's answer to a frame without tokens.
+pub const TAG_COMBINE_EMPTY: u32 = 3;
+/// [`ErrorWord::tag`]: an expert without a live replica.
+pub const TAG_NO_REPLICA: u32 = 4;
+/// [`ErrorWord::tag`]: an index that is no expert.
+pub const TAG_BAD_EXPERT: u32 = 5;
+/// [`ErrorWord::tag`]: more tokens than the launch has room for.
+pub const TAG_NUM_TOKENS: u32 = 6;
+/// [`ErrorWord::tag`]: a server refused a frame.
+pub const TAG_REFUSED: u32 = 9;
+/// [`ErrorWord::reason`]: the bound expired.
+pub const REASON_TIMEOUT: u32 = 1;
 
 /// An address in memory that the GPU reaches: 0 stands for null.
 #[repr(transparent)]

@@ -93,6 +93,7 @@
 #define SY_LAUNCH_FLAG_EARLY UINT32_C(2)       /* with PDL: let dependents start at once */
 #define SY_LAUNCH_FLAG_ANY_WAY UINT32_C(8)     /* some link of the table is not direct */
 #define SY_DISPATCH_FLAG_CONTACT_ALL UINT32_C(4) /* send empty frames too: lockstep servers need them */
+#define SY_COMBINE_FLAG_ADD UINT32_C(16) /* a sum begins with what `out` holds: what was sent again */
 
 /* First error of a peer's kernels. `tag` is claimed by compare-and-swap; the host clears it. */
 typedef struct sy_error_word {

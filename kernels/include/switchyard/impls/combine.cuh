@@ -75,6 +75,9 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
 #pragma unroll
     for (uint32_t chunk_idx = threadIdx.x; chunk_idx < hidden / 8; chunk_idx += Config::kNumThreads) {
         float sum[8] = {};
+        if ((params.flags & SY_COMBINE_FLAG_ADD) != 0)
+            add_chunk<false>(
+                sum, ptx::ld_weak_global_v4(reinterpret_cast<uint64_t>(out) + chunk_idx * 16));
         for (uint32_t first = 0; first < geometry.top_k; first += 4) {
             uint4 parts[4];
             bool is_end = false;
