@@ -150,4 +150,4 @@ fn find_nvcc() -> Result<PathBuf, String> {
 }
 
 /// Source files under `cuda/`, without their ending.
-const SOURCES: [&str; 6] = ["dispatch", "combine", "expert", "compute", "p2p", "flag"];
+const SOURCES: [&str; 7] = ["dispatch", "combine", "expert", "compute", "p2p", "flag", "proxy"];

@@ -29,6 +29,7 @@ pub mod gpu;
 pub mod mlx5;
 pub mod plan;
 pub mod probe;
+pub mod proxy;
 
 pub use probe::{CudaState, Gpu, GpuReport, ReportLine, probe};
 

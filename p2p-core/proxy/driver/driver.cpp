@@ -1,5 +1,5 @@
 // The device functions, callable from Rust. One thread stands for a warp.
-#include "switchyard/comm/proxy.h"
+#include "switchyard/comm/proxy_link.h"
 
 using namespace switchyard::comm;
 

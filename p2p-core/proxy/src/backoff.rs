@@ -10,14 +10,13 @@ use std::time::{Duration, Instant};
 pub struct IdlePolicy {
     /// How long it looks without a pause.
     pub spin: Duration,
-    /// Longest pause: what the first command after a long silence may wait. 1 ms costs about half a
-    /// percent of a core.
+    /// Longest pause, after a second of silence: what the first command then may wait.
     pub max_sleep: Duration,
 }
 
 impl Default for IdlePolicy {
     fn default() -> Self {
-        Self { spin: Duration::from_micros(100), max_sleep: Duration::from_millis(1) }
+        Self { spin: Duration::from_micros(100), max_sleep: Duration::from_millis(4) }
     }
 }
 
@@ -102,8 +101,9 @@ impl Bell {
 
 const LOOKS_PER_CLOCK: u32 = 16;
 /// Idle for less than the first: pauses of the second.
-const STEPS: [(Duration, Duration); 3] = [
+const STEPS: [(Duration, Duration); 4] = [
     (Duration::from_micros(500), Duration::from_micros(10)),
     (Duration::from_millis(5), Duration::from_micros(50)),
     (Duration::from_millis(50), Duration::from_micros(250)),
+    (Duration::from_secs(1), Duration::from_millis(1)),
 ];

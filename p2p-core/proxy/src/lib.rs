@@ -16,6 +16,7 @@
 //! | [`relay`] | memory of further GPUs behind a peer |
 //! | [`network`] | any network of the handshake, with a proxy in between |
 //! | [`locality`] | which processors are near a GPU and a NIC |
+//! | [`mod@bench`] | what the benchmarks share |
 //! | [`host`] | peers whose posters run on this host |
 //! | [`gpu`] | peers whose posters are kernels |
 //!
@@ -24,6 +25,7 @@
 
 pub mod abi;
 mod backoff;
+pub mod bench;
 pub mod command;
 pub mod failure;
 #[cfg(feature = "cuda")]

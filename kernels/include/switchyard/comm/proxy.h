@@ -295,4 +295,16 @@ SY_DEVICE Status quiet(const sy_proxy_peer& peer, uint32_t lane) {
                                  : detail::wait_completed(peer, to, end, SY_TAG_PROXY_QUIET);
 }
 
+// Whether the way to this peer is out of service: 0, or a SY_PROXY_* status. Looks at this end only, and
+// does not wait.
+SY_DEVICE Status failure(const sy_proxy_peer& peer) {
+    for (uint32_t lane = 0; lane < peer.num_lanes; ++lane) {
+        const uint64_t error =
+            ld_relaxed<Scope::kGpu>(&detail::state_of(detail::lane_of(peer, lane)).error);
+        if (error != 0)
+            return static_cast<Status>(error);
+    }
+    return SY_PROXY_OK;
+}
+
 } // namespace switchyard::comm::proxy

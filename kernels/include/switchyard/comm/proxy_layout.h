@@ -124,6 +124,7 @@ typedef struct sy_proxy_peer {
 #define SY_TAG_PROXY_QUIET 49 /* completions; observed: completed commands */
 #define SY_TAG_PROXY_LANE 50  /* observed: sy_proxy_lane_words.error */
 #define SY_TAG_PROXY_DESYNC 51 /* observed: commands said to be complete; expected: posted ones */
+#define SY_TAG_PROXY_ARGUMENT 52 /* a call out of the slot; observed: offset; expected: bytes */
 
 /* Name of what is wrong with a lane, or null. The host asks before it hands the lane out. */
 static inline const char* sy_proxy_check_lane(const sy_proxy_lane* lane) {
@@ -138,6 +139,56 @@ static inline const char* sy_proxy_check_lane(const sy_proxy_lane* lane) {
     return 0;
 }
 
+/* Benchmarks' producers: one warp per block, block b on lane b % peer.num_lanes of peer
+ * b / peer.num_lanes. */
+typedef struct sy_proxy_produce_params {
+    uint32_t version; /* SY_PROXY_VERSION */
+    uint32_t num_blocks;
+    const sy_proxy_peer* peers; /* device memory */
+    uint64_t* latency_ns; /* [num_blocks][num_samples]: from posting a batch to its end; null if
+                           * num_samples is 0 */
+    uint64_t* elapsed_ns; /* [num_blocks] */
+    uint32_t* status;     /* [num_blocks]: SY_PROXY_* */
+    uint64_t num_commands; /* of each block, a multiple of `batch` */
+    uint32_t batch;        /* commands posted together: 1 to 32 */
+    uint32_t opcode;       /* SY_PROXY_PUT or SY_PROXY_NOP */
+    uint32_t object_bytes; /* of a put, a multiple of 16 */
+    uint32_t num_objects;  /* of each lane in mirror and slot, a multiple of `batch` */
+    uint32_t flags;        /* SY_PROXY_PRODUCE_* */
+    uint32_t num_samples;
+    uint64_t counter_offset; /* per lane 8 bytes from here on are added to, once per object; 0: none */
+} sy_proxy_produce_params;
+
+#define SY_PROXY_PRODUCE_FILLS UINT32_C(1)      /* every object is filled anew, for checks */
+#define SY_PROXY_PRODUCE_ROUND_TRIP UINT32_C(2) /* each batch is over before the next */
+
+/* Bytes of one relayed put. */
+typedef struct sy_peer_copy_entry {
+    uint64_t source;
+    uint64_t target;
+    uint64_t num_bytes;
+} sy_peer_copy_entry;
+
+typedef struct sy_peer_copy_params {
+    uint32_t version; /* SY_PROXY_VERSION */
+    uint32_t num_entries;
+    const sy_peer_copy_entry* entries; /* device memory, or page-locked memory of the host */
+    uint32_t blocks_per_entry;
+    uint32_t reserved;
+} sy_peer_copy_params;
+
+#define SY_PROXY_PRODUCE_THREADS 32
+#define SY_PEER_COPY_THREADS 512
+#define SY_PEER_COPY_MAX_ENTRIES 4096
+
+/* Word `word_idx` of object `number` of a lane, as producers fill it and checks expect it. */
+#define SY_PROXY_PATTERN(lane, number, word_idx)                                                   \
+    ((((uint64_t)(number) + 1) * UINT64_C(0x9e3779b97f4a7c15)) ^                                   \
+     (((uint64_t)(lane) << 40 | (word_idx)) * UINT64_C(0xd1342543de82ef95)))
+
+SY_STATIC_ASSERT(sizeof(sy_proxy_produce_params) == 80, "size of sy_proxy_produce_params");
+SY_STATIC_ASSERT(sizeof(sy_peer_copy_params) == 24, "size of sy_peer_copy_params");
+SY_STATIC_ASSERT(sizeof(sy_peer_copy_entry) == 24, "size of sy_peer_copy_entry");
 SY_STATIC_ASSERT(sizeof(sy_proxy_command) == 16, "size of sy_proxy_command");
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane_words) == 128, "size of sy_proxy_lane_words");
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane_state) == 384, "size of sy_proxy_lane_state");

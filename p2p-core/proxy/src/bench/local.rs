@@ -1,0 +1,419 @@
+//! `benchmark_local`: producers, lanes and threads of one host, with a post that is nothing or a copy.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use p2p_core::Region;
+
+use super::{BenchEndpoint, Checks, Latency, pattern};
+use crate::command::{Command, Opcode};
+use crate::lane::{LaneConfig, Lanes, Poster};
+use crate::threads::{PeerConfig, Proxy, ProxyConfig, ProxyPeer};
+
+/// What a post is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PostKind {
+    /// Nothing: what taking, checking and recycling a command cost.
+    Null,
+    /// A copy into memory of this host.
+    Copy,
+    /// A copy, and the comparison of every word of it.
+    Check,
+}
+
+/// One measurement.
+#[derive(Debug, Clone)]
+pub struct Run {
+    /// What a post is.
+    pub post: PostKind,
+    /// Lanes of each thread.
+    pub lanes: LaneConfig,
+    /// Commands posted together.
+    pub batch: u32,
+    /// Bytes of an object.
+    pub object_bytes: u32,
+    /// Objects of each lane in mirror and slot.
+    pub num_objects: u32,
+    /// Objects of each lane in all.
+    pub num_commands: u64,
+    /// Each batch is over before the next.
+    pub is_round_trip: bool,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Figures {
+    /// Who posted: `gpu` or `host`.
+    pub producer: &'static str,
+    /// What a post was.
+    pub post: PostKind,
+    /// Threads of the proxy.
+    pub threads: usize,
+    /// Lanes of each.
+    pub lanes: u32,
+    /// Commands posted together.
+    pub batch: u32,
+    /// Commands of a lane in flight at most.
+    pub budget: u32,
+    /// Bytes of an object.
+    pub object_bytes: u32,
+    /// Objects in all.
+    pub objects: u64,
+    /// Wall time.
+    pub wall_ms: f64,
+    /// Millions of commands a second.
+    pub mops: f64,
+    /// Payload.
+    pub gbps: f64,
+    /// From posting a batch to its end.
+    pub latency: Option<Latency>,
+    /// Objects compared, and bad ones.
+    pub checked: u64,
+    /// Bad ones among them.
+    pub bad: u64,
+}
+
+/// A proxy with one peer per thread, all of them stand-ins.
+#[derive(Debug)]
+pub struct Bench {
+    proxy: Proxy<BenchEndpoint>,
+    num_threads: usize,
+}
+
+/// A peer of a run.
+#[derive(Debug)]
+pub struct BenchPeer {
+    /// In the proxy.
+    pub peer: ProxyPeer<BenchEndpoint>,
+    /// Where copies go; counters of the lanes at its end.
+    pub target: Region,
+    /// Objects found good and bad.
+    pub checks: Arc<Checks>,
+    /// Where producers fill objects.
+    pub mirror: Region,
+}
+
+impl Run {
+    /// Bytes of mirror and slot: objects of all lanes, and a counter for each.
+    #[must_use]
+    pub const fn slot_bytes(&self) -> u64 {
+        self.counter_offset() + 8 * self.lanes.num_lanes as u64
+    }
+
+    /// Where the counters are.
+    #[must_use]
+    pub const fn counter_offset(&self) -> u64 {
+        self.lanes.num_lanes as u64 * self.num_objects as u64 * self.object_bytes as u64
+    }
+
+    /// Whether lanes' counters are added to, once per object.
+    #[must_use]
+    pub fn counts(&self) -> bool {
+        self.post == PostKind::Check
+    }
+}
+
+impl Bench {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// What [`Proxy::start`] says.
+    pub fn start(config: &ProxyConfig) -> Result<Self> {
+        Ok(Self { proxy: Proxy::start(config)?, num_threads: config.num_threads })
+    }
+
+    /// Threads.
+    #[must_use]
+    pub const fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    /// The proxy.
+    #[must_use]
+    pub const fn proxy(&self) -> &Proxy<BenchEndpoint> {
+        &self.proxy
+    }
+
+    /// A peer for thread `idx`, with these lanes and this mirror.
+    ///
+    /// # Errors
+    /// What [`Proxy::add`] says.
+    pub fn peer(&self, run: &Run, idx: usize, lanes: Lanes, mirror: Region) -> Result<BenchPeer> {
+        let target = Region::anonymous(run.slot_bytes() as usize)?;
+        let checks = Arc::new(Checks::default());
+        let endpoint = match run.post {
+            PostKind::Null => BenchEndpoint::null(),
+            PostKind::Copy => BenchEndpoint::copy(target.clone()),
+            PostKind::Check => BenchEndpoint::checked(
+                target.clone(),
+                Arc::clone(&checks),
+                run.object_bytes as usize,
+                run.num_objects as usize,
+                run.lanes.num_lanes as usize,
+            ),
+        };
+        let config = PeerConfig {
+            peer: idx as u32,
+            lanes,
+            window_bytes: run.slot_bytes(),
+            sources: vec![mirror.clone()],
+            relay: None,
+            thread: Some(idx),
+        };
+        Ok(BenchPeer { peer: self.proxy.add(endpoint, config)?, target, checks, mirror })
+    }
+
+    /// Figures, once everything is over; checks counters and the peers' health.
+    ///
+    /// # Errors
+    /// A failure that the proxy reported, or a counter that is wrong.
+    pub fn figures(
+        &self,
+        producer: &'static str,
+        run: &Run,
+        peers: &[BenchPeer],
+        wall: Duration,
+        samples: Vec<u64>,
+    ) -> Result<Figures> {
+        let mut checked = 0;
+        let mut bad = 0;
+        for peer in peers {
+            if let Some(failure) = peer.peer.take_failures().into_iter().next() {
+                return Err(failure.into());
+            }
+            checked += peer.checks.objects.load(Ordering::Relaxed);
+            bad += peer.checks.bad.load(Ordering::Relaxed);
+            for lane in 0..run.lanes.num_lanes {
+                let offset = run.counter_offset() as usize + 8 * lane as usize;
+                let word = crate::memory::word(&peer.target, offset).context("a counter")?;
+                let found = word.load(Ordering::Acquire);
+                let expected = if run.counts() { run.num_commands } else { 0 };
+                if found != expected {
+                    bail!("the counter of lane {lane} is {found}, expected {expected}");
+                }
+            }
+        }
+        let objects = run.num_commands * u64::from(run.lanes.num_lanes) * peers.len() as u64;
+        let seconds = wall.as_secs_f64();
+        let mops = objects as f64 / seconds / 1e6;
+        Ok(Figures {
+            producer,
+            post: run.post,
+            threads: peers.len(),
+            lanes: run.lanes.num_lanes,
+            batch: run.batch,
+            budget: run.lanes.budget,
+            object_bytes: run.object_bytes,
+            objects,
+            wall_ms: seconds * 1e3,
+            mops,
+            gbps: mops * 1e6 * f64::from(run.object_bytes) * 8.0 / 1e9,
+            latency: Latency::of(samples),
+            checked,
+            bad,
+        })
+    }
+
+    /// Producers on this host, one thread per lane.
+    ///
+    /// # Errors
+    /// As for [`figures`](Self::figures), or a producer that found no room for too long.
+    pub fn run_host(&self, run: &Run) -> Result<Figures> {
+        let mut peers = Vec::new();
+        for idx in 0..self.num_threads {
+            let mirror = Region::anonymous(run.slot_bytes() as usize)?;
+            peers.push(self.peer(run, idx, Lanes::anonymous(run.lanes)?, mirror)?);
+        }
+        let start = Instant::now();
+        let mut samples = Vec::new();
+        std::thread::scope(|scope| {
+            let producers: Vec<_> = peers
+                .iter()
+                .flat_map(|peer| (0..run.lanes.num_lanes).map(move |lane| (peer, lane)))
+                .map(|(peer, lane)| scope.spawn(move || produce(run, peer, lane)))
+                .collect();
+            for producer in producers {
+                match producer.join() {
+                    Ok(result) => samples.extend(result?),
+                    Err(_) => bail!("a producer panicked"),
+                }
+            }
+            Ok(())
+        })?;
+        let wall = start.elapsed();
+        self.figures("host", run, &peers, wall, samples)
+    }
+}
+
+/// One lane's producer on this host. Gives the latencies of batches, as far as it saw their end.
+fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
+    let mut poster = peer.peer.lanes().poster(lane);
+    let mut samples = Vec::new();
+    let deadline = Instant::now() + LIMIT;
+    let region = u64::from(lane) * u64::from(run.num_objects) * u64::from(run.object_bytes);
+    let per_object = if run.counts() { 2 } else { 1 };
+    let wait = |poster: &mut Poster, number: u64| {
+        while poster.completed() < number {
+            if poster.error() != 0 {
+                bail!("lane {lane}: {}", crate::failure::describe_error(poster.error()));
+            }
+            if Instant::now() > deadline {
+                bail!("lane {lane}: {} of {number} over in time", poster.completed());
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    };
+    let post = |poster: &mut Poster, command: &Command| -> Result<u64> {
+        loop {
+            if let Some(number) = poster.try_post(command) {
+                return Ok(number);
+            }
+            peer.peer.ring();
+            // What has to be over for one more to fit.
+            wait(poster, poster.posted() + 1 - u64::from(run.lanes.budget))?;
+        }
+    };
+    let mut words = vec![0u8; run.object_bytes as usize];
+    for begin in (0..run.num_commands).step_by(run.batch as usize) {
+        let object = begin % u64::from(run.num_objects);
+        let place = |idx: u64| region + (object + idx) * u64::from(run.object_bytes);
+        if run.post == PostKind::Check {
+            // The objects' last puts must be over before they are filled again.
+            let over = (begin + u64::from(run.batch)).saturating_sub(run.num_objects.into());
+            wait(&mut poster, over * per_object)?;
+            for idx in 0..u64::from(run.batch) {
+                for (word_idx, word) in words.chunks_exact_mut(8).enumerate() {
+                    let value = pattern(lane.into(), begin + idx, word_idx as u64);
+                    word.copy_from_slice(&value.to_ne_bytes());
+                }
+                crate::memory::write(&peer.mirror, place(idx) as usize, &words)?;
+            }
+        }
+        let posted = Instant::now();
+        let mut end = 0;
+        for idx in 0..u64::from(run.batch) {
+            let offset = place(idx) as u32;
+            let put = Command::transfer(Opcode::Put, offset, 0, offset, run.object_bytes);
+            end = post(&mut poster, &put)?;
+        }
+        if run.counts() {
+            for _ in 0..run.batch {
+                let offset = run.counter_offset() as u32 + 8 * lane;
+                end = post(&mut poster, &Command::word(Opcode::Add, offset, 1))?;
+            }
+        }
+        peer.peer.ring();
+        if run.is_round_trip {
+            wait(&mut poster, end)?;
+            samples.push(posted.elapsed().as_nanos() as u64);
+        }
+    }
+    let end = poster.posted();
+    wait(&mut poster, end)?;
+    Ok(samples)
+}
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[cfg(feature = "cuda")]
+mod on_gpu {
+    use std::time::Instant;
+
+    use anyhow::{Context, Result, bail};
+    use kernels::gpu::{Gpu, GpuBuffer, Prepared};
+    use kernels::proxy::{PRODUCE_FILLS, PRODUCE_ROUND_TRIP, PROXY_VERSION, ProduceParams};
+
+    use super::{Bench, BenchPeer, Figures, LIMIT, Run};
+    use crate::abi::PeerHandle;
+    use crate::gpu::{GpuPoster, lanes, mirror};
+    use crate::host::PosterConfig;
+
+    impl Bench {
+        /// Producers on a GPU, one warp per lane.
+        ///
+        /// # Errors
+        /// As for [`figures`](Self::figures), or a producer that gave up.
+        pub fn run_gpu(&self, run: &Run, gpu: &Gpu) -> Result<Figures> {
+            let num_threads = self.num_threads();
+            let mut peers: Vec<BenchPeer> = Vec::new();
+            let mut posters = Vec::new();
+            for idx in 0..num_threads {
+                let (mirror, address) = mirror(gpu, run.slot_bytes())?;
+                let peer = self.peer(run, idx, lanes(gpu, run.lanes)?, mirror)?;
+                let config = PosterConfig {
+                    mirror: address.0,
+                    slot_bytes: run.slot_bytes(),
+                    window: 0,
+                    peer: idx as u32,
+                    timeout_ns: 5_000_000_000,
+                    error: 0,
+                    abort_mask: 0,
+                };
+                posters.push(GpuPoster::new(gpu, peer.peer.lanes(), config)?);
+                peers.push(peer);
+            }
+            let handles: Vec<PeerHandle> = posters.iter().map(|poster| *poster.handle()).collect();
+            let deadline = Instant::now() + LIMIT;
+            let table = gpu.alloc((handles.len() * size_of::<PeerHandle>()) as u64)?;
+            gpu.write(&table, 0, bytemuck::cast_slice(&handles), deadline)?;
+            let num_blocks = num_threads as u64 * u64::from(run.lanes.num_lanes);
+            let num_samples = (run.num_commands / u64::from(run.batch)).min(MAX_SAMPLES);
+            let (latency, elapsed, status) = (
+                gpu.alloc(8 * num_blocks * num_samples)?,
+                gpu.alloc(8 * num_blocks)?,
+                gpu.alloc(4 * num_blocks)?,
+            );
+            let params = |num_commands: u64| ProduceParams {
+                version: PROXY_VERSION,
+                num_blocks: num_blocks as u32,
+                peers: table.ptr(),
+                latency_ns: latency.ptr(),
+                elapsed_ns: elapsed.ptr(),
+                status: status.ptr(),
+                num_commands,
+                batch: run.batch,
+                opcode: 1,
+                object_bytes: run.object_bytes,
+                num_objects: run.num_objects,
+                flags: if run.counts() { PRODUCE_FILLS } else { 0 }
+                    | if run.is_round_trip { PRODUCE_ROUND_TRIP } else { 0 },
+                num_samples: num_samples as u32,
+                counter_offset: if run.counts() { run.counter_offset() } else { 0 },
+            };
+            // SAFETY: all buffers live until the kernel has ended, and have the sizes that it expects.
+            let kernel: Prepared<ProduceParams> = unsafe { gpu.prepare(params(run.num_commands))? };
+            let stream = gpu.stream()?;
+            self.proxy().expect_work();
+            let start = Instant::now();
+            stream.launch(&kernel)?;
+            stream.wait(deadline)?;
+            let wall = start.elapsed();
+            let read = |buffer: &GpuBuffer, num: u64| -> Result<Vec<u64>> {
+                let mut bytes = vec![0; num as usize * 8];
+                gpu.read(buffer, 0, &mut bytes, deadline)?;
+                Ok(bytes.chunks_exact(8).map(|word| bytemuck::pod_read_unaligned(word)).collect())
+            };
+            let mut codes = vec![0; num_blocks as usize * 4];
+            gpu.read(&status, 0, &mut codes, deadline)?;
+            let codes: Vec<u32> =
+                codes.chunks_exact(4).map(|code| bytemuck::pod_read_unaligned(code)).collect();
+            if let Some(lane) = codes.iter().position(|code| *code != 0) {
+                let failures: Vec<_> = peers.iter().flat_map(|p| p.peer.take_failures()).collect();
+                bail!("the producer of lane {lane} ended with {}: {failures:?}", codes[lane]);
+            }
+            let slowest = read(&elapsed, num_blocks)?.into_iter().max().context("no block")?;
+            let samples = read(&latency, num_blocks * num_samples)?;
+            let samples = samples.into_iter().filter(|ns| *ns > 0).collect();
+            // The GPU's own time: launching takes longer than a short run.
+            let _ = wall;
+            let wall = std::time::Duration::from_nanos(slowest);
+            self.figures("gpu", run, &peers, wall, samples)
+        }
+    }
+
+    const MAX_SAMPLES: u64 = 20_000;
+}

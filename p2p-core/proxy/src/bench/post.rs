@@ -1,0 +1,152 @@
+//! Stand-ins for a transport: nothing at all, and a copy into memory of this host, checked or not.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use p2p_core::{ReadView, Region};
+
+use super::pattern;
+use crate::memory;
+
+/// What a checking endpoint has found.
+#[derive(Debug, Default)]
+pub struct Checks {
+    /// Objects whose every word was compared.
+    pub objects: AtomicU64,
+    /// Those with a wrong word.
+    pub bad: AtomicU64,
+}
+
+/// Takes puts and adds of a producer's lanes.
+#[derive(Debug)]
+pub struct BenchEndpoint {
+    target: Option<Region>,
+    check: Option<Check>,
+}
+
+#[derive(Debug)]
+struct Check {
+    checks: Arc<Checks>,
+    object_bytes: usize,
+    num_objects: usize,
+    /// Puts seen of each object of each lane.
+    seen: Vec<u64>,
+    words: Vec<u8>,
+}
+
+impl BenchEndpoint {
+    /// Does nothing.
+    #[must_use]
+    pub const fn null() -> Self {
+        Self { target: None, check: None }
+    }
+
+    /// Copies into `target`.
+    #[must_use]
+    pub const fn copy(target: Region) -> Self {
+        Self { target: Some(target), check: None }
+    }
+
+    /// Copies into `target`, and then compares every word that came with what a producer with so many
+    /// objects per lane puts there.
+    #[must_use]
+    pub fn checked(
+        target: Region,
+        checks: Arc<Checks>,
+        object_bytes: usize,
+        num_objects: usize,
+        num_lanes: usize,
+    ) -> Self {
+        let seen = vec![0; num_lanes * num_objects];
+        let words = vec![0; object_bytes];
+        let check = Check { checks, object_bytes, num_objects, seen, words };
+        Self { target: Some(target), check: Some(check) }
+    }
+}
+
+impl Check {
+    fn look(&mut self, target: &Region, offset: usize) {
+        let object = offset / self.object_bytes;
+        let Some(seen) = self.seen.get_mut(object) else { return };
+        let (lane, place) = (object / self.num_objects, object % self.num_objects);
+        let number = *seen * self.num_objects as u64 + place as u64;
+        *seen += 1;
+        let is_good =
+            offset.is_multiple_of(self.object_bytes)
+                && memory::read(target, offset, &mut self.words).is_ok()
+                && self.words.chunks_exact(8).enumerate().all(|(idx, word)| {
+                    word == pattern(lane as u64, number, idx as u64).to_ne_bytes()
+                });
+        self.checks.objects.fetch_add(1, Ordering::Relaxed);
+        self.checks.bad.fetch_add(u64::from(!is_good), Ordering::Relaxed);
+    }
+}
+
+impl Endpoint for BenchEndpoint {
+    type RemoteKey = SlotKey;
+
+    fn kind(&self) -> TransportKind {
+        TransportKind::Local
+    }
+
+    fn direct(&self, _key: SlotKey) -> Option<NonNull<u8>> {
+        None
+    }
+
+    #[inline]
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
+        let Some(target) = &self.target else { return Ok(()) };
+        let (offset, len, region_bytes) = (dst.offset, src.len(), target.len());
+        if offset.checked_add(len).is_none_or(|end| end > region_bytes) {
+            return Err(PostError::RemoteRange { op: "put", offset, len, region_bytes });
+        }
+        // SAFETY: both ranges were checked; a target is no source. Views are formed over neither.
+        unsafe {
+            let view = ReadView::new(src.as_ptr(), len);
+            let to = target.as_ptr().as_ptr().add(offset);
+            std::ptr::copy_nonoverlapping(view.as_ptr(), to, len);
+        }
+        if let Some(check) = &mut self.check {
+            check.look(target, offset);
+        }
+        Ok(())
+    }
+
+    unsafe fn get(&mut self, _: LocalRange, _: RemoteRange<SlotKey>) -> Result<(), PostError> {
+        Err(PostError::Transport { op: "get", code: 0, detail: "producers only put".to_owned() })
+    }
+
+    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        let Some(target) = &self.target else { return Ok(()) };
+        let offset = dst.offset;
+        let word =
+            memory::word(target, offset).ok_or(PostError::Misaligned { op: "add", offset })?;
+        word.fetch_add(value, Ordering::AcqRel);
+        Ok(())
+    }
+
+    fn fence(&mut self) -> Result<(), PostError> {
+        Ok(())
+    }
+
+    fn quiet(&mut self, _deadline: Instant) -> Result<(), QuietError> {
+        Ok(())
+    }
+
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        Ok(true)
+    }
+
+    fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {
+        Ok(())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}

@@ -1,0 +1,184 @@
+//! Commands from producers to the threads of a proxy on one host: rate, latency, and what idle threads
+//! cost. Every run first checks each word of the payload.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use clap::Parser;
+use proxy::bench::local::{Bench, Figures, PostKind, Run};
+use proxy::bench::thread_time;
+use proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
+
+#[derive(Debug, Parser)]
+#[command(about, version)]
+struct Args {
+    /// Threads of the proxy.
+    #[arg(long, value_delimiter = ',', default_value = "4")]
+    threads: Vec<usize>,
+    /// Lanes of each thread.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    lanes: Vec<u32>,
+    /// Commands posted together.
+    #[arg(long, value_delimiter = ',', default_value = "32")]
+    batch: Vec<u32>,
+    /// Commands of a lane in flight at most.
+    #[arg(long, value_delimiter = ',', default_value = "64")]
+    budget: Vec<u32>,
+    /// Bytes of an object, a multiple of 16.
+    #[arg(long, value_delimiter = ',', default_value = "10752")]
+    object_bytes: Vec<u32>,
+    /// Objects of each lane.
+    #[arg(long, default_value_t = 1_000_000)]
+    commands: u64,
+    /// What a post is.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "null,copy")]
+    post: Vec<PostKind>,
+    /// GPU that posts; without it, threads of this host do.
+    #[arg(long)]
+    gpu: Option<u32>,
+    /// The GPU's address on the PCI bus, for the choice of processors.
+    #[arg(long)]
+    pci: Option<String>,
+    /// The RDMA device, for the choice of processors.
+    #[arg(long)]
+    nic: Option<String>,
+    /// How long the processor time of idle threads is measured; 0: not at all.
+    #[arg(long, default_value_t = 2.0)]
+    idle_seconds: f64,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let producers = Producers::open(args.gpu)?;
+    let gpu = args.pci.clone().map(Device::Pci);
+    let nic = args.nic.clone().map(Device::Rdma);
+    for &num_threads in &args.threads {
+        let placement = Placement::near(&Sysfs::default(), gpu.as_ref(), nic.as_ref(), num_threads);
+        eprintln!(
+            "{num_threads} threads, processors {:?}: {}",
+            placement.threads(),
+            placement.reason()
+        );
+        let config = ProxyConfig { num_threads, placement, ..ProxyConfig::default() };
+        let bench = Bench::start(&config)?;
+        for &lanes in &args.lanes {
+            for &batch in &args.batch {
+                for &budget in &args.budget {
+                    for &object_bytes in &args.object_bytes {
+                        measure(&args, &producers, &bench, lanes, batch, budget, object_bytes)?;
+                    }
+                }
+            }
+        }
+        if args.idle_seconds > 0.0 {
+            idle(&args, &bench, config.idle)?;
+        }
+    }
+    Ok(())
+}
+
+fn measure(
+    args: &Args,
+    producers: &Producers,
+    bench: &Bench,
+    num_lanes: u32,
+    batch: u32,
+    budget: u32,
+    object_bytes: u32,
+) -> Result<()> {
+    let depth = budget.next_power_of_two().max(64);
+    let run = |post, num_commands: u64, is_round_trip| {
+        let batch = if is_round_trip { 1 } else { batch };
+        Run {
+            post,
+            lanes: LaneConfig { num_lanes, depth, budget },
+            batch,
+            object_bytes,
+            num_objects: 2 * depth,
+            num_commands: num_commands.next_multiple_of(batch.into()),
+            is_round_trip,
+        }
+    };
+    // An add goes with every object here.
+    let mut check = run(PostKind::Check, 4096, false);
+    check.batch = batch.min(16).min(budget / 2);
+    check.num_commands = check.num_commands.next_multiple_of(check.batch.into());
+    report("check", &producers.run(bench, &check)?)?;
+    for &post in &args.post {
+        report("rate", &producers.run(bench, &run(post, args.commands, false))?)?;
+        report("round_trip", &producers.run(bench, &run(post, 20_000.min(args.commands), true))?)?;
+    }
+    Ok(())
+}
+
+fn report(bench: &str, figures: &Figures) -> Result<()> {
+    anyhow::ensure!(figures.bad == 0, "{} of {} objects are wrong", figures.bad, figures.checked);
+    let mut line = serde_json::to_value(figures)?;
+    line["bench"] = bench.into();
+    println!("{line}");
+    Ok(())
+}
+
+/// Processor time of threads that find nothing.
+fn idle(args: &Args, bench: &Bench, policy: IdlePolicy) -> Result<()> {
+    // A peer with lanes, so that there is something to look at.
+    let lanes = LaneConfig { num_lanes: 8, ..LaneConfig::default() };
+    let run = Run {
+        post: PostKind::Null,
+        lanes,
+        batch: 1,
+        object_bytes: 16,
+        num_objects: 1,
+        num_commands: 0,
+        is_round_trip: false,
+    };
+    let mut peers = Vec::new();
+    for idx in 0..bench.num_threads() {
+        let mirror = p2p_core::Region::anonymous(run.slot_bytes() as usize)?;
+        peers.push(bench.peer(&run, idx, proxy::Lanes::anonymous(lanes)?, mirror)?);
+    }
+    std::thread::sleep(Duration::from_millis(1500));
+    let (before, num) = thread_time("sy-proxy-");
+    std::thread::sleep(Duration::from_secs_f64(args.idle_seconds));
+    let (after, _) = thread_time("sy-proxy-");
+    let percent = (after - before).as_secs_f64() / args.idle_seconds / num.max(1) as f64 * 100.0;
+    let line = serde_json::json!({
+        "bench": "idle", "threads": num, "lanes": lanes.num_lanes,
+        "max_sleep_us": policy.max_sleep.as_micros() as u64,
+        "cpu_percent_per_thread": percent,
+    });
+    println!("{line}");
+    Ok(())
+}
+
+#[cfg(feature = "cuda")]
+struct Producers(Option<kernels::gpu::Gpu>);
+
+#[cfg(feature = "cuda")]
+impl Producers {
+    fn open(gpu: Option<u32>) -> Result<Self> {
+        Ok(Self(gpu.map(kernels::gpu::Gpu::open).transpose()?))
+    }
+
+    fn run(&self, bench: &Bench, run: &Run) -> Result<Figures> {
+        match &self.0 {
+            Some(gpu) => bench.run_gpu(run, gpu),
+            None => bench.run_host(run),
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+struct Producers;
+
+#[cfg(not(feature = "cuda"))]
+impl Producers {
+    fn open(gpu: Option<u32>) -> Result<Self> {
+        anyhow::ensure!(gpu.is_none(), "--gpu needs a build with `--features cuda`");
+        Ok(Self)
+    }
+
+    fn run(&self, bench: &Bench, run: &Run) -> Result<Figures> {
+        bench.run_host(run)
+    }
+}
