@@ -16,6 +16,8 @@ struct Topology {
 };
 
 inline std::vector<Topology> topologies(uint32_t num_ranks) {
+    if (num_ranks == 1)
+        return {{"1r", {0}, {0}}};
     if (num_ranks == 2)
         return {{"2r", {0, 1}, {0, 1}}, {"1to1", {0}, {1}}};
     return {{"4r", {0, 1, 2, 3}, {0, 1, 2, 3}},
@@ -148,7 +150,7 @@ struct Buffers {
         lists = device_alloc<uint8_t>(size_t{most_tokens} * kMostRanks * (top_k * 12 + 4) + 65536);
         servers = device_alloc<sy_server_peer>(SY_MAX_PEERS);
         clients = device_alloc<sy_client_peer>(SY_MAX_PEERS);
-        local_expert = device_alloc<int16_t>(SY_MAX_EXPERTS);
+        local_expert = device_alloc<int16_t>(size_t{kNumLayers} * SY_MAX_EXPERTS);
     }
 };
 
@@ -211,7 +213,8 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
             for (uint32_t i = 0; i < placement.experts[expert].num_replicas; ++i)
                 if (placement.experts[expert].server[i] == server_idx)
                     local[expert] = static_cast<int16_t>(server.num_local_experts++);
-        upload(buffers.local_expert, local.data(), local.size() * 2);
+        for (uint32_t layer = 0; layer < kNumLayers; ++layer)
+            upload(buffers.local_expert + layer * local.size(), local.data(), local.size() * 2);
         sy_expert_lists_at(reinterpret_cast<uint64_t>(buffers.lists), &geometry,
                            server.num_local_experts, geometry.max_tokens * server.num_clients,
                            &server.lists);

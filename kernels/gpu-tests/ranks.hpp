@@ -9,6 +9,7 @@
 #include "switchyard/launch.h"
 #include "switchyard/layout/geometry.h"
 
+constexpr uint32_t kNumLayers = 61;
 constexpr uint64_t kSlotAlign = 2 << 20; // so that every slot is an allocation of its own
 
 struct Client {
@@ -168,8 +169,10 @@ struct Server {
             for (uint32_t i = 0; i < placement.experts[expert].num_replicas; ++i)
                 if (placement.experts[expert].server[i] == my_index)
                     local[expert] = static_cast<int16_t>(num_local_experts++);
-        local_expert = device_alloc<int16_t>(num_experts);
-        upload(local_expert, local.data(), num_experts * 2);
+        // The same experts in every layer.
+        local_expert = device_alloc<int16_t>(size_t{kNumLayers} * num_experts);
+        for (uint32_t layer = 0; layer < kNumLayers; ++layer)
+            upload(local_expert + size_t{layer} * num_experts, local.data(), num_experts * 2);
         const uint32_t max_rows = geometry.max_tokens * most_clients;
         const uint64_t bytes =
             sy_expert_lists_at(0, &geometry, num_local_experts, max_rows, &lists);
@@ -234,7 +237,7 @@ struct Server {
         params.min_ready = min_ready;
         params.num_experts = num_experts;
         params.num_local_experts = num_local_experts;
-        params.num_layers = 61;
+        params.num_layers = kNumLayers;
         params.num_clients = num_clients;
         params.clients = table;
         return params;

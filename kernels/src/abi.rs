@@ -439,7 +439,7 @@ pub struct ExpertRecvParams {
     pub state: DevicePtr,
     /// Where the batch goes.
     pub lists: ExpertLists,
-    /// i16 `[num_experts]`: index among this server's experts, -1 = not here.
+    /// i16 `[num_layers][num_experts]`: index among this server's experts of the layer, -1 = not here.
     pub local_expert: DevicePtr,
     /// Null, or u32 in mapped host memory: bit `c` = client `c` is dead.
     pub abort_mask: DevicePtr,

@@ -35,12 +35,10 @@
 #define SY_ROUTE_SHIFT 24
 
 /* Words of the control tail that the device path adds to those of abi.h, one line per frame. */
-#define SY_WORD_ANNOUNCE(frame) (1024 + (frame) * SY_CONTROL_STRIDE)
-/* The header word of a frame is its number, set after the header. */
+/* The header word of a frame is number << SY_ANNOUNCE_SHIFT | rows, set after the header and every
+ * entry: a server makes its lists while the rows are on their way. */
 #define SY_WORD_HEADER(frame) (2048 + (frame) * SY_CONTROL_STRIDE)
 #define SY_WORD_STATUS(frame) (3072 + (frame) * SY_CONTROL_STRIDE)
-/* The announce word of a frame is number << SY_ANNOUNCE_SHIFT | rows: it needs no order towards
- * anything else, because it says itself which frame it belongs to. */
 #define SY_ANNOUNCE_SHIFT 24
 /* The status word of a refused frame is number << SY_STATUS_SHIFT | SY_ERROR_* of abi.h. */
 #define SY_STATUS_SHIFT 16
@@ -269,7 +267,8 @@ typedef struct sy_expert_recv_params {
     sy_frame_geometry geometry;
     sy_server_state* state;
     sy_expert_lists lists;
-    const int16_t* local_expert; /* [num_experts] index among this server's experts, -1 = not here */
+    /* [num_layers][num_experts] index among this server's experts of the layer, -1 = not here */
+    const int16_t* local_expert;
     const uint32_t* abort_mask;
     const uint64_t* min_epoch;   /* null, or device memory: frames of older epochs are refused */
     uint64_t timeout_ns;
@@ -363,7 +362,7 @@ SY_STATIC_ASSERT(sizeof(sy_client_peer) == 48, "size of sy_client_peer");
 SY_STATIC_ASSERT(sizeof(sy_handle) == 408, "size of sy_handle");
 SY_STATIC_ASSERT(offsetof(sy_handle, frame_number) == 24, "frame_number of sy_handle");
 SY_STATIC_ASSERT(sizeof(sy_batch) == 408, "size of sy_batch");
-SY_STATIC_ASSERT(SY_WORD_ANNOUNCE(0) > SY_WORD_WAITING, "words of abi.h stay free");
+SY_STATIC_ASSERT(SY_WORD_HEADER(0) > SY_WORD_WAITING, "words of abi.h stay free");
 SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
 /* Parameters stay small, whatever the number of peers: their tables are in memory. */

@@ -274,7 +274,8 @@ impl World {
                         .map(|_| Memory::filled(runner, g.slot_bytes, 0))
                         .collect(),
                     state: Memory::of(runner, &[ServerState::zeroed()]),
-                    local_memory: Memory::of(runner, &local_expert),
+                    // The same experts in every layer.
+                    local_memory: Memory::of(runner, &local_expert.repeat(NUM_LAYERS as usize)),
                     local_expert,
                     lists,
                     list_memory,

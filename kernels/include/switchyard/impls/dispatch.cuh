@@ -49,6 +49,8 @@ struct DispatchShared {
     uint64_t frame_number[SY_MAX_PEERS];
     uint32_t frame_place[SY_MAX_PEERS];
     uint32_t rows_before[SY_MAX_PEERS];
+    // Rows by warp and server in a round of the head block, by parity of the round.
+    uint32_t warp_rows[2][32][SY_MAX_PEERS];
 };
 
 constexpr uint32_t kNoServer = 0xff;
@@ -87,6 +89,25 @@ __device__ __forceinline__ void load_experts(const sy_dispatch_params& params, u
 }
 
 template <class Config>
+__device__ __forceinline__ void load_weights(const sy_dispatch_params& params, uint32_t token_idx,
+                                             float (&weights)[Config::kMaxTopK]) {
+    const uint32_t top_k = Config::kTopK != 0 ? Config::kTopK : params.geometry.top_k;
+    const float* source = params.topk_weights + static_cast<uint64_t>(token_idx) * top_k;
+    if constexpr (Config::kTopK != 0 && Config::kTopK % 4 == 0) {
+#pragma unroll
+        for (uint32_t i = 0; i < Config::kTopK / 4; ++i) {
+            const float4 four = __ldg(reinterpret_cast<const float4*>(source) + i);
+            weights[4 * i] = four.x, weights[4 * i + 1] = four.y;
+            weights[4 * i + 2] = four.z, weights[4 * i + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < Config::kMaxTopK; ++i)
+            weights[i] = i < top_k ? __ldg(source + i) : 0.0f;
+    }
+}
+
+template <class Config>
 __device__ __forceinline__ uint32_t server_mask(const DispatchShared& shared,
                                                 const sy_dispatch_params& params,
                                                 uint32_t token_idx,
@@ -108,17 +129,14 @@ __device__ __forceinline__ void count_rows(DispatchShared& shared, const sy_disp
                                            int32_t (&experts)[Config::kMaxTopK]) {
     const uint32_t lane_idx = threadIdx.x & 31;
     uint32_t count = 0;
+    limit = min(limit, num_tokens);
     for (uint32_t base = threadIdx.x - lane_idx; base < limit; base += Config::kNumThreads) {
         const uint32_t token_idx = base + lane_idx;
-        uint32_t mask = 0;
-        if (token_idx < limit) {
-            // The first round's experts were loaded ahead.
-            if (base >= Config::kNumThreads)
-                load_experts<Config>(params, token_idx, experts);
-            mask = server_mask<Config>(shared, params, token_idx, experts);
-        }
-        if (token_idx >= num_tokens)
-            mask = 0;
+        const uint32_t mask =
+            token_idx < limit ? server_mask<Config>(shared, params, token_idx, experts) : 0;
+        // The next round's experts are on their way while this one's are counted.
+        if (token_idx + Config::kNumThreads < limit)
+            load_experts<Config>(params, token_idx + Config::kNumThreads, experts);
         for (uint32_t server = 0; server < params.num_servers; ++server) {
             const uint32_t goes = __ballot_sync(kFullWarp, mask >> server & 1);
             if (lane_idx == server)
@@ -141,6 +159,34 @@ __device__ __forceinline__ void load_row(const sy_dispatch_params& params, uint3
     values[1] = ptx::ld_nc_v4(row + second * 16);
 }
 
+// What a thread sends of a token: codes and, in the first lane, the scales of its warp, or bf16 values.
+template <bool kFp8> struct Unit;
+template <> struct Unit<true> {
+    uint4 codes, scales;
+    float scale;
+};
+template <> struct Unit<false> {
+    uint4 values[2];
+};
+
+template <class Config>
+__device__ __forceinline__ Unit<Config::kFp8> make_unit(const uint4 (&values)[2]) {
+    Unit<Config::kFp8> unit;
+    if constexpr (Config::kFp8) {
+        const QuantizedChunk chunk = quantize_chunk(values);
+        const uint32_t scale = __float_as_uint(chunk.scale);
+        unit.codes = chunk.codes;
+        unit.scale = chunk.scale;
+        // Small NVLink packets are dear, so the four scales of a warp leave as one store.
+        unit.scales = {scale, __shfl_sync(kFullWarp, scale, 8), __shfl_sync(kFullWarp, scale, 16),
+                       __shfl_sync(kFullWarp, scale, 24)};
+    } else {
+        unit.values[0] = values[0];
+        unit.values[1] = values[1];
+    }
+    return unit;
+}
+
 // Row of the token in the server's frame: tokens of earlier blocks and chunks, then of earlier lanes.
 __device__ __forceinline__ uint32_t row_of(const DispatchShared& shared, uint32_t chunk_mask,
                                            uint32_t server, uint32_t lane_of_token) {
@@ -152,92 +198,192 @@ template <class Config>
 __device__ __forceinline__ void
 store_unit(const DispatchShared& shared, const sy_frame_geometry& geometry, uint32_t hidden,
            uint32_t mask, uint32_t chunk_mask, uint32_t lane_of_token, uint32_t unit_idx,
-           bool is_active, const uint4 (&values)[2]) {
+           bool is_active, const Unit<Config::kFp8>& unit) {
     const uint32_t lane_idx = threadIdx.x & 31;
-    if constexpr (Config::kFp8) {
-        const QuantizedChunk chunk = quantize_chunk(values);
-        // Small NVLink packets are dear, so the four scales of a warp leave as one store.
-        const uint32_t scale = __float_as_uint(chunk.scale);
-        const uint4 scales = {scale, __shfl_sync(kFullWarp, scale, 8),
-                              __shfl_sync(kFullWarp, scale, 16), __shfl_sync(kFullWarp, scale, 24)};
-        const bool has_whole_warps = Config::kHidden != 0 ? Config::kHidden % 512 == 0
-                                                          : hidden % 512 == 0;
-        for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-            const uint32_t server = __ffs(rest) - 1;
-            const uint32_t row = row_of(shared, chunk_mask, server, lane_of_token);
-            const uint64_t frame = shared.frame_window[server];
-            if (!is_active)
-                continue;
-            ptx::st_weak_global_v4(layout::payload_at(geometry, frame, row) + unit_idx * 16,
-                                   chunk.codes);
-            const uint64_t row_scales = layout::scales_at(geometry, frame, row);
-            if (has_whole_warps && geometry.scales_per_row % 4 == 0) {
-                if (lane_idx == 0)
-                    ptx::st_weak_global_v4(row_scales + unit_idx / 2, scales);
-            } else if (lane_idx % 8 == 0) {
-                reinterpret_cast<float*>(row_scales)[unit_idx / 8] = chunk.scale;
-            }
-        }
-    } else {
-        for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-            const uint32_t server = __ffs(rest) - 1;
-            const uint32_t row = row_of(shared, chunk_mask, server, lane_of_token);
-            if (!is_active)
-                continue;
-            const uint64_t payload =
-                layout::payload_at(geometry, shared.frame_window[server], row);
-            ptx::st_weak_global_v4(payload + unit_idx * 16, values[0]);
-            ptx::st_weak_global_v4(payload + (unit_idx + hidden / 16) * 16, values[1]);
-        }
-    }
-}
-
-// The entries of a token, by the first top_k lanes of one warp: each server gets the experts that it
-// serves, at their place in top-k order, and SY_NO_EXPERT elsewhere.
-__device__ __forceinline__ void store_entries(const DispatchShared& shared,
-                                              const sy_dispatch_params& params, uint32_t top_k,
-                                              uint32_t mask, uint32_t chunk_mask,
-                                              uint32_t lane_of_token, uint32_t token_idx,
-                                              int32_t expert, float weight) {
-    const uint32_t lane_idx = threadIdx.x & 31;
-    const uint32_t picked = lane_idx < top_k ? pick_server(shared, params, token_idx, expert)
-                                             : kNoServer;
-    uint32_t route = SY_NO_ROUTE, place = 0;
-    for (uint32_t rest = mask; rest != 0; rest &= rest - 1, ++place) {
+    const bool has_whole_warps =
+        Config::kHidden != 0 ? Config::kHidden % 512 == 0
+                             : hidden % 512 == 0 && geometry.scales_per_row % 4 == 0;
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
         const uint32_t server = __ffs(rest) - 1;
         const uint32_t row = row_of(shared, chunk_mask, server, lane_of_token);
-        if (lane_idx == place)
-            route = server << SY_ROUTE_SHIFT | row;
-        if (lane_idx < top_k) {
-            const bool applies = picked == server;
-            ptx::st_weak_global_v2(
-                layout::entries_at(params.geometry, shared.frame_window[server], row) +
-                    lane_idx * sizeof(sy_entry),
-                make_uint2(applies ? static_cast<uint32_t>(expert) : SY_NO_EXPERT,
-                           applies ? __float_as_uint(weight) : 0u));
-        }
-    }
-    if (lane_idx < top_k) {
-        layout::routes_of(params.handle)[static_cast<uint64_t>(token_idx) * top_k + lane_idx] =
-            route;
-        if (expert != -1 && picked == kNoServer) {
-            const bool in_range = static_cast<uint32_t>(expert) < params.num_experts;
-            comm::record_error(&params.state->error, in_range ? SY_TAG_NO_REPLICA : SY_TAG_BAD_EXPERT,
-                               0, SY_REASON_VALUE, static_cast<uint32_t>(expert),
-                               params.num_experts);
+        if (!is_active)
+            continue;
+        const uint64_t frame = shared.frame_window[server];
+        const uint64_t payload = layout::payload_at(geometry, frame, row);
+        if constexpr (Config::kFp8) {
+            ptx::st_weak_global_v4(payload + unit_idx * 16, unit.codes);
+            const uint64_t scales = layout::scales_at(geometry, frame, row);
+            if (has_whole_warps) {
+                if (lane_idx == 0)
+                    ptx::st_weak_global_v4(scales + unit_idx / 2, unit.scales);
+            } else if (lane_idx % 8 == 0) {
+                reinterpret_cast<float*>(scales)[unit_idx / 8] = unit.scale;
+            }
+        } else {
+            ptx::st_weak_global_v4(payload + unit_idx * 16, unit.values[0]);
+            ptx::st_weak_global_v4(payload + (unit_idx + hidden / 16) * 16, unit.values[1]);
         }
     }
 }
 
-// Headers, announcements, handle and the next parity of `posted`: one lane per server.
+// The flags of tokens `first_lane` and following of a chunk.
 template <class Config>
-__device__ __forceinline__ void write_heads(const DispatchShared& shared,
-                                            const sy_dispatch_params& params, uint64_t sequence,
-                                            uint32_t num_tokens, uint64_t epoch) {
+__device__ __forceinline__ void publish_tokens(const DispatchShared& shared,
+                                               const sy_dispatch_params& params,
+                                               uint32_t chunk_mask, uint32_t first_lane,
+                                               uint32_t num_lanes) {
+    const sy_frame_geometry& geometry = params.geometry;
+    __syncthreads();
+    if (threadIdx.x >= 32)
+        return;
+    comm::order_signals();
+    const uint32_t below = (1u << first_lane) - 1;
+    const uint32_t here = (num_lanes == 32 ? ~0u : (1u << num_lanes) - 1) << first_lane;
+    for (uint32_t server = 0; server < params.num_servers; ++server) {
+        const uint32_t goes = __ballot_sync(kFullWarp, chunk_mask >> server & 1);
+        const uint32_t num_rows = __popc(goes & here);
+        if (num_rows == 0)
+            continue;
+        const uint32_t first = shared.rows_before[server] + __popc(goes & below);
+        const uint64_t frame = layout::request_frame(geometry, shared.frame_place[server]);
+        const comm::Piece pieces[] = {
+            {layout::scales_at(geometry, frame, first),
+             uint64_t{num_rows} * geometry.scales_per_row * sizeof(float)},
+            {layout::payload_at(geometry, frame, first),
+             uint64_t{num_rows} * geometry.row_stride_bytes}};
+        comm::put_signals_warp<Config::kWays>(shared.servers[server].request, pieces,
+                                              layout::request_flag_at(geometry, frame, first),
+                                              num_rows, shared.frame_number[server]);
+    }
+}
+
+// Tokens under one fence: it waits for the link to drain.
+constexpr uint32_t kTokensPerFence = 8;
+static_assert(32 % kTokensPerFence == 0, "a chunk has whole groups");
+
+// Payload, scales and flags of a run of tokens. `unit` is the first token's, `chunk_mask` the servers of
+// the token of this lane.
+template <class Config>
+__device__ __forceinline__ void
+send_tokens(DispatchShared& shared, const sy_dispatch_params& params, uint32_t begin, uint32_t end,
+            Unit<Config::kFp8> unit, uint32_t chunk_mask) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
+    const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
+    for (uint32_t chunk = begin; chunk < end; chunk += 32) {
+        // Every warp works out the routing of up to 32 tokens, one per lane: no exchange needed.
+        if (chunk != begin) {
+            int32_t experts[Config::kMaxTopK];
+            uint32_t in_chunk = 0;
+            for (uint32_t server = 0; server < params.num_servers; ++server) {
+                const uint32_t goes = __ballot_sync(kFullWarp, chunk_mask >> server & 1);
+                if (lane_idx == server)
+                    in_chunk = __popc(goes);
+            }
+            __syncthreads();
+            if (thread_idx < params.num_servers)
+                shared.rows_before[thread_idx] += in_chunk;
+            __syncthreads();
+            chunk_mask = 0;
+            if (chunk + lane_idx < end) {
+                load_experts<Config>(params, chunk + lane_idx, experts);
+                chunk_mask = server_mask<Config>(shared, params, chunk + lane_idx, experts);
+            }
+        }
+        const uint32_t num_lanes = min(end - chunk, 32u);
+        for (uint32_t lane = 0; lane < num_lanes; ++lane) {
+            const uint32_t token_idx = chunk + lane;
+            const uint32_t mask = __shfl_sync(kFullWarp, chunk_mask, lane);
+            if constexpr (Config::kRowPerPass) {
+                // The next token is on its way while this one is stored.
+                uint4 ahead[2] = {};
+                if (token_idx + 1 < end)
+                    load_row<Config>(params, hidden, token_idx + 1, thread_idx, ahead);
+                store_unit<Config>(shared, geometry, hidden, mask, chunk_mask, lane, thread_idx,
+                                   true, unit);
+                unit = make_unit<Config>(ahead);
+            } else {
+                for (uint32_t base = thread_idx - lane_idx; base < hidden / 16;
+                     base += Config::kNumThreads) {
+                    const uint32_t unit_idx = base + lane_idx;
+                    const bool is_active = unit_idx < hidden / 16;
+                    uint4 values[2] = {};
+                    if (is_active)
+                        load_row<Config>(params, hidden, token_idx, unit_idx, values);
+                    store_unit<Config>(shared, geometry, hidden, mask, chunk_mask, lane, unit_idx,
+                                       is_active, make_unit<Config>(values));
+                }
+            }
+            if (lane + 1 == num_lanes || (lane + 1) % kTokensPerFence == 0) {
+                const uint32_t first_lane = lane / kTokensPerFence * kTokensPerFence;
+                publish_tokens<Config>(shared, params, chunk_mask, first_lane, lane + 1 - first_lane);
+            }
+        }
+    }
+}
+
+// Entries and routes of this thread's token. `first` is, in lane s, the row of the warp's first token at
+// server s.
+template <class Config>
+__device__ __forceinline__ void
+store_entries(const DispatchShared& shared, const sy_dispatch_params& params, uint32_t top_k,
+              uint32_t token_idx, uint32_t mask, uint32_t first, bool is_token,
+              const int32_t (&experts)[Config::kMaxTopK],
+              const float (&weights)[Config::kMaxTopK]) {
+    const uint32_t lane_idx = threadIdx.x & 31;
+    uint32_t picked[Config::kMaxTopK];
+#pragma unroll
+    for (uint32_t i = 0; i < Config::kMaxTopK; ++i) {
+        picked[i] = pick_server(shared, params, token_idx, experts[i]);
+        if (is_token && i < top_k && experts[i] != -1 && picked[i] == kNoServer) {
+            const bool in_range = static_cast<uint32_t>(experts[i]) < params.num_experts;
+            comm::record_error(&params.state->error,
+                               in_range ? SY_TAG_NO_REPLICA : SY_TAG_BAD_EXPERT, 0, SY_REASON_VALUE,
+                               static_cast<uint32_t>(experts[i]), params.num_experts);
+        }
+    }
+    uint32_t* routes = layout::routes_of(params.handle) + uint64_t{token_idx} * top_k;
+    uint32_t place = 0;
+    for (uint32_t server = 0; server < params.num_servers; ++server) {
+        const bool goes = (mask >> server & 1) != 0;
+        const uint32_t all = __ballot_sync(kFullWarp, goes);
+        const uint32_t first_row = __shfl_sync(kFullWarp, first, server);
+        if (!goes)
+            continue;
+        const uint32_t row = first_row + __popc(all & ((1u << lane_idx) - 1));
+        routes[place++] = server << SY_ROUTE_SHIFT | row;
+        const uint64_t entries = layout::entries_at(params.geometry, shared.frame_window[server], row);
+        const auto pair = [&](uint32_t i) {
+            const bool applies = picked[i] == server;
+            return make_uint2(applies ? static_cast<uint32_t>(experts[i]) : SY_NO_EXPERT,
+                              applies ? __float_as_uint(weights[i]) : 0u);
+        };
+        if constexpr (Config::kTopK != 0 && Config::kTopK % 2 == 0) {
+#pragma unroll
+            for (uint32_t i = 0; i < Config::kTopK; i += 2) {
+                const uint2 a = pair(i), b = pair(i + 1);
+                ptx::st_weak_global_v4(entries + i * sizeof(sy_entry), {a.x, a.y, b.x, b.y});
+            }
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < Config::kMaxTopK; ++i)
+                if (i < top_k)
+                    ptx::st_weak_global_v2(entries + i * sizeof(sy_entry), pair(i));
+        }
+    }
+    if (is_token)
+        for (; place < top_k; ++place)
+            routes[place] = SY_NO_ROUTE;
+}
+
+// Headers, handle and the next parity of `posted`: one lane per server. Servers with a frame, as a mask.
+template <class Config>
+__device__ __forceinline__ uint32_t write_heads(const DispatchShared& shared,
+                                           const sy_dispatch_params& params, uint64_t sequence,
+                                           uint32_t num_tokens, uint64_t epoch, uint32_t num_rows) {
     const uint32_t server = threadIdx.x;
     const sy_frame_geometry& geometry = params.geometry;
     const bool is_server = server < params.num_servers;
-    const uint32_t num_rows = is_server ? shared.rows_before[server] : 0;
     const bool contacts =
         is_server && (num_rows != 0 || (params.flags & SY_DISPATCH_FLAG_CONTACT_ALL) != 0);
     const uint32_t contacted = __ballot_sync(kFullWarp, contacts);
@@ -249,21 +395,17 @@ __device__ __forceinline__ void write_heads(const DispatchShared& shared,
         params.handle->refused = 0;
     }
     if (!is_server)
-        return;
+        return contacted;
     const uint64_t number = shared.frame_number[server];
     params.handle->frame_number[server] = number;
     params.handle->num_rows[server] = num_rows;
     params.state->posted[(sequence + 1) & 1][server] = contacts ? number : number - 1;
     if (!contacts)
-        return;
-    const sy_link& link = shared.servers[server].request;
-    if (Config::kWays == comm::kDirectOnly && link.way != SY_WAY_DIRECT)
-        comm::record_error(&params.state->error, SY_TAG_WAY, server, SY_REASON_VALUE, link.way,
+        return contacted;
+    const uint32_t way = shared.servers[server].request.way;
+    if (Config::kWays == comm::kDirectOnly && way != SY_WAY_DIRECT)
+        comm::record_error(&params.state->error, SY_TAG_WAY, server, SY_REASON_VALUE, way,
                            SY_WAY_DIRECT);
-    const uint32_t place = shared.frame_place[server];
-    comm::signal_relaxed<Config::kWays>(
-        link, geometry.control_offset + SY_WORD_ANNOUNCE(place),
-                         number << SY_ANNOUNCE_SHIFT | num_rows);
     sy_frame_header header = {};
     header.epoch = epoch;
     header.client_id = params.client_id;
@@ -284,113 +426,73 @@ __device__ __forceinline__ void write_heads(const DispatchShared& shared,
     header.scales_offset = static_cast<uint32_t>(geometry.scales_offset);
     header.payload_offset = static_cast<uint32_t>(geometry.payload_offset);
     header.total_bytes = geometry.payload_offset + uint64_t{num_rows} * geometry.row_stride_bytes;
-    const uint4* source = reinterpret_cast<const uint4*>(&header);
-    uint4* target = reinterpret_cast<uint4*>(shared.frame_window[server]);
+    uint4 words[sizeof(header) / sizeof(uint4)];
+    memcpy(words, &header, sizeof(header));
 #pragma unroll
     for (uint32_t i = 0; i < sizeof(header) / sizeof(uint4); ++i)
-        target[i] = source[i];
-    comm::put_signal<Config::kWays>(link, layout::request_frame(geometry, place), sizeof(header),
-                                    geometry.control_offset + SY_WORD_HEADER(place), number);
+        ptx::st_weak_global_v4(shared.frame_window[server] + i * sizeof(uint4), words[i]);
+    return contacted;
 }
 
+// Everything about the tokens but their values: entries, routes, headers, handle. `experts` and `weights`
+// are this thread's token's of the first round.
 template <class Config>
-__device__ __forceinline__ void send_tokens(DispatchShared& shared,
-                                            const sy_dispatch_params& params, uint32_t begin,
-                                            uint32_t end, uint32_t num_tokens,
-                                            uint4 (&ahead)[2], int32_t expert_ahead,
-                                            float weight_ahead,
-                                            int32_t (&experts)[Config::kMaxTopK]) {
-    const sy_frame_geometry& geometry = params.geometry;
-    const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
-    const uint32_t top_k = Config::kTopK != 0 ? Config::kTopK : geometry.top_k;
-    const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
-    const uint32_t first_row = thread_idx < params.num_servers ? shared.rows_before[thread_idx] : 0;
-    uint32_t num_sent = 0; // to server `lane_idx`
-    end = min(end, num_tokens);
-    for (uint32_t chunk = begin; chunk < end; chunk += 32) {
-        // Every warp works out the routing of up to 32 tokens, one per lane: no exchange needed.
-        uint32_t chunk_mask = 0;
-        if (chunk + lane_idx < end) {
-            // The first chunk's experts were loaded ahead.
-            if (chunk != begin)
-                load_experts<Config>(params, chunk + lane_idx, experts);
-            chunk_mask = server_mask<Config>(shared, params, chunk + lane_idx, experts);
+__device__ __forceinline__ void
+send_heads(DispatchShared& shared, const sy_dispatch_params& params, uint64_t sequence,
+           uint32_t num_tokens, uint64_t epoch, int32_t (&experts)[Config::kMaxTopK],
+           float (&weights)[Config::kMaxTopK]) {
+    constexpr uint32_t kNumWarps = Config::kNumThreads / 32;
+    const uint32_t top_k = Config::kTopK != 0 ? Config::kTopK : params.geometry.top_k;
+    const uint32_t lane_idx = threadIdx.x & 31, warp_idx = threadIdx.x / 32;
+    uint32_t before = 0; // rows at server `lane_idx` of earlier rounds
+    uint32_t parity = 0;
+    for (uint32_t base = 0; base < num_tokens; base += Config::kNumThreads, parity ^= 1) {
+        const uint32_t token_idx = base + threadIdx.x;
+        const bool is_token = token_idx < num_tokens;
+        if (base != 0 && is_token) {
+            load_experts<Config>(params, token_idx, experts);
+            load_weights<Config>(params, token_idx, weights);
         }
-        const uint32_t chunk_end = min(chunk + 32, end);
-        for (uint32_t token_idx = chunk; token_idx < chunk_end; ++token_idx) {
-            const uint32_t lane_of_token = token_idx - chunk;
-            const uint32_t mask = __shfl_sync(kFullWarp, chunk_mask, lane_of_token);
-            if constexpr (Config::kRowPerPass) {
-                const uint4 values[2] = {ahead[0], ahead[1]};
-                const int32_t expert = expert_ahead;
-                const float weight = weight_ahead;
-                // The next token is on its way while this one is stored.
-                if (token_idx + 1 < end) {
-                    load_row<Config>(params, hidden, token_idx + 1, thread_idx, ahead);
-                    if (thread_idx < top_k) {
-                        const uint64_t at = uint64_t{token_idx + 1} * top_k + thread_idx;
-                        expert_ahead = __ldg(params.topk_idx + at);
-                        weight_ahead = __ldg(params.topk_weights + at);
-                    }
-                }
-                store_unit<Config>(shared, geometry, hidden, mask, chunk_mask, lane_of_token,
-                                   thread_idx, true, values);
-                if (thread_idx < 32)
-                    store_entries(shared, params, top_k, mask, chunk_mask, lane_of_token,
-                                  token_idx, expert, weight);
-            } else {
-                for (uint32_t base = thread_idx - lane_idx; base < hidden / 16;
-                     base += Config::kNumThreads) {
-                    const uint32_t unit_idx = base + lane_idx;
-                    const bool is_active = unit_idx < hidden / 16;
-                    uint4 values[2] = {};
-                    if (is_active)
-                        load_row<Config>(params, hidden, token_idx, unit_idx, values);
-                    store_unit<Config>(shared, geometry, hidden, mask, chunk_mask, lane_of_token,
-                                       unit_idx, is_active, values);
-                }
-                if (thread_idx < 32) {
-                    const uint64_t at = uint64_t{token_idx} * top_k + thread_idx;
-                    const bool holds = thread_idx < top_k;
-                    store_entries(shared, params, top_k, mask, chunk_mask, lane_of_token,
-                                  token_idx, holds ? __ldg(params.topk_idx + at) : -1,
-                                  holds ? __ldg(params.topk_weights + at) : 0.0f);
-                }
-            }
-        }
-        uint32_t in_chunk = 0;
+        const uint32_t mask =
+            is_token ? server_mask<Config>(shared, params, token_idx, experts) : 0;
+        uint32_t count = 0;
         for (uint32_t server = 0; server < params.num_servers; ++server) {
-            const uint32_t goes = __ballot_sync(kFullWarp, chunk_mask >> server & 1);
+            const uint32_t goes = __ballot_sync(kFullWarp, mask >> server & 1);
             if (lane_idx == server)
-                in_chunk = __popc(goes);
+                count = __popc(goes);
         }
-        num_sent += in_chunk;
-        if (chunk + 32 < end) {
-            __syncthreads();
-            if (thread_idx < params.num_servers)
-                shared.rows_before[thread_idx] += in_chunk;
-            __syncthreads();
+        shared.warp_rows[parity][warp_idx][lane_idx] = count;
+        __syncthreads();
+        uint32_t first = before;
+        for (uint32_t warp = 0; warp < kNumWarps; ++warp) {
+            const uint32_t rows = shared.warp_rows[parity][warp][lane_idx];
+            first += warp < warp_idx ? rows : 0;
+            before += rows;
         }
+        store_entries<Config>(shared, params, top_k, token_idx, mask, first, is_token, experts,
+                              weights);
     }
-    // NOTES: one fence per block, not per token: a fence waits for the link to drain.
+    uint32_t contacted = 0;
+    if (threadIdx.x < 32)
+        contacted = write_heads<Config>(shared, params, sequence, num_tokens, epoch, before);
     __syncthreads();
-    if (thread_idx >= 32)
+    if (threadIdx.x >= 32)
         return;
+    // SYNC POINT publish: the header word covers the header and every entry.
     comm::order_signals();
+    const sy_frame_geometry& geometry = params.geometry;
     for (uint32_t server = 0; server < params.num_servers; ++server) {
-        const uint32_t first = __shfl_sync(kFullWarp, first_row, server);
-        const uint32_t count = __shfl_sync(kFullWarp, num_sent, server);
-        const uint64_t frame = layout::request_frame(geometry, shared.frame_place[server]);
+        const uint32_t num_rows = __shfl_sync(kFullWarp, before, server);
+        if ((contacted >> server & 1) == 0)
+            continue;
+        const uint32_t place = shared.frame_place[server];
+        const uint64_t frame = layout::request_frame(geometry, place);
         const comm::Piece pieces[] = {
-            {layout::entries_at(geometry, frame, first),
-             uint64_t{count} * top_k * sizeof(sy_entry)},
-            {layout::scales_at(geometry, frame, first),
-             uint64_t{count} * geometry.scales_per_row * sizeof(float)},
-            {layout::payload_at(geometry, frame, first),
-             uint64_t{count} * geometry.row_stride_bytes}};
-        comm::put_signals_warp<Config::kWays>(shared.servers[server].request, pieces,
-                                              layout::request_flag_at(geometry, frame, first),
-                                              count, shared.frame_number[server]);
+            {frame, sizeof(sy_frame_header)},
+            {layout::entries_at(geometry, frame, 0), uint64_t{num_rows} * top_k * sizeof(sy_entry)}};
+        comm::put_signals_warp<Config::kWays>(
+            shared.servers[server].request, pieces, geometry.control_offset + SY_WORD_HEADER(place),
+            1, shared.frame_number[server] << SY_ANNOUNCE_SHIFT | num_rows);
     }
 }
 
@@ -398,7 +500,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     dispatch_kernel(const __grid_constant__ sy_dispatch_params params) {
     __shared__ DispatchShared shared;
-    const uint32_t thread_idx = threadIdx.x;
+    const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
     // Tables are the host's: no kernel that this launch may overlap writes them.
     layout::TableCopy<sy_replica_set, Config::kNumThreads, Config::kNumThreads> replicas;
     layout::TableCopy<sy_server_peer, Config::kNumThreads, SY_MAX_PEERS> servers;
@@ -408,6 +510,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     uint64_t window = 0;
     if (thread_idx < params.num_servers)
         window = params.servers[thread_idx].request.window;
+    replicas.store(shared.replicas, min(params.num_experts, Config::kNumThreads));
+    for (uint32_t i = Config::kNumThreads + thread_idx; i < params.num_experts;
+         i += Config::kNumThreads)
+        shared.replicas[i] = params.placement->experts[i];
+    servers.store(shared.servers, params.num_servers);
+    if (thread_idx < SY_MAX_PEERS)
+        shared.rows_before[thread_idx] = 0;
+    __syncthreads();
     ptx::griddepcontrol_wait();
     if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
         ptx::griddepcontrol_launch_dependents();
@@ -418,26 +528,21 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     const bool is_head_block = blockIdx.x == num_data_blocks;
     const uint32_t run = (params.capacity + num_data_blocks - 1) / num_data_blocks;
     const uint32_t begin = is_head_block ? params.capacity : min(blockIdx.x * run, params.capacity);
-    const uint32_t end = min(begin + run, params.capacity);
-    const uint32_t top_k = Config::kTopK != 0 ? Config::kTopK : params.geometry.top_k;
+    const uint32_t upto = min(begin + run, params.capacity);
 
     // All first loads leave together; none depends on another.
     uint4 ahead[2] = {};
-    int32_t expert_ahead = -1;
-    float weight_ahead = 0.0f;
-    if (begin < end) {
-        if constexpr (Config::kRowPerPass)
+    if constexpr (Config::kRowPerPass)
+        if (begin < upto)
             load_row<Config>(params, Config::kHidden, begin, thread_idx, ahead);
-        if (thread_idx < top_k) {
-            expert_ahead = __ldg(params.topk_idx + uint64_t{begin} * top_k + thread_idx);
-            weight_ahead = __ldg(params.topk_weights + uint64_t{begin} * top_k + thread_idx);
-        }
-    }
     int32_t experts[Config::kMaxTopK], own_experts[Config::kMaxTopK];
+    float weights[Config::kMaxTopK];
     if (thread_idx < begin)
         load_experts<Config>(params, thread_idx, experts);
-    if (begin + (thread_idx & 31) < end)
-        load_experts<Config>(params, begin + (thread_idx & 31), own_experts);
+    if (is_head_block && thread_idx < params.capacity)
+        load_weights<Config>(params, thread_idx, weights);
+    if (begin + lane_idx < upto)
+        load_experts<Config>(params, begin + lane_idx, own_experts);
     const uint64_t sequence = params.state->sequence;
     const uint32_t asked_tokens = *params.num_tokens;
     if (thread_idx < params.num_servers) {
@@ -448,34 +553,36 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         shared.frame_number[thread_idx] = number;
         shared.frame_place[thread_idx] = place;
         shared.frame_window[thread_idx] = window + layout::request_frame(params.geometry, place);
-        shared.rows_before[thread_idx] = 0;
     }
-    replicas.store(shared.replicas, min(params.num_experts, Config::kNumThreads));
-    for (uint32_t i = Config::kNumThreads + thread_idx; i < params.num_experts;
-         i += Config::kNumThreads)
-        shared.replicas[i] = params.placement->experts[i];
-    servers.store(shared.servers, params.num_servers);
     const uint32_t num_tokens = min(asked_tokens, params.capacity);
-    __syncthreads();
-    count_rows<Config>(shared, params, begin, num_tokens, experts);
-    __syncthreads();
-
-    // Every block has read the sequence once it arrives here: the last to arrive may advance it.
     bool is_last = false;
-    if (thread_idx == 0)
-        is_last = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, num_data_blocks) ==
-                  num_data_blocks;
     if (is_head_block) {
+        __syncthreads();
+        // Every block has read the sequence once it arrives here: the last to arrive may advance it.
+        if (thread_idx == 0)
+            is_last = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, num_data_blocks) ==
+                      num_data_blocks;
         if (thread_idx == 0 && params.trace != nullptr)
             params.trace[sequence % params.trace_len] = start_ns;
-        if (thread_idx < 32)
-            write_heads<Config>(shared, params, sequence, num_tokens, epoch);
+        send_heads<Config>(shared, params, sequence, num_tokens, epoch, experts, weights);
         if (thread_idx == 0 && asked_tokens > params.capacity)
             comm::record_error(&params.state->error, SY_TAG_NUM_TOKENS, 0, SY_REASON_VALUE,
                                asked_tokens, params.capacity);
     } else {
-        send_tokens<Config>(shared, params, begin, end, num_tokens, ahead, expert_ahead,
-                            weight_ahead, own_experts);
+        const uint32_t end = min(upto, num_tokens);
+        count_rows<Config>(shared, params, begin, num_tokens, experts);
+        const uint32_t chunk_mask =
+            begin + lane_idx < end
+                ? server_mask<Config>(shared, params, begin + lane_idx, own_experts)
+                : 0;
+        Unit<Config::kFp8> unit = {};
+        if constexpr (Config::kRowPerPass)
+            unit = make_unit<Config>(ahead);
+        __syncthreads();
+        if (thread_idx == 0)
+            is_last = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, num_data_blocks) ==
+                      num_data_blocks;
+        send_tokens<Config>(shared, params, begin, end, unit, chunk_mask);
     }
     if (is_last)
         params.state->sequence = sequence + 1;

@@ -7,6 +7,7 @@
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/answer.cuh"
 #include "switchyard/impls/frames.cuh"
+#include "switchyard/impls/rows.cuh"
 #include "switchyard/layout/slot.cuh"
 #include "switchyard/ptx/memory.cuh"
 #include "switchyard/ptx/sync.cuh"
@@ -26,58 +27,115 @@ __device__ __noinline__ inline bool must_give_up(const sy_echo_params& params, u
     return true;
 }
 
-// Between two polls of a thread.
-constexpr uint32_t kPollPauseNs = 100;
+// Rows whose flags one load of a warp covers, and loads of a warp that are under way together.
+constexpr uint32_t kRowsPerLoad = 64;
+constexpr uint32_t kMostLoads = 4;
 
-// Waits until all rows of all clients are there, as expert arithmetic on whole batches would need.
+// Waits for every client's header word, which covers the entries. One warp, a lane per client.
+__device__ __forceinline__ void await_heads(AnswerShared& shared, const sy_echo_params& params) {
+    const uint32_t client_idx = threadIdx.x & 31;
+    if (client_idx >= params.num_clients)
+        return;
+    const FrameAt frame =
+        frame_at(params.geometry, shared.clients[client_idx], shared.number[client_idx]);
+    uint64_t start_ns = 0;
+    uint32_t num_rows;
+    for (uint32_t num_polls = 1; (num_rows = accepted_rows(frame)) == kRowsUnknown; ++num_polls)
+        if (num_polls % comm::kPollsPerCheck == 0 &&
+            must_give_up(params, client_idx, &start_ns, frame.number))
+            break;
+    const bool fits = num_rows <= params.capacity;
+    shared.num_rows[client_idx] = fits ? num_rows : 0;
+    if (fits)
+        atomicMax(&shared.most_rows, num_rows);
+    else
+        atomicOr(&shared.given_up, 1u << client_idx);
+}
+
+// Waits until all rows of `kLoads` runs of rows are there, or known not to exist. One warp.
+template <uint32_t kLoads, class Config>
+__device__ __forceinline__ void await_runs(AnswerShared& shared, const sy_echo_params& params,
+                                           uint32_t first_run, uint32_t num_runs) {
+    constexpr uint32_t kStride = Config::kNumThreads / 32 - 1;
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t lane_idx = threadIdx.x & 31;
+    FrameAt frames[kLoads];
+    uint32_t clients[kLoads], rows[kLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i) {
+        const uint32_t run = min(first_run + i * kStride, num_runs - 1);
+        clients[i] = run % params.num_clients;
+        rows[i] = run / params.num_clients * kRowsPerLoad + lane_idx * 2;
+        frames[i] = frame_at(geometry, shared.clients[clients[i]], shared.number[clients[i]]);
+    }
+    uint64_t start_ns = 0;
+    for (uint32_t num_polls = 1;; ++num_polls) {
+        // All loads of a poll leave together: an acquiring one stands last, and several are ordered by a
+        // fence after the last poll.
+        uint64_t words[kLoads];
+        ptx::U64Pair flags[kLoads];
+#pragma unroll
+        for (uint32_t i = 0; i < kLoads; ++i)
+            words[i] = ptx::ld_relaxed_sys(frames[i].header_word);
+#pragma unroll
+        for (uint32_t i = 0; i < kLoads; ++i) {
+            const uint64_t at = layout::request_flag_at(geometry, frames[i].address, rows[i]);
+            flags[i] = kLoads == 1 ? ptx::ld_acquire_sys_v2(at) : ptx::ld_relaxed_sys_v2(at);
+        }
+        uint32_t late = 0; // clients, as a mask
+#pragma unroll
+        for (uint32_t i = 0; i < kLoads; ++i) {
+            const uint32_t num_rows = rows_said(frames[i], words[i]);
+            // A count that cannot be is refused by await_heads.
+            const uint32_t limit = min(num_rows, params.capacity);
+            const bool waits = num_rows == kRowsUnknown ||
+                               (rows[i] < limit && flags[i].first < frames[i].number) ||
+                               (rows[i] + 1 < limit && flags[i].second < frames[i].number);
+            late |= waits ? 1u << clients[i] : 0;
+        }
+        late = __reduce_or_sync(kFullWarp, late);
+        if (late == 0)
+            break;
+        if (num_polls % comm::kPollsPerCheck != 0)
+            continue;
+        const uint32_t client_idx = __ffs(late) - 1;
+        const bool gives_up = lane_idx == 0 && must_give_up(params, client_idx, &start_ns,
+                                                            shared.number[client_idx]);
+        if (__any_sync(kFullWarp, gives_up)) {
+            if (lane_idx == 0)
+                atomicOr(&shared.given_up, late);
+            break;
+        }
+    }
+    if (kLoads != 1)
+        ptx::fence_acq_rel_sys();
+}
+
+// Waits until all rows of all clients are there, as expert arithmetic on whole batches would need. The last
+// warp waits for headers, the others for rows.
 template <class Config>
 __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
                                                  const sy_echo_params& params) {
-    const sy_frame_geometry& geometry = params.geometry;
-    // A thread per row that a client may have sent. It waits for the row's flag, or for the announcement
-    // that there is no such row.
-    for (uint32_t unit = threadIdx.x; unit < params.capacity * params.num_clients;
-         unit += Config::kNumThreads) {
-        const uint32_t client_idx = unit % params.num_clients, row = unit / params.num_clients;
-        const FrameAt frame =
-            frame_at(geometry, shared.clients[client_idx], shared.number[client_idx]);
-        const bool is_first = row == 0;
-        uint64_t start_ns = 0;
-        uint32_t num_rows = kRowsUnknown;
-        for (uint32_t num_polls = 1;; ++num_polls) {
-            const bool arrived = row_arrived(geometry, frame, row);
-            // One thread per block asks for the number of rows, the others ask it.
-            if (is_first)
-                num_rows = announced_rows(frame);
-            else if (!arrived)
-                num_rows = *const_cast<volatile uint32_t*>(&shared.num_rows[client_idx]);
-            if (is_first && num_rows != kRowsUnknown)
-                *const_cast<volatile uint32_t*>(&shared.num_rows[client_idx]) = num_rows;
-            // The first row's thread also needs the number of rows.
-            if (is_first ? num_rows != kRowsUnknown && (arrived || num_rows == 0)
-                         : arrived || row >= num_rows)
-                break;
-            __nanosleep(kPollPauseNs);
-            if (num_polls % comm::kPollsPerCheck == 0 &&
-                must_give_up(params, client_idx, &start_ns, frame.number)) {
-                atomicOr(&shared.given_up, 1u << client_idx);
-                break;
-            }
-        }
-        if (is_first) {
-            const bool fits = num_rows <= params.capacity;
-            shared.num_rows[client_idx] = fits ? num_rows : 0;
-            if (!fits)
-                atomicOr(&shared.given_up, 1u << client_idx);
-            else
-                atomicMax(&shared.most_rows, num_rows);
-        }
+    constexpr uint32_t kNumWarps = Config::kNumThreads / 32 - 1;
+    const uint32_t num_runs =
+        (params.capacity + kRowsPerLoad - 1) / kRowsPerLoad * params.num_clients;
+    const uint32_t warp_idx = threadIdx.x / 32;
+    if (warp_idx == kNumWarps) {
+        await_heads(shared, params);
+    } else if (num_runs <= kNumWarps) {
+        if (warp_idx < num_runs)
+            await_runs<1, Config>(shared, params, warp_idx, num_runs);
+    } else {
+        for (uint32_t run = warp_idx; run < num_runs; run += kNumWarps * kMostLoads)
+            await_runs<kMostLoads, Config>(shared, params, run, num_runs);
     }
     __syncthreads();
-    if (threadIdx.x < params.num_clients && (shared.given_up >> threadIdx.x & 1) != 0)
-        shared.num_rows[threadIdx.x] = 0;
-    if (shared.given_up != 0)
+    const uint32_t given_up = shared.given_up;
+    if (given_up != 0) {
+        if (threadIdx.x < params.num_clients && (given_up >> threadIdx.x & 1) != 0)
+            shared.num_rows[threadIdx.x] = 0;
         __syncthreads();
+    }
 }
 
 template <class Config>
@@ -99,7 +157,6 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         const uint64_t number = params.state->taken[threadIdx.x] + 1;
         const uint32_t place = layout::ring_place(params.geometry, number);
         shared.number[threadIdx.x] = number;
-        shared.num_rows[threadIdx.x] = kRowsUnknown;
         shared.request_frame[threadIdx.x] =
             client.request + layout::request_frame(params.geometry, place);
         shared.response_window[threadIdx.x] =

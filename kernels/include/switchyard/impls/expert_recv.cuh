@@ -32,6 +32,7 @@ static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
 constexpr float kMaxScale = 7.5955873e35f;
 
 struct RecvSnapshot {
+    uint64_t number[SY_MAX_PEERS];
     uint32_t taken; // clients, as a mask
     uint32_t layer;
     uint32_t num_rows[SY_MAX_PEERS];
@@ -40,11 +41,14 @@ struct RecvSnapshot {
 
 struct RecvShared {
     RecvSnapshot snapshot;
+    // SY_ERROR_* of a client's frame: found in its entries, found in its rows, and known to all blocks.
+    uint32_t entry_code[SY_MAX_PEERS];
+    uint32_t row_code[SY_MAX_PEERS];
     uint32_t bad_code[SY_MAX_PEERS];
+    uint32_t new_code[SY_MAX_PEERS];
+    uint32_t any_bad_row; // in any block
     uint32_t row_begin[SY_MAX_PEERS + 1];
     sy_client_peer clients[SY_MAX_PEERS];
-    uint32_t ready, dead; // clients, as masks
-    uint32_t announced[SY_MAX_PEERS];
     uint32_t histogram[SY_MAX_EXPERTS];
     int16_t local_expert[SY_MAX_EXPERTS];
     uint32_t base[SY_MAX_EXPERTS];
@@ -125,102 +129,70 @@ __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
                             number);
 }
 
-// Rows of a frame that one poll of a warp covers.
-constexpr uint32_t kRowsPerPoll = 128;
+// What one look at the clients found, by lane.
+struct Arrivals {
+    uint64_t number;
+    uint32_t num_rows; // kRowsUnknown before the header is there
+    bool is_dead;
+};
 
-// Whether all announced rows and the header are there. Rows before `*upto` are known to be. One warp.
-__device__ __forceinline__ bool poll_frame(RecvShared& shared, const sy_frame_geometry& geometry,
-                                           const FrameAt& frame, uint32_t client_idx,
-                                           uint32_t* upto) {
-    const uint32_t lane_idx = threadIdx.x & 31;
-    const uint64_t header = ptx::ld_acquire_sys(frame.header_flag);
-    const uint32_t num_rows = announced_rows(frame);
-    if (num_rows == kRowsUnknown || header < frame.number)
-        return false;
-    // What cannot be is left to the check of the header.
-    const uint32_t limit = min(num_rows, geometry.max_tokens);
-    while (*upto < limit) {
-        bool arrived = true;
-#pragma unroll
-        for (uint32_t i = 0; i < kRowsPerPoll / 32; ++i) {
-            const uint32_t row = *upto + i * 32 + lane_idx;
-            arrived &= row >= limit || row_arrived(geometry, frame, row);
-        }
-        if (!__all_sync(kFullWarp, arrived))
-            return false;
-        *upto += kRowsPerPoll;
-    }
-    if (lane_idx == 0) {
-        shared.announced[client_idx] = num_rows;
-        atomicOr(&shared.ready, 1u << client_idx);
-    }
-    __syncwarp();
-    return true;
-}
-
-// Waits until `wanted` clients have a frame or are known to be dead. All warps, each for its client.
-__device__ __forceinline__ void await_frames(RecvShared& shared,
-                                             const sy_expert_recv_params& params, uint32_t wanted) {
-    const uint32_t client_idx = threadIdx.x / 32;
-    if (client_idx >= params.num_clients)
-        return;
+// Waits until `wanted` clients have a header or are known to be dead. One warp, a lane per client.
+__device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
+                                                  const sy_expert_recv_params& params,
+                                                  uint32_t wanted) {
+    const uint32_t client_idx = threadIdx.x;
+    const bool is_client = client_idx < params.num_clients;
     const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
                                    nullptr, params.timeout_ns};
-    const FrameAt frame = frame_at(params.geometry, shared.clients[client_idx],
-                                   params.state->taken[client_idx] + 1);
+    Arrivals seen = {0, kRowsUnknown, false};
+    if (is_client)
+        seen.number = params.state->taken[client_idx] + 1;
+    const FrameAt frame =
+        frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
     uint64_t start_ns = 0;
-    uint32_t upto = 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
-        if (poll_frame(shared, params.geometry, frame, client_idx, &upto))
-            return;
-        const uint32_t ready = *const_cast<volatile uint32_t*>(&shared.ready);
-        const uint32_t dead = *const_cast<volatile uint32_t*>(&shared.dead);
-        if (__any_sync(kFullWarp, __popc(ready | dead) >= wanted))
-            return;
+        if (is_client && seen.num_rows == kRowsUnknown)
+            seen.num_rows = accepted_rows(frame);
+        const bool is_settled = seen.num_rows != kRowsUnknown || seen.is_dead;
+        if (__popc(__ballot_sync(kFullWarp, is_settled)) >= wanted)
+            return seen;
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
-        if (comm::is_aborted(bound, client_idx))
-            atomicOr(&shared.dead, 1u << client_idx);
+        seen.is_dead = is_client && comm::is_aborted(bound, client_idx);
         if (__any_sync(kFullWarp, comm::elapsed_ns(&start_ns) > params.timeout_ns))
-            return;
+            return seen;
     }
 }
 
 // Chooses the batch among the frames that are there. One warp, a lane per client.
 template <uint32_t kWays>
 __device__ __forceinline__ void choose_batch(RecvShared& shared,
-                                             const sy_expert_recv_params& params, uint32_t wanted) {
+                                             const sy_expert_recv_params& params,
+                                             const Arrivals& seen, uint32_t wanted) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t lane_idx = threadIdx.x;
     const bool is_client = lane_idx < params.num_clients;
+    const bool is_ready = seen.num_rows != kRowsUnknown;
     const sy_client_peer& client = shared.clients[is_client ? lane_idx : 0];
-    struct {
-        uint32_t num_rows;
-        bool is_ready;
-    } seen = {};
-    uint64_t number = 0;
-    if (is_client) {
-        number = params.state->taken[lane_idx] + 1;
-        seen.is_ready = (shared.ready >> lane_idx & 1) != 0;
-        seen.num_rows = seen.is_ready ? shared.announced[lane_idx] : 0;
-    }
+    const uint64_t number = seen.number;
     const uint32_t place = layout::ring_place(geometry, number);
     const uint32_t start = params.state->next_client;
     // An idle server is no error; with min_ready above 1 the caller expected so many. Who is dead is to
     // blame then, or everybody who did not come in time.
-    const uint32_t ready = shared.ready, dead = shared.dead;
-    const bool is_dead = (dead >> lane_idx & 1) != 0;
-    const bool has_expired = __popc(ready | dead) < wanted;
-    if (is_client && !seen.is_ready && wanted > 1 && __popc(ready) < wanted &&
-        (is_dead || has_expired))
-        comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
-                           is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
+    const uint32_t num_ready = __popc(__ballot_sync(kFullWarp, is_ready));
+    const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
+    if (is_client && !is_ready && wanted > 1 && num_ready < wanted) {
+        const bool is_dead = seen.is_dead;
+        if (is_dead || num_settled < wanted)
+            comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
+                               is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
+    }
 
     uint32_t layer = 0, code = 0;
-    if (seen.is_ready)
+    if (is_ready)
         code = check_header(params, client, client.request + layout::request_frame(geometry, place),
                             seen.num_rows, &layer);
-    const uint32_t good = __ballot_sync(kFullWarp, seen.is_ready && code == 0);
+    const uint32_t good = __ballot_sync(kFullWarp, is_ready && code == 0);
     // The first good client from `start` on sets the layer; the others of that layer join.
     const uint32_t from_start = good & ~((1u << start) - 1);
     const uint32_t leader = good == 0 ? 0 : __ffs(from_start != 0 ? from_start : good) - 1;
@@ -239,9 +211,10 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     const uint32_t taken = __ballot_sync(kFullWarp, is_taken);
     shared.snapshot.num_rows[lane_idx] = is_taken ? seen.num_rows : 0;
     shared.snapshot.place[lane_idx] = place;
+    shared.snapshot.number[lane_idx] = number;
     if (lane_idx == 0) {
         shared.snapshot.taken = taken;
-        shared.snapshot.layer = batch_layer;
+        shared.snapshot.layer = taken != 0 ? batch_layer : 0;
         if (taken != 0) {
             params.state->next_client = (leader + 1) % params.num_clients;
             params.state->num_batches += 1;
@@ -254,11 +227,9 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
         refuse<kWays>(shared, params, lane_idx, number, code);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
-    if (is_taken) {
-        params.lists.batch->frame_number[lane_idx] = number;
-        if constexpr (kWays == comm::kDirectOnly)
+    if constexpr (kWays == comm::kDirectOnly)
+        if (is_taken)
             tell_taken<kWays>(params, client, number, seen.num_rows);
-    }
 }
 
 __device__ __forceinline__ uint32_t client_of_row(const RecvShared& shared, uint32_t num_clients,
@@ -301,10 +272,10 @@ __device__ __forceinline__ int32_t local_expert(const RecvShared& shared,
     return is_mine ? local : -SY_ERROR_NOT_MY_EXPERT;
 }
 
-// Up to eight entries of a row, as copied from the slot; `packed` is expert << kRankBits | rank.
+// Up to eight entries of a row, as copied from the slot. `packed` is the expert and, once counted,
+// expert << kRankBits | rank.
 struct RowEntries {
-    uint2 entry[8];
-    uint32_t packed[8];
+    uint32_t packed[8], weight[8];
 };
 
 __device__ __forceinline__ void load_entries(const RecvShared& shared,
@@ -315,9 +286,12 @@ __device__ __forceinline__ void load_entries(const RecvShared& shared,
     const uint2* source = reinterpret_cast<const uint2*>(layout::entries_at(
         geometry, frame_of(shared, params, client_idx), row - shared.row_begin[client_idx]));
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-        entries.entry[i] = first + i < geometry.top_k ? source[first + i]
-                                                      : make_uint2(SY_NO_EXPERT, 0);
+    for (uint32_t i = 0; i < 8; ++i) {
+        const uint2 entry =
+            first + i < geometry.top_k ? source[first + i] : make_uint2(SY_NO_EXPERT, 0);
+        entries.packed[i] = entry.x;
+        entries.weight[i] = entry.y;
+    }
 }
 
 // Checks entries and counts them by expert. Returns SY_ERROR_* or 0.
@@ -327,14 +301,14 @@ __device__ __forceinline__ uint32_t count_entries(RecvShared& shared,
     uint32_t code = 0;
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
-        entries.packed[i] = SY_NO_EXPERT;
-        if (entries.entry[i].x == SY_NO_EXPERT)
+        if (entries.packed[i] == SY_NO_EXPERT)
             continue;
         ++*num_entries;
-        const int32_t local = local_expert(shared, params, entries.entry[i].x);
+        const int32_t local = local_expert(shared, params, entries.packed[i]);
+        entries.packed[i] = SY_NO_EXPERT;
         if (local < 0)
             code = max(code, static_cast<uint32_t>(-local));
-        else if ((entries.entry[i].y & 0x7f800000u) == 0x7f800000u)
+        else if ((entries.weight[i] & 0x7f800000u) == 0x7f800000u)
             code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
         else
             entries.packed[i] = static_cast<uint32_t>(local) << kRankBits |
@@ -347,32 +321,7 @@ __device__ __forceinline__ bool is_good_scale(float scale) {
     return scale > 0.0f && scale <= kMaxScale; // NaN compares false
 }
 
-__device__ __forceinline__ void check_scales(RecvShared& shared,
-                                             const sy_expert_recv_params& params,
-                                             uint32_t first_thread) {
-    const sy_frame_geometry& geometry = params.geometry;
-    const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
-    const bool by_four = geometry.scales_per_row % 4 == 0;
-    const uint32_t per_row = by_four ? geometry.scales_per_row / 4 : geometry.scales_per_row;
-    for (uint32_t i = first_thread; i < num_rows * per_row; i += kRecvStride) {
-        const uint32_t row = i / per_row, part = i - row * per_row;
-        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
-        const uint64_t at = layout::scales_at(geometry, frame_of(shared, params, client_idx),
-                                              row - shared.row_begin[client_idx]);
-        bool is_good;
-        if (by_four) {
-            const float4 four = reinterpret_cast<const float4*>(at)[part];
-            is_good = is_good_scale(four.x) && is_good_scale(four.y) && is_good_scale(four.z) &&
-                      is_good_scale(four.w);
-        } else {
-            is_good = is_good_scale(reinterpret_cast<const float*>(at)[part]);
-        }
-        if (!is_good)
-            atomicMax(&shared.bad_code[client_idx], uint32_t{SY_ERROR_BAD_FRAME});
-    }
-}
-
-// Checks the tables of every row and counts entries by expert. The first eight entries of a thread's
+// Checks the entries of every row and counts them by expert. The first eight entries of a thread's
 // first row stay in `kept`; what they need later, others leave in row_position.
 __device__ __forceinline__ void check_and_count(RecvShared& shared,
                                                 const sy_expert_recv_params& params,
@@ -382,7 +331,6 @@ __device__ __forceinline__ void check_and_count(RecvShared& shared,
     if (first_thread < num_rows)
         load_entries(shared, params, client_of_row(shared, params.num_clients, first_thread),
                      first_thread, 0, kept);
-    check_scales(shared, params, first_thread);
     for (uint32_t row = first_thread; row < num_rows; row += kRecvStride) {
         const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
         uint32_t num_entries = 0, code = 0;
@@ -404,8 +352,126 @@ __device__ __forceinline__ void check_and_count(RecvShared& shared,
         if (num_entries == 0)
             code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
         if (code != 0)
-            atomicMax(&shared.bad_code[client_idx], code);
+            atomicMax(&shared.entry_code[client_idx], code);
     }
+}
+
+// A header is followed by its rows at once; a client that stopped in between must not stop the others.
+constexpr uint64_t kRowBoundNs = 20'000'000;
+
+// What a warp waits for together: the rows of its two halves in this many rounds.
+template <uint32_t kRounds> struct RowWait {
+    uint32_t client_idx[kRounds];
+    uint32_t row[kRounds];
+    uint64_t number[kRounds]; // 0: no row
+};
+
+// Waits for rows and checks their scales. One warp; half a warp per row.
+template <uint32_t kRounds>
+__device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_recv_params& params,
+                                          uint32_t first_row, uint32_t stride) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t lane_idx = threadIdx.x & 31, part_idx = lane_idx & 15;
+    const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
+    RowWait<kRounds> wait;
+#pragma unroll
+    for (uint32_t i = 0; i < kRounds; ++i) {
+        const uint32_t row = first_row + (lane_idx >> 4) + i * stride;
+        const bool is_row = row < num_rows;
+        const uint32_t client_idx = client_of_row(shared, params.num_clients, is_row ? row : 0);
+        wait.client_idx[i] = client_idx;
+        wait.row[i] = is_row ? row - shared.row_begin[client_idx] : 0;
+        wait.number[i] = is_row ? shared.snapshot.number[client_idx] : 0;
+    }
+    uint64_t start_ns = 0;
+    for (uint32_t num_polls = 1;; ++num_polls) {
+        uint64_t flags[kRounds];
+#pragma unroll
+        for (uint32_t i = 0; i < kRounds; ++i) {
+            const uint64_t* flag = reinterpret_cast<const uint64_t*>(layout::request_flag_at(
+                geometry, frame_of(shared, params, wait.client_idx[i]), wait.row[i]));
+            flags[i] = kRounds == 1 ? ptx::ld_acquire_sys(flag) : ptx::ld_relaxed_sys(flag);
+        }
+        uint32_t late = 0; // clients, as a mask
+#pragma unroll
+        for (uint32_t i = 0; i < kRounds; ++i)
+            late |= flags[i] < wait.number[i] ? 1u << wait.client_idx[i] : 0;
+        if (!__any_sync(kFullWarp, late != 0))
+            break;
+        if (num_polls % comm::kPollsPerCheck != 0)
+            continue;
+        const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
+                                       nullptr, params.timeout_ns};
+        const uint32_t client_idx = late != 0 ? __ffs(late) - 1 : 0;
+        const bool is_aborted = late != 0 && comm::is_aborted(bound, client_idx);
+        const bool has_expired =
+            comm::elapsed_ns(&start_ns) > max(params.timeout_ns, kRowBoundNs);
+        if (late != 0 && (is_aborted || has_expired)) {
+            comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, client_idx,
+                               is_aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
+                               shared.snapshot.number[client_idx] - 1,
+                               shared.snapshot.number[client_idx]);
+            atomicMax(&shared.row_code[client_idx], uint32_t{SY_ERROR_INTERNAL});
+        }
+        // The client is out of the batch; its other rows need not be waited for.
+#pragma unroll
+        for (uint32_t i = 0; i < kRounds; ++i)
+            if (wait.number[i] != 0 && atomicMax(&shared.row_code[wait.client_idx[i]], 0u) != 0)
+                wait.number[i] = 0;
+    }
+    if (kRounds != 1)
+        ptx::fence_acq_rel_sys();
+    const bool by_four = geometry.scales_per_row % 4 == 0;
+    const uint32_t num_parts = by_four ? geometry.scales_per_row / 4 : geometry.scales_per_row;
+    bool is_good[kRounds];
+#pragma unroll
+    for (uint32_t i = 0; i < kRounds; ++i)
+        is_good[i] = true;
+    for (uint32_t part = part_idx; part < num_parts; part += 16) {
+        float4 four[kRounds];
+#pragma unroll
+        for (uint32_t i = 0; i < kRounds; ++i) {
+            four[i] = {1.0f, 1.0f, 1.0f, 1.0f};
+            const uint64_t at = layout::scales_at(
+                geometry, frame_of(shared, params, wait.client_idx[i]), wait.row[i]);
+            if (wait.number[i] == 0)
+                continue;
+            if (by_four)
+                four[i] = reinterpret_cast<const float4*>(at)[part];
+            else
+                four[i].x = reinterpret_cast<const float*>(at)[part];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kRounds; ++i)
+            is_good[i] &= is_good_scale(four[i].x) && is_good_scale(four[i].y) &&
+                          is_good_scale(four[i].z) && is_good_scale(four[i].w);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kRounds; ++i)
+        if (!is_good[i])
+            atomicMax(&shared.row_code[wait.client_idx[i]], uint32_t{SY_ERROR_BAD_FRAME});
+}
+
+constexpr uint32_t kMostRounds = 2;
+
+// Waits for the rows of the batch and checks their scales. Every block its share, every warp a row per half.
+__device__ __forceinline__ void await_rows(RecvShared& shared, const sy_expert_recv_params& params,
+                                           uint32_t rank) {
+    constexpr uint32_t kStride = kRecvStride / 16;
+    const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
+    // Neighbouring rows go to different blocks.
+    const uint32_t first = (threadIdx.x / 32 * kRecvBlocks + rank) * 2;
+    if (num_rows <= kStride) {
+        if (first < num_rows)
+            take_rows<1>(shared, params, first, kStride);
+    } else {
+        for (uint32_t row = first; row < num_rows; row += kStride * kMostRounds)
+            take_rows<kMostRounds>(shared, params, row, kStride);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32 && shared.row_code[threadIdx.x] != 0)
+        for (uint32_t other = 0; other < kRecvBlocks; ++other)
+            ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.any_bad_row, other), 1);
 }
 
 // Where this block's entries of each expert begin in the lists. Returns the number of entries.
@@ -477,7 +543,7 @@ __device__ __forceinline__ void fill_lists(const RecvShared& shared,
 #pragma unroll
             for (uint32_t i = 0; i < 8; ++i)
                 if (i < geometry.top_k)
-                    place(row, i, kept.packed[i], kept.entry[i].y);
+                    place(row, i, kept.packed[i], kept.weight[i]);
         }
         const uint2* entries = reinterpret_cast<const uint2*>(
             layout::entries_at(geometry, frame_of(shared, params, client_idx), frame_row));
@@ -487,25 +553,57 @@ __device__ __forceinline__ void fill_lists(const RecvShared& shared,
     }
 }
 
-// Takes bad clients out of the batch and tells them. True when there were any. One warp per block.
-template <uint32_t kWays>
+// Takes clients with a code in any block out of the batch; `codes` is in this block's shared memory. True
+// when there were any. Called by all.
 __device__ __forceinline__ bool drop_bad_clients(RecvShared& shared,
                                                  const sy_expert_recv_params& params,
-                                                 uint32_t rank) {
+                                                 const uint32_t* codes) {
     const uint32_t lane_idx = threadIdx.x;
     uint32_t code = 0;
+    if (lane_idx < 32) {
 #pragma unroll
-    for (uint32_t other = 0; other < kRecvBlocks; ++other)
-        code = max(code, ptx::ld_shared_cluster(
-                             ptx::mapa_shared_cluster(&shared.bad_code[lane_idx], other)));
-    const bool any = __any_sync(kFullWarp, code != 0);
-    if (any && rank == 0 && code != 0) {
-        if constexpr (kWays == comm::kDirectOnly)
-            refuse<kWays>(shared, params, lane_idx, params.lists.batch->frame_number[lane_idx], code);
-        atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
+        for (uint32_t other = 0; other < kRecvBlocks; ++other)
+            code = max(code, ptx::ld_shared_cluster(
+                                 ptx::mapa_shared_cluster(&codes[lane_idx], other)));
+        if (shared.bad_code[lane_idx] != 0)
+            code = 0; // known
+        shared.new_code[lane_idx] = code;
     }
-    shared.warp_sums[lane_idx] = code;
-    return any;
+    __syncthreads();
+    bool any = false;
+    for (uint32_t client_idx = 0; client_idx < params.num_clients; ++client_idx)
+        any |= shared.new_code[client_idx] != 0;
+    if (!any)
+        return false;
+    cluster_barrier();
+    if (lane_idx < 32) {
+        shared.bad_code[lane_idx] = max(shared.bad_code[lane_idx], shared.new_code[lane_idx]);
+        number_rows(shared);
+    }
+    for (uint32_t i = threadIdx.x; i < params.num_local_experts; i += kRecvThreads)
+        shared.histogram[i] = 0;
+    __syncthreads();
+    return true;
+}
+
+__device__ __forceinline__ void write_batch(const RecvShared& shared,
+                                            const sy_expert_recv_params& params,
+                                            uint32_t num_entries) {
+    const uint32_t lane_idx = threadIdx.x;
+    sy_batch* batch = params.lists.batch;
+    const bool is_in =
+        (shared.snapshot.taken >> lane_idx & 1) != 0 && shared.bad_code[lane_idx] == 0;
+    if (is_in)
+        batch->frame_number[lane_idx] = shared.snapshot.number[lane_idx];
+    batch->row_begin[lane_idx + 1] = shared.row_begin[lane_idx + 1];
+    const uint32_t clients = __ballot_sync(kFullWarp, is_in);
+    if (lane_idx == 0) {
+        batch->row_begin[0] = 0;
+        batch->num_rows = shared.row_begin[SY_MAX_PEERS];
+        batch->num_entries = num_entries;
+        batch->layer = shared.snapshot.layer;
+        batch->clients = clients;
+    }
 }
 
 template <uint32_t kWays>
@@ -520,29 +618,26 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
         shared.histogram[i] = 0;
     if (thread_idx < 32)
-        shared.bad_code[thread_idx] = 0;
+        shared.entry_code[thread_idx] = shared.row_code[thread_idx] = shared.bad_code[thread_idx] =
+            0;
     if (thread_idx == 0)
-        shared.ready = shared.dead = 0;
+        shared.any_bad_row = 0;
     layout::TableCopy<sy_client_peer, kRecvThreads, SY_MAX_PEERS> clients;
     clients.load(params.clients, params.num_clients);
     clients.store(shared.clients, params.num_clients);
-    for (uint32_t i = thread_idx; i < params.num_experts; i += kRecvThreads)
-        shared.local_expert[i] = params.local_expert[i];
     __syncthreads();
     ptx::griddepcontrol_wait();
     if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
         ptx::griddepcontrol_launch_dependents();
-    if (rank == 0) {
-        await_frames(shared, params, wanted);
-        __syncthreads();
-        if (thread_idx < 32)
-            choose_batch<kWays>(shared, params, wanted);
+    if (rank == 0 && thread_idx < 32) {
+        const Arrivals seen = await_headers(shared, params, wanted);
+        choose_batch<kWays>(shared, params, seen, wanted);
         if constexpr (kWays != comm::kDirectOnly) {
             // Apart from the choice, because building requests takes registers.
             __syncwarp();
-            if (thread_idx < 32 && (shared.snapshot.taken >> thread_idx & 1) != 0)
+            if ((shared.snapshot.taken >> thread_idx & 1) != 0)
                 tell_taken<kWays>(params, shared.clients[thread_idx],
-                                  params.state->taken[thread_idx],
+                                  shared.snapshot.number[thread_idx],
                                   shared.snapshot.num_rows[thread_idx]);
         }
     }
@@ -553,58 +648,44 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         *mine = ptx::ld_shared_cluster(ptx::mapa_shared_cluster(mine, 0));
     }
     __syncthreads();
+    // The layer was checked; without a batch it is 0.
+    const int16_t* local_expert = params.local_expert + uint64_t{shared.snapshot.layer} * params.num_experts;
+    for (uint32_t i = thread_idx; i < params.num_experts; i += kRecvThreads)
+        shared.local_expert[i] = local_expert[i];
     if (thread_idx < 32)
         number_rows(shared);
     __syncthreads();
-    RowEntries kept;
-    __shared__ bool has_bad;
-    for (bool is_second = false;; is_second = true) {
+    // Lists are made from the entries while the rows arrive. Once more after every frame that proves bad:
+    // rare, and at most once per client.
+    for (bool checks_rows = true;;) {
+        RowEntries kept;
         check_and_count(shared, params, first_thread, kept);
         cluster_barrier();
-        if (is_second)
-            break;
-        if (thread_idx < 32) {
-            const bool any = drop_bad_clients<kWays>(shared, params, rank);
-            if (thread_idx == 0)
-                has_bad = any;
-        }
+        if (drop_bad_clients(shared, params, shared.entry_code))
+            continue;
+        const uint32_t num_entries = place_experts(shared, params, rank);
         __syncthreads();
-        if (!has_bad)
-            break;
-        // Rare: count again without them. Their codes must be known to all before counts restart.
+        fill_lists(shared, params, first_thread, kept);
+        if (rank == 0 && thread_idx < 32)
+            write_batch(shared, params, num_entries);
+        if (checks_rows)
+            await_rows(shared, params, rank);
+        // NOTES: a block that leaves takes its shared memory along, so nobody looks into another's after
+        // the last barrier.
         cluster_barrier();
-        if (thread_idx < 32) {
-            shared.bad_code[thread_idx] = shared.warp_sums[thread_idx];
-            number_rows(shared);
-        }
-        for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
-            shared.histogram[i] = 0;
-        __syncthreads();
-    }
-    const uint32_t num_entries = place_experts(shared, params, rank);
-    __syncthreads();
-    fill_lists(shared, params, first_thread, kept);
-    if constexpr (kWays != comm::kDirectOnly) {
-        // Only now, because building requests takes registers.
-        if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0)
-            refuse<kWays>(shared, params, thread_idx, params.lists.batch->frame_number[thread_idx],
-                          shared.bad_code[thread_idx]);
-    }
-    if (rank == 0 && thread_idx < 32) {
-        sy_batch* batch = params.lists.batch;
-        batch->row_begin[thread_idx + 1] = shared.row_begin[thread_idx + 1];
-        const uint32_t clients = __ballot_sync(
-            kFullWarp, (shared.snapshot.taken >> thread_idx & 1) != 0 && shared.bad_code[thread_idx] == 0);
-        if (thread_idx == 0) {
-            batch->row_begin[0] = 0;
-            batch->num_rows = shared.row_begin[SY_MAX_PEERS];
-            batch->num_entries = num_entries;
-            batch->layer = shared.snapshot.layer;
-            batch->clients = clients;
+        if (!checks_rows || shared.any_bad_row == 0)
+            break;
+        checks_rows = false;
+        if (!drop_bad_clients(shared, params, shared.row_code)) {
+            cluster_barrier();
+            break;
         }
     }
-    // NOTES: a block that left early would take its shared memory from under its neighbours' loads.
-    cluster_barrier();
+    if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0) {
+        refuse<kWays>(shared, params, thread_idx, shared.snapshot.number[thread_idx],
+                      shared.bad_code[thread_idx]);
+        atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
+    }
 }
 
 } // namespace switchyard::impls

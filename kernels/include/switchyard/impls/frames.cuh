@@ -14,8 +14,7 @@ namespace switchyard::impls {
 struct FrameAt {
     uint64_t number;
     uint64_t address;
-    const uint64_t* announce;
-    const uint64_t* header_flag;
+    const uint64_t* header_word;
 };
 
 __device__ __forceinline__ FrameAt frame_at(const sy_frame_geometry& geometry,
@@ -23,18 +22,26 @@ __device__ __forceinline__ FrameAt frame_at(const sy_frame_geometry& geometry,
     const uint32_t place = layout::ring_place(geometry, number);
     const uint64_t control = client.request + geometry.control_offset;
     return {number, client.request + layout::request_frame(geometry, place),
-            reinterpret_cast<const uint64_t*>(control + SY_WORD_ANNOUNCE(place)),
             reinterpret_cast<const uint64_t*>(control + SY_WORD_HEADER(place))};
 }
 
 constexpr uint32_t kRowsUnknown = 0xffffffffu;
 
-// Rows that the client announced for the frame, kRowsUnknown before it has.
-__device__ __forceinline__ uint32_t announced_rows(const FrameAt& frame) {
-    const uint64_t word = ptx::ld_relaxed_sys(frame.announce);
+// Rows of the frame, kRowsUnknown before the client has said.
+__device__ __forceinline__ uint32_t rows_said(const FrameAt& frame, uint64_t word) {
     return word >> SY_ANNOUNCE_SHIFT == frame.number
                ? static_cast<uint32_t>(word & ((1u << SY_ANNOUNCE_SHIFT) - 1))
                : kRowsUnknown;
+}
+
+// Their number only; says nothing about what else has arrived.
+__device__ __forceinline__ uint32_t announced_rows(const FrameAt& frame) {
+    return rows_said(frame, ptx::ld_relaxed_sys(frame.header_word));
+}
+
+// SYNC POINT accept: once they are known, header and entries are there.
+__device__ __forceinline__ uint32_t accepted_rows(const FrameAt& frame) {
+    return rows_said(frame, ptx::ld_acquire_sys(frame.header_word));
 }
 
 // SYNC POINT accept

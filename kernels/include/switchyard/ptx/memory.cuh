@@ -23,6 +23,28 @@ __device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t* address) {
     return value;
 }
 
+struct U64Pair {
+    uint64_t first, second;
+};
+
+__device__ __forceinline__ U64Pair ld_acquire_sys_v2(uint64_t address) {
+    U64Pair pair;
+    asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(pair.first), "=l"(pair.second)
+                 : "l"(address)
+                 : "memory");
+    return pair;
+}
+
+__device__ __forceinline__ U64Pair ld_relaxed_sys_v2(uint64_t address) {
+    U64Pair pair;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(pair.first), "=l"(pair.second)
+                 : "l"(address)
+                 : "memory");
+    return pair;
+}
+
 __device__ __forceinline__ void st_release_sys(uint64_t* address, uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }

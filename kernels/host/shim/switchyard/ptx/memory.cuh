@@ -15,6 +15,15 @@ inline uint64_t ld_acquire_sys(const uint64_t* address) { return load_and_yield(
 inline uint64_t ld_relaxed_sys(const uint64_t* address) { return load_and_yield(address); }
 inline uint32_t ld_relaxed_sys(const uint32_t* address) { return load_and_yield(address); }
 
+struct U64Pair {
+    uint64_t first, second;
+};
+inline U64Pair ld_relaxed_sys_v2(uint64_t address) {
+    const uint64_t* pair = reinterpret_cast<const uint64_t*>(address);
+    return {load_and_yield(pair), load_and_yield(pair + 1)};
+}
+inline U64Pair ld_acquire_sys_v2(uint64_t address) { return ld_relaxed_sys_v2(address); }
+
 inline void st_release_sys(uint64_t* address, uint64_t value) {
     __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
 }
