@@ -40,7 +40,7 @@ namespace switchyard {
 }
 
 [[nodiscard]] inline int check_link(const sy_link& link) {
-    if (link.way != SY_WAY_DIRECT && link.way != SY_WAY_IBGDA)
+    if (link.way != SY_WAY_DIRECT && link.way != SY_WAY_IBGDA && link.way != SY_WAY_PROXY)
         return SY_LAUNCH_WAY;
     if (link.window == 0 || (link.way != SY_WAY_DIRECT && link.context == 0))
         return SY_LAUNCH_NULL;

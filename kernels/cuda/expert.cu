@@ -101,7 +101,7 @@ extern "C" const char* sy_launch_error(int code) {
     case SY_LAUNCH_GEOMETRY:
         return "frame geometry: expected what sy_make_geometry computes";
     case SY_LAUNCH_WAY:
-        return "link: this build reaches peers by direct stores and by IBGDA only";
+        return "link: a way to a peer that this build does not know";
     case SY_LAUNCH_BOUND:
         return "timeout_ns is 0: every wait has a bound";
     case SY_LAUNCH_INTER:

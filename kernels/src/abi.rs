@@ -52,6 +52,9 @@ pub const WAY_DIRECT: u32 = 1;
 /// `SY_WAY_IBGDA`: kernels post work requests; `context` is the address of a
 /// [`PeerHandle`](crate::mlx5::PeerHandle).
 pub const WAY_IBGDA: u32 = 2;
+/// `SY_WAY_PROXY`: kernels post commands to a thread of the host; `context` is the address of a
+/// `sy_proxy_peer`.
+pub const WAY_PROXY: u32 = 3;
 
 /// `flags`: the kernel may start while the one before it in the stream ends.
 pub const FLAG_PDL: u32 = 1;
@@ -182,7 +185,7 @@ pub struct Link {
     pub window: DevicePtr,
     /// Of the way; 0 for direct stores.
     pub context: u64,
-    /// [`WAY_DIRECT`] or [`WAY_IBGDA`].
+    /// [`WAY_DIRECT`], [`WAY_IBGDA`] or [`WAY_PROXY`].
     pub way: u32,
     /// Zero.
     pub reserved: u32,

@@ -5,7 +5,7 @@ use thiserror::Error;
 use crate::abi::{
     ClientPeer, CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, EchoParams,
     ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link,
-    MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS, ServerPeer, WAY_DIRECT, WAY_IBGDA,
+    MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS, ServerPeer, WAY_DIRECT, WAY_IBGDA, WAY_PROXY,
 };
 
 /// Parameters that cannot be used. Nothing was launched.
@@ -44,7 +44,7 @@ pub enum CheckError {
     #[error("frame geometry: expected what `FrameGeometry::new` computes")]
     Geometry = 10,
     /// The way to a peer is not compiled in.
-    #[error("link: this build reaches peers by direct stores and by IBGDA only")]
+    #[error("link: a way to a peer that this build does not know")]
     Way = 11,
     /// A wait would have no bound.
     #[error("timeout_ns is 0: every wait has a bound")]
@@ -234,7 +234,7 @@ fn lists(lists: &ExpertLists) -> Result<(), CheckError> {
 }
 
 fn link(link: &Link) -> Result<(), CheckError> {
-    if link.way != WAY_DIRECT && link.way != WAY_IBGDA {
+    if ![WAY_DIRECT, WAY_IBGDA, WAY_PROXY].contains(&link.way) {
         return Err(CheckError::Way);
     }
     set(&[link.window])?;

@@ -102,21 +102,21 @@ const ANY_WAY: [(&str, &str); 15] = [
     (ECHO_BF16, ECHO_BF16_ANY),
 ];
 
-pub const DISPATCH_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb1ELj448ELj6EEEEEv18sy_dispatch_params";
-pub const DISPATCH_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb0ELj448ELj6EEEEEv18sy_dispatch_params";
-pub const DISPATCH_FP8_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb1ELj256ELj6EEEEEv18sy_dispatch_params";
-pub const DISPATCH_BF16_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb0ELj256ELj6EEEEEv18sy_dispatch_params";
-pub const COMBINE_TUNED_ANY: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj7168ELj448ELj6EEEEEv17sy_combine_params";
-pub const COMBINE_ANY: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj0ELj256ELj6EEEEEv17sy_combine_params";
+pub const DISPATCH_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb1ELj448ELj14EEEEEv18sy_dispatch_params";
+pub const DISPATCH_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb0ELj448ELj14EEEEEv18sy_dispatch_params";
+pub const DISPATCH_FP8_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb1ELj256ELj14EEEEEv18sy_dispatch_params";
+pub const DISPATCH_BF16_ANY: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb0ELj256ELj14EEEEEv18sy_dispatch_params";
+pub const COMBINE_TUNED_ANY: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj7168ELj448ELj14EEEEEv17sy_combine_params";
+pub const COMBINE_ANY: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj0ELj256ELj14EEEEEv17sy_combine_params";
 pub const EXPERT_RECV_ANY: &str =
-    "_ZN10switchyard5impls18expert_recv_kernelILj6EEEv21sy_expert_recv_params";
-pub const SEND_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj6EEEEEv21sy_expert_send_params";
-pub const SEND_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj6EEEEEv21sy_expert_send_params";
-pub const SEND_FP8_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj6EEEEEv21sy_expert_send_params";
-pub const SEND_BF16_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj6EEEEEv21sy_expert_send_params";
-pub const ECHO_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj6EEEEEv14sy_echo_params";
-pub const ECHO_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj6EEEEEv14sy_echo_params";
+    "_ZN10switchyard5impls18expert_recv_kernelILj14EEEv21sy_expert_recv_params";
+pub const SEND_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj14EEEEEv21sy_expert_send_params";
+pub const SEND_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj14EEEEEv21sy_expert_send_params";
+pub const SEND_FP8_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj14EEEEEv21sy_expert_send_params";
+pub const SEND_BF16_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj14EEEEEv21sy_expert_send_params";
+pub const ECHO_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj14EEEEEv14sy_echo_params";
+pub const ECHO_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj14EEEEEv14sy_echo_params";
 pub const ECHO_FP8_ANY: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj6EEEEEv14sy_echo_params";
+    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj14EEEEEv14sy_echo_params";
 pub const ECHO_BF16_ANY: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj6EEEEEv14sy_echo_params";
+    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj14EEEEEv14sy_echo_params";

@@ -113,6 +113,7 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_DTYPE_F8_E4M3", abi::DTYPE_F8_E4M3.into()),
         ("SY_WAY_DIRECT", abi::WAY_DIRECT.into()),
         ("SY_WAY_IBGDA", abi::WAY_IBGDA.into()),
+        ("SY_WAY_PROXY", abi::WAY_PROXY.into()),
         ("SY_LAUNCH_FLAG_ANY_WAY", abi::FLAG_ANY_WAY.into()),
         ("SY_LAUNCH_FLAG_PDL", abi::FLAG_PDL.into()),
         ("SY_LAUNCH_FLAG_EARLY", abi::FLAG_EARLY.into()),

@@ -12,17 +12,48 @@
 #include <cstdint>
 
 #include "switchyard/comm/ibgda_link.h"
+#include "switchyard/comm/proxy_link.h"
 #include "switchyard/device_abi.h"
 #include "switchyard/ptx/memory.cuh"
 
 namespace switchyard::comm {
 
 constexpr uint32_t kDirectOnly = 1u << SY_WAY_DIRECT;
-constexpr uint32_t kAnyWay = kDirectOnly | 1u << SY_WAY_IBGDA;
+constexpr uint32_t kAnyWay = kDirectOnly | 1u << SY_WAY_IBGDA | 1u << SY_WAY_PROXY;
 
 template <uint32_t kWays> __device__ __forceinline__ bool is_direct(const sy_link& link) {
     return kWays == kDirectOnly || link.way == SY_WAY_DIRECT;
 }
+
+// NOTES: the proxy's calls are out of line, since they share kernels with those that build requests, and
+// registers are scarce there.
+namespace by_proxy {
+
+__device__ __noinline__ inline void add(const sy_link& link, uint64_t offset, uint64_t value) {
+    proxy::add(link, blockIdx.x, offset, value);
+}
+__device__ __noinline__ inline void set(const sy_link& link, uint64_t offset, uint64_t value) {
+    proxy::set(link, blockIdx.x, offset, value);
+}
+__device__ __noinline__ inline void put_set(const sy_link& link, uint64_t offset, uint64_t num_bytes,
+                                            uint64_t word_offset, uint64_t value) {
+    proxy::put_set(link, blockIdx.x, offset, num_bytes, word_offset, value);
+}
+template <uint32_t kNumSends>
+__device__ __noinline__ void send(const sy_link& link, const proxy::Send (&sends)[kNumSends]) {
+    proxy::send<Warp>(link, blockIdx.x, sends);
+}
+__device__ __noinline__ inline void put_rows_warp(const sy_link& link, bool has_row,
+                                                  uint64_t row_offset, uint64_t row_bytes,
+                                                  uint64_t word_offset, uint64_t value) {
+    proxy::put_rows_warp(link, blockIdx.x, has_row, row_offset, row_bytes, word_offset, value);
+}
+__device__ __noinline__ inline void quiet(const sy_link& link) { proxy::quiet(link); }
+__device__ __noinline__ inline bool has_failed(const sy_link& link) {
+    return proxy::has_failed(link, blockIdx.x);
+}
+
+} // namespace by_proxy
 
 template <class T>
 __device__ __forceinline__ T* window_at(const sy_link& link, uint64_t offset) {
@@ -36,6 +67,8 @@ __device__ __forceinline__ void amo_nonfetch_add(const sy_link& link, uint64_t o
                                                  uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::red_add_release_sys(window_at<uint64_t>(link, offset), value);
+    else if (link.way == SY_WAY_PROXY)
+        by_proxy::add(link, offset, value);
     else
         ibgda::add(link, blockIdx.x, offset, value);
 }
@@ -45,6 +78,8 @@ template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ void add_relaxed(const sy_link& link, uint64_t offset, uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::red_add_relaxed_sys(window_at<uint64_t>(link, offset), value);
+    else if (link.way == SY_WAY_PROXY)
+        by_proxy::add(link, offset, value);
     else
         ibgda::add(link, blockIdx.x, offset, value);
 }
@@ -54,6 +89,8 @@ template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ void signal(const sy_link& link, uint64_t offset, uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::st_release_sys(window_at<uint64_t>(link, offset), value);
+    else if (link.way == SY_WAY_PROXY)
+        by_proxy::set(link, offset, value);
     else
         ibgda::set(link, blockIdx.x, offset, value);
 }
@@ -68,6 +105,8 @@ __device__ __forceinline__ void signal_relaxed(const sy_link& link, uint64_t off
                                                uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::st_relaxed_sys(window_at<uint64_t>(link, offset), value);
+    else if (link.way == SY_WAY_PROXY)
+        by_proxy::set(link, offset, value);
     else
         ibgda::set(link, blockIdx.x, offset, value);
 }
@@ -78,6 +117,8 @@ __device__ __forceinline__ void put_signal(const sy_link& link, uint64_t offset,
                                            uint64_t word_offset, uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::st_release_sys(window_at<uint64_t>(link, word_offset), value);
+    else if (link.way == SY_WAY_PROXY)
+        by_proxy::put_set(link, offset, num_bytes, word_offset, value);
     else
         ibgda::put_set(link, blockIdx.x, offset, num_bytes, word_offset, value);
 }
@@ -96,20 +137,30 @@ __device__ __forceinline__ void put_signals_warp(const sy_link& link,
                                                  uint64_t value) {
     const uint32_t lane_idx = threadIdx.x & 31;
     const bool direct = is_direct<kWays>(link);
-    if (direct || num_words > ibgda::kMaxInlineWords)
+    const bool by_words = link.way == SY_WAY_PROXY || num_words <= ibgda::kMaxInlineWords;
+    if (direct || !by_words)
         for (uint32_t i = lane_idx; i < num_words; i += 32)
             ptx::st_relaxed_sys(window_at<uint64_t>(link, words_offset) + i, value);
     if (direct || num_words == 0)
         return;
     __syncwarp();
-    ibgda::Send sends[kNumPieces + 1];
+    // A NIC takes a short run of words in the request itself and a long one from the mirror; a proxy always
+    // takes them one by one.
+    const auto list = [&](auto& sends) {
 #pragma unroll
-    for (uint32_t i = 0; i < kNumPieces; ++i)
-        sends[i] = {pieces[i].offset, pieces[i].num_bytes, 0, false};
-    // A short run of words travels in the request itself, a long one from the mirror.
-    sends[kNumPieces] = {words_offset, uint64_t{num_words} * sizeof(uint64_t), value,
-                         num_words <= ibgda::kMaxInlineWords};
-    ibgda::send<Warp>(link, blockIdx.x, sends);
+        for (uint32_t i = 0; i < kNumPieces; ++i)
+            sends[i] = {pieces[i].offset, pieces[i].num_bytes, 0, false};
+        sends[kNumPieces] = {words_offset, uint64_t{num_words} * sizeof(uint64_t), value, by_words};
+    };
+    if (link.way == SY_WAY_PROXY) {
+        proxy::Send sends[kNumPieces + 1];
+        list(sends);
+        by_proxy::send(link, sends);
+    } else {
+        ibgda::Send sends[kNumPieces + 1];
+        list(sends);
+        ibgda::send<Warp>(link, blockIdx.x, sends);
+    }
 }
 
 // Names `num_rows` rows of `row_bytes`, scattered over the window, and sets a word behind each. A lane
@@ -122,6 +173,8 @@ __device__ __forceinline__ void put_rows_warp(const sy_link& link, bool has_row,
     if (is_direct<kWays>(link)) {
         if (has_row)
             ptx::st_release_sys(window_at<uint64_t>(link, word_offset), value);
+    } else if (link.way == SY_WAY_PROXY) {
+        by_proxy::put_rows_warp(link, has_row, row_offset, row_bytes, word_offset, value);
     } else {
         ibgda::put_rows_warp(link, blockIdx.x, has_row, row_offset, row_bytes, word_offset, value);
     }
@@ -130,14 +183,20 @@ __device__ __forceinline__ void put_rows_warp(const sy_link& link, bool has_row,
 // Returns when everything named before, by whichever block, has reached the peer's memory and what lies
 // in the window may be overwritten. Direct stores need no such wait: nothing is read later.
 template <uint32_t kWays> __device__ __forceinline__ void await_reuse(const sy_link& link) {
-    if (!is_direct<kWays>(link))
+    if (is_direct<kWays>(link))
+        return;
+    if (link.way == SY_WAY_PROXY)
+        by_proxy::quiet(link);
+    else
         ibgda::quiet(link);
 }
 
 // Whether the way to the peer is out of service; it says so by itself in the error word. Costs a look at
 // the completions, so waits ask now and then.
 template <uint32_t kWays> __device__ __forceinline__ bool has_failed(const sy_link& link) {
-    return !is_direct<kWays>(link) && ibgda::has_failed(link);
+    if (is_direct<kWays>(link))
+        return false;
+    return link.way == SY_WAY_PROXY ? by_proxy::has_failed(link) : ibgda::has_failed(link);
 }
 
 } // namespace switchyard::comm
