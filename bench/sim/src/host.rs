@@ -17,6 +17,8 @@ pub(crate) struct Flow {
     pub(crate) furthest: u64,
     pub(crate) acked: u64,
     pub(crate) done_ps: Option<u64>,
+    /// When the receiver had all of it.
+    pub(crate) landed_ps: Option<u64>,
     queued: bool,
     /// The receiver's side.
     pub(crate) expected: u64,
@@ -41,6 +43,7 @@ impl Flow {
             furthest: 0,
             acked: 0,
             done_ps: None,
+            landed_ps: None,
             queued: false,
             expected: 0,
             asked: false,
@@ -69,6 +72,8 @@ pub(crate) struct Host {
     busy: bool,
     pub(crate) stopped: bool,
     pub(crate) receiver: Option<CreditReceiver>,
+    /// Messages by the slots of their senders in `receiver`.
+    pub(crate) flow_of: Vec<u32>,
     pub(crate) resent_bytes: u64,
     pub(crate) control_packets: u64,
 }
@@ -176,11 +181,11 @@ impl Host {
     }
 
     /// What the credit code of this receiver wants to be told, as packets.
-    pub(crate) fn credits(&mut self, flow_of: impl Fn(SenderId) -> u32) -> Vec<(u32, Kind)> {
+    pub(crate) fn credits(&mut self) -> Vec<(u32, Kind)> {
         let mut told = Vec::new();
         while let Some(action) = self.receiver.as_mut().and_then(CreditReceiver::next_action) {
             if let Action::Credit { sender, credit } = action {
-                told.push((flow_of(sender), Kind::Credit(credit)));
+                told.push((self.flow_of[sender.slot()], Kind::Credit(credit)));
             }
         }
         told

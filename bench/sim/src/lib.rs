@@ -20,13 +20,14 @@
 
 mod event;
 mod host;
+pub mod layer;
 mod net;
 mod switch;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use net::run;
+pub use net::{run, run_messages};
 
 /// How senders are held back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
@@ -115,6 +116,55 @@ pub struct Scenario {
     pub control: Control,
     /// Of the starts.
     pub seed: u64,
+}
+
+/// One message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Message {
+    /// Sending host.
+    pub from: usize,
+    /// Receiving host, counted apart from the sending ones.
+    pub to: usize,
+    /// Payload.
+    pub bytes: u64,
+    /// When it is ready to be sent, in picoseconds.
+    pub start_ps: u64,
+}
+
+/// Messages of any sizes. A host sends its own in turn, those that start together in this order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Traffic {
+    /// Sending hosts.
+    pub senders: usize,
+    /// Receiving hosts.
+    pub receivers: usize,
+    /// What they send.
+    pub messages: Vec<Message>,
+    /// How senders are held back.
+    pub control: Control,
+}
+
+/// What came of messages.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Totals {
+    /// Until the last sender knew that its last message is there, in milliseconds.
+    pub ms: f64,
+    /// Until the last message was there.
+    pub landed_ms: f64,
+    /// As `ms` for the median message.
+    pub median_message_ms: f64,
+    /// Packets that the switch dropped.
+    pub dropped_packets: u64,
+    /// Payload that was sent more than once, in bytes.
+    pub resent_bytes: u64,
+    /// Times that a sender went back by itself.
+    pub timeouts: u64,
+    /// Times that the switch stopped a link.
+    pub pauses: u64,
+    /// Longest queue at an output, in bytes.
+    pub max_queue_bytes: u64,
+    /// Demands, credits, acknowledgements.
+    pub control_packets: u64,
 }
 
 /// What came of it.

@@ -7,32 +7,68 @@ use rand::{RngExt, SeedableRng};
 use crate::event::{Event, Events, Kind, Packet};
 use crate::host::{Flow, FlowCredit, Host, submit};
 use crate::switch::Switch;
-use crate::{Control, Model, Outcome, Scenario, SimError};
+use crate::{Control, Message, Model, Outcome, Scenario, SimError, Totals, Traffic};
 
 /// Runs one experiment.
 ///
 /// # Errors
 /// [`SimError`].
 pub fn run(scenario: Scenario, model: &Model) -> Result<Outcome, SimError> {
-    check(&scenario)?;
-    Net::new(scenario, model)?.run()
+    range("bytes", scenario.bytes, 1 << 30, "1 to 1 GiB")?;
+    let Scenario { senders, receivers, bytes, control, seed } = scenario;
+    range("senders", senders as u64, MAX_HOSTS, "1 to 1024")?;
+    range("receivers", receivers as u64, MAX_HOSTS, "1 to 1024")?;
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut messages = Vec::with_capacity(senders * receivers);
+    for from in 0..senders {
+        let start_ps = rng.random_range(0..=model.jitter_ns * 1_000);
+        // Every sender begins with another receiver, as anyone would.
+        let order = (0..receivers).map(|nth| (from + nth) % receivers);
+        messages.extend(order.map(|to| Message { from, to, bytes, start_ps }));
+    }
+    let totals = run_messages(&Traffic { senders, receivers, messages, control }, model)?;
+    let payload = bytes * senders as u64;
+    Ok(Outcome {
+        scenario,
+        ms: totals.ms,
+        median_message_ms: totals.median_message_ms,
+        gb_per_s_per_receiver: payload as f64 / totals.ms / 1e6,
+        dropped_packets: totals.dropped_packets,
+        resent_bytes: totals.resent_bytes,
+        timeouts: totals.timeouts,
+        pauses: totals.pauses,
+        max_queue_bytes: totals.max_queue_bytes,
+        control_packets: totals.control_packets,
+    })
 }
 
-fn check(scenario: &Scenario) -> Result<(), SimError> {
-    let range = |what, found: u64, max: u64, expected| {
-        if (1..=max).contains(&found) {
-            Ok(())
-        } else {
-            Err(SimError::Scenario { what, found, expected })
-        }
-    };
-    range("senders", scenario.senders as u64, 1024, "1 to 1024")?;
-    range("receivers", scenario.receivers as u64, 1024, "1 to 1024")?;
-    range("bytes", scenario.bytes, 1 << 30, "1 to 1 GiB")
+/// Sends messages of any sizes between any hosts.
+///
+/// # Errors
+/// [`SimError`].
+pub fn run_messages(traffic: &Traffic, model: &Model) -> Result<Totals, SimError> {
+    range("senders", traffic.senders as u64, MAX_HOSTS, "1 to 1024")?;
+    range("receivers", traffic.receivers as u64, MAX_HOSTS, "1 to 1024")?;
+    range("messages", traffic.messages.len() as u64, 1 << 20, "1 to 1,048,576")?;
+    for message in &traffic.messages {
+        range("bytes", message.bytes, 1 << 30, "1 to 1 GiB")?;
+        let (from, to) = (message.from as u64 + 1, message.to as u64 + 1);
+        range("sender", from, traffic.senders as u64, "one of the senders")?;
+        range("receiver", to, traffic.receivers as u64, "one of the receivers")?;
+    }
+    Net::new(traffic, model)?.run()
+}
+
+fn range(what: &'static str, found: u64, max: u64, expected: &'static str) -> Result<(), SimError> {
+    if (1..=max).contains(&found) {
+        Ok(())
+    } else {
+        Err(SimError::Scenario { what, found, expected })
+    }
 }
 
 struct Net<'a> {
-    scenario: Scenario,
+    control: Control,
     model: &'a Model,
     events: Events,
     hosts: Vec<Host>,
@@ -43,45 +79,38 @@ struct Net<'a> {
 }
 
 impl<'a> Net<'a> {
-    fn new(scenario: Scenario, model: &'a Model) -> Result<Self, SimError> {
-        let (senders, receivers) = (scenario.senders, scenario.receivers);
-        let num_hosts = senders + receivers;
+    fn new(traffic: &Traffic, model: &'a Model) -> Result<Self, SimError> {
+        let (senders, num_hosts) = (traffic.senders, traffic.senders + traffic.receivers);
         let mut hosts: Vec<Host> = (0..num_hosts).map(|_| Host::default()).collect();
-        let credit_config = credit_config(&scenario, model);
-        let mut flows = Vec::with_capacity(senders * receivers);
-        for receiver in 0..receivers {
-            let host = &mut hosts[senders + receiver];
-            if let Some(config) = credit_config {
+        let credit_config = credit_config(traffic, model);
+        if let Some(config) = credit_config {
+            for host in &mut hosts[senders..] {
                 host.receiver = Some(CreditReceiver::new(config)?);
             }
-            for sender in 0..senders {
-                let credit = match (&mut host.receiver, &credit_config) {
-                    (Some(receiver), Some(config)) => Some(FlowCredit {
-                        sender: CreditSender::new(config),
-                        id: receiver.join()?,
-                        free: false,
-                    }),
-                    _ => None,
-                };
-                let to = (senders + receiver) as u16;
-                flows.push(Flow::new(sender as u16, to, scenario.bytes, credit));
-            }
         }
+        let mut flows = Vec::with_capacity(traffic.messages.len());
         let mut events = Events::default();
-        let mut rng = StdRng::seed_from_u64(scenario.seed);
-        for sender in 0..senders {
-            let delay_ps = rng.random_range(0..=model.jitter_ns * 1_000);
-            for nth in 0..receivers {
-                // Every sender begins with another receiver, as anyone would.
-                let receiver = (sender + nth) % receivers;
-                events.after(delay_ps, Event::Start((receiver * senders + sender) as u32));
-            }
+        for (idx, message) in traffic.messages.iter().enumerate() {
+            let host = &mut hosts[senders + message.to];
+            let credit = match (&mut host.receiver, &credit_config) {
+                (Some(receiver), Some(config)) => {
+                    let id = receiver.join()?;
+                    host.flow_of.resize(host.flow_of.len().max(id.slot() + 1), 0);
+                    host.flow_of[id.slot()] = idx as u32;
+                    Some(FlowCredit { sender: CreditSender::new(config), id, free: false })
+                }
+                _ => None,
+            };
+            let (from, to) = (message.from as u16, (senders + message.to) as u16);
+            flows.push(Flow::new(from, to, message.bytes, credit));
+            events.after(message.start_ps, Event::Start(idx as u32));
         }
         let (switch, left) = (Switch::new(num_hosts), flows.len());
-        Ok(Self { scenario, model, events, hosts, switch, flows, left, timeouts: 0 })
+        let control = traffic.control;
+        Ok(Self { control, model, events, hosts, switch, flows, left, timeouts: 0 })
     }
 
-    fn run(mut self) -> Result<Outcome, SimError> {
+    fn run(mut self) -> Result<Totals, SimError> {
         while self.left > 0 {
             let Some(event) = self.events.next() else {
                 return Err(SimError::Stuck { ns: self.events.now_ps / 1_000, left: self.left });
@@ -90,13 +119,11 @@ impl<'a> Net<'a> {
         }
         let mut done: Vec<u64> = self.flows.iter().filter_map(|flow| flow.done_ps).collect();
         done.sort_unstable();
-        let ms = self.events.now_ps as f64 / 1e9;
-        let payload = self.scenario.bytes * self.scenario.senders as u64;
-        Ok(Outcome {
-            scenario: self.scenario,
-            ms,
+        let landed = self.flows.iter().filter_map(|flow| flow.landed_ps).max();
+        Ok(Totals {
+            ms: self.events.now_ps as f64 / 1e9,
+            landed_ms: landed.unwrap_or(self.events.now_ps) as f64 / 1e9,
             median_message_ms: done[done.len() / 2] as f64 / 1e9,
-            gb_per_s_per_receiver: payload as f64 / ms / 1e6,
             dropped_packets: self.switch.dropped_packets,
             resent_bytes: self.hosts.iter().map(|host| host.resent_bytes).sum(),
             timeouts: self.timeouts,
@@ -118,7 +145,7 @@ impl<'a> Net<'a> {
             }
             Event::HostLink(host) => hosts[host as usize].send(flows, model, events)?,
             Event::InSwitch(packet) => {
-                switch.take(packet, self.scenario.control, model, events);
+                switch.take(packet, self.control, model, events);
             }
             Event::Output(port) => switch.forward(port, model, events),
             Event::AtHost(packet) => match packet.kind {
@@ -161,6 +188,9 @@ impl<'a> Net<'a> {
             let before = flow.expected / ACK_EVERY_BYTES;
             flow.expected += u64::from(len);
             flow.asked = false;
+            if flow.expected == flow.bytes {
+                flow.landed_ps = Some(self.events.now_ps);
+            }
             let due = flow.expected == flow.bytes || flow.expected / ACK_EVERY_BYTES > before;
             due.then_some(Kind::Ack(flow.expected))
         } else if offset > flow.expected {
@@ -220,9 +250,7 @@ impl<'a> Net<'a> {
     }
 
     fn tell_credits(&mut self, host: u16) -> Result<(), SimError> {
-        let senders = self.scenario.senders;
-        let first = (host as usize - senders) * senders;
-        let told = self.hosts[host as usize].credits(|sender| (first + sender.slot()) as u32);
+        let told = self.hosts[host as usize].credits();
         for (idx, kind) in told {
             self.tell(host, idx, kind)?;
         }
@@ -240,16 +268,23 @@ impl<'a> Net<'a> {
     }
 }
 
-fn credit_config(scenario: &Scenario, model: &Model) -> Option<CreditConfig> {
-    let (order, times) = match scenario.control {
+fn credit_config(traffic: &Traffic, model: &Model) -> Option<CreditConfig> {
+    let (order, times) = match traffic.control {
         Control::Credits => (GrantOrder::RoundRobin, model.overcommit),
         Control::CreditsShortest => (GrantOrder::ShortestFirst, model.overcommit_shortest),
         Control::Loss | Control::Pause => return None,
     };
+    let mut num_senders = vec![0; traffic.receivers];
+    for message in &traffic.messages {
+        num_senders[message.to] += 1;
+    }
+    let most = num_senders.into_iter().max().unwrap_or(1);
     let bytes_per_s = 1_000_000_000_000 / model.ps_per_byte;
     let config = CreditConfig::for_link(bytes_per_s, model.round_trip_ns()).overcommitted(times);
-    Some(CreditConfig { order, max_senders: scenario.senders, ..config })
+    Some(CreditConfig { order, max_senders: most, ..config })
 }
 
 /// 64 full packets.
 const ACK_EVERY_BYTES: u64 = 256 << 10;
+/// What host numbers and memory allow.
+const MAX_HOSTS: u64 = 1024;

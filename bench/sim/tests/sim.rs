@@ -1,5 +1,6 @@
 //! The model keeps its own laws, and the credits keep their promise in it.
 
+use incast_sim::layer::{LayerModel, LayerOutcome, LayerScenario, put_and_flag, run_layer};
 use incast_sim::{Control, Model, Outcome, Scenario, run};
 
 fn outcome(senders: usize, receivers: usize, bytes: u64, control: Control) -> Outcome {
@@ -105,4 +106,53 @@ fn nonsense_is_refused() {
     let error = run(scenario, &model()).unwrap_err();
     assert_eq!(error.to_string(), "senders is 0, expected 1 to 1024");
     assert!(run(Scenario { senders: 1, bytes: 0, ..scenario }, &model()).is_err());
+}
+
+fn layer_of(clients: usize, servers: usize) -> LayerOutcome {
+    let scenario = LayerScenario { clients, servers, control: Control::Credits, seed: 1 };
+    run_layer(scenario, &LayerModel::default(), &Model::default()).unwrap()
+}
+
+#[test]
+fn a_layer_is_slower_than_its_bytes_and_its_parts_add_up() {
+    for (clients, servers) in [(1, 1), (4, 8), (8, 4), (3, 300)] {
+        let found = layer_of(clients, servers);
+        assert!(found.layer_us > found.limit_us, "{found:?}");
+        let layer = LayerModel::default();
+        let fixed_us = (layer.kernels_ns + 2 * layer.nic_ns) as f64 / 1e3;
+        let sum = found.dispatch_us + found.combine_us + fixed_us;
+        assert!((found.layer_us - sum).abs() < 1e-6, "{found:?}");
+    }
+    // One server gets every token once; among very many a token meets as many servers as experts.
+    assert!((layer_of(2, 1).servers_per_token - 1.0).abs() < 1e-9);
+    assert!((layer_of(2, 256).servers_per_token - 8.0).abs() < 1e-9);
+    let eight = layer_of(16, 8).servers_per_token;
+    // Drawing without replacement from 32 experts on each of 8 servers.
+    let expected =
+        8.0 * (1.0 - (0..8).map(|i| f64::from(224 - i) / f64::from(256 - i)).product::<f64>());
+    assert!((eight - expected).abs() < 0.1, "{eight} {expected}");
+}
+
+#[test]
+fn posting_and_kernels_are_counted_once() {
+    let scenario = LayerScenario { clients: 2, servers: 2, control: Control::Pause, seed: 3 };
+    let run = |layer: &LayerModel| run_layer(scenario, layer, &Model::default()).unwrap().layer_us;
+    let base = LayerModel { requests_per_us: 1_000_000, ..LayerModel::default() };
+    let slower = run(&LayerModel { kernels_ns: base.kernels_ns + 5_000, ..base }) - run(&base);
+    assert!((slower - 5.0).abs() < 1e-6, "{slower}");
+    let posted = run(&LayerModel { post_ns: base.post_ns + 1_000, ..base }) - run(&base);
+    assert!((posted - 2.0).abs() < 0.1, "both ways: {posted}");
+}
+
+#[test]
+fn a_put_to_everybody_takes_what_the_links_take() {
+    let us = |bytes| put_and_flag(8, bytes, &LayerModel::default(), &Model::default()).unwrap();
+    assert!((us(8 << 20) / (limit_of(8 << 20) * 8.0) - 1.0).abs() < 0.02);
+    assert!(us(64) < 10.0);
+}
+
+fn limit_of(bytes: u64) -> f64 {
+    let m = Model::default();
+    let packets = bytes.div_ceil(u64::from(m.packet_bytes));
+    ((bytes + packets * u64::from(m.header_bytes)) * m.ps_per_byte) as f64 / 1e6
 }

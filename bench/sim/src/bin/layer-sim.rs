@@ -1,0 +1,136 @@
+//! Predicts a layer over GPU-initiated RDMA, and prints it as JSON.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::Parser;
+use incast_sim::layer::{LayerModel, LayerOutcome, LayerScenario, put_and_flag, run_layer};
+use incast_sim::{Control, Model};
+use serde::Serialize;
+
+/// Predicts dispatch and combine of a layer when kernels post to 400 Gb/s NICs by themselves.
+///
+/// First the published 8-to-8 table as a test of the model, then 8 to 320 servers.
+#[derive(Parser)]
+struct Args {
+    /// Folder for results.json, instead of printing.
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Expert servers, with as many clients.
+    #[arg(long, value_delimiter = ',', default_value = "8,16,32,64,128,192,256,320")]
+    servers: Vec<usize>,
+    /// Further shapes, clients and servers, as in 32v64.
+    #[arg(long, value_delimiter = ',', default_value = "32v8,32v32,32v64,32v128,32v320")]
+    shapes: Vec<String>,
+    /// How senders are held back.
+    #[arg(long, value_delimiter = ',', default_value = "pause,credits")]
+    controls: Vec<Control>,
+    /// Repetitions, with seeds 1, 2, …
+    #[arg(long, default_value_t = 3)]
+    seeds: u64,
+    /// Measured: from a kernel's call until the doorbell, in nanoseconds.
+    #[arg(long)]
+    post_ns: Option<u64>,
+    /// Measured: requests that all queues of a GPU take in a microsecond.
+    #[arg(long)]
+    requests_per_us: Option<u64>,
+    /// Measured: kernels of a layer over NVLink with one token, in nanoseconds.
+    #[arg(long)]
+    kernels_ns: Option<u64>,
+    /// Tokens of every client.
+    #[arg(long)]
+    tokens: Option<usize>,
+}
+
+/// One row of the published table.
+#[derive(Serialize)]
+struct Put {
+    bytes: u64,
+    published_us: f64,
+    links_us: f64,
+    /// With what the smallest message of the table needs besides links.
+    predicted_us: f64,
+    ratio: f64,
+}
+
+#[derive(Serialize)]
+struct Results {
+    model: Model,
+    layer: LayerModel,
+    put_8v8: Vec<Put>,
+    layers: Vec<LayerOutcome>,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let model = Model::default();
+    let mut layer = LayerModel::default();
+    layer.post_ns = args.post_ns.unwrap_or(layer.post_ns);
+    layer.requests_per_us = args.requests_per_us.unwrap_or(layer.requests_per_us);
+    layer.kernels_ns = args.kernels_ns.unwrap_or(layer.kernels_ns);
+    layer.tokens = args.tokens.unwrap_or(layer.tokens);
+    anyhow::ensure!(layer.requests_per_us > 0, "--requests-per-us is 0, expected at least 1");
+    anyhow::ensure!((1..=4096).contains(&layer.tokens), "--tokens must be from 1 to 4096");
+
+    let mut shapes: Vec<(usize, usize)> = args.servers.iter().map(|n| (*n, *n)).collect();
+    for shape in &args.shapes {
+        let shape = shape
+            .split_once('v')
+            .and_then(|(m, n)| Some((m.parse().ok()?, n.parse().ok()?)))
+            .with_context(|| format!("`{shape}` is not a shape; expected something like 32v64"))?;
+        shapes.push(shape);
+    }
+    let mut layers = Vec::new();
+    for (clients, servers) in shapes {
+        anyhow::ensure!(clients > 0 && servers > 0, "`{clients}v{servers}`: neither may be 0");
+        // Beyond one switch's ports there are two more hops.
+        let far = if clients + servers > SWITCH_PORTS { 2 * HOP_NS } else { 0 };
+        let wide = Model { hop_ns: model.hop_ns + far / 2, ..model };
+        for control in args.controls.iter().copied() {
+            for seed in 1..=args.seeds {
+                let scenario = LayerScenario { clients, servers, control, seed };
+                let outcome = run_layer(scenario, &layer, &wide)
+                    .with_context(|| format!("{clients}v{servers}, {control:?}"))?;
+                eprintln!(
+                    "{clients:>4} clients {servers:>4} servers {control:?} seed {seed}: {:.1} us, limit {:.1} us",
+                    outcome.layer_us, outcome.limit_us
+                );
+                layers.push(outcome);
+            }
+        }
+    }
+    let results = Results { model, layer, put_8v8: published(&layer, &model)?, layers };
+    let json = serde_json::to_string_pretty(&results)?;
+    match args.out {
+        Some(folder) => {
+            std::fs::create_dir_all(&folder)?;
+            let path = folder.join("results.json");
+            std::fs::write(&path, json).with_context(|| format!("cannot write {}", path.display()))
+        }
+        None => Ok(writeln!(std::io::stdout(), "{json}")?),
+    }
+}
+
+/// The published table: what does not depend on the size comes from its row of 1 KiB.
+fn published(layer: &LayerModel, model: &Model) -> anyhow::Result<Vec<Put>> {
+    let links = |bytes| put_and_flag(8, bytes, layer, model);
+    let fixed_us = PUBLISHED_8V8[0].1 - links(PUBLISHED_8V8[0].0)?;
+    PUBLISHED_8V8
+        .iter()
+        .map(|(bytes, published_us)| {
+            let links_us = links(*bytes)?;
+            let predicted_us = links_us + fixed_us;
+            let ratio = predicted_us / published_us;
+            Ok(Put { bytes: *bytes, published_us: *published_us, links_us, predicted_us, ratio })
+        })
+        .collect()
+}
+
+/// Bytes and microseconds of "8 vs 8" in NexVenusCL's README (GPU and NIC are not stated there).
+const PUBLISHED_8V8: [(u64, f64); 5] =
+    [(1 << 10, 58.0), (64 << 10, 65.0), (256 << 10, 104.0), (1 << 20, 233.0), (8 << 20, 1432.0)];
+/// Of one switch.
+const SWITCH_PORTS: usize = 64;
+/// Through one more switch and its cable.
+const HOP_NS: u64 = 600;
