@@ -145,6 +145,8 @@ template <class Params>
         return code;
     if (const int code = check_lists(params.lists); code != SY_OK)
         return code;
+    if (params.weights_dtype != SY_DTYPE_BF16 && params.weights_dtype != SY_DTYPE_F8_E4M3)
+        return SY_LAUNCH_DTYPE;
     if (params.inter == 0 || params.inter % 64 != 0 || params.inter > SY_MAX_HIDDEN)
         return SY_LAUNCH_INTER;
     if (params.num_local_experts == 0 || params.num_local_experts > SY_MAX_EXPERTS)
@@ -154,8 +156,10 @@ template <class Params>
     if (params.rows == nullptr || params.activation == nullptr || params.expert_out == nullptr ||
         params.layers == nullptr || params.num_layers == 0)
         return SY_LAUNCH_NULL;
+    // The copy engine wants its maps at multiples of 64, and they stand in the table of layers.
     return is_aligned(params.rows) && is_aligned(params.activation) &&
-                   is_aligned(params.expert_out) && is_aligned(params.layers)
+                   is_aligned(params.expert_out) &&
+                   reinterpret_cast<uintptr_t>(params.layers) % 64 == 0
                ? SY_OK
                : SY_LAUNCH_ALIGNMENT;
 }
@@ -172,6 +176,29 @@ template <class Params>
 
 [[nodiscard]] inline bool takes_any_way(uint32_t flags) {
     return (flags & SY_LAUNCH_FLAG_ANY_WAY) != 0;
+}
+
+[[nodiscard]] inline int check(const sy_p2p_params& params) {
+    if (params.version != SY_DEVICE_ABI_VERSION)
+        return SY_LAUNCH_VERSION;
+    if (params.num_peers == 0 || params.num_peers > SY_MAX_PEERS || params.blocks_per_peer == 0)
+        return SY_LAUNCH_PEERS;
+    if (params.timeout_ns == 0)
+        return SY_LAUNCH_BOUND;
+    if (params.elapsed_ns == nullptr || params.error == nullptr)
+        return SY_LAUNCH_NULL;
+    const uint64_t unit = params.num_bytes < 16 ? 4 : 16;
+    if (params.num_bytes == 0 || params.num_bytes % unit != 0)
+        return SY_LAUNCH_ALIGNMENT;
+    for (uint32_t i = 0; i < params.num_peers; ++i) {
+        if (params.counters[i] == 0)
+            return SY_LAUNCH_NULL;
+        if (params.links[i].way != SY_WAY_DIRECT)
+            return SY_LAUNCH_WAY;
+        if (const int code = check_link(params.links[i]); code != SY_OK)
+            return code;
+    }
+    return SY_OK;
 }
 
 [[nodiscard]] inline int check_servers(const sy_server_peer* servers, uint32_t num_servers) {
@@ -253,10 +280,20 @@ constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
                     choose_blocks(params.num_blocks, params.max_rows, 1024));
 }
 
-// Of each of its three kernels.
+// Of the first of its three kernels.
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_compute_params& params) {
-    return {params.num_blocks != 0 ? params.num_blocks : 2 * kMultiprocessors, SY_COMPUTE_THREADS,
+    return {params.num_blocks != 0 ? params.num_blocks : 8 * kMultiprocessors, SY_COMPUTE_THREADS,
             false};
+}
+
+// Of the other two: in pairs, and each fills a multiprocessor's shared memory.
+[[nodiscard]] inline LaunchPlan plan_products(const sy_expert_compute_params& params) {
+    return {params.num_blocks != 0 ? (params.num_blocks + 1) / 2 * 2 : kMultiprocessors,
+            SY_PRODUCT_THREADS, false};
+}
+
+[[nodiscard]] inline LaunchPlan plan(const sy_p2p_params& params) {
+    return {params.num_peers * params.blocks_per_peer, SY_P2P_THREADS, false};
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {

@@ -1,7 +1,9 @@
-// The expert stage as plain loops, rounded to bf16 where the kernels round: rows as they leave the slot,
-// activations, outputs. Sums are float, in an order of their own.
+// The expert stage as plain loops, rounded where the kernels round: rows as they leave the slot,
+// activations, outputs; under fp8 weights rows and activations are fp8 with a scale per 128 values. Sums are
+// float, in an order of their own.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -18,7 +20,25 @@ inline uint16_t float_to_bf16(float value) {
     return static_cast<uint16_t>(impls::float2_to_bf16x2(value, 0.0f));
 }
 
-// bf16 values of one row of a batch.
+// Values as quantisation to fp8 leaves them, 128 to a scale.
+inline void round_to_f8(std::vector<float>& values) {
+    for (size_t first = 0; first < values.size(); first += SY_SCALE_BLOCK) {
+        const size_t end = std::min<size_t>(first + SY_SCALE_BLOCK, values.size());
+        float largest = 0;
+        for (size_t i = first; i < end; ++i)
+            largest = std::max(largest, std::fabs(values[i]));
+        const float scale =
+            largest == 0 ? 1.0f : std::max(largest / impls::kF8Max, __uint_as_float(0x00800000u));
+        const float inverse = 1.0f / scale;
+        for (size_t i = first; i < end; ++i) {
+            const uint32_t code = __nv_cvt_float2_to_fp8x2(make_float2(values[i] * inverse, 0.0f),
+                                                           __NV_SATFINITE, __NV_E4M3);
+            values[i] = simt_from_e4m3(code & 0xffu) * scale;
+        }
+    }
+}
+
+// One row of a batch as the products read it.
 inline std::vector<float> gather_row(const sy_expert_compute_params& params, uint32_t row) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t source = params.lists.row_source[row];
@@ -31,6 +51,14 @@ inline std::vector<float> gather_row(const sy_expert_compute_params& params, uin
     const uint64_t payload = layout::payload_at(geometry, frame, frame_row);
     const uint64_t scales = layout::scales_at(geometry, frame, frame_row);
     std::vector<float> values(geometry.hidden);
+    const bool is_f8 = params.weights_dtype == SY_DTYPE_F8_E4M3;
+    if (is_f8 && geometry.dtype == SY_DTYPE_F8_E4M3) {
+        const uint8_t* codes = reinterpret_cast<const uint8_t*>(payload);
+        const float* factors = reinterpret_cast<const float*>(scales);
+        for (uint32_t i = 0; i < geometry.hidden; ++i)
+            values[i] = simt_from_e4m3(codes[i]) * factors[i / SY_SCALE_BLOCK];
+        return values;
+    }
     for (uint32_t chunk_idx = 0; chunk_idx < geometry.hidden / 8; ++chunk_idx) {
         uint4 bits;
         if (geometry.dtype == SY_DTYPE_F8_E4M3)
@@ -43,6 +71,8 @@ inline std::vector<float> gather_row(const sy_expert_compute_params& params, uin
             values[chunk_idx * 8 + i] =
                 bf16_to_float(static_cast<uint16_t>(words[i / 2] >> i % 2 * 16));
     }
+    if (is_f8)
+        round_to_f8(values);
     return values;
 }
 
@@ -54,6 +84,33 @@ inline float dot_bf16(const uint16_t* weights, const float* values, uint32_t dep
             sums[i] += bf16_to_float(weights[at + i]) * values[at + i];
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
+
+// Matrix `matrix` of `num_rows` by `depth` among others of its size, bf16 or fp8.
+struct StageMatrix {
+    uint64_t values, scales;
+    uint32_t dtype, num_rows, depth;
+    uint64_t matrix;
+
+    float dot(uint32_t row, const float* x) const {
+        const uint64_t first = (matrix * num_rows + row) * depth;
+        if (dtype == SY_DTYPE_BF16)
+            return dot_bf16(reinterpret_cast<const uint16_t*>(values) + first, x, depth);
+        const uint8_t* codes = reinterpret_cast<const uint8_t*>(values) + first;
+        const uint32_t depth_blocks = (depth + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
+        const uint32_t row_blocks = (num_rows + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
+        const float* factors = reinterpret_cast<const float*>(scales) +
+                               (matrix * row_blocks + row / SY_SCALE_BLOCK) * depth_blocks;
+        float sum = 0;
+        for (uint32_t block = 0; block < depth_blocks; ++block) {
+            float part = 0;
+            for (uint32_t k = block * SY_SCALE_BLOCK;
+                 k < std::min(depth, (block + 1) * SY_SCALE_BLOCK); ++k)
+                part += simt_from_e4m3(codes[k]) * x[k];
+            sum += part * factors[block];
+        }
+        return sum;
+    }
+};
 
 inline void run_expert_stage(const sy_expert_compute_params& params) {
     const sy_batch& batch = *params.lists.batch;
@@ -67,21 +124,24 @@ inline void run_expert_stage(const sy_expert_compute_params& params) {
     std::vector<float> activation(inter);
     uint16_t* out = static_cast<uint16_t*>(params.expert_out);
     for (uint32_t expert = 0; expert < params.num_local_experts; ++expert) {
-        const uint64_t matrix = uint64_t{expert} * inter * hidden;
-        const uint16_t* gate = reinterpret_cast<const uint16_t*>(layer.gate_up) + 2 * matrix;
-        const uint16_t* up = gate + uint64_t{inter} * hidden;
-        const uint16_t* down = reinterpret_cast<const uint16_t*>(layer.down) + matrix;
+        const StageMatrix gate = {layer.gate_up, layer.gate_up_scale, params.weights_dtype,
+                                  inter,         hidden,              uint64_t{expert} * 2};
+        const StageMatrix up = {layer.gate_up, layer.gate_up_scale, params.weights_dtype,
+                                inter,         hidden,              uint64_t{expert} * 2 + 1};
+        const StageMatrix down = {layer.down, layer.down_scale, params.weights_dtype,
+                                  hidden,     inter,            expert};
         for (uint32_t position = params.lists.expert_begin[expert];
              position < params.lists.expert_begin[expert + 1]; ++position) {
             const float* row = rows[params.lists.list_row[position]].data();
             for (uint32_t i = 0; i < inter; ++i) {
-                const float g = dot_bf16(gate + uint64_t{i} * hidden, row, hidden);
-                const float u = dot_bf16(up + uint64_t{i} * hidden, row, hidden);
+                const float g = gate.dot(i, row), u = up.dot(i, row);
                 activation[i] = bf16_to_float(float_to_bf16(g / (1.0f + std::exp(-g)) * u));
             }
+            if (params.weights_dtype == SY_DTYPE_F8_E4M3)
+                round_to_f8(activation);
             for (uint32_t i = 0; i < hidden; ++i)
-                out[uint64_t{position} * hidden + i] = float_to_bf16(
-                    dot_bf16(down + uint64_t{i} * inter, activation.data(), inter));
+                out[uint64_t{position} * hidden + i] =
+                    float_to_bf16(down.dot(i, activation.data()));
         }
     }
 }

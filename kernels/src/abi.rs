@@ -31,10 +31,12 @@ pub const NO_EXPERT: u32 = u32::MAX;
 pub const NO_ROUTE: u32 = u32::MAX;
 /// A route is `peer << ROUTE_SHIFT | row`.
 pub const ROUTE_SHIFT: u32 = 24;
-/// Threads of the expert stage's kernels.
+/// Threads of the expert stage's first kernel.
 pub const COMPUTE_THREADS: u32 = 256;
-/// Dynamic shared memory of those that multiply, bytes.
-pub const COMPUTE_SHARED_BYTES: u32 = 98_304;
+/// Threads of the other two, which multiply.
+pub const PRODUCT_THREADS: u32 = 384;
+/// Dynamic shared memory of those, bytes.
+pub const PRODUCT_SHARED_BYTES: u32 = 231_488;
 /// Bits of an entry's rank among those of its expert in a batch.
 pub const RANK_BITS: u32 = 22;
 /// Blocks of `expert_recv`: one cluster.
@@ -466,14 +468,27 @@ pub struct ExpertRecvParams {
     pub clients: DevicePtr,
 }
 
-/// Matrices of a layer's experts on this server. Rows are contiguous.
+/// Matrices of a layer's experts on this server. Rows are contiguous. Made by
+/// [`Gpu::layer_weights`](crate::gpu::Gpu::layer_weights), which knows what goes into the maps.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 pub struct LayerWeights {
-    /// bf16 `[num_local_experts, 2, inter, hidden]`: gate, then up.
+    /// `[num_local_experts, 2, inter, hidden]`: gate, then up.
     pub gate_up: DevicePtr,
-    /// bf16 `[num_local_experts, hidden, inter]`.
+    /// `[num_local_experts, hidden, inter]`.
     pub down: DevicePtr,
+    /// fp8: f32 `[num_local_experts, 2, ceil(inter / 128), hidden / 128]`.
+    pub gate_up_scale: DevicePtr,
+    /// fp8: f32 `[num_local_experts, hidden / 128, ceil(inter / 128)]`.
+    pub down_scale: DevicePtr,
+    /// [`DTYPE_BF16`] or [`DTYPE_F8_E4M3`].
+    pub dtype: u32,
+    /// Zero.
+    pub reserved: [u32; 7],
+    /// How the copy engine reads `gate_up`: the driver's format.
+    pub gate_up_map: [u64; 16],
+    /// How it reads `down`.
+    pub down_map: [u64; 16],
 }
 
 /// Parameters of `expert_compute`: `down(silu(gate(x)) * up(x))` of every entry of a batch.
@@ -488,13 +503,13 @@ pub struct ExpertComputeParams {
     pub geometry: FrameGeometry,
     /// What `expert_recv` left.
     pub lists: ExpertLists,
-    /// Scratch: bf16 `[lists.max_rows, hidden]`.
+    /// Scratch of [`FrameGeometry::expert_scratch_bytes`] for rows of `hidden` values.
     pub rows: DevicePtr,
-    /// Scratch: bf16 `[lists.max_rows * top_k, inter]`.
+    /// Scratch of [`FrameGeometry::expert_scratch_bytes`] for rows of `inter` values.
     pub activation: DevicePtr,
     /// bf16 `[lists.max_rows * top_k, hidden]`, in list order.
     pub expert_out: DevicePtr,
-    /// [`LayerWeights`] `[num_layers]`.
+    /// [`LayerWeights`] `[num_layers]`, aligned to 64.
     pub layers: DevicePtr,
     /// Intermediate size, a multiple of 64.
     pub inter: u32,
@@ -504,10 +519,10 @@ pub struct ExpertComputeParams {
     pub num_layers: u32,
     /// Elements of `clients`.
     pub num_clients: u32,
-    /// Thread blocks of each kernel, 0 = two per multiprocessor.
+    /// Thread blocks of each kernel, 0 = as many as fit.
     pub num_blocks: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// [`DTYPE_BF16`] or [`DTYPE_F8_E4M3`]: of every layer.
+    pub weights_dtype: u32,
     /// [`ClientPeer`] `[num_clients]`.
     pub clients: DevicePtr,
 }
@@ -589,6 +604,6 @@ const _: () = assert!(size_of::<ExpertSendParams>() == 224);
 const _: () = assert!(offset_of!(ExpertSendParams, clients) == 216);
 const _: () = assert!(size_of::<EchoParams>() == 184);
 const _: () = assert!(offset_of!(EchoParams, clients) == 176);
-const _: () = assert!(size_of::<LayerWeights>() == 16);
+const _: () = assert!(size_of::<LayerWeights>() == 320);
 const _: () = assert!(size_of::<ExpertComputeParams>() == 256);
 const _: () = assert!(offset_of!(ExpertComputeParams, clients) == 248);

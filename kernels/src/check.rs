@@ -3,9 +3,10 @@
 use thiserror::Error;
 
 use crate::abi::{
-    ClientPeer, CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, EchoParams,
-    ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link,
-    MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS, ServerPeer, WAY_DIRECT, WAY_IBGDA, WAY_PROXY,
+    ClientPeer, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
+    DispatchParams, EchoParams, ExpertComputeParams, ExpertLists, ExpertRecvParams,
+    ExpertSendParams, FrameGeometry, Link, MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS,
+    ServerPeer, WAY_DIRECT, WAY_IBGDA, WAY_PROXY,
 };
 
 /// Parameters that cannot be used. Nothing was launched.
@@ -147,6 +148,9 @@ impl Check for ExpertComputeParams {
     fn check(&self) -> Result<(), CheckError> {
         common(self.version, &self.geometry, self.clients, self.num_clients)?;
         lists(&self.lists)?;
+        if self.weights_dtype != DTYPE_BF16 && self.weights_dtype != DTYPE_F8_E4M3 {
+            return Err(CheckError::Dtype);
+        }
         if self.inter == 0 || !self.inter.is_multiple_of(64) || self.inter > MAX_HIDDEN {
             return Err(CheckError::Inter);
         }
@@ -161,6 +165,10 @@ impl Check for ExpertComputeParams {
         set(&pointers)?;
         if self.num_layers == 0 {
             return Err(CheckError::Null);
+        }
+        // The copy engine wants its maps at multiples of 64, and they stand in the table of layers.
+        if !self.layers.0.is_multiple_of(64) {
+            return Err(CheckError::Alignment);
         }
         aligned(&pointers)
     }

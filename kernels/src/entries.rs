@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 37] = [
+pub const ENTRIES: [&str; 41] = [
     DISPATCH_TUNED_FP8,
     DISPATCH_TUNED_BF16,
     DISPATCH_FP8,
@@ -20,10 +20,14 @@ pub const ENTRIES: [&str; 37] = [
     ECHO_TUNED_BF16,
     ECHO_FP8,
     ECHO_BF16,
-    GATHER_FP8,
-    GATHER_BF16,
-    GATE_UP,
-    DOWN,
+    GATHER_FP8_TO_FP8,
+    GATHER_FP8_TO_BF16,
+    GATHER_BF16_TO_FP8,
+    GATHER_BF16_TO_BF16,
+    GATE_UP_FP8,
+    GATE_UP_BF16,
+    DOWN_FP8,
+    DOWN_BF16,
     FLAG_ADD,
     PROXY_PRODUCE,
     PEER_COPY,
@@ -69,14 +73,22 @@ pub const ECHO_FP8: &str =
     "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj2EEEEEv14sy_echo_params";
 pub const ECHO_BF16: &str =
     "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj2EEEEEv14sy_echo_params";
-pub const GATHER_FP8: &str =
-    "_ZN10switchyard5impls20expert_gather_kernelILb1EEEv24sy_expert_compute_params";
-pub const GATHER_BF16: &str =
-    "_ZN10switchyard5impls20expert_gather_kernelILb0EEEv24sy_expert_compute_params";
-pub const GATE_UP: &str =
-    "_ZN10switchyard5impls18expert_gemm_kernelILb1EEEv24sy_expert_compute_params";
-pub const DOWN: &str =
-    "_ZN10switchyard5impls18expert_gemm_kernelILb0EEEv24sy_expert_compute_params";
+pub const GATHER_FP8_TO_FP8: &str =
+    "_ZN10switchyard5impls20expert_gather_kernelILb1ELb1EEEv24sy_expert_compute_params";
+pub const GATHER_FP8_TO_BF16: &str =
+    "_ZN10switchyard5impls20expert_gather_kernelILb1ELb0EEEv24sy_expert_compute_params";
+pub const GATHER_BF16_TO_FP8: &str =
+    "_ZN10switchyard5impls20expert_gather_kernelILb0ELb1EEEv24sy_expert_compute_params";
+pub const GATHER_BF16_TO_BF16: &str =
+    "_ZN10switchyard5impls20expert_gather_kernelILb0ELb0EEEv24sy_expert_compute_params";
+pub const GATE_UP_FP8: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb1ELb1EEEv24sy_expert_compute_params";
+pub const GATE_UP_BF16: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb1EEEv24sy_expert_compute_params";
+pub const DOWN_FP8: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb1ELb0EEEv24sy_expert_compute_params";
+pub const DOWN_BF16: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb0EEEv24sy_expert_compute_params";
 
 /// The kernel that does the same over links of any way that is compiled in.
 #[must_use]

@@ -155,6 +155,27 @@ impl FrameGeometry {
         };
         (lists, at - base.0)
     }
+
+    /// Bytes of one of the expert stage's scratch buffers, whose rows have `row_values` values of the
+    /// weights' type: `hidden` for [`ExpertComputeParams::rows`](crate::abi::ExpertComputeParams), the
+    /// intermediate size for `activation`.
+    #[must_use]
+    pub fn expert_scratch_bytes(
+        &self,
+        num_local_experts: u32,
+        max_rows: u32,
+        weights_dtype: u32,
+        row_values: u32,
+    ) -> u64 {
+        // Rows by expert, each expert's beginning at a multiple of eight; 128-byte panels and their scales.
+        let num_rows = (u64::from(max_rows) * u64::from(self.top_k)).next_multiple_of(8)
+            + 8 * u64::from(num_local_experts);
+        if weights_dtype == DTYPE_F8_E4M3 {
+            u64::from(row_values.div_ceil(128)) * num_rows * (128 + 4)
+        } else {
+            u64::from(row_values.div_ceil(64)) * num_rows * 128
+        }
+    }
 }
 
 impl Placement {

@@ -2,15 +2,16 @@
 //! `cuda/check.hpp`.
 
 use crate::abi::{
-    COMPUTE_SHARED_BYTES, COMPUTE_THREADS, CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams,
-    EchoParams, ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_ANY_WAY, FLAG_PDL,
-    RECV_BLOCKS, RECV_THREADS,
+    COMPUTE_THREADS, CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams, EchoParams,
+    ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_ANY_WAY, FLAG_PDL,
+    PRODUCT_SHARED_BYTES, PRODUCT_THREADS, RECV_BLOCKS, RECV_THREADS,
 };
 use crate::check::Check;
 use crate::entries::{
     COMBINE, COMBINE_TUNED, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16, DISPATCH_TUNED_FP8,
-    DOWN, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV, GATE_UP, GATHER_BF16,
-    GATHER_FP8, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way,
+    DOWN_BF16, DOWN_FP8, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV,
+    GATE_UP_BF16, GATE_UP_FP8, GATHER_BF16_TO_BF16, GATHER_BF16_TO_FP8, GATHER_FP8_TO_BF16,
+    GATHER_FP8_TO_FP8, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way,
 };
 
 /// A launch, decided but for the stream.
@@ -161,20 +162,43 @@ impl KernelParams for ExpertComputeParams {
 
     fn plan(&self) -> LaunchPlan {
         let num_blocks =
-            if self.num_blocks == 0 { 2 * NUM_MULTIPROCESSORS } else { self.num_blocks };
+            if self.num_blocks == 0 { 8 * NUM_MULTIPROCESSORS } else { self.num_blocks };
         LaunchPlan {
             num_blocks,
             num_threads: COMPUTE_THREADS,
             is_tuned: false,
-            entry: if is_fp8(self.geometry.dtype) { GATHER_FP8 } else { GATHER_BF16 },
+            entry: match (is_fp8(self.geometry.dtype), is_fp8(self.weights_dtype)) {
+                (true, true) => GATHER_FP8_TO_FP8,
+                (true, false) => GATHER_FP8_TO_BF16,
+                (false, true) => GATHER_BF16_TO_FP8,
+                (false, false) => GATHER_BF16_TO_BF16,
+            },
             shared_bytes: 0,
             overlaps: false,
         }
     }
 
     fn rest(&self) -> Vec<LaunchPlan> {
-        [GATE_UP, DOWN]
-            .map(|entry| LaunchPlan { entry, shared_bytes: COMPUTE_SHARED_BYTES, ..self.plan() })
+        let entries = if is_fp8(self.weights_dtype) {
+            [GATE_UP_FP8, DOWN_FP8]
+        } else {
+            [GATE_UP_BF16, DOWN_BF16]
+        };
+        // In pairs, and each fills a multiprocessor's shared memory. A kernel may start while the one
+        // before it ends.
+        let num_blocks = match self.num_blocks {
+            0 => NUM_MULTIPROCESSORS,
+            asked => asked.div_ceil(2).saturating_mul(2),
+        };
+        entries
+            .map(|entry| LaunchPlan {
+                num_blocks,
+                num_threads: PRODUCT_THREADS,
+                is_tuned: false,
+                entry,
+                shared_bytes: PRODUCT_SHARED_BYTES,
+                overlaps: true,
+            })
             .to_vec()
     }
 

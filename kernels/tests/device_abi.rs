@@ -66,10 +66,11 @@ fn header_and_rust_agree_field_by_field() {
             num_local_experts, num_layers, num_clients, reserved, clients;
         ExpertSendParams as "sy_expert_send_params": version, flags, geometry, lists, expert_out,
             max_rows, num_clients, num_blocks, reserved, clients;
-        LayerWeights as "sy_layer_weights": gate_up, down;
+        LayerWeights as "sy_layer_weights": gate_up, down, gate_up_scale, down_scale, dtype, reserved,
+            gate_up_map, down_map;
         ExpertComputeParams as "sy_expert_compute_params": version, flags, geometry, lists, rows,
             activation, expert_out, layers, inter, num_local_experts, num_layers, num_clients,
-            num_blocks, reserved, clients;
+            num_blocks, weights_dtype, clients;
         EchoParams as "sy_echo_params": version, flags, geometry, state, abort_mask, timeout_ns,
             capacity, num_clients, num_blocks, reserved, clients;
     };
@@ -106,7 +107,8 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_ROUTE_SHIFT", abi::ROUTE_SHIFT.into()),
         ("SY_RANK_BITS", abi::RANK_BITS.into()),
         ("SY_COMPUTE_THREADS", abi::COMPUTE_THREADS.into()),
-        ("SY_COMPUTE_SHARED_BYTES", abi::COMPUTE_SHARED_BYTES.into()),
+        ("SY_PRODUCT_THREADS", abi::PRODUCT_THREADS.into()),
+        ("SY_PRODUCT_SHARED_BYTES", abi::PRODUCT_SHARED_BYTES.into()),
         ("SY_RECV_BLOCKS", abi::RECV_BLOCKS.into()),
         ("SY_RECV_THREADS", abi::RECV_THREADS.into()),
         ("SY_DTYPE_BF16", abi::DTYPE_BF16.into()),

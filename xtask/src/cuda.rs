@@ -43,8 +43,23 @@ const EXPECTED_INSTRUCTIONS: [(&str, &[&str]); 4] = [
     ),
     // Cluster barriers for expert_recv.
     ("expert", &["UCGABAR_ARV", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS"]),
-    // Matrix units, fed by asynchronous copies.
-    ("compute", &["HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDGSTS.E.BYPASS"]),
+    // Matrix units of a warpgroup in bf16 and fp8, fed by the copy engine; registers handed over between
+    // warpgroups; results through shared memory.
+    (
+        "compute",
+        &[
+            "HGMMA.64x256x16.F32.BF16",
+            "HGMMA.64x8x16.F32.BF16",
+            "QGMMA.64x128x32.F32.E4M3.E4M3",
+            "QGMMA.64x8x32.F32.E4M3.E4M3",
+            "UTMALDG.5D.MULTICAST",
+            "UTMALDG.3D.MULTICAST",
+            "UBLKCP",
+            "USETMAXREG",
+            "STSM.16.M88.4",
+            "STSM.16.MT88.2",
+        ],
+    ),
 ];
 const MAX_BUNDLE_BYTES: u64 = 40 << 20;
 

@@ -47,6 +47,7 @@ pub(super) struct Shared {
     pub(super) local_expert: DevicePtr,
     pub(super) layers: DevicePtr,
     pub(super) abort_mask: DevicePtr,
+    pub(super) weights_dtype: u32,
 }
 
 impl Context {
@@ -177,7 +178,7 @@ impl Context {
             num_layers: plan.num_layers,
             num_clients,
             num_blocks: 0,
-            reserved: 0,
+            weights_dtype: shared.weights_dtype,
             clients: shared.clients,
         };
         let send = ExpertSendParams {

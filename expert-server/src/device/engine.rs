@@ -233,7 +233,7 @@ impl Engine {
             num_places: self.num_places(),
             bucket_rows: self.bucket_rows(),
         };
-        let shared = self.memory.shared(&self.board);
+        let shared = self.memory.shared(&self.board, self.store.weights_dtype());
         for turn in 0..self.contexts.len() {
             // In turn, so that batches of one length take turns as well.
             let idx = self.last_launched.map_or(0, |last| last + 1 + turn) % self.contexts.len();
@@ -466,13 +466,14 @@ impl Memory {
         })
     }
 
-    fn shared(&self, board: &SeatBoard) -> Shared {
+    fn shared(&self, board: &SeatBoard, weights_dtype: u32) -> Shared {
         Shared {
             state: self.state.ptr(),
             clients: self.clients.ptr(),
             local_expert: self.local_expert.ptr(),
             layers: self.layers.ptr(),
             abort_mask: board.mask_ptr(),
+            weights_dtype,
         }
     }
 
@@ -489,8 +490,7 @@ impl Memory {
     ) -> Result<(), GpuError> {
         let places = tables.places(plan.num_experts as usize);
         self.write(control, &self.local_expert, bytemuck::cast_slice(&places))?;
-        let weights: Vec<LayerWeights> =
-            tables.layers.iter().map(|table| store.layer_weights(table)).collect();
+        let weights = store.layer_weights(tables)?;
         self.write(control, &self.layers, bytemuck::cast_slice(&weights))
     }
 

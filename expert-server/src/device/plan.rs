@@ -124,10 +124,21 @@ impl DevicePlan {
 
     /// Scratch of the expert stage: rows, activations, outputs.
     pub(crate) fn scratch_bytes(&self) -> [u64; 3] {
-        let rows = u64::from(self.max_rows);
-        let entries = rows * u64::from(self.geometry.top_k);
-        let (hidden, inter) = (u64::from(self.geometry.hidden), u64::from(self.inter));
-        [rows * hidden * 2, entries * inter * 2, entries * hidden * 2]
+        let (hidden, inter) = (self.geometry.hidden, self.inter);
+        let entries = u64::from(self.max_rows) * u64::from(self.geometry.top_k);
+        // Weights may be of either type; bf16 takes the more.
+        let scratch = |row_values| {
+            let of = |dtype| {
+                self.geometry.expert_scratch_bytes(
+                    self.num_experts,
+                    self.max_rows,
+                    dtype,
+                    row_values,
+                )
+            };
+            of(DTYPE_BF16).max(of(DTYPE_F8_E4M3))
+        };
+        [scratch(hidden), scratch(inter), entries * u64::from(hidden) * 2]
     }
 
     /// GPU memory beside the weights, with the slot of one client.

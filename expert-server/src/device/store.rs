@@ -13,8 +13,8 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use bytemuck::Zeroable;
 use checkpoint::{Checkpoint, DType, ExpertTensors, WeightView};
-use kernels::abi::{DevicePtr, LayerWeights};
-use kernels::gpu::{Gpu, GpuBuffer, GpuError};
+use kernels::abi::{DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, LayerWeights};
+use kernels::gpu::{Gpu, GpuBuffer, GpuError, LayerMatrices, LayerShape};
 
 use super::plan::DevicePlan;
 use super::upload::Uploader;
@@ -124,10 +124,38 @@ impl DeviceStore {
         self.tables.load_full()
     }
 
-    /// The kernels' view of a layer's weights.
-    pub(crate) fn layer_weights(&self, table: &LayerTable) -> LayerWeights {
-        let Some(memory) = &table.memory else { return LayerWeights::zeroed() };
-        LayerWeights { gate_up: memory.gate_up.ptr(), down: memory.down.ptr() }
+    /// The kernels' view of every layer's weights.
+    pub(crate) fn layer_weights(&self, tables: &Tables) -> Result<Vec<LayerWeights>, GpuError> {
+        let of = |table: &LayerTable| {
+            table.memory.as_deref().map(|memory| self.describe(memory)).transpose()
+        };
+        let made: Vec<Option<LayerWeights>> =
+            tables.layers.iter().map(of).collect::<Result<_, _>>()?;
+        // Nothing is computed in a layer without experts, but kernels may look at its entry early.
+        let any = made.iter().flatten().next().copied().unwrap_or_else(LayerWeights::zeroed);
+        Ok(made.into_iter().map(|weights| weights.unwrap_or(any)).collect())
+    }
+
+    fn describe(&self, memory: &LayerMemory) -> Result<LayerWeights, GpuError> {
+        let scale = |idx: usize| memory.scales.as_ref().map_or(DevicePtr::NULL, |s| s[idx].ptr());
+        let shape = LayerShape {
+            hidden: self.shape.hidden as u32,
+            inter: self.shape.inter as u32,
+            num_local_experts: memory.capacity as u32,
+            dtype: self.weights_dtype(),
+        };
+        let matrices = LayerMatrices {
+            gate_up: memory.gate_up.ptr(),
+            down: memory.down.ptr(),
+            gate_up_scale: scale(0),
+            down_scale: scale(1),
+        };
+        self.gpu.layer_weights(&shape, &matrices)
+    }
+
+    /// Type of the weights in GPU memory, as the kernels number types.
+    pub(crate) const fn weights_dtype(&self) -> u32 {
+        if self.shape.is_fp8 { DTYPE_F8_E4M3 } else { DTYPE_BF16 }
     }
 
     /// Calls `announce` whenever there are new tables. Once, by the data thread's owner.
@@ -286,7 +314,7 @@ impl WeightShape {
     /// know, else bf16, to which everything can be rounded.
     fn of(checkpoint: &Checkpoint, experts: &BTreeMap<u32, Vec<u32>>) -> Result<Self, LoadError> {
         let model = checkpoint.config();
-        let mut is_fp8 = FP8_IN_PLACE;
+        let mut is_fp8 = true;
         let all = experts.iter().flat_map(|(layer, ids)| ids.iter().map(move |id| (*layer, *id)));
         for (layer, expert) in all {
             let tensors = checkpoint.expert(layer, expert).map_err(|source| LoadError::Tensor {
@@ -420,7 +448,5 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Side of the blocks that share a scale in the kernels' fp8 weights.
 const SCALE_BLOCK: usize = 128;
-/// Whether the kernels compute with fp8 weights as they are.
-const FP8_IN_PLACE: bool = false;
 /// Tables go into service between two batches.
 const SERVICE_LIMIT: Duration = Duration::from_secs(60);

@@ -23,11 +23,14 @@
 #define SY_MAX_REPLICAS 7
 #define SY_MAX_FRAME_TOKENS (UINT32_C(1) << 20)
 #ifndef SY_RECV_BLOCKS
+#define SY_P2P_THREADS 512 /* of the transport measurements */
 #define SY_RECV_BLOCKS 8     /* of expert_recv: one cluster */
 #endif
 #define SY_RECV_THREADS 1024 /* of each of them */
-#define SY_COMPUTE_THREADS 256
-#define SY_COMPUTE_SHARED_BYTES 98304 /* of the products' kernels, dynamic */
+#define SY_TILE_WEIGHTS UINT32_C(256) /* rows of weights in a tile of the expert stage */
+#define SY_COMPUTE_THREADS 256  /* of the expert stage's first kernel */
+#define SY_PRODUCT_THREADS 384  /* of the other two */
+#define SY_PRODUCT_SHARED_BYTES 231488 /* of those, dynamic */
 #define SY_RANK_BITS 22      /* entries of one expert in a batch, as a power of two */
 #define SY_NO_EXPERT UINT32_C(0xffffffff)
 #define SY_NO_ROUTE UINT32_C(0xffffffff)
@@ -294,10 +297,17 @@ typedef struct sy_expert_send_params {
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_send_params;
 
-/* Matrices of a layer's experts on this server, in device memory. Rows are contiguous. */
+/* Matrices of a layer's experts on this server, in device memory. Rows are contiguous. The maps are
+ * what the copy engine reads them by: sy_describe_layer fills them in. */
 typedef struct sy_layer_weights {
-    uint64_t gate_up; /* bf16 [num_local_experts, 2, inter, hidden]: gate, then up */
-    uint64_t down;    /* bf16 [num_local_experts, hidden, inter] */
+    uint64_t gate_up;       /* [num_local_experts, 2, inter, hidden]: gate, then up */
+    uint64_t down;          /* [num_local_experts, hidden, inter] */
+    uint64_t gate_up_scale; /* fp8: f32 [num_local_experts, 2, ceil(inter / 128), hidden / 128] */
+    uint64_t down_scale;    /* fp8: f32 [num_local_experts, hidden / 128, ceil(inter / 128)] */
+    uint32_t dtype;         /* SY_DTYPE_BF16 or SY_DTYPE_F8_E4M3 */
+    uint32_t reserved[7];
+    uint64_t gate_up_map[16];
+    uint64_t down_map[16];
 } sy_layer_weights;
 
 /* The expert stage between expert_recv and expert_send: down(silu(gate(x)) * up(x)) of every entry. */
@@ -315,7 +325,7 @@ typedef struct sy_expert_compute_params {
     uint32_t num_layers;
     uint32_t num_clients;
     uint32_t num_blocks; /* of each kernel; 0: two per multiprocessor */
-    uint32_t reserved;
+    uint32_t weights_dtype; /* SY_DTYPE_BF16 or SY_DTYPE_F8_E4M3: of every layer */
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_compute_params;
 
@@ -335,19 +345,20 @@ typedef struct sy_echo_params {
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_echo_params;
 
-/* Transport measurements between processes. */
+/* Transport measurements between processes. Every pair of peers uses as many blocks on both sides. */
 typedef struct sy_p2p_params {
+    uint32_t version;
     uint32_t flags;
     uint32_t num_peers;
+    uint32_t blocks_per_peer;
     uint32_t num_turns;
     uint32_t begins;     /* 1: sends first; 0: answers */
     uint64_t num_bytes;  /* 4, 8, or a multiple of 16 */
-    uint64_t expected;   /* stream: value of a counter that completes the peer's messages */
     uint64_t timeout_ns;
-    const uint64_t* counters; /* mine, one line per peer, 0 at the start */
-    uint64_t* elapsed_ns;
+    uint64_t* elapsed_ns; /* [num_peers] */
     sy_error_word* error;
-    uint64_t counter_offset[SY_MAX_PEERS]; /* of my counter in the peer's memory */
+    uint64_t counters[SY_MAX_PEERS];       /* addresses of mine, one per peer, 0 at the start */
+    uint64_t counter_offset[SY_MAX_PEERS]; /* of my counter in the peer's window */
     sy_link links[SY_MAX_PEERS];
 } sy_p2p_params;
 
@@ -374,11 +385,12 @@ SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params"
 SY_STATIC_ASSERT(sizeof(sy_combine_params) == 208, "size of sy_combine_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 264, "size of sy_expert_recv_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 224, "size of sy_expert_send_params");
-SY_STATIC_ASSERT(sizeof(sy_layer_weights) == 16, "size of sy_layer_weights");
+SY_STATIC_ASSERT(sizeof(sy_layer_weights) == 320, "size of sy_layer_weights");
 SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 256, "size of sy_expert_compute_params");
 SY_STATIC_ASSERT(offsetof(sy_expert_compute_params, clients) == 248,
                  "clients of sy_expert_compute_params");
 SY_STATIC_ASSERT(sizeof(sy_echo_params) == 184, "size of sy_echo_params");
+SY_STATIC_ASSERT(sizeof(sy_p2p_params) == 1336, "size of sy_p2p_params");
 SY_STATIC_ASSERT(offsetof(sy_dispatch_params, servers) == 232, "servers of sy_dispatch_params");
 SY_STATIC_ASSERT(offsetof(sy_combine_params, servers) == 200, "servers of sy_combine_params");
 SY_STATIC_ASSERT(offsetof(sy_expert_recv_params, clients) == 256, "clients of sy_expert_recv_params");

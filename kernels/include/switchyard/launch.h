@@ -24,14 +24,19 @@ int sy_launch_expert_send(const sy_expert_send_params* params, sy_stream stream)
 /* Answers every client's frame as identity experts would. */
 int sy_launch_echo(const sy_echo_params* params, sy_stream stream);
 
-/* put + flag to a peer and back, `num_turns` times; the peer runs the same with begins = 0. */
-int sy_launch_pingpong(const sy_p2p_params* params, uint32_t num_blocks, sy_stream stream);
+/* put + flag to every peer and back, `num_turns` times; the peers run the same with begins = 0. */
+int sy_launch_pingpong(const sy_p2p_params* params, sy_stream stream);
 /* Messages in one direction, to every peer at once; each peer acknowledges once. */
-int sy_launch_stream(const sy_p2p_params* params, uint32_t num_blocks, sy_stream stream);
+int sy_launch_stream(const sy_p2p_params* params, sy_stream stream);
 
 /* Checks a table of peers before the host copies it to the device: SY_OK or SY_LAUNCH_*. */
 int sy_check_servers(const sy_server_peer* servers, uint32_t num_servers);
 int sy_check_clients(const sy_client_peer* clients, uint32_t num_clients);
+
+/* Fills in the maps of a layer whose addresses and dtype are set. The layer's matrices lie in memory of the
+ * current device. The result goes to device memory, at a multiple of 64. */
+int sy_describe_layer(sy_layer_weights* layer, uint32_t hidden, uint32_t inter,
+                      uint32_t num_local_experts);
 
 /* Name of a launcher's code, for messages. */
 const char* sy_launch_error(int code);

@@ -14,8 +14,9 @@ use cudarc::driver::sys::{
 use cudarc::driver::{DriverError, result};
 
 use super::GpuError;
-use crate::abi::{COMPUTE_SHARED_BYTES, DevicePtr};
-use crate::entries::{DOWN, ENTRIES, FLAG_ADD, GATE_UP};
+use super::layer::MapShape;
+use crate::abi::{DTYPE_F8_E4M3, DevicePtr, PRODUCT_SHARED_BYTES};
+use crate::entries::{DOWN_BF16, DOWN_FP8, ENTRIES, FLAG_ADD, GATE_UP_BF16, GATE_UP_FP8};
 use crate::plan::LaunchPlan;
 
 mod images {
@@ -292,6 +293,42 @@ impl Gpu {
         Ok(free as u64)
     }
 
+    /// The driver's description of a matrix, for the copy engine.
+    pub(super) fn tensor_map(
+        &self,
+        base: DevicePtr,
+        dtype: u32,
+        shape: &MapShape,
+    ) -> Result<[u64; 16], GpuError> {
+        self.context.bind()?;
+        // SAFETY: an all-zero map is a valid value of this plain struct.
+        let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
+        let values = if dtype == DTYPE_F8_E4M3 {
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8
+        } else {
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        };
+        // SAFETY: writes `map`, reads as many numbers of each list as `rank` says, at most all five. The
+        // address is only noted.
+        check("cuTensorMapEncodeTiled", unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &raw mut map,
+                values,
+                shape.rank,
+                base.0 as usize as *mut c_void,
+                shape.dims.as_ptr(),
+                shape.strides.as_ptr(),
+                shape.extent.as_ptr(),
+                [1; 5].as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        })?;
+        Ok(map.opaque)
+    }
+
     pub(super) fn is_registered(&self, address: DevicePtr) -> bool {
         if self.context.bind().is_err() {
             return false;
@@ -403,11 +440,11 @@ impl Context {
             check("cuModuleGetFunction", unsafe {
                 sys::cuModuleGetFunction(&raw mut function, self.modules[image_idx], name.as_ptr())
             })?;
-            if [GATE_UP, DOWN].contains(&entry) {
+            if [GATE_UP_BF16, GATE_UP_FP8, DOWN_BF16, DOWN_FP8].contains(&entry) {
                 let which = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 // SAFETY: a function of a loaded module.
                 check("cuFuncSetAttribute", unsafe {
-                    sys::cuFuncSetAttribute(function, which, COMPUTE_SHARED_BYTES as i32)
+                    sys::cuFuncSetAttribute(function, which, PRODUCT_SHARED_BYTES as i32)
                 })?;
             }
             // SAFETY: as above.

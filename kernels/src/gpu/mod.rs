@@ -12,6 +12,7 @@
 mod driver;
 #[cfg(feature = "emulated")]
 mod emulated;
+mod layer;
 mod name;
 #[cfg(not(all(feature = "cuda", feature = "emulated")))]
 mod stub;
@@ -26,10 +27,11 @@ use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
-use crate::abi::DevicePtr;
+use crate::abi::{DevicePtr, LayerWeights};
 use crate::check::CheckError;
 use crate::plan::{KernelParams, LaunchPlan};
 
+pub use self::layer::{LayerMatrices, LayerShape, MapShape};
 pub use name::{DeviceName, DeviceNameError};
 
 /// A GPU refused, or could not be used.
@@ -317,6 +319,31 @@ impl Gpu {
     /// [`GpuError::Driver`] where an emulated GPU has no such stream.
     pub unsafe fn wrap_stream(&self, raw: u64) -> Result<Stream, GpuError> {
         wrapped!(&self.0, gpu => gpu.wrap_stream(raw), Stream)
+    }
+
+    /// Describes a layer's matrices for the expert stage; the result goes into the table of layers in
+    /// device memory. The matrices may be filled later.
+    ///
+    /// # Errors
+    /// [`GpuError::Check`] for sizes or a type that the kernels do not have, [`GpuError::Driver`].
+    pub fn layer_weights(
+        &self,
+        shape: &LayerShape,
+        at: &LayerMatrices,
+    ) -> Result<LayerWeights, GpuError> {
+        shape.check(at).map_err(|source| GpuError::Check { kernel: "expert_compute", source })?;
+        let map =
+            |base, map: MapShape| either!(&self.0, gpu => gpu.tensor_map(base, shape.dtype, &map));
+        Ok(LayerWeights {
+            gate_up: at.gate_up,
+            down: at.down,
+            gate_up_scale: at.gate_up_scale,
+            down_scale: at.down_scale,
+            dtype: shape.dtype,
+            reserved: [0; 7],
+            gate_up_map: map(at.gate_up, shape.gate_up_map())?,
+            down_map: map(at.down, shape.down_map())?,
+        })
     }
 
     /// Whether the GPU knows memory at this address: its own, a peer's that is mapped, or registered host

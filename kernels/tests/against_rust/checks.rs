@@ -248,13 +248,13 @@ fn good_compute(rng: &mut StdRng) -> ExpertComputeParams {
         rows: pointer(rng),
         activation: pointer(rng),
         expert_out: pointer(rng),
-        layers: pointer(rng),
+        layers: DevicePtr(rng.random_range(1..1 << 40) * 64),
         inter: rng.random_range(1..40) * 64,
         num_local_experts: recv.num_local_experts,
         num_layers: rng.random_range(1..70),
         num_clients: recv.num_clients,
         num_blocks: blocks(rng),
-        reserved: 0,
+        weights_dtype: rng.random_range(3..5),
         clients: recv.clients,
     }
 }

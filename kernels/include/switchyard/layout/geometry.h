@@ -99,4 +99,48 @@ static inline uint64_t sy_expert_lists_at(uint64_t base, const sy_frame_geometry
     return at - base;
 }
 
+/* Bytes of one of the expert stage's scratch buffers, whose rows have `row_values` values of the weights'
+ * type: hidden for sy_expert_compute_params.rows, inter for .activation. */
+static inline uint64_t sy_expert_scratch_bytes(const sy_frame_geometry* geometry,
+                                               uint32_t num_local_experts, uint32_t max_rows,
+                                               uint32_t weights_dtype, uint32_t row_values) {
+    /* Rows by expert, each expert's beginning at a multiple of eight; 128-byte panels and their scales. */
+    const uint64_t num_rows = sy_round_up((uint64_t)max_rows * geometry->top_k, 8) +
+                              8 * (uint64_t)num_local_experts;
+    if (weights_dtype == SY_DTYPE_F8_E4M3)
+        return sy_round_up(row_values, 128) / 128 * num_rows * (128 + sizeof(float));
+    return sy_round_up(row_values, 64) / 64 * num_rows * 128;
+}
+
+/* A matrix as the copy engine reads it: boxes of `extent`, values innermost, both in values; `strides` in
+ * bytes, of every dimension but the first. */
+typedef struct sy_map_shape {
+    uint32_t rank;
+    uint32_t extent[5];
+    uint64_t dims[5];
+    uint64_t strides[4];
+} sy_map_shape;
+
+/* Gate and up: a box is half a tile, eight times eight rows of gate and eight of up. */
+static inline sy_map_shape sy_gate_up_map(uint32_t hidden, uint32_t inter, uint32_t num_local_experts,
+                                          uint32_t dtype) {
+    const uint64_t row = hidden * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
+    const sy_map_shape map = {5,
+                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 8, 2, SY_TILE_WEIGHTS / 32, 1},
+                              {hidden, 8, 2, inter / 8, num_local_experts},
+                              {row, row * inter, row * 8, row * inter * 2}};
+    return map;
+}
+
+/* Down: a box is half a tile of rows. */
+static inline sy_map_shape sy_down_map(uint32_t hidden, uint32_t inter, uint32_t num_local_experts,
+                                       uint32_t dtype) {
+    const uint64_t row = inter * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
+    const sy_map_shape map = {3,
+                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), SY_TILE_WEIGHTS / 2, 1, 0, 0},
+                              {inter, hidden, num_local_experts, 0, 0},
+                              {row, row * hidden, 0, 0}};
+    return map;
+}
+
 #endif /* SWITCHYARD_LAYOUT_GEOMETRY_H */

@@ -1,0 +1,179 @@
+// The copy engine, its barriers in shared memory, and what goes with them. One instruction each.
+#pragma once
+
+#include <cstdint>
+
+namespace switchyard::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* address) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(address));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t num_arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_arrivals)
+                 : "memory");
+}
+
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// At the barrier that stands at this place in block `rank` of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
+    asm volatile("{\n.reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+                 "r"(rank)
+                 : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(num_bytes)
+                 : "memory");
+}
+
+// Whether the phase of this parity is complete; sleeps for a while when it is not.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
+    uint32_t is_complete;
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(is_complete)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return is_complete != 0;
+}
+
+// `num_bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk_to_shared(uint32_t target, const void* source,
+                                                        uint32_t num_bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(source), "r"(num_bytes), "r"(barrier)
+                 : "memory");
+}
+
+// To the same place in every block of the cluster that `blocks` has a bit for; each one's barrier hears of it.
+__device__ __forceinline__ void cp_async_bulk_to_shared_multicast(uint32_t target,
+                                                                  const void* source,
+                                                                  uint32_t num_bytes,
+                                                                  uint32_t barrier,
+                                                                  uint32_t blocks) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(target),
+                 "l"(source), "r"(num_bytes), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
+                 : "memory");
+}
+
+#define SY_TENSOR_COPY(rank, coordinates, multicast)                                               \
+    "cp.async.bulk.tensor." rank ".shared::cluster.global.mbarrier::complete_tx::bytes" multicast  \
+    " [%0], [%1, {" coordinates "}], [%2]"
+
+__device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t target, const void* map,
+                                                        uint32_t barrier, uint32_t x, uint32_t y,
+                                                        uint32_t z) {
+    asm volatile(SY_TENSOR_COPY("3d", "%3, %4, %5", "") ";" ::"r"(target), "l"(map), "r"(barrier),
+                 "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+__device__ __forceinline__ void
+cp_async_bulk_tensor_3d_multicast(uint32_t target, const void* map, uint32_t barrier, uint32_t x,
+                                  uint32_t y, uint32_t z, uint32_t blocks) {
+    asm volatile(SY_TENSOR_COPY("3d", "%3, %4, %5", ".multicast::cluster") ", %6;" ::"r"(target),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(blocks))
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t target, const void* map,
+                                                        uint32_t barrier, uint32_t x, uint32_t y,
+                                                        uint32_t z, uint32_t u, uint32_t v) {
+    asm volatile(SY_TENSOR_COPY("5d", "%3, %4, %5, %6, %7", "") ";" ::"r"(target), "l"(map),
+                 "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
+                 : "memory");
+}
+
+__device__ __forceinline__ void
+cp_async_bulk_tensor_5d_multicast(uint32_t target, const void* map, uint32_t barrier, uint32_t x,
+                                  uint32_t y, uint32_t z, uint32_t u, uint32_t v, uint32_t blocks) {
+    asm volatile(SY_TENSOR_COPY("5d", "%3, %4, %5, %6, %7", ".multicast::cluster") ", %8;" ::"r"(
+                     target),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v),
+                 "h"(static_cast<uint16_t>(blocks))
+                 : "memory");
+}
+
+#undef SY_TENSOR_COPY
+
+// Between ordinary stores and the copy engine's reads, both ways and everywhere.
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+template <uint32_t kRegisters> __device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <uint32_t kRegisters> __device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Barrier of `num_threads` threads, other than barrier 0.
+__device__ __forceinline__ void bar_sync(uint32_t barrier_idx, uint32_t num_threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
+}
+
+__device__ __forceinline__ void bar_arrive(uint32_t barrier_idx, uint32_t num_threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
+}
+
+// Two 8 by 8 matrices of 16-bit values. Lane l names row l % 8 of matrix l / 8 (lanes below 16).
+__device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, uint32_t first,
+                                                  uint32_t second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+                 "r"(first), "r"(second)
+                 : "memory");
+}
+
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&values)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_shared_u16(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value))
+                 : "memory");
+}
+
+__device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
+    float2 value;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(value.x), "=f"(value.y)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ float ld_shared_f32(uint32_t address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+} // namespace switchyard::ptx
