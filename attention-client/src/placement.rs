@@ -163,6 +163,11 @@ impl Routing {
         routing
     }
 
+    /// MoE layers.
+    pub fn num_layers(&self) -> usize {
+        (self.offsets.len() - 1) / self.num_experts.max(1)
+    }
+
     /// Indices into `servers` of those that hold an expert. `layer_idx` counts MoE layers.
     pub fn replicas(&self, layer_idx: usize, expert: u32) -> &[u32] {
         let pair = layer_idx * self.num_experts + expert as usize;

@@ -8,6 +8,8 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use checkpoint::Checkpoint;
 use control_api::{ControlClient, ModelDescriptor, PlacementTable};
+use kernels::gpu::Gpu;
+use p2p_core::bootstrap::DeviceSide;
 use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind, Transports};
 use prometheus::Registry;
 use protocol::{FrameGeometry, ModelShape, WireDtype};
@@ -19,6 +21,7 @@ use super::error::BuildError;
 use super::shared::{LayerObserver, Settings, Shared};
 use super::timing::LayerReport;
 use super::{Inner, MoeClient};
+use crate::device::{DeviceBuildError, DeviceClient, DeviceOptions};
 use crate::metrics::ClientMetrics;
 use crate::placement::Routing;
 
@@ -79,6 +82,13 @@ pub enum OnMissingExpert {
     DropAndRenormalise,
 }
 
+/// A client but for its calls.
+pub(crate) struct Started {
+    pub shared: Arc<Shared>,
+    pub control: Control,
+    pub registry: Registry,
+}
+
 enum Source {
     None,
     Table(Box<PlacementTable>),
@@ -115,6 +125,7 @@ impl MoeClientBuilder {
                 transports: vec![TransportKind::Local, TransportKind::Shm].into(),
                 peer_transports: Vec::new(),
                 ticket: None,
+                device: None,
                 deadline: DEFAULT_DEADLINE,
                 work_limit: DEFAULT_WORK_LIMIT,
                 replica_wait: DEFAULT_REPLICA_WAIT,
@@ -276,6 +287,45 @@ impl MoeClientBuilder {
     /// # Errors
     /// [`BuildError`].
     pub fn build(self) -> Result<MoeClient, BuildError> {
+        let max_lanes = self.max_lanes.get();
+        let Started { shared, control, registry } = self.start()?;
+        Ok(MoeClient::new(Inner::new(shared, control, max_lanes, registry)))
+    }
+
+    /// A client whose tensors lie in the memory of `gpu`, and whose servers are GPUs, too.
+    ///
+    /// Of this builder's settings, the slots give the size of the device slots, which servers must have
+    /// alike; what a slot must hold is the largest batch of a call. Element types, transports, lanes,
+    /// spinning and checksums have no meaning there. [`DeviceOptions`] has the others.
+    ///
+    /// # Errors
+    /// [`DeviceBuildError`].
+    pub fn build_device(
+        self,
+        gpu: Gpu,
+        options: DeviceOptions,
+    ) -> Result<DeviceClient, DeviceBuildError> {
+        DeviceClient::build(self, gpu, options)
+    }
+
+    /// What `build_device` replaces, and what it needs to know.
+    pub(crate) fn for_device(
+        &mut self,
+        dtype: WireDtype,
+        device: impl FnOnce(&ClientModel, SlotConfig) -> Result<DeviceSide, DeviceBuildError>,
+    ) -> Result<(), DeviceBuildError> {
+        self.settings.device = Some(device(&self.model, self.settings.slot)?);
+        self.settings.slot = DEVICE_HOST_SLOT;
+        self.settings.transports = vec![TransportKind::Local, TransportKind::Shm].into();
+        self.settings.peer_transports.clear();
+        self.dtype = dtype;
+        self.response_dtype = WireDtype::Bf16;
+        self.max_lanes = NonZeroUsize::MIN;
+        Ok(())
+    }
+
+    /// Starts everything but the calls.
+    pub(crate) fn start(self) -> Result<Started, BuildError> {
         let descriptor = self.model.descriptor();
         control_api::placement::validate_model(&descriptor).map_err(BuildError::Model)?;
         if let Some(&last) = self.model.moe_layers.last()
@@ -288,7 +338,12 @@ impl MoeClientBuilder {
             });
         }
         self.check_times()?;
-        let layout = SlotLayout::new(self.settings.slot)?;
+        // With device slots the host's carry no frames, and need not hold one.
+        let host_frames = match &self.settings.device {
+            Some(_) => SlotConfig::default(),
+            None => self.settings.slot,
+        };
+        let layout = SlotLayout::new(host_frames)?;
         let geometry = FrameGeometry::new(
             layout.frame_bytes(),
             self.model.shape.hidden as usize,
@@ -330,7 +385,7 @@ impl MoeClientBuilder {
         });
         let control =
             Control::start(&shared, commands, tables, control, max_lanes, self.runtime.as_ref())?;
-        Ok(MoeClient::new(Inner::new(shared, control, max_lanes, self.registry)))
+        Ok(Started { shared, control, registry: self.registry })
     }
 
     fn check_times(&self) -> Result<(), BuildError> {
@@ -385,4 +440,6 @@ const DEFAULT_REPLICA_WAIT: Duration = Duration::from_secs(1);
 const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const DEFAULT_MAX_LANES: NonZeroUsize = NonZeroUsize::new(16).unwrap();
 const MAX_LANES: usize = 1024;
+/// Slots of the host beside those of a device: for credits and the progress of the connection only.
+const DEVICE_HOST_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const MAX_TIME: Duration = Duration::from_secs(3600);

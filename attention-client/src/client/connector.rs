@@ -6,13 +6,15 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::{Duration, Instant};
 
 use p2p_core::PeerHello;
-use p2p_core::bootstrap::{CloseReason, ConnectConfig, Connection, Liveness, RejectCode, connect};
+use p2p_core::bootstrap::{
+    CloseReason, ConnectConfig, ConnectError, Connection, Liveness, RejectCode, connect,
+};
 use protocol::{ClientHello, HelloReject, ServerHello};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
 use super::control::{Command, Leave};
-use super::link::{Down, LaneNews, Link, LinkState, Retired};
+use super::link::{Down, LaneNews, Link, LinkState, PairCell, Retired};
 use super::shared::Shared;
 use crate::metrics::FailReason;
 use crate::placement::Server;
@@ -132,12 +134,14 @@ impl Connector {
             ticket: settings.ticket.clone(),
             transports: offered.kinds.clone(),
             networks: offered.networks.clone(),
+            device: settings.device.clone(),
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
         };
         let connection =
             connect(self.server.entry.data_addr.as_str(), peer, config).await.map_err(|error| {
-                let is_permanent = error.reject().is_some_and(|reject| is_permanent(reject.code));
+                let is_permanent = matches!(error, ConnectError::Device(_))
+                    || error.reject().is_some_and(|reject| is_permanent(reject.code));
                 self.server.refused.store(is_permanent, Ordering::Relaxed);
                 error.to_string()
             })?;
@@ -164,7 +168,8 @@ impl Connector {
 
     /// Hands the link to the lane and stays until it is over.
     async fn keep(&mut self, generation: u32, connection: Connection) -> Ended {
-        let Connection { channel, liveness, .. } = connection;
+        let Connection { channel, liveness, device, .. } = connection;
+        let device = device.map(|pair| Arc::new(PairCell::new(pair)));
         let _up = Counted::new(&self.shared.metrics.links_up);
         self.shared.metrics.connects_ok.inc();
         let state = Arc::new(LinkState::default());
@@ -176,6 +181,7 @@ impl Connector {
             channel,
             Arc::clone(&state),
             Arc::clone(&liveness),
+            device.clone(),
             retire,
         );
         self.server.silenced.store(false, Ordering::Relaxed);
@@ -191,12 +197,14 @@ impl Connector {
             reason = liveness.closed() => {
                 state.set_down(Down::Closed);
                 self.lane.news.announce();
+                release_pair(device, state);
                 self.note_closed(reason);
                 Ended::Again
             }
             () = told(&mut self.leave) => {
                 let _leaving = Counted::new(&self.shared.metrics.links_leaving);
                 self.leave(&state, &liveness, &mut retired).await;
+                release_pair(device, state);
                 Ended::Over
             }
         }
@@ -263,6 +271,14 @@ impl Connector {
     }
 }
 
+/// Gives the GPU memory of a connection that is down back at once, unless a call may still use it: then
+/// the end of that call does. Unmapping may take milliseconds, which no other connection should wait for.
+fn release_pair(device: Option<Arc<PairCell>>, state: Arc<LinkState>) {
+    if let Some(device) = device {
+        drop(tokio::task::spawn_blocking(move || device.release_if_unused(&state)));
+    }
+}
+
 /// Completes when the connector is to leave.
 async fn told(leave: &mut watch::Receiver<Leave>) {
     let _ = leave.wait_for(|leave| *leave != Leave::Stay).await;
@@ -297,6 +313,7 @@ fn is_permanent(code: RejectCode) -> bool {
             | RejectCode::TICKET
             | RejectCode::SLOT_MISMATCH
             | RejectCode::NO_TRANSPORT
+            | RejectCode::DEVICE
     ))
 }
 

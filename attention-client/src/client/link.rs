@@ -1,11 +1,12 @@
 //! A connection to one server, as the lane that owns it sees it.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use p2p_core::bootstrap::{CloseReason, Liveness};
+use kernels::gpu::GpuBuffer;
+use p2p_core::bootstrap::{CloseReason, DevicePair, Liveness};
 use p2p_core::{AnyEndpoint, Channel, ChannelError, Kicker};
 use tokio::sync::oneshot;
 
@@ -40,13 +41,103 @@ impl LaneNews {
 pub(crate) struct LinkState {
     /// 0 while up, else a [`Down`].
     down: AtomicU8,
-    /// Frames published and unanswered.
+    /// Frames published and unanswered; of a device link, calls whose kernels may use its slots.
     pub in_flight: AtomicU32,
+    /// Ends the waits of kernels for this peer.
+    abort: OnceLock<AbortBit>,
+}
+
+/// Bit of a peer in a word of host memory that waiting kernels look at.
+#[derive(Debug)]
+pub(crate) struct AbortBit {
+    /// Page-locked host memory, which begins with the word.
+    pub word: Arc<GpuBuffer>,
+    pub bit: u32,
+}
+
+impl AbortBit {
+    pub fn set(&self) {
+        if let Some(word) = abort_word(&self.word) {
+            word.fetch_or(1 << self.bit, Ordering::Release);
+        }
+    }
+
+    pub fn clear(&self) {
+        if let Some(word) = abort_word(&self.word) {
+            word.fetch_and(!(1 << self.bit), Ordering::Release);
+        }
+    }
+}
+
+fn abort_word(memory: &GpuBuffer) -> Option<&AtomicU32> {
+    // SAFETY: the buffer is host memory of a page at least, aligned, and lives as long as the reference;
+    // everybody uses the word atomically.
+    memory.host().map(|host| unsafe { AtomicU32::from_ptr(host.as_ptr().cast()) })
+}
+
+/// Device slots that go when neither a call nor the connection needs them.
+#[derive(Debug)]
+pub(crate) struct PairCell {
+    pair: Mutex<Option<DevicePair>>,
+}
+
+impl PairCell {
+    pub fn new(pair: DevicePair) -> Self {
+        Self { pair: Mutex::new(Some(pair)) }
+    }
+
+    /// Unmaps the slots if the link is down and no call uses it.
+    pub fn release_if_unused(&self, state: &LinkState) {
+        // A call counts itself first and looks whether the link is down then; who takes it down looks at
+        // the count afterwards. So one of the two sees the other.
+        fence(Ordering::SeqCst);
+        if state.down().is_some() && state.in_flight.load(Ordering::SeqCst) == 0 {
+            self.release();
+        }
+    }
+
+    /// Unmaps the slots. No kernel may use them any more.
+    pub fn release(&self) {
+        drop(self.lock().take());
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, Option<DevicePair>> {
+        self.pair.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl LinkState {
     pub fn set_down(&self, reason: Down) {
         let _ = self.down.compare_exchange(0, reason as u8, Ordering::AcqRel, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        if let Some(abort) = self.abort.get() {
+            abort.set();
+        }
+    }
+
+    /// From now on the link's end sets this bit; if it has ended already, it is set here.
+    pub fn abort_by(&self, abort: AbortBit) {
+        let _ = self.abort.set(abort);
+        fence(Ordering::SeqCst);
+        if let (Some(_), Some(abort)) = (self.down(), self.abort.get()) {
+            abort.set();
+        }
+    }
+
+    /// Counts a call whose kernels will use the link's slots. `false`, and not counted, when it is down.
+    pub fn enter(&self) -> bool {
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.down().is_some() {
+            self.in_flight.fetch_sub(1, Ordering::SeqCst);
+            return false;
+        }
+        true
+    }
+
+    /// The call's kernels have ended.
+    pub fn exit(&self) {
+        self.in_flight.fetch_sub(1, Ordering::SeqCst);
     }
 
     pub fn down(&self) -> Option<Down> {
@@ -108,6 +199,8 @@ pub(crate) struct Link {
     pub channel: Channel<AnyEndpoint>,
     pub state: Arc<LinkState>,
     pub liveness: Arc<Liveness>,
+    /// Slots in GPU memory, of a device client's links.
+    pub device: Option<Arc<PairCell>>,
     pub pending: Vec<Pending>,
     /// Frames of the current call that wait for credit.
     pub queue: VecDeque<u32>,
@@ -128,6 +221,7 @@ impl Link {
         channel: Channel<AnyEndpoint>,
         state: Arc<LinkState>,
         liveness: Arc<Liveness>,
+        device: Option<Arc<PairCell>>,
         retire: oneshot::Sender<Retired>,
     ) -> Self {
         let num_frames = channel.layout().num_frames();
@@ -139,6 +233,7 @@ impl Link {
             channel,
             state,
             liveness,
+            device,
             // A server takes frames out of the ring before it answers them.
             pending: Vec::with_capacity(4 * num_frames),
             queue: VecDeque::with_capacity(4 * num_frames),

@@ -26,17 +26,17 @@
 //! This module does not know how experts are computed, who decides about placements, or what a
 //! token means.
 
-mod builder;
+pub(crate) mod builder;
 mod call;
-mod connector;
-mod control;
+pub(crate) mod connector;
+pub(crate) mod control;
 mod error;
 mod lane;
 pub(crate) mod link;
 mod plan;
 mod pool;
 mod sabotage;
-mod shared;
+pub(crate) mod shared;
 mod timing;
 
 use std::fmt;
@@ -314,14 +314,7 @@ impl MoeClient {
     }
 
     fn layer_idx(&self, layer: u32) -> Result<usize, ClientError> {
-        let shared = &self.inner.shared;
-        match shared.layer_idx.get(layer as usize) {
-            Some(&idx) if idx != u32::MAX => Ok(idx as usize),
-            _ => Err(ClientError::UnknownLayer {
-                layer,
-                expected: describe_layers(&shared.model.moe_layers),
-            }),
-        }
+        self.inner.shared.layer_idx_of(layer)
     }
 
     fn take_lane(&self, start: Instant) -> Result<Box<Lane>, ClientError> {
@@ -461,16 +454,6 @@ impl ExpertBackend for MoeClient {
         Self::forward(self, layer, x, topk_idx, topk_weights, out)
             .map(|_| ())
             .map_err(|error| BackendError::new(layer, error))
-    }
-}
-
-/// A few layers are listed, many are counted.
-fn describe_layers(layers: &[u32]) -> String {
-    match layers {
-        [first, .., last] if layers.len() > 8 => {
-            format!("the {} MoE layers from {first} to {last}", layers.len())
-        }
-        few => few.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
     }
 }
 

@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use p2p_core::bootstrap::DeviceSide;
 use p2p_core::{SlotConfig, SpinPolicy, Transports};
 use protocol::FrameGeometry;
 use tokio::sync::mpsc;
 
 use super::builder::{ClientModel, OnMissingExpert};
 use super::control::Command;
+use super::error::ClientError;
 use super::timing::LayerReport;
 use crate::metrics::ClientMetrics;
 use crate::placement::Routing;
@@ -26,6 +28,8 @@ pub(crate) struct Settings {
     /// Transports towards servers of these names, instead.
     pub peer_transports: Vec<(String, Transports)>,
     pub ticket: Option<String>,
+    /// Slots in the memory of GPUs, which kernels use; those of `slot` only stand beside them then.
+    pub device: Option<DeviceSide>,
     pub deadline: Duration,
     pub work_limit: Duration,
     pub replica_wait: Duration,
@@ -61,8 +65,31 @@ pub(crate) struct Shared {
     pub commands: mpsc::UnboundedSender<Command>,
 }
 
+impl Shared {
+    /// Which of the MoE layers a layer is.
+    pub fn layer_idx_of(&self, layer: u32) -> Result<usize, ClientError> {
+        match self.layer_idx.get(layer as usize) {
+            Some(&idx) if idx != u32::MAX => Ok(idx as usize),
+            _ => Err(ClientError::UnknownLayer {
+                layer,
+                expected: describe_layers(&self.model.moe_layers),
+            }),
+        }
+    }
+}
+
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared").field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+/// A few layers are listed, many are counted.
+fn describe_layers(layers: &[u32]) -> String {
+    match layers {
+        [first, .., last] if layers.len() > 8 => {
+            format!("the {} MoE layers from {first} to {last}", layers.len())
+        }
+        few => few.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
     }
 }

@@ -1,0 +1,122 @@
+//! What can go wrong with a device client and with its calls.
+
+use std::time::Duration;
+
+use kernels::check::CheckError;
+use kernels::gpu::GpuError;
+use thiserror::Error;
+
+use crate::client::{BuildError, ClientError, ErrorKind};
+
+/// A device client could not be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DeviceBuildError {
+    /// As for a client without a device.
+    #[error(transparent)]
+    Client(#[from] BuildError),
+    /// The model or a setting does not suit the kernels.
+    #[error("{what}: {source}")]
+    Shape {
+        /// Which setting, with its value.
+        what: String,
+        /// What the kernels can do.
+        source: CheckError,
+    },
+    /// A setting out of range.
+    #[error("{setting} is {found}, expected {expected}")]
+    Setting {
+        /// Which setting.
+        setting: &'static str,
+        /// The value given.
+        found: String,
+        /// What is allowed.
+        expected: String,
+    },
+    /// The GPU refused.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    /// The system refused.
+    #[error("{op}: {source}")]
+    System {
+        /// Operation.
+        op: &'static str,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+}
+
+/// A call of a device client failed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// As for a client without a device.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The GPU refused, or arguments cannot be used; nothing was launched in the latter case.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    /// The word with the number of tokens held more than the call's capacity.
+    #[error("num_tokens holds {found}, expected at most the capacity {capacity}")]
+    Tokens {
+        /// The value.
+        found: u64,
+        /// Rows of the call's tensors.
+        capacity: u32,
+    },
+    /// A batch larger than a frame of the slots.
+    #[error(
+        "a batch of up to {capacity} tokens does not fit into a frame of {max_tokens}: raise slot_bytes on both sides"
+    )]
+    Capacity {
+        /// Rows of the call's tensors.
+        capacity: u32,
+        /// Rows of a frame.
+        max_tokens: u32,
+    },
+    /// As many calls are outstanding as slots have frames.
+    #[error("{num_frames} calls are outstanding, as many as slots have frames: finish one first")]
+    Outstanding {
+        /// Frames of a slot.
+        num_frames: u32,
+    },
+    /// Calls are combined in the order in which they were dispatched.
+    #[error("call {found} was to be combined, but call {expected} was dispatched before it")]
+    Order {
+        /// The handle's call.
+        found: u64,
+        /// The oldest one.
+        expected: u64,
+    },
+    /// A handle of another client, or of the other kind of call.
+    #[error("the handle is {found}, expected {expected}")]
+    Handle {
+        /// What it is.
+        found: &'static str,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// A recorded graph that was replayed again and again did not get its answers.
+    #[error("a graph got no complete answers in {attempts} replays, {waited:?}: {last}")]
+    Replays {
+        /// Times replayed.
+        attempts: u32,
+        /// Time since the first replay.
+        waited: Duration,
+        /// What was wrong with the last.
+        last: String,
+    },
+}
+
+impl DeviceError {
+    /// Whose fault it is.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Client(error) => error.kind(),
+            Self::Replays { .. } => ErrorKind::PeerFault,
+            Self::Gpu(GpuError::Driver { .. } | GpuError::Deadline { .. }) => ErrorKind::Transient,
+            _ => ErrorKind::LocalBug,
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Device and host memory of a client, allocated once, and the parameters that point into it.
+
+use std::mem::{offset_of, size_of};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytemuck::{Pod, Zeroable};
+use kernels::abi::{
+    ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_PEERS, Placement, ServerPeer,
+};
+use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub gpu: Gpu,
+    /// [`ClientState`].
+    pub state: GpuBuffer,
+    /// [`Placement`] of every MoE layer, then [`ServerPeer`] `[MAX_PEERS]`.
+    pub tables: GpuBuffer,
+    /// Page-locked copies of `tables` on their way, by turns.
+    pub staging: [GpuBuffer; 2],
+    /// Word whose bits end the waits for servers.
+    pub abort: Arc<GpuBuffer>,
+    /// By slot; those of recorded calls come after those of others.
+    pub slots: Vec<SlotMemory>,
+    /// Where rows of calls go that nobody waits for: `[max_tokens, hidden]`.
+    pub scratch: GpuBuffer,
+    num_layers: usize,
+}
+
+/// What one outstanding call needs.
+#[derive(Debug)]
+pub(super) struct SlotMemory {
+    /// [`Handle`] with routes.
+    pub handle: GpuBuffer,
+    /// u32 `[max_tokens]`.
+    pub token_missing: GpuBuffer,
+    /// i32 `[max_tokens, top_k]`: what a call sends again, or its experts without those left out.
+    pub topk_idx: GpuBuffer,
+    /// f32 `[max_tokens, top_k]`.
+    pub topk_weights: GpuBuffer,
+    /// [`Status`], page-locked.
+    pub status: GpuBuffer,
+}
+
+/// What a call reports: copied from the device behind its combine.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+pub(super) struct Status {
+    pub handle: Handle,
+    pub error: ErrorWord,
+}
+
+impl Memory {
+    pub fn new(
+        gpu: &Gpu,
+        geometry: &FrameGeometry,
+        num_layers: usize,
+        num_slots: usize,
+    ) -> Result<Self, GpuError> {
+        let rows = u64::from(geometry.max_tokens);
+        let choices = rows * u64::from(geometry.top_k) * 4;
+        let table_bytes = Self::servers_offset(num_layers) + (MAX_PEERS * SERVER_BYTES) as u64;
+        let slot = || {
+            Ok::<_, GpuError>(SlotMemory {
+                handle: gpu.alloc(geometry.handle_bytes())?,
+                token_missing: gpu.alloc(rows * 4)?,
+                topk_idx: gpu.alloc(choices)?,
+                topk_weights: gpu.alloc(choices)?,
+                status: gpu.alloc_host(size_of::<Status>() as u64)?,
+            })
+        };
+        Ok(Self {
+            gpu: gpu.clone(),
+            state: gpu.alloc(size_of::<ClientState>() as u64)?,
+            tables: gpu.alloc(table_bytes)?,
+            staging: [gpu.alloc_host(table_bytes)?, gpu.alloc_host(table_bytes)?],
+            abort: Arc::new(gpu.alloc_host(4096)?),
+            slots: (0..num_slots).map(|_| slot()).collect::<Result<_, _>>()?,
+            scratch: gpu.alloc(rows * u64::from(geometry.hidden) * 2)?,
+            num_layers,
+        })
+    }
+
+    pub fn placement(&self, layer_idx: usize) -> DevicePtr {
+        self.tables.ptr().add((layer_idx * size_of::<Placement>()) as u64)
+    }
+
+    pub fn servers(&self) -> DevicePtr {
+        self.tables.ptr().add(Self::servers_offset(self.num_layers))
+    }
+
+    /// Copies the tables to the device in the order of `stream`, and lets new servers' counts begin.
+    /// `turn` is that of a staging buffer that no earlier copy uses any more.
+    pub fn upload(
+        &self,
+        stream: &Stream,
+        turn: usize,
+        placements: &[Placement],
+        servers: &[ServerPeer; MAX_PEERS],
+        fresh: u32,
+    ) -> Result<(), GpuError> {
+        let staging = &self.staging[turn % 2];
+        let parts: [(u64, &[u8]); 2] = [
+            (0, bytemuck::cast_slice(placements)),
+            (Self::servers_offset(self.num_layers), bytemuck::cast_slice(servers)),
+        ];
+        for (offset, bytes) in parts {
+            staging.at(offset, bytes.len() as u64)?;
+            if let Some(host) = staging.host() {
+                // SAFETY: the range was checked, and no copy reads this buffer now.
+                unsafe {
+                    let to = host.add(offset as usize);
+                    to.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+                }
+            }
+        }
+        for idx in (0..MAX_PEERS).filter(|idx| fresh >> idx & 1 != 0) {
+            for parity in 0..2 {
+                let at = offset_of!(ClientState, posted) + (parity * MAX_PEERS + idx) * 8;
+                // SAFETY: a word of the state; kernels that use it come later in the stream.
+                unsafe { stream.fill(self.state.at(at as u64, 8)?, 0, 8)? };
+            }
+        }
+        // SAFETY: both buffers have this size; the staging one stays as it is until its next turn.
+        unsafe {
+            stream.copy(self.tables.ptr(), staging.ptr(), staging.len().min(self.tables.len()))
+        }
+    }
+
+    /// Copies what a call reports to the host, behind what `stream` has.
+    pub fn report(&self, stream: &Stream, slot: usize) -> Result<(), GpuError> {
+        let memory = &self.slots[slot];
+        let head = size_of::<Handle>() as u64;
+        let error = self.state.at(ERROR_OFFSET, ERROR_BYTES)?;
+        // SAFETY: all ranges are within their buffers, and nobody looks at the copies before the stream
+        // was waited for.
+        unsafe {
+            stream.copy(memory.status.ptr(), memory.handle.ptr(), head)?;
+            stream.copy(memory.status.at(head, ERROR_BYTES)?, error, ERROR_BYTES)
+        }
+    }
+
+    /// What the last report of a slot says; to be asked when its copy is known to be done.
+    pub fn status(&self, slot: usize) -> Status {
+        let host = self.slots[slot].status.host();
+        // SAFETY: page-locked memory of this size, and plain numbers.
+        host.map_or_else(Status::zeroed, |host| unsafe { host.cast::<Status>().read_volatile() })
+    }
+
+    /// Forgets the first error, in the order of `stream`.
+    pub fn clear_error(&self, stream: &Stream) -> Result<(), GpuError> {
+        // SAFETY: a part of the state; kernels that use it come later in the stream.
+        unsafe { stream.fill(self.state.at(ERROR_OFFSET, ERROR_BYTES)?, 0, ERROR_BYTES) }
+    }
+
+    /// Values of somebody's device memory, by way of `stream`, which is waited for.
+    ///
+    /// # Safety
+    /// `from` is as long as `out`.
+    pub unsafe fn fetch<T: Pod>(
+        &self,
+        stream: &Stream,
+        from: DevicePtr,
+        out: &mut Vec<T>,
+        count: usize,
+        bound: Duration,
+    ) -> Result<(), GpuError> {
+        out.clear();
+        out.resize(count, T::zeroed());
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(out);
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let staging = self.gpu.alloc_host(bytes.len() as u64)?;
+        // SAFETY: the caller's promise; the staging buffer is kept when the copy was not seen to end.
+        let copied = unsafe { stream.copy(staging.ptr(), from, bytes.len() as u64) };
+        if let Err(error) = copied.and_then(|()| stream.wait(Instant::now() + bound)) {
+            std::mem::forget(staging);
+            return Err(error);
+        }
+        if let Some(host) = staging.host() {
+            // SAFETY: of this length, and complete.
+            unsafe { host.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
+        }
+        Ok(())
+    }
+
+    /// Values into the client's own device memory, by way of `stream`, which is waited for.
+    pub fn send<T: Pod>(
+        &self,
+        stream: &Stream,
+        to: &GpuBuffer,
+        values: &[T],
+        bound: Duration,
+    ) -> Result<(), GpuError> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let target = to.at(0, bytes.len() as u64)?;
+        let staging = self.gpu.alloc_host(bytes.len() as u64)?;
+        if let Some(host) = staging.host() {
+            // SAFETY: fresh memory of this length.
+            unsafe { host.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        }
+        // SAFETY: both ranges are valid; the staging buffer is kept when the copy was not seen to end.
+        let copied = unsafe { stream.copy(target, staging.ptr(), bytes.len() as u64) };
+        if let Err(error) = copied.and_then(|()| stream.wait(Instant::now() + bound)) {
+            std::mem::forget(staging);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    const fn servers_offset(num_layers: usize) -> u64 {
+        (num_layers * size_of::<Placement>()) as u64
+    }
+}
+
+const SERVER_BYTES: usize = size_of::<ServerPeer>();
+pub(super) const ERROR_OFFSET: u64 = offset_of!(ClientState, error) as u64;
+pub(super) const ERROR_BYTES: u64 = size_of::<ErrorWord>() as u64;
+// Kernels want both tables at multiples of 16.
+const _: () = assert!(size_of::<Placement>().is_multiple_of(16));
+const _: () = assert!(size_of::<Status>() == size_of::<Handle>() + size_of::<ErrorWord>());

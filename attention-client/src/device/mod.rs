@@ -1,0 +1,660 @@
+//! The attention side of a MoE layer on a GPU: tensors stay in its memory, kernels write tokens straight
+//! into the GPU memory of expert servers and sum what comes back, and the processor is not on the path.
+//!
+//! ```text
+//!   caller's stream ── dispatch kernel ═══ NVLink ═══▶ request slots of servers
+//!                   ◀─ combine kernel  ◀══ NVLink ════ response slots here
+//!   control task ── placement, connecting, liveness ── word that ends kernels' waits
+//! ```
+//!
+//! Placement, discovery, connecting, what counts as a failure and what is done about it are those of
+//! [`MoeClient`](crate::MoeClient). What differs: a client serves one call after the other in the order
+//! of a stream, and kernels cannot send tokens again by themselves. So a call ends with
+//! [`finish`](DeviceClient::finish), which waits for the stream and, after a failure, sends the tokens
+//! that lack a part to replicas; [`forward`](DeviceClient::forward) is all three. A caller who records
+//! calls into a graph brackets each replay, see [`replay`](DeviceClient::replay), and replays it again
+//! when parts are missing: experts keep no state.
+//!
+//! A server that dies sets a bit in a word that waiting kernels look at, so a death costs what it takes
+//! to learn of it. A server that is silent for the deadline is given up by the kernels themselves. In
+//! both cases its slots leave the tables before the next launch, its memory is unmapped as soon as no
+//! kernel can use it, and what it still writes lands in memory that nobody reads.
+
+mod error;
+mod lane;
+mod memory;
+mod repair;
+mod replay;
+mod slots;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kernels::abi::{
+    CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, DispatchParams,
+    FLAG_PDL, FrameGeometry, MAX_EXPERTS, MAX_PEERS, TAG_NONE,
+};
+use kernels::check::CheckError;
+use kernels::gpu::{Gpu, Prepared, Stream};
+use p2p_core::SlotConfig;
+use p2p_core::bootstrap::DeviceSide;
+use prometheus::Registry;
+use protocol::WireDtype;
+
+pub use error::{DeviceBuildError, DeviceError};
+pub use replay::{ReplayOutcome, ReplayReport};
+pub use slots::{DeviceHandle, DevicePending};
+
+use crate::client::builder::{MoeClientBuilder, Started};
+use crate::client::control::Control;
+use crate::client::shared::Shared;
+use crate::client::{ClientError, ClientModel, LayerReport, LayerTiming};
+use lane::{Lane, Tables};
+use memory::Memory;
+use slots::{Phase, Slots};
+
+/// Settings that only a device client has.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct DeviceOptions {
+    /// Element type of requests, bf16 or fp8 with a scale per 128 values; servers must have the same.
+    /// Answers are bf16. Default bf16.
+    pub dtype: WireDtype,
+    /// Most servers at a time, 32 at most. Kernels get slower with it. Default 8.
+    pub max_servers: usize,
+    /// Thread blocks of dispatch and combine, 0 = chosen by size. Fewer leave more of the GPU to others.
+    pub num_blocks: u32,
+    /// Whether kernels may start while the one before them in the stream ends (programmatic dependent
+    /// launch). Default on.
+    pub overlap: bool,
+}
+
+impl Default for DeviceOptions {
+    fn default() -> Self {
+        Self { dtype: WireDtype::Bf16, max_servers: 8, num_blocks: 0, overlap: true }
+    }
+}
+
+/// Tensors of a call, in memory that the GPU reaches. All stay as they are until the call is finished.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DeviceInput {
+    /// bf16 `[capacity, hidden]`, aligned to 16 bytes.
+    pub hidden_states: DevicePtr,
+    /// i32 `[capacity, top_k]`, -1 = masked, aligned to 16 bytes.
+    pub topk_idx: DevicePtr,
+    /// f32 `[capacity, top_k]`, aligned to 16 bytes.
+    pub topk_weights: DevicePtr,
+    /// One u32: how many rows count, `capacity` at most. Read by the kernels when they run.
+    pub num_tokens: DevicePtr,
+    /// Rows of the tensors; at most [`DeviceClient::max_tokens`].
+    pub capacity: u32,
+}
+
+/// A client of GPU servers, with tensors in the memory of one GPU. See the [module](self).
+///
+/// Calls of one client are ordered: use one stream, or streams that wait for one another.
+pub struct DeviceClient {
+    lane: Lane,
+    memory: Memory,
+    slots: Slots,
+    tables: Arc<Tables>,
+    dispatches: HashMap<DispatchKey, Prepared<DispatchParams>>,
+    combines: HashMap<CombineKey, Prepared<CombineParams>>,
+    geometry: FrameGeometry,
+    options: DeviceOptions,
+    /// For looking at the error word while the caller's stream is busy.
+    side: Stream,
+    /// Whether a graph may be running, and what it may use.
+    replaying: Option<replay::Running>,
+    /// Uploads so far, and the call before which the last two were.
+    num_uploads: usize,
+    upload_serials: [u64; 2],
+    /// News at which a call waited for a replica in vain.
+    vain_wait_at: Option<u64>,
+    // The control side goes after the lane: connectors see that links are gone.
+    _control: Control,
+    shared: Arc<Shared>,
+    registry: Registry,
+}
+
+/// What the parameters of a dispatch depend on.
+type DispatchKey = (usize, usize, DeviceInput);
+/// What the parameters of a combine depend on: slot, output, rows, and whether it adds.
+type CombineKey = (usize, DevicePtr, u32, bool);
+
+impl DeviceClient {
+    pub(crate) fn build(
+        mut builder: MoeClientBuilder,
+        gpu: Gpu,
+        options: DeviceOptions,
+    ) -> Result<Self, DeviceBuildError> {
+        let mut made = None;
+        builder.for_device(options.dtype, |model, slot| {
+            let geometry = geometry_of(model, slot, &options)?;
+            made = Some(geometry);
+            Ok(DeviceSide {
+                gpu: gpu.clone(),
+                own_slot_bytes: geometry.response_slot_bytes,
+                peer_slot_bytes: geometry.slot_bytes,
+                shape: geometry.describe().into_bytes(),
+            })
+        })?;
+        let Some(geometry) = made else {
+            return Err(DeviceBuildError::Setting {
+                setting: "the geometry",
+                found: "none".into(),
+                expected: "one".into(),
+            });
+        };
+        let Started { shared, control, registry } = builder.start()?;
+        let num_layers = shared.model.moe_layers.len();
+        let num_frames = geometry.num_frames as usize;
+        // Recorded calls have slots of their own: graphs point to them for good.
+        let memory = Memory::new(&gpu, &geometry, num_layers, 2 * num_frames)?;
+        let side = gpu.stream()?;
+        let lane = Lane::connect(&shared, options.max_servers)
+            .map_err(|source| DeviceBuildError::System { op: "make a lane", source })?;
+        shared.metrics.lanes.set(1);
+        Ok(Self {
+            lane,
+            memory,
+            slots: Slots::new(num_frames),
+            tables: Arc::new(Tables::empty(num_layers)),
+            dispatches: HashMap::new(),
+            combines: HashMap::new(),
+            geometry,
+            options,
+            side,
+            replaying: None,
+            num_uploads: 0,
+            upload_serials: [0; 2],
+            vain_wait_at: None,
+            _control: control,
+            shared,
+            registry,
+        })
+    }
+
+    /// Sends the tokens of one layer to the servers that hold their experts: one kernel behind whatever
+    /// `stream` has. What is launched while the stream captures becomes part of the caller's graph.
+    ///
+    /// # Safety
+    /// The tensors are as large as [`DeviceInput`] says and stay as they are until the call is
+    /// [finished](Self::finish), or as long as a graph with it may run. This stream and those of earlier
+    /// calls are ordered.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; nothing was launched then.
+    pub unsafe fn dispatch(
+        &mut self,
+        stream: &Stream,
+        layer: u32,
+        input: &DeviceInput,
+    ) -> Result<DeviceHandle, DeviceError> {
+        let start = Instant::now();
+        // SAFETY: the caller's promise.
+        let result = unsafe { self.dispatch_inner(stream, layer, input, start) };
+        if result.is_err() {
+            self.shared.metrics.requests_failed.inc();
+        }
+        result
+    }
+
+    /// Sums the servers' rows into `out`, bf16 `[capacity, hidden]`: one kernel. Rows beyond the number
+    /// of tokens keep what they hold. Parts of servers that fail meanwhile are missing until
+    /// [`finish`](Self::finish).
+    ///
+    /// # Safety
+    /// As for [`dispatch`](Self::dispatch), and `out` is that large.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the call is given up then.
+    pub unsafe fn combine(
+        &mut self,
+        stream: &Stream,
+        handle: DeviceHandle,
+        out: DevicePtr,
+    ) -> Result<DevicePending, DeviceError> {
+        let is_recording = stream.is_capturing()?;
+        let slot = self.slots.redeem(&handle, is_recording)?;
+        let call = self.slots.call(slot);
+        let (capacity, layer) = (call.input.capacity, call.layer);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_combine(stream, slot, out, capacity, false)? };
+        if is_recording {
+            self.slots.release(slot);
+        } else {
+            self.memory.report(stream, slot)?;
+            let call = self.slots.call_mut(slot);
+            call.phase = Phase::Combined;
+            call.out = out;
+        }
+        Ok(handle.into_pending(layer))
+    }
+
+    /// Waits until the call's output is complete, re-sending what a failed server did not answer.
+    ///
+    /// The wait ends: a server that is silent for the deadline counts as failed, and a call in which
+    /// nothing is answered waits for a usable replica as long as was set.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the content of the output is then unspecified.
+    pub fn finish(
+        &mut self,
+        stream: &Stream,
+        pending: DevicePending,
+    ) -> Result<LayerTiming, DeviceError> {
+        let result = self.finish_inner(stream, pending);
+        if result.is_err() {
+            self.shared.metrics.requests_failed.inc();
+        }
+        result
+    }
+
+    /// [`dispatch`](Self::dispatch), [`combine`](Self::combine) and [`finish`](Self::finish) in one.
+    ///
+    /// # Safety
+    /// As for the three.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the content of `out` is then unspecified.
+    pub unsafe fn forward(
+        &mut self,
+        stream: &Stream,
+        layer: u32,
+        input: &DeviceInput,
+        out: DevicePtr,
+    ) -> Result<LayerTiming, DeviceError> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let handle = self.dispatch(stream, layer, input)?;
+            let pending = self.combine(stream, handle, out)?;
+            self.finish(stream, pending)
+        }
+    }
+
+    /// Waits until there is a live replica of every expert.
+    ///
+    /// # Errors
+    /// [`ClientError::NoReplica`] that names the first expert without: at `timeout`, or at once when all
+    /// its replicas have turned the client away for a reason that waiting does not change.
+    pub fn wait_ready(&mut self, timeout: Duration) -> Result<(), DeviceError> {
+        let start = Instant::now();
+        loop {
+            self.sync();
+            let Some((layer_idx, expert)) = self.first_unreachable() else { return Ok(()) };
+            let waited = start.elapsed();
+            if waited >= timeout || self.lane.routing.is_hopeless(layer_idx, expert) {
+                return Err(self.no_replica(layer_idx, expert, waited).into());
+            }
+            self.wait_for_news(timeout - waited)?;
+        }
+    }
+
+    /// Most tokens of a call: rows of a frame.
+    #[must_use]
+    pub const fn max_tokens(&self) -> u32 {
+        self.geometry.max_tokens
+    }
+
+    /// The GPU whose memory the tensors lie in.
+    #[must_use]
+    pub const fn gpu(&self) -> &Gpu {
+        &self.memory.gpu
+    }
+
+    /// Whose experts this client asks for.
+    #[must_use]
+    pub fn model(&self) -> &ClientModel {
+        &self.shared.model
+    }
+
+    /// Epoch of the placement in force; 0 before the first.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.shared.routing.load().epoch
+    }
+
+    /// The registry that holds the client's metrics.
+    #[must_use]
+    pub const fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    unsafe fn dispatch_inner(
+        &mut self,
+        stream: &Stream,
+        layer: u32,
+        input: &DeviceInput,
+        start: Instant,
+    ) -> Result<DeviceHandle, DeviceError> {
+        let layer_idx = self.shared.layer_idx_of(layer)?;
+        if input.capacity > self.geometry.max_tokens {
+            let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);
+            return Err(DeviceError::Capacity { capacity, max_tokens });
+        }
+        if stream.is_capturing()? {
+            let slot = self.slots.claim_recorded(*input, layer, layer_idx)?;
+            // SAFETY: the caller's promise.
+            let launched = unsafe { self.launch_dispatch(stream, slot, input) };
+            return match launched {
+                Ok(()) => Ok(self.slots.handle(slot)),
+                Err(error) => {
+                    self.slots.release(slot);
+                    Err(error)
+                }
+            };
+        }
+        self.settle_abandoned(stream)?;
+        let slot = self.slots.claim(*input, layer, layer_idx)?;
+        let begun = self.begin(stream, slot).and_then(|()| {
+            let input = self.without_orphans(stream, slot)?;
+            // SAFETY: the caller's promise.
+            unsafe { self.launch_dispatch(stream, slot, &input) }
+        });
+        if let Err(error) = begun {
+            self.end(slot);
+            return Err(error);
+        }
+        let call = self.slots.call_mut(slot);
+        call.started = Some(start);
+        call.timing.dispatch_ns = elapsed_ns(start);
+        Ok(self.slots.handle(slot))
+    }
+
+    /// Takes in the news, counts the call in at the servers, and brings the tables up to date.
+    fn begin(&mut self, stream: &Stream, slot: usize) -> Result<(), DeviceError> {
+        let mut used = std::mem::take(&mut self.slots.call_mut(slot).used);
+        loop {
+            self.sync();
+            if self.lane.enter(&mut used) {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        self.slots.call_mut(slot).used = used;
+        self.refresh(stream)?;
+        self.slots.call_mut(slot).tables = Arc::clone(&self.tables);
+        Ok(())
+    }
+
+    /// The call's kernels have ended, or were never launched.
+    fn end(&mut self, slot: usize) {
+        self.slots.call_mut(slot).used.drain(..).for_each(lane::Used::exit);
+        self.slots.release(slot);
+    }
+
+    fn sync(&mut self) {
+        let (finished, last) = (self.slots.finished(), self.slots.last());
+        // A graph may use what it began with as long as it runs.
+        let finished = self.replaying.as_ref().map_or(finished, |run| finished.min(run.serial - 1));
+        self.lane.sync(&self.shared, finished, last, &self.memory.abort);
+    }
+
+    /// Uploads tables in the order of `stream`, if something has changed.
+    fn refresh(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        let num_experts = self.shared.model.shape.num_experts;
+        let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
+        let turn = self.num_uploads % 2;
+        if self.upload_serials[turn] > self.slots.finished() {
+            // Rare: the last but one change is not on the device yet.
+            stream.wait(Instant::now() + self.bound())?;
+        }
+        self.memory.upload(stream, turn, &tables.placements, &tables.servers, fresh)?;
+        self.upload_serials[turn] = self.slots.last();
+        self.num_uploads += 1;
+        self.tables = Arc::new(tables);
+        Ok(())
+    }
+
+    unsafe fn launch_dispatch(
+        &mut self,
+        stream: &Stream,
+        slot: usize,
+        input: &DeviceInput,
+    ) -> Result<(), DeviceError> {
+        let call = self.slots.call(slot);
+        let key = (call.layer_idx, slot, *input);
+        if !self.dispatches.contains_key(&key) {
+            let params = DispatchParams {
+                version: DEVICE_ABI_VERSION,
+                flags: self.flags(),
+                geometry: self.geometry,
+                hidden_states: input.hidden_states,
+                topk_idx: input.topk_idx,
+                topk_weights: input.topk_weights,
+                num_tokens: input.num_tokens,
+                placement: self.memory.placement(call.layer_idx),
+                state: self.memory.state.ptr(),
+                handle: self.memory.slots[slot].handle.ptr(),
+                trace: DevicePtr::NULL,
+                client_id: self.lane.client_id,
+                trace_len: 0,
+                capacity: input.capacity,
+                layer: call.layer,
+                num_experts: self.shared.model.shape.num_experts,
+                num_servers: self.options.max_servers as u32,
+                num_blocks: self.options.num_blocks,
+                servers: self.memory.servers(),
+            };
+            // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
+            let prepared = unsafe { self.memory.gpu.prepare(params)? };
+            if self.dispatches.len() >= MAX_PREPARED {
+                self.dispatches.clear();
+            }
+            self.dispatches.insert(key, prepared);
+        }
+        Ok(stream.launch(&self.dispatches[&key])?)
+    }
+
+    unsafe fn launch_combine(
+        &mut self,
+        stream: &Stream,
+        slot: usize,
+        out: DevicePtr,
+        capacity: u32,
+        adds: bool,
+    ) -> Result<(), DeviceError> {
+        let key = (slot, out, capacity, adds);
+        if !self.combines.contains_key(&key) {
+            let memory = &self.memory.slots[slot];
+            let timeout = self.shared.settings.deadline.as_nanos();
+            let params = CombineParams {
+                version: DEVICE_ABI_VERSION,
+                flags: if adds { FLAG_ADD } else { self.flags() },
+                geometry: self.geometry,
+                handle: memory.handle.ptr(),
+                state: self.memory.state.ptr(),
+                out,
+                token_missing: memory.token_missing.ptr(),
+                abort_mask: self.memory.abort.ptr(),
+                timeout_ns: u64::try_from(timeout).unwrap_or(u64::MAX),
+                capacity,
+                num_servers: self.options.max_servers as u32,
+                num_blocks: self.options.num_blocks,
+                reserved: 0,
+                servers: self.memory.servers(),
+            };
+            // SAFETY: as for `launch_dispatch`.
+            let prepared = unsafe { self.memory.gpu.prepare(params)? };
+            if self.combines.len() >= MAX_PREPARED {
+                self.combines.clear();
+            }
+            self.combines.insert(key, prepared);
+        }
+        Ok(stream.launch(&self.combines[&key])?)
+    }
+
+    const fn flags(&self) -> u32 {
+        if self.options.overlap { FLAG_PDL } else { 0 }
+    }
+
+    fn finish_inner(
+        &mut self,
+        stream: &Stream,
+        pending: DevicePending,
+    ) -> Result<LayerTiming, DeviceError> {
+        let start = Instant::now();
+        let slot = self.slots.redeem_pending(&pending)?;
+        // After an error the slot stays taken: its kernels may still run. Whatever comes next waits for it.
+        stream.wait(start + self.bound())?;
+        let status = self.memory.status(slot);
+        let is_good = status.error.tag == TAG_NONE && status.handle.missing == 0;
+        let repaired = if is_good { Ok(()) } else { self.repair(stream, slot, &status, start) };
+        let call = self.slots.call_mut(slot);
+        let mut timing = call.timing;
+        timing.wait_ns = elapsed_ns(start);
+        timing.num_servers = status.handle.contacted.count_ones();
+        timing.num_frames += timing.num_servers;
+        let (layer, epoch) = (call.layer, call.tables.epoch);
+        self.end(slot);
+        pending.disarm();
+        repaired?;
+        let num_tokens = status.handle.num_tokens as usize;
+        let metrics = &self.shared.metrics;
+        metrics.frames_out.inc_by(timing.num_frames.into());
+        metrics.frames_in.inc_by(timing.num_frames.into());
+        metrics.resent_pairs.inc_by(timing.resent_pairs);
+        metrics.observe(num_tokens, num_tokens as u64 * u64::from(self.geometry.top_k), &timing);
+        if let Some(observer) = &self.shared.observer {
+            observer(&LayerReport { layer, num_tokens, epoch, timing });
+        }
+        Ok(timing)
+    }
+
+    /// Takes up what callers dropped: the ring places of its frames must be answered before they are used
+    /// again.
+    fn settle_abandoned(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        while let Some((slot, phase)) = self.slots.next_abandoned() {
+            self.shared.metrics.abandoned.inc();
+            if phase == Phase::Dispatched {
+                let capacity = self.slots.call(slot).input.capacity;
+                let scratch = self.memory.scratch.ptr();
+                // SAFETY: the client's own memory.
+                unsafe { self.launch_combine(stream, slot, scratch, capacity, false)? };
+                self.memory.report(stream, slot)?;
+            }
+            stream.wait(Instant::now() + self.bound())?;
+            let status = self.memory.status(slot);
+            self.give_up_servers(slot, &status);
+            self.clear_error(stream, &status)?;
+            self.end(slot);
+        }
+        Ok(())
+    }
+
+    fn first_unreachable(&self) -> Option<(usize, u32)> {
+        let model = &self.shared.model;
+        let routing = &self.lane.routing;
+        let live = |&rank: &u32| self.lane.has(&routing.servers[rank as usize]);
+        (0..model.moe_layers.len())
+            .flat_map(|layer_idx| (0..model.shape.num_experts).map(move |e| (layer_idx, e)))
+            .find(|&(layer_idx, e)| !routing.replicas(layer_idx, e).iter().any(live))
+    }
+
+    fn no_replica(&self, layer_idx: usize, expert: u32, waited: Duration) -> ClientError {
+        ClientError::NoReplica {
+            layer: self.shared.model.moe_layers[layer_idx],
+            expert,
+            waited,
+            detail: self.lane.routing.describe_replicas(layer_idx, expert),
+        }
+    }
+
+    fn wait_for_news(&self, limit: Duration) -> Result<(), DeviceError> {
+        self.lane
+            .wait_for_news(limit)
+            .map_err(|source| ClientError::System { op: "wait for servers", source }.into())
+    }
+
+    /// How long kernels may take at most: their waits have bounds, but work is no silence.
+    fn bound(&self) -> Duration {
+        self.shared.settings.work_limit + self.shared.settings.deadline * 2 + MARGIN
+    }
+}
+
+impl Drop for DeviceClient {
+    fn drop(&mut self) {
+        // Kernels of calls that nobody finished still use the client's memory. Their waits end: for
+        // servers that are gone at once, for others at the deadline.
+        if self.slots.num_outstanding() > 0 || self.replaying.is_some() {
+            tracing::warn!("a device client is dropped with calls outstanding");
+            std::thread::sleep(self.shared.settings.deadline * 2);
+        }
+        self.lane.close();
+    }
+}
+
+impl fmt::Debug for DeviceClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceClient")
+            .field("gpu", &self.memory.gpu.name())
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+fn geometry_of(
+    model: &ClientModel,
+    slot: SlotConfig,
+    options: &DeviceOptions,
+) -> Result<FrameGeometry, DeviceBuildError> {
+    let dtype = match options.dtype {
+        WireDtype::Bf16 => DTYPE_BF16,
+        WireDtype::F8E4m3 => DTYPE_F8_E4M3,
+        other => {
+            let what = format!("element type of requests {}", other.name());
+            return Err(DeviceBuildError::Shape { what, source: CheckError::Dtype });
+        }
+    };
+    if options.max_servers == 0 || options.max_servers > MAX_PEERS {
+        let what = format!("max_servers {}", options.max_servers);
+        return Err(DeviceBuildError::Shape { what, source: CheckError::Peers });
+    }
+    let shape = &model.shape;
+    if shape.num_experts as usize > MAX_EXPERTS {
+        let what = format!("{} experts per layer", shape.num_experts);
+        return Err(DeviceBuildError::Shape { what, source: CheckError::Experts });
+    }
+    let num_frames = u32::try_from(slot.num_frames).unwrap_or(u32::MAX);
+    // With one token, whatever is wrong is wrong with the shape.
+    FrameGeometry::new(shape.hidden, shape.top_k, dtype, 1, num_frames).map_err(|source| {
+        let what = format!(
+            "hidden size {}, top-{}, {} frames per slot",
+            shape.hidden, shape.top_k, slot.num_frames
+        );
+        DeviceBuildError::Shape { what, source }
+    })?;
+    let bytes = slot.slot_bytes as u64;
+    let max_tokens =
+        FrameGeometry::tokens_for_slot(shape.hidden, shape.top_k, dtype, num_frames, bytes);
+    FrameGeometry::new(shape.hidden, shape.top_k, dtype, max_tokens, num_frames).map_err(|_| {
+        DeviceBuildError::Setting {
+            setting: "slot_bytes",
+            found: bytes.to_string(),
+            expected: format!(
+                "room for {num_frames} frames of one token of hidden size {}",
+                shape.hidden
+            ),
+        }
+    })
+}
+
+fn elapsed_ns(start: Instant) -> u64 {
+    start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// [`CombineParams::flags`]: add to what `out` holds.
+const FLAG_ADD: u32 = kernels::abi::FLAG_ADD;
+/// Parameters kept; engines use few tensors, so more means that they are new every time.
+const MAX_PREPARED: usize = 4096;
+const MARGIN: Duration = Duration::from_secs(5);
+
+const _: () = {
+    const fn sent_between_threads<T: Send>() {}
+    sent_between_threads::<DeviceClient>();
+    sent_between_threads::<DeviceHandle>();
+    sent_between_threads::<DevicePending>();
+};

@@ -1,0 +1,222 @@
+//! Replaying graphs into which a caller recorded calls.
+//!
+//! A graph's kernels go by the client's tables, which are brought up to date before each replay and never
+//! change during one. What fails during a replay leaves parts missing in whatever layer it hits; the
+//! client then takes the failed servers out, and the replay is done again: experts keep no state.
+
+use std::time::{Duration, Instant};
+
+use kernels::abi::{
+    ErrorWord, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_ROW, TAG_NO_REPLICA,
+    TAG_NONE, TAG_NUM_TOKENS, TAG_REFUSED,
+};
+use kernels::gpu::{GpuError, Graph, Stream};
+
+use super::lane::Used;
+use super::slots::Phase;
+use super::{DeviceClient, DeviceError, elapsed_ns};
+use crate::client::ClientError;
+use crate::client::link::AbortBit;
+use crate::metrics::FailReason;
+
+/// What became of a replay.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReplayOutcome {
+    /// Every output is complete.
+    Complete,
+    /// Outputs lack parts: replay again. Servers that failed are taken out already.
+    Incomplete {
+        /// The first thing that went wrong.
+        reason: String,
+    },
+}
+
+/// What [`DeviceClient::replay`] took.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReplayReport {
+    /// Replays, 1 without failures.
+    pub attempts: u32,
+    /// Time from the begin of the first replay to that of the last, 0 without failures.
+    pub stall_ns: u64,
+}
+
+/// A replay that is under way.
+#[derive(Debug)]
+pub(super) struct Running {
+    pub serial: u64,
+    used: Vec<Used>,
+}
+
+impl DeviceClient {
+    /// Replays a graph until its outputs are complete: [`begin_replay`](Self::begin_replay), the replay,
+    /// [`finish_replay`](Self::finish_replay), and again if parts are missing.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; the content of the outputs is then unspecified. With an expert that nobody
+    /// serves, in either mode: kernels alone cannot renormalise.
+    pub fn replay(&mut self, stream: &Stream, graph: &Graph) -> Result<ReplayReport, DeviceError> {
+        let start = Instant::now();
+        let mut report = ReplayReport::default();
+        loop {
+            self.begin_replay(stream)?;
+            report.attempts += 1;
+            report.stall_ns = if report.attempts == 1 { 0 } else { elapsed_ns(start) };
+            let replayed = stream.replay(graph);
+            // Finished in any case: the servers are counted in.
+            let outcome = self.finish_replay(stream);
+            replayed?;
+            match outcome? {
+                ReplayOutcome::Complete => return Ok(report),
+                ReplayOutcome::Incomplete { reason } if report.attempts >= MAX_ATTEMPTS => {
+                    let (attempts, waited) = (report.attempts, start.elapsed());
+                    return Err(DeviceError::Replays { attempts, waited, last: reason });
+                }
+                ReplayOutcome::Incomplete { reason } => {
+                    tracing::warn!(reason, attempts = report.attempts, "a graph is replayed again");
+                }
+            }
+        }
+    }
+
+    /// To be called before a graph with recorded calls is launched on `stream`: takes in what has changed
+    /// among the servers. While it runs, launch nothing else of this client.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; do not launch the graph then.
+    pub fn begin_replay(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        self.settle_abandoned(stream)?;
+        if self.slots.num_in(Phase::Dispatched) > 0 || self.replaying.is_some() {
+            let num_frames = self.geometry.num_frames;
+            return Err(DeviceError::Outstanding { num_frames });
+        }
+        let serial = self.slots.next();
+        let mut used = Vec::new();
+        loop {
+            self.sync();
+            if self.lane.enter(&mut used) {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        self.replaying = Some(Running { serial, used });
+        let refreshed = self.refresh(stream);
+        if refreshed.is_err() {
+            self.end_replay();
+        }
+        refreshed
+    }
+
+    /// To be called after the launch: waits for `stream` and says whether every output is complete.
+    ///
+    /// # Errors
+    /// [`DeviceError`] where replaying again would not help.
+    pub fn finish_replay(&mut self, stream: &Stream) -> Result<ReplayOutcome, DeviceError> {
+        let slot = self.geometry.num_frames as usize;
+        self.memory.report(stream, slot)?;
+        if let Err(error) = self.wait_watching(stream) {
+            // Its kernels may still run: the servers stay counted in.
+            return Err(error.into());
+        }
+        let error = self.memory.status(slot).error;
+        let last = self.slots.last();
+        if error.tag == TAG_NONE {
+            self.end_replay();
+            return Ok(ReplayOutcome::Complete);
+        }
+        let result = self.judge(&error, last);
+        self.memory.clear_error(stream)?;
+        self.end_replay();
+        self.sync();
+        result.map(|reason| ReplayOutcome::Incomplete { reason })
+    }
+
+    /// What an error in a replay means: a reason to replay again, or an error.
+    fn judge(&mut self, error: &ErrorWord, last: u64) -> Result<String, DeviceError> {
+        let idx = error.peer as usize;
+        let server = self.lane.link(idx).map_or("a server that is gone", |link| link.server.name());
+        let server = server.to_owned();
+        match error.tag {
+            TAG_COMBINE_ROW | TAG_COMBINE_EMPTY => {
+                let down = self.lane.link(idx).and_then(|link| link.state.down());
+                let reason = down.map_or(FailReason::Silent, |down| down.reason());
+                self.lane.fail(idx, reason, last, &self.shared);
+                Ok(format!("{server} did not answer ({})", reason.name()))
+            }
+            TAG_REFUSED => {
+                let code = protocol::ErrorCode::from_u32((error.observed & 0xffff) as u32);
+                self.shared.metrics.count_error_frame(code);
+                if !code.is_retryable() {
+                    let message = format!("the status word is {:#x}", error.observed);
+                    let layer = 0;
+                    return Err(ClientError::Refused { server, layer, code, message }.into());
+                }
+                self.lane.avoid(idx, Instant::now() + PAUSE);
+                self.wait_for_news(PAUSE)?;
+                Ok(format!("{server} refused a frame: {}", code.name()))
+            }
+            TAG_NO_REPLICA => {
+                let expert = error.observed as u32;
+                let start = Instant::now();
+                let limit = self.shared.settings.replica_wait;
+                loop {
+                    self.sync();
+                    let orphan = self.lane.first_orphan(expert);
+                    let Some(layer_idx) = orphan else { break };
+                    let waited = start.elapsed();
+                    if waited >= limit || self.lane.routing.is_hopeless(layer_idx, expert) {
+                        return Err(self.no_replica(layer_idx, expert, waited).into());
+                    }
+                    self.wait_for_news(limit - waited)?;
+                }
+                Ok(format!("expert {expert} had no live replica"))
+            }
+            TAG_NUM_TOKENS => Err(DeviceError::Tokens {
+                found: error.observed,
+                capacity: u32::try_from(error.expected).unwrap_or(u32::MAX),
+            }),
+            TAG_BAD_EXPERT => Err(ClientError::ExpertIndex {
+                token: 0,
+                found: (error.observed as u32).cast_signed(),
+                num_experts: u32::try_from(error.expected).unwrap_or(u32::MAX),
+            }
+            .into()),
+            tag => Ok(format!("the kernels left error {tag}")),
+        }
+    }
+
+    /// Waits for the graph. A server that is silent costs the deadline in the first layer that meets it;
+    /// then its bit is set, so that the layers behind do not wait again.
+    fn wait_watching(&mut self, stream: &Stream) -> Result<(), GpuError> {
+        let until = Instant::now() + self.bound();
+        let mut look_at = Instant::now() + self.shared.settings.deadline;
+        loop {
+            match stream.wait(look_at.min(until)) {
+                Err(GpuError::Deadline { .. }) if Instant::now() < until => {}
+                ended => return ended,
+            }
+            look_at = Instant::now() + self.shared.settings.deadline / 4 + Duration::from_millis(1);
+            let mut error = Vec::new();
+            let from = self.memory.state.ptr().add(super::memory::ERROR_OFFSET);
+            // SAFETY: the client's own state, of which kernels write this part once.
+            unsafe {
+                self.memory.fetch::<ErrorWord>(&self.side, from, &mut error, 1, self.bound())?;
+            }
+            let error = error[0];
+            let is_silence = error.reason == REASON_TIMEOUT
+                && [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY].contains(&error.tag);
+            if is_silence && self.lane.link(error.peer as usize).is_some() {
+                AbortBit { word: self.memory.abort.clone(), bit: error.peer & 31 }.set();
+            }
+        }
+    }
+
+    fn end_replay(&mut self) {
+        if let Some(running) = self.replaying.take() {
+            running.used.into_iter().for_each(Used::exit);
+        }
+    }
+}
+
+const MAX_ATTEMPTS: u32 = 100;
+const PAUSE: Duration = Duration::from_millis(5);

@@ -1,0 +1,304 @@
+//! Outstanding calls: as many as slots have frames, combined in the order of their dispatch.
+//!
+//! The order is that of the rings: a place of a ring is filled again when the frame before it has been
+//! answered and summed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use kernels::abi::DevicePtr;
+
+use super::lane::{Tables, Used};
+use super::{DeviceError, DeviceInput};
+use crate::client::LayerTiming;
+
+/// A dispatched layer. Give it to [`DeviceClient::combine`](super::DeviceClient::combine); dropping it
+/// gives the call up.
+#[derive(Debug)]
+#[must_use = "dropping a handle gives the call up"]
+pub struct DeviceHandle {
+    ticket: Ticket,
+}
+
+/// A combined layer whose output is not yet known to be complete. Give it to
+/// [`DeviceClient::finish`](super::DeviceClient::finish).
+#[derive(Debug)]
+#[must_use = "the output may lack parts until the call is finished"]
+pub struct DevicePending {
+    ticket: Ticket,
+    layer: u32,
+}
+
+#[derive(Debug)]
+struct Ticket {
+    slot: usize,
+    serial: u64,
+    is_recorded: bool,
+    dropped: Arc<AtomicU64>,
+    is_armed: bool,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if self.is_armed && !self.is_recorded {
+            self.dropped.fetch_or(1 << self.slot, Ordering::Release);
+        }
+    }
+}
+
+impl DeviceHandle {
+    pub(super) fn into_pending(self, layer: u32) -> DevicePending {
+        DevicePending { ticket: self.ticket, layer }
+    }
+}
+
+impl DevicePending {
+    /// The call is over.
+    pub(super) fn disarm(mut self) {
+        self.ticket.is_armed = false;
+    }
+
+    /// Layer of the call.
+    #[must_use]
+    pub const fn layer(&self) -> u32 {
+        self.layer
+    }
+
+    /// Whether the call was recorded into a graph: such a one is not finished, its replays are.
+    #[must_use]
+    pub const fn is_recorded(&self) -> bool {
+        self.ticket.is_recorded
+    }
+}
+
+/// How far a call is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Phase {
+    Free,
+    Dispatched,
+    Combined,
+}
+
+/// What a client knows of an outstanding call.
+#[derive(Debug)]
+pub(super) struct Call {
+    pub phase: Phase,
+    pub serial: u64,
+    pub input: DeviceInput,
+    pub layer: u32,
+    pub layer_idx: usize,
+    pub out: DevicePtr,
+    /// By which the tokens were sent.
+    pub tables: Arc<Tables>,
+    /// Servers whose slots its kernels may use.
+    pub used: Vec<Used>,
+    pub started: Option<Instant>,
+    pub timing: LayerTiming,
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Slots {
+    num_frames: usize,
+    /// Those of recorded calls come last.
+    calls: Vec<Call>,
+    next_serial: u64,
+    num_recorded: u64,
+    dropped: Arc<AtomicU64>,
+}
+
+impl Slots {
+    pub fn new(num_frames: usize) -> Self {
+        let null = DevicePtr::NULL;
+        let input = DeviceInput {
+            hidden_states: null,
+            topk_idx: null,
+            topk_weights: null,
+            num_tokens: null,
+            capacity: 0,
+        };
+        let call = || Call {
+            phase: Phase::Free,
+            serial: 0,
+            input,
+            layer: 0,
+            layer_idx: 0,
+            out: null,
+            tables: Arc::new(Tables::empty(0)),
+            used: Vec::new(),
+            started: None,
+            timing: LayerTiming::default(),
+        };
+        Self {
+            num_frames,
+            calls: (0..2 * num_frames).map(|_| call()).collect(),
+            next_serial: 0,
+            num_recorded: 0,
+            dropped: Arc::default(),
+        }
+    }
+
+    pub fn call(&self, slot: usize) -> &Call {
+        &self.calls[slot]
+    }
+
+    pub fn call_mut(&mut self, slot: usize) -> &mut Call {
+        &mut self.calls[slot]
+    }
+
+    /// A free slot for a call that runs now.
+    pub fn claim(
+        &mut self,
+        input: DeviceInput,
+        layer: u32,
+        layer_idx: usize,
+    ) -> Result<usize, DeviceError> {
+        let free = self.calls[..self.num_frames].iter().position(|call| call.phase == Phase::Free);
+        let num_frames = self.num_frames as u32;
+        let slot = free.ok_or(DeviceError::Outstanding { num_frames })?;
+        let oldest = self.dispatched().map(|call| call.serial).min();
+        if oldest.is_some_and(|oldest| self.next_serial + 1 - oldest >= self.num_frames as u64) {
+            return Err(DeviceError::Outstanding { num_frames });
+        }
+        self.next_serial += 1;
+        self.take(slot, self.next_serial, input, layer, layer_idx);
+        Ok(slot)
+    }
+
+    /// A slot for a call that is recorded.
+    pub fn claim_recorded(
+        &mut self,
+        input: DeviceInput,
+        layer: u32,
+        layer_idx: usize,
+    ) -> Result<usize, DeviceError> {
+        let slot = self.num_frames + (self.num_recorded % self.num_frames as u64) as usize;
+        if self.calls[slot].phase != Phase::Free {
+            return Err(DeviceError::Outstanding { num_frames: self.num_frames as u32 });
+        }
+        self.num_recorded += 1;
+        self.take(slot, self.num_recorded, input, layer, layer_idx);
+        Ok(slot)
+    }
+
+    fn take(&mut self, slot: usize, serial: u64, input: DeviceInput, layer: u32, layer_idx: usize) {
+        let call = &mut self.calls[slot];
+        call.phase = Phase::Dispatched;
+        (call.serial, call.input) = (serial, input);
+        (call.layer, call.layer_idx) = (layer, layer_idx);
+        (call.started, call.timing) = (None, LayerTiming::default());
+    }
+
+    pub fn handle(&self, slot: usize) -> DeviceHandle {
+        let ticket = Ticket {
+            slot,
+            serial: self.calls[slot].serial,
+            is_recorded: slot >= self.num_frames,
+            dropped: Arc::clone(&self.dropped),
+            is_armed: true,
+        };
+        DeviceHandle { ticket }
+    }
+
+    /// The slot of a handle that is the next to be combined.
+    pub fn redeem(&self, handle: &DeviceHandle, is_recording: bool) -> Result<usize, DeviceError> {
+        let ticket = &handle.ticket;
+        if ticket.is_recorded != is_recording {
+            let names = ["a call that runs now", "a recorded call"];
+            let (found, expected) =
+                (names[usize::from(ticket.is_recorded)], names[usize::from(is_recording)]);
+            return Err(DeviceError::Handle { found, expected });
+        }
+        self.check(ticket, Phase::Dispatched)?;
+        let own = |slot: usize| (slot >= self.num_frames) == is_recording;
+        let waiting = self
+            .calls
+            .iter()
+            .enumerate()
+            .filter(|(slot, call)| own(*slot) && call.phase == Phase::Dispatched);
+        match waiting.map(|(_, call)| call.serial).min() {
+            Some(expected) if expected < ticket.serial => {
+                Err(DeviceError::Order { found: ticket.serial, expected })
+            }
+            _ => Ok(ticket.slot),
+        }
+    }
+
+    pub fn redeem_pending(&self, pending: &DevicePending) -> Result<usize, DeviceError> {
+        if pending.ticket.is_recorded {
+            let (found, expected) = ("a recorded call", "a call that runs now");
+            return Err(DeviceError::Handle { found, expected });
+        }
+        self.check(&pending.ticket, Phase::Combined)
+    }
+
+    fn check(&self, ticket: &Ticket, phase: Phase) -> Result<usize, DeviceError> {
+        let is_mine = Arc::ptr_eq(&ticket.dropped, &self.dropped)
+            && self
+                .calls
+                .get(ticket.slot)
+                .is_some_and(|call| call.serial == ticket.serial && call.phase == phase);
+        if is_mine {
+            return Ok(ticket.slot);
+        }
+        Err(DeviceError::Handle { found: "another client's", expected: "this client's" })
+    }
+
+    pub fn release(&mut self, slot: usize) {
+        self.calls[slot].phase = Phase::Free;
+        // A ticket that goes later means a call that is over.
+        self.dropped.fetch_and(!(1 << slot), Ordering::Relaxed);
+    }
+
+    /// The oldest call that its caller dropped.
+    pub fn next_abandoned(&mut self) -> Option<(usize, Phase)> {
+        let dropped = self.dropped.load(Ordering::Acquire);
+        if dropped == 0 {
+            return None;
+        }
+        let calls = self.calls[..self.num_frames].iter().enumerate();
+        let oldest = calls
+            .filter(|(slot, call)| dropped >> slot & 1 != 0 && call.phase != Phase::Free)
+            .min_by_key(|(_, call)| call.serial)
+            .map(|(slot, call)| (slot, call.phase));
+        if oldest.is_none() {
+            self.dropped.fetch_and(!dropped, Ordering::Relaxed);
+        }
+        oldest
+    }
+
+    /// Number of the newest call.
+    pub const fn last(&self) -> u64 {
+        self.next_serial
+    }
+
+    /// A number for something that is no call but uses the servers' slots like one.
+    pub const fn next(&mut self) -> u64 {
+        self.next_serial += 1;
+        self.next_serial
+    }
+
+    /// All calls up to this number are over.
+    pub fn finished(&self) -> u64 {
+        let open = self.calls[..self.num_frames].iter().filter(|call| call.phase != Phase::Free);
+        open.map(|call| call.serial - 1).min().unwrap_or(self.next_serial)
+    }
+
+    fn dispatched(&self) -> impl Iterator<Item = &Call> {
+        self.calls[..self.num_frames].iter().filter(|call| call.phase == Phase::Dispatched)
+    }
+
+    /// Whether another call waits for its combine.
+    pub fn others_dispatched(&self, slot: usize) -> bool {
+        self.dispatched().any(|call| call.serial != self.calls[slot].serial)
+    }
+
+    pub fn num_in(&self, phase: Phase) -> usize {
+        self.calls[..self.num_frames].iter().filter(|call| call.phase == phase).count()
+    }
+
+    pub fn num_outstanding(&self) -> usize {
+        self.calls[..self.num_frames].iter().filter(|call| call.phase != Phase::Free).count()
+    }
+}
