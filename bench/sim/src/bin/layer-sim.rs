@@ -84,9 +84,13 @@ fn main() -> anyhow::Result<()> {
     let mut layers = Vec::new();
     for (clients, servers) in shapes {
         anyhow::ensure!(clients > 0 && servers > 0, "`{clients}v{servers}`: neither may be 0");
-        // Beyond one switch's ports there are two more hops.
-        let far = if clients + servers > SWITCH_PORTS { 2 * HOP_NS } else { 0 };
-        let wide = Model { hop_ns: model.hop_ns + far / 2, ..model };
+        // Beyond one switch's ports there are two more hops, and the packet memory of more switches.
+        let num_switches = (clients + servers).div_ceil(SWITCH_PORTS) as u64;
+        let wide = Model {
+            hop_ns: model.hop_ns + if num_switches > 1 { HOP_NS } else { 0 },
+            buffer_bytes: model.buffer_bytes * num_switches,
+            ..model
+        };
         for control in args.controls.iter().copied() {
             for seed in 1..=args.seeds {
                 let scenario = LayerScenario { clients, servers, control, seed };
