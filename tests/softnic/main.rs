@@ -1,6 +1,15 @@
 //! Dispatch and combine with failover over software NICs: every server and the client have one of their
 //! own, and nothing goes any other way.
 
+mod fused;
+#[path = "../../kernels/tests/against_rust/library.rs"]
+#[allow(dead_code, reason = "the kernels' own tests use the rest")]
+mod library;
+mod runner;
+#[path = "../../kernels/tests/against_rust/world.rs"]
+#[allow(dead_code, reason = "the kernels' own tests use the rest")]
+mod world;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;

@@ -125,7 +125,7 @@ impl Library {
 
 /// The compiled library, kept between processes under a name made of everything that goes in.
 fn shared_object() -> Option<PathBuf> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels"));
     let mut hasher = DefaultHasher::new();
     FLAGS.hash(&mut hasher);
     for folder in ["host", "include", "cuda"] {
