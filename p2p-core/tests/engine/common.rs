@@ -20,28 +20,68 @@ pub fn soon() -> Instant {
 pub enum By {
     Tcp,
     Cma,
+    /// libfabric between hosts, by `tcp;ofi_rxm`.
+    LibfabricTcp,
+    /// libfabric within a host.
+    LibfabricShm,
     /// What `SWITCHYARD_TEST_TRANSPORT` names, as `open_fabric` takes it.
     Named,
 }
 
 impl By {
-    /// Those that need nothing installed, or the one that was asked for.
+    /// Those of this host, or the one that was asked for.
     pub fn all() -> Vec<Self> {
-        match std::env::var(TRANSPORT) {
-            Ok(_) => vec![Self::Named],
-            Err(_) => vec![Self::Tcp, Self::Cma],
+        if std::env::var(TRANSPORT).is_ok() {
+            return vec![Self::Named];
+        }
+        let mut all = vec![Self::Tcp, Self::Cma];
+        for by in [Self::LibfabricTcp, Self::LibfabricShm] {
+            match open_fabric(by.name(), Some(Ipv4Addr::LOCALHOST.into())) {
+                Ok(_) => all.push(by),
+                Err(error) => skip(by, &error.to_string()),
+            }
+        }
+        all
+    }
+
+    /// As `open_fabric` takes it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Cma => "cma",
+            Self::LibfabricTcp => "libfabric:tcp;ofi_rxm",
+            Self::LibfabricShm => "libfabric:shm",
+            Self::Named => "",
         }
     }
 
     /// As `Debug` writes it.
     pub fn of_name(name: &str) -> Self {
-        let all = [Self::Tcp, Self::Cma, Self::Named];
+        let all = [Self::Tcp, Self::Cma, Self::LibfabricTcp, Self::LibfabricShm, Self::Named];
         all.into_iter().find(|by| format!("{by:?}") == name).expect("a transport")
     }
 
     /// Whether a request that the target refuses costs the connection, as it does where a device checks.
     pub fn ends_with_a_refusal(self) -> bool {
-        self == Self::Named && std::env::var(TRANSPORT).is_ok_and(|name| name.starts_with("verbs"))
+        let is_verbs = std::env::var(TRANSPORT).is_ok_and(|name| name.starts_with("verbs"));
+        self.is_over_rxm() || self == Self::Named && is_verbs
+    }
+
+    /// Whether libfabric's `ofi_rxm` keeps the connections.
+    pub fn is_over_rxm(self) -> bool {
+        let is_named = std::env::var(TRANSPORT).is_ok_and(|name| name.contains("ofi_rxm"));
+        self == Self::LibfabricTcp || self == Self::Named && is_named
+    }
+
+    /// All but those whose provider does not get over peers that are killed, and does not answer a
+    /// request that it refuses: `shm` keeps locks in memory that processes share, and a killed one never
+    /// releases its own.
+    pub fn robust() -> Vec<Self> {
+        let is_robust = |by: &Self| {
+            *by != Self::LibfabricShm
+                && std::env::var(TRANSPORT).map_or(true, |name| name != Self::LibfabricShm.name())
+        };
+        Self::all().into_iter().filter(is_robust).collect()
     }
 
     pub fn fabric(self) -> Box<dyn Fabric> {
@@ -54,12 +94,24 @@ impl By {
                 .unwrap(),
             ),
             Self::Cma => Box::new(CmaFabric::new().unwrap()),
+            Self::LibfabricTcp | Self::LibfabricShm => {
+                open_fabric(self.name(), Some(Ipv4Addr::LOCALHOST.into())).unwrap()
+            }
             Self::Named => {
                 let name = std::env::var(TRANSPORT).unwrap();
                 open_fabric(&name, Some(Ipv4Addr::LOCALHOST.into())).unwrap()
             }
         }
     }
+}
+
+/// A transport that is not here: named, or an error where it is asked for.
+fn skip(by: By, why: &str) {
+    let required = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
+    let is_required = cfg!(feature = "libfabric")
+        && required.split(',').any(|wanted| matches!(wanted, "libfabric" | "all"));
+    assert!(!is_required, "{by:?} is required: {why}");
+    println!("SKIPPED: {by:?}: {why}");
 }
 
 const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";

@@ -553,7 +553,7 @@ impl Driver for Device {
         if self.is_watched.load(Ordering::Relaxed) {
             self.is_watched.store(false, Ordering::Release);
         }
-        let polled = self.port.poll(&mut state.entries, &mut state.sources);
+        let polled = self.port.queue().poll(&mut state.entries, &mut state.sources);
         // Mail first: what else came may have been sent after it.
         self.handle_mails(state);
         match polled {
@@ -601,7 +601,7 @@ impl Driver for Device {
             self.flush_credits();
         }
         self.is_watched.store(true, Ordering::Release);
-        self.port.wait_fd().is_none() || (self.port.may_sleep() && !self.has_mail())
+        self.port.wait_fd().is_none() || (self.port.queue().may_sleep() && !self.has_mail())
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {

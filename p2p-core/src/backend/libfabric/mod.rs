@@ -25,6 +25,7 @@ mod mail;
 mod message;
 mod owner;
 mod port;
+mod queue;
 mod receives;
 mod rma;
 mod service;

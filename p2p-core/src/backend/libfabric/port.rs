@@ -2,12 +2,13 @@
 
 use std::ffi::c_void;
 use std::net::IpAddr;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
 use super::load::Library;
 use super::owner::{self, CallError, Entry, Hints, Info, Owned, check};
+use super::queue::Queue;
 use super::sys;
 use crate::network::NetworkError;
 
@@ -85,14 +86,13 @@ impl std::fmt::Debug for Lane {
 pub(super) struct Port {
     // Closed in this order.
     lane: Lane,
-    cq: Arc<Owned<sys::FidCq>>,
+    queue: Queue,
     av: Arc<Owned<sys::FidAv>>,
     domain: Arc<Owned<sys::FidDomain>>,
     fabric: Arc<Owned<sys::FidFabric>>,
     library: &'static Library,
     info: Info,
     traits: Traits,
-    wait_fd: Option<RawFd>,
 }
 
 impl std::fmt::Debug for Port {
@@ -245,30 +245,21 @@ impl Port {
         let fabric = owner::open_fabric(library, &info).map_err(failed)?;
         let domain = owner::open_domain(library, &fabric, &info).map_err(failed)?;
         let av = owner::open_av(library, &domain).map_err(failed)?;
-        let mut wait_fd = None;
-        let cq = match owner::open_cq(library, &domain, NUM_CQ_ENTRIES, sys::FI_WAIT_FD) {
-            Ok(cq) => {
-                let mut fd: RawFd = -1;
-                // SAFETY: a live queue with a descriptor; the command stores one integer.
-                let result = unsafe {
-                    ((*(*cq.fid()).ops).control)(cq.fid(), sys::FI_GETWAIT, (&raw mut fd).cast())
-                };
-                wait_fd = (result == 0 && fd >= 0).then_some(fd);
-                cq
-            }
-            Err(_) => owner::open_cq(library, &domain, NUM_CQ_ENTRIES, sys::FI_WAIT_NONE)
-                .map_err(failed)?,
-        };
-        let lane = Lane::open(library, &domain, &info, &av, &cq).map_err(failed)?;
-        let mut traits = traits;
+        let mut traits = traits.clone();
+        let queue = Queue::open(library, &fabric, &domain, traits.knows_source).map_err(failed)?;
         // Without a descriptor, sleepers would find mail late.
-        traits.takes_mail &= wait_fd.is_some();
-        Ok(Self { lane, cq, av, domain, fabric, library, info, traits, wait_fd })
+        traits.takes_mail &= queue.wait_fd().is_some();
+        let lane = Lane::open(library, &domain, &info, &av, queue.owner()).map_err(failed)?;
+        Ok(Self { lane, queue, av, domain, fabric, library, info, traits })
     }
 
-    /// Another endpoint beside the first, with an address of its own.
-    pub(super) fn open_lane(&self) -> Result<Lane, CallError> {
-        Lane::open(self.library, &self.domain, &self.info, &self.av, &self.cq)
+    /// Another endpoint beside the first, with an address and a queue of its own. (`ofi_rxm` 1.17 leaves
+    /// what belongs to a closed endpoint in the queue that it shared, and `fi_trywait` follows it.)
+    pub(super) fn open_lane(&self) -> Result<(Lane, Queue), CallError> {
+        let Self { library, fabric, domain, .. } = self;
+        let queue = Queue::open(library, fabric, domain, self.traits.knows_source)?;
+        let lane = Lane::open(library, domain, &self.info, &self.av, queue.owner())?;
+        Ok((lane, queue))
     }
 
     /// The first endpoint.
@@ -281,14 +272,16 @@ impl Port {
         &self.traits
     }
 
-    /// Descriptor that becomes readable when there is something to read.
-    pub(super) fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        // SAFETY: the queue owns it and lives as long as `self`.
-        self.wait_fd.map(|fd| unsafe { BorrowedFd::borrow_raw(fd) })
+    /// The first endpoint's queue.
+    #[inline]
+    pub(super) const fn queue(&self) -> &Queue {
+        &self.queue
     }
 
-    pub(super) fn describe(&self, code: i64) -> String {
-        self.library.describe(code)
+    /// Descriptor that becomes readable when there is something to read.
+    #[inline]
+    pub(super) fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.wait_fd()
     }
 
     /// Learns a peer's address.
@@ -374,71 +367,6 @@ impl Port {
     /// Whether local buffers need a registration.
     pub(super) const fn needs_local(&self) -> bool {
         self.traits.mr_mode & (sys::FI_MR_LOCAL | sys::FI_MR_HMEM) != 0
-    }
-
-    /// Moves everything forward and takes completions, with their senders.
-    #[inline]
-    pub(super) fn poll(
-        &self,
-        entries: &mut [sys::CqDataEntry],
-        sources: &mut [sys::FiAddr],
-    ) -> Result<Polled, CallError> {
-        let room = entries.len().min(sources.len());
-        // SAFETY: a live queue of this entry format, and room for as many entries.
-        let result = unsafe {
-            let ops = (*self.cq.as_ptr()).ops;
-            let cq = self.cq.as_ptr();
-            if self.traits.knows_source {
-                ((*ops).readfrom)(cq, entries.as_mut_ptr().cast(), room, sources.as_mut_ptr())
-            } else {
-                ((*ops).read)(cq, entries.as_mut_ptr().cast(), room)
-            }
-        };
-        match result as i64 {
-            num @ 1.. => Ok(Polled::Entries(num as usize)),
-            0 => Ok(Polled::Nothing),
-            code if code == -sys::FI_EAGAIN => Ok(Polled::Nothing),
-            code if code == -sys::FI_EAVAIL => self.read_failure(),
-            code => Err(CallError { op: "fi_cq_read", code: -code, text: self.describe(code) }),
-        }
-    }
-
-    /// Prepares for sleep on [`wait_fd`](Self::wait_fd); false when there is something to read.
-    pub(super) fn may_sleep(&self) -> bool {
-        let mut fids = [self.cq.fid()];
-        // SAFETY: live objects; one of them.
-        let result = unsafe {
-            ((*(*self.fabric.as_ptr()).ops).trywait)(self.fabric.as_ptr(), fids.as_mut_ptr(), 1)
-        };
-        result == 0
-    }
-
-    fn read_failure(&self) -> Result<Polled, CallError> {
-        let mut entry = sys::CqErrEntry {
-            op_context: null_mut(),
-            flags: 0,
-            len: 0,
-            buf: null_mut(),
-            data: 0,
-            tag: 0,
-            olen: 0,
-            err: 0,
-            prov_errno: 0,
-            err_data: null_mut(),
-            err_data_size: 0,
-        };
-        // SAFETY: a live queue and room for one entry.
-        let result =
-            unsafe { ((*(*self.cq.as_ptr()).ops).readerr)(self.cq.as_ptr(), &raw mut entry, 0) }
-                as i64;
-        if result == -sys::FI_EAGAIN || result == 0 {
-            return Ok(Polled::Nothing);
-        }
-        check(self.library, "fi_cq_readerr", result)?;
-        let code = i64::from(entry.err);
-        let text = format!("{} (provider's code {})", self.describe(code), entry.prov_errno);
-        let (context, flags) = (entry.op_context, entry.flags);
-        Ok(Polled::Failed(Failure { context, flags, code, text }))
     }
 }
 
@@ -658,5 +586,4 @@ unsafe fn touch(ptr: NonNull<u8>, len: usize) {
 }
 
 const PREFERRED_INJECT_BYTES: usize = 16 << 10;
-const NUM_CQ_ENTRIES: usize = 1024;
 const MAX_KEY_ATTEMPTS: u32 = 8;

@@ -5,9 +5,11 @@
 //! peers share one, and operations towards a closed peer end when the provider gives them up.
 
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::time::Duration;
+
+use rustix::event::{Timespec, epoll};
 
 use super::link::Context;
 use super::load::Library;
@@ -16,6 +18,7 @@ use super::port::{
     self, Completes, Descriptor, Far, Lane, MAX_ADDRESS_BYTES, Polled, Port, Registered, Rights,
     Taken, network_error,
 };
+use super::queue::Queue;
 use super::sys;
 use crate::endpoint::{PostError, TransportKind};
 use crate::fabric::{
@@ -34,16 +37,22 @@ pub struct LibfabricFabric {
     contexts: Box<[Context]>,
     flights: Vec<Option<Flight>>,
     free: Vec<u32>,
-    /// Contexts of ended endpoints, free once the queue has been seen empty.
-    stale: Vec<u32>,
+    /// Where the peers' queues can be slept on together, with the index of the peer as data. `None` where
+    /// the provider has no descriptors.
+    set: Option<OwnedFd>,
+    num_polls: u32,
     /// Operations that ended outside of `poll`.
     ended: Vec<Completion>,
 }
 
 #[derive(Debug)]
 struct Peer {
-    /// `None` where all share the port's.
-    lane: Option<Lane>,
+    /// `None` where all share the port's. Ends before its queue.
+    own: Option<(Lane, Queue)>,
+    /// Operations that have not ended.
+    num_flights: u32,
+    /// Whether its queue may be slept on, and nothing has come since.
+    is_armed: bool,
     addr: Option<sys::FiAddr>,
 }
 
@@ -65,6 +74,25 @@ struct Flight {
     peer: PeerId,
     region: RegionId,
     op: &'static str,
+    /// What it was about, at the peer.
+    address: u64,
+    bytes: u64,
+    key: u64,
+}
+
+impl Flight {
+    /// A failure of this operation, with what to look at.
+    fn explain(&self, code: i64, text: &str) -> String {
+        let Self { op, address, bytes, key, .. } = self;
+        let what = format!("{text}; {op} of {bytes} bytes at {address:#x} with key {key:#x}");
+        if ENDINGS.contains(&code) {
+            return format!(
+                "{what}: the peer denies access and ends the connection then, or is gone; check that it \
+                 has not deregistered the memory, its rights, and that the range is inside"
+            );
+        }
+        what
+    }
 }
 
 impl LibfabricFabric {
@@ -77,16 +105,41 @@ impl LibfabricFabric {
         let library: &'static Library = super::library()?;
         let local = local.map(|local| local.to_canonical());
         let port = Port::open(library, port::find(library, provider, local)?)?;
-        Ok(Self {
+        let set = port.wait_fd().map(|_| epoll::create(epoll::CreateFlags::CLOEXEC)).transpose();
+        let set = set.map_err(|errno| NetworkError {
+            network: format!("libfabric {provider}"),
+            op: "make an epoll set",
+            code: Some(errno.raw_os_error().into()),
+            detail: errno.to_string(),
+        })?;
+        let fabric = Self {
             peers: Vec::new(),
             regions: Vec::new(),
             port,
             contexts: (0..NUM_CONTEXTS).map(|idx| Context::new(false, idx)).collect(),
             flights: vec![None; NUM_CONTEXTS as usize],
             free: (0..NUM_CONTEXTS).collect(),
-            stale: Vec::new(),
+            set,
+            num_polls: 0,
             ended: Vec::new(),
-        })
+        };
+        if fabric.port.binds_memory() {
+            fabric.watch(fabric.port.queue(), SHARED_QUEUE)?;
+        }
+        Ok(fabric)
+    }
+
+    /// Lets sleepers on the set see `queue`.
+    fn watch(&self, queue: &Queue, data: u64) -> Result<(), NetworkError> {
+        let (Some(set), Some(fd)) = (&self.set, queue.wait_fd()) else { return Ok(()) };
+        epoll::add(set, fd, epoll::EventData::new_u64(data), epoll::EventFlags::IN).map_err(
+            |errno| NetworkError {
+                network: format!("libfabric {}", self.port.traits().provider),
+                op: "watch a queue",
+                code: Some(errno.raw_os_error().into()),
+                detail: errno.to_string(),
+            },
+        )
     }
 
     /// The peer's endpoint and its address, if it is joined.
@@ -94,7 +147,7 @@ impl LibfabricFabric {
         let peer = self.peers.get(id.0 as usize).and_then(Option::as_ref);
         let joined = peer.and_then(|peer| Some((peer, peer.addr?)));
         let (peer, addr) = joined.ok_or(PostError::Disconnected { op })?;
-        Ok((peer.lane.as_ref().unwrap_or_else(|| self.port.lane()), addr))
+        Ok((peer.own.as_ref().map_or(self.port.lane(), |(lane, _)| lane), addr))
     }
 
     /// Local memory of an operation, checked.
@@ -164,13 +217,81 @@ impl LibfabricFabric {
         match taken {
             Ok(Taken::Yes) => {
                 self.free.pop();
-                self.flights[idx as usize] = Some(Flight { token, peer, region: near.region, op });
+                self.flights[idx as usize] = Some(Flight {
+                    token,
+                    peer,
+                    region: near.region,
+                    op,
+                    address,
+                    bytes: near.bytes,
+                    key: region.key,
+                });
+                if let Some(Some(peer)) = self.peers.get_mut(peer.0 as usize) {
+                    peer.num_flights += 1;
+                    peer.is_armed = false;
+                }
                 Ok(Posted::Accepted)
             }
             Ok(Taken::Again) => Ok(Posted::Full),
             Err(CallError { op, code, text }) => {
                 Err(PostError::Transport { op, code, detail: text })
             }
+        }
+    }
+
+    /// Takes the completions of a peer's queue, or of the one that all share.
+    fn poll_queue(&mut self, peer: Option<usize>, out: &mut Vec<Completion>) {
+        let mut entries = [sys::CqDataEntry {
+            op_context: std::ptr::null_mut(),
+            flags: 0,
+            len: 0,
+            buf: std::ptr::null_mut(),
+            data: 0,
+        }; 16];
+        let mut sources = [sys::FI_ADDR_UNSPEC; 16];
+        for _ in 0..MAX_ROUNDS {
+            let own = peer.and_then(|idx| self.peers.get(idx)?.as_ref()?.own.as_ref());
+            let queue = own.map_or(self.port.queue(), |(_, queue)| queue);
+            let polled = queue.poll(&mut entries, &mut sources);
+            if !matches!(polled, Ok(Polled::Nothing)) {
+                self.disarm(peer);
+            }
+            match polled {
+                Ok(Polled::Nothing) => return,
+                Ok(Polled::Entries(num)) => {
+                    let num = num.min(entries.len());
+                    for entry in &entries[..num] {
+                        self.land(entry.op_context, None, out);
+                    }
+                    if num < entries.len() {
+                        return;
+                    }
+                }
+                Ok(Polled::Failed(failure)) => {
+                    self.land(failure.context, Some((failure.code, failure.text)), out);
+                }
+                Err(CallError { op, code, text }) => {
+                    // The queue is gone, and with it every completion still to come.
+                    let is_its =
+                        |flight: &mut Flight| peer.is_none_or(|idx| flight.peer.0 as usize == idx);
+                    for flight in self.flights.iter_mut().filter_map(|f| f.take_if(is_its)) {
+                        let detail = format!("{}: {text}", flight.op);
+                        let result = Err(PostError::Transport { op, code, detail });
+                        out.push(Completion { token: flight.token, result });
+                        if let Some(Some(peer)) = self.peers.get_mut(flight.peer.0 as usize) {
+                            peer.num_flights -= 1;
+                        }
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Before the next sleep the queue must be asked again.
+    fn disarm(&mut self, peer: Option<usize>) {
+        if let Some(Some(peer)) = peer.and_then(|idx| self.peers.get_mut(idx)) {
+            peer.is_armed = false;
         }
     }
 
@@ -185,11 +306,18 @@ impl LibfabricFabric {
         let Some(context) = (unsafe { context.cast::<Context>().as_ref() }) else { return };
         let Some(flight) = self.flights.get_mut(context.owner as usize) else { return };
         // Without a flight its endpoint has ended, and the operation was reported then.
-        let Some(Flight { token, op, .. }) = flight.take() else { return };
+        let Some(flight) = flight.take() else { return };
+        let Flight { token, op, peer, .. } = flight;
         self.free.push(context.owner);
+        if let Some(Some(peer)) = self.peers.get_mut(peer.0 as usize) {
+            peer.num_flights -= 1;
+        }
         let result = match failure {
             None => Ok(()),
-            Some((code, detail)) => Err(PostError::Transport { op, code, detail }),
+            Some((code, text)) => {
+                let detail = flight.explain(code, &text);
+                Err(PostError::Transport { op, code, detail })
+            }
         };
         out.push(Completion { token, result });
     }
@@ -250,16 +378,24 @@ impl Fabric for LibfabricFabric {
     }
 
     fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
-        let lane = if self.port.binds_memory() {
+        let own = if self.port.binds_memory() {
             None
         } else {
             let provider = &self.port.traits().provider;
             Some(self.port.open_lane().map_err(|e| network_error(provider, e.op, &e))?)
         };
-        let name = lane.as_ref().unwrap_or_else(|| self.port.lane()).name();
+        let name = own.as_ref().map_or(self.port.lane(), |(lane, _)| lane).name();
         let mut detail = DETAIL_MAGIC.to_vec();
         detail.extend(name);
-        Ok((PeerId(place(&mut self.peers, Some(Peer { lane, addr: None }))), detail))
+        let peer =
+            place(&mut self.peers, Some(Peer { own, num_flights: 0, is_armed: false, addr: None }));
+        if let Some(Some(Peer { own: Some((_, queue)), .. })) = self.peers.get(peer as usize)
+            && let Err(error) = self.watch(queue, peer.into())
+        {
+            self.peers[peer as usize] = None;
+            return Err(error);
+        }
+        Ok((PeerId(peer), detail))
     }
 
     fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
@@ -289,13 +425,21 @@ impl Fabric for LibfabricFabric {
     }
 
     fn close_peer(&mut self, peer: PeerId) {
-        let Some(Peer { lane, addr }) = self.peers.get_mut(peer.0 as usize).and_then(Option::take)
+        let Some(Peer { own, addr, .. }) =
+            self.peers.get_mut(peer.0 as usize).and_then(Option::take)
         else {
             return;
         };
-        let has_own_lane = lane.is_some();
-        // Ends everything under way on it: the library uses no memory of these operations any more.
-        drop(lane);
+        let has_own_lane = own.is_some();
+        if let (Some(set), Some(fd)) =
+            (&self.set, own.as_ref().and_then(|(_, queue)| queue.wait_fd()))
+            && let Err(error) = epoll::delete(set, fd)
+        {
+            tracing::debug!(%error, "a queue was not watched");
+        }
+        // Ends everything under way on it: the library uses no memory and no context of these
+        // operations any more.
+        drop(own);
         if let Some(addr) = addr {
             self.port.remove(addr);
         }
@@ -306,7 +450,7 @@ impl Fabric for LibfabricFabric {
             if let Some(Flight { token, op, .. }) = flight.take_if(|flight| flight.peer == peer) {
                 let result = Err(PostError::Disconnected { op });
                 self.ended.push(Completion { token, result });
-                self.stale.push(idx as u32);
+                self.free.push(idx as u32);
             }
         }
     }
@@ -338,47 +482,38 @@ impl Fabric for LibfabricFabric {
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.ended);
-        let mut entries = [sys::CqDataEntry {
-            op_context: std::ptr::null_mut(),
-            flags: 0,
-            len: 0,
-            buf: std::ptr::null_mut(),
-            data: 0,
+        if self.port.binds_memory() {
+            return self.poll_queue(None, out);
+        }
+        // Idle peers cost a look at a number. Now and then all are polled: providers also have things to
+        // do that no descriptor shows.
+        self.num_polls = self.num_polls.wrapping_add(1);
+        let is_full_round = self.set.is_none() || self.num_polls.is_multiple_of(FULL_ROUND);
+        for idx in 0..self.peers.len() {
+            if self.peers[idx].as_ref().is_some_and(|peer| is_full_round || peer.num_flights > 0) {
+                self.poll_queue(Some(idx), out);
+            }
+        }
+        let Some(set) = self.set.as_ref().filter(|_| !is_full_round) else { return };
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
         }; 16];
-        let mut sources = [sys::FI_ADDR_UNSPEC; 16];
-        for _ in 0..MAX_ROUNDS {
-            match self.port.poll(&mut entries, &mut sources) {
-                Ok(Polled::Nothing) => {
-                    self.free.append(&mut self.stale);
-                    return;
-                }
-                Ok(Polled::Entries(num)) => {
-                    let num = num.min(entries.len());
-                    for entry in &entries[..num] {
-                        self.land(entry.op_context, None, out);
-                    }
-                    if num < entries.len() && self.stale.is_empty() {
-                        return;
-                    }
-                }
-                Ok(Polled::Failed(failure)) => {
-                    self.land(failure.context, Some((failure.code, failure.text)), out);
-                }
-                Err(CallError { op, code, text }) => {
-                    // The queue is gone, and with it every completion still to come.
-                    for flight in self.flights.iter_mut().filter_map(Option::take) {
-                        let detail = format!("{}: {text}", flight.op);
-                        let result = Err(PostError::Transport { op, code, detail });
-                        out.push(Completion { token: flight.token, result });
-                    }
-                    return;
-                }
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        // Interrupted: whatever is there is there the next time.
+        let num_ready = epoll::wait(set, &mut events[..], Some(&now)).unwrap_or(0);
+        for event in &events[..num_ready] {
+            let idx = event.data.u64() as usize;
+            self.disarm(Some(idx));
+            let is_idle = |peer: &Option<Peer>| peer.as_ref().is_some_and(|p| p.num_flights == 0);
+            if self.peers.get(idx).is_some_and(is_idle) {
+                self.poll_queue(Some(idx), out);
             }
         }
     }
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.port.wait_fd()
+        self.set.as_ref().map(AsFd::as_fd)
     }
 
     fn max_sleep(&self) -> Duration {
@@ -388,7 +523,19 @@ impl Fabric for LibfabricFabric {
     }
 
     fn may_sleep(&mut self) -> bool {
-        self.ended.is_empty() && (self.port.wait_fd().is_none() || self.port.may_sleep())
+        if !self.ended.is_empty() {
+            return false;
+        }
+        if self.set.is_none() {
+            return true;
+        }
+        if self.port.binds_memory() {
+            return self.port.queue().may_sleep();
+        }
+        self.peers.iter_mut().flatten().filter(|peer| !peer.is_armed).all(|peer| {
+            peer.is_armed = peer.own.as_ref().is_none_or(|(_, queue)| queue.may_sleep());
+            peer.is_armed
+        })
     }
 
     fn max_operation_bytes(&self) -> u64 {
@@ -419,6 +566,12 @@ const DETAIL_MAGIC: [u8; 4] = *b"SYL1";
 /// Operations under way. The queue of the provider holds more completions.
 const NUM_CONTEXTS: u32 = 512;
 const MAX_ROUNDS: usize = 8;
+/// Codes with which operations end when their connection does: `EIO`, `EACCES`, `ENOTCONN`,
+/// `ECONNABORTED`, `ECONNRESET`, `ESHUTDOWN`, `ECANCELED`, and the library's own for a bad key.
+const ENDINGS: [i64; 8] = [5, 13, 107, 103, 104, 108, 125, sys::FI_ENOKEY];
+/// Polls of which one looks at every peer.
+const FULL_ROUND: u32 = 64;
+const SHARED_QUEUE: u64 = u64::MAX;
 const MAX_OPERATION_BYTES: u64 = 1 << 30;
 
 #[cfg(test)]

@@ -50,7 +50,7 @@ fn wait(device: &Device) -> Duration {
     let port = device.port();
     let Some(fd) = port.wait_fd() else { return device.max_sleep() };
     let longest = device.max_sleep().min(LONGEST_WAIT);
-    if port.may_sleep() {
+    if port.queue().may_sleep() {
         let timeout = Timespec {
             tv_sec: longest.as_secs().cast_signed(),
             tv_nsec: longest.subsec_nanos().into(),
