@@ -160,12 +160,12 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
 
     /// Whether a turn would find something to do.
     pub(crate) fn has_work(&self) -> bool {
-        !self.is_closed
-            && (self.is_busy()
-                || self
-                    .lanes
-                    .iter()
-                    .any(|lane| !lane.is_closed && !matches!(lane.reader.peek(), Ok(None))))
+        self.is_busy() || self.has_commands()
+    }
+
+    fn has_commands(&self) -> bool {
+        let has_one = |lane: &Lane| !lane.is_closed && !matches!(lane.reader.peek(), Ok(None));
+        !self.is_closed && self.lanes.iter().any(has_one)
     }
 
     /// Whether commands are under way.
@@ -202,8 +202,19 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         turn
     }
 
-    /// Ends service. What is under way stays so.
-    pub(crate) fn close(&mut self) {
+    /// Ends service: what was posted before is posted on, within bounds, as an endpoint without a proxy
+    /// would have done at once; what is under way stays so.
+    pub(crate) fn close(&mut self, batch: usize) {
+        let deadline = Instant::now() + CLOSE_LIMIT;
+        let most: u64 = self.lanes.iter().map(|lane| lane.under_way.capacity() as u64).sum();
+        let mut num_taken = 0;
+        while self.has_commands() && num_taken < most && Instant::now() < deadline {
+            let turn = self.turn(batch);
+            num_taken += turn.taken;
+            if turn.taken == 0 {
+                std::thread::yield_now();
+            }
+        }
         self.is_closed = true;
         for lane in &self.lanes {
             lane.reader.fail(error_word(ERROR_CLOSED, 0, lane.reader.next()));
@@ -429,3 +440,5 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
 const MAX_FAILURES: usize = 256;
 const TURNS_PER_HEALTH: u32 = 64;
 const TURNS_PER_CLOCK: u32 = 64;
+/// How long closing a peer may take.
+const CLOSE_LIMIT: Duration = Duration::from_millis(100);

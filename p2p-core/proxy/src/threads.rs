@@ -400,7 +400,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
     };
     debug_assert!(is_stopped);
     for (port, _) in &mut ports {
-        port.close();
+        port.close(batch);
     }
 }
 
@@ -446,7 +446,7 @@ fn serve<E: Endpoint<RemoteKey = SlotKey>>(
                 ports.retain_mut(|(port, shared)| {
                     let is_it = Arc::ptr_eq(shared, &whose);
                     if is_it {
-                        port.close();
+                        port.close(CLOSE_BATCH);
                     }
                     !is_it
                 });
@@ -477,4 +477,5 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const CLOSE_BATCH: usize = 64;
 const BUSY_SLEEP: Duration = Duration::from_micros(50);

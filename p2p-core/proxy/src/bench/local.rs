@@ -144,11 +144,13 @@ impl Bench {
     pub fn peer(&self, run: &Run, idx: usize, lanes: Lanes, mirror: Region) -> Result<BenchPeer> {
         let target = Region::anonymous(run.slot_bytes() as usize)?;
         let checks = Arc::new(Checks::default());
+        let event = Arc::new(p2p_core::wait::event_fd()?);
         let endpoint = match run.post {
             PostKind::Null => BenchEndpoint::null(),
-            PostKind::Copy => BenchEndpoint::copy(target.clone()),
+            PostKind::Copy => BenchEndpoint::copy(target.clone(), &event),
             PostKind::Check => BenchEndpoint::checked(
                 target.clone(),
+                &event,
                 Arc::clone(&checks),
                 run.object_bytes as usize,
                 run.num_objects as usize,

@@ -1,14 +1,15 @@
 //! Stand-ins for a transport: nothing at all, and a copy into memory of this host, checked or not.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use p2p_core::Region;
+use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
-use p2p_core::{ReadView, Region};
 
 use super::pattern;
 use crate::memory;
@@ -25,7 +26,8 @@ pub struct Checks {
 /// Takes puts and adds of a producer's lanes.
 #[derive(Debug)]
 pub struct BenchEndpoint {
-    target: Option<Region>,
+    /// Memory of this host as the product reaches it.
+    target: Option<(Region, MappedEndpoint)>,
     check: Option<Check>,
 }
 
@@ -48,8 +50,10 @@ impl BenchEndpoint {
 
     /// Copies into `target`.
     #[must_use]
-    pub const fn copy(target: Region) -> Self {
-        Self { target: Some(target), check: None }
+    pub fn copy(target: Region, event: &Arc<OwnedFd>) -> Self {
+        let (peer, own) = (Arc::clone(event), Arc::clone(event));
+        let endpoint = MappedEndpoint::new(TransportKind::Local, target.clone(), peer, own);
+        Self { target: Some((target, endpoint)), check: None }
     }
 
     /// Copies into `target`, and then compares every word that came with what a producer with so many
@@ -57,6 +61,7 @@ impl BenchEndpoint {
     #[must_use]
     pub fn checked(
         target: Region,
+        event: &Arc<OwnedFd>,
         checks: Arc<Checks>,
         object_bytes: usize,
         num_objects: usize,
@@ -65,7 +70,7 @@ impl BenchEndpoint {
         let seen = vec![0; num_lanes * num_objects];
         let words = vec![0; object_bytes];
         let check = Check { checks, object_bytes, num_objects, seen, words };
-        Self { target: Some(target), check: Some(check) }
+        Self { check: Some(check), ..Self::copy(target, event) }
     }
 }
 
@@ -100,17 +105,10 @@ impl Endpoint for BenchEndpoint {
 
     #[inline]
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
-        let Some(target) = &self.target else { return Ok(()) };
-        let (offset, len, region_bytes) = (dst.offset, src.len(), target.len());
-        if offset.checked_add(len).is_none_or(|end| end > region_bytes) {
-            return Err(PostError::RemoteRange { op: "put", offset, len, region_bytes });
-        }
-        // SAFETY: both ranges were checked; a target is no source. Views are formed over neither.
-        unsafe {
-            let view = ReadView::new(src.as_ptr(), len);
-            let to = target.as_ptr().as_ptr().add(offset);
-            std::ptr::copy_nonoverlapping(view.as_ptr(), to, len);
-        }
+        let Some((target, endpoint)) = &mut self.target else { return Ok(()) };
+        let offset = dst.offset;
+        // SAFETY: the caller's promise about `src`.
+        unsafe { endpoint.put(dst, src)? };
         if let Some(check) = &mut self.check {
             check.look(target, offset);
         }
@@ -122,12 +120,10 @@ impl Endpoint for BenchEndpoint {
     }
 
     fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
-        let Some(target) = &self.target else { return Ok(()) };
-        let offset = dst.offset;
-        let word =
-            memory::word(target, offset).ok_or(PostError::Misaligned { op: "add", offset })?;
-        word.fetch_add(value, Ordering::AcqRel);
-        Ok(())
+        match &mut self.target {
+            Some((_, endpoint)) => endpoint.add_flag(dst, value),
+            None => Ok(()),
+        }
     }
 
     fn fence(&mut self) -> Result<(), PostError> {

@@ -94,7 +94,9 @@ fn measure(
             lanes: LaneConfig { num_lanes, depth, budget },
             batch,
             object_bytes,
-            num_objects: 2 * depth,
+            // A cell is free once its put is over, and so is its object.
+            num_objects: budget
+                .next_multiple_of(batch.max(args.batch.iter().copied().max().unwrap_or(1))),
             num_commands: num_commands.next_multiple_of(batch.into()),
             is_round_trip,
         }

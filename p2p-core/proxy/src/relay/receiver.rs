@@ -176,7 +176,13 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             }
             ADD if num_bytes == 8 && task.offset.is_multiple_of(8) => {
                 let (target_offset, value) = (task.offset, task.value);
-                self.words.push(WordTask { target, target_offset, value });
+                // Each word costs a launch on a GPU, and only sums are seen.
+                let is_same =
+                    |w: &&mut WordTask| w.target == target && w.target_offset == target_offset;
+                match self.words.iter_mut().find(is_same) {
+                    Some(word) => word.value = word.value.wrapping_add(value),
+                    None => self.words.push(WordTask { target, target_offset, value }),
+                }
             }
             ADD => return bad("the word's offset", task.offset, "a multiple of 8".to_owned()),
             kind => return bad("the kind", kind.into(), "1 or 2".to_owned()),
