@@ -11,8 +11,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
-use kernels::abi::{Batch, ClientPeer, LayerWeights, MAX_PEERS, ServerState};
+use kernels::abi::{
+    Batch, CONTROL_BYTES, ClientPeer, FrameGeometry, LayerWeights, MAX_PEERS, ServerState,
+    WORD_STATUS_OFFSET,
+};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError, Stream};
+use p2p_core::slot::CONTROL_STRIDE;
 use protocol::ErrorCode;
 
 use super::context::{Context, GraphKey, Shared};
@@ -362,21 +366,24 @@ impl Engine {
         let mut num_refused = state.num_refused.saturating_sub(self.num_refused);
         self.num_refused = state.num_refused;
         self.metrics.frames_in.inc_by(num_refused);
-        match KernelFault::of(&state.error) {
-            Some(fault @ KernelFault::Refused { seat, code, .. }) => {
+        if let Some(fault @ KernelFault::Other { .. }) = KernelFault::of(&state.error) {
+            tracing::error!(%fault, "a kernel reported an error");
+        }
+        // Kernels keep the first error only, but each client was told of each of its own.
+        let max_bad_frames = self.config.limits.max_bad_frames;
+        for (idx, taken) in state.taken.into_iter().enumerate() {
+            let Some(seat) = self.seats.get_mut(idx) else { continue };
+            for fault in self.memory.refusals(&self.control, &self.plan.geometry, seat, taken)? {
                 num_refused = num_refused.saturating_sub(1);
-                self.metrics.count_bad_frame(code);
-                let max_bad_frames = self.config.limits.max_bad_frames;
-                if is_malformed(code)
-                    && let Some(seat) = self.seats.get_mut(seat as usize)
-                {
+                self.metrics.count_bad_frame(fault.0);
+                if is_malformed(fault.0) {
+                    let (seat_idx, frame) = (idx as u32, fault.1);
+                    let fault = KernelFault::Refused { seat: seat_idx, frame, code: fault.0 };
                     seat.count_bad_frame(max_bad_frames, &fault);
                 }
             }
-            Some(fault) => tracing::error!(%fault, "a kernel reported an error"),
-            None => {}
         }
-        // Kernels keep the first error only; of the others just the number is known.
+        // A client that overwrites what it was told hides its codes, not their number.
         for _ in 0..num_refused {
             self.metrics.count_bad_frame(ErrorCode::Other(0));
         }
@@ -519,6 +526,39 @@ impl Memory {
         Ok(unsafe { host.as_ptr().cast::<ServerState>().read_unaligned() })
     }
 
+    /// Frames of a client that were refused since the last call, as far back as its ring goes: code and
+    /// number. The words are in the client's memory, which may be gone or overwritten by now.
+    fn refusals(
+        &self,
+        control: &Stream,
+        geometry: &FrameGeometry,
+        seat: &mut Seat,
+        taken: u64,
+    ) -> Result<Vec<(ErrorCode, u64)>, GpuError> {
+        let first = seat.judged.max(taken.saturating_sub(geometry.num_frames.into())) + 1;
+        seat.judged = taken;
+        if first > taken {
+            return Ok(Vec::new());
+        }
+        let tail = seat.slots.pair.peer().add(geometry.response_control_offset);
+        // SAFETY: the tail of the client's slot, which is mapped; nobody uses the staging memory.
+        unsafe { control.copy(self.staging.ptr(), tail, CONTROL_BYTES)? };
+        control.wait(Instant::now() + BATCH_LIMIT)?;
+        let Some(host) = self.staging.host() else { return Ok(Vec::new()) };
+        let word_of = |number: u64| {
+            let place = number % u64::from(geometry.num_frames);
+            let offset = WORD_STATUS_OFFSET + place * CONTROL_STRIDE as u64;
+            // SAFETY: within the tail; the copy has ended.
+            unsafe { host.as_ptr().add(offset as usize).cast::<u64>().read_unaligned() }
+        };
+        let refused = (first..=taken).filter_map(|number| {
+            let word = word_of(number);
+            let code = ErrorCode::from_u32(word as u32 & 0xffff);
+            (word >> STATUS_SHIFT == number).then_some((code, number))
+        });
+        Ok(refused.collect())
+    }
+
     /// Writes a table, and waits for it.
     fn write(&self, control: &Stream, to: &GpuBuffer, bytes: &[u8]) -> Result<(), GpuError> {
         let len = bytes.len() as u64;
@@ -560,6 +600,8 @@ const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
 /// Nothing that a GPU in order does takes as long.
 const BATCH_LIMIT: Duration = Duration::from_secs(30);
 const DROP_LIMIT: Duration = Duration::from_secs(10);
+/// A status word is `number << STATUS_SHIFT | code`.
+const STATUS_SHIFT: u32 = 16;
 /// Bytes of a frame's header, and of a row's flag.
 const HEADER_BYTES: u64 = 128;
 const FLAG_BYTES: u64 = 8;

@@ -37,6 +37,8 @@ pub(super) struct Seat {
     pub(super) slots: ClientSlots,
     pub(super) expect: DispatchExpect,
     pub(super) ended: oneshot::Sender<EndedSeat>,
+    /// Frames up to this one have been looked at for refusals.
+    pub(super) judged: u64,
     num_bad_frames: u32,
     doom: Option<DropReason>,
 }
@@ -48,7 +50,7 @@ impl Seat {
         expect: DispatchExpect,
         ended: oneshot::Sender<EndedSeat>,
     ) -> Self {
-        Self { id, slots, expect, ended, num_bad_frames: 0, doom: None }
+        Self { id, slots, expect, ended, judged: 0, num_bad_frames: 0, doom: None }
     }
 
     /// Ends the link between two batches. The first reason counts.

@@ -29,9 +29,10 @@ use tokio::sync::oneshot;
 /// Longest wait for anything in a test: generous, because it only ever ends a failure.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The trained checkpoint of the repository.
+/// The trained checkpoint of the repository, or a copy where `SWITCHYARD_TINY_MOE` says.
 pub fn tiny_moe() -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"))
+    let elsewhere = std::env::var_os("SWITCHYARD_TINY_MOE").map(PathBuf::from);
+    elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
 }
 
 /// A random generator whose seed is printed; `SWITCHYARD_SEED` replays it.

@@ -1,0 +1,177 @@
+//! Clients that come, go and die, and experts that are loaded later.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use control_plane::{Server, ServerConfig as ControlConfig};
+use expert_server::device::DeviceOptions;
+use expert_server::{ExpertSelection, Placement};
+use protocol::WireDtype;
+
+use crate::client::{Client, Outcome};
+use crate::common::{
+    PATIENCE, Reference, Request, eventually, metric, seeded, shape_of, start_server,
+};
+use crate::{SLOT, check, devices, join, server_on};
+
+const DTYPE: WireDtype = WireDtype::F8E4m3;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_come_and_go_while_another_is_served() {
+    let Some((device, gpu)) = devices() else { return };
+    let mut rng = seeded();
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = server_on(device, DTYPE, ExpertSelection::All, |_| {}).await;
+    let mut steady = join(&gpu, &server, shape, 1, DTYPE).await;
+    for round in 0..6 {
+        let mut guest = join(&gpu, &server, shape, 100 + round, DTYPE).await;
+        (steady, rng) = tokio::task::block_in_place(|| {
+            for client in [&mut guest, &mut steady] {
+                let request = Request::random(&mut rng, &shape, 7);
+                let (outcome, rows) = client.layer(&request);
+                assert_eq!(outcome, Outcome::Answered, "round {round}");
+                check(&reference, &request, DTYPE, &rows);
+            }
+            // Every other guest leaves while its frame is under way.
+            if round % 2 == 0 {
+                guest.dispatch(&Request::random(&mut rng, &shape, 30));
+            }
+            (steady, rng)
+        });
+        drop(guest);
+    }
+    eventually("all guests are gone", || server.num_links() == 1);
+    let request = Request::random(&mut rng, &shape, 3);
+    let (outcome, rows) = tokio::task::block_in_place(|| steady.layer(&request));
+    assert_eq!(outcome, Outcome::Answered);
+    check(&reference, &request, DTYPE, &rows);
+    assert_eq!(metric(server.metrics(), "switchyard_server_links_opened_total"), 7.0);
+    server.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_is_killed_ends_its_own_link_only() {
+    let Some((device, gpu)) = devices() else { return };
+    let mut rng = seeded();
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = server_on(device, DTYPE, ExpertSelection::All, |_| {}).await;
+    let mut steady = join(&gpu, &server, shape, 1, DTYPE).await;
+    for _ in 0..2 {
+        let mut child = Killed(
+            Command::new(std::env::current_exe().expect("this program"))
+                .args(["--exact", "leaving::a_client_in_a_process_of_its_own", "--nocapture"])
+                .env(CHILD_ADDR, server.data_addr().to_string())
+                .stdout(Stdio::piped())
+                .spawn()
+                .expect("a child"),
+        );
+        let mut lines = BufReader::new(child.0.stdout.take().expect("its output")).lines();
+        let at_work = lines.by_ref().any(|line| line.is_ok_and(|line| line.contains(AT_WORK)));
+        assert!(at_work, "the child failed");
+        assert_eq!(server.num_links(), 2);
+        child.0.kill().expect("killed");
+        for _ in 0..5 {
+            let request = Request::random(&mut rng, &shape, 11);
+            let (outcome, rows) = tokio::task::block_in_place(|| steady.layer(&request));
+            assert_eq!(outcome, Outcome::Answered);
+            check(&reference, &request, DTYPE, &rows);
+        }
+        eventually("the dead client's link is gone", || server.num_links() == 1);
+    }
+    server.shutdown().await;
+    server.wait().await.expect("a shutdown is a good end");
+}
+
+/// Not a test by itself: the other process of the one above.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_in_a_process_of_its_own() {
+    let Ok(addr) = std::env::var(CHILD_ADDR) else { return };
+    let Some((_, gpu)) = devices() else { return };
+    let mut rng = seeded();
+    let checkpoint = checkpoint::Checkpoint::open(crate::common::tiny_moe()).expect("it opens");
+    let shape = shape_of(&checkpoint);
+    let addr = addr.parse().expect("an address");
+    let mut client = Client::join(&gpu, addr, shape, 9, DTYPE, SLOT).await.expect("connected");
+    for layer in 0.. {
+        let request = Request::random(&mut rng, &shape, 20);
+        assert_eq!(client.layer(&request).0, Outcome::Answered);
+        if layer == 5 {
+            println!("{AT_WORK}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn experts_that_are_assigned_later_are_loaded_while_clients_are_served() {
+    let Some((device, gpu)) = devices() else { return };
+    let mut rng = seeded();
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let mut config = ControlConfig::new("127.0.0.1:0", 2, 1);
+    config.lease_ttl = Duration::from_millis(600);
+    let control = Server::bind(config).await.expect("the control plane binds");
+    let url = format!("http://{}", control.local_addr());
+    tokio::spawn(control.run(std::future::pending()));
+    let member = |name: &'static str| {
+        let url = url.clone();
+        start_server(name, ExpertSelection::All, move |config| {
+            config.placement = Placement::ControlPlane { url, token: None };
+            config.device = Some(DeviceOptions { dtype: DTYPE, ..DeviceOptions::new(device) });
+            config.slot = SLOT;
+            config.drain_idle = Duration::from_millis(50);
+        })
+    };
+    let (stays, leaves) = tokio::join!(member("stays"), member("leaves"));
+    stays.serving(PATIENCE).await.expect("one serves");
+    leaves.serving(PATIENCE).await.expect("the other serves");
+    let (held, total) = (stays.holds(), shape.num_layers as usize * shape.num_experts as usize);
+    assert!(held.num_experts() < total);
+    let mut client = join(&gpu, &stays, shape, 1, DTYPE).await;
+    let mut layer = |client: &mut Client, layer: u32, experts: &[u32]| {
+        let mut request = Request::random(&mut rng, &shape, 8);
+        request.layer = layer;
+        for (idx, routes) in request.routes.iter_mut().enumerate() {
+            *routes = vec![(experts[idx % experts.len()], 0.75)];
+        }
+        let (outcome, rows) = tokio::task::block_in_place(|| client.layer(&request));
+        assert_eq!(outcome, Outcome::Answered);
+        check(&reference, &request, DTYPE, &rows);
+    };
+    for entry in &held.layers {
+        layer(&mut client, entry.layer, &entry.experts);
+    }
+    // What it held goes to the one that stays, while that serves what it had.
+    leaves.shutdown().await;
+    let all_here = async {
+        while stays.holds().num_experts() < total {
+            for entry in &held.layers {
+                layer(&mut client, entry.layer, &entry.experts);
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, all_here).await.expect("every expert is loaded in the end");
+    let everything: Vec<u32> = (0..shape.num_experts).collect();
+    for entry in &held.layers {
+        layer(&mut client, entry.layer, &everything[..8]);
+        layer(&mut client, entry.layer, &everything[8..]);
+    }
+    stays.shutdown().await;
+}
+
+/// A child that does not outlive its test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may be dead already, and is waited for in any case.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const CHILD_ADDR: &str = "SWITCHYARD_TEST_CHILD_ADDR";
+const AT_WORK: &str = "at work";
