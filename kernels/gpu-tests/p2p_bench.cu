@@ -30,17 +30,18 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
         const std::vector<uint32_t>& peers = sender_idx >= 0 ? receivers : senders;
         const uint32_t my_line = sender_idx >= 0 ? sender_idx : receiver_idx;
         sy_p2p_params params = {};
+        params.version = SY_DEVICE_ABI_VERSION;
         params.num_peers = peers.size();
+        // Pairs use as many blocks on both sides, whatever the number of a side's peers.
+        params.blocks_per_peer = num_blocks / receivers.size();
         params.num_turns = num_turns;
         params.begins = sender_idx >= 0;
         params.num_bytes = num_bytes;
-        // In a stream every block of a sender that works for a receiver adds one.
-        params.expected = num_blocks / receivers.size();
         params.timeout_ns = 3'000'000'000;
-        params.counters = reinterpret_cast<const uint64_t*>(slots.control);
         params.elapsed_ns = elapsed_ns;
         params.error = error;
         for (uint32_t i = 0; i < peers.size(); ++i) {
+            params.counters[i] = reinterpret_cast<uint64_t>(slots.control) + i * SY_CONTROL_STRIDE;
             // Payload goes to my request slot there; the counter's address relative to it wraps round.
             params.links[i] = {reinterpret_cast<uint64_t>(slots.peer_request[peers[i]]), 0,
                                SY_WAY_DIRECT, 0};
@@ -48,13 +49,14 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
                 reinterpret_cast<uint64_t>(slots.peer_control[peers[i]]) + my_line * SY_CONTROL_STRIDE;
             params.counter_offset[i] = peer_counters - params.links[i].window;
         }
-        const uint32_t blocks =
-            streams && receiver_idx >= 0 ? static_cast<uint32_t>(peers.size()) : num_blocks;
-        CHECK_LAUNCH(streams ? sy_launch_stream(&params, blocks, stream)
-                             : sy_launch_pingpong(&params, blocks, stream));
+        CHECK_CUDA(cudaMemset(elapsed_ns, 0, peers.size() * sizeof(uint64_t)));
+        CHECK_CUDA(cudaDeviceSynchronize());
+        CHECK_LAUNCH(streams ? sy_launch_stream(&params, stream)
+                             : sy_launch_pingpong(&params, stream));
         CHECK_CUDA(cudaStreamSynchronize(stream));
-        if (sender_idx >= 0)
-            measured.elapsed_us = static_cast<double>(from_device(elapsed_ns)) * 1e-3;
+        for (size_t i = 0; sender_idx >= 0 && i < peers.size(); ++i)
+            measured.elapsed_us = std::max(
+                measured.elapsed_us, static_cast<double>(from_device(elapsed_ns + i)) * 1e-3);
         measured.error_tag = from_device(error).tag;
     }
     const auto all = comrade.gather(&measured, sizeof(measured));
@@ -73,7 +75,7 @@ int run_rank(Comrade& comrade) {
     slots.share_control(comrade);
     cudaStream_t stream;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    uint64_t* elapsed_ns = device_alloc<uint64_t>(1);
+    uint64_t* elapsed_ns = device_alloc<uint64_t>(SY_MAX_PEERS);
     sy_error_word* error = device_alloc<sy_error_word>(1);
     int num_bad = 0;
     // Kernels are loaded before anything is timed.

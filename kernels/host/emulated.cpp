@@ -3,6 +3,8 @@
 // this file only names that begin with sy_emulated_ are seen.
 #include "kernels.cpp"
 
+#include "switchyard/impls/p2p.cuh"
+
 #include "expert_stage.hpp"
 
 namespace {
@@ -20,6 +22,18 @@ template <class Params> int launch_small(const void* bytes) {
     return launch(params);
 }
 
+// Blocks run one after the other, so that both sides of a pair must have one each.
+int launch_p2p(void (*kernel)(sy_p2p_params), const void* bytes) {
+    sy_p2p_params params;
+    memcpy(&params, bytes, sizeof(params));
+    if (const int code = check(params); code != SY_OK)
+        return code;
+    params.blocks_per_peer = 1;
+    const LaunchPlan size = plan(params);
+    simt::run(kernel, params, size.num_blocks, size.num_threads, false);
+    return SY_OK;
+}
+
 } // namespace
 
 // Runs a kernel to its end on the calling thread. 0, or SY_LAUNCH_*; -1 when there is none of this name.
@@ -35,6 +49,10 @@ extern "C" int sy_emulated_launch(const char* name, const void* params) {
         return launch_small<sy_expert_send_params>(params);
     if (is("echo"))
         return launch_small<sy_echo_params>(params);
+    if (is("pingpong"))
+        return launch_p2p(impls::pingpong_kernel, params);
+    if (is("stream"))
+        return launch_p2p(impls::stream_kernel, params);
     if (is("expert_compute")) {
         sy_expert_compute_params stage;
         memcpy(&stage, params, sizeof(stage));

@@ -4,7 +4,9 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 41] = [
+pub const ENTRIES: [&str; 43] = [
+    P2P_PINGPONG,
+    P2P_STREAM,
     DISPATCH_TUNED_FP8,
     DISPATCH_TUNED_BF16,
     DISPATCH_FP8,
@@ -61,6 +63,8 @@ pub const DISPATCH_FP8: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14Dis
 pub const DISPATCH_BF16: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj0ELj0ELb0ELj256ELj2EEEEEv18sy_dispatch_params";
 pub const COMBINE_TUNED: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj7168ELj448ELj2EEEEEv17sy_combine_params";
 pub const COMBINE: &str = "_ZN10switchyard5impls14combine_kernelINS0_13CombineConfigILj0ELj256ELj2EEEEEv17sy_combine_params";
+pub const P2P_PINGPONG: &str = "_ZN10switchyard5impls15pingpong_kernelE13sy_p2p_params";
+pub const P2P_STREAM: &str = "_ZN10switchyard5impls13stream_kernelE13sy_p2p_params";
 pub const EXPERT_RECV: &str =
     "_ZN10switchyard5impls18expert_recv_kernelILj2EEEv21sy_expert_recv_params";
 pub const SEND_TUNED_FP8: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj2EEEEEv21sy_expert_send_params";
@@ -128,7 +132,5 @@ pub const SEND_FP8_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12
 pub const SEND_BF16_ANY: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj14EEEEEv21sy_expert_send_params";
 pub const ECHO_TUNED_FP8_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb1ELj448ELj14EEEEEv14sy_echo_params";
 pub const ECHO_TUNED_BF16_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj7168ELb0ELj448ELj14EEEEEv14sy_echo_params";
-pub const ECHO_FP8_ANY: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj14EEEEEv14sy_echo_params";
-pub const ECHO_BF16_ANY: &str =
-    "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj14EEEEEv14sy_echo_params";
+pub const ECHO_FP8_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj14EEEEEv14sy_echo_params";
+pub const ECHO_BF16_ANY: &str = "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj14EEEEEv14sy_echo_params";

@@ -8,6 +8,7 @@
 //! | [`abi`] | parameters, states and tables, field by field as in `device_abi.h` |
 //! | [`geometry`] | where the sections of device frames lie |
 //! | [`check`] | whether parameters can be used, decided before anything is launched |
+//! | [`p2p`] | measurements of puts between GPUs |
 //! | [`plan`] | which compiled kernel serves a launch, and with how many threads |
 //! | [`gpu`] | memory, streams, launches, graphs: the narrow interface to the driver |
 //! | [`mlx5`] | send queues that kernels post RDMA requests on |
@@ -27,6 +28,7 @@ mod entries;
 pub mod geometry;
 pub mod gpu;
 pub mod mlx5;
+pub mod p2p;
 pub mod plan;
 pub mod probe;
 pub mod proxy;

@@ -22,8 +22,8 @@
 #define SY_MAX_DEVICE_TOP_K 16
 #define SY_MAX_REPLICAS 7
 #define SY_MAX_FRAME_TOKENS (UINT32_C(1) << 20)
-#ifndef SY_RECV_BLOCKS
 #define SY_P2P_THREADS 512 /* of the transport measurements */
+#ifndef SY_RECV_BLOCKS
 #define SY_RECV_BLOCKS 8     /* of expert_recv: one cluster */
 #endif
 #define SY_RECV_THREADS 1024 /* of each of them */

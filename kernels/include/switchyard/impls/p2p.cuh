@@ -10,7 +10,7 @@
 
 namespace switchyard::impls {
 
-constexpr uint32_t kP2pThreads = 512;
+constexpr uint32_t kP2pThreads = SY_P2P_THREADS;
 
 // This block's share of a message, in 16-byte units; messages under 16 bytes are one 4-byte store.
 __device__ __forceinline__ void put_share(const sy_link& link, uint64_t num_bytes, uint32_t share,
@@ -29,62 +29,79 @@ __device__ __forceinline__ void put_share(const sy_link& link, uint64_t num_byte
         target[i] = data;
 }
 
-__device__ __forceinline__ void await_counter(const sy_p2p_params& params, uint32_t peer,
+// What a block does for its peer. Blocks take turns among the peers, so that every link is busy.
+struct P2pShare {
+    uint32_t peer, share, num_shares;
+};
+
+__device__ __forceinline__ P2pShare share_of_block(const sy_p2p_params& params) {
+    return {blockIdx.x % params.num_peers, blockIdx.x / params.num_peers, params.blocks_per_peer};
+}
+
+// False, in all threads, when the counter did not get there in time.
+__device__ __forceinline__ bool await_counter(const sy_p2p_params& params, uint32_t peer,
                                               uint64_t expected) {
+    __shared__ bool came;
     if (threadIdx.x == 0) {
         const comm::WaitBound bound = {params.error, nullptr, nullptr, nullptr, nullptr,
                                        params.timeout_ns};
-        comm::wait_until(params.counters + peer * (SY_CONTROL_STRIDE / sizeof(uint64_t)), expected,
-                         SY_TAG_P2P, peer, bound);
+        came = comm::wait_until(reinterpret_cast<const uint64_t*>(params.counters[peer]), expected,
+                                SY_TAG_P2P, peer, bound);
     }
     __syncthreads();
+    return came;
 }
 
-// Every block answers every block, so counters grow by the number of blocks per turn.
+// Everything that the block has put, then the peer's counter.
+__device__ __forceinline__ void count_up(const sy_p2p_params& params, uint32_t peer) {
+    __syncthreads();
+    if (threadIdx.x == 0)
+        comm::amo_nonfetch_add(params.links[peer], params.counter_offset[peer], 1);
+}
+
+// A message there and one back, turn after turn, with every peer for itself. One turn more than asked, and
+// before the clock starts: the peer's kernel may begin later.
 __global__ void __launch_bounds__(kP2pThreads)
     pingpong_kernel(const __grid_constant__ sy_p2p_params params) {
-    const uint64_t start_ns = ptx::mov_globaltimer();
-    for (uint32_t turn = 1; turn <= params.num_turns; ++turn) {
-        if (!params.begins)
-            await_counter(params, 0, uint64_t{turn} * gridDim.x);
-        put_share(params.links[0], params.num_bytes, blockIdx.x, gridDim.x, turn);
-        __syncthreads();
-        if (threadIdx.x == 0)
-            comm::amo_nonfetch_add(params.links[0], params.counter_offset[0], 1);
-        if (params.begins)
-            await_counter(params, 0, uint64_t{turn} * gridDim.x);
+    const P2pShare my = share_of_block(params);
+    const sy_link& link = params.links[my.peer];
+    uint64_t start_ns = 0;
+    for (uint32_t turn = 0; turn <= params.num_turns; ++turn) {
+        const uint64_t expected = (uint64_t{turn} + 1) * my.num_shares;
+        if (turn == 1)
+            start_ns = ptx::mov_globaltimer();
+        if (!params.begins && !await_counter(params, my.peer, expected))
+            return;
+        put_share(link, params.num_bytes, my.share, my.num_shares, turn + 1);
+        count_up(params, my.peer);
+        if (params.begins && !await_counter(params, my.peer, expected))
+            return;
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        *params.elapsed_ns = ptx::mov_globaltimer() - start_ns;
+    if (my.share == 0 && threadIdx.x == 0)
+        params.elapsed_ns[my.peer] = ptx::mov_globaltimer() - start_ns;
 }
 
-// A sender puts its message to every receiver, turn after turn, and waits for their answers once.
+// A sender puts its message to every receiver, turn after turn, and waits for their answers once. It starts
+// its clock when the receiver says that it is there.
 __global__ void __launch_bounds__(kP2pThreads)
     stream_kernel(const __grid_constant__ sy_p2p_params params) {
-    const uint64_t start_ns = ptx::mov_globaltimer();
-    const uint32_t blocks_per_peer = gridDim.x / params.num_peers;
-    const uint32_t peer = blockIdx.x % params.num_peers, share = blockIdx.x / params.num_peers;
+    const P2pShare my = share_of_block(params);
     if (!params.begins) {
-        if (share == 0) {
-            await_counter(params, peer, params.expected);
-            if (threadIdx.x == 0)
-                comm::amo_nonfetch_add(params.links[peer], params.counter_offset[peer], 1);
-        }
+        if (my.share != 0)
+            return;
+        count_up(params, my.peer);
+        if (await_counter(params, my.peer, my.num_shares))
+            count_up(params, my.peer);
         return;
     }
-    if (share < blocks_per_peer) {
-        for (uint32_t turn = 1; turn <= params.num_turns; ++turn)
-            put_share(params.links[peer], params.num_bytes, share, blocks_per_peer, turn);
-        __syncthreads();
-        if (threadIdx.x == 0)
-            comm::amo_nonfetch_add(params.links[peer], params.counter_offset[peer], 1);
-    }
-    if (blockIdx.x == 0) {
-        for (uint32_t i = 0; i < params.num_peers; ++i)
-            await_counter(params, i, 1);
-        if (threadIdx.x == 0)
-            *params.elapsed_ns = ptx::mov_globaltimer() - start_ns;
-    }
+    if (!await_counter(params, my.peer, 1))
+        return;
+    const uint64_t start_ns = ptx::mov_globaltimer();
+    for (uint32_t turn = 1; turn <= params.num_turns; ++turn)
+        put_share(params.links[my.peer], params.num_bytes, my.share, my.num_shares, turn);
+    count_up(params, my.peer);
+    if (my.share == 0 && await_counter(params, my.peer, 2) && threadIdx.x == 0)
+        params.elapsed_ns[my.peer] = ptx::mov_globaltimer() - start_ns;
 }
 
 } // namespace switchyard::impls
