@@ -8,9 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use kernels::abi::{
-    MAX_PEERS, Placement, TAG_NONE, TAG_NUM_TOKENS, WORD_STATUS_OFFSET, WORD_STRIDE,
-};
+use kernels::abi::{MAX_PEERS, Placement, TAG_NONE, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::{GpuError, Stream};
 use protocol::ErrorCode;
 
@@ -27,6 +25,8 @@ pub(super) struct Choices {
     top_k: usize,
     idx: Vec<i32>,
     weights: Vec<f32>,
+    /// Whether the weights are no longer the caller's.
+    is_scaled: bool,
 }
 
 impl DeviceClient {
@@ -43,13 +43,17 @@ impl DeviceClient {
         let stalled_from = call.started.unwrap_or(start);
         let mut placement = call.tables.placements[layer_idx];
         let mut status = *status;
-        if status.error.tag == TAG_NUM_TOKENS {
-            self.clear_error(stream, &status)?;
-            let (found, capacity) = (status.error.observed, input.capacity);
-            return Err(DeviceError::Tokens { found, capacity });
-        }
-        let mut choices = self.read_choices(stream, &input)?;
-        choices.check(self.shared.model.shape.num_experts)?;
+        let choices = self.read_choices(stream, &input).and_then(|choices| {
+            choices.check(self.shared.model.shape.num_experts)?;
+            Ok(choices)
+        });
+        let mut choices = match choices {
+            Ok(choices) => choices,
+            Err(error) => {
+                self.clear_error(stream, &status)?;
+                return Err(error);
+            }
+        };
         let num_servers = self.options.max_servers as u32;
         let missing = self.read_missing(stream, slot, choices.num_tokens)?;
         let lacks = |missing: &[u32], token: usize, server: Option<u32>| {
@@ -104,7 +108,7 @@ impl DeviceClient {
                 return Err(self.exhausted(layer, layer_idx, rounds, &choices, &open).into());
             }
             let masked = choices.masked(&go);
-            let again = self.upload(stream, slot, &input, &masked)?;
+            let again = self.upload(stream, slot, &input, &masked, &choices)?;
             // SAFETY: the caller's tensors are as `dispatch` promised; the masks are the client's own.
             unsafe {
                 self.launch_dispatch(stream, slot, &again)?;
@@ -165,11 +169,7 @@ impl DeviceClient {
         }
         choices.leave_out(&orphans);
         self.count_missing(slot, orphans.len());
-        let masked = self.upload(stream, slot, &input, &choices.idx.clone())?;
-        let bound = self.bound();
-        let memory = &self.memory.slots[slot];
-        self.memory.send(stream, &memory.topk_weights, &choices.weights, bound)?;
-        let masked = DeviceInput { topk_weights: memory.topk_weights.ptr(), ..masked };
+        let masked = self.upload(stream, slot, &input, &choices.idx, &choices)?;
         self.slots.call_mut(slot).input = masked;
         Ok(masked)
     }
@@ -266,20 +266,26 @@ impl DeviceClient {
         self.begin(stream, slot)
     }
 
-    /// The call's input with other experts.
+    /// The call's input with other experts, and with other weights where these are not the caller's.
     fn upload(
         &self,
         stream: &Stream,
         slot: usize,
         input: &DeviceInput,
         idx: &[i32],
+        choices: &Choices,
     ) -> Result<DeviceInput, DeviceError> {
         let memory = &self.memory.slots[slot];
         self.memory.send(stream, &memory.topk_idx, idx, self.bound())?;
-        Ok(DeviceInput { topk_idx: memory.topk_idx.ptr(), ..*input })
+        let input = DeviceInput { topk_idx: memory.topk_idx.ptr(), ..*input };
+        if !choices.is_scaled {
+            return Ok(input);
+        }
+        self.memory.send(stream, &memory.topk_weights, &choices.weights, self.bound())?;
+        Ok(DeviceInput { topk_weights: memory.topk_weights.ptr(), ..input })
     }
 
-    fn read_choices(&self, stream: &Stream, input: &DeviceInput) -> Result<Choices, GpuError> {
+    fn read_choices(&self, stream: &Stream, input: &DeviceInput) -> Result<Choices, DeviceError> {
         let (bound, memory) = (self.bound(), &self.memory);
         let top_k = self.geometry.top_k as usize;
         let mut count = Vec::new();
@@ -287,7 +293,11 @@ impl DeviceClient {
         // SAFETY: the caller's tensors are as large as `dispatch` promised, and kernels read them before.
         unsafe {
             memory.fetch::<u32>(stream, input.num_tokens, &mut count, 1, bound)?;
-            choices.num_tokens = count[0].min(input.capacity) as usize;
+            if count[0] > input.capacity {
+                let (found, capacity) = (count[0].into(), input.capacity);
+                return Err(DeviceError::Tokens { found, capacity });
+            }
+            choices.num_tokens = count[0] as usize;
             let num_choices = choices.num_tokens * top_k;
             memory.fetch(stream, input.topk_idx, &mut choices.idx, num_choices, bound)?;
             memory.fetch(stream, input.topk_weights, &mut choices.weights, num_choices, bound)?;
@@ -373,6 +383,7 @@ impl Choices {
 
     /// Leaves pairs out, and scales the others of their tokens so that the weights keep their sum.
     fn leave_out(&mut self, pairs: &[usize]) {
+        self.is_scaled = true;
         for group in pairs.chunk_by(|a, b| a / self.top_k == b / self.top_k) {
             let row = self.token(group[0]) * self.top_k;
             let row = row..row + self.top_k;
@@ -423,6 +434,7 @@ mod tests {
                 top_k,
                 idx: (0..len).map(|_| rng.random_range(-1..9)).collect(),
                 weights: (0..len).map(|_| rng.random_range(0.1..1.0)).collect(),
+                is_scaled: false,
             };
             let before = (choices.idx.clone(), choices.weights.clone());
             let gone: Vec<usize> = choices.pairs().filter(|_| rng.random_bool(0.3)).collect();

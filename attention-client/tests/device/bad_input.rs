@@ -1,0 +1,125 @@
+//! What cannot be used is refused by one clear error, before anything is launched.
+
+use std::time::Duration;
+
+use attention_client::{ClientError, DeviceError, DeviceInput, MoeClient};
+use kernels::abi::DevicePtr;
+use kernels::gpu::{DeviceName, Gpu, GpuError};
+use protocol::WireDtype;
+use rand::RngExt;
+
+use crate::client_common::{Request, seeded};
+use crate::rig::{Fleet, Tensors, builder, forward, options};
+
+#[test]
+fn tensors_that_cannot_be_used() {
+    let mut rng = seeded("tensors_that_cannot_be_used");
+    let dtype = WireDtype::F8E4m3;
+    let Some(fleet) = Fleet::start(1, 1, dtype) else { return };
+    let mut client = fleet.client();
+    let tensors = Tensors::new(&client);
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &fleet.model, 5, 4);
+    let good = tensors.load(&request);
+    let unknown = vec![0u128; 64];
+    let far = DevicePtr(unknown.as_ptr() as u64);
+    let cases: [(DeviceInput, &str); 6] = [
+        (DeviceInput { hidden_states: DevicePtr::NULL, ..good }, "null"),
+        (DeviceInput { topk_idx: far, ..good }, "topk_idx"),
+        (DeviceInput { topk_weights: good.topk_weights.add(4), ..good }, "16 bytes"),
+        (DeviceInput { num_tokens: far, ..good }, "num_tokens"),
+        (DeviceInput { capacity: 0, ..good }, "capacity"),
+        (DeviceInput { capacity: client.max_tokens() + 1, ..good }, "slot_bytes"),
+    ];
+    for (input, words) in cases {
+        // SAFETY: refused before anything is launched.
+        let error = unsafe { client.dispatch(&stream, request.layer, &input) }.unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(words) && !text.contains('\n'), "{text}");
+    }
+    // SAFETY: as above.
+    let error = unsafe { client.dispatch(&stream, 4711, &good) }.unwrap_err();
+    assert!(matches!(error, DeviceError::Client(ClientError::UnknownLayer { .. })), "{error}");
+    // SAFETY: the tensors are right; only the output is not.
+    let error = unsafe {
+        let handle = client.dispatch(&stream, request.layer, &good).expect("dispatch");
+        client.combine(&stream, handle, far).unwrap_err()
+    };
+    let is_unregistered = |e: &DeviceError| {
+        matches!(e, DeviceError::Gpu(GpuError::Unregistered { pointer: "out", .. }))
+    };
+    assert!(is_unregistered(&error), "{error}");
+    // What only the kernels can see.
+    let mut local = fleet.local();
+    tensors.write(&tensors.num_tokens, &[client.max_tokens() + 7]);
+    // SAFETY: the tensors have these sizes.
+    let error = unsafe { client.forward(&stream, request.layer, &good, tensors.out_ptr()) };
+    let error = error.unwrap_err();
+    assert!(matches!(error, DeviceError::Tokens { .. }), "{error}");
+    for bad in [-2, 16, i32::MAX, i32::MIN] {
+        let mut request = request.clone();
+        let at = rng.random_range(0..request.idx.len());
+        request.idx[at] = bad;
+        let input = tensors.load(&request);
+        // SAFETY: as above.
+        let error = unsafe { client.forward(&stream, request.layer, &input, tensors.out_ptr()) };
+        match error.unwrap_err() {
+            DeviceError::Client(ClientError::ExpertIndex { token, found, .. }) => {
+                assert_eq!((token, found), (at / 4, bad));
+            }
+            other => panic!("{other}"),
+        }
+    }
+    // None of it harmed the client.
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+}
+
+#[test]
+fn settings_that_cannot_be_used() {
+    let Some(fleet) = Fleet::start(1, 1, WireDtype::Bf16) else { return };
+    let build = |tweak: &dyn Fn(&mut attention_client::DeviceOptions)| {
+        let mut options = options(WireDtype::Bf16);
+        tweak(&mut options);
+        let built = fleet.builder().build_device(fleet.gpu(), options);
+        built.map(|_| ()).unwrap_err().to_string()
+    };
+    let text = build(&|options| options.dtype = WireDtype::F32);
+    assert!(text.contains("f32") && text.contains("dtype"), "{text}");
+    let text = build(&|options| options.max_servers = 33);
+    assert!(text.contains("max_servers 33"), "{text}");
+    let mut odd = fleet.model.clone();
+    odd.shape.hidden = 200;
+    let built = MoeClient::builder(odd)
+        .placement(fleet.table(1))
+        .build_device(fleet.gpu(), options(WireDtype::Bf16));
+    let text = built.map(|_| ()).unwrap_err().to_string();
+    assert!(text.contains("hidden size 200") && text.contains("128"), "{text}");
+}
+
+#[test]
+fn servers_that_do_not_suit_say_why() {
+    let Some(fleet) = Fleet::start(1, 1, WireDtype::Bf16) else { return };
+    let refused = |gpu: Gpu, dtype: WireDtype, builder: attention_client::MoeClientBuilder| {
+        let built = builder.replica_wait(Duration::from_secs(5)).build_device(gpu, options(dtype));
+        let error = built.expect("client").wait_ready(Duration::from_secs(5)).unwrap_err();
+        assert!(matches!(error, DeviceError::Client(ClientError::NoReplica { .. })), "{error}");
+        error.to_string()
+    };
+    // Another element type.
+    let text = refused(fleet.gpu(), WireDtype::F8E4m3, fleet.builder());
+    assert!(text.contains("fp8") && text.contains("bf16"), "{text}");
+    // Other slots.
+    let slot = p2p_core::SlotConfig { slot_bytes: 128 << 10, num_frames: 2 };
+    let text = refused(fleet.gpu(), WireDtype::Bf16, fleet.builder().slot(slot));
+    assert!(text.contains("device slots"), "{text}");
+    // A client on the processor.
+    let client = builder(&fleet.model).placement(fleet.table(1)).build().expect("client");
+    let text = client.wait_ready(Duration::from_secs(5)).unwrap_err().to_string();
+    assert!(text.contains("GPU") || text.contains("slot"), "{text}");
+    // A GPU that cannot reach the server's.
+    if matches!(fleet.gpu().name(), DeviceName::Emulated(_)) {
+        let island = Gpu::open_emulated(8).expect("a GPU");
+        let text = refused(island, WireDtype::Bf16, fleet.builder());
+        assert!(text.contains("no access to memory of GPU"), "{text}");
+    }
+}

@@ -1,0 +1,181 @@
+//! Servers that are killed, stopped, replaced, or leave, with calls outstanding and without.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use attention_client::DeviceClient;
+use kernels::gpu::Stream;
+use protocol::WireDtype;
+use rand::rngs::StdRng;
+use rustix::process::Signal;
+use tokio::sync::watch;
+
+use crate::client_common::{Request, seeded};
+use crate::rig::{Fleet, Pair, Tensors, builder, check, forward};
+
+/// Enough tokens that both replicas of each expert get some.
+const MANY: usize = 40;
+
+fn metric(client: &DeviceClient, name: &str, label: Option<&str>) -> f64 {
+    let families = client.registry().gather();
+    let family = families.iter().find(|family| family.name() == name).expect("metric");
+    let chosen = family.get_metric().iter().filter(|metric| {
+        label.is_none_or(|label| metric.get_label().iter().any(|pair| pair.value() == label))
+    });
+    chosen.map(|m| m.get_counter().get_value() + m.get_gauge().get_value()).sum()
+}
+
+fn nothing_lost(client: &DeviceClient) {
+    for name in ["lost", "duplicated", "abandoned"] {
+        let name = format!("switchyard_client_{name}_requests_total");
+        assert_eq!(metric(client, &name, None), 0.0, "{name}");
+    }
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < limit, "{what}: not within a minute");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A call during which the first of two replicas dies without having answered.
+fn killed(rng: &mut StdRng, pair: &mut Pair, client: &mut DeviceClient, stream: &Stream) {
+    let tensors = Tensors::new(client);
+    let mut local = pair.local();
+    let request = Request::random(rng, &pair.model, MANY, 4);
+    forward(client, stream, &tensors, &request, &mut local, pair.dtype);
+    // A server that stands still has certainly not answered when it dies.
+    pair.server(0).signal(Signal::STOP);
+    let request = Request::random(rng, &pair.model, MANY, 4);
+    let input = tensors.load(&request);
+    // SAFETY: the tensors have these sizes and outlive the call.
+    let pending = unsafe {
+        let handle = client.dispatch(stream, request.layer, &input).expect("dispatch");
+        client.combine(stream, handle, tensors.out_ptr()).expect("combine")
+    };
+    pair.server(0).signal(Signal::KILL);
+    let timing = client.finish(stream, pending).expect("finish");
+    check(&request, &tensors.read(MANY), &mut local, pair.dtype);
+    assert_eq!(timing.failovers, 1, "{timing:?}");
+    assert!(timing.resent_pairs > 0 && timing.stall_ns > 0, "{timing:?}");
+    // Not all of them: the other replica had answered.
+    let num_pairs = request.idx.iter().filter(|&&expert| expert >= 0).count() as u64;
+    assert!(timing.resent_pairs < num_pairs, "{timing:?} of {num_pairs}");
+    assert_eq!(metric(client, "switchyard_client_failovers_total", Some("closed")), 1.0);
+    for _ in 0..4 {
+        let request = Request::random(rng, &pair.model, MANY, 4);
+        let timing = forward(client, stream, &tensors, &request, &mut local, pair.dtype);
+        assert_eq!((timing.failovers, timing.num_servers), (0, 1));
+    }
+    nothing_lost(client);
+}
+
+fn survives_a_death(test: &str, dtype: WireDtype) {
+    let mut rng = seeded(test);
+    let Some(mut pair) = Pair::start(dtype) else { return };
+    // Only the news of the death can end the wait in time.
+    let mut client = pair.connect(
+        builder(&pair.model)
+            .deadline(Duration::from_secs(600))
+            .work_limit(Duration::from_secs(600)),
+    );
+    let stream = client.gpu().stream().expect("stream");
+    killed(&mut rng, &mut pair, &mut client, &stream);
+}
+
+#[test]
+fn a_replica_that_is_killed_with_fp8_requests() {
+    survives_a_death("a_replica_that_is_killed_with_fp8_requests", WireDtype::F8E4m3);
+}
+
+#[test]
+fn a_replica_that_is_killed_with_bf16_requests() {
+    survives_a_death("a_replica_that_is_killed_with_bf16_requests", WireDtype::Bf16);
+}
+
+#[test]
+fn a_replica_that_freezes_and_comes_back() {
+    let mut rng = seeded("a_replica_that_freezes_and_comes_back");
+    let Some(pair) = Pair::start(WireDtype::F8E4m3) else { return };
+    let mut client = pair.connect(builder(&pair.model).deadline(Duration::from_millis(500)));
+    let (tensors, mut local) = (Tensors::new(&client), pair.local());
+    let stream = client.gpu().stream().expect("stream");
+    let mut call = |client: &mut DeviceClient| {
+        let request = Request::random(&mut rng, &pair.model, MANY, 4);
+        forward(client, &stream, &tensors, &request, &mut local, pair.dtype)
+    };
+    call(&mut client);
+    pair.server(0).signal(Signal::STOP);
+    let timing = call(&mut client);
+    assert!(timing.failovers >= 1 && timing.resent_pairs > 0, "{timing:?}");
+    assert!(metric(&client, "switchyard_client_failovers_total", Some("silent")) >= 1.0);
+    call(&mut client);
+    // What it still writes lands in memory that nobody reads.
+    pair.server(0).signal(Signal::CONT);
+    until("the server is back", || {
+        call(&mut client);
+        metric(&client, "switchyard_client_links", Some("up")) == 2.0
+    });
+    until("both are used", || call(&mut client).num_servers == 2);
+    nothing_lost(&client);
+}
+
+#[test]
+fn memory_of_a_dead_server_goes_while_nobody_calls() {
+    let mut rng = seeded("memory_of_a_dead_server_goes_while_nobody_calls");
+    let Some(mut pair) = Pair::start(WireDtype::F8E4m3) else { return };
+    let mut client = pair.connect(builder(&pair.model));
+    let (tensors, mut local) = (Tensors::new(&client), pair.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &pair.model, MANY, 4);
+    forward(&mut client, &stream, &tensors, &request, &mut local, pair.dtype);
+    let gpu = client.gpu().clone();
+    let before = gpu.free_bytes().expect("memory");
+    pair.kill(0);
+    until("its slots are free", || gpu.free_bytes().expect("memory") > before);
+    forward(&mut client, &stream, &tensors, &request, &mut local, pair.dtype);
+}
+
+#[test]
+fn a_successor_is_taken_in_at_run_time() {
+    let mut rng = seeded("a_successor_is_taken_in_at_run_time");
+    let dtype = WireDtype::Bf16;
+    let Some(mut fleet) = Fleet::start(1, 1, dtype) else { return };
+    let (tables, watched) = watch::channel(Arc::new(fleet.table(1)));
+    let mut client = fleet.connect(builder(&fleet.model).placement_watch(watched));
+    let (tensors, mut local) = (Tensors::new(&client), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    for epoch in 2..5 {
+        let request = Request::random(&mut rng, &fleet.model, 10, 4);
+        forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+        fleet.stop(0);
+        let successor = fleet.start_server(0);
+        fleet.addrs[0] = successor.data_addr().to_string();
+        fleet.servers[0] = Some(successor);
+        tables.send(Arc::new(fleet.table(epoch))).expect("watched");
+    }
+    let request = Request::random(&mut rng, &fleet.model, 10, 4);
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+    assert_eq!(client.epoch(), 4);
+    nothing_lost(&client);
+}
+
+#[test]
+fn a_server_that_leaves_stalls_nobody() {
+    let mut rng = seeded("a_server_that_leaves_stalls_nobody");
+    let dtype = WireDtype::F8E4m3;
+    let Some(mut fleet) = Fleet::start(3, 2, dtype) else { return };
+    let mut client = fleet.client();
+    let (tensors, mut local) = (Tensors::new(&client), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    for round in 0..8 {
+        if round == 3 {
+            fleet.stop(1);
+        }
+        let request = Request::random(&mut rng, &fleet.model, MANY, 4);
+        forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+    }
+    nothing_lost(&client);
+}

@@ -1,0 +1,155 @@
+//! Calls recorded into a caller's graph.
+
+use std::time::Duration;
+
+use attention_client::{DeviceClient, DeviceError, LocalExperts};
+use kernels::gpu::{Graph, Stream};
+use protocol::WireDtype;
+use rustix::process::Signal;
+
+use crate::client_common::{Request, seeded};
+use crate::rig::{Fleet, Pair, Tensors, builder, check};
+
+const DTYPE: WireDtype = WireDtype::F8E4m3;
+const NUM_TOKENS: usize = 30;
+
+/// Three layers of the same input, each with an output of its own.
+struct Recorded {
+    tensors: [Tensors; 3],
+    layers: [u32; 3],
+    graph: Graph,
+}
+
+fn record(client: &mut DeviceClient, stream: &Stream) -> Recorded {
+    let tensors = [Tensors::new(client), Tensors::new(client), Tensors::new(client)];
+    let layers =
+        [client.model().moe_layers[0], client.model().moe_layers[2], client.model().moe_layers[1]];
+    let mut failed = None;
+    let graph = stream
+        .capture(|stream| {
+            for (tensors, layer) in tensors.iter().zip(layers) {
+                // SAFETY: the tensors have these sizes and live as long as the graph.
+                let recorded = unsafe {
+                    client
+                        .dispatch(stream, layer, &tensors.input())
+                        .and_then(|handle| client.combine(stream, handle, tensors.out_ptr()))
+                };
+                match recorded {
+                    Ok(pending) => assert!(pending.is_recorded() && pending.layer() == layer),
+                    Err(error) => failed = Some(error),
+                }
+            }
+            Ok(())
+        })
+        .expect("capture");
+    assert!(failed.is_none(), "{failed:?}");
+    Recorded { tensors, layers, graph }
+}
+
+impl Recorded {
+    fn load(&self, request: &Request) {
+        for tensors in &self.tensors {
+            tensors.load(request);
+        }
+    }
+
+    fn check(&self, request: &Request, local: &mut LocalExperts) {
+        for (tensors, layer) in self.tensors.iter().zip(self.layers) {
+            let request = Request { layer, ..request.clone() };
+            check(&request, &tensors.read(NUM_TOKENS), local, DTYPE);
+        }
+    }
+}
+
+#[test]
+fn a_graph_is_replayed_with_other_tokens_and_other_servers() {
+    let mut rng = seeded("a_graph_is_replayed_with_other_tokens_and_other_servers");
+    let Some(mut fleet) = Fleet::start(3, 2, DTYPE) else { return };
+    let mut client = fleet.client();
+    let mut local = fleet.local();
+    let stream = client.gpu().stream().expect("stream");
+    let recorded = record(&mut client, &stream);
+    for round in 0..6 {
+        if round == 3 {
+            fleet.stop(2);
+        }
+        let request = Request::random(&mut rng, &fleet.model, NUM_TOKENS, 4);
+        recorded.load(&request);
+        let report = client.replay(&stream, &recorded.graph).expect("replay");
+        assert!(report.attempts >= 1 && (report.attempts == 1) == (report.stall_ns == 0));
+        recorded.check(&request, &mut local);
+    }
+    // Other calls go on beside.
+    let request = Request::random(&mut rng, &fleet.model, NUM_TOKENS, 4);
+    let tensors = Tensors::new(&client);
+    crate::rig::forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+    recorded.load(&request);
+    client.replay(&stream, &recorded.graph).expect("replay");
+    recorded.check(&request, &mut local);
+}
+
+#[test]
+fn a_graph_survives_a_server_that_freezes_or_dies() {
+    let mut rng = seeded("a_graph_survives_a_server_that_freezes_or_dies");
+    for signal in [None, Some(Signal::KILL)] {
+        let Some(pair) = Pair::start(DTYPE) else { return };
+        let deadline = Duration::from_millis(if signal.is_some() { 20_000 } else { 500 });
+        let mut client = pair.connect(builder(&pair.model).deadline(deadline));
+        let mut local = pair.local();
+        let stream = client.gpu().stream().expect("stream");
+        let recorded = record(&mut client, &stream);
+        let request = Request::random(&mut rng, &pair.model, NUM_TOKENS, 4);
+        recorded.load(&request);
+        client.replay(&stream, &recorded.graph).expect("replay");
+        recorded.check(&request, &mut local);
+        pair.server(0).signal(Signal::STOP);
+        let request = Request::random(&mut rng, &pair.model, NUM_TOKENS, 4);
+        recorded.load(&request);
+        let report = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                if let Some(signal) = signal {
+                    std::thread::sleep(Duration::from_millis(300));
+                    pair.server(0).signal(signal);
+                }
+            });
+            client.replay(&stream, &recorded.graph).expect("replay")
+        });
+        // A death may have been known before the first replay; a silence not.
+        assert!(signal.is_some() || report.attempts > 1, "{report:?}");
+        recorded.check(&request, &mut local);
+    }
+}
+
+#[test]
+fn recorded_and_other_calls_are_not_mixed_up() {
+    let Some(fleet) = Fleet::start(1, 1, DTYPE) else { return };
+    let mut client = fleet.client();
+    let mut rng = seeded("recorded_and_other_calls_are_not_mixed_up");
+    let stream = client.gpu().stream().expect("stream");
+    let tensors = Tensors::new(&client);
+    let request = Request::random(&mut rng, &fleet.model, 3, 4);
+    let input = tensors.load(&request);
+    let mut pending = None;
+    stream
+        .capture(|stream| {
+            // SAFETY: the tensors have these sizes; nothing of this is run.
+            unsafe {
+                let handle = client.dispatch(stream, request.layer, &input).expect("dispatch");
+                pending = client.combine(stream, handle, tensors.out_ptr()).ok();
+            }
+            Ok(())
+        })
+        .expect("capture");
+    let error = client.finish(&stream, pending.expect("recorded")).unwrap_err();
+    assert!(matches!(error, DeviceError::Handle { .. }), "{error}");
+    // A call that waits for its combine would be overtaken by a graph.
+    // SAFETY: as above, and the call is finished.
+    unsafe {
+        let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
+        let error = client.begin_replay(&stream).unwrap_err();
+        assert!(matches!(error, DeviceError::Outstanding { .. }), "{error}");
+        let pending = client.combine(&stream, handle, tensors.out_ptr()).expect("combine");
+        client.finish(&stream, pending).expect("finish");
+    }
+    check(&request, &tensors.read(3), &mut fleet.local(), DTYPE);
+}

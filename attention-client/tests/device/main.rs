@@ -1,0 +1,19 @@
+//! The client with tensors in GPU memory, against real servers on GPUs: here both in software, whose
+//! kernels are those of real ones, compiled for the host. With `SWITCHYARD_TEST_DEVICE=cuda` the same
+//! tests use GPUs: the first for servers, the last for the client.
+
+#[path = "../client_common/mod.rs"]
+mod client_common;
+
+mod bad_input;
+mod faults;
+mod graphs;
+mod layers;
+mod rig;
+mod without;
+
+/// Not a test: a server in a process of its own, for tests that kill or stop it.
+#[test]
+fn child_server() {
+    rig::child::run();
+}

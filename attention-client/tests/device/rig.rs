@@ -1,0 +1,436 @@
+//! Servers on GPUs, and tensors in a client's GPU memory.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use attention_client::{ClientModel, DeviceClient, DeviceInput, DeviceOptions, MoeClient};
+use attention_client::{LocalExperts, MoeClientBuilder};
+use checkpoint::Checkpoint;
+use control_api::PlacementTable;
+use expert_server::device::DeviceOptions as ServerDevice;
+use expert_server::{ExpertSelection, ExpertServer, Placement, RunningServer, ServerConfig};
+use half::bf16;
+use kernels::abi::DevicePtr;
+use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
+use p2p_core::SlotConfig;
+use protocol::{WireDtype, convert};
+
+use crate::client_common::{Request, local_reference, table, tiny_dir};
+
+/// Some dozens of tokens of the tiny model.
+pub const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+
+/// Where servers run, and where the client does. `None` skips a test loudly.
+pub fn devices() -> Option<(DeviceName, DeviceName)> {
+    let name = std::env::var("SWITCHYARD_TEST_DEVICE").unwrap_or_else(|_| "emulated".to_owned());
+    if name == "emulated" {
+        return Some((DeviceName::Emulated(0), DeviceName::Emulated(1)));
+    }
+    match Gpu::count() {
+        Ok(count) if count > 0 => Some((DeviceName::Cuda(0), DeviceName::Cuda(count - 1))),
+        other => {
+            println!("SKIPPED: no GPU: {other:?}");
+            None
+        }
+    }
+}
+
+pub fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+/// What servers hold: expert `e` lies on `replicas` servers from `e % num_servers` on.
+#[derive(Debug, Clone, Copy)]
+pub struct Layout {
+    pub num_servers: usize,
+    pub replicas: usize,
+}
+
+impl Layout {
+    pub fn holders(&self, expert: usize) -> Vec<u32> {
+        (0..self.replicas).map(|r| ((expert + r) % self.num_servers) as u32).collect()
+    }
+
+    pub fn held(&self, server: usize, num_experts: usize) -> Vec<u32> {
+        let holds = |expert: &usize| self.holders(*expert).contains(&(server as u32));
+        (0..num_experts).filter(holds).map(|expert| expert as u32).collect()
+    }
+}
+
+/// Settings of a server of the tests.
+pub fn server_config(
+    name: &str,
+    device: DeviceName,
+    dtype: WireDtype,
+    held: Vec<u32>,
+) -> ServerConfig {
+    let selection = ExpertSelection::EveryLayer(held);
+    let mut config = ServerConfig::new(tiny_dir(), name, Placement::Static(selection));
+    config.device = Some(ServerDevice { dtype, ..ServerDevice::new(device) });
+    config.slot = SLOT;
+    config
+}
+
+/// Servers in this process.
+pub struct Fleet {
+    pub runtime: tokio::runtime::Runtime,
+    pub servers: Vec<Option<RunningServer>>,
+    pub layout: Layout,
+    pub model: ClientModel,
+    pub dtype: WireDtype,
+    pub addrs: Vec<String>,
+    client: DeviceName,
+    server: DeviceName,
+    checkpoint: Arc<Checkpoint>,
+}
+
+impl Fleet {
+    pub fn start(num_servers: usize, replicas: usize, dtype: WireDtype) -> Option<Self> {
+        let (server, client) = devices()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("runtime");
+        let checkpoint = Arc::new(Checkpoint::open(tiny_dir()).expect("checkpoint"));
+        let model = ClientModel::of(&checkpoint);
+        let layout = Layout { num_servers, replicas };
+        let mut fleet = Self {
+            runtime,
+            servers: Vec::new(),
+            layout,
+            model,
+            dtype,
+            addrs: Vec::new(),
+            client,
+            server,
+            checkpoint,
+        };
+        for server in 0..num_servers {
+            let started = fleet.start_server(server);
+            fleet.addrs.push(started.data_addr().to_string());
+            fleet.servers.push(Some(started));
+        }
+        Some(fleet)
+    }
+
+    /// One more server with the experts of server number `server`.
+    pub fn start_server(&self, server: usize) -> RunningServer {
+        let held = self.layout.held(server, self.model.shape.num_experts as usize);
+        let config = server_config(&format!("server-{server}"), self.server, self.dtype, held);
+        self.runtime.block_on(ExpertServer::start(config, |_| {})).expect("server")
+    }
+
+    pub fn table(&self, epoch: u64) -> PlacementTable {
+        table_of(&self.model, self.layout, epoch, &self.addrs)
+    }
+
+    pub fn builder(&self) -> MoeClientBuilder {
+        builder(&self.model).placement(self.table(1))
+    }
+
+    pub fn gpu(&self) -> Gpu {
+        Gpu::open_named(self.client).expect("the client's GPU")
+    }
+
+    pub fn client(&self) -> DeviceClient {
+        self.connect(self.builder())
+    }
+
+    pub fn connect(&self, builder: MoeClientBuilder) -> DeviceClient {
+        let mut client = builder.build_device(self.gpu(), options(self.dtype)).expect("client");
+        client.wait_ready(Duration::from_secs(60)).expect("servers");
+        client
+    }
+
+    pub fn local(&self) -> LocalExperts {
+        LocalExperts::new(Arc::clone(&self.checkpoint))
+    }
+
+    pub fn stop(&mut self, server: usize) {
+        if let Some(server) = self.servers[server].take() {
+            self.runtime.block_on(server.shutdown());
+        }
+    }
+}
+
+/// Two servers that replicate each other, each in a process of its own.
+pub struct Pair {
+    servers: Vec<Option<child::Server>>,
+    pub model: ClientModel,
+    pub dtype: WireDtype,
+    client: DeviceName,
+    checkpoint: Arc<Checkpoint>,
+    table: PlacementTable,
+}
+
+impl Pair {
+    pub fn start(dtype: WireDtype) -> Option<Self> {
+        let (server, client) = devices()?;
+        let checkpoint = Arc::new(Checkpoint::open(tiny_dir()).expect("checkpoint"));
+        let model = ClientModel::of(&checkpoint);
+        let layout = Layout { num_servers: 2, replicas: 2 };
+        let held = layout.held(0, model.shape.num_experts as usize);
+        let servers: Vec<_> =
+            (0..2).map(|_| Some(child::Server::start(server, dtype, &held))).collect();
+        let addrs: Vec<String> = servers.iter().flatten().map(|s| s.addr.clone()).collect();
+        let table = table_of(&model, layout, 1, &addrs);
+        Some(Self { servers, model, dtype, client, checkpoint, table })
+    }
+
+    pub fn server(&self, server: usize) -> &child::Server {
+        self.servers[server].as_ref().expect("not killed before")
+    }
+
+    pub fn kill(&mut self, server: usize) {
+        self.servers[server] = None;
+    }
+
+    /// A client with both servers connected.
+    pub fn connect(&self, builder: MoeClientBuilder) -> DeviceClient {
+        let gpu = Gpu::open_named(self.client).expect("the client's GPU");
+        let builder = builder.placement(self.table.clone());
+        let mut client = builder.build_device(gpu, options(self.dtype)).expect("client");
+        client.wait_ready(Duration::from_secs(60)).expect("servers");
+        client
+    }
+
+    pub fn local(&self) -> LocalExperts {
+        LocalExperts::new(Arc::clone(&self.checkpoint))
+    }
+}
+
+pub fn options(dtype: WireDtype) -> DeviceOptions {
+    let mut options = DeviceOptions::default();
+    options.dtype = dtype;
+    options
+}
+
+/// A loaded machine must not look like a dead server, except where that is the test.
+pub fn builder(model: &ClientModel) -> MoeClientBuilder {
+    MoeClient::builder(model.clone())
+        .slot(SLOT)
+        .deadline(Duration::from_secs(20))
+        .replica_wait(Duration::from_secs(20))
+}
+
+pub fn table_of(
+    model: &ClientModel,
+    layout: Layout,
+    epoch: u64,
+    addrs: &[String],
+) -> PlacementTable {
+    let replicas: Vec<Vec<u32>> =
+        (0..model.shape.num_experts as usize).map(|expert| layout.holders(expert)).collect();
+    table(model, epoch, addrs, &replicas)
+}
+
+/// Tensors of a call in the client's GPU memory.
+pub struct Tensors {
+    gpu: Gpu,
+    pub hidden_states: GpuBuffer,
+    pub topk_idx: GpuBuffer,
+    pub topk_weights: GpuBuffer,
+    pub num_tokens: GpuBuffer,
+    pub out: GpuBuffer,
+    hidden: usize,
+    top_k: usize,
+    capacity: u32,
+}
+
+impl Tensors {
+    pub fn new(client: &DeviceClient) -> Self {
+        let (gpu, capacity) = (client.gpu().clone(), client.max_tokens());
+        let shape = client.model().shape;
+        let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);
+        let alloc = |values: usize| gpu.alloc((values * capacity as usize) as u64).expect("memory");
+        Self {
+            hidden_states: alloc(hidden * 2),
+            topk_idx: alloc(top_k * 4),
+            topk_weights: alloc(top_k * 4),
+            num_tokens: gpu.alloc(4).expect("memory"),
+            out: alloc(hidden * 2),
+            hidden,
+            top_k,
+            capacity,
+            gpu,
+        }
+    }
+
+    /// Loads a request. What lies behind its tokens, and the output, is poison.
+    pub fn load(&self, request: &Request) -> DeviceInput {
+        let k = request.idx.len().checked_div(request.num_tokens).unwrap_or(self.top_k);
+        assert!(k <= self.top_k && request.num_tokens <= self.capacity as usize);
+        let rows = self.capacity as usize;
+        let mut x = vec![0xffff_u16; rows * self.hidden];
+        for (to, from) in x.iter_mut().zip(&request.x) {
+            *to = bf16::from_f32(*from).to_bits();
+        }
+        let mut idx = vec![-1i32; rows * self.top_k];
+        let mut weights = vec![f32::NAN; rows * self.top_k];
+        idx[request.num_tokens * self.top_k..].fill(i32::MAX);
+        for token in 0..request.num_tokens {
+            for place in 0..k {
+                idx[token * self.top_k + place] = request.idx[token * k + place];
+                weights[token * self.top_k + place] = request.weights[token * k + place];
+            }
+        }
+        self.write(&self.hidden_states, &x);
+        self.write(&self.topk_idx, &idx);
+        self.write(&self.topk_weights, &weights);
+        self.write(&self.num_tokens, &[request.num_tokens as u32]);
+        self.write(&self.out, &vec![0xffff_u16; rows * self.hidden]);
+        self.input()
+    }
+
+    pub fn input(&self) -> DeviceInput {
+        DeviceInput {
+            hidden_states: self.hidden_states.ptr(),
+            topk_idx: self.topk_idx.ptr(),
+            topk_weights: self.topk_weights.ptr(),
+            num_tokens: self.num_tokens.ptr(),
+            capacity: self.capacity,
+        }
+    }
+
+    pub fn out_ptr(&self) -> DevicePtr {
+        self.out.ptr()
+    }
+
+    /// Rows of the output.
+    pub fn read(&self, num_tokens: usize) -> Vec<f32> {
+        let mut bits = vec![0u16; num_tokens * self.hidden];
+        if bits.is_empty() {
+            return Vec::new();
+        }
+        let bytes = bytemuck::cast_slice_mut(&mut bits);
+        self.gpu.read(&self.out, 0, bytes, soon()).expect("read");
+        bits.into_iter().map(|bits| bf16::from_bits(bits).to_f32()).collect()
+    }
+
+    pub fn write<T: bytemuck::Pod>(&self, to: &GpuBuffer, values: &[T]) {
+        self.gpu.write(to, 0, bytemuck::cast_slice(values), soon()).expect("write");
+    }
+}
+
+/// A call from begin to end, checked.
+pub fn forward(
+    client: &mut DeviceClient,
+    stream: &Stream,
+    tensors: &Tensors,
+    request: &Request,
+    local: &mut LocalExperts,
+    dtype: WireDtype,
+) -> attention_client::LayerTiming {
+    let input = tensors.load(request);
+    // SAFETY: the tensors have these sizes and outlive the call.
+    let timing = unsafe { client.forward(stream, request.layer, &input, tensors.out_ptr()) };
+    let timing = timing.expect("forward");
+    check(request, &tensors.read(request.num_tokens), local, dtype);
+    timing
+}
+
+/// What arrives at a server, in f32.
+pub fn on_the_wire(x: &[f32], dtype: WireDtype) -> Vec<f32> {
+    let rounded: Vec<f32> = x.iter().map(|v| bf16::from_f32(*v).to_f32()).collect();
+    if dtype != WireDtype::F8E4m3 {
+        return rounded;
+    }
+    let (mut codes, mut scales) = (vec![0; x.len()], vec![0.0; x.len() / 128]);
+    let mut back = vec![0.0; x.len()];
+    convert::f32_to_f8(&rounded, &mut codes, &mut scales);
+    convert::f8_to_f32(&codes, &scales, &mut back);
+    back.iter().map(|v| bf16::from_f32(*v).to_f32()).collect()
+}
+
+/// Asserts that `found` is the answer, as the processor computes it from the same rounded input, within
+/// the precision of bf16 activations, outputs and sums.
+pub fn check(request: &Request, found: &[f32], local: &mut LocalExperts, dtype: WireDtype) {
+    let rounded = Request { x: on_the_wire(&request.x, dtype), ..request.clone() };
+    let expected = local_reference(&rounded, local);
+    assert_eq!(found.len(), expected.len());
+    let hidden = request.x.len().checked_div(request.num_tokens).unwrap_or(1).max(1);
+    for (token, (found, expected)) in
+        found.chunks_exact(hidden).zip(expected.chunks_exact(hidden)).enumerate()
+    {
+        let largest = expected.iter().fold(0.05f32, |most, value| most.max(value.abs()));
+        for (found, expected) in found.iter().zip(expected) {
+            let off = (found - expected).abs() / largest;
+            assert!(off < 0.03, "token {token}: {found}, expected {expected} (of {largest})");
+        }
+    }
+}
+
+pub mod child {
+    //! A server in a process of its own.
+
+    use std::io::{BufRead, BufReader, Write};
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    /// Kills its process when dropped.
+    pub struct Server {
+        child: Child,
+        pub addr: String,
+    }
+
+    impl Server {
+        pub fn start(device: DeviceName, dtype: WireDtype, held: &[u32]) -> Self {
+            let held: Vec<String> = held.iter().map(u32::to_string).collect();
+            let mut child = Command::new(std::env::current_exe().expect("this test"))
+                .args(["child_server", "--exact", "--nocapture"])
+                .env(SETTINGS, format!("{device} {} {}", dtype.name(), held.join(",")))
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .expect("a child");
+            let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+            let mut addrs = lines.map_while(Result::ok).filter_map(|line| {
+                let at = line.find(MARK)?;
+                Some(line[at + MARK.len()..].trim().to_owned())
+            });
+            let addr = addrs.next().expect("the child's address");
+            Self { child, addr }
+        }
+
+        pub fn signal(&self, signal: rustix::process::Signal) {
+            let pid = rustix::process::Pid::from_child(&self.child);
+            rustix::process::kill_process(pid, signal).expect("signal");
+        }
+    }
+
+    impl Drop for Server {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    pub fn run() {
+        let Ok(settings) = std::env::var(SETTINGS) else { return };
+        let mut words = settings.split(' ');
+        let mut word = || words.next().expect("settings");
+        let device: DeviceName = word().parse().expect("a device");
+        let dtype = match word() {
+            "fp8" => WireDtype::F8E4m3,
+            _ => WireDtype::Bf16,
+        };
+        let held = word().split(',').map(|expert| expert.parse().expect("expert")).collect();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .expect("runtime");
+        let config = server_config("child", device, dtype, held);
+        let server = runtime.block_on(ExpertServer::start(config, |_| {})).expect("server");
+        println!("\n{MARK}{}", server.data_addr());
+        let _ = std::io::stdout().flush();
+        // Until the test goes.
+        let _ = std::io::stdin().read_line(&mut String::new());
+        runtime.block_on(server.shutdown());
+    }
+
+    const SETTINGS: &str = "SWITCHYARD_CHILD_SERVER";
+    const MARK: &str = "child server at ";
+}
