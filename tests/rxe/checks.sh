@@ -14,6 +14,18 @@ check() { # name, limit in seconds, command...
     timeout "$limit" "$@" || { echo "rxe: $name failed with $?"; exit 1; }
     echo "rxe: $name took $(($(cut -d. -f1 /proc/uptime) - begin)) s"
 }
+packets() { cat "/sys/class/infiniband/$1/ports/1/hw_counters/sent_pkts"; }
+second_device() {
+    ip link set eth1 mtu 9000 up
+    ip addr add 10.8.0.1/24 dev eth1
+    rdma link add rxe1 type rxe netdev eth1
+    waited=0
+    until grep -qs 'RoCE v2' /sys/class/infiniband/rxe1/ports/1/gid_attrs/types/1; do
+        waited=$((waited + 1))
+        [ $waited -lt 100 ] || { echo "rxe: rxe1 has no RoCE v2 address after 10 s"; exit 1; }
+        sleep 0.1
+    done
+}
 demo() {
     begin=$(cut -d. -f1 /proc/uptime)
     mkdir -p $model
@@ -28,7 +40,14 @@ demo() {
 
 resources=$(rdma resource show)
 check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
-check "conformance" 200 ./conformance verbs:: --test-threads=1
+check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
+second_device
+sent=$(packets rxe1)
+check "conformance over six queue pairs of two devices" 200 \
+    env SWITCHYARD_TEST_PORTS=rxe0+rxe1 ./conformance --exact verbs::two_processes_over_several_queue_pairs
+sent=$(($(packets rxe1) - sent))
+[ $sent -gt 500 ] || { echo "rxe: only $sent packets went by the second device"; exit 1; }
+rdma link del rxe1
 (
     export SWITCHYARD_TEST_TRANSPORT=verbs
     check "the message engine" 200 ./engine --test-threads=2 --skip large --skip killed

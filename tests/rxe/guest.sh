@@ -10,6 +10,7 @@
 #   -m MIB           memory (default 1024)
 #   -s CPUS          processors (default 2)
 #   -i ADDRESS       address of eth0 (default 10.7.0.1)
+#   -2               give it another network device, eth1, for a second RDMA device
 #   -n OWN:PEER      link eth0 with another guest: two Unix datagram sockets
 #   -q               no closing line on stderr
 #
@@ -20,12 +21,12 @@ set -uo pipefail
 here=$(dirname "$(readlink -f "$0")")
 . "$here/lib.sh"
 
-limit=120 memory=1024 cpus=2 address=10.7.0.1 link='' share='' quiet='' files=() environment=()
-while getopts f:d:e:t:m:s:i:n:q option; do
+limit=120 memory=1024 cpus=2 address=10.7.0.1 link='' share='' quiet='' files=() environment=() second=()
+while getopts f:d:e:t:m:s:i:n:2q option; do
     case $option in
     f) files+=("$OPTARG") ;; d) share=$(readlink -f "$OPTARG") ;; e) environment+=("$OPTARG") ;;
     t) limit=$OPTARG ;; m) memory=$OPTARG ;; s) cpus=$OPTARG ;; i) address=$OPTARG ;;
-    n) link=$OPTARG ;; q) quiet=1 ;; *) sed -n '2,/^set/p' "$0" | sed '/^set/d' >&2; exit 2 ;;
+    n) link=$OPTARG ;; 2) second=(-netdev hubport,id=n1,hubid=1 -device virtio-net-pci,netdev=n1,romfile=) ;; q) quiet=1 ;; *) sed -n '2,/^set/p' "$0" | sed '/^set/d' >&2; exit 2 ;;
     esac
 done
 shift $((OPTIND - 1))
@@ -96,7 +97,7 @@ qemu-system-x86_64 -nodefaults -no-user-config "${processor[@]}" -smp "$cpus" -m
     -serial "file:$work/console" -serial "file:$work/out" -serial "file:$work/status" \
     -netdev "$netdev" ${folder[@]+"${folder[@]}"} \
     -device "virtio-net-pci,netdev=n0,mac=$(printf '52:54:00:07:00:%02x' "${address##*.}"),romfile=,speed=10000,duplex=full" \
-    </dev/null >"$work/qemu.log" 2>&1 &
+    ${second[@]+"${second[@]}"} </dev/null >"$work/qemu.log" 2>&1 &
 qemu=$!
 tail -c +1 -f --pid=$qemu -s 0.1 "$work/out" &
 reader=$!

@@ -167,7 +167,8 @@ fn frames_under_load<E: Endpoint>(party: Party, mut channel: Channel<E>, seed: u
             assert_eq!(frame.seq(), seq as u64);
             let mut found = vec![0; len];
             channel.view(&frame).copy_to(0, &mut found).unwrap();
-            assert!(found == expected, "frame {seq} of {len} bytes, seed {seed}");
+            let first_wrong = (0..len).find(|at| found[*at] != expected[*at]);
+            assert_eq!(first_wrong, None, "in frame {seq} of {len} bytes, seed {seed}");
             let offset = channel.layout().frame_offset(frame.seq());
             fill(channel.local_slot(), offset, frame_bytes, POISON);
             held.push(frame);

@@ -8,6 +8,8 @@ use p2p_core::network::Network;
 
 use super::Way;
 
+/// Ports to use, as [`VerbsConfig::on`] takes them: several stripe.
+const PORTS: &str = "SWITCHYARD_TEST_PORTS";
 /// Queue pairs per peer in this process and its children.
 const NUM_QUEUE_PAIRS: &str = "P2P_VERBS_QUEUE_PAIRS";
 
@@ -35,11 +37,14 @@ fn two_processes_over_several_queue_pairs() {
 pub fn network() -> Arc<dyn Network> {
     let queue_pairs_per_port =
         std::env::var(NUM_QUEUE_PAIRS).map_or(1, |text| text.parse().expect("a number"));
+    let ports = std::env::var(PORTS);
+    let ports = ports.map_or(PortChoice::First, |text| VerbsConfig::on(&text).ports);
+    let is_striped = queue_pairs_per_port > 1 || matches!(&ports, PortChoice::Named(_));
     let config = VerbsConfig {
-        ports: PortChoice::First,
+        ports,
         queue_pairs_per_port,
         // Small slots, short messages and a short queue, so that everything is cut and runs full.
-        stripe_bytes: if queue_pairs_per_port > 1 { 10_000 } else { usize::MAX },
+        stripe_bytes: if is_striped { 10_000 } else { usize::MAX },
         max_message_bytes: 16 << 10,
         send_queue_depth: 32,
         // Emulated machines stand still for a while now and then.

@@ -151,6 +151,8 @@ pub fn is_possible() -> bool {
     let required = std::env::var("SWITCHYARD_REQUIRE")
         .is_ok_and(|list| list.split(',').any(|item| item == "rdma" || item == "all"));
     let error = VerbsNetwork::open(VerbsConfig::default()).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("this host has no RDMA device") && text.lines().count() == 1, "{text}");
     assert!(!required, "required by SWITCHYARD_REQUIRE: {error}");
     println!("SKIPPED: {error}");
     false

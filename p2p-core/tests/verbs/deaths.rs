@@ -108,6 +108,19 @@ fn a_port_that_goes_down_is_noticed_without_an_operation() {
     assert!(text.contains("port of this side went down"), "{text}");
     let refused = put_now(&mut here.endpoint, &Region::anonymous(4096).unwrap());
     assert!(refused.is_err());
+    // When the port is back, the same network serves new peers.
+    loop {
+        assert!(Instant::now() < deadline, "the port is up again and takes no peers");
+        let opened = (network.open(&layout, ROUTE), network.open(&layout, ROUTE));
+        if let (Ok(a), Ok(b)) = opened {
+            let (at_a, at_b) = (a.description(), b.description());
+            if let (Ok(mut a), Ok(mut b)) = (a.join(&at_b), b.join(&at_a)) {
+                exchange(&mut a, &mut b);
+                break;
+            }
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// The peer of a test. Does nothing when run on its own.

@@ -5,6 +5,7 @@
 mod common;
 mod deaths;
 mod device;
+mod handshakes;
 mod perftest;
 mod refusals;
 mod stalls;

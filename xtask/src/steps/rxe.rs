@@ -66,7 +66,7 @@ pub(super) fn check() -> Result<Outcome> {
     std::fs::copy(target_dir().join("debug/switchyard"), &binary)
         .context("cannot copy the binary")?;
     let mut guest = Command::new("tests/rxe/guest.sh");
-    guest.args(["-t", LIMIT_SECONDS, "-m", "2048", "-d", MODEL, "-f", "tests/rxe/checks.sh"]);
+    guest.args(["-2", "-t", LIMIT_SECONDS, "-m", "2048", "-d", MODEL, "-f", "tests/rxe/checks.sh"]);
     guest.args(["-f", &format!("{}:switchyard", binary.display())]);
     for (name, path) in programs()? {
         guest.args(["-f", &format!("{path}:{name}")]);

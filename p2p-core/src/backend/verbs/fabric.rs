@@ -20,7 +20,7 @@ use super::owner::{CallError, MemoryRegion, ProtectionDomain, Rights};
 use super::peers::{FabricLane, LeavingPlace, Peer, Peers, Request};
 use super::port::{Port, error, open_ports};
 use super::progress::{LaneState, OpKind, PeerState, Progress, RequestId, Standing};
-use super::qp::{Capacity, QueuePair, SIGNALLED, Verb, Work};
+use super::qp::{Capacity, INLINE, QueuePair, SIGNALLED, Verb, Work};
 use super::status::{Cause, Health};
 use super::sys;
 use crate::endpoint::{PostError, TransportKind};
@@ -77,6 +77,8 @@ struct Registered {
     first: u64,
     bytes: u64,
     access: Access,
+    /// Whether this processor can read it.
+    is_host_memory: bool,
 }
 
 impl VerbsFabric {
@@ -135,6 +137,13 @@ impl VerbsFabric {
         dma_buf: Option<DmaBuf<'_>>,
     ) -> Result<(RegionId, DeviceAccess), PostError> {
         let (rights, address) = (rights(access), ptr.as_ptr() as u64);
+        let registered = |key| Registered {
+            key,
+            first: address,
+            bytes: bytes as u64,
+            access,
+            is_host_memory: false,
+        };
         let first = match dma_buf {
             // SAFETY: the caller keeps the memory allocated.
             Some(DmaBuf { fd, offset }) => unsafe {
@@ -150,17 +159,14 @@ impl VerbsFabric {
             None => Err(CallError { call: "ibv_reg_dmabuf_mr", code: libc::ENOENT }),
         };
         let why_not = match first {
-            Ok(key) => {
-                let id = self.keep(key, address, bytes, access);
-                return Ok((id, DeviceAccess::DmaBuf));
-            }
+            Ok(key) => return Ok((self.keep(registered(key)), DeviceAccess::DmaBuf)),
             Err(why_not) => why_not,
         };
         // SAFETY: the caller keeps the memory allocated.
         match unsafe { MemoryRegion::of_pointer(&self.domain, ptr, bytes, rights) } {
             Ok(key) => {
                 tracing::debug!(%why_not, "registered by address instead of dma-buf");
-                Ok((self.keep(key, address, bytes, access), DeviceAccess::PeerMemory))
+                Ok((self.keep(registered(key)), DeviceAccess::PeerMemory))
             }
             Err(error) => Err(PostError::Register {
                 bytes,
@@ -171,8 +177,7 @@ impl VerbsFabric {
         }
     }
 
-    fn keep(&mut self, key: MemoryRegion, first: u64, bytes: usize, access: Access) -> RegionId {
-        let registered = Registered { key, first, bytes: bytes as u64, access };
+    fn keep(&mut self, registered: Registered) -> RegionId {
         let idx = match self.free_regions.pop() {
             Some(idx) => {
                 self.regions[idx as usize] = Some(registered);
@@ -193,7 +198,11 @@ impl VerbsFabric {
     fn open_at(&mut self, local: IpAddr, name: String) -> Result<(PeerId, Vec<u8>), NetworkError> {
         let failed = |e: CallError| self.failed(&e);
         let (gid_index, gid) = self.port.address(&self.config, local)?;
-        let wanted = Capacity { sends: self.config.send_queue_depth, receives: 1, inline_bytes: 0 };
+        let wanted = Capacity {
+            sends: self.config.send_queue_depth,
+            receives: 1,
+            inline_bytes: self.config.inline_bytes,
+        };
         let max_entries = u32::try_from(self.port.context.attr().max_cqe).unwrap_or(u32::MAX);
         let room =
             self.progress.reserve(0, max_entries, wanted.num_completions()).map_err(failed)?;
@@ -245,7 +254,8 @@ impl VerbsFabric {
     ) -> Result<Posted, PostError> {
         let op = if kind == OpKind::Get { "read" } else { "write" };
         let remote_address = remote_address(op, &remote, local.bytes)?;
-        let (local_address, local_key) = self.local_address(op, &local)?;
+        let (local_address, region) = self.local(op, &local)?;
+        let (local_key, is_host_memory) = (region.key.local_key(), region.is_host_memory);
         let remote_key = u32::try_from(remote.region.key).map_err(|_| PostError::Transport {
             op,
             code: 0,
@@ -260,10 +270,13 @@ impl VerbsFabric {
             return Ok(Posted::Full);
         }
         let bytes = local.bytes as u32;
+        // What goes inline is copied by this processor.
+        let fits = bytes <= lane.state.queue_pair.capacity().inline_bytes;
+        let inline = if kind == OpKind::Put && is_host_memory && fits { INLINE } else { 0 };
         let work = Work {
             id: RequestId::new(lane.place.place, kind, entry.next_sequence()).0,
             verb: if kind == OpKind::Get { Verb::Read } else { Verb::Write },
-            flags: SIGNALLED,
+            flags: SIGNALLED | inline,
             local_address,
             local_key,
             bytes,
@@ -279,11 +292,12 @@ impl VerbsFabric {
         Ok(Posted::Accepted)
     }
 
-    fn local_address(
+    /// Address of a local range, and the registration that holds it.
+    fn local(
         &self,
         op: &'static str,
         local: &LocalSegment,
-    ) -> Result<(u64, u32), PostError> {
+    ) -> Result<(u64, &Registered), PostError> {
         let unregistered = PostError::Unregistered {
             op,
             address: local.offset as usize,
@@ -292,7 +306,7 @@ impl VerbsFabric {
         let Some(region) = self.region(local.region) else { return Err(unregistered) };
         match local.offset.checked_add(local.bytes) {
             Some(end) if end <= region.bytes && local.bytes <= self.max_operation_bytes() => {
-                Ok((region.first + local.offset, region.key.local_key()))
+                Ok((region.first + local.offset, region))
             }
             _ => Err(unregistered),
         }
@@ -320,11 +334,12 @@ impl Fabric for VerbsFabric {
             bytes,
             detail: format!("{error}; check the limit on locked memory (`ulimit -l`)"),
         })?;
-        Ok(self.keep(key, ptr.as_ptr() as u64, bytes, access))
+        let (first, bytes) = (ptr.as_ptr() as u64, bytes as u64);
+        Ok(self.keep(Registered { key, first, bytes, access, is_host_memory: true }))
     }
 
     fn describe(&self, region: RegionId) -> Option<WireRegion> {
-        let Registered { key, first, bytes, access } = self.region(region)?;
+        let Registered { key, first, bytes, access, .. } = self.region(region)?;
         let key = u64::from(key.remote_key());
         (*access != Access::Local).then_some(WireRegion { address: *first, bytes: *bytes, key })
     }

@@ -175,6 +175,7 @@ impl Context {
                     port: u8::try_from((*found).element.port_num).unwrap_or(0),
                 },
                 DEVICE_FATAL => AsyncEvent::Device,
+                CQ_ERR => AsyncEvent::CompletionQueue,
                 _ => AsyncEvent::Other(kind),
             }
         };
@@ -193,6 +194,8 @@ pub(super) enum AsyncEvent {
     Port { is_up: bool, port: u8 },
     /// The whole device failed.
     Device,
+    /// A completion queue overran or failed.
+    CompletionQueue,
     /// Anything else.
     Other(u32),
 }
@@ -538,6 +541,7 @@ pub(super) fn check(call: &'static str, code: c_int) -> Result<(), CallError> {
 }
 
 // Numbers of `enum ibv_event_type`.
+const CQ_ERR: u32 = sys::ibv_event_type::IBV_EVENT_CQ_ERR as u32;
 const QP_FATAL: u32 = sys::ibv_event_type::IBV_EVENT_QP_FATAL as u32;
 const QP_REQ_ERR: u32 = sys::ibv_event_type::IBV_EVENT_QP_REQ_ERR as u32;
 const QP_ACCESS_ERR: u32 = sys::ibv_event_type::IBV_EVENT_QP_ACCESS_ERR as u32;

@@ -227,6 +227,8 @@ struct Queue {
     channel_idx: usize,
     num_entries: u32,
     num_used: u32,
+    /// It cannot be polled any more; its peers are lost.
+    is_broken: bool,
 }
 
 impl Progress {
@@ -285,6 +287,7 @@ impl Progress {
         let mut table = self.lock();
         let found = table.queues.iter().position(|queue| {
             queue.channel_idx == context_idx
+                && !queue.is_broken
                 && queue.num_entries - queue.num_used >= num_completions
         });
         let queue_idx = match found {
@@ -304,6 +307,7 @@ impl Progress {
                     channel_idx: context_idx,
                     num_entries,
                     num_used: 0,
+                    is_broken: false,
                 });
                 table.queues.len() - 1
             }
@@ -373,7 +377,7 @@ impl Driver for Progress {
             channel.drain();
         }
         let mut table = self.lock();
-        for queue in &table.queues {
+        for queue in table.queues.iter().filter(|queue| !queue.is_broken) {
             if let Err(error) = queue.queue.arm() {
                 tracing::error!(%error, "cannot ask for completion events");
                 return false;
@@ -406,13 +410,19 @@ impl Table {
     fn take_completions(&mut self) -> usize {
         let Self { lanes, queues, buffer, .. } = self;
         let mut num_taken = 0;
-        for queue in queues.iter() {
+        for queue in queues.iter_mut().filter(|queue| !queue.is_broken) {
             // At most as many as the queue holds: a stream of new ones must not keep anybody here.
             for _ in 0..queue.num_entries.div_ceil(32) {
                 let num_found = match queue.queue.poll(buffer) {
                     Ok(num_found) => num_found,
                     Err(error) => {
-                        tracing::error!(%error, "a completion queue cannot be polled");
+                        tracing::error!(%error, "a completion queue cannot be polled; its peers count as lost");
+                        queue.is_broken = true;
+                        let hit = lanes.iter().filter_map(|slot| slot.lane.as_ref());
+                        for lane in hit.filter(|lane| lane.queue_pair.reports_to(&queue.queue)) {
+                            lane.peer.health.fail("poll", Cause::Refused { code: error.code });
+                            lane.peer.signal();
+                        }
                         0
                     }
                 };
@@ -530,6 +540,11 @@ fn handle(progress: &Progress, context: &Context, event: AsyncEvent) {
         AsyncEvent::Device => {
             tracing::error!(device, "the RDMA device failed; its peers count as lost");
             let cause = Cause::Event { kind: 0, why: "the device of this side failed" };
+            progress.fail_where(cause, |lane| lane.queue_pair.device() == device);
+        }
+        AsyncEvent::CompletionQueue => {
+            tracing::error!(device, "a completion queue failed; the device's peers count as lost");
+            let cause = Cause::Event { kind: 0, why: "a completion queue of this side failed" };
             progress.fail_where(cause, |lane| lane.queue_pair.device() == device);
         }
         AsyncEvent::Other(kind) => tracing::debug!(device, kind, "asynchronous event"),

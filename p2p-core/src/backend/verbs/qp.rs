@@ -34,7 +34,7 @@ pub(super) struct QueuePair {
     capacity: Capacity,
     port: u8,
     domain: Arc<ProtectionDomain>,
-    _queue: Arc<CompletionQueue>,
+    queue: Arc<CompletionQueue>,
 }
 
 // SAFETY: a queue pair has no thread affinity.
@@ -79,7 +79,7 @@ impl QueuePair {
                 capacity,
                 port: port.number,
                 domain: Arc::clone(domain),
-                _queue: Arc::clone(queue),
+                queue: Arc::clone(queue),
             });
         }
     }
@@ -91,6 +91,11 @@ impl QueuePair {
     pub(super) const fn number(&self) -> u32 {
         // SAFETY: the queue pair lives and its number does not change.
         unsafe { self.raw.as_ref().qp_num }
+    }
+
+    /// Whether its completions go to `queue`.
+    pub(super) fn reports_to(&self, queue: &Arc<CompletionQueue>) -> bool {
+        Arc::ptr_eq(&self.queue, queue)
     }
 
     /// Name of the device.
