@@ -1,4 +1,4 @@
-// The NIC kernel as a host holds it: keys, queue pairs, faults, start and stop.
+// A NIC as a host holds it: keys, queue pairs, faults, start and stop; and the one that is a kernel.
 #pragma once
 
 #include <vector>
@@ -12,17 +12,17 @@
 // Every wait on a queue is over by then, and a NIC that nobody stops ends by itself.
 constexpr uint64_t kNicLifeNs = 20'000'000'000;
 
-class NicKernel {
+class Nic {
   public:
-    explicit NicKernel(int device) : device(device) {
+    explicit Nic(int device) : device(device) {
         CHECK_CUDA(cudaSetDevice(device));
         void* pointer = nullptr;
         CHECK_CUDA(cudaHostAlloc(&pointer, sizeof(softnic::Control),
                                  cudaHostAllocMapped | cudaHostAllocPortable));
         control_ = static_cast<softnic::Control*>(pointer);
-        counts_ = device_alloc<softnic::Counts>(1);
-        CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+        *control_ = {};
     }
+    virtual ~Nic() = default;
 
     // Registers memory. `address` is what requests say, `mapped` where this GPU reaches it.
     void add_key(uint32_t key, uint64_t address, uint64_t num_bytes, const void* mapped,
@@ -59,7 +59,27 @@ class NicKernel {
 
     // Everything that needs memory or waits for the GPU: before any NIC runs. With `is_fresh` all queue
     // pairs begin as after a reset, else where they were when the NIC was stopped.
-    void prepare(bool is_fresh = true) {
+    virtual void prepare(bool is_fresh = true) = 0;
+    virtual void start() = 0;
+    // Ends once everything that was announced is done.
+    virtual softnic::Counts stop() = 0;
+
+    const int device;
+
+  protected:
+    softnic::Control* control_;
+    std::vector<softnic::Queue> queues_;
+    std::vector<softnic::Key> keys_;
+};
+
+class NicKernel : public Nic {
+  public:
+    explicit NicKernel(int device) : Nic(device) {
+        counts_ = device_alloc<softnic::Counts>(1);
+        CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    }
+
+    void prepare(bool is_fresh) override {
         CHECK_CUDA(cudaSetDevice(device));
         if (device_queues_ == nullptr) {
             device_queues_ = device_alloc<softnic::Queue>(queues_.size());
@@ -76,35 +96,29 @@ class NicKernel {
         control_->stop = 0;
     }
 
-    // A block for every queue pair, or as many as given.
-    void start(uint32_t num_blocks = 0) {
+    // With a block for every queue pair.
+    void start() override {
         CHECK_CUDA(cudaSetDevice(device));
         const softnic::NicParams params = {
             device_queues_, states_, device_keys_, control_, counts_, kNicLifeNs,
             static_cast<uint32_t>(queues_.size()), static_cast<uint32_t>(keys_.size()), 1, 0};
-        softnic::nic_kernel<<<num_blocks != 0 ? num_blocks : static_cast<uint32_t>(queues_.size()),
-                              softnic::kNicThreads, 0, stream_>>>(params);
+        softnic::nic_kernel<<<static_cast<uint32_t>(queues_.size()), softnic::kNicThreads, 0,
+                              stream_>>>(params);
         CHECK_CUDA(cudaGetLastError());
     }
 
-    // Ends once everything that was announced is done.
-    softnic::Counts stop() {
+    softnic::Counts stop() override {
         *static_cast<volatile uint32_t*>(&control_->stop) = 1;
         CHECK_CUDA(cudaSetDevice(device));
         CHECK_CUDA(cudaStreamSynchronize(stream_));
         return from_device(counts_);
     }
 
-    const int device;
-
   private:
-    softnic::Control* control_;
     softnic::Counts* counts_;
     softnic::Queue* device_queues_ = nullptr;
     softnic::Key* device_keys_ = nullptr;
     softnic::QueueState* states_ = nullptr;
     size_t num_prepared_ = 0;
-    std::vector<softnic::Queue> queues_;
-    std::vector<softnic::Key> keys_;
     cudaStream_t stream_;
 };

@@ -117,9 +117,19 @@ __global__ void __launch_bounds__(256)
     }
 }
 
+// Who carries requests out, and where the queues are.
+struct Backend {
+    Where where;
+    bool has_copy_engines;
+    const char* name() const { return has_copy_engines ? "copy engines" : "kernel"; }
+};
+constexpr Backend kBackends[] = {
+    {Where::kHost, false}, {Where::kDevice, false}, {Where::kHost, true}};
+
 // A queue from GPU 0 to memory on the last GPU, a NIC, and a kernel that posts.
 struct Rig {
-    NicKernel nic;
+    std::unique_ptr<Nic> owner;
+    Nic& nic;
     uint8_t *source, *target;
     SendQueue queue;
     uint32_t number;
@@ -128,9 +138,9 @@ struct Rig {
     cudaStream_t stream;
     int target_gpu;
 
-    Rig(Where where, const QueueSizes& sizes, int num_gpus)
-        : nic(0), source(device_alloc<uint8_t>(kDataBytes)), target(nullptr),
-          queue(where, sizes, 0x41, 5), number(nic.add_queue(queue)), target_gpu(num_gpus - 1) {
+    Rig(const Backend& backend, const QueueSizes& sizes, int num_gpus)
+        : owner(make_nic(0, backend.has_copy_engines)), nic(*owner), source(device_alloc<uint8_t>(kDataBytes)), target(nullptr),
+          queue(backend.where, sizes, 0x41, 5), number(nic.add_queue(queue)), target_gpu(num_gpus - 1) {
         CHECK_CUDA(cudaSetDevice(target_gpu));
         target = device_alloc<uint8_t>(kDataBytes);
         CHECK_CUDA(cudaSetDevice(0));
@@ -201,13 +211,16 @@ struct Rig {
 // Three wraps of the 16-bit counters by many warps on one queue: every request once, the last word of each
 // kind in its place.
 void wraps(int num_gpus) {
-    for (const Where where : {Where::kHost, Where::kDevice})
+    for (const Backend& backend : kBackends)
         for (const bool is_collapsed : {true, false})
             for (const uint32_t depth : {128u, 1024u, 32768u}) {
+                // An add is a round trip of the host's there.
+                if (backend.has_copy_engines && depth != 1024)
+                    continue;
                 QueueSizes sizes;
                 sizes.sq_depth = depth;
                 sizes.is_collapsed = is_collapsed;
-                Rig rig(where, sizes, num_gpus);
+                Rig rig(backend, sizes, num_gpus);
                 rig.begin();
                 const uint32_t num_warps = 8, num_posts = 3 * 65536 / 32 / num_warps + 3;
                 const double start_s = now_s();
@@ -223,18 +236,18 @@ void wraps(int num_gpus) {
                     CHECK(sum == num_posts, "counter %" PRIu64 ", expected %u", sum, num_posts);
                 for (const uint64_t word : rig.words(kWordAt + num_warps * 8, num_warps * 31))
                     CHECK(word == num_posts, "word %" PRIu64 ", expected %u", word, num_posts);
-                printf("{\"test\":\"wraps\",\"queues\":\"%s\",\"collapsed\":%d,\"depth\":%u,"
+                printf("{\"test\":\"wraps\",\"nic\":\"%s\",\"queues\":\"%s\",\"collapsed\":%d,\"depth\":%u,"
                        "\"requests\":%" PRIu64 ",\"us_per_request\":%.3f}\n",
-                       name_of(where), is_collapsed, depth, counts.num_requests,
+                       backend.name(), name_of(backend.where), is_collapsed, depth, counts.num_requests,
                        us / static_cast<double>(expected));
             }
 }
 
 // The flag is never seen before the payload, and everything arrives; gets bring it back.
 void puts_flags_and_gets(int num_gpus) {
-    for (const Where where : {Where::kHost, Where::kDevice})
+    for (const Backend& backend : kBackends)
         for (const uint32_t num_bytes : {64u, 4104u, 14336u, 1u << 20}) {
-            Rig rig(where, QueueSizes{}, num_gpus);
+            Rig rig(backend, QueueSizes{}, num_gpus);
             CHECK_CUDA(cudaSetDevice(rig.target_gpu));
             uint32_t* num_wrong = device_alloc<uint32_t>(1);
             cudaStream_t watcher;
@@ -265,15 +278,18 @@ void puts_flags_and_gets(int num_gpus) {
             // 50 adds of 64 bits and 5 of 32 to the same word.
             CHECK(rig.words(kWordAt, 1)[0] == 55, "counter %" PRIu64, rig.words(kWordAt, 1)[0]);
             CHECK_CUDA(cudaStreamDestroy(watcher));
+            printf("{\"test\":\"puts\",\"nic\":\"%s\",\"queues\":\"%s\",\"bytes\":%u,"
+                   "\"words_wrong_behind_flags\":%u}\n",
+                   backend.name(), name_of(backend.where), num_bytes, wrong);
         }
 }
 
 // A stalled NIC: posters wait for room, give up in time and say so; once reset the queue works again.
 void back_pressure(int num_gpus) {
-    for (const Where where : {Where::kHost, Where::kDevice}) {
+    for (const Backend& backend : kBackends) {
         QueueSizes sizes;
         sizes.sq_depth = 128;
-        Rig rig(where, sizes, num_gpus);
+        Rig rig(backend, sizes, num_gpus);
         rig.nic.stall(1);
         rig.begin();
         const double start_s = now_s();
@@ -310,8 +326,9 @@ void back_pressure(int num_gpus) {
         rig.expect_clean(rig.nic.stop());
         for (const uint64_t sum : rig.words(kWordAt, 4))
             CHECK(sum == 20, "counter %" PRIu64 ", expected 20", sum);
-        printf("{\"test\":\"back_pressure\",\"queues\":\"%s\",\"gave_up_after_ms\":%.1f}\n", name_of(where),
-               ms);
+        printf("{\"test\":\"back_pressure\",\"nic\":\"%s\",\"queues\":\"%s\","
+               "\"gave_up_after_ms\":%.1f}\n",
+               backend.name(), name_of(backend.where), ms);
     }
 }
 
@@ -330,10 +347,10 @@ void errors(int num_gpus) {
                           {Job::kAdds, SY_MLX5_SYNDROME_RETRY_EXCEEDED, true},
                           {Job::kAdds, SY_MLX5_SYNDROME_RNR_EXCEEDED, true},
                           {Job::kAdds, SY_MLX5_SYNDROME_REMOTE_OP, true}};
-    for (const Where where : {Where::kHost, Where::kDevice}) {
+    for (const Backend& backend : kBackends) {
         QueueSizes sizes;
         sizes.is_collapsed = false;
-        Rig rig(where, sizes, num_gpus);
+        Rig rig(backend, sizes, num_gpus);
         for (const Case& test : cases) {
             rig.clear();
             rig.nic.fail(rig.number, 40, test.is_injected ? test.syndrome : 0);
@@ -387,11 +404,12 @@ std::vector<reference::Input> load(NicWorld& world, uint32_t num_tokens, uint64_
 void layers(int num_gpus) {
     for (const Cast& cast : casts(num_gpus))
         for (const uint32_t dtype : {SY_DTYPE_F8_E4M3, SY_DTYPE_BF16})
-            for (const Where where : {Where::kHost, Where::kDevice}) {
+            for (const Backend& backend : kBackends) {
                 sy_frame_geometry geometry;
                 CHECK_LAUNCH(sy_make_geometry(7168, 8, dtype, 128, 2, &geometry));
                 WorldSizes sizes;
-                sizes.where = where;
+                sizes.where = backend.where;
+                sizes.has_copy_engines = backend.has_copy_engines;
                 NicWorld world(geometry, 64, cast.clients, cast.servers, sizes);
                 for (const bool echoes : {false, true}) {
                     uint64_t num_requests = 0;
@@ -440,10 +458,11 @@ void layers(int num_gpus) {
                                   "client %u differs from the reference", c);
                         }
                     }
-                    printf("{\"test\":\"layers\",\"shape\":\"%s\",\"dtype\":\"%s\",\"queues\":\"%s\","
-                           "\"server\":\"%s\",\"requests\":%" PRIu64
+                    printf("{\"test\":\"layers\",\"shape\":\"%s\",\"dtype\":\"%s\",\"nic\":\"%s\","
+                           "\"queues\":\"%s\",\"server\":\"%s\",\"requests\":%" PRIu64
                            ",\"us_over_stores\":%.1f,\"us_over_nic\":%.1f}\n",
-                           cast.name.c_str(), dtype == SY_DTYPE_BF16 ? "bf16" : "fp8", name_of(where),
+                           cast.name.c_str(), dtype == SY_DTYPE_BF16 ? "bf16" : "fp8", backend.name(),
+                           name_of(backend.where),
                            echoes ? "echo" : "lists", num_requests, us[0], us[1]);
                     fflush(stdout);
                 }

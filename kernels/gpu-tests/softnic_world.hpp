@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "ranks.hpp"
-#include "softnic_nic.hpp"
+#include "softnic_copy.hpp"
 
 // One way from a sender to a slot on another GPU: a mirror, queues, and the handle of the two.
 struct Way {
@@ -18,8 +18,15 @@ struct WorldSizes {
     uint32_t num_qps = 4;
     QueueSizes queue;
     Where where = Where::kHost;
+    bool has_copy_engines = false; // instead of the NIC kernel; queues in host memory
     uint64_t bound_ns = 2'000'000'000;
 };
+
+inline std::unique_ptr<Nic> make_nic(int gpu, bool has_copy_engines) {
+    if (has_copy_engines)
+        return std::make_unique<CopyNic>(gpu);
+    return std::make_unique<NicKernel>(gpu);
+}
 
 class NicWorld {
   public:
@@ -177,7 +184,7 @@ class NicWorld {
     sy_placement placement;
     std::vector<std::unique_ptr<Client>> clients;
     std::vector<std::unique_ptr<Server>> servers;
-    std::vector<std::unique_ptr<NicKernel>> nics; // by GPU, null where nobody is
+    std::vector<std::unique_ptr<Nic>> nics; // by GPU, null where nobody is
     std::vector<std::vector<Way>> requests;       // [client][server]
     std::vector<std::vector<Way>> responses;      // [server][client]
 
@@ -188,14 +195,14 @@ class NicWorld {
               "%s: tag %u peer %u reason %u observed %" PRIx64 " expected %" PRIx64, who, error.tag,
               error.peer, error.reason, error.observed, error.expected);
     }
-    NicKernel& nic_of(int gpu) {
+    Nic& nic_of(int gpu) {
         CHECK_CUDA(cudaSetDevice(gpu));
         if (nics[gpu] == nullptr)
-            nics[gpu] = std::make_unique<NicKernel>(gpu);
+            nics[gpu] = make_nic(gpu, sizes_.has_copy_engines);
         return *nics[gpu];
     }
     Way make_way(int gpu, uint8_t* slot, uint64_t slot_bytes, uint32_t peer_idx, sy_error_word* error) {
-        NicKernel& nic = nic_of(gpu);
+        Nic& nic = nic_of(gpu);
         Way way = {};
         way.mirror = device_alloc<uint8_t>(sy_round_up(slot_bytes, kSlotAlign));
         // Nothing of the mirror may arrive that was not stored there.
