@@ -102,6 +102,10 @@ SY_DEVICE void red_max_release(uint64_t* address, uint64_t value) {
     asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+SY_DEVICE void red_max_relaxed(uint64_t* address, uint64_t value) {
+    asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 SY_DEVICE uint32_t atom_cas_acquire(uint32_t* address, uint32_t expected, uint32_t desired) {
     uint32_t before;
     asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
@@ -181,6 +185,10 @@ SY_DEVICE void red_max_release(uint64_t* address, uint64_t value) {
     while (seen < value && !__atomic_compare_exchange_n(address, &seen, value, true,
                                                         __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
     }
+}
+
+SY_DEVICE void red_max_relaxed(uint64_t* address, uint64_t value) {
+    red_max_release(address, value);
 }
 
 SY_DEVICE uint32_t atom_cas_acquire(uint32_t* address, uint32_t expected, uint32_t desired) {
