@@ -101,7 +101,7 @@ impl Request {
 pub struct Reference {
     pub checkpoint: Arc<Checkpoint>,
     pub shape: ModelShape,
-    experts: HashMap<(u32, u32), [Vec<f32>; 3]>,
+    pub experts: HashMap<(u32, u32), [Vec<f32>; 3]>,
 }
 
 impl Reference {
@@ -180,12 +180,12 @@ impl Reference {
     }
 }
 
-fn dot<V: Copy + Into<f64>>(a: &[f32], b: &[V]) -> f64 {
+pub fn dot<V: Copy + Into<f64>>(a: &[f32], b: &[V]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * (*b).into()).sum()
 }
 
 /// What is left of a row after rounding to `dtype`, by arithmetic of its own.
-fn after_trip(row: &[f32], dtype: WireDtype) -> Vec<f64> {
+pub fn after_trip(row: &[f32], dtype: WireDtype) -> Vec<f64> {
     match dtype {
         WireDtype::F32 => row.iter().map(|&v| f64::from(v)).collect(),
         WireDtype::F16 => row.iter().map(|&v| half::f16::from_f32(v).to_f64()).collect(),
