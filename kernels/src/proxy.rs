@@ -16,6 +16,8 @@ pub const PROXY_VERSION: u32 = 1;
 pub const PRODUCE_FILLS: u32 = 1;
 /// Each batch is over before the next.
 pub const PRODUCE_ROUND_TRIP: u32 = 2;
+/// Samples are of looks at the lane's words, nothing is posted.
+pub const PRODUCE_READS: u32 = 4;
 /// Most entries of one copy.
 pub const MAX_COPY_ENTRIES: u32 = 4096;
 
@@ -45,7 +47,7 @@ pub struct ProduceParams {
     pub object_bytes: u32,
     /// Objects of each lane in mirror and slot, a multiple of `batch`.
     pub num_objects: u32,
-    /// [`PRODUCE_FILLS`], [`PRODUCE_ROUND_TRIP`]
+    /// [`PRODUCE_FILLS`], [`PRODUCE_ROUND_TRIP`], [`PRODUCE_READS`]
     pub flags: u32,
     /// Latencies kept of each block.
     pub num_samples: u32,
@@ -144,7 +146,9 @@ impl Check for PeerCopyParams {
         if self.entries.is_null() {
             return Err(CheckError::Null);
         }
-        if self.num_entries == 0 || self.num_entries > MAX_COPY_ENTRIES || self.blocks_per_entry == 0
+        if self.num_entries == 0
+            || self.num_entries > MAX_COPY_ENTRIES
+            || self.blocks_per_entry == 0
         {
             return Err(CheckError::Tokens);
         }

@@ -161,6 +161,7 @@ typedef struct sy_proxy_produce_params {
 
 #define SY_PROXY_PRODUCE_FILLS UINT32_C(1)      /* every object is filled anew, for checks */
 #define SY_PROXY_PRODUCE_ROUND_TRIP UINT32_C(2) /* each batch is over before the next */
+#define SY_PROXY_PRODUCE_READS UINT32_C(4)      /* samples are of looks at the lane's words, nothing is posted */
 
 /* Bytes of one relayed put. */
 typedef struct sy_peer_copy_entry {

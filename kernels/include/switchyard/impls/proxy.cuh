@@ -30,6 +30,23 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
     const uint64_t start = comm::now_ns();
     uint64_t begin = 0;
 
+    if ((params.flags & SY_PROXY_PRODUCE_READS) != 0) {
+        // What the way back of a completion costs a poster at least.
+        const sy_proxy_lane_words* words = comm::at_address<const sy_proxy_lane_words>(lane.words);
+        for (uint32_t i = 0; lane_idx == 0 && i < params.num_samples; ++i) {
+            uint64_t completed = 0, error = 0;
+            const uint64_t now = comm::now_ns();
+            comm::proxy::detail::load_words(words, &completed, &error);
+            // Depends on what was loaded, so that it comes behind.
+            const uint64_t never = completed == ~uint64_t{0} ? 1 : 0;
+            params.latency_ns[uint64_t{blockIdx.x} * params.num_samples + i] =
+                comm::now_ns() + never - now;
+        }
+        if (lane_idx == 0)
+            params.elapsed_ns[blockIdx.x] = comm::now_ns() - start, params.status[blockIdx.x] = 0;
+        return;
+    }
+
     // Takes the end of batches down, as far as they are over.
     const auto look = [&](bool is_patient) {
         if (lane_idx != 0)

@@ -41,6 +41,8 @@ pub struct Run {
     pub num_commands: u64,
     /// Each batch is over before the next.
     pub is_round_trip: bool,
+    /// Nothing is posted: samples are of looks at a lane's words. On a GPU only.
+    pub only_reads: bool,
 }
 
 /// What came of it.
@@ -327,7 +329,9 @@ mod on_gpu {
 
     use anyhow::{Context, Result, bail};
     use kernels::gpu::{Gpu, GpuBuffer, Prepared};
-    use kernels::proxy::{PRODUCE_FILLS, PRODUCE_ROUND_TRIP, PROXY_VERSION, ProduceParams};
+    use kernels::proxy::{
+        PRODUCE_FILLS, PRODUCE_READS, PRODUCE_ROUND_TRIP, PROXY_VERSION, ProduceParams,
+    };
 
     use super::{Bench, BenchPeer, Figures, LIMIT, Run};
     use crate::abi::PeerHandle;
@@ -382,7 +386,8 @@ mod on_gpu {
                 object_bytes: run.object_bytes,
                 num_objects: run.num_objects,
                 flags: if run.counts() { PRODUCE_FILLS } else { 0 }
-                    | if run.is_round_trip { PRODUCE_ROUND_TRIP } else { 0 },
+                    | if run.is_round_trip { PRODUCE_ROUND_TRIP } else { 0 }
+                    | if run.only_reads { PRODUCE_READS } else { 0 },
                 num_samples: num_samples as u32,
                 counter_offset: if run.counts() { run.counter_offset() } else { 0 },
             };

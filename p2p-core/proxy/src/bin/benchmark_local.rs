@@ -99,6 +99,7 @@ fn measure(
                 .next_multiple_of(batch.max(args.batch.iter().copied().max().unwrap_or(1))),
             num_commands: num_commands.next_multiple_of(batch.into()),
             is_round_trip,
+            only_reads: false,
         }
     };
     // An add goes with every object here.
@@ -106,6 +107,11 @@ fn measure(
     check.batch = batch.min(16).min(budget / 2);
     check.num_commands = check.num_commands.next_multiple_of(check.batch.into());
     report("check", &producers.run(bench, &check)?)?;
+    if args.gpu.is_some() {
+        let mut reads = run(PostKind::Null, 2000, true);
+        reads.only_reads = true;
+        report("read", &producers.run(bench, &reads)?)?;
+    }
     for &post in &args.post {
         report("rate", &producers.run(bench, &run(post, args.commands, false))?)?;
         report("round_trip", &producers.run(bench, &run(post, 20_000.min(args.commands), true))?)?;
@@ -133,6 +139,7 @@ fn idle(args: &Args, bench: &Bench, policy: IdlePolicy) -> Result<()> {
         num_objects: 1,
         num_commands: 0,
         is_round_trip: false,
+        only_reads: false,
     };
     let mut peers = Vec::new();
     for idx in 0..bench.num_threads() {
