@@ -272,6 +272,17 @@ impl CreditReceiver {
         })
     }
 
+    /// What a sender may do by now: the same as the next [`Action::Credit`] would tell it. For senders in
+    /// the same process, such as the reads of this receiver's own user.
+    ///
+    /// # Errors
+    /// [`CreditError::Unknown`].
+    pub fn credit_of(&self, id: SenderId) -> Result<Credit, CreditError> {
+        let sender = &self.senders[self.find(id)? as usize];
+        let unscheduled = sender.unscheduled_received.saturating_add(self.config.unscheduled_bytes);
+        Ok(Credit { granted: sender.granted, unscheduled })
+    }
+
     fn find(&self, id: SenderId) -> Result<u32, CreditError> {
         match self.senders.get(id.slot()) {
             Some(sender) if sender.present && sender.generation == id.generation => Ok(id.slot),

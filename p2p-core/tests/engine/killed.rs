@@ -105,11 +105,13 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
             }
         }
         settle(&engine);
+        // A provider's endpoints take megabytes, which the allocator gives back when it likes.
+        let slack = if matches!(by, By::Tcp | By::Cma) { 4 << 20 } else { 24 << 20 };
         let (descriptors, resident) = base.unwrap();
         let begin = Instant::now();
         loop {
             let (now, growth) = (num_descriptors(), resident_bytes().saturating_sub(resident));
-            if now <= descriptors + 2 && growth < (4 << 20) + rounds as u64 * 2048 {
+            if now <= descriptors + 2 && growth < slack + rounds as u64 * 2048 {
                 println!("{by:?}: after {rounds} rounds {now} descriptors, {growth} bytes more");
                 break;
             }

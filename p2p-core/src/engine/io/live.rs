@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
 
 use super::socket::{Read1, Wire};
-use crate::credit::{CreditError, CreditReceiver, Event, SenderId};
+use crate::credit::{Credit, CreditError, CreditReceiver, Event, SenderId};
 use crate::endpoint::PostError;
 use crate::engine::Notification;
 use crate::engine::error::{CloseReason, TransferError};
@@ -34,7 +34,9 @@ pub(super) struct Peer {
     pub(super) engine_id: u64,
     pub(super) fabric: usize,
     pub(super) id: PeerId,
+    /// The peer as one that pushes, and this side's reads from it, each with credits of its own.
     pub(super) sender: SenderId,
+    pub(super) reads: SenderId,
 }
 
 /// What a link needs, for as long as one call takes.
@@ -163,6 +165,11 @@ impl Port for Ports<'_> {
 
     fn credit(&mut self, event: Event) -> Result<(), CreditError> {
         self.credit.handle(self.now_ns, self.peer.sender, event)
+    }
+
+    fn pull_credit(&mut self, event: Event) -> Result<Credit, CreditError> {
+        self.credit.handle(self.now_ns, self.peer.reads, event)?;
+        self.credit.credit_of(self.peer.reads)
     }
 }
 

@@ -27,7 +27,7 @@ use super::memory::{Handle, Registry};
 use super::metadata::EndpointMetadata;
 use super::shared::{Command, ConnKey, ConnShared, Move, Register, Shared, What, lock};
 use super::wire::Frame;
-use crate::credit::{Action, CreditReceiver};
+use crate::credit::{Action, CreditConfig, CreditReceiver};
 use crate::fabric::{Completion, Fabric, RegionId};
 use crate::network::Offer;
 use crate::wait::event_fd;
@@ -79,7 +79,10 @@ impl Io {
             let what = what.to_owned();
             move |source: io::Error| StartError::System { what, source }
         };
-        let credit = CreditReceiver::new(config.credit).map_err(|_| StartError::Config {
+        // Twice: what peers push, and what is read from them.
+        let max_senders = config.credit.max_senders.saturating_mul(2);
+        let credit_config = CreditConfig { max_senders, ..config.credit };
+        let credit = CreditReceiver::new(credit_config).map_err(|_| StartError::Config {
             what: "credit",
             found: config.credit.window_bytes,
             expected: "limits that fit together; see CreditConfig",
@@ -122,7 +125,7 @@ impl Io {
             registry: Registry::default(),
             shared: Arc::clone(&shared),
             credit,
-            by_sender: vec![0; config.credit.max_senders],
+            by_sender: vec![0; max_senders],
             config,
             set: Arc::new(set),
             listener,
@@ -355,10 +358,14 @@ impl Io {
             match action {
                 Action::Credit { sender, credit } => {
                     let idx = self.by_sender[sender.slot()];
-                    if let Some(Place::Live(live)) = self.places.get_mut(idx as usize)
-                        && live.peer.sender == sender
-                    {
+                    let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else {
+                        continue;
+                    };
+                    if live.peer.sender == sender {
                         live.link.say(Frame::Credit(credit));
+                        self.touch(idx);
+                    } else if live.peer.reads == sender {
+                        live.link.on_pull_credit(credit);
                         self.touch(idx);
                     }
                 }
@@ -544,8 +551,9 @@ impl Io {
         id: crate::fabric::PeerId,
         who: &hello::Who,
     ) {
-        let sender = match self.credit.join() {
-            Ok(sender) => sender,
+        let places = self.credit.join().and_then(|sender| Ok((sender, self.credit.join()?)));
+        let (sender, reads) = match places {
+            Ok(places) => places,
             Err(error) => {
                 tracing::warn!(%error, "a connection is not served");
                 self.fabrics[fabric].close_peer(id);
@@ -554,6 +562,7 @@ impl Io {
             }
         };
         self.by_sender[sender.slot()] = idx;
+        self.by_sender[reads.slot()] = idx;
         let key = ConnKey { idx, serial: self.next_serial };
         self.next_serial += 1;
         let transport = offer_of(&*self.fabrics[fabric]);
@@ -573,7 +582,7 @@ impl Io {
         live.push(weak.clone());
         drop(live);
         let link = Link::new(self.config.limits(), who.limits, self.config.chunk_bytes);
-        let peer = Peer { key, conn: weak, engine_id: who.engine_id, fabric, id, sender };
+        let peer = Peer { key, conn: weak, engine_id: who.engine_id, fabric, id, sender, reads };
         self.announce(&mut meeting, Connection { shared: conn });
         let live = Live { wire: meeting.wire, peer, link, is_dirty: false };
         self.places[idx as usize] = Place::Live(Box::new(live));
@@ -620,6 +629,7 @@ impl Io {
         let now_ns = self.shared.ns(Instant::now());
         // It has joined when the connection was made.
         let _ = self.credit.leave(now_ns, peer.sender);
+        let _ = self.credit.leave(now_ns, peer.reads);
         if link.num_in_flight() > 0 {
             self.places[idx as usize] = Place::Closing(Box::new(link), peer);
         } else {

@@ -28,7 +28,7 @@ use std::collections::{HashMap, VecDeque};
 
 use super::error::{CloseReason, TransferError};
 use super::wire::{Frame, FrameError, Outcome, put_eager_header};
-use crate::credit::{CreditConfig, CreditError, CreditSender, Demand, Event};
+use crate::credit::{Credit, CreditConfig, CreditError, CreditSender, Demand, Event};
 use crate::endpoint::PostError;
 use crate::fabric::{LocalSegment, Posted, RegionId, RemoteSegment, WireRegion};
 
@@ -95,6 +95,8 @@ pub(super) trait Port {
     fn deliver(&mut self, notification: Vec<u8>);
     /// Tells this side's receiver of credits what the peer has said.
     fn credit(&mut self, event: Event) -> Result<(), CreditError>;
+    /// Tells it what this side reads, and gives what of that may be read now.
+    fn pull_credit(&mut self, event: Event) -> Result<Credit, CreditError>;
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -195,7 +197,14 @@ pub(super) struct Link<H> {
     /// Bytes that have arrived, or never will: scheduled and unscheduled.
     arrived: (u64, u64),
     arrived_told: (u64, u64),
+    /// Reads that no credit was asked for yet, and those that wait for it: this side's own, so that all
+    /// that arrives, whoever began it, shares one window.
     to_pull: VecDeque<u32>,
+    pulling: VecDeque<u32>,
+    pull_credit: CreditSender,
+    pull_demand_told: Demand,
+    pulled: u64,
+    pulled_told: u64,
 
     notices: notices::Notices,
     out: Vec<u8>,
@@ -213,6 +222,12 @@ impl<H: Memory> Link<H> {
         let credit_config = CreditConfig {
             unscheduled_bytes: theirs.unscheduled_bytes,
             max_demand_bytes: theirs.max_demand_bytes,
+            ..CreditConfig::default()
+        };
+        // Asking takes no round trip here, so nothing goes without.
+        let pull_config = CreditConfig {
+            unscheduled_bytes: 0,
+            max_demand_bytes: ours.max_demand_bytes,
             ..CreditConfig::default()
         };
         Self {
@@ -248,6 +263,11 @@ impl<H: Memory> Link<H> {
             arrived: (0, 0),
             arrived_told: (0, 0),
             to_pull: VecDeque::new(),
+            pulling: VecDeque::new(),
+            pull_credit: CreditSender::new(&pull_config),
+            pull_demand_told: Demand::default(),
+            pulled: 0,
+            pulled_told: 0,
             notices: notices::Notices::new(&ours, &theirs),
             out: Vec::new(),
             out_start: 0,
@@ -414,6 +434,7 @@ impl<H: Memory> Link<H> {
             &mut self.unscheduled,
             &mut self.scheduled,
             &mut self.to_pull,
+            &mut self.pulling,
         ] {
             queue.clear();
         }
@@ -557,6 +578,7 @@ impl<H: Memory> Link<H> {
             &mut self.unscheduled,
             &mut self.scheduled,
             &mut self.to_pull,
+            &mut self.pulling,
         ] {
             queue.retain(|other| *other != idx);
         }

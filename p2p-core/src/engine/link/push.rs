@@ -1,7 +1,7 @@
 //! Bytes that go by the fabric.
 
 use super::{Kind, Link, MAX_IN_FLIGHT, Memory, Port, Stage, Tag, TransferError};
-use crate::credit::Admission;
+use crate::credit::{Admission, Credit, Event};
 use crate::endpoint::PostError;
 use crate::engine::wire::{Frame, Outcome};
 use crate::fabric::{LocalSegment, Posted, RemoteSegment};
@@ -29,7 +29,9 @@ impl<H: Memory> Link<H> {
         self.num_in_flight -= 1;
         // Whatever became of them, they are not under way any more.
         let (bytes, kind) = (u64::from(tag.bytes), op.kind);
-        if kind != Kind::Read {
+        if kind == Kind::Read {
+            self.pulled += bytes;
+        } else {
             let arrived = if op.is_scheduled { &mut self.arrived.0 } else { &mut self.arrived.1 };
             *arrived += bytes;
         }
@@ -78,11 +80,52 @@ impl<H: Memory> Link<H> {
     /// The same for reads.
     pub(super) fn pull(&mut self, port: &mut impl Port) {
         while let Some(&idx) = self.to_pull.front() {
+            let total = self.op(idx).total;
+            // Waits for those before it when they are more than can be announced.
+            let Ok(Admission::Scheduled(_)) = self.pull_credit.submit(total) else { break };
+            let op = self.op(idx);
+            op.is_scheduled = true;
+            op.stage = Stage::Moving;
+            self.to_pull.pop_front();
+            self.pulling.push_back(idx);
+        }
+        self.tell_pulls(port);
+        while let Some(&idx) = self.pulling.front() {
             if !self.post(port, idx) {
                 break;
             }
-            self.to_pull.pop_front();
+            self.pulling.pop_front();
             self.settle(port, idx);
+        }
+        // A failure takes back what was announced.
+        self.tell_pulls(port);
+    }
+
+    /// What may be read now.
+    pub(in crate::engine) fn on_pull_credit(&mut self, credit: Credit) {
+        let credit = Credit { unscheduled: 0, ..credit };
+        if let Err(error) = self.pull_credit.on_credit(credit) {
+            tracing::error!(%error, "reads are out of step with their credit");
+        }
+    }
+
+    /// Tells this side's own receiver of credits what is new of the reads.
+    fn tell_pulls(&mut self, port: &mut impl Port) {
+        let demand = self.pull_credit.demand();
+        if demand != self.pull_demand_told {
+            self.pull_demand_told = demand;
+            self.ask_pull(port, Event::Demand(demand));
+        }
+        if self.pulled != self.pulled_told {
+            self.pulled_told = self.pulled;
+            self.ask_pull(port, Event::Received(self.pulled));
+        }
+    }
+
+    fn ask_pull(&mut self, port: &mut impl Port, event: Event) {
+        match port.pull_credit(event) {
+            Ok(credit) => self.on_pull_credit(credit),
+            Err(error) => tracing::error!(%error, "reads are out of step with their credit"),
         }
     }
 
@@ -110,16 +153,18 @@ impl<H: Memory> Link<H> {
 
     /// What was not given to the fabric never will be.
     pub(super) fn abandon(&mut self, idx: u32) {
-        let was_admitted = !self.to_admit.contains(&idx);
+        let was_admitted = !self.to_admit.contains(&idx) && !self.to_pull.contains(&idx);
         let Some(Some(op)) = self.ops.get_mut(idx as usize) else { return };
         let rest = op.end - op.posted;
         op.end = op.posted;
-        if op.stage != Stage::Moving || op.kind == Kind::Read || !was_admitted {
+        if op.stage != Stage::Moving || !was_admitted {
             return;
         }
         if op.is_scheduled {
+            let is_read = op.kind == Kind::Read;
+            let credit = if is_read { &mut self.pull_credit } else { &mut self.credit };
             // Cannot exceed the backlog, of which it is a part.
-            let _ = self.credit.withdraw(rest);
+            let _ = credit.withdraw(rest);
         } else {
             self.arrived.1 += rest;
         }
@@ -147,8 +192,10 @@ impl<H: Memory> Link<H> {
             if bytes == 0 {
                 return Pass::Whole;
             }
+            let is_read = op.kind == Kind::Read;
+            let credit = if is_read { &mut self.pull_credit } else { &mut self.credit };
             if op.is_scheduled {
-                bytes = bytes.min(self.credit.allowance());
+                bytes = bytes.min(credit.allowance());
             }
             if bytes == 0 || self.num_in_flight >= MAX_IN_FLIGHT {
                 return Pass::Blocked;
@@ -176,7 +223,7 @@ impl<H: Memory> Link<H> {
             self.num_in_flight += 1;
             if op.is_scheduled {
                 // Within the allowance.
-                let _ = self.credit.sent(bytes);
+                let _ = credit.sent(bytes);
             }
         }
     }

@@ -9,7 +9,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 
 use super::*;
-use crate::credit::{Action, CreditReceiver, SenderId};
+use crate::credit::{Action, Credit, CreditReceiver, SenderId};
 use crate::engine::wire::{HEADER_BYTES, Header};
 
 type Bytes = Rc<RefCell<Vec<u8>>>;
@@ -47,6 +47,7 @@ struct Sim {
     notifications: Vec<Vec<u8>>,
     credit: CreditReceiver,
     sender: SenderId,
+    reads: SenderId,
     most_pending: usize,
 }
 
@@ -99,6 +100,11 @@ impl Port for Sim {
     fn credit(&mut self, event: Event) -> Result<(), CreditError> {
         self.credit.handle(0, self.sender, event)
     }
+
+    fn pull_credit(&mut self, event: Event) -> Result<Credit, CreditError> {
+        self.credit.handle(0, self.reads, event)?;
+        self.credit.credit_of(self.reads)
+    }
 }
 
 impl Sim {
@@ -141,7 +147,7 @@ impl World {
                 ..CreditConfig::default()
             };
             let mut credit = CreditReceiver::new(config).unwrap();
-            let sender = credit.join().unwrap();
+            let (sender, reads) = (credit.join().unwrap(), credit.join().unwrap());
             let port = Sim {
                 heap: Rc::clone(&heap),
                 pending: Vec::new(),
@@ -149,6 +155,7 @@ impl World {
                 notifications: Vec::new(),
                 credit,
                 sender,
+                reads,
                 most_pending: rng.random_range(1..6),
             };
             Side { link: Link::new(limits, limits, 50), port, inbox: Vec::new() }
@@ -184,8 +191,12 @@ impl World {
         let Side { link, port, .. } = &mut self.sides[idx];
         link.progress(port);
         while let Some(action) = port.credit.next_action() {
-            if let Action::Credit { credit, .. } = action {
-                link.say(Frame::Credit(credit));
+            match action {
+                Action::Credit { sender, credit } if sender == port.sender => {
+                    link.say(Frame::Credit(credit));
+                }
+                Action::Credit { credit, .. } => link.on_pull_credit(credit),
+                Action::Stalled { .. } => {}
             }
         }
         link.taken(u64::MAX);
@@ -419,4 +430,122 @@ proptest! {
         }
         prop_assert_eq!(port.finished.len(), 20);
     }
+}
+
+/// One of many connections over which the same process reads.
+struct Reader {
+    credit: Rc<RefCell<CreditReceiver>>,
+    reads: SenderId,
+    in_flight: Rc<RefCell<u64>>,
+    pending: Vec<Tag>,
+    num_finished: usize,
+}
+
+impl Port for Reader {
+    fn max_operation_bytes(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn write(&mut self, _: RemoteSegment, _: LocalSegment, _: Tag) -> Result<Posted, PostError> {
+        panic!("nobody writes")
+    }
+
+    fn read(&mut self, dst: LocalSegment, _: RemoteSegment, tag: Tag) -> Result<Posted, PostError> {
+        *self.in_flight.borrow_mut() += dst.bytes;
+        self.pending.push(tag);
+        Ok(Posted::Accepted)
+    }
+
+    fn describe(&self, _: RegionId) -> Option<WireRegion> {
+        None
+    }
+
+    fn finish(&mut self, _: u32, result: Result<u64, TransferError>) {
+        assert_eq!(result, Ok(READ_BYTES));
+        self.num_finished += 1;
+    }
+
+    fn deliver(&mut self, _: Vec<u8>) {}
+
+    fn credit(&mut self, _: Event) -> Result<(), CreditError> {
+        Ok(())
+    }
+
+    fn pull_credit(&mut self, event: Event) -> Result<Credit, CreditError> {
+        let mut credit = self.credit.borrow_mut();
+        credit.handle(0, self.reads, event)?;
+        credit.credit_of(self.reads)
+    }
+}
+
+const READ_BYTES: u64 = 1000;
+
+/// Reads of many connections together stay within the window of the one who reads, and all end.
+#[test]
+fn reads_of_many_connections_share_one_window() {
+    let seed = rand::random();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    let (num_links, reads_each, window_bytes) = (12, 3, 300);
+    let config = CreditConfig {
+        window_bytes,
+        sender_window_bytes: 200,
+        grant_bytes: 60,
+        max_senders: num_links,
+        ..CreditConfig::default()
+    };
+    let credit = Rc::new(RefCell::new(CreditReceiver::new(config).unwrap()));
+    let in_flight = Rc::new(RefCell::new(0));
+    let limits = Limits {
+        eager_bytes: 0,
+        eager_window: 1000,
+        notify_window: 1000,
+        max_notification: 1000,
+        unscheduled_bytes: 1 << 20,
+        max_demand_bytes: 1 << 20,
+    };
+    let mut links: Vec<_> = (0..num_links)
+        .map(|_| {
+            let mut port = Reader {
+                credit: Rc::clone(&credit),
+                reads: credit.borrow_mut().join().unwrap(),
+                in_flight: Rc::clone(&in_flight),
+                pending: Vec::new(),
+                num_finished: 0,
+            };
+            let mut link: Link<Bytes> = Link::new(limits, limits, 50);
+            for transfer in 0..reads_each {
+                let hold = Rc::new(RefCell::new(vec![0; READ_BYTES as usize]));
+                let local = Local { hold, region: RegionId(0), offset: 0, bytes: READ_BYTES };
+                let region = WireRegion { address: 0, bytes: READ_BYTES, key: 0 };
+                let remote = RemoteSegment { region, offset: 0 };
+                link.read(&mut port, transfer, u64::MAX, local, remote);
+            }
+            (link, port)
+        })
+        .collect();
+    let mut peak = 0;
+    for step in 0.. {
+        assert!(step < 1_000_000, "seed {seed}: reads stand still");
+        let (link, port) = &mut links[rng.random_range(0..num_links)];
+        if rng.random() && !port.pending.is_empty() {
+            let tag = port.pending.swap_remove(rng.random_range(0..port.pending.len()));
+            *in_flight.borrow_mut() -= u64::from(tag.bytes);
+            link.on_done(port, tag, Ok(()));
+        }
+        link.progress(port);
+        while let Some(Action::Credit { sender, credit }) = {
+            let next = credit.borrow_mut().next_action();
+            next
+        } {
+            let (link, _) = links.iter_mut().find(|(_, port)| port.reads == sender).unwrap();
+            link.on_pull_credit(credit);
+        }
+        peak = peak.max(*in_flight.borrow());
+        assert!(peak <= window_bytes, "seed {seed}: {peak} bytes under way");
+        if links.iter().all(|(_, port)| port.num_finished == reads_each as usize) {
+            break;
+        }
+    }
+    assert!(peak > window_bytes / 2, "the window is hardly used: {peak}");
 }
