@@ -78,7 +78,7 @@ fn compile(nvcc: &Path, name: &str, image: &Path) -> Result<(), Box<dyn Error>> 
 /// One static library that shows nothing but `sy_emulated_*`: whatever else is linked may have compiled
 /// the same headers with other settings.
 fn compile_emulated() -> Result<(), Box<dyn Error>> {
-    for path in ["host", "include", "cuda/check.hpp"] {
+    for path in ["host", "include", "cuda/check.hpp", "cuda/p2p_check.hpp"] {
         println!("cargo::rerun-if-changed={path}");
     }
     println!("cargo::rerun-if-env-changed=CXX");

@@ -178,29 +178,6 @@ template <class Params>
     return (flags & SY_LAUNCH_FLAG_ANY_WAY) != 0;
 }
 
-[[nodiscard]] inline int check(const sy_p2p_params& params) {
-    if (params.version != SY_DEVICE_ABI_VERSION)
-        return SY_LAUNCH_VERSION;
-    if (params.num_peers == 0 || params.num_peers > SY_MAX_PEERS || params.blocks_per_peer == 0)
-        return SY_LAUNCH_PEERS;
-    if (params.timeout_ns == 0)
-        return SY_LAUNCH_BOUND;
-    if (params.elapsed_ns == nullptr || params.error == nullptr)
-        return SY_LAUNCH_NULL;
-    const uint64_t unit = params.num_bytes < 16 ? 4 : 16;
-    if (params.num_bytes == 0 || params.num_bytes % unit != 0)
-        return SY_LAUNCH_ALIGNMENT;
-    for (uint32_t i = 0; i < params.num_peers; ++i) {
-        if (params.counters[i] == 0)
-            return SY_LAUNCH_NULL;
-        if (params.links[i].way != SY_WAY_DIRECT)
-            return SY_LAUNCH_WAY;
-        if (const int code = check_link(params.links[i]); code != SY_OK)
-            return code;
-    }
-    return SY_OK;
-}
-
 [[nodiscard]] inline int check_servers(const sy_server_peer* servers, uint32_t num_servers) {
     if (servers == nullptr)
         return SY_LAUNCH_NULL;
@@ -290,10 +267,6 @@ constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 [[nodiscard]] inline LaunchPlan plan_products(const sy_expert_compute_params& params) {
     return {params.num_blocks != 0 ? (params.num_blocks + 1) / 2 * 2 : kMultiprocessors,
             SY_PRODUCT_THREADS, false};
-}
-
-[[nodiscard]] inline LaunchPlan plan(const sy_p2p_params& params) {
-    return {params.num_peers * params.blocks_per_peer, SY_P2P_THREADS, false};
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {

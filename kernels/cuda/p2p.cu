@@ -1,5 +1,6 @@
 // Launchers of the transport measurements.
 #include "launch.cuh"
+#include "p2p_check.hpp"
 
 #include "switchyard/impls/p2p.cuh"
 
@@ -10,9 +11,9 @@ namespace {
 int launch_p2p(void (*kernel)(sy_p2p_params), const sy_p2p_params* params, sy_stream stream) {
     if (params == nullptr)
         return SY_LAUNCH_NULL;
-    if (const int code = check(*params); code != SY_OK)
+    if (const int code = check_p2p(*params); code != SY_OK)
         return code;
-    return launch(kernel, *params, plan(*params), stream);
+    return launch(kernel, *params, plan_p2p(*params), stream);
 }
 
 } // namespace

@@ -2,6 +2,7 @@
 // because the matrix units have no stand-in. Compiled by build.rs with the feature `emulated`; outside
 // this file only names that begin with sy_emulated_ are seen.
 #include "kernels.cpp"
+#include "p2p_check.hpp"
 
 #include "switchyard/impls/p2p.cuh"
 
@@ -26,10 +27,10 @@ template <class Params> int launch_small(const void* bytes) {
 int launch_p2p(void (*kernel)(sy_p2p_params), const void* bytes) {
     sy_p2p_params params;
     memcpy(&params, bytes, sizeof(params));
-    if (const int code = check(params); code != SY_OK)
+    if (const int code = check_p2p(params); code != SY_OK)
         return code;
     params.blocks_per_peer = 1;
-    const LaunchPlan size = plan(params);
+    const LaunchPlan size = plan_p2p(params);
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
     return SY_OK;
 }

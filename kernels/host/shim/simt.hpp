@@ -394,7 +394,8 @@ inline uint32_t __float_as_uint(float value) {
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }

@@ -44,16 +44,31 @@ struct DispatchConfig {
 
 struct DispatchShared {
     sy_replica_set replicas[SY_MAX_EXPERTS];
+    // The server of an expert with one replica, kNoServer or kManyServers.
+    uint8_t only_server[SY_MAX_EXPERTS];
     sy_server_peer servers[SY_MAX_PEERS];
     uint64_t frame_window[SY_MAX_PEERS];
     uint64_t frame_number[SY_MAX_PEERS];
     uint32_t frame_place[SY_MAX_PEERS];
     uint32_t rows_before[SY_MAX_PEERS];
+    // Of up to 32 tokens of a data block: the servers of each, and the tokens of each server, as masks.
+    uint32_t contacted;
+    uint32_t servers_of[32];
+    uint32_t tokens_of[SY_MAX_PEERS];
     // Rows by warp and server in a round of the head block, by parity of the round.
     uint32_t warp_rows[2][32][SY_MAX_PEERS];
 };
 
 constexpr uint32_t kNoServer = 0xff;
+constexpr uint32_t kManyServers = 0xfe;
+
+// NOTES: every thread of a block looks several experts up, and 448 threads share four schedulers: each
+// instruction here costs the block 7 clocks.
+__device__ __forceinline__ uint8_t only_server(const sy_replica_set& set, uint32_t num_servers) {
+    if (set.num_replicas > 1)
+        return kManyServers;
+    return set.num_replicas == 1 && set.server[0] < num_servers ? set.server[0] : kNoServer;
+}
 
 // Server that serves this (token, expert); kNoServer when masked, out of range or without replica.
 __device__ __forceinline__ uint32_t pick_server(const DispatchShared& shared,
@@ -61,12 +76,15 @@ __device__ __forceinline__ uint32_t pick_server(const DispatchShared& shared,
                                                 uint32_t token_idx, int32_t expert) {
     if (static_cast<uint32_t>(expert) >= params.num_experts)
         return kNoServer;
+    const uint32_t only = shared.only_server[expert];
+    if (only != kManyServers)
+        return only;
     const sy_replica_set& set = shared.replicas[expert];
     const uint32_t num_replicas = min(uint32_t{set.num_replicas}, uint32_t{SY_MAX_REPLICAS});
     // Spreads the tokens of an expert evenly; a multiplication instead of a division keeps the code short.
     const uint32_t spread = (token_idx * 37 + static_cast<uint32_t>(expert)) & 0xff;
     const uint32_t server = set.server[spread * num_replicas >> 8];
-    return num_replicas != 0 && server < params.num_servers ? server : kNoServer;
+    return server < params.num_servers ? server : kNoServer;
 }
 
 template <class Config>
@@ -187,27 +205,25 @@ __device__ __forceinline__ Unit<Config::kFp8> make_unit(const uint4 (&values)[2]
     return unit;
 }
 
-// Row of the token in the server's frame: tokens of earlier blocks and chunks, then of earlier lanes.
-__device__ __forceinline__ uint32_t row_of(const DispatchShared& shared, uint32_t chunk_mask,
-                                           uint32_t server, uint32_t lane_of_token) {
-    const uint32_t goes = __ballot_sync(kFullWarp, chunk_mask >> server & 1);
-    return shared.rows_before[server] + __popc(goes & ((1u << lane_of_token) - 1));
+// Row in the server's frame of the token in place `lane` of the chunk.
+__device__ __forceinline__ uint32_t row_of(const DispatchShared& shared, uint32_t server,
+                                           uint32_t lane) {
+    return shared.rows_before[server] + __popc(shared.tokens_of[server] & ((1u << lane) - 1));
 }
 
 template <class Config>
 __device__ __forceinline__ void
 store_unit(const DispatchShared& shared, const sy_frame_geometry& geometry, uint32_t hidden,
-           uint32_t mask, uint32_t chunk_mask, uint32_t lane_of_token, uint32_t unit_idx,
-           bool is_active, const Unit<Config::kFp8>& unit) {
+           uint32_t lane_of_token, uint32_t unit_idx, bool is_active, const Unit<Config::kFp8>& unit) {
     const uint32_t lane_idx = threadIdx.x & 31;
     const bool has_whole_warps =
         Config::kHidden != 0 ? Config::kHidden % 512 == 0
                              : hidden % 512 == 0 && geometry.scales_per_row % 4 == 0;
-    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    if (!is_active)
+        return;
+    for (uint32_t rest = shared.servers_of[lane_of_token]; rest != 0; rest &= rest - 1) {
         const uint32_t server = __ffs(rest) - 1;
-        const uint32_t row = row_of(shared, chunk_mask, server, lane_of_token);
-        if (!is_active)
-            continue;
+        const uint32_t row = row_of(shared, server, lane_of_token);
         const uint64_t frame = shared.frame_window[server];
         const uint64_t payload = layout::payload_at(geometry, frame, row);
         if constexpr (Config::kFp8) {
@@ -230,21 +246,18 @@ store_unit(const DispatchShared& shared, const sy_frame_geometry& geometry, uint
 template <class Config>
 __device__ __forceinline__ void publish_tokens(const DispatchShared& shared,
                                                const sy_dispatch_params& params,
-                                               uint32_t chunk_mask, uint32_t first_lane,
-                                               uint32_t num_lanes) {
+                                               uint32_t first_lane, uint32_t num_lanes) {
     const sy_frame_geometry& geometry = params.geometry;
     __syncthreads();
     if (threadIdx.x >= 32)
         return;
     comm::order_signals();
-    const uint32_t below = (1u << first_lane) - 1;
     const uint32_t here = (num_lanes == 32 ? ~0u : (1u << num_lanes) - 1) << first_lane;
     for (uint32_t server = 0; server < params.num_servers; ++server) {
-        const uint32_t goes = __ballot_sync(kFullWarp, chunk_mask >> server & 1);
-        const uint32_t num_rows = __popc(goes & here);
+        const uint32_t num_rows = __popc(shared.tokens_of[server] & here);
         if (num_rows == 0)
             continue;
-        const uint32_t first = shared.rows_before[server] + __popc(goes & below);
+        const uint32_t first = row_of(shared, server, first_lane);
         const uint64_t frame = layout::request_frame(geometry, shared.frame_place[server]);
         const comm::Piece pieces[] = {
             {layout::scales_at(geometry, frame, first),
@@ -261,47 +274,58 @@ __device__ __forceinline__ void publish_tokens(const DispatchShared& shared,
 constexpr uint32_t kTokensPerFence = 8;
 static_assert(32 % kTokensPerFence == 0, "a chunk has whole groups");
 
-// Payload, scales and flags of a run of tokens. `unit` is the first token's, `chunk_mask` the servers of
-// the token of this lane.
+// Servers of the tokens `chunk` and following of a data block, a token per lane. Called by one warp, with a
+// barrier before anybody uses them.
+template <class Config>
+__device__ __forceinline__ void map_chunk(DispatchShared& shared, const sy_dispatch_params& params,
+                                          uint32_t chunk, uint32_t end,
+                                          const int32_t (&experts)[Config::kMaxTopK]) {
+    const uint32_t lane_idx = threadIdx.x & 31;
+    const uint32_t mask = chunk + lane_idx < end
+                              ? server_mask<Config>(shared, params, chunk + lane_idx, experts)
+                              : 0;
+    shared.servers_of[lane_idx] = mask;
+    for (uint32_t server = 0; server < params.num_servers; ++server) {
+        const uint32_t goes = __ballot_sync(kFullWarp, mask >> server & 1);
+        if (lane_idx == 0)
+            shared.tokens_of[server] = goes;
+    }
+}
+
+// Payload, scales and flags of a run of tokens. `unit` is the first token's; the first chunk is mapped.
 template <class Config>
 __device__ __forceinline__ void
 send_tokens(DispatchShared& shared, const sy_dispatch_params& params, uint32_t begin, uint32_t end,
-            Unit<Config::kFp8> unit, uint32_t chunk_mask) {
+            Unit<Config::kFp8> unit) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
     const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
     for (uint32_t chunk = begin; chunk < end; chunk += 32) {
-        // Every warp works out the routing of up to 32 tokens, one per lane: no exchange needed.
         if (chunk != begin) {
-            int32_t experts[Config::kMaxTopK];
-            uint32_t in_chunk = 0;
-            for (uint32_t server = 0; server < params.num_servers; ++server) {
-                const uint32_t goes = __ballot_sync(kFullWarp, chunk_mask >> server & 1);
-                if (lane_idx == server)
-                    in_chunk = __popc(goes);
+            __syncthreads();
+            if (thread_idx < 32) {
+                if (thread_idx < params.num_servers)
+                    shared.rows_before[thread_idx] += __popc(shared.tokens_of[thread_idx]);
+                __syncwarp();
+                int32_t experts[Config::kMaxTopK];
+                if (chunk + lane_idx < end)
+                    load_experts<Config>(params, chunk + lane_idx, experts);
+                map_chunk<Config>(shared, params, chunk, end, experts);
             }
             __syncthreads();
-            if (thread_idx < params.num_servers)
-                shared.rows_before[thread_idx] += in_chunk;
-            __syncthreads();
-            chunk_mask = 0;
-            if (chunk + lane_idx < end) {
-                load_experts<Config>(params, chunk + lane_idx, experts);
-                chunk_mask = server_mask<Config>(shared, params, chunk + lane_idx, experts);
-            }
         }
         const uint32_t num_lanes = min(end - chunk, 32u);
         for (uint32_t lane = 0; lane < num_lanes; ++lane) {
             const uint32_t token_idx = chunk + lane;
-            const uint32_t mask = __shfl_sync(kFullWarp, chunk_mask, lane);
             if constexpr (Config::kRowPerPass) {
                 // The next token is on its way while this one is stored.
                 uint4 ahead[2] = {};
-                if (token_idx + 1 < end)
+                const bool has_next = token_idx + 1 < end;
+                if (has_next)
                     load_row<Config>(params, hidden, token_idx + 1, thread_idx, ahead);
-                store_unit<Config>(shared, geometry, hidden, mask, chunk_mask, lane, thread_idx,
-                                   true, unit);
-                unit = make_unit<Config>(ahead);
+                store_unit<Config>(shared, geometry, hidden, lane, thread_idx, true, unit);
+                if (has_next)
+                    unit = make_unit<Config>(ahead);
             } else {
                 for (uint32_t base = thread_idx - lane_idx; base < hidden / 16;
                      base += Config::kNumThreads) {
@@ -310,13 +334,13 @@ send_tokens(DispatchShared& shared, const sy_dispatch_params& params, uint32_t b
                     uint4 values[2] = {};
                     if (is_active)
                         load_row<Config>(params, hidden, token_idx, unit_idx, values);
-                    store_unit<Config>(shared, geometry, hidden, mask, chunk_mask, lane, unit_idx,
-                                       is_active, make_unit<Config>(values));
+                    store_unit<Config>(shared, geometry, hidden, lane, unit_idx, is_active,
+                                       make_unit<Config>(values));
                 }
             }
             if (lane + 1 == num_lanes || (lane + 1) % kTokensPerFence == 0) {
                 const uint32_t first_lane = lane / kTokensPerFence * kTokensPerFence;
-                publish_tokens<Config>(shared, params, chunk_mask, first_lane, lane + 1 - first_lane);
+                publish_tokens<Config>(shared, params, first_lane, lane + 1 - first_lane);
             }
         }
     }
@@ -328,20 +352,17 @@ template <class Config>
 __device__ __forceinline__ void
 store_entries(const DispatchShared& shared, const sy_dispatch_params& params, uint32_t top_k,
               uint32_t token_idx, uint32_t mask, uint32_t first, bool is_token,
-              const int32_t (&experts)[Config::kMaxTopK],
-              const float (&weights)[Config::kMaxTopK]) {
+              const int32_t (&experts)[Config::kMaxTopK], const float (&weights)[Config::kMaxTopK],
+              const uint32_t (&picked)[Config::kMaxTopK]) {
     const uint32_t lane_idx = threadIdx.x & 31;
-    uint32_t picked[Config::kMaxTopK];
 #pragma unroll
-    for (uint32_t i = 0; i < Config::kMaxTopK; ++i) {
-        picked[i] = pick_server(shared, params, token_idx, experts[i]);
+    for (uint32_t i = 0; i < Config::kMaxTopK; ++i)
         if (is_token && i < top_k && experts[i] != -1 && picked[i] == kNoServer) {
             const bool in_range = static_cast<uint32_t>(experts[i]) < params.num_experts;
             comm::record_error(&params.state->error,
                                in_range ? SY_TAG_NO_REPLICA : SY_TAG_BAD_EXPERT, 0, SY_REASON_VALUE,
                                static_cast<uint32_t>(experts[i]), params.num_experts);
         }
-    }
     uint32_t* routes = layout::routes_of(params.handle) + uint64_t{token_idx} * top_k;
     uint32_t place = 0;
     for (uint32_t server = 0; server < params.num_servers; ++server) {
@@ -381,7 +402,7 @@ template <class Config>
 __device__ __forceinline__ uint32_t write_heads(const DispatchShared& shared,
                                            const sy_dispatch_params& params, uint64_t sequence,
                                            uint32_t num_tokens, uint64_t epoch, uint32_t num_rows) {
-    const uint32_t server = threadIdx.x;
+    const uint32_t server = threadIdx.x & 31;
     const sy_frame_geometry& geometry = params.geometry;
     const bool is_server = server < params.num_servers;
     const bool contacts =
@@ -453,31 +474,47 @@ send_heads(DispatchShared& shared, const sy_dispatch_params& params, uint64_t se
             load_experts<Config>(params, token_idx, experts);
             load_weights<Config>(params, token_idx, weights);
         }
-        const uint32_t mask =
-            is_token ? server_mask<Config>(shared, params, token_idx, experts) : 0;
-        uint32_t count = 0;
-        for (uint32_t server = 0; server < params.num_servers; ++server) {
-            const uint32_t goes = __ballot_sync(kFullWarp, mask >> server & 1);
-            if (lane_idx == server)
-                count = __popc(goes);
+        const bool has_tokens = base + warp_idx * 32 < num_tokens;
+        uint32_t picked[Config::kMaxTopK];
+        uint32_t mask = 0, count = 0;
+        if (has_tokens) {
+#pragma unroll
+            for (uint32_t i = 0; i < Config::kMaxTopK; ++i) {
+                picked[i] = is_token ? pick_server(shared, params, token_idx, experts[i]) : kNoServer;
+                mask |= picked[i] != kNoServer ? 1u << picked[i] : 0;
+            }
+            for (uint32_t server = 0; server < params.num_servers; ++server) {
+                const uint32_t goes = __ballot_sync(kFullWarp, mask >> server & 1);
+                if (lane_idx == server)
+                    count = __popc(goes);
+            }
         }
         shared.warp_rows[parity][warp_idx][lane_idx] = count;
         __syncthreads();
         uint32_t first = before;
-        for (uint32_t warp = 0; warp < kNumWarps; ++warp) {
-            const uint32_t rows = shared.warp_rows[parity][warp][lane_idx];
-            first += warp < warp_idx ? rows : 0;
-            before += rows;
+        if (lane_idx < params.num_servers) {
+#pragma unroll
+            for (uint32_t warp = 0; warp < kNumWarps; ++warp) {
+                const uint32_t rows = shared.warp_rows[parity][warp][lane_idx];
+                first += warp < warp_idx ? rows : 0;
+                before += rows;
+            }
         }
-        store_entries<Config>(shared, params, top_k, token_idx, mask, first, is_token, experts,
-                              weights);
+        if (has_tokens)
+            store_entries<Config>(shared, params, top_k, token_idx, mask, first, is_token, experts,
+                                  weights, picked);
     }
-    uint32_t contacted = 0;
-    if (threadIdx.x < 32)
-        contacted = write_heads<Config>(shared, params, sequence, num_tokens, epoch, before);
+    // The last warp has the fewest tokens.
+    if (warp_idx == kNumWarps - 1) {
+        const uint32_t contacted =
+            write_heads<Config>(shared, params, sequence, num_tokens, epoch, before);
+        if (lane_idx == 0)
+            shared.contacted = contacted;
+    }
     __syncthreads();
     if (threadIdx.x >= 32)
         return;
+    const uint32_t contacted = shared.contacted;
     // SYNC POINT publish: the header word covers the header and every entry.
     comm::order_signals();
     const sy_frame_geometry& geometry = params.geometry;
@@ -517,6 +554,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     servers.store(shared.servers, params.num_servers);
     if (thread_idx < SY_MAX_PEERS)
         shared.rows_before[thread_idx] = 0;
+    // Each thread looks at what it stored itself.
+    for (uint32_t i = thread_idx; i < params.num_experts; i += Config::kNumThreads)
+        shared.only_server[i] = only_server(shared.replicas[i], params.num_servers);
     __syncthreads();
     ptx::griddepcontrol_wait();
     if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
@@ -541,7 +581,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         load_experts<Config>(params, thread_idx, experts);
     if (is_head_block && thread_idx < params.capacity)
         load_weights<Config>(params, thread_idx, weights);
-    if (begin + lane_idx < upto)
+    // The last warp maps the block's own tokens; the first ones count earlier blocks'.
+    const bool is_mapper = thread_idx / 32 == Config::kNumThreads / 32 - 1;
+    if (is_mapper && begin + lane_idx < upto)
         load_experts<Config>(params, begin + lane_idx, own_experts);
     const uint64_t sequence = params.state->sequence;
     const uint32_t asked_tokens = *params.num_tokens;
@@ -570,11 +612,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
                                asked_tokens, params.capacity);
     } else {
         const uint32_t end = min(upto, num_tokens);
+        if (is_mapper)
+            map_chunk<Config>(shared, params, begin, end, own_experts);
         count_rows<Config>(shared, params, begin, num_tokens, experts);
-        const uint32_t chunk_mask =
-            begin + lane_idx < end
-                ? server_mask<Config>(shared, params, begin + lane_idx, own_experts)
-                : 0;
         Unit<Config::kFp8> unit = {};
         if constexpr (Config::kRowPerPass)
             unit = make_unit<Config>(ahead);
@@ -582,7 +622,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         if (thread_idx == 0)
             is_last = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, num_data_blocks) ==
                       num_data_blocks;
-        send_tokens<Config>(shared, params, begin, end, unit, chunk_mask);
+        send_tokens<Config>(shared, params, begin, end, unit);
     }
     if (is_last)
         params.state->sequence = sequence + 1;

@@ -30,6 +30,8 @@ __device__ __noinline__ inline bool must_give_up(const sy_echo_params& params, u
 // Rows whose flags one load of a warp covers, and loads of a warp that are under way together.
 constexpr uint32_t kRowsPerLoad = 64;
 constexpr uint32_t kMostLoads = 4;
+// Between two polls of a warp: few rows are waited for eagerly.
+constexpr uint32_t kShortPauseNs = 50, kLongPauseNs = 400;
 
 // Waits for every client's header word, which covers the entries. One warp, a lane per client.
 __device__ __forceinline__ void await_heads(AnswerShared& shared, const sy_echo_params& params) {
@@ -69,6 +71,7 @@ __device__ __forceinline__ void await_runs(AnswerShared& shared, const sy_echo_p
         frames[i] = frame_at(geometry, shared.clients[clients[i]], shared.number[clients[i]]);
     }
     uint64_t start_ns = 0;
+    uint32_t pending = (1u << kLoads) - 1; // runs
     for (uint32_t num_polls = 1;; ++num_polls) {
         // All loads of a poll leave together: an acquiring one stands last, and several are ordered by a
         // fence after the last poll.
@@ -76,26 +79,35 @@ __device__ __forceinline__ void await_runs(AnswerShared& shared, const sy_echo_p
         ptx::U64Pair flags[kLoads];
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i)
-            words[i] = ptx::ld_relaxed_sys(frames[i].header_word);
+            if ((pending >> i & 1) != 0)
+                words[i] = ptx::ld_relaxed_sys(frames[i].header_word);
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i) {
+            if ((pending >> i & 1) == 0)
+                continue;
             const uint64_t at = layout::request_flag_at(geometry, frames[i].address, rows[i]);
             flags[i] = kLoads == 1 ? ptx::ld_acquire_sys_v2(at) : ptx::ld_relaxed_sys_v2(at);
         }
         uint32_t late = 0; // clients, as a mask
 #pragma unroll
         for (uint32_t i = 0; i < kLoads; ++i) {
+            if ((pending >> i & 1) == 0)
+                continue;
             const uint32_t num_rows = rows_said(frames[i], words[i]);
             // A count that cannot be is refused by await_heads.
             const uint32_t limit = min(num_rows, params.capacity);
             const bool waits = num_rows == kRowsUnknown ||
                                (rows[i] < limit && flags[i].first < frames[i].number) ||
                                (rows[i] + 1 < limit && flags[i].second < frames[i].number);
-            late |= waits ? 1u << clients[i] : 0;
+            if (__any_sync(kFullWarp, waits))
+                late |= 1u << clients[i];
+            else
+                pending &= ~(1u << i);
         }
-        late = __reduce_or_sync(kFullWarp, late);
         if (late == 0)
             break;
+        // Every block asks: without a pause that takes the memory's time from what is to arrive.
+        __nanosleep(kLoads == 1 ? kShortPauseNs : kLongPauseNs);
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
         const uint32_t client_idx = __ffs(late) - 1;

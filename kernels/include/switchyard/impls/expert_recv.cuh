@@ -45,8 +45,7 @@ struct RecvShared {
     uint32_t entry_code[SY_MAX_PEERS];
     uint32_t row_code[SY_MAX_PEERS];
     uint32_t bad_code[SY_MAX_PEERS];
-    uint32_t new_code[SY_MAX_PEERS];
-    uint32_t any_bad_row; // in any block
+    uint32_t any_bad; // a code in any block
     uint32_t row_begin[SY_MAX_PEERS + 1];
     sy_client_peer clients[SY_MAX_PEERS];
     uint32_t histogram[SY_MAX_EXPERTS];
@@ -202,7 +201,7 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     const uint32_t rank = (lane_idx - leader) & 31;
     uint32_t sum = joins ? seen.num_rows : 0;
     uint32_t rows_upto = 0;
-    for (uint32_t other = 0; other < 32; ++other) {
+    for (uint32_t other = 0; other < params.num_clients; ++other) {
         const uint32_t rows = __shfl_sync(kFullWarp, sum, other);
         if (((other - leader) & 31) <= rank)
             rows_upto += rows;
@@ -322,15 +321,12 @@ __device__ __forceinline__ bool is_good_scale(float scale) {
 }
 
 // Checks the entries of every row and counts them by expert. The first eight entries of a thread's
-// first row stay in `kept`; what they need later, others leave in row_position.
+// first row are in `kept` and stay there; what they need later, others leave in row_position.
 __device__ __forceinline__ void check_and_count(RecvShared& shared,
                                                 const sy_expert_recv_params& params,
                                                 uint32_t first_thread, RowEntries& kept) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
-    if (first_thread < num_rows)
-        load_entries(shared, params, client_of_row(shared, params.num_clients, first_thread),
-                     first_thread, 0, kept);
     for (uint32_t row = first_thread; row < num_rows; row += kRecvStride) {
         const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
         uint32_t num_entries = 0, code = 0;
@@ -454,36 +450,47 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
 
 constexpr uint32_t kMostRounds = 2;
 
-// Waits for the rows of the batch and checks their scales. Every block its share, every warp a row per half.
+// Waits for the rows of the batch and checks their scales. Every waiting block its share, every warp a row
+// per half.
 __device__ __forceinline__ void await_rows(RecvShared& shared, const sy_expert_recv_params& params,
-                                           uint32_t rank) {
-    constexpr uint32_t kStride = kRecvStride / 16;
+                                           uint32_t waiter_idx, uint32_t num_waiters) {
+    const uint32_t stride = num_waiters * kRecvThreads / 16;
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
     // Neighbouring rows go to different blocks.
-    const uint32_t first = (threadIdx.x / 32 * kRecvBlocks + rank) * 2;
-    if (num_rows <= kStride) {
+    const uint32_t first = (threadIdx.x / 32 * num_waiters + waiter_idx) * 2;
+    if (num_rows <= stride) {
         if (first < num_rows)
-            take_rows<1>(shared, params, first, kStride);
+            take_rows<1>(shared, params, first, stride);
     } else {
-        for (uint32_t row = first; row < num_rows; row += kStride * kMostRounds)
-            take_rows<kMostRounds>(shared, params, row, kStride);
+        for (uint32_t row = first; row < num_rows; row += stride * kMostRounds)
+            take_rows<kMostRounds>(shared, params, row, stride);
     }
+}
+
+// Tells all blocks when this one has found a client's frame bad.
+__device__ __forceinline__ void tell_bad(RecvShared& shared) {
     __syncthreads();
-    if (threadIdx.x < 32 && shared.row_code[threadIdx.x] != 0)
+    const bool is_bad = threadIdx.x < 32 && (shared.row_code[threadIdx.x] != 0 ||
+                                             shared.entry_code[threadIdx.x] != 0);
+    if (is_bad)
         for (uint32_t other = 0; other < kRecvBlocks; ++other)
-            ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.any_bad_row, other), 1);
+            ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.any_bad, other), 1);
 }
 
 // Where this block's entries of each expert begin in the lists. Returns the number of entries.
 __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
                                                   const sy_expert_recv_params& params,
-                                                  uint32_t rank) {
+                                                  uint32_t rank, bool is_alone) {
     const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
+    const uint32_t num_warps =
+        min((params.num_local_experts + 31) / 32, uint32_t{kRecvThreads / 32});
     uint32_t carry = 0;
     for (uint32_t first = 0; first < params.num_local_experts; first += kRecvThreads) {
         const uint32_t expert = first + thread_idx;
         uint32_t total = 0, before = 0;
-        if (expert < params.num_local_experts) {
+        if (expert < params.num_local_experts && is_alone) {
+            total = shared.histogram[expert];
+        } else if (expert < params.num_local_experts) {
 #pragma unroll
             for (uint32_t other = 0; other < kRecvBlocks; ++other) {
                 const uint32_t count = ptx::ld_shared_cluster(
@@ -501,7 +508,7 @@ __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
             shared.warp_sums[thread_idx / 32] = upto;
         __syncthreads();
         uint32_t earlier_warps = 0, all_warps = 0;
-        for (uint32_t warp = 0; warp < kRecvThreads / 32; ++warp) {
+        for (uint32_t warp = 0; warp < num_warps; ++warp) {
             const uint32_t count = shared.warp_sums[warp];
             earlier_warps += warp < thread_idx / 32 ? count : 0;
             all_warps += count;
@@ -553,37 +560,26 @@ __device__ __forceinline__ void fill_lists(const RecvShared& shared,
     }
 }
 
-// Takes clients with a code in any block out of the batch; `codes` is in this block's shared memory. True
-// when there were any. Called by all.
-__device__ __forceinline__ bool drop_bad_clients(RecvShared& shared,
-                                                 const sy_expert_recv_params& params,
-                                                 const uint32_t* codes) {
+// Takes clients with a code in any block out of the batch. Called by all blocks.
+__device__ __forceinline__ void drop_bad_clients(RecvShared& shared,
+                                                 const sy_expert_recv_params& params) {
     const uint32_t lane_idx = threadIdx.x;
     uint32_t code = 0;
-    if (lane_idx < 32) {
-#pragma unroll
+    if (lane_idx < 32)
         for (uint32_t other = 0; other < kRecvBlocks; ++other)
-            code = max(code, ptx::ld_shared_cluster(
-                                 ptx::mapa_shared_cluster(&codes[lane_idx], other)));
-        if (shared.bad_code[lane_idx] != 0)
-            code = 0; // known
-        shared.new_code[lane_idx] = code;
-    }
-    __syncthreads();
-    bool any = false;
-    for (uint32_t client_idx = 0; client_idx < params.num_clients; ++client_idx)
-        any |= shared.new_code[client_idx] != 0;
-    if (!any)
-        return false;
+            code = max(code, max(ptx::ld_shared_cluster(ptx::mapa_shared_cluster(
+                                     &shared.row_code[lane_idx], other)),
+                                 ptx::ld_shared_cluster(ptx::mapa_shared_cluster(
+                                     &shared.entry_code[lane_idx], other))));
+    // Codes must be known to all before anything is counted again.
     cluster_barrier();
     if (lane_idx < 32) {
-        shared.bad_code[lane_idx] = max(shared.bad_code[lane_idx], shared.new_code[lane_idx]);
+        shared.bad_code[lane_idx] = code;
         number_rows(shared);
     }
     for (uint32_t i = threadIdx.x; i < params.num_local_experts; i += kRecvThreads)
         shared.histogram[i] = 0;
     __syncthreads();
-    return true;
 }
 
 __device__ __forceinline__ void write_batch(const RecvShared& shared,
@@ -612,8 +608,6 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     __shared__ RecvShared shared;
     const uint32_t thread_idx = threadIdx.x;
     const uint32_t rank = ptx::mov_cluster_ctarank();
-    // Neighbouring rows go to different blocks.
-    const uint32_t first_thread = thread_idx * kRecvBlocks + rank;
     const uint32_t wanted = min(params.min_ready, params.num_clients);
     for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
         shared.histogram[i] = 0;
@@ -621,7 +615,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         shared.entry_code[thread_idx] = shared.row_code[thread_idx] = shared.bad_code[thread_idx] =
             0;
     if (thread_idx == 0)
-        shared.any_bad_row = 0;
+        shared.any_bad = 0;
     layout::TableCopy<sy_client_peer, kRecvThreads, SY_MAX_PEERS> clients;
     clients.load(params.clients, params.num_clients);
     clients.store(shared.clients, params.num_clients);
@@ -640,46 +634,68 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
                                   shared.snapshot.number[thread_idx],
                                   shared.snapshot.num_rows[thread_idx]);
         }
+        __syncwarp();
+        number_rows(shared);
     }
     cluster_barrier();
-    constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
-    if (rank != 0 && thread_idx < kSnapshotWords) {
-        uint32_t* mine = reinterpret_cast<uint32_t*>(&shared.snapshot) + thread_idx;
-        *mine = ptx::ld_shared_cluster(ptx::mapa_shared_cluster(mine, 0));
-    }
-    __syncthreads();
-    // The layer was checked; without a batch it is 0.
-    const int16_t* local_expert = params.local_expert + uint64_t{shared.snapshot.layer} * params.num_experts;
-    for (uint32_t i = thread_idx; i < params.num_experts; i += kRecvThreads)
-        shared.local_expert[i] = local_expert[i];
-    if (thread_idx < 32)
-        number_rows(shared);
-    __syncthreads();
-    // Lists are made from the entries while the rows arrive. Once more after every frame that proves bad:
-    // rare, and at most once per client.
-    for (bool checks_rows = true;;) {
-        RowEntries kept;
-        check_and_count(shared, params, first_thread, kept);
-        cluster_barrier();
-        if (drop_bad_clients(shared, params, shared.entry_code))
-            continue;
-        const uint32_t num_entries = place_experts(shared, params, rank);
+    if (rank != 0) {
+        constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
+        if (thread_idx < kSnapshotWords) {
+            uint32_t* mine = reinterpret_cast<uint32_t*>(&shared.snapshot) + thread_idx;
+            *mine = ptx::ld_shared_cluster(ptx::mapa_shared_cluster(mine, 0));
+        }
         __syncthreads();
-        fill_lists(shared, params, first_thread, kept);
-        if (rank == 0 && thread_idx < 32)
-            write_batch(shared, params, num_entries);
-        if (checks_rows)
-            await_rows(shared, params, rank);
+        if (thread_idx < 32)
+            number_rows(shared);
+        __syncthreads();
+    }
+    // A batch of which every thread of a block takes one row at most: the first block makes the lists alone,
+    // without waiting for the others, which see to the rows meanwhile.
+    const bool is_small = shared.row_begin[SY_MAX_PEERS] <= kRecvThreads;
+    const bool is_apart = is_small && kRecvBlocks > 1;
+    // Otherwise neighbouring rows go to different blocks.
+    const uint32_t first_thread =
+        !is_small ? thread_idx * kRecvBlocks + rank : rank == 0 ? thread_idx : kRecvStride;
+    // Once more without the clients whose frames prove bad, which is rare.
+    for (bool is_second = false;; is_second = true) {
+        RowEntries kept;
+        if (first_thread < shared.row_begin[SY_MAX_PEERS])
+            load_entries(shared, params,
+                         client_of_row(shared, params.num_clients, first_thread), first_thread, 0,
+                         kept);
+        if (!is_second) {
+            // The layer was checked; without a batch it is 0.
+            const int16_t* local_expert =
+                params.local_expert + uint64_t{shared.snapshot.layer} * params.num_experts;
+            for (uint32_t i = thread_idx; i < params.num_experts; i += kRecvThreads)
+                shared.local_expert[i] = local_expert[i];
+        }
+        __syncthreads();
+        check_and_count(shared, params, first_thread, kept);
+        if (is_small)
+            __syncthreads();
+        else
+            cluster_barrier();
+        if (!is_apart || rank == 0) {
+            const uint32_t num_entries = place_experts(shared, params, rank, is_small);
+            __syncthreads();
+            fill_lists(shared, params, first_thread, kept);
+            if (rank == 0 && thread_idx < 32)
+                write_batch(shared, params, num_entries);
+        }
+        if (!is_second) {
+            if (!is_apart)
+                await_rows(shared, params, rank, kRecvBlocks);
+            else if (rank != 0)
+                await_rows(shared, params, rank - 1, kRecvBlocks - 1);
+            tell_bad(shared);
+        }
         // NOTES: a block that leaves takes its shared memory along, so nobody looks into another's after
         // the last barrier.
         cluster_barrier();
-        if (!checks_rows || shared.any_bad_row == 0)
+        if (is_second || shared.any_bad == 0)
             break;
-        checks_rows = false;
-        if (!drop_bad_clients(shared, params, shared.row_code)) {
-            cluster_barrier();
-            break;
-        }
+        drop_bad_clients(shared, params);
     }
     if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0) {
         refuse<kWays>(shared, params, thread_idx, shared.snapshot.number[thread_idx],

@@ -61,11 +61,14 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     clients.store(shared.clients, params.num_clients);
     if (client_idx < 32) {
         uint32_t num_rows = 0;
-        if (client_idx < params.num_clients && (batch->clients >> client_idx & 1) != 0) {
+        if (client_idx < params.num_clients) {
+            // All loads leave together; what a client outside the batch has there is not used.
+            const uint32_t clients = batch->clients;
             const uint64_t number = batch->frame_number[client_idx];
-            const uint32_t place = layout::ring_place(geometry, number);
             const uint32_t begin = batch->row_begin[client_idx];
-            num_rows = batch->row_begin[client_idx + 1] - begin;
+            const uint32_t end = batch->row_begin[client_idx + 1];
+            const uint32_t place = layout::ring_place(geometry, number);
+            num_rows = (clients >> client_idx & 1) != 0 ? end - begin : 0;
             shared.number[client_idx] = number;
             shared.row_begin[client_idx] = begin;
             shared.request_frame[client_idx] = client.request +

@@ -29,6 +29,14 @@ __device__ __forceinline__ uint32_t float2_to_bf16x2(float low, float high) {
 // Largest of two pairs of bf16 magnitudes. Magnitudes order like integers.
 __device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 
+// value / 448, rounded to nearest, for values that a bf16 can have and whose quotient is a normal number. A
+// product with the reciprocal is off by one unit at most, and its remainder is exact.
+__device__ __forceinline__ float divide_by_f8_max(float value) {
+    constexpr float kReciprocal = 1.0f / kF8Max;
+    const float quotient = __fmul_rn(value, kReciprocal);
+    return __fmaf_rn(__fmaf_rn(-quotient, kF8Max, value), kReciprocal, quotient);
+}
+
 struct QuantizedChunk {
     uint4 codes; // 16 e4m3 values
     float scale; // of the 128 values that eight neighbouring lanes hold
@@ -65,9 +73,9 @@ __device__ __forceinline__ QuantizedChunk quantize_chunk(const uint4 (&values)[2
     QuantizedChunk chunk;
     // A block of zeros has scale 1; the smallest scale keeps its reciprocal finite.
     chunk.scale = largest == 0 ? 1.0f
-                               : fmaxf(__fdiv_rn(__uint_as_float(largest << 16), kF8Max),
+                               : fmaxf(divide_by_f8_max(__uint_as_float(largest << 16)),
                                        __uint_as_float(0x00800000u));
-    const float inverse = __fdiv_rn(1.0f, chunk.scale);
+    const float inverse = __frcp_rn(chunk.scale);
     uint32_t codes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
