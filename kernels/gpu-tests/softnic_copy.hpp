@@ -1,5 +1,5 @@
 // A NIC as a thread of the host: it reads requests out of queues in mapped host memory and has copy engines
-// carry them out, in order on a stream per queue pair. Completions are stores of the host, made once the
+// carry them out, in order on a stream that a few queue pairs share. Completions are stores of the host, made once the
 // copies before them are done.
 //
 // Adds are read-modify-writes of the thread, so they are atomic among the requests of one NIC only.
@@ -18,9 +18,14 @@ class CopyNic : public Nic {
 
     void prepare(bool is_fresh) override {
         CHECK_CUDA(cudaSetDevice(device));
+        while (streams_.size() < kNumStreams) {
+            cudaStream_t stream;
+            CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+            streams_.push_back(stream);
+        }
         for (size_t i = lanes_.size(); i < queues_.size(); ++i) {
             Lane lane = {};
-            CHECK_CUDA(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking));
+            lane.stream = streams_[i % kNumStreams];
             CHECK_CUDA(cudaEventCreateWithFlags(&lane.event, cudaEventDisableTiming));
             void* pointer = nullptr;
             CHECK_CUDA(cudaHostAlloc(&pointer, uint64_t{queues_[i].sq_depth} * kStageBytes, 0));
@@ -48,6 +53,9 @@ class CopyNic : public Nic {
 
   private:
     static constexpr uint64_t kStageBytes = 64;
+    // NOTES: the GPU has few channels. With more streams than those, copies would stand in one behind a
+    // kernel that waits for them.
+    static constexpr size_t kNumStreams = 4;
     // Most requests that one event covers.
     static constexpr uint32_t kMostPerEvent = 256;
 
@@ -262,6 +270,7 @@ class CopyNic : public Nic {
         state.reported = completion.position + 1;
     }
 
+    std::vector<cudaStream_t> streams_;
     std::vector<Lane> lanes_;
     std::thread thread_;
     softnic::Counts counts_ = {};

@@ -588,6 +588,8 @@ void failover(int num_gpus) {
 int main(int argc, char** argv) {
     // A NIC that runs leaves no moment for loading code.
     setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+    // Nor may what it does stand behind a kernel that waits for it.
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
     std::string only;
     for (int i = 1; i + 1 < argc; i += 2) {
         if (std::string(argv[i]) == "--seed")

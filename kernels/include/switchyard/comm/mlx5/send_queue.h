@@ -137,6 +137,10 @@ SY_DEVICE Status publish(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint6
     // must ring.
     bool rings = is_alone;
     if (!is_alone) {
+        // Asked for while others have their turns: it only grows.
+        const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);
+        // At every multiple of `batch` somebody rings, so fewer blocks than that ever wait.
+        const bool is_due = base % qp.batch + num_blocks >= qp.batch;
         Patience patience;
         // SYNC POINT send-turn: acquires the blocks of earlier groups and what their holders stored.
         for (uint64_t turn = 0; (turn = ld_acquire<Scope::kGpu>(&state.published)) != base;) {
@@ -144,9 +148,7 @@ SY_DEVICE Status publish(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint6
             if (status != SY_MLX5_OK)
                 return status;
         }
-        const bool is_last = ld_relaxed<Scope::kGpu>(&state.reserved) == end;
-        const bool is_due = end - ld_relaxed<Scope::kGpu>(&state.posted) >= qp.batch;
-        rings = is_last | is_due;
+        rings = is_due || (reserved == end && ld_relaxed<Scope::kGpu>(&state.reserved) == end);
     }
     if (rings) {
         // NOTES: before the doorbell, because is_plausible relies on it.
