@@ -257,16 +257,22 @@ constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
                     choose_blocks(params.num_blocks, params.max_rows, 1024));
 }
 
-// Of the first of its three kernels.
+// Of the kernels that multiply, which fill a multiprocessor's shared memory.
+[[nodiscard]] inline LaunchPlan plan_products(const sy_expert_compute_params& params) {
+    return {params.num_blocks != 0 ? params.num_blocks : kMultiprocessors, SY_PRODUCT_THREADS,
+            false};
+}
+
+// Of the stage's first kernel. Requests of another type than the weights' are converted before.
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_compute_params& params) {
+    if (params.geometry.dtype == params.weights_dtype)
+        return plan_products(params);
     return {params.num_blocks != 0 ? params.num_blocks : 8 * kMultiprocessors, SY_COMPUTE_THREADS,
             false};
 }
 
-// Of the other two: in pairs, and each fills a multiprocessor's shared memory.
-[[nodiscard]] inline LaunchPlan plan_products(const sy_expert_compute_params& params) {
-    return {params.num_blocks != 0 ? (params.num_blocks + 1) / 2 * 2 : kMultiprocessors,
-            SY_PRODUCT_THREADS, false};
+[[nodiscard]] inline LaunchPlan plan(const sy_p2p_params& params) {
+    return {params.num_peers * params.blocks_per_peer, SY_P2P_THREADS, false};
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {

@@ -12,11 +12,6 @@ using namespace switchyard;
 
 namespace {
 
-#ifndef SY_PROMOTION
-#define SY_PROMOTION CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-#endif
-constexpr CUtensorMapL2promotion kPromotion = SY_PROMOTION;
-
 // Kernels of more shared memory than the default ask for it once per device.
 template <class Kernel> int allow_shared(Kernel kernel) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -42,22 +37,24 @@ int launch_one(Kernel kernel, const sy_expert_compute_params& params, const Laun
 }
 
 template <bool kFp8> int launch_gemms(const sy_expert_compute_params& params, sy_stream stream) {
-    const auto gate_up = impls::expert_gemm_kernel<kFp8, true>;
-    const auto down = impls::expert_gemm_kernel<kFp8, false>;
+    const bool is_direct = params.geometry.dtype == params.weights_dtype;
+    const auto gate_up = is_direct ? impls::expert_gemm_kernel<kFp8, true, true>
+                                   : impls::expert_gemm_kernel<kFp8, true, false>;
+    const auto down = impls::expert_gemm_kernel<kFp8, false, false>;
     for (const auto kernel : {gate_up, down})
         if (const int code = allow_shared(kernel); code != SY_OK)
             return code;
-    const bool is_fp8 = params.geometry.dtype == SY_DTYPE_F8_E4M3;
-    const auto gather = is_fp8 ? impls::expert_gather_kernel<true, kFp8>
-                               : impls::expert_gather_kernel<false, kFp8>;
-    if (const int code = launch_one(gather, params, plan(params), 0, false, stream); code != SY_OK)
-        return code;
-    const LaunchPlan size = plan_products(params);
-    for (const auto kernel : {gate_up, down})
-        if (const int code = launch_one(kernel, params, size, impls::kGemmSharedBytes, true, stream);
+    if (!is_direct) {
+        const auto gather = impls::expert_gather_kernel<!kFp8>;
+        if (const int code = launch_one(gather, params, plan(params), 0, false, stream);
             code != SY_OK)
             return code;
-    return SY_OK;
+    }
+    const LaunchPlan size = plan_products(params);
+    if (const int code = launch_one(gate_up, params, size, impls::kGemmSharedBytes, !is_direct, stream);
+        code != SY_OK)
+        return code;
+    return launch_one(down, params, size, impls::kGemmSharedBytes, true, stream);
 }
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -83,7 +80,7 @@ bool encode(uint64_t (&map)[16], uint32_t dtype, uint64_t base, const sy_map_sha
                      shape.rank, reinterpret_cast<void*>(base), shape.dims, shape.strides,
                      shape.extent, element_strides,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     kPromotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         return false;
     static_assert(sizeof(encoded) == sizeof(map), "128 bytes");
     memcpy(map, &encoded, sizeof(map));

@@ -403,6 +403,7 @@ double copy_rate() {
 
 struct Rates {
     double bytes_per_s, bf16_flops, fp8_flops;
+    uint32_t num_blocks = 0;
 };
 
 void bench(const char* model, uint32_t hidden, uint32_t inter, uint32_t num_experts,
@@ -413,6 +414,7 @@ void bench(const char* model, uint32_t hidden, uint32_t inter, uint32_t num_expe
         Stage stage({hidden, inter, dtype, dtype, num_rows, 16,
                      std::vector<uint32_t>(num_experts, tokens)},
                     5);
+        stage.params.num_blocks = rates.num_blocks;
         if (fp8) {
             fill_f8<<<1024, 256>>>(reinterpret_cast<uint32_t*>(stage.slot + stage.payload()),
                                    uint64_t{num_rows} * hidden / 4, 3);
@@ -519,6 +521,8 @@ int main(int argc, char** argv) {
             rates.fp8_flops = strtod(argv[++i], nullptr) * 1e12;
         else if (arg == "--tokens" && i + 1 < argc)
             sizes = {static_cast<uint32_t>(strtoul(argv[++i], nullptr, 10))};
+        else if (arg == "--blocks" && i + 1 < argc)
+            rates.num_blocks = static_cast<uint32_t>(strtoul(argv[++i], nullptr, 10));
         else if (arg == "--dtype" && i + 1 < argc)
             dtypes.assign(1, std::string(argv[++i]) == "fp8" ? SY_DTYPE_F8_E4M3 : SY_DTYPE_BF16);
     }

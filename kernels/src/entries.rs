@@ -22,10 +22,10 @@ pub const ENTRIES: [&str; 43] = [
     ECHO_TUNED_BF16,
     ECHO_FP8,
     ECHO_BF16,
-    GATHER_FP8_TO_FP8,
     GATHER_FP8_TO_BF16,
     GATHER_BF16_TO_FP8,
-    GATHER_BF16_TO_BF16,
+    GATE_UP_DIRECT_FP8,
+    GATE_UP_DIRECT_BF16,
     GATE_UP_FP8,
     GATE_UP_BF16,
     DOWN_FP8,
@@ -49,6 +49,10 @@ pub const ENTRIES: [&str; 43] = [
     ECHO_FP8_ANY,
     ECHO_BF16_ANY,
 ];
+
+/// Those of the expert stage that multiply, and need more shared memory than others.
+pub const PRODUCTS: [&str; 6] =
+    [GATE_UP_DIRECT_FP8, GATE_UP_DIRECT_BF16, GATE_UP_FP8, GATE_UP_BF16, DOWN_FP8, DOWN_BF16];
 
 /// The kernel that adds to a flag in stream order.
 pub const FLAG_ADD: &str = "sy_flag_add";
@@ -77,22 +81,22 @@ pub const ECHO_FP8: &str =
     "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb1ELj256ELj2EEEEEv14sy_echo_params";
 pub const ECHO_BF16: &str =
     "_ZN10switchyard5impls11echo_kernelINS0_12AnswerConfigILj0ELb0ELj256ELj2EEEEEv14sy_echo_params";
-pub const GATHER_FP8_TO_FP8: &str =
-    "_ZN10switchyard5impls20expert_gather_kernelILb1ELb1EEEv24sy_expert_compute_params";
 pub const GATHER_FP8_TO_BF16: &str =
-    "_ZN10switchyard5impls20expert_gather_kernelILb1ELb0EEEv24sy_expert_compute_params";
+    "_ZN10switchyard5impls20expert_gather_kernelILb1EEEv24sy_expert_compute_params";
 pub const GATHER_BF16_TO_FP8: &str =
-    "_ZN10switchyard5impls20expert_gather_kernelILb0ELb1EEEv24sy_expert_compute_params";
-pub const GATHER_BF16_TO_BF16: &str =
-    "_ZN10switchyard5impls20expert_gather_kernelILb0ELb0EEEv24sy_expert_compute_params";
+    "_ZN10switchyard5impls20expert_gather_kernelILb0EEEv24sy_expert_compute_params";
+pub const GATE_UP_DIRECT_FP8: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb1ELb1ELb1EEEv24sy_expert_compute_params";
+pub const GATE_UP_DIRECT_BF16: &str =
+    "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb1ELb1EEEv24sy_expert_compute_params";
 pub const GATE_UP_FP8: &str =
-    "_ZN10switchyard5impls18expert_gemm_kernelILb1ELb1EEEv24sy_expert_compute_params";
+    "_ZN10switchyard5impls18expert_gemm_kernelILb1ELb1ELb0EEEv24sy_expert_compute_params";
 pub const GATE_UP_BF16: &str =
-    "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb1EEEv24sy_expert_compute_params";
+    "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb1ELb0EEEv24sy_expert_compute_params";
 pub const DOWN_FP8: &str =
-    "_ZN10switchyard5impls18expert_gemm_kernelILb1ELb0EEEv24sy_expert_compute_params";
+    "_ZN10switchyard5impls18expert_gemm_kernelILb1ELb0ELb0EEEv24sy_expert_compute_params";
 pub const DOWN_BF16: &str =
-    "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb0EEEv24sy_expert_compute_params";
+    "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb0ELb0EEEv24sy_expert_compute_params";
 
 /// The kernel that does the same over links of any way that is compiled in.
 #[must_use]

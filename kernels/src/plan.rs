@@ -10,8 +10,8 @@ use crate::check::Check;
 use crate::entries::{
     COMBINE, COMBINE_TUNED, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16, DISPATCH_TUNED_FP8,
     DOWN_BF16, DOWN_FP8, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV,
-    GATE_UP_BF16, GATE_UP_FP8, GATHER_BF16_TO_BF16, GATHER_BF16_TO_FP8, GATHER_FP8_TO_BF16,
-    GATHER_FP8_TO_FP8, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way,
+    GATE_UP_BF16, GATE_UP_DIRECT_BF16, GATE_UP_DIRECT_FP8, GATE_UP_FP8, GATHER_BF16_TO_FP8,
+    GATHER_FP8_TO_BF16, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way,
 };
 
 /// A launch, decided but for the stream.
@@ -161,45 +161,33 @@ impl KernelParams for ExpertComputeParams {
     const NAME: &'static str = "expert_compute";
 
     fn plan(&self) -> LaunchPlan {
-        let num_blocks =
-            if self.num_blocks == 0 { 8 * NUM_MULTIPROCESSORS } else { self.num_blocks };
+        let is_fp8_weights = is_fp8(self.weights_dtype);
+        if self.geometry.dtype == self.weights_dtype {
+            let entry = if is_fp8_weights { GATE_UP_DIRECT_FP8 } else { GATE_UP_DIRECT_BF16 };
+            return LaunchPlan { overlaps: false, ..self.product(entry) };
+        }
+        // Requests of another type than the weights' are converted before.
         LaunchPlan {
-            num_blocks,
+            num_blocks: if self.num_blocks == 0 {
+                8 * NUM_MULTIPROCESSORS
+            } else {
+                self.num_blocks
+            },
             num_threads: COMPUTE_THREADS,
             is_tuned: false,
-            entry: match (is_fp8(self.geometry.dtype), is_fp8(self.weights_dtype)) {
-                (true, true) => GATHER_FP8_TO_FP8,
-                (true, false) => GATHER_FP8_TO_BF16,
-                (false, true) => GATHER_BF16_TO_FP8,
-                (false, false) => GATHER_BF16_TO_BF16,
-            },
+            entry: if is_fp8_weights { GATHER_BF16_TO_FP8 } else { GATHER_FP8_TO_BF16 },
             shared_bytes: 0,
             overlaps: false,
         }
     }
 
     fn rest(&self) -> Vec<LaunchPlan> {
-        let entries = if is_fp8(self.weights_dtype) {
-            [GATE_UP_FP8, DOWN_FP8]
-        } else {
-            [GATE_UP_BF16, DOWN_BF16]
-        };
-        // In pairs, and each fills a multiprocessor's shared memory. A kernel may start while the one
-        // before it ends.
-        let num_blocks = match self.num_blocks {
-            0 => NUM_MULTIPROCESSORS,
-            asked => asked.div_ceil(2).saturating_mul(2),
-        };
-        entries
-            .map(|entry| LaunchPlan {
-                num_blocks,
-                num_threads: PRODUCT_THREADS,
-                is_tuned: false,
-                entry,
-                shared_bytes: PRODUCT_SHARED_BYTES,
-                overlaps: true,
-            })
-            .to_vec()
+        let is_fp8_weights = is_fp8(self.weights_dtype);
+        let down = self.product(if is_fp8_weights { DOWN_FP8 } else { DOWN_BF16 });
+        if self.geometry.dtype == self.weights_dtype {
+            return vec![down];
+        }
+        vec![self.product(if is_fp8_weights { GATE_UP_FP8 } else { GATE_UP_BF16 }), down]
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -212,6 +200,21 @@ impl KernelParams for ExpertComputeParams {
             ("layers", self.layers),
             ("clients", self.clients),
         ]
+    }
+}
+
+impl ExpertComputeParams {
+    /// A kernel that multiplies: it fills a multiprocessor's shared memory, and starts while the one
+    /// before it ends.
+    const fn product(&self, entry: &'static str) -> LaunchPlan {
+        LaunchPlan {
+            num_blocks: if self.num_blocks == 0 { NUM_MULTIPROCESSORS } else { self.num_blocks },
+            num_threads: PRODUCT_THREADS,
+            is_tuned: false,
+            entry,
+            shared_bytes: PRODUCT_SHARED_BYTES,
+            overlaps: true,
+        }
     }
 }
 

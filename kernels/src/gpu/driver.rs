@@ -16,7 +16,7 @@ use cudarc::driver::{DriverError, result};
 use super::GpuError;
 use super::layer::MapShape;
 use crate::abi::{DTYPE_F8_E4M3, DevicePtr, PRODUCT_SHARED_BYTES};
-use crate::entries::{DOWN_BF16, DOWN_FP8, ENTRIES, FLAG_ADD, GATE_UP_BF16, GATE_UP_FP8};
+use crate::entries::{ENTRIES, FLAG_ADD, PRODUCTS};
 use crate::plan::LaunchPlan;
 
 mod images {
@@ -440,7 +440,7 @@ impl Context {
             check("cuModuleGetFunction", unsafe {
                 sys::cuModuleGetFunction(&raw mut function, self.modules[image_idx], name.as_ptr())
             })?;
-            if [GATE_UP_BF16, GATE_UP_FP8, DOWN_BF16, DOWN_FP8].contains(&entry) {
+            if PRODUCTS.contains(&entry) {
                 let which = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 // SAFETY: a function of a loaded module.
                 check("cuFuncSetAttribute", unsafe {

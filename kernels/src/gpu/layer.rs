@@ -78,27 +78,27 @@ impl LayerShape {
         Ok(())
     }
 
-    /// Gate and up: a box is half a tile, eight times eight rows of gate and eight of up.
+    /// Gate and up: a box is a tile, 16 times eight rows of gate and eight of up.
     #[must_use]
     pub fn gate_up_map(&self) -> MapShape {
         let row = u64::from(self.hidden) * self.value_bytes();
         let (inter, experts) = (u64::from(self.inter), u64::from(self.num_local_experts));
         MapShape {
             rank: 5,
-            extent: [self.panel_values(), 8, 2, TILE_WEIGHTS / 32, 1],
+            extent: [self.panel_values(), 8, 2, TILE_WEIGHTS / 16, 1],
             dims: [self.hidden.into(), 8, 2, inter / 8, experts],
             strides: [row, row * inter, row * 8, row * inter * 2],
         }
     }
 
-    /// Down: a box is half a tile of rows.
+    /// Down: a box is a tile of rows.
     #[must_use]
     pub fn down_map(&self) -> MapShape {
         let row = u64::from(self.inter) * self.value_bytes();
         let (hidden, experts) = (u64::from(self.hidden), u64::from(self.num_local_experts));
         MapShape {
             rank: 3,
-            extent: [self.panel_values(), TILE_WEIGHTS / 2, 1, 0, 0],
+            extent: [self.panel_values(), TILE_WEIGHTS, 1, 0, 0],
             dims: [self.inter.into(), hidden, experts, 0, 0],
             strides: [row, row * hidden, 0, 0],
         }

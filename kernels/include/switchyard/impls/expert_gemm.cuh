@@ -14,6 +14,8 @@
 #include <cstdint>
 
 #include "switchyard/device_abi.h"
+#include "switchyard/impls/expert_plain.cuh"
+#include "switchyard/impls/expert_results.cuh"
 #include "switchyard/impls/expert_walk.cuh"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/ptx/bulk.cuh"
@@ -24,17 +26,8 @@ namespace switchyard::impls {
 
 constexpr uint32_t kGemmThreads = SY_PRODUCT_THREADS; // a warpgroup that fetches, two that multiply
 constexpr uint32_t kGemmStages = 4;
-#ifndef SY_SHARE
-#define SY_SHARE 1
-#endif
-#ifndef SY_TURNS
-#define SY_TURNS 1
-#endif
-constexpr uint32_t kPair = 2; // blocks that share what they fetch: a cluster
 constexpr uint32_t kWeightBytes = kTileWeights * kPanelBytes;
 constexpr uint32_t kStageBytes = kWeightBytes + kTileTokens * kPanelBytes;
-constexpr uint32_t kHalfBytes = 64 * 128;           // results: 64 tokens by 64 values of bf16
-constexpr uint32_t kStagingBytes = 2 * kHalfBytes;  // of a warpgroup
 constexpr uint32_t kScaleBytes = kTileTokens * sizeof(float);
 
 // Offsets in shared memory.
@@ -45,7 +38,7 @@ constexpr uint32_t kEmptyAt = kFullAt + kGemmStages * 8;
 constexpr uint32_t kGemmSharedBytes = kEmptyAt + kGemmStages * 8;
 static_assert(kGemmSharedBytes == SY_PRODUCT_SHARED_BYTES, "what launchers ask for");
 
-using ProductWalk = ExpertWalk<kTileTokens, true>;
+using ProductWalk = ExpertWalk<kTileTokens>;
 
 // NOTES: these waits end by themselves: what they wait for is this block's own copies and products.
 __device__ __forceinline__ void wait_phase(uint32_t barrier, uint32_t parity) {
@@ -72,7 +65,8 @@ struct StageRing {
     }
 };
 
-template <bool kFp8, bool kGateUp> struct Gemm {
+// kDirect: rows come straight out of the slots, being of the weights' type.
+template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     static constexpr uint32_t kValueBytes = kFp8 ? 1 : 2;
     static constexpr uint32_t kPanelValues = kPanelBytes / kValueBytes;
     static constexpr uint32_t kOuts = kGateUp ? kTileWeights / 2 : kTileWeights;
@@ -81,14 +75,13 @@ template <bool kFp8, bool kGateUp> struct Gemm {
     const sy_layer_weights& layer;
     Panels tokens;
     uint32_t num_outs;
-    uint32_t rank; // in the pair
     StageRing ring;
 
     __device__ __forceinline__ Gemm(const sy_expert_compute_params& params, uint32_t shared)
         : params(params), layer(params.layers[params.lists.batch->layer]),
           tokens(kGateUp ? params.rows : params.activation, params,
                  (kGateUp ? params.geometry.hidden : params.inter) * kValueBytes),
-          num_outs(kGateUp ? params.inter : params.geometry.hidden), rank(ptx::mov_cluster_ctarank()),
+          num_outs(kGateUp ? params.inter : params.geometry.hidden),
           ring{shared} {}
 
     __device__ __forceinline__ ProductWalk walk() const {
@@ -99,7 +92,7 @@ template <bool kFp8, bool kGateUp> struct Gemm {
     __device__ __forceinline__ void fetch() {
         ProductWalk tiles = walk();
         ExpertTile tile;
-        for (uint32_t i = blockIdx.x / kPair; tiles.seek(i, rank, tile); i += gridDim.x / kPair) {
+        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x) {
             if ((threadIdx.x & 31) == 0) {
                 const uint32_t num_rows = (tile.num_tokens + 7) / 8 * 8;
                 const uint32_t token_bytes = num_rows * kPanelBytes;
@@ -108,34 +101,58 @@ template <bool kFp8, bool kGateUp> struct Gemm {
                     wait_phase(ring.empty(), ring.phase ^ 1);
                     ptx::mbarrier_arrive_expect_tx(ring.full(),
                                                    kWeightBytes + token_bytes + scale_bytes);
-                    // What both blocks need comes once for both: half the weights from each, or tokens
-                    // from the first.
-                    if (SY_SHARE && tile.shares_weights) {
-                        fetch_weights(tile, panel, rank, true);
-                    } else {
-                        fetch_weights(tile, panel, 0, false);
-                        fetch_weights(tile, panel, 1, false);
-                    }
-                    if (!SY_SHARE || tile.shares_weights || rank == 0) {
-                        fetch_tokens(ring.tokens(), tokens.at(panel, tile.row), token_bytes,
-                                     SY_SHARE && !tile.shares_weights);
-                        if constexpr (kFp8)
-                            fetch_tokens(ring.scales(), tokens.scale(panel, tile.row), scale_bytes,
-                                         SY_SHARE && !tile.shares_weights);
-                    }
+                    fetch_weights(tile, panel);
+                    ptx::cp_async_bulk_to_shared(ring.tokens(), tokens.at(panel, tile.row),
+                                                 token_bytes, ring.full());
+                    if constexpr (kFp8)
+                        ptx::cp_async_bulk_to_shared(ring.scales(), tokens.scale(panel, tile.row),
+                                                     scale_bytes, ring.full());
                 }
             }
             __syncwarp();
         }
     }
 
-    // Two warpgroups, 0 and 1.
-    __device__ __forceinline__ void multiply(uint32_t group_idx) {
-        if (SY_TURNS && kFp8 && group_idx == 1)
-            ptx::bar_arrive(4, 256);
+    // Four warps, with rows out of the slots.
+    __device__ __forceinline__ void fetch_direct() {
+        const SlotRows rows = {params};
         ProductWalk tiles = walk();
         ExpertTile tile;
-        for (uint32_t i = blockIdx.x / kPair; tiles.seek(i, rank, tile); i += gridDim.x / kPair) {
+        // This thread's part of every step: one chunk of every 16th row, and a scale.
+        const uint32_t thread_idx = threadIdx.x, first = thread_idx / 8, chunk = thread_idx % 8;
+        const uint32_t offset = first * kPanelBytes + ((chunk ^ (first & 7)) * 16);
+        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x) {
+            uint64_t source[kTileTokens / 16], scale = 0;
+#pragma unroll
+            for (uint32_t k = 0; k < kTileTokens / 16; ++k)
+                source[k] =
+                    rows.payload(tile.position + min(first + k * 16, tile.num_tokens - 1)) +
+                    chunk * 16;
+            if (kFp8)
+                scale = rows.scales(tile.position + min(thread_idx, tile.num_tokens - 1));
+            for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
+                wait_phase(ring.empty(), ring.phase ^ 1);
+                if (thread_idx == 0) {
+                    ptx::mbarrier_arrive_expect_tx(ring.full(), kWeightBytes);
+                    fetch_weights(tile, panel);
+                }
+#pragma unroll
+                for (uint32_t k = 0; k < kTileTokens / 16; ++k)
+                    if (first + k * 16 < tile.num_tokens)
+                        ptx::cp_async_cg_16(ring.tokens() + offset + k * 16 * kPanelBytes,
+                                            source[k] + panel * kPanelBytes);
+                if (kFp8 && thread_idx < tile.num_tokens)
+                    ptx::cp_async_ca_4(ring.scales() + thread_idx * 4, scale + panel * 4);
+                ptx::cp_async_mbarrier_arrive_noinc(ring.full());
+            }
+        }
+    }
+
+    // Two warpgroups, 0 and 1.
+    __device__ __forceinline__ void multiply(uint32_t group_idx) {
+        ProductWalk tiles = walk();
+        ExpertTile tile;
+        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x) {
             if (tile.num_tokens > 64)
                 many_tokens(tile, group_idx);
             else if (tile.num_tokens > 32)
@@ -149,122 +166,23 @@ template <bool kFp8, bool kGateUp> struct Gemm {
         }
     }
 
-    // For GPUs without these matrix units: a warp per output, in f32. All threads.
-    __device__ __forceinline__ void multiply_plain() {
-        constexpr uint32_t kTokens = 8;
-        const uint32_t depth = kGateUp ? params.geometry.hidden : params.inter;
-        const uint32_t lane_idx = threadIdx.x & 31;
-        const uint8_t* weights =
-            reinterpret_cast<const uint8_t*>(kGateUp ? layer.gate_up : layer.down);
-        ProductWalk tiles = walk();
-        ExpertTile tile;
-        for (uint32_t i = blockIdx.x / kPair; tiles.seek(i, rank, tile); i += gridDim.x / kPair)
-            for (uint32_t first = 0; first < tile.num_tokens; first += kTokens) {
-                const uint32_t num_tokens = min(tile.num_tokens - first, kTokens);
-                for (uint32_t out = threadIdx.x / 32; out < kOuts; out += kGemmThreads / 32) {
-                    const uint32_t row = tile.column * kOuts + out;
-                    float sums[kGateUp ? 2 : 1][kTokens] = {};
-                    for (uint32_t k = lane_idx; k < depth && row < num_outs; k += 32)
-#pragma unroll
-                        for (uint32_t part = 0; part < (kGateUp ? 2 : 1); ++part) {
-                            const uint64_t matrix =
-                                uint64_t{tile.expert} * (kGateUp ? 2 : 1) + part;
-                            const float weight =
-                                value_at(weights + ((matrix * num_outs + row) * depth + k) *
-                                                       kValueBytes) *
-                                plain_scale(matrix, row, k);
-                            for (uint32_t token = 0; token < num_tokens; ++token)
-                                sums[part][token] +=
-                                    weight * token_at(tile.row + first + token, k);
-                        }
-#pragma unroll
-                    for (uint32_t token = 0; token < kTokens; ++token) {
-#pragma unroll
-                        for (uint32_t part = 0; part < (kGateUp ? 2 : 1); ++part)
-                            for (uint32_t delta = 16; delta != 0; delta >>= 1)
-                                sums[part][token] +=
-                                    __shfl_xor_sync(kFullWarp, sums[part][token], delta);
-                        const float value = kGateUp ? swiglu(sums[0][token], sums[kGateUp][token])
-                                                    : sums[0][token];
-                        if (lane_idx == 0)
-                            ptx::st_shared_u16(staging(out / 128) + out % 128 / 64 * kHalfBytes + token * 128 +
-                                                   ((out % 64 / 8 ^ (token & 7)) * 16) + out % 8 * 2,
-                                               float2_to_bf16x2(value, 0.0f));
-                    }
-                }
-                __syncthreads();
-                if (threadIdx.x < 128) {
-                    if constexpr (!kGateUp) {
-                        store_rows<8>(staging(0), tile.position + first, num_tokens,
-                                   tile.column * kOuts);
-                        store_rows<8>(staging(1), tile.position + first, num_tokens,
-                                   tile.column * kOuts + 128);
-                    } else if constexpr (kFp8) {
-                        quantize<8, 128>(staging(0), kHalfBytes, tile.row + first, num_tokens,
-                                         tile.column, threadIdx.x);
-                    } else {
-                        store_panels<8>(staging(0), tile.row + first, num_tokens, tile.column * 2, 2);
-                    }
-                }
-                __syncthreads();
-            }
-    }
-
   private:
-    __device__ __forceinline__ static float value_at(const uint8_t* address) {
-        if constexpr (kFp8)
-            return __half2float(__half(__nv_cvt_fp8_to_halfraw(*address, __NV_E4M3)));
-        else
-            return __uint_as_float(uint32_t{*reinterpret_cast<const uint16_t*>(address)} << 16);
+    // A stage is there. What threads copied, the matrix units see after a fence.
+    __device__ __forceinline__ void wait_full() const {
+        wait_phase(ring.full(), ring.phase);
+        if (kDirect)
+            ptx::fence_proxy_async_shared();
     }
 
-    __device__ __forceinline__ float plain_scale(uint64_t matrix, uint32_t row, uint32_t k) const {
-        if constexpr (!kFp8)
-            return 1.0f;
-        const uint32_t num_blocks = (num_outs + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
-        return reinterpret_cast<const float*>(
-            kGateUp ? layer.gate_up_scale
-                    : layer.down_scale)[(matrix * num_blocks + row / SY_SCALE_BLOCK) *
-                                            tokens.num_panels +
-                                        k / SY_SCALE_BLOCK];
-    }
-
-    __device__ __forceinline__ float token_at(uint32_t row, uint32_t k) const {
-        const uint32_t panel = k / kPanelValues, at = k % kPanelValues * kValueBytes;
-        const float value = value_at(tokens.chunk(panel, row, at / 16) + at % 16);
-        return kFp8 ? value * *tokens.scale(panel, row) : value;
-    }
-
-    // Half of a tile's weights of one step, for this block or for the pair.
-    __device__ __forceinline__ void fetch_weights(const ExpertTile& tile, uint32_t panel,
-                                                  uint32_t half, bool is_shared) const {
-        const uint32_t target = ring.weights() + half * (kWeightBytes / 2);
+    // A tile's weights of one step.
+    __device__ __forceinline__ void fetch_weights(const ExpertTile& tile, uint32_t panel) const {
         const uint32_t x = panel * kPanelValues;
-        if constexpr (kGateUp) {
-            const uint32_t group = tile.column * (kOuts / 8) + half * (kOuts / 16);
-            if (is_shared)
-                ptx::cp_async_bulk_tensor_5d_multicast(target, layer.gate_up_map, ring.full(), x, 0,
-                                                       0, group, tile.expert, 3);
-            else
-                ptx::cp_async_bulk_tensor_5d(target, layer.gate_up_map, ring.full(), x, 0, 0, group,
-                                             tile.expert);
-        } else {
-            const uint32_t row = tile.column * kOuts + half * (kOuts / 2);
-            if (is_shared)
-                ptx::cp_async_bulk_tensor_3d_multicast(target, layer.down_map, ring.full(), x, row,
-                                                       tile.expert, 3);
-            else
-                ptx::cp_async_bulk_tensor_3d(target, layer.down_map, ring.full(), x, row,
-                                             tile.expert);
-        }
-    }
-
-    __device__ __forceinline__ void fetch_tokens(uint32_t target, const void* source,
-                                                 uint32_t num_bytes, bool is_shared) const {
-        if (is_shared)
-            ptx::cp_async_bulk_to_shared_multicast(target, source, num_bytes, ring.full(), 3);
+        if constexpr (kGateUp)
+            ptx::cp_async_bulk_tensor_5d(ring.weights(), layer.gate_up_map, ring.full(), x, 0, 0,
+                                         tile.column * (kOuts / 8), tile.expert);
         else
-            ptx::cp_async_bulk_to_shared(target, source, num_bytes, ring.full());
+            ptx::cp_async_bulk_tensor_3d(ring.weights(), layer.down_map, ring.full(), x,
+                                         tile.column * kOuts, tile.expert);
     }
 
     // Scales of a step's weights: gate's and up's, or those of both halves of a tile of down.
@@ -288,18 +206,14 @@ template <bool kFp8, bool kGateUp> struct Gemm {
                 scales + min(tile.column * 2 + 1, last) * num_steps};
     }
 
-    // One arrival of each warp that multiplies, in both blocks: either may fetch for both.
+    // One arrival of each warp that multiplies.
     __device__ __forceinline__ void release(uint32_t empty) const {
-        if ((threadIdx.x & 31) < kPair)
-            ptx::mbarrier_arrive_cluster(empty, threadIdx.x & 31);
+        if ((threadIdx.x & 31) == 0)
+            ptx::mbarrier_arrive(empty);
     }
 
     __device__ __forceinline__ uint32_t staging(uint32_t group_idx) const {
         return ring.shared + kStagingAt + group_idx * kStagingBytes;
-    }
-
-    __device__ __forceinline__ static float swiglu(float gate, float up) {
-        return __fdividef(gate, 1.0f + __expf(-gate)) * up;
     }
 
     // Weights are the rows: 128 of them, in two blocks, for this warpgroup.
@@ -318,7 +232,7 @@ template <bool kFp8, bool kGateUp> struct Gemm {
                 next_first = __ldg(at.first + next);
                 next_second = __ldg(at.second + next);
                 float part[2][kColumns / 2];
-                wait_phase(ring.full(), ring.phase);
+                wait_full();
                 multiply_few<kColumns>(part, group_idx, false);
                 ptx::wgmma_wait<0>();
                 const uint32_t scales = ring.scales() + lane_idx % 4 * 8;
@@ -338,7 +252,7 @@ template <bool kFp8, bool kGateUp> struct Gemm {
         } else {
             uint32_t before = 0;
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                wait_phase(ring.full(), ring.phase);
+                wait_full();
                 multiply_few<kColumns>(sum, group_idx, panel != 0);
                 ptx::wgmma_wait<1>();
                 if (panel != 0)
@@ -360,16 +274,15 @@ template <bool kFp8, bool kGateUp> struct Gemm {
                     const float* s = &sum[block][j * 4];
                     values[block] = float2_to_bf16x2(swiglu(s[0], s[2]), swiglu(s[1], s[3]));
                 }
-                ptx::stmatrix_x2_trans(results + token * 128 +
-                                           (((which * 4 + warp_idx) ^ (token & 7)) * 16),
+                ptx::stmatrix_x2_trans(results + staged_chunk(token, which * 4 + warp_idx),
                                        values[0], values[1]);
             } else {
 #pragma unroll
                 for (uint32_t block = 0; block < 2; ++block) {
                     const float* s = &sum[block][j * 4];
                     ptx::stmatrix_x2_trans(
-                        results + block * kHalfBytes + token * 128 +
-                            (((warp_idx * 2 + which) ^ (token & 7)) * 16),
+                        results + block * kHalfBytes +
+                            staged_chunk(token, warp_idx * 2 + which),
                         float2_to_bf16x2(s[0], s[1]), float2_to_bf16x2(s[2], s[3]));
                 }
             }
@@ -377,16 +290,16 @@ template <bool kFp8, bool kGateUp> struct Gemm {
         if constexpr (kGateUp && kFp8) {
             // A scale is of 128 values, which both warpgroups have.
             ptx::bar_sync(3, 256);
-            quantize<kColumns, 256>(staging(0), kStagingBytes, tile.row, tile.num_tokens,
+            quantize_results<kColumns, 256>(params, staging(0), kStagingBytes, tile.row, tile.num_tokens,
                                     tile.column, group_idx * 128 + (threadIdx.x & 127));
             ptx::bar_sync(3, 256);
         } else {
             ptx::bar_sync(1 + group_idx, 128);
             if constexpr (kGateUp)
-                store_panels<kColumns>(results, tile.row, tile.num_tokens,
+                store_panels<kColumns>(params, results, tile.row, tile.num_tokens,
                                        tile.column * 2 + group_idx, 1);
             else
-                store_rows<kColumns>(results, tile.position, tile.num_tokens,
+                store_rows<kColumns>(params, results, tile.position, tile.num_tokens,
                                      tile.column * kOuts + group_idx * 128);
             ptx::bar_sync(1 + group_idx, 128);
         }
@@ -425,7 +338,7 @@ template <bool kFp8, bool kGateUp> struct Gemm {
                 const uint32_t next = min(panel + 1, tokens.num_panels - 1);
                 next_first = __ldg(at.first + next);
                 next_second = __ldg(at.second + next);
-                wait_phase(ring.full(), ring.phase);
+                wait_full();
                 const uint32_t rows =
                     ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
                 const uint32_t weights = ptx::wgmma_operand(ring.weights());
@@ -434,8 +347,6 @@ template <bool kFp8, bool kGateUp> struct Gemm {
 #pragma unroll
                 for (uint32_t half = 0; half < 2; ++half) {
                     float part[64];
-                    if (SY_TURNS)
-                        ptx::bar_sync(4 + group_idx, 256);
                     ptx::wgmma_fence();
 #pragma unroll
                     for (uint32_t k = 0; k < 4; ++k)
@@ -443,8 +354,6 @@ template <bool kFp8, bool kGateUp> struct Gemm {
                             part, rows + k * 2, weights + (half * (kWeightBytes / 2) + k * 32) / 16,
                             k != 0);
                     ptx::wgmma_commit();
-                    if (SY_TURNS)
-                        ptx::bar_arrive(5 - group_idx, 256);
                     ptx::wgmma_wait<0>();
                     if (half == 1)
                         release(ring.empty());
@@ -461,7 +370,7 @@ template <bool kFp8, bool kGateUp> struct Gemm {
         } else {
             uint32_t before = 0;
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                wait_phase(ring.full(), ring.phase);
+                wait_full();
                 const uint32_t rows =
                     ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
                 const uint32_t weights = ptx::wgmma_operand(ring.weights());
@@ -506,131 +415,60 @@ template <bool kFp8, bool kGateUp> struct Gemm {
                             values[i * 2 + 1] = float2_to_bf16x2(s[2], s[3]);
                         }
                     }
-                    ptx::stmatrix_x4(results + half * kHalfBytes + token * 128 +
-                                         (((pair * 2 + which) ^ (token & 7)) * 16),
+                    ptx::stmatrix_x4(results + half * kHalfBytes +
+                                         staged_chunk(token, pair * 2 + which),
                                      values);
                 }
             ptx::bar_sync(1 + group_idx, 128);
             if constexpr (!kGateUp)
-                store_rows<64>(results, tile.position + first_token, num_tokens,
+                store_rows<64>(params, results, tile.position + first_token, num_tokens,
                            tile.column * kOuts + round * 128);
             else if constexpr (kFp8)
-                quantize<64, 128>(results, kHalfBytes, tile.row + first_token, num_tokens,
+                quantize_results<64, 128>(params, results, kHalfBytes, tile.row + first_token, num_tokens,
                                   tile.column, threadIdx.x & 127);
             else
-                store_panels<64>(results, tile.row + first_token, num_tokens, tile.column * 2, 2);
+                store_panels<64>(params, results, tile.row + first_token, num_tokens, tile.column * 2, 2);
             ptx::bar_sync(1 + group_idx, 128);
         }
     }
-
-    // Results of a warpgroup, as they stand, into panels of the activation.
-    template <uint32_t kTokens>
-    __device__ __forceinline__ void store_panels(uint32_t results, uint32_t row, uint32_t num_tokens,
-                                                 uint32_t panel, uint32_t num_halves) const {
-        constexpr uint32_t kRounds = (kTokens * 8 + 127) / 128;
-        const Panels target(params.activation, params, params.inter * kValueBytes);
-        const uint32_t thread_idx = threadIdx.x & 127;
-        for (uint32_t half = 0; half < num_halves && panel + half < target.num_panels; ++half) {
-            uint4* to = reinterpret_cast<uint4*>(target.at(panel + half, row));
-            uint4 values[kRounds];
-#pragma unroll
-            for (uint32_t i = 0; i < kRounds; ++i)
-                values[i] = ptx::ld_shared_v4(results + half * kHalfBytes +
-                                              (thread_idx + i * 128) % (kTokens * 8) * 16);
-#pragma unroll
-            for (uint32_t i = 0; i < kRounds; ++i)
-                if (thread_idx + i * 128 < num_tokens * 8)
-                    to[thread_idx + i * 128] = values[i];
-        }
-    }
-
-    // 128 values of each token, a panel, quantised as requests are. Whole warps.
-    template <uint32_t kTokens, uint32_t kThreads>
-    __device__ __forceinline__ void quantize(uint32_t results, uint32_t half_bytes, uint32_t row,
-                                             uint32_t num_tokens, uint32_t panel,
-                                             uint32_t thread_idx) const {
-        const Panels target(params.activation, params, params.inter * kValueBytes);
-        const uint32_t chunk = thread_idx % 8;
-#pragma unroll
-        for (uint32_t first = 0; first < kTokens; first += kThreads / 8) {
-            // Threads of no token repeat another's work: shuffles need them.
-            const uint32_t token = first + thread_idx / 8, place = token % kTokens;
-            const uint32_t from = results + chunk / 4 * half_bytes + place * 128;
-            uint4 values[2];
-#pragma unroll
-            for (uint32_t k = 0; k < 2; ++k)
-                values[k] = ptx::ld_shared_v4(from + (((chunk % 4 * 2 + k) ^ (place & 7)) * 16));
-            const QuantizedChunk quantized = quantize_chunk(values);
-            if (token < num_tokens && panel < target.num_panels) {
-                *reinterpret_cast<uint4*>(target.chunk(panel, row + token, chunk)) =
-                    quantized.codes;
-                if (chunk == 0)
-                    *target.scale(panel, row + token) = quantized.scale;
-            }
-        }
-    }
-
-    // 128 values of each token into its row of the output.
-    template <uint32_t kTokens>
-    __device__ __forceinline__ void store_rows(uint32_t results, uint32_t position,
-                                               uint32_t num_tokens, uint32_t first_out) const {
-        constexpr uint32_t kRounds = kTokens / 8;
-        const uint32_t thread_idx = threadIdx.x & 127;
-        const uint32_t first = thread_idx / 16, half = thread_idx / 8 % 2, chunk = thread_idx % 8;
-        const uint32_t out = first_out + half * 64 + chunk * 8;
-        const uint32_t from =
-            results + half * kHalfBytes + first * 128 + ((chunk ^ (first & 7)) * 16);
-        uint8_t* to = static_cast<uint8_t*>(params.expert_out) +
-                      ((uint64_t{position} + first) * num_outs + out) * 2;
-        uint4 values[kRounds];
-#pragma unroll
-        for (uint32_t i = 0; i < kRounds; ++i)
-            values[i] = ptx::ld_shared_v4(from + i * 8 * 128);
-#pragma unroll
-        for (uint32_t i = 0; i < kRounds; ++i)
-            if (first + i * 8 < num_tokens && out < num_outs)
-                *reinterpret_cast<uint4*>(to + uint64_t{i} * 8 * num_outs * 2) = values[i];
-    }
 };
 
-template <bool kFp8, bool kGateUp>
-__global__ void __cluster_dims__(kPair) __launch_bounds__(kGemmThreads, 1)
+template <bool kFp8, bool kGateUp, bool kDirect>
+__global__ void __launch_bounds__(kGemmThreads, 1)
     expert_gemm_kernel(const __grid_constant__ sy_expert_compute_params params) {
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     const uint32_t shared = ptx::shared_address(shared_memory);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < kGemmStages; ++stage) {
-            ptx::mbarrier_init(shared + kFullAt + stage * 8, 1);
-            ptx::mbarrier_init(shared + kEmptyAt + stage * 8, 8 * kPair);
+            // One arrival with the number of bytes; one of each thread that copies rows.
+            ptx::mbarrier_init(shared + kFullAt + stage * 8, kDirect ? 129 : 1);
+            ptx::mbarrier_init(shared + kEmptyAt + stage * 8, 8);
         }
         ptx::fence_mbarrier_init();
     }
-    ptx::barrier_cluster_arrive_release();
-    ptx::barrier_cluster_wait_acquire();
+    __syncthreads();
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
     // Stores of the kernel before are ordinary ones, and the copy engine reads them.
     ptx::fence_proxy_async();
     if (params.lists.batch->layer >= params.num_layers)
         return;
-    Gemm<kFp8, kGateUp> gemm(params, shared);
+    Gemm<kFp8, kGateUp, kDirect> gemm(params, shared);
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<56>();
-        if (threadIdx.x < 32)
+        if constexpr (kDirect)
+            gemm.fetch_direct();
+        else if (threadIdx.x < 32)
             gemm.fetch();
     } else {
         ptx::setmaxnreg_inc<224>();
         gemm.multiply(threadIdx.x / 128 - 1);
     }
-    // The other block still arrives at this one's barriers.
-    __syncwarp();
-    ptx::barrier_cluster_arrive_release();
-    ptx::barrier_cluster_wait_acquire();
 #else
     ptx::griddepcontrol_wait();
     if (params.lists.batch->layer < params.num_layers)
-        Gemm<kFp8, kGateUp>(params, shared).multiply_plain();
+        multiply_plain<kFp8, kGateUp, kDirect>(params, shared + kStagingAt);
 #endif
 }
 

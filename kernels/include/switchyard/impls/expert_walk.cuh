@@ -1,11 +1,12 @@
-// Which expert a piece of the expert stage's work belongs to, from counts that only the device knows, and
-// where the stage keeps what it multiplies.
+// Which expert a piece of the expert stage's work belongs to, from counts that only the device knows; where
+// the stage finds rows, and where it keeps what it multiplies.
 #pragma once
 
 #include <cstdint>
 
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/rows.cuh"
+#include "switchyard/layout/slot.cuh"
 
 namespace switchyard::impls {
 
@@ -45,20 +46,16 @@ struct Panels {
 
 struct ExpertTile {
     uint32_t expert, position, row, num_tokens, column;
-    bool shares_weights; // with the other block of its pair, else tokens
 };
 
-// What there is to do, in order: experts, columns of an expert, groups of kTokens tokens. Every warp walks by
-// itself, each lane with an expert of the 32 around the present place.
-//
-// Blocks work in pairs. Two groups of tokens make a pair that has the weights of a column in common; of an odd
-// number of groups, the last is multiplied by two columns at once.
-template <uint32_t kTokens, bool kInPairs> struct ExpertWalk {
+// Tiles in order: experts, columns of an expert, groups of kTokens tokens. Every warp walks by itself, each
+// lane with an expert of the 32 around the present tile.
+template <uint32_t kTokens> struct ExpertWalk {
     const uint32_t* expert_begin;
     uint32_t num_experts, num_columns;
     uint32_t first = 0;            // expert of lane 0
     uint32_t position, count;      // of the lane's expert
-    uint32_t row, rows_upto, upto; // its first row; rows and units up to its end
+    uint32_t row, rows_upto, upto; // its first row; rows and tiles up to its end
 
     __device__ __forceinline__ ExpertWalk(const sy_expert_compute_params& params,
                                           uint32_t num_columns)
@@ -67,35 +64,25 @@ template <uint32_t kTokens, bool kInPairs> struct ExpertWalk {
         load(0, 0);
     }
 
-    // Tile of block `rank` in unit `unit_idx`, which must not fall from call to call. False behind the last.
-    __device__ __forceinline__ bool seek(uint32_t unit_idx, uint32_t rank, ExpertTile& tile) {
+    // False behind the last tile. `tile_idx` must not fall from call to call.
+    __device__ __forceinline__ bool seek(uint32_t tile_idx, ExpertTile& tile) {
         for (;;) {
             const uint32_t last = __shfl_sync(kFullWarp, upto, 31);
-            if (unit_idx < last)
+            if (tile_idx < last)
                 break;
             if (first + 32 >= num_experts)
                 return false;
             first += 32;
             load(last, __shfl_sync(kFullWarp, rows_upto, 31));
         }
-        const uint32_t lane = __ffs(__ballot_sync(kFullWarp, upto > unit_idx)) - 1;
+        const uint32_t lane = __ffs(__ballot_sync(kFullWarp, upto > tile_idx)) - 1;
         const uint32_t tokens = __shfl_sync(kFullWarp, count, lane);
         const uint32_t end = __shfl_sync(kFullWarp, upto, lane);
-        uint32_t within = unit_idx - (end - num_units(tokens)), group;
         const uint32_t num_groups = (tokens + kTokens - 1) / kTokens;
-        if (!kInPairs) {
-            group = within % num_groups;
-            tile.column = within / num_groups;
-        } else if (const uint32_t num_pairs = num_groups / 2; within < num_pairs * num_columns) {
-            group = within % num_pairs * 2 + rank;
-            tile.column = within / num_pairs;
-            tile.shares_weights = true;
-        } else {
-            group = num_groups - 1;
-            tile.column = (within - num_pairs * num_columns) * 2 + rank;
-            tile.shares_weights = false;
-        }
+        const uint32_t within = tile_idx - (end - num_groups * num_columns);
+        const uint32_t group = within % num_groups;
         tile.expert = first + lane;
+        tile.column = within / num_groups;
         tile.position = __shfl_sync(kFullWarp, position, lane) + group * kTokens;
         tile.row = __shfl_sync(kFullWarp, row, lane) + group * kTokens;
         tile.num_tokens = min(tokens - group * kTokens, kTokens);
@@ -103,30 +90,49 @@ template <uint32_t kTokens, bool kInPairs> struct ExpertWalk {
     }
 
   private:
-    __device__ __forceinline__ uint32_t num_units(uint32_t tokens) const {
-        const uint32_t num_groups = (tokens + kTokens - 1) / kTokens;
-        return kInPairs ? num_groups / 2 * num_columns + num_groups % 2 * ((num_columns + 1) / 2)
-                        : num_groups * num_columns;
-    }
-
-    __device__ __forceinline__ void load(uint32_t units_before, uint32_t rows_before) {
+    __device__ __forceinline__ void load(uint32_t tiles_before, uint32_t rows_before) {
         const uint32_t lane_idx = threadIdx.x & 31, expert = first + lane_idx;
         const bool is_one = expert < num_experts;
         position = is_one ? expert_begin[expert] : 0;
         count = is_one ? expert_begin[expert + 1] - position : 0;
         const uint32_t rows = (count + 7) / 8 * 8;
-        upto = num_units(count);
+        upto = (count + kTokens - 1) / kTokens * num_columns;
         rows_upto = rows;
 #pragma unroll
         for (uint32_t delta = 1; delta < 32; delta <<= 1) {
-            const uint32_t units_below = __shfl_up_sync(kFullWarp, upto, delta);
+            const uint32_t tiles_below = __shfl_up_sync(kFullWarp, upto, delta);
             const uint32_t rows_below = __shfl_up_sync(kFullWarp, rows_upto, delta);
-            upto += lane_idx >= delta ? units_below : 0;
+            upto += lane_idx >= delta ? tiles_below : 0;
             rows_upto += lane_idx >= delta ? rows_below : 0;
         }
-        upto += units_before;
+        upto += tiles_before;
         rows_upto += rows_before;
         row = rows_upto - rows;
+    }
+};
+
+// Entries of the lists, row by row, out of the clients' slots.
+struct SlotRows {
+    const sy_expert_compute_params& params;
+
+    // Where the row of an entry lies in a section of its frame.
+    __device__ __forceinline__ uint64_t at(uint32_t position, uint64_t section,
+                                           uint32_t stride_bytes) const {
+        const sy_frame_geometry& geometry = params.geometry;
+        const uint32_t source = params.lists.row_source[params.lists.list_row[position]];
+        const uint32_t client = source >> SY_ROUTE_SHIFT;
+        const uint32_t frame_row = source & ((1u << SY_ROUTE_SHIFT) - 1);
+        const uint64_t number = params.lists.batch->frame_number[client];
+        return params.clients[client].request +
+               layout::request_frame(geometry, layout::ring_place(geometry, number)) + section +
+               uint64_t{frame_row} * stride_bytes;
+    }
+    __device__ __forceinline__ uint64_t payload(uint32_t position) const {
+        return at(position, params.geometry.payload_offset, params.geometry.row_stride_bytes);
+    }
+    __device__ __forceinline__ uint64_t scales(uint32_t position) const {
+        return at(position, params.geometry.scales_offset,
+                  params.geometry.scales_per_row * uint32_t{sizeof(float)});
     }
 };
 

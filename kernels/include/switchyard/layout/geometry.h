@@ -121,23 +121,23 @@ typedef struct sy_map_shape {
     uint64_t strides[4];
 } sy_map_shape;
 
-/* Gate and up: a box is half a tile, eight times eight rows of gate and eight of up. */
+/* Gate and up: a box is a tile, 16 times eight rows of gate and eight of up. */
 static inline sy_map_shape sy_gate_up_map(uint32_t hidden, uint32_t inter, uint32_t num_local_experts,
                                           uint32_t dtype) {
     const uint64_t row = hidden * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
     const sy_map_shape map = {5,
-                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 8, 2, SY_TILE_WEIGHTS / 32, 1},
+                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 8, 2, SY_TILE_WEIGHTS / 16, 1},
                               {hidden, 8, 2, inter / 8, num_local_experts},
                               {row, row * inter, row * 8, row * inter * 2}};
     return map;
 }
 
-/* Down: a box is half a tile of rows. */
+/* Down: a box is a tile of rows. */
 static inline sy_map_shape sy_down_map(uint32_t hidden, uint32_t inter, uint32_t num_local_experts,
                                        uint32_t dtype) {
     const uint64_t row = inter * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
     const sy_map_shape map = {3,
-                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), SY_TILE_WEIGHTS / 2, 1, 0, 0},
+                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), SY_TILE_WEIGHTS, 1, 0, 0},
                               {inter, hidden, num_local_experts, 0, 0},
                               {row, row * hidden, 0, 0}};
     return map;

@@ -23,15 +23,6 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the barrier that stands at this place in block `rank` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
-    asm volatile("{\n.reg .b32 remote;\n"
-                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-                 "r"(rank)
-                 : "memory");
-}
-
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t num_bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
                  "r"(num_bytes)
@@ -50,6 +41,22 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint3
     return is_complete != 0;
 }
 
+// Copies 16 bytes to shared memory, as the processor's threads store: the matrix units see it after a
+// fence_proxy_async.
+__device__ __forceinline__ void cp_async_cg_16(uint32_t target, uint64_t source) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_ca_4(uint32_t target, uint64_t source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+// Arrives when all of this thread's cp_async so far have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // `num_bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk_to_shared(uint32_t target, const void* source,
                                                         uint32_t num_bytes, uint32_t barrier) {
@@ -59,61 +66,32 @@ __device__ __forceinline__ void cp_async_bulk_to_shared(uint32_t target, const v
                  : "memory");
 }
 
-// To the same place in every block of the cluster that `blocks` has a bit for; each one's barrier hears of it.
-__device__ __forceinline__ void cp_async_bulk_to_shared_multicast(uint32_t target,
-                                                                  const void* source,
-                                                                  uint32_t num_bytes,
-                                                                  uint32_t barrier,
-                                                                  uint32_t blocks) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(target),
-                 "l"(source), "r"(num_bytes), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
-                 : "memory");
-}
-
-#define SY_TENSOR_COPY(rank, coordinates, multicast)                                               \
-    "cp.async.bulk.tensor." rank ".shared::cluster.global.mbarrier::complete_tx::bytes" multicast  \
-    " [%0], [%1, {" coordinates "}], [%2]"
-
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t target, const void* map,
                                                         uint32_t barrier, uint32_t x, uint32_t y,
                                                         uint32_t z) {
-    asm volatile(SY_TENSOR_COPY("3d", "%3, %4, %5", "") ";" ::"r"(target), "l"(map), "r"(barrier),
-                 "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
-
-__device__ __forceinline__ void
-cp_async_bulk_tensor_3d_multicast(uint32_t target, const void* map, uint32_t barrier, uint32_t x,
-                                  uint32_t y, uint32_t z, uint32_t blocks) {
-    asm volatile(SY_TENSOR_COPY("3d", "%3, %4, %5", ".multicast::cluster") ", %6;" ::"r"(target),
-                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<uint16_t>(blocks))
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t target, const void* map,
                                                         uint32_t barrier, uint32_t x, uint32_t y,
                                                         uint32_t z, uint32_t u, uint32_t v) {
-    asm volatile(SY_TENSOR_COPY("5d", "%3, %4, %5, %6, %7", "") ";" ::"r"(target), "l"(map),
-                 "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
+                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
                  : "memory");
 }
-
-__device__ __forceinline__ void
-cp_async_bulk_tensor_5d_multicast(uint32_t target, const void* map, uint32_t barrier, uint32_t x,
-                                  uint32_t y, uint32_t z, uint32_t u, uint32_t v, uint32_t blocks) {
-    asm volatile(SY_TENSOR_COPY("5d", "%3, %4, %5, %6, %7", ".multicast::cluster") ", %8;" ::"r"(
-                     target),
-                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v),
-                 "h"(static_cast<uint16_t>(blocks))
-                 : "memory");
-}
-
-#undef SY_TENSOR_COPY
 
 // Between ordinary stores and the copy engine's reads, both ways and everywhere.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// The same for shared memory of this block.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 template <uint32_t kRegisters> __device__ __forceinline__ void setmaxnreg_inc() {
@@ -127,10 +105,6 @@ template <uint32_t kRegisters> __device__ __forceinline__ void setmaxnreg_dec() 
 // Barrier of `num_threads` threads, other than barrier 0.
 __device__ __forceinline__ void bar_sync(uint32_t barrier_idx, uint32_t num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
-}
-
-__device__ __forceinline__ void bar_arrive(uint32_t barrier_idx, uint32_t num_threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
 }
 
 // Two 8 by 8 matrices of 16-bit values. Lane l names row l % 8 of matrix l / 8 (lanes below 16).
