@@ -273,6 +273,8 @@ int main(int argc, char** argv) {
     CHECK_CUDA(cudaGetDeviceCount(&num_gpus));
     CHECK(num_gpus > 0, "no GPU");
     CHECK_CUDA(cudaSetDevice(0));
+    const std::string cpus = stay_near(0);
+    printf("{\"bench\":\"ibgda_host\",\"cpus_near_gpu\":\"%s\"}\n", cpus.c_str());
     Bench bench = {};
     bench.local = device_alloc<uint8_t>(1 << 20);
     bench.remote = device_alloc<uint8_t>(1 << 20);
