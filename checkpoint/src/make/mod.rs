@@ -29,13 +29,17 @@ pub struct MakeOptions {
     pub overwrite: bool,
     /// Upper limit of one weight file. A tensor larger than that gets a file of its own.
     pub max_shard_bytes: u64,
+    /// Writes no weights: the files have the right names, shapes and sizes, and holes for data, which
+    /// take no room and read as zeros. For programs that make weights of their own.
+    pub shapes_only: bool,
 }
 
 impl MakeOptions {
     /// Seed 0, no overwriting, files of up to 5 GB as on the Hub.
     pub fn new(preset: Preset, num_layers: u32) -> MakeOptions {
         let max_shard_bytes = 5_000_000_000;
-        MakeOptions { preset, num_layers, seed: 0, overwrite: false, max_shard_bytes }
+        let shapes_only = false;
+        MakeOptions { preset, num_layers, seed: 0, overwrite: false, max_shard_bytes, shapes_only }
     }
 }
 
@@ -65,13 +69,16 @@ pub fn make_checkpoint(
     let plan = plan(options.preset, options.num_layers)?;
     let old_files = prepare_dir(dir, options.overwrite)?;
     let tensor_bytes: u64 = plan.iter().map(TensorPlan::len_bytes).sum();
-    check_free_space(dir, tensor_bytes, &old_files)?;
+    if !options.shapes_only {
+        check_free_space(dir, tensor_bytes, &old_files)?;
+    }
     // The configuration goes first and comes last: what lies between is not a checkpoint.
     old_files.iter().rev().try_for_each(|f| fs::remove_file(f).map_err(write_error(f)))?;
 
     let shards = split(plan, options.max_shard_bytes);
     let mut writer = ShardWriter {
         seed: options.seed,
+        shapes_only: options.shapes_only,
         done: 0,
         total: tensor_bytes,
         buffer: Vec::new(),
@@ -220,6 +227,7 @@ fn split(plan: Vec<TensorPlan>, max_shard_bytes: u64) -> Vec<Vec<TensorPlan>> {
 
 struct ShardWriter<'a> {
     seed: u64,
+    shapes_only: bool,
     done: u64,
     total: u64,
     buffer: Vec<u8>,
@@ -229,7 +237,13 @@ struct ShardWriter<'a> {
 impl ShardWriter<'_> {
     fn write(&mut self, path: &Path, shard: &[TensorPlan]) -> Result<(), MakeError> {
         let mut file = File::create_new(path).map_err(write_error(path))?;
-        file.write_all(&header(shard)).map_err(write_error(path))?;
+        let head = header(shard);
+        file.write_all(&head).map_err(write_error(path))?;
+        if self.shapes_only {
+            let data_bytes: u64 = shard.iter().map(TensorPlan::len_bytes).sum();
+            self.done += data_bytes;
+            return file.set_len(head.len() as u64 + data_bytes).map_err(write_error(path));
+        }
         self.buffer.resize(CHUNK_BYTES, 0);
         for tensor in shard {
             let mut filler = Filler::new(self.seed, &tensor.name, tensor.dtype, tensor.fill);

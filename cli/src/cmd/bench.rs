@@ -2,6 +2,7 @@
 
 mod engine;
 mod moe;
+mod moe_device;
 mod p2p;
 
 use std::process::ExitCode;
@@ -26,9 +27,9 @@ enum Bench {
     Moe(moe::Args),
 }
 
-/// Runs this process's part where it is a child of `bench p2p`.
+/// Runs this process's part where it is a child of `bench p2p` or `bench moe --device`.
 pub fn child() -> Option<ExitCode> {
-    p2p::child()
+    moe_device::child().or_else(p2p::child)
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {

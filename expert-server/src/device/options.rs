@@ -12,12 +12,15 @@ pub struct DeviceOptions {
     pub dtype: WireDtype,
     /// Batches under way at a time, 1 or 2: with two, one is received while the other computes.
     pub batches_in_flight: usize,
+    /// Serves random weights, made on the GPU, instead of the checkpoint's, of which only names and
+    /// shapes are used then: for measuring models that nobody wants to copy.
+    pub random_weights: bool,
 }
 
 impl DeviceOptions {
     /// Defaults for a GPU.
     #[must_use]
     pub const fn new(name: DeviceName) -> Self {
-        Self { name, dtype: WireDtype::Bf16, batches_in_flight: 2 }
+        Self { name, dtype: WireDtype::Bf16, batches_in_flight: 2, random_weights: false }
     }
 }

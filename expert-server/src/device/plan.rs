@@ -33,6 +33,8 @@ pub(crate) struct DevicePlan {
     pub(crate) num_contexts: usize,
     /// Most clients.
     pub(crate) max_clients: usize,
+    /// Weights are made up instead of loaded.
+    pub(crate) random_weights: bool,
 }
 
 impl DevicePlan {
@@ -90,6 +92,7 @@ impl DevicePlan {
             num_experts: model.num_experts,
             num_contexts: options.batches_in_flight.clamp(1, 2),
             max_clients: limits.max_links.clamp(1, MAX_PEERS),
+            random_weights: options.random_weights,
         })
     }
 

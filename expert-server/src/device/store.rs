@@ -95,9 +95,14 @@ impl DeviceStore {
         for (&layer, ids) in experts {
             let Some(table) = layers.get_mut(layer as usize) else { continue };
             let memory = LayerMemory::new(gpu, &shape, ids.len()).map_err(LoadError::gpu)?;
+            if plan.random_weights {
+                fill_randomly(&mut uploader, &shape, &memory).map_err(LoadError::gpu)?;
+            }
             for &expert in ids {
                 let place = table.experts.len();
-                put(&mut uploader, &checkpoint, &shape, &memory, place, (layer, expert))?;
+                if !plan.random_weights {
+                    put(&mut uploader, &checkpoint, &shape, &memory, place, (layer, expert))?;
+                }
                 table.experts.push(expert);
                 state.num_loaded += 1;
                 state.loaded_bytes += shape.expert_bytes();
@@ -366,6 +371,53 @@ impl LayerMemory {
     }
 }
 
+/// Fills a layer's memory with random weights: a block from the host, repeated within the GPU.
+fn fill_randomly(
+    uploader: &mut Uploader,
+    shape: &WeightShape,
+    memory: &LayerMemory,
+) -> Result<(), GpuError> {
+    // Any generator will do; this one is a few instructions.
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    // Outputs of about the size of inputs.
+    let scale = (shape.hidden as f32).sqrt().recip();
+    let mut value = move || (next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+    for buffer in [&memory.gate_up, &memory.down] {
+        let block_bytes = buffer.len().min(RANDOM_BYTES);
+        if shape.is_fp8 {
+            // Every code but those of NaN.
+            let code = |value: f32| ((value * 126.0).abs() as u8) | (u8::from(value < 0.0) << 7);
+            let block: Vec<u8> = (0..block_bytes).map(|_| code(value())).collect();
+            uploader.bytes(buffer.ptr(), &block)?;
+        } else {
+            let block: Vec<f32> = (0..block_bytes / 2).map(|_| value() * scale).collect();
+            uploader.as_bf16(buffer.ptr(), &block)?;
+        }
+        uploader.settle()?;
+        let mut filled = block_bytes;
+        while filled < buffer.len() {
+            let bytes = filled.min(buffer.len() - filled);
+            // SAFETY: both ranges lie in the buffer and do not overlap; nobody else knows it yet.
+            unsafe { uploader.within(buffer.at(filled, bytes)?, buffer.ptr(), bytes)? };
+            uploader.settle()?;
+            filled += bytes;
+        }
+    }
+    for scales in memory.scales.iter().flatten() {
+        // The largest code stands for 448.
+        let factors = vec![scale / 64.0; (scales.len() / 4) as usize];
+        let bytes: Vec<u8> = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
+        uploader.bytes(scales.ptr(), &bytes)?;
+    }
+    uploader.settle()
+}
+
 /// Starts copying an expert to its place.
 fn put(
     uploader: &mut Uploader,
@@ -448,5 +500,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Side of the blocks that share a scale in the kernels' fp8 weights.
 const SCALE_BLOCK: usize = 128;
+/// Block of random weights that is repeated.
+const RANDOM_BYTES: u64 = 64 << 20;
 /// Tables go into service between two batches.
 const SERVICE_LIMIT: Duration = Duration::from_secs(60);

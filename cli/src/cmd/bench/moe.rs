@@ -12,11 +12,14 @@ use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint, planned_bytes
 use expert_server::compute::{
     ComputePool, ExpertGroup, ExpertStore, LayerBatch, LayerExperts, Residency,
 };
+use kernels::gpu::DeviceName;
+use protocol::WireDtype;
 use rand::rngs::StdRng;
 use rand::seq::index::sample;
 use rand::{RngExt, SeedableRng};
 use serde::Serialize;
 
+use super::moe_device;
 use crate::cluster::ClusterOptions;
 use crate::{Global, ui};
 
@@ -43,6 +46,16 @@ pub struct Args {
     /// Expert servers that share the layer.
     #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1)]
     servers: usize,
+    /// GPUs to measure instead of CPUs: `cuda`. Clients and servers are processes of their own, servers on
+    /// the first GPUs and clients on those behind, as far as there are so many; weights are random.
+    #[arg(long, env = "SWITCHYARD_DEVICE")]
+    device: Option<DeviceName>,
+    /// Clients of the service, with --device.
+    #[arg(long, env = "SWITCHYARD_CLIENTS", default_value_t = 1, requires = "device")]
+    clients: usize,
+    /// Lets all servers hold every expert and kills one of them under load, with --device.
+    #[arg(long, env = "SWITCHYARD_KILL", requires = "device")]
+    kill: bool,
     /// Time to spend on each token count, in process and through the service each.
     #[arg(long, env = "SWITCHYARD_SECONDS", default_value_t = 2.0)]
     seconds: f64,
@@ -91,6 +104,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     if !(0.0..=MAX_SECONDS).contains(&args.seconds) {
         bail!("--seconds {}: expected 0 to {MAX_SECONDS}", args.seconds);
+    }
+    if let Some(device) = args.device {
+        return on_device(global, &args, device);
     }
     let dir = match &args.model {
         Some(dir) => dir.clone(),
@@ -188,6 +204,38 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         print_report(&report);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn on_device(global: &Global, args: &Args, device: DeviceName) -> Result<ExitCode> {
+    let (clients, servers) = (args.clients, args.servers);
+    if !(1..=MAX_PEERS).contains(&clients) || !(1..=MAX_PEERS).contains(&servers) {
+        bail!("--clients {clients} --servers {servers}: expected 1 to {MAX_PEERS} of each");
+    }
+    if args.kill && servers < 2 {
+        bail!("--kill --servers {servers}: expected 2 at least, so that one is left");
+    }
+    if args.model.is_some() {
+        bail!("--device measures presets with random weights: leave --model out");
+    }
+    // What is not set is fp8: what servers on GPUs are for.
+    let dtype = match args.client.wire_dtype {
+        dtype @ (WireDtype::Bf16 | WireDtype::F8E4m3) => dtype,
+        _ => WireDtype::F8E4m3,
+    };
+    moe_device::run(
+        global,
+        &moe_device::Wish {
+            device,
+            preset: args.preset,
+            tokens: args.tokens.clone(),
+            clients,
+            servers,
+            seconds: args.seconds,
+            seed: args.seed,
+            dtype,
+            kill: args.kill,
+        },
+    )
 }
 
 /// One batch with its routing, and the scratch that grouping it needs.
@@ -402,6 +450,8 @@ fn print_report(report: &Report) {
     }
 }
 
+/// Processes of a measurement on GPUs, of each kind.
+const MAX_PEERS: usize = 8;
 /// More than any batch of one layer, and what a host of 16 GiB has room for.
 const MAX_TOKENS: usize = 1 << 14;
 const MAX_SECONDS: f64 = 3600.0;
