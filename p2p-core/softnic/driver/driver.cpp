@@ -58,6 +58,9 @@ void build(uint32_t kind, const Fields& f, const uint8_t* bytes, uint8_t* out) {
     case 9:
         wqe = mlx5::make_masked_fetch_add8(control, local, remote, f.value, f.boundary);
         break;
+    case 10:
+        wqe = mlx5::make_write_inline_words(control, remote, f.value, f.num_bytes / 8);
+        break;
     default:
         break;
     }

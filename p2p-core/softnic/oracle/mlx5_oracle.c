@@ -74,6 +74,7 @@ static void answer_wqe(const struct question* q) {
         set_inline(third, &word, q->num_bytes);
         break;
     case 4:
+    case 10: /* The bytes are the words. */
         set_control(wqe, q, MLX5_OPCODE_RDMA_WRITE, 0, (uint8_t)(2 + (4 + q->num_bytes + 15) / 16),
                     0);
         set_remote(wqe, q);

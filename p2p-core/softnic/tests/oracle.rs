@@ -76,6 +76,7 @@ fn random_fields(rng: &mut SmallRng, kind: Kind) -> (Fields, [u8; 28]) {
     let num_bytes = match kind {
         Kind::WriteInline => [4, 8][rng.random_range(0..2)],
         Kind::WriteInlineBytes => rng.random_range(1..=28),
+        Kind::WriteInlineWords => 8 * rng.random_range(1..=3),
         Kind::WriteImm if rng.random_ratio(1, 4) => 0,
         _ => any(rng) as u32 & 0x7fff_ffff,
     };
@@ -92,6 +93,11 @@ fn random_fields(rng: &mut SmallRng, kind: Kind) -> (Fields, [u8; 28]) {
         value: any(rng),
         boundary: any(rng),
     };
+    if kind == Kind::WriteInlineWords {
+        for word in bytes.chunks_exact_mut(8) {
+            word.copy_from_slice(&fields.value.to_le_bytes());
+        }
+    }
     (fields, bytes)
 }
 
@@ -110,7 +116,7 @@ fn in_rust(kind: Kind, fields: &Fields, bytes: &[u8; 28]) -> Wqe {
             let value = fields.value.to_le_bytes()[..num_bytes].to_vec();
             Operation::Write(remote, Source::Inline(value))
         }
-        Kind::WriteInlineBytes => {
+        Kind::WriteInlineBytes | Kind::WriteInlineWords => {
             Operation::Write(remote, Source::Inline(bytes[..num_bytes].to_vec()))
         }
         Kind::WriteImm => Operation::WriteImm(remote, gather(num_bytes != 0), fields.value as u32),

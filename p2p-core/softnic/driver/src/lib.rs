@@ -18,11 +18,12 @@ pub enum Kind {
     FetchAdd,
     MaskedFetchAdd4,
     MaskedFetchAdd8,
+    WriteInlineWords,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Nop,
         Self::Dump,
         Self::Write,
@@ -33,6 +34,7 @@ impl Kind {
         Self::FetchAdd,
         Self::MaskedFetchAdd4,
         Self::MaskedFetchAdd8,
+        Self::WriteInlineWords,
     ];
 }
 
