@@ -59,15 +59,18 @@ def main():
             print(f"| {shape} | {tokens} | " + " | ".join(f"{row['median_us']:.1f}" for row in line) + " |")
     experts = [row for row in rows if row["bench"] == "expert_compute"]
     if experts:
-        rate = next((row["tb_per_s"] for row in rows if row["bench"] == "copy"), 0)
-        print(f"\n## Expert stage, bf16\n\nThe same number of tokens for each expert of a server; floor: bytes"
-              f" at the copy rate of {rate:.2f} TB/s or operations at 790 TFLOP/s, whichever is longer.\n")
-        print("| model | experts | tokens each | µs | p10–p90 | TB/s | TFLOP/s | floor | ratio |")
-        print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+        copy = next((row["tb_per_s"] for row in rows if row["bench"] == "copy"), 0)
+        dense = {row["dtype"]: row["tflop_per_s"] for row in rows if row["bench"] == "dense"}
+        rates = ", ".join(f"{rate:.0f} TFLOP/s in {dtype}" for dtype, rate in dense.items())
+        print(f"\n## Expert stage\n\nThe same number of tokens for each expert of a server. Floor: bytes at the rate of a"
+              f" copy, {copy:.2f} TB/s, or operations at that of a library's dense products"
+              f" ({rates or '790 TFLOP/s in bf16, 1400 in fp8, measured apart'}), whichever takes longer.\n")
+        print("| model | type | experts | tokens each | µs | p10–p90 | TB/s | TFLOP/s | floor | by | ratio |")
+        print("|---|---|---:|---:|---:|---:|---:|---:|---:|---|---:|")
         for row in experts:
-            print(f"| {row['model']} | {row['experts']} | {row['tokens_per_expert']} | {row['us']:.1f}"
+            print(f"| {row['model']} | {row['dtype']} | {row['experts']} | {row['tokens_per_expert']} | {row['us']:.1f}"
                   f" | {row['p10_us']:.1f}–{row['p90_us']:.1f} | {row['tb_per_s']:.2f}"
-                  f" | {row['tflop_per_s']} | {row['floor_us']:.1f} | {row['ratio']:.2f} |")
+                  f" | {row['tflop_per_s']} | {row['floor_us']:.1f} | {row['floor']} | {row['ratio']:.2f} |")
     wrong = [row for row in layers if row["wrong"] or row["error"] != [0, 0]]
     print(f"\n{len(layers)} cases, {len(wrong)} with wrong values or errors.")
     return 1 if wrong else 0

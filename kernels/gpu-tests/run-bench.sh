@@ -19,7 +19,16 @@ code=0
 timeout 60 ./p2p_bench --ranks "$ranks" --limit 50 >> "$raw" || code=1
 timeout 120 ./moe_bench --ranks "$ranks" --set table --limit 110 >> "$raw" || code=1
 timeout 60 ./moe_bench --ranks "$ranks" --set sms --limit 50 >> "$raw" || code=1
-timeout 60 ./expert_test --bench >> "$raw" || code=1
+rates=()
+if python3 -c 'import torch' 2> /dev/null; then
+    timeout 60 python3 peak.py > "$out/peak.jsonl" || code=1
+    cat "$out/peak.jsonl" >> "$raw"
+    for dtype in bf16 fp8; do
+        rate=$(sed -n "s/.*\"dtype\": \"$dtype\".*\"tflop_per_s\": \([0-9.]*\).*/\1/p" "$out/peak.jsonl")
+        [ -n "$rate" ] && rates+=("--$dtype-rate" "$rate")
+    done
+fi
+timeout 90 ./expert_test --bench "${rates[@]}" >> "$raw" || code=1
 if python3 -c 'import torch' 2> /dev/null; then
     python3 baseline.py --limit 60 --out "$out/baseline.jsonl" || code=1
     cat "$out/baseline.jsonl" >> "$raw"

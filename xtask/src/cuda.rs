@@ -274,6 +274,7 @@ pub fn make_bundle() -> Result<Outcome> {
         ("kernels/gpu-tests/run-tests.sh", "run-tests.sh"),
         ("kernels/gpu-tests/run-bench.sh", "run-bench.sh"),
         ("bench/gpu/baseline.py", "baseline.py"),
+        ("bench/gpu/peak.py", "peak.py"),
         ("bench/gpu/summarize.py", "summarize.py"),
     ] {
         std::fs::copy(from, bundle.join(to)).with_context(|| format!("cannot copy {from}"))?;
