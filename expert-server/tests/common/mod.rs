@@ -185,7 +185,7 @@ pub fn dot<V: Copy + Into<f64>>(a: &[f32], b: &[V]) -> f64 {
 }
 
 /// What is left of a row after rounding to `dtype`, by arithmetic of its own.
-pub fn after_trip(row: &[f32], dtype: WireDtype) -> Vec<f64> {
+fn after_trip(row: &[f32], dtype: WireDtype) -> Vec<f64> {
     match dtype {
         WireDtype::F32 => row.iter().map(|&v| f64::from(v)).collect(),
         WireDtype::F16 => row.iter().map(|&v| half::f16::from_f32(v).to_f64()).collect(),

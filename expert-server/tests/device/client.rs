@@ -35,6 +35,7 @@ pub struct Client {
     pub pair: DevicePair,
     shape: ModelShape,
     client_id: u64,
+    layer: u32,
     _channel: Channel<AnyEndpoint>,
     stream: Stream,
     hidden_states: GpuBuffer,
@@ -111,6 +112,7 @@ impl Client {
             liveness,
             shape,
             client_id,
+            layer: 0,
             _channel: channel,
             stream: gpu.stream().expect("stream"),
             hidden_states: alloc(tokens * u64::from(geometry.hidden) * 2),
@@ -140,7 +142,29 @@ impl Client {
         self.combine(request)
     }
 
+    /// The last layer again, so many times, each recorded launch waited for: how long each took.
+    pub fn replay(&mut self, num_layers: usize) -> Vec<Duration> {
+        let (dispatch, combine) = (self.prepared_dispatch(), self.prepared_combine());
+        let graph = self
+            .stream
+            .capture(|stream| {
+                stream.launch(&dispatch)?;
+                stream.launch(&combine)
+            })
+            .expect("a graph");
+        (0..num_layers + 20)
+            .map(|_| {
+                let begin = Instant::now();
+                self.stream.replay(&graph).expect("replayed");
+                self.wait();
+                begin.elapsed()
+            })
+            .skip(20)
+            .collect()
+    }
+
     pub fn dispatch(&mut self, request: &Request) {
+        self.layer = request.layer;
         let top_k = self.geometry.top_k as usize;
         let num_tokens = request.routes.len();
         assert!(num_tokens <= self.geometry.max_tokens as usize, "the request fits a frame");
@@ -160,6 +184,11 @@ impl Client {
         self.write(&self.topk_idx, bytemuck::cast_slice(&idx));
         self.write(&self.topk_weights, bytemuck::cast_slice(&weights));
         self.write(&self.num_tokens, &(num_tokens as u32).to_le_bytes());
+        self.stream.launch(&self.prepared_dispatch()).expect("dispatch");
+        self.wait();
+    }
+
+    fn prepared_dispatch(&self) -> Prepared<DispatchParams> {
         let params = DispatchParams {
             version: DEVICE_ABI_VERSION,
             geometry: self.geometry,
@@ -172,20 +201,23 @@ impl Client {
             handle: self.handle.ptr(),
             client_id: self.client_id,
             capacity: self.geometry.max_tokens,
-            layer: request.layer,
+            layer: self.layer,
             num_experts: self.shape.num_experts,
             num_servers: 1,
             servers: self.table.ptr(),
             ..DispatchParams::zeroed()
         };
         // SAFETY: the client's memory is as large as its geometry says, and stays.
-        let kernel: Prepared<DispatchParams> =
-            unsafe { self.gpu.prepare(params) }.expect("dispatch");
-        self.stream.launch(&kernel).expect("dispatch");
-        self.wait();
+        unsafe { self.gpu.prepare(params) }.expect("dispatch")
     }
 
     pub fn combine(&mut self, request: &Request) -> (Outcome, Vec<f32>) {
+        self.stream.launch(&self.prepared_combine()).expect("combine");
+        self.wait();
+        self.outcome(request)
+    }
+
+    fn prepared_combine(&self) -> Prepared<CombineParams> {
         let params = CombineParams {
             version: DEVICE_ABI_VERSION,
             geometry: self.geometry,
@@ -199,9 +231,10 @@ impl Client {
             ..CombineParams::zeroed()
         };
         // SAFETY: as for dispatch.
-        let kernel: Prepared<CombineParams> = unsafe { self.gpu.prepare(params) }.expect("combine");
-        self.stream.launch(&kernel).expect("combine");
-        self.wait();
+        unsafe { self.gpu.prepare(params) }.expect("combine")
+    }
+
+    fn outcome(&self, request: &Request) -> (Outcome, Vec<f32>) {
         let handle: Handle = self.read(&self.handle, 0);
         if handle.refused != 0 {
             let state: ClientState = self.read(&self.state, 0);
