@@ -63,7 +63,8 @@ fn both_sides_have_the_layout_alike() {
         unsafe { driver.check(std::ptr::from_ref(&lane).cast()) }
     };
     assert_eq!(check(|_| {}), None);
-    let cases: [(&str, fn(&mut LaneHandle)); 6] = [
+    type Change = fn(&mut LaneHandle);
+    let cases: [(&str, Change); 6] = [
         ("depth", |lane| lane.depth_shift = 3),
         ("depth", |lane| lane.depth_shift = 17),
         ("budget", |lane| lane.budget = 17),

@@ -4,6 +4,8 @@ pub mod local;
 mod post;
 #[cfg(feature = "cuda")]
 pub mod relay;
+#[cfg(not(loom))]
+pub mod remote;
 
 use std::time::Duration;
 
