@@ -23,12 +23,13 @@ const WHEELS: [&str; 7] = [
 ];
 const VERSION: &str = "13.0";
 
-const KERNELS: [&str; 6] = ["dispatch", "combine", "expert", "compute", "p2p", "flag"];
+const KERNELS: [&str; 7] = ["dispatch", "combine", "expert", "compute", "p2p", "flag", "proxy"];
 const PROGRAMS: [&str; 5] = ["kernels_test", "expert_test", "fault_test", "moe_bench", "p2p_bench"];
 /// Packages with the feature `cuda`; of each the test that goes into the bundle, and its name there.
-const RUST_TESTS: [(&str, &str, &str); 2] = [
+const RUST_TESTS: [(&str, &str, &str); 3] = [
     ("switchyard-kernels", "against_rust", "rust_kernels_test"),
     ("switchyard-p2p-core", "cuda_ipc", "rust_cuda_ipc_test"),
+    ("switchyard-proxy", "gpu", "rust_proxy_test"),
 ];
 /// Machine code for Hopper, PTX for what comes later.
 const TARGETS: [&str; 2] =

@@ -41,7 +41,7 @@ pub fn all() -> Vec<Step> {
         step("deny", "licences, sources and bans of dependencies", deny),
         step("unit", "unit, conformance, end-to-end and fault tests", unit),
         step("doc", "documentation tests and links", doc),
-        step("loom", "interleavings of the slot ring and the flags", loom),
+        step("loom", "interleavings of the slot ring, the flags and the proxy's lanes", loom),
         step("fuzz", "decoders under mutated input, for a bounded time", fuzz),
         step(
             "kernels",
@@ -152,7 +152,9 @@ fn doc() -> Result<Outcome> {
 }
 
 fn loom() -> Result<Outcome> {
-    run(cargo(&["test", "-p", "switchyard-p2p-core", "--release", "--test", "loom"])
+    let packages = ["-p", "switchyard-p2p-core", "-p", "switchyard-proxy"];
+    run(cargo(&["test", "--release", "--test", "loom"])
+        .args(packages)
         .env("RUSTFLAGS", "--cfg loom")
         .env("CARGO_TARGET_DIR", target_dir().join("loom"))
         .env("LOOM_MAX_PREEMPTIONS", "3"))
