@@ -5,13 +5,15 @@
 #[path = "../../tests/src/skip.rs"]
 mod skip;
 
-use p2p_core::bench::{BenchConfig, ChildProgram, child_main, run};
+use p2p_core::bench::{
+    BenchConfig, ChildProgram, DeviceBenchConfig, child_main, device_child_main, run, run_device,
+};
 use p2p_core::{SlotConfig, TransportKind};
 
 /// The processes that the others start. Does nothing when run on its own.
 #[test]
 fn child_process() {
-    if let Some(done) = child_main() {
+    if let Some(done) = child_main().or_else(device_child_main) {
         assert!(done, "see the parent's message");
     }
 }
@@ -81,4 +83,43 @@ fn nonsense_is_refused() {
     assert!(run(&config, &program(), |_| {}).unwrap_err().to_string().contains("senders is 0"));
     let config = BenchConfig { min_bytes: 8, max_bytes: 4, ..BenchConfig::default() };
     assert!(run(&config, &program(), |_| {}).is_err());
+}
+
+#[test]
+fn every_pair_of_gpus_in_software_exchanges_whole_messages() {
+    for (senders, receivers) in [(1, 1), (2, 1), (1, 2)] {
+        let config = DeviceBenchConfig {
+            senders,
+            receivers,
+            min_bytes: 4,
+            max_bytes: 4096,
+            first: "emulated:0".parse().unwrap(),
+            launches: 2,
+            turns: 3,
+        };
+        let mut num_rows = 0;
+        let report = run_device(&config, &program(), |_| num_rows += 1).unwrap();
+        let sizes: Vec<usize> = report.rows.iter().map(|row| row.bytes).collect();
+        assert_eq!(sizes, (2..=12).map(|power| 1 << power).collect::<Vec<_>>());
+        assert_eq!(num_rows, sizes.len());
+        assert!(report.rows.iter().all(|row| row.one_way_us_p50 > 0.0 && row.gb_per_s > 0.0));
+        // There and back once per pair, and once in one direction; the largest alone before.
+        let once = sizes.iter().sum::<usize>() * senders * receivers;
+        assert_eq!(report.verified_bytes, 3 * once as u64 + 4096);
+    }
+}
+
+#[test]
+fn sizes_that_kernels_cannot_put_are_refused() {
+    let config = DeviceBenchConfig {
+        senders: 1,
+        receivers: 1,
+        min_bytes: 20,
+        max_bytes: 64,
+        first: "emulated:0".parse().unwrap(),
+        launches: 1,
+        turns: 1,
+    };
+    let error = run_device(&config, &program(), |_| {}).unwrap_err().to_string();
+    assert!(error.starts_with("min_bytes is 20"), "{error}");
 }

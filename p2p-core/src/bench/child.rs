@@ -440,7 +440,7 @@ fn num_rounds(config: &BenchConfig, len: usize, window: usize) -> usize {
     (iterations(config, len) / window).clamp(20, 400)
 }
 
-fn runtime() -> Result<Runtime, String> {
+pub(super) fn runtime() -> Result<Runtime, String> {
     Builder::new_current_thread().enable_all().build().map_err(text)
 }
 
@@ -460,7 +460,7 @@ fn pin(config: &BenchConfig, nth: usize) {
     let _ = sched_setaffinity(None, &one);
 }
 
-fn wait_for_go() -> Result<(), String> {
+pub(super) fn wait_for_go() -> Result<(), String> {
     let mut line = String::new();
     match std::io::stdin().lock().read_line(&mut line) {
         Ok(0) => Err("the parent is gone".to_owned()),
@@ -469,7 +469,7 @@ fn wait_for_go() -> Result<(), String> {
     }
 }
 
-fn say(line: &str) {
+pub(super) fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     // A parent that does not listen any more ends this process soon.
     let _ = writeln!(out, "{LINE_PREFIX}{line}").and_then(|()| out.flush());

@@ -12,6 +12,7 @@
 
 mod child;
 mod clock;
+mod device;
 mod message;
 
 use std::io::{self, BufRead, BufReader, Write};
@@ -22,6 +23,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 pub use child::child_main;
+pub use device::{DeviceBenchConfig, DeviceReport, DeviceRow, device_child_main, run_device};
 
 use crate::endpoint::TransportKind;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -280,10 +282,19 @@ struct Process {
 
 impl Process {
     fn start(program: &ChildProgram, job: &child::Job, who: String) -> Result<Self, BenchError> {
+        Self::spawn(program, child::JOB_VARIABLE, &job.encode(), who)
+    }
+
+    fn spawn(
+        program: &ChildProgram,
+        variable: &str,
+        job: &str,
+        who: String,
+    ) -> Result<Self, BenchError> {
         let failed = |what| move |source| BenchError::Process { what, source };
         let mut child = Command::new(&program.path)
             .args(&program.args)
-            .env(child::JOB_VARIABLE, job.encode())
+            .env(variable, job)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -4,7 +4,10 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
-use p2p_core::bench::{BenchConfig, BenchRow, ChildProgram};
+use kernels::gpu::{DeviceName, Gpu};
+use p2p_core::bench::{
+    BenchConfig, BenchRow, ChildProgram, DeviceBenchConfig, DeviceReport, DeviceRow, run_device,
+};
 use p2p_core::transports::Wish;
 use p2p_core::{SlotConfig, TransportKind, TransportSpec};
 
@@ -48,6 +51,12 @@ pub struct Args {
     /// Seed of the payload.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
     seed: u64,
+    /// Measures GPUs instead, by kernels: the first process takes this one, the others those that follow.
+    #[arg(long, env = "SWITCHYARD_DEVICE", value_name = "cuda|cuda:N")]
+    device: Option<DeviceName>,
+    /// With --device: every split of the GPUs from that one on into senders and receivers.
+    #[arg(long, requires = "device", conflicts_with_all = ["senders", "receivers"])]
+    all_splits: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -77,11 +86,15 @@ fn transport(text: &str) -> Result<Transport, String> {
 /// Runs this process's part where it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
     p2p_core::bench::child_main()
+        .or_else(p2p_core::bench::device_child_main)
         .or_else(p2p_core::engine::bench::child_main)
         .map(|done| if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
+    if let Some(device) = args.device {
+        return run_on_gpus(global, &args, device);
+    }
     let (iterations, seed) = (args.iterations, args.seed);
     let transport = match args.transport {
         Transport::Engine(text) => {
@@ -144,6 +157,73 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             report.verified_bytes,
             report.pages
         );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Every split that was asked for, one after the other.
+fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCode> {
+    let splits = if args.all_splits {
+        let DeviceName::Cuda(ordinal) = first else {
+            bail!(
+                "--all-splits needs GPUs to split: expected --device cuda or cuda:N, found {first}"
+            );
+        };
+        let count = Gpu::count()?.saturating_sub(ordinal) as usize;
+        if count < 2 {
+            bail!("--all-splits needs two GPUs from {first} on, this host has {count}");
+        }
+        (1..count).flat_map(|m| (1..=count - m).map(move |n| (m, n))).collect()
+    } else {
+        vec![(args.senders, args.receivers)]
+    };
+    let program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
+    let mut reports: Vec<DeviceReport> = Vec::new();
+    for (senders, receivers) in splits {
+        let config = DeviceBenchConfig {
+            senders,
+            receivers,
+            min_bytes: args.min_bytes,
+            max_bytes: args.max_bytes,
+            first,
+            launches: 11,
+            turns: args.iterations,
+        };
+        if !global.json {
+            outln!("{senders} senders → {receivers} receivers, a GPU each, from {first} on");
+            outln!(
+                "{:>9} {:>14} {:>14} {:>10} {:>10}",
+                "bytes",
+                "one way µs p50",
+                "p99",
+                "GB/s",
+                "per link"
+            );
+        }
+        let report = run_device(&config, &program, |row: &DeviceRow| {
+            if !global.json {
+                outln!(
+                    "{:>9} {:>14.3} {:>14.3} {:>10.2} {:>10.2}",
+                    row.bytes,
+                    row.one_way_us_p50,
+                    row.one_way_us_p99,
+                    row.gb_per_s,
+                    row.gb_per_s_per_link
+                );
+            }
+        })?;
+        if !global.json {
+            outln!(
+                "stores of {} bytes: {:.1} GB/s; {} bytes compared, all as expected",
+                report.store_bytes,
+                report.store_gb_per_s,
+                report.verified_bytes
+            );
+        }
+        reports.push(report);
+    }
+    if global.json {
+        ui::print_json(&reports)?;
     }
     Ok(ExitCode::SUCCESS)
 }
