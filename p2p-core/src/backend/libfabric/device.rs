@@ -53,6 +53,11 @@ struct State {
     table: Vec<Entry>,
     /// Where the next mail of each place of the table is expected.
     heads: Vec<Option<Head>>,
+    /// Places that got mail lately, and the one to give its room away next.
+    hot: Vec<u16>,
+    next_victim: usize,
+    /// Where the next look at some of all the others begins.
+    next_head: usize,
     /// Pairs in which something came before what it follows, and when that was noticed.
     stalls: Vec<Stall>,
     free: Vec<u16>,
@@ -143,6 +148,9 @@ impl Device {
             receives,
             table: Vec::new(),
             heads: Vec::new(),
+            hot: Vec::with_capacity(MAX_HOT),
+            next_victim: 0,
+            next_head: 0,
             stalls: Vec::new(),
             free: Vec::new(),
             addresses: HashMap::new(),
@@ -408,12 +416,32 @@ impl Device {
     /// Takes the mail that came.
     #[inline]
     fn handle_mails(&self, state: &mut State) {
-        for idx in 0..state.heads.len() {
-            while let Some(head) = state.heads[idx]
-                && head.has_news()
-                && self.handle_mail(state, idx, head)
-            {}
+        // Where there are many pairs, only some in turn: an idle one costs next to nothing, and its first
+        // mail waits some turns. Nobody sleeps before all were looked at.
+        for nth in 0..state.hot.len() {
+            self.handle_mails_of(state, state.hot[nth].into());
         }
+        let num_heads = state.heads.len();
+        for _ in 0..num_heads.min(MAX_COLD) {
+            let idx = state.next_head % num_heads;
+            state.next_head = idx + 1;
+            if self.handle_mails_of(state, idx) && num_heads > MAX_COLD {
+                state.heat(idx as u16);
+            }
+        }
+    }
+
+    /// Takes the mail of one pair. Whether there was some.
+    #[inline]
+    fn handle_mails_of(&self, state: &mut State, idx: usize) -> bool {
+        let mut had_some = false;
+        while let Some(head) = state.heads[idx]
+            && head.has_news()
+            && self.handle_mail(state, idx, head)
+        {
+            had_some = true;
+        }
+        had_some
     }
 
     /// One mail. False when it must wait, or ended the pair.
@@ -650,6 +678,19 @@ impl State {
         (u32::from(entry.generation) == id >> 16 && entry.link.is_some()).then_some(entry)
     }
 
+    /// Looks at a pair's mailbox in every turn.
+    fn heat(&mut self, idx: u16) {
+        if self.hot.contains(&idx) {
+            return;
+        }
+        if self.hot.len() < MAX_HOT {
+            self.hot.push(idx);
+        } else {
+            self.hot[self.next_victim] = idx;
+            self.next_victim = (self.next_victim + 1) % MAX_HOT;
+        }
+    }
+
     /// Looks at a pair's mailbox no more.
     fn ignore_mail(&mut self, idx: u16) {
         if let Some(head) = self.heads.get_mut(usize::from(idx)) {
@@ -799,6 +840,9 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 /// Longest message. Longer puts are writes.
 const MAX_MESSAGE_BYTES: usize = 8 << 10;
 const NUM_ENTRIES: usize = 16;
+/// Mailboxes that are looked at in every turn of the driver, and of all others in one turn.
+const MAX_HOT: usize = 64;
+const MAX_COLD: usize = 64;
 const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     op_context: std::ptr::null_mut(),
     flags: 0,
