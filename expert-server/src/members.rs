@@ -12,9 +12,11 @@ use control_api::{
 };
 use tokio::sync::watch;
 
+use crate::compute::LoadError;
 use crate::config::{ServerConfig, check_assignment};
 use crate::error::StartError;
 use crate::experts::Experts;
+use crate::metrics::ServerMetrics;
 use crate::status::{Health, LoadCounters, LoadWindow};
 
 /// What the control plane is told about the model.
@@ -57,6 +59,22 @@ pub(crate) fn holds(store: &dyn Experts) -> Assignment {
     Assignment {
         layers: layers.map(|(layer, experts)| LayerAssignment { layer, experts }).collect(),
     }
+}
+
+/// Loads one more expert while others are served, and counts it.
+pub(crate) fn load_one(
+    store: &dyn Experts,
+    metrics: &ServerMetrics,
+    layer: u32,
+    expert: u32,
+) -> Result<(), LoadError> {
+    if store.has(layer, expert) {
+        return Ok(());
+    }
+    let bytes = store.load_one(layer, expert)?;
+    metrics.experts_loaded.inc();
+    metrics.expert_bytes.add(bytes as i64);
+    Ok(())
 }
 
 /// Everything the membership task works on.
@@ -123,15 +141,9 @@ impl Member {
         let (store, metrics) = (Arc::clone(&self.store), self.health.metrics.clone());
         let loading = tokio::task::spawn_blocking(move || {
             for (layer, expert) in new {
-                match store.load_one(layer, expert) {
-                    Ok(bytes) => {
-                        metrics.experts_loaded.inc();
-                        metrics.expert_bytes.add(bytes as i64);
-                    }
-                    Err(error) => {
-                        tracing::error!(layer, expert, %error, "cannot load an assigned expert");
-                        return false;
-                    }
+                if let Err(error) = load_one(&*store, &metrics, layer, expert) {
+                    tracing::error!(layer, expert, %error, "cannot load an assigned expert");
+                    return false;
                 }
             }
             true

@@ -248,6 +248,16 @@ impl RunningServer {
         members::holds(&*self.store)
     }
 
+    /// Loads one more expert and puts it into service, as an assignment of the control plane does; nothing
+    /// happens when it is loaded already. Takes as long as reading its weights: run it where that blocks
+    /// nobody.
+    ///
+    /// # Errors
+    /// [`LoadError`]; the server then serves what it had.
+    pub fn load_expert(&self, layer: u32, expert: u32) -> Result<(), LoadError> {
+        members::load_one(&*self.store, &self.health.metrics, layer, expert)
+    }
+
     /// Bytes of the loaded weights.
     #[must_use]
     pub fn expert_bytes(&self) -> u64 {

@@ -3,10 +3,15 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use expert_server::device::DeviceOptions;
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, Ticket};
+
+use kernels::gpu::DeviceName;
+use protocol::WireDtype;
 
 use crate::{Global, ui};
 
@@ -33,6 +38,21 @@ pub struct Args {
     /// Experts to hold where there is no control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
     #[arg(long, env = "SWITCHYARD_EXPERTS", conflicts_with = "control_plane")]
     experts: Option<ExpertSelection>,
+    /// Where slots, weights and arithmetic are: `cpu`, or a GPU as `cuda:0`, for clients on GPUs of the
+    /// same host.
+    #[arg(long, env = "SWITCHYARD_DEVICE", default_value = "cpu", value_name = "cpu|cuda:N")]
+    device: Device,
+    /// With a GPU: element type of requests, bf16 or fp8, the same for all clients.
+    #[arg(long, env = "SWITCHYARD_DEVICE_DTYPE", default_value_t = WireDtype::Bf16)]
+    device_dtype: WireDtype,
+    /// With a GPU: batches under way at a time.
+    #[arg(
+        long,
+        env = "SWITCHYARD_DEVICE_BATCHES",
+        default_value_t = 2,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=2)
+    )]
+    device_batches: usize,
     /// Compute threads; 0 takes as many as there are CPUs.
     #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0)]
     threads: usize,
@@ -62,6 +82,24 @@ pub struct Args {
     metrics_by_layer: bool,
 }
 
+/// Where a server computes.
+#[derive(Debug, Clone, Copy)]
+enum Device {
+    Cpu,
+    Gpu(DeviceName),
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "cpu" {
+            return Ok(Self::Cpu);
+        }
+        text.parse().map(Self::Gpu).map_err(|error| format!("{error}, or `cpu`"))
+    }
+}
+
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let placement = match (&args.control.control_plane, args.experts) {
         (Some(url), _) => {
@@ -79,6 +117,15 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.num_threads = args.threads;
     config.cpus = args.cpus;
     config.slot = args.slot.config()?;
+    config.device = match args.device {
+        Device::Cpu => None,
+        Device::Gpu(name) => Some(DeviceOptions {
+            name,
+            dtype: args.device_dtype,
+            batches_in_flight: args.device_batches,
+        }),
+    };
+    let device = config.device.map_or_else(|| "cpu".to_owned(), |device| device.name.to_string());
     config.transports = args.transport.open(&mut args.transport.networks())?;
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
@@ -108,12 +155,13 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 "name": server.name(),
                 "addr": server.data_addr().to_string(),
                 "metrics_addr": server.metrics_addr().map(|addr| addr.to_string()),
+                "device": device,
                 "experts": held,
                 "expert_bytes": server.expert_bytes(),
             }))?;
         } else {
             outln!(
-                "{} on {} with {held} experts, {:.2} GB",
+                "{} on {} with {held} experts on {device}, {:.2} GB",
                 server.name(),
                 server.data_addr(),
                 server.expert_bytes() as f64 / 1e9

@@ -2,17 +2,12 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
-use control_plane::{Server, ServerConfig as ControlConfig};
-use expert_server::device::DeviceOptions;
-use expert_server::{ExpertSelection, Placement};
+use expert_server::ExpertSelection;
 use protocol::WireDtype;
 
 use crate::client::{Client, Outcome};
-use crate::common::{
-    PATIENCE, Reference, Request, eventually, metric, seeded, shape_of, start_server,
-};
+use crate::common::{Reference, Request, eventually, metric, seeded, shape_of};
 use crate::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
@@ -105,61 +100,60 @@ async fn a_client_in_a_process_of_its_own() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn experts_that_are_assigned_later_are_loaded_while_clients_are_served() {
+async fn experts_that_come_later_are_loaded_while_clients_are_served() {
     let Some((device, gpu)) = devices() else { return };
     let mut rng = seeded();
     let reference = Reference::open();
     let shape = reference.shape;
-    let mut config = ControlConfig::new("127.0.0.1:0", 2, 1);
-    config.lease_ttl = Duration::from_millis(600);
-    let control = Server::bind(config).await.expect("the control plane binds");
-    let url = format!("http://{}", control.local_addr());
-    tokio::spawn(control.run(std::future::pending()));
-    let member = |name: &'static str| {
-        let url = url.clone();
-        start_server(name, ExpertSelection::All, move |config| {
-            config.placement = Placement::ControlPlane { url, token: None };
-            config.device = Some(DeviceOptions { dtype: DTYPE, ..DeviceOptions::new(device) });
-            config.slot = SLOT;
-            config.drain_idle = Duration::from_millis(50);
+    let first: Vec<u32> = (0..shape.num_experts / 2).collect();
+    let selection = ExpertSelection::EveryLayer(first.clone());
+    let server = std::sync::Arc::new(server_on(device, DTYPE, selection, |_| {}).await);
+    let mut client = join(&gpu, &server, shape, 1, DTYPE).await;
+    let mut layer = |layer: u32, experts: &[u32]| {
+        let mut request = Request::random(&mut rng, &shape, experts.len());
+        request.layer = layer;
+        for (routes, expert) in request.routes.iter_mut().zip(experts) {
+            *routes = vec![(*expert, 0.75)];
+        }
+        let (outcome, rows) = client.layer(&request);
+        if outcome == Outcome::Answered {
+            check(&reference, &request, DTYPE, &rows);
+        }
+        outcome
+    };
+    assert_ne!(
+        tokio::task::block_in_place(|| layer(1, &[shape.num_experts - 1])),
+        Outcome::Answered
+    );
+    // In an order of their own in each layer, so that places differ between layers.
+    let loading = {
+        let (server, num_experts) = (std::sync::Arc::clone(&server), shape.num_experts);
+        tokio::task::spawn_blocking(move || {
+            for step in 0..num_experts - num_experts / 2 {
+                for layer in 0..shape.num_layers {
+                    let later = num_experts / 2 + (step * 3 + layer) % (num_experts / 2);
+                    server.load_expert(layer, later).expect("loaded");
+                }
+            }
         })
     };
-    let (stays, leaves) = tokio::join!(member("stays"), member("leaves"));
-    stays.serving(PATIENCE).await.expect("one serves");
-    leaves.serving(PATIENCE).await.expect("the other serves");
-    let (held, total) = (stays.holds(), shape.num_layers as usize * shape.num_experts as usize);
-    assert!(held.num_experts() < total);
-    let mut client = join(&gpu, &stays, shape, 1, DTYPE).await;
-    let mut layer = |client: &mut Client, layer: u32, experts: &[u32]| {
-        let mut request = Request::random(&mut rng, &shape, 8);
-        request.layer = layer;
-        for (idx, routes) in request.routes.iter_mut().enumerate() {
-            *routes = vec![(experts[idx % experts.len()], 0.75)];
-        }
-        let (outcome, rows) = tokio::task::block_in_place(|| client.layer(&request));
+    let mut num_layers = 0;
+    while !loading.is_finished() {
+        let outcome = tokio::task::block_in_place(|| layer(num_layers % shape.num_layers, &first));
         assert_eq!(outcome, Outcome::Answered);
-        check(&reference, &request, DTYPE, &rows);
-    };
-    for entry in &held.layers {
-        layer(&mut client, entry.layer, &entry.experts);
+        num_layers += 1;
     }
-    // What it held goes to the one that stays, while that serves what it had.
-    leaves.shutdown().await;
-    let all_here = async {
-        while stays.holds().num_experts() < total {
-            for entry in &held.layers {
-                layer(&mut client, entry.layer, &entry.experts);
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(PATIENCE, all_here).await.expect("every expert is loaded in the end");
-    let everything: Vec<u32> = (0..shape.num_experts).collect();
-    for entry in &held.layers {
-        layer(&mut client, entry.layer, &everything[..8]);
-        layer(&mut client, entry.layer, &everything[8..]);
+    loading.await.expect("all are loaded");
+    let all: Vec<u32> = (0..shape.num_experts).collect();
+    for idx in 0..shape.num_layers {
+        let held = server.holds();
+        assert_eq!(held.experts(idx), all, "layer {idx}");
+        assert_eq!(tokio::task::block_in_place(|| layer(idx, &all)), Outcome::Answered);
     }
-    stays.shutdown().await;
+    let loaded = metric(server.metrics(), "switchyard_server_experts_loaded");
+    assert_eq!(loaded, f64::from(shape.num_layers * shape.num_experts));
+    assert!(server.load_expert(shape.num_layers, 0).is_err());
+    server.shutdown().await;
 }
 
 /// A child that does not outlive its test.
