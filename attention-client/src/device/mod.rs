@@ -29,6 +29,7 @@ mod slots;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -49,6 +50,7 @@ pub use slots::{DeviceHandle, DevicePending};
 
 use crate::client::builder::{MoeClientBuilder, Started};
 use crate::client::control::Control;
+use crate::client::link::AbortBit;
 use crate::client::shared::Shared;
 use crate::client::{ClientError, ClientModel, LayerReport, LayerTiming};
 use lane::{Lane, Tables};
@@ -97,7 +99,7 @@ pub struct DeviceInput {
 /// Calls of one client are ordered: use one stream, or streams that wait for one another.
 pub struct DeviceClient {
     lane: Lane,
-    memory: Memory,
+    memory: ManuallyDrop<Memory>,
     slots: Slots,
     tables: Arc<Tables>,
     dispatches: HashMap<DispatchKey, Prepared<DispatchParams>>,
@@ -159,7 +161,7 @@ impl DeviceClient {
         shared.metrics.lanes.set(1);
         Ok(Self {
             lane,
-            memory,
+            memory: ManuallyDrop::new(memory),
             slots: Slots::new(num_frames),
             tables: Arc::new(Tables::empty(num_layers)),
             dispatches: HashMap::new(),
@@ -301,7 +303,7 @@ impl DeviceClient {
 
     /// The GPU whose memory the tensors lie in.
     #[must_use]
-    pub const fn gpu(&self) -> &Gpu {
+    pub fn gpu(&self) -> &Gpu {
         &self.memory.gpu
     }
 
@@ -334,6 +336,9 @@ impl DeviceClient {
         if input.capacity > self.geometry.max_tokens {
             let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);
             return Err(DeviceError::Capacity { capacity, max_tokens });
+        }
+        if self.replaying.is_some() {
+            return Err(DeviceError::Outstanding { num_frames: self.geometry.num_frames });
         }
         if stream.is_capturing()? {
             let slot = self.slots.claim_recorded(*input, layer, layer_idx)?;
@@ -577,13 +582,21 @@ impl DeviceClient {
 
 impl Drop for DeviceClient {
     fn drop(&mut self) {
-        // Kernels of calls that nobody finished still use the client's memory. Their waits end: for
-        // servers that are gone at once, for others at the deadline.
-        if self.slots.num_outstanding() > 0 || self.replaying.is_some() {
-            tracing::warn!("a device client is dropped with calls outstanding");
-            std::thread::sleep(self.shared.settings.deadline * 2);
-        }
+        // Kernels of calls that nobody finished may run at any time later, when the caller's stream gets
+        // to them: what they use stays for good, and their waits end at once.
+        let is_idle = self.slots.num_outstanding() == 0 && self.replaying.is_none();
         self.lane.close();
+        if is_idle {
+            // SAFETY: not used after this.
+            unsafe { ManuallyDrop::drop(&mut self.memory) };
+            return;
+        }
+        tracing::warn!("a device client is dropped with calls outstanding: their memory is not freed");
+        for bit in 0..self.options.max_servers as u32 {
+            AbortBit { word: Arc::clone(&self.memory.abort), bit }.set();
+        }
+        self.slots.keep_used();
+        std::mem::forget(self.replaying.take());
     }
 }
 

@@ -268,6 +268,13 @@ impl Slots {
         oldest
     }
 
+    /// Never unmaps what outstanding calls use.
+    pub fn keep_used(&mut self) {
+        for call in &mut self.calls {
+            std::mem::forget(std::mem::take(&mut call.used));
+        }
+    }
+
     /// Number of the newest call.
     pub const fn last(&self) -> u64 {
         self.next_serial

@@ -139,3 +139,31 @@ fn two_clients_share_servers() {
         }
     });
 }
+
+#[test]
+fn a_client_that_is_dropped_leaves_its_kernels_what_they_use() {
+    let mut rng = seeded("a_client_that_is_dropped_leaves_its_kernels_what_they_use");
+    let dtype = WireDtype::Bf16;
+    let Some(fleet) = Fleet::start(1, 1, dtype) else { return };
+    let mut client = fleet.client();
+    let (tensors, mut local) = (Tensors::new(&client), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &fleet.model, 10, 4);
+    let input = tensors.load(&request);
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let hold = move || {
+        let _ = held.recv_timeout(std::time::Duration::from_secs(20));
+    };
+    stream.then(hold).expect("then");
+    // SAFETY: the tensors have these sizes and outlive the kernels, which are waited for.
+    unsafe {
+        let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
+        drop(client.combine(&stream, handle, tensors.out_ptr()).expect("combine"));
+    }
+    drop(client);
+    // Only now do its kernels begin.
+    release.send(()).expect("held");
+    stream.wait(crate::rig::soon()).expect("kernels");
+    let mut client = fleet.client();
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+}
