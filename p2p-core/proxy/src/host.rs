@@ -1,7 +1,5 @@
 //! Peers whose posters run on this host: device functions that a host compiler has compiled.
 
-use std::sync::Arc;
-
 use p2p_core::Region;
 use p2p_core::region::MapError;
 
@@ -15,7 +13,7 @@ pub struct HostPoster {
     handle: PeerHandle,
     /// Handles of the lanes, then their states.
     memory: Region,
-    _lanes: Arc<Lanes>,
+    _lanes: Lanes,
 }
 
 /// What a peer's posters must know beside its lanes.
@@ -52,7 +50,7 @@ impl HostPoster {
             tracing::error!(%error, "handles of lanes do not fit");
         }
         let handle = peer_handle(config, num_lanes, base);
-        Ok(Self { handle, memory, _lanes: Arc::new(lanes.clone()) })
+        Ok(Self { handle, memory, _lanes: lanes.clone() })
     }
 
     /// What the device functions take, valid as long as `self`.
@@ -61,9 +59,9 @@ impl HostPoster {
         &self.handle
     }
 
-    /// Address of the handle's lanes.
+    /// Where handles and states of the lanes are.
     #[must_use]
-    pub fn memory(&self) -> &Region {
+    pub const fn memory(&self) -> &Region {
         &self.memory
     }
 }

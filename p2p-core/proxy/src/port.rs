@@ -158,6 +158,11 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         Ok((self.sources.len() - 1) as u16)
     }
 
+    /// As [`register`](Self::register), for memory that no command may name.
+    pub(crate) fn register_own(&mut self, region: &Region) -> Result<(), PostError> {
+        self.endpoint.register(region)
+    }
+
     /// Whether a turn would find something to do.
     pub(crate) fn has_work(&self) -> bool {
         self.is_busy() || self.has_commands()

@@ -209,7 +209,7 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
             port.register(source)?;
         }
         if let Some(tasks) = tasks {
-            port.register(&tasks)?;
+            port.register_own(&tasks)?;
         }
         let line = match thread {
             Some(idx) => &self.threads[idx % self.threads.len()].line,
@@ -364,9 +364,9 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
     let mut backoff = Backoff::new(idle);
     // One writer: the totals are kept here and stored.
     let mut stats = ThreadStats::default();
-    let is_stopped = loop {
+    loop {
         if line.has_orders.load(Ordering::Acquire) && follow(line, &mut ports) {
-            break true;
+            break;
         }
         let mut num_moved = 0;
         let mut is_busy = false;
@@ -397,8 +397,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
                 line.has_orders.load(Ordering::Acquire) || ports.iter().any(has_news)
             });
         });
-    };
-    debug_assert!(is_stopped);
+    }
     for (port, _) in &mut ports {
         port.close(batch);
     }

@@ -151,7 +151,7 @@ fn puts_and_words_reach_every_target_in_order() {
     assert!(bytes_of(&rig.there, 0, DIRECT as usize) == bytes_of(&rig.mirror, 0, DIRECT as usize));
     assert!(!rig.peer.has_failed());
     let stats = rig.proxy.stats()[0];
-    assert_eq!(stats.commands, posters.iter().map(Poster::posted).sum());
+    assert_eq!(stats.commands, posters.iter().map(Poster::posted).sum::<u64>());
 }
 
 #[test]
