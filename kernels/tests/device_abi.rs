@@ -10,6 +10,7 @@ use kernels::abi::{
     ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Handle,
     LayerWeights, Link, Placement, ReplicaSet, ServerPeer, ServerState,
 };
+use kernels::gpu::LayerShape;
 
 /// Bytes of the field that `_` picks.
 fn field_bytes<S, F>(_: fn(&S) -> &F) -> usize {
@@ -75,6 +76,7 @@ fn header_and_rust_agree_field_by_field() {
             capacity, num_clients, num_blocks, reserved, clients;
     };
     let layout: Vec<String> = expected.keys().cloned().collect();
+    expected.extend(maps());
     expected.extend(constants().into_iter().map(|(name, value)| (format!("value {name}"), value)));
 
     let program = program(&layout);
@@ -87,6 +89,30 @@ fn header_and_rust_agree_field_by_field() {
         };
         assert_eq!(found, expected, "{compiler} {standard}");
     }
+}
+
+/// What the copy engine is told about a layer's matrices, number by number.
+fn maps() -> Vec<(String, u64)> {
+    let mut all = Vec::new();
+    for (dtype, name) in
+        [(abi::DTYPE_BF16, "SY_DTYPE_BF16"), (abi::DTYPE_F8_E4M3, "SY_DTYPE_F8_E4M3")]
+    {
+        let shape = LayerShape { hidden: 384, inter: 192, num_local_experts: 5, dtype };
+        for (map, call) in
+            [(shape.gate_up_map(), "sy_gate_up_map"), (shape.down_map(), "sy_down_map")]
+        {
+            let call = format!("value {call}(384, 192, 5, {name})");
+            all.push((format!("{call}.rank"), map.rank.into()));
+            for i in 0..5 {
+                all.push((format!("{call}.extent[{i}]"), map.extent[i].into()));
+                all.push((format!("{call}.dims[{i}]"), map.dims[i]));
+            }
+            for (i, stride) in map.strides.into_iter().enumerate() {
+                all.push((format!("{call}.strides[{i}]"), stride));
+            }
+        }
+    }
+    all
 }
 
 /// Every constant of the header that Rust has, too.
@@ -139,11 +165,15 @@ fn program(layout: &[String]) -> String {
         };
         writeln!(body, "    show(\"{key}\", {value});").expect("String");
     }
+    for (key, _) in maps() {
+        let value = key.strip_prefix("value ").unwrap_or_default();
+        writeln!(body, "    show(\"{key}\", {value});").expect("String");
+    }
     for (name, _) in constants() {
         writeln!(body, "    show(\"value {name}\", {name});").expect("String");
     }
     format!(
-        "#include <stdio.h>\n#include <switchyard/device_abi.h>\n\n\
+        "#include <stdio.h>\n#include <switchyard/layout/geometry.h>\n\n\
          static void show(const char *name, unsigned long long value) {{\n    \
          printf(\"%s %llu\\n\", name, value);\n}}\n\nint main(void) {{\n{body}    return 0;\n}}\n"
     )
