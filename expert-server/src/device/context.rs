@@ -1,4 +1,4 @@
-//! One of the batches that may be under way: its memory, its stream, its recorded graphs.
+//! One of the batches that may be under way: its memory and its recorded graphs.
 
 use std::time::Instant;
 
@@ -13,10 +13,9 @@ use super::plan::DevicePlan;
 /// Memory and graphs of one batch.
 #[derive(Debug)]
 pub(super) struct Context {
-    // Graphs go before what they were recorded from.
+    // Graphs go before what they use.
     graphs: Vec<(GraphKey, Graph)>,
-    pub(super) stream: Stream,
-    /// The batch is known, and further frames may be taken for another.
+    /// The batch is known, and is being computed.
     pub(super) received: Event,
     /// All answers are on their way.
     answered: Event,
@@ -25,6 +24,8 @@ pub(super) struct Context {
     rows: GpuBuffer,
     activation: GpuBuffer,
     expert_out: GpuBuffer,
+    /// Everything is done. Recorded behind the graph, not in it, so that it never shows an older run.
+    ended: Event,
     /// What the last batch was, in host memory: its head, expert positions, the server's state.
     report: GpuBuffer,
     pub(super) launched_at: Option<Instant>,
@@ -58,9 +59,9 @@ impl Context {
         let [rows, activation, expert_out] = plan.scratch_bytes();
         Ok(Self {
             graphs: Vec::new(),
-            stream: gpu.stream()?,
             received: gpu.event()?,
             answered: gpu.event()?,
+            ended: gpu.event()?,
             lists,
             list_memory,
             rows: gpu.alloc(rows)?,
@@ -71,20 +72,20 @@ impl Context {
         })
     }
 
-    /// Starts a batch: whatever is ready, or what comes within the bound.
+    /// Queues a batch: whatever is ready when its turn comes, or what comes within the bound. Graphs are
+    /// recorded from `recorder`, which runs nothing meanwhile.
     pub(super) fn launch(
         &mut self,
-        gpu: &Gpu,
+        (gpu, stream, recorder): (&Gpu, &Stream, &Stream),
         plan: &DevicePlan,
         shared: &Shared,
         key: GraphKey,
-        now: Instant,
     ) -> Result<(), GpuError> {
         let known = self.graphs.iter().position(|(of, _)| *of == key);
         let idx = match known {
             Some(idx) => idx,
             None => {
-                let graph = self.record(gpu, plan, shared, key)?;
+                let graph = self.record(gpu, recorder, plan, shared, key)?;
                 if self.graphs.len() >= MAX_GRAPHS {
                     self.graphs.remove(0);
                 }
@@ -92,14 +93,14 @@ impl Context {
                 self.graphs.len() - 1
             }
         };
-        self.stream.replay(&self.graphs[idx].1)?;
-        self.launched_at = Some(now);
-        Ok(())
+        stream.replay(&self.graphs[idx].1)?;
+        self.launched_at = Some(Instant::now());
+        stream.record(&self.ended)
     }
 
     /// Whether a batch is under way. An error means that a kernel failed.
     pub(super) fn is_running(&self) -> Result<bool, GpuError> {
-        Ok(self.launched_at.is_some() && !self.stream.is_done()?)
+        Ok(self.launched_at.is_some() && !self.ended.is_done()?)
     }
 
     /// Head of the batch that has just ended.
@@ -140,6 +141,7 @@ impl Context {
     fn record(
         &self,
         gpu: &Gpu,
+        recorder: &Stream,
         plan: &DevicePlan,
         shared: &Shared,
         key: GraphKey,
@@ -197,7 +199,7 @@ impl Context {
         // the streams are done; clients' slots and tables change only while no batch is under way.
         let (recv, compute, send) =
             unsafe { (gpu.prepare(recv)?, gpu.prepare(compute)?, gpu.prepare(send)?) };
-        self.stream.capture(|stream| {
+        recorder.capture(|stream| {
             stream.launch(&recv)?;
             stream.record(&self.received)?;
             stream.launch(&compute)?;

@@ -10,7 +10,8 @@ pub struct DeviceOptions {
     pub name: DeviceName,
     /// Element type of requests, bf16 or fp8, the same for all clients; answers are bf16.
     pub dtype: WireDtype,
-    /// Batches under way at a time, 1 or 2: with two, one is received while the other computes.
+    /// Batches under way at a time, 1 or 2: with two, the next one waits on the GPU for the one before it,
+    /// and never for the host.
     pub batches_in_flight: usize,
     /// Serves random weights, made on the GPU, instead of the checkpoint's, of which only names and
     /// shapes are used then: for measuring models that nobody wants to copy.
