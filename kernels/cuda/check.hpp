@@ -221,6 +221,9 @@ constexpr uint32_t kGenericThreads = 256;
 constexpr uint32_t kMultiprocessors = 132;
 constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 
+// From so many tokens on a block of dispatch takes two or more.
+constexpr uint32_t kTokensInPairs = 96;
+
 // Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
 // per multiprocessor.
 [[nodiscard]] inline uint32_t choose_blocks(uint32_t asked, uint64_t num_units,
@@ -237,7 +240,10 @@ constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 
 [[nodiscard]] inline LaunchPlan plan(const sy_dispatch_params& params) {
     // One more block writes headers.
-    const uint32_t data_blocks = choose_blocks(params.num_blocks, params.capacity, 1024);
+    // One token each for few; from there on two share a fence, and one block per multiprocessor is enough.
+    const uint32_t units =
+        params.capacity < kTokensInPairs ? params.capacity : (params.capacity + 1) / 2;
+    const uint32_t data_blocks = choose_blocks(params.num_blocks, units, UINT64_MAX);
     const uint32_t run = (params.capacity + data_blocks - 1) / data_blocks;
     return plan_for(params.geometry.hidden == kTunedHidden && params.geometry.top_k == kTunedTopK,
                     (params.capacity + run - 1) / run + 1);

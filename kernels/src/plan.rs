@@ -53,7 +53,14 @@ impl KernelParams for DispatchParams {
 
     fn plan(&self) -> LaunchPlan {
         // One more block writes headers.
-        let data_blocks = choose_blocks(self.num_blocks, self.capacity.into(), 1024);
+        // One token each for few; from there on two share a fence, and one block per multiprocessor is
+        // enough.
+        let units = if self.capacity < TOKENS_IN_PAIRS {
+            self.capacity
+        } else {
+            self.capacity.div_ceil(2)
+        };
+        let data_blocks = choose_blocks(self.num_blocks, units.into(), u64::MAX);
         let run = self.capacity.div_ceil(data_blocks).max(1);
         let is_tuned = self.geometry.hidden == TUNED_HIDDEN && self.geometry.top_k == TUNED_TOP_K;
         let entry = match (is_tuned, is_fp8(self.geometry.dtype)) {
@@ -264,6 +271,8 @@ const fn is_fp8(dtype: u32) -> bool {
     dtype == DTYPE_F8_E4M3
 }
 
+/// From so many tokens on a block of dispatch takes two or more.
+const TOKENS_IN_PAIRS: u32 = 96;
 const NUM_MULTIPROCESSORS: u32 = 132;
 const GENERIC_THREADS: u32 = 256;
 const TUNED_HIDDEN: u32 = 7168;

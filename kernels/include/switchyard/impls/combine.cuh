@@ -72,14 +72,18 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
     uint8_t* out = static_cast<uint8_t*>(params.out) + uint64_t{token_idx} * hidden * 2;
-#pragma unroll
-    for (uint32_t chunk_idx = threadIdx.x; chunk_idx < hidden / 8; chunk_idx += Config::kNumThreads) {
-        float sum[8] = {};
+    // Chunks of a thread whose loads are under way together.
+    constexpr uint32_t kChunks = Config::kHidden == 16 * Config::kNumThreads ? 2 : 1;
+    for (uint32_t base = threadIdx.x; base < hidden / 8; base += kChunks * Config::kNumThreads) {
+        float sum[kChunks][8] = {};
         if ((params.flags & SY_COMBINE_FLAG_ADD) != 0)
-            add_chunk<false>(
-                sum, ptx::ld_weak_global_v4(reinterpret_cast<uint64_t>(out) + chunk_idx * 16));
+#pragma unroll
+            for (uint32_t j = 0; j < kChunks; ++j)
+                add_chunk<false>(sum[j], ptx::ld_weak_global_v4(
+                                             reinterpret_cast<uint64_t>(out) +
+                                             (base + j * Config::kNumThreads) * 16));
         for (uint32_t first = 0; first < geometry.top_k; first += 4) {
-            uint4 parts[4];
+            uint4 parts[4][kChunks];
             bool is_end = false;
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i) {
@@ -88,20 +92,28 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
                     place < geometry.top_k ? shared.routes[parity][place] : SY_NO_ROUTE;
                 const uint32_t server = route >> SY_ROUTE_SHIFT;
                 is_end |= route == SY_NO_ROUTE;
-                parts[i] = make_uint4(0, 0, 0, 0);
-                if (route != SY_NO_ROUTE && (missing >> server & 1) == 0)
-                    parts[i] = ptx::ld_weak_global_v4(
-                        layout::response_row_at(geometry, shared.frame[server],
-                                                route & ((1u << SY_ROUTE_SHIFT) - 1)) +
-                        chunk_idx * 16);
+#pragma unroll
+                for (uint32_t j = 0; j < kChunks; ++j) {
+                    parts[i][j] = make_uint4(0, 0, 0, 0);
+                    if (route != SY_NO_ROUTE && (missing >> server & 1) == 0)
+                        parts[i][j] = ptx::ld_weak_global_v4(
+                            layout::response_row_at(geometry, shared.frame[server],
+                                                    route & ((1u << SY_ROUTE_SHIFT) - 1)) +
+                            (base + j * Config::kNumThreads) * 16);
+                }
             }
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i)
-                add_chunk<false>(sum, parts[i]);
+#pragma unroll
+                for (uint32_t j = 0; j < kChunks; ++j)
+                    add_chunk<false>(sum[j], parts[i][j]);
             if (is_end)
                 break;
         }
-        *reinterpret_cast<uint4*>(out + chunk_idx * 16) = round_chunk(sum);
+#pragma unroll
+        for (uint32_t j = 0; j < kChunks; ++j)
+            *reinterpret_cast<uint4*>(out + (base + j * Config::kNumThreads) * 16) =
+                round_chunk(sum[j]);
     }
 }
 

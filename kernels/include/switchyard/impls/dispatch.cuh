@@ -54,6 +54,7 @@ struct DispatchShared {
     // Of up to 32 tokens of a data block: the servers of each, and the tokens of each server, as masks.
     uint32_t contacted;
     uint32_t servers_of[32];
+    uint32_t start_of[32]; // server that is sent to first
     uint32_t tokens_of[SY_MAX_PEERS];
     // Rows by warp and server in a round of the head block, by parity of the round.
     uint32_t warp_rows[2][32][SY_MAX_PEERS];
@@ -221,7 +222,15 @@ store_unit(const DispatchShared& shared, const sy_frame_geometry& geometry, uint
                              : hidden % 512 == 0 && geometry.scales_per_row % 4 == 0;
     if (!is_active)
         return;
-    for (uint32_t rest = shared.servers_of[lane_of_token]; rest != 0; rest &= rest - 1) {
+    // Clients and blocks begin with different servers: else all would send to the first one at once.
+    const uint32_t servers = shared.servers_of[lane_of_token];
+    const uint32_t before_start = (1u << shared.start_of[lane_of_token]) - 1;
+    uint32_t later = servers & before_start;
+    for (uint32_t rest = servers & ~before_start; (rest | later) != 0; rest &= rest - 1) {
+        if (rest == 0) {
+            rest = later;
+            later = 0;
+        }
         const uint32_t server = __ffs(rest) - 1;
         const uint32_t row = row_of(shared, server, lane_of_token);
         const uint64_t frame = shared.frame_window[server];
@@ -285,6 +294,8 @@ __device__ __forceinline__ void map_chunk(DispatchShared& shared, const sy_dispa
                               ? server_mask<Config>(shared, params, chunk + lane_idx, experts)
                               : 0;
     shared.servers_of[lane_idx] = mask;
+    shared.start_of[lane_idx] =
+        (chunk + lane_idx + static_cast<uint32_t>(params.client_id)) % params.num_servers;
     for (uint32_t server = 0; server < params.num_servers; ++server) {
         const uint32_t goes = __ballot_sync(kFullWarp, mask >> server & 1);
         if (lane_idx == 0)
@@ -292,11 +303,12 @@ __device__ __forceinline__ void map_chunk(DispatchShared& shared, const sy_dispa
     }
 }
 
-// Payload, scales and flags of a run of tokens. `unit` is the first token's; the first chunk is mapped.
+// Payload, scales and flags of a run of tokens. `unit` is the first token's, `ahead` the second one's; the
+// first chunk is mapped.
 template <class Config>
 __device__ __forceinline__ void
 send_tokens(DispatchShared& shared, const sy_dispatch_params& params, uint32_t begin, uint32_t end,
-            Unit<Config::kFp8> unit) {
+            Unit<Config::kFp8> unit, uint4 (&ahead)[2]) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
     const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
@@ -318,14 +330,13 @@ send_tokens(DispatchShared& shared, const sy_dispatch_params& params, uint32_t b
         for (uint32_t lane = 0; lane < num_lanes; ++lane) {
             const uint32_t token_idx = chunk + lane;
             if constexpr (Config::kRowPerPass) {
-                // The next token is on its way while this one is stored.
-                uint4 ahead[2] = {};
-                const bool has_next = token_idx + 1 < end;
-                if (has_next)
-                    load_row<Config>(params, hidden, token_idx + 1, thread_idx, ahead);
+                // The next token is here, and the one after it on its way, while this one is stored.
+                const uint4 next[2] = {ahead[0], ahead[1]};
+                if (token_idx + 2 < end)
+                    load_row<Config>(params, hidden, token_idx + 2, thread_idx, ahead);
                 store_unit<Config>(shared, geometry, hidden, lane, thread_idx, true, unit);
-                if (has_next)
-                    unit = make_unit<Config>(ahead);
+                if (token_idx + 1 < end)
+                    unit = make_unit<Config>(next);
             } else {
                 for (uint32_t base = thread_idx - lane_idx; base < hidden / 16;
                      base += Config::kNumThreads) {
@@ -616,13 +627,17 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
             map_chunk<Config>(shared, params, begin, end, own_experts);
         count_rows<Config>(shared, params, begin, num_tokens, experts);
         Unit<Config::kFp8> unit = {};
-        if constexpr (Config::kRowPerPass)
+        uint4 second[2] = {};
+        if constexpr (Config::kRowPerPass) {
+            if (begin + 1 < upto)
+                load_row<Config>(params, Config::kHidden, begin + 1, thread_idx, second);
             unit = make_unit<Config>(ahead);
+        }
         __syncthreads();
         if (thread_idx == 0)
             is_last = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, num_data_blocks) ==
                       num_data_blocks;
-        send_tokens<Config>(shared, params, begin, end, unit);
+        send_tokens<Config>(shared, params, begin, end, unit, second);
     }
     if (is_last)
         params.state->sequence = sequence + 1;

@@ -39,6 +39,10 @@ struct RecvSnapshot {
     uint32_t place[SY_MAX_PEERS];
 };
 
+// Entries that a block makes into lists in its shared memory first: scattered stores to memory pass at one
+// per clock.
+constexpr uint32_t kStagedEntries = 4096;
+
 struct RecvShared {
     RecvSnapshot snapshot;
     // SY_ERROR_* of a client's frame: found in its entries, found in its rows, and known to all blocks.
@@ -52,6 +56,7 @@ struct RecvShared {
     int16_t local_expert[SY_MAX_EXPERTS];
     uint32_t base[SY_MAX_EXPERTS];
     uint32_t warp_sums[32];
+    uint2 staged[kStagedEntries]; // row and weight, by position
 };
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -62,7 +67,8 @@ __device__ __forceinline__ void cluster_barrier() {
 // SY_ERROR_* of a header, 0 when it is good.
 __device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& params,
                                                  const sy_client_peer& client, uint64_t frame,
-                                                 uint32_t num_rows, uint32_t* layer) {
+                                                 uint64_t min_epoch, uint32_t num_rows,
+                                                 uint32_t* layer) {
     const sy_frame_geometry& geometry = params.geometry;
     sy_frame_header header;
     uint4* words = reinterpret_cast<uint4*>(&header);
@@ -76,7 +82,7 @@ __device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& pa
         return SY_ERROR_VERSION;
     if (header.client_id != client.client_id || header.generation != client.generation)
         return SY_ERROR_STALE_CHANNEL;
-    if (params.min_epoch != nullptr && header.epoch < *params.min_epoch)
+    if (header.epoch < min_epoch)
         return SY_ERROR_STALE_EPOCH;
     if (header.layer >= params.num_layers)
         return SY_ERROR_WRONG_LAYER;
@@ -131,6 +137,8 @@ __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
 // What one look at the clients found, by lane.
 struct Arrivals {
     uint64_t number;
+    uint64_t min_epoch;
+    uint32_t start; // client where the search for a layer begins
     uint32_t num_rows; // kRowsUnknown before the header is there
     bool is_dead;
 };
@@ -143,9 +151,11 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
     const bool is_client = client_idx < params.num_clients;
     const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
                                    nullptr, params.timeout_ns};
-    Arrivals seen = {0, kRowsUnknown, false};
+    Arrivals seen = {0, 0, params.state->next_client, kRowsUnknown, false};
     if (is_client)
         seen.number = params.state->taken[client_idx] + 1;
+    if (params.min_epoch != nullptr)
+        seen.min_epoch = *params.min_epoch;
     const FrameAt frame =
         frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
     uint64_t start_ns = 0;
@@ -175,7 +185,6 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     const sy_client_peer& client = shared.clients[is_client ? lane_idx : 0];
     const uint64_t number = seen.number;
     const uint32_t place = layout::ring_place(geometry, number);
-    const uint32_t start = params.state->next_client;
     // An idle server is no error; with min_ready above 1 the caller expected so many. Who is dead is to
     // blame then, or everybody who did not come in time.
     const uint32_t num_ready = __popc(__ballot_sync(kFullWarp, is_ready));
@@ -190,10 +199,10 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     uint32_t layer = 0, code = 0;
     if (is_ready)
         code = check_header(params, client, client.request + layout::request_frame(geometry, place),
-                            seen.num_rows, &layer);
+                            seen.min_epoch, seen.num_rows, &layer);
     const uint32_t good = __ballot_sync(kFullWarp, is_ready && code == 0);
     // The first good client from `start` on sets the layer; the others of that layer join.
-    const uint32_t from_start = good & ~((1u << start) - 1);
+    const uint32_t from_start = good & ~((1u << seen.start) - 1);
     const uint32_t leader = good == 0 ? 0 : __ffs(from_start != 0 ? from_start : good) - 1;
     const uint32_t batch_layer = __shfl_sync(kFullWarp, layer, leader);
     const bool joins = (good >> lane_idx & 1) != 0 && layer == batch_layer;
@@ -284,6 +293,15 @@ __device__ __forceinline__ void load_entries(const RecvShared& shared,
     const sy_frame_geometry& geometry = params.geometry;
     const uint2* source = reinterpret_cast<const uint2*>(layout::entries_at(
         geometry, frame_of(shared, params, client_idx), row - shared.row_begin[client_idx]));
+    if (geometry.top_k == 8) {
+#pragma unroll
+        for (uint32_t i = 0; i < 8; i += 2) {
+            const uint4 two = reinterpret_cast<const uint4*>(source)[i / 2];
+            entries.packed[i] = two.x, entries.weight[i] = two.y;
+            entries.packed[i + 1] = two.z, entries.weight[i + 1] = two.w;
+        }
+        return;
+    }
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
         const uint2 entry =
@@ -477,6 +495,45 @@ __device__ __forceinline__ void tell_bad(RecvShared& shared) {
             ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.any_bad, other), 1);
 }
 
+// fill_lists for one row per thread and entries that fit shared memory. Barrier before.
+__device__ __forceinline__ void fill_staged(RecvShared& shared, const sy_expert_recv_params& params,
+                                            uint32_t num_entries, const RowEntries& kept) {
+    const uint32_t row = threadIdx.x;
+    if (row < shared.row_begin[SY_MAX_PEERS]) {
+        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
+        params.lists.row_source[row] = client_idx << SY_ROUTE_SHIFT |
+                                       (row - shared.row_begin[client_idx]);
+        uint32_t positions[8];
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            positions[i] = SY_NO_EXPERT;
+            if (kept.packed[i] == SY_NO_EXPERT)
+                continue;
+            positions[i] = shared.base[kept.packed[i] >> kRankBits] +
+                           (kept.packed[i] & ((1u << kRankBits) - 1));
+            shared.staged[positions[i]] = make_uint2(row, kept.weight[i]);
+        }
+        uint32_t* out = params.lists.row_position + uint64_t{row} * params.geometry.top_k;
+        if (params.geometry.top_k == 8) {
+            reinterpret_cast<uint4*>(out)[0] = {positions[0], positions[1], positions[2],
+                                                positions[3]};
+            reinterpret_cast<uint4*>(out)[1] = {positions[4], positions[5], positions[6],
+                                                positions[7]};
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i)
+                if (i < params.geometry.top_k)
+                    out[i] = positions[i];
+        }
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < num_entries; i += kRecvThreads) {
+        const uint2 entry = shared.staged[i];
+        params.lists.list_row[i] = entry.x;
+        params.lists.list_weight[i] = __uint_as_float(entry.y);
+    }
+}
+
 // Where this block's entries of each expert begin in the lists. Returns the number of entries.
 __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
                                                   const sy_expert_recv_params& params,
@@ -651,7 +708,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     }
     // A batch of which every thread of a block takes one row at most: the first block makes the lists alone,
     // without waiting for the others, which see to the rows meanwhile.
-    const bool is_small = shared.row_begin[SY_MAX_PEERS] <= kRecvThreads;
+    const bool is_small = shared.row_begin[SY_MAX_PEERS] <= kRecvThreads / 2;
     const bool is_apart = is_small && kRecvBlocks > 1;
     // Otherwise neighbouring rows go to different blocks.
     const uint32_t first_thread =
@@ -679,7 +736,10 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         if (!is_apart || rank == 0) {
             const uint32_t num_entries = place_experts(shared, params, rank, is_small);
             __syncthreads();
-            fill_lists(shared, params, first_thread, kept);
+            if (is_small && params.geometry.top_k <= 8 && num_entries <= kStagedEntries)
+                fill_staged(shared, params, num_entries, kept);
+            else
+                fill_lists(shared, params, first_thread, kept);
             if (rank == 0 && thread_idx < 32)
                 write_batch(shared, params, num_entries);
         }
