@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # All tables of the GPU data path, beside NCCL and PyTorch in the same run. Needs two or four GPUs.
 #
-#   run-bench.sh [OUTPUT FOLDER]     writes raw.jsonl, summary.md, README.md there
+#   run-bench.sh [OUTPUT FOLDER]     writes raw.jsonl, summary.md, README.md and more there
+#
+# SWITCHYARD_BENCH_SECTIONS picks some of: p2p layers sms experts service nic proxy baseline
 set -u
 cd "$(dirname "$0")"
 out=${1:-results}
@@ -16,24 +18,56 @@ ranks=$((num_gpus >= 4 ? 4 : 2))
 raw=$out/raw.jsonl
 : > "$raw"
 code=0
-timeout 60 ./p2p_bench --ranks "$ranks" --limit 50 >> "$raw" || code=1
-timeout 120 ./moe_bench --ranks "$ranks" --set table --limit 110 >> "$raw" || code=1
-timeout 60 ./moe_bench --ranks "$ranks" --set sms --limit 50 >> "$raw" || code=1
-rates=()
-if python3 -c 'import torch' 2> /dev/null; then
-    timeout 60 python3 peak.py > "$out/peak.jsonl" || code=1
-    cat "$out/peak.jsonl" >> "$raw"
-    for dtype in bf16 fp8; do
-        rate=$(sed -n "s/.*\"dtype\": \"$dtype\".*\"tflop_per_s\": \([0-9.]*\).*/\1/p" "$out/peak.jsonl")
-        [ -n "$rate" ] && rates+=("--$dtype-rate" "$rate")
+sections=" ${SWITCHYARD_BENCH_SECTIONS:-p2p layers sms experts service nic proxy baseline} "
+has() { [[ $sections == *" $1 "* ]]; }
+has_torch=no
+python3 -c 'import torch' 2> /dev/null && has_torch=yes
+if has p2p; then
+    timeout 60 ./p2p_bench --ranks "$ranks" --limit 50 >> "$raw" || code=1
+    timeout 90 ./switchyard bench p2p --device cuda --all-splits --json > "$out/p2p.json" || code=1
+fi
+if has layers; then
+    timeout 120 ./moe_bench --ranks "$ranks" --set table --limit 110 >> "$raw" || code=1
+fi
+if has sms; then
+    timeout 60 ./moe_bench --ranks "$ranks" --set sms --limit 50 >> "$raw" || code=1
+fi
+if has experts; then
+    rates=()
+    if [ "$has_torch" = yes ]; then
+        timeout 60 python3 peak.py > "$out/peak.jsonl" || code=1
+        cat "$out/peak.jsonl" >> "$raw"
+        for dtype in bf16 fp8; do
+            rate=$(sed -n "s/.*\"dtype\": \"$dtype\".*\"tflop_per_s\": \([0-9.]*\).*/\1/p" "$out/peak.jsonl")
+            [ -n "$rate" ] && rates+=("--$dtype-rate" "$rate")
+        done
+    fi
+    timeout 90 ./expert_test --bench "${rates[@]}" >> "$raw" || code=1
+fi
+if has service; then
+    # A whole layer through the service.
+    splits="1:1"
+    [ "$ranks" -eq 4 ] && splits="1:3 2:2 3:1"
+    for split in $splits; do
+        timeout 60 ./switchyard bench moe --device cuda --preset deepseek-v3 --tokens 128 --json \
+            --clients "${split%:*}" --servers "${split#*:}" > "$out/service-${split/:/to}.json" || code=1
     done
 fi
-timeout 90 ./expert_test --bench "${rates[@]}" >> "$raw" || code=1
-if python3 -c 'import torch' 2> /dev/null; then
-    python3 baseline.py --limit 60 --out "$out/baseline.jsonl" || code=1
-    cat "$out/baseline.jsonl" >> "$raw"
-else
-    echo "run-bench: no PyTorch here: tables come without baselines" >&2
+if has nic; then
+    timeout 60 ./ibgda_bench >> "$raw" || code=1
+fi
+if has proxy; then
+    timeout 60 ./benchmark_local --gpu 0 --threads 4 --lanes 1 --batch 16,32 --budget 64 \
+        --commands 200000 --post null,copy > "$out/proxy-local.txt" || code=1
+    timeout 60 ./benchmark_relay --near 0 --far 1 > "$out/proxy-relay.txt" || code=1
+fi
+if has baseline; then
+    if [ "$has_torch" = yes ]; then
+        python3 baseline.py --limit 60 --out "$out/baseline.jsonl" || code=1
+        cat "$out/baseline.jsonl" >> "$raw"
+    else
+        echo "run-bench: no PyTorch here: tables come without baselines" >&2
+    fi
 fi
 {
     echo "# Run of $(date -u +%Y-%m-%d)"

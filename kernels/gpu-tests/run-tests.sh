@@ -35,11 +35,14 @@ step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
 step 60 "expert stage against double precision" ./expert_test --seed "$seed"
 step 60 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 4
 step 60 "device slots between processes" ./rust_cuda_ipc_test --test-threads 2
+step 60 "the proxy's lanes and copies" ./rust_proxy_test --test-threads 1
+step 90 "work requests over a NIC in software" ./softnic_test --seed "$seed"
 if command -v compute-sanitizer > /dev/null; then
     step 90 "memcheck" compute-sanitizer --tool memcheck --error-exitcode 9 ./kernels_test --quick --seed "$seed"
     step 90 "memcheck from Rust" compute-sanitizer --tool memcheck --error-exitcode 9 \
         ./rust_kernels_test on_the_gpu::echo on_the_gpu::wrong --test-threads 1
-    for test in layers_match_the_reference expert_outputs_are_weighted_and_summed; do
+    for test in layers_match_the_reference expert_outputs_are_weighted_and_summed \
+        two_frames_in_flight_keep_apart; do
         step 180 "racecheck: $test" compute-sanitizer --tool racecheck --error-exitcode 9 \
             ./kernels_test --quick --seed "$seed" --only "$test"
     done
@@ -50,6 +53,8 @@ if [ "$num_gpus" -ge 2 ]; then
     ranks=$((num_gpus >= 4 ? 4 : 2))
     step 60 "layers between $ranks processes" ./moe_bench --ranks "$ranks" --set check --seed "$seed" --limit 50
     step 60 "a server killed, a server frozen" ./fault_test --seed "$seed" --limit 25
+    step 60 "puts between processes, every byte compared" \
+        ./switchyard bench p2p --device cuda --senders 1 --receivers $((ranks - 1)) --json
 else
     skip "layers between processes, faults" "they need two GPUs"
 fi

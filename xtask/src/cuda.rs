@@ -24,7 +24,20 @@ const WHEELS: [&str; 7] = [
 const VERSION: &str = "13.0";
 
 const KERNELS: [&str; 7] = ["dispatch", "combine", "expert", "compute", "p2p", "flag", "proxy"];
-const PROGRAMS: [&str; 5] = ["kernels_test", "expert_test", "fault_test", "moe_bench", "p2p_bench"];
+const PROGRAMS: [&str; 7] = [
+    "kernels_test",
+    "expert_test",
+    "fault_test",
+    "softnic_test",
+    "moe_bench",
+    "p2p_bench",
+    "ibgda_bench",
+];
+/// Programs of packages with the feature `cuda`, by package.
+const RUST_PROGRAMS: [(&str, &[&str]); 2] = [
+    ("switchyard", &["switchyard"]),
+    ("switchyard-proxy", &["benchmark_local", "benchmark_relay"]),
+];
 /// Packages with the feature `cuda`; of each the test that goes into the bundle, and its name there.
 const RUST_TESTS: [(&str, &str, &str); 3] = [
     ("switchyard-kernels", "against_rust", "rust_kernels_test"),
@@ -229,6 +242,11 @@ pub fn make_bundle() -> Result<Outcome> {
     };
     let objects = object_dir()?;
     let bundle = Path::new("target/gpu-bundle");
+    // Nothing of an earlier bundle stays.
+    if bundle.exists() {
+        std::fs::remove_dir_all(bundle)
+            .with_context(|| format!("cannot remove {}", bundle.display()))?;
+    }
     std::fs::create_dir_all(bundle)
         .with_context(|| format!("cannot create {}", bundle.display()))?;
     let sources = KERNELS
@@ -260,15 +278,18 @@ pub fn make_bundle() -> Result<Outcome> {
         if !status.success() {
             return Ok(Outcome::Failed(format!("{program} could not be linked ({status})")));
         }
+        strip(&bundle.join(program))?;
     }
     for (package, test, name) in RUST_TESTS {
         println!("compiling test {test} of {package}");
-        let program = build_test(package, test)?;
-        std::fs::copy(&program, bundle.join(name))
-            .with_context(|| format!("cannot copy {}", program.display()))?;
-        // Debug information would double the bundle.
-        if let Outcome::Failed(reason) = run(Command::new("strip").arg(bundle.join(name)))? {
-            return Ok(Outcome::Failed(reason));
+        let program = build_with_cuda(&["test", "--no-run"], package, "--test", test)?;
+        add_program(&program, &bundle.join(name))?;
+    }
+    for (package, programs) in RUST_PROGRAMS {
+        for name in programs {
+            println!("compiling {name} of {package}");
+            let program = build_with_cuda(&["build"], package, "--bin", name)?;
+            add_program(&program, &bundle.join(name))?;
         }
     }
     for (from, to) in [
@@ -294,15 +315,28 @@ pub fn make_bundle() -> Result<Outcome> {
     })
 }
 
-/// Builds an integration test with the feature `cuda` and says where the program is.
-fn build_test(package: &str, test: &str) -> Result<PathBuf> {
-    let output = cargo(&["test", "--no-run", "--message-format", "json", "-p", package])
-        .args(["--features", "cuda", "--test", test])
+fn add_program(from: &Path, to: &Path) -> Result<()> {
+    std::fs::copy(from, to).with_context(|| format!("cannot copy {}", from.display()))?;
+    strip(to)
+}
+
+/// Debug information would double the bundle.
+fn strip(program: &Path) -> Result<()> {
+    match run(Command::new("strip").arg(program))? {
+        Outcome::Failed(reason) => bail!("{}: {reason}", program.display()),
+        _ => Ok(()),
+    }
+}
+
+/// Builds a program or test with the feature `cuda` and says where it is.
+fn build_with_cuda(command: &[&str], package: &str, kind: &str, name: &str) -> Result<PathBuf> {
+    let output = cargo(command)
+        .args(["--message-format", "json", "-p", package, "--features", "cuda", kind, name])
         .stderr(Stdio::inherit())
         .output()
         .context("cannot start cargo")?;
     if !output.status.success() {
-        bail!("test {test} of {package} could not be built ({})", output.status);
+        bail!("{name} of {package} could not be built ({})", output.status);
     }
     let text = String::from_utf8_lossy(&output.stdout);
     let program = text
@@ -311,7 +345,7 @@ fn build_test(package: &str, test: &str) -> Result<PathBuf> {
         .filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
         .map(|(path, _)| PathBuf::from(path))
         .next_back();
-    program.with_context(|| format!("cargo named no program for test {test} of {package}"))
+    program.with_context(|| format!("cargo named no program for {name} of {package}"))
 }
 
 fn wheel_root(venv: &Path) -> Option<PathBuf> {
