@@ -15,6 +15,9 @@ def main():
                  for row in rows if row["bench"] == "baseline"}
     link = max([row["gb_per_s_per_link"] for row in streams if row["shape"] == "1to1"], default=0)
 
+    if not (puts or streams or layers):
+        print_experts(rows)
+        return 0
     print("## put + flag, one way\n\n| bytes | us | GB/s |\n|---:|---:|---:|")
     for row in puts:
         print(f"| {row['bytes']} | {row['one_way_us']:.2f} | {row['gb_per_s']:.1f} |")
@@ -57,6 +60,33 @@ def main():
             line = sorted((row for row in curve if (row["shape"], row["tokens"]) == (shape, tokens)),
                           key=lambda row: row["blocks"][0])
             print(f"| {shape} | {tokens} | " + " | ".join(f"{row['median_us']:.1f}" for row in line) + " |")
+    print_experts(rows)
+    wrong = [row for row in layers if row["wrong"] or row["error"] != [0, 0]]
+    print(f"\n{len(layers)} cases, {len(wrong)} with wrong values or errors.")
+    return 1 if wrong else 0
+
+
+def print_posting(rows):
+    """What work requests cost their posters, beside stores of the same rows."""
+    posts = [row for row in rows if row["bench"] == "ibgda_post"]
+    if not posts:
+        return
+    print("\n## Posting work requests\n\nNobody reads the queues, or a kernel completes everything at once (sink)."
+          " A post is one call of one warp.\n")
+    print("| a post is | queues in | scope | NIC | queues | warps each | µs of a warp per post"
+          " | posts/s per queue, M | requests/s, M |")
+    print("|---|---|---|---|---:|---:|---:|---:|---:|")
+    for row in posts:
+        print(f"| {row['kind']} | {row['queues']} | {row['scope']} | {row['nic']} | {row['num_qps']}"
+              f" | {row['warps_per_qp']} | {row['us_per_post']:.2f} | {row['posts_per_s_per_qp'] / 1e6:.2f}"
+              f" | {row['wqes_per_s'] / 1e6:.1f} |" + ("" if row["status"] == 0 else " FAILED"))
+    print("\n| a row and its flag by stores to | threads | bytes | µs |\n|---|---:|---:|---:|")
+    for row in rows:
+        if row["bench"] == "stores":
+            print(f"| {row['to']} | {row['threads']} | {row['row_bytes']} | {row['us_per_post']:.2f} |")
+
+
+def print_experts(rows):
     experts = [row for row in rows if row["bench"] == "expert_compute"]
     if experts:
         copy = next((row["tb_per_s"] for row in rows if row["bench"] == "copy"), 0)
@@ -71,9 +101,7 @@ def main():
             print(f"| {row['model']} | {row['dtype']} | {row['experts']} | {row['tokens_per_expert']} | {row['us']:.1f}"
                   f" | {row['p10_us']:.1f}–{row['p90_us']:.1f} | {row['tb_per_s']:.2f}"
                   f" | {row['tflop_per_s']} | {row['floor_us']:.1f} | {row['floor']} | {row['ratio']:.2f} |")
-    wrong = [row for row in layers if row["wrong"] or row["error"] != [0, 0]]
-    print(f"\n{len(layers)} cases, {len(wrong)} with wrong values or errors.")
-    return 1 if wrong else 0
+    print_posting(rows)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ enum class Where { kHost, kDevice };
 
 inline const char* name_of(Where where) { return where == Where::kHost ? "host" : "device"; }
 
-// Keeps this thread on processors near a GPU, so that host memory allocated from now on is near it, too:
-// posting into memory of another socket takes twice as long. Returns the processors, or "any" where the
-// system does not say.
+// Keeps this thread on processors near a GPU, so that host memory allocated from now on is near it, too.
+// Returns the processors, or "any" where the system does not say which are.
 inline std::string stay_near(int gpu) {
     char bus_id[32] = {};
     CHECK_CUDA(cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), gpu));
