@@ -591,7 +591,9 @@ impl Drop for DeviceClient {
             unsafe { ManuallyDrop::drop(&mut self.memory) };
             return;
         }
-        tracing::warn!("a device client is dropped with calls outstanding: their memory is not freed");
+        tracing::warn!(
+            "a device client is dropped with calls outstanding: their memory is not freed"
+        );
         for bit in 0..self.options.max_servers as u32 {
             AbortBit { word: Arc::clone(&self.memory.abort), bit }.set();
         }
