@@ -187,6 +187,11 @@ pub fn check_kernels() -> Result<Outcome> {
                 spills.join("; ").trim()
             )));
         }
+        // ptxas says so when it makes asynchronous products wait for one another.
+        if let Some(line) = report.lines().find(|line| line.contains("Potential Performance Loss"))
+        {
+            return Ok(Outcome::Failed(format!("{name}.cu: {}", line.trim())));
+        }
         println!("{name}.cu: {num_kernels} kernels, no spills");
     }
     for (name, instructions) in EXPECTED_INSTRUCTIONS {
@@ -229,6 +234,13 @@ fn check_rust_side() -> Result<Outcome> {
             if let Outcome::Failed(reason) = run(command)? {
                 return Ok(Outcome::Failed(format!("{package} with feature `cuda`: {reason}")));
             }
+        }
+    }
+    // The programs that people run on GPU hosts.
+    for (package, _) in RUST_PROGRAMS {
+        let mut lint = cargo(&["clippy", "-p", package, "--features", "cuda", "--all-targets"]);
+        if let Outcome::Failed(reason) = run(lint.args(["--", "-D", "warnings"]))? {
+            return Ok(Outcome::Failed(format!("{package} with feature `cuda`: {reason}")));
         }
     }
     Ok(Outcome::Passed)
