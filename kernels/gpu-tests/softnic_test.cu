@@ -139,7 +139,8 @@ struct Rig {
     int target_gpu;
 
     Rig(const Backend& backend, const QueueSizes& sizes, int num_gpus)
-        : owner(make_nic(0, backend.has_copy_engines)), nic(*owner), source(device_alloc<uint8_t>(kDataBytes)), target(nullptr),
+        : owner(make_nic(0, backend.has_copy_engines)), nic(*owner),
+          source(device_alloc<uint8_t>(kDataBytes)), target(nullptr),
           queue(backend.where, sizes, 0x41, 5), number(nic.add_queue(queue)), target_gpu(num_gpus - 1) {
         CHECK_CUDA(cudaSetDevice(target_gpu));
         target = device_alloc<uint8_t>(kDataBytes);
