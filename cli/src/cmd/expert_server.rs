@@ -120,9 +120,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.device = match args.device {
         Device::Cpu => None,
         Device::Gpu(name) => Some(DeviceOptions {
-            name,
             dtype: args.device_dtype,
             batches_in_flight: args.device_batches,
+            ..DeviceOptions::new(name)
         }),
     };
     let device = config.device.map_or_else(|| "cpu".to_owned(), |device| device.name.to_string());
