@@ -534,10 +534,8 @@ fn reads_of_many_connections_share_one_window() {
             link.on_done(port, tag, Ok(()));
         }
         link.progress(port);
-        while let Some(Action::Credit { sender, credit }) = {
-            let next = credit.borrow_mut().next_action();
-            next
-        } {
+        let next = || credit.borrow_mut().next_action();
+        while let Some(Action::Credit { sender, credit }) = next() {
             let (link, _) = links.iter_mut().find(|(_, port)| port.reads == sender).unwrap();
             link.on_pull_credit(credit);
         }
