@@ -38,7 +38,7 @@ use kernels::abi::{
     FLAG_PDL, FrameGeometry, MAX_EXPERTS, MAX_PEERS, TAG_NONE,
 };
 use kernels::check::CheckError;
-use kernels::gpu::{Gpu, Prepared, Stream};
+use kernels::gpu::{DeviceName, Gpu, Prepared, Stream};
 use p2p_core::SlotConfig;
 use p2p_core::bootstrap::DeviceSide;
 use prometheus::Registry;
@@ -504,6 +504,7 @@ impl DeviceClient {
         let start = Instant::now();
         let slot = self.slots.redeem_pending(&pending)?;
         // After an error the slot stays taken: its kernels may still run. Whatever comes next waits for it.
+        self.poll(stream)?;
         stream.wait(start + self.bound())?;
         let status = self.memory.status(slot);
         let is_good = status.error.tag == TAG_NONE && status.handle.missing == 0;
@@ -572,6 +573,19 @@ impl DeviceClient {
         self.lane
             .wait_for_news(limit)
             .map_err(|source| ClientError::System { op: "wait for servers", source }.into())
+    }
+
+    /// Looks whether a stream is done for as long as a layer usually takes: a sleep would add its own length
+    /// to it. A GPU in software needs the processor itself.
+    fn poll(&self, stream: &Stream) -> Result<(), DeviceError> {
+        if matches!(self.memory.gpu.name(), DeviceName::Emulated(_)) {
+            return Ok(());
+        }
+        let until = Instant::now() + SPIN;
+        while !stream.is_done()? && Instant::now() < until {
+            std::hint::spin_loop();
+        }
+        Ok(())
     }
 
     /// How long kernels may take at most: their waits have bounds, but work is no silence.
@@ -666,6 +680,7 @@ const FLAG_ADD: u32 = kernels::abi::FLAG_ADD;
 /// Parameters kept; engines use few tensors, so more means that they are new every time.
 const MAX_PREPARED: usize = 4096;
 const MARGIN: Duration = Duration::from_secs(5);
+const SPIN: Duration = Duration::from_millis(10);
 
 const _: () = {
     const fn sent_between_threads<T: Send>() {}

@@ -114,6 +114,7 @@ impl DeviceClient {
     pub fn finish_replay(&mut self, stream: &Stream) -> Result<ReplayOutcome, DeviceError> {
         let slot = self.geometry.num_frames as usize;
         self.memory.report(stream, slot)?;
+        self.poll(stream)?;
         if let Err(error) = self.wait_watching(stream) {
             // Its kernels may still run: the servers stay counted in.
             return Err(error.into());

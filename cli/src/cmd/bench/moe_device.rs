@@ -6,8 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
-use attention_client::{ClientModel, DeviceClient, DeviceInput, DeviceOptions, MoeClient};
+use anyhow::{Context, Error, Result, bail};
+use attention_client::{
+    ClientModel, DeviceClient, DeviceInput, DeviceOptions, LayerTiming, MoeClient,
+};
 use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint};
 use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
 use expert_server::device::DeviceOptions as ServerDevice;
@@ -410,12 +412,40 @@ impl Client {
         let layer = *model.moe_layers.first().context("no layer with experts")?;
         let tensors = Tensors::random(&gpu, &model, self.tokens, self.seed)?;
         let stream = gpu.stream()?;
+        // A death is looked for call by call; otherwise a graph has some layers, as an engine's has, so that
+        // the host's part of a call is not a part of the layer.
+        let graph = match self.checks {
+            true => None,
+            false => Some(stream.capture(|stream| {
+                for _ in 0..GRAPH_LAYERS {
+                    // SAFETY: the tensors have these sizes and outlive the graph.
+                    let recorded = unsafe {
+                        client
+                            .dispatch(stream, layer, &tensors.input)
+                            .and_then(|handle| client.combine(stream, handle, tensors.out.ptr()))
+                    };
+                    if let Err(error) = recorded {
+                        tracing::error!(%error, "a layer is not recorded");
+                    }
+                }
+                Ok(())
+            })?),
+        };
         let call = |client: &mut DeviceClient| {
             let start = Instant::now();
+            if let Some(graph) = &graph {
+                let report = client.replay(&stream, graph)?;
+                let timing = LayerTiming {
+                    failovers: report.attempts - 1,
+                    stall_ns: report.stall_ns,
+                    ..LayerTiming::default()
+                };
+                return Ok((start.elapsed().as_secs_f64() * 1e6 / f64::from(GRAPH_LAYERS), timing));
+            }
             // SAFETY: the tensors have these sizes and outlive the call.
             let timing =
                 unsafe { client.forward(&stream, layer, &tensors.input, tensors.out.ptr()) };
-            timing.map(|timing| (start.elapsed().as_secs_f64() * 1e6, timing))
+            timing.map(|timing| (start.elapsed().as_secs_f64() * 1e6, timing)).map_err(Error::from)
         };
         for _ in 0..WARM_UP {
             call(&mut client)?;
@@ -699,5 +729,7 @@ fn print_report(report: &Report) {
 
 const ROLE: &str = "SWITCHYARD_BENCH_MOE_ROLE";
 const NUM_FRAMES: usize = 2;
+/// Layers of a recorded graph.
+const GRAPH_LAYERS: u32 = 8;
 const WARM_UP: usize = 10;
 const MIN_CALLS: usize = 21;
