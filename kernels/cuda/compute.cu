@@ -51,7 +51,8 @@ template <bool kFp8> int launch_gemms(const sy_expert_compute_params& params, sy
             return code;
     }
     const LaunchPlan size = plan_products(params);
-    if (const int code = launch_one(gate_up, params, size, impls::kGemmSharedBytes, !is_direct, stream);
+    if (const int code =
+            launch_one(gate_up, params, size, impls::kGemmSharedBytes, !is_direct, stream);
         code != SY_OK)
         return code;
     return launch_one(down, params, size, impls::kGemmSharedBytes, true, stream);
@@ -78,9 +79,9 @@ bool encode(uint64_t (&map)[16], uint32_t dtype, uint64_t base, const sy_map_sha
                      dtype == SY_DTYPE_F8_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                      shape.rank, reinterpret_cast<void*>(base), shape.dims, shape.strides,
-                     shape.extent, element_strides,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+                     shape.extent, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
         return false;
     static_assert(sizeof(encoded) == sizeof(map), "128 bytes");
     memcpy(map, &encoded, sizeof(map));

@@ -2,7 +2,8 @@
 //
 //   expert_test [--seed N]                        correctness, small shapes
 //   expert_test --bench [--bf16-rate TFLOP/s] [--fp8-rate TFLOP/s] [--dtype bf16|fp8] [--tokens N]
-//                                                 one JSON line per model, type and tokens per expert
+//                                                 one JSON line per model, type and tokens per
+//                                                 expert
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
@@ -70,8 +71,7 @@ struct Stage {
 
     // Expert e gets counts[e] entries of random rows.
     Stage(const Case& c, uint64_t seed) {
-        CHECK_LAUNCH(
-            sy_make_geometry(c.hidden, c.top_k, c.rows_dtype, c.num_rows, 2, &geometry));
+        CHECK_LAUNCH(sy_make_geometry(c.hidden, c.top_k, c.rows_dtype, c.num_rows, 2, &geometry));
         const uint32_t num_experts = c.counts.size();
         reference::Random random(seed);
         expert_begin.push_back(0);
@@ -165,8 +165,8 @@ struct Stage {
             fill_f32<<<64, 256>>>(gate_up_scale, up_scales, words + 2, gate_up_size / 100);
             fill_f32<<<64, 256>>>(down_scale, up_scales / 2, words + 3, down_size / 100);
         } else {
-            fill_bf16<<<1024, 256>>>(reinterpret_cast<uint32_t*>(gate_up), gate_up_values / 2, words,
-                                     gate_up_size);
+            fill_bf16<<<1024, 256>>>(reinterpret_cast<uint32_t*>(gate_up), gate_up_values / 2,
+                                     words, gate_up_size);
             fill_bf16<<<1024, 256>>>(reinterpret_cast<uint32_t*>(down), down_values / 2, words + 1,
                                      down_size);
         }
@@ -214,10 +214,11 @@ Matrices read_matrices(const uint8_t* values, const float* scales, uint32_t num_
         for (uint32_t r = 0; r < num_rows; ++r)
             for (uint32_t k = 0; k < depth; ++k) {
                 const size_t i = (size_t{matrix} * num_rows + r) * depth + k;
-                // Exact: the product of four and 24 bits would not be, so it is made where it is used.
-                out.values[i] = reference::from_e4m3(codes[i]) *
-                                factors[(size_t{matrix} * row_blocks + r / 128) * depth_blocks +
-                                        k / 128];
+                // Exact: the product of four and 24 bits would not be, so it is made where it is
+                // used.
+                out.values[i] =
+                    reference::from_e4m3(codes[i]) *
+                    factors[(size_t{matrix} * row_blocks + r / 128) * depth_blocks + k / 128];
             }
     });
     return out;
@@ -329,7 +330,8 @@ void check(const Case& c, uint64_t seed) {
         read_matrices(stage.down, stage.down_scale, num_experts, c.hidden, c.inter);
     const auto out = download<uint16_t>(stage.params.expert_out, num_out);
     const Activations activations(stage, c);
-    // Each product by itself: the second is compared with what follows from the first's results as they are.
+    // Each product by itself: the second is compared with what follows from the first's results as
+    // they are.
     std::vector<Error> first(stage.num_entries), second(stage.num_entries);
     std::vector<uint64_t> first_row = {0};
     for (const uint32_t count : c.counts)
@@ -366,8 +368,9 @@ void check(const Case& c, uint64_t seed) {
         worst[0] = std::max(worst[0], first[i].relative());
         worst[1] = std::max(worst[1], second[i].relative());
     }
-    // Of an entry, as a part of its length. bf16: results are rounded, each up to 2^-9 of itself. fp8: the
-    // first's are rounded to e4m3, up to 2^-4; and sums of 32 products keep 14 bits in the matrix units.
+    // Of an entry, as a part of its length. bf16: results are rounded, each up to 2^-9 of itself.
+    // fp8: the first's are rounded to e4m3, up to 2^-4; and sums of 32 products keep 14 bits in the
+    // matrix units.
     const double bounds[2] = {fp8 ? 4e-2 : 5e-3, fp8 ? 8e-3 : 3e-3};
     printf("%s hidden %u inter %u rows %s weights %s: %u entries of %zu experts, off by %.2e and "
            "%.2e\n",
@@ -406,14 +409,14 @@ struct Rates {
     uint32_t num_blocks = 0;
 };
 
-void bench(const char* model, uint32_t hidden, uint32_t inter, uint32_t num_experts,
-           uint32_t dtype, const Rates& rates, const std::vector<uint32_t>& sizes) {
+void bench(const char* model, uint32_t hidden, uint32_t inter, uint32_t num_experts, uint32_t dtype,
+           const Rates& rates, const std::vector<uint32_t>& sizes) {
     const bool fp8 = dtype == SY_DTYPE_F8_E4M3;
     for (const uint32_t tokens : sizes) {
         const uint32_t num_rows = std::max(tokens, num_experts * tokens / 8);
-        Stage stage({hidden, inter, dtype, dtype, num_rows, 16,
-                     std::vector<uint32_t>(num_experts, tokens)},
-                    5);
+        Stage stage(
+            {hidden, inter, dtype, dtype, num_rows, 16, std::vector<uint32_t>(num_experts, tokens)},
+            5);
         stage.params.num_blocks = rates.num_blocks;
         if (fp8) {
             fill_f8<<<1024, 256>>>(reinterpret_cast<uint32_t*>(stage.slot + stage.payload()),
@@ -480,7 +483,8 @@ void correctness(uint64_t seed) {
             check({256, 128, rows, weights, 100, 8, {1, 0, 7, 8, 9, 130, 16, 300}}, seed);
             check({512, 192, rows, weights, 64, 4, {0, 0, 33, 0, 128, 1}}, seed + 1);
             check({1152, 64, rows, weights, 200, 2, {257, 0, 15}}, seed + 2);
-            check({128, 256, rows, weights, 500, 4, {0, 1, 7, 63, 65, 129, 1000, 64, 24}}, seed + 3);
+            check({128, 256, rows, weights, 500, 4, {0, 1, 7, 63, 65, 129, 1000, 64, 24}},
+                  seed + 3);
             check({384, 320, rows, weights, 120, 8, {0, 0, 0, 700, 0}}, seed + 4);
             std::vector<uint32_t> scattered(70);
             for (uint32_t i = 0; i < scattered.size(); ++i)

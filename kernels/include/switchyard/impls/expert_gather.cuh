@@ -1,5 +1,6 @@
-// First kernel of the expert stage where requests are not of the weights' type: rows out of the slots, one per
-// entry, into panels, in the type of the weights. (Rows of that type need no copy: see expert_gemm.cuh.)
+// First kernel of the expert stage where requests are not of the weights' type: rows out of the
+// slots, one per entry, into panels, in the type of the weights. (Rows of that type need no copy:
+// see expert_gemm.cuh.)
 #pragma once
 
 #include <cstdint>

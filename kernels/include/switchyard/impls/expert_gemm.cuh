@@ -1,14 +1,17 @@
-// The products of the expert stage: gate and up with SwiGLU, then down. Counts are the device's; experts
-// without entries cost nothing.
+// The products of the expert stage: gate and up with SwiGLU, then down. Counts are the device's;
+// experts without entries cost nothing.
 //
-// A tile is 256 rows of weights by up to 128 tokens. One warp fetches: weights by tensor maps, tokens out of
-// panels. Two warpgroups multiply. Up to 64 tokens the weights are the matrix units' rows and the tokens
-// their columns, so that few tokens take few columns and time is the reading of the weights. From 65 tokens
-// on it is the other way round: each warpgroup has 64 tokens and all 256 rows of weights.
-// Rows of gate and up alternate in a tile, eight of one and eight of the other, so that a thread holds both
-// values of an output.
+// A tile is 256 rows of weights by up to 128 tokens. A warpgroup fetches: weights by tensor maps;
+// tokens out of the slots, where requests are of the weights' type, or out of panels. Two
+// warpgroups multiply. Up to 64 tokens the weights are the matrix units' rows and the tokens their
+// columns, so that few tokens take few columns and time is the reading of the weights. From 65
+// tokens on it is the other way round: each warpgroup has 64 tokens and all 256 rows of weights.
 //
-// fp8: the matrix units add up 128 values, the products of their sums with both scales are added in f32.
+// Rows of gate and up alternate in a tile, eight of one and eight of the other, so that a thread
+// holds both values of an output.
+//
+// fp8: the matrix units add up 128 values, the products of their sums with both scales are added in
+// f32.
 #pragma once
 
 #include <cstdint>
@@ -81,8 +84,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         : params(params), layer(params.layers[params.lists.batch->layer]),
           tokens(kGateUp ? params.rows : params.activation, params,
                  (kGateUp ? params.geometry.hidden : params.inter) * kValueBytes),
-          num_outs(kGateUp ? params.inter : params.geometry.hidden),
-          ring{shared} {}
+          num_outs(kGateUp ? params.inter : params.geometry.hidden), ring{shared} {}
 
     __device__ __forceinline__ ProductWalk walk() const {
         return ProductWalk(params, (num_outs + kOuts - 1) / kOuts);
@@ -125,9 +127,8 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             uint64_t source[kTileTokens / 16], scale = 0;
 #pragma unroll
             for (uint32_t k = 0; k < kTileTokens / 16; ++k)
-                source[k] =
-                    rows.payload(tile.position + min(first + k * 16, tile.num_tokens - 1)) +
-                    chunk * 16;
+                source[k] = rows.payload(tile.position + min(first + k * 16, tile.num_tokens - 1)) +
+                            chunk * 16;
             if (kFp8)
                 scale = rows.scales(tile.position + min(thread_idx, tile.num_tokens - 1));
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
@@ -281,8 +282,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                 for (uint32_t block = 0; block < 2; ++block) {
                     const float* s = &sum[block][j * 4];
                     ptx::stmatrix_x2_trans(
-                        results + block * kHalfBytes +
-                            staged_chunk(token, warp_idx * 2 + which),
+                        results + block * kHalfBytes + staged_chunk(token, warp_idx * 2 + which),
                         float2_to_bf16x2(s[0], s[1]), float2_to_bf16x2(s[2], s[3]));
                 }
             }
@@ -290,8 +290,9 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         if constexpr (kGateUp && kFp8) {
             // A scale is of 128 values, which both warpgroups have.
             ptx::bar_sync(3, 256);
-            quantize_results<kColumns, 256>(params, staging(0), kStagingBytes, tile.row, tile.num_tokens,
-                                    tile.column, group_idx * 128 + (threadIdx.x & 127));
+            quantize_results<kColumns, 256>(params, staging(0), kStagingBytes, tile.row,
+                                            tile.num_tokens, tile.column,
+                                            group_idx * 128 + (threadIdx.x & 127));
             ptx::bar_sync(3, 256);
         } else {
             ptx::bar_sync(1 + group_idx, 128);
@@ -422,12 +423,13 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             ptx::bar_sync(1 + group_idx, 128);
             if constexpr (!kGateUp)
                 store_rows<64>(params, results, tile.position + first_token, num_tokens,
-                           tile.column * kOuts + round * 128);
+                               tile.column * kOuts + round * 128);
             else if constexpr (kFp8)
-                quantize_results<64, 128>(params, results, kHalfBytes, tile.row + first_token, num_tokens,
-                                  tile.column, threadIdx.x & 127);
+                quantize_results<64, 128>(params, results, kHalfBytes, tile.row + first_token,
+                                          num_tokens, tile.column, threadIdx.x & 127);
             else
-                store_panels<64>(params, results, tile.row + first_token, num_tokens, tile.column * 2, 2);
+                store_panels<64>(params, results, tile.row + first_token, num_tokens,
+                                 tile.column * 2, 2);
             ptx::bar_sync(1 + group_idx, 128);
         }
     }

@@ -1,5 +1,5 @@
-// The products of the expert stage without the matrix units of compute capability 9.0a, for GPUs that came
-// later: a warp per output, in f32. Right, and slow.
+// The products of the expert stage without the matrix units of compute capability 9.0a, for GPUs
+// that came later: a warp per output, in f32. Right, and slow.
 #pragma once
 
 #include <cstdint>
@@ -38,14 +38,15 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct PlainOperands {
           num_outs(kGateUp ? params.inter : params.geometry.hidden) {}
 
     __device__ __forceinline__ float weight(uint64_t matrix, uint32_t row, uint32_t k) const {
-        const uint8_t* values = reinterpret_cast<const uint8_t*>(kGateUp ? layer.gate_up : layer.down);
+        const uint8_t* values =
+            reinterpret_cast<const uint8_t*>(kGateUp ? layer.gate_up : layer.down);
         const float value =
             plain_value<kFp8>(values + ((matrix * num_outs + row) * depth + k) * kValueBytes);
         if constexpr (!kFp8)
             return value;
         const uint32_t num_blocks = (num_outs + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
-        const uint64_t scale = (matrix * num_blocks + row / SY_SCALE_BLOCK) * panels.num_panels +
-                               k / SY_SCALE_BLOCK;
+        const uint64_t scale =
+            (matrix * num_blocks + row / SY_SCALE_BLOCK) * panels.num_panels + k / SY_SCALE_BLOCK;
         return value * reinterpret_cast<const float*>(kGateUp ? layer.gate_up_scale
                                                               : layer.down_scale)[scale];
     }
@@ -85,7 +86,8 @@ __device__ __forceinline__ void multiply_plain(const sy_expert_compute_params& p
                     const float weight =
                         operands.weight(uint64_t{tile.expert} * kParts + part, row, k);
                     for (uint32_t t = 0; t < tile.num_tokens; ++t)
-                        sums[part][t] += weight * operands.token(tile.position + t, tile.row + t, k);
+                        sums[part][t] +=
+                            weight * operands.token(tile.position + t, tile.row + t, k);
                 }
 #pragma unroll
             for (uint32_t t = 0; t < kTokens; ++t) {

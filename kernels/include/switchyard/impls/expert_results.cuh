@@ -1,7 +1,7 @@
 // From the matrix units' sums to the stage's results: values on their way through shared memory.
 //
-// A warpgroup's values wait as bf16 in two halves of 64 values by 64 tokens: rows of 128 bytes, one per token,
-// chunks of 16 bytes rotated by the row's number.
+// A warpgroup's values wait as bf16 in two halves of 64 values by 64 tokens: rows of 128 bytes, one
+// per token, chunks of 16 bytes rotated by the row's number.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,8 @@ __device__ __forceinline__ uint32_t staged_chunk(uint32_t token, uint32_t chunk)
 
 // Results of a warpgroup, as they stand, into panels of the activation.
 template <uint32_t kTokens>
-__device__ __forceinline__ void store_panels(const sy_expert_compute_params& params, uint32_t results, uint32_t row, uint32_t num_tokens,
+__device__ __forceinline__ void store_panels(const sy_expert_compute_params& params,
+                                             uint32_t results, uint32_t row, uint32_t num_tokens,
                                              uint32_t panel, uint32_t num_halves) {
     constexpr uint32_t kRounds = (kTokens * 8 + 127) / 128;
     const Panels target(params.activation, params, params.inter * 2);
@@ -48,9 +49,9 @@ __device__ __forceinline__ void store_panels(const sy_expert_compute_params& par
 
 // 128 values of each token, a panel, quantised as requests are. Whole warps.
 template <uint32_t kTokens, uint32_t kThreads>
-__device__ __forceinline__ void quantize_results(const sy_expert_compute_params& params, uint32_t results, uint32_t half_bytes, uint32_t row,
-                                         uint32_t num_tokens, uint32_t panel,
-                                         uint32_t thread_idx) {
+__device__ __forceinline__ void
+quantize_results(const sy_expert_compute_params& params, uint32_t results, uint32_t half_bytes,
+                 uint32_t row, uint32_t num_tokens, uint32_t panel, uint32_t thread_idx) {
     const Panels target(params.activation, params, params.inter);
     const uint32_t chunk = thread_idx % 8;
 #pragma unroll
@@ -64,8 +65,7 @@ __device__ __forceinline__ void quantize_results(const sy_expert_compute_params&
             values[k] = ptx::ld_shared_v4(from + staged_chunk(place, chunk % 4 * 2 + k));
         const QuantizedChunk quantized = quantize_chunk(values);
         if (token < num_tokens && panel < target.num_panels) {
-            *reinterpret_cast<uint4*>(target.chunk(panel, row + token, chunk)) =
-                quantized.codes;
+            *reinterpret_cast<uint4*>(target.chunk(panel, row + token, chunk)) = quantized.codes;
             if (chunk == 0)
                 *target.scale(panel, row + token) = quantized.scale;
         }
@@ -74,15 +74,15 @@ __device__ __forceinline__ void quantize_results(const sy_expert_compute_params&
 
 // 128 values of each token into its row of the output.
 template <uint32_t kTokens>
-__device__ __forceinline__ void store_rows(const sy_expert_compute_params& params, uint32_t results, uint32_t position,
-                                           uint32_t num_tokens, uint32_t first_out) {
+__device__ __forceinline__ void store_rows(const sy_expert_compute_params& params, uint32_t results,
+                                           uint32_t position, uint32_t num_tokens,
+                                           uint32_t first_out) {
     constexpr uint32_t kRounds = kTokens / 8;
     const uint32_t num_outs = params.geometry.hidden;
     const uint32_t thread_idx = threadIdx.x & 127;
     const uint32_t first = thread_idx / 16, half = thread_idx / 8 % 2, chunk = thread_idx % 8;
     const uint32_t out = first_out + half * 64 + chunk * 8;
-    const uint32_t from =
-        results + half * kHalfBytes + staged_chunk(first, chunk);
+    const uint32_t from = results + half * kHalfBytes + staged_chunk(first, chunk);
     uint8_t* to = static_cast<uint8_t*>(params.expert_out) +
                   ((uint64_t{position} + first) * num_outs + out) * 2;
     uint4 values[kRounds];

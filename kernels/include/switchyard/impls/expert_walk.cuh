@@ -1,5 +1,5 @@
-// Which expert a piece of the expert stage's work belongs to, from counts that only the device knows; where
-// the stage finds rows, and where it keeps what it multiplies.
+// Which expert a piece of the expert stage's work belongs to, from counts that only the device
+// knows; where the stage finds rows, and where it keeps what it multiplies.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +14,9 @@ constexpr uint32_t kPanelBytes = 128; // of a row in a panel
 constexpr uint32_t kTileTokens = 128;
 constexpr uint32_t kTileWeights = SY_TILE_WEIGHTS;
 
-// Operands lie in panels: 128 bytes of every row, row after row, chunks of 16 bytes rotated by the row's
-// number as the matrix units read them. So the part of a tile that a step multiplies is one run of bytes.
-// Rows are entries by expert; each expert begins at a multiple of eight.
+// Operands lie in panels: 128 bytes of every row, row after row, chunks of 16 bytes rotated by the
+// row's number as the matrix units read them. So the part of a tile that a step multiplies is one
+// run of bytes. Rows are entries by expert; each expert begins at a multiple of eight.
 struct Panels {
     uint8_t* base;
     uint64_t panel_bytes;
@@ -48,8 +48,8 @@ struct ExpertTile {
     uint32_t expert, position, row, num_tokens, column;
 };
 
-// Tiles in order: experts, columns of an expert, groups of kTokens tokens. Every warp walks by itself, each
-// lane with an expert of the 32 around the present tile.
+// Tiles in order: experts, columns of an expert, groups of kTokens tokens. Every warp walks by
+// itself, each lane with an expert of the 32 around the present tile.
 template <uint32_t kTokens> struct ExpertWalk {
     const uint32_t* expert_begin;
     uint32_t num_experts, num_columns;

@@ -41,8 +41,8 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint3
     return is_complete != 0;
 }
 
-// Copies 16 bytes to shared memory, as the processor's threads store: the matrix units see it after a
-// fence_proxy_async.
+// Copies 16 bytes to shared memory, as the processor's threads store: the matrix units see it after
+// a fence_proxy_async.
 __device__ __forceinline__ void cp_async_cg_16(uint32_t target, uint64_t source) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source)
                  : "memory");
