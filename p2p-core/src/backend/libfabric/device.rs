@@ -17,6 +17,7 @@ use super::message::{Header, Then};
 use super::owner::{CallError, Info};
 use super::port::{Failure, Polled, Port, Registered, Rights, Taken, network_error};
 use super::receives::Receives;
+use super::table::{Address, Closing, Entry, MAX_HOT, NUM_ENTRIES, Source, State, note_stall};
 use super::{service, sys};
 use crossbeam_queue::ArrayQueue;
 
@@ -44,82 +45,6 @@ pub(super) struct Device {
     /// When something arrived last, in nanoseconds since `start`. Kept only without a descriptor.
     last_news_ns: AtomicU64,
     start: Instant,
-}
-
-/// What only the driving thread touches.
-#[derive(Debug)]
-struct State {
-    receives: Receives,
-    table: Vec<Entry>,
-    /// Where the next mail of each place of the table is expected.
-    heads: Vec<Option<Head>>,
-    /// Places that got mail lately, and the one to give its room away next.
-    hot: Vec<u16>,
-    next_victim: usize,
-    /// Where the next look at some of all the others begins.
-    next_head: usize,
-    /// Pairs in which something came before what it follows, and when that was noticed.
-    stalls: Vec<Stall>,
-    free: Vec<u16>,
-    addresses: HashMap<Vec<u8>, Address>,
-    /// Turns for which additions have waited.
-    credit_turns: u32,
-    /// Pairs that are over but not yet forgotten.
-    closing: Vec<u16>,
-    /// Slots into which a peer that is not known to be gone may still write. Their pages are given
-    /// back; only their addresses are kept from others.
-    quarantine: Vec<Region>,
-    entries: [sys::CqDataEntry; NUM_ENTRIES],
-    sources: [sys::FiAddr; NUM_ENTRIES],
-}
-
-// SAFETY: the pointers in `entries` are scratch, written and read within one call under the lock.
-unsafe impl Send for State {}
-
-/// One place of the table.
-#[derive(Debug, Default)]
-struct Entry {
-    generation: u16,
-    link: Option<Arc<Link>>,
-    /// Stays registered until the peer has said farewell: mail under way must find it.
-    mailbox: Option<Mailbox>,
-    inbound: Inbound,
-    /// Set when this side's endpoint is gone.
-    closing: Option<Closing>,
-    /// What the peer said of its writes when its endpoint went.
-    farewell: Option<u64>,
-    address: Option<Vec<u8>>,
-}
-
-#[derive(Debug)]
-struct Closing {
-    since: Instant,
-    has_said_farewell: bool,
-    /// Registrations that operations under way may use.
-    _sources: Vec<Source>,
-}
-
-/// Something that is expected at a pair.
-#[derive(Debug)]
-struct Stall {
-    idx: u16,
-    id: u32,
-    seq: u32,
-    since: Instant,
-}
-
-#[derive(Debug)]
-struct Address {
-    addr: sys::FiAddr,
-    num_pairs: usize,
-}
-
-/// Local memory that an endpoint may use.
-#[derive(Debug)]
-pub(super) struct Source {
-    // Before the memory.
-    pub(super) registered: Option<Registered>,
-    pub(super) region: Region,
 }
 
 impl Device {
@@ -672,113 +597,9 @@ impl Device {
     }
 }
 
-impl State {
-    fn entry_of(&mut self, id: u32) -> Option<&mut Entry> {
-        let entry = self.table.get_mut((id & IDX_MASK) as usize)?;
-        (u32::from(entry.generation) == id >> 16 && entry.link.is_some()).then_some(entry)
-    }
-
-    /// Looks at a pair's mailbox in every turn.
-    fn heat(&mut self, idx: u16) {
-        if self.hot.contains(&idx) {
-            return;
-        }
-        if self.hot.len() < MAX_HOT {
-            self.hot.push(idx);
-        } else {
-            self.hot[self.next_victim] = idx;
-            self.next_victim = (self.next_victim + 1) % MAX_HOT;
-        }
-    }
-
-    /// Looks at a pair's mailbox no more.
-    fn ignore_mail(&mut self, idx: u16) {
-        if let Some(head) = self.heads.get_mut(usize::from(idx)) {
-            *head = None;
-        }
-    }
-
-    /// A write or read is over.
-    fn complete(&mut self, context: &Context, failure: Option<&Failure>) {
-        let Some(link) =
-            self.table.get(context.owner as usize).and_then(|entry| entry.link.as_ref())
-        else {
-            return;
-        };
-        if let Some(failure) = failure {
-            link.fail("write or read", failure.code, failure.text.clone());
-        }
-        link.complete(context);
-    }
-
-    /// Forgets pairs that are over as soon as nothing can refer to them.
-    fn sweep_closing(&mut self, port: &Port) {
-        let mut nth = 0;
-        while nth < self.closing.len() {
-            let idx = self.closing[nth];
-            if self.try_forget(port, idx) {
-                self.closing.swap_remove(nth);
-            } else {
-                nth += 1;
-            }
-        }
-    }
-
-    fn try_forget(&mut self, port: &Port, idx: u16) -> bool {
-        self.ignore_mail(idx);
-        let entry = &mut self.table[usize::from(idx)];
-        let (Some(link), Some(closing)) = (&entry.link, &mut entry.closing) else { return true };
-        if link.outstanding() > 0 {
-            // The library may still use this side's memory.
-            return false;
-        }
-        if let (Some(far), false) = (link.far(), closing.has_said_farewell) {
-            let writes = if far.counts_writes { link.num_posted() } else { 0 };
-            closing.has_said_farewell = link
-                .unnumbered(Then::Farewell, writes)
-                .is_none_or(|message| !matches!(link.inject(port, &message), Ok(Taken::Again)));
-        }
-        let is_joined = link.far().is_some();
-        let is_peer_done =
-            entry.farewell.is_some_and(|writes| entry.inbound.num_writes() >= writes);
-        let has_waited = closing.since.elapsed() >= FAREWELL_PATIENCE;
-        if is_joined && !has_waited && !(is_peer_done && closing.has_said_farewell) {
-            return false;
-        }
-        if is_joined && !is_peer_done {
-            // The peer, or what it left in the network, may write until its connection ends, which
-            // nobody tells. The memory goes back to the system, the addresses to nobody.
-            give_pages_back(&link.slot);
-            self.quarantine.push(link.slot.clone());
-            self.quarantine.extend(entry.mailbox.as_ref().map(|mailbox| mailbox.memory.clone()));
-        }
-        let generation = entry.generation.wrapping_add(1);
-        let address = entry.address.take();
-        *entry = Entry { generation, ..Entry::default() };
-        self.free.push(idx);
-        if let Some(address) = address
-            && let Some(known) = self.addresses.get_mut(&address)
-        {
-            known.num_pairs -= 1;
-            if known.num_pairs == 0 {
-                port.remove(known.addr);
-                self.addresses.remove(&address);
-            }
-        }
-        true
-    }
-}
-
 /// Whether `source` is the peer of `link`, as far as the provider knows.
 fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
     source == sys::FI_ADDR_UNSPEC || link.far().is_none_or(|far| far.peer == source)
-}
-
-/// Remembers that something before what came has not come.
-fn note_stall(stalls: &mut Vec<Stall>, id: u32, seq: u32) {
-    if !stalls.iter().any(|stall| stall.id == id && stall.seq == seq) {
-        stalls.push(Stall { idx: (id & IDX_MASK) as u16, id, seq, since: Instant::now() });
-    }
 }
 
 /// Puts in place what was kept and may be put in place now. False when something was bad.
@@ -817,21 +638,6 @@ fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
     }
 }
 
-/// Releases the pages of a slot that nobody uses any more; its addresses stay taken.
-fn give_pages_back(slot: &Region) {
-    // SAFETY: the whole mapping; what anybody may still read there is zero afterwards.
-    let result = unsafe {
-        rustix::mm::madvise(
-            slot.as_ptr().as_ptr().cast(),
-            slot.len(),
-            rustix::mm::Advice::LinuxDontNeed,
-        )
-    };
-    if let Err(error) = result {
-        tracing::warn!(%error, "the pages of a slot were not released");
-    }
-}
-
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     // Nothing that holds the lock can leave the state half changed.
     state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -839,9 +645,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 
 /// Longest message. Longer puts are writes.
 const MAX_MESSAGE_BYTES: usize = 8 << 10;
-const NUM_ENTRIES: usize = 16;
-/// Mailboxes that are looked at in every turn of the driver, and of all others in one turn.
-const MAX_HOT: usize = 64;
+/// Mailboxes that are looked at in turn, beside those that got mail lately.
 const MAX_COLD: usize = 64;
 const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     op_context: std::ptr::null_mut(),
@@ -854,8 +658,6 @@ const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
 const POST_PATIENCE: Duration = Duration::from_secs(1);
 /// How long something may come after what follows it.
 const STALL_PATIENCE: Duration = Duration::from_secs(1);
-/// Longest time that a pair is remembered for its peer's farewell.
-const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 const MAX_ANSWER_ATTEMPTS: u32 = 1000;
 /// Turns of the driver for which additions wait: some 20 µs of polling.
 const CREDIT_TURNS: u32 = 32;

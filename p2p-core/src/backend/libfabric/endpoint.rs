@@ -5,10 +5,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::device::{Device, Source};
+use super::device::Device;
 use super::link::{FarSide, Link, Local, Op};
 use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
 use super::port::{Descriptor, Registered, Rights, Taken};
+use super::table::Source;
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
 use crate::wait::Driver;

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | sys | `sys` (structures, tables of functions), `load` (symbols) |
 //! | owner | `owner` (objects that close themselves), `port` (one endpoint, its queue and addresses) |
-//! | safe | `device` (the driver, shared by all pairs), `link` (one pair), `endpoint` |
+//! | safe | `device` (the driver, shared by all pairs), `table` (its pairs), `link` (one pair), `endpoint` |
 //!
 //! How the ordering contract is kept without any promise of the provider about writes and messages is
 //! described in `docs/memory-model.md`.
@@ -34,6 +34,7 @@ mod receives;
 mod rma;
 mod service;
 mod sys;
+mod table;
 
 use std::collections::HashMap;
 use std::net::IpAddr;
