@@ -280,7 +280,7 @@ __device__ __forceinline__ void publish_tokens(const DispatchShared& shared,
 }
 
 // Tokens under one fence: it waits for the link to drain.
-constexpr uint32_t kTokensPerFence = 8;
+constexpr uint32_t kTokensPerFence = 32;
 static_assert(32 % kTokensPerFence == 0, "a chunk has whole groups");
 
 // Servers of the tokens `chunk` and following of a data block, a token per lane. Called by one warp, with a

@@ -30,8 +30,14 @@ __device__ __noinline__ inline bool must_give_up(const sy_echo_params& params, u
 // Rows whose flags one load of a warp covers, and loads of a warp that are under way together.
 constexpr uint32_t kRowsPerLoad = 64;
 constexpr uint32_t kMostLoads = 4;
-// Between two polls of a warp: few rows are waited for eagerly.
-constexpr uint32_t kShortPauseNs = 50, kLongPauseNs = 400;
+// Between two polls of a warp that looks at one run.
+constexpr uint32_t kShortPauseNs = 50;
+
+// Between two polls of a warp that looks at several. Every block asks for every row, and with shorter pauses
+// that takes the memory's time from what is to arrive: 5 us of 70 with 256 tokens.
+__device__ __forceinline__ uint32_t pause_ns(uint32_t num_runs) {
+    return min(num_runs * 60, 4000u);
+}
 
 // Waits for every client's header word, which covers the entries. One warp, a lane per client.
 __device__ __forceinline__ void await_heads(AnswerShared& shared, const sy_echo_params& params) {
@@ -71,7 +77,10 @@ __device__ __forceinline__ void await_runs(AnswerShared& shared, const sy_echo_p
         frames[i] = frame_at(geometry, shared.clients[clients[i]], shared.number[clients[i]]);
     }
     uint64_t start_ns = 0;
-    uint32_t pending = (1u << kLoads) - 1; // runs
+    uint32_t pending = 0; // runs
+#pragma unroll
+    for (uint32_t i = 0; i < kLoads; ++i)
+        pending |= first_run + i * kStride < num_runs ? 1u << i : 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
         // All loads of a poll leave together: an acquiring one stands last, and several are ordered by a
         // fence after the last poll.
@@ -106,8 +115,7 @@ __device__ __forceinline__ void await_runs(AnswerShared& shared, const sy_echo_p
         }
         if (late == 0)
             break;
-        // Every block asks: without a pause that takes the memory's time from what is to arrive.
-        __nanosleep(kLoads == 1 ? kShortPauseNs : kLongPauseNs);
+        __nanosleep(kLoads == 1 ? kShortPauseNs : pause_ns(num_runs));
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
         const uint32_t client_idx = __ffs(late) - 1;
