@@ -41,6 +41,7 @@ demo() {
 resources=$(rdma resource show)
 check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
 check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
+check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_verbs
 second_device
 sent=$(packets rxe1)
 check "conformance over six queue pairs of two devices" 200 \

@@ -81,28 +81,47 @@ pub(super) fn check() -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Builds the tests and examples of p2p-core that run in the guest: their names, and where they are.
+/// Builds what runs in the guest: the names there, and where they are.
 fn programs() -> Result<Vec<(&'static str, String)>> {
-    let mut command = cargo(&["build", "-q", "-p", PACKAGE, "--features", FEATURES]);
-    command.args(TESTS.iter().flat_map(|name| ["--test", name]));
-    command.args(EXAMPLES.iter().flat_map(|name| ["--example", name]));
-    let output = command
+    let mut arguments: Vec<&str> = vec!["-p", PACKAGE, "--features", FEATURES];
+    arguments.extend(TESTS.iter().flat_map(|name| ["--test", name]));
+    arguments.extend(EXAMPLES.iter().flat_map(|name| ["--example", name]));
+    let names: Vec<(&str, &str)> =
+        TESTS.iter().chain(&EXAMPLES).map(|name| (*name, *name)).collect();
+    let mut programs = built(&arguments, &names)?;
+    for (package, features, test, name) in FURTHER_TESTS {
+        let arguments = ["-p", package, "--features", features, "--test", test];
+        programs.extend(built(&arguments, &[(test, name)])?);
+    }
+    Ok(programs)
+}
+
+/// Runs `cargo build` and finds the executables of targets; each gets a name for the guest.
+fn built(
+    arguments: &[&str],
+    names: &[(&str, &'static str)],
+) -> Result<Vec<(&'static str, String)>> {
+    let output = cargo(&["build", "-q"])
+        .args(arguments)
         .arg("--message-format=json")
         .stderr(Stdio::inherit())
         .output()
         .context("cannot build the programs for the guest")?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let find = |name: &&'static str| {
-        let target = format!("\"name\":\"{name}\"");
+    let find = |(target, name): &(&str, &'static str)| {
+        let target = format!("\"name\":\"{target}\"");
         let path = text.lines().filter(|line| line.contains(&target)).find_map(|line| {
             let (path, _) = line.split_once("\"executable\":\"")?.1.split_once('"')?;
             Path::new(path).exists().then(|| path.to_owned())
         });
         Ok((*name, path.with_context(|| format!("cargo names no executable of {name}"))?))
     };
-    TESTS.iter().chain(&EXAMPLES).map(find).collect()
+    names.iter().map(find).collect()
 }
 
+/// Tests of further packages: package, features, test, name in the guest.
+const FURTHER_TESTS: [(&str, &str, &str, &str); 1] =
+    [("switchyard-proxy", "verbs,libfabric", "network", "proxy_network")];
 const TESTS: [&str; 6] = ["verbs", "conformance", "engine", "engine_bench", "scale", "scale_kill"];
 const EXAMPLES: [&str; 2] = ["p2p_one_to_one", "p2p_multi"];
 const FEATURES: &str = "verbs,libfabric";
