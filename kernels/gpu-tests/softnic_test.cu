@@ -486,6 +486,9 @@ void failover(int num_gpus) {
         sizes.queue.sq_depth = 128;
         sizes.queue.is_collapsed = false;
         sizes.bound_ns = 30'000'000;
+        // In pieces of 1 KiB the rows of a dispatch never fit the queue of a NIC that stands still.
+        if (stalls)
+            sizes.queue.max_message_bytes = 1024;
         NicWorld world(geometry, 64, {0}, servers, sizes);
         Client& client = *world.clients[0];
         const reference::Input input = load(world, 128, g_seed * 7 + stalls)[0];
