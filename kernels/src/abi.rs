@@ -462,8 +462,9 @@ pub struct ExpertRecvParams {
     pub num_layers: u32,
     /// Elements of `clients`.
     pub num_clients: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Once a client has a frame, how long to wait for `min_ready`; 0 = as for the first, and clients that
+    /// do not come are errors.
+    pub gather_ns: u32,
     /// [`ClientPeer`] `[num_clients]`.
     pub clients: DevicePtr,
 }

@@ -64,7 +64,7 @@ fn header_and_rust_agree_field_by_field() {
             row_position, max_rows, reserved;
         ExpertRecvParams as "sy_expert_recv_params": version, flags, geometry, state, lists,
             local_expert, abort_mask, min_epoch, timeout_ns, min_ready, num_experts,
-            num_local_experts, num_layers, num_clients, reserved, clients;
+            num_local_experts, num_layers, num_clients, gather_ns, clients;
         ExpertSendParams as "sy_expert_send_params": version, flags, geometry, lists, expert_out,
             max_rows, num_clients, num_blocks, reserved, clients;
         LayerWeights as "sy_layer_weights": gate_up, down, gate_up_scale, down_scale, dtype, reserved,

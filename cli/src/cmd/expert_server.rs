@@ -53,6 +53,10 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=2)
     )]
     device_batches: usize,
+    /// With a GPU: longest time that a batch waits for clients that were active lately, at most a fifth of
+    /// a batch's length; 0 waits for nobody.
+    #[arg(long, env = "SWITCHYARD_DEVICE_GATHER_US", default_value_t = 100)]
+    device_gather_us: u64,
     /// Compute threads; 0 takes as many as there are CPUs.
     #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0)]
     threads: usize,
@@ -122,6 +126,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         Device::Gpu(name) => Some(DeviceOptions {
             dtype: args.device_dtype,
             batches_in_flight: args.device_batches,
+            gather: Duration::from_micros(args.device_gather_us),
             ..DeviceOptions::new(name)
         }),
     };

@@ -8,6 +8,7 @@ use kernels::abi::{
 };
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Stream};
 
+use super::gather::Wish;
 use super::plan::DevicePlan;
 
 /// Memory and graphs of one batch.
@@ -29,6 +30,8 @@ pub(super) struct Context {
     /// What the last batch was, in host memory: its head, expert positions, the server's state.
     report: GpuBuffer,
     pub(super) launched_at: Option<Instant>,
+    /// What the batch waits for.
+    pub(super) wish: Wish,
 }
 
 /// What a recorded graph was made for.
@@ -38,6 +41,7 @@ pub(super) struct GraphKey {
     pub(super) num_places: u32,
     /// Rows for which the grids are made. More are computed as well, only not as fast.
     pub(super) bucket_rows: u32,
+    pub(super) wish: Wish,
 }
 
 /// Device memory that all contexts use.
@@ -69,6 +73,7 @@ impl Context {
             expert_out: gpu.alloc(expert_out)?,
             report: gpu.alloc_host(state_offset(plan) + size_of::<ServerState>() as u64)?,
             launched_at: None,
+            wish: Wish { min_ready: 1, gather_ns: 0 },
         })
     }
 
@@ -95,6 +100,7 @@ impl Context {
         };
         stream.replay(&self.graphs[idx].1)?;
         self.launched_at = Some(Instant::now());
+        self.wish = key.wish;
         stream.record(&self.ended)
     }
 
@@ -158,12 +164,12 @@ impl Context {
             abort_mask: shared.abort_mask,
             min_epoch: DevicePtr::NULL,
             timeout_ns: IDLE_WAIT_NS,
-            min_ready: 1,
+            min_ready: key.wish.min_ready,
             num_experts: plan.num_experts,
             num_local_experts: key.num_places,
             num_layers: plan.num_layers,
             num_clients,
-            reserved: 0,
+            gather_ns: key.wish.gather_ns,
             clients: shared.clients,
         };
         let compute = ExpertComputeParams {

@@ -24,6 +24,7 @@ use protocol::ErrorCode;
 
 use super::context::{Context, GraphKey, Shared};
 use super::error::KernelFault;
+use super::gather::Gathering;
 use super::plan::DevicePlan;
 use super::seats::{EndedSeat, Seat, SeatBoard, Seats};
 use super::store::{DeviceStore, Tables};
@@ -56,6 +57,7 @@ pub(super) struct Engine {
     expert_begin: Vec<u32>,
     recent_rows: [u32; RECENT],
     num_batches: usize,
+    gathering: Gathering,
     num_refused: u64,
     has_fault: bool,
     last_work: Instant,
@@ -114,6 +116,7 @@ impl Engine {
             expert_begin: Vec::with_capacity(plan.num_experts as usize + 1),
             recent_rows: [0; RECENT],
             num_batches: 0,
+            gathering: Gathering::new(&plan.options),
             num_refused: 0,
             has_fault: false,
             last_work: now,
@@ -241,6 +244,7 @@ impl Engine {
             num_clients: self.seats.num_clients(),
             num_places: self.num_places(),
             bucket_rows: self.bucket_rows(),
+            wish: self.gathering.wish(),
         };
         let shared = self.memory.shared(&self.board, self.store.weights_dtype());
         for turn in 0..self.contexts.len() {
@@ -323,6 +327,7 @@ impl Engine {
         context.expert_begin(&self.plan, num_places, &mut self.expert_begin);
         self.recent_rows[self.num_batches % RECENT] = batch.num_rows;
         self.num_batches += 1;
+        self.gathering.note(context.wish, batch.clients, compute);
         self.count(&batch, compute);
         Ok(())
     }

@@ -12,6 +12,7 @@
 mod context;
 mod engine;
 mod error;
+mod gather;
 mod options;
 mod plan;
 mod seats;

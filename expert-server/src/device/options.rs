@@ -1,5 +1,7 @@
 //! What a server is told about its GPU.
 
+use std::time::Duration;
+
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 
@@ -16,12 +18,17 @@ pub struct DeviceOptions {
     /// Serves random weights, made on the GPU, instead of the checkpoint's, of which only names and
     /// shapes are used then: for measuring models that nobody wants to copy.
     pub random_weights: bool,
+    /// Longest time that a batch waits for further clients that were active lately, and at most a fifth of
+    /// the last batch's length; zero waits for nobody.
+    pub gather: Duration,
 }
 
 impl DeviceOptions {
     /// Defaults for a GPU.
     #[must_use]
     pub const fn new(name: DeviceName) -> Self {
-        Self { name, dtype: WireDtype::Bf16, batches_in_flight: 2, random_weights: false }
+        let gather = Duration::from_micros(100);
+        let (dtype, batches_in_flight) = (WireDtype::Bf16, 2);
+        Self { name, dtype, batches_in_flight, random_weights: false, gather }
     }
 }

@@ -33,6 +33,7 @@ pub(crate) struct DevicePlan {
     pub(crate) num_contexts: usize,
     /// Most clients.
     pub(crate) max_clients: usize,
+    pub(crate) options: DeviceOptions,
     /// Weights are made up instead of loaded.
     pub(crate) random_weights: bool,
 }
@@ -92,6 +93,7 @@ impl DevicePlan {
             num_experts: model.num_experts,
             num_contexts: options.batches_in_flight.clamp(1, 2),
             max_clients: limits.max_links.clamp(1, MAX_PEERS),
+            options: *options,
             random_weights: options.random_weights,
         })
     }

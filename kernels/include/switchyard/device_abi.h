@@ -280,7 +280,7 @@ typedef struct sy_expert_recv_params {
     uint32_t num_local_experts;
     uint32_t num_layers;
     uint32_t num_clients;
-    uint32_t reserved;
+    uint32_t gather_ns; /* once a client has a frame, how long to wait for min_ready; 0: as for the first */
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_recv_params;
 

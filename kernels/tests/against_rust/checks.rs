@@ -217,7 +217,7 @@ fn good_recv(rng: &mut StdRng) -> ExpertRecvParams {
         num_local_experts: rng.random_range(1..=num_experts),
         num_layers: rng.random_range(0..70),
         num_clients: rng.random_range(1..33),
-        reserved: 0,
+        gather_ns: 0,
         clients: pointer(rng),
     }
 }

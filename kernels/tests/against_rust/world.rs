@@ -414,7 +414,7 @@ impl World {
             num_local_experts: num_local.max(1),
             num_layers: NUM_LAYERS,
             num_clients: self.clients.len() as u32,
-            reserved: 0,
+            gather_ns: 0,
             clients: server.table.address(),
         }
     }

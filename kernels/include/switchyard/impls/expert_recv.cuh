@@ -158,12 +158,16 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
         seen.min_epoch = *params.min_epoch;
     const FrameAt frame =
         frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
-    uint64_t start_ns = 0;
+    uint64_t start_ns = 0, first_ns = 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
         if (is_client && seen.num_rows == kRowsUnknown)
             seen.num_rows = accepted_rows(frame);
         const bool is_settled = seen.num_rows != kRowsUnknown || seen.is_dead;
         if (__popc(__ballot_sync(kFullWarp, is_settled)) >= wanted)
+            return seen;
+        // Whoever came first waits for the others only so long.
+        if (params.gather_ns != 0 && __any_sync(kFullWarp, seen.num_rows != kRowsUnknown) &&
+            __any_sync(kFullWarp, comm::elapsed_ns(&first_ns) > params.gather_ns))
             return seen;
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
@@ -185,11 +189,11 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     const sy_client_peer& client = shared.clients[is_client ? lane_idx : 0];
     const uint64_t number = seen.number;
     const uint32_t place = layout::ring_place(geometry, number);
-    // An idle server is no error; with min_ready above 1 the caller expected so many. Who is dead is to
-    // blame then, or everybody who did not come in time.
+    // An idle server is no error; with min_ready above 1 and no time to gather the caller expected so
+    // many. Who is dead is to blame then, or everybody who did not come in time.
     const uint32_t num_ready = __popc(__ballot_sync(kFullWarp, is_ready));
     const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
-    if (is_client && !is_ready && wanted > 1 && num_ready < wanted) {
+    if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted) {
         const bool is_dead = seen.is_dead;
         if (is_dead || num_settled < wanted)
             comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
