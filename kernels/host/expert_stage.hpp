@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -18,6 +19,17 @@ inline float bf16_to_float(uint16_t bits) { return __uint_as_float(uint32_t{bits
 
 inline uint16_t float_to_bf16(float value) {
     return static_cast<uint16_t>(impls::float2_to_bf16x2(value, 0.0f));
+}
+
+// Value of each code.
+inline const float* f8_values() {
+    static const std::array<float, 256> values = [] {
+        std::array<float, 256> made;
+        for (uint32_t code = 0; code < 256; ++code)
+            made[code] = simt_from_e4m3(code);
+        return made;
+    }();
+    return values.data();
 }
 
 // Values as quantisation to fp8 leaves them, 128 to a scale.
@@ -100,12 +112,13 @@ struct StageMatrix {
         const uint32_t row_blocks = (num_rows + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
         const float* factors = reinterpret_cast<const float*>(scales) +
                                (matrix * row_blocks + row / SY_SCALE_BLOCK) * depth_blocks;
+        const float* f8 = f8_values();
         float sum = 0;
         for (uint32_t block = 0; block < depth_blocks; ++block) {
             float part = 0;
             for (uint32_t k = block * SY_SCALE_BLOCK;
                  k < std::min(depth, (block + 1) * SY_SCALE_BLOCK); ++k)
-                part += simt_from_e4m3(codes[k]) * x[k];
+                part += f8[codes[k]] * x[k];
             sum += part * factors[block];
         }
         return sum;
