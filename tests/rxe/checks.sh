@@ -42,6 +42,9 @@ resources=$(rdma resource show)
 check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
 check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
 check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_verbs
+mkdir -p $model && cp /mnt/*.json /mnt/*.safetensors $model
+check "layers with failover through proxies" 200 \
+    env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_layers --test-threads=1
 second_device
 sent=$(packets rxe1)
 check "conformance over six queue pairs of two devices" 200 \

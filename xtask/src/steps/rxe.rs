@@ -120,8 +120,10 @@ fn built(
 }
 
 /// Tests of further packages: package, features, test, name in the guest.
-const FURTHER_TESTS: [(&str, &str, &str, &str); 1] =
-    [("switchyard-proxy", "verbs,libfabric", "network", "proxy_network")];
+const FURTHER_TESTS: [(&str, &str, &str, &str); 2] = [
+    ("switchyard-proxy", "verbs,libfabric", "network", "proxy_network"),
+    ("switchyard-tests", "verbs", "proxy", "proxy_layers"),
+];
 const TESTS: [&str; 6] = ["verbs", "conformance", "engine", "engine_bench", "scale", "scale_kill"];
 const EXAMPLES: [&str; 2] = ["p2p_one_to_one", "p2p_multi"];
 const FEATURES: &str = "verbs,libfabric";
