@@ -373,6 +373,7 @@ impl Drop for RunningServer {
 }
 
 /// Experts in memory, before anybody serves them.
+#[allow(clippy::large_enum_variant, reason = "there is one, at the start")]
 enum Loaded {
     Host(Arc<ExpertStore>),
     Device { gpu: Gpu, plan: DevicePlan, store: Arc<DeviceStore> },
