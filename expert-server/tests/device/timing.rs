@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint};
 use expert_server::device::DeviceOptions;
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
-use kernels::gpu::DeviceName;
+use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::SlotConfig;
-use protocol::WireDtype;
+use protocol::{ModelShape, WireDtype};
 
 use crate::client::{Client, Outcome};
 use crate::common::{Request, metric, seeded, shape_of};
@@ -81,6 +81,52 @@ async fn the_time_of_a_layer_is_reported() {
         drop(client);
         server.shutdown().await;
     }
+    for gather_us in [0, 100] {
+        two_loops(device, &gpu, dir.path(), &shape, Duration::from_micros(gather_us)).await;
+    }
+}
+
+/// Two clients in closed loops on one server: whether they share batches.
+async fn two_loops(
+    device: DeviceName,
+    gpu: &Gpu,
+    dir: &std::path::Path,
+    shape: &ModelShape,
+    gather: Duration,
+) {
+    let (dtype, slot) = (WireDtype::F8E4m3, SlotConfig { slot_bytes: 4 << 20, num_frames: 2 });
+    let placement = Placement::Static(ExpertSelection::All);
+    let mut config = ServerConfig::new(dir, "two", placement);
+    config.slot = slot;
+    config.device = Some(DeviceOptions { dtype, gather, ..DeviceOptions::new(device) });
+    let server = ExpertServer::start(config, |_| {}).await.expect("the server starts");
+    let mut rng = seeded();
+    let mut loops = Vec::new();
+    for id in [1, 2] {
+        let joined = Client::join(gpu, server.data_addr(), *shape, id, dtype, slot).await;
+        let mut client = joined.expect("connected");
+        let request = Request::random(&mut rng, shape, 128);
+        assert_eq!(tokio::task::block_in_place(|| client.layer(&request)).0, Outcome::Answered);
+        loops.push(client);
+    }
+    let tasks: Vec<_> = loops
+        .into_iter()
+        .map(|mut client| tokio::task::spawn_blocking(move || client.replay(500)))
+        .collect();
+    let mut times = Vec::new();
+    for task in tasks {
+        times.extend(task.await.expect("its times"));
+    }
+    times.sort_unstable();
+    let of = |part| metric(server.metrics(), &format!("switchyard_server_batch_clients_{part}"));
+    println!(
+        "{{\"clients\":2,\"tokens\":128,\"gather_us\":{},\"layer_p50_us\":{:.1},\"layer_p99_us\":{:.1},\"clients_per_batch\":{:.2}}}",
+        gather.as_micros(),
+        times[times.len() / 2].as_secs_f64() * 1e6,
+        times[times.len() * 99 / 100].as_secs_f64() * 1e6,
+        of("sum") / of("count").max(1.0)
+    );
+    server.shutdown().await;
 }
 
 /// Spreads a token's experts.
