@@ -55,11 +55,8 @@ impl KernelParams for DispatchParams {
         // One more block writes headers.
         // One token each for few; from there on two share a fence, and one block per multiprocessor is
         // enough.
-        let units = if self.capacity < TOKENS_IN_PAIRS {
-            self.capacity
-        } else {
-            self.capacity.div_ceil(2)
-        };
+        let units =
+            if self.capacity < TOKENS_IN_PAIRS { self.capacity } else { self.capacity.div_ceil(2) };
         let data_blocks = choose_blocks(self.num_blocks, units.into(), u64::MAX);
         let run = self.capacity.div_ceil(data_blocks).max(1);
         let is_tuned = self.geometry.hidden == TUNED_HIDDEN && self.geometry.top_k == TUNED_TOP_K;
