@@ -54,7 +54,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_CLIENTS", default_value_t = 1, requires = "device")]
     clients: usize,
     /// Lets all servers hold every expert and kills one of them under load, with --device.
-    #[arg(long, env = "SWITCHYARD_KILL", requires = "device")]
+    #[arg(long, env = "SWITCHYARD_KILL", requires = "device", value_parser = clap::builder::FalseyValueParser::new())]
     kill: bool,
     /// Time to spend on each token count, in process and through the service each.
     #[arg(long, env = "SWITCHYARD_SECONDS", default_value_t = 2.0)]

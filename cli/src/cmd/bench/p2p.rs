@@ -55,7 +55,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_DEVICE", value_name = "cuda|cuda:N")]
     device: Option<DeviceName>,
     /// With --device: every split of the GPUs from that one on into senders and receivers.
-    #[arg(long, requires = "device", conflicts_with_all = ["senders", "receivers"])]
+    #[arg(long, env = "SWITCHYARD_ALL_SPLITS", requires = "device", conflicts_with_all = ["senders", "receivers"], value_parser = clap::builder::FalseyValueParser::new())]
     all_splits: bool,
 }
 
