@@ -18,7 +18,7 @@
 //! | [`locality`] | which processors are near a GPU and a NIC |
 //! | [`mod@bench`] | what the benchmarks share |
 //! | [`host`] | peers whose posters run on this host |
-//! | [`gpu`] | peers whose posters are kernels |
+//! | `gpu` (feature `cuda`) | peers whose posters are kernels |
 //!
 //! Not here: connections, which the handshake of `p2p-core` makes, and what is sent, which nobody here
 //! looks at.
