@@ -8,7 +8,7 @@
 //!
 //! - **posting**: what a kernel needs until its requests are with the NIC, *measured* on a GPU against
 //!   the software NIC ([`LayerModel::post_ns`], [`LayerModel::requests_per_us`]);
-//! - **links**: the packets of all messages over one switch, *simulated* ([`run_messages`](crate::run_messages));
+//! - **links**: the packets of all messages over one switch, *simulated* ([`run_messages`]);
 //! - **the NIC and the bus**: half of a published round trip ([`LayerModel::nic_ns`]);
 //! - **kernels**: everything else of dispatch, echo and combine, *measured* over NVLink with one token
 //!   ([`LayerModel::kernels_ns`]). Experts are not counted.
