@@ -50,7 +50,10 @@ const TARGETS: [&str; 2] =
 /// What must be found in the disassembly of each kernel file.
 const EXPECTED_INSTRUCTIONS: [(&str, &[&str]); 4] = [
     // 16-byte loads and stores, a fence over the link, quantisation in hardware.
-    ("dispatch", &["LDG.E.128", "STG.E.128|ST.E.128", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS", "F2FP.SATFINITE.E4M3"]),
+    (
+        "dispatch",
+        &["LDG.E.128", "STG.E.128|ST.E.128", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS", "F2FP.SATFINITE.E4M3"],
+    ),
     (
         "combine",
         &["LD.E.128|LDG.E.128", "STG.E.128|ST.E.128", "LD.E.64.STRONG.SYS|LDG.E.64.STRONG.SYS"],
