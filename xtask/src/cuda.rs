@@ -223,27 +223,24 @@ pub fn check_kernels() -> Result<Outcome> {
     check_rust_side()
 }
 
-/// Lints and runs the Rust side with the kernels embedded. Its build finds the toolkit as we did. Tests
-/// that need a GPU skip themselves.
+/// Lints and runs the Rust side with the kernels embedded, all packages at once so that what they share
+/// is built once. The build finds the toolkit as we did. Tests that need a GPU skip themselves.
 fn check_rust_side() -> Result<Outcome> {
-    for (package, test, _) in RUST_TESTS {
-        let with_cuda = ["-p", package, "--features", "cuda"];
-        let mut lint = cargo(&["clippy"]);
-        lint.args(with_cuda).args(["--all-targets", "--", "-D", "warnings"]);
-        let mut run_tests = cargo(&["test"]);
-        // What needs no GPU runs with the other tests already, in builds without the feature.
-        run_tests.args(with_cuda).args(["--lib", "--test", test, "--", "gpu", "slots"]);
-        for command in [&mut lint, &mut run_tests] {
-            if let Outcome::Failed(reason) = run(command)? {
-                return Ok(Outcome::Failed(format!("{package} with feature `cuda`: {reason}")));
-            }
-        }
+    let tested = RUST_TESTS.map(|(package, ..)| package);
+    let mut lint = cargo(&["clippy", "--all-targets"]);
+    let linted = RUST_PROGRAMS.map(|(package, _)| package);
+    for package in linted.iter().filter(|package| !tested.contains(package)).chain(&tested) {
+        lint.args(["-p", package, "--features", &format!("{package}/cuda")]);
     }
-    // The programs that people run on GPU hosts.
-    for (package, _) in RUST_PROGRAMS {
-        let mut lint = cargo(&["clippy", "-p", package, "--features", "cuda", "--all-targets"]);
-        if let Outcome::Failed(reason) = run(lint.args(["--", "-D", "warnings"]))? {
-            return Ok(Outcome::Failed(format!("{package} with feature `cuda`: {reason}")));
+    let mut run_tests = cargo(&["test", "--lib"]);
+    for (package, test, _) in RUST_TESTS {
+        run_tests.args(["-p", package, "--features", &format!("{package}/cuda"), "--test", test]);
+    }
+    // What needs no GPU runs with the other tests already, in builds without the feature.
+    run_tests.args(["--", "gpu", "slots"]);
+    for command in [lint.args(["--", "-D", "warnings"]), &mut run_tests] {
+        if let Outcome::Failed(reason) = run(command)? {
+            return Ok(Outcome::Failed(format!("with feature `cuda`: {reason}")));
         }
     }
     Ok(Outcome::Passed)

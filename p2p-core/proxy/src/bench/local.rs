@@ -402,12 +402,11 @@ mod on_gpu {
             let read = |buffer: &GpuBuffer, num: u64| -> Result<Vec<u64>> {
                 let mut bytes = vec![0; num as usize * 8];
                 gpu.read(buffer, 0, &mut bytes, deadline)?;
-                Ok(bytes.chunks_exact(8).map(|word| bytemuck::pod_read_unaligned(word)).collect())
+                Ok(bytes.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect())
             };
             let mut codes = vec![0; num_blocks as usize * 4];
             gpu.read(&status, 0, &mut codes, deadline)?;
-            let codes: Vec<u32> =
-                codes.chunks_exact(4).map(|code| bytemuck::pod_read_unaligned(code)).collect();
+            let codes: Vec<u32> = codes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
             if let Some(lane) = codes.iter().position(|code| *code != 0) {
                 let failures: Vec<_> = peers.iter().flat_map(|p| p.peer.take_failures()).collect();
                 bail!("the producer of lane {lane} ended with {}: {failures:?}", codes[lane]);
