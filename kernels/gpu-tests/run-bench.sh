@@ -6,6 +6,9 @@
 # SWITCHYARD_BENCH_SECTIONS picks some of: p2p layers sms experts service nic proxy baseline
 set -u
 cd "$(dirname "$0")"
+for packed in ./*.gz; do
+    [ -e "$packed" ] && gunzip --keep --force "$packed"
+done
 out=${1:-results}
 mkdir -p "$out"
 export CUDA_MODULE_LOADING=EAGER

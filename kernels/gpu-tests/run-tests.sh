@@ -6,6 +6,9 @@
 #   run-tests.sh [SEED]
 set -u
 cd "$(dirname "$0")"
+for packed in ./*.gz; do
+    [ -e "$packed" ] && gunzip --keep --force "$packed"
+done
 seed=${1:-$(date +%s)}
 export CUDA_MODULE_LOADING=EAGER
 num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')

@@ -316,6 +316,16 @@ pub fn make_bundle() -> Result<Outcome> {
     ] {
         std::fs::copy(from, bundle.join(to)).with_context(|| format!("cannot copy {from}"))?;
     }
+    // The scripts unpack them where they run.
+    let programs = PROGRAMS.into_iter().chain(RUST_TESTS.map(|(.., name)| name));
+    let programs =
+        programs.chain(RUST_PROGRAMS.iter().flat_map(|(_, names)| names.iter().copied()));
+    for program in programs {
+        let mut gzip = Command::new("gzip");
+        if let Outcome::Failed(reason) = run(gzip.arg("--force").arg(bundle.join(program)))? {
+            return Ok(Outcome::Failed(format!("{program} could not be packed: {reason}")));
+        }
+    }
     let mut num_bytes = 0;
     for entry in std::fs::read_dir(bundle)? {
         num_bytes += entry?.metadata()?.len();
