@@ -367,6 +367,8 @@ fn build_with_cuda(command: &[&str], package: &str, kind: &str, name: &str) -> R
     let program = text
         .lines()
         .filter(|line| line.contains("\"compiler-artifact\""))
+        // A test brings its package's programs along.
+        .filter(|line| line.contains(&format!("\"name\":\"{name}\"")))
         .filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
         .map(|(path, _)| PathBuf::from(path))
         .next_back();
