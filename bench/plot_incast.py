@@ -42,6 +42,9 @@ def load(folder):
     table = {}
     for run in results["runs"]:
         scenario = run["scenario"]
+        if scenario.get("verb") == "read":
+            # What was published are writes.
+            PUBLISHED.clear()
         key = (shape_of(scenario), scenario["bytes"], scenario["control"])
         table.setdefault(key, []).append(run)
     return results["model"], table
@@ -70,9 +73,10 @@ def summary(model, table):
     out = [
         "# Incast on simulated 400 Gb/s links",
         "",
-        "Every sender sends one message to every receiver, all at once: *32v8* is 32 senders into 8 "
-        "receivers and moves the same bytes as *8v32*. A time runs until the last sender knows that "
-        f"its last message is there; medians of {num_seeds} seeds. What is modelled and what is not "
+        "Every sender sends one message to every receiver, or every receiver reads one from every "
+        "sender, all at once: *32v8* is 32 senders into 8 receivers and moves the same bytes as *8v32*. "
+        "A time runs until the last of those who began knows that all is there; "
+        f"medians of {num_seeds} seeds. What is modelled and what is not "
         "stands at the head of `bench/sim/src/lib.rs`; every parameter is in `results.json`.",
         "",
         "## Many into few against few into many",
@@ -88,8 +92,9 @@ def summary(model, table):
             cells.append(cell(many / few if many and few else None, 2))
         return cells
 
-    published = ratios(lambda shape, size: PUBLISHED[shape].get(size))
-    out.append("| NexVenusCL, published | " + " | ".join(published) + " |")
+    if PUBLISHED:
+        published = ratios(lambda shape, size: PUBLISHED[shape].get(size))
+        out.append("| NexVenusCL, published | " + " | ".join(published) + " |")
     for control in controls:
         found = ratios(lambda shape, size: median(table, (shape, size, control)))
         out.append(f"| {NAMES[control]} | " + " | ".join(found) + " |")
@@ -143,8 +148,9 @@ def plots(folder, model, table):
         for control in controls:
             times = [median(table, (shape, size, control)) for size in sizes]
             axis.plot(sizes, times, marker="o", label=NAMES[control], color=COLOURS[control])
-        known = sorted(PUBLISHED[shape].items())
-        axis.plot(*zip(*known), "k--x", label="NexVenusCL, published")
+        if shape in PUBLISHED:
+            known = sorted(PUBLISHED[shape].items())
+            axis.plot(*zip(*known), "k--x", label="NexVenusCL, published")
         axis.plot(sizes, [limit_ms(model, shape, size) for size in sizes], ":", color="grey", label="busiest link")
         axis.set(xscale="log", yscale="log", xlabel="bytes from every sender to every receiver", title=shape)
         axis.grid(alpha=0.3)
@@ -160,8 +166,9 @@ def plots(folder, model, table):
     for nth, control in enumerate(controls):
         heights = [median(table, (shape, size, control)) / limit_ms(model, shape, size) for shape in shapes]
         axis.bar([x + nth * width for x in range(len(shapes))], heights, width, label=NAMES[control], color=COLOURS[control])
-    heights = [PUBLISHED.get(shape, {}).get(size, 0) / limit_ms(model, shape, size) for shape in shapes]
-    axis.bar([x + len(controls) * width for x in range(len(shapes))], heights, width, label="NexVenusCL, published", color="#555555")
+    if PUBLISHED:
+        heights = [PUBLISHED.get(shape, {}).get(size, 0) / limit_ms(model, shape, size) for shape in shapes]
+        axis.bar([x + len(controls) * width for x in range(len(shapes))], heights, width, label="NexVenusCL, published", color="#555555")
     axis.axhline(1, color="grey", linewidth=0.8)
     axis.set_xticks([x + 0.4 - width / 2 for x in range(len(shapes))], shapes)
     axis.set(ylabel="time ÷ time of the busiest link", title=f"{size_name(size)} from every sender to every receiver")

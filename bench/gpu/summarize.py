@@ -71,14 +71,19 @@ def print_posting(rows):
     posts = [row for row in rows if row["bench"] == "ibgda_post"]
     if not posts:
         return
-    print("\n## Posting work requests\n\nNobody reads the queues, or a kernel completes everything at once (sink)."
-          " A post is one call of one warp.\n")
-    print("| a post is | queues in | scope | NIC | queues | warps each | µs of a warp per post"
+    print("\n## Posting work requests\n\nNobody reads the queues, or a kernel (sink) or a thread of the host (host)"
+          " completes everything at once. A post is one call of one warp; the warps of a queue are of one block"
+          " each, or all of one.\n")
+    for row in rows:
+        if row["bench"] == "doorbell":
+            print(f"Two requests and their doorbell alone, queue in {row['queues']} memory, scope {row['scope']}:"
+                  f" {row['us_per_post']:.2f} µs.\n")
+    print("| a post is | queues in | scope | NIC | queues | warps each | of one block | µs of a warp per post"
           " | posts/s per queue, M | requests/s, M |")
-    print("|---|---|---|---|---:|---:|---:|---:|---:|")
+    print("|---|---|---|---|---:|---:|---|---:|---:|---:|")
     for row in posts:
         print(f"| {row['kind']} | {row['queues']} | {row['scope']} | {row['nic']} | {row['num_qps']}"
-              f" | {row['warps_per_qp']} | {row['us_per_post']:.2f} | {row['posts_per_s_per_qp'] / 1e6:.2f}"
+              f" | {row['warps_per_qp']} | {'yes' if row.get('one_block') else 'no'} | {row['us_per_post']:.2f} | {row['posts_per_s_per_qp'] / 1e6:.2f}"
               f" | {row['wqes_per_s'] / 1e6:.1f} |" + ("" if row["status"] == 0 else " FAILED"))
     print("\n| a row and its flag by stores to | threads | bytes | µs |\n|---|---:|---:|---:|")
     for row in rows:

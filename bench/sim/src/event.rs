@@ -29,6 +29,8 @@ pub(crate) enum Kind {
     Nak(u64),
     Demand(Demand),
     Credit(Credit),
+    /// Everything before the offset may be sent: reads of the receiver.
+    Request(u64),
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +47,8 @@ pub(crate) enum Event {
     AtHost(Packet),
     /// A demand or credit takes effect.
     Control(Packet),
+    /// A receiver posts as much of a read as it has granted itself.
+    Post(u32, Credit),
     /// A host stops or goes on.
     Pause(u16, bool),
     /// Time to see whether anything of a message has arrived beyond `seen`.

@@ -2,16 +2,21 @@
 
 use std::collections::VecDeque;
 
-use p2p_core::credit::{Action, Admission, CreditError, CreditReceiver, CreditSender, SenderId};
+use p2p_core::credit::{
+    Action, Admission, Credit, CreditConfig, CreditError, CreditReceiver, CreditSender, SenderId,
+};
 
-use crate::Model;
 use crate::event::{Event, Events, Kind, Packet};
+use crate::{Model, Verb};
 
 /// One message from one host to another.
 pub(crate) struct Flow {
     pub(crate) from: u16,
     pub(crate) to: u16,
     pub(crate) bytes: u64,
+    pub(crate) verb: Verb,
+    /// Of a read: how much the sender was asked for.
+    pub(crate) requested: u64,
     /// The sender's side.
     pub(crate) next: u64,
     pub(crate) furthest: u64,
@@ -33,12 +38,28 @@ pub(crate) struct FlowCredit {
     pub(crate) free: bool,
 }
 
+impl FlowCredit {
+    /// The receiver's place is `id`. Of a read nothing goes without a grant, since asking takes no time.
+    pub(crate) fn new(config: &CreditConfig, verb: Verb, id: SenderId) -> Self {
+        let unscheduled_bytes = if verb == Verb::Read { 0 } else { config.unscheduled_bytes };
+        let sender = CreditSender::new(&CreditConfig { unscheduled_bytes, ..*config });
+        Self { sender, id, free: false }
+    }
+}
+
 impl Flow {
-    pub(crate) fn new(from: u16, to: u16, bytes: u64, credit: Option<FlowCredit>) -> Self {
+    pub(crate) fn new(
+        (from, to): (u16, u16),
+        bytes: u64,
+        verb: Verb,
+        credit: Option<FlowCredit>,
+    ) -> Self {
         Self {
             from,
             to,
             bytes,
+            verb,
+            requested: 0,
             next: 0,
             furthest: 0,
             acked: 0,
@@ -57,6 +78,7 @@ impl Flow {
         let len = u64::from(model.packet_bytes).min(self.bytes - self.next);
         match &self.credit {
             _ if self.next < self.furthest => len.min(self.furthest - self.next),
+            _ if self.verb == Verb::Read => len.min(self.requested - self.next),
             Some(credit) if !credit.free => len.min(credit.sender.allowance()),
             _ => len,
         }
@@ -152,7 +174,7 @@ impl Host {
                 flow.queued = false;
                 continue;
             }
-            let is_new = flow.next == flow.furthest;
+            let is_new = flow.next == flow.furthest && flow.verb == Verb::Write;
             if let Some(credit) = flow.credit.as_mut().filter(|credit| is_new && !credit.free) {
                 credit.sender.sent(len)?;
             }
@@ -180,12 +202,12 @@ impl Host {
         Ok(None)
     }
 
-    /// What the credit code of this receiver wants to be told, as packets.
-    pub(crate) fn credits(&mut self) -> Vec<(u32, Kind)> {
+    /// What the credit code of this receiver wants to be told, by message.
+    pub(crate) fn credits(&mut self) -> Vec<(u32, Credit)> {
         let mut told = Vec::new();
         while let Some(action) = self.receiver.as_mut().and_then(CreditReceiver::next_action) {
             if let Action::Credit { sender, credit } = action {
-                told.push((self.flow_of[sender.slot()], Kind::Credit(credit)));
+                told.push((self.flow_of[sender.slot()], credit));
             }
         }
         told

@@ -21,7 +21,7 @@ use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 
-use crate::{Control, Message, Model, SimError, Traffic, run_messages};
+use crate::{Control, Message, Model, SimError, Traffic, Verb, run_messages};
 
 /// Inputs beside the links.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -51,11 +51,14 @@ pub struct LayerModel {
 impl Default for LayerModel {
     fn default() -> Self {
         Self {
-            post_ns: 2_200,
-            requests_per_us: 150,
+            // 16 rows with their flags in a post of one warp, and 8 queues that a kernel completes; queues
+            // in the GPU's memory, scope sys: bench/runs/2026-11-22-h200-posting, near host.
+            post_ns: 1_980,
+            requests_per_us: 206,
             // 16.7 µs round trip of small messages, kernel to kernel (arXiv 2511.15076).
             nic_ns: 8_350 - 2_000,
-            kernels_ns: 12_800,
+            // Four ranks, one token: bench/runs/2026-11-20-h200x4.
+            kernels_ns: 10_700,
             tokens: 128,
             experts: 256,
             top_k: 8,
@@ -125,6 +128,7 @@ pub fn put_and_flag(
         receivers: peers,
         messages: messages.collect(),
         control: Control::Pause,
+        verb: Verb::Write,
     };
     Ok(run_messages(&traffic, model)?.landed_ms * 1e3)
 }
@@ -232,5 +236,5 @@ fn traffic(
             longest = longest.max(start_ns);
         }
     }
-    (Traffic { senders, receivers, messages, control }, longest)
+    (Traffic { senders, receivers, messages, control, verb: Verb::Write }, longest)
 }

@@ -1,7 +1,7 @@
 //! Many senders into few receivers over one switch, packet by packet, in discrete events.
 //!
-//! Every sender sends one message to every receiver, all at once. The model has what decides about
-//! incast and nothing else:
+//! Every sender sends one message to every receiver, all at once; or every receiver reads one from every
+//! sender. The model has what decides about incast and nothing else:
 //!
 //! - **Hosts** with one full-duplex link each. A host sends control packets first and its messages in
 //!   turn, packet by packet. A start is delayed by a random part of [`Model::jitter_ns`].
@@ -14,6 +14,9 @@
 //!   switch, the host stops until half of them have left.
 //! - **Credits** are [`p2p_core::credit`], the code that a receiver runs. Demands and credits are
 //!   packets on the same links, and take [`Model::control_ns`] to be looked at.
+//! - **Reads** are asked for by the receiver, in control packets that the sender's card answers by itself.
+//!   Their credits never leave the receiver: it asks itself, as the engine does, and posts what is granted
+//!   after [`Model::control_ns`].
 //!
 //! Not modelled: several switches, rate control by marks (DCQCN), the hosts' memory, the software
 //! around a transfer. The same seed gives the same result.
@@ -41,6 +44,19 @@ pub enum Control {
     Credits,
     /// By the receivers' credits, the shortest demand first.
     CreditsShortest,
+}
+
+/// Who moves the bytes.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, clap::ValueEnum,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Verb {
+    /// The sender writes them.
+    #[default]
+    Write,
+    /// The receiver reads them.
+    Read,
 }
 
 /// Sizes and times of links, switch and transport.
@@ -114,6 +130,9 @@ pub struct Scenario {
     pub bytes: u64,
     /// How senders are held back.
     pub control: Control,
+    /// Whether senders write or receivers read.
+    #[serde(default)]
+    pub verb: Verb,
     /// Of the starts.
     pub seed: u64,
 }
@@ -142,12 +161,15 @@ pub struct Traffic {
     pub messages: Vec<Message>,
     /// How senders are held back.
     pub control: Control,
+    /// Whether senders write or receivers read.
+    pub verb: Verb,
 }
 
 /// What came of messages.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Totals {
-    /// Until the last sender knew that its last message is there, in milliseconds.
+    /// Until the last sender knew that its last message is there, in milliseconds; with reads until the
+    /// last receiver had its last one.
     pub ms: f64,
     /// Until the last message was there.
     pub landed_ms: f64,
@@ -172,7 +194,7 @@ pub struct Totals {
 pub struct Outcome {
     /// What was run.
     pub scenario: Scenario,
-    /// Until the last sender knew that its last message is there, in milliseconds.
+    /// As [`Totals::ms`].
     pub ms: f64,
     /// The same for the median message.
     pub median_message_ms: f64,

@@ -5,12 +5,13 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Parser;
-use incast_sim::{Control, Model, Outcome, Scenario, run};
+use incast_sim::{Control, Model, Outcome, Scenario, Verb, run};
 use serde::Serialize;
 
 /// Simulates many senders into few receivers on 400 Gb/s links, with and without credits.
 ///
-/// Every sender sends one message to every receiver, so 32 into 8 and 8 into 32 move the same bytes.
+/// Every sender sends one message to every receiver, or every receiver reads one from every sender, so 32
+/// into 8 and 8 into 32 move the same bytes.
 #[derive(Parser)]
 struct Args {
     /// Folder for results.json, instead of printing.
@@ -25,6 +26,9 @@ struct Args {
     /// How senders are held back.
     #[arg(long, value_delimiter = ',', default_value = "loss,pause,credits,credits-shortest")]
     controls: Vec<Control>,
+    /// Whether senders write or receivers read.
+    #[arg(long, value_enum, default_value_t)]
+    verb: Verb,
     /// Repetitions, with seeds 1, 2, …
     #[arg(long, default_value_t = 3)]
     seeds: u64,
@@ -64,7 +68,8 @@ fn main() -> anyhow::Result<()> {
         for bytes in args.sizes.iter().copied() {
             for control in args.controls.iter().copied() {
                 for seed in 1..=args.seeds {
-                    let scenario = Scenario { senders, receivers, bytes, control, seed };
+                    let scenario =
+                        Scenario { senders, receivers, bytes, control, verb: args.verb, seed };
                     let outcome = run(scenario, &model)
                         .with_context(|| format!("{shape} with {bytes} bytes, {control:?}"))?;
                     eprintln!(

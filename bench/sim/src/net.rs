@@ -1,13 +1,15 @@
 //! The experiment itself.
 
-use p2p_core::credit::{CreditConfig, CreditReceiver, CreditSender, Event as Credited, GrantOrder};
+use p2p_core::credit::{
+    Admission, Credit, CreditConfig, CreditReceiver, Event as Credited, GrantOrder,
+};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use crate::event::{Event, Events, Kind, Packet};
 use crate::host::{Flow, FlowCredit, Host, submit};
 use crate::switch::Switch;
-use crate::{Control, Message, Model, Outcome, Scenario, SimError, Totals, Traffic};
+use crate::{Control, Message, Model, Outcome, Scenario, SimError, Totals, Traffic, Verb};
 
 /// Runs one experiment.
 ///
@@ -15,18 +17,28 @@ use crate::{Control, Message, Model, Outcome, Scenario, SimError, Totals, Traffi
 /// [`SimError`].
 pub fn run(scenario: Scenario, model: &Model) -> Result<Outcome, SimError> {
     range("bytes", scenario.bytes, 1 << 30, "1 to 1 GiB")?;
-    let Scenario { senders, receivers, bytes, control, seed } = scenario;
+    let Scenario { senders, receivers, bytes, control, verb, seed } = scenario;
     range("senders", senders as u64, MAX_HOSTS, "1 to 1024")?;
     range("receivers", receivers as u64, MAX_HOSTS, "1 to 1024")?;
     let mut rng = StdRng::seed_from_u64(seed);
     let mut messages = Vec::with_capacity(senders * receivers);
-    for from in 0..senders {
+    // Each of those who begin begins with another of the others, as anyone would.
+    let (beginners, others) = match verb {
+        Verb::Write => (senders, receivers),
+        Verb::Read => (receivers, senders),
+    };
+    for beginner in 0..beginners {
         let start_ps = rng.random_range(0..=model.jitter_ns * 1_000);
-        // Every sender begins with another receiver, as anyone would.
-        let order = (0..receivers).map(|nth| (from + nth) % receivers);
-        messages.extend(order.map(|to| Message { from, to, bytes, start_ps }));
+        let order = (0..others).map(|nth| (beginner + nth) % others);
+        messages.extend(order.map(|other| {
+            let (from, to) = match verb {
+                Verb::Write => (beginner, other),
+                Verb::Read => (other, beginner),
+            };
+            Message { from, to, bytes, start_ps }
+        }));
     }
-    let totals = run_messages(&Traffic { senders, receivers, messages, control }, model)?;
+    let totals = run_messages(&Traffic { senders, receivers, messages, control, verb }, model)?;
     let payload = bytes * senders as u64;
     Ok(Outcome {
         scenario,
@@ -97,12 +109,12 @@ impl<'a> Net<'a> {
                     let id = receiver.join()?;
                     host.flow_of.resize(host.flow_of.len().max(id.slot() + 1), 0);
                     host.flow_of[id.slot()] = idx as u32;
-                    Some(FlowCredit { sender: CreditSender::new(config), id, free: false })
+                    Some(FlowCredit::new(config, traffic.verb, id))
                 }
                 _ => None,
             };
-            let (from, to) = (message.from as u16, (senders + message.to) as u16);
-            flows.push(Flow::new(from, to, message.bytes, credit));
+            let ends = (message.from as u16, (senders + message.to) as u16);
+            flows.push(Flow::new(ends, message.bytes, traffic.verb, credit));
             events.after(message.start_ps, Event::Start(idx as u32));
         }
         let (switch, left) = (Switch::new(num_hosts), flows.len());
@@ -136,6 +148,7 @@ impl<'a> Net<'a> {
     fn handle(&mut self, event: Event) -> Result<(), SimError> {
         let Self { model, events, hosts, switch, flows, .. } = self;
         match event {
+            Event::Start(idx) if flows[idx as usize].verb == Verb::Read => self.begin_read(idx)?,
             Event::Start(idx) => {
                 let from = flows[idx as usize].from;
                 match submit(&mut flows[idx as usize])? {
@@ -154,12 +167,18 @@ impl<'a> Net<'a> {
                 }
                 Kind::Data { offset, len } => self.on_data(packet.flow, offset, len)?,
                 Kind::Ack(offset) => self.on_ack(packet.flow, offset),
+                // The card answers by itself.
+                Kind::Request(offset) => {
+                    flows[packet.flow as usize].requested = offset;
+                    hosts[packet.to as usize].activate(packet.flow, flows, model, events)?;
+                }
                 Kind::Nak(offset) => {
                     self.on_ack(packet.flow, offset);
                     self.go_back(packet.flow, offset)?;
                 }
             },
             Event::Control(packet) => self.on_control(packet)?,
+            Event::Post(idx, credit) => self.post_read(idx, credit)?,
             Event::Pause(host, stopped) => {
                 hosts[host as usize].stopped = stopped;
                 hosts[host as usize].kick(flows, model, events)?;
@@ -181,9 +200,34 @@ impl<'a> Net<'a> {
         Ok(())
     }
 
+    /// The receiver asks itself how much it may read.
+    fn begin_read(&mut self, idx: u32) -> Result<(), SimError> {
+        let flow = &mut self.flows[idx as usize];
+        let (host, bytes) = (flow.to, flow.bytes);
+        let Some(credit) = &mut flow.credit else {
+            return self.tell(host, idx, Kind::Request(bytes));
+        };
+        let Admission::Scheduled(demand) = credit.sender.submit(bytes)? else { return Ok(()) };
+        let now_ns = self.events.now_ps / 1_000;
+        if let Some(receiver) = &mut self.hosts[host as usize].receiver {
+            receiver.handle(now_ns, credit.id, Credited::Demand(demand))?;
+        }
+        self.tell_credits(host)
+    }
+
+    fn post_read(&mut self, idx: u32, told: Credit) -> Result<(), SimError> {
+        let flow = &mut self.flows[idx as usize];
+        let Some(credit) = &mut flow.credit else { return Ok(()) };
+        credit.sender.on_credit(Credit { unscheduled: 0, ..told })?;
+        let allowance = credit.sender.allowance();
+        credit.sender.sent(allowance)?;
+        let (host, upto) = (flow.to, told.granted);
+        if allowance == 0 { Ok(()) } else { self.tell(host, idx, Kind::Request(upto)) }
+    }
+
     fn on_data(&mut self, idx: u32, offset: u64, len: u32) -> Result<(), SimError> {
         let flow = &mut self.flows[idx as usize];
-        let host = flow.to;
+        let (host, is_read) = (flow.to, flow.verb == Verb::Read);
         let answer = if offset == flow.expected {
             let before = flow.expected / ACK_EVERY_BYTES;
             flow.expected += u64::from(len);
@@ -209,6 +253,11 @@ impl<'a> Net<'a> {
             self.tell_credits(host)?;
         }
         match answer {
+            // Who reads need not tell that it has read.
+            Some(Kind::Ack(offset)) if is_read => {
+                self.on_ack(idx, offset);
+                Ok(())
+            }
             Some(kind) => self.tell(host, idx, kind),
             None => Ok(()),
         }
@@ -251,8 +300,13 @@ impl<'a> Net<'a> {
 
     fn tell_credits(&mut self, host: u16) -> Result<(), SimError> {
         let told = self.hosts[host as usize].credits();
-        for (idx, kind) in told {
-            self.tell(host, idx, kind)?;
+        for (idx, credit) in told {
+            match self.flows[idx as usize].verb {
+                Verb::Write => self.tell(host, idx, Kind::Credit(credit))?,
+                Verb::Read => {
+                    self.events.after(self.model.control_ns * 1_000, Event::Post(idx, credit));
+                }
+            }
         }
         Ok(())
     }

@@ -1,11 +1,18 @@
 //! The model keeps its own laws, and the credits keep their promise in it.
 
 use incast_sim::layer::{LayerModel, LayerOutcome, LayerScenario, put_and_flag, run_layer};
-use incast_sim::{Control, Model, Outcome, Scenario, run};
+use incast_sim::{Control, Model, Outcome, Scenario, Verb, run};
 
 fn outcome(senders: usize, receivers: usize, bytes: u64, control: Control) -> Outcome {
-    run(Scenario { senders, receivers, bytes, control, seed: 1 }, &model()).unwrap()
+    run(scenario(senders, receivers, bytes, control), &model()).unwrap()
 }
+
+/// Writes, with the first seed.
+fn scenario(senders: usize, receivers: usize, bytes: u64, control: Control) -> Scenario {
+    Scenario { senders, receivers, bytes, control, verb: Verb::Write, seed: 1 }
+}
+
+const VERBS: [Verb; 2] = [Verb::Write, Verb::Read];
 
 /// A small packet memory, so that small messages overrun it.
 fn model() -> Model {
@@ -29,11 +36,12 @@ fn window_bytes() -> u64 {
 
 #[test]
 fn the_same_seed_gives_the_same_result_and_another_one_does_not() {
-    let scenario =
-        Scenario { senders: 6, receivers: 2, bytes: 300_000, control: Control::Loss, seed: 5 };
-    let first = run(scenario, &model()).unwrap();
-    assert_eq!(first, run(scenario, &model()).unwrap());
-    assert_ne!(first.ms, run(Scenario { seed: 6, ..scenario }, &model()).unwrap().ms);
+    for verb in VERBS {
+        let scenario = Scenario { verb, seed: 5, ..scenario(6, 2, 300_000, Control::Loss) };
+        let first = run(scenario, &model()).unwrap();
+        assert_eq!(first, run(scenario, &model()).unwrap());
+        assert_ne!(first.ms, run(Scenario { seed: 6, ..scenario }, &model()).unwrap().ms);
+    }
 }
 
 #[test]
@@ -41,9 +49,13 @@ fn nothing_is_faster_than_its_busiest_link() {
     for control in [Control::Loss, Control::Pause, Control::Credits, Control::CreditsShortest] {
         for (senders, receivers) in [(1, 1), (2, 6), (6, 2), (4, 4)] {
             for bytes in [1, 5_000, 1 << 20] {
-                let found = outcome(senders, receivers, bytes, control);
-                let limit = limit_ms(senders, receivers, bytes);
-                assert!(found.ms > limit, "{control:?} {senders}v{receivers} {found:?} {limit}");
+                for verb in VERBS {
+                    let scenario =
+                        Scenario { verb, ..scenario(senders, receivers, bytes, control) };
+                    let found = run(scenario, &model()).unwrap();
+                    let limit = limit_ms(senders, receivers, bytes);
+                    assert!(found.ms > limit, "{found:?} {limit}");
+                }
             }
         }
     }
@@ -59,6 +71,23 @@ fn without_control_many_into_few_lose_and_repeat() {
 }
 
 #[test]
+fn readers_of_many_are_overrun_like_targets_of_many_and_credits_cure_both() {
+    for verb in VERBS {
+        let outcome = |senders, receivers, control, model: &Model| {
+            let scenario = Scenario { verb, ..scenario(senders, receivers, 1 << 20, control) };
+            run(scenario, model).unwrap()
+        };
+        let (small, roomy) = (model(), Model::default());
+        let lost = outcome(16, 4, Control::Loss, &small);
+        assert!(lost.dropped_packets > 0 && lost.ms > 1.5 * limit_ms(16, 4, 1 << 20), "{lost:?}");
+        let many = outcome(16, 4, Control::Credits, &roomy);
+        let few = outcome(4, 16, Control::Credits, &roomy);
+        assert_eq!((many.dropped_packets, few.dropped_packets), (0, 0));
+        assert!(many.ms < 1.1 * few.ms, "{verb:?}: {} ms into few, {} back", many.ms, few.ms);
+    }
+}
+
+#[test]
 fn a_pause_loses_nothing() {
     let found = outcome(16, 4, 1 << 20, Control::Pause);
     assert!(found.pauses > 0);
@@ -67,9 +96,9 @@ fn a_pause_loses_nothing() {
 
 #[test]
 fn credits_keep_the_queue_short_and_the_link_busy_either_way() {
-    for (senders, receivers) in [(16, 4), (4, 16), (8, 8), (1, 1), (1, 8), (8, 1)] {
-        let control = Control::Credits;
-        let scenario = Scenario { senders, receivers, bytes: 1 << 20, control, seed: 1 };
+    let shapes = [(16, 4), (4, 16), (8, 8), (1, 1), (1, 8), (8, 1)];
+    for ((senders, receivers), verb) in shapes.into_iter().flat_map(|s| VERBS.map(|v| (s, v))) {
+        let scenario = Scenario { verb, ..scenario(senders, receivers, 1 << 20, Control::Credits) };
         let found = run(scenario, &Model::default()).unwrap();
         assert_eq!((found.dropped_packets, found.resent_bytes), (0, 0));
         assert!(found.max_queue_bytes < window_bytes(), "{found:?}");
@@ -82,8 +111,7 @@ fn credits_keep_the_queue_short_and_the_link_busy_either_way() {
 fn the_shortest_first_loses_nothing_either_and_needs_longer_queues() {
     let roomy = Model::default();
     for (senders, receivers) in [(16, 4), (4, 16), (8, 8)] {
-        let control = Control::CreditsShortest;
-        let scenario = Scenario { senders, receivers, bytes: 1 << 20, control, seed: 1 };
+        let scenario = scenario(senders, receivers, 1 << 20, Control::CreditsShortest);
         let found = run(scenario, &roomy).unwrap();
         assert_eq!((found.dropped_packets, found.resent_bytes), (0, 0));
         assert!(found.max_queue_bytes < roomy.overcommit_shortest * window_bytes(), "{found:?}");
@@ -94,15 +122,17 @@ fn the_shortest_first_loses_nothing_either_and_needs_longer_queues() {
 fn credits_survive_a_switch_that_loses() {
     let tiny = Model { buffer_bytes: 256 << 10, retry_ns: 100_000, ..Model::default() };
     for control in [Control::Credits, Control::CreditsShortest] {
-        let scenario = Scenario { senders: 8, receivers: 4, bytes: 1 << 20, control, seed: 1 };
-        let found = run(scenario, &tiny).unwrap();
-        assert!(found.dropped_packets > 0 && found.resent_bytes > 0, "{found:?}");
+        for verb in VERBS {
+            let scenario = Scenario { verb, ..scenario(8, 4, 1 << 20, control) };
+            let found = run(scenario, &tiny).unwrap();
+            assert!(found.dropped_packets > 0 && found.resent_bytes > 0, "{found:?}");
+        }
     }
 }
 
 #[test]
 fn nonsense_is_refused() {
-    let scenario = Scenario { senders: 0, receivers: 1, bytes: 1, control: Control::Loss, seed: 1 };
+    let scenario = scenario(0, 1, 1, Control::Loss);
     let error = run(scenario, &model()).unwrap_err();
     assert_eq!(error.to_string(), "senders is 0, expected 1 to 1024");
     assert!(run(Scenario { senders: 1, bytes: 0, ..scenario }, &model()).is_err());

@@ -138,3 +138,19 @@ const PUBLISHED_8V8: [(u64, f64); 5] =
 const SWITCH_PORTS: usize = 64;
 /// Through one more switch and its cable.
 const HOP_NS: u64 = 600;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_published_table_is_met_where_links_decide() {
+        let puts = published(&LayerModel::default(), &Model::default()).unwrap();
+        let large: Vec<&Put> = puts.iter().filter(|put| put.bytes >= 256 << 10).collect();
+        assert_eq!(large.len(), 3);
+        for put in large {
+            let (bytes, ratio) = (put.bytes, put.ratio);
+            assert!((0.8..1.2).contains(&ratio), "{bytes} bytes: {ratio} of what was published");
+        }
+    }
+}
