@@ -10,9 +10,9 @@
 set -eu
 
 cd "$(dirname "$0")"
-seconds=${1:-20}
+seconds=${1:-13}
 [ $# -gt 0 ] && shift
-targets=${*:-dispatch_frame response_frame hello}
+targets=${*:-dispatch_frame response_frame hello handshake detail transport}
 out=$(cd .. && pwd)/target/fuzz
 
 if ! command -v "${CXX:-c++}" >/dev/null 2>&1; then
@@ -41,16 +41,34 @@ SWITCHYARD_FUZZ_SEEDS="$out/seeds" "$bin/seeds" >/dev/null 2>"$out/seeds.log" ||
     cat "$out/seeds.log" >&2
     exit 1
 }
-for target in $targets; do
+run() {
+    target=$1
     mkdir -p "$out/corpus/$target" "$out/artifacts/$target"
-    echo "fuzz: $target for $seconds s"
     log="$out/$target.log"
     if ! timeout $((seconds + 60)) "$bin/$target" "$out/corpus/$target" "$out/seeds/$target" \
         -max_total_time="$seconds" -max_len=16384 -timeout=5 -rss_limit_mb=2048 \
         -artifact_prefix="$out/artifacts/$target/" -print_final_stats=1 >"$log" 2>&1; then
         tail -n 40 "$log" >&2
         echo "fuzz: $target FAILED; the input is in target/fuzz/artifacts/$target" >&2
-        exit 1
+        return 1
     fi
-    grep -E 'number_of_executed_units|DONE' "$log" | sed 's/^/    /'
+    echo "fuzz: $target for $seconds s: $(grep -E 'DONE' "$log" | tail -n 1)"
+}
+
+# As many at a time as there are jobs; all run to their end before one that failed counts.
+failed=0
+set -- $targets
+while [ $# -gt 0 ]; do
+    pids=
+    num=0
+    while [ $# -gt 0 ] && [ "$num" -lt "${SWITCHYARD_FUZZ_JOBS:-2}" ]; do
+        run "$1" &
+        pids="$pids $!"
+        num=$((num + 1))
+        shift
+    done
+    for pid in $pids; do
+        wait "$pid" || failed=1
+    done
 done
+exit "$failed"

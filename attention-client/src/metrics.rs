@@ -162,7 +162,7 @@ impl ClientMetrics {
             pairs: counter(
                 r,
                 "switchyard_client_pairs_total",
-                "(token, expert) pairs of finished calls.",
+                "(token, expert) pairs of finished calls. A client on a GPU, which only its kernels know the pairs of, counts masked ones, too.",
             )?,
             frames_out: frames.with_label_values(&["out"]),
             frames_in: frames.with_label_values(&["in"]),
@@ -207,12 +207,12 @@ impl ClientMetrics {
             lost: counter(
                 r,
                 "switchyard_client_lost_requests_total",
-                "Calls with unanswered pairs at their end. Above 0 is a defect.",
+                "Calls with unanswered pairs at their end; clients on GPUs do not count them. Above 0 is a defect.",
             )?,
             duplicated: counter(
                 r,
                 "switchyard_client_duplicated_requests_total",
-                "Calls with pairs counted twice at their end. Above 0 is a defect.",
+                "Calls with pairs counted twice at their end; clients on GPUs do not count them. Above 0 is a defect.",
             )?,
             missing_pairs: counter(
                 r,

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use arc_swap::ArcSwapOption;
 use control_api::{MemberId, ModelDescriptor, PlacementTable, ServerEntry};
 use crossbeam_queue::ArrayQueue;
+use p2p_core::bootstrap::Fallback;
 
 use crate::client::link::Link;
 
@@ -24,6 +25,8 @@ pub(crate) struct Server {
     pub silenced: AtomicBool,
     /// It turned us away for a reason that does not pass by itself.
     pub refused: AtomicBool,
+    /// Which transports do not work with it, as its lanes found.
+    pub fallback: Fallback,
     /// Why it cannot be reached, for error messages.
     pub last_error: ArcSwapOption<String>,
     /// One mailbox per lane: a fresh link on its way to the lane.
@@ -114,6 +117,7 @@ impl Registry {
             outstanding: AtomicU64::new(0),
             silenced: AtomicBool::new(false),
             refused: AtomicBool::new(false),
+            fallback: Fallback::default(),
             last_error: ArcSwapOption::empty(),
             mailboxes: (0..self.max_lanes).map(|_| ArrayQueue::new(1)).collect(),
         })

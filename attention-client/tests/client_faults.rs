@@ -7,9 +7,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use attention_client::{ClientError, ErrorKind, LayerTiming, MoeClient, OnMissingExpert};
-use client_common::fake::{Act, FakeFleet, Script, Seen, expected};
+use client_common::fake::{Act, FakeFleet, Greeting, Script, Seen, expected};
+use client_common::stand_in::StandIn;
 use client_common::{Request, difference, metric, poisoned, seeded, table};
-use p2p_core::SlotConfig;
+use p2p_core::bootstrap::MAX_USELESS_LINKS;
+use p2p_core::{SlotConfig, TransportKind, Transports};
 use protocol::ErrorCode;
 use rand::RngExt;
 
@@ -300,7 +302,8 @@ fn a_server_that_fails_many_times_in_one_call_is_used_again() {
     let client = builder.replica_wait(Duration::from_secs(20)).build().unwrap();
     let request = Request::random(&mut rng, &fleet.model, 3, 4);
     let timing = forward(&client, &request).unwrap();
-    assert_eq!(timing.failovers, 6);
+    // More where a busy machine kept a server that answers for longer than the deadline.
+    assert!(timing.failovers >= 6, "{} failovers", timing.failovers);
 }
 
 #[test]
@@ -407,4 +410,109 @@ fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
+}
+
+/// A network beside shared memory, which it is preferred to.
+fn offered(network: &Arc<StandIn>) -> Transports {
+    Transports {
+        kinds: vec![TransportKind::Verbs, TransportKind::Shm],
+        networks: vec![Arc::clone(network) as _],
+        ..Transports::default()
+    }
+}
+
+fn stand_in() -> Arc<StandIn> {
+    StandIn::new(TransportKind::Verbs, "filtered")
+}
+
+/// The transport of every connection to the first server so far.
+fn kinds_used(fleet: &FakeFleet) -> Vec<TransportKind> {
+    let used = fleet.servers[0].transports.lock().unwrap();
+    used.iter().map(|(kind, _)| *kind).collect()
+}
+
+#[test]
+fn a_network_that_joins_and_carries_nothing_is_left_out() {
+    let mut rng = seeded("a_network_that_joins_and_carries_nothing_is_left_out");
+    let fleet = FakeFleet::over(offered(&stand_in()), SLOT, vec![right()]);
+    let client = fleet
+        .builder()
+        .transports(offered(&stand_in()))
+        .deadline(SILENCE)
+        .replica_wait(Duration::from_secs(30))
+        .build()
+        .unwrap();
+    // One call: its links go silent until the next best transport has its turn.
+    let request = Request::random(&mut rng, &fleet.model, 30, 4);
+    let timing = forward(&client, &request).unwrap();
+    assert_eq!(timing.failovers, MAX_USELESS_LINKS);
+    let used = fleet.servers[0].transports.lock().unwrap().clone();
+    let kinds = kinds_used(&fleet);
+    let mut expected = vec![TransportKind::Verbs; MAX_USELESS_LINKS as usize];
+    expected.push(TransportKind::Shm);
+    assert_eq!(kinds, expected);
+    let (_, why) = &used[MAX_USELESS_LINKS as usize];
+    assert!(why.contains("verbs:filtered") && why.contains("silent"), "{why}");
+    // The link that works stays.
+    for _ in 0..5 {
+        assert_eq!(forward(&client, &request).unwrap().failovers, 0);
+    }
+    assert_eq!(fleet.servers[0].transports.lock().unwrap().len(), kinds.len());
+}
+
+#[test]
+fn a_server_that_goes_before_anything_came_says_nothing_about_the_network() {
+    let mut rng = seeded("a_server_that_goes_before_anything_came_says_nothing_about_the_network");
+    let enough = MAX_USELESS_LINKS as usize + 3;
+    for greeting in [Greeting::Lose, Greeting::Restart, Greeting::Close] {
+        let fleet = FakeFleet::over(offered(&stand_in()), SLOT, vec![right()]);
+        *fleet.servers[0].greeting.lock().unwrap() = greeting;
+        let wait = Duration::from_millis(100);
+        let builder = fleet.builder().transports(offered(&stand_in())).replica_wait(wait);
+        let client = builder.build().unwrap();
+        let request = Request::random(&mut rng, &fleet.model, 3, 4);
+        let until = Instant::now() + Duration::from_secs(60);
+        while kinds_used(&fleet).len() < enough {
+            assert!(forward(&client, &request).is_err());
+            assert!(Instant::now() < until, "{greeting:?}: {:?}", kinds_used(&fleet));
+        }
+        let mut kinds = vec![TransportKind::Verbs; enough];
+        if greeting == Greeting::Close {
+            // It is still there and gives up one link after the other: that does say something. It is
+            // known of a link when the next one is made.
+            kinds[MAX_USELESS_LINKS as usize + 1..].fill(TransportKind::Shm);
+        }
+        assert_eq!(kinds_used(&fleet)[..enough], kinds, "{greeting:?}");
+    }
+}
+
+#[test]
+fn a_link_that_carried_and_is_idle_has_cleared_its_network() {
+    let mut rng = seeded("a_link_that_carried_and_is_idle_has_cleared_its_network");
+    let (near, far) = (stand_in(), stand_in());
+    far.filter_next(0);
+    let num_useless = MAX_USELESS_LINKS as usize - 1;
+    // The second request keeps its lane, so that the third goes by another one.
+    let fleet =
+        FakeFleet::over(offered(&far), SLOT, vec![once(1, Act::Work(Duration::from_secs(2)))]);
+    let client = fleet
+        .builder()
+        .transports(offered(&near))
+        .deadline(SILENCE)
+        .replica_wait(Duration::from_secs(30))
+        .build()
+        .unwrap();
+    let request = Request::random(&mut rng, &fleet.model, 3, 4);
+    near.filter_next(num_useless);
+    assert_eq!(forward(&client, &request).unwrap().failovers as usize, num_useless);
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| forward(&client, &request).unwrap());
+        while fleet.servers[0].frames() < 2 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        near.filter_next(num_useless);
+        assert_eq!(forward(&client, &request).unwrap().failovers as usize, num_useless);
+        assert_eq!(first.join().unwrap().failovers, 0, "a link that works");
+    });
+    assert_eq!(kinds_used(&fleet), vec![TransportKind::Verbs; 2 * (num_useless + 1)]);
 }

@@ -69,7 +69,11 @@ pub fn run() -> ExitCode {
     if let Some(code) = cmd::bench::child() {
         return code;
     }
-    let cli = match Cli::command().try_get_matches().and_then(|m| Cli::from_arg_matches(&m)) {
+    let parsed = Cli::command().try_get_matches().and_then(|matches| {
+        cmd::bench::check(&matches)?;
+        Cli::from_arg_matches(&matches)
+    });
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
             // Printing the usage can only fail when the terminal is gone; there is nobody to tell.

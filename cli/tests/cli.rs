@@ -1,5 +1,8 @@
 //! Bad input gets one clear line and a non-zero exit; good input gets what the help promises.
 
+#[path = "cli/transports.rs"]
+mod transports;
+
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -12,7 +15,12 @@ use tempfile::TempDir;
 
 #[test]
 fn wrong_usage_exits_with_2() {
-    for args in [&["generate"][..], &["nonsense"], &["demo", "--servers", "many"]] {
+    for args in [
+        &["generate"][..],
+        &["nonsense"],
+        &["demo", "--servers", "many"],
+        &["expert-server", "--model", ".", "--name", ""],
+    ] {
         let output = run(args, &[]);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
     }
@@ -209,6 +217,11 @@ fn prompts_and_flags_that_cannot_work_are_explained() {
         let line = fails(&[&["bench"][..], &args].concat(), &[]);
         assert!(line.contains(found) && line.contains("expected"), "{args:?}: {line}");
     }
+    let line = fails(&["bench", "p2p", "--device", "emulated:0", "--min-bytes", "12"], &[]);
+    assert!(line.contains("min_bytes is 12") && line.contains("a multiple of 16"), "{line}");
+    // The next one has no number.
+    let line = fails(&["bench", "p2p", "--device", "emulated:4294967295"], &[]);
+    assert!(line.contains("GPU"), "{line}");
     let line = fails(&["status"], &[]);
     assert!(line.contains("--control-plane"), "{line}");
     let line = fails(&["status", "--control-plane", "http://127.0.0.1:1"], &[]);
@@ -359,6 +372,88 @@ fn made_checkpoints_serve_and_full_folders_are_left_alone() {
     for row in report["rows"].as_array().expect("rows") {
         assert!(row["max_rel_diff"].as_f64().expect("number") <= 1e-5, "{row}");
     }
+}
+
+/// On GPUs in software: that every part of the benchmark plays together, not how fast.
+#[test]
+fn layers_through_servers_on_gpus_are_measured_with_clients_that_share_them() {
+    let report = bench_on_gpus(&["--clients", "2", "--servers", "2"]);
+    let row = &report["rows"][0];
+    let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"));
+    assert!(number("layer_us_p50") > 0.0 && number("compute_us") > 0.0, "{row}");
+    let per_batch = number("clients_per_batch");
+    assert!((1.0..=2.0).contains(&per_batch), "{row}");
+    assert_eq!(row["clients"].as_array().map(Vec::len), Some(2), "{row}");
+    assert!(number("gain") > 0.0, "{row}");
+    let num_failovers = row["clients"][0]["failovers"].as_u64();
+    assert_eq!(num_failovers, Some(0), "nobody dies here: {row}");
+}
+
+#[test]
+fn flags_that_would_do_nothing_are_refused_and_variables_for_others_are_not() {
+    let on_gpus = ["bench", "moe", "--device", "emulated:0"];
+    for (flags, told) in [
+        (&["--threads", "2"][..], "--threads would do nothing with --device"),
+        (&["--slot-bytes", "65536"], "--slot-bytes would do nothing with --device"),
+        (&["--peer-transport", "a=shm"], "--peer-transport would do nothing with --device"),
+        (&["--wire-dtype", "f32"], "expected bf16 or fp8"),
+        (&["--servers", "2", "--kill", "--clients", "2"], "--clients would do nothing with --kill"),
+        (&["--servers", "2", "--kill", "--tokens", "1,2"], "one number of --tokens"),
+    ] {
+        let output = run(&[&on_gpus[..], flags].concat(), &[]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && text.contains(told), "{flags:?}: {text}");
+    }
+    for flags in [&["--kill"][..], &["--clients", "2"], &["--device-gather-us", "5"]] {
+        let output = run(&[&["bench", "moe", "--tokens", "0"], flags].concat(), &[]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && text.contains("without --device"), "{text}");
+    }
+    // They are the servers', whose commands are run from the same shell; what is wrong here is another flag.
+    let others = [
+        ("SWITCHYARD_DEVICE", "cpu"),
+        ("SWITCHYARD_CLIENTS", "2"),
+        ("SWITCHYARD_DEVICE_GATHER_US", "5"),
+    ];
+    let output = run(&["bench", "moe", "--tokens", "0"], &others);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && text.contains("--tokens 0"), "{text}");
+}
+
+#[test]
+fn measurements_begin_at_the_gpu_that_is_named() {
+    let others = ["bench", "moe", "--preset", "mini-deepseek-v3", "--tokens", "2", "--json"];
+    let how = ["--seconds", "0.2", "--device"];
+    // Of eight GPUs in software only one is left.
+    let output = run(&[&others[..], &how, &["emulated:7"]].concat(), &[]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("one GPU"), "{text}");
+    let output = run(&[&others[..], &how, &["emulated:8"]].concat(), &[]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("expected one of the 8"), "{text}");
+    let output = run(&[&others[..], &how, &["emulated:6"]].concat(), &[]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["num_gpus"].as_u64(), Some(2), "{report}");
+}
+
+#[test]
+fn killing_one_of_two_gpu_servers_under_load_loses_nothing() {
+    let report = bench_on_gpus(&["--servers", "2", "--kill"]);
+    let killed = &report["killed"];
+    assert_eq!(killed["wrong"].as_u64(), Some(0), "{killed}");
+    assert!(killed["after_calls_per_s"].as_f64().is_some_and(|rate| rate > 0.0), "{killed}");
+    assert_eq!(killed["one_server"].as_array().map(Vec::len), Some(2), "{killed}");
+}
+
+fn bench_on_gpus(more: &[&str]) -> serde_json::Value {
+    let bench = ["bench", "moe", "--device", "emulated:0", "--preset", "mini-deepseek-v3"];
+    let how = ["--tokens", "2", "--seconds", "0.2", "--json"];
+    let output = run(&[&bench[..], &how, more].concat(), &[]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
+    serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
 /// Runs the binary with a time limit.

@@ -1,5 +1,9 @@
 //! Real checkpoints through real processes, against outputs of Hugging Face transformers.
 
+#[cfg(feature = "libfabric")]
+#[path = "../../tests/src/skip.rs"]
+mod skip;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -175,6 +179,37 @@ fn a_client_keeps_the_epoch_of_a_placement_without_servers() {
     let error = client.wait_ready(Duration::from_millis(300)).expect_err("no server").to_string();
     assert!(error.contains(&format!("epoch {epoch}, 0 servers")), "{error}");
     assert_eq!(client.epoch(), epoch);
+}
+
+/// A text, a kill in the middle of it, and nothing but a network between the processes.
+#[cfg(feature = "libfabric")]
+#[test]
+fn the_demo_goes_over_libfabric() {
+    use std::process::{Command, Stdio};
+    use std::time::Instant;
+
+    if let Err(error) = p2p_core::backend::libfabric::FabricNetwork::open("tcp;ofi_rxm") {
+        return skip::skip("libfabric", &error.to_string());
+    }
+    let demo = ["demo", "--transport", "libfabric", "--servers", "2", "--json"];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_switchyard"));
+    command.args(demo).args(["--max-new-tokens", "16"]).env_remove("SWITCHYARD_TOKEN");
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("start");
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while child.try_wait().expect("wait").is_none() {
+        if Instant::now() >= deadline {
+            child.kill().expect("kill");
+            panic!("the demo did not end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().expect("output");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(output.status.success(), "{report}");
+    assert_eq!(report["verified"], true, "{report}");
+    assert_eq!((&report["lost_requests"], &report["duplicated_requests"]), (&0.into(), &0.into()));
+    assert_eq!(report["killed"]["server"], "server-1", "{report}");
+    assert_eq!(report["killed"]["taken_over_by"][0], "server-0", "{report}");
 }
 
 fn data(path: &str) -> PathBuf {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use control_api::LeaseKeeper;
+use p2p_core::TransportKind;
 use p2p_core::bootstrap::{Connection, Listener, PeerHello, Reject, RejectCode};
 use protocol::{
     ClientHello, DispatchExpect, FrameGeometry, HelloReject, ModelShape, ServerHello, WireDtype,
@@ -99,7 +100,7 @@ impl Host {
 
     /// Hands a connected client to the data thread and watches over its connection.
     fn take(self: &Arc<Self>, connection: Connection) {
-        let Connection { channel, device, liveness, peer, remote_addr, .. } = connection;
+        let Connection { channel, device, liveness, peer, remote_addr, left_out, .. } = connection;
         let expect = match self.judge(&peer) {
             Ok(expect) => expect,
             Err(error) => {
@@ -109,6 +110,14 @@ impl Host {
             }
         };
         tracing::debug!(%remote_addr, client = expect.client_id, generation = expect.generation, "a client connected");
+        let kind = match device {
+            Some(_) if !channel.kind().is_network() => TransportKind::CudaIpc,
+            _ => channel.kind(),
+        };
+        let note = (!left_out.is_empty()).then(|| {
+            tracing::info!(%remote_addr, client = expect.client_id, transport = kind.name(), left_out, "a client cannot use a better transport");
+            self.data.load().note_left_out(kind, left_out)
+        });
         let Some((id, mut ended)) = self.data.attach(channel, device, expect) else {
             tracing::error!(%remote_addr, "a client of another kind was let in");
             return;
@@ -125,6 +134,7 @@ impl Host {
             };
             // The client learns of the end before the slots go.
             liveness.close();
+            drop(note);
             if let Some(ended) = ended {
                 tracing::debug!(link = %id, reason = ended.reason.name(), "a link ended");
             }

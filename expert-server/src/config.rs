@@ -29,7 +29,8 @@ pub struct ServerConfig {
     /// Who says which experts to hold.
     pub placement: Placement,
     /// Serves from a GPU; `None` from CPUs. Slots are then in its memory, with the size and frames of
-    /// `slot`, and transports are those within a host, whatever `transports` says.
+    /// `slot`. Clients come within the host, and over the networks of `transports`, if it has any: slots
+    /// of such clients are in page-locked memory, and a proxy posts for the kernels.
     pub device: Option<DeviceOptions>,
     /// Compute threads, the data thread included; 0 takes as many as the process has CPUs.
     pub num_threads: usize,

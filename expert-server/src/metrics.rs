@@ -137,7 +137,7 @@ impl ServerMetrics {
         let phases = prometheus::HistogramVec::new(
             HistogramOpts::new(
                 "switchyard_server_phase_seconds",
-                "Time by phase: queue (per frame, seen until its batch starts), gather, compute and encode (per batch).",
+                "Time by phase: queue (per frame, seen until its batch starts), gather, compute and encode (per batch). On a GPU frames are seen from the end of the batch before on, and gather is the wait for further clients.",
             )
             .buckets(PHASE_BUCKETS.to_vec()),
             &["phase"],

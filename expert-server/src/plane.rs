@@ -47,7 +47,7 @@ impl Plane {
                 Some((id, Box::pin(end)))
             }
             (Self::Device(data), Some(pair)) => {
-                let (id, end) = data.attach(ClientSlots { pair, _channel: channel }, expect);
+                let (id, end) = data.attach(ClientSlots { pair, channel }, expect);
                 let end = async move {
                     let ended = end.await.ok()?;
                     Some(Ended { reason: ended.reason, _slots: Box::new(ended.slots) })

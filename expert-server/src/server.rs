@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use checkpoint::Checkpoint;
 use control_api::{Assignment, LeaseKeeper, RegisterRequest};
 use kernels::gpu::Gpu;
+use p2p_core::SlotConfig;
 use p2p_core::bootstrap::{Listener, ListenerConfig};
-use p2p_core::{SlotConfig, TransportKind};
 use protocol::{ModelShape, WireDtype};
+use proxy::DeviceTransports;
 use tokio::net::TcpListener;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
@@ -78,7 +79,8 @@ impl ExpertServer {
         if let Placement::Static(selection) = &config.placement {
             selection.resolve(checkpoint.config())?;
         }
-        let listening = listener_config(&config, device.as_ref());
+        let mut reached = DeviceTransports::default();
+        let listening = listener_config(&config, device.as_ref(), &mut reached)?;
         let listener = Listener::bind(config.data_addr, listening).await?;
         let data_addr = listener.local_addr();
         let metrics_listener = match config.metrics_addr {
@@ -142,7 +144,7 @@ impl ExpertServer {
         metrics.experts_loaded.set(held.num_experts() as i64);
         metrics.expert_bytes.set(store.loaded_bytes() as i64);
 
-        let (data, data_end) = loaded.start(&config, &metrics)?;
+        let (data, data_end) = loaded.start(&config, &metrics, reached)?;
         let data = Arc::new(data);
         // Set once, here.
         let _ = health.data.set(Arc::clone(data.status()));
@@ -405,6 +407,7 @@ impl Loaded {
         self,
         config: &ServerConfig,
         metrics: &ServerMetrics,
+        reached: DeviceTransports,
     ) -> Result<(Plane, oneshot::Receiver<Result<(), DataError>>), DataError> {
         let (limits, spin) = (config.limits, config.spin);
         let metrics_by_layer = config.metrics_by_layer;
@@ -416,7 +419,7 @@ impl Loaded {
                 Ok((Plane::Host(data), end))
             }
             Self::Device { gpu, plan, store } => {
-                let config = DeviceConfig { limits, spin, metrics_by_layer };
+                let config = DeviceConfig { limits, spin, metrics_by_layer, reached };
                 let (data, end) = DevicePlane::start(&gpu, plan, config, store, metrics.clone())?;
                 Ok((Plane::Device(data), end))
             }
@@ -488,7 +491,8 @@ async fn open_device(
 ) -> Result<Option<(Gpu, DevicePlan, WireDtype)>, StartError> {
     let Some(options) = config.device else { return Ok(None) };
     // What the model lacks is said before the GPU is touched.
-    let plan = DevicePlan::new(&options, config.slot, &config.limits, checkpoint.config())?;
+    let mut plan = DevicePlan::new(&options, config.slot, &config.limits, checkpoint.config())?;
+    plan.any_way = !config.transports.networks.is_empty();
     // The driver takes a second to wake a GPU.
     let opening = tokio::task::spawn_blocking(move || Gpu::open_named(options.name));
     let gpu = opening
@@ -510,7 +514,11 @@ fn shape_of(checkpoint: &Checkpoint) -> ModelShape {
     }
 }
 
-fn listener_config(config: &ServerConfig, device: Option<&(Gpu, DevicePlan)>) -> ListenerConfig {
+fn listener_config(
+    config: &ServerConfig,
+    device: Option<&(Gpu, DevicePlan)>,
+    reached: &mut DeviceTransports,
+) -> Result<ListenerConfig, DeviceError> {
     let common = ListenerConfig {
         slot: config.slot,
         ticket: config.ticket.as_ref().map(|ticket| ticket.reveal().to_owned()),
@@ -520,17 +528,17 @@ fn listener_config(config: &ServerConfig, device: Option<&(Gpu, DevicePlan)>) ->
         max_peers: config.limits.max_links,
         ..ListenerConfig::default()
     };
-    match device {
-        None => common,
-        Some((gpu, plan)) => ListenerConfig {
-            slot: HOST_SLOT,
-            transports: vec![TransportKind::Local, TransportKind::Shm],
-            networks: Vec::new(),
-            device: Some(plan.side(gpu)),
-            max_peers: plan.max_clients,
-            ..common
-        },
-    }
+    let Some((gpu, plan)) = device else { return Ok(common) };
+    *reached = DeviceTransports::new(gpu, plan.options.proxy_threads);
+    let transports = reached.wrap(&config.transports)?;
+    Ok(ListenerConfig {
+        slot: HOST_SLOT,
+        transports: transports.kinds,
+        networks: transports.networks,
+        device: Some(plan.side(gpu)),
+        max_peers: plan.max_clients,
+        ..common
+    })
 }
 
 async fn bind_metrics(addr: SocketAddr) -> Result<TcpListener, StartError> {

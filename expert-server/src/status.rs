@@ -1,7 +1,7 @@
 //! What the data thread and the control tasks know of each other, without locks.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use control_api::{Assignment, ExpertLoad, LoadReport, TransportLinks};
@@ -147,13 +147,32 @@ pub(crate) struct LoadCounters {
     experts: Box<[AtomicU64]>,
     /// Open links, in the order of [`TransportKind::ALL`].
     links: [AtomicUsize; TransportKind::ALL.len()],
+    /// Of open links, what their clients left out. Told by the tasks that watch over connections.
+    left_out: Mutex<Vec<(u64, TransportKind, String)>>,
+    next_note: AtomicU64,
+    /// Name of the GPU, if it is one that works.
+    device: Option<String>,
 }
 
 impl LoadCounters {
     pub(crate) fn new(num_layers: usize, num_experts: usize) -> Self {
         let experts = (0..num_layers * num_experts).map(|_| AtomicU64::new(0)).collect();
         let (busy_ns, num_tokens) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { num_experts, busy_ns, num_tokens, experts, links: Default::default() }
+        Self {
+            num_experts,
+            busy_ns,
+            num_tokens,
+            experts,
+            links: Default::default(),
+            left_out: Mutex::default(),
+            next_note: AtomicU64::new(0),
+            device: None,
+        }
+    }
+
+    /// The work is done by a GPU.
+    pub(crate) fn on(self, device: String) -> Self {
+        Self { device: Some(device), ..self }
     }
 
     /// Takes note of the transports of all open links.
@@ -175,8 +194,31 @@ impl LoadCounters {
         open.map(|(kind, count)| TransportLinks {
             transport: kind.name().to_owned(),
             num_links: count as u32,
+            left_out: self.left_out_of(*kind),
         })
         .collect()
+    }
+
+    /// Takes note of what a client left out, as long as its link is open.
+    pub(crate) fn note_left_out(self: &Arc<Self>, kind: TransportKind, why: String) -> LeftOutNote {
+        let id = self.next_note.fetch_add(1, Ordering::Relaxed);
+        self.notes().push((id, kind, why));
+        LeftOutNote { load: Arc::clone(self), id }
+    }
+
+    /// Different reasons, and not many of them.
+    fn left_out_of(&self, kind: TransportKind) -> Vec<String> {
+        let mut reasons: Vec<String> = Vec::new();
+        for (_, _, why) in self.notes().iter().filter(|(_, of, _)| *of == kind) {
+            if reasons.len() < MAX_REASONS && !reasons.contains(why) {
+                reasons.push(why.clone());
+            }
+        }
+        reasons
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Vec<(u64, TransportKind, String)>> {
+        self.left_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn add_batch(&self, num_tokens: usize, busy: Duration) {
@@ -189,6 +231,19 @@ impl LoadCounters {
         if let Some(counter) = self.experts.get(idx) {
             counter.fetch_add(num_tokens, Ordering::Relaxed);
         }
+    }
+}
+
+/// A client's link without a better transport. Dropped when the link is over.
+#[derive(Debug)]
+pub(crate) struct LeftOutNote {
+    load: Arc<LoadCounters>,
+    id: u64,
+}
+
+impl Drop for LeftOutNote {
+    fn drop(&mut self) {
+        self.load.notes().retain(|(id, ..)| *id != self.id);
     }
 }
 
@@ -220,6 +275,7 @@ impl LoadWindow {
             num_tokens: advance(&mut self.num_tokens, &counters.num_tokens),
             experts: Vec::new(),
             links: counters.links(),
+            device: counters.device.clone(),
         };
         self.begin = now;
         for entry in &holds.layers {
@@ -247,6 +303,8 @@ fn advance(last: &mut u64, counter: &AtomicU64) -> u64 {
 
 /// The data thread shows life at least twice a second, and many times per millisecond of compute.
 const MAX_SILENCE: Duration = Duration::from_secs(5);
+/// Reasons in a report, per transport.
+const MAX_REASONS: usize = 4;
 
 #[cfg(test)]
 mod tests {
@@ -255,7 +313,7 @@ mod tests {
 
     #[test]
     fn every_token_is_reported_in_exactly_one_window() {
-        let counters = LoadCounters::new(3, 4);
+        let counters = LoadCounters::new(3, 4).on("cuda:1".to_owned());
         let holds = Assignment { layers: vec![LayerAssignment { layer: 2, experts: vec![1, 3] }] };
         let mut window = LoadWindow::new(&counters);
         counters.add_batch(5, Duration::from_millis(7));
@@ -263,8 +321,25 @@ mod tests {
         counters.add_expert(9, 9, 5);
         let report = window.next_report(&counters, &holds);
         assert_eq!((report.num_tokens, report.busy_ms), (5, 7));
+        assert_eq!(report.device.as_deref(), Some("cuda:1"));
         assert_eq!(report.experts, [ExpertLoad { layer: 2, expert: 3, num_tokens: 5 }]);
         let report = window.next_report(&counters, &holds);
         assert_eq!((report.num_tokens, report.busy_ms, report.experts.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn what_clients_left_out_is_reported_while_their_links_are_open() {
+        let counters = Arc::new(LoadCounters::new(1, 1));
+        let why = |idx: usize| format!("verbs:roce2: no way {idx}");
+        let kind = TransportKind::Libfabric;
+        let notes: Vec<_> =
+            (0..20).map(|idx| counters.note_left_out(kind, why(idx % 10))).collect();
+        counters.set_links([TransportKind::Shm, kind, kind].into_iter());
+        let links = counters.links();
+        assert_eq!(links.len(), 2);
+        assert_eq!((links[0].transport.as_str(), links[0].left_out.len()), ("shm", 0));
+        assert_eq!(links[1].left_out, (0..MAX_REASONS).map(why).collect::<Vec<_>>());
+        drop(notes);
+        assert!(counters.links()[1].left_out.is_empty());
     }
 }

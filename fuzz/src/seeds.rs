@@ -8,6 +8,15 @@
 use std::path::Path;
 use std::{env, fs, io};
 
+use p2p_core::backend::{libfabric, verbs};
+use p2p_core::bootstrap::wire::{
+    DeviceDescription, Hello, Welcome, encode_go, encode_goodbye, encode_hello, encode_ready,
+    encode_reject, encode_welcome,
+};
+use p2p_core::bootstrap::{PeerHello, Reject, RejectCode};
+use p2p_core::host::HostIdentity;
+use p2p_core::network::{Offer, SideDescription};
+use p2p_core::{TransportKind, fabric};
 use protocol::{
     ClientHello, CombineMeta, DispatchMeta, Entry, ErrorCode, ModelShape, ServerHello, ServerTimes,
     TokenRef, WireDtype, encode_combine, encode_dispatch, encode_error,
@@ -32,7 +41,8 @@ fn write_seeds() -> io::Result<()> {
         return Err(io::Error::other("SWITCHYARD_FUZZ_SEEDS must name a folder"));
     };
     let corpus = Path::new(&corpus);
-    for target in ["dispatch_frame", "response_frame", "hello"] {
+    for target in ["dispatch_frame", "response_frame", "hello", "handshake", "detail", "transport"]
+    {
         fs::create_dir_all(corpus.join(target))?;
     }
     let x: Vec<f32> = (0..HIDDEN * RESPONSE_TOKENS).map(|i| (i as f32).sin()).collect();
@@ -74,7 +84,84 @@ fn write_seeds() -> io::Result<()> {
         progress_interval_us: 2000,
         name: "server".into(),
     };
-    fs::write(corpus.join("hello").join("server"), server.encode())
+    fs::write(corpus.join("hello").join("server"), server.encode())?;
+    for (target, messages) in
+        [("handshake", handshakes()), ("detail", details()), ("transport", transports())]
+    {
+        for (idx, message) in messages.into_iter().enumerate() {
+            fs::write(corpus.join(target).join(idx.to_string()), message)?;
+        }
+    }
+    Ok(())
+}
+
+/// What each network says of itself in a handshake.
+fn details() -> Vec<Vec<u8>> {
+    [
+        libfabric::fuzzing::detail_samples(),
+        verbs::detail_samples(),
+        fabric::fuzzing::detail_samples(),
+    ]
+    .concat()
+}
+
+/// What peers send once they have joined, behind the byte that says what it is.
+fn transports() -> Vec<Vec<u8>> {
+    let messages = libfabric::fuzzing::message_samples();
+    // Number, sum, number again, length, message.
+    let mails = messages.iter().map(|message| {
+        let len = (message.len() as u16).to_le_bytes();
+        [[0; 22].as_slice(), &len, message].concat()
+    });
+    // Writes, messages and mails in and out of order; a key, and what it opens.
+    let order = [[0, 0, 0, 0], [2, 5, 129, 1], [1, 4, 128, 1], [0, 0, 0, 0], [3, 3, 255, 9]];
+    let entry = |address: u64| [1, 1, address, 64, 2].map(u64::to_le_bytes).as_flattened().to_vec();
+    let all = [
+        messages.clone(),
+        mails.collect(),
+        vec![[&[8], order.as_flattened()].concat()],
+        fabric::fuzzing::tcp_samples(),
+        vec![entry(4096), entry(u64::MAX - 8)],
+    ];
+    let tagged = all.into_iter().zip(0u8..).flat_map(|(samples, kind)| {
+        samples.into_iter().map(move |sample| [&[kind], sample.as_slice()].concat())
+    });
+    tagged.collect()
+}
+
+/// One message of each kind, of the slots' handshake and of the engine's.
+fn handshakes() -> Vec<Vec<u8>> {
+    let offer = Offer { kind: TransportKind::Libfabric, flavour: "tcp;ofi_rxm".to_owned() };
+    let side =
+        SideDescription { bytes: 1 << 20, address: 4096, remote_key: 7, detail: vec![9; 40] };
+    let device = DeviceDescription { own_bytes: 1 << 16, peer_bytes: 1 << 17, shape: vec![3; 24] };
+    let hello = Hello {
+        slot_bytes: 1 << 20,
+        num_frames: 2,
+        host: HostIdentity { boot_id: [1; 16], net_namespace: [2, 3], process: [4, 5] },
+        offers: vec![offer.clone(), offer.clone()],
+        ticket: b"secret".to_vec(),
+        peer: PeerHello { peer_id: 6, generation: 7, payload: vec![8; 30] },
+        left_out: "verbs:roce2: no way".to_owned(),
+        device: Some(device),
+    };
+    let welcome = Welcome {
+        offer,
+        side: side.clone(),
+        nonce: [1; 16],
+        rendezvous: [2; 16],
+        payload: vec![3; 20],
+    };
+    let mut all = p2p_core::engine::fuzzing::handshake_samples();
+    all.extend([
+        encode_hello(&hello),
+        encode_welcome(&welcome),
+        encode_ready(&side),
+        encode_reject(&Reject::new(RejectCode(3), "no")),
+        encode_go(),
+        encode_goodbye(),
+    ]);
+    all
 }
 
 fn dispatch(dtype: WireDtype, payload_checksum: bool, x: &[f32]) -> Vec<u8> {

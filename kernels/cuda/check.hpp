@@ -127,7 +127,9 @@ template <class Params>
     if (params.num_experts == 0 || params.num_experts > SY_MAX_EXPERTS ||
         params.num_local_experts == 0 || params.num_local_experts > params.num_experts)
         return SY_LAUNCH_EXPERTS;
-    return params.state != nullptr && params.local_expert != nullptr ? SY_OK : SY_LAUNCH_NULL;
+    if (params.state == nullptr || params.local_expert == nullptr)
+        return SY_LAUNCH_NULL;
+    return is_aligned(params.gather) ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
 
 [[nodiscard]] inline int check(const sy_expert_send_params& params) {
@@ -218,6 +220,8 @@ struct LaunchPlan {
 
 // Threads of the kernels whose hidden size is only known at run time, and of those for 7168.
 constexpr uint32_t kGenericThreads = 256;
+// Of an H100 SXM or H200, which sizes were chosen on. On a GPU with fewer of them blocks run in turns,
+// and num_blocks says otherwise.
 constexpr uint32_t kMultiprocessors = 132;
 constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 
@@ -228,9 +232,8 @@ constexpr uint32_t kTokensInPairs = 96;
 // per multiprocessor.
 [[nodiscard]] inline uint32_t choose_blocks(uint32_t asked, uint64_t num_units,
                                             uint64_t units_for_two) {
-    const uint32_t most = asked != 0 ? asked
-                                     : (num_units >= units_for_two ? 2 * kMultiprocessors
-                                                                   : kMultiprocessors);
+    const uint32_t most =
+        asked != 0 ? asked : (num_units >= units_for_two ? 2 * kMultiprocessors : kMultiprocessors);
     return static_cast<uint32_t>(num_units < most ? (num_units == 0 ? 1 : num_units) : most);
 }
 
@@ -282,9 +285,9 @@ constexpr uint32_t kTokensInPairs = 96;
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {
-    return plan_for(params.geometry.hidden == kTunedHidden,
-                    choose_blocks(params.num_blocks,
-                                  uint64_t{params.capacity} * params.num_clients, 1024));
+    return plan_for(
+        params.geometry.hidden == kTunedHidden,
+        choose_blocks(params.num_blocks, uint64_t{params.capacity} * params.num_clients, 1024));
 }
 
 } // namespace switchyard

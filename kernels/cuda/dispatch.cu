@@ -7,13 +7,14 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8, uint32_t kWays> int launch_for(const sy_dispatch_params& params, sy_stream stream) {
+template <bool kFp8, uint32_t kWays>
+int launch_for(const sy_dispatch_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
     if (size.is_tuned)
-        return launch(impls::dispatch_kernel<
-                          impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads,
-                                                kWays>>,
-                      params, size, stream);
+        return launch(
+            impls::dispatch_kernel<
+                impls::DispatchConfig<kTunedHidden, kTunedTopK, kFp8, kTunedThreads, kWays>>,
+            params, size, stream);
     return launch(impls::dispatch_kernel<impls::DispatchConfig<0, 0, kFp8, kGenericThreads, kWays>>,
                   params, size, stream);
 }

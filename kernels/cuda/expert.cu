@@ -9,7 +9,8 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8, uint32_t kWays> int launch_echo(const sy_echo_params& params, sy_stream stream) {
+template <bool kFp8, uint32_t kWays>
+int launch_echo(const sy_echo_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
     if (size.is_tuned)
         return launch(
@@ -19,13 +20,13 @@ template <bool kFp8, uint32_t kWays> int launch_echo(const sy_echo_params& param
                   size, stream);
 }
 
-template <bool kFp8, uint32_t kWays> int launch_send(const sy_expert_send_params& params, sy_stream stream) {
+template <bool kFp8, uint32_t kWays>
+int launch_send(const sy_expert_send_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
     if (size.is_tuned)
-        return launch(
-            impls::expert_send_kernel<
-                impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,
-            params, size, stream);
+        return launch(impls::expert_send_kernel<
+                          impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,
+                      params, size, stream);
     return launch(impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>,
                   params, size, stream);
 }

@@ -51,8 +51,9 @@ uint64_t wrong_values(const uint16_t* out, const std::vector<uint16_t>& expected
     return wrong;
 }
 
-int attend(Client& client, Slots& slots, Buffers& buffers, Board& board, const sy_placement& placement,
-           const int* liveness, bool freezes, uint64_t seed, cudaStream_t stream) {
+int attend(Client& client, Slots& slots, Buffers& buffers, Board& board,
+           const sy_placement& placement, const int* liveness, bool freezes, uint64_t seed,
+           cudaStream_t stream) {
     uint32_t* abort_mask;
     CHECK_CUDA(cudaHostAlloc(&abort_mask, 4, cudaHostAllocMapped));
     *abort_mask = 0;
@@ -121,8 +122,10 @@ int attend(Client& client, Slots& slots, Buffers& buffers, Board& board, const s
     }
     // Only the tokens that lack a part go again, to the survivor; the others' rows stand.
     std::vector<uint32_t> missing(kTokens);
-    CHECK_CUDA(cudaMemcpy(missing.data(), client.token_missing, kTokens * 4, cudaMemcpyDeviceToHost));
-    wrong += wrong_values(client.out, expected, [&](uint32_t token) { return missing[token] == 0; });
+    CHECK_CUDA(
+        cudaMemcpy(missing.data(), client.token_missing, kTokens * 4, cudaMemcpyDeviceToHost));
+    wrong +=
+        wrong_values(client.out, expected, [&](uint32_t token) { return missing[token] == 0; });
     sy_placement survivor = placement;
     for (uint32_t expert = 0; expert < kExperts; ++expert)
         survivor.experts[expert] = {1, {1 - kVictim}};
@@ -167,8 +170,8 @@ int attend(Client& client, Slots& slots, Buffers& buffers, Board& board, const s
 }
 
 int run(bool freezes, double limit_s, uint64_t seed) {
-    Board* board = static_cast<Board*>(mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE,
-                                            MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    Board* board = static_cast<Board*>(
+        mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     // The client's end and the server's end of a connection per server.
     int ends[2][2];
     for (auto& pair : ends)
@@ -193,8 +196,7 @@ int run(bool freezes, double limit_s, uint64_t seed) {
         cudaStream_t stream;
         CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         const sy_placement placement = reference::make_placement(kExperts, 2, 1, 1);
-        Roles roles =
-            make_roles(comrade, topology, slots, buffers, geometry, kTokens, placement);
+        Roles roles = make_roles(comrade, topology, slots, buffers, geometry, kTokens, placement);
         if (roles.server != nullptr) {
             serve(*roles.server, *board, stream);
             return 0;

@@ -3,13 +3,19 @@
 //
 //   ibgda_bench [--quick]
 //
-// Queues are filled once per run and nobody reads them, so that only the posters are measured; with
-// "nic":"sink" a kernel of one block takes the doorbells and completes everything at once.
+// Queues are filled once per run and nobody reads them, so that only the posters are measured. With
+// "nic":"sink" a kernel of one block takes the doorbells and completes everything at once; with
+// "nic":"host" a thread of the host does, which like a NIC reads queues in host memory without the GPU.
 #include <algorithm>
+#include <atomic>
 #include <cinttypes>
+#include <optional>
 #include <string>
+#include <thread>
 
-#include "softnic_queue.hpp"
+#include "check.hpp"
+#include "softnic/queue.hpp"
+#include "stay_near.hpp"
 #include "switchyard/comm/ibgda.h"
 #include "switchyard/ptx/memory.cuh"
 #include "switchyard/ptx/sync.cuh"
@@ -17,6 +23,9 @@
 namespace {
 
 using namespace switchyard::comm;
+using softnic::QueueSizes;
+using softnic::SendQueue;
+using softnic::Where;
 
 enum class Kind { kPutAdd, kPutSignal, kLanes, kPairs };
 
@@ -50,8 +59,8 @@ struct PostParams {
 template <Scope kScope, Kind kKind>
 __device__ Status post_once(const PostParams& params, const sy_mlx5_qp& qp) {
     if constexpr (kKind == Kind::kPutAdd)
-        return put_add_nbi_warp<kScope>(qp, params.local, params.remote, params.num_bytes, params.word,
-                                        1, params.bound);
+        return put_add_nbi_warp<kScope>(qp, params.local, params.remote, params.num_bytes,
+                                        params.word, 1, params.bound);
     return mlx5::post<kScope, Warp>(
         qp, params.bound, kWqes<kKind>, [&](uint32_t lane_idx, const mlx5::Control& control) {
             if (kKind != Kind::kLanes && lane_idx % 2 == 0)
@@ -60,19 +69,46 @@ __device__ Status post_once(const PostParams& params, const sy_mlx5_qp& qp) {
         });
 }
 
-// One warp per block; warps take the queues in turn.
+// Blocks of one warp or of several; blocks take the queues in turn.
 template <Scope kScope, Kind kKind>
-__global__ void __launch_bounds__(32) post_kernel(const __grid_constant__ PostParams params) {
+__global__ void __launch_bounds__(512, 1) post_kernel(const __grid_constant__ PostParams params) {
+    const uint32_t warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     const sy_mlx5_qp qp = params.qps[blockIdx.x % params.num_qps];
     const uint64_t start_ns = now_ns();
     Status status = SY_MLX5_OK;
     for (uint32_t i = 0; i < params.posts_per_warp && status == SY_MLX5_OK; ++i)
         status = post_once<kScope, kKind>(params, qp);
-    if (threadIdx.x == 0) {
-        params.start_ns[blockIdx.x] = start_ns;
-        params.end_ns[blockIdx.x] = now_ns();
+    if (threadIdx.x % 32 == 0) {
+        params.start_ns[warp] = start_ns;
+        params.end_ns[warp] = now_ns();
         if (status != SY_MLX5_OK)
             *params.status = status;
+    }
+}
+
+// Two requests and their doorbell, without reservation and turn: what no protocol between posters can save.
+template <Scope kScope>
+__global__ void __launch_bounds__(32) bell_kernel(const __grid_constant__ PostParams params) {
+    const sy_mlx5_qp qp = params.qps[0];
+    const uint64_t start_ns = now_ns();
+    for (uint32_t i = 0; i < params.posts_per_warp; ++i) {
+        Warp::each_lane(2, [&](uint32_t lane_idx) {
+            const uint64_t index = 2 * uint64_t{i} + lane_idx;
+            const mlx5::Control control{qp.qpn, static_cast<uint32_t>(index & 0xffff),
+                                        SY_MLX5_CE_ERROR_ONLY};
+            mlx5::store_wqe<kScope>(
+                qp, index,
+                lane_idx == 0
+                    ? mlx5::make_write(control, params.local, params.remote, params.num_bytes)
+                    : mlx5::make_write_inline(control, params.word, i, 8));
+        });
+        if (threadIdx.x == 0)
+            mlx5::ring_doorbell<kScope>(qp, 2 * uint64_t{i} + 2);
+        __syncwarp();
+    }
+    if (threadIdx.x == 0) {
+        *params.start_ns = start_ns;
+        *params.end_ns = now_ns();
     }
 }
 
@@ -99,11 +135,48 @@ __global__ void __launch_bounds__(32) sink_kernel(const __grid_constant__ SinkPa
             st_release<Scope::kSys>(at_address<uint32_t>(qp.cq) + 15,
                                     counter >> 8 | (counter & 0xff) << 8);
         }
-        if (num_polls % 64 == 0 && (ld_relaxed<Scope::kSys>(params.stop) != 0 ||
-                                    now_ns() - start_ns > params.life_ns))
+        if (num_polls % 64 == 0 &&
+            (ld_relaxed<Scope::kSys>(params.stop) != 0 || now_ns() - start_ns > params.life_ns))
             return;
     }
 }
+
+enum class Sink { kNone, kKernel, kHost };
+
+const char* name_of(Sink sink) {
+    return sink == Sink::kNone ? "none" : sink == Sink::kKernel ? "sink" : "host";
+}
+
+// The same by a thread of the host, for queues in host memory.
+class HostSink {
+  public:
+    HostSink(const std::vector<sy_mlx5_qp>& handles)
+        : thread_([this, handles] {
+              std::vector<uint32_t> known(handles.size());
+              while (!must_stop_.load(std::memory_order_relaxed))
+                  for (size_t i = 0; i < handles.size(); ++i)
+                      serve(handles[i], known[i]);
+          }) {}
+    ~HostSink() {
+        must_stop_ = true;
+        thread_.join();
+    }
+
+  private:
+    static void serve(const sy_mlx5_qp& qp, uint32_t& known) {
+        const uint64_t doorbell =
+            __atomic_load_n(reinterpret_cast<const uint64_t*>(qp.doorbell), __ATOMIC_ACQUIRE);
+        const uint32_t end = __builtin_bswap32(static_cast<uint32_t>(doorbell)) >> 8 & 0xffff;
+        if (end == known)
+            return;
+        known = end;
+        const uint32_t counter = (end - 1) & 0xffff;
+        __atomic_store_n(reinterpret_cast<uint32_t*>(qp.cq) + 15,
+                         counter >> 8 | (counter & 0xff) << 8, __ATOMIC_RELEASE);
+    }
+    std::atomic<bool> must_stop_{false};
+    std::thread thread_; // last: it uses the others
+};
 
 struct Bench {
     uint8_t *local, *remote;
@@ -117,8 +190,49 @@ struct Bench {
 constexpr uint32_t kMostWarps = 256;
 constexpr uint32_t kRowBytes = 7168 + 224 + 64;
 
+PostParams params_of(const Bench& bench, const sy_mlx5_qp* table, uint32_t num_qps,
+                     uint32_t posts_per_warp) {
+    PostParams params = {};
+    params.qps = table;
+    params.num_qps = num_qps;
+    params.posts_per_warp = posts_per_warp;
+    params.bound = {bench.error, nullptr, 500'000'000};
+    params.local = {reinterpret_cast<uint64_t>(bench.local), 0x100};
+    params.remote = {reinterpret_cast<uint64_t>(bench.remote), 0x200};
+    params.word = {reinterpret_cast<uint64_t>(bench.remote), 0x200};
+    params.num_bytes = kRowBytes;
+    params.start_ns = bench.start_ns;
+    params.end_ns = bench.end_ns;
+    params.status = bench.status;
+    return params;
+}
+
+template <Scope kScope> void run_bell(const Bench& bench, Where where) {
+    QueueSizes sizes;
+    sizes.sq_depth = 1024;
+    SendQueue queue(where, sizes, 0x30, 0);
+    sy_mlx5_qp* table = device_alloc<sy_mlx5_qp>(1);
+    to_device(table, queue.handle);
+    const PostParams params = params_of(bench, table, 1, 4000);
+    std::vector<double> times_us;
+    for (int repeat = 0; repeat < 5; ++repeat) {
+        bell_kernel<kScope><<<1, 32, 0, bench.posters>>>(params);
+        CHECK_CUDA(cudaGetLastError());
+        CHECK_CUDA(cudaStreamSynchronize(bench.posters));
+        times_us.push_back(
+            static_cast<double>(from_device(bench.end_ns) - from_device(bench.start_ns)) * 1e-3);
+    }
+    std::sort(times_us.begin(), times_us.end());
+    printf("{\"bench\":\"doorbell\",\"queues\":\"%s\",\"scope\":\"%s\",\"us_per_post\":%.3f}\n",
+           name_of(where), kScope == Scope::kSys ? "sys" : "gpu",
+           times_us[2] / params.posts_per_warp);
+    fflush(stdout);
+}
+
+// With `is_of_one_block` the warps of a queue are those of one block, and pass turns within it.
 template <Scope kScope, Kind kKind>
-void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, bool has_sink) {
+void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, Sink sink,
+         bool is_of_one_block = false) {
     QueueSizes sizes;
     sizes.sq_depth = SY_MLX5_MAX_DEPTH;
     static std::vector<SendQueue> host, device;
@@ -130,14 +244,17 @@ void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, boo
     if (table == nullptr)
         table = device_alloc<sy_mlx5_qp>(kMostWarps);
     std::vector<sy_mlx5_qp> handles;
-    for (uint32_t i = 0; i < num_qps; ++i)
+    for (uint32_t i = 0; i < num_qps; ++i) {
         handles.push_back(pool[i].handle);
+        if (is_of_one_block)
+            handles[i].flags |= SY_MLX5_ONE_BLOCK;
+    }
     upload(table, handles.data(), num_qps * sizeof(sy_mlx5_qp));
 
     const uint32_t num_warps = num_qps * warps_per_qp;
     // Without a NIC no block is used twice.
     const uint32_t posts_per_warp =
-        (has_sink ? 4 : 1) * sizes.sq_depth / kWqes<kKind> / warps_per_qp;
+        (sink != Sink::kNone ? 4 : 1) * sizes.sq_depth / kWqes<kKind> / warps_per_qp;
     std::vector<double> times_us;
     uint32_t status = SY_MLX5_OK;
     for (int repeat = 0; repeat < 5 && status == SY_MLX5_OK; ++repeat) {
@@ -146,24 +263,18 @@ void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, boo
         to_device(bench.status, uint32_t{SY_MLX5_OK});
         to_device(bench.error, sy_error_word{});
         *bench.stop = 0;
-        if (has_sink) {
+        std::optional<HostSink> host_sink;
+        if (sink == Sink::kHost)
+            host_sink.emplace(handles);
+        if (sink == Sink::kKernel) {
             const SinkParams params = {table, num_qps, bench.stop, 2'000'000'000};
             sink_kernel<<<1, 32, 0, bench.nic>>>(params);
             CHECK_CUDA(cudaGetLastError());
         }
-        PostParams params = {};
-        params.qps = table;
-        params.num_qps = num_qps;
-        params.posts_per_warp = posts_per_warp;
-        params.bound = {bench.error, nullptr, 500'000'000};
-        params.local = {reinterpret_cast<uint64_t>(bench.local), 0x100};
-        params.remote = {reinterpret_cast<uint64_t>(bench.remote), 0x200};
-        params.word = {reinterpret_cast<uint64_t>(bench.remote), 0x200};
-        params.num_bytes = kRowBytes;
-        params.start_ns = bench.start_ns;
-        params.end_ns = bench.end_ns;
-        params.status = bench.status;
-        post_kernel<kScope, kKind><<<num_warps, 32, 0, bench.posters>>>(params);
+        const PostParams params = params_of(bench, table, num_qps, posts_per_warp);
+        const uint32_t num_threads = is_of_one_block ? 32 * warps_per_qp : 32;
+        post_kernel<kScope, kKind>
+            <<<num_warps * 32 / num_threads, num_threads, 0, bench.posters>>>(params);
         CHECK_CUDA(cudaGetLastError());
         CHECK_CUDA(cudaStreamSynchronize(bench.posters));
         *static_cast<volatile uint32_t*>(bench.stop) = 1;
@@ -187,33 +298,44 @@ void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, boo
     std::sort(times_us.begin(), times_us.end());
     const double us = times_us[times_us.size() / 2];
     const double posts = static_cast<double>(posts_per_warp) * num_warps;
-    printf("{\"bench\":\"ibgda_post\",\"kind\":\"%s\",\"queues\":\"%s\",\"scope\":\"%s\",\"nic\":\"%s\","
-           "\"num_qps\":%u,\"warps_per_qp\":%u,\"us_per_post\":%.3f,\"posts_per_s_per_qp\":%.0f,"
-           "\"wqes_per_s\":%.0f,\"status\":%u}\n",
-           name_of(kKind), name_of(where), kScope == Scope::kSys ? "sys" : "gpu",
-           has_sink ? "sink" : "none", num_qps, warps_per_qp, us / posts_per_warp,
-           posts / num_qps / us * 1e6, posts * kWqes<kKind> / us * 1e6, status);
+    printf(
+        "{\"bench\":\"ibgda_post\",\"kind\":\"%s\",\"queues\":\"%s\",\"scope\":\"%s\",\"nic\":\"%s\","
+        "\"num_qps\":%u,\"warps_per_qp\":%u,\"one_block\":%d,\"us_per_post\":%.3f,"
+        "\"posts_per_s_per_qp\":%.0f,\"wqes_per_s\":%.0f,\"status\":%u}\n",
+        name_of(kKind), name_of(where), kScope == Scope::kSys ? "sys" : "gpu", name_of(sink),
+        num_qps, warps_per_qp, is_of_one_block, us / posts_per_warp, posts / num_qps / us * 1e6,
+        posts * kWqes<kKind> / us * 1e6, status);
     fflush(stdout);
 }
 
 template <Scope kScope> void run_scope(Bench& bench, Where where, bool is_quick) {
-    run<kScope, Kind::kPutAdd>(bench, where, 1, 1, false);
-    run<kScope, Kind::kPutSignal>(bench, where, 1, 1, false);
-    run<kScope, Kind::kPutSignal>(bench, where, 1, 1, true);
+    run_bell<kScope>(bench, where);
+    run<kScope, Kind::kPutAdd>(bench, where, 1, 1, Sink::kNone);
+    run<kScope, Kind::kPutSignal>(bench, where, 1, 1, Sink::kNone);
+    run<kScope, Kind::kPutSignal>(bench, where, 1, 1, Sink::kKernel);
     for (const uint32_t warps : {2u, 4u, 8u, 16u, 32u})
-        run<kScope, Kind::kPutSignal>(bench, where, 1, warps, false);
+        run<kScope, Kind::kPutSignal>(bench, where, 1, warps, Sink::kNone);
+    for (const uint32_t warps : {1u, 2u, 4u, 8u, 16u})
+        run<kScope, Kind::kPutSignal>(bench, where, 1, warps, Sink::kNone, true);
     if (is_quick)
         return;
-    run<kScope, Kind::kPutSignal>(bench, where, 1, 8, true);
-    run<kScope, Kind::kPutSignal>(bench, where, 8, 1, false);
-    run<kScope, Kind::kPutSignal>(bench, where, 32, 1, false);
+    run<kScope, Kind::kPutSignal>(bench, where, 1, 8, Sink::kKernel);
+    run<kScope, Kind::kPutSignal>(bench, where, 8, 1, Sink::kNone);
+    run<kScope, Kind::kPutSignal>(bench, where, 32, 1, Sink::kNone);
     for (const uint32_t warps : {1u, 2u, 4u, 8u, 16u, 32u}) {
-        run<kScope, Kind::kLanes>(bench, where, 8, warps, false);
-        run<kScope, Kind::kPairs>(bench, where, 8, warps, false);
+        run<kScope, Kind::kLanes>(bench, where, 8, warps, Sink::kNone);
+        run<kScope, Kind::kPairs>(bench, where, 8, warps, Sink::kNone);
     }
     for (const uint32_t warps : {1u, 4u})
-        run<kScope, Kind::kPairs>(bench, where, 1, warps, false);
-    run<kScope, Kind::kLanes>(bench, where, 8, 4, true);
+        run<kScope, Kind::kPairs>(bench, where, 1, warps, Sink::kNone);
+    for (const uint32_t warps : {1u, 4u})
+        run<kScope, Kind::kLanes>(bench, where, 8, warps, Sink::kNone, true);
+    run<kScope, Kind::kLanes>(bench, where, 8, 4, Sink::kKernel);
+    if (where == Where::kHost) {
+        run<kScope, Kind::kPutSignal>(bench, where, 1, 1, Sink::kHost);
+        run<kScope, Kind::kPutSignal>(bench, where, 1, 8, Sink::kHost);
+        run<kScope, Kind::kLanes>(bench, where, 8, 4, Sink::kHost);
+    }
 }
 
 // The same row and flag by stores of one warp, or of a block of 448 threads as dispatch does it.
@@ -230,8 +352,8 @@ __global__ void __launch_bounds__(448) store_kernel(const __grid_constant__ Stor
     constexpr uint32_t kUnits = kRowBytes / 16;
     const uint64_t start_ns = ptx::mov_globaltimer();
     for (uint32_t i = 0; i < params.num_posts; ++i) {
-        const uint64_t place = reinterpret_cast<uint64_t>(params.target) +
-                               uint64_t{i % params.num_places} * kRowBytes;
+        const uint64_t place =
+            reinterpret_cast<uint64_t>(params.target) + uint64_t{i % params.num_places} * kRowBytes;
         for (uint32_t unit = threadIdx.x; unit < kUnits; unit += blockDim.x)
             ptx::st_weak_global_v4(place + unit * 16, params.source[unit]);
         __syncthreads();
@@ -246,20 +368,26 @@ __global__ void __launch_bounds__(448) store_kernel(const __grid_constant__ Stor
 
 void run_stores(Bench& bench, const char* to, uint8_t* target) {
     for (const uint32_t num_threads : {32u, 448u}) {
-        StoreParams params = {reinterpret_cast<const uint4*>(bench.local), target + 4096,
-                              reinterpret_cast<uint64_t*>(target), 4000, 64,
-                              bench.start_ns, bench.end_ns};
+        StoreParams params = {reinterpret_cast<const uint4*>(bench.local),
+                              target + 4096,
+                              reinterpret_cast<uint64_t*>(target),
+                              4000,
+                              64,
+                              bench.start_ns,
+                              bench.end_ns};
         std::vector<double> times_us;
         for (int repeat = 0; repeat < 5; ++repeat) {
             store_kernel<<<1, num_threads, 0, bench.posters>>>(params);
             CHECK_CUDA(cudaGetLastError());
             CHECK_CUDA(cudaStreamSynchronize(bench.posters));
             times_us.push_back(
-                static_cast<double>(from_device(bench.end_ns) - from_device(bench.start_ns)) * 1e-3);
+                static_cast<double>(from_device(bench.end_ns) - from_device(bench.start_ns)) *
+                1e-3);
         }
         std::sort(times_us.begin(), times_us.end());
-        printf("{\"bench\":\"stores\",\"to\":\"%s\",\"threads\":%u,\"row_bytes\":%u,\"us_per_post\":%.3f}\n",
-               to, num_threads, kRowBytes, times_us[2] / params.num_posts);
+        printf(
+            "{\"bench\":\"stores\",\"to\":\"%s\",\"threads\":%u,\"row_bytes\":%u,\"us_per_post\":%.3f}\n",
+            to, num_threads, kRowBytes, times_us[2] / params.num_posts);
         fflush(stdout);
     }
 }

@@ -24,8 +24,8 @@ struct World {
     uint64_t round = 0;
 
     World(uint32_t hidden, uint32_t top_k, uint32_t dtype, uint32_t num_experts,
-          uint32_t num_clients, uint32_t num_servers, uint32_t capacity, uint32_t replicate_every = 0,
-          uint32_t num_frames = 2)
+          uint32_t num_clients, uint32_t num_servers, uint32_t capacity,
+          uint32_t replicate_every = 0, uint32_t num_frames = 2)
         : capacity(capacity), num_frames(num_frames) {
         CHECK_LAUNCH(sy_make_geometry(hidden, top_k, dtype, capacity, num_frames, &geometry));
         placement = reference::make_placement(num_experts, num_servers, replicate_every, 7);
@@ -57,8 +57,9 @@ struct World {
         for (auto& client : clients) {
             for (uint32_t s = 0; s < client->num_servers; ++s)
                 CHECK_CUDA(cudaFree(reinterpret_cast<void*>(client->servers[s].response)));
-            for (void* pointer : {static_cast<void*>(client->hidden_states),
-                                  static_cast<void*>(client->out), static_cast<void*>(client->topk_idx)})
+            for (void* pointer :
+                 {static_cast<void*>(client->hidden_states), static_cast<void*>(client->out),
+                  static_cast<void*>(client->topk_idx)})
                 CHECK_CUDA(cudaFree(pointer));
         }
         for (auto& server : servers)
@@ -162,7 +163,8 @@ void expect_lists(const World& world, const std::vector<reference::Input>& input
                 goes = true;
                 CHECK(row < batch.num_rows, "%u rows, expected more", batch.num_rows);
                 const uint32_t at = position[size_t{row} * input.shape.top_k + i];
-                CHECK(at < batch.num_entries && !is_filled[at], "row %u choice %u at %u", row, i, at);
+                CHECK(at < batch.num_entries && !is_filled[at], "row %u choice %u at %u", row, i,
+                      at);
                 is_filled[at] = true;
                 ++num_entries;
                 CHECK(at >= begin[local[expert]] && at < begin[local[expert] + 1],
@@ -178,8 +180,8 @@ void expect_lists(const World& world, const std::vector<reference::Input>& input
             }
         }
     }
-    CHECK(row == batch.num_rows && num_entries == batch.num_entries, "%u rows %u entries, found %u %u",
-          row, num_entries, batch.num_rows, batch.num_entries);
+    CHECK(row == batch.num_rows && num_entries == batch.num_entries,
+          "%u rows %u entries, found %u %u", row, num_entries, batch.num_rows, batch.num_entries);
 }
 
 void run_layer(const World& world, bool echo, uint32_t handle = 0) {
@@ -200,21 +202,34 @@ void run_layer(const World& world, bool echo, uint32_t handle = 0) {
 void layers_match_the_reference() {
     struct Case {
         uint32_t hidden, top_k, num_experts, num_clients, num_servers, capacity, replicate_every;
+        uint32_t num_blocks = 0;
     };
-    std::vector<Case> cases = {{7168, 8, 256, 4, 4, 160, 0}, {7168, 8, 256, 1, 3, 130, 3},
-                               {7168, 8, 256, 3, 1, 33, 0},  {2048, 8, 128, 2, 2, 64, 2},
-                               {1152, 6, 60, 2, 3, 40, 0},   {512, 1, 8, 1, 2, 300, 0},
-                               {256, 16, 1024, 2, 4, 50, 5}, {128, 2, 4, 1, 1, 9, 0}};
+    std::vector<Case> cases = {{7168, 8, 256, 4, 4, 160, 0},
+                               {7168, 8, 256, 1, 3, 130, 3},
+                               {7168, 8, 256, 3, 1, 33, 0},
+                               {2048, 8, 128, 2, 2, 64, 2},
+                               {1152, 6, 60, 2, 3, 40, 0},
+                               {512, 1, 8, 1, 2, 300, 0},
+                               {256, 16, 1024, 2, 4, 50, 5},
+                               {128, 2, 4, 1, 1, 9, 0},
+                               // More tokens than one block sends entries for, and few blocks.
+                               {7168, 8, 256, 2, 2, 600, 0},
+                               {7168, 8, 256, 1, 3, 500, 3, 24},
+                               {256, 16, 1024, 2, 4, 700, 5, 7}};
     if (g_quick)
-        cases = {{7168, 8, 64, 2, 2, 4, 3}, {384, 6, 60, 2, 3, 35, 0}};
+        cases = {
+            {7168, 8, 64, 2, 2, 4, 3}, {384, 6, 60, 2, 3, 35, 0}, {128, 4, 8, 2, 2, 270, 0, 5}};
     for (const Case& test : cases)
         for (const uint32_t dtype : {SY_DTYPE_F8_E4M3, SY_DTYPE_BF16})
             for (const bool echo : {false, true}) {
                 World world(test.hidden, test.top_k, dtype, test.num_experts, test.num_clients,
                             test.num_servers, test.capacity, test.replicate_every);
-                for (auto& client : world.clients)
+                for (auto& client : world.clients) {
                     client->flags = echo ? SY_DISPATCH_FLAG_CONTACT_ALL : 0;
+                    client->dispatch_blocks = client->combine_blocks = test.num_blocks;
+                }
                 for (auto& server : world.servers) {
+                    server->answer_blocks = test.num_blocks;
                     // Without CONTACT_ALL a client may have nothing to say.
                     server->min_ready = 1;
                     server->timeout_ns = echo ? 2'000'000'000 : 20'000'000;
@@ -278,7 +293,8 @@ void expert_outputs_are_weighted_and_summed() {
                             static_cast<int>(s))
                             continue;
                         goes = true;
-                        const uint16_t* y = &rows[size_t{position[size_t{row} * top_k + i]} * hidden];
+                        const uint16_t* y =
+                            &rows[size_t{position[size_t{row} * top_k + i]} * hidden];
                         const float weight = inputs[c].topk_weights[token * top_k + i];
                         for (uint32_t k = 0; k < hidden; ++k) {
                             const float product = reference::from_bf16(y[k]) * weight;
@@ -362,6 +378,38 @@ void a_captured_graph_replays_with_new_inputs() {
     }
 }
 
+// Layers of a client and a server in one stream, whose kernels work beside the one before them.
+void kernels_that_go_ahead_keep_the_order() {
+    constexpr uint32_t kEarly = SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
+    for (const uint32_t capacity : {1u, 64u, 600u})
+        for (const bool echo : {false, true}) {
+            World world(g_quick ? 512 : 7168, 8, SY_DTYPE_F8_E4M3, 256, 1, 1, capacity);
+            Client& client = *world.clients[0];
+            Server& server = *world.servers[0];
+            client.flags = SY_DISPATCH_FLAG_CONTACT_ALL;
+            client.launch_flags = server.launch_flags = kEarly;
+            client.combine_flags = server.take_flags = SY_LAUNCH_FLAG_AHEAD;
+            cudaGraph_t graph;
+            cudaGraphExec_t replay;
+            CHECK_CUDA(cudaStreamBeginCapture(world.stream, cudaStreamCaptureModeThreadLocal));
+            for (uint32_t layer = 0; layer < 4; ++layer)
+                run_layer(world, echo, layer % 2);
+            CHECK_CUDA(cudaStreamEndCapture(world.stream, &graph));
+            CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+            for (uint32_t round = 0; round < (g_quick ? 2 : 6); ++round) {
+                world.poison();
+                const auto inputs =
+                    world.load(capacity - round % 2 * (capacity / 2), round % 2 == 0);
+                for (uint32_t i = 0; i < 3; ++i)
+                    CHECK_CUDA(cudaGraphLaunch(replay, world.stream));
+                CHECK_CUDA(cudaStreamSynchronize(world.stream));
+                expect_identity_layer(world, inputs);
+            }
+            CHECK_CUDA(cudaGraphExecDestroy(replay));
+            CHECK_CUDA(cudaGraphDestroy(graph));
+        }
+}
+
 void only_frames_of_one_layer_are_merged() {
     World world(256, 2, SY_DTYPE_BF16, 8, 3, 1, 16);
     const auto inputs = world.load(16, false);
@@ -376,7 +424,8 @@ void only_frames_of_one_layer_are_merged() {
         server.send(world.stream);
         CHECK_CUDA(cudaStreamSynchronize(world.stream));
         const sy_batch batch = from_device(server.lists.batch);
-        CHECK((batch.layer == 3 && batch.clients == 5u) || (batch.layer == 5 && batch.clients == 2u),
+        CHECK((batch.layer == 3 && batch.clients == 5u) ||
+                  (batch.layer == 5 && batch.clients == 2u),
               "layer %u clients %x", batch.layer, batch.clients);
         seen |= batch.clients;
     }
@@ -429,12 +478,14 @@ void bad_frames_are_refused() {
     };
     std::vector<Case> cases = {
         {"magic", SY_ERROR_BAD_FRAME, header_field(offsetof(sy_frame_header, magic), 1u)},
-        {"version", SY_ERROR_VERSION, header_field(offsetof(sy_frame_header, version), uint16_t{9})},
+        {"version", SY_ERROR_VERSION,
+         header_field(offsetof(sy_frame_header, version), uint16_t{9})},
         {"kind", SY_ERROR_BAD_FRAME, header_field(offsetof(sy_frame_header, kind), uint16_t{2})},
         {"dtype", SY_ERROR_BAD_FRAME, header_field(offsetof(sy_frame_header, dtype), uint16_t{3})},
         {"response dtype", SY_ERROR_BAD_FRAME,
          header_field(offsetof(sy_frame_header, response_dtype), uint16_t{1})},
-        {"epoch", SY_ERROR_STALE_EPOCH, header_field(offsetof(sy_frame_header, epoch), uint64_t{1})},
+        {"epoch", SY_ERROR_STALE_EPOCH,
+         header_field(offsetof(sy_frame_header, epoch), uint64_t{1})},
         {"client", SY_ERROR_STALE_CHANNEL,
          header_field(offsetof(sy_frame_header, client_id), uint64_t{1})},
         {"generation", SY_ERROR_STALE_CHANNEL,
@@ -457,7 +508,8 @@ void bad_frames_are_refused() {
          header_field(offsetof(sy_frame_header, payload_offset), ~0u)},
         {"total_bytes", SY_ERROR_BAD_FRAME,
          header_field(offsetof(sy_frame_header, total_bytes), ~uint64_t{0})},
-        {"reserved", SY_ERROR_BAD_FRAME, header_field(offsetof(sy_frame_header, reserved) + 12, 1u)},
+        {"reserved", SY_ERROR_BAD_FRAME,
+         header_field(offsetof(sy_frame_header, reserved) + 12, 1u)},
         {"expert out of range", SY_ERROR_UNKNOWN_EXPERT, entry(64, 0.5f)},
         {"huge expert", SY_ERROR_UNKNOWN_EXPERT, entry(0xfffffffeu, 0.5f)},
         {"another server's expert", SY_ERROR_NOT_MY_EXPERT, entry(63, 0.5f)},
@@ -549,8 +601,8 @@ void a_silent_server_is_named_within_the_bound() {
         CHECK_CUDA(cudaStreamSynchronize(world.stream));
         const double seconds =
             std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        CHECK(abort ? seconds < 5 : seconds >= 0.05, "%s after %.3f s",
-              abort ? "abort" : "timeout", seconds);
+        CHECK(abort ? seconds < 5 : seconds >= 0.05, "%s after %.3f s", abort ? "abort" : "timeout",
+              seconds);
         const sy_error_word error = from_device(&client.state->error);
         const sy_handle handle = from_device(client.handles[0]);
         CHECK(error.tag == SY_TAG_COMBINE_ROW && error.peer == 0 &&
@@ -584,8 +636,8 @@ void a_missing_replica_is_an_error_and_not_a_wait() {
     run_layer(world, false);
     CHECK_CUDA(cudaStreamSynchronize(world.stream));
     const sy_error_word error = from_device(&world.clients[0]->state->error);
-    CHECK(error.tag == SY_TAG_NO_REPLICA && error.observed == expert, "tag %u expert %" PRIu64, error.tag,
-          error.observed);
+    CHECK(error.tag == SY_TAG_NO_REPLICA && error.observed == expert, "tag %u expert %" PRIu64,
+          error.tag, error.observed);
     to_device(&world.clients[0]->state->error, sy_error_word{});
     expect_layer(world, 0, inputs[0], reference::identity_layer(inputs[0], placement, 2, false));
 }
@@ -653,6 +705,7 @@ int main(int argc, char** argv) {
         {"expert_outputs_are_weighted_and_summed", expert_outputs_are_weighted_and_summed},
         {"two_frames_in_flight_keep_apart", two_frames_in_flight_keep_apart},
         {"a_captured_graph_replays_with_new_inputs", a_captured_graph_replays_with_new_inputs},
+        {"kernels_that_go_ahead_keep_the_order", kernels_that_go_ahead_keep_the_order},
         {"only_frames_of_one_layer_are_merged", only_frames_of_one_layer_are_merged},
         {"bad_frames_are_refused", bad_frames_are_refused},
         {"a_silent_server_is_named_within_the_bound", a_silent_server_is_named_within_the_bound},

@@ -20,7 +20,9 @@ struct Case {
     bool fp8, zipf;
     // "echo": one kernel at the server; "lists": expert_recv, then expert_send.
     const char* server;
-    int pdl; // 0, 1 = PDL, 2 = PDL with early start, -1 = by size
+    // 0, 1 = PDL, 2 = PDL with early start, 3 = also combine beside the server's kernel before it, 4 = also the
+    // server's first kernel beside dispatch, -1 = by size
+    int pdl;
     uint32_t dispatch_blocks, answer_blocks, combine_blocks;
     uint32_t num_replays;
 };
@@ -34,7 +36,8 @@ struct Result {
     uint32_t error_tag, error_peer;
 };
 
-__global__ void count_wrong(const uint4* out, const uint4* expected, size_t count, uint64_t* num_wrong) {
+__global__ void count_wrong(const uint4* out, const uint4* expected, size_t count,
+                            uint64_t* num_wrong) {
     uint64_t wrong = 0;
     for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count;
          i += size_t{gridDim.x} * blockDim.x) {
@@ -51,10 +54,25 @@ struct InputCache {
     bool zipf = false;
 };
 
+int pdl_of(const Case& test) {
+    if (test.pdl >= 0)
+        return test.pdl;
+    const bool is_long = test.num_tokens > 128;
+    const bool has_lists = std::string(test.server) == "lists" && test.num_tokens > 32;
+    if (test.topology.is_colocated() && (is_long || has_lists))
+        return 4;
+    return is_long ? 0 : 2;
+}
+
+// So that blocks of two kernels fit a multiprocessor.
+constexpr uint32_t kBlocksBeside = 132;
+
+uint32_t blocks_of(const Case& test, uint32_t asked) {
+    return asked == 0 && pdl_of(test) >= 3 && test.num_tokens > 128 ? kBlocksBeside : asked;
+}
+
 uint32_t pdl_flags(const Case& test) {
-    int pdl = test.pdl;
-    if (pdl < 0)
-        pdl = test.num_tokens <= 128 ? 2 : 0;
+    const int pdl = pdl_of(test);
     return pdl == 0 ? 0 : pdl == 1 ? SY_LAUNCH_FLAG_PDL : SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
 }
 
@@ -71,7 +89,8 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
 
     const bool is_client = index_of(topology.clients, comrade.rank) >= 0;
     if (is_client) {
-        if (cache.num_tokens != test.num_tokens || cache.zipf != test.zipf || cache.inputs.empty()) {
+        if (cache.num_tokens != test.num_tokens || cache.zipf != test.zipf ||
+            cache.inputs.empty()) {
             cache.inputs.clear();
             for (uint32_t i = 0; i < 2; ++i)
                 cache.inputs.push_back(reference::make_input(
@@ -104,7 +123,8 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
             result.bytes_sent += request + response;
             result.rows[s] = rows[s];
         }
-        CHECK_CUDA(cudaMemset(buffers.outs, 0xff, size_t{num_layers} * test.num_tokens * kHidden * 2));
+        CHECK_CUDA(
+            cudaMemset(buffers.outs, 0xff, size_t{num_layers} * test.num_tokens * kHidden * 2));
     }
     to_device(buffers.num_wrong, uint64_t{0});
     Roles roles =
@@ -115,13 +135,17 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
         roles.client->trace = buffers.trace;
         roles.client->trace_len = kTraceLen;
         roles.client->dispatch_blocks = test.dispatch_blocks;
-        roles.client->combine_blocks = test.combine_blocks;
+        roles.client->combine_blocks = blocks_of(test, test.combine_blocks);
         roles.client->timeout_ns = 3'000'000'000;
     }
     if (roles.server != nullptr) {
         roles.server->launch_flags = pdl_flags(test);
-        roles.server->answer_blocks = test.answer_blocks;
+        roles.server->answer_blocks = blocks_of(test, test.answer_blocks);
         roles.server->timeout_ns = 3'000'000'000;
+    }
+    if (roles.client != nullptr && roles.server != nullptr) {
+        roles.client->combine_flags = pdl_of(test) >= 3 ? SY_LAUNCH_FLAG_AHEAD : 0;
+        roles.server->take_flags = pdl_of(test) >= 4 ? SY_LAUNCH_FLAG_AHEAD : 0;
     }
 
     cudaGraph_t graph;
@@ -227,7 +251,8 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
 
 // Bytes over the busiest direction of a GPU's link, requests and then answers: no layer can be faster.
 uint64_t link_bytes(const Topology& topology, const std::vector<Result>& results) {
-    uint64_t out[kMostRanks] = {}, in[kMostRanks] = {}, out_back[kMostRanks] = {}, in_back[kMostRanks] = {};
+    uint64_t out[kMostRanks] = {}, in[kMostRanks] = {}, out_back[kMostRanks] = {},
+             in_back[kMostRanks] = {};
     for (const uint32_t client : topology.clients)
         for (size_t s = 0; s < topology.servers.size(); ++s) {
             const uint32_t server = topology.servers[s];
@@ -251,9 +276,8 @@ std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
     const auto add = [&](const Topology& topology, uint32_t tokens, bool fp8, bool zipf,
                          const char* server, int pdl, uint32_t dispatch_blocks = 0,
                          uint32_t answer_blocks = 0, uint32_t combine_blocks = 0) {
-        cases.push_back({topology, tokens, fp8, zipf, server, pdl,
-                         dispatch_blocks, answer_blocks, combine_blocks,
-                         tokens > 512 ? 60u : 200u});
+        cases.push_back({topology, tokens, fp8, zipf, server, pdl, dispatch_blocks, answer_blocks,
+                         combine_blocks, tokens > 512 ? 60u : 200u});
     };
     for (const Topology& topology : topologies(num_ranks)) {
         if (set == "check") {
@@ -297,8 +321,7 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
     InputCache cache;
     int num_bad = 0;
     for (const Case& test : cases_of(set, comrade.num_ranks)) {
-        const Result mine =
-            run_case(comrade, slots, buffers, test, seed, cache, stream);
+        const Result mine = run_case(comrade, slots, buffers, test, seed, cache, stream);
         const auto all = comrade.gather(&mine, sizeof(mine));
         Result worst = {};
         std::vector<Result> results(comrade.num_ranks);
@@ -318,16 +341,17 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
         const bool is_bad = worst.num_wrong != 0 || worst.error_tag != SY_TAG_NONE;
         num_bad += is_bad;
         if (comrade.rank == 0) {
-            printf("{\"bench\":\"moe\",\"shape\":\"%s\",\"tokens\":%u,\"dtype\":\"%s\",\"routing\":\"%s\","
-                   "\"server\":\"%s\",\"pdl\":%d,\"blocks\":[%u,%u,%u],"
-                   "\"median_us\":%.2f,\"p10_us\":%.2f,\"p90_us\":%.2f,\"mean_us\":%.2f,"
-                   "\"bytes\":%" PRIu64 ",\"link_bytes\":%" PRIu64 ",\"wrong\":%" PRIu64 ",\"error\":[%u,%u]}\n",
-                   test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
-                   test.zipf ? "zipf" : "uniform", test.server, test.pdl,
-                   test.dispatch_blocks, test.answer_blocks, test.combine_blocks, worst.median_us,
-                   worst.p10_us, worst.p90_us, worst.mean_us, worst.bytes_sent,
-                   link_bytes(test.topology, results), worst.num_wrong,
-                   worst.error_tag, worst.error_peer);
+            printf(
+                "{\"bench\":\"moe\",\"shape\":\"%s\",\"tokens\":%u,\"dtype\":\"%s\",\"routing\":\"%s\","
+                "\"server\":\"%s\",\"pdl\":%d,\"blocks\":[%u,%u,%u],"
+                "\"median_us\":%.2f,\"p10_us\":%.2f,\"p90_us\":%.2f,\"mean_us\":%.2f,"
+                "\"bytes\":%" PRIu64 ",\"link_bytes\":%" PRIu64 ",\"wrong\":%" PRIu64
+                ",\"error\":[%u,%u]}\n",
+                test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
+                test.zipf ? "zipf" : "uniform", test.server, test.pdl, test.dispatch_blocks,
+                test.answer_blocks, test.combine_blocks, worst.median_us, worst.p10_us,
+                worst.p90_us, worst.mean_us, worst.bytes_sent, link_bytes(test.topology, results),
+                worst.num_wrong, worst.error_tag, worst.error_peer);
             fflush(stdout);
         }
         if (num_bad > 3)
@@ -360,6 +384,8 @@ int main(int argc, char** argv) {
     const int code = run_ranks(num_ranks, limit_s, -1,
                                [&](Comrade& comrade) { return run_rank(comrade, set, seed); });
     fprintf(stderr, "moe_bench --set %s: %s\n", set.c_str(),
-            code == 0 ? "all right" : code == 124 ? "time is up" : "FAILED");
+            code == 0     ? "all right"
+            : code == 124 ? "time is up"
+                          : "FAILED");
     return code;
 }

@@ -46,7 +46,8 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
             params.links[i] = {reinterpret_cast<uint64_t>(slots.peer_request[peers[i]]), 0,
                                SY_WAY_DIRECT, 0};
             const uint64_t peer_counters =
-                reinterpret_cast<uint64_t>(slots.peer_control[peers[i]]) + my_line * SY_CONTROL_STRIDE;
+                reinterpret_cast<uint64_t>(slots.peer_control[peers[i]]) +
+                my_line * SY_CONTROL_STRIDE;
             params.counter_offset[i] = peer_counters - params.links[i].window;
         }
         CHECK_CUDA(cudaMemset(elapsed_ns, 0, peers.size() * sizeof(uint64_t)));
@@ -55,8 +56,8 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
                              : sy_launch_pingpong(&params, stream));
         CHECK_CUDA(cudaStreamSynchronize(stream));
         for (size_t i = 0; sender_idx >= 0 && i < peers.size(); ++i)
-            measured.elapsed_us = std::max(
-                measured.elapsed_us, static_cast<double>(from_device(elapsed_ns + i)) * 1e-3);
+            measured.elapsed_us = std::max(measured.elapsed_us,
+                                           static_cast<double>(from_device(elapsed_ns + i)) * 1e-3);
         measured.error_tag = from_device(error).tag;
     }
     const auto all = comrade.gather(&measured, sizeof(measured));
@@ -103,8 +104,8 @@ int run_rank(Comrade& comrade) {
         if (comrade.rank == 0) {
             printf("{\"bench\":\"put_flag\",\"shape\":\"1to1\",\"bytes\":%" PRIu64
                    ",\"blocks\":%u,\"one_way_us\":%.3f,\"gb_per_s\":%.1f,\"error\":%u}\n",
-                   num_bytes, best_blocks, best_us,
-                   static_cast<double>(num_bytes) / best_us * 1e-3, error_tag);
+                   num_bytes, best_blocks, best_us, static_cast<double>(num_bytes) / best_us * 1e-3,
+                   error_tag);
             fflush(stdout);
         }
     }
@@ -122,8 +123,8 @@ int run_rank(Comrade& comrade) {
             std::vector<double> times;
             uint32_t error_tag = 0;
             for (int repeat = 0; repeat < (num_bytes == 4 ? 21 : 5); ++repeat) {
-                const Measured measured = run(comrade, slots, senders, receivers, num_bytes, num_turns,
-                                              blocks, true, stream, elapsed_ns, error);
+                const Measured measured = run(comrade, slots, senders, receivers, num_bytes,
+                                              num_turns, blocks, true, stream, elapsed_ns, error);
                 times.push_back(measured.elapsed_us);
                 error_tag = std::max(error_tag, measured.error_tag);
             }

@@ -69,9 +69,9 @@ class Comrade {
 // Runs `body` in `num_ranks` processes. Returns 0 when all ended well, else the first bad exit code; 124
 // when `limit_s` passed. `may_die` is a rank whose death is part of the test, or -1. While they run,
 // `on_gather(count)` is called after every exchange.
-inline int run_ranks(uint32_t num_ranks, double limit_s, int may_die,
-                     const std::function<int(Comrade&)>& body,
-                     const std::function<void(uint32_t, const std::vector<pid_t>&)>& on_gather = {}) {
+inline int
+run_ranks(uint32_t num_ranks, double limit_s, int may_die, const std::function<int(Comrade&)>& body,
+          const std::function<void(uint32_t, const std::vector<pid_t>&)>& on_gather = {}) {
     std::vector<int> sockets(num_ranks);
     std::vector<pid_t> pids(num_ranks);
     fflush(stdout);
@@ -149,8 +149,8 @@ inline int run_ranks(uint32_t num_ranks, double limit_s, int may_die,
                     pending[rank].clear();
                     if (is_open[rank])
                         for (size_t done = 0; done < all.size();) {
-                            const ssize_t n =
-                                send(sockets[rank], all.data() + done, all.size() - done, MSG_NOSIGNAL);
+                            const ssize_t n = send(sockets[rank], all.data() + done,
+                                                   all.size() - done, MSG_NOSIGNAL);
                             if (n <= 0)
                                 break;
                             done += static_cast<size_t>(n);

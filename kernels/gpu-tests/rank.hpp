@@ -187,11 +187,11 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
         for (uint32_t s = 0; s < client.num_servers; ++s) {
             const uint32_t rank = topology.servers[s];
             reset_response_slot(geometry, slots.response[rank]);
-            client.servers[s] = {{reinterpret_cast<uint64_t>(slots.peer_request[rank]), 0,
-                                  SY_WAY_DIRECT, 0},
-                                 reinterpret_cast<uint64_t>(slots.response[rank]),
-                                 1,
-                                 0};
+            client.servers[s] = {
+                {reinterpret_cast<uint64_t>(slots.peer_request[rank]), 0, SY_WAY_DIRECT, 0},
+                reinterpret_cast<uint64_t>(slots.response[rank]),
+                1,
+                0};
         }
         client.table = buffers.servers;
         client.connect();
@@ -222,12 +222,12 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
         for (uint32_t c = 0; c < server.num_clients; ++c) {
             const uint32_t rank = topology.clients[c];
             reset_request_slot(geometry, slots.request[rank]);
-            server.clients[c] = {reinterpret_cast<uint64_t>(slots.request[rank]),
-                                 {reinterpret_cast<uint64_t>(slots.peer_response[rank]), 0,
-                                  SY_WAY_DIRECT, 0},
-                                 100 + c,
-                                 1,
-                                 0};
+            server.clients[c] = {
+                reinterpret_cast<uint64_t>(slots.request[rank]),
+                {reinterpret_cast<uint64_t>(slots.peer_response[rank]), 0, SY_WAY_DIRECT, 0},
+                100 + c,
+                1,
+                0};
         }
         server.table = buffers.clients;
         server.connect();

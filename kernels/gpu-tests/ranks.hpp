@@ -27,7 +27,7 @@ struct Client {
     uint32_t trace_len = 0;
     const uint32_t* abort_mask = nullptr;
     uint64_t timeout_ns = 2'000'000'000;
-    uint32_t flags = 0, launch_flags = 0, layer = 0;
+    uint32_t flags = 0, launch_flags = 0, combine_flags = 0, layer = 0;
     uint32_t dispatch_blocks = 0, combine_blocks = 0;
     sy_server_peer servers[SY_MAX_PEERS] = {};
     sy_server_peer* table = nullptr;
@@ -61,10 +61,9 @@ struct Client {
     void poison(uint32_t server) {
         uint8_t* slot = reinterpret_cast<uint8_t*>(servers[server].response);
         for (uint32_t i = 0; i < geometry.num_frames; ++i)
-            CHECK_CUDA(cudaMemset(slot + i * geometry.response_frame_bytes +
-                                      geometry.response_payload_offset,
-                                  0xff,
-                                  geometry.response_frame_bytes - geometry.response_payload_offset));
+            CHECK_CUDA(cudaMemset(
+                slot + i * geometry.response_frame_bytes + geometry.response_payload_offset, 0xff,
+                geometry.response_frame_bytes - geometry.response_payload_offset));
     }
 
     // Fills inputs; what lies behind the tokens is poison.
@@ -74,11 +73,9 @@ struct Client {
         CHECK_CUDA(cudaMemset(topk_idx, 0x7f, size_t{capacity} * geometry.top_k * 4));
         CHECK_CUDA(cudaMemset(out, 0xff, capacity * row));
         CHECK_CUDA(cudaMemset(token_missing, 0xff, capacity * 4));
-        upload(hidden_states, input.hidden_states.data(),
-                              input.hidden_states.size() * 2);
+        upload(hidden_states, input.hidden_states.data(), input.hidden_states.size() * 2);
         upload(topk_idx, input.topk_idx.data(), input.topk_idx.size() * 4);
-        upload(topk_weights, input.topk_weights.data(),
-                              input.topk_weights.size() * 4);
+        upload(topk_weights, input.topk_weights.data(), input.topk_weights.size() * 4);
         to_device(num_tokens, input.shape.num_tokens);
     }
 
@@ -117,7 +114,7 @@ struct Client {
     sy_combine_params combine_params(uint32_t handle_idx) const {
         sy_combine_params params = {};
         params.version = SY_DEVICE_ABI_VERSION;
-        params.flags = launch_flags;
+        params.flags = launch_flags | combine_flags;
         params.geometry = geometry;
         params.handle = handles[handle_idx];
         params.state = state;
@@ -152,7 +149,7 @@ struct Server {
     uint64_t* min_epoch;
     const uint32_t* abort_mask = nullptr;
     uint64_t timeout_ns = 2'000'000'000;
-    uint32_t launch_flags = 0, min_ready = 1;
+    uint32_t launch_flags = 0, take_flags = 0, min_ready = 1;
     uint32_t answer_blocks = 0;
     const uint16_t* expert_out = nullptr;
     sy_client_peer clients[SY_MAX_PEERS] = {};
@@ -211,7 +208,7 @@ struct Server {
     void echo(sy_stream stream) const {
         sy_echo_params params = {};
         params.version = SY_DEVICE_ABI_VERSION;
-        params.flags = launch_flags;
+        params.flags = launch_flags | take_flags;
         params.geometry = geometry;
         params.state = state;
         params.abort_mask = abort_mask;
@@ -226,7 +223,7 @@ struct Server {
     sy_expert_recv_params recv_params() const {
         sy_expert_recv_params params = {};
         params.version = SY_DEVICE_ABI_VERSION;
-        params.flags = launch_flags;
+        params.flags = launch_flags | take_flags;
         params.geometry = geometry;
         params.state = state;
         params.lists = lists;

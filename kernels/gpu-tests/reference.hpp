@@ -72,8 +72,10 @@ inline uint8_t to_e4m3(float value) {
     const size_t above = std::upper_bound(table.begin(), table.end(), magnitude) - table.begin();
     const size_t below = above - 1;
     // Both gaps are exact in double.
-    const double to_below = double{magnitude} - table[below], to_above = double{table[above]} - magnitude;
-    const size_t code = to_below < to_above || (to_below == to_above && below % 2 == 0) ? below : above;
+    const double to_below = double{magnitude} - table[below],
+                 to_above = double{table[above]} - magnitude;
+    const size_t code =
+        to_below < to_above || (to_below == to_above && below % 2 == 0) ? below : above;
     return sign | static_cast<uint8_t>(code);
 }
 
@@ -127,9 +129,9 @@ inline Input make_input(const Shape& shape, uint64_t seed, bool zipf, bool maske
             bool is_new;
             do {
                 const float at = random.unit() * total;
-                const size_t rank = std::min<size_t>(
-                    std::upper_bound(upto.begin(), upto.end(), at) - upto.begin(),
-                    shape.num_experts - 1);
+                const size_t rank =
+                    std::min<size_t>(std::upper_bound(upto.begin(), upto.end(), at) - upto.begin(),
+                                     shape.num_experts - 1);
                 expert = static_cast<int32_t>(order[rank]);
                 is_new = true;
                 for (uint32_t j = 0; j < i; ++j)
@@ -155,7 +157,8 @@ inline Input make_input(const Shape& shape, uint64_t seed, bool zipf, bool maske
         }
         // Some blocks of zeros: their scale is 1.
         if (masked && token % 5 == 0)
-            std::fill_n(input.hidden_states.begin() + size_t{token} * shape.hidden, 128, uint16_t{0});
+            std::fill_n(input.hidden_states.begin() + size_t{token} * shape.hidden, 128,
+                        uint16_t{0});
     });
     return input;
 }
@@ -216,7 +219,8 @@ inline std::vector<uint16_t> identity_layer(const Input& input, const sy_placeme
         std::vector<float> weight(num_servers, 0.0f);
         std::vector<bool> serves(num_servers, false);
         for (uint32_t i = 0; i < shape.top_k; ++i) {
-            const int server = pick_server(placement, token, input.topk_idx[token * shape.top_k + i]);
+            const int server =
+                pick_server(placement, token, input.topk_idx[token * shape.top_k + i]);
             if (server >= 0) {
                 weight[server] += input.topk_weights[token * shape.top_k + i];
                 serves[server] = true;
@@ -240,8 +244,8 @@ inline std::vector<uint32_t> rows_per_server(const Input& input, const sy_placem
     for (uint32_t token = 0; token < input.shape.num_tokens; ++token) {
         uint32_t mask = 0;
         for (uint32_t i = 0; i < input.shape.top_k; ++i)
-            if (const int server = pick_server(
-                    placement, token, input.topk_idx[token * input.shape.top_k + i]);
+            if (const int server =
+                    pick_server(placement, token, input.topk_idx[token * input.shape.top_k + i]);
                 server >= 0)
                 mask |= 1u << server;
         for (uint32_t server = 0; server < num_servers; ++server)

@@ -48,13 +48,15 @@ if has experts; then
     timeout 90 ./expert_test --bench "${rates[@]}" >> "$raw" || code=1
 fi
 if has service; then
-    # A whole layer through the service.
-    splits="1:1"
+    # A whole layer through the service. Where GPUs are few, clients and servers share them.
+    splits="1:1 2:1 2:2"
     [ "$ranks" -eq 4 ] && splits="1:3 2:2 3:1"
     for split in $splits; do
         timeout 60 ./switchyard bench moe --device cuda --preset deepseek-v3 --tokens 128 --json \
             --clients "${split%:*}" --servers "${split#*:}" > "$out/service-${split/:/to}.json" || code=1
     done
+    timeout 90 ./switchyard bench moe --device cuda --preset deepseek-v3 --tokens 128 --json \
+        --servers 2 --kill > "$out/service-kill.json" || code=1
 fi
 if has nic; then
     timeout 60 ./ibgda_bench >> "$raw" || code=1

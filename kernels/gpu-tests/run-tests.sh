@@ -37,9 +37,18 @@ export SWITCHYARD_REQUIRE=gpu SWITCHYARD_TEST_SEED=$seed
 step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
 step 60 "expert stage against double precision" ./expert_test --seed "$seed"
 step 60 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 4
-step 60 "device slots between processes" ./rust_cuda_ipc_test --test-threads 2
+step 60 "device slots between processes" \
+    env SWITCHYARD_TEST_DEVICE=cuda ./rust_cuda_ipc_test --test-threads 2
 step 60 "the proxy's lanes and copies" ./rust_proxy_test --test-threads 1
-step 90 "work requests over a NIC in software" ./softnic_test --seed "$seed"
+step 120 "work requests over a NIC in software" ./softnic_test --seed "$seed"
+export SWITCHYARD_TEST_MODEL=$PWD/tiny-moe SWITCHYARD_TEST_DEVICE=cuda SWITCHYARD_SEED=$seed
+step 90 "layers through a proxy and a NIC in software" \
+    env SWITCHYARD_TEST_TRANSPORT=softnic ./rust_device_proxy_test --test-threads 1
+if [ -n "${SWITCHYARD_LIBFABRIC_SO:-}" ] || ldconfig -p 2>/dev/null | grep -q 'libfabric\.so\.1'; then
+    step 90 "layers through a proxy and libfabric" ./rust_device_proxy_test --test-threads 1
+else
+    skip "layers through a proxy and libfabric" "there is no libfabric.so.1"
+fi
 if command -v compute-sanitizer > /dev/null; then
     step 90 "memcheck" compute-sanitizer --tool memcheck --error-exitcode 9 ./kernels_test --quick --seed "$seed"
     step 90 "memcheck from Rust" compute-sanitizer --tool memcheck --error-exitcode 9 \
@@ -55,11 +64,15 @@ fi
 if [ "$num_gpus" -ge 2 ]; then
     ranks=$((num_gpus >= 4 ? 4 : 2))
     step 60 "layers between $ranks processes" ./moe_bench --ranks "$ranks" --set check --seed "$seed" --limit 50
+    step 90 "NICs in software of two processes" ./softnic_test --only processes --seed "$seed"
+    step 120 "servers on GPUs" ./rust_device_server_test --test-threads 1 --skip timing
+    step 120 "clients on GPUs" ./rust_device_client_test --test-threads 1
+    step 60 "calls on GPUs allocate nothing" ./rust_device_alloc_test
     step 60 "a server killed, a server frozen" ./fault_test --seed "$seed" --limit 25
     step 60 "puts between processes, every byte compared" \
         ./switchyard bench p2p --device cuda --senders 1 --receivers $((ranks - 1)) --json
 else
-    skip "layers between processes, faults" "they need two GPUs"
+    skip "layers and NICs between processes, the service, faults" "they need two GPUs"
 fi
 rm -f step.log
 echo "$failures failed"

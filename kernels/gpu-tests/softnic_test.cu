@@ -1,247 +1,101 @@
-// Work requests that kernels post, carried out by the NIC kernel: every request once and in order, wraps,
-// back-pressure, errors and what follows them, and whole layers over it, bit for bit as over stores.
+// Work requests that kernels post, carried out by the NIC kernel and by copy engines: every request once and
+// in order, wraps, back-pressure, errors and what follows them, lost doorbells, dead peers, disorder, NICs of
+// two processes, and whole layers, bit for bit as over stores.
 //
 //   softnic_test [--seed N] [--only NAME]
 //
 // Clients and servers are spread over the GPUs that there are: 2 -> 2 on four, 1 -> 1 on two, all on one.
+// `--only processes`, which nothing else includes, needs two GPUs.
 #include <algorithm>
 #include <cinttypes>
 #include <string>
 
-#include "process.hpp"
-#include "softnic_world.hpp"
-#include "switchyard/comm/ibgda.h"
+#include "softnic_faults.hpp"
+#include "softnic_rig.hpp"
 
 namespace {
 
-using namespace switchyard::comm;
-
-uint64_t g_seed = 1;
-
-constexpr uint64_t kRemoteBase = 0x700000000000;
-constexpr uint32_t kLocalKey = 0x100, kRemoteKey = 0x200, kReadOnlyKey = 0x300;
-constexpr uint64_t kDataBytes = 4 << 20;
-constexpr uint64_t kWordAt = 2 << 20; // words behind the payload, in the target
-
-enum class Job : uint32_t { kAdds, kPutFlags, kGets, kBadRkey, kBadLkey, kBadRange, kMisaligned, kNoRight };
-
-struct JobParams {
-    sy_mlx5_qp qp;
-    sy_mlx5_bound bound;
-    LocalBuffer local;
-    uint64_t remote;
-    Job job;
-    uint32_t num_posts, num_bytes;
-    uint32_t* status; // one per warp
-};
-
-// One warp per block posts on the same queue.
-__global__ void __launch_bounds__(32) job_kernel(const __grid_constant__ JobParams p) {
-    const uint32_t warp = blockIdx.x, lane_idx = threadIdx.x;
-    const RemoteBuffer target{p.remote, kRemoteKey}, word{p.remote + kWordAt + warp * 8, kRemoteKey};
-    Status status = SY_MLX5_OK;
-    for (uint32_t i = 0; i < p.num_posts && status == SY_MLX5_OK; ++i) {
-        switch (p.job) {
-        case Job::kAdds: // 31 words of this warp are signalled, then its counter is added to
-            status = mlx5::post<Scope::kSys, Warp>(
-                p.qp, p.bound, 32, [&](uint32_t lane, const mlx5::Control& control) {
-                    const RemoteBuffer mine{p.remote + kWordAt + (uint64_t{gridDim.x} + warp * 31 + lane) * 8,
-                                            kRemoteKey};
-                    return lane < 31 ? mlx5::make_write_inline(control, mine, i + 1, 8)
-                                     : mlx5::make_fetch_add(control, {p.qp.scratch, p.qp.scratch_lkey},
-                                                            word, 1);
-                });
-            break;
-        case Job::kPutFlags:
-            status = put_add_nbi_warp(p.qp, p.local, target, p.num_bytes, word, 1, p.bound);
-            break;
-        case Job::kGets:
-            status = get_nbi_warp(p.qp, {p.local.address + kWordAt, p.local.lkey}, target, p.num_bytes,
-                                  p.bound);
-            if (lane_idx == 0 && status == SY_MLX5_OK)
-                status = amo_nonfetch_add32(p.qp, word, 1, p.bound);
-            if (lane_idx == 0 && status == SY_MLX5_OK)
-                status = quiet_gets(p.qp, p.local, p.bound);
-            status = __shfl_sync(0xffffffffu, status, 0);
-            break;
-        case Job::kBadRkey:
-            status = put_nbi_warp(p.qp, p.local, {p.remote, 0x999}, 64, p.bound);
-            break;
-        case Job::kBadLkey:
-            status = put_nbi_warp(p.qp, {p.local.address, 0x999}, target, 64, p.bound);
-            break;
-        case Job::kBadRange:
-            status = put_nbi_warp(p.qp, p.local, {p.remote + kDataBytes - 32, kRemoteKey}, 64, p.bound);
-            break;
-        case Job::kNoRight:
-            status = put_nbi_warp(p.qp, p.local, {p.remote, kReadOnlyKey}, 64, p.bound);
-            break;
-        case Job::kMisaligned:
-            status = mlx5::post<Scope::kSys, Warp>(
-                p.qp, p.bound, 1, [&](uint32_t, const mlx5::Control& control) {
-                    return mlx5::make_fetch_add(control, {p.qp.scratch, p.qp.scratch_lkey},
-                                                {p.remote + kWordAt + 4, kRemoteKey}, 1);
-                });
-            break;
-        }
-    }
-    if (lane_idx == 0) {
-        if (status == SY_MLX5_OK)
-            status = quiet(p.qp, p.bound);
-        p.status[warp] = status;
-    }
-}
-
-// Waits for flags beside the posters and looks at what lies before each: count of wrong words.
-__global__ void __launch_bounds__(256)
-    watch_kernel(const uint64_t* flag, const uint64_t* payload, uint32_t num_words, uint64_t num_flags,
-                 uint64_t pattern, uint64_t limit_ns, uint32_t* num_wrong) {
-    __shared__ bool is_late;
-    const uint64_t start_ns = now_ns();
-    if (threadIdx.x == 0)
-        is_late = false;
-    for (uint64_t expected = 1; expected <= num_flags; ++expected) {
-        __syncthreads();
-        if (threadIdx.x == 0)
-            while (ld_acquire<Scope::kSys>(flag) < expected && !is_late)
-                is_late = now_ns() - start_ns > limit_ns;
-        __syncthreads();
-        if (is_late) {
-            if (threadIdx.x == 0)
-                atomicAdd(num_wrong, 1u << 30);
-            return;
-        }
-        for (uint32_t i = threadIdx.x; i < num_words; i += blockDim.x)
-            if (ld_relaxed<Scope::kSys>(payload + i) != pattern * (i + 1))
-                atomicAdd(num_wrong, 1);
-    }
-}
-
-// Who carries requests out, and where the queues are.
-struct Backend {
-    Where where;
-    bool has_copy_engines;
-    const char* name() const { return has_copy_engines ? "copy engines" : "kernel"; }
-};
-constexpr Backend kBackends[] = {
-    {Where::kHost, false}, {Where::kDevice, false}, {Where::kHost, true}};
-
-// A queue from GPU 0 to memory on the last GPU, a NIC, and a kernel that posts.
-struct Rig {
-    std::unique_ptr<Nic> owner;
-    Nic& nic;
-    uint8_t *source, *target;
-    SendQueue queue;
-    uint32_t number;
-    uint32_t* status;
-    sy_error_word* error;
-    cudaStream_t stream;
-    int target_gpu;
-
-    Rig(const Backend& backend, const QueueSizes& sizes, int num_gpus)
-        : owner(make_nic(0, backend.has_copy_engines)), nic(*owner),
-          source(device_alloc<uint8_t>(kDataBytes)), target(nullptr),
-          queue(backend.where, sizes, 0x41, 5), number(nic.add_queue(queue)), target_gpu(num_gpus - 1) {
-        CHECK_CUDA(cudaSetDevice(target_gpu));
-        target = device_alloc<uint8_t>(kDataBytes);
-        CHECK_CUDA(cudaSetDevice(0));
-        status = device_alloc<uint32_t>(64);
-        error = device_alloc<sy_error_word>(1);
-        CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-        nic.add_key(kLocalKey, reinterpret_cast<uint64_t>(source), kDataBytes, source);
-        nic.add_key(kRemoteKey, kRemoteBase, kDataBytes, target);
-        nic.add_key(kReadOnlyKey, kRemoteBase, kDataBytes, target, softnic::kRemoteRead);
-        std::vector<uint64_t> words(kDataBytes / 8);
-        for (size_t i = 0; i < words.size(); ++i)
-            words[i] = g_seed * (i + 1);
-        upload(source, words.data(), kDataBytes);
-        clear();
-    }
-    ~Rig() {
-        CHECK_CUDA(cudaFree(source));
-        CHECK_CUDA(cudaFree(target));
-    }
-    void clear() {
-        CHECK_CUDA(cudaSetDevice(target_gpu));
-        CHECK_CUDA(cudaMemset(target, 0xff, kWordAt));
-        CHECK_CUDA(cudaMemset(target + kWordAt, 0, kDataBytes - kWordAt));
-        CHECK_CUDA(cudaDeviceSynchronize());
-        CHECK_CUDA(cudaSetDevice(0));
-        CHECK_CUDA(cudaMemset(error, 0, sizeof(sy_error_word)));
-        CHECK_CUDA(cudaDeviceSynchronize());
-    }
-    void begin() {
-        queue.reset();
-        nic.prepare();
-        nic.start();
-    }
-    // Statuses of the warps, once all have ended.
-    std::vector<uint32_t> post(Job job, uint32_t num_warps, uint32_t num_posts, uint32_t num_bytes = 64,
-                               uint64_t timeout_ns = 3'000'000'000) {
-        const JobParams params = {queue.handle,
-                                  {error, nullptr, timeout_ns},
-                                  {reinterpret_cast<uint64_t>(source), kLocalKey},
-                                  kRemoteBase,
-                                  job,
-                                  num_posts,
-                                  num_bytes,
-                                  status};
-        job_kernel<<<num_warps, 32, 0, stream>>>(params);
-        CHECK_CUDA(cudaGetLastError());
-        CHECK_CUDA(cudaStreamSynchronize(stream));
-        std::vector<uint32_t> statuses(num_warps);
-        CHECK_CUDA(cudaMemcpy(statuses.data(), status, num_warps * 4, cudaMemcpyDeviceToHost));
-        return statuses;
-    }
-    std::vector<uint64_t> words(uint64_t offset, uint32_t count) const {
-        std::vector<uint64_t> values(count);
-        CHECK_CUDA(cudaMemcpy(values.data(), target + offset, count * 8, cudaMemcpyDeviceToHost));
-        return values;
-    }
-    void expect_clean(const softnic::Counts& counts) const {
-        CHECK(counts.num_violations == 0, "violation %u at block %" PRIu64 ": found %" PRIu64,
-              counts.first.what, counts.first.position, counts.first.found);
-    }
-    void expect_all(const std::vector<uint32_t>& statuses, uint32_t expected) const {
-        for (const uint32_t found : statuses)
-            CHECK(found == expected, "status %u, expected %u; error tag %u observed %" PRIx64, found,
-                  expected, from_device(error).tag, from_device(error).observed);
-    }
-};
-
 // Three wraps of the 16-bit counters by many warps on one queue: every request once, the last word of each
 // kind in its place.
+void wrap(const Backend& backend, const QueueSizes& sizes, int num_gpus) {
+    Rig rig(backend, sizes, num_gpus);
+    rig.begin();
+    const uint32_t num_warps = 8, num_posts = 3 * 65536 / 32 / num_warps + 3;
+    const double start_s = now_s();
+    const auto statuses = rig.post(Job::kAdds, num_warps, num_posts);
+    const double us = (now_s() - start_s) * 1e6;
+    const softnic::Counts counts = rig.nic.stop();
+    rig.expect_clean(counts);
+    rig.expect_all(statuses, SY_MLX5_OK);
+    const uint64_t expected = uint64_t{num_warps} * num_posts * 32;
+    CHECK(counts.num_requests == expected, "%" PRIu64 " requests, expected %" PRIu64,
+          counts.num_requests, expected);
+    for (const uint64_t sum : rig.words(kWordAt, num_warps))
+        CHECK(sum == num_posts, "counter %" PRIu64 ", expected %u", sum, num_posts);
+    for (const uint64_t word : rig.words(kWordAt + num_warps * 8, num_warps * 31))
+        CHECK(word == num_posts, "word %" PRIu64 ", expected %u", word, num_posts);
+    printf("{\"test\":\"wraps\",\"nic\":\"%s\",\"queues\":\"%s\",\"collapsed\":%d,\"one_block\":%d,"
+           "\"depth\":%u,\"requests\":%" PRIu64 ",\"us_per_request\":%.3f}\n",
+           backend.name(), name_of(backend.where), sizes.is_collapsed, sizes.is_of_one_block,
+           sizes.sq_depth, counts.num_requests, us / static_cast<double>(expected));
+}
+
 void wraps(int num_gpus) {
     for (const Backend& backend : kBackends)
         for (const bool is_collapsed : {true, false})
-            for (const uint32_t depth : {128u, 1024u, 32768u}) {
-                // An add is a round trip of the host's there.
-                if (backend.has_copy_engines && depth != 1024)
-                    continue;
-                QueueSizes sizes;
-                sizes.sq_depth = depth;
-                sizes.is_collapsed = is_collapsed;
-                Rig rig(backend, sizes, num_gpus);
-                rig.begin();
-                const uint32_t num_warps = 8, num_posts = 3 * 65536 / 32 / num_warps + 3;
-                const double start_s = now_s();
-                const auto statuses = rig.post(Job::kAdds, num_warps, num_posts);
-                const double us = (now_s() - start_s) * 1e6;
-                const softnic::Counts counts = rig.nic.stop();
-                rig.expect_clean(counts);
-                rig.expect_all(statuses, SY_MLX5_OK);
-                const uint64_t expected = uint64_t{num_warps} * num_posts * 32;
-                CHECK(counts.num_requests == expected, "%" PRIu64 " requests, expected %" PRIu64,
-                      counts.num_requests, expected);
-                for (const uint64_t sum : rig.words(kWordAt, num_warps))
-                    CHECK(sum == num_posts, "counter %" PRIu64 ", expected %u", sum, num_posts);
-                for (const uint64_t word : rig.words(kWordAt + num_warps * 8, num_warps * 31))
-                    CHECK(word == num_posts, "word %" PRIu64 ", expected %u", word, num_posts);
-                printf("{\"test\":\"wraps\",\"nic\":\"%s\",\"queues\":\"%s\",\"collapsed\":%d,\"depth\":%u,"
-                       "\"requests\":%" PRIu64 ",\"us_per_request\":%.3f}\n",
-                       backend.name(), name_of(backend.where), is_collapsed, depth, counts.num_requests,
-                       us / static_cast<double>(expected));
-            }
+            for (const bool is_of_one_block : {false, true})
+                for (const uint32_t depth : {128u, 1024u, 32768u}) {
+                    // An add is a round trip of the host's there.
+                    if (depth != 1024 && (is_of_one_block || backend.has_copy_engines))
+                        continue;
+                    QueueSizes sizes;
+                    sizes.sq_depth = depth;
+                    sizes.is_collapsed = is_collapsed;
+                    sizes.is_of_one_block = is_of_one_block;
+                    wrap(backend, sizes, num_gpus);
+                }
+}
+
+// Immediate data reaches the peer's ring in order, behind what was written, and a peer without a receive
+// is an error.
+void immediate(int num_gpus) {
+    for (const Backend& backend : kBackends) {
+        constexpr uint32_t kNumReceives = 20;
+        QueueSizes sizes;
+        sizes.sq_depth = 128;
+        sizes.is_collapsed = false;
+        Rig rig(backend, sizes, num_gpus);
+        CHECK_CUDA(cudaSetDevice(0));
+        SendQueue peer(backend.where, sizes, 0x61, 0);
+        rig.nic.set_receiver(rig.number, peer);
+        // As the peer's host does when it posts receives.
+        peer.store_word(peer.handle.dbrec, __builtin_bswap32(kNumReceives));
+        rig.begin();
+        const auto statuses = rig.post(Job::kImmediate, 1, kNumReceives, 4104);
+        const auto refused = rig.post(Job::kImmediate, 1, 1, 4104);
+        rig.expect_clean(rig.nic.stop());
+        rig.expect_all(statuses, SY_MLX5_OK);
+        rig.expect_all(refused, SY_MLX5_COMPLETION);
+        const uint32_t syndrome = SY_MLX5_ERROR_SYNDROME(rig.queue.state().error);
+        CHECK(syndrome == SY_MLX5_SYNDROME_RNR_EXCEEDED, "syndrome %02x", syndrome);
+        for (uint32_t i = 0; i < kNumReceives; ++i) {
+            uint32_t words[16];
+            peer.load_bytes(peer.handle.cq + i * SY_MLX5_CQE_BYTES, words, sizeof(words));
+            // Every other one carries no bytes.
+            const uint32_t num_bytes = i % 2 == 0 ? 4104 : 0;
+            CHECK(__builtin_bswap32(words[9]) == 1000 + i &&
+                      __builtin_bswap32(words[11]) == num_bytes &&
+                      __builtin_bswap32(words[14]) == 0x61 &&
+                      words[15] == (SY_MLX5_CQE_RESP_WRITE_IMM << 28 | i << 8),
+                  "completion %u: %08x %08x %08x %08x", i, words[9], words[11], words[14],
+                  words[15]);
+        }
+        const auto found = rig.words(0, 4104 / 8);
+        for (size_t i = 0; i < found.size(); ++i)
+            CHECK(found[i] == g_seed * (i + 1), "word %zu was written wrong", i);
+        printf("{\"test\":\"immediate\",\"nic\":\"%s\",\"queues\":\"%s\",\"receives\":%u}\n",
+               backend.name(), name_of(backend.where), kNumReceives);
+    }
 }
 
 // The flag is never seen before the payload, and everything arrives; gets bring it back.
@@ -257,8 +111,9 @@ void puts_flags_and_gets(int num_gpus) {
             rig.begin();
             CHECK_CUDA(cudaSetDevice(rig.target_gpu));
             watch_kernel<<<1, 256, 0, watcher>>>(reinterpret_cast<uint64_t*>(rig.target + kWordAt),
-                                               reinterpret_cast<uint64_t*>(rig.target), num_bytes / 8, 50,
-                                               g_seed, 5'000'000'000, num_wrong);
+                                                 reinterpret_cast<uint64_t*>(rig.target),
+                                                 num_bytes / 8, 50, g_seed, 5'000'000'000,
+                                                 num_wrong);
             CHECK_CUDA(cudaGetLastError());
             CHECK_CUDA(cudaSetDevice(0));
             const auto statuses = rig.post(Job::kPutFlags, 1, 50, num_bytes);
@@ -267,13 +122,22 @@ void puts_flags_and_gets(int num_gpus) {
             const uint32_t wrong = from_device(num_wrong);
             CHECK_CUDA(cudaSetDevice(0));
             const auto gets = rig.post(Job::kGets, 1, 5, num_bytes);
+            const auto fields = rig.post(Job::kFields, 4, 25);
             const softnic::Counts counts = rig.nic.stop();
             rig.expect_clean(counts);
             rig.expect_all(statuses, SY_MLX5_OK);
             rig.expect_all(gets, SY_MLX5_OK);
+            rig.expect_all(fields, SY_MLX5_OK);
+            for (uint32_t field = 0; field < 4; ++field) {
+                const uint64_t sum = rig.words(kFieldsAt, 1)[0] >> field * 16 & 0xffff;
+                const uint64_t expected = 100 * (kFieldAdds >> field * 16 & 0xffff) & 0xffff;
+                CHECK(sum == expected, "field %u is %" PRIu64 ", expected %" PRIu64, field, sum,
+                      expected);
+            }
             CHECK(wrong == 0, "%u words were wrong behind their flag", wrong);
             std::vector<uint64_t> back(num_bytes / 8);
-            CHECK_CUDA(cudaMemcpy(back.data(), rig.source + kWordAt, num_bytes, cudaMemcpyDeviceToHost));
+            CHECK_CUDA(
+                cudaMemcpy(back.data(), rig.source + kWordAt, num_bytes, cudaMemcpyDeviceToHost));
             for (size_t i = 0; i < back.size(); ++i)
                 CHECK(back[i] == g_seed * (i + 1), "word %zu was got wrong", i);
             // 50 adds of 64 bits and 5 of 32 to the same word.
@@ -283,54 +147,6 @@ void puts_flags_and_gets(int num_gpus) {
                    "\"words_wrong_behind_flags\":%u}\n",
                    backend.name(), name_of(backend.where), num_bytes, wrong);
         }
-}
-
-// A stalled NIC: posters wait for room, give up in time and say so; once reset the queue works again.
-void back_pressure(int num_gpus) {
-    for (const Backend& backend : kBackends) {
-        QueueSizes sizes;
-        sizes.sq_depth = 128;
-        Rig rig(backend, sizes, num_gpus);
-        rig.nic.stall(1);
-        rig.begin();
-        const double start_s = now_s();
-        const auto statuses = rig.post(Job::kAdds, 4, 10, 64, 20'000'000);
-        const double ms = (now_s() - start_s) * 1e3;
-        const sy_error_word error = from_device(rig.error);
-        for (const uint32_t found : statuses)
-            CHECK(found == SY_MLX5_TIMEOUT, "status %u, expected a time-out", found);
-        // Whoever expires first is recorded, and may have waited for room, its turn or the end.
-        CHECK(error.tag >= SY_TAG_MLX5_SLOT && error.tag <= SY_TAG_MLX5_QUIET && error.peer == 5 &&
-                  error.reason == SY_REASON_TIMEOUT,
-              "tag %u peer %u reason %u", error.tag, error.peer, error.reason);
-        CHECK(ms < 5000, "%.1f ms", ms);
-        rig.nic.stall(0);
-        rig.nic.stop();
-        // Stalled only for a while, nothing is lost.
-        rig.clear();
-        rig.begin();
-        rig.nic.stall(1);
-        const JobParams params = {rig.queue.handle,
-                                  {rig.error, nullptr, 3'000'000'000},
-                                  {reinterpret_cast<uint64_t>(rig.source), kLocalKey},
-                                  kRemoteBase,
-                                  Job::kAdds,
-                                  20,
-                                  64,
-                                  rig.status};
-        job_kernel<<<4, 32, 0, rig.stream>>>(params);
-        CHECK_CUDA(cudaGetLastError());
-        usleep(20000);
-        CHECK(cudaStreamQuery(rig.stream) == cudaErrorNotReady, "posters did not wait for room");
-        rig.nic.stall(0);
-        CHECK_CUDA(cudaStreamSynchronize(rig.stream));
-        rig.expect_clean(rig.nic.stop());
-        for (const uint64_t sum : rig.words(kWordAt, 4))
-            CHECK(sum == 20, "counter %" PRIu64 ", expected 20", sum);
-        printf("{\"test\":\"back_pressure\",\"nic\":\"%s\",\"queues\":\"%s\","
-               "\"gave_up_after_ms\":%.1f}\n",
-               backend.name(), name_of(backend.where), ms);
-    }
 }
 
 // Every way to fail is reported with its syndrome, and after a reset the queue works.
@@ -361,10 +177,11 @@ void errors(int num_gpus) {
             rig.expect_all(statuses, SY_MLX5_COMPLETION);
             const uint64_t word = rig.queue.state().error;
             const sy_error_word error = from_device(rig.error);
-            CHECK(SY_MLX5_ERROR_SYNDROME(word) == test.syndrome && error.tag == SY_TAG_MLX5_COMPLETION &&
-                      error.peer == 5 && error.observed == word,
-                  "syndrome %02x, expected %02x; tag %u", SY_MLX5_ERROR_SYNDROME(word), test.syndrome,
-                  error.tag);
+            CHECK(SY_MLX5_ERROR_SYNDROME(word) == test.syndrome &&
+                      error.tag == SY_TAG_MLX5_COMPLETION && error.peer == 5 &&
+                      error.observed == word,
+                  "syndrome %02x, expected %02x; tag %u", SY_MLX5_ERROR_SYNDROME(word),
+                  test.syndrome, error.tag);
             rig.nic.fail(rig.number, 0, 0);
             rig.clear();
             rig.begin();
@@ -393,9 +210,9 @@ std::vector<reference::Input> load(NicWorld& world, uint32_t num_tokens, uint64_
     std::vector<reference::Input> inputs;
     for (uint32_t c = 0; c < world.clients.size(); ++c) {
         CHECK_CUDA(cudaSetDevice(world.client_gpus[c]));
-        inputs.push_back(reference::make_input({num_tokens, world.geometry.hidden, world.geometry.top_k,
-                                                world.placement.num_experts},
-                                               seed * 64 + c, false, true));
+        inputs.push_back(reference::make_input(
+            {num_tokens, world.geometry.hidden, world.geometry.top_k, world.placement.num_experts},
+            seed * 64 + c, false, true));
         world.clients[c]->load(inputs[c]);
     }
     return inputs;
@@ -453,10 +270,11 @@ void layers(int num_gpus) {
                         world.expect_no_errors();
                         for (uint32_t c = 0; c < world.clients.size(); ++c) {
                             const auto found = world.out(c);
-                            const auto expected =
-                                reference::identity_layer(inputs[c], world.placement,
-                                                          world.servers.size(), dtype == SY_DTYPE_F8_E4M3);
-                            CHECK(found == direct[c], "client %u differs from its layer over stores", c);
+                            const auto expected = reference::identity_layer(
+                                inputs[c], world.placement, world.servers.size(),
+                                dtype == SY_DTYPE_F8_E4M3);
+                            CHECK(found == direct[c],
+                                  "client %u differs from its layer over stores", c);
                             CHECK(memcmp(found.data(), expected.data(), expected.size() * 2) == 0,
                                   "client %u differs from the reference", c);
                         }
@@ -464,9 +282,9 @@ void layers(int num_gpus) {
                     printf("{\"test\":\"layers\",\"shape\":\"%s\",\"dtype\":\"%s\",\"nic\":\"%s\","
                            "\"queues\":\"%s\",\"server\":\"%s\",\"requests\":%" PRIu64
                            ",\"us_over_stores\":%.1f,\"us_over_nic\":%.1f}\n",
-                           cast.name.c_str(), dtype == SY_DTYPE_BF16 ? "bf16" : "fp8", backend.name(),
-                           name_of(backend.where),
-                           echoes ? "echo" : "lists", num_requests, us[0], us[1]);
+                           cast.name.c_str(), dtype == SY_DTYPE_BF16 ? "bf16" : "fp8",
+                           backend.name(), name_of(backend.where), echoes ? "echo" : "lists",
+                           num_requests, us[0], us[1]);
                     fflush(stdout);
                 }
             }
@@ -475,7 +293,7 @@ void layers(int num_gpus) {
 // A queue fails in the middle of a layer, or its NIC stands still: the client is out of the wait at once or
 // within the bound, the error word says why, and a replica takes the tokens.
 void failover(int num_gpus) {
-    const std::vector<int> servers = num_gpus >= 4 ? std::vector<int>{2, 3}
+    const std::vector<int> servers = num_gpus >= 4   ? std::vector<int>{2, 3}
                                      : num_gpus >= 2 ? std::vector<int>{0, 1}
                                                      : std::vector<int>{0, 0};
     for (const bool stalls : {false, true}) {
@@ -524,7 +342,8 @@ void failover(int num_gpus) {
         CHECK(handle.missing == 1u << victim && handle.refused == 0, "missing %x refused %x",
               handle.missing, handle.refused);
         if (stalls)
-            CHECK(error.tag >= SY_TAG_MLX5_SLOT && error.tag <= SY_TAG_MLX5_QUIET && error.peer == victim,
+            CHECK(error.tag >= SY_TAG_MLX5_SLOT && error.tag <= SY_TAG_MLX5_QUIET &&
+                      error.peer == victim,
                   "tag %u peer %u", error.tag, error.peer);
         else
             CHECK(error.tag == SY_TAG_MLX5_COMPLETION && error.peer == victim &&
@@ -536,7 +355,8 @@ void failover(int num_gpus) {
 
         // Only tokens that lack a part go again, to the replica.
         std::vector<uint32_t> missing(128);
-        CHECK_CUDA(cudaMemcpy(missing.data(), client.token_missing, 128 * 4, cudaMemcpyDeviceToHost));
+        CHECK_CUDA(
+            cudaMemcpy(missing.data(), client.token_missing, 128 * 4, cudaMemcpyDeviceToHost));
         reference::Input again = input;
         uint32_t num_again = 0;
         for (uint32_t token = 0; token < 128; ++token) {
@@ -605,6 +425,9 @@ int main(int argc, char** argv) {
         else
             CHECK(false, "unknown argument %s", argv[i]);
     }
+    // Processes are forked, so CUDA must not have started here.
+    if (only == "processes")
+        return processes() ? 0 : 1;
     int num_gpus = 0;
     CHECK_CUDA(cudaGetDeviceCount(&num_gpus));
     CHECK(num_gpus > 0, "no GPU");
@@ -618,8 +441,11 @@ int main(int argc, char** argv) {
     const struct {
         const char* name;
         void (*run)(int);
-    } tests[] = {{"wraps", wraps},   {"puts", puts_flags_and_gets}, {"back_pressure", back_pressure},
-                 {"errors", errors}, {"layers", layers},            {"failover", failover}};
+    } tests[] = {{"wraps", wraps},         {"puts", puts_flags_and_gets},
+                 {"immediate", immediate}, {"back_pressure", back_pressure},
+                 {"errors", errors},       {"lost_doorbells", lost_doorbells},
+                 {"dead_peer", dead_peer}, {"adversary", adversary},
+                 {"layers", layers},       {"failover", failover}};
     for (const auto& test : tests) {
         if (!only.empty() && only != test.name)
             continue;

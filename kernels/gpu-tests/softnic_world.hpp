@@ -1,10 +1,18 @@
 // Clients and servers on the GPUs of this process, joined by stores or by NICs.
 #pragma once
 
+#include <cinttypes>
 #include <memory>
 
 #include "ranks.hpp"
-#include "softnic_copy.hpp"
+#include "softnic/copy_nic.hpp"
+
+using softnic::CopyNic;
+using softnic::Nic;
+using softnic::NicKernel;
+using softnic::QueueSizes;
+using softnic::SendQueue;
+using softnic::Where;
 
 // One way from a sender to a slot on another GPU: a mirror, queues, and the handle of the two.
 struct Way {
@@ -53,14 +61,14 @@ class NicWorld {
         }
         for (uint32_t c = 0; c < num_clients; ++c) {
             nic_of(client_gpus[c]);
-            clients.push_back(std::make_unique<Client>(geometry, geometry.max_tokens, num_experts,
-                                                       100 + c));
+            clients.push_back(
+                std::make_unique<Client>(geometry, geometry.max_tokens, num_experts, 100 + c));
             to_device(clients[c]->placement, placement);
         }
         for (uint32_t s = 0; s < num_servers; ++s) {
             nic_of(server_gpus[s]);
-            servers.push_back(std::make_unique<Server>(geometry, geometry.max_tokens, num_clients,
-                                                       placement, s));
+            servers.push_back(
+                std::make_unique<Server>(geometry, geometry.max_tokens, num_clients, placement, s));
             servers[s]->min_ready = num_clients;
         }
         requests.resize(num_clients);
@@ -73,8 +81,9 @@ class NicWorld {
                 uint8_t* response = clients[c]->add_response_slot();
                 requests[c].push_back(make_way(client_gpus[c], request, geometry.slot_bytes, s,
                                                &clients[c]->state->error));
-                responses[s].push_back(make_way(server_gpus[s], response, geometry.response_slot_bytes,
-                                                c, &servers[s]->state->error));
+                responses[s].push_back(make_way(server_gpus[s], response,
+                                                geometry.response_slot_bytes, c,
+                                                &servers[s]->state->error));
             }
         for (auto& client : clients)
             client->flags = SY_DISPATCH_FLAG_CONTACT_ALL;
@@ -169,8 +178,8 @@ class NicWorld {
     }
     std::vector<uint16_t> out(uint32_t c) const {
         std::vector<uint16_t> values(size_t{geometry.max_tokens} * geometry.hidden);
-        CHECK_CUDA(cudaMemcpy(values.data(), clients[c]->out, values.size() * 2,
-                              cudaMemcpyDeviceToHost));
+        CHECK_CUDA(
+            cudaMemcpy(values.data(), clients[c]->out, values.size() * 2, cudaMemcpyDeviceToHost));
         return values;
     }
     void expect_no_errors() const {
@@ -201,7 +210,8 @@ class NicWorld {
             nics[gpu] = make_nic(gpu, sizes_.has_copy_engines);
         return *nics[gpu];
     }
-    Way make_way(int gpu, uint8_t* slot, uint64_t slot_bytes, uint32_t peer_idx, sy_error_word* error) {
+    Way make_way(int gpu, uint8_t* slot, uint64_t slot_bytes, uint32_t peer_idx,
+                 sy_error_word* error) {
         Nic& nic = nic_of(gpu);
         Way way = {};
         way.mirror = device_alloc<uint8_t>(sy_round_up(slot_bytes, kSlotAlign));
@@ -211,14 +221,13 @@ class NicWorld {
         // Addresses at the peer are the peer's: nothing here may take them for its own.
         const uint64_t remote = 0x500000000000 + (uint64_t{num_ways_} << 36);
         nic.add_key(lkey, reinterpret_cast<uint64_t>(way.mirror), slot_bytes, way.mirror);
-        nic.add_key(rkey, remote, slot_bytes, slot,
-                    softnic::kRemoteWrite | softnic::kRemoteAtomic);
+        nic.add_key(rkey, remote, slot_bytes, slot, softnic::kRemoteWrite | softnic::kRemoteAtomic);
         for (uint32_t i = 0; i < sizes_.num_qps; ++i) {
             way.queues.emplace_back(sizes_.where, sizes_.queue, 0x40 + num_queues_++, peer_idx);
             way.numbers.push_back(nic.add_queue(way.queues.back()));
         }
         sy_ibgda_peer peer = {};
-        peer.qps = upload_handles(way.queues);
+        peer.qps = softnic::upload_handles(way.queues);
         peer.mirror = reinterpret_cast<uint64_t>(way.mirror);
         peer.remote = remote;
         peer.slot_bytes = slot_bytes;

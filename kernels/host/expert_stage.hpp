@@ -74,8 +74,8 @@ inline std::vector<float> gather_row(const sy_expert_compute_params& params, uin
     for (uint32_t chunk_idx = 0; chunk_idx < geometry.hidden / 8; ++chunk_idx) {
         uint4 bits;
         if (geometry.dtype == SY_DTYPE_F8_E4M3)
-            bits = impls::weigh_chunk<true>(impls::load_slot_chunk<true>(payload, scales, chunk_idx),
-                                            1.0f);
+            bits = impls::weigh_chunk<true>(
+                impls::load_slot_chunk<true>(payload, scales, chunk_idx), 1.0f);
         else
             bits = impls::load_slot_chunk<false>(payload, scales, chunk_idx).bits;
         const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -94,7 +94,8 @@ inline float dot_bf16(const uint16_t* weights, const float* values, uint32_t dep
     for (uint32_t at = 0; at < depth; at += 8)
         for (uint32_t i = 0; i < 8; ++i)
             sums[i] += bf16_to_float(weights[at + i]) * values[at + i];
-    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) +
+           ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
 // Matrix `matrix` of `num_rows` by `depth` among others of its size, bf16 or fp8.
@@ -137,12 +138,12 @@ inline void run_expert_stage(const sy_expert_compute_params& params) {
     std::vector<float> activation(inter);
     uint16_t* out = static_cast<uint16_t*>(params.expert_out);
     for (uint32_t expert = 0; expert < params.num_local_experts; ++expert) {
-        const StageMatrix gate = {layer.gate_up, layer.gate_up_scale, params.weights_dtype,
-                                  inter,         hidden,              uint64_t{expert} * 2};
-        const StageMatrix up = {layer.gate_up, layer.gate_up_scale, params.weights_dtype,
-                                inter,         hidden,              uint64_t{expert} * 2 + 1};
-        const StageMatrix down = {layer.down, layer.down_scale, params.weights_dtype,
-                                  hidden,     inter,            expert};
+        const StageMatrix gate = {layer.gate_up, layer.gate_up_scale, params.weights_dtype, inter,
+                                  hidden,        uint64_t{expert} * 2};
+        const StageMatrix up = {layer.gate_up, layer.gate_up_scale,     params.weights_dtype, inter,
+                                hidden,        uint64_t{expert} * 2 + 1};
+        const StageMatrix down = {layer.down, layer.down_scale, params.weights_dtype, hidden, inter,
+                                  expert};
         for (uint32_t position = params.lists.expert_begin[expert];
              position < params.lists.expert_begin[expert + 1]; ++position) {
             const float* row = rows[params.lists.list_row[position]].data();

@@ -12,7 +12,8 @@ using namespace switchyard;
 
 namespace {
 
-template <bool kFp8, uint32_t kWays> void run(const sy_dispatch_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays>
+void run(const sy_dispatch_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
             ? impls::dispatch_kernel<
@@ -21,7 +22,8 @@ template <bool kFp8, uint32_t kWays> void run(const sy_dispatch_params& params, 
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8, uint32_t kWays> void run(const sy_combine_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays>
+void run(const sy_combine_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
             ? impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>
@@ -29,19 +31,23 @@ template <bool kFp8, uint32_t kWays> void run(const sy_combine_params& params, c
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8, uint32_t kWays> void run(const sy_expert_recv_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays>
+void run(const sy_expert_recv_params& params, const LaunchPlan& size) {
     simt::run(impls::expert_recv_kernel<kWays>, params, size.num_blocks, size.num_threads, true);
 }
 
-template <bool kFp8, uint32_t kWays> void run(const sy_expert_send_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays>
+void run(const sy_expert_send_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
-            ? impls::expert_send_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>
+            ? impls::expert_send_kernel<
+                  impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>
             : impls::expert_send_kernel<impls::AnswerConfig<0, kFp8, kGenericThreads, kWays>>;
     simt::run(kernel, params, size.num_blocks, size.num_threads, false);
 }
 
-template <bool kFp8, uint32_t kWays> void run(const sy_echo_params& params, const LaunchPlan& size) {
+template <bool kFp8, uint32_t kWays>
+void run(const sy_echo_params& params, const LaunchPlan& size) {
     const auto kernel =
         size.is_tuned
             ? impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>

@@ -36,7 +36,7 @@ pub const COMPUTE_THREADS: u32 = 256;
 /// Threads of the other two, which multiply.
 pub const PRODUCT_THREADS: u32 = 384;
 /// Dynamic shared memory of those, bytes.
-pub const PRODUCT_SHARED_BYTES: u32 = 231_488;
+pub const PRODUCT_SHARED_BYTES: u32 = 231_680;
 /// Bits of an entry's rank among those of its expert in a batch.
 pub const RANK_BITS: u32 = 22;
 /// Blocks of `expert_recv`: one cluster.
@@ -64,6 +64,9 @@ pub const FLAG_PDL: u32 = 1;
 pub const FLAG_EARLY: u32 = 2;
 /// [`DispatchParams::flags`]: send empty frames, too. Servers in lockstep need them.
 pub const FLAG_CONTACT_ALL: u32 = 4;
+/// `flags`, with [`FLAG_PDL`], of combine, echo and expert_recv: work beside the kernel before it in the
+/// stream. See `SY_LAUNCH_FLAG_AHEAD` for when that is right.
+pub const FLAG_AHEAD: u32 = 32;
 /// `SY_LAUNCH_FLAG_ANY_WAY`: some link of the table is not direct.
 pub const FLAG_ANY_WAY: u32 = 8;
 
@@ -92,6 +95,8 @@ pub const TAG_NUM_TOKENS: u32 = 6;
 pub const TAG_REFUSED: u32 = 9;
 /// [`ErrorWord::reason`]: the bound expired.
 pub const REASON_TIMEOUT: u32 = 1;
+/// [`ErrorWord::reason`]: the host ended the wait, or the way to the peer failed.
+pub const REASON_ABORT: u32 = 2;
 
 /// An address in memory that the GPU reaches: 0 stands for null.
 #[repr(transparent)]
@@ -289,8 +294,8 @@ pub struct Handle {
 pub struct ServerState {
     /// Blocks that have read the state.
     pub arrivals: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Clients in the last batch, as a mask; none after a wait in which nobody came.
+    pub last_clients: u32,
     /// Frames taken from each client.
     pub taken: [u64; MAX_PEERS],
     /// Frames refused so far.
@@ -321,13 +326,26 @@ pub struct Batch {
     pub frame_number: [u64; MAX_PEERS],
     /// Rows of client `c` are `row_begin[c]..row_begin[c + 1]`.
     pub row_begin: [u32; MAX_PEERS + 1],
-    /// Zero.
-    pub reserved: u32,
+    /// Clients that were waited for, as a mask, see [`Gather`].
+    pub expected: u32,
+    /// From the first sight of each client's frame to the choice of the batch.
+    pub waited_ns: [u32; MAX_PEERS],
+}
+
+/// For whom a batch waits: those of `clients` that were in the last batch, because who was answered just
+/// now may be back at once.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Gather {
+    /// Clients, as a mask.
+    pub clients: u32,
+    /// Bound of the wait from the kernel's begin on, if anybody has a frame then.
+    pub within_ns: u32,
 }
 
 // SAFETY: numbers only, for which all-zero bytes are a value.
 unsafe impl Zeroable for Batch {}
-// SAFETY: numbers only, without padding: 16 + 32 * 8 + 33 * 4 + 4 bytes, as asserted below.
+// SAFETY: numbers only, without padding: 16 + 32 * 8 + 33 * 4 + 4 + 32 * 4 bytes, as asserted below.
 unsafe impl Pod for Batch {}
 
 /// Parameters of `dispatch`.
@@ -465,6 +483,8 @@ pub struct ExpertRecvParams {
     /// Once a client has a frame, how long to wait for `min_ready`; 0 = as for the first, and clients that
     /// do not come are errors.
     pub gather_ns: u32,
+    /// Null, or [`Gather`] in memory that the host writes between two runs, aligned to 16 bytes.
+    pub gather: DevicePtr,
     /// [`ClientPeer`] `[num_clients]`.
     pub clients: DevicePtr,
 }
@@ -593,14 +613,15 @@ const _: () = assert!(size_of::<ClientPeer>() == 48 && offset_of!(ClientPeer, cl
 const _: () = assert!(size_of::<ClientState>() == 560 && offset_of!(ClientState, error) == 528);
 const _: () = assert!(size_of::<Handle>() == 408 && offset_of!(Handle, frame_number) == 24);
 const _: () = assert!(size_of::<ServerState>() == 320 && offset_of!(ServerState, error) == 288);
-const _: () = assert!(size_of::<Batch>() == 408 && offset_of!(Batch, row_begin) == 272);
+const _: () = assert!(size_of::<Batch>() == 536 && offset_of!(Batch, row_begin) == 272);
+const _: () = assert!(size_of::<Gather>() == 8);
 const _: () = assert!(size_of::<DispatchParams>() == 240);
 const _: () = assert!(offset_of!(DispatchParams, servers) == 232);
 const _: () = assert!(size_of::<CombineParams>() == 208);
 const _: () = assert!(offset_of!(CombineParams, servers) == 200);
 const _: () = assert!(size_of::<ExpertLists>() == 56 && offset_of!(ExpertLists, max_rows) == 48);
-const _: () = assert!(size_of::<ExpertRecvParams>() == 264);
-const _: () = assert!(offset_of!(ExpertRecvParams, clients) == 256);
+const _: () = assert!(size_of::<ExpertRecvParams>() == 272);
+const _: () = assert!(offset_of!(ExpertRecvParams, clients) == 264);
 const _: () = assert!(size_of::<ExpertSendParams>() == 224);
 const _: () = assert!(offset_of!(ExpertSendParams, clients) == 216);
 const _: () = assert!(size_of::<EchoParams>() == 184);

@@ -20,8 +20,8 @@ pub enum CheckError {
     /// A pointer that must be set is null.
     #[error("a required pointer is null")]
     Null = 2,
-    /// A pointer is not aligned.
-    #[error("a pointer is not aligned to 16 bytes")]
+    /// A pointer is not aligned, or a size is not a multiple of what is copied at a time.
+    #[error("a pointer is not aligned to 16 bytes, or a size is no multiple of them")]
     Alignment = 3,
     /// The hidden size cannot be used.
     #[error("hidden size: expected a positive multiple of 128, at most 1048576")]
@@ -129,7 +129,8 @@ impl Check for ExpertRecvParams {
         {
             return Err(CheckError::Experts);
         }
-        set(&[self.state, self.local_expert])
+        set(&[self.state, self.local_expert])?;
+        aligned(&[self.gather])
     }
 }
 

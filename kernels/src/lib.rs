@@ -12,6 +12,7 @@
 //! | [`plan`] | which compiled kernel serves a launch, and with how many threads |
 //! | [`gpu`] | memory, streams, launches, graphs: the narrow interface to the driver |
 //! | [`mlx5`] | send queues that kernels post RDMA requests on |
+//! | [`proxy`] | measurements of commands to a proxy, and the copy that a relay forwards with |
 //! | [`mod@probe`] | what GPUs this host has |
 //!
 //! The feature `cuda` embeds the compiled kernels and opens the CUDA driver at run time; without it
@@ -25,6 +26,7 @@ pub mod check;
 mod cuda;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the driver looks names up"))]
 mod entries;
+mod error_word;
 pub mod geometry;
 pub mod gpu;
 pub mod mlx5;

@@ -7,6 +7,8 @@ pub use crate::abi::ErrorWord;
 
 /// `SY_MLX5_CQ_COLLAPSED`
 pub const CQ_COLLAPSED: u32 = 1;
+/// `SY_MLX5_ONE_BLOCK`: whoever posts at the same time is of one thread block.
+pub const ONE_BLOCK: u32 = 2;
 
 /// `sy_mlx5_qp`: a send queue as those who post on it see it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -34,7 +36,7 @@ pub struct QueueHandle {
     pub sq_depth: u32,
     /// Completions; 1 if collapsed.
     pub cq_depth: u32,
-    /// [`CQ_COLLAPSED`] or 0.
+    /// [`CQ_COLLAPSED`] and [`ONE_BLOCK`].
     pub flags: u32,
     /// Blocks that may wait for their doorbell.
     pub batch: u32,

@@ -127,6 +127,7 @@ impl KernelParams for ExpertRecvParams {
             ("local_expert", self.local_expert),
             ("abort_mask", self.abort_mask),
             ("min_epoch", self.min_epoch),
+            ("gather", self.gather),
             ("clients", self.clients),
         ]
     }

@@ -7,10 +7,13 @@ use std::process::Command;
 
 use kernels::abi::{
     self, Batch, ClientPeer, ClientState, CombineParams, DispatchParams, EchoParams, ErrorWord,
-    ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Handle,
-    LayerWeights, Link, Placement, ReplicaSet, ServerPeer, ServerState,
+    ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Gather,
+    Handle, LayerWeights, Link, Placement, ReplicaSet, ServerPeer, ServerState,
 };
 use kernels::gpu::LayerShape;
+
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 
 /// Bytes of the field that `_` picks.
 fn field_bytes<S, F>(_: fn(&S) -> &F) -> usize {
@@ -50,10 +53,11 @@ fn header_and_rust_agree_field_by_field() {
         ClientState as "sy_client_state": sequence, arrivals, reserved, posted, error;
         Handle as "sy_handle": sequence, num_tokens, contacted, missing, refused, frame_number,
             num_rows;
-        ServerState as "sy_server_state": arrivals, reserved, taken, num_refused, num_batches,
+        ServerState as "sy_server_state": arrivals, last_clients, taken, num_refused, num_batches,
             next_client, reserved2, error;
         Batch as "sy_batch": num_rows, num_entries, layer, clients, frame_number, row_begin,
-            reserved;
+            expected, waited_ns;
+        Gather as "sy_gather": clients, within_ns;
         DispatchParams as "sy_dispatch_params": version, flags, geometry, hidden_states, topk_idx,
             topk_weights, num_tokens, placement, state, handle, trace, client_id, trace_len,
             capacity, layer, num_experts, num_servers, num_blocks, servers;
@@ -64,7 +68,7 @@ fn header_and_rust_agree_field_by_field() {
             row_position, max_rows, reserved;
         ExpertRecvParams as "sy_expert_recv_params": version, flags, geometry, state, lists,
             local_expert, abort_mask, min_epoch, timeout_ns, min_ready, num_experts,
-            num_local_experts, num_layers, num_clients, gather_ns, clients;
+            num_local_experts, num_layers, num_clients, gather_ns, gather, clients;
         ExpertSendParams as "sy_expert_send_params": version, flags, geometry, lists, expert_out,
             max_rows, num_clients, num_blocks, reserved, clients;
         LayerWeights as "sy_layer_weights": gate_up, down, gate_up_scale, down_scale, dtype, reserved,
@@ -84,7 +88,7 @@ fn header_and_rust_agree_field_by_field() {
     for (compiler, standard, extension, required) in compilers {
         let Some(found) = compile_and_run(compiler, standard, extension, &program) else {
             assert!(!required, "no {compiler}, which building this project needs");
-            println!("SKIPPED: device_abi.h as {standard}: there is no {compiler}");
+            skip::skip("cxx", &format!("device_abi.h as {standard}: there is no {compiler}"));
             continue;
         };
         assert_eq!(found, expected, "{compiler} {standard}");
@@ -145,6 +149,7 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_LAUNCH_FLAG_ANY_WAY", abi::FLAG_ANY_WAY.into()),
         ("SY_LAUNCH_FLAG_PDL", abi::FLAG_PDL.into()),
         ("SY_LAUNCH_FLAG_EARLY", abi::FLAG_EARLY.into()),
+        ("SY_LAUNCH_FLAG_AHEAD", abi::FLAG_AHEAD.into()),
         ("SY_DISPATCH_FLAG_CONTACT_ALL", abi::FLAG_CONTACT_ALL.into()),
         ("SY_CONTROL_BYTES", abi::CONTROL_BYTES),
         ("SY_TAG_NONE", abi::TAG_NONE.into()),

@@ -4,7 +4,7 @@
 //! servers, waits for their acknowledgements, and gets the messages back. Timed is all of that. The data
 //! is new in every iteration and what it is got back into holds something else before, so that nothing
 //! passes that has not moved twice. One line per size: the mean time of the slowest client, and whether
-//! every byte of every iteration was right.
+//! every byte of every iteration was right. By default 8 MiB and 200 iterations, after 10 that are not timed.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
@@ -49,7 +49,7 @@ impl Args {
         let mut args = std::env::args().skip(3);
         let transport = args.next().unwrap_or_else(|| "tcp".to_owned());
         let max_bytes = args.next().map_or(Ok(8 << 20), |text| text.parse())?;
-        let iterations = args.next().map_or(Ok(20), |text| text.parse())?;
+        let iterations = args.next().map_or(Ok(200), |text| text.parse())?;
         if num_clients == 0 || num_servers == 0 || iterations == 0 || max_bytes < MIN_BYTES {
             return Err("usage: p2p_multi M N [TRANSPORT [MAX_BYTES [ITERATIONS]]]".into());
         }
@@ -178,7 +178,7 @@ fn put_and_get(args: &Args, servers: &str) -> Result<(), Box<dyn Error>> {
         let (mut elapsed, mut num_errors) = (Duration::ZERO, 0u64);
         let mut data = vec![0; bytes as usize * peers.len()];
         let mut found = data.clone();
-        let warm_up = args.iterations.div_ceil(10);
+        let warm_up = args.iterations.div_ceil(10).min(10);
         for iteration in 0..warm_up + args.iterations {
             rng.fill_bytes(&mut data);
             source.copy_in(0, &data)?;

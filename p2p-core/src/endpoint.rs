@@ -147,6 +147,15 @@ pub enum QuietError {
     Post(#[from] PostError),
 }
 
+/// How far a transport has come. Both numbers only grow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Marks {
+    /// Behind everything issued so far.
+    pub issued: u64,
+    /// Everything before it has arrived at the peer, and uses no local memory any more.
+    pub arrived: u64,
+}
+
 /// One connected peer.
 ///
 /// **Ordering contract.** An [`add_flag`](Self::add_flag) issued after puts to the same peer is seen
@@ -263,6 +272,15 @@ pub trait Endpoint: Send {
             Err(QuietError::Deadline { .. }) => Ok(false),
             Err(QuietError::Post(error)) => Err(error),
         }
+    }
+
+    /// By which numbers operations are told apart while more are issued; `None` where the transport cannot
+    /// tell, or not now. Looks, and does not wait.
+    ///
+    /// # Errors
+    /// [`PostError`] when the transport has failed.
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        Ok(None)
     }
 
     /// Wakes the peer if it sleeps on the region of `key`, whose `WAITING` word is at

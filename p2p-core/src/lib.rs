@@ -44,6 +44,10 @@ pub mod flags;
 pub mod host;
 #[cfg(not(loom))]
 pub mod network;
+#[cfg(not(loom))]
+mod outage;
+#[cfg(not(loom))]
+mod pulse;
 pub mod region;
 pub mod ring;
 pub mod slot;

@@ -19,9 +19,10 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::endpoint::TransportKind;
+use crate::backend::cuda_ipc::{DevicePair, DeviceSide};
+use crate::endpoint::{Endpoint, TransportKind};
 use crate::region::Region;
-use crate::slot::SlotLayout;
+use crate::slot::{CONTROL_BYTES, SlotConfig, SlotConfigError, SlotLayout};
 use crate::transport::AnyEndpoint;
 
 /// Longest [`SideDescription::detail`] in bytes.
@@ -30,7 +31,7 @@ pub const MAX_DETAIL_BYTES: usize = 1024;
 pub const MAX_FLAVOUR_BYTES: usize = 32;
 
 /// A network could not be opened, or not for this peer.
-#[derive(Debug, Error)]
+#[derive(Debug, Clone, Error)]
 #[error("{network}: {op} failed: {detail}{}", code.map(|code| format!(" (code {code})")).unwrap_or_default())]
 pub struct NetworkError {
     /// Which network, as people name it: `verbs mlx5_0`, `libfabric tcp;ofi_rxm`.
@@ -67,6 +68,31 @@ pub trait Network: Send + Sync + Debug {
     /// # Errors
     /// [`NetworkError`].
     fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError>;
+
+    /// The first RDMA device in use, such as `mlx5_0`, for the choice of processors next to it.
+    fn rdma_device(&self) -> Option<&str> {
+        None
+    }
+
+    /// Whether kernels can reach slots of this network.
+    fn carries_device_slots(&self) -> bool {
+        false
+    }
+
+    /// As [`open`](Self::open), with a slot that `device`'s kernels read. The layout is that of
+    /// [`device_layout`].
+    ///
+    /// # Errors
+    /// [`NetworkError`], also where the network cannot do it.
+    fn open_device(
+        &self,
+        layout: &SlotLayout,
+        route: Route,
+        device: &DeviceSide,
+    ) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let _ = (layout, route, device);
+        Err(no_device_slots(self.kind()))
+    }
 }
 
 /// This side of a pair before the peer's is known. Dropping it frees everything.
@@ -79,6 +105,73 @@ pub trait OpenSide: Send + Debug {
     /// # Errors
     /// [`NetworkError`], also when the peer's bytes make no sense.
     fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError>;
+
+    /// As [`join`](Self::join), for a side of [`Network::open_device`].
+    ///
+    /// # Errors
+    /// [`NetworkError`].
+    fn join_device(
+        self: Box<Self>,
+        peer: &SideDescription,
+    ) -> Result<(Joined, DevicePair), NetworkError> {
+        let kind = self.join(peer)?.endpoint.kind();
+        Err(no_device_slots(kind))
+    }
+}
+
+fn no_device_slots(kind: TransportKind) -> NetworkError {
+    let detail = "kernels cannot reach slots of this network: it needs a proxy".to_owned();
+    NetworkError { network: kind.name().to_owned(), op: "open device slots", code: None, detail }
+}
+
+/// Layout of a slot that holds either side's device slot, and apart from it a control tail of the hosts.
+/// Both sides come to the same.
+///
+/// # Errors
+/// [`SlotConfigError`] when they are too large.
+pub fn device_layout(
+    device: &DeviceSide,
+    num_frames: usize,
+) -> Result<SlotLayout, SlotConfigError> {
+    let most = device.own_slot_bytes.max(device.peer_slot_bytes);
+    let bytes = usize::try_from(most).unwrap_or(usize::MAX);
+    let slot_bytes = bytes.checked_next_multiple_of(CONTROL_BYTES).unwrap_or(usize::MAX);
+    SlotLayout::new(SlotConfig { slot_bytes: slot_bytes.saturating_add(CONTROL_BYTES), num_frames })
+}
+
+/// One side of a pair, with device slots or without.
+pub(crate) struct Opened {
+    side: Box<dyn OpenSide>,
+    has_device: bool,
+}
+
+impl Opened {
+    pub(crate) fn open(
+        network: &dyn Network,
+        layout: &SlotLayout,
+        route: Route,
+        device: Option<&DeviceSide>,
+    ) -> Result<Self, NetworkError> {
+        let side = match device {
+            Some(device) => network.open_device(layout, route, device)?,
+            None => network.open(layout, route)?,
+        };
+        Ok(Self { side, has_device: device.is_some() })
+    }
+
+    pub(crate) fn description(&self) -> SideDescription {
+        self.side.description()
+    }
+
+    pub(crate) fn join(
+        self,
+        peer: &SideDescription,
+    ) -> Result<(Joined, Option<DevicePair>), NetworkError> {
+        if self.has_device {
+            return self.side.join_device(peer).map(|(joined, pair)| (joined, Some(pair)));
+        }
+        self.side.join(peer).map(|joined| (joined, None))
+    }
 }
 
 /// A joined pair.

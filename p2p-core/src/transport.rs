@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use crate::backend::mapped::MappedEndpoint;
 use crate::backend::staged::StagedEndpoint;
-use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use crate::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
 use crate::wait::Driver;
 
@@ -100,6 +100,10 @@ impl Endpoint for AnyEndpoint {
 
     fn is_settled(&mut self) -> Result<bool, PostError> {
         on!(self, end => end.is_settled())
+    }
+
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        on!(self, end => end.marks())
     }
 
     fn wake(&mut self, key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {

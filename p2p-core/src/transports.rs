@@ -9,6 +9,9 @@
 //! assert!(shm_only.networks.is_empty());
 //! ```
 
+#[cfg(any(feature = "libfabric", test))]
+mod postponed;
+
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -34,7 +37,8 @@ pub enum TransportSpec {
 pub struct Wish {
     /// Kind.
     pub kind: TransportKind,
-    /// Ports of verbs, joined by `+`; provider of libfabric; `None` leaves the choice.
+    /// Ports of verbs, joined by `+` or as `near=PCI`, `node=N`; provider of libfabric; `None` leaves the
+    /// choice.
     pub device: Option<String>,
 }
 
@@ -199,14 +203,35 @@ impl OpenNetworks {
         }
         let opened =
             self.open_network(wish).ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
-        let networks = opened.map_err(|source| {
-            let mut here = vec!["local".to_owned(), "shm".to_owned()];
-            here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
-            let source = Box::new(source);
-            OpenError::NotHere { wish: wish.clone(), source, here: here.join(", ") }
+        let networks = opened.map_err(|source| OpenError::NotHere {
+            wish: wish.clone(),
+            source: Box::new(source),
+            here: self.offered_here(wish).join(", "),
         })?;
         self.open.push((wish.clone(), networks.clone()));
         Ok(networks)
+    }
+
+    /// The settings of verbs, with the ports of a wish where it names some.
+    #[cfg(feature = "verbs")]
+    fn verbs_config(&self, ports: Option<&str>) -> crate::backend::verbs::VerbsConfig {
+        let config = self.verbs.clone();
+        match ports {
+            Some(ports) => config.on_ports(ports),
+            None => config,
+        }
+    }
+
+    /// What this host offers instead of `missing`: what is open, and what else can be opened.
+    fn offered_here(&self, missing: &Wish) -> Vec<String> {
+        let mut here = vec!["local".to_owned(), "shm".to_owned()];
+        let networks = AUTO.into_iter().filter(|kind| kind.is_network());
+        let others = networks.map(|kind| Wish { kind, device: None }).filter(|w| w != missing);
+        let is_new = |wish: &Wish| self.open.iter().all(|(known, _)| known != wish);
+        let works = |wish: &Wish| matches!(self.open_network(wish), Some(Ok(_)));
+        here.extend(self.open.iter().map(|(wish, _)| wish.to_string()));
+        here.extend(others.filter(|wish| is_new(wish) && works(wish)).map(|wish| wish.to_string()));
+        here
     }
 
     /// Networks of this host behind a wish; `None` when this build knows no such network.
@@ -221,57 +246,11 @@ impl OpenNetworks {
             }
             #[cfg(feature = "verbs")]
             TransportKind::Verbs => {
-                use crate::backend::verbs::{PortChoice, VerbsNetwork};
-                let mut config = self.verbs.clone();
-                if let Some(ports) = &wish.device {
-                    config.ports = PortChoice::Named(ports.split('+').map(str::to_owned).collect());
-                }
+                use crate::backend::verbs::VerbsNetwork;
+                let config = self.verbs_config(wish.device.as_deref());
                 Some(VerbsNetwork::open(config).map(|network| vec![shared(network)]))
             }
             _ => None,
-        }
-    }
-}
-
-#[cfg(feature = "libfabric")]
-mod postponed {
-    use std::sync::OnceLock;
-
-    use crate::backend::libfabric::{DEFAULT_PROVIDER, FabricNetwork};
-    use crate::endpoint::TransportKind;
-    use crate::network::{Network, NetworkError, OpenSide, Route};
-    use crate::slot::SlotLayout;
-
-    /// The default provider, opened for the first peer. A failure is found again for every peer: the
-    /// library may be installed meanwhile.
-    #[derive(Debug, Default)]
-    pub(super) struct Libfabric {
-        network: OnceLock<FabricNetwork>,
-    }
-
-    impl Network for Libfabric {
-        fn kind(&self) -> TransportKind {
-            TransportKind::Libfabric
-        }
-
-        fn flavour(&self) -> &str {
-            DEFAULT_PROVIDER
-        }
-
-        fn open(
-            &self,
-            layout: &SlotLayout,
-            route: Route,
-        ) -> Result<Box<dyn OpenSide>, NetworkError> {
-            let network = match self.network.get() {
-                Some(network) => network,
-                // Two threads may both open it: one of the two is dropped again.
-                None => {
-                    let opened = FabricNetwork::open(DEFAULT_PROVIDER)?;
-                    self.network.get_or_init(|| opened)
-                }
-            };
-            network.open(layout, route)
         }
     }
 }
@@ -337,6 +316,44 @@ mod tests {
         assert_eq!(found.kinds[..2], [TransportKind::Local, TransportKind::Shm]);
         for network in &found.networks {
             assert!(found.kinds.contains(&network.kind()));
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "verbs")]
+    fn ports_near_something_mean_the_same_wherever_they_are_named() {
+        use crate::backend::verbs::{PortChoice, VerbsConfig};
+        let verbs =
+            VerbsConfig { traffic_class: 106, gid_index: Some(3), ..VerbsConfig::default() };
+        let networks = OpenNetworks { verbs: verbs.clone(), ..OpenNetworks::default() };
+        for text in ["near=0000:3b:00.0", "node=1", "mlx5_0:1+mlx5_1"] {
+            let TransportSpec::List(wishes) = format!("verbs:{text}").parse().unwrap() else {
+                panic!("a list");
+            };
+            let found = networks.verbs_config(wishes[0].device.as_deref());
+            assert_eq!(found, verbs.clone().on_ports(text));
+            assert_eq!(found.ports, VerbsConfig::on(text).ports);
+            assert_ne!(found.ports, PortChoice::First);
+        }
+        assert_eq!(networks.verbs_config(None), verbs);
+    }
+
+    #[test]
+    #[cfg(any(feature = "verbs", feature = "libfabric"))]
+    fn what_a_host_offers_instead_does_not_depend_on_what_was_asked_first() {
+        // A network that is here, and a wish that is not.
+        for kind in [TransportKind::Libfabric, TransportKind::Verbs] {
+            let wish = Wish { kind, device: None };
+            let is_here = OpenNetworks::default().open_one(&wish).is_ok();
+            let missing = format!("{kind}:nonesuch,{kind}", kind = kind.name()).parse().unwrap();
+            let Err(OpenError::NotHere { here, .. }) = OpenNetworks::default().open(&missing)
+            else {
+                println!("{} is not in this build", kind.name());
+                continue;
+            };
+            println!("{kind:?}: {here}");
+            assert!(here.starts_with("local, shm"), "{here}");
+            assert_eq!(here.split(", ").any(|name| name == kind.name()), is_here, "{here}");
         }
     }
 }

@@ -1,6 +1,11 @@
 //! The handshake: what is agreed, what is refused and why, and who can disturb whom.
 #![cfg(not(loom))]
 
+#[path = "bootstrap/fallback.rs"]
+mod fallback;
+#[path = "bootstrap/stand_in.rs"]
+mod stand_in;
+
 use std::future::Future;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -357,6 +362,7 @@ fn raw_hello(host: p2p_core::host::HostIdentity) -> wire::Hello {
         offers: vec![Offer::plain(TransportKind::Shm)],
         ticket: Vec::new(),
         peer: hello(b"raw"),
+        left_out: String::new(),
         device: None,
     }
 }

@@ -36,6 +36,13 @@ async fn listen(
         peer_slot_bytes: OWN_BYTES,
         ..side(0, b"shape one")
     };
+    listen_with(device, transports).await
+}
+
+async fn listen_with(
+    device: DeviceSide,
+    transports: Vec<TransportKind>,
+) -> (SocketAddr, mpsc::UnboundedReceiver<Connection>) {
     let config =
         ListenerConfig { slot: SLOT, transports, device: Some(device), ..Default::default() };
     let listener = Listener::bind("127.0.0.1:0", config).await.expect("bound");
@@ -68,7 +75,9 @@ fn crosses(rng: &mut StdRng, from: (&Gpu, &DevicePair), to: (&Gpu, &DevicePair))
     assert_eq!(from.1.peer_bytes(), to.1.own_bytes());
     // The very last bytes of the slot.
     let offset = from.1.peer_bytes() - 4000;
-    from.0.write(from.1.peer_memory(), offset, &sent, deadline()).expect("written");
+    from.0
+        .write(from.1.peer_memory().expect("mapped"), offset, &sent, deadline())
+        .expect("written");
     to.0.read(to.1.own_memory(), offset, &mut found, deadline()).expect("read");
     assert!(sent == found, "other bytes arrived");
 }
@@ -94,7 +103,7 @@ async fn each_side_writes_into_the_others_gpu_and_late_writes_harm_nobody() {
     crosses(&mut rng, (&far, &there), (&gpu, &here));
     // The memory of a side that is gone can still be written.
     drop(there);
-    gpu.write(here.peer_memory(), 0, &[7; 64], deadline()).expect("a late write");
+    gpu.write(here.peer_memory().expect("mapped"), 0, &[7; 64], deadline()).expect("a late write");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -125,13 +134,26 @@ async fn slots_that_do_not_fit_are_refused_with_both_sides_wishes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_side_whose_own_gpu_fails_says_so() {
+async fn sizes_are_compared_before_anything_is_allocated() {
     let (addr, _peers) = listen(memory()).await;
     // More than the GPU has, and more than the listener would map.
     let greedy = DeviceSide { own_slot_bytes: u64::MAX / 4, ..side(1, b"shape one") };
     let error = connect(addr, PeerHello::default(), config(Some(greedy))).await.unwrap_err();
-    // Sizes are compared before anything is allocated.
     assert!(error.reject().is_some_and(|reject| reject.code == RejectCode::DEVICE), "{error}");
-    let gone = Gpu::open_emulated(99).map_err(DeviceError::from).unwrap_err();
-    assert!(matches!(gone, DeviceError::Gpu(GpuError::NoSuchGpu { ordinal: 99, .. })), "{gone}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_side_whose_own_gpu_fails_says_so() {
+    // Both sides agree on a slot that no GPU has room for.
+    let bytes = 1u64 << 62;
+    let sizes = |gpu, own_slot_bytes, peer_slot_bytes| DeviceSide {
+        own_slot_bytes,
+        peer_slot_bytes,
+        ..side(gpu, b"shape one")
+    };
+    let (addr, _peers) = listen_with(sizes(0, PEER_BYTES, bytes), memory()).await;
+    let ours = sizes(1, bytes, PEER_BYTES);
+    let error = connect(addr, PeerHello::default(), config(Some(ours))).await.unwrap_err();
+    let ConnectError::Device(error) = error else { panic!("{error}") };
+    assert!(matches!(error, DeviceError::Gpu(GpuError::Driver { .. })), "{error}");
 }

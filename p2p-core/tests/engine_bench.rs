@@ -28,6 +28,7 @@ fn every_size_and_number_of_ranges_is_reported() {
             iterations: 5,
             depth: 3,
             seed: rand::random(),
+            ..EngineBenchConfig::default()
         };
         let mut num_rows = 0;
         let report = run(&config, &program, |_| num_rows += 1).unwrap();

@@ -2,15 +2,19 @@
 //! packets, a link that goes down, a peer that is half open.
 #![cfg(all(feature = "libfabric", not(loom)))]
 
+#[allow(dead_code, reason = "other tests use the rest")]
+#[path = "../../tests/src/namespaces.rs"]
+mod namespaces;
 #[path = "../../tests/src/skip.rs"]
 mod skip;
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use namespaces::{Site, Star};
 use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
 use p2p_core::wait::wait_until;
@@ -22,15 +26,11 @@ use rand::{Rng, RngExt, SeedableRng};
 
 const LIMIT: Duration = Duration::from_secs(90);
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 1 << 20, num_frames: 3 };
-const SERVER: &str = "10.201.77.1";
-const CLIENT: &str = "10.201.77.2";
 /// A round trip that takes longer than this has failed.
 const ROUND_LIMIT: Duration = Duration::from_secs(20);
 
-/// Two namespaces and the interfaces between them, gone when dropped.
-struct Wire {
-    name: String,
-}
+/// A server in the hub, and a client in the spoke.
+struct Wire(Star);
 
 impl Wire {
     /// `None`, loudly, where this is not permitted or the tools are missing.
@@ -39,56 +39,25 @@ impl Wire {
             skip::skip("libfabric", &error.to_string());
             return None;
         }
-        let wire = Self { name: format!("sy{}", rand::random::<u16>()) };
-        match wire.set_up() {
-            Ok(()) => Some(wire),
+        match Star::lay(1) {
+            Ok(star) => Some(Self(star)),
             Err(error) => {
-                let reason = "needs root, iproute2 and network namespaces";
-                skip::skip("netns", &format!("{reason}: {error}"));
+                skip::skip("netns", &error);
                 None
             }
         }
     }
 
-    fn end(&self, is_server: bool) -> String {
-        format!("{}{}", self.name, if is_server { 'a' } else { 'b' })
-    }
-
-    fn set_up(&self) -> Result<(), String> {
-        let (a, b) = (self.end(true), self.end(false));
-        run(&format!("ip netns add {a}"))?;
-        run(&format!("ip netns add {b}"))?;
-        run(&format!("ip link add {a} netns {a} type veth peer name {b} netns {b}"))?;
-        for (end, address) in [(&a, SERVER), (&b, CLIENT)] {
-            run(&format!("ip -n {end} addr add {address}/24 dev {end}"))?;
-            run(&format!("ip -n {end} link set {end} up"))?;
-            run(&format!("ip -n {end} link set lo up"))?;
-        }
-        Ok(())
-    }
-
-    /// Lets every packet be lost with this chance, in both directions.
-    fn lose(&self, percent: u32) -> Result<(), String> {
-        for is_server in [true, false] {
-            let end = self.end(is_server);
-            run(&format!("ip netns exec {end} nft add table inet loss"))?;
-            run(&format!(
-                "ip netns exec {end} nft add chain inet loss in {{ type filter hook input priority 0; }}"
-            ))?;
-            let some = format!("numgen random mod 100 < {percent} ");
-            let which = if percent < 100 { &some } else { "" };
-            run(&format!("ip netns exec {end} nft add rule inet loss in {which}drop"))?;
-        }
-        Ok(())
-    }
-
     /// This binary again, at one end.
     fn spawn(&self, is_server: bool, num_rounds: u32) -> Talker {
-        let mut child = Command::new("ip")
-            .args(["netns", "exec", &self.end(is_server)])
-            .arg(std::env::current_exe().unwrap())
+        let site = if is_server { Site::Hub } else { Site::Spoke(0) };
+        let this = std::env::current_exe().unwrap();
+        let mut child = self
+            .0
+            .command(site, this.to_str().unwrap())
             .args(["--exact", "child_process", "--nocapture"])
             .env("NETNS_ROLE", if is_server { "server" } else { "client" })
+            .env("NETNS_SERVER", format!("{}:7100", self.0.hub_address(0)))
             .env("NETNS_ROUNDS", num_rounds.to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -107,14 +76,6 @@ impl Wire {
             }
         });
         Talker { child, lines }
-    }
-}
-
-impl Drop for Wire {
-    fn drop(&mut self) {
-        for is_server in [true, false] {
-            let _ = run(&format!("ip netns del {}", self.end(is_server)));
-        }
     }
 }
 
@@ -145,18 +106,6 @@ impl Drop for Talker {
     }
 }
 
-fn run(command: &str) -> Result<(), String> {
-    let mut words = command.split(' ');
-    let output = Command::new(words.next().unwrap())
-        .args(words)
-        .output()
-        .map_err(|error| format!("{command}: {error}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(format!("{command}: {}", String::from_utf8_lossy(&output.stderr).trim()))
-}
-
 #[test]
 fn frames_cross_namespaces() {
     let Some(wire) = Wire::lay() else { return };
@@ -168,13 +117,14 @@ fn frames_cross_namespaces() {
 #[test]
 fn lost_packets_cost_time_and_no_byte() {
     let Some(wire) = Wire::lay() else { return };
-    if let Err(error) = wire.lose(1) {
+    if let Err(error) = wire.0.lose(1) {
         skip::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
-    let _server = wire.spawn(true, 40);
-    let client = wire.spawn(false, 40);
-    assert_eq!(client.expect("done"), "40 rounds");
+    let _server = wire.spawn(true, 200);
+    let client = wire.spawn(false, 200);
+    assert_eq!(client.expect("done"), "200 rounds");
+    assert!(wire.0.num_lost().unwrap() > 0);
 }
 
 #[test]
@@ -183,8 +133,7 @@ fn a_link_that_goes_down_is_an_error_within_its_bound() {
     let server = wire.spawn(true, 0);
     let client = wire.spawn(false, 0);
     client.expect("halfway");
-    let end = wire.end(false);
-    run(&format!("ip -n {end} link set {end} down")).unwrap();
+    wire.0.set_link(0, false).unwrap();
     // Both sides, each by itself.
     for talker in [&client, &server] {
         let error = talker.expect("gave up:");
@@ -200,7 +149,7 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
     let client = wire.spawn(false, 0);
     client.expect("halfway");
     // The server's host falls silent first, so that its end is never told.
-    if let Err(error) = wire.lose(100) {
+    if let Err(error) = wire.0.lose(100) {
         skip::skip("netns", &format!("packets cannot be lost here: {error}"));
         return;
     }
@@ -215,6 +164,7 @@ fn a_half_open_peer_is_an_error_within_its_bound() {
 fn child_process() {
     let Ok(role) = std::env::var("NETNS_ROLE") else { return };
     let num_rounds: u32 = std::env::var("NETNS_ROUNDS").unwrap().parse().unwrap();
+    let addr = std::env::var("NETNS_SERVER").unwrap();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let network = Arc::new(FabricNetwork::open("tcp;ofi_rxm").unwrap());
@@ -232,7 +182,7 @@ fn child_process() {
                 handshake_timeout: LIMIT,
                 ..Default::default()
             };
-            let listener = Listener::bind((SERVER, 7100).text(), config).await.unwrap();
+            let listener = Listener::bind(addr, config).await.unwrap();
             let on_peer = move |connection| drop(sender.send(connection));
             listener.serve(|_| Ok(Vec::new()), on_peer, std::future::pending()).await;
         });
@@ -249,8 +199,7 @@ fn child_process() {
                 timeout: LIMIT,
                 ..Default::default()
             };
-            let addr = (SERVER, 7100).text();
-            match runtime.block_on(connect(addr, PeerHello::default(), config)) {
+            match runtime.block_on(connect(addr.as_str(), PeerHello::default(), config)) {
                 Ok(connection) => break connection,
                 // The server may not listen yet.
                 Err(error) => assert!(Instant::now() < deadline, "{error}"),
@@ -266,16 +215,6 @@ fn child_process() {
     if role == "server" {
         // The other side reads its last answers first.
         std::thread::sleep(Duration::from_secs(2));
-    }
-}
-
-trait Text {
-    fn text(self) -> String;
-}
-
-impl Text for (&str, u16) {
-    fn text(self) -> String {
-        format!("{}:{}", self.0, self.1)
     }
 }
 

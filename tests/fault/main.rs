@@ -5,6 +5,7 @@ mod deaths;
 mod half_open;
 mod hostile;
 mod mutants;
+mod namespaces;
 mod rig;
 #[path = "../src/skip.rs"]
 mod skip;

@@ -47,8 +47,8 @@ pub fn rig(args: &str) -> RigRun {
 }
 
 /// A cluster on the small checkpoint, with a pool of requests and a checked client.
-pub struct Setup {
-    pub cluster: LocalCluster,
+pub struct Setup<C = LocalCluster> {
+    pub cluster: C,
     pub pool: InputPool,
     pub client: MoeClient,
     pub checkpoint: Arc<Checkpoint>,
@@ -79,9 +79,30 @@ impl Setup {
         options.threads = Some(1);
         tweak(&mut options);
         let cluster = LocalCluster::start(options, &mut |_| {}).expect("the cluster comes up");
+        let reach = (cluster.control_url(), cluster.token().to_owned());
+        Self::of(cluster, &reach, seed, max_tokens, |builder| builder)
+    }
+
+    /// Members as the control plane shows them.
+    pub fn members(&self, runtime: &tokio::runtime::Runtime) -> Vec<MemberInfo> {
+        let token = Some(self.cluster.token().to_owned());
+        let control = ControlClient::new(&self.cluster.control_url(), token).expect("a client");
+        runtime.block_on(control.members()).expect("members")
+    }
+}
+
+impl<C> Setup<C> {
+    /// A client of a cluster that is up, whose control plane has this URL and token.
+    pub fn of(
+        cluster: C,
+        reach: &(String, String),
+        seed: u64,
+        max_tokens: usize,
+        tweak: impl FnOnce(MoeClientBuilder) -> MoeClientBuilder,
+    ) -> Self {
         let checkpoint = Arc::new(Checkpoint::open(tiny_moe()).expect("the checkpoint opens"));
         let pool = InputPool::new(&checkpoint, seed, 12, max_tokens).expect("a pool");
-        let client = client(&cluster, &pool).build().expect("a client");
+        let client = tweak(client_at(reach, &pool)).build().expect("a client");
         client.wait_ready(PATIENCE).expect("every expert has a replica");
         let rng = StdRng::seed_from_u64(seed);
         Self { cluster, pool, client, checkpoint, rng, seed, outs: Vec::new() }
@@ -115,13 +136,6 @@ impl Setup {
         self.compute_until("layers", |_, done| done == num);
     }
 
-    /// Members as the control plane shows them.
-    pub fn members(&self, runtime: &tokio::runtime::Runtime) -> Vec<MemberInfo> {
-        let token = Some(self.cluster.token().to_owned());
-        let control = ControlClient::new(&self.cluster.control_url(), token).expect("a client");
-        runtime.block_on(control.members()).expect("members")
-    }
-
     /// Failovers that no silence explains: a busy machine can make any server look frozen.
     pub fn failovers(&self) -> BTreeMap<String, f64> {
         let mut all = metric_by_label(&self.client, "switchyard_client_failovers_total");
@@ -141,9 +155,14 @@ impl Setup {
 
 /// A client of `cluster`, patient with everything but silence.
 pub fn client(cluster: &LocalCluster, pool: &InputPool) -> MoeClientBuilder {
+    client_at(&(cluster.control_url(), cluster.token().to_owned()), pool)
+}
+
+/// The same by URL and token.
+fn client_at((url, token): &(String, String), pool: &InputPool) -> MoeClientBuilder {
     MoeClient::builder(pool.model.clone())
-        .control_plane(cluster.control_url(), Some(cluster.token().to_owned()))
-        .ticket(Some(cluster.token().to_owned()))
+        .control_plane(url, Some(token.clone()))
+        .ticket(Some(token.clone()))
         .replica_wait(Duration::from_secs(20))
 }
 

@@ -2,175 +2,80 @@
 //! a proxy, over libfabric; with the feature `verbs` and `SWITCHYARD_TEST_TRANSPORT=verbs` over RDMA.
 
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use attention_client::{ClientModel, ExpertBackend, LocalExperts, MoeClient};
-use checkpoint::Checkpoint;
-use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
-use expert_server::{ExpertSelection, ExpertServer, Placement, RunningServer, ServerConfig};
 use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
-use p2p_core::{
-    AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind, Transports,
-};
+use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotLayout, TransportKind, Transports};
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork, ThreadStats};
-use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
+use switchyard_tests::replicas::{Party, Replicas};
 
 #[path = "../src/skip.rs"]
 mod skip;
 
-/// Small enough that most requests take many frames.
-const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-const NUM_SERVERS: usize = 3;
-
 #[test]
 fn layers_are_computed_through_the_proxies() {
     let Some(mut rig) = Rig::start() else { return };
-    for round in 0..20 {
-        rig.forward(round);
-    }
-    rig.finish(0);
+    rig.replicas.forward(0..20);
+    rig.check(0);
 }
 
 #[test]
 fn a_server_that_goes_is_replaced() {
     let Some(mut rig) = Rig::start() else { return };
-    rig.forward(0);
-    let server = rig.servers[1].take().expect("a server");
-    let handle = rig.runtime.handle().clone();
-    let leaving = std::thread::spawn(move || handle.block_on(server.shutdown()));
-    let mut round = 1;
-    while !leaving.is_finished() || round < 12 {
-        rig.forward(round);
-        round += 1;
-    }
-    leaving.join().expect("the server");
+    rig.replicas.lose_a_server();
     // It may have owed an answer or not.
-    rig.finish(1);
+    rig.check(1);
 }
 
 #[test]
 fn a_request_whose_post_fails_is_sent_to_a_replica() {
     for nth in [1, 4, 9] {
         let Some(mut rig) = Rig::start() else { return };
-        for round in 0..3 {
-            rig.forward(round);
-        }
+        rig.replicas.forward(0..3);
         // Of the client's operations, behind its lanes.
         rig.fault.left.store(nth, Ordering::SeqCst);
-        for round in 3..10 {
-            rig.forward(round);
-        }
+        rig.replicas.forward(3..10);
         assert!(rig.fault.left.load(Ordering::SeqCst) <= 0, "the fault was not met");
         // Whether anything had to be sent again depends on what failed: a credit or a frame.
-        rig.finish(1);
+        rig.check(1);
     }
 }
 
-/// Servers with two replicas of every expert, and a client that verifies every answer.
+/// Servers and a client behind proxies; the client's operations can fail.
 struct Rig {
-    runtime: tokio::runtime::Runtime,
-    servers: Vec<Option<RunningServer>>,
+    replicas: Replicas,
+    /// The client's.
     proxy: Arc<Proxy>,
     fault: Arc<Fault>,
-    client: MoeClient,
-    model: ClientModel,
-    local: LocalExperts,
-    rng: StdRng,
-    num_failovers: u32,
 }
 
 impl Rig {
     /// `None`, loudly, where the transport is not.
     fn start() -> Option<Self> {
-        let seed = std::env::var("SWITCHYARD_SEED").ok().and_then(|seed| seed.parse().ok());
-        let seed: u64 = seed.unwrap_or_else(rand::random);
-        println!("SWITCHYARD_SEED={seed}");
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .enable_all()
-            .build()
-            .expect("runtime");
-        let checkpoint = Arc::new(Checkpoint::open(tiny_moe()).expect("checkpoint"));
-        let model = ClientModel::of(&checkpoint);
-        let num_experts = model.shape.num_experts as usize;
-        let holders = |expert: usize| [expert % NUM_SERVERS, (expert + 1) % NUM_SERVERS];
-        let servers: Vec<Option<RunningServer>> = (0..NUM_SERVERS)
-            .map(|server| {
-                let held = (0..num_experts).filter(|&expert| holders(expert).contains(&server));
-                let held = ExpertSelection::EveryLayer(held.map(|expert| expert as u32).collect());
-                let name = format!("server-{server}");
-                let mut config = ServerConfig::new(tiny_moe(), name, Placement::Static(held));
-                let (transports, _) = behind_proxy(transport()?);
-                config.transports = transports;
-                config.slot = SLOT;
-                config.num_threads = 1;
-                let server = runtime.block_on(ExpertServer::start(config, |_| {}));
-                Some(Some(server.expect("server")))
-            })
-            .collect::<Option<_>>()?;
-        let addrs = servers.iter().flatten().map(|server| server.data_addr().to_string());
-        let replicas: Vec<Vec<u32>> =
-            (0..num_experts).map(|expert| holders(expert).map(|s| s as u32).to_vec()).collect();
-        let table = table(&model, addrs.collect(), &replicas);
         let fault = Arc::new(Fault { left: AtomicI64::new(i64::MAX) });
-        let faulty = Arc::new(FaultyNetwork { inner: transport()?, fault: Arc::clone(&fault) });
-        let (transports, proxy) = behind_proxy(faulty);
-        let client = MoeClient::builder(model.clone())
-            .placement(table)
-            .slot(SLOT)
-            .transports(transports)
-            .deadline(Duration::from_secs(10))
-            .replica_wait(Duration::from_secs(10))
-            .build()
-            .expect("client");
-        client.wait_ready(Duration::from_secs(30)).expect("servers");
-        let local = LocalExperts::new(checkpoint);
-        let rng = StdRng::seed_from_u64(seed);
-        let num_failovers = 0;
-        Some(Self { runtime, servers, proxy, fault, client, model, local, rng, num_failovers })
+        let mut proxy_of_client = None;
+        let replicas = Replicas::start(|party| {
+            let network = transport()?;
+            if party != Party::Client {
+                return Some(behind_proxy(network).0);
+            }
+            let faulty = Arc::new(FaultyNetwork { inner: network, fault: Arc::clone(&fault) });
+            let (transports, proxy) = behind_proxy(faulty);
+            proxy_of_client = Some(proxy);
+            Some(transports)
+        })?;
+        Some(Self { replicas, proxy: proxy_of_client?, fault })
     }
 
-    /// A random layer, compared with the same experts computed in this process.
-    fn forward(&mut self, round: usize) {
-        let (hidden, top_k) = (self.model.shape.hidden as usize, 4);
-        let num_tokens = [1, 20, 150][round % 3];
-        let rng = &mut self.rng;
-        let layer = self.model.moe_layers[rng.random_range(0..self.model.moe_layers.len())];
-        let x: Vec<f32> = (0..num_tokens * hidden).map(|_| rng.random_range(-2.0..2.0)).collect();
-        let num_experts = self.model.shape.num_experts as i32;
-        let experts: Vec<i32> =
-            (0..num_tokens * top_k).map(|_| rng.random_range(-1..num_experts)).collect();
-        let weights: Vec<f32> =
-            (0..num_tokens * top_k).map(|_| rng.random_range(-0.5..1.5)).collect();
-        let mut expected = vec![f32::NAN; x.len()];
-        self.local.forward(layer, &x, &experts, &weights, &mut expected).expect("reference");
-        let mut found = vec![f32::NAN; x.len()];
-        let timing = self.client.forward(layer, &x, &experts, &weights, &mut found);
-        self.num_failovers += timing.expect("an answer").failovers;
-        let scale = expected.iter().fold(1e-3f32, |max, value| max.max(value.abs()));
-        for (found, expected) in found.iter().zip(&expected) {
-            assert!((found - expected).abs() / scale < 1e-5, "round {round}: {found}, {expected}");
-        }
-    }
-
-    fn finish(self, most_failovers: u32) {
-        assert!(self.num_failovers <= most_failovers, "{} failovers", self.num_failovers);
-        for name in ["lost", "duplicated"] {
-            let name = format!("switchyard_client_{name}_requests_total");
-            let families = self.client.registry().gather();
-            let family = families.iter().find(|family| family.name() == name);
-            let family = family.unwrap_or_else(|| panic!("no metric {name}"));
-            assert!(family.get_metric().iter().all(|m| m.get_counter().get_value() == 0.0));
-        }
+    fn check(&self, most_failovers: u32) {
+        self.replicas.check(most_failovers);
         let commands: u64 =
             self.proxy.stats().iter().map(|stats: &ThreadStats| stats.commands).sum();
         assert!(commands > 100, "{commands} commands: the client's operations went another way");
@@ -323,30 +228,5 @@ impl Endpoint for FaultyEndpoint {
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         self.0.wait_fd()
-    }
-}
-
-fn tiny_moe() -> PathBuf {
-    // In a guest the model is somewhere else.
-    let given = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
-    given.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe")))
-}
-
-/// The same replicas in every layer.
-fn table(model: &ClientModel, addrs: Vec<String>, replicas: &[Vec<u32>]) -> PlacementTable {
-    let servers = addrs.into_iter().enumerate().map(|(idx, data_addr)| ServerEntry {
-        member_id: MemberId::parse(&format!("m-{idx}")).expect("id"),
-        name: format!("server-{idx}"),
-        incarnation: 1,
-        data_addr,
-    });
-    let layers =
-        model.moe_layers.iter().map(|&layer| LayerPlacement { layer, replicas: replicas.to_vec() });
-    PlacementTable {
-        cluster_id: "test".to_owned(),
-        epoch: 1,
-        model: Some(model.descriptor()),
-        servers: servers.collect(),
-        layers: layers.collect(),
     }
 }

@@ -42,15 +42,28 @@ resources=$(rdma resource show)
 check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
 check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
 check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_verbs
+# What ofi_rxm needs over verbs, see docs/operations.md; the first variable fits its queue into this device.
+check "conformance over libfabric's verbs;ofi_rxm" 200 \
+    env FI_UNIVERSE_SIZE=8 FI_OFI_RXM_USE_SRX=1 FI_MR_CACHE_MAX_COUNT=0 \
+    SWITCHYARD_REQUIRE=rdma,libfabric SWITCHYARD_TEST_PROVIDER='verbs;ofi_rxm' \
+    ./conformance --exact two_processes_over_another_provider
 mkdir -p $model && cp /mnt/*.json /mnt/*.safetensors $model
 check "layers with failover through proxies" 200 \
     env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_layers --test-threads=1
+check "fused kernels through proxies" 200 \
+    env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
 second_device
 sent=$(packets rxe1)
 check "conformance over six queue pairs of two devices" 200 \
     env SWITCHYARD_TEST_PORTS=rxe0+rxe1 ./conformance --exact verbs::two_processes_over_several_queue_pairs
 sent=$(($(packets rxe1) - sent))
 [ $sent -gt 500 ] || { echo "rxe: only $sent packets went by the second device"; exit 1; }
+sent=$(packets rxe1)
+SWITCHYARD_TEST_PORTS=rxe0+rxe1 check "a fabric of two devices" 200 ./verbs --test-threads=1 lanes::
+SWITCHYARD_TEST_TRANSPORT=verbs:rxe0+rxe1 check "the message engine over two devices" 200 \
+    ./engine --test-threads=2 --skip large --skip killed
+sent=$(($(packets rxe1) - sent))
+[ $sent -gt 5000 ] || { echo "rxe: only $sent packets of the engine went by the second device"; exit 1; }
 rdma link del rxe1
 (
     export SWITCHYARD_TEST_TRANSPORT=verbs

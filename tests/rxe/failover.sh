@@ -79,6 +79,9 @@ import json, sys
 folder = sys.argv[1]
 report, expected = (json.load(open(f"{folder}/{name}")) for name in ("out", "expected"))
 found = report["token_ids"]
+for count in "lost_requests", "duplicated_requests":
+    if report[count] != 0:
+        sys.exit(f"rxe: `{count}` is {report[count]}, expected 0")
 if found != expected:
     sys.exit(f"rxe: the tokens differ from the reference\nfound    {found}\nexpected {expected}")
 print(f"all {len(found)} tokens are those of the reference, {report['tokens_per_s']:.1f} tokens/s")

@@ -123,10 +123,11 @@ pub fn difference(found: &[f32], expected: &[f32]) -> f32 {
     worst.fold(0.0f32, |max, d| if d.is_nan() { f32::INFINITY } else { max.max(d) }) / scale
 }
 
-/// The trained checkpoint of the repository.
+/// The trained checkpoint of the repository; in a virtual machine `SWITCHYARD_TEST_MODEL` says where it is.
 #[must_use]
 pub fn tiny_moe() -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"))
+    let given = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
+    given.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe")))
 }
 
 /// A seed from `SWITCHYARD_SEED`, or a fresh one; printed, so that a failure can be replayed.

@@ -1,6 +1,6 @@
 //! Real processes, real signals: runs layers while things go wrong, and checks every output.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ use crate::inputs::InputPool;
 use crate::procfs;
 use crate::report::{EventRecord, LayerRecord, Report, Rule, Times, by_kind};
 use crate::schedule::{Bounds, Event, Kind, Weights, schedule};
-use crate::worker::{Shared, metric, metric_by_label, work};
+use crate::worker::{Shared, is_whole, metric, metric_by_label, work};
 
 /// What to run.
 #[derive(Debug, Clone)]
@@ -283,20 +283,7 @@ impl Driver<'_> {
     }
 
     fn is_whole(&self) -> bool {
-        let client = &self.shared.client;
-        let model = client.model();
-        let has_all = |layer: u32, expert: u32| {
-            let names: BTreeSet<String> = client.replicas(layer, expert).into_iter().collect();
-            names.len() == self.options.replicas
-        };
-        let lanes = metric(client, "switchyard_client_lanes");
-        let links = metric_by_label(client, "switchyard_client_links");
-        links.get("up").copied() == Some(lanes * self.options.servers as f64)
-            && links.get("leaving").is_none_or(|&leaving| leaving == 0.0)
-            && model
-                .moe_layers
-                .iter()
-                .all(|&layer| (0..model.shape.num_experts).all(|expert| has_all(layer, expert)))
+        is_whole(&self.shared.client, self.options.servers, self.options.replicas)
     }
 
     /// Waits until `target` layers are finished.

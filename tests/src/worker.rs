@@ -1,6 +1,6 @@
 //! Client threads of the rig, and what they share with its driver.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -207,6 +207,25 @@ pub fn metric_by_label(client: &MoeClient, name: &str) -> BTreeMap<String, f64> 
 #[must_use]
 pub fn metric(client: &MoeClient, name: &str) -> f64 {
     metric_by_label(client, name).values().sum()
+}
+
+/// Whether a client has a live link to each of `num_servers` servers in every lane, and every expert all of
+/// its `replicas`.
+#[must_use]
+pub fn is_whole(client: &MoeClient, num_servers: usize, replicas: usize) -> bool {
+    let model = client.model();
+    let has_all = |layer: u32, expert: u32| {
+        let names: BTreeSet<String> = client.replicas(layer, expert).into_iter().collect();
+        names.len() == replicas
+    };
+    let lanes = metric(client, "switchyard_client_lanes");
+    let links = metric_by_label(client, "switchyard_client_links");
+    links.get("up").copied() == Some(lanes * num_servers as f64)
+        && links.get("leaving").is_none_or(|&leaving| leaving == 0.0)
+        && model
+            .moe_layers
+            .iter()
+            .all(|&layer| (0..model.shape.num_experts).all(|expert| has_all(layer, expert)))
 }
 
 const ABANDONED_SHARE: f64 = 0.03;

@@ -8,7 +8,9 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::steps::{Outcome, cargo, run};
+use crate::artifacts::{self, Target};
+use crate::sass::{self, Findings};
+use crate::steps::{self, Outcome, cargo, run};
 use crate::tools;
 
 /// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.
@@ -33,52 +35,40 @@ const PROGRAMS: [&str; 7] = [
     "p2p_bench",
     "ibgda_bench",
 ];
-/// Programs of packages with the feature `cuda`, by package.
-const RUST_PROGRAMS: [(&str, &[&str]); 2] = [
-    ("switchyard", &["switchyard"]),
-    ("switchyard-proxy", &["benchmark_local", "benchmark_relay"]),
+/// Programs for users, built as they are shipped.
+const RUST_PROGRAMS: [Target; 4] = [
+    Target { kind: "--bin", package: "cli", name: "switchyard" },
+    Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_local" },
+    Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_relay" },
+    Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_remote" },
 ];
-/// Packages with the feature `cuda`; of each the test that goes into the bundle, and its name there.
-const RUST_TESTS: [(&str, &str, &str); 3] = [
-    ("switchyard-kernels", "against_rust", "rust_kernels_test"),
-    ("switchyard-p2p-core", "cuda_ipc", "rust_cuda_ipc_test"),
-    ("switchyard-proxy", "gpu", "rust_proxy_test"),
+/// Tests that go into the bundle: their names there.
+const RUST_TESTS: [(&str, Target); 7] = [
+    ("rust_kernels_test", Target { kind: "--test", package: "kernels", name: "against_rust" }),
+    ("rust_cuda_ipc_test", Target { kind: "--test", package: "p2p-core", name: "cuda_ipc" }),
+    ("rust_proxy_test", Target { kind: "--test", package: "p2p-core/proxy", name: "gpu" }),
+    ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
+    (
+        "rust_device_server_test",
+        Target { kind: "--test", package: "expert-server", name: "device" },
+    ),
+    (
+        "rust_device_client_test",
+        Target { kind: "--test", package: "attention-client", name: "device" },
+    ),
+    (
+        "rust_device_alloc_test",
+        Target { kind: "--test", package: "attention-client", name: "device_alloc" },
+    ),
 ];
+/// The feature `cuda` of every package that has it.
+const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-expert-server/cuda,\
+    switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,switchyard-tests/cuda";
+/// The small model, for tests of whole layers.
+const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
 /// Machine code for Hopper, PTX for what comes later.
 const TARGETS: [&str; 2] =
     ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"];
-/// What must be found in the disassembly of each kernel file.
-const EXPECTED_INSTRUCTIONS: [(&str, &[&str]); 4] = [
-    // 16-byte loads and stores, a fence over the link, quantisation in hardware.
-    (
-        "dispatch",
-        &["LDG.E.128", "STG.E.128|ST.E.128", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS", "F2FP.SATFINITE.E4M3"],
-    ),
-    (
-        "combine",
-        &["LD.E.128|LDG.E.128", "STG.E.128|ST.E.128", "LD.E.64.STRONG.SYS|LDG.E.64.STRONG.SYS"],
-    ),
-    // Cluster barriers for expert_recv.
-    ("expert", &["UCGABAR_ARV", "MEMBAR.SC.SYS|MEMBAR.ALL.SYS"]),
-    // Matrix units of a warpgroup in bf16 and fp8, fed by the copy engine; registers handed over between
-    // warpgroups; results through shared memory.
-    (
-        "compute",
-        &[
-            "HGMMA.64x256x16.F32.BF16",
-            "HGMMA.64x8x16.F32.BF16",
-            "QGMMA.64x128x32.F32.E4M3.E4M3",
-            "QGMMA.64x8x32.F32.E4M3.E4M3",
-            "UTMALDG.5D",
-            "UTMALDG.3D",
-            "UBLKCP",
-            "LDGSTS.E.BYPASS",
-            "USETMAXREG",
-            "STSM.16.M88.4",
-            "STSM.16.MT88.2",
-        ],
-    ),
-];
 const MAX_BUNDLE_BYTES: u64 = 40 << 20;
 
 /// An installed toolkit.
@@ -101,29 +91,12 @@ impl Toolkit {
         if let Some(root) = wheel_root(&venv) {
             return Ok(Ok(Self { root }));
         }
-        if !tools::on_path("python3") {
-            return Ok(
-                Err("python3 is missing: it installs the CUDA compiler's wheels".to_owned()),
-            );
-        }
         println!("installing the CUDA {VERSION} compiler into {} (once, 280 MB)", venv.display());
-        let made = Command::new("python3").args(["-m", "venv"]).arg(&venv).status();
-        if !made.is_ok_and(|status| status.success()) {
-            return Ok(Err(
-                "python3 -m venv failed: install Debian's package `python3-venv`".to_owned()
-            ));
+        if let Err(reason) = tools::install_wheels(&venv, &WHEELS)? {
+            return Ok(Err(reason));
         }
-        let installed = Command::new(venv.join("bin/pip"))
-            .args(["install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"])
-            .args(WHEELS)
-            .status()
-            .context("cannot start pip")?;
-        match wheel_root(&venv) {
-            Some(root) if installed.success() => Ok(Ok(Self { root })),
-            _ => Ok(Err(format!(
-                "the CUDA wheels could not be installed (pip ended with {installed})"
-            ))),
-        }
+        let root = wheel_root(&venv);
+        Ok(root.map(|root| Self { root }).ok_or_else(|| "the CUDA wheels have no nvcc".to_owned()))
     }
 
     /// One of its programs.
@@ -142,7 +115,7 @@ impl Toolkit {
             .tool("nvcc")
             .args(["-O3", "-std=c++17", "-Xptxas", "-v", "-c"])
             .args(targets)
-            .args(["-Ikernels/include", "-Ikernels/cuda", "-Ikernels/gpu-tests", "-o"])
+            .args(["-Ikernels/include", "-Ikernels/cuda", "-Ip2p-core/softnic/gpu", "-o"])
             .args([object, source])
             .output()
             .context("cannot start nvcc")?;
@@ -165,8 +138,8 @@ pub fn install_toolkit() -> Result<Outcome> {
     })
 }
 
-/// The step `kernels`: compiles every kernel, finds no spills and the instructions that are meant to be
-/// there.
+/// The step `kernels`: compiles every kernel, finds no spills, and in each of them the instructions that are
+/// meant to be there.
 pub fn check_kernels() -> Result<Outcome> {
     let toolkit = match Toolkit::find()? {
         Ok(toolkit) => toolkit,
@@ -197,7 +170,7 @@ pub fn check_kernels() -> Result<Outcome> {
         }
         println!("{name}.cu: {num_kernels} kernels, no spills");
     }
-    for (name, instructions) in EXPECTED_INSTRUCTIONS {
+    for name in KERNELS {
         let listing = toolkit
             .tool("cuobjdump")
             .arg("--dump-sass")
@@ -206,44 +179,36 @@ pub fn check_kernels() -> Result<Outcome> {
             .stderr(Stdio::inherit())
             .output()
             .context("cannot start cuobjdump")?;
-        let listing = String::from_utf8_lossy(&listing.stdout);
-        for choice in instructions {
-            if !choice.split('|').any(|instruction| listing.contains(instruction)) {
-                return Ok(Outcome::Failed(format!(
-                    "{name}.cu has no {choice} in its machine code"
-                )));
-            }
+        let Findings { num_kernels, exceptions, wrong } =
+            sass::check(name, &String::from_utf8_lossy(&listing.stdout));
+        if !wrong.is_empty() {
+            return Ok(Outcome::Failed(format!(
+                "{name}.cu, in its machine code:\n  {}",
+                wrong.join("\n  ")
+            )));
         }
-        // A stack array in local memory shows as LDL or STL.
-        if listing.lines().any(|line| line.contains(" LDL") || line.contains(" STL")) {
-            println!("{name}.cu: note: some kernel keeps data in local memory");
+        println!("{name}.cu: {num_kernels} kernels have the instructions that they must have");
+        for (reason, num) in exceptions {
+            println!("{name}.cu: local memory in {num} of them: {reason}");
         }
-        println!("{name}.cu: {} found", instructions.join(", "));
     }
-    check_rust_side()
+    test_rust_side()
 }
 
-/// Lints and runs the Rust side with the kernels embedded, all packages at once so that what they share
-/// is built once. The build finds the toolkit as we did. Tests that need a GPU skip themselves.
-fn check_rust_side() -> Result<Outcome> {
-    let tested = RUST_TESTS.map(|(package, ..)| package);
-    let mut lint = cargo(&["clippy", "--all-targets"]);
-    let linted = RUST_PROGRAMS.map(|(package, _)| package);
-    for package in linted.iter().filter(|package| !tested.contains(package)).chain(&tested) {
-        lint.args(["-p", package, "--features", &format!("{package}/cuda")]);
+/// What [`steps::features`] is for builds without GPUs.
+pub fn features() -> String {
+    format!("{},{FEATURES}", steps::features())
+}
+
+/// Builds and starts tests with the kernels embedded, whose entries the build script has found. Without a
+/// GPU they say so and are listed as skipped; on GPUs in software they run in the step `unit`.
+fn test_rust_side() -> Result<Outcome> {
+    let features = format!("{},switchyard-kernels/cuda", steps::features());
+    let command = ["test", "--workspace", "--features", &features, "--test", "against_rust"];
+    match run(cargo(&command).args(["--", "gpu"]))? {
+        Outcome::Failed(reason) => Ok(Outcome::Failed(format!("with feature `cuda`: {reason}"))),
+        other => Ok(other),
     }
-    let mut run_tests = cargo(&["test", "--lib"]);
-    for (package, test, _) in RUST_TESTS {
-        run_tests.args(["-p", package, "--features", &format!("{package}/cuda"), "--test", test]);
-    }
-    // What needs no GPU runs with the other tests already, in builds without the feature.
-    run_tests.args(["--", "gpu", "slots"]);
-    for command in [lint.args(["--", "-D", "warnings"]), &mut run_tests] {
-        if let Outcome::Failed(reason) = run(command)? {
-            return Ok(Outcome::Failed(format!("with feature `cuda`: {reason}")));
-        }
-    }
-    Ok(Outcome::Passed)
 }
 
 /// `cargo xtask gpu-bundle`: programs and scripts in `target/gpu-bundle`, for a host with a driver.
@@ -295,17 +260,16 @@ pub fn make_bundle() -> Result<Outcome> {
         }
         strip(&bundle.join(program))?;
     }
-    for (package, test, name) in RUST_TESTS {
-        println!("compiling test {test} of {package}");
-        let program = build_with_cuda(&["test", "--no-run"], package, "--test", test)?;
-        add_program(&program, &bundle.join(name))?;
-    }
-    for (package, programs) in RUST_PROGRAMS {
-        for name in programs {
-            println!("compiling {name} of {package}");
-            let program = build_with_cuda(&["build"], package, "--bin", name)?;
-            add_program(&program, &bundle.join(name))?;
-        }
+    // Without RDMA, whose library would have to be on every GPU host.
+    let features = format!("switchyard-proxy/libfabric,{FEATURES}");
+    println!("compiling the tests in Rust");
+    let tests = artifacts::build(&[], &features, &RUST_TESTS.map(|(_, target)| target))?;
+    println!("compiling the programs in Rust");
+    let programs = artifacts::build(&["--release"], &features, &RUST_PROGRAMS)?;
+    let test_names = RUST_TESTS.map(|(name, _)| name);
+    let program_names = RUST_PROGRAMS.map(|target| target.name);
+    for (name, from) in test_names.iter().chain(&program_names).zip(tests.iter().chain(&programs)) {
+        add_program(from, &bundle.join(name))?;
     }
     for (from, to) in [
         ("kernels/gpu-tests/run-tests.sh", "run-tests.sh"),
@@ -316,17 +280,14 @@ pub fn make_bundle() -> Result<Outcome> {
     ] {
         std::fs::copy(from, bundle.join(to)).with_context(|| format!("cannot copy {from}"))?;
     }
+    let mut num_bytes = copy_model(&bundle.join("tiny-moe"))?;
     // The scripts unpack them where they run.
-    let programs = PROGRAMS.into_iter().chain(RUST_TESTS.map(|(.., name)| name));
-    let programs =
-        programs.chain(RUST_PROGRAMS.iter().flat_map(|(_, names)| names.iter().copied()));
-    for program in programs {
+    for program in PROGRAMS.into_iter().chain(test_names).chain(program_names) {
         let mut gzip = Command::new("gzip");
         if let Outcome::Failed(reason) = run(gzip.arg("--force").arg(bundle.join(program)))? {
             return Ok(Outcome::Failed(format!("{program} could not be packed: {reason}")));
         }
     }
-    let mut num_bytes = 0;
     for entry in std::fs::read_dir(bundle)? {
         num_bytes += entry?.metadata()?.len();
     }
@@ -340,6 +301,14 @@ pub fn make_bundle() -> Result<Outcome> {
     })
 }
 
+fn copy_model(to: &Path) -> Result<u64> {
+    let (from, files) = MODEL;
+    std::fs::create_dir_all(to).with_context(|| format!("cannot create {}", to.display()))?;
+    let copy = |name: &str| std::fs::copy(Path::new(from).join(name), to.join(name));
+    let copied: std::io::Result<Vec<u64>> = files.into_iter().map(copy).collect();
+    Ok(copied.with_context(|| format!("cannot copy {from}"))?.into_iter().sum())
+}
+
 fn add_program(from: &Path, to: &Path) -> Result<()> {
     std::fs::copy(from, to).with_context(|| format!("cannot copy {}", from.display()))?;
     strip(to)
@@ -351,28 +320,6 @@ fn strip(program: &Path) -> Result<()> {
         Outcome::Failed(reason) => bail!("{}: {reason}", program.display()),
         _ => Ok(()),
     }
-}
-
-/// Builds a program or test with the feature `cuda` and says where it is.
-fn build_with_cuda(command: &[&str], package: &str, kind: &str, name: &str) -> Result<PathBuf> {
-    let output = cargo(command)
-        .args(["--message-format", "json", "-p", package, "--features", "cuda", kind, name])
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cannot start cargo")?;
-    if !output.status.success() {
-        bail!("{name} of {package} could not be built ({})", output.status);
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
-    let program = text
-        .lines()
-        .filter(|line| line.contains("\"compiler-artifact\""))
-        // A test brings its package's programs along.
-        .filter(|line| line.contains(&format!("\"name\":\"{name}\"")))
-        .filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'))
-        .map(|(path, _)| PathBuf::from(path))
-        .next_back();
-    program.with_context(|| format!("cargo named no program for {name} of {package}"))
 }
 
 fn wheel_root(venv: &Path) -> Option<PathBuf> {

@@ -1,7 +1,9 @@
 //! Developer commands. `cargo xtask test` is everything that must hold before a change lands.
 
+mod artifacts;
 mod cuda;
 mod fault;
+mod sass;
 mod steps;
 mod tools;
 
@@ -38,6 +40,8 @@ enum Command {
     },
     /// Lists the steps of `test`.
     Steps,
+    /// Formats Rust, C, C++ and CUDA as `test` wants them.
+    Fmt,
     /// Installs the CUDA compiler from pinned packages and prints where it is.
     CudaToolkit,
     /// Builds the GPU tests and benchmarks into `target/gpu-bundle`, to be run on a host with a driver.
@@ -68,6 +72,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Command::Fault { layers, seed, out, rig } => fault::run(layers, seed, out, &rig),
+        Command::Fmt => single(steps::fmt::apply),
         Command::CudaToolkit => single(cuda::install_toolkit),
         Command::GpuBundle => single(cuda::make_bundle),
         Command::Test { only, skip, fail_fast } => test(&only, &skip, fail_fast),

@@ -1,11 +1,13 @@
 //! The steps of `cargo xtask test`, in order: cheap and telling first.
 
+pub mod fmt;
 mod mlx5;
 mod rxe;
 mod scale;
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
@@ -36,7 +38,7 @@ pub fn all() -> Vec<Step> {
     let step = |name, about, run| Step { name, about, run };
     vec![
         step("packages", "system packages that the tests need", tools::install_packages),
-        step("fmt", "formatting", fmt),
+        step("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
         step("clippy", "lints, warnings as errors", clippy),
         step("deny", "licences, sources and bans of dependencies", deny),
         step("unit", "unit, conformance, end-to-end and fault tests", unit),
@@ -52,7 +54,7 @@ pub fn all() -> Vec<Step> {
         step("scale", "a thousand peers and deaths over libfabric", scale::check),
         step("rxe", "the verbs transport on Soft-RoCE devices in QEMU guests", rxe::check),
         step("deploy", "Prometheus rules and scrape configuration, systemd units", deploy),
-        step("demo", "the release build's demo, verified against the reference", demo),
+        step("demo", "the demo, verified against the reference", demo),
     ]
 }
 
@@ -86,6 +88,18 @@ pub fn skipped_inside_tests() -> Vec<(String, String)> {
     rows
 }
 
+/// Notes that a part of a step did not run, as single tests do.
+fn note_skip(resource: &str, reason: &str) -> Result<()> {
+    let path = skip_log();
+    let mut log = std::fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(&path)
+        .with_context(|| format!("cannot open {}", path.display()))?;
+    writeln!(log, "{resource}\t{reason}")
+        .with_context(|| format!("cannot write to {}", path.display()))
+}
+
 fn skip_log() -> PathBuf {
     target_dir().join("skipped-tests.tsv")
 }
@@ -113,42 +127,72 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
     })
 }
 
-fn fmt() -> Result<Outcome> {
-    run(&mut cargo(&["fmt", "--all", "--check"]))
+/// Features of the workspace's builds, beside the default ones: the proxy's tests over libfabric, which is
+/// opened at run time, and RDMA where its headers are.
+///
+/// All steps build for the whole workspace with these, or with more: for a single package cargo chooses
+/// other features of dependencies, and builds all of them once more.
+pub fn features() -> String {
+    let rdma = if rxe::can_build() { rxe::FEATURES } else { &[] };
+    let all: Vec<&str> = [["switchyard-proxy/libfabric"].as_slice(), rdma].concat();
+    all.join(",")
 }
 
+/// Lints with every feature that can be built here. What stands in for a feature that is left out is
+/// compiled by the steps `unit` and `doc`.
 fn clippy() -> Result<Outcome> {
-    run(&mut cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+    let mut features = features();
+    match cuda::Toolkit::find()? {
+        Ok(_) => features = cuda::features(),
+        Err(reason) => note_skip("cuda", &format!("not linted: {reason}"))?,
+    }
+    if !rxe::can_build() {
+        note_skip("verbs", "not linted: headers of libibverbs or librdmacm are missing")?;
+    }
+    let lints = ["clippy", "--workspace", "--features", &features, "--all-targets"];
+    run(cargo(&lints).args(["--", "-D", "warnings"]))
 }
 
+/// Known vulnerabilities are looked up where their database can be fetched.
 fn deny() -> Result<Outcome> {
-    match tools::cargo_tool("cargo-deny", "0.20.2")? {
-        Ok(program) => run(Command::new(program).args([
-            "check",
-            "--hide-inclusion-graph",
-            "licenses",
-            "bans",
-            "sources",
-        ])),
-        Err(reason) => Ok(Outcome::Skipped(reason)),
+    let program = match tools::cargo_tool("cargo-deny", "0.20.2")? {
+        Ok(program) => program,
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
+    };
+    let mut checks = vec!["licenses", "bans", "sources"];
+    let fetched = Command::new(&program)
+        .args(["--log-level", "off", "fetch", "db"])
+        .stderr(Stdio::null())
+        .status()
+        .context("cannot start cargo-deny")?;
+    if fetched.success() {
+        checks.push("advisories");
+    } else {
+        let reason = "the RustSec database cannot be fetched from github.com";
+        note_skip("advisories", reason)?;
     }
+    run(Command::new(program).args(["check", "--hide-inclusion-graph"]).args(checks))
 }
 
 fn unit() -> Result<Outcome> {
     let nextest = cargo(&["nextest", "--version"]).output().is_ok_and(|out| out.status.success());
+    let features = features();
+    let features = ["--workspace", "--features", &features, "--no-fail-fast"];
     if nextest {
-        run(&mut cargo(&["nextest", "run", "--workspace", "--no-fail-fast"]))
+        run(cargo(&["nextest", "run"]).args(features).args(["-E", rxe::ON_HOST]))
     } else {
-        run(&mut cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-fail-fast"]))
+        run(cargo(&["test", "--lib", "--bins", "--tests"]).args(features))
     }
 }
 
 fn doc() -> Result<Outcome> {
-    match run(&mut cargo(&["test", "--workspace", "--doc"]))? {
+    let features = features();
+    match run(&mut cargo(&["test", "--workspace", "--features", &features, "--doc"]))? {
         Outcome::Passed => {}
         other => return Ok(other),
     }
-    run(cargo(&["doc", "--workspace", "--no-deps", "--quiet"]).env("RUSTDOCFLAGS", "-D warnings"))
+    let links = ["doc", "--workspace", "--features", &features, "--no-deps", "--quiet"];
+    run(cargo(&links).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
 fn loom() -> Result<Outcome> {
@@ -167,7 +211,7 @@ fn fuzz() -> Result<Outcome> {
             format!("{compiler} is missing, which libFuzzer needs: install g++, or set CXX");
         return Ok(Outcome::Skipped(reason));
     }
-    run(Command::new("bash").args(["fuzz/run.sh", "20"]))
+    run(Command::new("bash").args(["fuzz/run.sh", "13"]))
 }
 
 fn deploy() -> Result<Outcome> {
@@ -219,9 +263,18 @@ fn verify_units() -> Result<Outcome> {
     })
 }
 
+/// With the binary of the steps before: one of the release profile would be minutes of compiling for the
+/// same checks.
 fn demo() -> Result<Outcome> {
-    let output = cargo(&["run", "--release", "--quiet", "--", "demo", "--json"])
-        .stderr(std::process::Stdio::inherit())
+    let features = features();
+    let build = ["build", "--quiet", "--workspace", "--features", &features, "--bin", "switchyard"];
+    // The features that tests add to dependencies count only when some test is built, too.
+    if let Outcome::Failed(reason) = run(cargo(&build).args(["--test", "cli"]))? {
+        return Ok(Outcome::Failed(reason));
+    }
+    let output = Command::new(target_dir().join("debug/switchyard"))
+        .args(["demo", "--json"])
+        .stderr(Stdio::inherit())
         .output()
         .context("cannot start the demo")?;
     let text = String::from_utf8_lossy(&output.stdout);

@@ -80,6 +80,7 @@ pub fn cargo_tool(name: &str, version: &str) -> Result<Result<PathBuf, String>> 
         .arg(&root)
         .arg(name)
         .env("CARGO_TARGET_DIR", root.join("build"))
+        .env("CARGO_PROFILE_DEV_DEBUG", "0")
         .env_remove("RUSTFLAGS")
         .status()
         .with_context(|| format!("cannot start cargo to install {name}"))?;
@@ -88,6 +89,43 @@ pub fn cargo_tool(name: &str, version: &str) -> Result<Result<PathBuf, String>> 
     }
     if let Err(error) = std::fs::remove_dir_all(root.join("build")) {
         println!("cannot remove the build folder of {name}: {error}");
+    }
+    Ok(Ok(program))
+}
+
+/// Installs pinned packages from PyPI into a virtual environment at `venv`. The inner error says why
+/// that cannot be.
+pub fn install_wheels(venv: &Path, packages: &[&str]) -> Result<Result<(), String>> {
+    if !on_path("python3") {
+        return Ok(Err(format!("python3 is missing: it installs {}", packages.join(", "))));
+    }
+    let made = Command::new("python3").args(["-m", "venv"]).arg(venv).status();
+    if !made.is_ok_and(|status| status.success()) {
+        return Ok(Err("python3 -m venv failed: install Debian's package `python3-venv`".into()));
+    }
+    let installed = Command::new(venv.join("bin/pip"))
+        .args(["install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"])
+        .args(packages)
+        .status()
+        .context("cannot start pip")?;
+    if !installed.success() {
+        let packages = packages.join(", ");
+        return Ok(Err(format!("pip could not install {packages} ({installed})")));
+    }
+    Ok(Ok(()))
+}
+
+/// Path of clang-format, of the one version whose output is meant. The inner error says why there is
+/// none.
+pub fn clang_format() -> Result<Result<PathBuf, String>> {
+    const VERSION: &str = "20.1.8";
+    let venv = cache_dir().join("tools").join(format!("clang-format-{VERSION}"));
+    let program = venv.join("bin/clang-format");
+    if !program.exists() {
+        println!("installing clang-format {VERSION} into {} (once, 2 MB)", venv.display());
+        if let Err(reason) = install_wheels(&venv, &[&format!("clang-format=={VERSION}")])? {
+            return Ok(Err(reason));
+        }
     }
     Ok(Ok(program))
 }

@@ -13,6 +13,7 @@ use p2p_core::bootstrap::DeviceSide;
 use p2p_core::{SlotConfig, SlotLayout, SpinPolicy, TransportKind, Transports};
 use prometheus::Registry;
 use protocol::{FrameGeometry, ModelShape, WireDtype};
+use proxy::DeviceTransports;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
@@ -295,7 +296,8 @@ impl MoeClientBuilder {
     /// A client whose tensors lie in the memory of `gpu`, and whose servers are GPUs, too.
     ///
     /// Of this builder's settings, the slots give the size of the device slots, which servers must have
-    /// alike; what a slot must hold is the largest batch of a call. Element types, transports, lanes,
+    /// alike; what a slot must hold is the largest batch of a call. Servers are reached within a host, and
+    /// over the networks among the transports, if there are any, through a proxy. Element types, lanes,
     /// spinning and checksums have no meaning there. [`DeviceOptions`] has the others.
     ///
     /// # Errors
@@ -308,16 +310,19 @@ impl MoeClientBuilder {
         DeviceClient::build(self, gpu, options)
     }
 
-    /// What `build_device` replaces, and what it needs to know.
+    /// What `build_device` replaces; `reached` knows afterwards how servers are reached.
     pub(crate) fn for_device(
         &mut self,
         dtype: WireDtype,
+        reached: &mut DeviceTransports,
         device: impl FnOnce(&ClientModel, SlotConfig) -> Result<DeviceSide, DeviceBuildError>,
     ) -> Result<(), DeviceBuildError> {
         self.settings.device = Some(device(&self.model, self.settings.slot)?);
         self.settings.slot = DEVICE_HOST_SLOT;
-        self.settings.transports = vec![TransportKind::Local, TransportKind::Shm].into();
-        self.settings.peer_transports.clear();
+        self.settings.transports = reached.wrap(&self.settings.transports)?;
+        for (_, transports) in &mut self.settings.peer_transports {
+            *transports = reached.wrap(transports)?;
+        }
         self.dtype = dtype;
         self.response_dtype = WireDtype::Bf16;
         self.max_lanes = NonZeroUsize::MIN;

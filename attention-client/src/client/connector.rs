@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use p2p_core::PeerHello;
 use p2p_core::bootstrap::{
-    CloseReason, ConnectConfig, ConnectError, Connection, Liveness, RejectCode, connect,
+    CloseReason, ConnectConfig, ConnectError, Connection, Liveness, RejectCode, Working, connect,
 };
+use p2p_core::network::Offer;
 use protocol::{ClientHello, HelloReject, ServerHello};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
@@ -59,6 +60,15 @@ pub(crate) struct Connector {
     pub leave: watch::Receiver<Leave>,
     /// Whether the lane waits for the first attempt.
     pub initial: bool,
+    /// A link that the server gave up before it carried anything.
+    pub given_up: Option<GivenUp>,
+}
+
+/// Says something about the transport only if the server is found to be the same that it was.
+pub(crate) struct GivenUp {
+    transport: Offer,
+    incarnation: u64,
+    reason: CloseReason,
 }
 
 /// Why a link ended.
@@ -85,7 +95,10 @@ impl Connector {
             };
             let since = Instant::now();
             let ended = match connected {
-                Ok(connection) => self.keep(generation, connection).await,
+                Ok((connection, incarnation)) => {
+                    self.judge_given_up(incarnation);
+                    self.keep(generation, connection, incarnation).await
+                }
                 Err(error) => {
                     self.shared.metrics.connects_failed.inc();
                     tracing::debug!(server = self.server.name(), error, "cannot connect");
@@ -118,7 +131,8 @@ impl Connector {
         }
     }
 
-    async fn connect(&self, generation: u32) -> Result<Connection, String> {
+    /// A connection, and the server's incarnation.
+    async fn connect(&self, generation: u32) -> Result<(Connection, u64), String> {
         let settings = &self.shared.settings;
         let hello = ClientHello {
             model: self.shared.model.shape,
@@ -134,6 +148,7 @@ impl Connector {
             ticket: settings.ticket.clone(),
             transports: offered.kinds.clone(),
             networks: offered.networks.clone(),
+            fallback: self.server.fallback.clone(),
             device: settings.device.clone(),
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
@@ -163,16 +178,17 @@ impl Connector {
                 "the server shows progress too rarely for this deadline: long work will look like silence"
             );
         }
-        Ok(connection)
+        Ok((connection, reply.incarnation))
     }
 
     /// Hands the link to the lane and stays until it is over.
-    async fn keep(&mut self, generation: u32, connection: Connection) -> Ended {
-        let Connection { channel, liveness, device, .. } = connection;
+    async fn keep(&mut self, generation: u32, connection: Connection, incarnation: u64) -> Ended {
+        let Connection { channel, liveness, device, transport, left_out, .. } = connection;
+        let state = Arc::new(LinkState::new(device.as_ref()));
+        let state_seen = Arc::clone(&state);
+        let since = Instant::now();
+        let mut used = Used { transport, incarnation, state: state_seen, since, working: None };
         let device = device.map(|pair| Arc::new(PairCell::new(pair)));
-        let _up = Counted::new(&self.shared.metrics.links_up);
-        self.shared.metrics.connects_ok.inc();
-        let state = Arc::new(LinkState::default());
         let (retire, mut retired) = oneshot::channel();
         let liveness = Arc::new(liveness);
         let link = Link::new(
@@ -186,26 +202,43 @@ impl Connector {
         );
         self.server.silenced.store(false, Ordering::Relaxed);
         self.server.refused.store(false, Ordering::Relaxed);
-        self.server.note_error("connected");
+        self.server.note_error(match left_out.as_str() {
+            "" => format!("connected over {}", used.transport),
+            why => format!("connected over {}, left out {why}", used.transport),
+        });
         // A link that the lane has not taken yet is older, and its connection is over.
         drop(self.server.mailboxes[self.lane.id].force_push(Box::new(link)));
+        // Counted when the lane can find it, not before.
+        let _up = Counted::new(&self.shared.metrics.links_up);
+        self.shared.metrics.connects_ok.inc();
         self.arrive();
         self.lane.news.announce();
-        tokio::select! {
-            biased;
-            given_back = &mut retired => self.put_away(&liveness, given_back.ok()),
-            reason = liveness.closed() => {
-                state.set_down(Down::Closed);
-                self.lane.news.announce();
-                release_pair(device, state);
-                self.note_closed(reason);
-                Ended::Again
-            }
-            () = told(&mut self.leave) => {
-                let _leaving = Counted::new(&self.shared.metrics.links_leaving);
-                self.leave(&state, &liveness, &mut retired).await;
-                release_pair(device, state);
-                Ended::Over
+        loop {
+            tokio::select! {
+                biased;
+                given_back = &mut retired => {
+                    if let Ok(Retired { reason, .. }) = &given_back {
+                        self.judge(&used, *reason, &liveness).await;
+                    }
+                    return self.put_away(&liveness, given_back.ok());
+                }
+                reason = liveness.closed() => {
+                    state.set_down(Down::Closed);
+                    self.lane.news.announce();
+                    release_pair(device, state);
+                    self.judge(&used, FailReason::Closed, &liveness).await;
+                    self.note_closed(reason);
+                    return Ended::Again;
+                }
+                () = told(&mut self.leave) => {
+                    let _leaving = Counted::new(&self.shared.metrics.links_leaving);
+                    self.leave(&state, &liveness, &mut retired).await;
+                    release_pair(device, state);
+                    return Ended::Over;
+                }
+                () = state.carried(), if used.working.is_none() => {
+                    used.working = Some(self.server.fallback.note_works(&used.transport));
+                }
             }
         }
     }
@@ -271,6 +304,73 @@ impl Connector {
     }
 }
 
+/// A link's transport, which is judged when the link is over.
+struct Used {
+    transport: Offer,
+    incarnation: u64,
+    state: Arc<LinkState>,
+    since: Instant,
+    /// Held once something came over the link.
+    working: Option<Working>,
+}
+
+impl Connector {
+    /// Judges the transport of a link that is over. An idle link carries nothing either; one that ended
+    /// with an error, or that the server soon gave up, was no use. A server that goes takes its links
+    /// along, which says nothing about the transport.
+    async fn judge(&mut self, used: &Used, reason: FailReason, liveness: &Liveness) {
+        let transport = &used.transport;
+        if used.state.has_carried() {
+            if used.working.is_none() {
+                drop(self.server.fallback.note_works(transport));
+            }
+            return;
+        }
+        if !transport.kind.is_network() {
+            return;
+        }
+        let closed = match reason {
+            FailReason::Closed => liveness.closed_now(),
+            // The transport may tell the end of a process sooner than the connection does.
+            FailReason::Silent | FailReason::Transport => {
+                match timeout(NEWS_OF_AN_END, liveness.closed()).await {
+                    Ok(reason) => Some(reason),
+                    Err(_) => return self.note_useless(transport, reason.name()),
+                }
+            }
+            // Nobody failed, or something came.
+            _ => None,
+        };
+        if let Some(reason @ CloseReason::Left) = closed
+            && used.since.elapsed() < SHORT_LIFE
+        {
+            let (transport, incarnation) = (transport.clone(), used.incarnation);
+            self.given_up = Some(GivenUp { transport, incarnation, reason });
+        }
+    }
+
+    /// The server answered again, as `incarnation`.
+    fn judge_given_up(&mut self, incarnation: u64) {
+        if let Some(given_up) = self.given_up.take()
+            && given_up.incarnation == incarnation
+        {
+            self.note_useless(&given_up.transport, &given_up.reason.to_string());
+        }
+    }
+
+    fn note_useless(&self, transport: &Offer, end: &str) {
+        if let Some(pause) = self.server.fallback.note_useless(transport, end) {
+            tracing::warn!(
+                server = self.server.name(),
+                %transport,
+                reason = end,
+                ?pause,
+                "nothing comes over this transport, which is left out for a while"
+            );
+        }
+    }
+}
+
 /// Gives the GPU memory of a connection that is down back at once, unless a call may still use it: then
 /// the end of that call does. Unmapping may take milliseconds, which no other connection should wait for.
 fn release_pair(device: Option<Arc<PairCell>>, state: Arc<LinkState>) {
@@ -321,6 +421,10 @@ const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// A link that lived this long starts the pauses over.
 const STABLE: Duration = Duration::from_secs(1);
+/// A link that the server closed before was cut short.
+const SHORT_LIFE: Duration = Duration::from_secs(10);
+/// By when the end of a server's process, seen by the transport, shows on the connection to it as well.
+const NEWS_OF_AN_END: Duration = Duration::from_millis(100);
 const GRACE: Duration = Duration::from_millis(100);
 const POLL: Duration = Duration::from_millis(5);
 const MAX_LEAVE: Duration = Duration::from_secs(30);

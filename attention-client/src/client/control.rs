@@ -257,6 +257,7 @@ impl Task {
             lane: self.lanes[lane].clone(),
             leave: member.leave.subscribe(),
             initial,
+            given_up: None,
         };
         let task = self.connectors.spawn(connector.run());
         self.owners.insert(task.id(), uid);

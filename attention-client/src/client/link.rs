@@ -1,14 +1,14 @@
 //! A connection to one server, as the lane that owns it sees it.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use kernels::gpu::GpuBuffer;
-use p2p_core::bootstrap::{CloseReason, DevicePair, Liveness};
+use p2p_core::bootstrap::{CloseReason, DevicePair, KernelWaits, Liveness};
 use p2p_core::{AnyEndpoint, Channel, ChannelError, Kicker};
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use crate::metrics::FailReason;
 use crate::placement::Server;
@@ -43,8 +43,15 @@ pub(crate) struct LinkState {
     down: AtomicU8,
     /// Frames published and unanswered; of a device link, calls whose kernels may use its slots.
     pub in_flight: AtomicU32,
-    /// Ends the waits of kernels for this peer.
-    abort: OnceLock<AbortBit>,
+    /// Something came over the link.
+    carried: AtomicBool,
+    /// Told once, when that happens.
+    first_carried: Notify,
+    /// Ends the waits of kernels for this peer, as long as the link has its seat. Locked while the bit is
+    /// set, so that nobody sets it when the seat is another link's.
+    abort: Mutex<Option<AbortBit>>,
+    /// Ends those for the way to it, where it is no mapped memory.
+    waits: OnceLock<KernelWaits>,
 }
 
 /// Bit of a peer in a word of host memory that waiting kernels look at.
@@ -107,21 +114,59 @@ impl PairCell {
 }
 
 impl LinkState {
+    /// Of a link over `device` slots.
+    pub fn new(device: Option<&DevicePair>) -> Self {
+        let state = Self::default();
+        if let Some(remote) = device.and_then(DevicePair::as_remote) {
+            let _ = state.waits.set(remote.waits());
+        }
+        state
+    }
+
+    /// Something came over the link: the transport works.
+    pub fn note_carried(&self) {
+        if !self.has_carried() && !self.carried.swap(true, Ordering::Relaxed) {
+            self.first_carried.notify_one();
+        }
+    }
+
+    /// Completes when the first bytes come over the link, once. For the link's connector.
+    pub async fn carried(&self) {
+        self.first_carried.notified().await;
+    }
+
+    /// Whether anything ever came over the link.
+    pub fn has_carried(&self) -> bool {
+        self.carried.load(Ordering::Relaxed)
+    }
+
     pub fn set_down(&self, reason: Down) {
         let _ = self.down.compare_exchange(0, reason as u8, Ordering::AcqRel, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        if let Some(abort) = self.abort.get() {
+        if let Some(abort) = &*self.abort_bit() {
             abort.set();
+        }
+        if let Some(waits) = self.waits.get() {
+            waits.end();
         }
     }
 
     /// From now on the link's end sets this bit; if it has ended already, it is set here.
     pub fn abort_by(&self, abort: AbortBit) {
-        let _ = self.abort.set(abort);
-        fence(Ordering::SeqCst);
-        if let (Some(_), Some(abort)) = (self.down(), self.abort.get()) {
+        let mut place = self.abort_bit();
+        if self.down().is_some() {
             abort.set();
         }
+        *place = Some(abort);
+    }
+
+    /// The link, which is down, leaves its seat: the bit is no longer its own.
+    pub fn leave_seat(&self) {
+        self.abort_bit().take();
+    }
+
+    fn abort_bit(&self) -> MutexGuard<'_, Option<AbortBit>> {
+        self.abort.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a call whose kernels will use the link's slots. `false`, and not counted, when it is down.
@@ -273,6 +318,7 @@ impl Link {
         if activity != self.activity {
             self.activity = activity;
             self.last_life = now;
+            self.state.note_carried();
             // Only written when it changes: the line is shared by all lanes.
             if self.server.silenced.load(Ordering::Relaxed) {
                 self.server.silenced.store(false, Ordering::Relaxed);
@@ -301,6 +347,7 @@ impl Link {
     /// A published frame was answered.
     pub fn remove_pending(&mut self, position: usize, now: Instant) {
         self.pending.remove(position);
+        self.state.note_carried();
         self.last_step = now;
         self.state.in_flight.store(self.pending.len() as u32, Ordering::Relaxed);
     }
@@ -334,5 +381,40 @@ impl Link {
         let Self { channel, retire, .. } = *self;
         // The connector may be gone: then so is the connection, and the slots go here.
         let _ = retire.send(Retired { channel, reason });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kernels::gpu::Gpu;
+
+    use super::*;
+
+    #[test]
+    fn a_link_that_left_its_seat_ends_no_waits_for_the_next_one() {
+        let gpu = Gpu::open_emulated(0).expect("a GPU in software");
+        let word = Arc::new(gpu.alloc_host(4096).expect("memory"));
+        let bit = || AbortBit { word: Arc::clone(&word), bit: 3 };
+        let bits = || abort_word(&word).expect("host memory").load(Ordering::SeqCst);
+        let old = LinkState::default();
+        old.abort_by(bit());
+        assert_eq!(bits(), 0);
+        old.set_down(Down::Closed);
+        assert_eq!(bits(), 1 << 3, "waits for it end");
+        old.leave_seat();
+        assert_eq!(bits(), 1 << 3, "those that are still under way, too");
+        let new = LinkState::default();
+        bit().clear();
+        new.abort_by(bit());
+        // The connector comes to it later than the lane.
+        old.set_down(Down::Closed);
+        assert_eq!(bits(), 0, "the next link is alive");
+        new.set_down(Down::Left);
+        assert_eq!(bits(), 1 << 3);
+        // One that ended before it got its seat.
+        let (late, bit) = (LinkState::default(), AbortBit { word: Arc::clone(&word), bit: 5 });
+        late.set_down(Down::Closed);
+        late.abort_by(bit);
+        assert_eq!(bits(), 1 << 3 | 1 << 5);
     }
 }

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use kernels::check::CheckError;
-use kernels::gpu::GpuError;
+use kernels::gpu::{DeviceName, GpuError};
+use protocol::ErrorCode;
 use thiserror::Error;
 
 use crate::client::{BuildError, ClientError, ErrorKind};
@@ -36,6 +37,9 @@ pub enum DeviceBuildError {
     /// The GPU refused.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    /// The threads that post for kernels could not be started.
+    #[error(transparent)]
+    Proxy(#[from] proxy::ProxyError),
     /// The system refused.
     #[error("{op}: {source}")]
     System {
@@ -64,9 +68,9 @@ pub enum DeviceError {
         /// Rows of the call's tensors.
         capacity: u32,
     },
-    /// A batch larger than a frame of the slots.
+    /// A batch larger than a frame of the slots, which only `forward` sends in parts, and not into a graph.
     #[error(
-        "a batch of up to {capacity} tokens does not fit into a frame of {max_tokens}: raise slot_bytes on both sides"
+        "a batch of up to {capacity} tokens does not fit into a frame of {max_tokens}: call `forward`, which sends it in parts, or raise slot_bytes on both sides"
     )]
     Capacity {
         /// Rows of the call's tensors.
@@ -79,6 +83,39 @@ pub enum DeviceError {
     Outstanding {
         /// Frames of a slot.
         num_frames: u32,
+    },
+    /// Nothing else of the client runs while a graph with its calls may run.
+    #[error(
+        "a graph is being replayed: call `finish_replay`, until it returns without an error of the GPU"
+    )]
+    Replaying,
+    /// A stream of another GPU. Nothing was launched.
+    #[error(
+        "the stream is one of {found}, expected one of {expected}, where the client's memory is"
+    )]
+    Device {
+        /// GPU of the stream.
+        found: DeviceName,
+        /// GPU of the client.
+        expected: DeviceName,
+    },
+    /// What is waited for was launched on another stream: it may not have ended when this one is done.
+    #[error("stream {found:#x} was given, expected {expected:#x}, on which the call was launched")]
+    Stream {
+        /// Handle of the stream that was given.
+        found: u64,
+        /// Handle of the other one.
+        expected: u64,
+    },
+    /// A server refused a frame of a recorded graph, which replaying would not change.
+    #[error("{server} refused a frame of a recorded call: {code} (its status word is {status:#x})")]
+    ReplayRefused {
+        /// The server.
+        server: String,
+        /// Why.
+        code: ErrorCode,
+        /// The word by which it refused, in which the number of the frame stands.
+        status: u64,
     },
     /// Calls are combined in the order in which they were dispatched.
     #[error("call {found} was to be combined, but call {expected} was dispatched before it")]
@@ -114,7 +151,7 @@ impl DeviceError {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Client(error) => error.kind(),
-            Self::Replays { .. } => ErrorKind::PeerFault,
+            Self::Replays { .. } | Self::ReplayRefused { .. } => ErrorKind::PeerFault,
             Self::Gpu(GpuError::Driver { .. } | GpuError::Deadline { .. }) => ErrorKind::Transient,
             _ => ErrorKind::LocalBug,
         }

@@ -8,8 +8,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
-use kernels::abi::{Link as WireLink, MAX_PEERS, MAX_REPLICAS, Placement, ServerPeer, WAY_DIRECT};
+use kernels::abi::{MAX_PEERS, MAX_REPLICAS, Placement, ServerPeer};
 use p2p_core::WaitSet;
+use p2p_core::bootstrap::RemoteSlots;
 
 use crate::client::connector::{Gate, LanePort};
 use crate::client::control::Command;
@@ -145,7 +146,12 @@ impl Lane {
         let is_free = |seat: &Seat| seat.link.is_none() && seat.used_upto <= finished;
         let Some(idx) = self.seats.iter().position(is_free) else {
             let num_seats = self.seats.len();
-            let detail = format!("all {num_seats} places for servers are taken: raise max_servers");
+            let is_full = self.seats.iter().all(|seat| seat.link.is_some());
+            let detail = match is_full {
+                true => format!("all {num_seats} places for servers are taken: raise max_servers"),
+                // It is connected again, by when the calls are over.
+                false => "calls under way still use the place of its predecessor".to_owned(),
+            };
             tracing::warn!(server = link.server.name(), detail, "a server is not used");
             link.server.note_error(detail);
             link.retire(FailReason::Left);
@@ -188,6 +194,7 @@ impl Lane {
             FailReason::Left => Down::Left,
             _ => Down::Closed,
         });
+        link.state.leave_seat();
         if let Some(device) = &link.device {
             device.release_if_unused(&link.state);
         }
@@ -243,6 +250,41 @@ impl Lane {
         self.seats.get(idx)?.link.as_deref()
     }
 
+    /// Servers in these seats answered.
+    pub fn note_carried(&self, seats: u32) {
+        let answered = |idx: &usize| seats >> idx & 1 != 0;
+        for link in (0..self.seats.len()).filter(answered).filter_map(|idx| self.link(idx)) {
+            link.state.note_carried();
+        }
+    }
+
+    /// Why the server in this seat did not answer, as far as its link tells.
+    pub fn why_unanswered(&self, idx: usize) -> FailReason {
+        let Some(link) = self.link(idx) else { return FailReason::Closed };
+        if let Some(down) = link.state.down() {
+            return down.reason();
+        }
+        let pair = link.device.as_ref().map(|cell| cell.lock());
+        let remote = pair.as_ref().and_then(|pair| pair.as_ref()?.as_remote());
+        match remote.map(RemoteSlots::health) {
+            Some(Err(_)) => FailReason::Transport,
+            _ => FailReason::Silent,
+        }
+    }
+
+    /// Whether there are tables to take.
+    pub const fn has_changed(&self) -> bool {
+        self.is_changed
+    }
+
+    /// The tables that were taken did not get to the device: these seats' counts have yet to begin.
+    pub fn put_back(&mut self, fresh: u32) {
+        self.is_changed = true;
+        for (idx, seat) in self.seats.iter_mut().enumerate() {
+            seat.is_fresh |= fresh >> idx & 1 != 0;
+        }
+    }
+
     /// Tables anew, if something has changed since the last time, and the seats whose counts must begin
     /// at zero.
     pub fn take_tables(&mut self, num_experts: u32) -> Option<(Tables, u32)> {
@@ -257,7 +299,7 @@ impl Lane {
             let pair = link.device.as_ref().map(|cell| cell.lock());
             let Some(pair) = pair.as_ref().and_then(|pair| pair.as_ref()) else { continue };
             servers[idx] = ServerPeer {
-                request: WireLink { window: pair.peer(), context: 0, way: WAY_DIRECT, reserved: 0 },
+                request: pair.link(),
                 response: pair.own(),
                 generation: link.generation,
                 reserved: 0,
@@ -324,6 +366,7 @@ impl Lane {
         for seat in &mut self.seats {
             if let Some(link) = seat.link.take() {
                 link.state.set_down(Down::Left);
+                link.state.leave_seat();
                 if let Some(device) = &link.device {
                     device.release_if_unused(&link.state);
                 }

@@ -26,6 +26,10 @@ pub(super) struct Memory {
     pub slots: Vec<SlotMemory>,
     /// Where rows of calls go that nobody waits for: `[max_tokens, hidden]`.
     pub scratch: GpuBuffer,
+    /// Tokens of a full part of a call that is larger than a frame, and of the last one.
+    pub counts: GpuBuffer,
+    /// Page-locked: a number of tokens that was read, and `counts` on their way.
+    pub words: GpuBuffer,
     num_layers: usize,
 }
 
@@ -79,6 +83,8 @@ impl Memory {
             abort: Arc::new(gpu.alloc_host(4096)?),
             slots: (0..num_slots).map(|_| slot()).collect::<Result<_, _>>()?,
             scratch: gpu.alloc(rows * u64::from(geometry.hidden) * 2)?,
+            counts: gpu.alloc(8)?,
+            words: gpu.alloc_host(WORDS_BYTES)?,
             num_layers,
         })
     }
@@ -219,6 +225,7 @@ impl Memory {
     }
 }
 
+pub(super) const WORDS_BYTES: u64 = 16;
 const SERVER_BYTES: usize = size_of::<ServerPeer>();
 pub(super) const ERROR_OFFSET: u64 = offset_of!(ClientState, error) as u64;
 pub(super) const ERROR_BYTES: u64 = size_of::<ErrorWord>() as u64;

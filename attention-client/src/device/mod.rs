@@ -7,6 +7,9 @@
 //!   control task ── placement, connecting, liveness ── word that ends kernels' waits
 //! ```
 //!
+//! Servers on other hosts are reached over the networks among the client's transports: kernels then give
+//! commands to a thread of this process (`switchyard-proxy`) that posts for them.
+//!
 //! Placement, discovery, connecting, what counts as a failure and what is done about it are those of
 //! [`MoeClient`](crate::MoeClient). What differs: a client serves one call after the other in the order
 //! of a stream, and kernels cannot send tokens again by themselves. So a call ends with
@@ -26,8 +29,9 @@ mod memory;
 mod repair;
 mod replay;
 mod slots;
+mod split;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -35,7 +39,7 @@ use std::time::{Duration, Instant};
 
 use kernels::abi::{
     CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, DispatchParams,
-    FLAG_PDL, FrameGeometry, MAX_EXPERTS, MAX_PEERS, TAG_NONE,
+    FLAG_ANY_WAY, FLAG_PDL, FrameGeometry, MAX_EXPERTS, MAX_PEERS, TAG_NONE,
 };
 use kernels::check::CheckError;
 use kernels::gpu::{DeviceName, Gpu, Prepared, Stream};
@@ -43,6 +47,7 @@ use p2p_core::SlotConfig;
 use p2p_core::bootstrap::DeviceSide;
 use prometheus::Registry;
 use protocol::WireDtype;
+use proxy::DeviceTransports;
 
 pub use error::{DeviceBuildError, DeviceError};
 pub use replay::{ReplayOutcome, ReplayReport};
@@ -71,11 +76,20 @@ pub struct DeviceOptions {
     /// Whether kernels may start while the one before them in the stream ends (programmatic dependent
     /// launch). Default on.
     pub overlap: bool,
+    /// Threads that post for kernels where servers are reached over a network. Default 0: a quarter of the
+    /// processors next to GPU and NIC, one to four.
+    pub proxy_threads: usize,
 }
 
 impl Default for DeviceOptions {
     fn default() -> Self {
-        Self { dtype: WireDtype::Bf16, max_servers: 8, num_blocks: 0, overlap: true }
+        Self {
+            dtype: WireDtype::Bf16,
+            max_servers: 8,
+            num_blocks: 0,
+            overlap: true,
+            proxy_threads: 0,
+        }
     }
 }
 
@@ -90,7 +104,7 @@ pub struct DeviceInput {
     pub topk_weights: DevicePtr,
     /// One u32: how many rows count, `capacity` at most. Read by the kernels when they run.
     pub num_tokens: DevicePtr,
-    /// Rows of the tensors; at most [`DeviceClient::max_tokens`].
+    /// Rows of the tensors; at most [`DeviceClient::max_tokens`], except in [`DeviceClient::forward`].
     pub capacity: u32,
 }
 
@@ -106,6 +120,8 @@ pub struct DeviceClient {
     combines: HashMap<CombineKey, Prepared<CombineParams>>,
     geometry: FrameGeometry,
     options: DeviceOptions,
+    /// How servers may be reached.
+    reached: DeviceTransports,
     /// For looking at the error word while the caller's stream is busy.
     side: Stream,
     /// Whether a graph may be running, and what it may use.
@@ -115,6 +131,12 @@ pub struct DeviceClient {
     upload_serials: [u64; 2],
     /// News at which a call waited for a replica in vain.
     vain_wait_at: Option<u64>,
+    /// Parts of a call that is larger than a frame, empty between calls.
+    parts: VecDeque<DevicePending>,
+    /// The last such call's tensors, whose pointers are known to be good.
+    checked_input: Option<DeviceInput>,
+    /// For the servers that the next replay uses, empty between replays.
+    spare_used: Vec<lane::Used>,
     // The control side goes after the lane: connectors see that links are gone.
     _control: Control,
     shared: Arc<Shared>,
@@ -133,7 +155,8 @@ impl DeviceClient {
         options: DeviceOptions,
     ) -> Result<Self, DeviceBuildError> {
         let mut made = None;
-        builder.for_device(options.dtype, |model, slot| {
+        let mut reached = DeviceTransports::new(&gpu, options.proxy_threads);
+        builder.for_device(options.dtype, &mut reached, |model, slot| {
             let geometry = geometry_of(model, slot, &options)?;
             made = Some(geometry);
             Ok(DeviceSide {
@@ -168,11 +191,15 @@ impl DeviceClient {
             combines: HashMap::new(),
             geometry,
             options,
+            reached,
             side,
             replaying: None,
             num_uploads: 0,
             upload_serials: [0; 2],
             vain_wait_at: None,
+            parts: VecDeque::new(),
+            checked_input: None,
+            spare_used: Vec::new(),
             _control: control,
             shared,
             registry,
@@ -185,7 +212,9 @@ impl DeviceClient {
     /// # Safety
     /// The tensors are as large as [`DeviceInput`] says and stay as they are until the call is
     /// [finished](Self::finish), or as long as a graph with it may run. This stream and those of earlier
-    /// calls are ordered.
+    /// calls are ordered, and it lives until the call is finished. A graph with the call runs between
+    /// [`begin_replay`](Self::begin_replay) and [`finish_replay`](Self::finish_replay) only, on their stream,
+    /// and never after the client is dropped.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing was launched then.
@@ -219,6 +248,7 @@ impl DeviceClient {
         handle: DeviceHandle,
         out: DevicePtr,
     ) -> Result<DevicePending, DeviceError> {
+        self.check_device(stream)?;
         let is_recording = stream.is_capturing()?;
         let slot = self.slots.redeem(&handle, is_recording)?;
         let call = self.slots.call(slot);
@@ -228,6 +258,7 @@ impl DeviceClient {
         if is_recording {
             self.slots.release(slot);
         } else {
+            self.slots.call_mut(slot).stream = stream.raw();
             self.memory.report(stream, slot)?;
             let call = self.slots.call_mut(slot);
             call.phase = Phase::Combined;
@@ -236,7 +267,8 @@ impl DeviceClient {
         Ok(handle.into_pending(layer))
     }
 
-    /// Waits until the call's output is complete, re-sending what a failed server did not answer.
+    /// Waits until the call's output is complete, re-sending what a failed server did not answer. `stream` is
+    /// that of its [`combine`](Self::combine).
     ///
     /// The wait ends: a server that is silent for the deadline counts as failed, and a call in which
     /// nothing is answered waits for a usable replica as long as was set.
@@ -255,7 +287,8 @@ impl DeviceClient {
         result
     }
 
-    /// [`dispatch`](Self::dispatch), [`combine`](Self::combine) and [`finish`](Self::finish) in one.
+    /// [`dispatch`](Self::dispatch), [`combine`](Self::combine) and [`finish`](Self::finish) in one. A batch
+    /// that does not fit a frame goes in parts, each of which metrics and the observer see as a call.
     ///
     /// # Safety
     /// As for the three.
@@ -269,6 +302,10 @@ impl DeviceClient {
         input: &DeviceInput,
         out: DevicePtr,
     ) -> Result<LayerTiming, DeviceError> {
+        if input.capacity > self.geometry.max_tokens {
+            // SAFETY: the caller's promise.
+            return unsafe { self.forward_in_parts(stream, layer, input, out) };
+        }
         // SAFETY: the caller's promise.
         unsafe {
             let handle = self.dispatch(stream, layer, input)?;
@@ -295,7 +332,7 @@ impl DeviceClient {
         }
     }
 
-    /// Most tokens of a call: rows of a frame.
+    /// Most tokens of a call that is not in parts: rows of a frame.
     #[must_use]
     pub const fn max_tokens(&self) -> u32 {
         self.geometry.max_tokens
@@ -332,13 +369,14 @@ impl DeviceClient {
         input: &DeviceInput,
         start: Instant,
     ) -> Result<DeviceHandle, DeviceError> {
+        self.check_device(stream)?;
         let layer_idx = self.shared.layer_idx_of(layer)?;
         if input.capacity > self.geometry.max_tokens {
             let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);
             return Err(DeviceError::Capacity { capacity, max_tokens });
         }
         if self.replaying.is_some() {
-            return Err(DeviceError::Outstanding { num_frames: self.geometry.num_frames });
+            return Err(DeviceError::Replaying);
         }
         if stream.is_capturing()? {
             let slot = self.slots.claim_recorded(*input, layer, layer_idx)?;
@@ -354,6 +392,7 @@ impl DeviceClient {
         }
         self.settle_abandoned(stream)?;
         let slot = self.slots.claim(*input, layer, layer_idx)?;
+        self.slots.call_mut(slot).stream = stream.raw();
         let begun = self.begin(stream, slot).and_then(|()| {
             let input = self.without_orphans(stream, slot)?;
             // SAFETY: the caller's promise.
@@ -401,13 +440,17 @@ impl DeviceClient {
     /// Uploads tables in the order of `stream`, if something has changed.
     fn refresh(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         let num_experts = self.shared.model.shape.num_experts;
-        let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
         let turn = self.num_uploads % 2;
-        if self.upload_serials[turn] > self.slots.finished() {
+        if self.lane.has_changed() && self.upload_serials[turn] > self.slots.finished() {
             // Rare: the last but one change is not on the device yet.
             stream.wait(Instant::now() + self.bound())?;
         }
-        self.memory.upload(stream, turn, &tables.placements, &tables.servers, fresh)?;
+        let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
+        let (placements, servers) = (&tables.placements, &tables.servers);
+        if let Err(error) = self.memory.upload(stream, turn, placements, servers, fresh) {
+            self.lane.put_back(fresh);
+            return Err(error.into());
+        }
         self.upload_serials[turn] = self.slots.last();
         self.num_uploads += 1;
         self.tables = Arc::new(tables);
@@ -423,27 +466,7 @@ impl DeviceClient {
         let call = self.slots.call(slot);
         let key = (call.layer_idx, slot, *input);
         if !self.dispatches.contains_key(&key) {
-            let params = DispatchParams {
-                version: DEVICE_ABI_VERSION,
-                flags: self.flags(),
-                geometry: self.geometry,
-                hidden_states: input.hidden_states,
-                topk_idx: input.topk_idx,
-                topk_weights: input.topk_weights,
-                num_tokens: input.num_tokens,
-                placement: self.memory.placement(call.layer_idx),
-                state: self.memory.state.ptr(),
-                handle: self.memory.slots[slot].handle.ptr(),
-                trace: DevicePtr::NULL,
-                client_id: self.lane.client_id,
-                trace_len: 0,
-                capacity: input.capacity,
-                layer: call.layer,
-                num_experts: self.shared.model.shape.num_experts,
-                num_servers: self.options.max_servers as u32,
-                num_blocks: self.options.num_blocks,
-                servers: self.memory.servers(),
-            };
+            let params = self.dispatch_params(slot, (call.layer, call.layer_idx), input);
             // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
             let prepared = unsafe { self.memory.gpu.prepare(params)? };
             if self.dispatches.len() >= MAX_PREPARED {
@@ -451,7 +474,37 @@ impl DeviceClient {
             }
             self.dispatches.insert(key, prepared);
         }
+        self.reached.expect_work();
         Ok(stream.launch(&self.dispatches[&key])?)
+    }
+
+    fn dispatch_params(
+        &self,
+        slot: usize,
+        (layer, layer_idx): (u32, usize),
+        input: &DeviceInput,
+    ) -> DispatchParams {
+        DispatchParams {
+            version: DEVICE_ABI_VERSION,
+            flags: self.flags(),
+            geometry: self.geometry,
+            hidden_states: input.hidden_states,
+            topk_idx: input.topk_idx,
+            topk_weights: input.topk_weights,
+            num_tokens: input.num_tokens,
+            placement: self.memory.placement(layer_idx),
+            state: self.memory.state.ptr(),
+            handle: self.memory.slots[slot].handle.ptr(),
+            trace: DevicePtr::NULL,
+            client_id: self.lane.client_id,
+            trace_len: 0,
+            capacity: input.capacity,
+            layer,
+            num_experts: self.shared.model.shape.num_experts,
+            num_servers: self.options.max_servers as u32,
+            num_blocks: self.options.num_blocks,
+            servers: self.memory.servers(),
+        }
     }
 
     unsafe fn launch_combine(
@@ -468,7 +521,7 @@ impl DeviceClient {
             let timeout = self.shared.settings.deadline.as_nanos();
             let params = CombineParams {
                 version: DEVICE_ABI_VERSION,
-                flags: if adds { FLAG_ADD } else { self.flags() },
+                flags: if adds { FLAG_ADD | (self.flags() & !FLAG_PDL) } else { self.flags() },
                 geometry: self.geometry,
                 handle: memory.handle.ptr(),
                 state: self.memory.state.ptr(),
@@ -493,7 +546,9 @@ impl DeviceClient {
     }
 
     const fn flags(&self) -> u32 {
-        if self.options.overlap { FLAG_PDL } else { 0 }
+        let overlap = if self.options.overlap { FLAG_PDL } else { 0 };
+        let ways = if self.reached.has_networks() { FLAG_ANY_WAY } else { 0 };
+        overlap | ways
     }
 
     fn finish_inner(
@@ -503,12 +558,19 @@ impl DeviceClient {
     ) -> Result<LayerTiming, DeviceError> {
         let start = Instant::now();
         let slot = self.slots.redeem_pending(&pending)?;
+        self.check_stream(stream, self.slots.call(slot).stream)?;
         // After an error the slot stays taken: its kernels may still run. Whatever comes next waits for it.
         self.poll(stream)?;
         stream.wait(start + self.bound())?;
         let status = self.memory.status(slot);
         let is_good = status.error.tag == TAG_NONE && status.handle.missing == 0;
+        self.lane.note_carried(status.handle.contacted & !status.handle.missing);
         let repaired = if is_good { Ok(()) } else { self.repair(stream, slot, &status, start) };
+        let repaired = match repaired {
+            // As above: what was launched anew may still run.
+            Err(error @ DeviceError::Gpu(_)) => return Err(error),
+            ended => ended,
+        };
         let call = self.slots.call_mut(slot);
         let mut timing = call.timing;
         timing.wait_ns = elapsed_ns(start);
@@ -549,6 +611,19 @@ impl DeviceClient {
             self.end(slot);
         }
         Ok(())
+    }
+
+    /// Kernels are launched where the client's memory is.
+    fn check_device(&self, stream: &Stream) -> Result<(), DeviceError> {
+        let (found, expected) = (stream.device(), self.memory.gpu.name());
+        if found == expected { Ok(()) } else { Err(DeviceError::Device { found, expected }) }
+    }
+
+    /// When `stream` is done, so is what was launched on the stream with handle `expected`.
+    fn check_stream(&self, stream: &Stream, expected: u64) -> Result<(), DeviceError> {
+        self.check_device(stream)?;
+        let found = stream.raw();
+        if found == expected { Ok(()) } else { Err(DeviceError::Stream { found, expected }) }
     }
 
     fn first_unreachable(&self) -> Option<(usize, u32)> {

@@ -16,7 +16,6 @@ use super::memory::Status;
 use super::slots::Phase;
 use super::{DeviceClient, DeviceError, DeviceInput, elapsed_ns, lane};
 use crate::client::{ClientError, OnMissingExpert};
-use crate::metrics::FailReason;
 
 /// The experts of a call's tokens, on the host.
 #[derive(Debug, Default)]
@@ -180,7 +179,10 @@ impl DeviceClient {
         let mut num_failed = 0;
         for idx in bits(status.handle.missing & !status.handle.refused) {
             let Some(link) = self.lane.link(idx) else { continue };
-            let reason = link.state.down().map_or(FailReason::Silent, |down| down.reason());
+            let reason = self.lane.why_unanswered(idx);
+            // Kernels keep the first error only: it tells what they waited for and what they saw.
+            let (server, error) = (link.server.name(), &status.error);
+            tracing::warn!(server, reason = reason.name(), %error, "a server did not answer");
             self.lane.fail(idx, reason, last, &self.shared);
             num_failed += 1;
         }

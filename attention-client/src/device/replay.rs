@@ -7,8 +7,8 @@
 use std::time::{Duration, Instant};
 
 use kernels::abi::{
-    ErrorWord, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_ROW, TAG_NO_REPLICA,
-    TAG_NONE, TAG_NUM_TOKENS, TAG_REFUSED,
+    ErrorWord, MAX_PEERS, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_ROW,
+    TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_REFUSED,
 };
 use kernels::gpu::{GpuError, Graph, Stream};
 
@@ -17,7 +17,6 @@ use super::slots::Phase;
 use super::{DeviceClient, DeviceError, elapsed_ns};
 use crate::client::ClientError;
 use crate::client::link::AbortBit;
-use crate::metrics::FailReason;
 
 /// What became of a replay.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +44,8 @@ pub struct ReplayReport {
 #[derive(Debug)]
 pub(super) struct Running {
     pub serial: u64,
+    /// Handle of the stream.
+    stream: u64,
     used: Vec<Used>,
 }
 
@@ -85,13 +86,21 @@ impl DeviceClient {
     /// # Errors
     /// [`DeviceError`]; do not launch the graph then.
     pub fn begin_replay(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        self.check_device(stream)?;
+        if self.replaying.is_some() {
+            return Err(DeviceError::Replaying);
+        }
+        // Tables change in the order of this stream, and what was given up is waited for on it.
+        if let Some(expected) = self.slots.other_stream(stream.raw()) {
+            return Err(DeviceError::Stream { found: stream.raw(), expected });
+        }
         self.settle_abandoned(stream)?;
-        if self.slots.num_in(Phase::Dispatched) > 0 || self.replaying.is_some() {
+        if self.slots.num_in(Phase::Dispatched) > 0 {
             let num_frames = self.geometry.num_frames;
             return Err(DeviceError::Outstanding { num_frames });
         }
         let serial = self.slots.next();
-        let mut used = Vec::new();
+        let mut used = std::mem::take(&mut self.spare_used);
         loop {
             self.sync();
             if self.lane.enter(&mut used) {
@@ -99,7 +108,8 @@ impl DeviceClient {
             }
             std::thread::yield_now();
         }
-        self.replaying = Some(Running { serial, used });
+        self.reached.expect_work();
+        self.replaying = Some(Running { serial, stream: stream.raw(), used });
         let refreshed = self.refresh(stream);
         if refreshed.is_err() {
             self.end_replay();
@@ -107,11 +117,17 @@ impl DeviceClient {
         refreshed
     }
 
-    /// To be called after the launch: waits for `stream` and says whether every output is complete.
+    /// To be called after the launch: waits for `stream`, that of [`begin_replay`](Self::begin_replay), and says
+    /// whether every output is complete.
     ///
     /// # Errors
-    /// [`DeviceError`] where replaying again would not help.
+    /// [`DeviceError`] where replaying again would not help. After one of the GPU or of the stream the graph may
+    /// still run: nothing else is launched until this was called again and came to its end.
     pub fn finish_replay(&mut self, stream: &Stream) -> Result<ReplayOutcome, DeviceError> {
+        if let Some(running) = &self.replaying {
+            self.check_stream(stream, running.stream)?;
+        }
+        self.check_device(stream)?;
         let slot = self.geometry.num_frames as usize;
         self.memory.report(stream, slot)?;
         self.poll(stream)?;
@@ -139,18 +155,16 @@ impl DeviceClient {
         let server = server.to_owned();
         match error.tag {
             TAG_COMBINE_ROW | TAG_COMBINE_EMPTY => {
-                let down = self.lane.link(idx).and_then(|link| link.state.down());
-                let reason = down.map_or(FailReason::Silent, |down| down.reason());
+                let reason = self.lane.why_unanswered(idx);
                 self.lane.fail(idx, reason, last, &self.shared);
-                Ok(format!("{server} did not answer ({})", reason.name()))
+                Ok(format!("{server} did not answer ({}): {error}", reason.name()))
             }
             TAG_REFUSED => {
                 let code = protocol::ErrorCode::from_u32((error.observed & 0xffff) as u32);
                 self.shared.metrics.count_error_frame(code);
                 if !code.is_retryable() {
-                    let message = format!("the status word is {:#x}", error.observed);
-                    let layer = 0;
-                    return Err(ClientError::Refused { server, layer, code, message }.into());
+                    let status = error.observed;
+                    return Err(DeviceError::ReplayRefused { server, code, status });
                 }
                 self.lane.avoid(idx, Instant::now() + PAUSE);
                 self.wait_for_news(PAUSE)?;
@@ -182,7 +196,12 @@ impl DeviceClient {
                 num_experts: u32::try_from(error.expected).unwrap_or(u32::MAX),
             }
             .into()),
-            tag => Ok(format!("the kernels left error {tag}")),
+            // Of the way to a server. What this build does not know is looked at again after a pause, too.
+            _ => {
+                self.lane.fail(idx, self.lane.why_unanswered(idx), last, &self.shared);
+                self.wait_for_news(PAUSE)?;
+                Ok(format!("{server} is out of reach: {error}"))
+            }
         }
     }
 
@@ -191,6 +210,7 @@ impl DeviceClient {
     fn wait_watching(&mut self, stream: &Stream) -> Result<(), GpuError> {
         let until = Instant::now() + self.bound();
         let mut look_at = Instant::now() + self.shared.settings.deadline;
+        let mut last = ErrorWord::default();
         loop {
             match stream.wait(look_at.min(until)) {
                 Err(GpuError::Deadline { .. }) if Instant::now() < until => {}
@@ -203,21 +223,53 @@ impl DeviceClient {
             unsafe {
                 self.memory.fetch::<ErrorWord>(&self.side, from, &mut error, 1, self.bound())?;
             }
-            let error = error[0];
-            let is_silence = error.reason == REASON_TIMEOUT
-                && [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY].contains(&error.tag);
-            if is_silence && self.lane.link(error.peer as usize).is_some() {
-                AbortBit { word: self.memory.abort.clone(), bit: error.peer & 31 }.set();
+            let before = std::mem::replace(&mut last, error[0]);
+            if let Some(bit) = silent_peer(&before, &last)
+                && self.lane.link(bit as usize).is_some()
+            {
+                AbortBit { word: self.memory.abort.clone(), bit }.set();
             }
         }
     }
 
     fn end_replay(&mut self) {
-        if let Some(running) = self.replaying.take() {
-            running.used.into_iter().for_each(Used::exit);
+        if let Some(mut running) = self.replaying.take() {
+            running.used.drain(..).for_each(Used::exit);
+            self.spare_used = running.used;
         }
     }
 }
 
+/// The server that an error word blames for its silence. A kernel stores the word's parts one after the
+/// other, so only one that two looks in a row agree on is whole.
+fn silent_peer(before: &ErrorWord, now: &ErrorWord) -> Option<u32> {
+    let is_silence = now.reason == REASON_TIMEOUT
+        && [TAG_COMBINE_ROW, TAG_COMBINE_EMPTY].contains(&now.tag)
+        && (now.peer as usize) < MAX_PEERS;
+    (is_silence && before == now).then_some(now.peer)
+}
+
 const MAX_ATTEMPTS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_is_blamed_by_a_whole_error_word_only() {
+        // As a kernel fills it: first the tag, the rest in any order.
+        let none = ErrorWord::default();
+        let claimed = ErrorWord { tag: TAG_COMBINE_ROW, ..none };
+        let torn = ErrorWord { reason: REASON_TIMEOUT, ..claimed };
+        let whole = ErrorWord { peer: 5, expected: 9, ..torn };
+        for (before, now) in [(none, claimed), (claimed, torn), (torn, whole), (none, whole)] {
+            assert_eq!(silent_peer(&before, &now), None, "{before:?} {now:?}");
+        }
+        assert_eq!(silent_peer(&whole, &whole), Some(5));
+        let refused = ErrorWord { tag: TAG_REFUSED, ..whole };
+        assert_eq!(silent_peer(&refused, &refused), None);
+        let wild = ErrorWord { peer: 32, ..whole };
+        assert_eq!(silent_peer(&wild, &wild), None);
+    }
+}

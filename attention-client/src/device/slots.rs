@@ -41,14 +41,16 @@ struct Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if self.is_armed && !self.is_recorded {
+        if self.is_armed {
             self.dropped.fetch_or(1 << self.slot, Ordering::Release);
         }
     }
 }
 
 impl DeviceHandle {
-    pub(super) fn into_pending(self, layer: u32) -> DevicePending {
+    pub(super) fn into_pending(mut self, layer: u32) -> DevicePending {
+        // A recorded call is over with its combine: its replays are what is waited for.
+        self.ticket.is_armed &= !self.ticket.is_recorded;
         DevicePending { ticket: self.ticket, layer }
     }
 }
@@ -89,6 +91,8 @@ pub(super) struct Call {
     pub layer: u32,
     pub layer_idx: usize,
     pub out: DevicePtr,
+    /// Handle of the stream that has its last kernel.
+    pub stream: u64,
     /// By which the tokens were sent.
     pub tables: Arc<Tables>,
     /// Servers whose slots its kernels may use.
@@ -125,6 +129,7 @@ impl Slots {
             layer: 0,
             layer_idx: 0,
             out: null,
+            stream: 0,
             tables: Arc::new(Tables::empty(0)),
             used: Vec::new(),
             started: None,
@@ -173,6 +178,7 @@ impl Slots {
         layer: u32,
         layer_idx: usize,
     ) -> Result<usize, DeviceError> {
+        self.forget_recorded();
         let slot = self.num_frames + (self.num_recorded % self.num_frames as u64) as usize;
         if self.calls[slot].phase != Phase::Free {
             return Err(DeviceError::Outstanding { num_frames: self.num_frames as u32 });
@@ -180,6 +186,14 @@ impl Slots {
         self.num_recorded += 1;
         self.take(slot, self.num_recorded, input, layer, layer_idx);
         Ok(slot)
+    }
+
+    /// Frees the slots of recorded calls whose handles were dropped: nothing of them is under way.
+    fn forget_recorded(&mut self) {
+        let dropped = self.dropped.load(Ordering::Acquire) >> self.num_frames;
+        for slot in (0..self.num_frames).filter(|slot| dropped >> slot & 1 != 0) {
+            self.release(self.num_frames + slot);
+        }
     }
 
     fn take(&mut self, slot: usize, serial: u64, input: DeviceInput, layer: u32, layer_idx: usize) {
@@ -202,7 +216,12 @@ impl Slots {
     }
 
     /// The slot of a handle that is the next to be combined.
-    pub fn redeem(&self, handle: &DeviceHandle, is_recording: bool) -> Result<usize, DeviceError> {
+    pub fn redeem(
+        &mut self,
+        handle: &DeviceHandle,
+        is_recording: bool,
+    ) -> Result<usize, DeviceError> {
+        self.forget_recorded();
         let ticket = &handle.ticket;
         if ticket.is_recorded != is_recording {
             let names = ["a call that runs now", "a recorded call"];
@@ -253,7 +272,7 @@ impl Slots {
 
     /// The oldest call that its caller dropped.
     pub fn next_abandoned(&mut self) -> Option<(usize, Phase)> {
-        let dropped = self.dropped.load(Ordering::Acquire);
+        let dropped = self.dropped.load(Ordering::Acquire) & ((1 << self.num_frames) - 1);
         if dropped == 0 {
             return None;
         }
@@ -290,6 +309,12 @@ impl Slots {
     pub fn finished(&self) -> u64 {
         let open = self.calls[..self.num_frames].iter().filter(|call| call.phase != Phase::Free);
         open.map(|call| call.serial - 1).min().unwrap_or(self.next_serial)
+    }
+
+    /// A stream other than `raw` that may still have kernels of a call.
+    pub fn other_stream(&self, raw: u64) -> Option<u64> {
+        let mut open = self.calls[..self.num_frames].iter().filter(|c| c.phase != Phase::Free);
+        open.find_map(|call| (call.stream != raw).then_some(call.stream))
     }
 
     fn dispatched(&self) -> impl Iterator<Item = &Call> {

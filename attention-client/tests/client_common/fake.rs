@@ -1,12 +1,12 @@
 //! Servers that do what a test tells them: right, wrong, late, twice, or not at all.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
-use p2p_core::SlotConfig;
 use p2p_core::bootstrap::{Connection, Listener, ListenerConfig};
+use p2p_core::{SlotConfig, TransportKind, Transports};
 use protocol::{
     ClientHello, CombineMeta, DispatchExpect, DispatchScratch, ErrorCode, FrameGeometry, FrameId,
     ModelShape, ServerHello, decode_dispatch, encode_combine, encode_error,
@@ -54,6 +54,20 @@ pub struct Seen {
     pub num_tokens: usize,
 }
 
+/// What becomes of a connection when it is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Greeting {
+    /// Its frames are answered by the script.
+    #[default]
+    Serve,
+    /// It is gone without a word, as when the process ends.
+    Lose,
+    /// It is closed in order, by a server that is still there afterwards.
+    Close,
+    /// It is closed in order, by a server of which there is another one afterwards.
+    Restart,
+}
+
 pub type Script = Arc<dyn Fn(Seen) -> Act + Send + Sync>;
 
 /// A fleet of scripted servers: each expert of the model is on all of them.
@@ -68,6 +82,9 @@ pub struct FakeServer {
     pub addr: String,
     pub num_frames: Arc<AtomicUsize>,
     pub num_connections: Arc<AtomicUsize>,
+    /// Transport of every connection so far, and what its client left out.
+    pub transports: Arc<Mutex<Vec<(TransportKind, String)>>>,
+    pub greeting: Arc<Mutex<Greeting>>,
     stop: Arc<AtomicBool>,
     threads: Arc<Mutex<Vec<std::thread::JoinHandle<()>>>>,
     shutdown: Option<tokio::sync::oneshot::Sender<()>>,
@@ -75,6 +92,11 @@ pub struct FakeServer {
 
 impl FakeFleet {
     pub fn start(slot: SlotConfig, scripts: Vec<Script>) -> Self {
+        Self::over(vec![TransportKind::Local, TransportKind::Shm].into(), slot, scripts)
+    }
+
+    /// As [`start`](Self::start), for servers that offer these transports.
+    pub fn over(offered: Transports, slot: SlotConfig, scripts: Vec<Script>) -> Self {
         let model = fake_model();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -83,7 +105,15 @@ impl FakeFleet {
             .expect("runtime");
         let servers = scripts
             .into_iter()
-            .map(|script| runtime.block_on(FakeServer::start(slot, model.shape, script)))
+            .map(|script| {
+                let config = ListenerConfig {
+                    slot,
+                    transports: offered.kinds.clone(),
+                    networks: offered.networks.clone(),
+                    ..ListenerConfig::default()
+                };
+                runtime.block_on(FakeServer::start(config, model.shape, script))
+            })
             .collect();
         Self { runtime, servers, model, slot }
     }
@@ -108,19 +138,22 @@ impl Drop for FakeFleet {
 }
 
 impl FakeServer {
-    async fn start(slot: SlotConfig, shape: ModelShape, script: Script) -> Self {
-        let config = ListenerConfig { slot, ..ListenerConfig::default() };
+    async fn start(config: ListenerConfig, shape: ModelShape, script: Script) -> Self {
         let listener = Listener::bind("127.0.0.1:0", config).await.expect("listener");
         let addr = listener.local_addr().to_string();
         let num_frames = Arc::new(AtomicUsize::new(0));
         let num_connections = Arc::new(AtomicUsize::new(0));
+        let transports: Arc<Mutex<Vec<_>>> = Arc::default();
+        let greeting: Arc<Mutex<Greeting>> = Arc::default();
+        let incarnation = Arc::new(AtomicU64::new(1));
         let stop = Arc::new(AtomicBool::new(false));
         let threads: Arc<Mutex<Vec<_>>> = Arc::default();
         let (shutdown, stopped) = tokio::sync::oneshot::channel::<()>();
+        let current = Arc::clone(&incarnation);
         let accept = move |hello: &p2p_core::PeerHello| {
             Ok(ServerHello {
                 model: shape,
-                incarnation: 1,
+                incarnation: current.load(Ordering::SeqCst),
                 epoch: 1,
                 generation: hello.generation,
                 progress_interval_us: 1000,
@@ -130,9 +163,21 @@ impl FakeServer {
         };
         let on_peer = {
             let (num_frames, num_connections) = (num_frames.clone(), num_connections.clone());
-            let (stop, threads) = (stop.clone(), threads.clone());
+            let (stop, threads, transports) = (stop.clone(), threads.clone(), transports.clone());
+            let greeting = Arc::clone(&greeting);
             move |connection: Connection| {
                 num_connections.fetch_add(1, Ordering::SeqCst);
+                let used = (connection.transport.kind, connection.left_out.clone());
+                transports.lock().expect("transports").push(used);
+                let greeting = *greeting.lock().expect("greeting");
+                if greeting == Greeting::Restart {
+                    incarnation.fetch_add(1, Ordering::SeqCst);
+                }
+                match greeting {
+                    Greeting::Serve => {}
+                    Greeting::Lose => return,
+                    Greeting::Close | Greeting::Restart => return connection.liveness.close(),
+                }
                 let (script, num_frames, stop) = (script.clone(), num_frames.clone(), stop.clone());
                 let thread = std::thread::spawn(move || {
                     Peer::new(connection, shape, stop).run(&script, &num_frames);
@@ -143,7 +188,8 @@ impl FakeServer {
         tokio::spawn(listener.serve(accept, on_peer, async {
             let _ = stopped.await;
         }));
-        Self { addr, num_frames, num_connections, stop, threads, shutdown: Some(shutdown) }
+        let shutdown = Some(shutdown);
+        Self { addr, num_frames, num_connections, transports, greeting, stop, threads, shutdown }
     }
 
     /// Closes all connections and takes no new ones.

@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 pub mod fake;
+#[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
+pub mod stand_in;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -67,8 +69,10 @@ pub fn poisoned(len: usize) -> Vec<f32> {
     vec![f32::NAN; len]
 }
 
+/// The trained checkpoint of the repository, or a copy where `SWITCHYARD_TEST_MODEL` says.
 pub fn tiny_dir() -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"))
+    let elsewhere = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
+    elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
 }
 
 /// What real servers must compute, by another program.

@@ -75,6 +75,70 @@ fn tensors_that_cannot_be_used() {
 }
 
 #[test]
+fn streams_that_cannot_be_used() {
+    let mut rng = seeded("streams_that_cannot_be_used");
+    let dtype = WireDtype::Bf16;
+    let Some(fleet) = Fleet::start(1, 1, dtype) else { return };
+    let mut client = fleet.client();
+    let (tensors, mut local) = (Tensors::new(&client), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &fleet.model, 5, 4);
+    let input = tensors.load(&request);
+    // Of another GPU: nothing is launched there.
+    let far = Gpu::open_emulated(9).expect("a GPU").stream().expect("stream");
+    let large = DeviceInput { capacity: client.max_tokens() + 1, ..input };
+    let is_device = |error: &DeviceError| {
+        let text = error.to_string();
+        assert!(text.contains("emulated:9") && !text.contains('\n'), "{text}");
+        matches!(error, DeviceError::Device { found: DeviceName::Emulated(9), .. })
+    };
+    // SAFETY: refused before anything is launched, and what is launched is finished.
+    unsafe {
+        let error = client.dispatch(&far, request.layer, &input).unwrap_err();
+        assert!(is_device(&error), "{error}");
+        let error = client.forward(&far, request.layer, &large, tensors.out_ptr()).unwrap_err();
+        assert!(is_device(&error), "{error}");
+        let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
+        let error = client.combine(&far, handle, tensors.out_ptr()).unwrap_err();
+        assert!(is_device(&error), "{error}");
+        let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
+        let pending = client.combine(&stream, handle, tensors.out_ptr()).expect("combine");
+        let error = client.finish(&far, pending).unwrap_err();
+        assert!(is_device(&error), "{error}");
+        assert!(is_device(&client.begin_replay(&far).unwrap_err()));
+    }
+    assert!(far.is_done().expect("it works"));
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+    // Of this GPU, but not the call's: that it is done says nothing. The call is not over yet.
+    let (holding, hold) = std::sync::mpsc::channel::<()>();
+    let other = client.gpu().stream().expect("stream");
+    let wanted = (other.raw(), stream.raw());
+    let is_stream = |error: &DeviceError| matches!(error, DeviceError::Stream { found, expected } if (*found, *expected) == wanted);
+    stream.then(move || _ = hold.recv()).expect("held");
+    // SAFETY: as above.
+    let error = unsafe {
+        let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
+        let pending = client.combine(&stream, handle, tensors.out_ptr()).expect("combine");
+        client.finish(&other, pending).unwrap_err()
+    };
+    assert!(is_stream(&error), "{error}");
+    let error = client.begin_replay(&other).unwrap_err();
+    assert!(is_stream(&error), "{error}");
+    drop(holding);
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+    // A graph's, too.
+    client.begin_replay(&stream).expect("begun");
+    let error = client.finish_replay(&other).unwrap_err();
+    assert!(is_stream(&error), "{error}");
+    // SAFETY: refused before anything is launched.
+    let error = unsafe { client.dispatch(&stream, request.layer, &input) }.unwrap_err();
+    assert!(matches!(error, DeviceError::Replaying), "{error}");
+    assert!(matches!(client.begin_replay(&stream), Err(DeviceError::Replaying)));
+    client.finish_replay(&stream).expect("finished");
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+}
+
+#[test]
 fn settings_that_cannot_be_used() {
     let Some(fleet) = Fleet::start(1, 1, WireDtype::Bf16) else { return };
     let build = |tweak: &dyn Fn(&mut attention_client::DeviceOptions)| {

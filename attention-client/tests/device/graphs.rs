@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use attention_client::{DeviceClient, DeviceError, LocalExperts};
+use kernels::abi::DevicePtr;
 use kernels::gpu::{Graph, Stream};
 use protocol::WireDtype;
 use rustix::process::Signal;
 
 use crate::client_common::{Request, seeded};
-use crate::rig::{Fleet, Pair, Tensors, builder, check};
+use crate::rig::{Fleet, Pair, SLOT, Tensors, builder, check};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
 const NUM_TOKENS: usize = 30;
@@ -118,6 +119,40 @@ fn a_graph_survives_a_server_that_freezes_or_dies() {
         assert!(signal.is_some() || report.attempts > 1, "{report:?}");
         recorded.check(&request, &mut local);
     }
+}
+
+#[test]
+fn recorded_calls_that_are_given_up_leave_room_for_others() {
+    let mut rng = seeded("recorded_calls_that_are_given_up_leave_room_for_others");
+    let Some(fleet) = Fleet::start(1, 1, DTYPE) else { return };
+    let (mut client, mut local) = (fleet.client(), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    let tensors = Tensors::new(&client);
+    let input = tensors.input();
+    let layer = client.model().moe_layers[0];
+    let unknown = vec![0u128; 64];
+    for _ in 0..3 {
+        let abandoned = stream.capture(|stream| {
+            for _ in 0..SLOT.num_frames {
+                // SAFETY: nothing of this is run.
+                let handle = unsafe { client.dispatch(stream, layer, &input) };
+                drop(handle.expect("dispatch"));
+            }
+            // SAFETY: as above; the output is refused.
+            unsafe {
+                let handle = client.dispatch(stream, layer, &input).expect("dispatch");
+                let out = DevicePtr(unknown.as_ptr() as u64);
+                client.combine(stream, handle, out).unwrap_err();
+            }
+            Ok(())
+        });
+        drop(abandoned.expect("capture"));
+    }
+    let recorded = record(&mut client, &stream);
+    let request = Request::random(&mut rng, &fleet.model, NUM_TOKENS, 4);
+    recorded.load(&request);
+    client.replay(&stream, &recorded.graph).expect("replay");
+    recorded.check(&request, &mut local);
 }
 
 #[test]

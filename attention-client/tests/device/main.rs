@@ -5,10 +5,17 @@
 #[path = "../client_common/mod.rs"]
 mod client_common;
 
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
+
+#[path = "../../../tests/src/stopped.rs"]
+mod stopped;
+
 mod bad_input;
 mod faults;
 mod graphs;
 mod layers;
+mod parts;
 mod rig;
 mod without;
 

@@ -29,7 +29,7 @@ pub fn devices() -> Option<(DeviceName, DeviceName)> {
     match Gpu::count() {
         Ok(count) if count > 0 => Some((DeviceName::Cuda(0), DeviceName::Cuda(count - 1))),
         other => {
-            println!("SKIPPED: no GPU: {other:?}");
+            crate::skip::skip("gpu", &format!("no GPU: {other:?}"));
             None
         }
     }
@@ -240,7 +240,11 @@ pub struct Tensors {
 
 impl Tensors {
     pub fn new(client: &DeviceClient) -> Self {
-        let (gpu, capacity) = (client.gpu().clone(), client.max_tokens());
+        Self::with_capacity(client, client.max_tokens())
+    }
+
+    pub fn with_capacity(client: &DeviceClient, capacity: u32) -> Self {
+        let gpu = client.gpu().clone();
         let shape = client.model().shape;
         let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);
         let alloc = |values: usize| gpu.alloc((values * capacity as usize) as u64).expect("memory");
@@ -397,6 +401,9 @@ pub mod child {
         pub fn signal(&self, signal: rustix::process::Signal) {
             let pid = rustix::process::Pid::from_child(&self.child);
             rustix::process::kill_process(pid, signal).expect("signal");
+            if signal == rustix::process::Signal::STOP {
+                crate::stopped::await_stop(self.child.id());
+            }
         }
     }
 

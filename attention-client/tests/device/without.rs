@@ -1,10 +1,12 @@
 //! Experts that nobody serves.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use attention_client::{ClientError, DeviceError, OnMissingExpert};
 use protocol::WireDtype;
 use rand::RngExt;
+use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
 use crate::rig::{Fleet, Tensors, builder, check, forward};
@@ -41,7 +43,8 @@ fn experts_without_a_replica_are_left_out_and_the_others_scaled() {
     let mut rng = seeded("experts_without_a_replica_are_left_out_and_the_others_scaled");
     let Some(mut fleet) = Fleet::start(2, 1, DTYPE) else { return };
     let policy = OnMissingExpert::DropAndRenormalise;
-    let settings = builder(&fleet.model).placement(fleet.table(1)).replica_wait(SHORT);
+    let (tables, watched) = watch::channel(Arc::new(fleet.table(1)));
+    let settings = builder(&fleet.model).placement_watch(watched).replica_wait(SHORT);
     let mut client = fleet.connect(settings.on_missing_expert(policy));
     let (tensors, mut local) = (Tensors::new(&client), fleet.local());
     let stream = client.gpu().stream().expect("stream");
@@ -75,5 +78,20 @@ fn experts_without_a_replica_are_left_out_and_the_others_scaled() {
     }
     // Once there is a replica again, nothing is left out.
     let successor = fleet.start_server(1);
-    assert!(successor.ready().is_ok());
+    fleet.addrs[1] = successor.data_addr().to_string();
+    tables.send(Arc::new(fleet.table(2))).expect("watched");
+    let limit = Instant::now() + Duration::from_secs(60);
+    loop {
+        let request = Request::random(&mut rng, &fleet.model, 12, 4);
+        let input = tensors.load(&request);
+        // SAFETY: as above.
+        let timing = unsafe {
+            client.forward(&stream, request.layer, &input, tensors.out_ptr()).expect("forward")
+        };
+        if timing.missing_pairs == 0 && client.epoch() == 2 {
+            check(&request, &tensors.read(12), &mut local, DTYPE);
+            break;
+        }
+        assert!(Instant::now() < limit, "the successor is not used");
+    }
 }

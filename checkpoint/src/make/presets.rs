@@ -26,17 +26,21 @@ pub enum Preset {
     TinyMixtral,
     /// The layout of DeepSeek-V3 at a few hundred kilobytes, with ragged fp8 blocks.
     TinyDeepseekV3,
+    /// The layout of DeepSeek-V3 at a few megabytes, in sizes that GPU kernels take: hidden 256, 16 experts of
+    /// 192, top-4.
+    MiniDeepseekV3,
 }
 
 impl Preset {
     /// Every preset.
-    pub const ALL: [Preset; 6] = [
+    pub const ALL: [Preset; 7] = [
         Preset::Qwen3_30bA3b,
         Preset::Mixtral8x7b,
         Preset::DeepseekV3,
         Preset::TinyQwen3Moe,
         Preset::TinyMixtral,
         Preset::TinyDeepseekV3,
+        Preset::MiniDeepseekV3,
     ];
 
     /// The name on a command line.
@@ -48,6 +52,7 @@ impl Preset {
             Preset::TinyQwen3Moe => "tiny-qwen3-moe",
             Preset::TinyMixtral => "tiny-mixtral",
             Preset::TinyDeepseekV3 => "tiny-deepseek-v3",
+            Preset::MiniDeepseekV3 => "mini-deepseek-v3",
         }
     }
 
@@ -115,7 +120,9 @@ impl Preset {
         match self {
             Preset::Qwen3_30bA3b | Preset::TinyQwen3Moe => Family::Qwen3Moe,
             Preset::Mixtral8x7b | Preset::TinyMixtral => Family::Mixtral,
-            Preset::DeepseekV3 | Preset::TinyDeepseekV3 => Family::DeepseekV3,
+            Preset::DeepseekV3 | Preset::TinyDeepseekV3 | Preset::MiniDeepseekV3 => {
+                Family::DeepseekV3
+            }
         }
     }
 
@@ -210,6 +217,14 @@ impl Preset {
                 q_lora: 48,
                 kv_lora: 32,
                 rope_dim: 8,
+            },
+            Preset::MiniDeepseekV3 => Dims {
+                hidden: 256,
+                dense: 256,
+                expert: 192,
+                experts: 16,
+                top_k: 4,
+                ..Preset::TinyDeepseekV3.dims()
             },
         }
     }

@@ -8,7 +8,8 @@ use checkpoint::{
 
 use crate::support::{all_tensors, config_text, tiny};
 
-const TINY: [Preset; 3] = [Preset::TinyQwen3Moe, Preset::TinyMixtral, Preset::TinyDeepseekV3];
+const TINY: [Preset; 4] =
+    [Preset::TinyQwen3Moe, Preset::TinyMixtral, Preset::TinyDeepseekV3, Preset::MiniDeepseekV3];
 
 #[test]
 fn every_layout_opens_with_every_expert_finite_and_of_sensible_size() {
@@ -16,16 +17,17 @@ fn every_layout_opens_with_every_expert_finite_and_of_sensible_size() {
         for num_layers in 1..=preset.max_layers() {
             let (_dir, checkpoint) = tiny(preset, num_layers);
             let config = checkpoint.config();
+            let is_deepseek = matches!(preset, Preset::TinyDeepseekV3 | Preset::MiniDeepseekV3);
             assert_eq!(config.num_layers, num_layers);
             let total: usize = all_tensors(&checkpoint).iter().map(|t| t.data.len()).sum();
             assert_eq!(total as u64, planned_bytes(preset, num_layers).unwrap());
             checkpoint.check_moe().unwrap();
             for layer in config.moe_layers() {
                 let router = checkpoint.router(layer).unwrap();
-                assert_eq!(router.bias.is_some(), preset == Preset::TinyDeepseekV3);
+                assert_eq!(router.bias.is_some(), is_deepseek);
                 check_values(&router.weight.to_f32().unwrap(), config.hidden);
                 let shared = checkpoint.shared_expert(layer).unwrap();
-                assert_eq!(shared.is_some(), preset == Preset::TinyDeepseekV3);
+                assert_eq!(shared.is_some(), is_deepseek);
                 let routed = (0..config.num_experts).map(|e| checkpoint.expert(layer, e).unwrap());
                 for expert in routed.chain(shared) {
                     assert_eq!(expert.gate.tensor.shape, [config.moe_intermediate, config.hidden]);

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Subcommand;
+use clap::error::ErrorKind;
 
 use crate::Global;
 
@@ -30,6 +31,20 @@ enum Bench {
 /// Runs this process's part where it is a child of `bench p2p` or `bench moe --device`.
 pub fn child() -> Option<ExitCode> {
     moe_device::child().or_else(p2p::child)
+}
+
+/// Refuses flags that were given in vain.
+///
+/// # Errors
+/// What is wrong, as other mistakes in usage are told.
+pub fn check(matches: &clap::ArgMatches) -> Result<(), clap::Error> {
+    let bench = matches.subcommand_matches("bench");
+    let of = |name| bench.and_then(|bench| bench.subcommand_matches(name));
+    let useless = of("moe").and_then(moe::Args::useless);
+    match useless.or_else(|| of("p2p").and_then(p2p::Args::useless)) {
+        Some(text) => Err(clap::Error::raw(ErrorKind::ArgumentConflict, format!("{text}\n"))),
+        None => Ok(()),
+    }
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {

@@ -16,6 +16,7 @@ use protocol::WireDtype;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 
+use super::Counters;
 use crate::cluster::{ClusterOptions, LocalCluster};
 use crate::{Global, ui};
 
@@ -102,7 +103,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     if kill && (args.local.replicas < 2 || args.local.servers < 2) {
         bail!(
-            "with {} servers and {} replicas nobody could take over: use --replicas 2, or --no-kill",
+            "with --servers {} and --replicas {} nobody could take over: expected at least 2 of both, or --no-kill",
             args.local.servers,
             args.local.replicas
         );
@@ -361,29 +362,6 @@ fn summarise(run: Run<'_>) -> Report {
         lost_requests: run.expected_layers.saturating_sub(finished) as u64 + run.counters.lost,
         duplicated_requests: finished.saturating_sub(run.expected_layers) as u64
             + run.counters.duplicated,
-    }
-}
-
-/// The client's own counts of what must never happen.
-struct Counters {
-    lost: u64,
-    duplicated: u64,
-}
-
-impl Counters {
-    fn read(client: &MoeClient) -> Self {
-        let families = client.registry().gather();
-        let value = |name: &str| {
-            families
-                .iter()
-                .find(|family| family.name() == name)
-                .and_then(|family| family.get_metric().first())
-                .map_or(0, |metric| metric.get_counter().get_value() as u64)
-        };
-        Self {
-            lost: value("switchyard_client_lost_requests_total"),
-            duplicated: value("switchyard_client_duplicated_requests_total"),
-        }
     }
 }
 

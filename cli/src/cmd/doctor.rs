@@ -226,32 +226,84 @@ fn transports() -> Vec<Check> {
                 .collect()
         })
         .unwrap_or_default();
-    let verbs = library("libibverbs.so.1");
-    checks.push(match (&verbs, devices.is_empty()) {
-        (_, true) => problem(
+    checks.push(rdma(&devices));
+    checks.push(libfabric());
+    #[cfg(feature = "libfabric")]
+    if let Some(reason) = p2p_core::backend::libfabric::refusal("verbs;ofi_rxm")
+        && !devices.is_empty()
+    {
+        let remedy = "the transport `verbs` needs none of this";
+        checks.push(problem("libfabric over verbs", Verdict::Absent, reason, remedy));
+    }
+    checks
+}
+
+/// RDMA as the transport `verbs` would find it. `known` are the devices that the kernel has.
+fn rdma(known: &[String]) -> Check {
+    const NONE: &str = "no RDMA device";
+    #[cfg(feature = "verbs")]
+    {
+        let usable = p2p_core::backend::verbs::device_names();
+        match (usable.is_empty(), known.is_empty()) {
+            (false, _) => ok("rdma", usable.join(", ")),
+            (true, false) => problem(
+                "rdma",
+                Verdict::Warn,
+                format!("the kernel has {}, libibverbs opens none of them", known.join(", ")),
+                "apt-get install ibverbs-providers, and give this user access to /dev/infiniband",
+            ),
+            (true, true) => problem(
+                "rdma",
+                Verdict::Absent,
+                NONE,
+                "shared memory and, between hosts, TCP are used; an RDMA card needs its driver and rdma-core",
+            ),
+        }
+    }
+    #[cfg(not(feature = "verbs"))]
+    match known {
+        [] => problem(
             "rdma",
             Verdict::Absent,
-            "no RDMA device",
-            "shared memory and, between hosts, TCP are used; an RDMA card needs its driver and rdma-core",
+            format!("{NONE}; this build has no transport `verbs` either"),
+            "shared memory and, between hosts, TCP are used",
         ),
-        (None, false) => problem(
+        known => problem(
             "rdma",
             Verdict::Warn,
-            format!("{} without libibverbs.so.1", devices.join(", ")),
-            "apt-get install libibverbs1 ibverbs-providers",
+            format!("{}, but this build has no transport `verbs`", known.join(", ")),
+            "build with `--features verbs`",
         ),
-        (Some(path), false) => ok("rdma", format!("{} · {}", devices.join(", "), path.display())),
-    });
-    checks.push(match library("libfabric.so.1") {
-        Some(path) => ok("libfabric", path.display().to_string()),
-        None => problem(
+    }
+}
+
+/// libfabric as this program would load it.
+#[cfg(feature = "libfabric")]
+fn libfabric() -> Check {
+    use p2p_core::backend::libfabric::{LIBRARY_VARIABLE, providers};
+    match providers() {
+        Ok(providers) if providers.is_empty() => problem(
             "libfabric",
             Verdict::Absent,
-            "libfabric.so.1 is not here",
-            "apt-get install libfabric1",
+            "it has no provider that can carry slots",
+            format!("install one with more providers, or name it in {LIBRARY_VARIABLE}"),
         ),
-    });
-    checks
+        Ok(providers) => ok("libfabric", providers.join(", ")),
+        Err(error) => {
+            let remedy = format!("apt-get install libfabric1, or name it in {LIBRARY_VARIABLE}");
+            problem("libfabric", Verdict::Absent, error.to_string(), remedy)
+        }
+    }
+}
+
+#[cfg(not(feature = "libfabric"))]
+fn libfabric() -> Check {
+    problem(
+        "libfabric",
+        Verdict::Absent,
+        "this build has no transport `libfabric`",
+        "build with the feature `libfabric`, which is on by default",
+    )
 }
 
 fn gpu() -> Vec<Check> {
@@ -267,7 +319,18 @@ fn gpu() -> Vec<Check> {
         .collect()
 }
 
+#[cfg(not(feature = "ibgda"))]
+fn ibgda() -> Vec<Check> {
+    vec![problem(
+        "control path",
+        Verdict::Absent,
+        "this build has no control path for GPU-initiated RDMA",
+        "build with the feature `ibgda`, which is on by default",
+    )]
+}
+
 /// GPU-initiated RDMA: nothing else needs it, so what is missing is no fault.
+#[cfg(feature = "ibgda")]
 fn ibgda() -> Vec<Check> {
     ibgda::probe()
         .checks
@@ -355,13 +418,4 @@ fn vector_units() -> &'static str {
         }
     }
     ""
-}
-
-/// Where the dynamic linker would most likely find a library.
-fn library(name: &str) -> Option<PathBuf> {
-    let listed = std::process::Command::new("ldconfig").arg("-p").output().ok()?;
-    String::from_utf8_lossy(&listed.stdout)
-        .lines()
-        .filter(|line| line.trim_start().starts_with(name))
-        .find_map(|line| Some(PathBuf::from(line.split_once("=> ")?.1.trim())))
 }

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use clap::builder::NonEmptyStringValueParser;
 use expert_server::device::DeviceOptions;
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, Ticket};
 
@@ -22,7 +23,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_MODEL")]
     model: PathBuf,
     /// Name, unique in the fleet and stable over restarts.
-    #[arg(long, env = "SWITCHYARD_NAME")]
+    #[arg(long, env = "SWITCHYARD_NAME", value_parser = NonEmptyStringValueParser::new())]
     name: String,
     /// Where clients connect; port 0 takes a free one.
     #[arg(long, env = "SWITCHYARD_LISTEN", default_value = "127.0.0.1:7171")]
@@ -38,8 +39,8 @@ pub struct Args {
     /// Experts to hold where there is no control plane: `all`, `0-3,8`, or by layer `0:0-3;1:4-7`.
     #[arg(long, env = "SWITCHYARD_EXPERTS", conflicts_with = "control_plane")]
     experts: Option<ExpertSelection>,
-    /// Where slots, weights and arithmetic are: `cpu`, or a GPU as `cuda:0`, for clients on GPUs of the
-    /// same host.
+    /// Where slots, weights and arithmetic are: `cpu`, or a GPU as `cuda:0`, for clients on GPUs: of
+    /// the same host, and of others with a network among --transport.
     #[arg(long, env = "SWITCHYARD_DEVICE", default_value = "cpu", value_name = "cpu|cuda:N")]
     device: Device,
     /// With a GPU: element type of requests, bf16 or fp8, the same for all clients.
@@ -53,10 +54,33 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=2)
     )]
     device_batches: usize,
-    /// With a GPU: longest time that a batch waits for clients that were active lately, at most a fifth of
-    /// a batch's length; 0 waits for nobody.
-    #[arg(long, env = "SWITCHYARD_DEVICE_GATHER_US", default_value_t = 100)]
+    /// With a GPU: longest time that a batch waits for clients that were in the one before, at most half of
+    /// that one's length; 0 waits for nobody.
+    #[arg(
+        long,
+        env = "SWITCHYARD_DEVICE_GATHER_US",
+        default_value_t = 2000,
+        value_parser = clap::value_parser!(u64).range(..=2000)
+    )]
     device_gather_us: u64,
+    /// With a GPU: multiprocessors that the experts use, 0 for all. Fewer leave the others to whoever shares
+    /// the GPU.
+    #[arg(
+        long,
+        env = "SWITCHYARD_DEVICE_BLOCKS",
+        default_value_t = 0,
+        value_parser = clap::value_parser!(u32).range(..=1024)
+    )]
+    device_blocks: u32,
+    /// With a GPU and clients over networks: threads that post for its kernels; 0 takes a quarter of the
+    /// processors next to GPU and NIC, one to four.
+    #[arg(
+        long,
+        env = "SWITCHYARD_PROXY_THREADS",
+        default_value_t = 0,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(..=64)
+    )]
+    proxy_threads: usize,
     /// Compute threads; 0 takes as many as there are CPUs.
     #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0)]
     threads: usize,
@@ -88,8 +112,10 @@ pub struct Args {
 
 /// Where a server computes.
 #[derive(Debug, Clone, Copy)]
-enum Device {
+pub enum Device {
+    /// On processors.
     Cpu,
+    /// On this GPU.
     Gpu(DeviceName),
 }
 
@@ -127,11 +153,16 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             dtype: args.device_dtype,
             batches_in_flight: args.device_batches,
             gather: Duration::from_micros(args.device_gather_us),
+            num_blocks: args.device_blocks,
+            proxy_threads: args.proxy_threads,
             ..DeviceOptions::new(name)
         }),
     };
     let device = config.device.map_or_else(|| "cpu".to_owned(), |device| device.name.to_string());
-    config.transports = args.transport.open(&mut args.transport.networks())?;
+    config.transports = match config.device {
+        Some(_) => args.transport.open_for_device()?,
+        None => args.transport.open(&mut args.transport.networks())?,
+    };
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;
     config.capacity_experts = args.capacity_experts;

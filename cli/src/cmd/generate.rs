@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use attention_client::{GenerateOptions, Generator};
 use checkpoint::Checkpoint;
 
+use super::Counters;
 use crate::{Global, ui};
 
 /// Flags of `generate`.
@@ -59,12 +60,15 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     })?;
     let tokens_per_s = generation.timings.tokens_per_s();
     if global.json {
+        let counters = Counters::read(&service.client);
         ui::print_json(&serde_json::json!({
             "prompt_ids": generation.prompt_ids,
             "token_ids": generation.token_ids,
             "text": generation.text,
             "tokens_per_s": tokens_per_s,
             "clipped": generation.clipped,
+            "lost_requests": counters.lost,
+            "duplicated_requests": counters.duplicated,
         }))?;
     } else {
         outln!();

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::Checkpoint;
 use control_api::ControlClient;
-use p2p_core::{OpenNetworks, TransportSpec, Transports};
+use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
 use protocol::WireDtype;
 
 use crate::cluster::{ClusterOptions, LocalCluster};
@@ -78,9 +78,10 @@ impl SlotArgs {
 }
 
 /// Which transports to offer, the best first.
-#[derive(Debug, Clone, clap::Args)]
+#[derive(Debug, Clone, Default, clap::Args)]
 pub struct TransportArgs {
-    /// auto, or a list of shm, staged, verbs[:DEVICE] and libfabric[:PROVIDER], the best first.
+    /// auto, or a list of shm, staged, verbs[:PORTS] and libfabric[:PROVIDER], the best first. PORTS are
+    /// mlx5_0:1+mlx5_1, or those near=0000:3b:00.0 or on node=1.
     #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value_t)]
     pub transport: TransportSpec,
     /// How to use RDMA devices, as JSON, as in {"gid_index": 3, "traffic_class": 106}.
@@ -90,7 +91,7 @@ pub struct TransportArgs {
 }
 
 #[cfg(feature = "verbs")]
-fn verbs_config(text: &str) -> Result<p2p_core::backend::verbs::VerbsConfig, String> {
+pub fn verbs_config(text: &str) -> Result<p2p_core::backend::verbs::VerbsConfig, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
@@ -113,6 +114,15 @@ impl TransportArgs {
             tracing::debug!("{line}");
         }
         Ok(transports)
+    }
+
+    /// As [`open`](Self::open), for slots of GPUs: `auto` is what there is within a host, because with a
+    /// network in sight kernels have to look which way to go.
+    pub fn open_for_device(&self) -> Result<Transports> {
+        match &self.transport {
+            TransportSpec::Auto => Ok(vec![TransportKind::Local, TransportKind::Shm].into()),
+            TransportSpec::List(_) => self.open(&mut self.networks()),
+        }
     }
 
     /// The same as arguments of a child process, with `spec` for the transports.
@@ -288,6 +298,33 @@ impl Service {
         let client = builder.control_plane(url, token.clone()).ticket(token).build()?;
         client.wait_ready(READY_TIMEOUT)?;
         Ok(Self { client, _cluster: cluster })
+    }
+}
+
+/// The client's own counts of what must never happen.
+#[derive(Debug, Clone, Copy)]
+pub struct Counters {
+    /// Calls with unanswered pairs at their end.
+    pub lost: u64,
+    /// Calls with pairs counted twice at their end.
+    pub duplicated: u64,
+}
+
+impl Counters {
+    /// As they are now.
+    pub fn read(client: &MoeClient) -> Self {
+        let families = client.registry().gather();
+        let value = |name: &str| {
+            families
+                .iter()
+                .find(|family| family.name() == name)
+                .and_then(|family| family.get_metric().first())
+                .map_or(0, |metric| metric.get_counter().get_value() as u64)
+        };
+        Self {
+            lost: value("switchyard_client_lost_requests_total"),
+            duplicated: value("switchyard_client_duplicated_requests_total"),
+        }
     }
 }
 

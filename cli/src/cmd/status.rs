@@ -62,10 +62,11 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         );
         if !members.is_empty() {
             outln!(
-                "\n{:<20} {:<10} {:<22} {:>9} {:>10}  CLIENTS",
+                "\n{:<20} {:<10} {:<22} {:<10} {:>9} {:>10}  CLIENTS",
                 "SERVER",
                 "STATE",
                 "ADDRESS",
+                "DEVICE",
                 "EXPERTS",
                 "LEASE"
             );
@@ -77,17 +78,39 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 _ => format!("{:.1} s", member.lease_remaining_ms as f64 / 1e3),
             };
             outln!(
-                "{:<20} {:<10} {:<22} {:>9} {:>10}  {}{suspected}",
+                "{:<20} {:<10} {:<22} {:<10} {:>9} {:>10}  {}{suspected}",
                 member.name,
                 member.state.as_str(),
                 member.data_addr,
+                device(member),
                 member.experts_held,
                 lease,
                 clients(member)
             );
         }
+        for line in members.iter().flat_map(left_out) {
+            outln!("{line}");
+        }
     }
     Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What a member computes on, as of its last report.
+fn device(member: &MemberInfo) -> &str {
+    match &member.load {
+        Some(load) => load.device.as_deref().unwrap_or("cpu"),
+        None => "-",
+    }
+}
+
+/// Why clients of a member do not use the best transport that both have, a line each.
+fn left_out(member: &MemberInfo) -> impl Iterator<Item = String> {
+    let links = member.load.iter().flat_map(|load| &load.links);
+    links.flat_map(move |links| {
+        links.left_out.iter().map(move |why| {
+            format!("{}: {} because clients left out {why}", member.name, links.transport)
+        })
+    })
 }
 
 /// Client links of a member by transport, as in `2 shm, 1 libfabric`, as of its last report.
@@ -96,4 +119,36 @@ fn clients(member: &MemberInfo) -> String {
     let texts: Vec<String> =
         links.map(|links| format!("{} {}", links.num_links, links.transport)).collect();
     if texts.is_empty() { "-".to_owned() } else { texts.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_clients_left_out_is_said_with_the_reason() {
+        let member: MemberInfo = serde_json::from_value(serde_json::json!({
+            "member_id": "m-1",
+            "name": "server-1",
+            "incarnation": 1,
+            "state": "serving",
+            "data_addr": "10.0.0.1:7171",
+            "metrics_addr": null,
+            "experts_held": 8,
+            "experts_assigned": 8,
+            "lease_remaining_ms": 900,
+            "suspected": false,
+            "load": {
+                "window_ms": 1, "busy_ms": 0, "num_tokens": 0,
+                "links": [
+                    { "transport": "shm", "num_links": 2 },
+                    { "transport": "libfabric", "num_links": 1, "left_out": ["verbs:roce2: no way"] },
+                ],
+            },
+        }))
+        .unwrap();
+        assert_eq!(clients(&member), "2 shm, 1 libfabric");
+        let lines: Vec<String> = left_out(&member).collect();
+        assert_eq!(lines, ["server-1: libfabric because clients left out verbs:roce2: no way"]);
+    }
 }

@@ -232,6 +232,9 @@ pub struct LoadReport {
     /// Open client links by transport; transports without any are left out.
     #[serde(default)]
     pub links: Vec<TransportLinks>,
+    /// GPU that serves the experts, as in `cuda:0`; absent on processors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
 }
 
 /// Open client links of one transport.
@@ -241,6 +244,10 @@ pub struct TransportLinks {
     pub transport: String,
     /// Links.
     pub num_links: u32,
+    /// Which better transports the clients left out because they do not work between them and this server,
+    /// and why.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<String>,
 }
 
 /// Tokens of one expert in one window.

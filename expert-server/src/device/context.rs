@@ -4,11 +4,10 @@ use std::time::Instant;
 
 use kernels::abi::{
     Batch, DEVICE_ABI_VERSION, DevicePtr, ExpertComputeParams, ExpertLists, ExpertRecvParams,
-    ExpertSendParams, FLAG_PDL, ServerState,
+    ExpertSendParams, FLAG_PDL, Gather, ServerState,
 };
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Stream};
 
-use super::gather::Wish;
 use super::plan::DevicePlan;
 
 /// Memory and graphs of one batch.
@@ -29,9 +28,9 @@ pub(super) struct Context {
     ended: Event,
     /// What the last batch was, in host memory: its head, expert positions, the server's state.
     report: GpuBuffer,
+    /// [`Gather`] of the batch, in host memory: recorded graphs read it when they run.
+    gather: GpuBuffer,
     pub(super) launched_at: Option<Instant>,
-    /// What the batch waits for.
-    pub(super) wish: Wish,
 }
 
 /// What a recorded graph was made for.
@@ -41,7 +40,6 @@ pub(super) struct GraphKey {
     pub(super) num_places: u32,
     /// Rows for which the grids are made. More are computed as well, only not as fast.
     pub(super) bucket_rows: u32,
-    pub(super) wish: Wish,
 }
 
 /// Device memory that all contexts use.
@@ -72,20 +70,25 @@ impl Context {
             activation: gpu.alloc(activation)?,
             expert_out: gpu.alloc(expert_out)?,
             report: gpu.alloc_host(state_offset(plan) + size_of::<ServerState>() as u64)?,
+            gather: gpu.alloc_host(size_of::<Gather>() as u64)?,
             launched_at: None,
-            wish: Wish { min_ready: 1, gather_ns: 0 },
         })
     }
 
-    /// Queues a batch: whatever is ready when its turn comes, or what comes within the bound. Graphs are
-    /// recorded from `recorder`, which runs nothing meanwhile.
+    /// Queues a batch: whatever is ready when its turn comes, with those whom `gather` waits for, or what
+    /// comes within the bound. Graphs are recorded from `recorder`, which runs nothing meanwhile.
     pub(super) fn launch(
         &mut self,
         (gpu, stream, recorder): (&Gpu, &Stream, &Stream),
         plan: &DevicePlan,
         shared: &Shared,
         key: GraphKey,
+        gather: Gather,
     ) -> Result<(), GpuError> {
+        if let Some(host) = self.gather.host() {
+            // SAFETY: page-locked memory of this size; the last batch that read it has ended.
+            unsafe { host.cast::<Gather>().write_volatile(gather) };
+        }
         let known = self.graphs.iter().position(|(of, _)| *of == key);
         let idx = match known {
             Some(idx) => idx,
@@ -100,7 +103,6 @@ impl Context {
         };
         stream.replay(&self.graphs[idx].1)?;
         self.launched_at = Some(Instant::now());
-        self.wish = key.wish;
         stream.record(&self.ended)
     }
 
@@ -156,7 +158,7 @@ impl Context {
         let num_clients = key.num_clients.max(1);
         let recv = ExpertRecvParams {
             version: DEVICE_ABI_VERSION,
-            flags: 0,
+            flags: plan.way_flags(),
             geometry,
             state: shared.state,
             lists,
@@ -164,12 +166,13 @@ impl Context {
             abort_mask: shared.abort_mask,
             min_epoch: DevicePtr::NULL,
             timeout_ns: IDLE_WAIT_NS,
-            min_ready: key.wish.min_ready,
+            min_ready: 1,
             num_experts: plan.num_experts,
             num_local_experts: key.num_places,
             num_layers: plan.num_layers,
             num_clients,
-            gather_ns: key.wish.gather_ns,
+            gather_ns: 0,
+            gather: self.gather.ptr(),
             clients: shared.clients,
         };
         let compute = ExpertComputeParams {
@@ -185,13 +188,13 @@ impl Context {
             num_local_experts: key.num_places,
             num_layers: plan.num_layers,
             num_clients,
-            num_blocks: 0,
+            num_blocks: plan.options.num_blocks,
             weights_dtype: shared.weights_dtype,
             clients: shared.clients,
         };
         let send = ExpertSendParams {
             version: DEVICE_ABI_VERSION,
-            flags: FLAG_PDL,
+            flags: FLAG_PDL | plan.way_flags(),
             geometry,
             lists,
             expert_out: self.expert_out.ptr(),

@@ -9,6 +9,7 @@
 //! What kernels read as tables changes only between batches: the thread lets those under way end, which
 //! takes as long as the wait for a frame at most when nothing comes, changes the tables, and goes on.
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -43,7 +44,7 @@ pub(super) struct Engine {
     /// Of all batches, in order.
     stream: Stream,
     last_launched: Option<usize>,
-    memory: Memory,
+    memory: ManuallyDrop<Memory>,
     /// For everything that is not a batch.
     control: Stream,
     seats: Seats,
@@ -57,6 +58,11 @@ pub(super) struct Engine {
     expert_begin: Vec<u32>,
     recent_rows: [u32; RECENT],
     num_batches: usize,
+    /// Batches that have ended, as kernels count them.
+    num_ended: u64,
+    /// Whether a batch was being computed when that could last be told, and whether the GPU was asked.
+    is_computing: bool,
+    has_asked: bool,
     gathering: Gathering,
     num_refused: u64,
     has_fault: bool,
@@ -74,6 +80,8 @@ struct Memory {
     layers: GpuBuffer,
     /// Where tables are put together, and where the state is read.
     staging: GpuBuffer,
+    /// Batches that have begun, read while others are under way.
+    num_begun: GpuBuffer,
 }
 
 impl Engine {
@@ -97,7 +105,7 @@ impl Engine {
             contexts,
             stream: gpu.stream()?,
             last_launched: None,
-            memory: Memory::new(gpu, &plan)?,
+            memory: ManuallyDrop::new(Memory::new(gpu, &plan)?),
             control: gpu.stream()?,
             seats: Seats::new(gpu, &plan.geometry)?,
             board,
@@ -116,6 +124,9 @@ impl Engine {
             expert_begin: Vec::with_capacity(plan.num_experts as usize + 1),
             recent_rows: [0; RECENT],
             num_batches: 0,
+            num_ended: 0,
+            is_computing: false,
+            has_asked: false,
             gathering: Gathering::new(&plan.options),
             num_refused: 0,
             has_fault: false,
@@ -186,7 +197,7 @@ impl Engine {
             self.memory.write_tables(&self.control, &self.plan, &self.store, &tables)?;
             // Before anybody is told: whoever loaded then frees what nobody uses any more.
             self.tables = tables;
-            self.store.set_in_service(self.tables.version);
+            self.store.set_in_service(&self.tables);
         }
         let clients = self.seats.table();
         self.memory.write_clients(&self.control, &clients)?;
@@ -204,7 +215,10 @@ impl Engine {
                 continue;
             }
             match self.seats.take(seat) {
-                Ok(idx) => self.memory.forget_client(&self.control, idx)?,
+                Ok(idx) => {
+                    self.gathering.forget(idx);
+                    self.memory.forget_client(&self.control, idx)?;
+                }
                 Err(seat) => {
                     tracing::error!(link = %seat.id, "no seat is left for a client that was let in");
                     self.end(*seat, DropReason::Transport);
@@ -234,8 +248,7 @@ impl Engine {
         let num_links = self.seats.len();
         self.status.set_links(num_links);
         self.metrics.links.set(num_links as i64);
-        let kinds = std::iter::repeat_n(p2p_core::TransportKind::CudaIpc, num_links);
-        self.load.set_links(kinds);
+        self.load.set_links(self.seats.iter().map(Seat::kind));
     }
 
     /// Starts batches where none is under way.
@@ -244,7 +257,6 @@ impl Engine {
             num_clients: self.seats.num_clients(),
             num_places: self.num_places(),
             bucket_rows: self.bucket_rows(),
-            wish: self.gathering.wish(),
         };
         let shared = self.memory.shared(&self.board, self.store.weights_dtype());
         for turn in 0..self.contexts.len() {
@@ -254,7 +266,9 @@ impl Engine {
                 continue;
             }
             let streams = (&self.gpu, &self.stream, &self.control);
-            self.contexts[idx].launch(streams, &self.plan, &shared, key)?;
+            let gather = self.gathering.wish();
+            self.config.reached.expect_work();
+            self.contexts[idx].launch(streams, &self.plan, &shared, key, gather)?;
             self.last_launched = Some(idx);
         }
         Ok(())
@@ -310,6 +324,7 @@ impl Engine {
         let context = &self.contexts[idx];
         let batch = context.batch();
         let state = context.state_hint(&self.plan);
+        self.num_ended = self.num_ended.max(state.num_batches);
         self.has_fault |= KernelFault::of(&state.error).is_some();
         self.has_fault |= state.num_refused != self.num_refused;
         if batch.clients == 0 {
@@ -327,7 +342,7 @@ impl Engine {
         context.expert_begin(&self.plan, num_places, &mut self.expert_begin);
         self.recent_rows[self.num_batches % RECENT] = batch.num_rows;
         self.num_batches += 1;
-        self.gathering.note(context.wish, batch.clients, compute);
+        self.gathering.note(batch.clients, batch.expected, compute);
         self.count(&batch, compute);
         Ok(())
     }
@@ -353,6 +368,15 @@ impl Engine {
         metrics.entries.inc_by(batch.num_entries.into());
         metrics.batch_tokens.observe(num_rows as f64);
         metrics.batch_clients.observe(num_clients.into());
+        let seconds = |ns: u32| f64::from(ns) * 1e-9;
+        let mut gather_ns = 0;
+        for (idx, waited_ns) in batch.waited_ns.into_iter().enumerate() {
+            if batch.clients >> idx & 1 != 0 {
+                metrics.queue_seconds.observe(seconds(waited_ns));
+                gather_ns = gather_ns.max(waited_ns);
+            }
+        }
+        metrics.gather_seconds.observe(seconds(gather_ns));
         metrics.compute_seconds.observe(compute.as_secs_f64());
         self.load.add_batch(num_rows as usize, compute);
         let Some(table) = self.tables.layers.get(batch.layer as usize) else { return };
@@ -372,17 +396,39 @@ impl Engine {
         let mut num_refused = state.num_refused.saturating_sub(self.num_refused);
         self.num_refused = state.num_refused;
         self.metrics.frames_in.inc_by(num_refused);
-        if let Some(fault @ KernelFault::Other { .. }) = KernelFault::of(&state.error) {
-            tracing::error!(%fault, "a kernel reported an error");
+        let told = KernelFault::of(&state.error);
+        match told {
+            Some(fault @ KernelFault::Other { .. }) => {
+                tracing::error!(%fault, "a kernel reported an error");
+            }
+            // Whoever does so again and again is named and dropped below.
+            Some(fault @ KernelFault::Withheld { .. }) => {
+                tracing::debug!(%fault, "a frame is late")
+            }
+            _ => {}
         }
         // Kernels keep the first error only, but each client was told of each of its own.
         let max_bad_frames = self.config.limits.max_bad_frames;
         for (idx, taken) in state.taken.into_iter().enumerate() {
             let Some(seat) = self.seats.get_mut(idx) else { continue };
-            for fault in self.memory.refusals(&self.control, &self.plan.geometry, seat, taken)? {
+            let refusals = match (seat.is_remote(), told) {
+                (false, _) => {
+                    self.memory.refusals(&self.control, &self.plan.geometry, seat, taken)?
+                }
+                // What such a client was told lies on its host. The first of its faults is known here.
+                (true, Some(KernelFault::Refused { seat, frame, code }))
+                    if seat as usize == idx =>
+                {
+                    vec![(code, frame)]
+                }
+                (true, _) => Vec::new(),
+            };
+            for fault in refusals {
                 num_refused = num_refused.saturating_sub(1);
                 self.metrics.count_bad_frame(fault.0);
-                if is_malformed(fault.0) {
+                // Within the host rows follow their header at once; over a network something may lie between.
+                let is_withheld = fault.0 == ErrorCode::Internal && !seat.is_remote();
+                if is_malformed(fault.0) || is_withheld {
                     let (seat_idx, frame) = (idx as u32, fault.1);
                     let fault = KernelFault::Refused { seat: seat_idx, frame, code: fault.0 };
                     seat.count_bad_frame(max_bad_frames, &fault);
@@ -402,20 +448,23 @@ impl Engine {
             return Ok(());
         }
         self.last_progress = now;
-        let mut is_computing = false;
-        for context in &self.contexts {
-            let is_old = context.launched_at.is_some_and(|at| now - at >= PROGRESS_PERIOD);
-            is_computing |= is_old && context.received.is_done()?;
-        }
-        self.status.set_unanswered(is_computing.into());
-        if is_computing && self.control.is_done()? {
-            for seat in self.seats.iter() {
-                let word = seat.progress_word(&self.plan.geometry);
-                // SAFETY: the word is aligned within the client's slot, which stays mapped until this
-                // stream is done.
-                unsafe { self.control.add_flag(word, 1)? };
+        let is_old = |at: &Context| at.launched_at.is_some_and(|at| now - at >= PROGRESS_PERIOD);
+        if !self.contexts.iter().any(is_old) {
+            (self.is_computing, self.has_asked) = (false, false);
+        } else if self.control.is_done()? {
+            // A batch that waits for frames looks the same from here: its kernels count it when it has some.
+            // The answer is as old as the last look, and what has ended since is known.
+            self.is_computing = self.has_asked && self.memory.num_begun() > self.num_ended;
+            if self.is_computing {
+                for seat in self.seats.iter() {
+                    seat.show_life(&self.control, &self.plan.geometry)?;
+                }
             }
+            self.memory.ask_num_begun(&self.control)?;
+            self.has_asked = true;
         }
+        self.status.set_unanswered(self.is_computing.into());
+        self.seats.iter_mut().for_each(Seat::check_way);
         Ok(())
     }
 
@@ -458,11 +507,23 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // Memory must not go from under a kernel. Their waits have bounds, so this one is short.
         let deadline = Instant::now() + DROP_LIMIT;
+        let mut has_ended = true;
         for stream in [&self.stream, &self.control] {
             if let Err(error) = stream.wait(deadline) {
-                tracing::error!(%error, "a batch did not end");
+                tracing::error!(%error, "a batch did not end: its memory is not freed");
+                has_ended = false;
             }
         }
+        if has_ended {
+            // SAFETY: not used after this.
+            unsafe { ManuallyDrop::drop(&mut self.memory) };
+            return;
+        }
+        std::mem::forget(std::mem::take(&mut self.contexts));
+        self.seats.keep_slots();
+        // Weights, and the mask that kernels look at.
+        std::mem::forget(Arc::clone(&self.tables));
+        std::mem::forget(Arc::clone(&self.board));
     }
 }
 
@@ -477,6 +538,7 @@ impl Memory {
             local_expert: gpu.alloc(places)?,
             layers: gpu.alloc(layers)?,
             staging: gpu.alloc_host(places.max(layers).max(clients).max(4096))?,
+            num_begun: gpu.alloc_host(size_of::<u64>() as u64)?,
         })
     }
 
@@ -515,6 +577,22 @@ impl Memory {
         // SAFETY: within the state, which no kernel uses now.
         unsafe { control.fill(word, 0, 8)? };
         control.wait(Instant::now() + BATCH_LIMIT)
+    }
+
+    /// Has the number of batches that have begun copied to the host, behind what `control` has.
+    fn ask_num_begun(&self, control: &Stream) -> Result<(), GpuError> {
+        let offset = std::mem::offset_of!(ServerState, num_batches) as u64;
+        let bytes = self.num_begun.len().min(size_of::<u64>() as u64);
+        // SAFETY: both have these bytes, and the host looks at its own only when `control` is done. A kernel
+        // may count meanwhile: a word is copied whole.
+        unsafe { control.copy(self.num_begun.ptr(), self.state.at(offset, bytes)?, bytes) }
+    }
+
+    /// What was copied last. Nothing is being copied.
+    fn num_begun(&self) -> u64 {
+        let host = self.num_begun.host();
+        // SAFETY: page-locked memory of this size, aligned; the copy into it has ended.
+        host.map_or(0, |host| unsafe { host.cast::<u64>().read_volatile() })
     }
 
     /// The state, whose error is cleared.

@@ -1,6 +1,6 @@
 //! Why a GPU cannot serve, and what its kernels report.
 
-use kernels::abi::{ErrorWord, TAG_NONE};
+use kernels::abi::{ErrorWord, REASON_ABORT, TAG_NONE};
 use kernels::check::CheckError;
 use kernels::gpu::{DeviceName, GpuError};
 use protocol::{ErrorCode, WireDtype};
@@ -65,6 +65,9 @@ pub enum DeviceError {
         /// Bytes free there.
         free_bytes: u64,
     },
+    /// The threads that post for kernels could not be started.
+    #[error(transparent)]
+    Proxy(#[from] proxy::ProxyError),
     /// The GPU refused something else.
     #[error(transparent)]
     Gpu(#[from] GpuError),
@@ -83,6 +86,16 @@ pub enum KernelFault {
         frame: u64,
         /// Why.
         code: ErrorCode,
+    },
+    /// A client announced a frame whose rows did not come in time; it was told.
+    #[error("rows of frame {frame} of the client in seat {seat} did not come{}", if *.is_gone { ": it is gone" } else { "" })]
+    Withheld {
+        /// The client's place in the table.
+        seat: u32,
+        /// Number of the frame.
+        frame: u64,
+        /// The client had gone.
+        is_gone: bool,
     },
     /// Something else. A local bug, or a GPU out of order.
     #[error(
@@ -112,6 +125,11 @@ impl KernelFault {
                 // The upper half names a field in some builds.
                 code: ErrorCode::from_u32(word.observed as u32 & 0xffff),
             }),
+            TAG_RECV_FRAME => Some(Self::Withheld {
+                seat: word.peer,
+                frame: word.expected,
+                is_gone: word.reason == REASON_ABORT,
+            }),
             tag => Some(Self::Other {
                 tag,
                 seat: word.peer,
@@ -126,6 +144,8 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
+/// `SY_TAG_RECV_FRAME` of the kernels' header.
+const TAG_RECV_FRAME: u32 = 1;
 /// `SY_TAG_BAD_FRAME` of the kernels' header.
 const TAG_BAD_FRAME: u32 = 7;
 
@@ -146,8 +166,12 @@ mod tests {
         assert_eq!(KernelFault::of(&word(TAG_NONE)), None);
         let refused = KernelFault::Refused { seat: 3, frame: 17, code: ErrorCode::NotMyExpert };
         assert_eq!(KernelFault::of(&word(TAG_BAD_FRAME)), Some(refused));
-        let text = KernelFault::of(&word(1)).map(|fault| fault.to_string()).unwrap_or_default();
-        assert!(text.contains("tag 1") && text.contains("expected 17"), "{text}");
+        let withheld = KernelFault::Withheld { seat: 3, frame: 17, is_gone: false };
+        assert_eq!(KernelFault::of(&word(TAG_RECV_FRAME)), Some(withheld));
+        let gone = KernelFault::of(&ErrorWord { reason: REASON_ABORT, ..word(TAG_RECV_FRAME) });
+        assert!(gone.is_some_and(|fault| fault.to_string().ends_with("it is gone")));
+        let text = KernelFault::of(&word(10)).map(|fault| fault.to_string()).unwrap_or_default();
+        assert!(text.contains("tag 10") && text.contains("expected 17"), "{text}");
     }
 
     #[test]

@@ -26,6 +26,7 @@ use std::thread::Thread;
 use kernels::gpu::Gpu;
 use p2p_core::SpinPolicy;
 use protocol::DispatchExpect;
+use proxy::DeviceTransports;
 use tokio::sync::oneshot;
 
 pub use error::{DeviceError, KernelFault};
@@ -42,7 +43,7 @@ use engine::Engine;
 use seats::{Seat, SeatBoard};
 
 /// Settings of the data thread of a GPU.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(crate) struct DeviceConfig {
     /// Bounds on what clients can take.
     pub(crate) limits: Limits,
@@ -50,6 +51,8 @@ pub(crate) struct DeviceConfig {
     pub(crate) spin: SpinPolicy,
     /// Counts tokens by layer and expert in the metrics, not by expert alone.
     pub(crate) metrics_by_layer: bool,
+    /// What posts for kernels is told when there will be something to post.
+    pub(crate) reached: DeviceTransports,
 }
 
 /// A running data thread of a GPU. Dropping it stops the thread.
@@ -88,7 +91,8 @@ impl DevicePlane {
         store: Arc<DeviceStore>,
         metrics: ServerMetrics,
     ) -> Result<(Self, ThreadEnd), DataError> {
-        let load = Arc::new(LoadCounters::new(plan.num_layers as usize, plan.num_experts as usize));
+        let load = LoadCounters::new(plan.num_layers as usize, plan.num_experts as usize);
+        let load = Arc::new(load.on(plan.device.to_string()));
         let status = Arc::new(DataStatus::new());
         let inbox = Arc::new(Inbox::new());
         let board = Arc::new(SeatBoard::new(gpu)?);

@@ -18,17 +18,30 @@ pub struct DeviceOptions {
     /// Serves random weights, made on the GPU, instead of the checkpoint's, of which only names and
     /// shapes are used then: for measuring models that nobody wants to copy.
     pub random_weights: bool,
-    /// Longest time that a batch waits for further clients that were active lately, and at most a fifth of
-    /// the last batch's length; zero waits for nobody.
+    /// Longest time that a batch waits for clients that were in the one before, and at most half of that
+    /// one's length; zero waits for nobody.
     pub gather: Duration,
+    /// Multiprocessors that the products of experts use, 0 for all: fewer leave the others to whoever shares
+    /// the GPU. Do not give kernels that wait for this server more than what is left.
+    pub num_blocks: u32,
+    /// Threads that post for kernels where clients come over a network, 0 for a quarter of the processors
+    /// next to GPU and NIC, one to four.
+    pub proxy_threads: usize,
 }
 
 impl DeviceOptions {
     /// Defaults for a GPU.
     #[must_use]
     pub const fn new(name: DeviceName) -> Self {
-        let gather = Duration::from_micros(100);
-        let (dtype, batches_in_flight) = (WireDtype::Bf16, 2);
-        Self { name, dtype, batches_in_flight, random_weights: false, gather }
+        let gather = Duration::from_millis(2);
+        Self {
+            name,
+            dtype: WireDtype::Bf16,
+            batches_in_flight: 2,
+            random_weights: false,
+            gather,
+            num_blocks: 0,
+            proxy_threads: 0,
+        }
     }
 }

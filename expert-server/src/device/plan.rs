@@ -4,8 +4,8 @@ use std::mem::size_of;
 
 use checkpoint::ModelConfig;
 use kernels::abi::{
-    Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FrameGeometry, LayerWeights, MAX_EXPERTS,
-    MAX_PEERS, RANK_BITS, ServerState,
+    Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY, FrameGeometry, LayerWeights,
+    MAX_EXPERTS, MAX_PEERS, RANK_BITS, ServerState,
 };
 use kernels::check::CheckError;
 use kernels::gpu::{DeviceName, Gpu};
@@ -36,6 +36,8 @@ pub(crate) struct DevicePlan {
     pub(crate) options: DeviceOptions,
     /// Weights are made up instead of loaded.
     pub(crate) random_weights: bool,
+    /// Clients may be reached over networks, and kernels have to know of ways beside direct stores.
+    pub(crate) any_way: bool,
 }
 
 impl DevicePlan {
@@ -95,7 +97,13 @@ impl DevicePlan {
             max_clients: limits.max_links.clamp(1, MAX_PEERS),
             options: *options,
             random_weights: options.random_weights,
+            any_way: false,
         })
+    }
+
+    /// Flags of launches that answer clients.
+    pub(crate) const fn way_flags(&self) -> u32 {
+        if self.any_way { FLAG_ANY_WAY } else { 0 }
     }
 
     /// What the handshake offers to every client.

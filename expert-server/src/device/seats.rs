@@ -2,13 +2,14 @@
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytemuck::Zeroable;
 use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, MAX_PEERS, WAY_DIRECT};
-use kernels::gpu::{Gpu, GpuBuffer, GpuError};
-use p2p_core::bootstrap::DevicePair;
+use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
+use p2p_core::bootstrap::{DevicePair, KernelWaits, RemoteSlots};
 use p2p_core::slot::PROGRESS;
-use p2p_core::{AnyEndpoint, Channel};
+use p2p_core::{AnyEndpoint, Channel, TransportKind};
 use protocol::DispatchExpect;
 use tokio::sync::oneshot;
 
@@ -27,7 +28,7 @@ pub(crate) struct EndedSeat {
 pub(crate) struct ClientSlots {
     pub(crate) pair: DevicePair,
     /// Nothing goes through it; it stands as long as the link.
-    pub(crate) _channel: Channel<AnyEndpoint>,
+    pub(crate) channel: Channel<AnyEndpoint>,
 }
 
 /// One client.
@@ -73,16 +74,52 @@ impl Seat {
         }
     }
 
-    /// The client's progress word.
-    pub(super) fn progress_word(&self, geometry: &FrameGeometry) -> DevicePtr {
-        self.slots.pair.peer().add(geometry.response_control_offset + PROGRESS as u64)
+    /// Tells the client that this side is alive.
+    pub(super) fn show_life(
+        &self,
+        control: &Stream,
+        geometry: &FrameGeometry,
+    ) -> Result<(), GpuError> {
+        let offset = geometry.response_control_offset + PROGRESS as u64;
+        match self.slots.pair.as_remote() {
+            Some(remote) => {
+                if let Err(error) = remote.show_life(offset) {
+                    tracing::debug!(link = %self.id, %error, "a client sees no life");
+                }
+                Ok(())
+            }
+            // SAFETY: the word is aligned within the client's slot, which stays mapped until this stream
+            // is done.
+            None => unsafe { control.add_flag(self.slots.pair.peer().add(offset), 1) },
+        }
+    }
+
+    /// Ends the link when the way to the client is out of service.
+    pub(super) fn check_way(&mut self) {
+        if let Some(Err(error)) = self.slots.pair.as_remote().map(RemoteSlots::health) {
+            tracing::warn!(link = %self.id, client = self.expect.client_id, %error, "dropping a client");
+            self.end_with(DropReason::Transport);
+        }
+    }
+
+    /// Whether the client's memory is out of this GPU's reach.
+    pub(super) fn is_remote(&self) -> bool {
+        self.slots.pair.as_remote().is_some()
+    }
+
+    /// Transport of the slots.
+    pub(super) fn kind(&self) -> TransportKind {
+        match self.slots.pair.as_remote() {
+            Some(_) => self.slots.channel.kind(),
+            None => TransportKind::CudaIpc,
+        }
     }
 
     fn peer(&self) -> ClientPeer {
         let pair = &self.slots.pair;
         ClientPeer {
             request: pair.own(),
-            response: Link { window: pair.peer(), context: 0, way: WAY_DIRECT, reserved: 0 },
+            response: pair.link(),
             client_id: self.expect.client_id,
             generation: self.expect.generation,
             reserved: 0,
@@ -95,13 +132,14 @@ impl Seat {
 #[derive(Debug)]
 pub(super) struct Seats {
     seats: [Option<Seat>; MAX_PEERS],
-    nobody: GpuBuffer,
+    nobody: Arc<GpuBuffer>,
 }
 
 impl Seats {
     pub(super) fn new(gpu: &Gpu, geometry: &FrameGeometry) -> Result<Self, GpuError> {
         let bytes = geometry.slot_bytes.max(geometry.response_slot_bytes);
-        Ok(Self { seats: [const { None }; MAX_PEERS], nobody: gpu.alloc(bytes)? })
+        let nobody = Arc::new(gpu.alloc(bytes)?);
+        Ok(Self { seats: [const { None }; MAX_PEERS], nobody })
     }
 
     /// Takes the first empty seat; gives the client back when there is none.
@@ -118,6 +156,14 @@ impl Seats {
     /// Empties the seats of clients that are to go.
     pub(super) fn remove_doomed(&mut self) -> impl Iterator<Item = Seat> + '_ {
         self.seats.iter_mut().filter_map(|place| place.take_if(|seat| seat.doom.is_some()))
+    }
+
+    /// Ends all links, but leaves their slots mapped for good.
+    pub(super) fn keep_slots(&mut self) {
+        for Seat { slots, .. } in self.seats.iter_mut().filter_map(Option::take) {
+            std::mem::forget(slots);
+        }
+        std::mem::forget(Arc::clone(&self.nobody));
     }
 
     pub(super) fn get_mut(&mut self, idx: usize) -> Option<&mut Seat> {
@@ -163,12 +209,16 @@ impl Seats {
 pub(super) struct SeatBoard {
     ids: [AtomicU64; MAX_PEERS],
     mask: GpuBuffer,
+    /// Of seats whose clients are reached over a network: what ends waits for the way itself. Held while
+    /// seats are given up or set: neither may see half of the other.
+    waits: Mutex<Vec<(LinkId, KernelWaits)>>,
 }
 
 impl SeatBoard {
     pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
         let ids = std::array::from_fn(|_| AtomicU64::new(0));
-        Ok(Self { ids, mask: gpu.alloc_host(size_of::<u64>() as u64)? })
+        let mask = gpu.alloc_host(size_of::<u64>() as u64)?;
+        Ok(Self { ids, mask, waits: Mutex::default() })
     }
 
     /// The mask, for kernels.
@@ -178,21 +228,39 @@ impl SeatBoard {
 
     /// Lets running kernels stop waiting for a client, now. Without effect if it has no seat.
     pub(super) fn give_up(&self, id: LinkId) {
+        let all_waits = self.waits();
         let seat = self.ids.iter().position(|seat| seat.load(Ordering::Acquire) == id.number());
         if let (Some(idx), Some(mask)) = (seat, self.mask_word()) {
             mask.fetch_or(1 << idx, Ordering::SeqCst);
+        }
+        for (_, waits) in all_waits.iter().filter(|(link, _)| *link == id) {
+            waits.end();
         }
     }
 
     /// Notes who has a seat now, and whom kernels need not wait for. Between two batches.
     pub(super) fn set(&self, seats: &Seats) {
-        for (id, seat) in self.ids.iter().zip(&seats.seats) {
-            let number = seat.as_ref().map_or(0, |seat| seat.id.number());
-            id.store(number, Ordering::Release);
+        let mut all_waits = self.waits();
+        self.set_ids(|idx| seats.seats[idx].as_ref().map_or(0, |seat| seat.id.number()));
+        let waits = |seat: &Seat| Some((seat.id, seat.slots.pair.as_remote()?.waits()));
+        *all_waits = seats.iter().filter_map(waits).collect();
+    }
+
+    /// Who was given up stays so until another one has the seat.
+    fn set_ids(&self, number_of: impl Fn(usize) -> u64) {
+        let mut same = 0;
+        for (idx, id) in self.ids.iter().enumerate() {
+            let number = number_of(idx);
+            same |= u32::from(id.swap(number, Ordering::AcqRel) == number && number != 0) << idx;
         }
         if let Some(mask) = self.mask_word() {
-            mask.store(0, Ordering::SeqCst);
+            mask.fetch_and(same, Ordering::SeqCst);
         }
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Vec<(LinkId, KernelWaits)>> {
+        // Nothing that holds the lock can leave the list half changed.
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn mask_word(&self) -> Option<&AtomicU32> {
@@ -200,5 +268,30 @@ impl SeatBoard {
         // SAFETY: aligned memory of at least 4 bytes that lives as long as `self`; kernels only read it,
         // and everybody here uses it atomically.
         Some(unsafe { AtomicU32::from_ptr(host.as_ptr().cast()) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::Inbox;
+
+    #[test]
+    fn who_was_given_up_stays_so_until_another_one_has_the_seat() {
+        let gpu = Gpu::open_emulated(0).expect("a GPU in software");
+        let board = SeatBoard::new(&gpu).expect("a board");
+        let inbox = Inbox::<()>::new();
+        let [first, second, third] = [inbox.next_id(), inbox.next_id(), inbox.next_id()];
+        let mask = || board.mask_word().expect("a mask").load(Ordering::SeqCst);
+        let set = |ids: [LinkId; 2]| board.set_ids(|idx| ids.get(idx).map_or(0, |id| id.number()));
+        set([first, second]);
+        board.give_up(second);
+        assert_eq!(mask(), 0b10);
+        set([first, second]);
+        assert_eq!(mask(), 0b10, "the same client is in the seat");
+        set([first, third]);
+        assert_eq!(mask(), 0, "another one is");
+        board.give_up(second);
+        assert_eq!(mask(), 0, "nobody has the seat of a client that is gone");
     }
 }

@@ -29,8 +29,10 @@ pub(crate) struct DeviceStore {
     shape: WeightShape,
     /// One load at a time.
     loader: Mutex<Uploader>,
+    /// The newest, and those that batches are computed by.
     tables: ArcSwap<Tables>,
-    /// Version of the tables in service.
+    served: ArcSwap<Tables>,
+    /// Version of the latter.
     in_service: Mutex<u64>,
     changed: Condvar,
     /// Tells the data thread of new tables.
@@ -101,7 +103,12 @@ impl DeviceStore {
             for &expert in ids {
                 let place = table.experts.len();
                 if !plan.random_weights {
-                    put(&mut uploader, &checkpoint, &shape, &memory, place, (layer, expert))?;
+                    let what = (layer, expert);
+                    let begun = put(&mut uploader, &checkpoint, &shape, &memory, place, what);
+                    if let Err(error) = begun {
+                        settle_before_drop(&uploader, memory);
+                        return Err(error);
+                    }
                 }
                 table.experts.push(expert);
                 state.num_loaded += 1;
@@ -111,13 +118,16 @@ impl DeviceStore {
             uploader.settle().map_err(LoadError::gpu)?;
             table.memory = Some(Arc::new(memory));
         }
+        // Nobody is served by anything older.
+        let tables = Arc::new(Tables { version: 1, layers });
         Ok(Self {
             gpu: gpu.clone(),
             plan,
             checkpoint,
             shape,
             loader: Mutex::new(uploader),
-            tables: ArcSwap::from_pointee(Tables { version: 1, layers }),
+            served: ArcSwap::new(Arc::clone(&tables)),
+            tables: ArcSwap::new(tables),
             in_service: Mutex::new(0),
             changed: Condvar::new(),
             announce: OnceLock::new(),
@@ -169,9 +179,10 @@ impl DeviceStore {
         let _ = self.announce.set(announce);
     }
 
-    /// The data thread says that it works with this version.
-    pub(crate) fn set_in_service(&self, version: u64) {
-        *lock(&self.in_service) = version;
+    /// The data thread says that it works with these.
+    pub(crate) fn set_in_service(&self, tables: &Arc<Tables>) {
+        self.served.store(Arc::clone(tables));
+        *lock(&self.in_service) = tables.version;
         self.changed.notify_all();
     }
 
@@ -186,6 +197,8 @@ impl DeviceStore {
         })?;
         let Some(table) = old.layers.get(layer as usize) else { return Ok(0) };
         if table.experts.contains(&expert) {
+            // An earlier call may not have lived to see it in service.
+            self.announce(old.version)?;
             return Ok(0);
         }
         let place = table.experts.len();
@@ -193,8 +206,13 @@ impl DeviceStore {
             Some(memory) if place < memory.capacity => Arc::clone(memory),
             memory => Arc::new(self.grow(&mut uploader, memory.as_deref(), place)?),
         };
-        put(&mut uploader, &self.checkpoint, &self.shape, &memory, place, (layer, expert))?;
-        uploader.settle().map_err(LoadError::gpu)?;
+        let what = (layer, expert);
+        let put = put(&mut uploader, &self.checkpoint, &self.shape, &memory, place, what)
+            .and_then(|()| uploader.settle().map_err(LoadError::gpu));
+        if let Err(error) = put {
+            settle_before_drop(&uploader, memory);
+            return Err(error);
+        }
         let mut new = Tables::clone(&old);
         new.version += 1;
         let version = new.version;
@@ -203,10 +221,7 @@ impl DeviceStore {
             table.memory = Some(memory);
         }
         self.tables.store(Arc::new(new));
-        if let Some(announce) = self.announce.get() {
-            announce();
-            self.await_service(version)?;
-        }
+        self.announce(version)?;
         // Freed here, by the loader, if this was the last use: freeing waits for the GPU.
         drop(old);
         Ok(self.shape.expert_bytes())
@@ -237,13 +252,24 @@ impl DeviceStore {
         Ok(new)
     }
 
+    /// Has the data thread work with `version`, if there is one.
+    fn announce(&self, version: u64) -> Result<(), LoadError> {
+        if let Some(announce) = self.announce.get() {
+            announce();
+            self.await_service(version)?;
+        } else {
+            self.served.store(self.tables());
+        }
+        Ok(())
+    }
+
     /// Waits until the data thread works with `version`.
     fn await_service(&self, version: u64) -> Result<(), LoadError> {
         let in_service = lock(&self.in_service);
         let is_old = |found: &mut u64| *found < version;
         let waited = self.changed.wait_timeout_while(in_service, SERVICE_LIMIT, is_old);
         if waited.unwrap_or_else(PoisonError::into_inner).1.timed_out() {
-            let what = "the tables of a new expert";
+            let what = "an expert is loaded, but not yet in service: the tables";
             return Err(LoadError::gpu(GpuError::Deadline { what }));
         }
         Ok(())
@@ -256,7 +282,7 @@ impl Experts for DeviceStore {
     }
 
     fn loaded(&self) -> BTreeMap<u32, Vec<u32>> {
-        let tables = self.tables();
+        let tables = self.served.load();
         let layers = (0u32..).zip(&tables.layers);
         layers
             .filter(|(_, table)| !table.experts.is_empty())
@@ -269,12 +295,13 @@ impl Experts for DeviceStore {
     }
 
     fn has(&self, layer: u32, expert: u32) -> bool {
-        let tables = self.tables();
+        let tables = self.served.load();
         tables.layers.get(layer as usize).is_some_and(|table| table.experts.contains(&expert))
     }
 
     fn loaded_bytes(&self) -> u64 {
-        let num_experts: usize = self.tables().layers.iter().map(|table| table.experts.len()).sum();
+        let num_experts: usize =
+            self.served.load().layers.iter().map(|table| table.experts.len()).sum();
         num_experts as u64 * self.shape.expert_bytes()
     }
 
@@ -315,20 +342,26 @@ impl Tables {
 }
 
 impl WeightShape {
-    /// Sizes of the model's experts: fp8 when all that are loaded are fp8 with blocks that the kernels
-    /// know, else bf16, to which everything can be rounded.
+    /// Sizes of the model's experts: fp8 when all that it has are fp8 with blocks that the kernels know,
+    /// else bf16, to which everything can be rounded. Whatever is assigned first, any other may come later.
+    ///
+    /// Fails when `experts`, which are to be loaded, are not all there.
     fn of(checkpoint: &Checkpoint, experts: &BTreeMap<u32, Vec<u32>>) -> Result<Self, LoadError> {
         let model = checkpoint.config();
-        let mut is_fp8 = true;
-        let all = experts.iter().flat_map(|(layer, ids)| ids.iter().map(move |id| (*layer, *id)));
-        for (layer, expert) in all {
-            let tensors = checkpoint.expert(layer, expert).map_err(|source| LoadError::Tensor {
-                layer,
-                expert,
-                source,
-            })?;
-            is_fp8 &= [tensors.gate, tensors.up, tensors.down].iter().all(is_block_fp8);
+        let wanted =
+            experts.iter().flat_map(|(layer, ids)| ids.iter().map(move |id| (*layer, *id)));
+        for (layer, expert) in wanted {
+            let missing = |source| LoadError::Tensor { layer, expert, source };
+            checkpoint.expert(layer, expert).map_err(missing)?;
         }
+        let layers = model.moe_layers().into_iter();
+        let mut all = layers.flat_map(|layer| (0..model.num_experts).map(move |id| (layer, id)));
+        let is_fp8 = all.all(|(layer, expert)| {
+            // What is not there cannot be loaded later either.
+            checkpoint.expert(layer, expert).map_or(true, |tensors| {
+                [tensors.gate, tensors.up, tensors.down].iter().all(is_block_fp8)
+            })
+        });
         Ok(Self { hidden: model.hidden, inter: model.moe_intermediate, is_fp8 })
     }
 
@@ -460,6 +493,14 @@ fn put(
     Ok(())
 }
 
+/// Lets weights go that were not loaded to the end: only when no copy into them is under way.
+fn settle_before_drop<M>(uploader: &Uploader, memory: M) {
+    if let Err(error) = uploader.settle() {
+        tracing::error!(%error, "memory of weights is kept: copies into it did not end");
+        std::mem::forget(memory);
+    }
+}
+
 fn copy(
     uploader: &mut Uploader,
     to: DevicePtr,
@@ -504,3 +545,6 @@ const SCALE_BLOCK: usize = 128;
 const RANDOM_BYTES: u64 = 64 << 20;
 /// Tables go into service between two batches.
 const SERVICE_LIMIT: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests;

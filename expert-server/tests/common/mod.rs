@@ -3,11 +3,11 @@
 #![allow(dead_code, reason = "every test binary uses a part")]
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{Checkpoint, f32_from_e4m3};
+use checkpoint::{Checkpoint, DType, f32_from_e4m3};
 use expert_server::compute::{ExpertStore, Residency};
 use expert_server::data::{DataConfig, DataError, DataPlane, EndedLink, LinkId};
 use expert_server::{
@@ -29,9 +29,9 @@ use tokio::sync::oneshot;
 /// Longest wait for anything in a test: generous, because it only ever ends a failure.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The trained checkpoint of the repository, or a copy where `SWITCHYARD_TINY_MOE` says.
+/// The trained checkpoint of the repository, or a copy where `SWITCHYARD_TEST_MODEL` says.
 pub fn tiny_moe() -> PathBuf {
-    let elsewhere = std::env::var_os("SWITCHYARD_TINY_MOE").map(PathBuf::from);
+    let elsewhere = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
     elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
 }
 
@@ -101,22 +101,31 @@ impl Request {
 pub struct Reference {
     pub checkpoint: Arc<Checkpoint>,
     pub shape: ModelShape,
+    /// Whether all experts are fp8.
+    pub is_fp8: bool,
     pub experts: HashMap<(u32, u32), [Vec<f32>; 3]>,
 }
 
 impl Reference {
     pub fn open() -> Self {
-        let checkpoint = Arc::new(Checkpoint::open(tiny_moe()).expect("the tiny checkpoint opens"));
+        Self::of(&tiny_moe())
+    }
+
+    /// Of another checkpoint.
+    pub fn of(dir: &Path) -> Self {
+        let checkpoint = Arc::new(Checkpoint::open(dir).expect("the checkpoint opens"));
         let shape = shape_of(&checkpoint);
+        let mut is_fp8 = true;
         let mut experts = HashMap::new();
         for layer in checkpoint.config().moe_layers() {
             for expert in 0..shape.num_experts {
                 let tensors = checkpoint.expert(layer, expert).expect("the expert is there");
-                let matrices = [tensors.gate, tensors.up, tensors.down].map(|view| view.to_f32());
-                experts.insert((layer, expert), matrices);
+                let views = [tensors.gate, tensors.up, tensors.down];
+                is_fp8 &= views.iter().all(|view| view.dtype() == DType::F8E4m3);
+                experts.insert((layer, expert), views.map(|view| view.to_f32()));
             }
         }
-        Self { checkpoint, shape, experts }
+        Self { checkpoint, shape, is_fp8, experts }
     }
 
     /// Rows `[num_tokens, hidden]` for `request` as it arrives after a trip in `dtype`.

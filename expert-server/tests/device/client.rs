@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use bytemuck::Zeroable;
 use kernels::abi::{
     ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DispatchParams,
-    ErrorWord, FrameGeometry, Handle, Link, Placement, ServerPeer, WAY_DIRECT,
+    ErrorWord, FrameGeometry, Handle, Link, Placement, ServerPeer, WAY_DIRECT, WORD_STATUS_OFFSET,
+    WORD_STRIDE,
 };
 use kernels::gpu::{Gpu, GpuBuffer, Prepared, Stream};
 use p2p_core::bootstrap::{
@@ -255,7 +256,28 @@ impl Client {
 
     /// Writes into the server's slot as no kernel would.
     pub fn scribble(&self, offset: u64, bytes: &[u8]) {
-        self.write_at(self.pair.peer_memory(), offset, bytes);
+        self.write_at(self.pair.peer_memory().expect("mapped"), offset, bytes);
+    }
+
+    /// The word by which the server shows that it works.
+    pub fn progress(&self) -> u64 {
+        let offset = self.geometry.response_control_offset + p2p_core::slot::PROGRESS as u64;
+        self.read(self.pair.own_memory(), offset)
+    }
+
+    /// Says that frame `number` has so many rows, as its header does from an earlier turn of the ring, whose
+    /// rows are the only ones there.
+    pub fn announce(&self, number: u64, rows: u64) {
+        let place = number % u64::from(self.geometry.num_frames);
+        let at = self.geometry.control_offset + WORD_HEADER_OFFSET + place * WORD_STRIDE;
+        self.scribble(at, &(number << ANNOUNCE_SHIFT | rows).to_le_bytes());
+    }
+
+    /// The word by which the server refuses frame `number`.
+    pub fn status(&self, number: u64) -> u64 {
+        let place = number % u64::from(self.geometry.num_frames);
+        let at = self.geometry.response_control_offset + WORD_STATUS_OFFSET + place * WORD_STRIDE;
+        self.read(self.pair.own_memory(), at)
     }
 
     /// Says that the client is another one.
@@ -282,3 +304,7 @@ impl Client {
         value
     }
 }
+
+/// `SY_WORD_HEADER` and `SY_ANNOUNCE_SHIFT` of the kernels' header.
+const WORD_HEADER_OFFSET: u64 = 2048;
+const ANNOUNCE_SHIFT: u32 = 24;

@@ -9,13 +9,14 @@ use rand::{Rng, RngExt};
 
 use crate::client::Outcome;
 use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded};
-use crate::{check, devices, join, server_on};
+use crate::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
 // Codes of error frames, see docs/wire-format.md.
 const WRONG_LAYER: u64 = 3;
 const NOT_MY_EXPERT: u64 = 4;
 const STALE_CHANNEL: u64 = 6;
+const INTERNAL: u64 = 9;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_nobody() {
@@ -107,6 +108,45 @@ async fn a_client_that_goes_on_sending_nonsense_is_dropped() {
     .await
     .expect("refused thrice");
     let reason = tokio::time::timeout(PATIENCE, client.liveness.closed()).await.expect("dropped");
+    assert_eq!(reason, CloseReason::Left);
+    let dropped = "switchyard_server_links_dropped_total{reason=\"bad_frames\"}";
+    assert_eq!(metric(server.metrics(), dropped), 1.0);
+    server.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_on_withholding_rows_it_announced_is_dropped() {
+    let Some((device, gpu)) = devices() else { return };
+    let mut rng = seeded();
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = server_on(device, DTYPE, ExpertSelection::All, |config| {
+        config.limits.max_bad_frames = 2;
+    })
+    .await;
+    let mut hostile = join(&gpu, &server, shape, 1, DTYPE).await;
+    let mut right = join(&gpu, &server, shape, 2, DTYPE).await;
+    let hostile = tokio::task::spawn_blocking(move || {
+        for _ in 0..SLOT.num_frames {
+            let request = Request::random(&mut rng, &shape, 9);
+            assert_eq!(hostile.layer(&request).0, Outcome::Answered);
+        }
+        for turn in 1..4 {
+            let number = SLOT.num_frames as u64 + turn;
+            hostile.announce(number, 9);
+            // Whoever shares batches with it waits for it, but is served.
+            let request = Request::random(&mut rng, &shape, 5);
+            let (outcome, rows) = right.layer(&request);
+            assert_eq!(outcome, Outcome::Answered, "turn {turn}");
+            check(&reference, &request, DTYPE, &rows);
+            let told = number << 16 | INTERNAL;
+            eventually("the frame is refused", || hostile.status(number) == told);
+        }
+        hostile
+    })
+    .await
+    .expect("refused thrice, and the other client is served");
+    let reason = tokio::time::timeout(PATIENCE, hostile.liveness.closed()).await.expect("dropped");
     assert_eq!(reason, CloseReason::Left);
     let dropped = "switchyard_server_links_dropped_total{reason=\"bad_frames\"}";
     assert_eq!(metric(server.metrics(), dropped), 1.0);

@@ -2,12 +2,14 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use expert_server::ExpertSelection;
+use p2p_core::bootstrap::CloseReason;
 use protocol::WireDtype;
 
 use crate::client::{Client, Outcome};
-use crate::common::{Reference, Request, eventually, metric, seeded, shape_of};
+use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded, shape_of};
 use crate::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
@@ -44,6 +46,36 @@ async fn clients_come_and_go_while_another_is_served() {
     check(&reference, &request, DTYPE, &rows);
     assert_eq!(metric(server.metrics(), "switchyard_server_links_opened_total"), 7.0);
     server.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_stays_but_sends_nothing_does_not_hold_up_a_drain() {
+    let Some((device, gpu)) = devices() else { return };
+    let mut rng = seeded();
+    let reference = Reference::open();
+    let shape = reference.shape;
+    let server = server_on(device, DTYPE, ExpertSelection::All, |config| {
+        config.drain_idle = Duration::from_millis(200);
+        // Longer than the test waits: only idleness ends it.
+        config.drain_timeout = PATIENCE * 10;
+    })
+    .await;
+    let mut client = join(&gpu, &server, shape, 1, DTYPE).await;
+    let request = Request::random(&mut rng, &shape, 7);
+    let (outcome, rows) = tokio::task::block_in_place(|| client.layer(&request));
+    assert_eq!(outcome, Outcome::Answered);
+    check(&reference, &request, DTYPE, &rows);
+    // Nor does it see signs of work that nobody does.
+    tokio::task::block_in_place(|| {
+        eventually("an idle server shows no progress", || {
+            let before = client.progress();
+            std::thread::sleep(Duration::from_millis(100));
+            client.progress() == before
+        });
+    });
+    tokio::time::timeout(PATIENCE, server.drain()).await.expect("the server is idle");
+    let reason = tokio::time::timeout(PATIENCE, client.liveness.closed()).await.expect("let go");
+    assert_eq!(reason, CloseReason::Left);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

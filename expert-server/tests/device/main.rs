@@ -5,7 +5,12 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
+
+mod assigned;
 mod client;
+mod fp8;
 mod hostile;
 mod layers;
 mod leaving;
@@ -36,7 +41,7 @@ pub fn devices() -> Option<(DeviceName, Gpu)> {
     match gpu {
         Ok(gpu) => Some((DeviceName::Cuda(0), gpu)),
         Err(error) => {
-            println!("SKIPPED: {error}");
+            skip::skip("gpu", &error.to_string());
             None
         }
     }
@@ -69,7 +74,7 @@ pub async fn join(
 }
 
 /// Asserts that `rows` are the answer to `request`, computed in f64 and rounded where the kernels round:
-/// tokens as they arrive, activations, outputs.
+/// tokens as they arrive, activations, outputs. Under fp8 weights tokens and activations are fp8, too.
 pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &[f32]) {
     let round = |value: f64| half::bf16::from_f64(value).to_f64();
     let hidden = reference.shape.hidden as usize;
@@ -78,7 +83,11 @@ pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &
         rows.chunks_exact(hidden).zip(request.x.chunks_exact(hidden)).enumerate()
     {
         let sent: Vec<f32> = x.iter().map(|v| half::bf16::from_f32(*v).to_f32()).collect();
-        let x: Vec<f64> = arrived(&sent, dtype).into_iter().map(|v| round(v.into())).collect();
+        let x: Vec<f64> = if reference.is_fp8 {
+            quantised(&sent).into_iter().map(f64::from).collect()
+        } else {
+            arrived(&sent, dtype).into_iter().map(|v| round(v.into())).collect()
+        };
         let mut expected = vec![0f64; hidden];
         for &(expert, weight) in &request.routes[token] {
             let [gate, up, down] = &reference.experts[&(request.layer, expert)];
@@ -90,6 +99,13 @@ pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &
                     round(g / (1.0 + (-g).exp()) * u)
                 })
                 .collect();
+            let inner = match reference.is_fp8 {
+                true => quantised(&inner.iter().map(|v| *v as f32).collect::<Vec<f32>>())
+                    .into_iter()
+                    .map(f64::from)
+                    .collect(),
+                false => inner,
+            };
             for (out, down) in expected.iter_mut().zip(down.chunks_exact(inner.len())) {
                 *out += f64::from(weight) * round(dot(down, &inner));
             }
@@ -108,12 +124,15 @@ pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &
 
 /// A row as the server gets it. Its codes are compared with the kernels' bit by bit elsewhere.
 fn arrived(row: &[f32], dtype: WireDtype) -> Vec<f32> {
+    if dtype == WireDtype::F8E4m3 { quantised(row) } else { row.to_vec() }
+}
+
+/// What fp8 with a scale per 128 values leaves of a row.
+fn quantised(row: &[f32]) -> Vec<f32> {
+    let (mut codes, mut scales) = (vec![0; row.len()], vec![0.0; row.len().div_ceil(128)]);
     let mut out = row.to_vec();
-    if dtype == WireDtype::F8E4m3 {
-        let (mut codes, mut scales) = (vec![0; row.len()], vec![0.0; row.len() / 128]);
-        f32_to_f8(row, &mut codes, &mut scales);
-        f8_to_f32(&codes, &scales, &mut out);
-    }
+    f32_to_f8(row, &mut codes, &mut scales);
+    f8_to_f32(&codes, &scales, &mut out);
     out
 }
 

@@ -12,13 +12,13 @@ use protocol::{ModelShape, WireDtype};
 
 use crate::client::{Client, Outcome};
 use crate::common::{Request, metric, seeded, shape_of};
-use crate::devices;
+use crate::{devices, skip};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_time_of_a_layer_is_reported() {
     let Some((device, gpu)) = devices() else { return };
     if let DeviceName::Emulated(_) = device {
-        println!("SKIPPED: a GPU in software has no times to speak of");
+        skip::skip("gpu", "the time of a layer: a GPU in software has no times to speak of");
         return;
     }
     let mut rng = seeded();

@@ -15,9 +15,9 @@ struct __half2 {
 inline float simt_from_e4m3(uint32_t code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     const float magnitude = (code & 0x7f) == 0x7f ? NAN
-                            : exponent == 0       ? std::ldexp(static_cast<float>(mantissa), -9)
-                                                  : std::ldexp(static_cast<float>(8 + mantissa),
-                                                               exponent - 10);
+                            : exponent == 0
+                                ? std::ldexp(static_cast<float>(mantissa), -9)
+                                : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
     return (code & 0x80) != 0 ? -magnitude : magnitude;
 }
 

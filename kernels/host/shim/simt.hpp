@@ -28,12 +28,24 @@
 #include <ucontext.h>
 #endif
 
-struct uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct alignas(16) int4 { int32_t x, y, z, w; };
-struct float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct dim3 { uint32_t x = 1, y = 1, z = 1; };
+struct uint2 {
+    uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(16) int4 {
+    int32_t x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct dim3 {
+    uint32_t x = 1, y = 1, z = 1;
+};
 
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
@@ -358,7 +370,9 @@ inline uint32_t __ballot_sync(uint32_t, uint32_t predicate) {
         return mask;
     });
 }
-inline bool __any_sync(uint32_t mask, uint32_t predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline bool __any_sync(uint32_t mask, uint32_t predicate) {
+    return __ballot_sync(mask, predicate) != 0;
+}
 inline bool __all_sync(uint32_t mask, uint32_t predicate) {
     return __ballot_sync(mask, predicate) == 0xffffffffu;
 }

@@ -30,7 +30,7 @@
 #define SY_TILE_WEIGHTS UINT32_C(256) /* rows of weights in a tile of the expert stage */
 #define SY_COMPUTE_THREADS 256  /* of the expert stage's first kernel */
 #define SY_PRODUCT_THREADS 384  /* of the other two */
-#define SY_PRODUCT_SHARED_BYTES 231488 /* of those, dynamic */
+#define SY_PRODUCT_SHARED_BYTES 231680 /* of those, dynamic */
 #define SY_RANK_BITS 22      /* entries of one expert in a batch, as a power of two */
 #define SY_NO_EXPERT UINT32_C(0xffffffff)
 #define SY_NO_ROUTE UINT32_C(0xffffffff)
@@ -65,36 +65,44 @@
 
 /* How stores reach a peer. Fixed when the peer connects. */
 #define SY_WAY_DIRECT 1 /* the peer's slot is mapped here: NVLink or the same GPU */
-#define SY_WAY_IBGDA 2  /* stores go to a local mirror of the slot, the kernel posts work requests */
-#define SY_WAY_PROXY 3  /* stores go to a local mirror, the kernel posts commands to a CPU thread */
+#define SY_WAY_IBGDA 2 /* stores go to a local mirror of the slot, the kernel posts work requests */
+#define SY_WAY_PROXY 3 /* stores go to a local mirror, the kernel posts commands to a CPU thread */
 
 /* sy_error_word.tag: what was waited for or found wrong */
 #define SY_TAG_NONE 0
-#define SY_TAG_RECV_FRAME 1    /* a client's frame */
-#define SY_TAG_COMBINE_ROW 2   /* a server's answer to a token */
+#define SY_TAG_RECV_FRAME 1 /* a client's frame */
+#define SY_TAG_COMBINE_ROW 2 /* a server's answer to a token */
 #define SY_TAG_COMBINE_EMPTY 3 /* a server's answer to a frame without tokens */
-#define SY_TAG_NO_REPLICA 4    /* observed: expert without a live replica */
-#define SY_TAG_BAD_EXPERT 5    /* observed: topk_idx out of range; expected: num_experts */
-#define SY_TAG_NUM_TOKENS 6    /* observed: tokens asked for; expected: capacity */
-#define SY_TAG_BAD_FRAME 7     /* observed: SY_ERROR_* | field << 16; expected: frame number */
-#define SY_TAG_P2P 8           /* a peer's flag in a transport measurement */
-#define SY_TAG_REFUSED 9       /* a server answered with an error status; observed: its status word */
-#define SY_TAG_WAY 10          /* observed: way of a link that the launch was not told of */
+#define SY_TAG_NO_REPLICA 4 /* observed: expert without a live replica */
+#define SY_TAG_BAD_EXPERT 5 /* observed: topk_idx out of range; expected: num_experts */
+#define SY_TAG_NUM_TOKENS 6 /* observed: tokens asked for; expected: capacity */
+#define SY_TAG_BAD_FRAME 7 /* observed: SY_ERROR_* | field << 16; expected: frame number */
+#define SY_TAG_P2P 8 /* a peer's flag in a transport measurement */
+#define SY_TAG_REFUSED 9 /* a server answered with an error status; observed: its status word */
+#define SY_TAG_WAY 10 /* observed: way of a link that the launch was not told of */
 
 /* sy_error_word.reason */
 #define SY_REASON_TIMEOUT 1
-#define SY_REASON_ABORT 2 /* the host set the peer's bit in the abort mask */
+#define SY_REASON_ABORT                                                                            \
+    2 /* the host set the peer's bit in the abort mask, or the way to it failed */
 #define SY_REASON_VALUE 3
 
 /* sy_dispatch_params.flags and others */
 /* With PDL a kernel may start while the one before it in the stream ends. It waits for it before it
  * touches anything that kernels write; the tables that the host writes (placement, peers, local_expert) it may read
  * at once. */
-#define SY_LAUNCH_FLAG_PDL UINT32_C(1)         /* programmatic dependent launch */
-#define SY_LAUNCH_FLAG_EARLY UINT32_C(2)       /* with PDL: let dependents start at once */
-#define SY_LAUNCH_FLAG_ANY_WAY UINT32_C(8)     /* some link of the table is not direct */
-#define SY_DISPATCH_FLAG_CONTACT_ALL UINT32_C(4) /* send empty frames too: lockstep servers need them */
-#define SY_COMBINE_FLAG_ADD UINT32_C(16) /* a sum begins with what `out` holds: what was sent again */
+#define SY_LAUNCH_FLAG_PDL UINT32_C(1) /* programmatic dependent launch */
+#define SY_LAUNCH_FLAG_EARLY UINT32_C(2) /* with PDL: let dependents start at once */
+/* With PDL, for combine, echo and expert_recv: work beside the kernel before this one in the stream,
+ * and join it later. Right when that kernel writes nothing that this one reads and, with EARLY, waited
+ * for those before it: combine behind echo or expert_send, and echo or expert_recv behind dispatch,
+ * in one graph. */
+#define SY_LAUNCH_FLAG_AHEAD UINT32_C(32)
+#define SY_LAUNCH_FLAG_ANY_WAY UINT32_C(8) /* some link of the table is not direct */
+#define SY_DISPATCH_FLAG_CONTACT_ALL                                                               \
+    UINT32_C(4) /* send empty frames too: lockstep servers need them */
+#define SY_COMBINE_FLAG_ADD                                                                        \
+    UINT32_C(16) /* a sum begins with what `out` holds: what was sent again */
 
 /* First error of a peer's kernels. `tag` is claimed by compare-and-swap; the host clears it. */
 typedef struct sy_error_word {
@@ -116,9 +124,9 @@ typedef struct sy_frame_geometry {
     uint32_t row_stride_bytes;
     uint32_t scales_per_row;
     uint32_t response_stride_bytes;
-    uint64_t flags_offset;   /* [max_tokens] uint64_t: frame number, one per row */
+    uint64_t flags_offset; /* [max_tokens] uint64_t: frame number, one per row */
     uint64_t entries_offset; /* [max_tokens][top_k] sy_entry, SY_NO_EXPERT where unused */
-    uint64_t scales_offset;  /* [max_tokens][scales_per_row] float */
+    uint64_t scales_offset; /* [max_tokens][scales_per_row] float */
     uint64_t payload_offset; /* [max_tokens] rows */
     uint64_t frame_bytes;
     uint64_t slot_bytes; /* num_frames frames and the control tail */
@@ -171,8 +179,8 @@ typedef struct sy_client_peer {
 
 /* Device memory of a client, zeroed once. Only kernels write it. */
 typedef struct sy_client_state {
-    uint64_t sequence;  /* dispatches so far */
-    uint32_t arrivals;  /* blocks that have read `sequence`; wraps to 0 */
+    uint64_t sequence; /* dispatches so far */
+    uint32_t arrivals; /* blocks that have read `sequence`; wraps to 0 */
     uint32_t reserved;
     uint64_t posted[2][SY_MAX_PEERS]; /* frames sent to each server, by parity of the sequence */
     sy_error_word error;
@@ -184,8 +192,8 @@ typedef struct sy_handle {
     uint64_t sequence;
     uint32_t num_tokens;
     uint32_t contacted; /* servers, as a mask */
-    uint32_t missing;   /* servers that did not answer in time, as a mask; written by combine */
-    uint32_t refused;   /* servers that refused the frame, as a mask; written by combine */
+    uint32_t missing; /* servers that did not answer in time, as a mask; written by combine */
+    uint32_t refused; /* servers that refused the frame, as a mask; written by combine */
     uint64_t frame_number[SY_MAX_PEERS];
     uint32_t num_rows[SY_MAX_PEERS];
 } sy_handle;
@@ -193,7 +201,8 @@ typedef struct sy_handle {
 /* Device memory of a server, zeroed once. Only kernels write it. */
 typedef struct sy_server_state {
     uint32_t arrivals;
-    uint32_t reserved;
+    uint32_t
+        last_clients; /* mask of clients in the last batch, 0 after a wait in which nobody came */
     uint64_t taken[SY_MAX_PEERS]; /* frames taken from each client */
     uint64_t num_refused;
     uint64_t num_batches;
@@ -210,21 +219,32 @@ typedef struct sy_batch {
     uint32_t clients; /* mask of clients in the batch */
     uint64_t frame_number[SY_MAX_PEERS];
     uint32_t row_begin[SY_MAX_PEERS + 1]; /* rows of client c: row_begin[c]..row_begin[c + 1] */
-    uint32_t reserved;
+    uint32_t expected; /* mask of clients that were waited for, see sy_gather */
+    uint32_t waited_ns[SY_MAX_PEERS]; /* from the first sight of a client's frame to the choice */
 } sy_batch;
+
+/* For whom a batch waits, in memory that the host writes between two runs of a recorded launch: those of
+ * `clients` that were in the last batch, because who was answered just now may be back at once. The wait
+ * ends `within_ns` after the kernel's begin, which is about the end of that batch, if anybody has a frame
+ * then. */
+typedef struct sy_gather {
+    uint32_t clients; /* mask */
+    uint32_t within_ns;
+} sy_gather;
 
 typedef struct sy_dispatch_params {
     uint32_t version;
     uint32_t flags;
     sy_frame_geometry geometry;
-    const void* hidden_states;    /* bf16 [capacity, hidden] */
-    const int32_t* topk_idx;      /* [capacity, top_k], -1 = masked */
-    const float* topk_weights;    /* [capacity, top_k] */
-    const uint32_t* num_tokens;   /* one word in device memory, at most capacity */
+    const void* hidden_states; /* bf16 [capacity, hidden] */
+    const int32_t* topk_idx; /* [capacity, top_k], -1 = masked */
+    const float* topk_weights; /* [capacity, top_k] */
+    const uint32_t* num_tokens; /* one word in device memory, at most capacity */
     const sy_placement* placement;
     sy_client_state* state;
     sy_handle* handle;
-    uint64_t* trace; /* null, or [trace_len] start times by sequence, ns of the GPU's global timer */
+    uint64_t*
+        trace; /* null, or [trace_len] start times by sequence, ns of the GPU's global timer */
     uint64_t client_id;
     uint32_t trace_len;
     uint32_t capacity;
@@ -241,10 +261,10 @@ typedef struct sy_combine_params {
     sy_frame_geometry geometry;
     sy_handle* handle;
     sy_client_state* state;
-    void* out;                    /* bf16 [capacity, hidden] */
-    uint32_t* token_missing;      /* null, or [capacity]: mask of servers whose part is missing */
-    const uint32_t* abort_mask;   /* null, or mapped host memory: bit s = server s is dead */
-    uint64_t timeout_ns;          /* of silence */
+    void* out; /* bf16 [capacity, hidden] */
+    uint32_t* token_missing; /* null, or [capacity]: mask of servers whose part is missing */
+    const uint32_t* abort_mask; /* null, or mapped host memory: bit s = server s is dead */
+    uint64_t timeout_ns; /* of silence */
     uint32_t capacity;
     uint32_t num_servers;
     uint32_t num_blocks;
@@ -255,11 +275,11 @@ typedef struct sy_combine_params {
 /* Where expert_recv leaves the batch: device memory, sized by sy_expert_lists_bytes. */
 typedef struct sy_expert_lists {
     sy_batch* batch;
-    uint32_t* expert_begin;   /* [num_local_experts + 1] positions in the expert-major lists */
-    uint32_t* list_row;       /* [max_entries] row of the batch */
-    float* list_weight;       /* [max_entries] */
-    uint32_t* row_source;     /* [max_rows] client << SY_ROUTE_SHIFT | row of its frame */
-    uint32_t* row_position;   /* [max_rows][top_k] position in the lists, SY_NO_EXPERT where unused */
+    uint32_t* expert_begin; /* [num_local_experts + 1] positions in the expert-major lists */
+    uint32_t* list_row; /* [max_entries] row of the batch */
+    float* list_weight; /* [max_entries] */
+    uint32_t* row_source; /* [max_rows] client << SY_ROUTE_SHIFT | row of its frame */
+    uint32_t* row_position; /* [max_rows][top_k] position in the lists, SY_NO_EXPERT where unused */
     uint32_t max_rows;
     uint32_t reserved;
 } sy_expert_lists;
@@ -273,14 +293,16 @@ typedef struct sy_expert_recv_params {
     /* [num_layers][num_experts] index among this server's experts of the layer, -1 = not here */
     const int16_t* local_expert;
     const uint32_t* abort_mask;
-    const uint64_t* min_epoch;   /* null, or device memory: frames of older epochs are refused */
+    const uint64_t* min_epoch; /* null, or device memory: frames of older epochs are refused */
     uint64_t timeout_ns;
     uint32_t min_ready; /* leave the wait when so many clients have a frame; 1 = any */
     uint32_t num_experts;
     uint32_t num_local_experts;
     uint32_t num_layers;
     uint32_t num_clients;
-    uint32_t gather_ns; /* once a client has a frame, how long to wait for min_ready; 0: as for the first */
+    uint32_t
+        gather_ns; /* once a client has a frame, how long to wait for min_ready; 0: as for the first */
+    const sy_gather* gather; /* null, or 16-byte aligned: whom to wait for beyond min_ready */
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_recv_params;
 
@@ -290,7 +312,7 @@ typedef struct sy_expert_send_params {
     sy_frame_geometry geometry;
     sy_expert_lists lists;
     const void* expert_out; /* bf16 [num_entries, hidden] in list order; null = identity experts */
-    uint32_t max_rows;      /* bound of this launch, for the choice of blocks */
+    uint32_t max_rows; /* bound of this launch, for the choice of blocks */
     uint32_t num_clients;
     uint32_t num_blocks;
     uint32_t reserved;
@@ -300,11 +322,11 @@ typedef struct sy_expert_send_params {
 /* Matrices of a layer's experts on this server, in device memory. Rows are contiguous. The maps are
  * what the copy engine reads them by: sy_describe_layer fills them in. */
 typedef struct sy_layer_weights {
-    uint64_t gate_up;       /* [num_local_experts, 2, inter, hidden]: gate, then up */
-    uint64_t down;          /* [num_local_experts, hidden, inter] */
+    uint64_t gate_up; /* [num_local_experts, 2, inter, hidden]: gate, then up */
+    uint64_t down; /* [num_local_experts, hidden, inter] */
     uint64_t gate_up_scale; /* fp8: f32 [num_local_experts, 2, ceil(inter / 128), hidden / 128] */
-    uint64_t down_scale;    /* fp8: f32 [num_local_experts, hidden / 128, ceil(inter / 128)] */
-    uint32_t dtype;         /* SY_DTYPE_BF16 or SY_DTYPE_F8_E4M3 */
+    uint64_t down_scale; /* fp8: f32 [num_local_experts, hidden / 128, ceil(inter / 128)] */
+    uint32_t dtype; /* SY_DTYPE_BF16 or SY_DTYPE_F8_E4M3 */
     uint32_t reserved[7];
     uint64_t gate_up_map[16];
     uint64_t down_map[16];
@@ -316,11 +338,11 @@ typedef struct sy_expert_compute_params {
     uint32_t flags;
     sy_frame_geometry geometry;
     sy_expert_lists lists;
-    void* rows;       /* scratch: bf16 [lists.max_rows, hidden] */
+    void* rows; /* scratch: bf16 [lists.max_rows, hidden] */
     void* activation; /* scratch: bf16 [lists.max_rows * top_k, inter] */
     void* expert_out; /* bf16 [lists.max_rows * top_k, hidden], in list order */
     const sy_layer_weights* layers; /* device memory, [num_layers], written by the host */
-    uint32_t inter;   /* intermediate size, a multiple of 64 */
+    uint32_t inter; /* intermediate size, a multiple of 64 */
     uint32_t num_local_experts;
     uint32_t num_layers;
     uint32_t num_clients;
@@ -352,12 +374,12 @@ typedef struct sy_p2p_params {
     uint32_t num_peers;
     uint32_t blocks_per_peer;
     uint32_t num_turns;
-    uint32_t begins;     /* 1: sends first; 0: answers */
-    uint64_t num_bytes;  /* 4, 8, or a multiple of 16 */
+    uint32_t begins; /* 1: sends first; 0: answers */
+    uint64_t num_bytes; /* 4, 8, or a multiple of 16 */
     uint64_t timeout_ns;
     uint64_t* elapsed_ns; /* [num_peers] */
     sy_error_word* error;
-    uint64_t counters[SY_MAX_PEERS];       /* addresses of mine, one per peer, 0 at the start */
+    uint64_t counters[SY_MAX_PEERS]; /* addresses of mine, one per peer, 0 at the start */
     uint64_t counter_offset[SY_MAX_PEERS]; /* of my counter in the peer's window */
     sy_link links[SY_MAX_PEERS];
 } sy_p2p_params;
@@ -372,7 +394,8 @@ SY_STATIC_ASSERT(sizeof(sy_server_peer) == 40, "size of sy_server_peer");
 SY_STATIC_ASSERT(sizeof(sy_client_peer) == 48, "size of sy_client_peer");
 SY_STATIC_ASSERT(sizeof(sy_handle) == 408, "size of sy_handle");
 SY_STATIC_ASSERT(offsetof(sy_handle, frame_number) == 24, "frame_number of sy_handle");
-SY_STATIC_ASSERT(sizeof(sy_batch) == 408, "size of sy_batch");
+SY_STATIC_ASSERT(sizeof(sy_batch) == 536, "size of sy_batch");
+SY_STATIC_ASSERT(sizeof(sy_gather) == 8, "size of sy_gather");
 SY_STATIC_ASSERT(SY_WORD_HEADER(0) > SY_WORD_WAITING, "words of abi.h stay free");
 SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fit the tail");
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
@@ -383,7 +406,7 @@ SY_STATIC_ASSERT(sizeof(sy_server_state) == 320, "size of sy_server_state");
 SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 56, "size of sy_expert_lists");
 SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params");
 SY_STATIC_ASSERT(sizeof(sy_combine_params) == 208, "size of sy_combine_params");
-SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 264, "size of sy_expert_recv_params");
+SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 272, "size of sy_expert_recv_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 224, "size of sy_expert_send_params");
 SY_STATIC_ASSERT(sizeof(sy_layer_weights) == 320, "size of sy_layer_weights");
 SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 256, "size of sy_expert_compute_params");
@@ -393,8 +416,10 @@ SY_STATIC_ASSERT(sizeof(sy_echo_params) == 184, "size of sy_echo_params");
 SY_STATIC_ASSERT(sizeof(sy_p2p_params) == 1336, "size of sy_p2p_params");
 SY_STATIC_ASSERT(offsetof(sy_dispatch_params, servers) == 232, "servers of sy_dispatch_params");
 SY_STATIC_ASSERT(offsetof(sy_combine_params, servers) == 200, "servers of sy_combine_params");
-SY_STATIC_ASSERT(offsetof(sy_expert_recv_params, clients) == 256, "clients of sy_expert_recv_params");
-SY_STATIC_ASSERT(offsetof(sy_expert_send_params, clients) == 216, "clients of sy_expert_send_params");
+SY_STATIC_ASSERT(offsetof(sy_expert_recv_params, clients) == 264,
+                 "clients of sy_expert_recv_params");
+SY_STATIC_ASSERT(offsetof(sy_expert_send_params, clients) == 216,
+                 "clients of sy_expert_send_params");
 SY_STATIC_ASSERT(offsetof(sy_echo_params, clients) == 176, "clients of sy_echo_params");
 
 #endif /* SWITCHYARD_DEVICE_ABI_H */

@@ -38,6 +38,8 @@ enum MemoryKind {
     /// With its descriptor, if it is this process's own.
     Shared(Option<OwnedFd>),
     Host,
+    /// Pages of somebody else.
+    Registered,
 }
 
 // SAFETY: an address and a descriptor without thread affinity, freed once.
@@ -61,7 +63,8 @@ pub(super) struct Event {
 }
 
 /// How often an event was recorded by the host, and how often a stream came to it. Those who wait want
-/// as many arrivals as there were recordings when they began.
+/// as many arrivals as there were recordings when they began. As with the driver, a recording that is a
+/// step of a graph counts when the replay comes to it: until then the event shows what was before.
 #[derive(Debug, Default)]
 struct Marks {
     counts: Mutex<MarkCounts>,
@@ -79,6 +82,8 @@ struct MarkCounts {
 #[derive(Debug)]
 struct Worker {
     id: u64,
+    /// Of the GPU.
+    ordinal: u32,
     shared: Arc<Shared>,
 }
 
@@ -88,8 +93,10 @@ struct Shared {
     changed: Condvar,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Queue {
+    /// With room for what a stream that lags is given, so that launching costs callers no allocation now
+    /// and then.
     tasks: VecDeque<Task>,
     /// Tasks that a capture keeps instead of running them.
     recording: Option<Vec<Task>>,
@@ -99,13 +106,25 @@ struct Queue {
     failure: Option<(&'static str, i32)>,
 }
 
+impl Default for Queue {
+    fn default() -> Self {
+        Self {
+            tasks: VecDeque::with_capacity(QUEUE_ROOM),
+            recording: None,
+            is_busy: false,
+            is_closed: false,
+            failure: None,
+        }
+    }
+}
+
 enum Task {
     Copy { to: u64, from: u64, bytes: usize },
     Fill { to: u64, value: u8, bytes: usize },
     AddFlag { flag: u64, value: u64 },
     Launch { kernel: &'static str, params: Box<[u64]> },
     Call(Mutex<Option<Box<dyn FnOnce() + Send>>>),
-    Mark(Arc<Marks>),
+    Mark { marks: Arc<Marks>, is_recorded: bool },
     Await { marks: Arc<Marks>, arrivals: u64 },
     Replay(Arc<Vec<Task>>),
 }
@@ -118,7 +137,7 @@ impl std::fmt::Debug for Task {
             Self::AddFlag { .. } => "add_flag",
             Self::Launch { kernel, .. } => kernel,
             Self::Call(_) => "call",
-            Self::Mark(_) => "mark",
+            Self::Mark { .. } => "mark",
             Self::Await { .. } => "await",
             Self::Replay(_) => "replay",
         };
@@ -138,6 +157,11 @@ impl Gpu {
         self.ordinal
     }
 
+    #[allow(clippy::unused_self, reason = "the driver's GPUs each have one")]
+    pub(super) const fn pci_address(&self) -> Option<String> {
+        None
+    }
+
     #[allow(clippy::unused_self, reason = "the driver's GPUs each have their own")]
     pub(super) fn free_bytes(&self) -> Result<u64, GpuError> {
         Ok(GPU_BYTES.saturating_sub(lock(&RANGES).values().sum()))
@@ -155,12 +179,22 @@ impl Gpu {
 
     pub(super) unsafe fn register_host(
         &self,
-        _pages: NonNull<u8>,
-        _bytes: u64,
-        _is_register: bool,
+        pages: NonNull<u8>,
+        bytes: u64,
+        is_register: bool,
     ) -> Result<Memory, GpuError> {
-        let call = "registration of host memory with an emulated GPU";
-        Err(failed(call, rustix::io::Errno::OPNOTSUPP))
+        if is_register {
+            let call = "registration of registers with an emulated GPU";
+            return Err(failed(call, rustix::io::Errno::OPNOTSUPP));
+        }
+        let base = pages.as_ptr() as u64;
+        let mut ranges = lock(&RANGES);
+        if ranges.contains_key(&base) {
+            // As the driver says of memory that is known already.
+            return Err(failed("a second registration of host memory", rustix::io::Errno::EXIST));
+        }
+        ranges.insert(base, bytes);
+        Ok(Memory { base: pages, len: bytes, kind: MemoryKind::Registered })
     }
 
     pub(super) fn alloc_shared(&self, bytes: u64) -> Result<Memory, GpuError> {
@@ -202,7 +236,6 @@ impl Gpu {
         Ok(Memory::new(base, len, MemoryKind::Shared(None)).shortened(bytes))
     }
 
-    #[allow(clippy::unused_self, reason = "as above")]
     pub(super) fn stream(&self) -> Result<Stream, GpuError> {
         let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
@@ -215,7 +248,7 @@ impl Gpu {
                 name: error.to_string(),
             })?;
         let id = NEXT_STREAM.fetch_add(1, Ordering::Relaxed);
-        let worker = Arc::new(Worker { id, shared });
+        let worker = Arc::new(Worker { id, ordinal: self.ordinal, shared });
         lock(&STREAMS).insert(id, Arc::downgrade(&worker));
         Ok(Stream { worker })
     }
@@ -284,7 +317,7 @@ impl Memory {
 
     pub(super) const fn host(&self) -> Option<NonNull<u8>> {
         match self.kind {
-            MemoryKind::Host => Some(self.base),
+            MemoryKind::Host | MemoryKind::Registered => Some(self.base),
             MemoryKind::Device | MemoryKind::Shared(_) => None,
         }
     }
@@ -310,6 +343,9 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let base = self.base.as_ptr();
         let Some(mapped) = lock(&RANGES).remove(&(base as u64)) else { return };
+        if matches!(self.kind, MemoryKind::Registered) {
+            return;
+        }
         // SAFETY: mapped in `anonymous` or `map_shared` with this length, unmapped once; who uses it
         // later breaks the same rules as on a GPU.
         if let Err(error) = unsafe { rustix::mm::munmap(base.cast(), mapped as usize) } {
@@ -319,6 +355,10 @@ impl Drop for Memory {
 }
 
 impl Stream {
+    pub(super) fn ordinal(&self) -> u32 {
+        self.worker.ordinal
+    }
+
     pub(super) fn raw(&self) -> u64 {
         self.worker.id
     }
@@ -410,10 +450,11 @@ impl Stream {
     }
 
     pub(super) fn record(&self, event: &Event) -> Result<(), GpuError> {
-        if !self.is_capturing()? {
+        let is_recorded = self.is_capturing()?;
+        if !is_recorded {
             lock(&event.marks.counts).recorded += 1;
         }
-        self.push(Task::Mark(Arc::clone(&event.marks)))
+        self.push(Task::Mark { marks: Arc::clone(&event.marks), is_recorded })
     }
 
     pub(super) fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
@@ -425,11 +466,6 @@ impl Stream {
     }
 
     pub(super) fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
-        for task in graph.tasks.iter() {
-            if let Task::Mark(marks) = task {
-                lock(&marks.counts).recorded += 1;
-            }
-        }
         self.push(Task::Replay(Arc::clone(&graph.tasks)))
     }
 
@@ -530,8 +566,9 @@ impl Task {
                     action();
                 }
             }
-            Self::Mark(marks) => {
+            Self::Mark { marks, is_recorded } => {
                 let mut counts = lock(&marks.counts);
+                counts.recorded += u64::from(*is_recorded);
                 counts.arrived += 1;
                 counts.last = Some(Instant::now());
                 marks.changed.notify_all();
@@ -588,4 +625,5 @@ const GRANULARITY: u64 = 64 << 10;
 const PAGE: u64 = 4096;
 /// A stream that failed never comes to its marks.
 const AWAIT_LIMIT: Duration = Duration::from_secs(60);
+const QUEUE_ROOM: usize = 256;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);

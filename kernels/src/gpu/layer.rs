@@ -78,29 +78,31 @@ impl LayerShape {
         Ok(())
     }
 
-    /// Gate and up: a box is a tile, 16 times eight rows of gate and eight of up.
+    /// Gate and up: a box is half a tile, a group of 64 rows of gate and of as many of up, by eight in
+    /// turn. Both maps put rows into the order that leaves a thread of the matrix units with neighbouring
+    /// results.
     #[must_use]
     pub fn gate_up_map(&self) -> MapShape {
         let row = u64::from(self.hidden) * self.value_bytes();
         let (inter, experts) = (u64::from(self.inter), u64::from(self.num_local_experts));
         MapShape {
             rank: 5,
-            extent: [self.panel_values(), 8, 2, TILE_WEIGHTS / 16, 1],
-            dims: [self.hidden.into(), 8, 2, inter / 8, experts],
-            strides: [row, row * inter, row * 8, row * inter * 2],
+            extent: [self.panel_values(), 2, 4, 2, 8],
+            dims: [self.hidden.into(), inter * 2 * experts, 4, 2, 8],
+            strides: [row, row * 16, row * inter, row * 2],
         }
     }
 
-    /// Down: a box is a tile of rows.
+    /// Down: a box is a tile, eight groups of 32 rows.
     #[must_use]
     pub fn down_map(&self) -> MapShape {
         let row = u64::from(self.inter) * self.value_bytes();
         let (hidden, experts) = (u64::from(self.hidden), u64::from(self.num_local_experts));
         MapShape {
-            rank: 3,
-            extent: [self.panel_values(), TILE_WEIGHTS, 1, 0, 0],
-            dims: [self.inter.into(), hidden, experts, 0, 0],
-            strides: [row, row * hidden, 0, 0],
+            rank: 5,
+            extent: [self.panel_values(), 2, 4, 4, TILE_WEIGHTS / 32],
+            dims: [self.inter.into(), 2, 4, 4, hidden / 32 * experts],
+            strides: [row, row * 8, row * 2, row * 32],
         }
     }
 

@@ -46,8 +46,8 @@ pub enum GpuError {
         "this build has no emulated GPU: it is for tests, and comes with the feature `emulated` of switchyard-kernels"
     )]
     NotEmulated,
-    /// A recorded graph or an event of another kind of GPU. A local bug.
-    #[error("a graph or an event of one kind of GPU was given to a stream of another")]
+    /// A recorded graph, an event or a buffer of another kind of GPU. A local bug.
+    #[error("a graph, an event or a buffer of one kind of GPU was given to another kind")]
     Foreign,
     /// The driver library is missing.
     #[error("libcuda.so.1 is not on this host: it comes with the NVIDIA driver")]
@@ -240,6 +240,13 @@ impl Gpu {
         either!(&self.0, gpu => gpu.ordinal())
     }
 
+    /// Address on the PCI bus, as `0000:3b:00.0`; `None` for GPUs in software, and where the driver does not
+    /// say.
+    #[must_use]
+    pub fn pci_address(&self) -> Option<String> {
+        either!(&self.0, gpu => gpu.pci_address())
+    }
+
     /// Free memory of this GPU, bytes.
     ///
     /// # Errors
@@ -385,7 +392,7 @@ impl Gpu {
     /// Copies `bytes` to device memory and waits for it.
     ///
     /// # Errors
-    /// [`GpuError::Range`], [`GpuError::Driver`], [`GpuError::Deadline`].
+    /// [`GpuError::Range`], [`GpuError::Foreign`], [`GpuError::Driver`], [`GpuError::Deadline`].
     pub fn write(
         &self,
         buffer: &GpuBuffer,
@@ -393,6 +400,7 @@ impl Gpu {
         bytes: &[u8],
         deadline: Instant,
     ) -> Result<(), GpuError> {
+        self.check_kind(buffer)?;
         let to = buffer.at(offset, bytes.len() as u64)?;
         let (stream, staging) = self.staging(bytes.len())?;
         if let Some(host) = staging.host() {
@@ -407,7 +415,7 @@ impl Gpu {
     /// Copies device memory to `out` and waits for it.
     ///
     /// # Errors
-    /// [`GpuError::Range`], [`GpuError::Driver`], [`GpuError::Deadline`].
+    /// [`GpuError::Range`], [`GpuError::Foreign`], [`GpuError::Driver`], [`GpuError::Deadline`].
     pub fn read(
         &self,
         buffer: &GpuBuffer,
@@ -416,6 +424,7 @@ impl Gpu {
         deadline: Instant,
     ) -> Result<(), GpuError> {
         let len = out.len();
+        self.check_kind(buffer)?;
         let from = buffer.at(offset, len as u64)?;
         let (stream, staging) = self.staging(len)?;
         // SAFETY: the range was checked; the staging memory outlives the copy, see `settle`.
@@ -426,6 +435,14 @@ impl Gpu {
             unsafe { host.copy_to_nonoverlapping(NonNull::from(out).cast(), len) };
         }
         Ok(())
+    }
+
+    /// GPUs in software reach memory by this process's addresses, others by the driver's.
+    const fn check_kind(&self, buffer: &GpuBuffer) -> Result<(), GpuError> {
+        match (&self.0, &buffer.0) {
+            (Kind::Driver(_), Kind::Driver(_)) | (Kind::Emulated(_), Kind::Emulated(_)) => Ok(()),
+            _ => Err(GpuError::Foreign),
+        }
     }
 
     fn staging(&self, len: usize) -> Result<(Stream, GpuBuffer), GpuError> {
@@ -559,7 +576,7 @@ impl Stream {
     }
 
     /// Marks what the stream has done so far. Recorded within [`capture`](Self::capture) it marks that
-    /// place of each replay.
+    /// place of each replay, when the replay comes to it: before, the event shows an older run.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -571,8 +588,8 @@ impl Stream {
         }
     }
 
-    /// What follows in this stream begins when `event`, as last recorded or replayed, is done. Not
-    /// within [`capture`](Self::capture).
+    /// What follows in this stream begins when `event`, as last recorded, is done. Not within
+    /// [`capture`](Self::capture), and not for an event of a graph.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -598,6 +615,15 @@ impl Stream {
     /// [`GpuError::Driver`] when a kernel failed.
     pub fn is_done(&self) -> Result<bool, GpuError> {
         either!(&self.0, stream => stream.is_done())
+    }
+
+    /// The GPU whose stream this is.
+    #[must_use]
+    pub fn device(&self) -> DeviceName {
+        match &self.0 {
+            Kind::Driver(stream) => DeviceName::Cuda(stream.ordinal()),
+            Kind::Emulated(stream) => DeviceName::Emulated(stream.ordinal()),
+        }
     }
 
     /// The driver's handle of this stream, a `CUstream`; of an emulated GPU's, a number of its own.
@@ -644,7 +670,8 @@ impl Stream {
 }
 
 impl Event {
-    /// Whether the event, as last recorded or replayed, is done.
+    /// Whether the event, as last recorded, is done. One of a graph is done, too, while a replay has not come
+    /// to it yet.
     ///
     /// # Errors
     /// [`GpuError::Driver`] when a kernel before it failed.

@@ -218,6 +218,7 @@ fn good_recv(rng: &mut StdRng) -> ExpertRecvParams {
         num_layers: rng.random_range(0..70),
         num_clients: rng.random_range(1..33),
         gather_ns: 0,
+        gather: if rng.random() { DevicePtr::NULL } else { pointer(rng) },
         clients: pointer(rng),
     }
 }

@@ -5,16 +5,18 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
 use kernels::abi::{
-    DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ExpertComputeParams, FrameGeometry,
-    Handle, LayerWeights,
+    DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ErrorWord, ExpertComputeParams,
+    FrameGeometry, Handle, LayerWeights, Link, WAY_DIRECT,
 };
-use kernels::gpu::GpuError;
-use kernels::gpu::{LayerMatrices, LayerShape};
+use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape};
+use kernels::p2p::{P2pParams, StreamParams};
 use rand::RngExt;
 use rand::rngs::StdRng;
 
 use crate::fresh;
 use crate::runner::Runner;
+#[cfg(feature = "cuda")]
+use crate::skip;
 use crate::world::{Input, Memory, POISON, World};
 
 pub fn a_layer_replays_from_a_graph(runner: &Runner) {
@@ -278,6 +280,31 @@ pub fn work_keeps_its_order_and_waits_have_a_bound(runner: &Runner) {
     assert_eq!(out[0], 0x0909_0909_0909_0909);
 }
 
+pub fn an_event_of_a_graph_shows_the_run_before_until_the_next_comes_to_it(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
+    let soon = || Instant::now() + Duration::from_secs(20);
+    let word = gpu.alloc(8).expect("memory");
+    let (inside, behind) = (gpu.event().expect("event"), gpu.event().expect("event"));
+    let stream = gpu.stream().expect("stream");
+    let graph = stream.capture(|stream| {
+        // SAFETY: the buffer has these bytes and outlives the graph.
+        unsafe { stream.fill(word.ptr(), 1, 8)? };
+        stream.record(&inside)
+    });
+    let graph = graph.expect("capture");
+    for round in 0..3 {
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        stream.then(move || _ = held.recv_timeout(Duration::from_secs(20))).expect("then");
+        stream.replay(&graph).expect("replay");
+        stream.record(&behind).expect("record");
+        assert!(inside.is_done().expect("state"), "round {round}: the replay has not come to it");
+        assert!(!behind.is_done().expect("state"), "round {round}");
+        drop(release);
+        stream.wait(soon()).expect("work");
+        assert!(inside.is_done().expect("state") && behind.is_done().expect("state"));
+    }
+}
+
 pub fn shared_memory_is_one_memory_and_knows_its_size(runner: &Runner) {
     let Runner::Gpu(gpu) = runner else { return };
     let soon = || Instant::now() + Duration::from_secs(20);
@@ -299,3 +326,118 @@ pub fn shared_memory_is_one_memory_and_knows_its_size(runner: &Runner) {
     assert!(gpu.import_shared(file.into(), 4096).is_err());
     assert!(gpu.alloc(4096).expect("memory").export().is_err());
 }
+
+/// Two senders, one receiver: payload, then the senders' counters; a line of the receiver's for each sender.
+struct Stream {
+    memory: Vec<Memory>,
+    results: Vec<Memory>,
+    params: Vec<StreamParams>,
+}
+
+impl Stream {
+    const TURNS: u32 = 7;
+    const COUNTERS_AT: u64 = 4096;
+
+    fn new(runner: &Runner, limit: Duration) -> Self {
+        let slot = |_| {
+            let memory = Memory::filled(runner, Self::COUNTERS_AT + 256, 0);
+            memory.fill(0, Self::COUNTERS_AT, POISON);
+            memory
+        };
+        let memory: Vec<Memory> = (0..3).map(slot).collect();
+        let results: Vec<Memory> = (0..3).map(|_| Memory::filled(runner, 512, 0)).collect();
+        let line =
+            |owner: usize, at: u64| memory[owner].address().add(Self::COUNTERS_AT + 128 * at);
+        let params = |party: usize, peers: &[usize]| {
+            let mut params = P2pParams::zeroed();
+            params.version = DEVICE_ABI_VERSION;
+            params.num_peers = peers.len() as u32;
+            params.blocks_per_peer = 2;
+            params.num_turns = Self::TURNS;
+            params.begins = u32::from(party < 2);
+            params.num_bytes = 1024;
+            params.timeout_ns = limit.as_nanos() as u64;
+            params.elapsed_ns = results[party].address();
+            params.error = results[party].address().add(256);
+            for (at, &peer) in peers.iter().enumerate() {
+                let my_line = if party < 2 { party as u64 } else { 0 };
+                params.counters[at] = line(party, at as u64);
+                // Each sender has a part of the receiver's payload.
+                let window = memory[peer].address().add(1024 * my_line);
+                params.counter_offset[at] = line(peer, my_line).0 - window.0;
+                params.links[at] = Link { window, context: 0, way: WAY_DIRECT, reserved: 0 };
+            }
+            StreamParams(params)
+        };
+        let params = vec![params(0, &[2]), params(1, &[2]), params(2, &[0, 1])];
+        Self { memory, results, params }
+    }
+
+    /// Launches these parties side by side and waits. What is wrong, by party.
+    fn run(&self, gpu: &Gpu, parties: &[usize]) -> Vec<ErrorWord> {
+        let streams: Vec<_> = parties.iter().map(|_| gpu.stream().expect("stream")).collect();
+        for (stream, &party) in streams.iter().zip(parties) {
+            // SAFETY: `self` has all that the parameters point to, and the work is waited for below.
+            let kernel = unsafe { gpu.prepare(self.params[party]).expect("good parameters") };
+            stream.launch(&kernel).expect("launch");
+        }
+        for stream in &streams {
+            stream.wait(Instant::now() + Duration::from_secs(20)).expect("kernel");
+        }
+        parties.iter().map(|&party| self.results[party].one(256)).collect()
+    }
+
+    fn payload(&self) -> Vec<u32> {
+        self.memory[2].read(0, 512)
+    }
+}
+
+/// The bandwidth of several senders is that of all bytes only if nobody begins alone.
+pub fn a_sender_waits_for_the_others(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
+    let alone = Stream::new(runner, Duration::from_millis(200));
+    let errors = alone.run(gpu, &[0, 2]);
+    // The receiver misses the other sender, and the sender misses the receiver's word.
+    assert_eq!(
+        errors.iter().map(|e| (e.tag, e.peer)).collect::<Vec<_>>(),
+        [(TAG_P2P, 0), (TAG_P2P, 1)]
+    );
+    assert!(alone.payload().iter().all(|word| *word == u32::MAX), "it has begun");
+    let together = Stream::new(runner, Duration::from_secs(15));
+    let errors = together.run(gpu, &[0, 1, 2]);
+    assert!(errors.iter().all(|error| error.tag == 0), "{errors:?}");
+    assert!(together.payload().iter().all(|word| *word == Stream::TURNS));
+    for sender in &together.results[..2] {
+        assert_ne!(sender.one::<u64>(0), 0, "no time was taken");
+    }
+}
+
+/// An engine on the same thread may be at work on another GPU, which its runtime takes from the thread's
+/// context.
+#[cfg(feature = "cuda")]
+pub fn calls_leave_the_context_of_the_thread_alone(runner: &Runner) {
+    use cudarc::driver::result::ctx::get_current;
+    let Runner::Gpu(gpu) = runner else { return };
+    let other = match Gpu::open(1) {
+        Ok(other) => other,
+        Err(error) => return skip::skip("gpus", &error.to_string()),
+    };
+    let test = || {
+        let _mine = other.alloc(4096).expect("memory");
+        let before = get_current().expect("context");
+        assert!(before.is_some(), "a thread that had no context keeps the first");
+        let stream = gpu.stream().expect("stream");
+        let memory = gpu.alloc(4096).expect("memory");
+        // SAFETY: the whole memory, which is waited for.
+        unsafe { stream.fill(memory.ptr(), 1, 4096).expect("fill") };
+        stream.wait(Instant::now() + Duration::from_secs(20)).expect("fill");
+        drop((stream, memory));
+        assert_eq!(get_current().expect("context"), before);
+        assert!(Gpu::open(99).is_err());
+        assert_eq!(get_current().expect("context"), before);
+    };
+    std::thread::scope(|scope| scope.spawn(test).join()).expect("a thread of its own");
+}
+
+/// `SY_TAG_P2P`
+const TAG_P2P: u32 = 8;

@@ -27,8 +27,10 @@ pub fn layers_with_bf16_requests(runner: &Runner) {
 
 fn run(runner: &Runner, dtype: u32) {
     let mut rng = fresh();
-    // Hidden size, top-k, tokens, experts, clients, servers; the last one runs the tuned kernels.
+    // Hidden size, top-k, tokens, experts, clients, servers; the last one runs the tuned kernels, the first
+    // has more tokens than one block sends entries for.
     let shapes = [
+        (128, 4, 290, 16, 2, 2),
         (256, 4, 40, 24, 3, 2),
         (640, 3, 9, 7, 1, 3),
         (1280, 10, 20, 32, 2, 1),

@@ -147,7 +147,7 @@ fn shared_object() -> Option<PathBuf> {
         .output();
     let compiled = match compiled {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            println!("SKIPPED: kernels on the host: there is no g++");
+            crate::skip::skip("cxx", "no g++ to compile the kernels for the host");
             return None;
         }
         other => other.expect("compiler starts"),

@@ -6,12 +6,15 @@
 //! thread is a fibre. With the feature `cuda` and a GPU, the same tests run there, launched from Rust.
 
 mod checks;
+mod gathering;
 #[cfg(any(feature = "cuda", feature = "emulated"))]
 mod gpu;
 mod layer;
 mod library;
 mod refusals;
 mod runner;
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
 mod world;
 
 use rand::SeedableRng;
@@ -22,7 +25,7 @@ use crate::runner::Runner;
 macro_rules! on {
     ($($place:ident: $runner:expr;)*) => { $(
         mod $place {
-            use super::{Runner, layer, refusals};
+            use super::{Runner, gathering, layer, refusals};
 
             #[test]
             fn layers_with_fp8_requests() {
@@ -47,6 +50,12 @@ macro_rules! on {
             #[test]
             fn a_server_that_does_not_answer_is_left_out_and_named() {
                 $runner.iter().for_each(layer::a_server_that_does_not_answer_is_left_out_and_named);
+            }
+
+            #[test]
+            fn who_was_in_the_last_batch_is_waited_for_within_the_bound() {
+                let test = gathering::who_was_in_the_last_batch_is_waited_for_within_the_bound;
+                $runner.iter().for_each(test);
             }
 
             #[test]
@@ -90,6 +99,12 @@ macro_rules! with_streams {
             }
 
             #[test]
+            fn an_event_of_a_graph_shows_the_run_before_until_the_next_comes_to_it() {
+                let case = gpu::an_event_of_a_graph_shows_the_run_before_until_the_next_comes_to_it;
+                $runner.iter().for_each(case);
+            }
+
+            #[test]
             fn work_keeps_its_order_and_waits_have_a_bound() {
                 $runner.iter().for_each(gpu::work_keeps_its_order_and_waits_have_a_bound);
             }
@@ -97,6 +112,11 @@ macro_rules! with_streams {
             #[test]
             fn shared_memory_is_one_memory_and_knows_its_size() {
                 $runner.iter().for_each(gpu::shared_memory_is_one_memory_and_knows_its_size);
+            }
+
+            #[test]
+            fn a_sender_waits_for_the_others() {
+                $runner.iter().for_each(gpu::a_sender_waits_for_the_others);
             }
         }
     )* };
@@ -106,6 +126,16 @@ macro_rules! with_streams {
 with_streams! { with_streams_on_the_gpu: Runner::gpu(); }
 #[cfg(feature = "emulated")]
 with_streams! { with_streams_on_an_emulated_gpu: Runner::emulated(); }
+
+#[cfg(feature = "cuda")]
+mod of_the_driver {
+    use super::{Runner, gpu};
+
+    #[test]
+    fn calls_leave_the_context_of_the_thread_alone_on_the_gpu() {
+        Runner::gpu().iter().for_each(gpu::calls_leave_the_context_of_the_thread_alone);
+    }
+}
 
 /// Random numbers of this run.
 fn fresh() -> StdRng {

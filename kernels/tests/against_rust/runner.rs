@@ -27,22 +27,13 @@ impl Runner {
         Some(Self::Gpu(Gpu::open_emulated(0).expect("a GPU in software")))
     }
 
-    /// The first GPU. Without one, says so, and fails where one is required.
+    /// The first GPU. Without one, says so.
     #[cfg(feature = "cuda")]
     pub fn gpu() -> Option<Self> {
-        use std::io::Write as _;
         match Gpu::open(0) {
             Ok(gpu) => Some(Self::Gpu(gpu)),
             Err(error) => {
-                let is_required = std::env::var("SWITCHYARD_REQUIRE")
-                    .is_ok_and(|list| list.split(',').any(|item| item == "gpu" || item == "all"));
-                assert!(!is_required, "a GPU is required: {error}");
-                println!("SKIPPED: {error}");
-                if let Ok(log) = std::env::var("SWITCHYARD_SKIP_LOG") {
-                    let mut log =
-                        std::fs::File::options().create(true).append(true).open(log).expect("log");
-                    writeln!(log, "gpu\t{error}").expect("log");
-                }
+                crate::skip::skip("gpu", &error.to_string());
                 None
             }
         }

@@ -415,6 +415,7 @@ impl World {
             num_layers: NUM_LAYERS,
             num_clients: self.clients.len() as u32,
             gather_ns: 0,
+            gather: DevicePtr::NULL,
             clients: server.table.address(),
         }
     }

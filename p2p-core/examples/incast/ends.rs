@@ -347,14 +347,14 @@ impl Out {
 }
 
 /// Random bytes that both sides know. Every pair of peers has a part of its own.
-fn patterns(plan: &Plan) -> Arc<Vec<u8>> {
+pub(crate) fn patterns(plan: &Plan) -> Arc<Vec<u8>> {
     let mut bytes = vec![0; plan.bytes as usize + NUM_PARTS * PART_STEP];
     StdRng::seed_from_u64(plan.bytes).fill_bytes(&mut bytes);
     Arc::new(bytes)
 }
 
 /// Where the part of a pair begins.
-fn part(sender: u64, receiver: u64) -> usize {
+pub(crate) fn part(sender: u64, receiver: u64) -> usize {
     (sender * 1009 + receiver * 97) as usize % NUM_PARTS * PART_STEP
 }
 

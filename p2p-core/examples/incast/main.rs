@@ -3,10 +3,11 @@
 //! ```text
 //! cargo run --release -p switchyard-p2p-core --example incast -- [OPTION VALUE]…
 //!   --shapes 32v8,8v32           senders and receivers
-//!   --credits off,turn,shortest  who is held back how
+//!   --over channel               the transports of slots; writes or reads: the message engine
+//!   --credits off,turn,shortest  who is held back how; engine: with the engine's defaults
 //!   --bytes 8388608              from every sender to every receiver
 //!   --rounds 7                   of which the median is reported
-//!   --transport shm              as for --transport elsewhere
+//!   --transport shm              as for --transport elsewhere; of the engine: cma, tcp, libfabric:…
 //!   --window 4194304             most granted bytes under way to one receiver
 //!   --slot 1048576               bytes of a slot, of 8 frames
 //!   --json FILE                  all results
@@ -14,9 +15,10 @@
 //!
 //! All senders are threads of one process, all receivers threads of another. A round begins when all
 //! senders are ready, and ends when every sender has heard from every receiver that its message was
-//! there, every byte of it compared.
+//! there, every byte of it compared. For the engine see `engine.rs`.
 
 mod ends;
+mod engine;
 mod wire;
 
 use std::fmt::Write as _;
@@ -37,16 +39,45 @@ pub(crate) struct Plan {
     pub(crate) window: u64,
     pub(crate) slot: usize,
     pub(crate) transport: String,
+    pub(crate) over: Over,
+}
+
+/// Which way the bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Over {
+    /// Frames of channels.
+    Channels,
+    /// Writes of the engine, by the senders.
+    Writes,
+    /// Reads of the engine, by the receivers.
+    Reads,
+}
+
+impl Over {
+    const ALL: [(Self, &str); 3] =
+        [(Self::Channels, "channel"), (Self::Writes, "writes"), (Self::Reads, "reads")];
+
+    fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(over, _)| *over == self).map_or("", |(_, name)| *name)
+    }
+
+    fn of(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(_, known)| *known == name).map(|(over, _)| *over)
+    }
 }
 
 impl Plan {
     /// Settings of the credits; `None` for none.
     pub(crate) fn credit_config(&self) -> Result<Option<CreditConfig>, String> {
         let order = match self.credits.as_str() {
-            "off" => return Ok(None),
+            "off" | "engine" => return Ok(None),
             "turn" => GrantOrder::RoundRobin,
             "shortest" => GrantOrder::ShortestFirst,
-            other => return Err(format!("`{other}` is no kind of credits: off, turn, shortest")),
+            other => {
+                return Err(format!(
+                    "`{other}` is no kind of credits: off, turn, shortest, engine"
+                ));
+            }
         };
         let config = CreditConfig {
             window_bytes: self.window,
@@ -67,17 +98,18 @@ impl Plan {
         OpenNetworks::default().open(&spec).map_err(text)
     }
 
-    fn encode(&self, addrs: &[String]) -> String {
-        let Self { senders, receivers, bytes, rounds, credits, window, slot, transport } = self;
-        let addrs = addrs.join(",");
+    pub(crate) fn encode(&self, addrs: &[String]) -> String {
+        let Self { senders, receivers, bytes, rounds, credits, window, slot, transport, over } =
+            self;
+        let (over, addrs) = (over.name(), addrs.join(","));
         format!(
-            "{senders} {receivers} {bytes} {rounds} {credits} {window} {slot} {transport} {addrs}"
+            "{senders} {receivers} {bytes} {rounds} {credits} {window} {slot} {transport} {over} {addrs}"
         )
     }
 
     fn decode(job: &str) -> Option<(Self, Vec<String>)> {
         let words: Vec<&str> = job.split(' ').collect();
-        let [senders, receivers, bytes, rounds, credits, window, slot, transport, addrs] =
+        let [senders, receivers, bytes, rounds, credits, window, slot, transport, over, addrs] =
             words[..]
         else {
             return None;
@@ -91,16 +123,17 @@ impl Plan {
             window: window.parse().ok()?,
             slot: slot.parse().ok()?,
             transport: transport.to_owned(),
+            over: Over::of(over)?,
         };
         Some((plan, addrs.split(',').map(str::to_owned).collect()))
     }
 }
 
 /// The times of one plan.
-struct Measured {
-    plan: Plan,
-    transport: String,
-    ms: Vec<f64>,
+pub(crate) struct Measured {
+    pub(crate) plan: Plan,
+    pub(crate) transport: String,
+    pub(crate) ms: Vec<f64>,
 }
 
 impl Measured {
@@ -121,7 +154,10 @@ fn main() -> ExitCode {
     let done = match std::env::var(JOB) {
         Ok(job) => Plan::decode(&job)
             .ok_or_else(|| format!("cannot read the job `{job}`"))
-            .and_then(|(plan, addrs)| ends::send(&plan, &addrs)),
+            .and_then(|(plan, addrs)| match plan.over {
+                Over::Channels => ends::send(&plan, &addrs),
+                Over::Writes | Over::Reads => engine::send(&plan, &addrs),
+            }),
         Err(_) => run_all(),
     };
     match done {
@@ -136,6 +172,7 @@ fn main() -> ExitCode {
 fn run_all() -> Result<(), String> {
     let mut options = [
         ("--shapes", "32v8,8v32".to_owned()),
+        ("--over", "channel".to_owned()),
         ("--credits", "off,turn,shortest".to_owned()),
         ("--bytes", "8388608".to_owned()),
         ("--rounds", "7".to_owned()),
@@ -158,6 +195,8 @@ fn run_all() -> Result<(), String> {
         let found = value(name);
         found.parse::<u64>().map_err(|_| format!("{name}: `{found}` is not a number"))
     };
+    let over = value("--over");
+    let over = Over::of(over).ok_or_else(|| format!("`{over}`: channel, writes or reads"))?;
     let mut all = Vec::new();
     for credits in value("--credits").split(',') {
         for shape in value("--shapes").split(',') {
@@ -175,11 +214,16 @@ fn run_all() -> Result<(), String> {
                 window: number("--window")?,
                 slot: number("--slot")? as usize,
                 transport: value("--transport").to_owned(),
+                over,
             };
-            let measured = run(plan)?;
+            let measured = match over {
+                Over::Channels => run(plan)?,
+                Over::Writes | Over::Reads => engine::run(plan)?,
+            };
             println!(
-                "{:>8} credits {credits:<8} {shape:>6}: {:.1} ms, {:.2} GB/s",
+                "{:>8} {} credits {credits:<8} {shape:>6}: {:.1} ms, {:.2} GB/s",
                 measured.transport,
+                over.name(),
                 measured.median_ms(),
                 measured.gb_per_s()
             );
@@ -221,7 +265,7 @@ fn run(plan: Plan) -> Result<Measured, String> {
 }
 
 /// A process that ends with its owner.
-struct Ended(Child);
+pub(crate) struct Ended(pub(crate) Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
@@ -254,11 +298,12 @@ fn ratio(all: &[Measured], credits: &str) {
 fn json(all: &[Measured]) -> String {
     let mut out = String::from("[\n");
     for (idx, measured) in all.iter().enumerate() {
-        let Plan { senders, receivers, bytes, credits, window, slot, .. } = &measured.plan;
+        let Plan { senders, receivers, bytes, credits, window, slot, over, .. } = &measured.plan;
+        let over = over.name();
         let comma = if idx + 1 < all.len() { "," } else { "" };
         let _ = writeln!(
             out,
-            r#"  {{"transport": "{}", "senders": {senders}, "receivers": {receivers}, "bytes": {bytes}, "credits": "{credits}", "window_bytes": {window}, "slot_bytes": {slot}, "median_ms": {:.3}, "gb_per_s": {:.3}, "ms": {:?}}}{comma}"#,
+            r#"  {{"transport": "{}", "over": "{over}", "senders": {senders}, "receivers": {receivers}, "bytes": {bytes}, "credits": "{credits}", "window_bytes": {window}, "slot_bytes": {slot}, "median_ms": {:.3}, "gb_per_s": {:.3}, "ms": {:?}}}{comma}"#,
             measured.transport,
             measured.median_ms(),
             measured.gb_per_s(),
@@ -278,4 +323,4 @@ pub(crate) fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-const JOB: &str = "SWITCHYARD_INCAST_JOB";
+pub(crate) const JOB: &str = "SWITCHYARD_INCAST_JOB";

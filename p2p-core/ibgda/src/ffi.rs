@@ -48,6 +48,57 @@ pub struct PortAttributes {
     pub later: [u64; 8],
 }
 
+/// `struct ibv_device_attr`
+#[repr(C)]
+#[derive(Default)]
+pub struct DeviceAttributes {
+    /// 64 characters.
+    pub fw_ver: [u64; 8],
+    pub node_guid: u64,
+    pub sys_image_guid: u64,
+    pub max_mr_size: u64,
+    pub page_size_cap: u64,
+    pub vendor_id: u32,
+    pub vendor_part_id: u32,
+    pub hw_ver: u32,
+    pub max_qp: c_int,
+    pub max_qp_wr: c_int,
+    pub device_cap_flags: u32,
+    pub max_sge: c_int,
+    pub max_sge_rd: c_int,
+    pub max_cq: c_int,
+    pub max_cqe: c_int,
+    pub max_mr: c_int,
+    pub max_pd: c_int,
+    pub max_qp_rd_atom: c_int,
+    pub max_ee_rd_atom: c_int,
+    pub max_res_rd_atom: c_int,
+    pub max_qp_init_rd_atom: c_int,
+    pub max_ee_init_rd_atom: c_int,
+    pub atomic_cap: u32,
+    pub max_ee: c_int,
+    pub max_rdd: c_int,
+    pub max_mw: c_int,
+    pub max_raw_ipv6_qp: c_int,
+    pub max_raw_ethy_qp: c_int,
+    pub max_mcast_grp: c_int,
+    pub max_mcast_qp_attach: c_int,
+    pub max_total_mcast_qp_attach: c_int,
+    pub max_ah: c_int,
+    pub max_fmr: c_int,
+    pub max_map_per_fmr: c_int,
+    pub max_srq: c_int,
+    pub max_srq_wr: c_int,
+    pub max_srq_sge: c_int,
+    pub max_pkeys: u16,
+    pub local_ca_ack_delay: u8,
+    pub phys_port_cnt: u8,
+}
+
+/// `IBV_ATOMIC_NONE`
+pub const ATOMIC_NONE: u32 = 0;
+/// `IBV_ATOMIC_HCA`
+pub const ATOMIC_HCA: u32 = 1;
 /// `IBV_PORT_ACTIVE`
 pub const PORT_ACTIVE: u32 = 4;
 /// `IBV_LINK_LAYER_ETHERNET`
@@ -373,6 +424,7 @@ functions! {
         ibv_get_device_name: fn(Object) -> *const c_char;
         ibv_open_device: fn(Object) -> Object;
         ibv_close_device: fn(Object) -> c_int;
+        ibv_query_device: fn(Object, *mut DeviceAttributes) -> c_int;
         ibv_query_port: fn(Object, u8, *mut PortAttributes) -> c_int;
         ibv_query_gid: fn(Object, u8, c_int, *mut [u8; 16]) -> c_int;
         ibv_alloc_pd: fn(Object) -> Object;

@@ -1,12 +1,21 @@
 //! A GPU posts: [`Access`] over CUDA. *Not yet run with a ConnectX.*
+//!
+//! NOTES: `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS` is not set on memory that a NIC reaches. It makes CUDA's
+//! *synchronous* copies and fills, some of which return before they are done, wait for their end. There are
+//! none here: memory is zeroed, written and read by asynchronous operations on a stream of their own, and
+//! [`Access::alloc`], [`SharedMemory::write`] and [`SharedMemory::read`] return once that stream is
+//! empty. So what the NIC is told of afterwards is in place. Whoever copies to or from a slot by
+//! `cudaMemcpy` sets the attribute, or waits.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
-use kernels::gpu::{Gpu, GpuBuffer, GpuError};
+use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 
-use crate::access::{Access, AccessError, Guard, HostRange, Mapped, SharedMemory};
+use crate::access::{
+    ALIGN_BYTES, Access, AccessError, Guard, HostRange, Mapped, SharedMemory, Space,
+};
 
 /// Where queues and slots lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,12 +42,21 @@ impl GpuAccess {
 }
 
 impl Access for GpuAccess {
+    /// Pages are registered for all GPUs of the process at once, which reach them at the same address.
+    fn space(&self) -> Space {
+        Space(match self.gpu.name() {
+            DeviceName::Cuda(_) => "CUDA",
+            DeviceName::Emulated(_) => "GPUs in software",
+        })
+    }
+
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
         let failed = |error: GpuError| AccessError {
             what: format!("memory of GPU {}", self.gpu.ordinal()),
             bytes,
             detail: error.to_string(),
         };
+        let align_bytes = ALIGN_BYTES as u64;
         let (buffer, descriptor) = match self.place {
             Place::Gpu => {
                 // Whole pieces of the driver's begin at multiples of their size, which descriptors
@@ -50,9 +68,9 @@ impl Access for GpuAccess {
                 });
                 (buffer, descriptor.ok())
             }
-            Place::Host => (self.gpu.alloc_host(bytes as u64 + ALIGN_BYTES).map_err(failed)?, None),
+            Place::Host => (self.gpu.alloc_host(bytes as u64 + align_bytes).map_err(failed)?, None),
         };
-        let skip = buffer.ptr().0.next_multiple_of(ALIGN_BYTES) - buffer.ptr().0;
+        let skip = buffer.ptr().0.next_multiple_of(align_bytes) - buffer.ptr().0;
         if skip + bytes as u64 > buffer.len() {
             return Err(AccessError {
                 what: format!("memory of GPU {}", self.gpu.ordinal()),
@@ -81,7 +99,12 @@ impl Access for GpuAccess {
                 "a queue's host memory for the GPU".to_owned()
             },
             bytes,
-            detail: if is_register {
+            detail: if matches!(error, GpuError::Driver { code: ALREADY_REGISTERED, .. }) {
+                format!(
+                    "{error}; something else in this process has registered the same pages with CUDA, \
+                     which takes them once"
+                )
+            } else if is_register {
                 format!(
                     "{error}; the driver option NVreg_RegistryDwords=\"PeerMappingOverride=1;\" is \
                      needed, see `switchyard doctor`"
@@ -128,20 +151,43 @@ impl SharedMemory for GpuMemory {
     }
 
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
-        let deadline = Instant::now() + WRITE_TIMEOUT;
-        self.gpu.write(&self.buffer, self.skip + offset as u64, bytes, deadline).map_err(|error| {
-            AccessError {
-                what: format!("a write to memory of GPU {}", self.gpu.ordinal()),
-                bytes: bytes.len(),
-                detail: error.to_string(),
-            }
-        })
+        self.check_range("a write to", offset, bytes.len())?;
+        let deadline = Instant::now() + COPY_TIMEOUT;
+        self.gpu
+            .write(&self.buffer, self.skip + offset as u64, bytes, deadline)
+            .map_err(|error| self.failed("a write to", bytes.len(), &error))
+    }
+
+    fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
+        self.check_range("a read from", offset, bytes.len())?;
+        let deadline = Instant::now() + COPY_TIMEOUT;
+        let len = bytes.len();
+        self.gpu
+            .read(&self.buffer, self.skip + offset as u64, bytes, deadline)
+            .map_err(|error| self.failed("a read from", len, &error))
     }
 }
 
+impl GpuMemory {
+    /// The driver's memory goes on behind ours, so it would not notice.
+    fn check_range(&self, what: &str, offset: usize, len: usize) -> Result<(), AccessError> {
+        if offset <= self.bytes && len <= self.bytes - offset {
+            return Ok(());
+        }
+        let what = format!("{what} memory of GPU {}", self.gpu.ordinal());
+        let detail = format!("at offset {offset} it leaves the {} bytes", self.bytes);
+        Err(AccessError { what, bytes: len, detail })
+    }
+
+    fn failed(&self, what: &str, bytes: usize, error: &GpuError) -> AccessError {
+        let what = format!("{what} memory of GPU {}", self.gpu.ordinal());
+        AccessError { what, bytes, detail: error.to_string() }
+    }
+}
+
+/// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`
+const ALREADY_REGISTERED: u32 = 712;
 /// The pieces in which the driver gives memory.
 const PIECE_BYTES: u64 = 2 << 20;
-/// Alignment of queues.
-const ALIGN_BYTES: u64 = 64 << 10;
-/// Of one copy to the GPU.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Of one copy to or from the GPU.
+const COPY_TIMEOUT: Duration = Duration::from_secs(10);

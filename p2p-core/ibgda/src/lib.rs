@@ -32,6 +32,6 @@ pub use device::{Device, DeviceError, devices};
 pub use gpu::{GpuAccess, Place};
 pub use library::{Libraries, LibraryError};
 pub use nic::{Nic, NicConfig, NicError};
-pub use peer::{OpenPeer, Peer, PeerConfig, PeerError};
+pub use peer::{OpenPeer, Peer, PeerConfig, PeerError, ResetPeer};
 pub use probe::{Check, Report, State, probe};
-pub use queue::{QueueConfig, QueueError, QueuePath};
+pub use queue::{Posters, QueueConfig, QueueError, QueuePath};

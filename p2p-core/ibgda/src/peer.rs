@@ -1,16 +1,23 @@
 //! A peer's slot and the queues to it, from nothing to what kernels are given.
 //!
 //! Both sides [`open`](OpenPeer::open), send each other their [`description`](OpenPeer::description)
-//! over a connection they trust, and [`join`](OpenPeer::join). Nothing here waits for the peer.
+//! over a connection they trust, and [`join`](OpenPeer::join). After a failure both
+//! [`reset`](Peer::reset), send each other their new [`description`](ResetPeer::description), and
+//! [`rejoin`](ResetPeer::rejoin). Nothing here waits for the peer.
+//!
+//! Every life of the queues begins with another packet number, which nobody can foresee: what the network
+//! still has of an earlier one is not taken for something new.
 
+use std::io;
+use std::ptr;
 use std::sync::Arc;
 
 use kernels::mlx5::{Bound, ErrorWord, PeerHandle, QueueHandle};
 use thiserror::Error;
 
-use crate::access::{Access, AccessError, PageTable, SharedMemory};
-use crate::nic::{LinkLayer, Nic, NicError, Registration};
-use crate::queue::{Queue, QueueConfig, QueueError, RemoteQueue, register};
+use crate::access::{ALIGN_BYTES, Access, AccessError, Part, Plan, SharedMemory};
+use crate::nic::{LinkLayer, Nic, NicError, Registration, Rights};
+use crate::queue::{Queue, QueueConfig, QueueError, QueuePlace, RemoteQueue, check_peer, register};
 
 /// Most queues to one peer.
 pub const MAX_QUEUES: usize = 64;
@@ -70,20 +77,27 @@ pub enum PeerError {
         /// What was expected.
         expected: String,
     },
+    /// What kernels would be given is of no use to them.
+    #[error("the peer cannot be given to kernels: {0}")]
+    Handle(&'static str),
+    /// The system gives no random number.
+    #[error("getrandom failed: {0}; queues need a first packet number that nobody can foresee")]
+    Random(#[source] io::Error),
 }
 
 /// This side before the peer's is known. Dropping it frees everything.
 #[derive(Debug)]
 pub struct OpenPeer {
     config: PeerConfig,
+    psn: u32,
     queues: Vec<Queue>,
     nic: Arc<Nic>,
-    access: Arc<dyn Access>,
     // Registrations go before the memory.
     slot_key: Registration,
     mirror_key: Registration,
-    slot: Box<dyn SharedMemory>,
-    mirror: Box<dyn SharedMemory>,
+    slot: Part,
+    mirror: Part,
+    table: Part,
 }
 
 impl OpenPeer {
@@ -110,20 +124,37 @@ impl OpenPeer {
                 return wrong(field, bytes, "a multiple of 64 above 0");
             }
         }
-        let slot = access.alloc(config.own_slot_bytes)?;
-        let mirror = access.alloc(config.peer_slot_bytes)?;
+        let psn = fresh_psn(None)?;
+        let (mut plan, mut apart) = (Plan::default(), Plan::default());
+        let of_slots = if access.slots().is_some() { &mut apart } else { &mut plan };
+        let slot = of_slots.add(config.own_slot_bytes, ALIGN_BYTES)?;
+        let mirror = of_slots.add(config.peer_slot_bytes, ALIGN_BYTES)?;
+        let failed = |queue_idx| move |source| PeerError::Queue { queue_idx, source };
+        let places = (0..config.num_queues)
+            .map(|idx| QueuePlace::plan(&mut plan, &config.queue).map_err(failed(idx)))
+            .collect::<Result<Vec<_>, _>>()?;
+        let table =
+            plan.add(config.num_queues * size_of::<QueueHandle>(), align_of::<QueueHandle>())?;
+        let memory = plan.alloc(access.as_ref())?;
+        let slots = match access.slots() {
+            Some(slots) => apart.alloc(slots)?,
+            None => memory.clone(),
+        };
+        let (slot, mirror, table) = (slots.part(slot), slots.part(mirror), memory.part(table));
         // SAFETY: both memories are dropped after their registrations, here and in `Peer`.
         let (slot_key, mirror_key) =
-            unsafe { (register(nic, slot.as_ref())?, register(nic, mirror.as_ref())?) };
-        let pages = PageTable::new(Arc::clone(access));
-        let queues = (0..config.num_queues)
-            .map(|queue_idx| {
-                Queue::create(nic, &pages, &config.queue, config.peer)
-                    .map_err(|source| PeerError::Queue { queue_idx, source })
+            unsafe { (register(nic, &slot, Rights::Peer)?, register(nic, &mirror, Rights::Own)?) };
+        let queues = places
+            .into_iter()
+            .enumerate()
+            .map(|(idx, place)| {
+                let memory = (&memory, place);
+                Queue::create(nic, access.as_ref(), &config.queue, config.peer, memory)
+                    .map_err(failed(idx))
             })
             .collect::<Result<Vec<_>, _>>()?;
-        let (nic, access) = (Arc::clone(nic), Arc::clone(access));
-        Ok(Self { config, queues, nic, access, slot_key, mirror_key, slot, mirror })
+        let nic = Arc::clone(nic);
+        Ok(Self { config, psn, queues, nic, slot_key, mirror_key, slot, mirror, table })
     }
 
     /// What the peer must know, and nobody else: it has the key of this side's slot.
@@ -141,7 +172,7 @@ impl OpenPeer {
         bytes.extend(self.slot.address().to_le_bytes());
         bytes.extend((self.config.own_slot_bytes as u64).to_le_bytes());
         bytes.extend(self.slot_key.remote_key().to_le_bytes());
-        bytes.extend([0; 4]);
+        bytes.extend(self.psn.to_le_bytes());
         for queue in &self.queues {
             bytes.extend(queue.qpn().to_le_bytes());
         }
@@ -154,26 +185,29 @@ impl OpenPeer {
     /// [`PeerError`], also when the peer's bytes make no sense.
     pub fn join(mut self, description: &[u8]) -> Result<Peer, PeerError> {
         let remote = Description::decode(description, &self.config, self.nic.port().link)?;
-        let mtu = remote.mtu.min(self.nic.port().mtu);
-        for (queue_idx, (queue, qpn)) in self.queues.iter_mut().zip(&remote.qpns).enumerate() {
-            let remote = RemoteQueue { qpn: *qpn, lid: remote.lid, gid: remote.gid, mtu };
-            queue.connect(&remote).map_err(|source| PeerError::Queue { queue_idx, source })?;
-        }
+        let own = self.description();
+        connect(&mut self.queues, &self.nic, &remote, self.psn)?;
         let handles: Vec<QueueHandle> = self.queues.iter().map(Queue::handle).collect();
-        let table = self.access.alloc(handles.len() * size_of::<QueueHandle>())?;
         for (idx, handle) in handles.iter().enumerate() {
-            table.write(idx * size_of::<QueueHandle>(), &handle_bytes(handle))?;
+            self.table.write(idx * size_of::<QueueHandle>(), &handle_bytes(handle))?;
         }
-        Ok(Peer {
+        let peer = Peer {
             queues: self.queues,
-            remote: (remote.slot_address, remote.slot_key),
+            own,
+            psn: self.psn,
+            remote,
             config: self.config,
-            table,
+            nic: self.nic,
+            table: self.table,
             slot_key: self.slot_key,
             mirror_key: self.mirror_key,
             slot: self.slot,
             mirror: self.mirror,
-        })
+        };
+        match check_peer(&peer.handle(ptr::null_mut(), ptr::null(), 0)) {
+            Some(what) => Err(PeerError::Handle(what)),
+            None => Ok(peer),
+        }
     }
 }
 
@@ -182,13 +216,17 @@ impl OpenPeer {
 #[derive(Debug)]
 pub struct Peer {
     queues: Vec<Queue>,
-    remote: (u64, u32),
+    /// This side's description.
+    own: Vec<u8>,
+    psn: u32,
+    remote: Description,
     config: PeerConfig,
-    table: Box<dyn SharedMemory>,
+    nic: Arc<Nic>,
+    table: Part,
     slot_key: Registration,
     mirror_key: Registration,
-    slot: Box<dyn SharedMemory>,
-    mirror: Box<dyn SharedMemory>,
+    slot: Part,
+    mirror: Part,
 }
 
 impl Peer {
@@ -203,14 +241,30 @@ impl Peer {
         PeerHandle {
             qps: self.table.address(),
             mirror: self.mirror.address(),
-            remote: self.remote.0,
+            remote: self.remote.slot_address,
             slot_bytes: self.config.peer_slot_bytes as u64,
             lkey: self.mirror_key.local_key(),
-            rkey: self.remote.1,
+            rkey: self.remote.slot_key,
             num_qps: u32::try_from(self.queues.len()).unwrap_or(0),
             reserved: 0,
             bound: Bound { error, abort_mask, timeout_ns },
         }
+    }
+
+    /// Takes all queues out of service and back to where they were before they were connected, after
+    /// one of them failed. What kernels were given stays valid and is of use again after
+    /// [`rejoin`](ResetPeer::rejoin); until then none may post. What was under way may have arrived or
+    /// not; whatever the network still has of it is not taken for something new after the next join.
+    ///
+    /// # Errors
+    /// [`PeerError`]; everything is then freed, and the peer must be opened again.
+    pub fn reset(mut self) -> Result<ResetPeer, PeerError> {
+        for (queue_idx, queue) in self.queues.iter_mut().enumerate() {
+            queue.reset().map_err(|source| PeerError::Queue { queue_idx, source })?;
+        }
+        self.psn = fresh_psn(Some(self.psn))?;
+        self.own[PSN_AT..PSN_AT + 4].copy_from_slice(&self.psn.to_le_bytes());
+        Ok(ResetPeer(self))
     }
 
     /// The queues.
@@ -222,13 +276,13 @@ impl Peer {
     /// This side's slot, which the peer writes.
     #[must_use]
     pub fn slot(&self) -> &dyn SharedMemory {
-        self.slot.as_ref()
+        &self.slot
     }
 
     /// The local copy of the peer's slot, from which puts are made.
     #[must_use]
     pub fn mirror(&self) -> &dyn SharedMemory {
-        self.mirror.as_ref()
+        &self.mirror
     }
 
     /// How slot and mirror were registered.
@@ -236,6 +290,68 @@ impl Peer {
     pub const fn registered_by(&self) -> [crate::nic::RegisteredBy; 2] {
         [self.slot_key.by(), self.mirror_key.by()]
     }
+}
+
+/// A joined peer whose queues are in reset. A queue of the other side that is not would take what comes
+/// next for something old: so both sides send each other what they are now, which says that they have come
+/// here, before either goes on.
+#[derive(Debug)]
+pub struct ResetPeer(Peer);
+
+impl ResetPeer {
+    /// As [`OpenPeer::description`], with the number of this life's first packet.
+    #[must_use]
+    pub fn description(&self) -> Vec<u8> {
+        self.0.own.clone()
+    }
+
+    /// Connects the queues with the same ones of the peer as before, whose description since its own reset
+    /// this is.
+    ///
+    /// # Errors
+    /// [`PeerError`], also when the peer is not where it was or has not been reset; everything is then
+    /// freed.
+    pub fn rejoin(self, description: &[u8]) -> Result<Peer, PeerError> {
+        let mut peer = self.0;
+        let remote = Description::decode(description, &peer.config, peer.nic.port().link)?;
+        remote.check_successor(&peer.remote)?;
+        peer.remote = remote;
+        connect(&mut peer.queues, &peer.nic, &peer.remote, peer.psn)?;
+        Ok(peer)
+    }
+}
+
+/// Connects queues with those of the peer. The first packet from here has the number `psn`.
+fn connect(
+    queues: &mut [Queue],
+    nic: &Nic,
+    remote: &Description,
+    psn: u32,
+) -> Result<(), PeerError> {
+    for (queue_idx, (queue, qpn)) in queues.iter_mut().zip(&remote.qpns).enumerate() {
+        let other_end = RemoteQueue {
+            qpn: *qpn,
+            psn: remote.psn,
+            lid: remote.lid,
+            gid: remote.gid,
+            mtu: remote.mtu.min(nic.port().mtu),
+        };
+        queue.connect(&other_end, psn).map_err(|source| PeerError::Queue { queue_idx, source })?;
+    }
+    Ok(())
+}
+
+/// A random packet number other than `former`.
+fn fresh_psn(former: Option<u32>) -> Result<u32, PeerError> {
+    let mut bytes = [0_u8; 4];
+    // SAFETY: room for so many bytes.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    if usize::try_from(got) != Ok(bytes.len()) {
+        return Err(PeerError::Random(io::Error::last_os_error()));
+    }
+    let psn = u32::from_le_bytes(bytes) & MAX_PSN;
+    // As far away as can be.
+    Ok(if former == Some(psn) { psn ^ 1 << 23 } else { psn })
 }
 
 /// What a peer says of itself, checked.
@@ -246,6 +362,8 @@ struct Description {
     gid: [u8; 16],
     slot_address: u64,
     slot_key: u32,
+    /// Number of its first packet.
+    psn: u32,
     qpns: Vec<u32>,
 }
 
@@ -286,6 +404,10 @@ impl Description {
         if slot_bytes != config.peer_slot_bytes as u64 {
             return Err(wrong("slot bytes", slot_bytes, config.peer_slot_bytes.to_string()));
         }
+        let psn = word(PSN_AT);
+        if psn > MAX_PSN {
+            return Err(wrong("psn", u64::from(psn), "24 bits".to_owned()));
+        }
         let qpns: Vec<u32> =
             (0..config.num_queues).map(|idx| word(DESCRIPTION_BYTES + 4 * idx)).collect();
         if let Some(qpn) = qpns.iter().find(|qpn| **qpn == 0 || **qpn >> 24 != 0) {
@@ -297,8 +419,45 @@ impl Description {
             gid,
             slot_address,
             slot_key: word(40),
+            psn,
             qpns,
         })
+    }
+
+    /// Whether this is a peer that is where it was, and was reset since it sent `former`.
+    fn check_successor(&self, former: &Self) -> Result<(), PeerError> {
+        let halves = |gid: [u8; 16]| {
+            let gid = u128::from_be_bytes(gid);
+            [(gid >> 64) as u64, gid as u64]
+        };
+        let ([gid, interface], [former_gid, former_interface]) =
+            (halves(self.gid), halves(former.gid));
+        let fields = [
+            ("mtu", u64::from(self.mtu), u64::from(former.mtu)),
+            ("lid", u64::from(self.lid), u64::from(former.lid)),
+            ("gid", gid, former_gid),
+            ("gid", interface, former_interface),
+            ("slot address", self.slot_address, former.slot_address),
+            ("slot key", u64::from(self.slot_key), u64::from(former.slot_key)),
+        ];
+        let queues = self.qpns.iter().zip(&former.qpns);
+        let queues =
+            queues.map(|(qpn, former)| ("queue pair", u64::from(*qpn), u64::from(*former)));
+        for (field, found, former) in fields.into_iter().chain(queues) {
+            if found != former {
+                let expected = format!("{former}, as before the reset");
+                return Err(PeerError::Description { field, found, expected });
+            }
+        }
+        if self.psn == former.psn {
+            let expected = "another than before the reset".to_owned();
+            return Err(PeerError::Description {
+                field: "psn",
+                found: u64::from(self.psn),
+                expected,
+            });
+        }
+        Ok(())
     }
 }
 
@@ -316,6 +475,10 @@ const fn link_code(link: LinkLayer) -> u8 {
 }
 
 /// Of descriptions.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
+/// Where a description has the number of the first packet.
+const PSN_AT: usize = 44;
+/// Packets are counted in 24 bits.
+const MAX_PSN: u32 = 0xff_ffff;
 // 7 addresses and 8 words: nothing between and behind them.
 const _: () = assert!(size_of::<QueueHandle>() == 7 * 8 + 8 * 4);

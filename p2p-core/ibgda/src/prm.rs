@@ -7,7 +7,7 @@
 
 use thiserror::Error;
 
-/// Bytes of most answers.
+/// Bytes of most answers, and of commands without a context.
 pub const ANSWER_BYTES: usize = 16;
 /// Bytes of the answer to [`query_capabilities`].
 pub const CAPABILITY_BYTES: usize = 16 + 4096;
@@ -110,6 +110,8 @@ pub struct PathSpec {
     pub mtu: u8,
     /// The peer's queue pair.
     pub remote_qpn: u32,
+    /// Number of the peer's first packet, 24 bits.
+    pub remote_psn: u32,
     /// Port of this NIC.
     pub port: u8,
     /// Index of this side's address.
@@ -260,6 +262,7 @@ pub fn to_ready_to_receive(qpn: u32, path: &PathSpec, retry: &RetrySpec) -> [u8;
     set(&mut command, QPC + 0xa8, 24, path.remote_qpn);
     set(&mut command, QPC + 0x488, 3, u32::from(retry.log_max_reads)); // log_rra_max
     set(&mut command, QPC + 0x4a3, 5, 12); // min_rnr_nak
+    set(&mut command, QPC + 0x4a8, 24, path.remote_psn); // next_rcv_psn
     set(&mut command, PATH + 0x128, 8, u32::from(path.port));
     set(&mut command, PATH + 0x48, 8, u32::from(path.gid_idx)); // src_addr_index
     match path.link {
@@ -284,15 +287,24 @@ pub fn to_ready_to_receive(qpn: u32, path: &PathSpec, retry: &RetrySpec) -> [u8;
     command
 }
 
-/// RTR2RTS_QP.
+/// RTR2RTS_QP. The first packet has the number `psn`, of 24 bits.
 #[must_use]
-pub fn to_ready_to_send(qpn: u32, retry: &RetrySpec) -> [u8; TRANSITION_BYTES] {
+pub fn to_ready_to_send(qpn: u32, retry: &RetrySpec, psn: u32) -> [u8; TRANSITION_BYTES] {
     let mut command = transition(0x504, qpn);
     set(&mut command, QPC + PRIMARY + 0x40, 5, u32::from(retry.ack_timeout));
     set(&mut command, QPC + 0x388, 3, u32::from(retry.log_max_reads)); // log_sra_max
     set(&mut command, QPC + 0x38d, 3, u32::from(retry.retries));
     set(&mut command, QPC + 0x390, 3, u32::from(retry.rnr_retries));
-    set(&mut command, QPC + 0x3c8, 24, 0); // next_send_psn
+    set(&mut command, QPC + 0x3c8, 24, psn); // next_send_psn
+    command
+}
+
+/// 2RST_QP, from any state.
+#[must_use]
+pub fn to_reset(qpn: u32) -> [u8; ANSWER_BYTES] {
+    let mut command = [0; ANSWER_BYTES];
+    set(&mut command, 0, 16, 0x50a);
+    set(&mut command, 0x48, 24, qpn);
     command
 }
 

@@ -125,17 +125,12 @@ fn nic(root: &Path) -> Check {
         let driver = std::fs::read_link(device.join("device/driver")).unwrap_or_default();
         let driver = driver.file_name().map(|name| name.to_string_lossy().into_owned());
         let driver = driver.unwrap_or_else(|| "no driver of a device".to_owned());
-        let port = |file: &str| first_line(&device.join("ports/1").join(file));
-        let state = port("state").unwrap_or_else(|| "no port 1".to_owned());
         let is_mlx5 = driver.starts_with("mlx5_core");
         is_any_mlx5 |= is_mlx5;
-        is_any_up |= is_mlx5 && state.contains("ACTIVE");
-        found.push(format!(
-            "{} ({driver}, {state}, {}, {})",
-            name.to_string_lossy(),
-            port("link_layer").unwrap_or_default(),
-            port("rate").unwrap_or_default()
-        ));
+        let ports = ports(&device.join("ports"));
+        is_any_up |= is_mlx5 && ports.iter().any(|port| port.contains("ACTIVE"));
+        let ports = if ports.is_empty() { "no port".to_owned() } else { ports.join(", ") };
+        found.push(format!("{} ({driver}, {ports})", name.to_string_lossy()));
     }
     let found = if found.is_empty() {
         format!("no RDMA device below {}", class.display())
@@ -150,6 +145,22 @@ fn nic(root: &Path) -> Check {
         return missing(name, found, "no port is active: check cable, switch and subnet manager");
     }
     present(name, found)
+}
+
+/// Number, state, kind and speed of each port of a device.
+fn ports(dir: &Path) -> Vec<String> {
+    let number = |entry: std::fs::DirEntry| entry.file_name().to_str()?.parse::<u8>().ok();
+    let mut numbers: Vec<u8> = std::fs::read_dir(dir)
+        .map(|entries| entries.filter_map(|entry| number(entry.ok()?)).collect())
+        .unwrap_or_default();
+    numbers.sort_unstable();
+    let describe = |number: u8| {
+        let line = |file: &str| first_line(&dir.join(number.to_string()).join(file));
+        let state = line("state").unwrap_or_else(|| "no state".to_owned());
+        let facts = [Some(state), line("link_layer"), line("rate")];
+        format!("port {number}: {}", facts.into_iter().flatten().collect::<Vec<_>>().join(" "))
+    };
+    numbers.into_iter().map(describe).collect()
 }
 
 fn modules(root: &Path) -> Check {

@@ -2,203 +2,36 @@
 //! what it is told with the vendor's structures and a transcription of its own of the firmware's
 //! commands. Nothing here was run on a ConnectX.
 
-#[path = "../../../tests/src/skip.rs"]
-mod skip;
+mod mock;
 
 use std::fmt::Write as _;
 use std::mem::{offset_of, size_of};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
-use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory};
+use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
 use ibgda::peer::DESCRIPTION_BYTES;
 use ibgda::{
-    HostAccess, Libraries, Nic, NicConfig, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath, ffi,
+    HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, Posters, QueueConfig, QueuePath, ffi,
 };
-use kernels::mlx5::{CQ_COLLAPSED, PeerHandle, QueueHandle};
-
-/// `struct mock`
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct MockState {
-    num_live: i32,
-    num_failures: i32,
-    fail_code: i32,
-    has_devx: u32,
-    has_dma_buf: u32,
-    has_peer_memory: u32,
-    port_state: u32,
-    link_layer: u32,
-    sq_stride: u32,
-    cqe_version: u32,
-    atomic_operations: u32,
-    firmware_status: u32,
-    last_error: u32,
-    num_relaxed: u32,
-}
-
-const CLEAN: MockState = MockState {
-    num_live: 0,
-    num_failures: -1,
-    fail_code: libc::ENOMEM,
-    has_devx: 1,
-    has_dma_buf: 1,
-    has_peer_memory: 1,
-    port_state: 4,
-    link_layer: 2,
-    sq_stride: 64,
-    cqe_version: 1,
-    atomic_operations: 15,
-    firmware_status: 0,
-    last_error: 0,
-    num_relaxed: 0,
-};
-
-/// `struct mock_queue`
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct MockQueue {
-    qpn: u32,
-    state: u32,
-    remote_qpn: u32,
-    mtu: u32,
-    depth: u32,
-    is_collapsed: u32,
-    dbrec_umem: u32,
-    umem: u32,
-    port: u32,
-    lid: u32,
-    timeout: u32,
-    retries: u32,
-    hop_limit: u32,
-    udp_port: u32,
-    traffic_class: u32,
-    service_level: u32,
-    gid_idx: u32,
-    reserved: u32,
-    sq: u64,
-    dbrec: u64,
-    cq: u64,
-    cq_dbrec: u64,
-    doorbell: u64,
-    gid: [u8; 16],
-    mac: [u8; 8],
-}
-
-/// The stand-in, one test at a time.
-struct Mock {
-    libraries: Libraries,
-    handle: *mut libc::c_void,
-    root: tempfile::TempDir,
-    _turn: MutexGuard<'static, ()>,
-}
-
-static TURN: Mutex<()> = Mutex::new(());
-
-impl Mock {
-    /// `None` where the vendor's headers are missing.
-    fn open() -> Option<Self> {
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let root = tempfile::tempdir().unwrap();
-        let library = root.path().join("libmock.so");
-        if !has_headers() {
-            return None;
-        }
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mock/mlx5.c");
-        compile(&["-shared", "-fPIC", "-std=gnu11", "-O1", "-Wall", "-Werror"], &source, &library);
-        let name = library.to_str().unwrap();
-        let libraries = Libraries::open_files(name, name).unwrap();
-        let file = std::ffi::CString::new(name).unwrap();
-        // SAFETY: the library is open already; this is one more reference.
-        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        assert!(!handle.is_null());
-        for (idx, kind) in ["IB/RoCE v1", "RoCE v2", "RoCE v1", "RoCE v2"].iter().enumerate() {
-            let dir = root.path().join("sys/class/infiniband/mlx5_7/ports/1/gid_attrs/types");
-            std::fs::create_dir_all(&dir).unwrap();
-            std::fs::write(dir.join(idx.to_string()), format!("{kind}\n")).unwrap();
-        }
-        Some(Self { libraries, handle, root, _turn: turn })
-    }
-
-    fn state(&self) -> *mut MockState {
-        // SAFETY: a variable of the library.
-        let symbol = unsafe { libc::dlsym(self.handle, c"sy_mock".as_ptr()) };
-        assert!(!symbol.is_null());
-        symbol.cast()
-    }
-
-    fn get(&self) -> MockState {
-        // SAFETY: nothing runs in the library now.
-        unsafe { self.state().read() }
-    }
-
-    fn change(&self, change: impl FnOnce(&mut MockState)) {
-        // SAFETY: nothing runs in the library now.
-        change(unsafe { &mut *self.state() });
-    }
-
-    fn queue(&self, qpn: u32) -> MockQueue {
-        type Find = unsafe extern "C" fn(u32, *mut MockQueue) -> i32;
-        let mut queue = MockQueue::default();
-        // SAFETY: a function of the library with this signature.
-        let code = unsafe {
-            let symbol = libc::dlsym(self.handle, c"sy_mock_queue".as_ptr());
-            std::mem::transmute::<*mut libc::c_void, Find>(symbol)(qpn, &raw mut queue)
-        };
-        assert_eq!(code, 0, "no queue pair {qpn:#x}");
-        queue
-    }
-
-    fn config(&self) -> NicConfig {
-        NicConfig { root: self.root.path().to_owned(), ..NicConfig::default() }
-    }
-
-    fn nic(&self) -> Arc<Nic> {
-        Nic::open(&self.libraries, &self.config()).unwrap()
-    }
-
-    /// Fails unless everything was given back and nothing that came in was wrong.
-    fn settle(&self) {
-        let state = self.get();
-        assert_eq!(state.last_error, 0, "mock/mlx5.c, this line, was told something wrong");
-        assert_eq!((state.num_live, state.num_relaxed), (0, 0), "objects live on, or relaxed");
-    }
-}
-
-impl Drop for Mock {
-    fn drop(&mut self) {
-        // SAFETY: opened by `open`.
-        unsafe { libc::dlclose(self.handle) };
-    }
-}
-
-fn has_headers() -> bool {
-    let has = Command::new("cc")
-        .args(["-E", "-include", "infiniband/mlx5dv.h", "-x", "c", "/dev/null"])
-        .output()
-        .is_ok_and(|output| output.status.success());
-    if !has {
-        skip::skip("mlx5dv", "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev");
-    }
-    has
-}
-
-fn compile(flags: &[&str], source: &Path, out: &Path) {
-    let output = Command::new("cc").args(flags).arg("-o").args([out, source]).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
+use kernels::mlx5::{CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
+use mock::{CLEAN, Mock, MockState, compile, has_headers};
 
 fn access() -> Arc<dyn Access> {
     Arc::new(HostAccess)
 }
 
+/// Queues of DevX are for one block each, those of verbs for all.
 fn peer_config(path: QueuePath, num_queues: usize) -> PeerConfig {
+    let posters = match path {
+        QueuePath::Plain => Posters::AnyBlocks,
+        QueuePath::Devx => Posters::OneBlock,
+    };
     PeerConfig {
         peer: 3,
         num_queues,
-        queue: QueueConfig { path, depth: 256, ..QueueConfig::default() },
+        queue: QueueConfig { path, posters, depth: 256, ..QueueConfig::default() },
         own_slot_bytes: 1 << 16,
         peer_slot_bytes: 1 << 15,
     }
@@ -240,6 +73,8 @@ fn both_paths_give_connected_queues_that_kernels_can_use() {
             assert_eq!(nic.port().gid_idx, if link_layer == 2 { 3 } else { 0 });
             let (one, other) = pair(&nic, peer_config(path, 3));
             let ((of_one, queues), (of_other, others)) = (handle(&one), handle(&other));
+            // The slots, and nothing else.
+            assert_eq!(mock.get().num_exposed, 2);
             assert_eq!((of_one.num_qps, of_one.slot_bytes, of_other.slot_bytes), (3, 32768, 65536));
             assert_eq!(of_one.remote, other.slot().address());
             assert_eq!(of_other.remote, one.slot().address());
@@ -264,9 +99,9 @@ fn both_paths_give_connected_queues_that_kernels_can_use() {
                 }
                 assert_eq!((queue.sq, queue.dbrec), (made.sq, made.dbrec));
                 assert_eq!((queue.doorbell, queue.sq_depth), (made.doorbell, made.depth));
-                assert_eq!((queue.batch, queue.peer), (32, 3));
+                assert_eq!((queue.batch, queue.peer), (64, 3));
                 let is_collapsed = path == QueuePath::Devx;
-                assert_eq!(queue.flags, if is_collapsed { CQ_COLLAPSED } else { 0 });
+                assert_eq!(queue.flags, if is_collapsed { CQ_COLLAPSED | ONE_BLOCK } else { 0 });
                 assert_eq!(queue.cq_depth, if is_collapsed { 1 } else { 512 });
                 if is_collapsed {
                     assert_eq!((queue.cq, queue.cq_dbrec), (made.cq, made.cq_dbrec));
@@ -281,6 +116,153 @@ fn both_paths_give_connected_queues_that_kernels_can_use() {
                 assert_ne!((queue.state, queue.scratch_lkey), (0, 0));
             }
             drop((one, other, nic));
+            mock.settle();
+        }
+    }
+}
+
+/// A place in the memory of a queue.
+fn place<T>(address: u64, offset: usize) -> *mut T {
+    ptr::with_exposed_provenance_mut::<T>(usize::try_from(address).unwrap() + offset)
+}
+
+/// What posters and the NIC leave of a queue that failed after `consumed` completions, with four more that
+/// nobody took.
+fn wear_out(queue: &QueueHandle, consumed: u64) {
+    let words = [
+        (offset_of!(QueueState, reserved), 70_000),
+        (offset_of!(QueueState, published), 69_990),
+        (offset_of!(QueueState, posted), 69_980),
+        (offset_of!(QueueState, completed), 69_000),
+        (offset_of!(QueueState, cq_index), consumed),
+        (offset_of!(QueueState, poll_lock), 1),
+        (offset_of!(QueueState, error), ERROR),
+    ];
+    // SAFETY: the peer keeps all of it; nobody else uses it.
+    unsafe {
+        for (offset, value) in words {
+            place::<u64>(queue.state, offset).write(value);
+        }
+        for offset in [0, 4] {
+            place::<u32>(queue.dbrec, offset).write(0x1234);
+        }
+        let is_collapsed = queue.flags & CQ_COLLAPSED != 0;
+        let first = consumed.saturating_sub(u64::from(queue.cq_depth));
+        for index in if is_collapsed { 0..1 } else { first..consumed + 4 } {
+            let slot = usize::try_from(index % u64::from(queue.cq_depth)).unwrap();
+            let owner = u8::from(index & u64::from(queue.cq_depth) != 0 && !is_collapsed);
+            place::<u8>(queue.cq, slot * 64 + 63).write(0xd0 | owner);
+        }
+    }
+}
+
+/// Fails unless a queue is as if nothing had ever been posted.
+fn expect_fresh(queue: &QueueHandle, consumed: u64) {
+    let is_collapsed = queue.flags & CQ_COLLAPSED != 0;
+    let cq_index = if is_collapsed { 0 } else { consumed + 4 };
+    // SAFETY: as for `wear_out`.
+    unsafe {
+        for offset in (0..size_of::<QueueState>()).step_by(8) {
+            let is_index = offset == offset_of!(QueueState, cq_index);
+            let expected = if is_index { cq_index } else { 0 };
+            assert_eq!(place::<u64>(queue.state, offset).read(), expected, "offset {offset}");
+        }
+        assert_eq!(place::<[u32; 2]>(queue.dbrec, 0).read(), [0; 2]);
+        if is_collapsed {
+            assert_eq!(place::<[u8; 64]>(queue.cq, 0).read(), [0xff; 64]);
+        } else {
+            // Posters take up where the NIC goes on, and the NIC knows that everything was consumed.
+            let record = u32::from_be(place::<u32>(queue.cq_dbrec, 0).read());
+            assert_eq!(u64::from(record), cq_index & 0xff_ffff);
+        }
+    }
+}
+
+/// Where a description has the number of the first packet.
+const PSN_AT: usize = 44;
+/// Completion with an error, syndrome 15.
+const ERROR: u64 = 0x1503;
+
+#[test]
+fn queues_that_failed_are_reset_and_joined_again() {
+    let Some(mock) = Mock::open() else { return };
+    for path in [QueuePath::Plain, QueuePath::Devx] {
+        // The ring of the plain path has 512 entries, and its record 24 bits.
+        for consumed in [0, 7, 508, 512, 513, 1023, 0xff_fffd] {
+            mock.change(|state| *state = CLEAN);
+            let nic = mock.nic();
+            let (mut one, mut other) = pair(&nic, peer_config(path, 2));
+            let before = (handle(&one), handle(&other));
+            for round in 0..2 {
+                for queue in before.0.1.iter().chain(&before.1.1) {
+                    wear_out(queue, consumed + 4 * round);
+                }
+                assert_eq!(one.queues()[1].error().unwrap(), ERROR);
+                let (reset, other_reset) = (one.reset().unwrap(), other.reset().unwrap());
+                for queue in before.0.1.iter().chain(&before.1.1) {
+                    assert_eq!(mock.queue(queue.qpn).state, 0);
+                    expect_fresh(queue, consumed + 4 * round);
+                }
+                let (from_one, from_other) = (reset.description(), other_reset.description());
+                one = reset.rejoin(&from_other).unwrap();
+                other = other_reset.rejoin(&from_one).unwrap();
+                assert_eq!(one.queues()[0].error().unwrap(), 0);
+                for (queue, remote) in before.0.1.iter().zip(&before.1.1) {
+                    for (queue, remote) in [(queue, remote), (remote, queue)] {
+                        let made = mock.queue(queue.qpn);
+                        assert_eq!((made.state, made.remote_qpn), (3, remote.qpn));
+                        assert_eq!((made.mtu, made.timeout), (5, 14));
+                    }
+                }
+                // Links of kernels stay as they are.
+                for (now, before) in [(handle(&one), &before.0), (handle(&other), &before.1)] {
+                    assert_eq!(now.1, before.1);
+                    assert_eq!((now.0.qps, now.0.rkey), (before.0.qps, before.0.rkey));
+                    assert_eq!((now.0.remote, now.0.mirror), (before.0.remote, before.0.mirror));
+                }
+            }
+            drop((one, other, nic));
+            mock.settle();
+        }
+    }
+}
+
+#[test]
+fn a_reset_that_fails_frees_everything() {
+    let Some(mock) = Mock::open() else { return };
+    for path in [QueuePath::Plain, QueuePath::Devx] {
+        for num_failures in 0..if path == QueuePath::Plain { 8 } else { 1 } {
+            mock.change(|state| *state = CLEAN);
+            let nic = mock.nic();
+            let config = peer_config(path, 2);
+            let one = OpenPeer::open(&nic, &access(), config).unwrap();
+            let other = OpenPeer::open(&nic, &access(), mirrored(&config)).unwrap();
+            let (from_one, mut from_other) = (one.description(), other.description());
+            let (one, other) = (one.join(&from_other).unwrap(), other.join(&from_one).unwrap());
+            // As if the other side had been reset.
+            from_other[PSN_AT] ^= 1;
+            // DevX refuses by its answer, once; verbs by the value that is returned, from a call on.
+            mock.change(|state| match path {
+                QueuePath::Plain => state.num_failures = num_failures,
+                QueuePath::Devx => state.firmware_status = 9,
+            });
+            let text = match one.reset() {
+                Err(error) => error.to_string(),
+                Ok(one) => one.rejoin(&from_other).unwrap_err().to_string(),
+            };
+            let (call, queue) = match path {
+                QueuePath::Plain => ("ibv_modify_qp failed", format!("queue {}", num_failures % 2)),
+                QueuePath::Devx => ("2RST_QP was refused with status 0x09", "queue 0".to_owned()),
+            };
+            // Two transitions to reset, then three of the first queue and three of the second.
+            let queue = match (path, num_failures) {
+                (QueuePath::Plain, 2..=4) => "queue 0".to_owned(),
+                (QueuePath::Plain, 5..) => "queue 1".to_owned(),
+                _ => queue,
+            };
+            assert!(text.contains(call) && text.contains(&queue), "{num_failures}: {text}");
+            mock.change(|state| (state.num_failures, state.firmware_status) = (-1, 0));
+            drop((other, nic));
             mock.settle();
         }
     }
@@ -352,10 +334,9 @@ fn what_a_host_lacks_is_named() {
     assert!(text.contains("no address of index 9"), "{text}");
     mock.settle();
 
-    let devx: [(&str, Change); 4] = [
+    let devx: [(&str, Change); 3] = [
         ("UCTX_EN=1", |s| s.has_devx = 0),
         ("cqe_version is 0, expected 1", |s| s.cqe_version = 0),
-        ("masked fetch-add", |s| s.atomic_operations = 0b0011),
         ("status 0x08 (limit exceeded), syndrome 0x00000077", |s| s.firmware_status = 8),
     ];
     for (part, change) in devx {
@@ -371,6 +352,33 @@ fn what_a_host_lacks_is_named() {
         mock.settle();
     }
 
+    // What requests need, whoever makes the queue. Where DevX says what there is, it is believed.
+    let requests: [(&str, Change); 4] = [
+        ("atomic_operations is 0x0003, expected fetch-add and masked", |s| s.atomic_operations = 3),
+        ("atomic_cap is 0, expected 1 (IBV_ATOMIC_HCA)", |s| (s.has_devx, s.atomic_cap) = (0, 0)),
+        ("max_qp_init_rd_atom is 8, expected at least 16", |s| s.max_reads = 8),
+        ("max_qp_init_rd_atom is 0", |s| (s.has_devx, s.max_reads) = (0, 0)),
+    ];
+    for (part, change) in requests {
+        mock.change(|state| *state = CLEAN);
+        mock.change(change);
+        let nic = mock.nic();
+        let num_live = mock.get().num_live;
+        for path in [QueuePath::Plain, QueuePath::Devx] {
+            let refused = OpenPeer::open(&nic, &access(), peer_config(path, 1));
+            let text = refused.unwrap_err().to_string();
+            assert!(text.contains(part) && text.contains("mlx5_7"), "{path:?}: {text}");
+            assert_eq!(mock.get().num_live, num_live, "{part}");
+        }
+        drop(nic);
+        mock.settle();
+    }
+    mock.change(|state| *state = MockState { atomic_cap: 0, ..CLEAN });
+    let nic = mock.nic();
+    OpenPeer::open(&nic, &access(), peer_config(QueuePath::Plain, 1)).unwrap();
+    drop(nic);
+    mock.settle();
+
     mock.change(|state| *state = MockState { sq_stride: 128, ..CLEAN });
     let nic = mock.nic();
     let refused = OpenPeer::open(&nic, &access(), peer_config(QueuePath::Plain, 1));
@@ -379,6 +387,10 @@ fn what_a_host_lacks_is_named() {
     drop(nic);
     mock.settle();
 }
+
+/// Where a [`FarAccess`] has memory, and where that begins in what its descriptor describes.
+const FAR_ADDRESS: u64 = 1 << 60;
+const FAR_OFFSET: u64 = 4096;
 
 /// Pretends that its memory is a GPU's.
 #[derive(Debug)]
@@ -393,6 +405,10 @@ struct FarMemory {
 }
 
 impl Access for FarAccess {
+    fn space(&self) -> Space {
+        Space("far")
+    }
+
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
         let descriptor = self.has_descriptor.then(|| std::fs::File::open("/dev/null").unwrap());
         Ok(Box::new(FarMemory { bytes, descriptor }))
@@ -411,7 +427,7 @@ impl Access for FarAccess {
 
 impl SharedMemory for FarMemory {
     fn address(&self) -> u64 {
-        1 << 60
+        FAR_ADDRESS
     }
     fn bytes(&self) -> usize {
         self.bytes
@@ -421,9 +437,12 @@ impl SharedMemory for FarMemory {
     }
     fn dma_buf(&self) -> Option<(std::os::fd::BorrowedFd<'_>, u64)> {
         use std::os::fd::AsFd;
-        self.descriptor.as_ref().map(|file| (file.as_fd(), 4096))
+        self.descriptor.as_ref().map(|file| (file.as_fd(), FAR_OFFSET))
     }
     fn write(&self, _offset: usize, _bytes: &[u8]) -> Result<(), AccessError> {
+        Ok(())
+    }
+    fn read(&self, _offset: usize, _bytes: &mut [u8]) -> Result<(), AccessError> {
         Ok(())
     }
 }
@@ -442,8 +461,17 @@ fn gpu_memory_goes_by_dma_buf_then_by_address_then_says_why_not() {
         let one = OpenPeer::open(&nic, &far, config).unwrap();
         let other = OpenPeer::open(&nic, &access(), mirrored(&config)).unwrap();
         let description = other.description();
-        assert_eq!(one.join(&description).unwrap().registered_by(), [expected; 2]);
-        drop((other, nic));
+        let one = one.join(&description).unwrap();
+        assert_eq!(one.registered_by(), [expected; 2]);
+        // Parts of one piece of memory, whose descriptor says where they begin in it.
+        let places = [one.slot(), one.mirror()].map(|part| {
+            let offset = part.address() - FAR_ADDRESS;
+            let described = part.dma_buf().map(|(_, offset)| offset);
+            assert_eq!(described, has_descriptor.then_some(FAR_OFFSET + offset));
+            offset
+        });
+        assert_eq!(places, [0, config.own_slot_bytes as u64]);
+        drop((one, other, nic));
         mock.settle();
     }
     mock.change(|state| *state = MockState { has_dma_buf: 0, has_peer_memory: 0, ..CLEAN });
@@ -466,7 +494,7 @@ fn a_description_that_makes_no_sense_is_refused_by_field() {
     let other = OpenPeer::open(&nic, &access(), mirrored(&config)).unwrap();
     let good = other.description();
     assert_eq!(good.len(), DESCRIPTION_BYTES + 8);
-    let cases: [(&str, usize, &[u8]); 9] = [
+    let cases: [(&str, usize, &[u8]); 10] = [
         ("version", 0, &[9]),
         ("link", 1, &[1]),
         ("mtu", 2, &[0]),
@@ -475,6 +503,7 @@ fn a_description_that_makes_no_sense_is_refused_by_field() {
         ("slot address", 24, &[0; 8]),
         ("slot address", 24, &[1]),
         ("slot bytes", 32, &[0xff; 8]),
+        ("psn", PSN_AT + 3, &[1]),
         ("queue pair", DESCRIPTION_BYTES + 4, &[0, 0, 0, 1]),
     ];
     let refuse = |bytes: &[u8]| {
@@ -501,14 +530,15 @@ fn sizes_that_no_queue_can_have_are_refused_before_anything_is_made() {
     let nic = mock.nic();
     let num_live = mock.get().num_live;
     type Change = fn(&mut PeerConfig);
-    let cases: [(&str, Change); 10] = [
+    let cases: [(&str, Change); 11] = [
         ("depth", |c| c.queue.depth = 100),
         ("depth", |c| c.queue.depth = 65536),
         ("batch", |c| c.queue.batch = 0),
-        ("batch", |c| c.queue.batch = 65),
         ("max_message_bytes", |c| c.queue.max_message_bytes = u32::MAX),
         ("retries", |c| c.queue.retries = 8),
         ("ack_timeout", |c| c.queue.ack_timeout = 32),
+        ("ack_timeout", |c| c.queue.ack_timeout = 0),
+        ("num_queues", |c| c.num_queues = 0),
         ("num_queues", |c| c.num_queues = 65),
         ("peer", |c| c.peer = 32),
         ("own_slot_bytes", |c| c.own_slot_bytes = 100),
@@ -551,6 +581,7 @@ fn the_vendors_headers_agree_on_every_structure() {
     }
     size!(
         ContextAttributes = "struct mlx5dv_context_attr",
+        DeviceAttributes = "struct ibv_device_attr",
         Mr = "struct ibv_mr",
         QpCapacity = "struct ibv_qp_cap",
         QpInit = "struct ibv_qp_init_attr",
@@ -569,6 +600,14 @@ fn the_vendors_headers_agree_on_every_structure() {
     );
     same!(Qp = "struct ibv_qp", handle = "handle", qp_num = "qp_num");
     same!(Mr = "struct ibv_mr", length = "length", lkey = "lkey", rkey = "rkey");
+    same!(
+        DeviceAttributes = "struct ibv_device_attr",
+        node_guid = "node_guid",
+        max_qp_rd_atom = "max_qp_rd_atom",
+        max_qp_init_rd_atom = "max_qp_init_rd_atom",
+        atomic_cap = "atomic_cap",
+        phys_port_cnt = "phys_port_cnt"
+    );
     same!(
         PortAttributes = "struct ibv_port_attr",
         state = "state",
@@ -627,6 +666,8 @@ fn the_vendors_headers_agree_on_every_structure() {
         ("MLX5DV_OBJ_PD", ffi::OBJ_PD),
         ("MLX5DV_UMEM_MASK_DMABUF", ffi::UMEM_MASK_DMABUF),
         ("MLX5DV_UAR_ALLOC_TYPE_NC", u64::from(ffi::UAR_NON_CACHED)),
+        ("IBV_ATOMIC_NONE", u64::from(ffi::ATOMIC_NONE)),
+        ("IBV_ATOMIC_HCA", u64::from(ffi::ATOMIC_HCA)),
         ("IBV_PORT_ACTIVE", u64::from(ffi::PORT_ACTIVE)),
         ("IBV_LINK_LAYER_ETHERNET", u64::from(ffi::LINK_LAYER_ETHERNET)),
         ("IBV_QPT_RC", u64::from(ffi::QPT_RC)),

@@ -61,12 +61,19 @@ fn a_complete_host_is_ready() {
 #[test]
 fn each_thing_that_is_missing_is_named_with_what_to_do() {
     type Break = fn(&Path);
-    let cases: [(&str, State, &str, Break); 9] = [
+    let cases: [(&str, State, &str, Break); 11] = [
         ("mlx5 NIC", State::Missing, "no RDMA device", |root| {
             fs::remove_dir_all(root.join("sys/class/infiniband")).unwrap();
         }),
         ("mlx5 NIC", State::Missing, "no port is active", |root| {
             write(root, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n");
+        }),
+        ("mlx5 NIC", State::Missing, "port 1: 1: DOWN Ethernet", |root| {
+            write(root, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n");
+            write(root, "sys/class/infiniband/mlx5_0/ports/2/state", "2: INIT\n");
+        }),
+        ("mlx5 NIC", State::Missing, "no port", |root| {
+            fs::remove_dir_all(root.join("sys/class/infiniband/mlx5_0/ports")).unwrap();
         }),
         ("mlx5 NIC", State::Missing, "bnxt_en", |root| {
             let driver = root.join("sys/class/infiniband/mlx5_0/device/driver");
@@ -108,6 +115,24 @@ fn each_thing_that_is_missing_is_named_with_what_to_do() {
         assert!(text.contains(part), "{name}: {text}");
         assert_eq!(report.is_ready(), expected != State::Missing, "{report}");
     }
+}
+
+/// Whatever port is up will do: its number is a setting.
+#[test]
+fn every_port_of_a_nic_counts() {
+    let root = tempfile::tempdir().unwrap();
+    complete(root.path());
+    write(root.path(), "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n");
+    for (file, text) in
+        [("state", "4: ACTIVE\n"), ("link_layer", "InfiniBand\n"), ("rate", "200 Gb/sec\n")]
+    {
+        write(root.path(), &format!("sys/class/infiniband/mlx5_0/ports/2/{file}"), text);
+    }
+    let report = probe_files(root.path());
+    let (found, text) = state(&report, "mlx5 NIC");
+    assert_eq!(found, State::Present, "{text}");
+    assert!(text.contains("port 1: 1: DOWN Ethernet 400 Gb/sec (4X NDR), port 2: 4: ACTIVE"));
+    assert!(text.contains("InfiniBand 200 Gb/sec"), "{text}");
 }
 
 #[test]

@@ -99,6 +99,28 @@ impl Bell {
     }
 }
 
+/// How long nothing has been over, as this thread saw it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    looked_at: Instant,
+    waited: Duration,
+}
+
+impl Patience {
+    pub(crate) fn new() -> Self {
+        Self { looked_at: Instant::now(), waited: Duration::ZERO }
+    }
+
+    /// Counts the time since the last look, `most` of it: a host that stood still, or a thread that was
+    /// kept from running, has seen nothing meanwhile.
+    pub(crate) fn count(&mut self, most: Duration) -> Duration {
+        let now = Instant::now();
+        self.waited += (now - self.looked_at).min(most);
+        self.looked_at = now;
+        self.waited
+    }
+}
+
 const LOOKS_PER_CLOCK: u32 = 16;
 /// Idle for less than the first: pauses of the second.
 const STEPS: [(Duration, Duration); 4] = [

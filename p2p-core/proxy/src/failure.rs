@@ -1,5 +1,8 @@
 //! What went wrong with a peer's commands, for whoever manages the peer.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
 use p2p_core::PostError;
 use thiserror::Error;
 
@@ -67,7 +70,8 @@ impl Cause {
     }
 }
 
-/// What `sy_proxy_lane_words.error` says in words.
+/// What `sy_proxy_lane_words.error` says in words. Where no command is to blame, it names the first that was
+/// not over.
 #[must_use]
 pub fn describe_error(word: u64) -> String {
     let (code, opcode, index) = (word as u8, (word >> 8) as u8, word >> 16);
@@ -87,5 +91,140 @@ pub fn describe_error(word: u64) -> String {
         ERROR_CLOSED => "the peer was closed",
         _ => "an unknown reason",
     };
+    if opcode == 0 && code >= ERROR_POST {
+        return format!("out of service from command {index} on: {what}");
+    }
     format!("out of service at command {index} (opcode {opcode}): {what}")
+}
+
+/// What a peer's thread and its owner share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// For reports.
+    pub(crate) peer: u32,
+    failures: Mutex<Vec<Failure>>,
+    /// Why each lane is out of service, by its number; the first reason stays. `None`: all of them are.
+    reasons: Mutex<Vec<(Option<u32>, Reason)>>,
+    has_failed: AtomicBool,
+}
+
+/// A [`Cause`] that stays when its report is taken.
+#[derive(Debug)]
+enum Reason {
+    Disconnected(&'static str),
+    Transport(&'static str, i64, String),
+    /// What has no operation of its own: code and text.
+    Other(u8, String),
+}
+
+impl Reason {
+    fn of(cause: &Cause) -> Self {
+        let (Cause::Post { source, .. } | Cause::Transport(source)) = cause else {
+            return Self::Other(cause.code(), cause.to_string());
+        };
+        match *source {
+            PostError::Disconnected { op } => Self::Disconnected(op),
+            PostError::Transport { op, code, ref detail } => {
+                Self::Transport(op, code, detail.clone())
+            }
+            _ => Self::Other(cause.code(), cause.to_string()),
+        }
+    }
+
+    fn error(&self, asked: &'static str) -> PostError {
+        match *self {
+            Self::Disconnected(op) => PostError::Disconnected { op },
+            Self::Transport(op, code, ref detail) => {
+                PostError::Transport { op, code, detail: detail.clone() }
+            }
+            Self::Other(code, ref text) => {
+                PostError::Transport { op: asked, code: code.into(), detail: text.clone() }
+            }
+        }
+    }
+}
+
+impl Shared {
+    pub(crate) const fn new(peer: u32) -> Self {
+        Self {
+            peer,
+            failures: Mutex::new(Vec::new()),
+            reasons: Mutex::new(Vec::new()),
+            has_failed: AtomicBool::new(false),
+        }
+    }
+
+    /// Why lane `lane` is out of service, as the answer to `op`, as often as it is asked.
+    pub(crate) fn reason(&self, lane: u32, op: &'static str) -> Option<PostError> {
+        let reasons = self.reasons.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_it = |(whose, _): &&(Option<u32>, Reason)| whose.is_none_or(|idx| idx == lane);
+        reasons.iter().find(is_it).map(|(_, reason)| reason.error(op))
+    }
+
+    /// Whether anything was reported.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn take(&self) -> Vec<Failure> {
+        std::mem::take(&mut self.failures.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn report(&self, failure: Failure) {
+        tracing::warn!(%failure, "commands are refused");
+        let whose = failure.cause.is_of_lane().then_some(failure.lane);
+        let mut reasons = self.reasons.lock().unwrap_or_else(PoisonError::into_inner);
+        // One for each lane and one for the peer at most.
+        if reasons.iter().all(|(of, _)| of.is_some() && *of != whose) {
+            reasons.push((whose, Reason::of(&failure.cause)));
+        }
+        drop(reasons);
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        if failures.len() < MAX_FAILURES {
+            failures.push(failure);
+        }
+        self.has_failed.store(true, Ordering::Release);
+    }
+}
+
+/// Reports that are kept.
+const MAX_FAILURES: usize = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_for_a_reason_takes_no_report_away() {
+        let shared = Shared::new(3);
+        let bad = |opcode| Cause::Command(BadCommand::Opcode { opcode });
+        shared.report(Failure { peer: 3, lane: 0, index: 5, cause: bad(9) });
+        shared.report(Failure { peer: 3, lane: 1, index: 7, cause: bad(10) });
+        let reason = |lane| shared.reason(lane, "put").map(|error| error.to_string());
+        assert_eq!(reason(2), None);
+        let detail = "injected".to_owned();
+        let broken = PostError::Transport { op: "quiet", code: -5, detail };
+        shared.report(Failure { peer: 3, lane: 2, index: 0, cause: Cause::Transport(broken) });
+        for _ in 0..2 {
+            // Its own first, then the peer's, in their order.
+            assert!(reason(0).is_some_and(|text| text.contains("opcode 9 is unknown")));
+            assert!(reason(1).is_some_and(|text| text.contains("opcode 10 is unknown")));
+            for lane in [2, 77] {
+                let text = reason(lane).unwrap();
+                assert!(text.contains("quiet") && text.contains("injected"), "{text}");
+            }
+        }
+        let lanes: Vec<_> = shared.take().iter().map(|failure| failure.lane).collect();
+        assert_eq!(lanes, [0, 1, 2]);
+        assert!(shared.take().is_empty() && reason(0).is_some() && shared.has_failed());
+    }
+
+    #[test]
+    fn an_error_word_without_a_culprit_names_no_opcode() {
+        use crate::command::error_word;
+        let text = describe_error(error_word(ERROR_STALLED, 0, 5));
+        assert_eq!(text, "out of service from command 5 on: not over in time");
+        let text = describe_error(error_word(1, 0, 5));
+        assert_eq!(text, "out of service at command 5 (opcode 0): unknown opcode");
+    }
 }

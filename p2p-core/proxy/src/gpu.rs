@@ -103,14 +103,23 @@ impl GpuPoster {
     /// # Errors
     /// [`GpuPosterError`].
     pub fn new(gpu: &Gpu, lanes: &Lanes, config: PosterConfig) -> Result<Self, GpuPosterError> {
-        let num_lanes = lanes.config().num_lanes;
+        Self::on_first(gpu, lanes, lanes.config().num_lanes, config)
+    }
+
+    /// Posters on the first `num_lanes` of `lanes`; the host has the others.
+    pub(crate) fn on_first(
+        gpu: &Gpu,
+        lanes: &Lanes,
+        num_lanes: u32,
+        config: PosterConfig,
+    ) -> Result<Self, GpuPosterError> {
         let (handles, states) = sizes(num_lanes);
         let handle_offset = (handles + states) as u64;
         let memory = gpu.alloc(handle_offset + size_of::<PeerHandle>() as u64)?;
         let base = memory.ptr().0;
         let handle = peer_handle(config, num_lanes, base);
         let deadline = Instant::now() + SETUP_LIMIT;
-        gpu.write(&memory, 0, &handle_bytes(lanes, base + handles as u64), deadline)?;
+        gpu.write(&memory, 0, &handle_bytes(lanes, num_lanes, base + handles as u64), deadline)?;
         gpu.write(&memory, handle_offset, bytemuck::bytes_of(&handle), deadline)?;
         Ok(Self { memory, handle, handle_offset })
     }

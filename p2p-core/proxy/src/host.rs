@@ -45,7 +45,7 @@ impl HostPoster {
         let (handles, states) = sizes(num_lanes);
         let memory = Region::anonymous(handles + states)?;
         let base = memory.as_ptr().as_ptr() as u64;
-        let bytes = handle_bytes(lanes, base + handles as u64);
+        let bytes = handle_bytes(lanes, num_lanes, base + handles as u64);
         if let Err(error) = memory::write(&memory, 0, &bytes) {
             tracing::error!(%error, "handles of lanes do not fit");
         }
@@ -72,10 +72,10 @@ pub(crate) const fn sizes(num_lanes: u32) -> (usize, usize) {
     ((num * size_of::<LaneHandle>()).next_multiple_of(128), num * size_of::<LaneState>())
 }
 
-/// Handles of all lanes, with states from address `states` on.
-pub(crate) fn handle_bytes(lanes: &Lanes, states: u64) -> Vec<u8> {
+/// Handles of the first lanes, with states from address `states` on.
+pub(crate) fn handle_bytes(lanes: &Lanes, num_lanes: u32, states: u64) -> Vec<u8> {
     let state = |lane: u32| states + u64::from(lane) * size_of::<LaneState>() as u64;
-    let handles = (0..lanes.config().num_lanes).map(|lane| lanes.handle(lane, state(lane)));
+    let handles = (0..num_lanes).map(|lane| lanes.handle(lane, state(lane)));
     handles.flat_map(|handle| bytemuck::bytes_of(&handle).to_vec()).collect()
 }
 

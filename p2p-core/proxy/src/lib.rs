@@ -18,7 +18,8 @@
 //! | [`locality`] | which processors are near a GPU and a NIC |
 //! | [`mod@bench`] | what the benchmarks share |
 //! | [`host`] | peers whose posters run on this host |
-//! | `gpu` (feature `cuda`) | peers whose posters are kernels |
+//! | [`gpu`] | peers whose posters are kernels |
+//! | [`device`] | slots of GPUs over any network of the handshake |
 //!
 //! Not here: connections, which the handshake of `p2p-core` makes, and what is sent, which nobody here
 //! looks at.
@@ -27,11 +28,14 @@ pub mod abi;
 mod backoff;
 pub mod bench;
 pub mod command;
+#[cfg(not(loom))]
+pub mod device;
 pub mod failure;
-#[cfg(feature = "cuda")]
+#[cfg(not(loom))]
 pub mod gpu;
 pub mod host;
 pub mod lane;
+mod line;
 pub mod locality;
 mod memory;
 #[cfg(not(loom))]
@@ -42,6 +46,8 @@ pub mod threads;
 
 pub use backoff::IdlePolicy;
 pub use command::{BadCommand, Command, Opcode};
+#[cfg(not(loom))]
+pub use device::{DeviceNetwork, DeviceTransports};
 pub use failure::{Cause, Failure};
 pub use lane::{LaneConfig, LaneError, Lanes, Poster};
 pub use locality::{Device, Placement, Sysfs};

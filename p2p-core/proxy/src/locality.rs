@@ -103,22 +103,8 @@ impl Placement {
         nic: Option<&Device>,
         num_threads: usize,
     ) -> Self {
-        let near = |device: Option<&Device>| -> Option<BTreeSet<usize>> {
-            let cpus = sysfs.cpus_of(device?)?;
-            let cpus: BTreeSet<usize> = cpus.intersection(allowed).copied().collect();
-            (!cpus.is_empty()).then_some(cpus)
-        };
-        let (of_gpu, of_nic) = (near(gpu), near(nic));
-        let both = of_gpu.as_ref().zip(of_nic.as_ref()).map(|(gpu, nic)| gpu & nic);
-        let (cpus, reason) = match (both.filter(|cpus| !cpus.is_empty()), of_nic, of_gpu) {
-            (Some(cpus), ..) => (cpus, "near both GPU and NIC"),
-            // Posting is what a thread does most of, and the NIC's registers are the farther the worse.
-            (None, Some(cpus), _) => (cpus, "near the NIC"),
-            (None, None, Some(cpus)) => (cpus, "near the GPU"),
-            (None, None, None) => {
-                let reason = "the system does not say what is near".to_owned();
-                return Self { threads: Vec::new(), reason };
-            }
+        let Some((cpus, reason)) = nearest(sysfs, allowed, gpu, nic) else {
+            return Self { threads: Vec::new(), reason: UNKNOWN.to_owned() };
         };
         // Cores first, then their further hardware threads. The first core of a node takes most
         // interrupts and gets a thread last.
@@ -134,6 +120,30 @@ impl Placement {
             vec![cpus.into_iter().collect(); num_threads]
         };
         Self { threads, reason: reason.to_owned() }
+    }
+
+    /// Threads of a service near `gpu` and `nic`, and how many: 0 takes a quarter of the processors that
+    /// are near, one to four. Each may run on any of those, since other processes on this host choose
+    /// alike, and must not meet on one core.
+    #[must_use]
+    pub fn shared(
+        sysfs: &Sysfs,
+        allowed: &BTreeSet<usize>,
+        gpu: Option<&Device>,
+        nic: Option<&Device>,
+        num_threads: usize,
+    ) -> (Self, usize) {
+        let near = nearest(sysfs, allowed, gpu, nic);
+        let num_near = near.as_ref().map_or(allowed.len(), |(cpus, _)| cpus.len());
+        let num_threads = if num_threads == 0 { (num_near / 4).clamp(1, 4) } else { num_threads };
+        let placed = match near {
+            Some((cpus, reason)) => Self {
+                threads: vec![cpus.into_iter().collect(); num_threads],
+                reason: reason.to_owned(),
+            },
+            None => Self { threads: Vec::new(), reason: UNKNOWN.to_owned() },
+        };
+        (placed, num_threads)
     }
 
     /// Processors of thread `idx`; `None`: any.
@@ -155,6 +165,29 @@ impl Placement {
     #[must_use]
     pub fn reason(&self) -> &str {
         &self.reason
+    }
+}
+
+/// Processors of `allowed` next to both devices, else to the NIC, else to the GPU.
+fn nearest(
+    sysfs: &Sysfs,
+    allowed: &BTreeSet<usize>,
+    gpu: Option<&Device>,
+    nic: Option<&Device>,
+) -> Option<(BTreeSet<usize>, &'static str)> {
+    let near = |device: Option<&Device>| -> Option<BTreeSet<usize>> {
+        let cpus = sysfs.cpus_of(device?)?;
+        let cpus: BTreeSet<usize> = cpus.intersection(allowed).copied().collect();
+        (!cpus.is_empty()).then_some(cpus)
+    };
+    let (of_gpu, of_nic) = (near(gpu), near(nic));
+    let both = of_gpu.as_ref().zip(of_nic.as_ref()).map(|(gpu, nic)| gpu & nic);
+    match (both.filter(|cpus| !cpus.is_empty()), of_nic, of_gpu) {
+        (Some(cpus), ..) => Some((cpus, "near both GPU and NIC")),
+        // Posting is what a thread does most of, and the NIC's registers are the farther the worse.
+        (None, Some(cpus), _) => Some((cpus, "near the NIC")),
+        (None, None, Some(cpus)) => Some((cpus, "near the GPU")),
+        (None, None, None) => None,
     }
 }
 
@@ -185,6 +218,7 @@ fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
 }
 
 const MAX_CPUS: usize = 1 << 16;
+const UNKNOWN: &str = "the system does not say what is near";
 
 #[cfg(test)]
 mod tests {
@@ -261,6 +295,27 @@ mod tests {
         assert_eq!((placed.threads(), placed.reason()), (&[vec![3]][..], "near the GPU"));
         let nowhere = Placement::among(&sysfs, &all, None, Some(&nic()), 3);
         assert!(nowhere.threads().is_empty() && nowhere.of(0).is_none());
+    }
+
+    #[test]
+    fn threads_of_services_share_what_is_near() {
+        let (_root, sysfs) = tree(&[
+            ("bus/pci/devices/0000:ab:00.0/local_cpulist", "0-31\n"),
+            ("class/infiniband/mlx5_3/device/local_cpulist", "20-31,40\n"),
+        ]);
+        let all = (0..64).collect();
+        let (gpu, nic) = (pci(), nic());
+        let (gpu, nic) = (Some(&gpu), Some(&nic));
+        let place = |gpu, nic, num| Placement::shared(&sysfs, &all, gpu, nic, num);
+        let (placed, num) = place(gpu, nic, 0);
+        assert_eq!((num, placed.threads()), (3, &vec![(20..32).collect::<Vec<_>>(); 3][..]));
+        // As many as asked for, however few are near; one at least and four at most by itself.
+        assert_eq!(place(gpu, nic, 7).0.threads().len(), 7);
+        assert_eq!(place(gpu, None, 0).1, 4);
+        let (placed, num) = Placement::shared(&sysfs, &BTreeSet::from([20, 21]), gpu, None, 0);
+        assert_eq!((num, placed.threads()), (1, &[vec![20, 21]][..]));
+        let (placed, num) = place(None, None, 0);
+        assert_eq!((num, placed.of(0)), (4, None));
     }
 
     #[test]

@@ -19,109 +19,161 @@ use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotLayout, Transport
 
 use crate::abi::MAX_BYTES;
 use crate::command::{Command, Opcode};
-use crate::failure::{Cause, describe_error};
+use crate::failure::describe_error;
 use crate::lane::{LaneConfig, Lanes, Poster};
 use crate::threads::{PeerConfig, Proxy, ProxyError, ProxyPeer};
 
 /// A network whose endpoints post through a proxy.
 #[derive(Debug)]
-pub struct ProxyNetwork {
-    inner: Arc<dyn Network>,
-    proxy: Arc<Proxy>,
-    lanes: LaneConfig,
-    num_peers: AtomicU32,
-}
+pub struct ProxyNetwork(Behind);
 
 impl ProxyNetwork {
     /// Puts `proxy` in front of `inner`. `lanes` is the size of a peer's lanes, of which endpoints use
     /// the first.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
-        Self { inner, proxy, lanes, num_peers: AtomicU32::new(0) }
+        Self(Behind::new(inner, proxy, lanes))
     }
 
     /// The proxy.
     #[must_use]
     pub const fn proxy(&self) -> &Arc<Proxy> {
-        &self.proxy
+        &self.0.proxy
     }
 }
 
 impl Network for ProxyNetwork {
     fn kind(&self) -> TransportKind {
-        self.inner.kind()
+        self.0.inner.kind()
     }
 
     fn flavour(&self) -> &str {
-        self.inner.flavour()
+        self.0.inner.flavour()
     }
 
     fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
-        let inner = self.inner.open(layout, route)?;
-        let peer = self.num_peers.fetch_add(1, Ordering::Relaxed);
-        let proxy = Arc::clone(&self.proxy);
-        let name = format!("proxy over {}", self.inner.kind().name());
-        let slot_bytes = layout.slot_bytes();
-        Ok(Box::new(Side { inner, proxy, lanes: self.lanes, peer, name, slot_bytes }))
+        Ok(Box::new(Side(self.0.open(layout, route, "proxy")?)))
     }
 }
 
 #[derive(Debug)]
-struct Side {
-    inner: Box<dyn OpenSide>,
-    proxy: Arc<Proxy>,
-    lanes: LaneConfig,
-    peer: u32,
-    name: String,
-    slot_bytes: usize,
-}
+struct Side(HalfOpen);
 
 impl OpenSide for Side {
     fn description(&self) -> SideDescription {
-        self.inner.description()
+        self.0.inner.description()
     }
 
     fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
-        let Self { inner, proxy, lanes, peer: number, name, slot_bytes } = *self;
+        let Self(HalfOpen { inner, with }) = *self;
         let Joined { endpoint, slot } = inner.join(peer)?;
-        let failed =
-            |op, detail: String| NetworkError { network: name.clone(), op, code: None, detail };
+        let lanes = Lanes::anonymous(with.lanes).map_err(|e| with.failed("make lanes", &e))?;
+        let endpoint = with.serve(endpoint, lanes, slot.len(), Vec::new(), 0)?;
+        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+    }
+}
+
+/// A network and the proxy in front of it.
+#[derive(Debug)]
+pub(crate) struct Behind {
+    pub(crate) inner: Arc<dyn Network>,
+    pub(crate) proxy: Arc<Proxy>,
+    lanes: LaneConfig,
+    num_peers: AtomicU32,
+}
+
+/// This side of a pair before the peer's is known, and what will serve it.
+#[derive(Debug)]
+pub(crate) struct HalfOpen {
+    pub(crate) inner: Box<dyn OpenSide>,
+    pub(crate) with: Server,
+}
+
+/// What serves a peer once it is joined.
+#[derive(Debug)]
+pub(crate) struct Server {
+    proxy: Arc<Proxy>,
+    pub(crate) lanes: LaneConfig,
+    peer: u32,
+    name: String,
+}
+
+impl Behind {
+    pub(crate) fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
+        Self { inner, proxy, lanes, num_peers: AtomicU32::new(0) }
+    }
+
+    /// Opens a side of the network underneath. `what` is for messages.
+    pub(crate) fn open(
+        &self,
+        layout: &SlotLayout,
+        route: Route,
+        what: &str,
+    ) -> Result<HalfOpen, NetworkError> {
+        let inner = self.inner.open(layout, route)?;
+        let with = Server {
+            proxy: Arc::clone(&self.proxy),
+            lanes: self.lanes,
+            peer: self.num_peers.fetch_add(1, Ordering::Relaxed),
+            name: format!("{what} over {}", self.inner.kind().name()),
+        };
+        Ok(HalfOpen { inner, with })
+    }
+}
+
+impl Server {
+    pub(crate) fn failed(&self, op: &'static str, error: &dyn std::fmt::Display) -> NetworkError {
+        NetworkError { network: self.name.clone(), op, code: None, detail: error.to_string() }
+    }
+
+    /// Hands an endpoint to the proxy. What the result is asked for goes through lane `lane`.
+    pub(crate) fn serve(
+        self,
+        endpoint: AnyEndpoint,
+        lanes: Lanes,
+        slot_bytes: usize,
+        sources: Vec<Region>,
+        lane: u32,
+    ) -> Result<ProxyEndpoint, NetworkError> {
         let kind = endpoint.kind();
         let driver = endpoint.driver();
         let wait_fd = endpoint.wait_fd().map(|fd| fd.try_clone_to_owned()).transpose();
-        let wait_fd = wait_fd.map_err(|error| failed("dup", error.to_string()))?;
-        let lanes = Lanes::anonymous(lanes).map_err(|e| failed("make lanes", e.to_string()))?;
-        let poster = lanes.poster(0);
+        let wait_fd = wait_fd.map_err(|e| self.failed("dup", &e))?;
+        let poster = lanes.poster(lane);
         let config = PeerConfig {
-            peer: number,
+            peer: self.peer,
             lanes,
             window_bytes: slot_bytes as u64,
-            sources: Vec::new(),
+            sources,
             relay: None,
             thread: None,
         };
-        let served = proxy.add(endpoint, config).map_err(|e| failed("add", e.to_string()))?;
-        let endpoint = ProxyEndpoint {
-            peer: served,
-            _proxy: proxy,
+        let served = self.proxy.add(endpoint, config).map_err(|e| self.failed("add", &e))?;
+        Ok(ProxyEndpoint {
+            peer: Arc::new(served),
+            _proxy: self.proxy,
+            lane,
             poster,
+            quiet: 0,
             sources: Vec::new(),
             slot_bytes,
             kind,
             driver,
             wait_fd,
-        };
-        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot })
+        })
     }
 }
 
 /// One peer through a lane.
 #[derive(Debug)]
-struct ProxyEndpoint {
+pub(crate) struct ProxyEndpoint {
     /// First, so that the endpoint underneath ends before the rest.
-    peer: ProxyPeer,
+    peer: Arc<ProxyPeer>,
     _proxy: Arc<Proxy>,
+    lane: u32,
     poster: Poster,
+    /// Number of the last quiet: there is one under way at most.
+    quiet: u64,
     sources: Vec<(Region, u16)>,
     slot_bytes: usize,
     kind: TransportKind,
@@ -130,6 +182,11 @@ struct ProxyEndpoint {
 }
 
 impl ProxyEndpoint {
+    /// What the proxy serves.
+    pub(crate) const fn peer(&self) -> &Arc<ProxyPeer> {
+        &self.peer
+    }
+
     fn check(&self, op: &'static str, offset: usize, len: usize) -> Result<(), PostError> {
         let region_bytes = self.slot_bytes;
         match offset.checked_add(len) {
@@ -141,18 +198,12 @@ impl ProxyEndpoint {
     /// What took the lane out of service.
     #[cold]
     fn failure(&self, op: &'static str) -> PostError {
-        let word = self.poster.error();
-        let told = self.peer.take_failures().into_iter().next();
-        match told.map(|failure| failure.cause) {
-            Some(Cause::Post { source, .. } | Cause::Transport(source)) => source,
-            Some(cause) => {
-                PostError::Transport { op, code: cause.code().into(), detail: cause.to_string() }
-            }
-            None => {
-                let code = i64::from(word as u8);
-                PostError::Transport { op, code, detail: format!("lane {}", describe_error(word)) }
-            }
-        }
+        self.peer.reason(self.lane, op).unwrap_or_else(|| {
+            // A peer that was closed, or whose thread ended.
+            let word = self.poster.error();
+            let code = i64::from(word as u8);
+            PostError::Transport { op, code, detail: format!("lane {}", describe_error(word)) }
+        })
     }
 
     fn post(&mut self, op: &'static str, command: &Command) -> Result<u64, PostError> {
@@ -268,12 +319,21 @@ impl Endpoint for ProxyEndpoint {
     }
 
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        let number = self.post("quiet", &Command::new(Opcode::Quiet))?;
         let mut begun = None;
         let mut num_looks = 0u32;
-        while self.poster.completed() < number {
+        loop {
             if self.poster.error() != 0 {
                 return Err(self.failure("quiet").into());
+            }
+            if self.poster.completed() >= self.quiet {
+                if self.quiet == self.poster.posted() {
+                    return Ok(());
+                }
+                // Who asks again and again without waiting does not fill the lane with quiets.
+                if let Some(number) = self.poster.try_post(&Command::new(Opcode::Quiet)) {
+                    self.quiet = number;
+                    self.peer.ring();
+                }
             }
             num_looks += 1;
             pause(num_looks, &mut begun);
@@ -282,7 +342,6 @@ impl Endpoint for ProxyEndpoint {
                 return Err(QuietError::Deadline { outstanding });
             }
         }
-        Ok(())
     }
 
     fn is_settled(&mut self) -> Result<bool, PostError> {

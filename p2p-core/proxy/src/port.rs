@@ -2,52 +2,18 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::Endpoint;
+use p2p_core::endpoint::{Endpoint, Marks};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{PostError, QuietError, Region};
 
 use crate::abi::MAX_SOURCES;
+use crate::backoff::Patience;
 use crate::command::{BadCommand, Command, ERROR_CLOSED, Opcode, error_word};
-use crate::failure::{Cause, Failure};
+use crate::failure::{Cause, Failure, Shared};
 use crate::lane::{Lanes, Reader};
 use crate::relay::{RelaySender, Sent};
-
-/// What a peer's thread and its owner share.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    /// For reports.
-    pub(crate) peer: u32,
-    failures: Mutex<Vec<Failure>>,
-    has_failed: AtomicBool,
-}
-
-impl Shared {
-    pub(crate) const fn new(peer: u32) -> Self {
-        Self { peer, failures: Mutex::new(Vec::new()), has_failed: AtomicBool::new(false) }
-    }
-
-    /// Whether anything was reported.
-    pub(crate) fn has_failed(&self) -> bool {
-        self.has_failed.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn take(&self) -> Vec<Failure> {
-        std::mem::take(&mut self.failures.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn report(&self, failure: Failure) {
-        tracing::warn!(%failure, "commands are refused");
-        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
-        if failures.len() < MAX_FAILURES {
-            failures.push(failure);
-        }
-        self.has_failed.store(true, Ordering::Release);
-    }
-}
 
 /// What a turn of a port came to.
 #[derive(Debug, Clone, Copy, Default)]
@@ -58,6 +24,8 @@ pub(crate) struct Turn {
     pub(crate) bytes: u64,
     /// Commands recycled.
     pub(crate) recycled: u64,
+    /// Pieces of commands given to the relay.
+    pub(crate) pieces: u64,
 }
 
 /// One peer.
@@ -76,14 +44,26 @@ pub(crate) struct Port<E> {
     issued: u64,
     settled: u64,
     quieted: u64,
+    /// Marks of the endpoint, and how many operations were issued before each.
+    marks: VecDeque<(u64, u64)>,
     /// Whether a lane waits for a quiet.
     wants_quiet: bool,
     is_closed: bool,
-    /// When something was over last, while anything is under way.
-    busy_since: Option<Instant>,
+    /// Since service is to end.
+    closing: Option<Closing>,
+    /// While anything is under way: since when nothing is over.
+    patience: Option<Patience>,
     stall_limit: Duration,
     has_driver: bool,
     num_turns: u32,
+}
+
+/// How long commands that were posted before are still taken.
+#[derive(Debug)]
+struct Closing {
+    deadline: Instant,
+    /// Of a kernel that posts on, no more than the lanes hold.
+    num_left: u64,
 }
 
 #[derive(Debug)]
@@ -91,6 +71,9 @@ struct Lane {
     reader: Reader,
     /// Taken and not over, in order.
     under_way: VecDeque<Batch>,
+    /// A put to the relay that is to be taken next, and its first bytes, which the relay has. What stands in
+    /// the lane by now does not matter any more.
+    begun: Option<(Command, u32)>,
     recycled: u64,
     is_closed: bool,
 }
@@ -108,6 +91,13 @@ struct Batch {
     tasks: u64,
 }
 
+impl Lane {
+    /// Whether commands are under way, or a part of one.
+    fn is_busy(&self) -> bool {
+        !self.under_way.is_empty() || self.begun.is_some()
+    }
+}
+
 impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
     pub(crate) fn new(
         endpoint: E,
@@ -121,6 +111,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         let lane = |lane| Lane {
             reader: lanes.reader(lane),
             under_way: VecDeque::with_capacity(config.depth as usize),
+            begun: None,
             recycled: 0,
             is_closed: false,
         };
@@ -137,9 +128,11 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             issued: 0,
             settled: 0,
             quieted: 0,
+            marks: VecDeque::with_capacity(MAX_MARKS),
             wants_quiet: false,
             is_closed: false,
-            busy_since: None,
+            closing: None,
+            patience: None,
             stall_limit,
             num_turns: 0,
         }
@@ -175,7 +168,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
 
     /// Whether commands are under way.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.is_closed && self.lanes.iter().any(|lane| !lane.under_way.is_empty())
+        !self.is_closed && self.lanes.iter().any(Lane::is_busy)
     }
 
     /// Takes up to `batch` commands of every lane, posts them, and recycles what is over.
@@ -193,7 +186,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         if let Some(relay) = &mut self.relay
             && let Err(error) = relay.publish(&mut self.endpoint)
         {
-            self.fail(0, Cause::Transport(error));
+            self.fail(self.first_busy(), Cause::Transport(error));
             return turn;
         }
         self.num_turns = self.num_turns.wrapping_add(1);
@@ -202,42 +195,61 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         } else if self.num_turns.is_multiple_of(TURNS_PER_HEALTH) && self.endpoint.health().is_err()
         {
             // Nobody waits for anything: the next command meets the failure.
-            self.busy_since = None;
+            self.patience = None;
         }
         turn
     }
 
-    /// Ends service: what was posted before is posted on, within bounds, as an endpoint without a proxy
-    /// would have done at once; what is under way stays so.
-    pub(crate) fn close(&mut self, batch: usize) {
+    /// Begins to end service: the turns that come post on what was posted before, within bounds, as an
+    /// endpoint without a proxy would have done at once; what is under way stays so.
+    pub(crate) fn begin_close(&mut self) {
+        let num_left = self.lanes.iter().map(|lane| lane.under_way.capacity() as u64).sum();
         let deadline = Instant::now() + CLOSE_LIMIT;
-        let most: u64 = self.lanes.iter().map(|lane| lane.under_way.capacity() as u64).sum();
-        let mut num_taken = 0;
-        while self.has_commands() && num_taken < most && Instant::now() < deadline {
-            let turn = self.turn(batch);
-            num_taken += turn.taken;
-            if turn.taken == 0 {
-                std::thread::yield_now();
-            }
+        self.closing.get_or_insert(Closing { deadline, num_left });
+    }
+
+    /// Ends service if it is to end and the time has come, behind a turn that took `num_taken` commands.
+    /// Whether it has ended.
+    pub(crate) fn try_close(&mut self, num_taken: u64) -> bool {
+        let Some(closing) = &mut self.closing else { return false };
+        closing.num_left = closing.num_left.saturating_sub(num_taken);
+        let is_time = closing.num_left == 0 || Instant::now() >= closing.deadline;
+        if !is_time && self.has_commands() {
+            return false;
         }
         self.is_closed = true;
         for lane in &self.lanes {
             lane.reader.fail(error_word(ERROR_CLOSED, 0, lane.reader.next()));
         }
+        true
+    }
+
+    /// Whether service has ended because it was to end.
+    pub(crate) const fn has_closed(&self) -> bool {
+        self.is_closed && self.closing.is_some()
     }
 
     fn take(&mut self, idx: usize, batch: usize, turn: &mut Turn) {
         let mut num_taken = 0;
         while num_taken < batch && !self.lanes[idx].is_closed {
-            let command = match self.lanes[idx].reader.peek() {
-                Ok(None) => break,
-                Ok(Some(command)) => command,
-                Err(bad) => return self.fail(idx, bad.into()),
+            let lane = &mut self.lanes[idx];
+            let (command, mut begun) = match lane.begun.take() {
+                Some(begun) => begun,
+                None => match lane.reader.peek() {
+                    Ok(None) => break,
+                    Ok(Some(command)) => (command, 0),
+                    Err(bad) => return self.fail(idx, bad.into()),
+                },
             };
-            match self.carry_out(&command) {
+            let before = self.issued;
+            match self.carry_out(&command, &mut begun) {
                 Ok(true) => {}
                 // No room: it is looked at again in the next turn.
-                Ok(false) => break,
+                Ok(false) => {
+                    turn.pieces += self.issued - before;
+                    self.lanes[idx].begun = (begun > 0).then_some((command, begun));
+                    break;
+                }
                 Err(cause) => return self.fail(idx, cause),
             }
             let is_quiet = command.opcode == Opcode::Quiet;
@@ -262,8 +274,9 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
     }
 
-    /// Gives a command to the endpoint or the relay. `false`: not now.
-    fn carry_out(&mut self, command: &Command) -> Result<bool, Cause> {
+    /// Gives a command to the endpoint or the relay, to that behind the bytes that it has already. `false`:
+    /// not now, or not all of it.
+    fn carry_out(&mut self, command: &Command, begun: &mut u32) -> Result<bool, Cause> {
         let Command { opcode, window, source, offset, num_bytes, source_offset, value } = *command;
         let num_windows = 1 + self.relay.as_ref().map_or(0, RelaySender::num_targets);
         if usize::from(window) >= num_windows {
@@ -296,22 +309,24 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         if window != 0
             && let Some(relay) = &mut self.relay
         {
-            let bytes = relay.target_bytes(window);
+            let (bytes, former) = (relay.target_bytes(window), relay.issued());
             let sent = match opcode {
                 Opcode::Put => {
                     remote(num_bytes, bytes)?;
-                    relay.put(&mut self.endpoint, window, offset, local()?)?
+                    relay.put(&mut self.endpoint, window, offset, &local()?, begun)?
                 }
                 Opcode::Add | Opcode::Signal => {
                     word(bytes)?;
                     relay.word(&mut self.endpoint, window, offset, opcode == Opcode::Add, value)?
                 }
-                Opcode::Quiet | Opcode::Fence | Opcode::Nop => Sent::Yes,
+                Opcode::Fence => relay.fence(&mut self.endpoint, window)?,
+                Opcode::Quiet | Opcode::Nop => Sent::Yes,
                 Opcode::Get | Opcode::Wake => {
                     return Err(BadCommand::Unsupported { window, opcode }.into());
                 }
             };
-            self.issued += u64::from(sent == Sent::Yes);
+            // Each piece uses the source until it is settled.
+            self.issued += (relay.issued() - former).max(u64::from(sent == Sent::Yes));
             return Ok(sent == Sent::Yes);
         }
         let bytes = self.window_bytes;
@@ -357,7 +372,10 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         {
             driver.drive();
         }
-        let result = if self.wants_quiet && self.quieted < self.issued {
+        let marks = if self.quieted < self.issued { self.endpoint.marks() } else { Ok(None) };
+        let result = if let Some(marks) = marks.transpose() {
+            marks.map(|marks| self.advance(marks)).map_err(Cause::Transport)
+        } else if self.wants_quiet && self.quieted < self.issued {
             match self.endpoint.quiet(Instant::now()) {
                 Ok(()) => {
                     (self.settled, self.quieted) = (self.issued, self.issued);
@@ -382,12 +400,13 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         } else {
             self.endpoint.health().map_err(Cause::Transport)
         };
+        let former = self.relay.as_ref().map_or(0, RelaySender::done);
         let result = result.and_then(|()| {
             self.relay.as_mut().map_or(Ok(0), |relay| relay.look().map_err(Cause::from))
         });
         let done = match result {
             Ok(done) => done,
-            Err(cause) => return self.fail(0, cause),
+            Err(cause) => return self.fail(self.first_busy(), cause),
         };
         for lane in &mut self.lanes {
             let mut end = lane.recycled;
@@ -405,45 +424,88 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
                 lane.reader.recycle(end);
             }
         }
-        self.watch(turn.recycled > 0);
+        self.watch(turn.recycled > 0 || done > former);
+    }
+
+    /// Takes in how far the endpoint has come: what was issued before is over while more is issued, and
+    /// nobody has to wait for a moment at which nothing is under way.
+    fn advance(&mut self, marks: Marks) {
+        let last = self.marks.back().map_or(self.quieted, |(_, issued)| *issued);
+        if last < self.issued && self.marks.len() < MAX_MARKS {
+            self.marks.push_back((marks.issued, self.issued));
+        }
+        while let Some((mark, issued)) = self.marks.front().copied()
+            && mark <= marks.arrived
+        {
+            self.quieted = self.quieted.max(issued);
+            self.marks.pop_front();
+        }
+        self.settled = self.settled.max(self.quieted);
+        self.wants_quiet &= self.quieted < self.issued;
     }
 
     /// Gives a peer up at which nothing moves.
     fn watch(&mut self, has_moved: bool) {
         if !self.is_busy() {
-            self.busy_since = None;
-        } else if has_moved || self.busy_since.is_none() {
-            self.busy_since = Some(Instant::now());
-        } else if self.num_turns.is_multiple_of(TURNS_PER_CLOCK)
-            && self.busy_since.is_some_and(|since| since.elapsed() > self.stall_limit)
-        {
-            let lane = self.lanes.iter().position(|lane| !lane.under_way.is_empty()).unwrap_or(0);
-            let limit_ms = self.stall_limit.as_millis() as u64;
-            self.fail(lane, Cause::Stalled { limit_ms });
+            self.patience = None;
+            return;
         }
+        if has_moved || self.patience.is_none() {
+            self.patience = Some(Patience::new());
+            return;
+        }
+        let (limit, is_due) = (self.stall_limit, self.num_turns.is_multiple_of(TURNS_PER_CLOCK));
+        if let Some(patience) = &mut self.patience
+            && is_due
+            && patience.count(limit / LOOKS_PER_LIMIT) > limit
+        {
+            self.fail(self.first_busy(), Cause::Stalled { limit_ms: limit.as_millis() as u64 });
+        }
+    }
+
+    /// The first lane with commands under way.
+    fn first_busy(&self) -> usize {
+        self.lanes.iter().position(Lane::is_busy).unwrap_or(0)
     }
 
     fn fail(&mut self, idx: usize, cause: Cause) {
+        let (code, is_of_lane) = (cause.code(), cause.is_of_lane());
         let lane = &mut self.lanes[idx];
-        let index = match cause {
-            Cause::Command(_) | Cause::Post { .. } => lane.reader.next(),
-            _ => lane.recycled,
+        lane.is_closed |= is_of_lane;
+        self.is_closed |= !is_of_lane;
+        // The command that is to blame, or the first that is not over.
+        let (opcode, index) = match cause {
+            Cause::Command(_) | Cause::Post { .. } => {
+                (lane.reader.opcode_bits(), lane.reader.next())
+            }
+            _ => (0, lane.recycled),
         };
-        let word = error_word(cause.code(), lane.reader.opcode_bits(), index);
-        if cause.is_of_lane() {
-            lane.is_closed = true;
-            lane.reader.fail(word);
-        } else {
-            self.is_closed = true;
-            self.lanes.iter().for_each(|lane| lane.reader.fail(word));
-        }
+        // Before the words: who sees one of them finds the report.
         self.shared.report(Failure { peer: self.shared.peer, lane: idx as u32, index, cause });
+        self.lanes[idx].reader.fail(error_word(code, opcode, index));
+        if !is_of_lane {
+            for lane in &self.lanes {
+                lane.reader.fail(error_word(code, 0, lane.recycled));
+            }
+        }
     }
 }
 
-/// Reports that are kept.
-const MAX_FAILURES: usize = 256;
+impl<E> Drop for Port<E> {
+    fn drop(&mut self) {
+        // Without effect on lanes that were closed before: the first reason stays. A thread that panics
+        // gets here alone.
+        for lane in &self.lanes {
+            lane.reader.fail(error_word(ERROR_CLOSED, 0, lane.reader.next()));
+        }
+    }
+}
+
+/// Marks that are kept, each of a look.
+const MAX_MARKS: usize = 64;
 const TURNS_PER_HEALTH: u32 = 64;
 const TURNS_PER_CLOCK: u32 = 64;
+/// A stall has to be seen so often at least.
+const LOOKS_PER_LIMIT: u32 = 16;
 /// How long closing a peer may take.
 const CLOSE_LIMIT: Duration = Duration::from_millis(100);

@@ -2,10 +2,10 @@
 
 use std::fmt::Debug;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, SyncSender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::{JoinHandle, Thread};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use p2p_core::endpoint::Endpoint;
@@ -14,11 +14,12 @@ use p2p_core::{AnyEndpoint, PostError, Region};
 use rustix::thread::CpuSet;
 use thiserror::Error;
 
-use crate::backoff::{Backoff, Bell, IdlePolicy};
-use crate::failure::Failure;
+use crate::backoff::{Backoff, IdlePolicy};
+use crate::failure::{Failure, Shared};
 use crate::lane::{LaneError, Lanes};
-use crate::locality::Placement;
-use crate::port::{Port, Shared};
+use crate::line::{ClosedAtEnd, Line, Order, lock};
+use crate::locality::{Device, Placement, Sysfs, allowed};
+use crate::port::Port;
 use crate::relay::{RelayConfig, RelayError, RelaySender};
 
 /// How a proxy works.
@@ -30,10 +31,22 @@ pub struct ProxyConfig {
     pub batch: usize,
     /// What idle threads do.
     pub idle: IdlePolicy,
-    /// How long a peer's commands may be under way without any being over.
+    /// How long a peer's commands may be under way without any being over. Time in which the thread does
+    /// not run hardly counts: the peer is not to blame for it.
     pub stall_limit: Duration,
     /// Processors of each thread; see [`Placement`].
     pub placement: Placement,
+}
+
+impl ProxyConfig {
+    /// The defaults for a service, with `num_threads` threads next to `gpu` and `nic`: see
+    /// [`Placement::shared`].
+    #[must_use]
+    pub fn beside(gpu: Option<&Device>, nic: Option<&Device>, num_threads: usize) -> Self {
+        let (placement, num_threads) =
+            Placement::shared(&Sysfs::default(), &allowed(), gpu, nic, num_threads);
+        Self { num_threads, placement, ..Self::default() }
+    }
 }
 
 impl Default for ProxyConfig {
@@ -55,7 +68,8 @@ pub struct PeerConfig {
     pub peer: u32,
     /// Its lanes. Nobody else takes commands from them.
     pub lanes: Lanes,
-    /// Bytes of window 0 at the peer.
+    /// Bytes of window 0 at the peer: at most 4 GiB, and with a relay its `direct_bytes`, behind which
+    /// its staging and its counters are.
     pub window_bytes: u64,
     /// Memory that puts and gets name as source 0, 1, …: the first is the mirror.
     pub sources: Vec<Region>,
@@ -75,6 +89,16 @@ pub enum ProxyError {
         /// Which.
         what: &'static str,
     },
+    /// Commands would reach what is not theirs to write, or could not reach it.
+    #[error("window_bytes is {found}: expected at most {limit}, {reason}")]
+    Window {
+        /// Found.
+        found: u64,
+        /// The most it may be.
+        limit: u64,
+        /// What is behind that.
+        reason: &'static str,
+    },
     /// The system refuses a thread.
     #[error("cannot start a thread of the proxy: {0}")]
     Thread(#[from] io::Error),
@@ -87,8 +111,8 @@ pub enum ProxyError {
     /// The relay cannot be set up.
     #[error(transparent)]
     Relay(#[from] RelayError),
-    /// The peer is not there any more.
-    #[error("the peer of the proxy is closed")]
+    /// The thread has ended: the proxy was dropped, or the thread panicked.
+    #[error("the proxy's thread has ended")]
     Closed,
     /// The thread does not answer.
     #[error("the proxy's thread did not answer within {limit_ms} ms")]
@@ -128,38 +152,19 @@ pub struct ProxyPeer<E = AnyEndpoint> {
     lanes: Lanes,
 }
 
+/// A peer as its thread knows it.
+#[derive(Debug)]
+struct Served<E> {
+    port: Port<E>,
+    shared: Arc<Shared>,
+    /// Who waits for the end of its service, once that has begun.
+    leaver: Option<SyncSender<()>>,
+}
+
 #[derive(Debug)]
 struct Worker<E> {
     line: Arc<Line<E>>,
     thread: Option<JoinHandle<()>>,
-}
-
-/// How others reach a thread.
-#[derive(Debug)]
-struct Line<E> {
-    orders: Mutex<Vec<Order<E>>>,
-    has_orders: AtomicBool,
-    bell: Bell,
-    thread: Mutex<Option<Thread>>,
-    num_peers: AtomicU64,
-    counters: Counters,
-}
-
-#[derive(Debug, Default)]
-struct Counters {
-    commands: AtomicU64,
-    recycled: AtomicU64,
-    bytes: AtomicU64,
-    sweeps: AtomicU64,
-    sleeps: AtomicU64,
-}
-
-#[derive(Debug)]
-enum Order<E> {
-    Add(Box<Port<E>>, Arc<Shared>),
-    Register(Arc<Shared>, Region, SyncSender<Result<u16, PostError>>),
-    Remove(Arc<Shared>, SyncSender<()>),
-    Stop,
 }
 
 impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
@@ -195,6 +200,13 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
     pub fn add(&self, endpoint: E, config: PeerConfig) -> Result<ProxyPeer<E>, ProxyError> {
         let PeerConfig { peer, lanes, window_bytes, sources, relay, thread } = config;
         let shared = Arc::new(Shared::new(peer));
+        let (limit, reason) = match &relay {
+            Some((relay, _)) => (relay.direct_bytes, "the direct_bytes of the relay"),
+            None => (MAX_WINDOW_BYTES, "where offsets of commands end"),
+        };
+        if window_bytes > limit {
+            return Err(ProxyError::Window { found: window_bytes, limit, reason });
+        }
         let relay = match relay {
             Some((relay, slot)) => {
                 let slot_bytes = slot.len();
@@ -220,8 +232,10 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
                     .ok_or(ProxyError::Closed)?
             }
         };
+        if !line.order(Order::Add(Box::new(port), Arc::clone(&shared))) {
+            return Err(ProxyError::Closed);
+        }
         line.num_peers.fetch_add(1, Ordering::Relaxed);
-        line.order(Order::Add(Box::new(port), Arc::clone(&shared)));
         Ok(ProxyPeer { line: Arc::clone(line), shared, lanes })
     }
 
@@ -232,17 +246,15 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
     }
 
     /// Wakes every thread, so that the commands of a kernel that is about to be launched find none
-    /// asleep. They fall asleep again as [`IdlePolicy`] says.
+    /// asleep. They fall asleep again as [`IdlePolicy`] says, as if they had just found a command.
     pub fn expect_work(&self) {
-        self.threads.iter().for_each(|worker| worker.line.ring());
+        self.threads.iter().for_each(|worker| worker.line.expect());
     }
 }
 
 impl<E> Drop for Proxy<E> {
     fn drop(&mut self) {
-        for worker in &self.threads {
-            worker.line.order(Order::Stop);
-        }
+        self.threads.iter().for_each(|worker| worker.line.close());
         for worker in &mut self.threads {
             if let Some(thread) = worker.thread.take()
                 && thread.join().is_err()
@@ -282,6 +294,12 @@ impl<E> ProxyPeer<E> {
         self.shared.has_failed()
     }
 
+    /// Why lane `lane` is out of service, if it is, as the answer to `op`. Takes no report.
+    #[cfg_attr(loom, allow(dead_code, reason = "endpoints of networks ask"))]
+    pub(crate) fn reason(&self, lane: u32, op: &'static str) -> Option<PostError> {
+        self.shared.reason(lane, op)
+    }
+
     /// Failures since the last call, the first 256 at most.
     #[must_use]
     pub fn take_failures(&self) -> Vec<Failure> {
@@ -309,50 +327,6 @@ fn answer<T>(receiver: &Receiver<T>) -> Result<T, ProxyError> {
     })
 }
 
-impl<E> Line<E> {
-    fn new() -> Self {
-        Self {
-            orders: Mutex::new(Vec::new()),
-            has_orders: AtomicBool::new(false),
-            bell: Bell::new(),
-            thread: Mutex::new(None),
-            num_peers: AtomicU64::new(0),
-            counters: Counters::default(),
-        }
-    }
-
-    fn order(&self, order: Order<E>) {
-        {
-            let mut orders = lock(&self.orders);
-            // Nobody takes orders any more behind a stop: whoever waits sees the sender go.
-            if matches!(orders.last(), Some(Order::Stop)) {
-                return;
-            }
-            orders.push(order);
-            self.has_orders.store(true, Ordering::Release);
-        }
-        self.ring();
-    }
-
-    fn ring(&self) {
-        // Sleeping is rare, and the lock with it.
-        self.bell.ring_with(|| lock(&self.thread).clone());
-    }
-}
-
-impl Counters {
-    fn read(&self) -> ThreadStats {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        ThreadStats {
-            commands: read(&self.commands),
-            recycled: read(&self.recycled),
-            bytes: read(&self.bytes),
-            sweeps: read(&self.sweeps),
-            sleeps: read(&self.sleeps),
-        }
-    }
-}
-
 fn run<E: Endpoint<RemoteKey = SlotKey>>(
     line: &Line<E>,
     idle: IdlePolicy,
@@ -360,23 +334,29 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
     cpus: Option<&CpuSet>,
 ) {
     prepare_thread(cpus);
-    let mut ports: Vec<(Port<E>, Arc<Shared>)> = Vec::new();
+    let _closed = ClosedAtEnd(line);
+    let mut peers: Vec<Served<E>> = Vec::new();
     let mut backoff = Backoff::new(idle);
     // One writer: the totals are kept here and stored.
     let mut stats = ThreadStats::default();
     loop {
-        if line.has_orders.load(Ordering::Acquire) && follow(line, &mut ports) {
+        if line.has_orders.load(Ordering::Acquire) && follow(line, &mut peers) {
             break;
         }
         let mut num_moved = 0;
         let mut is_busy = false;
-        for (port, _) in &mut ports {
+        let mut has_closed = false;
+        for Served { port, leaver, .. } in &mut peers {
             let turn = port.turn(batch);
-            num_moved += turn.taken + turn.recycled;
+            num_moved += turn.taken + turn.recycled + turn.pieces;
             stats.commands += turn.taken;
             stats.recycled += turn.recycled;
             stats.bytes += turn.bytes;
-            is_busy |= port.is_busy();
+            is_busy |= port.is_busy() || leaver.is_some();
+            has_closed |= port.try_close(turn.taken);
+        }
+        if has_closed {
+            release(line, &mut peers);
         }
         stats.sweeps += 1;
         if num_moved > 0 {
@@ -386,75 +366,82 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
             backoff.reset();
             continue;
         }
+        if line.was_expecting() {
+            backoff.reset();
+        }
         // What is under way has to be looked at, and often enough.
         let longest = if is_busy { BUSY_SLEEP } else { Duration::MAX };
         backoff.pause(longest, |pause| {
             stats.sleeps += 1;
             line.counters.sweeps.store(stats.sweeps, Ordering::Relaxed);
             line.counters.sleeps.store(stats.sleeps, Ordering::Relaxed);
-            let has_news = |(port, _): &(Port<E>, _)| !port.is_busy() && port.has_work();
-            line.bell.sleep(pause, || {
-                line.has_orders.load(Ordering::Acquire) || ports.iter().any(has_news)
-            });
+            let has_news = |peer: &Served<E>| {
+                peer.leaver.is_none() && !peer.port.is_busy() && peer.port.has_work()
+            };
+            line.bell.sleep(pause, || line.has_news() || peers.iter().any(has_news));
         });
     }
-    for (port, _) in &mut ports {
-        port.close(batch);
+    // All at once, by turns.
+    peers.iter_mut().for_each(|peer| peer.port.begin_close());
+    while !peers.is_empty() {
+        let mut num_taken = 0;
+        peers.retain_mut(|peer| {
+            let turn = peer.port.turn(batch);
+            num_taken += turn.taken + turn.pieces;
+            !peer.port.try_close(turn.taken)
+        });
+        if num_taken == 0 {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Lets the peers go whose service has ended.
+fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) {
+    while let Some(idx) = peers.iter().position(|peer| peer.port.has_closed()) {
+        let Served { port, leaver, .. } = peers.remove(idx);
+        // With its endpoint, before anybody is told.
+        drop(port);
+        line.num_peers.fetch_sub(1, Ordering::Relaxed);
+        if let Some(leaver) = leaver {
+            let _ = leaver.send(());
+        }
     }
 }
 
 /// Does what others asked for. `true`: stop.
-fn follow<E: Endpoint<RemoteKey = SlotKey>>(
-    line: &Line<E>,
-    ports: &mut Vec<(Port<E>, Arc<Shared>)>,
-) -> bool {
-    let orders = {
+fn follow<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) -> bool {
+    let (orders, is_last) = {
         let mut orders = lock(&line.orders);
         line.has_orders.store(false, Ordering::Relaxed);
-        if matches!(orders.last(), Some(Order::Stop)) {
-            // Left in place, so that nothing comes behind it.
-            let stop = orders.pop();
-            let before = std::mem::take(&mut *orders);
-            orders.extend(stop);
-            drop(orders);
-            serve(before, line, ports);
-            return true;
-        }
-        std::mem::take(&mut *orders)
+        (std::mem::take(&mut orders.list), orders.is_closed)
     };
-    serve(orders, line, ports);
-    false
+    serve(orders, peers);
+    is_last
 }
 
-fn serve<E: Endpoint<RemoteKey = SlotKey>>(
-    orders: Vec<Order<E>>,
-    line: &Line<E>,
-    ports: &mut Vec<(Port<E>, Arc<Shared>)>,
-) {
+fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Vec<Served<E>>) {
     for order in orders {
         match order {
-            Order::Add(port, shared) => ports.push((*port, shared)),
+            Order::Add(port, shared) => peers.push(Served { port: *port, shared, leaver: None }),
             Order::Register(whose, region, answer) => {
-                let port = ports.iter_mut().find(|(_, shared)| Arc::ptr_eq(shared, &whose));
-                if let Some((port, _)) = port {
+                if let Some(peer) = find(peers, &whose) {
                     // Who does not wait for the answer any more does not need it.
-                    let _ = answer.send(port.register(&region));
+                    let _ = answer.send(peer.port.register(&region));
                 }
             }
             Order::Remove(whose, answer) => {
-                ports.retain_mut(|(port, shared)| {
-                    let is_it = Arc::ptr_eq(shared, &whose);
-                    if is_it {
-                        port.close(CLOSE_BATCH);
-                    }
-                    !is_it
-                });
-                line.num_peers.fetch_sub(1, Ordering::Relaxed);
-                let _ = answer.send(());
+                if let Some(peer) = find(peers, &whose) {
+                    peer.port.begin_close();
+                    peer.leaver = Some(answer);
+                }
             }
-            Order::Stop => {}
         }
     }
+}
+
+fn find<'a, E>(peers: &'a mut [Served<E>], whose: &Arc<Shared>) -> Option<&'a mut Served<E>> {
+    peers.iter_mut().find(|peer| Arc::ptr_eq(&peer.shared, whose))
 }
 
 fn prepare_thread(cpus: Option<&CpuSet>) {
@@ -470,11 +457,6 @@ fn prepare_thread(cpus: Option<&CpuSet>) {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that holds a lock can leave its content half changed.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
+const MAX_WINDOW_BYTES: u64 = 1 << 32;
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-const CLOSE_BATCH: usize = 64;
 const BUSY_SLEEP: Duration = Duration::from_micros(50);

@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -12,8 +14,10 @@ use common::{Behaviour, LIMIT, Recorder, SLOT, config, lanes, peer_config, wait_
 use p2p_core::Region;
 use proptest::prelude::*;
 use proxy::abi::RawCommand;
+use proxy::bench::remote;
 use proxy::command::lap_of;
 use proxy::{BadCommand, Cause, Command, Lanes, Opcode, Poster, Proxy, ProxyPeer};
+use softnic::{NicConfig, SoftNetwork};
 
 struct Rig {
     _proxy: Proxy<Recorder>,
@@ -159,6 +163,60 @@ fn a_transport_that_stalls_is_given_up() {
         assert!(matches!(failure.cause, Cause::Stalled { limit_ms: 50 }), "{failure}");
         assert_eq!(failure.lane, 1);
     }
+}
+
+#[test]
+fn a_transport_that_fails_is_reported_for_the_lane_that_waits_and_without_an_opcode() {
+    let rig = rig(LIMIT);
+    let (mut idle, mut busy) = (rig.lanes.poster(0), rig.lanes.poster(1));
+    (0..2).for_each(|_| served(&mut idle));
+    // Past the end of the ring, so that the next cell holds an old command.
+    (0..20).for_each(|_| served(&mut busy));
+    rig.behaviour.is_stalled.store(true, Ordering::SeqCst);
+    busy.try_post(&Command::new(Opcode::Nop)).unwrap();
+    wait_for("the command", || rig._proxy.stats()[0].commands == 23);
+    rig.behaviour.is_broken.store(true, Ordering::SeqCst);
+    wait_for("the errors", || idle.error() != 0 && busy.error() != 0);
+    let failure = rig.peer.take_failures().pop().unwrap();
+    assert!(matches!(failure.cause, Cause::Transport(_)), "{failure}");
+    assert_eq!((failure.lane, failure.index), (1, 20), "{failure}");
+    // Code, opcode, and each lane's own first command that is not over.
+    let parts = |word: u64| (word as u8, (word >> 8) as u8, word >> 16);
+    assert_eq!(parts(busy.error()), (10, 0, 20));
+    assert_eq!(parts(idle.error()), (10, 0, 2));
+}
+
+#[test]
+fn the_sender_of_a_benchmark_decides_over_neither_memory_nor_time() {
+    let network = SoftNetwork::open(NicConfig::default()).unwrap();
+    let plan = |threads: u64, object_bytes: u64, budget: u64| {
+        let rest = r#""batch":1,"commands":1,"checks":1"#;
+        let sizes = format!(r#""object_bytes":{object_bytes},"budget":{budget}"#);
+        format!("{{\"Plan\":{{\"threads\":{threads},{sizes},{rest}}}}}\n")
+    };
+    let cases = [
+        (plan(1, 0xffff_fff8, 16_384), "in all"),
+        (plan(1, 1 << 20, 4097), "in all"),
+        (plan(64, 1 << 20, 65), "in all"),
+        (plan(65, 8, 2), "threads: expected"),
+        ("x".repeat(1 << 20), "a line of more than 65536 bytes"),
+        ("half a line".to_owned(), "has closed"),
+    ];
+    for (said, expected) in cases {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let sender = std::thread::spawn(move || {
+            let mut stream = TcpStream::connect(address).unwrap();
+            // Who has heard enough closes.
+            let _ = stream.write_all(said.as_bytes());
+        });
+        let error = remote::receive(&network, &listener, LIMIT).unwrap_err();
+        sender.join().unwrap();
+        assert!(error.to_string().contains(expected), "{expected}: {error:#}");
+    }
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let error = remote::receive(&network, &listener, Duration::from_millis(30)).unwrap_err();
+    assert!(error.to_string().contains("no sender came"), "{error:#}");
 }
 
 proptest! {

@@ -64,11 +64,12 @@ fn both_sides_have_the_layout_alike() {
     };
     assert_eq!(check(|_| {}), None);
     type Change = fn(&mut LaneHandle);
-    let cases: [(&str, Change); 6] = [
+    let cases: [(&str, Change); 7] = [
         ("depth", |lane| lane.depth_shift = 3),
         ("depth", |lane| lane.depth_shift = 17),
         ("budget", |lane| lane.budget = 17),
         ("budget", |lane| lane.budget = 0),
+        ("budget", |lane| lane.budget = 1),
         ("commands", |lane| lane.commands += 8),
         ("words", |lane| lane.state = 0),
     ];

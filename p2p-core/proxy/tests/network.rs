@@ -3,35 +3,28 @@
 #![cfg(not(loom))]
 
 mod common;
+#[path = "../../tests/conformance/parties.rs"]
+mod parties;
 #[path = "../../tests/conformance/suite.rs"]
 mod suite;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::process::{Command, Stdio};
-use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
-use common::{config, fresh_seed};
-use p2p_core::bootstrap::{ConnectConfig, Connection, Listener, ListenerConfig, connect};
-use p2p_core::network::{Joined, Network, Route};
-use p2p_core::region::SlotKey;
-use p2p_core::{AnyEndpoint, Channel, PeerHello, SlotConfig, SlotLayout};
-use proxy::{LaneConfig, Proxy, ProxyNetwork};
+use common::{Behaviour, Recorder, config};
+use p2p_core::endpoint::Endpoint;
+use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::region::{RemoteRange, SlotKey};
+use p2p_core::{AnyEndpoint, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
+use parties::{Way, in_processes, in_threads, pair, var};
+use proxy::bench::remote::{self, Plan, RemoteFigures};
+use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
-use suite::{Party, reset_meetings, scripts};
 
-const ROUTE: Route =
-    Route { local: IpAddr::V4(Ipv4Addr::LOCALHOST), remote: IpAddr::V4(Ipv4Addr::LOCALHOST) };
 /// Small, so that posting often finds no room.
 const LANES: LaneConfig = LaneConfig { num_lanes: 1, depth: 32, budget: 24 };
-
-fn configs() -> [SlotConfig; 3] {
-    [
-        SlotConfig { slot_bytes: 8 << 10, num_frames: 1 },
-        SlotConfig { slot_bytes: 64 << 10, num_frames: 2 },
-        SlotConfig { slot_bytes: 1 << 20, num_frames: 5 },
-    ]
-}
 
 fn behind(inner: Arc<dyn Network>) -> ProxyNetwork {
     ProxyNetwork::new(inner, Arc::new(Proxy::start(&config(1)).unwrap()), LANES)
@@ -47,46 +40,16 @@ fn softnic(adversary: Option<u64>) -> Arc<SoftNetwork> {
     Arc::new(SoftNetwork::open(config).unwrap())
 }
 
-fn pair(
-    a: &dyn Network,
-    b: &dyn Network,
-    config: SlotConfig,
-) -> (Channel<AnyEndpoint>, Channel<AnyEndpoint>) {
-    let layout = SlotLayout::new(config).unwrap();
-    let (here, there) = (a.open(&layout, ROUTE).unwrap(), b.open(&layout, ROUTE).unwrap());
-    let (of_here, of_there) = (here.description(), there.description());
-    let channel = |side: Joined| Channel::new(side.endpoint, layout, side.slot, SlotKey).unwrap();
-    (channel(here.join(&of_there).unwrap()), channel(there.join(&of_here).unwrap()))
-}
-
-fn in_threads(a: &dyn Network, b: &dyn Network) {
-    let seed = fresh_seed();
-    for config in configs() {
-        for (name, script) in scripts::<AnyEndpoint>() {
-            println!("{name}: {config:?}");
-            let (x, y) = pair(a, b, config);
-            std::thread::scope(|scope| {
-                let other = scope.spawn(move || {
-                    reset_meetings();
-                    script(Party::B, y, seed);
-                });
-                reset_meetings();
-                script(Party::A, x, seed);
-                other.join().expect("the other party");
-            });
-        }
-    }
-}
-
 #[test]
 fn both_sides_behind_a_proxy() {
-    in_threads(&behind(softnic(None)), &behind(softnic(None)));
+    let (a, b) = (behind(softnic(None)), behind(softnic(None)));
+    in_threads(|config| pair(&a, &b, config));
 }
 
 #[test]
 fn one_side_behind_a_proxy_over_a_nic_that_delays_and_reorders() {
-    let (a, b) = (softnic(Some(rand::random())), softnic(Some(rand::random())));
-    in_threads(&behind(a), &*b);
+    let (a, b) = (behind(softnic(Some(rand::random()))), softnic(Some(rand::random())));
+    in_threads(|config| pair(&a, &*b, config));
 }
 
 /// The network that a test between processes is about.
@@ -142,84 +105,165 @@ fn processes_over_verbs() {
     processes("verbs");
 }
 
-fn processes(name: &'static str) {
-    if named(name).is_none() {
-        return;
+/// A network of one recorder.
+#[derive(Debug)]
+struct Recording(Arc<Behaviour>);
+
+impl Network for Recording {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Staged
     }
-    let seed = fresh_seed();
-    for config in configs() {
-        let (connections, mut child) = serve_one_child(name, config, seed);
-        for (script_name, script) in scripts::<AnyEndpoint>() {
-            println!("{script_name}: {config:?}");
-            let connection = connections.recv_timeout(Duration::from_secs(60)).expect("peer");
-            reset_meetings();
-            script(Party::A, connection.channel, seed);
-        }
-        assert!(child.wait().unwrap().success(), "the child process failed");
+
+    fn flavour(&self) -> &str {
+        "recording"
+    }
+
+    fn open(&self, layout: &SlotLayout, _: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let slot = Region::anonymous(layout.slot_bytes()).unwrap();
+        Ok(Box::new(RecordingSide(Arc::clone(&self.0), slot)))
     }
 }
 
-/// A listener behind a proxy, and this binary again as its peer.
-fn serve_one_child(
-    name: &'static str,
-    slot: SlotConfig,
-    seed: u64,
-) -> (mpsc::Receiver<Connection>, std::process::Child) {
-    let (sender, receiver) = mpsc::channel();
-    let (addr_sender, addr) = mpsc::channel::<SocketAddr>();
-    std::thread::spawn(move || {
-        runtime().block_on(async move {
-            let network: Arc<dyn Network> = Arc::new(behind(named(name).expect("found before")));
-            let config = ListenerConfig {
-                slot,
-                transports: vec![network.kind()],
-                networks: vec![network],
-                ..Default::default()
-            };
-            let listener = Listener::bind("127.0.0.1:0", config).await.unwrap();
-            addr_sender.send(listener.local_addr()).unwrap();
-            let on_peer = move |connection| drop(sender.send(connection));
-            listener.serve(|_| Ok(Vec::new()), on_peer, std::future::pending()).await;
-        });
-    });
-    let addr = addr.recv_timeout(Duration::from_secs(30)).expect("listener");
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_process", "--nocapture"])
-        .env("PROXY_CHILD_ADDR", addr.to_string())
-        .env("PROXY_CHILD_NETWORK", name)
-        .env("PROXY_CHILD_SLOT", format!("{} {}", slot.slot_bytes, slot.num_frames))
-        .env("PROXY_CHILD_SEED", seed.to_string())
-        .stdin(Stdio::null())
-        .spawn()
-        .unwrap();
-    (receiver, child)
+#[derive(Debug)]
+struct RecordingSide(Arc<Behaviour>, Region);
+
+impl OpenSide for RecordingSide {
+    fn description(&self) -> SideDescription {
+        SideDescription::default()
+    }
+
+    fn join(self: Box<Self>, _: &SideDescription) -> Result<Joined, NetworkError> {
+        let endpoint = AnyEndpoint::Other(Box::new(Recorder(self.0, 0)));
+        Ok(Joined { endpoint, slot: self.1 })
+    }
+}
+
+/// An endpoint through a proxy to a recorder.
+fn recorded(behaviour: &Arc<Behaviour>, config: &ProxyConfig) -> AnyEndpoint {
+    let proxy = Arc::new(Proxy::start(config).unwrap());
+    let lanes = LaneConfig { num_lanes: 1, depth: 16, budget: 4 };
+    let network = ProxyNetwork::new(Arc::new(Recording(Arc::clone(behaviour))), proxy, lanes);
+    let layout = SlotLayout::new(SlotConfig { slot_bytes: 8 << 10, num_frames: 1 }).unwrap();
+    let side = network.open(&layout, parties::ROUTE).unwrap();
+    side.join(&SideDescription::default()).unwrap().endpoint
+}
+
+#[test]
+fn why_a_peer_failed_is_said_as_often_as_it_is_asked() {
+    let behaviour = Arc::new(Behaviour::default());
+    behaviour.fail_at.store(1, Ordering::SeqCst);
+    let mut end = recorded(&behaviour, &config(1));
+    let dst = RemoteRange { key: SlotKey, offset: 0, len: 8 };
+    end.add_flag(dst, 1).unwrap();
+    common::wait_for("the failure", || end.health().is_err());
+    for _ in 0..3 {
+        let answers = [end.health().unwrap_err(), end.is_settled().unwrap_err()];
+        for error in answers.into_iter().chain(end.add_flag(dst, 1).err()) {
+            assert!(
+                error.to_string().contains("add_flag: transport error -5: injected"),
+                "{error}"
+            );
+        }
+    }
+}
+
+/// `benchmark_remote`, both sides in this process.
+fn benchmark(
+    from: &dyn Network,
+    to: &dyn Network,
+) -> (anyhow::Result<RemoteFigures>, anyhow::Result<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| remote::receive(to, &listener, common::LIMIT));
+        let figures = remote::send(from, address, PLAN, &config(2), None);
+        (figures, receiving.join().unwrap())
+    })
+}
+
+const PLAN: Plan = Plan {
+    threads: 2,
+    object_bytes: 1032,
+    budget: 8,
+    batch: 3,
+    commands: 100,
+    checks: 5,
+    is_gpu: false,
+};
+
+fn benchmark_compares_every_object(from: &dyn Network, to: &dyn Network) {
+    let (figures, received) = benchmark(from, to);
+    let figures = figures.unwrap();
+    received.unwrap();
+    assert_eq!((figures.plan, figures.objects, figures.checked), (PLAN, 200, 2 * 5 * 8));
+    assert!(figures.latency.is_some() && figures.one.is_some() && figures.wall_ms > 0.0);
+}
+
+#[test]
+fn the_benchmark_between_hosts_over_the_nic_model() {
+    benchmark_compares_every_object(&*softnic(None), &*softnic(None));
+}
+
+#[test]
+#[cfg(feature = "libfabric")]
+fn the_benchmark_between_hosts_over_libfabric() {
+    if let (Some(from), Some(to)) = (libfabric(), libfabric()) {
+        benchmark_compares_every_object(&*from, &*to);
+    }
+}
+
+#[test]
+fn the_benchmark_between_hosts_notices_what_does_not_arrive() {
+    let recording = || Recording(Arc::new(Behaviour::default()));
+    let (figures, received) = benchmark(&recording(), &recording());
+    assert!(figures.is_err());
+    let error = received.unwrap_err();
+    assert!(error.to_string().contains("counters [0, 0], expected 1"), "{error:#}");
+}
+
+#[test]
+fn a_quiet_ends_at_its_deadline_and_is_asked_for_once() {
+    let behaviour = Arc::new(Behaviour::default());
+    behaviour.is_stalled.store(true, Ordering::SeqCst);
+    let patient = ProxyConfig { stall_limit: Duration::from_secs(600), ..config(1) };
+    let mut end = recorded(&behaviour, &patient);
+    assert!(end.quiet(Instant::now()).is_ok(), "nothing was issued");
+    let add = |end: &mut AnyEndpoint| {
+        let dst = RemoteRange { key: SlotKey, offset: 0, len: 8 };
+        end.add_flag(dst, 1).unwrap();
+    };
+    (0..2).for_each(|_| add(&mut end));
+    let outstanding = |end: &mut AnyEndpoint, within| match end.quiet(Instant::now() + within) {
+        Err(QuietError::Deadline { outstanding }) => outstanding,
+        other => panic!("{other:?}"),
+    };
+    // However often it is looked for: two flags and one quiet, which leave room for another flag.
+    for _ in 0..100 {
+        assert_eq!(outstanding(&mut end, Duration::ZERO), 3);
+    }
+    add(&mut end);
+    // The lane is full, and its posts would wait for long.
+    for within in [Duration::ZERO, Duration::from_millis(20)] {
+        assert_eq!(outstanding(&mut end, within), 4);
+    }
+    assert!(!end.is_settled().unwrap());
+    behaviour.is_stalled.store(false, Ordering::SeqCst);
+    end.quiet(Instant::now() + common::LIMIT).unwrap();
+    assert!(end.is_settled().unwrap());
+    assert_eq!(behaviour.asked.lock().unwrap().len(), 3);
+}
+
+fn processes(name: &str) {
+    let Some(network) = named(name) else { return };
+    let way = Way::over(Arc::new(behind(network))).with("NETWORK", name);
+    in_processes(&way, |_| true);
 }
 
 /// The other half of the tests with two processes. Does nothing when run on its own.
 #[test]
 fn child_process() {
-    let var = |name: &str| std::env::var(format!("PROXY_CHILD_{name}")).ok();
-    let Some(addr) = var("ADDR") else { return };
-    let slot = var("SLOT").unwrap();
-    let sizes: Vec<usize> = slot.split(' ').map(|part| part.parse().unwrap()).collect();
-    let seed = var("SEED").unwrap().parse().unwrap();
-    let network: Arc<dyn Network> = Arc::new(behind(named(&var("NETWORK").unwrap()).unwrap()));
-    let runtime = runtime();
-    for (_, script) in scripts::<AnyEndpoint>() {
-        let config = ConnectConfig {
-            slot: SlotConfig { slot_bytes: sizes[0], num_frames: sizes[1] },
-            transports: vec![network.kind()],
-            networks: vec![Arc::clone(&network)],
-            timeout: Duration::from_secs(30),
-            ..Default::default()
-        };
-        let connection =
-            runtime.block_on(connect(addr.as_str(), PeerHello::default(), config)).unwrap();
-        reset_meetings();
-        script(Party::B, connection.channel, seed);
+    if parties::is_child() {
+        let network = named(&var("NETWORK").expect("a name")).expect("found by the parent");
+        parties::perform_all(&Way::over(Arc::new(behind(network))));
     }
-}
-
-fn runtime() -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }

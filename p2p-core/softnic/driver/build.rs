@@ -1,4 +1,5 @@
-//! Compiles `driver.cpp` against the device headers, and once more for every mutant of them.
+//! Compiles `driver.cpp` and `link.cpp` against the device headers, and one of them once more for every
+//! mutant of a header; and `gpu_nic.cpp` against the NICs of GPUs.
 //!
 //! Without a C++ compiler nothing is compiled, and the tests say that they were skipped.
 
@@ -10,7 +11,11 @@ fn main() {
     let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("set by cargo"));
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("set by cargo"));
     let include = here.join("../../../kernels/include");
-    for input in [here.join("driver.cpp"), here.join("mutants.txt"), include.join("switchyard")] {
+    let shim = here.join("../../../kernels/host/shim/simt.hpp");
+    for input in ["driver.cpp", "link.cpp", "gpu_nic.cpp", "shim", "../gpu", "mutants.txt"] {
+        println!("cargo:rerun-if-changed={}", here.join(input).display());
+    }
+    for input in [include.join("switchyard"), shim] {
         println!("cargo:rerun-if-changed={}", input.display());
     }
     println!("cargo:rerun-if-env-changed=CXX");
@@ -21,39 +26,99 @@ fn main() {
         .map(Mutant::parse)
         .collect();
 
-    let mut table = String::from("pub(crate) const NAMES: &[&str] = &[\n    \"product\",\n");
-    for mutant in &mutants {
-        writeln!(table, "    \"{}\",", mutant.name).expect("a string");
+    let is_link = |mutant: &&Mutant| mutant.source() == Source::Link;
+    let (links, calls): (Vec<&Mutant>, Vec<&Mutant>) = mutants.iter().partition(is_link);
+    let mut table = String::new();
+    for (list, mutants) in [("NAMES", &calls), ("LINKS", &links)] {
+        writeln!(table, "pub(crate) const {list}: &[&str] = &[\n    \"product\",")
+            .expect("a string");
+        for mutant in mutants {
+            writeln!(table, "    \"{}\",", mutant.name).expect("a string");
+        }
+        table.push_str("];\n");
     }
-    table.push_str("];\n");
     if !has_compiler() {
         println!("cargo:warning=no C++ compiler: tests of the device functions will be skipped");
         std::fs::write(out.join("variants.rs"), table).expect("OUT_DIR");
         return;
     }
     println!("cargo:rustc-cfg=has_cxx");
-    compile(&here, &include, "product");
+    for source in [Source::Calls, Source::Link] {
+        compile(&here, &include, source, "product");
+    }
+    compile_gpu_nic(&here, &include);
     for mutant in &mutants {
         let headers = out.join(&mutant.name);
         copy(&include.join("switchyard"), &headers.join("switchyard"));
         mutant.apply(&headers.join("switchyard/comm"));
-        compile(&here, &headers, &mutant.name);
+        compile(&here, &headers, mutant.source(), &mutant.name);
     }
-    let names = || std::iter::once("product").chain(mutants.iter().map(|m| m.name.as_str()));
-    table.push_str("unsafe extern \"C\" {\n");
-    for name in names() {
-        writeln!(table, "    fn sy_driver_{name}() -> *const *const c_void;").expect("a string");
+    for (mutants, source) in [(&calls, Source::Calls), (&links, Source::Link)] {
+        let names: Vec<&str> =
+            std::iter::once("product").chain(mutants.iter().map(|m| m.name.as_str())).collect();
+        table.push_str(&source.lookup(&names));
     }
-    table.push_str("}\npub(crate) fn table(variant: &str) -> Option<*const *const c_void> {\n");
-    table.push_str(
-        "    // SAFETY: the functions take nothing and return constants.\n    unsafe {\n",
-    );
-    table.push_str("        match variant {\n");
-    for name in names() {
-        writeln!(table, "            \"{name}\" => Some(sy_driver_{name}()),").expect("a string");
-    }
-    table.push_str("            _ => None,\n        }\n    }\n}\n");
     std::fs::write(out.join("variants.rs"), table).expect("OUT_DIR");
+}
+
+/// What is compiled, and which symbol it has.
+#[derive(Clone, Copy, PartialEq)]
+enum Source {
+    /// Posting by plain threads.
+    Calls,
+    /// Links of fused kernels, by warps of fibres.
+    Link,
+}
+
+impl Source {
+    const fn file(self) -> &'static str {
+        match self {
+            Self::Calls => "driver.cpp",
+            Self::Link => "link.cpp",
+        }
+    }
+
+    /// Macro and prefix of the symbol.
+    const fn symbol(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Calls => ("SY_DRIVER", "sy_driver"),
+            Self::Link => ("SY_LINK", "sy_link"),
+        }
+    }
+
+    /// A function from the name of a variant to what it exports.
+    fn lookup(self, names: &[&str]) -> String {
+        let (function, result) = match self {
+            Self::Calls => ("table", "*const *const c_void"),
+            Self::Link => ("link", "unsafe extern \"C\" fn(*const c_void)"),
+        };
+        let prefix = self.symbol().1;
+        let mut text = String::from("unsafe extern \"C\" {\n");
+        for name in names {
+            let signature = match self {
+                Self::Calls => "() -> *const *const c_void",
+                Self::Link => "(job: *const c_void)",
+            };
+            writeln!(text, "    fn {prefix}_{name}{signature};").expect("a string");
+        }
+        writeln!(text, "}}\npub(crate) fn {function}(variant: &str) -> Option<{result}> {{")
+            .expect("a string");
+        text.push_str("    match variant {\n");
+        for name in names {
+            let value = match self {
+                Self::Calls => {
+                    format!(
+                        "// SAFETY: it takes nothing.\n            unsafe {{ {prefix}_{name}() }}"
+                    )
+                }
+                Self::Link => format!("{prefix}_{name}"),
+            };
+            writeln!(text, "        \"{name}\" => Some({{\n            {value}\n        }}),")
+                .expect("a string");
+        }
+        text.push_str("        _ => None,\n    }\n}\n");
+        text
+    }
 }
 
 struct Mutant {
@@ -71,6 +136,10 @@ impl Mutant {
         let [name, header, find, replace] = <[String; 4]>::try_from(parts)
             .unwrap_or_else(|parts| panic!("mutants.txt: {parts:?} has not four parts"));
         Self { name, header, find, replace }
+    }
+
+    fn source(&self) -> Source {
+        if self.header == "ibgda_link.h" { Source::Link } else { Source::Calls }
     }
 
     fn apply(&self, comm: &Path) {
@@ -99,23 +168,47 @@ impl Mutant {
     }
 }
 
-fn compile(here: &Path, include: &Path, name: &str) {
-    cc::Build::new()
+fn compile(here: &Path, include: &Path, source: Source, name: &str) {
+    let shim = here.join("../../../kernels/host/shim");
+    let (symbol, prefix) = source.symbol();
+    let mut build = cc::Build::new();
+    build
         .cpp(true)
-        // Nothing of the C++ library is used.
-        .cpp_link_stdlib(None)
         .std("c++17")
         .flag("-fno-exceptions")
         .flag("-fno-rtti")
-        .opt_level(2)
         .warnings(name == "product")
         .warnings_into_errors(name == "product")
         .include(include)
         // Inline functions of two variants must not be taken for each other by the linker.
         .define("switchyard", format!("switchyard_{name}").as_str())
-        .define("SY_DRIVER", format!("sy_driver_{name}").as_str())
-        .file(here.join("driver.cpp"))
-        .compile(&format!("sy_driver_{name}"));
+        .define(symbol, format!("{prefix}_{name}").as_str())
+        .file(here.join(source.file()));
+    match source {
+        // Nothing of the C++ library is used.
+        Source::Calls => build.cpp_link_stdlib(None).opt_level(2),
+        Source::Link => build.opt_level(1).flag("-include").flag(shim.join("simt.hpp")),
+    };
+    build.compile(&format!("{prefix}_{name}"));
+}
+
+/// The NICs of GPUs for a processor, over streams and fibres of the host.
+fn compile_gpu_nic(here: &Path, include: &Path) {
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .opt_level(1)
+        .flag("-fno-rtti")
+        .warnings_into_errors(true)
+        .include(here.join("shim"))
+        .include(here.join("../../../kernels/host/shim"))
+        .include(here.join("../gpu"))
+        .include(include)
+        // As for the others: its inline functions are compiled for fibres.
+        .define("switchyard", "switchyard_gpu_nic")
+        .define("simt", "simt_gpu_nic")
+        .file(here.join("gpu_nic.cpp"))
+        .compile("sy_gpu_nic");
 }
 
 fn has_compiler() -> bool {

@@ -26,6 +26,7 @@ template <Scope kScope> __device__ void run(const Params& p) {
     if (threadIdx.x % 32 == 0) {
         status |= amo_nonfetch_add<kScope>(p.qp, p.counter, 1, p.bound);
         status |= amo_nonfetch_add32<kScope>(p.qp, p.counter, 1, p.bound);
+        status |= amo_nonfetch_add_fields<kScope>(p.qp, p.counter, 1, 1ull << 31, p.bound);
         status |= signal<kScope>(p.qp, p.counter, 1, p.bound);
         status |= put_imm_nbi<kScope>(p.qp, p.local, p.remote, 64, 7, p.bound);
         status |= quiet_gets<kScope>(p.qp, p.local, p.bound);

@@ -97,6 +97,11 @@ uint32_t add4(const sy_mlx5_qp* qp, uint64_t counter, uint32_t rkey, uint64_t va
     return amo_nonfetch_add32(*qp, {counter, rkey}, static_cast<uint32_t>(value), *bound);
 }
 
+uint32_t add_fields(const sy_mlx5_qp* qp, uint64_t word, uint32_t rkey, uint64_t value,
+                    uint64_t boundary, const sy_mlx5_bound* bound) {
+    return amo_nonfetch_add_fields(*qp, {word, rkey}, value, boundary, *bound);
+}
+
 uint32_t set_word(const sy_mlx5_qp* qp, uint64_t word, uint32_t rkey, uint64_t value,
                   const sy_mlx5_bound* bound) {
     return signal(*qp, {word, rkey}, value, *bound);
@@ -106,6 +111,13 @@ uint32_t put_imm(const sy_mlx5_qp* qp, uint64_t local, uint32_t lkey, uint64_t r
                  uint32_t rkey, uint64_t num_bytes, uint32_t imm, const sy_mlx5_bound* bound) {
     return put_imm_nbi(*qp, {local, lkey}, {remote, rkey}, static_cast<uint32_t>(num_bytes), imm,
                        *bound);
+}
+
+// A request that moves nothing.
+uint32_t nop(const sy_mlx5_qp* qp, const sy_mlx5_bound* bound) {
+    return mlx5::post<Scope::kSys, Thread>(
+        *qp, *bound, 1,
+        [](uint32_t, const mlx5::Control& control) { return mlx5::make_nop(control); });
 }
 
 uint32_t wait_all(const sy_mlx5_qp* qp, const sy_mlx5_bound* bound) { return quiet(*qp, *bound); }
@@ -149,23 +161,16 @@ void decode_cqe(const uint8_t* cqe, uint64_t* out) {
 const char* check(const sy_mlx5_qp* qp) { return sy_mlx5_check_qp(qp); }
 
 const void* const kTable[] = {
-    reinterpret_cast<const void*>(build),
-    reinterpret_cast<const void*>(put),
-    reinterpret_cast<const void*>(get),
-    reinterpret_cast<const void*>(put_add),
-    reinterpret_cast<const void*>(add8),
-    reinterpret_cast<const void*>(add4),
-    reinterpret_cast<const void*>(set_word),
-    reinterpret_cast<const void*>(put_imm),
-    reinterpret_cast<const void*>(wait_all),
-    reinterpret_cast<const void*>(wait_gets),
-    reinterpret_cast<const void*>(poll_once),
-    reinterpret_cast<const void*>(signal_words),
-    reinterpret_cast<const void*>(doorbell),
-    reinterpret_cast<const void*>(dbrec),
-    reinterpret_cast<const void*>(completed_after),
-    reinterpret_cast<const void*>(decode_cqe),
-    reinterpret_cast<const void*>(check),
+    reinterpret_cast<const void*>(build),        reinterpret_cast<const void*>(put),
+    reinterpret_cast<const void*>(get),          reinterpret_cast<const void*>(put_add),
+    reinterpret_cast<const void*>(add8),         reinterpret_cast<const void*>(add4),
+    reinterpret_cast<const void*>(add_fields),   reinterpret_cast<const void*>(set_word),
+    reinterpret_cast<const void*>(put_imm),      reinterpret_cast<const void*>(wait_all),
+    reinterpret_cast<const void*>(wait_gets),    reinterpret_cast<const void*>(poll_once),
+    reinterpret_cast<const void*>(signal_words), reinterpret_cast<const void*>(doorbell),
+    reinterpret_cast<const void*>(dbrec),        reinterpret_cast<const void*>(completed_after),
+    reinterpret_cast<const void*>(decode_cqe),   reinterpret_cast<const void*>(check),
+    reinterpret_cast<const void*>(nop),
 };
 
 } // namespace

@@ -137,8 +137,7 @@ static void answer_cqe(uint8_t* bytes) {
            error->vendor_err_synd);
 }
 
-#define CONSTANT(name)                                                                             \
-    { #name, (uint32_t)(name) }
+#define CONSTANT(name) {#name, (uint32_t)(name)}
 static const struct {
     const char* name;
     uint32_t value;

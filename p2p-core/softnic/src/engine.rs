@@ -7,7 +7,7 @@
 //! fenced request. Nothing is ordered across queue pairs.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
@@ -401,6 +401,11 @@ impl Nic {
         }
         let num_waiting = num_used.wrapping_sub(entry.inbox_head.load(Ordering::Acquire) as u32);
         if num_waiting as usize >= NUM_INBOX {
+            // The peer's NIC takes nothing in: its process stands still.
+            let since = *qp.rnr_since.get_or_insert_with(Instant::now);
+            if since.elapsed() >= INBOX_LIMIT {
+                return Err(Syndrome::RetryExceeded);
+            }
             return Ok(None);
         }
         qp.rnr_since = None;
@@ -717,4 +722,6 @@ fn cut(rng: &mut SmallRng, address: usize, len: usize) -> Vec<(usize, usize)> {
 }
 
 const BUDGET: usize = 256;
+/// How long a write with immediate data waits for a peer whose NIC takes nothing in.
+const INBOX_LIMIT: Duration = Duration::from_secs(3);
 const MAX_VIOLATIONS: usize = 1000;

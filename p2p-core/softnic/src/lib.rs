@@ -17,6 +17,9 @@
 //! | [`thread`] | a NIC on a thread of its own |
 //! | [`network`] | the transport over it |
 //!
+//! The folder `gpu/` has the same NIC in C++, as a kernel and as a thread that drives copy engines;
+//! `tests/gpu_nic` compares it with this one.
+//!
 //! What the model shows and cannot show is in `docs/ibgda.md`.
 
 mod cq;

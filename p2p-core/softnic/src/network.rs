@@ -73,9 +73,16 @@ impl Network for SoftNetwork {
         let mut nic = self.device.lock();
         let domain = nic.alloc_domain();
         let port = nic.address();
-        let queue = HostQueue::create(&mut nic, domain, QueueSizes::default())
-            .and_then(|queue| Ok((nic.register(domain, &slot, 0, bytes, Access::ALL)?, queue)))
-            .and_then(|(keys, queue)| Ok((keys, Poster::new(queue)?)));
+        let queue =
+            HostQueue::create(&mut nic, domain, QueueSizes::default()).and_then(|queue| match nic
+                .register(domain, &slot, 0, bytes, Access::ALL)
+            {
+                Ok(keys) => Ok((keys, Poster::new(queue)?)),
+                Err(error) => {
+                    let _ = queue.destroy(&mut nic);
+                    Err(error)
+                }
+            });
         drop(nic);
         let (slot_keys, poster) = queue.map_err(|e| failed("make a queue pair", e))?;
         let qpn = poster.queue().qpn();

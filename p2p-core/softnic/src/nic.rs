@@ -215,6 +215,14 @@ pub enum ControlError {
         /// Most.
         max: u32,
     },
+    /// A queue pair still has its completions there.
+    #[error("completion queue {cq:#x} is used by queue pair {qpn:#x}: destroy that first")]
+    CompletionsInUse {
+        /// Completion queue.
+        cq: u32,
+        /// One of its queue pairs.
+        qpn: u32,
+    },
     /// A peer is still in the middle of an access to memory whose key is revoked.
     #[error("key {lkey:#x} is revoked, but an access to its memory does not end; do not reuse it")]
     InUse {
@@ -258,6 +266,8 @@ pub struct QpConfig {
     pub dbrec_offset: usize,
     /// Doorbell register, 8 bytes.
     pub doorbell_offset: usize,
+    /// Memory of the doorbell register, where that is not `region`.
+    pub doorbell_region: Option<Region>,
     /// Completions of requests.
     pub send_cq: u32,
     /// Completions of received immediate data.
@@ -409,6 +419,24 @@ impl Nic {
         }
     }
 
+    /// Registers memory that peers may reach, under the addresses of `view`: another mapping of the whole
+    /// segment, which is what this side's programs use.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn register_view(
+        &mut self,
+        domain: Domain,
+        segment: &Segment,
+        view: &Region,
+        access: Access,
+    ) -> Result<Keys, ControlError> {
+        place("memory", segment.region(), 0, view.len(), 1)?;
+        let part = place("memory", view, 0, view.len(), 1)?;
+        let shown = self.show(segment)?;
+        self.add_memory(domain, part, 0, access, Some(shown)).inspect_err(|_| self.hide(shown))
+    }
+
     /// Registers memory for requests of this side only.
     ///
     /// # Errors
@@ -463,13 +491,14 @@ impl Nic {
         }
         let sq_bytes = config.sq_depth as usize * SEGMENT_BYTES * 4;
         let region = &config.region;
+        let doorbells = config.doorbell_region.as_ref().unwrap_or(region);
         let mut qp = Box::new(Qp {
             qpn: 0,
             domain: config.domain.0,
             depth: config.sq_depth,
             sq: place("send queue", region, config.sq_offset, sq_bytes, 64)?,
             dbrec: place("doorbell record", region, config.dbrec_offset, 8, 8)?,
-            doorbell: place("doorbell", region, config.doorbell_offset, 8, 8)?,
+            doorbell: place("doorbell", doorbells, config.doorbell_offset, 8, 8)?,
             send_cq: config.send_cq as usize,
             recv_cq: config.recv_cq.map(|cq| cq as usize),
             state: QpState::Reset,
@@ -540,6 +569,22 @@ impl Nic {
     /// # Errors
     /// [`ControlError::Unknown`].
     pub fn reset(&mut self, qpn: u32) -> Result<(), ControlError> {
+        self.reset_pair(qpn)?;
+        let qp = self.qp(qpn)?;
+        for cq in [Some(qp.send_cq), qp.recv_cq].into_iter().flatten() {
+            if let Some(cq) = self.cqs.get_mut(cq).and_then(Option::as_mut) {
+                cq.reset();
+            }
+        }
+        Ok(())
+    }
+
+    /// The same by the verbs alone, which leave completion queues as they are: the next completion comes
+    /// behind the last one.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn reset_pair(&mut self, qpn: u32) -> Result<(), ControlError> {
         let qp = self.qp(qpn)?;
         qp.state = QpState::Reset;
         qp.remote = None;
@@ -555,17 +600,11 @@ impl Nic {
                 word.store(value, Ordering::Release);
             }
         }
-        let (send_cq, recv_cq) = (qp.send_cq, qp.recv_cq);
         let entry = &self.port.tables().qps[(qpn - port::FIRST_QPN) as usize];
         entry.state.store(state::RESET, Ordering::Release);
         entry.num_receives.store(0, Ordering::Relaxed);
         entry.num_used.store(0, Ordering::Relaxed);
         entry.inbox_head.store(0, Ordering::Relaxed);
-        for cq in [Some(send_cq), recv_cq].into_iter().flatten() {
-            if let Some(cq) = self.cqs.get_mut(cq).and_then(Option::as_mut) {
-                cq.reset();
-            }
-        }
         Ok(())
     }
 
@@ -595,8 +634,13 @@ impl Nic {
     /// Takes a completion queue away that no queue pair uses any more.
     ///
     /// # Errors
-    /// [`ControlError::Unknown`].
+    /// [`ControlError::Unknown`], [`ControlError::CompletionsInUse`].
     pub fn destroy_cq(&mut self, cq: u32) -> Result<(), ControlError> {
+        let number = cq as usize;
+        let mut qps = self.qps.iter().flatten();
+        if let Some(qp) = qps.find(|qp| qp.send_cq == number || qp.recv_cq == Some(number)) {
+            return Err(ControlError::CompletionsInUse { cq, qpn: qp.qpn });
+        }
         let slot = self.cqs.get_mut(cq as usize);
         match slot.and_then(Option::take) {
             Some(_) => Ok(()),

@@ -139,6 +139,29 @@ pub(crate) struct Peer {
     process: Option<OwnedFd>,
     checked: Option<Instant>,
     is_dead: bool,
+    refusals: Refusals,
+}
+
+/// Failures to map memory of a peer, which any request may meet again.
+#[derive(Debug, Default)]
+struct Refusals {
+    told_at: Option<Instant>,
+    num_untold: u64,
+}
+
+impl Refusals {
+    /// Whether a failure at `now` is to be told, and then how many were not since the last one.
+    fn note(&mut self, now: Instant) -> Option<u64> {
+        if self
+            .told_at
+            .is_some_and(|told_at| now.saturating_duration_since(told_at) < TELL_INTERVAL)
+        {
+            self.num_untold += 1;
+            return None;
+        }
+        self.told_at = Some(now);
+        Some(std::mem::take(&mut self.num_untold))
+    }
 }
 
 /// A peer's memory, pinned while it is accessed: deregistration waits for that.
@@ -175,7 +198,8 @@ impl Peer {
         let process = i32::try_from(address.pid).ok().filter(|_| !own).and_then(Pid::from_raw);
         let process = process.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         let is_dead = !own && process.is_none();
-        Ok(Self { address, tables, segments: Vec::new(), process, checked: None, is_dead })
+        let (segments, refusals) = (Vec::new(), Refusals::default());
+        Ok(Self { address, tables, segments, process, checked: None, is_dead, refusals })
     }
 
     pub(crate) const fn address(&self) -> PortAddress {
@@ -226,7 +250,11 @@ impl Peer {
                 }
                 self.segments[index] = Some((generation, region));
             }
-            Err(error) => tracing::warn!(%error, "cannot map a peer's registered memory"),
+            Err(error) => {
+                if let Some(num_untold) = self.refusals.note(Instant::now()) {
+                    tracing::warn!(%error, num_untold, "cannot map a peer's registered memory");
+                }
+            }
         }
     }
 
@@ -412,4 +440,66 @@ pub(crate) const NUM_KEYS: usize = 2048;
 pub(crate) const NUM_QPS: usize = 512;
 pub(crate) const NUM_INBOX: usize = 64;
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
+/// Between two reports about one peer's memory.
+const TELL_INTERVAL: Duration = Duration::from_secs(60);
 const _: () = assert!(size_of::<MemoryEntry>() == 64);
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+
+    use tracing::span::{Attributes, Id, Record};
+    use tracing::{Event, Metadata, Subscriber};
+
+    use super::*;
+
+    /// Counts what is told.
+    #[derive(Default, Clone)]
+    struct Told(Arc<AtomicUsize>);
+
+    impl Subscriber for Told {
+        fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+            metadata.target().starts_with("softnic")
+        }
+        fn new_span(&self, _: &Attributes<'_>) -> Id {
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn event(&self, _: &Event<'_>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+        fn enter(&self, _: &Id) {}
+        fn exit(&self, _: &Id) {}
+    }
+
+    #[test]
+    fn memory_that_cannot_be_mapped_is_told_once_for_many_requests() {
+        let port = Port::create().unwrap();
+        // A segment under a descriptor that nobody has.
+        let segment = &port.tables().segments[0];
+        segment.fd.store(u32::MAX, Ordering::Relaxed);
+        segment.bytes.store(4096, Ordering::Release);
+        let mut peer = Peer::open(port.address()).unwrap();
+        let told = Told::default();
+        tracing::subscriber::with_default(told.clone(), || {
+            for _ in 0..1000 {
+                peer.prepare(1 << 8);
+            }
+        });
+        assert_eq!(told.0.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn failures_that_were_not_told_are_counted_in_the_next_report() {
+        let (mut refusals, start) = (Refusals::default(), Instant::now());
+        assert_eq!(refusals.note(start), Some(0));
+        for _ in 0..7 {
+            assert_eq!(refusals.note(start + TELL_INTERVAL / 2), None);
+        }
+        assert_eq!(refusals.note(start + TELL_INTERVAL), Some(7));
+        assert_eq!(refusals.note(start + TELL_INTERVAL), None);
+        assert_eq!(refusals.note(start + 2 * TELL_INTERVAL), Some(1));
+    }
+}

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Instant;
 
+use p2p_core::Region;
 use thiserror::Error;
 
 use crate::abi::{CQ_COLLAPSED, QueueHandle, QueueState};
@@ -75,35 +76,19 @@ impl HostQueue {
         let memory = Segment::create(layout.bytes)?;
         let region = memory.region();
         let scratch = nic.register_local(domain, region, Access::LOCAL_WRITE)?;
-        let send_cq = nic.create_cq(&CqConfig {
-            region: region.clone(),
-            cq_offset: layout.cq,
-            depth: cq_depth,
-            dbrec_offset: layout.cq_dbrec,
-            is_collapsed: sizes.is_collapsed,
-            ignores_overrun: false,
-        })?;
-        let recv_cq = match sizes.recv_depth {
-            0 => None,
-            depth => Some(nic.create_cq(&CqConfig {
-                region: region.clone(),
-                cq_offset: layout.recv_cq,
-                depth,
-                dbrec_offset: layout.recv_cq_dbrec,
-                is_collapsed: false,
-                ignores_overrun: false,
-            })?),
-        };
-        let qpn = nic.create_qp(&QpConfig {
-            domain,
-            region: region.clone(),
-            sq_offset: 0,
-            sq_depth: sizes.sq_depth,
-            dbrec_offset: layout.dbrec,
-            doorbell_offset: layout.doorbell,
-            send_cq,
-            recv_cq,
-        })?;
+        let mut cqs = Vec::with_capacity(2);
+        let (qpn, send_cq, recv_cq) =
+            match Self::make_pair(nic, domain, sizes, region, &layout, &mut cqs) {
+                Ok(made) => made,
+                Err(error) => {
+                    // What was made a moment ago and was never used goes without an error.
+                    for cq in cqs {
+                        let _ = nic.destroy_cq(cq);
+                    }
+                    let _ = nic.deregister(scratch.lkey);
+                    return Err(error);
+                }
+            };
         let at = |offset| memory.address(offset);
         let handle = QueueHandle {
             sq: at(0),
@@ -118,13 +103,52 @@ impl HostQueue {
             sq_depth: sizes.sq_depth,
             cq_depth,
             flags: if sizes.is_collapsed { CQ_COLLAPSED } else { 0 },
-            batch: 32.min(sizes.sq_depth / 4),
+            batch: 128.min(sizes.sq_depth / 4),
             max_message_bytes: sizes.max_message_bytes,
             peer: 0,
         };
         let queue = Self { memory, layout, sizes, handle, send_cq, recv_cq };
         queue.clear();
         Ok(queue)
+    }
+
+    /// Makes the completion queues, which are also put into `cqs` one by one, and the queue pair. Gives the
+    /// numbers of the pair and of its queues for sends and receives.
+    fn make_pair(
+        nic: &mut Nic,
+        domain: Domain,
+        sizes: QueueSizes,
+        region: &Region,
+        layout: &Layout,
+        cqs: &mut Vec<u32>,
+    ) -> Result<(u32, u32, Option<u32>), ControlError> {
+        let mut make_cq = |nic: &mut Nic, cq_offset, depth, dbrec_offset, is_collapsed| {
+            let region = region.clone();
+            let ignores_overrun = false;
+            let config =
+                CqConfig { region, cq_offset, depth, dbrec_offset, is_collapsed, ignores_overrun };
+            let cq = nic.create_cq(&config)?;
+            cqs.push(cq);
+            Ok::<u32, ControlError>(cq)
+        };
+        let cq_depth = if sizes.is_collapsed { 1 } else { sizes.sq_depth };
+        let send_cq = make_cq(nic, layout.cq, cq_depth, layout.cq_dbrec, sizes.is_collapsed)?;
+        let recv_cq = match sizes.recv_depth {
+            0 => None,
+            depth => Some(make_cq(nic, layout.recv_cq, depth, layout.recv_cq_dbrec, false)?),
+        };
+        let qpn = nic.create_qp(&QpConfig {
+            domain,
+            region: region.clone(),
+            sq_offset: 0,
+            sq_depth: sizes.sq_depth,
+            dbrec_offset: layout.dbrec,
+            doorbell_offset: layout.doorbell,
+            doorbell_region: None,
+            send_cq,
+            recv_cq,
+        })?;
+        Ok((qpn, send_cq, recv_cq))
     }
 
     /// Number of the queue pair.
@@ -163,17 +187,16 @@ impl HostQueue {
         Ok(())
     }
 
-    /// Takes everything away.
+    /// Takes everything away, also what is left when a part of it fails.
     ///
     /// # Errors
-    /// [`ControlError`].
+    /// The first [`ControlError`].
     pub fn destroy(self, nic: &mut Nic) -> Result<(), ControlError> {
-        nic.destroy_qp(self.qpn())?;
-        nic.destroy_cq(self.send_cq)?;
-        if let Some(cq) = self.recv_cq {
-            nic.destroy_cq(cq)?;
-        }
-        nic.deregister(self.handle.scratch_lkey)
+        let pair = nic.destroy_qp(self.qpn());
+        let send = nic.destroy_cq(self.send_cq);
+        let receive = self.recv_cq.map_or(Ok(()), |cq| nic.destroy_cq(cq));
+        let scratch = nic.deregister(self.handle.scratch_lkey);
+        pair.and(send).and(receive).and(scratch)
     }
 
     /// Word of the posters' counts at `offset` of [`QueueState`].
@@ -362,6 +385,9 @@ impl Poster {
                 None => QueueError::Garbled { qpn },
                 Some((Cqe { status: Err(syndrome), counter, .. }, _)) => {
                     QueueError::Completion { qpn, counter, syndrome }
+                }
+                Some((Cqe { status: Ok(CqeKind::WriteImm(_)), .. }, _)) => {
+                    QueueError::Garbled { qpn }
                 }
                 Some((cqe, _)) => {
                     let end = cqe.counter.wrapping_add(1);

@@ -190,22 +190,8 @@ fn a_revoked_key_is_dead_at_once_and_never_fits_again() {
 #[test]
 fn a_peer_without_a_receive_is_not_ready() {
     for rig in rigs() {
-        let put = Put::good(&rig);
         let wait = Wait::patient();
-        // SAFETY: handle and bound are valid.
-        let posted = unsafe {
-            (rig.driver.put_imm)(
-                rig.handle(),
-                put.local,
-                put.lkey,
-                put.remote,
-                put.rkey,
-                8,
-                7,
-                wait.as_ptr(),
-            )
-        };
-        assert_eq!(posted, status::OK);
+        put_imm(&rig, 7, &wait);
         assert_eq!(rig.quiet(&wait), status::COMPLETION);
         assert_eq!(error_of(&rig).1, Syndrome::RnrExceeded as u8);
         recovers(&rig, "receiver not ready");
@@ -346,44 +332,76 @@ fn bytes_that_no_driver_writes_are_refused() {
     }
 }
 
+/// The receiving side, posted on from Rust, with so many receives.
+fn receiving(rig: &Rig, num_receives: u32) -> softnic::Poster {
+    let receiver = {
+        let mut server = rig.server.lock();
+        let sizes = QueueSizes { recv_depth: num_receives, ..QueueSizes::default() };
+        softnic::HostQueue::create(&mut server, rig.remote_domain, sizes).unwrap()
+    };
+    let mut receiver = {
+        let (mut client, mut server) = (rig.client.lock(), rig.server.lock());
+        rig.queue.reset(&mut client).unwrap();
+        let (here, there) = (client.address(), server.address());
+        rig.queue.connect(&mut client, there, receiver.qpn()).unwrap();
+        receiver.connect(&mut server, here, rig.queue.qpn()).unwrap();
+        softnic::Poster::new(receiver).unwrap()
+    };
+    receiver.post_receives(num_receives);
+    rig.server.lock().progress();
+    receiver
+}
+
+fn put_imm(rig: &Rig, imm: u32, wait: &Wait) {
+    let put = Put::good(rig);
+    // SAFETY: handle and bound are valid.
+    let posted = unsafe {
+        (rig.driver.put_imm)(
+            rig.handle(),
+            put.local,
+            put.lkey,
+            put.remote,
+            put.rkey,
+            8,
+            imm,
+            wait.as_ptr(),
+        )
+    };
+    assert_eq!(posted, status::OK);
+}
+
+#[test]
+fn a_peer_whose_nic_takes_nothing_in_is_lost() {
+    for rig in rigs() {
+        let mut receiver = receiving(&rig, 128);
+        let wait = Wait::patient();
+        // What has arrived waits for the peer's NIC, which stands still meanwhile, in 64 places.
+        let mut still = rig.server.lock();
+        for imm in 0..64 {
+            put_imm(&rig, imm, &wait);
+        }
+        assert_eq!(rig.quiet(&wait), status::OK, "{:?}", wait.error());
+        put_imm(&rig, 64, &wait);
+        assert_eq!(rig.quiet(&wait), status::COMPLETION);
+        assert_eq!(error_of(&rig).1, Syndrome::RetryExceeded as u8);
+        // Nothing of what arrived is lost, and nothing else arrived.
+        still.progress();
+        drop(still);
+        for imm in 0..64 {
+            assert_eq!(receiver.take_imm(), Some((imm, 8)));
+        }
+        assert_eq!(receiver.take_imm(), None);
+    }
+}
+
 #[test]
 fn immediate_data_arrives_behind_its_bytes_in_order() {
-    use softnic::{HostQueue, Poster};
     for rig in rigs() {
-        // The receiving side is posted on from Rust.
-        let receiver = {
-            let mut server = rig.server.lock();
-            let sizes = QueueSizes { recv_depth: 64, ..QueueSizes::default() };
-            HostQueue::create(&mut server, rig.remote_domain, sizes).unwrap()
-        };
-        let mut receiver = {
-            let (mut client, mut server) = (rig.client.lock(), rig.server.lock());
-            rig.queue.reset(&mut client).unwrap();
-            let (here, there) = (client.address(), server.address());
-            rig.queue.connect(&mut client, there, receiver.qpn()).unwrap();
-            receiver.connect(&mut server, here, rig.queue.qpn()).unwrap();
-            Poster::new(receiver).unwrap()
-        };
-        receiver.post_receives(64);
-        rig.server.lock().progress();
+        let mut receiver = receiving(&rig, 64);
         let wait = Wait::patient();
         for round in 0..200u32 {
             word(&rig.source, 0).store(u64::from(round) + 1000, Ordering::Relaxed);
-            let put = Put::good(&rig);
-            // SAFETY: handle and bound are valid.
-            let posted = unsafe {
-                (rig.driver.put_imm)(
-                    rig.handle(),
-                    put.local,
-                    put.lkey,
-                    put.remote,
-                    put.rkey,
-                    8,
-                    round,
-                    wait.as_ptr(),
-                )
-            };
-            assert_eq!(posted, status::OK);
+            put_imm(&rig, round, &wait);
             assert_eq!(rig.quiet(&wait), status::OK, "{:?}", wait.error());
             rig.server.lock().progress();
             assert_eq!(receiver.take_imm(), Some((round, 8)));
@@ -392,5 +410,68 @@ fn immediate_data_arrives_behind_its_bytes_in_order() {
             rig.server.lock().progress();
         }
         rig.assert_clean();
+    }
+}
+
+/// The verbs reset a queue pair and leave its ring of completions as it is: posters go on behind what was
+/// flushed, as `switchyard-ibgda` has them do.
+#[test]
+fn posters_go_on_in_a_ring_that_was_not_reset_with_its_queue_pair() {
+    let sizes = QueueSizes { is_collapsed: false, ..QueueSizes::default() };
+    let Some(rig) = Rig::new(RigConfig { sizes, ..RigConfig::default() }) else { return };
+    let qpn = rig.queue.qpn();
+    // The ring has 128 entries: every round ends at another place of it, over several turns.
+    for round in 0..40 {
+        let wait = Wait::patient();
+        let fault = Fault::Fail { qpn, nth: 7 * round, syndrome: Syndrome::RemoteOp };
+        rig.client.lock().inject(fault).unwrap();
+        let mut num_posted = 0;
+        while num_posted < 7 * round + 11 && rig.signal(0, round + 1, &wait) == status::OK {
+            num_posted += 1;
+        }
+        while rig.queue.error() == 0 {
+            let found = rig.quiet(&wait);
+            assert_eq!(found, status::COMPLETION, "round {round}: {:?}", wait.error());
+        }
+        assert_eq!(error_of(&rig), (status::COMPLETION, Syndrome::RemoteOp as u8));
+
+        rig.client.lock().reset_pair(qpn).unwrap();
+        rig.remote_queue.reset(&mut rig.server.lock()).unwrap();
+        restore(&rig);
+        rig.connect();
+        let wait = Wait::patient();
+        for offset in 0..60 {
+            assert_eq!(rig.signal(offset * 8, round + 100, &wait), status::OK);
+        }
+        assert_eq!(rig.quiet(&wait), status::OK, "round {round}: {:?}", wait.error());
+        for offset in 0..60 {
+            let found = rig.target_word(offset * 8).load(Ordering::Acquire);
+            assert_eq!(found, round + 100, "round {round}");
+        }
+    }
+    rig.assert_clean();
+}
+
+/// Counts of posters to 0, except for that of the completions, which goes to where the NIC goes on.
+fn restore(rig: &Rig) {
+    use softnic::abi::QueueState;
+    use std::mem::offset_of;
+    let handle = rig.queue.handle();
+    let place = |address: u64| std::ptr::with_exposed_provenance_mut::<u64>(address as usize);
+    // SAFETY: nobody posts and the NIC has nothing to do, so the queue's memory is this thread's.
+    unsafe {
+        let cq_index = place(handle.state + offset_of!(QueueState, cq_index) as u64);
+        let depth = u64::from(handle.cq_depth);
+        let is_written = |index: &u64| {
+            let last = place(handle.cq + (index % depth) * 64 + 56).read().to_ne_bytes()[7];
+            last >> 4 != 0xf && last & 1 == u8::from(index & depth != 0)
+        };
+        let first = cq_index.read();
+        let next = (first..first + depth).find(|index| !is_written(index)).unwrap_or(first + depth);
+        for offset in (0..size_of::<QueueState>() as u64).step_by(8) {
+            place(handle.state + offset).write(0);
+        }
+        cq_index.write(next);
+        place(handle.cq_dbrec).cast::<u32>().write((next as u32 & 0xff_ffff).to_be());
     }
 }

@@ -12,7 +12,8 @@ use rand::{Rng, RngExt, SeedableRng};
 use softnic::format::{Cqe, Wqe};
 use softnic::memory::Segment;
 use softnic::{
-    Access, DoorbellMode, HostQueue, Nic, NicConfig, Poster, QpState, QueueError, QueueSizes,
+    Access, ControlError, DoorbellMode, HostQueue, Nic, NicConfig, Poster, QpState, QueueError,
+    QueueSizes,
 };
 
 /// A request that can be read is the one that was written.
@@ -204,4 +205,31 @@ fn tables_of(nic: &Nic) -> &'static [AtomicU8] {
 fn common_word(address: u64) -> &'static std::sync::atomic::AtomicU64 {
     // SAFETY: an aligned word of a queue that lives longer than the use.
     unsafe { std::sync::atomic::AtomicU64::from_ptr(address as *mut u64) }
+}
+
+/// What cannot be made leaves nothing behind, and completions stay as long as anybody reports to them.
+#[test]
+fn full_tables_are_not_used_up_by_attempts() {
+    let mut nic = Nic::new(strict()).unwrap();
+    let domain = nic.alloc_domain();
+    let sizes = QueueSizes { recv_depth: 16, ..QueueSizes::default() };
+    let mut queues = Vec::new();
+    let full = loop {
+        match HostQueue::create(&mut nic, domain, sizes) {
+            Ok(queue) => queues.push(queue),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(full, ControlError::Full { .. }), "{full}");
+    // More than there are keys, or completion queues.
+    for _ in 0..3000 {
+        let error = HostQueue::create(&mut nic, domain, sizes).unwrap_err();
+        assert_eq!(error.to_string(), full.to_string());
+    }
+    queues.pop().unwrap().destroy(&mut nic).unwrap();
+    let queue = HostQueue::create(&mut nic, domain, sizes).unwrap();
+    // Numbers are given lowest first, so the first completion queue is the first pair's.
+    let error = nic.destroy_cq(0).unwrap_err();
+    assert!(matches!(error, ControlError::CompletionsInUse { cq: 0, .. }), "{error}");
+    queue.destroy(&mut nic).unwrap();
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use common::{driver, fresh_seed, note_skip};
+use common::{driver, fresh_seed, skip};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
 use softnic::format::{
@@ -29,7 +29,7 @@ fn ask(questions: &[String]) -> Option<Vec<String>> {
         .args(["-E", "-include", "infiniband/mlx5dv.h", "-x", "c", "/dev/null"])
         .output();
     if !header.is_ok_and(|output| output.status.success()) {
-        note_skip("mlx5dv", "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev");
+        skip::skip("mlx5dv", "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev");
         return None;
     }
     let compiled = Command::new("cc")

@@ -364,6 +364,46 @@ fn adds_of_both_widths_from_many_warps_sum_up() {
     rig.assert_clean();
 }
 
+/// Fields of random widths in one word, added to by four warps at once, each wrapping by itself.
+#[test]
+fn adds_to_fields_of_a_word_do_not_carry_into_their_neighbours() {
+    const ADDS: u64 = 50;
+    let seed = fresh_seed();
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let config = RigConfig { nic: adversarial(seed), ..RigConfig::default() };
+    let Some(rig) = Rig::new(config) else { return };
+    for round in 0..20 {
+        // The last bit of each field.
+        let boundary: u64 = if round == 0 { 0 } else { rng.random::<u64>() & rng.random::<u64>() };
+        let (before, value): (u64, u64) = (rng.random(), rng.random());
+        rig.target_word(0).store(before, Ordering::Relaxed);
+        rig.target_word(8).store(!before, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let wait = Wait::patient();
+                    for _ in 0..ADDS {
+                        assert_eq!(rig.add_fields(0, value, boundary, &wait), status::OK);
+                    }
+                    assert_eq!(rig.quiet(&wait), status::OK);
+                });
+            }
+        });
+        let mut first = 0;
+        for last in (0..64).filter(|bit| *bit == 63 || boundary >> bit & 1 == 1) {
+            let field = |word: u64| word << (63 - last) >> (63 - last) >> first;
+            let expected = field(before).wrapping_add(field(value).wrapping_mul(4 * ADDS));
+            let expected = expected << first << (63 - last) >> (63 - last) >> first;
+            let found = field(rig.target_word(0).load(Ordering::Acquire));
+            assert_eq!(found, expected, "bits {first} to {last} of boundary {boundary:#x}");
+            first = last + 1;
+        }
+        assert_eq!(rig.target_word(8).load(Ordering::Acquire), !before, "the next word");
+    }
+    assert_eq!(rig.add_fields(4, 1, 0, &Wait::patient()), status::ARGUMENT);
+    rig.assert_clean();
+}
+
 #[test]
 fn handles_that_make_no_sense_are_named() {
     let Some(rig) = Rig::new(RigConfig::default()) else { return };

@@ -23,3 +23,6 @@ mod skip;
 pub mod staged;
 #[cfg(all(feature = "verbs", not(loom)))]
 pub mod verbs;
+#[cfg(all(fuzzing, not(feature = "verbs")))]
+#[path = "verbs/fuzzing.rs"]
+pub mod verbs;

@@ -35,10 +35,21 @@ pub(super) struct Job {
 /// exit with success, or failure on `Some(false)`. To be called before anything else.
 #[must_use]
 pub fn child_main() -> Option<bool> {
+    child_main_with(OpenNetworks::default)
+}
+
+/// As [`child_main`], with settings for the networks, which are asked for only if this is a child.
+#[must_use]
+pub fn child_main_with(networks: impl FnOnce() -> OpenNetworks) -> Option<bool> {
     let job = std::env::var(JOB_VARIABLE).ok()?;
-    let result = Job::decode(&job)
-        .ok_or_else(|| format!("cannot read the job `{job}`"))
-        .and_then(|job| if job.addrs.is_empty() { receive(&job) } else { send(&job) });
+    let result =
+        Job::decode(&job).ok_or_else(|| format!("cannot read the job `{job}`")).and_then(|job| {
+            let mut networks = networks();
+            match job.addrs.is_empty() {
+                true => receive(&job, &mut networks),
+                false => send(&job, &mut networks),
+            }
+        });
     if let Err(message) = &result {
         say(&format!("error {}", message.replace('\n', " ")));
     }
@@ -173,11 +184,11 @@ impl Lane {
     }
 }
 
-fn send(job: &Job) -> Result<(), String> {
+fn send(job: &Job, networks: &mut OpenNetworks) -> Result<(), String> {
     let config = &job.config;
     pin(config, 2 * job.idx);
     let runtime = runtime()?;
-    let networks = networks(config)?;
+    let networks = open(config, networks)?;
     let mut lanes = Vec::with_capacity(job.addrs.len());
     for (idx, addr) in job.addrs.iter().enumerate() {
         let hello = PeerHello { peer_id: job.idx as u64, ..PeerHello::default() };
@@ -293,11 +304,11 @@ fn bandwidth(
     Ok(window_bytes / percentile(&mut samples, 0.5).max(f64::MIN_POSITIVE) / 1e3)
 }
 
-fn receive(job: &Job) -> Result<(), String> {
+fn receive(job: &Job, networks: &mut OpenNetworks) -> Result<(), String> {
     let config = &job.config;
     pin(config, 2 * job.idx + 1);
     let runtime = runtime()?;
-    let mut lanes = meet_senders(config, &runtime)?;
+    let mut lanes = meet_senders(config, networks, &runtime)?;
     let pattern = Pattern::new(config.seed, config.max_bytes);
     let mut verified = 0;
     let us = job.idx as u64;
@@ -391,18 +402,25 @@ fn raw_echo(lane: &mut Lane) -> Result<(), String> {
 }
 
 /// The networks of the transport to be measured.
-fn networks(config: &BenchConfig) -> Result<Vec<Arc<dyn Network>>, String> {
+fn open(
+    config: &BenchConfig,
+    networks: &mut OpenNetworks,
+) -> Result<Vec<Arc<dyn Network>>, String> {
     let wish = Wish { kind: config.transport, device: config.device.clone() };
     let spec = TransportSpec::List(vec![wish]);
-    Ok(OpenNetworks::default().open(&spec).map_err(text)?.networks)
+    Ok(networks.open(&spec).map_err(text)?.networks)
 }
 
 /// Listens until all senders are there, in the order of their indices.
-fn meet_senders(config: &BenchConfig, runtime: &Runtime) -> Result<Vec<Lane>, String> {
+fn meet_senders(
+    config: &BenchConfig,
+    networks: &mut OpenNetworks,
+    runtime: &Runtime,
+) -> Result<Vec<Lane>, String> {
     let listener_config = ListenerConfig {
         slot: config.slot,
         transports: vec![config.transport],
-        networks: networks(config)?,
+        networks: open(config, networks)?,
         ..ListenerConfig::default()
     };
     let (sender, mut peers) = mpsc::unbounded_channel();

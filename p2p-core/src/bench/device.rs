@@ -3,13 +3,13 @@
 //! Every sender and every receiver is a process with a GPU of its own; their device slots come from the
 //! ordinary handshake. *One way* is half of the mean turn of a launch of many turns, by the GPU's clock;
 //! percentiles are over launches. With several peers every pair plays for itself, all at once. *Bandwidth*
-//! is payload over the time from the first store until the last receiver has said that all is there. Slots
-//! are poisoned before each launch, and after the last one of a size every byte is compared.
+//! is payload over the time from the common start of all senders until the last receiver has said that all
+//! is there. Slots are poisoned before each launch, and after the last one of a size every byte is compared.
 
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
-use kernels::abi::{DEVICE_ABI_VERSION, Link, WAY_DIRECT};
+use kernels::abi::{DEVICE_ABI_VERSION, ErrorWord, Link, TAG_NONE, WAY_DIRECT};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use kernels::p2p::{P2pParams, PingPongParams, StreamParams};
 use tokio::sync::mpsc;
@@ -181,8 +181,9 @@ impl DeviceBenchConfig {
         };
         ok((1..=32).contains(&self.senders), "senders", self.senders, "1 to 32")?;
         ok((1..=32).contains(&self.receivers), "receivers", self.receivers, "1 to 32")?;
+        // Doubled ones are as good.
         let is_size =
-            |bytes: usize| bytes > 0 && bytes.is_multiple_of(if bytes < 16 { 4 } else { 16 });
+            |bytes: usize| bytes > 0 && (bytes == 4 || bytes == 8 || bytes.is_multiple_of(16));
         ok(is_size(self.min_bytes), "min_bytes", self.min_bytes, "4, 8, or a multiple of 16")?;
         let fits = (self.min_bytes..=1 << 28).contains(&self.max_bytes);
         ok(fits, "max_bytes", self.max_bytes, "min_bytes to 256 MiB")?;
@@ -365,9 +366,17 @@ fn open(config: &DeviceBenchConfig, place: usize) -> Result<Gpu, String> {
                     config.senders, config.receivers, config.first
                 ));
             }
+            // Below the count.
             DeviceName::Cuda(first + place)
         }
-        DeviceName::Emulated(first) => DeviceName::Emulated(first + place),
+        DeviceName::Emulated(first) => {
+            let ordinal = first.checked_add(place);
+            DeviceName::Emulated(
+                ordinal.ok_or_else(|| {
+                    format!("there are no GPUs in software from {} on", config.first)
+                })?,
+            )
+        }
     };
     Gpu::open_named(name).map_err(text)
 }
@@ -478,9 +487,10 @@ impl Party {
             let bytes: [u8; 8] = results[at..at + 8].try_into().unwrap_or_default();
             u64::from_ne_bytes(bytes)
         };
-        let error = word(ERROR_AT as usize);
-        if error != 0 {
-            return Err(format!("a wait for peer {} did not end in time", error >> 32));
+        let error: ErrorWord =
+            bytemuck::pod_read_unaligned(&results[ERROR_AT as usize..][..size_of::<ErrorWord>()]);
+        if error.tag != TAG_NONE {
+            return Err(error.to_string());
         }
         Ok((0..pairs.len()).map(|at| word(8 * at)).max().unwrap_or(0) as f64 / 1e3)
     }

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-pub use child::child_main;
+pub use child::{child_main, child_main_with};
 pub use device::{DeviceBenchConfig, DeviceReport, DeviceRow, device_child_main, run_device};
 
 use crate::endpoint::TransportKind;
@@ -113,6 +113,8 @@ pub struct ChildProgram {
     pub path: std::path::PathBuf,
     /// Its arguments.
     pub args: Vec<String>,
+    /// Variables of its environment, beside those of this process.
+    pub env: Vec<(String, String)>,
 }
 
 impl ChildProgram {
@@ -122,7 +124,8 @@ impl ChildProgram {
     /// The system's, when it cannot tell which executable that is.
     pub fn this(args: &[&str]) -> io::Result<Self> {
         let path = std::env::current_exe()?;
-        Ok(Self { path, args: args.iter().map(|arg| (*arg).to_owned()).collect() })
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        Ok(Self { path, args, env: Vec::new() })
     }
 }
 
@@ -294,6 +297,7 @@ impl Process {
         let failed = |what| move |source| BenchError::Process { what, source };
         let mut child = Command::new(&program.path)
             .args(&program.args)
+            .envs(program.env.iter().map(|(name, value)| (name, value)))
             .env(variable, job)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

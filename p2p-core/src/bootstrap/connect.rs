@@ -11,6 +11,8 @@ use thiserror::Error;
 use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
 use tokio::time::{sleep, timeout};
 
+use super::attempt::Attempt;
+use super::fallback::{self, Fallback};
 use super::liveness::Liveness;
 use super::wire::{
     self, DeviceDescription, Hello, KIND_GO, KIND_REJECT, KIND_WELCOME, MAX_SHAPE_BYTES,
@@ -28,7 +30,8 @@ use crate::channel::{Channel, ChannelError};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Route, SideDescription, network_of, offers,
+    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Opened, Route, SideDescription, device_layout,
+    network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -45,6 +48,9 @@ pub struct ConnectConfig {
     pub transports: Vec<TransportKind>,
     /// Networks of this process, for those of `transports` that are networks.
     pub networks: Vec<Arc<dyn Network>>,
+    /// What is known of the offers that do not work with this peer. Connections to one peer should share
+    /// it.
+    pub fallback: Fallback,
     /// Device slots to make beside the others. The listening side must want the same.
     pub device: Option<DeviceSide>,
     /// Limit on the time of the whole handshake.
@@ -62,6 +68,7 @@ impl Default for ConnectConfig {
             ticket: None,
             transports: vec![TransportKind::Local, TransportKind::Shm],
             networks: Vec::new(),
+            fallback: Fallback::default(),
             device: None,
             timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
@@ -158,6 +165,10 @@ impl ConnectError {
 /// Connects to a [`Listener`](super::Listener), and tries again as long as it says that it is busy with
 /// others.
 ///
+/// Where the peers cannot be joined by the transport that was chosen, it tries again without that one, which
+/// is then left out for a while ([`ConnectConfig::fallback`]). Where nothing else is left, nothing is left
+/// out. A handshake that breaks with the connection to the listener says nothing about the transport.
+///
 /// # Errors
 /// [`ConnectError`].
 pub async fn connect(
@@ -168,21 +179,27 @@ pub async fn connect(
     let name = addr.to_string();
     let limit = config.timeout;
     let mut busy = None;
+    let mut attempt = Attempt::new(&name, &config);
     let result = timeout(limit, async {
         let unreachable = |source| ConnectError::Unreachable { addr: name.clone(), source };
         let addrs: Vec<SocketAddr> = lookup_host(addr).await.map_err(unreachable)?.collect();
         loop {
-            match connect_once(&addrs, &name, hello.clone(), config.clone()).await {
+            attempt.begin();
+            match connect_once(&addrs, &name, hello.clone(), config.clone(), &mut attempt).await {
                 Err(error) if error.reject().is_some_and(|r| r.code == RejectCode::BUSY) => {
                     busy = Some(error);
                     // Those who were turned away together should not come back together.
                     sleep(Duration::from_millis(rand::random_range(5..50))).await;
                 }
-                result => return result,
+                Err(error) => attempt.failed(error)?,
+                Ok(connection) => return Ok(connection),
             }
         }
     })
     .await;
+    if result.is_err() {
+        attempt.ran_out(limit);
+    }
     match (result, busy) {
         (Ok(result), _) => result,
         (Err(_), Some(busy)) => Err(busy),
@@ -195,6 +212,7 @@ async fn connect_once(
     name: &str,
     peer: PeerHello,
     config: ConnectConfig,
+    attempt: &mut Attempt<'_>,
 ) -> Result<Connection, ConnectError> {
     let layout = SlotLayout::new(config.slot)?;
     let ticket = config.ticket.unwrap_or_default().into_bytes();
@@ -214,9 +232,10 @@ async fn connect_once(
         slot_bytes: config.slot.slot_bytes as u64,
         num_frames: config.slot.num_frames as u32,
         host: HostIdentity::of_this_process(),
-        offers: offers(&config.transports, &config.networks),
+        offers: attempt.offers(),
         ticket,
         peer,
+        left_out: fallback::text_of(&attempt.left_out),
         device: config.device.as_ref().map(|side| DeviceDescription {
             own_bytes: side.own_slot_bytes,
             peer_bytes: side.peer_slot_bytes,
@@ -256,6 +275,12 @@ async fn connect_once(
         );
         return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
     }
+    let network = network_of(&welcome.offer, &config.networks);
+    attempt.choose(&welcome.offer, network.is_some().then_some(&stream));
+    let layout = match (network, &config.device) {
+        (Some(_), Some(side)) => device_layout(side, layout.num_frames())?,
+        _ => layout,
+    };
     if welcome.side.bytes != layout.slot_bytes() as u64 {
         return Err(foreign(WireError::Value {
             field: "side.bytes",
@@ -264,52 +289,48 @@ async fn connect_once(
         }));
     }
 
-    let (channel, pages, device) =
-        if let Some(network) = network_of(&welcome.offer, &config.networks) {
-            let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
-            let route = Route { local, remote: remote_addr.ip() };
-            if config.device.is_some() {
-                let message = "the listener chose a network, which carries no device slots";
-                let reject = Reject::new(RejectCode::DEVICE, message);
+    let (channel, pages, device) = if let Some(network) = network {
+        let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
+        let route = Route { local, remote: remote_addr.ip() };
+        let (network, theirs) = (Arc::clone(network), welcome.side.clone());
+        let device = config.device;
+        let (channel, ours, pair) = blocking(move || {
+            let side = Opened::open(network.as_ref(), &layout, route, device.as_ref())?;
+            let ours = side.description();
+            let (Joined { endpoint, slot }, pair) = side.join(&theirs)?;
+            let channel = Channel::new(endpoint, layout, slot, SlotKey)?;
+            Ok::<_, ConnectError>((channel, ours, pair))
+        })
+        .await
+        .map_err(broken)??;
+        limit("detail of a network", ours.detail.len(), MAX_DETAIL_BYTES)?;
+        write_message(&mut stream, &wire::encode_ready(&ours))
+            .await
+            .map_err(|e| broken(e.to_string()))?;
+        match read_message(&mut stream).await {
+            Ok((header, _)) if header.kind == KIND_GO => {}
+            Ok((header, body)) if header.kind == KIND_REJECT => {
+                let reject = wire::decode_reject(&body).map_err(foreign)?;
                 return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
             }
-            let (network, theirs) = (Arc::clone(network), welcome.side.clone());
-            let (channel, ours) = blocking(move || {
-                let side = network.open(&layout, route)?;
-                let ours = side.description();
-                let Joined { endpoint, slot } = side.join(&theirs)?;
-                Ok::<_, ConnectError>((Channel::new(endpoint, layout, slot, SlotKey)?, ours))
-            })
-            .await
-            .map_err(broken)??;
-            limit("detail of a network", ours.detail.len(), MAX_DETAIL_BYTES)?;
-            write_message(&mut stream, &wire::encode_ready(&ours))
-                .await
-                .map_err(|e| broken(e.to_string()))?;
-            match read_message(&mut stream).await {
-                Ok((header, _)) if header.kind == KIND_GO => {}
-                Ok((header, body)) if header.kind == KIND_REJECT => {
-                    let reject = wire::decode_reject(&body).map_err(foreign)?;
-                    return Err(ConnectError::Rejected { addr: name.to_owned(), reject });
-                }
-                Ok((header, _)) => {
-                    let expected = "a go or a rejection";
-                    return Err(foreign(WireError::Kind { found: header.kind, expected }));
-                }
-                Err(ReadError::Wire(source)) => return Err(foreign(source)),
-                Err(error) => return Err(broken(error.to_string())),
+            Ok((header, _)) => {
+                let expected = "a go or a rejection";
+                return Err(foreign(WireError::Kind { found: header.kind, expected }));
             }
-            (channel, PageKind::Plain, None)
-        } else {
-            let kind = welcome.offer.kind;
-            let slots = Slots { layout, disorder: config.disorder, device: config.device };
-            let shared = share(&mut stream, name, kind, &welcome, slots).await?;
-            let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
-            write_message(&mut stream, &wire::encode_ready(&ready))
-                .await
-                .map_err(|e| broken(e.to_string()))?;
-            shared
-        };
+            Err(ReadError::Wire(source)) => return Err(foreign(source)),
+            Err(error) => return Err(broken(error.to_string())),
+        }
+        (channel, PageKind::Plain, pair)
+    } else {
+        let kind = welcome.offer.kind;
+        let slots = Slots { layout, disorder: config.disorder, device: config.device };
+        let shared = share(&mut stream, name, kind, &welcome, slots).await?;
+        let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
+        write_message(&mut stream, &wire::encode_ready(&ready))
+            .await
+            .map_err(|e| broken(e.to_string()))?;
+        shared
+    };
     let liveness =
         Liveness::new(stream, config.liveness_timeout, None).map_err(ConnectError::Liveness)?;
     Ok(Connection {
@@ -318,6 +339,7 @@ async fn connect_once(
         peer: hello.peer,
         reply: welcome.payload,
         transport: welcome.offer,
+        left_out: hello.left_out,
         pages,
         device,
         remote_addr,

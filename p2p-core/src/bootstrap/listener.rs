@@ -21,8 +21,8 @@ use tokio::time::{sleep, timeout};
 
 use super::admission::{Admission, Place};
 use super::liveness::Liveness;
-use super::policy::{check_device, check_slot, check_ticket, choose_transport, refusal_of};
-use super::wire::{self, KIND_HELLO, KIND_READY, Welcome, WireError};
+use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
+use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
 use super::{
     Connection, DEFAULT_HANDSHAKE_TIMEOUT, DEFAULT_LIVENESS_TIMEOUT, DevicePair, DeviceSide,
     MAX_PAYLOAD_BYTES, PeerHello, ReadError, Reject, RejectCode, blocking, join, read_message,
@@ -36,7 +36,8 @@ use crate::channel::Channel;
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, Offer, Route, SideDescription, network_of,
+    Joined, MAX_DETAIL_BYTES, Network, Offer, Opened, Route, SideDescription, device_layout,
+    network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -411,6 +412,7 @@ async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
 struct Agreed {
     channel: Channel<crate::AnyEndpoint>,
     peer: PeerHello,
+    left_out: String,
     reply: Vec<u8>,
     transport: Offer,
     pages: PageKind,
@@ -432,6 +434,7 @@ impl Agreed {
             peer: self.peer,
             reply: self.reply,
             transport: self.transport,
+            left_out: self.left_out,
             pages: self.pages,
             device: self.device,
             remote_addr,
@@ -460,7 +463,7 @@ where
     place.settle();
     check_slot(&shared.config, &hello)?;
     check_device(&shared.config, &hello)?;
-    let offer = choose_transport(&shared.config, &shared.host, &hello)?;
+    let choices = choose_transports(&shared.config, &shared.host, &hello)?;
     let permit = Arc::clone(&shared.peers).try_acquire_owned().map_err(|_| {
         let max = shared.config.max_peers;
         Reject::new(RejectCode::FULL, format!("{max} peers are connected, which is the limit"))
@@ -476,16 +479,12 @@ where
         Ended::Rejected(Reject::new(RejectCode::TRANSPORT, e.to_string()))
     };
     let layout = shared.layout;
-    if let Some(network) = network_of(&offer, &shared.config.networks) {
-        let route = Route {
-            local: stream.local_addr().map_err(broken)?.ip(),
-            remote: stream.peer_addr().map_err(broken)?.ip(),
-        };
-        let network = Arc::clone(network);
-        let side = blocking(move || network.open(&layout, route))
-            .await
-            .map_err(|e| no_transport(&e))?
-            .map_err(|e| no_transport(&e))?;
+    let route = Route {
+        local: stream.local_addr().map_err(broken)?.ip(),
+        remote: stream.peer_addr().map_err(broken)?.ip(),
+    };
+    let (offer, opened) = open_first(shared, choices, route).await?;
+    if let Some((side, layout)) = opened {
         let description = side.description();
         if description.detail.len() > MAX_DETAIL_BYTES {
             return Err(no_transport(
@@ -501,17 +500,27 @@ where
         };
         write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
         let theirs = read_ready(stream, &layout).await?;
-        let channel = blocking(move || {
-            let Joined { endpoint, slot } = side.join(&theirs).map_err(|e| e.to_string())?;
-            Channel::new(endpoint, layout, slot, SlotKey).map_err(|e| e.to_string())
+        let (channel, device) = blocking(move || {
+            let (joined, device) = side.join(&theirs).map_err(|e| e.to_string())?;
+            let Joined { endpoint, slot } = joined;
+            let channel = Channel::new(endpoint, layout, slot, SlotKey);
+            channel.map(|channel| (channel, device)).map_err(|e| e.to_string())
         })
         .await
         .and_then(|result| result)
         .map_err(|e| no_transport(&e))?;
         write_message(stream, &wire::encode_go()).await.map_err(broken)?;
         let (reply, transport, pages) = (welcome.payload, welcome.offer, PageKind::Plain);
-        let (peer, device) = (hello.peer, None);
-        return Ok(Agreed { channel, peer, reply, transport, pages, device, permit });
+        return Ok(Agreed {
+            channel,
+            peer: hello.peer,
+            left_out: hello.left_out,
+            reply,
+            transport,
+            pages,
+            device,
+            permit,
+        });
     }
 
     let own = SharedSlot::create(&layout).map_err(|e| no_transport(&e))?;
@@ -539,7 +548,42 @@ where
     };
     read_ready(stream, &layout).await?;
     let (reply, transport) = (welcome.payload, welcome.offer);
-    Ok(Agreed { channel, peer: hello.peer, reply, transport, pages, device, permit })
+    let Hello { peer, left_out, .. } = hello;
+    Ok(Agreed { channel, peer, left_out, reply, transport, pages, device, permit })
+}
+
+/// Opens a side of the first of `choices` that works here. `None` beside a transport that is no network.
+async fn open_first(
+    shared: &Shared,
+    choices: Vec<Offer>,
+    route: Route,
+) -> Result<(Offer, Option<(Opened, SlotLayout)>), Reject> {
+    let mut errors = Vec::new();
+    for offer in choices {
+        let Some(network) = network_of(&offer, &shared.config.networks) else {
+            return Ok((offer, None));
+        };
+        let (network, device) = (Arc::clone(network), shared.config.device.clone());
+        let layout = match &device {
+            Some(side) => device_layout(side, shared.layout.num_frames()),
+            None => Ok(shared.layout),
+        };
+        let open = |layout| {
+            blocking(move || Opened::open(network.as_ref(), &layout, route, device.as_ref()))
+        };
+        let opened = match layout {
+            Ok(layout) => open(layout).await.map(|side| side.map(|side| (side, layout))),
+            Err(error) => Err(error.to_string()),
+        };
+        let error = match opened {
+            Ok(Ok(opened)) => return Ok((offer, Some(opened))),
+            Ok(Err(error)) => error.to_string(),
+            Err(error) => error,
+        };
+        tracing::warn!(%offer, error, "a network cannot be used for a peer; the next best is tried");
+        errors.push(error);
+    }
+    Err(Reject::new(RejectCode::TRANSPORT, errors.join("; ")))
 }
 
 /// Joins device slots over the Unix connection on which the others were exchanged.

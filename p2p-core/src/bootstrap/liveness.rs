@@ -131,6 +131,15 @@ impl AsFd for Liveness {
     }
 }
 
+/// Whether the peer's end of a connection is gone. What it said before and nobody has read is no end.
+pub(super) fn is_over(stream: impl AsFd) -> bool {
+    let mut byte = [0u8; 1];
+    match rustix::net::recv(&stream, &mut byte[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Ok((_, num_bytes)) => num_bytes == 0,
+        Err(error) => !matches!(error, Errno::AGAIN | Errno::INTR),
+    }
+}
+
 /// Lets the kernel notice a host that vanished, whether data is under way or not.
 fn watch_half_open(socket: &OwnedFd, timeout: Duration) -> io::Result<()> {
     let timeout = timeout.clamp(Duration::from_secs(1), Duration::from_secs(3600));

@@ -8,10 +8,15 @@
 //! With a [`DeviceSide`] at both ends the handshake also makes a [`DevicePair`]: slots in the memory of
 //! both GPUs, which kernels use. The host channel beside it can then be small.
 //!
+//! Of the transports that both sides offer, the first of the connecting side's list is taken that the
+//! listening side can open. What did not work with a peer is left out for a while ([`Fallback`]).
+//!
 //! The ticket is a shared secret that travels as it is: it keeps strangers out, not eavesdroppers.
 
 mod admission;
+mod attempt;
 mod connect;
+mod fallback;
 mod listener;
 mod liveness;
 pub(crate) mod policy;
@@ -26,10 +31,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 pub use connect::{ConnectConfig, ConnectError, connect};
+pub use fallback::{FIRST_PAUSE, Fallback, LeftOut, MAX_PAUSE, MAX_USELESS_LINKS, Working};
 pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};
 pub use liveness::{CloseReason, Liveness};
 
-pub use crate::backend::cuda_ipc::{DevicePair, DeviceSide};
+pub use crate::backend::cuda_ipc::{DevicePair, DeviceSide, KernelWaits, RemoteSlots};
 use crate::backend::shm::{PageKind, PeerSlot, SharedSlot};
 use crate::backend::staged::{Disorder, StagedEndpoint};
 use crate::channel::{Channel, ChannelError};
@@ -133,6 +139,9 @@ pub struct Connection {
     pub reply: Vec<u8>,
     /// Transport in use.
     pub transport: Offer,
+    /// What the connecting side left out of its offers and why, for people; empty when nothing. The same
+    /// on both sides.
+    pub left_out: String,
     /// Pages behind this side's slot.
     pub pages: PageKind,
     /// Device slots beside the channel, if both sides brought a GPU.

@@ -6,7 +6,7 @@ use super::wire::{DeviceDescription, Hello, WireError};
 use super::{ListenerConfig, Reject, RejectCode};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
-use crate::network::{Offer, offers};
+use crate::network::{Offer, network_of, offers};
 use crate::slot::SlotConfig;
 
 /// Whether the peer knows the listener's secret, if there is one.
@@ -63,17 +63,21 @@ pub(super) fn check_device(config: &ListenerConfig, hello: &Hello) -> Result<(),
     }
 }
 
-/// The first transport of the peer's list that this side offers and that can work.
-pub(super) fn choose_transport(
+/// The transports of the peer's list that this side offers and that can work, in the peer's order. At
+/// least one.
+pub(super) fn choose_transports(
     config: &ListenerConfig,
     host: &HostIdentity,
     hello: &Hello,
-) -> Result<Offer, Reject> {
+) -> Result<Vec<Offer>, Reject> {
     let obstacle = host.obstacle_to_sharing(&hello.host);
     let mut here = offers(&config.transports, &config.networks);
     if config.device.is_some() {
-        // Descriptors of GPU memory go where those of shared memory go.
-        here.retain(|offer| !offer.kind.is_network());
+        // Descriptors of GPU memory go where those of shared memory go; networks need help.
+        here.retain(|offer| {
+            let network = network_of(offer, &config.networks);
+            !offer.kind.is_network() || network.is_some_and(|n| n.carries_device_slots())
+        });
     }
     let works = |offer: &&Offer| {
         here.contains(offer)
@@ -87,7 +91,8 @@ pub(super) fn choose_transport(
                 TransportKind::Verbs | TransportKind::Libfabric | TransportKind::SoftNic => true,
             }
     };
-    hello.offers.iter().find(works).cloned().ok_or_else(|| {
+    let choices: Vec<Offer> = hello.offers.iter().filter(works).cloned().collect();
+    if choices.is_empty() {
         let mut message = format!(
             "the listener offers {}, the connecting side offers {}",
             names(&here),
@@ -97,10 +102,13 @@ pub(super) fn choose_transport(
             message.push_str(&format!("; shared memory is out because {obstacle}"));
         }
         if config.device.is_some() {
-            message.push_str("; device slots need both sides on one host");
+            message.push_str(
+                "; device slots need both sides on one host, or a network that both name",
+            );
         }
-        Reject::new(RejectCode::NO_TRANSPORT, message)
-    })
+        return Err(Reject::new(RejectCode::NO_TRANSPORT, message));
+    }
+    Ok(choices)
 }
 
 /// Both sizes and the shape, of which a peer may have written any byte.

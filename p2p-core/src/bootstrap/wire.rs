@@ -19,6 +19,8 @@ pub const HEADER_BYTES: usize = 16;
 pub const MAX_TICKET_BYTES: usize = 512;
 /// Longest message of a [`Reject`] in bytes. The rest is cut off.
 pub const MAX_REJECT_BYTES: usize = 1024;
+/// Longest text on offers that are left out, in bytes.
+pub const MAX_LEFT_OUT_BYTES: usize = 512;
 /// Longest shape of device slots in bytes.
 pub const MAX_SHAPE_BYTES: usize = 256;
 /// Longest body of any message in bytes.
@@ -108,6 +110,8 @@ pub struct Hello {
     pub ticket: Vec<u8>,
     /// What the upper layers say.
     pub peer: PeerHello,
+    /// What the sender left out of `offers` and why, for people; at most [`MAX_LEFT_OUT_BYTES`].
+    pub left_out: String,
     /// Device slots that the sender wants beside the others.
     pub device: Option<DeviceDescription>,
 }
@@ -190,11 +194,13 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
     out.extend((hello.offers.len() as u16).to_le_bytes());
     out.extend((hello.ticket.len() as u16).to_le_bytes());
     out.extend((hello.peer.payload.len() as u32).to_le_bytes());
+    out.extend((hello.left_out.len() as u16).to_le_bytes());
     for offer in &hello.offers {
         put_offer(&mut out, offer);
     }
     out.extend(&hello.ticket);
     out.extend(&hello.peer.payload);
+    out.extend(hello.left_out.as_bytes());
     if let Some(device) = &hello.device {
         out.extend(device.own_bytes.to_le_bytes());
         out.extend(device.peer_bytes.to_le_bytes());
@@ -220,6 +226,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     let num_offers: usize = reader.u16("num_offers")?.into();
     let ticket_bytes = reader.u16("ticket_bytes")?.into();
     let payload_bytes = reader.u32("payload_bytes")? as usize;
+    let left_out_bytes = reader.u16("left_out_bytes")?.into();
     if num_offers > MAX_OFFERS {
         return Err(WireError::TooLong { field: "offers", found: num_offers, max: MAX_OFFERS });
     }
@@ -229,6 +236,10 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
     }
     let ticket = reader.limited("ticket", ticket_bytes, MAX_TICKET_BYTES)?;
     let payload = reader.limited("payload", payload_bytes, MAX_PAYLOAD_BYTES)?;
+    let left_out = reader.limited("left_out", left_out_bytes, MAX_LEFT_OUT_BYTES)?;
+    let mut left_out = printable(left_out);
+    // What replaces a character may be longer than it was.
+    left_out.truncate(left_out.floor_char_boundary(MAX_LEFT_OUT_BYTES));
     let device = if reader.rest.is_empty() { None } else { Some(reader.device()?) };
     reader.end()?;
     Ok(Hello {
@@ -238,6 +249,7 @@ pub fn decode_hello(body: &[u8]) -> Result<Hello, WireError> {
         offers,
         ticket: ticket.to_vec(),
         peer: PeerHello { peer_id, generation, payload: payload.to_vec() },
+        left_out,
         device,
     })
 }
@@ -318,12 +330,15 @@ pub fn decode_reject(body: &[u8]) -> Result<Reject, WireError> {
     let code = RejectCode(reader.u16("code")?);
     let len = reader.u16("message_bytes")?.into();
     let bytes = reader.limited("message", len, MAX_REJECT_BYTES)?;
-    let message = String::from_utf8_lossy(bytes)
-        .chars()
-        .map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c })
-        .collect();
+    let message = printable(bytes);
     reader.end()?;
     Ok(Reject { code, message })
+}
+
+/// A peer's text without what would steer a terminal or break a line of a log.
+pub(crate) fn printable(bytes: &[u8]) -> String {
+    let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    String::from_utf8_lossy(bytes).chars().map(shown).collect()
 }
 
 /// The listening side's last message on a network.
@@ -486,6 +501,7 @@ const _: () = assert!(
         + MAX_DETAIL_BYTES
         + MAX_TICKET_BYTES
         + MAX_PAYLOAD_BYTES
+        + MAX_LEFT_OUT_BYTES
         + (18 + MAX_SHAPE_BYTES)
         <= MAX_BODY_BYTES
 );
@@ -524,6 +540,7 @@ mod tests {
                 generation: rng.random(),
                 payload: random_bytes(rng, MAX_PAYLOAD_BYTES),
             },
+            left_out: "x".repeat(rng.random_range(0..=MAX_LEFT_OUT_BYTES)),
             device: rng.random::<bool>().then(|| DeviceDescription {
                 own_bytes: rng.random(),
                 peer_bytes: rng.random(),
@@ -600,18 +617,19 @@ mod tests {
             offers: vec![Offer { kind: TransportKind::Verbs, flavour: "abc".to_owned() }],
             ticket: b"t".to_vec(),
             peer: PeerHello { peer_id: 6, generation: 7, payload: b"pl".to_vec() },
+            left_out: "lo?".to_owned(),
             device: None,
         };
-        let mut expected = b"SWITCHYD\x01\0\x01\0\x58\0\0\0".to_vec();
+        let mut expected = b"SWITCHYD\x01\0\x01\0\x5d\0\0\0".to_vec();
         expected.extend(b"\x02\x01\0\0\0\0\0\0\x03\0\0\0\x07\0\0\0\x06\0\0\0\0\0\0\0");
         expected.extend([9; 16]);
         expected.extend(b"\x04\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0");
         expected.extend(b"\x06\0\0\0\0\0\0\0\x07\0\0\0\0\0\0\0");
-        expected.extend(b"\x01\0\x01\0\x02\0\0\0\x03\x03abctpl");
+        expected.extend(b"\x01\0\x01\0\x02\0\0\0\x03\0\x03\x03abctpllo?");
         assert_eq!(encode_hello(&hello), expected);
         let shape = b"sh".to_vec();
         let device = Some(DeviceDescription { own_bytes: 0x0506, peer_bytes: 8, shape });
-        expected[12] = 0x58 + 20;
+        expected[12] = 0x5d + 20;
         expected.extend(b"\x06\x05\0\0\0\0\0\0\x08\0\0\0\0\0\0\0\x02\0sh");
         assert_eq!(encode_hello(&Hello { device, ..hello }), expected);
     }

@@ -16,7 +16,11 @@ use thiserror::Error;
 use super::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, OpError, Span, open_fabric,
 };
+#[cfg(feature = "verbs")]
+use crate::backend::verbs::{VerbsConfig, VerbsFabric};
 use crate::bench::ChildProgram;
+#[cfg(feature = "verbs")]
+use crate::fabric::Fabric;
 
 /// Which way the bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -33,6 +37,9 @@ pub enum Mode {
 pub struct EngineBenchConfig {
     /// Transport, as [`open_fabric`] takes it.
     pub transport: String,
+    /// How to use RDMA devices. The target process is told by [`child_main_with`].
+    #[cfg(feature = "verbs")]
+    pub verbs: VerbsConfig,
     /// Which way.
     pub mode: Mode,
     /// Bytes of one range, each a row per number of ranges.
@@ -51,6 +58,8 @@ impl Default for EngineBenchConfig {
     fn default() -> Self {
         Self {
             transport: "tcp".to_owned(),
+            #[cfg(feature = "verbs")]
+            verbs: VerbsConfig::default(),
             mode: Mode::Write,
             sizes: (8..=20).step_by(2).map(|power| 1 << power).collect(),
             num_iovs: (0..=7).map(|power| 1 << power).collect(),
@@ -138,8 +147,15 @@ pub enum EngineBenchError {
 /// success, or failure on `Some(false)`. To be called before anything else.
 #[must_use]
 pub fn child_main() -> Option<bool> {
+    child_main_with(EngineBenchConfig::default)
+}
+
+/// As [`child_main`], with settings for transports, which are asked for only if this is a child. Those of
+/// the measurement itself do not count.
+#[must_use]
+pub fn child_main_with(settings: impl FnOnce() -> EngineBenchConfig) -> Option<bool> {
     let transport = std::env::var(TARGET_VARIABLE).ok()?;
-    let served = serve(&transport);
+    let served = serve(&EngineBenchConfig { transport, ..settings() });
     if let Err(error) = &served {
         eprintln!("benchmark target: {error}");
     }
@@ -156,7 +172,7 @@ pub fn run(
     mut progress: impl FnMut(&EngineBenchRow),
 ) -> Result<EngineBenchReport, EngineBenchError> {
     check(config)?;
-    let engine = start(&config.transport)?;
+    let engine = start(config)?;
     let target = Target::start(program, &config.transport)?;
     let connection = engine
         .add_remote_endpoint(&target.metadata, soon())
@@ -294,17 +310,28 @@ fn rows(config: &EngineBenchConfig) -> impl Iterator<Item = (u64, usize)> {
     config.sizes.iter().flat_map(|bytes| config.num_iovs.iter().map(move |num| (*bytes, *num)))
 }
 
-fn start(transport: &str) -> Result<Engine, EngineBenchError> {
+#[allow(clippy::match_single_binding, reason = "depends on the features")]
+fn start(config: &EngineBenchConfig) -> Result<Engine, EngineBenchError> {
     let local = EngineConfig::local();
-    let fabric = open_fabric(transport, Some(local.bind.ip()));
+    let fabric = match config.transport.split_once(':').unwrap_or((&config.transport, "")) {
+        #[cfg(feature = "verbs")]
+        ("verbs", ports) => {
+            let config = match ports {
+                "" => config.verbs.clone(),
+                ports => config.verbs.clone().on_ports(ports),
+            };
+            VerbsFabric::open(config).map(|fabric| Box::new(fabric) as Box<dyn Fabric>)
+        }
+        _ => open_fabric(&config.transport, Some(local.bind.ip())),
+    };
     let fabric = fabric.map_err(|error| peer("open the transport", error))?;
     Engine::start(EngineConfig { fabrics: vec![fabric], ..local })
         .map_err(|error| peer("start an engine", error))
 }
 
 /// The target: does what it is told by notifications until its standard input ends.
-fn serve(transport: &str) -> Result<(), EngineBenchError> {
-    let engine = start(transport)?;
+fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
+    let engine = start(config)?;
     let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
     println!("\n{LINE_PREFIX}{hex}");
     // The parent's end, however it comes, is the end of its pipe.
@@ -422,6 +449,7 @@ impl Target {
     fn start(program: &ChildProgram, transport: &str) -> Result<Self, EngineBenchError> {
         let mut child = Command::new(&program.path)
             .args(&program.args)
+            .envs(program.env.iter().map(|(name, value)| (name, value)))
             .env(TARGET_VARIABLE, transport)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -4,7 +4,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use super::error::StartError;
+use super::io::hello::MAX_TICKET_BYTES;
 use super::link::{EAGER_OVERHEAD, Limits, MAX_CHUNK_BYTES};
+use super::metadata::MAX_BDF_BYTES;
 use super::wire::MAX_BODY_BYTES;
 use crate::credit::CreditConfig;
 use crate::fabric::Fabric;
@@ -17,24 +19,36 @@ use crate::network::NetworkError;
 pub struct EngineConfig {
     /// Address to listen on. Port 0 takes a free one.
     pub bind: SocketAddr,
-    /// Address to publish. `None`: that of `bind`, or of the interface that leads outside.
+    /// Address to publish. `None`: that of `bind`, or of the interface that leads outside; where none does,
+    /// that of the loopback interface, which a warning says.
     pub advertise: Option<IpAddr>,
     /// Transports, the best first. Empty: [`default_fabrics`].
     pub fabrics: Vec<Box<dyn Fabric>>,
     /// GPU to publish.
     pub gpu_index: Option<u32>,
-    /// PCI address of that GPU to publish, as `0000:3b:00.0`.
+    /// PCI address of that GPU to publish, as `0000:3b:00.0`: at most 32 visible characters.
     pub pci_bdf: Option<String>,
-    /// Shared secret that peers must have as well.
+    /// Shared secret that peers must have as well; at most 512 bytes.
     pub ticket: Option<String>,
     /// Limit on the time of a handshake that a peer has begun.
     pub handshake_timeout: Duration,
     /// Time without an answer of the peer's host after which it counts as gone.
     pub liveness_timeout: Duration,
+    /// Time after which a thread that does not come back from a transport's library counts as stuck; 2 s
+    /// or more. Registering memory may take as long, and with some transports takes a second for every few
+    /// GB.
+    pub stuck_timeout: Duration,
     /// Time that the thread looks for work before it sleeps.
     pub spin: Duration,
-    /// Most connections, handshakes included; at most 65535.
+    /// Most connections, handshakes included; at most 65535. There are never more than
+    /// `credit.max_senders`.
     pub max_connections: usize,
+    /// Most handshakes at a time that others have begun. When there are more, the one goes that has said
+    /// the least for the longest time.
+    pub max_handshakes: usize,
+    /// Most bytes of notifications that wait to be taken, with 64 for each, before new connections are
+    /// refused: whoever leaves and comes back has a new window, and leaves its notifications behind.
+    pub max_untaken_bytes: u64,
     /// Most transfers at a time.
     pub max_transfers: u32,
     /// Most commands waiting for the thread.
@@ -64,8 +78,11 @@ impl Default for EngineConfig {
             ticket: None,
             handshake_timeout: Duration::from_secs(5),
             liveness_timeout: Duration::from_secs(8),
+            stuck_timeout: Duration::from_secs(60),
             spin: Duration::from_micros(20),
             max_connections: 4096,
+            max_handshakes: 1024,
+            max_untaken_bytes: 256 << 20,
             max_transfers: 4096,
             queue_len: 4096,
             eager_bytes: 8 << 10,
@@ -110,14 +127,27 @@ impl EngineConfig {
                 "at most 2^62",
             ),
             ("chunk_bytes", self.chunk_bytes, 4096, MAX_CHUNK_BYTES, "4 KiB to 128 MiB"),
+            ("stuck_timeout", self.stuck_timeout.as_secs(), 2, u64::MAX, "2 s or more"),
             ("max_transfers", self.max_transfers.into(), 1, 1 << 20, "1 to 2^20"),
             ("queue_len", self.queue_len as u64, 1, 1 << 24, "1 to 2^24"),
+            ("max_handshakes", self.max_handshakes as u64, 1, 65535, "1 to 65535"),
             ("max_connections", self.max_connections as u64, 1, 65535, "1 to 65535"),
         ];
         for (what, found, low, high, expected) in limits {
             if !(low..=high).contains(&found) {
                 return Err(StartError::Config { what, found, expected });
             }
+        }
+        let bytes = self.ticket.as_ref().map_or(0, String::len);
+        if bytes > MAX_TICKET_BYTES {
+            let (what, expected) = ("bytes of `ticket`", "at most 512");
+            return Err(StartError::Config { what, found: bytes as u64, expected });
+        }
+        if let Some(found) = &self.pci_bdf
+            && (found.len() > MAX_BDF_BYTES || !found.bytes().all(|byte| byte.is_ascii_graphic()))
+        {
+            let expected = "at most 32 visible characters, as `0000:3b:00.0`";
+            return Err(StartError::Text { what: "pci_bdf", found: found.clone(), expected });
         }
         Ok(())
     }

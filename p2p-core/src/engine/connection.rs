@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::PeerInfo;
 use super::descriptor::Descriptor;
-use super::error::{CloseReason, OpError, SubmitError, TransferError};
+use super::error::{CloseReason, OpError, SubmitError};
 use super::memory::Span;
-use super::shared::{Command, ConnShared, Move, What};
+use super::shared::{Command, ConnShared};
+use super::starting::{Moves, Starting};
 use super::transfer::Transfer;
 use crate::network::Offer;
 
@@ -84,7 +85,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_send(&self, span: &Span, deadline: Instant) -> Result<Transfer, SubmitError> {
-        self.start(std::slice::from_ref(span), |_| What::Send, deadline)
+        Ok(self.begin(std::slice::from_ref(span), Moves::Send, deadline)?.block())
     }
 
     /// Starts to receive a message into `span`. The transfer gives its length.
@@ -92,7 +93,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_recv(&self, span: &Span, deadline: Instant) -> Result<Transfer, SubmitError> {
-        self.start(std::slice::from_ref(span), |_| What::Recv, deadline)
+        Ok(self.begin(std::slice::from_ref(span), Moves::Recv, deadline)?.block())
     }
 
     /// Starts to send one message per span, as one transfer.
@@ -100,7 +101,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_sendv(&self, spans: &[Span], deadline: Instant) -> Result<Transfer, SubmitError> {
-        self.start(spans, |_| What::Send, deadline)
+        Ok(self.begin(spans, Moves::Send, deadline)?.block())
     }
 
     /// Starts to receive one message per span, as one transfer.
@@ -108,7 +109,7 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`].
     pub fn start_recvv(&self, spans: &[Span], deadline: Instant) -> Result<Transfer, SubmitError> {
-        self.start(spans, |_| What::Recv, deadline)
+        Ok(self.begin(spans, Moves::Recv, deadline)?.block())
     }
 
     /// Starts to write `local` into the peer's memory. Done means visible there.
@@ -134,8 +135,7 @@ impl Connection {
         remote: &[Descriptor],
         deadline: Instant,
     ) -> Result<Transfer, SubmitError> {
-        self.check_remote(local, remote)?;
-        self.start(local, |idx| What::Write(remote[idx].segment()), deadline)
+        Ok(self.begin(local, Moves::Write(remote), deadline)?.block())
     }
 
     /// Starts to read the peer's memory into `local`.
@@ -161,8 +161,7 @@ impl Connection {
         remote: &[Descriptor],
         deadline: Instant,
     ) -> Result<Transfer, SubmitError> {
-        self.check_remote(local, remote)?;
-        self.start(local, |idx| What::Read(remote[idx].segment()), deadline)
+        Ok(self.begin(local, Moves::Read(remote), deadline)?.block())
     }
 
     /// Starts to send a notification: bytes that the peer takes when it likes, in order. Done means: it
@@ -171,6 +170,10 @@ impl Connection {
     /// # Errors
     /// [`SubmitError`]; [`SubmitError::TooLong`] above the peer's limit.
     pub fn start_notify(&self, bytes: &[u8], deadline: Instant) -> Result<Transfer, SubmitError> {
+        Ok(self.begin_notify(bytes, deadline)?.block())
+    }
+
+    fn begin_notify(&self, bytes: &[u8], deadline: Instant) -> Result<Starting<'_>, SubmitError> {
         self.check_open()?;
         let (found, limit) = (bytes.len() as u64, self.shared.theirs.max_notification);
         if found > limit {
@@ -189,15 +192,18 @@ impl Connection {
             shared.transfers.release(id);
             return Err(SubmitError::Busy);
         }
-        Ok(Transfer::new(Arc::clone(&shared.transfers), id))
+        Ok(Starting::of_one(&self.shared, id))
     }
 
-    fn start(
-        &self,
-        spans: &[Span],
-        what: impl Fn(usize) -> What,
+    fn begin<'a>(
+        &'a self,
+        spans: &'a [Span],
+        moves: Moves<'a>,
         deadline: Instant,
-    ) -> Result<Transfer, SubmitError> {
+    ) -> Result<Starting<'a>, SubmitError> {
+        if let Moves::Write(remote) | Moves::Read(remote) = moves {
+            self.check_remote(spans, remote)?;
+        }
         self.check_open()?;
         for span in spans {
             self.check_memory(span)?;
@@ -205,38 +211,7 @@ impl Connection {
                 return Err(self.unregistered());
             }
         }
-        let shared = &self.shared.shared;
-        let id = shared.begin(spans.len())?;
-        let transfer = id.0 as u32;
-        if spans.is_empty() {
-            shared.transfers.finish(transfer, Ok(0));
-        }
-        let deadline_ns = shared.ns(deadline);
-        for (idx, span) in spans.iter().enumerate() {
-            let part = Command::Move(Move {
-                conn: self.shared.key,
-                what: what(idx),
-                transfer,
-                deadline_ns,
-                handle: Arc::clone(&span.handle),
-                offset: span.offset,
-                bytes: span.bytes,
-            });
-            // Parts of a transfer that has begun wait for the thread, which is never long behind.
-            let patience = if idx == 0 { Duration::ZERO } else { PATIENCE };
-            if shared.push_until(part, Instant::now() + patience).is_ok() {
-                continue;
-            }
-            let left = (spans.len() - idx) as u32;
-            let late = TransferError::Deadline { op: what(idx).name() };
-            shared.transfers.finish_many(transfer, left, Err(late));
-            if idx == 0 {
-                shared.transfers.release(id);
-                return Err(SubmitError::Busy);
-            }
-            break;
-        }
-        Ok(Transfer::new(Arc::clone(&shared.transfers), id))
+        Starting::new(&self.shared, spans, moves, deadline)
     }
 
     fn check_open(&self) -> Result<(), SubmitError> {
@@ -279,7 +254,11 @@ impl Connection {
 
 /// Blocking and awaited forms of the transfers above: the same, to the end.
 macro_rules! forms {
-    ($($(#[$doc:meta])* $start:ident, $block:ident, $await:ident($($arg:ident: $type:ty),*);)*) => {
+    ($(
+        $(#[$doc:meta])*
+        $start:ident, $block:ident, $await:ident($this:ident, $deadline:ident; $($arg:ident: $type:ty),*)
+            => $begin:expr;
+    )*) => {
         impl Connection {
             $(
                 $(#[$doc])*
@@ -308,12 +287,17 @@ macro_rules! forms {
                 ///
                 /// # Errors
                 /// [`OpError`].
-                pub async fn $await(&self, $($arg: $type,)* deadline: Instant) -> Result<u64, OpError> {
+                pub async fn $await(
+                    &self,
+                    $($arg: $type,)*
+                    $deadline: Instant,
+                ) -> Result<u64, OpError> {
+                    let $this = self;
                     let mut pause = Duration::from_millis(1);
                     loop {
-                        match self.$start($($arg,)* deadline) {
-                            Ok(transfer) => return Ok(transfer.await?),
-                            Err(SubmitError::Busy) if Instant::now() < deadline => {
+                        match $begin {
+                            Ok(starting) => return Ok(starting.wait().await.await?),
+                            Err(SubmitError::Busy) if Instant::now() < $deadline => {
                                 tokio::time::sleep(pause).await;
                                 pause = (pause * 2).min(MAX_PAUSE);
                             }
@@ -328,24 +312,32 @@ macro_rules! forms {
 
 forms! {
     /// As [`start_send`](Self::start_send).
-    start_send, send, send_async(span: &Span);
+    start_send, send, send_async(this, deadline; span: &Span)
+        => this.begin(std::slice::from_ref(span), Moves::Send, deadline);
     /// As [`start_recv`](Self::start_recv).
-    start_recv, recv, recv_async(span: &Span);
+    start_recv, recv, recv_async(this, deadline; span: &Span)
+        => this.begin(std::slice::from_ref(span), Moves::Recv, deadline);
     /// As [`start_sendv`](Self::start_sendv).
-    start_sendv, sendv, sendv_async(spans: &[Span]);
+    start_sendv, sendv, sendv_async(this, deadline; spans: &[Span])
+        => this.begin(spans, Moves::Send, deadline);
     /// As [`start_recvv`](Self::start_recvv).
-    start_recvv, recvv, recvv_async(spans: &[Span]);
+    start_recvv, recvv, recvv_async(this, deadline; spans: &[Span])
+        => this.begin(spans, Moves::Recv, deadline);
     /// As [`start_write`](Self::start_write).
-    start_write, write, write_async(local: &Span, remote: &Descriptor);
+    start_write, write, write_async(this, deadline; local: &Span, remote: &Descriptor)
+        => this.begin(std::slice::from_ref(local), Moves::Write(std::slice::from_ref(remote)), deadline);
     /// As [`start_writev`](Self::start_writev).
-    start_writev, writev, writev_async(local: &[Span], remote: &[Descriptor]);
+    start_writev, writev, writev_async(this, deadline; local: &[Span], remote: &[Descriptor])
+        => this.begin(local, Moves::Write(remote), deadline);
     /// As [`start_read`](Self::start_read).
-    start_read, read, read_async(local: &Span, remote: &Descriptor);
+    start_read, read, read_async(this, deadline; local: &Span, remote: &Descriptor)
+        => this.begin(std::slice::from_ref(local), Moves::Read(std::slice::from_ref(remote)), deadline);
     /// As [`start_readv`](Self::start_readv).
-    start_readv, readv, readv_async(local: &[Span], remote: &[Descriptor]);
+    start_readv, readv, readv_async(this, deadline; local: &[Span], remote: &[Descriptor])
+        => this.begin(local, Moves::Read(remote), deadline);
     /// As [`start_notify`](Self::start_notify).
-    start_notify, notify, notify_async(bytes: &[u8]);
+    start_notify, notify, notify_async(this, deadline; bytes: &[u8])
+        => this.begin_notify(bytes, deadline);
 }
 
-const PATIENCE: Duration = Duration::from_secs(5);
 const MAX_PAUSE: Duration = Duration::from_millis(5);

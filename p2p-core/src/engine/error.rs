@@ -33,7 +33,8 @@ pub enum CloseReason {
     Stopped,
 }
 
-/// A transfer has failed. Its local buffer is free again; what is in the destination is undefined.
+/// A transfer has failed. Its local buffer is free again, but for [`Stuck`](Self::Stuck); what is in the
+/// destination is undefined.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TransferError {
@@ -62,6 +63,19 @@ pub enum TransferError {
         /// Bytes of the buffer.
         capacity: u64,
     },
+    /// The receiver has a buffer for the message, and could not open it to this side. Nothing was
+    /// written; its receive has failed with the reason.
+    #[error(
+        "{op}: the peer has a buffer for the {bytes} bytes and could not open it to this side; the error \
+         of its receive says why: let it register the buffer for writing by peers, and send again when \
+         fewer of its receives are under way"
+    )]
+    NotOpened {
+        /// Operation.
+        op: &'static str,
+        /// Bytes of the message.
+        bytes: u64,
+    },
     /// The sender gave the message up after it was matched.
     #[error("{op}: the peer gave the message up")]
     Withdrawn {
@@ -78,7 +92,20 @@ pub enum TransferError {
         /// What it means, what to do.
         detail: Arc<str>,
     },
+    /// The engine's thread has gone into a transport's library and does not come back, so that nothing
+    /// ends at its deadline any more. The transfer's buffer stays in use. Another engine works.
+    #[error(
+        "the engine's thread does not come back from a transport's library; its memory stays in use"
+    )]
+    Stuck,
 }
+
+/// An engine could not be stopped: its thread has gone into a transport's library and does not come back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error(
+    "the engine's thread does not come back from a transport's library; memory that was registered must stay mapped"
+)]
+pub struct StopError;
 
 impl TransferError {
     pub(super) fn post(op: &'static str, error: &PostError) -> Self {
@@ -119,6 +146,9 @@ pub enum SubmitError {
     /// The peer's description of its memory is not usable here.
     #[error(transparent)]
     Descriptor(#[from] DescriptorError),
+    /// The memory is another device's, which this processor does not read or write. A local bug.
+    #[error("the memory is another device's: let the device copy from or to it")]
+    DeviceMemory,
     /// The memory belongs to another engine. A local bug.
     #[error("the memory is registered with another engine")]
     ForeignMemory,
@@ -177,6 +207,16 @@ pub enum StartError {
         what: &'static str,
         /// Value found.
         found: u64,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// A setting of text makes no sense.
+    #[error("{what} is {found:?}, expected {expected}")]
+    Text {
+        /// Which setting.
+        what: &'static str,
+        /// Value found.
+        found: String,
         /// What is allowed.
         expected: &'static str,
     },
@@ -239,7 +279,19 @@ pub enum RegisterError {
         /// Why.
         detail: String,
     },
-    /// The engine did not answer in time, or has stopped.
+    /// It took longer than [`stuck_timeout`](super::EngineConfig::stuck_timeout). When the transport's
+    /// library comes back, it is undone, and nobody is told a key of it; the memory must stay mapped until
+    /// the engine answers again or has stopped.
+    #[error(
+        "registering {bytes} bytes has not ended within {limit_s} s; it will be undone when it does; raise `stuck_timeout` for memory that takes longer"
+    )]
+    Timeout {
+        /// Bytes.
+        bytes: u64,
+        /// The limit in seconds.
+        limit_s: u64,
+    },
+    /// The engine has stopped.
     #[error("the engine has stopped")]
     Stopped,
 }
@@ -250,7 +302,8 @@ pub enum RegisterError {
 pub struct DeregisterError {
     /// Who still uses it, or what failed.
     pub detail: String,
-    /// The registration, still in force. `None` when the engine has lost it.
+    /// The registration, still in force. `None` when the engine did not answer in time: it takes the
+    /// memory back as soon as it can, and lets no later registration share the keys meanwhile.
     pub region: Option<super::MemoryRegion>,
 }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::error::WaitError;
 
@@ -29,13 +29,28 @@ impl<T> Default for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    pub(super) fn push(&self, item: T) {
+    /// Puts an item at the end.
+    ///
+    /// # Errors
+    /// The item, when the mailbox is closed: nobody will take it.
+    pub(super) fn push(&self, item: T) -> Result<(), T> {
         let mut state = self.lock();
+        if state.is_closed {
+            return Err(item);
+        }
         state.items.push_back(item);
         let wakers = std::mem::take(&mut state.wakers);
         drop(state);
         self.filled.notify_one();
         wakers.into_iter().for_each(Waker::wake);
+        Ok(())
+    }
+
+    /// Closes it, and gives the item that came all the same: what is pushed later goes back.
+    pub(super) fn give_up(&self) -> Option<T> {
+        let mut state = self.lock();
+        state.is_closed = true;
+        state.items.pop_front()
     }
 
     /// Nothing more will come. What is there can still be taken.
@@ -79,6 +94,8 @@ impl<T> Mailbox<T> {
     /// The same for tasks.
     pub(super) async fn pop_async(&self, deadline: Instant) -> Result<T, WaitError> {
         let wait = std::future::poll_fn(|context| self.poll_pop(context));
+        // Timers reckon with milliseconds after the deadline, which must exist.
+        let deadline = deadline.min(Instant::now() + FAR_AWAY);
         match tokio::time::timeout_at(deadline.into(), wait).await {
             Ok(result) => result,
             Err(_) => Err(WaitError::Deadline),
@@ -102,3 +119,6 @@ impl<T> Mailbox<T> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// Nobody waits longer for anything.
+const FAR_AWAY: Duration = Duration::from_secs(365 * 24 * 3600);

@@ -1,15 +1,16 @@
 //! Registered memory as users hold it, and the cache of registrations.
 
 use std::collections::BTreeSet;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::error::SubmitError;
 use super::link::Memory;
 use super::shared::Shared;
-use crate::endpoint::PostError;
-use crate::fabric::{Access, Fabric, RegionId, WireRegion};
+use crate::fabric::{Access, DmaBuf, Fabric, RegionId, WireRegion};
 use crate::region::Region;
 
 /// Registered memory. Clones share it.
@@ -48,6 +49,8 @@ pub(super) struct Keys {
     pub(super) idx: u32,
     base: NonNull<u8>,
     bytes: u64,
+    /// Whether this processor can read and write it.
+    is_host: bool,
     /// Local ids by transport; [`NO_REGION`] where there is none.
     ids: Box<[AtomicU32]>,
     wires: Mutex<Vec<Option<WireRegion>>>,
@@ -104,12 +107,18 @@ impl MemoryRegion {
         Span { offset: handle.offset, bytes: handle.bytes, handle }
     }
 
+    /// Whether this processor can read and write it; false for memory of another device.
+    #[must_use]
+    pub fn is_host(&self) -> bool {
+        self.inner.keys.is_host
+    }
+
     /// Copies `bytes` to `offset`.
     ///
     /// # Errors
-    /// [`SubmitError::Range`]; nothing is written then.
+    /// [`SubmitError::Range`], [`SubmitError::DeviceMemory`]; nothing is written then.
     pub fn copy_in(&self, offset: u64, bytes: &[u8]) -> Result<(), SubmitError> {
-        self.inner.check(offset, bytes.len() as u64)?;
+        self.inner.check_copy(offset, bytes.len() as u64)?;
         self.inner.store(self.inner.offset + offset, bytes);
         Ok(())
     }
@@ -117,9 +126,9 @@ impl MemoryRegion {
     /// Copies from `offset` into `out`.
     ///
     /// # Errors
-    /// [`SubmitError::Range`]; `out` is untouched then.
+    /// [`SubmitError::Range`], [`SubmitError::DeviceMemory`]; `out` is untouched then.
     pub fn copy_out(&self, offset: u64, out: &mut [u8]) -> Result<(), SubmitError> {
-        self.inner.check(offset, out.len() as u64)?;
+        self.inner.check_copy(offset, out.len() as u64)?;
         // SAFETY: the range was checked and is mapped; `out` is exclusive. A peer that writes meanwhile
         // makes the copied bytes arbitrary, nothing else.
         unsafe {
@@ -170,14 +179,25 @@ impl Handle {
             _ => Err(SubmitError::Range { offset, bytes, limit: self.bytes }),
         }
     }
+
+    /// The same for a copy by this processor.
+    fn check_copy(&self, offset: u64, bytes: u64) -> Result<(), SubmitError> {
+        self.check(offset, bytes)?;
+        if self.keys.is_host { Ok(()) } else { Err(SubmitError::DeviceMemory) }
+    }
 }
 
 impl Memory for Arc<Handle> {
+    fn is_host(&self) -> bool {
+        self.keys.is_host
+    }
+
     fn load(&self, offset: u64, bytes: u64, out: &mut Vec<u8>) {
         let bytes = bytes as usize;
         out.reserve(bytes);
-        // SAFETY: the range was checked when the span was made; `out` has room for as much; every byte
-        // of it is written before it counts.
+        debug_assert!(self.keys.is_host || bytes == 0, "a processor's copy of device memory");
+        // SAFETY: the range was checked when the span was made, and is memory of this host, as links
+        // check; `out` has room for as much; every byte of it is written before it counts.
         unsafe {
             let src = self.keys.base.as_ptr().add(offset as usize);
             std::ptr::copy_nonoverlapping(src, out.as_mut_ptr().add(out.len()), bytes);
@@ -186,7 +206,9 @@ impl Memory for Arc<Handle> {
     }
 
     fn store(&self, offset: u64, bytes: &[u8]) {
-        // SAFETY: the range was checked; raw copies are the only access to registered memory.
+        debug_assert!(self.keys.is_host || bytes.is_empty(), "a processor's copy of device memory");
+        // SAFETY: the range was checked, and is memory of this host, as links check; raw copies are the
+        // only access to registered memory.
         unsafe {
             let dst = self.keys.base.as_ptr().add(offset as usize);
             std::ptr::copy(bytes.as_ptr(), dst, bytes.len());
@@ -209,6 +231,11 @@ impl Keys {
         (id != NO_REGION).then_some(RegionId(id))
     }
 
+    /// Whether the range is all of it.
+    pub(super) fn covers(&self, ptr: NonNull<u8>, bytes: usize) -> bool {
+        self.base == ptr && self.bytes == bytes as u64
+    }
+
     fn lock_wires(&self) -> std::sync::MutexGuard<'_, Vec<Option<WireRegion>>> {
         self.wires.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -223,6 +250,30 @@ pub(super) struct Registry {
     by_start: BTreeSet<(usize, u32)>,
     /// Longest registration there ever was.
     longest: usize,
+    /// Registrations that nobody has a handle of any more, and that could not be released.
+    unowned: Vec<u32>,
+    /// When that is tried again.
+    next_try: Option<Instant>,
+    /// Until the one after that. Longer and longer, because every attempt may hold the engine up.
+    pause: Duration,
+}
+
+/// What is to be registered.
+#[derive(Debug)]
+pub(super) enum Source {
+    /// Memory that the engine has allocated, and keeps.
+    Own(Region),
+    /// Memory of this host that the user keeps mapped.
+    Host,
+    /// Memory of another device that the user keeps allocated; with its dma-buf and where in it the
+    /// memory begins, if it has one.
+    Device(Option<(OwnedFd, u64)>),
+}
+
+impl Source {
+    const fn is_host(&self) -> bool {
+        !matches!(self, Self::Device(_))
+    }
 }
 
 #[derive(Debug)]
@@ -232,6 +283,9 @@ struct Entry {
     num_handles: usize,
     /// Handles that cover all of it.
     num_full: usize,
+    /// Whether it is to go, and did not yet: its keys serve whoever has a handle, and nobody else. The
+    /// memory may be unmapped when they are gone, and other memory be mapped there.
+    is_leaving: bool,
 }
 
 impl Registry {
@@ -245,12 +299,13 @@ impl Registry {
         ptr: NonNull<u8>,
         bytes: usize,
         access: Access,
-        memory: Option<Region>,
+        source: Source,
     ) -> Result<Arc<Keys>, String> {
         if bytes == 0 || (ptr.as_ptr() as usize).checked_add(bytes).is_none() {
             return Err("there is nothing to register".to_owned());
         }
-        if let Some(idx) = self.find(ptr.as_ptr() as usize, bytes, access)
+        let is_host = source.is_host();
+        if let Some(idx) = self.find(ptr.as_ptr() as usize, bytes, access, is_host)
             && let Some(entry) = &mut self.entries[idx as usize]
         {
             entry.num_handles += 1;
@@ -261,7 +316,18 @@ impl Registry {
         let mut why = Vec::new();
         for fabric in fabrics.iter_mut() {
             // SAFETY: the caller's promise.
-            match unsafe { fabric.register(ptr, bytes, access) } {
+            let registered = unsafe {
+                match &source {
+                    Source::Own(_) | Source::Host => fabric.register(ptr, bytes, access),
+                    Source::Device(dma_buf) => {
+                        let dma_buf = dma_buf.as_ref();
+                        let dma_buf =
+                            dma_buf.map(|(fd, offset)| DmaBuf { fd: fd.as_fd(), offset: *offset });
+                        fabric.register_device(ptr, bytes, access, dma_buf)
+                    }
+                }
+            };
+            match registered {
                 Ok(id) => ids.push(Some(id)),
                 Err(error) => {
                     why.push(format!("{}: {error}", fabric.kind().name()));
@@ -272,7 +338,8 @@ impl Registry {
         if ids.iter().all(Option::is_none) {
             return Err(why.join("; "));
         }
-        if !why.is_empty() {
+        // That some transports do not reach other devices is no news.
+        if !why.is_empty() && is_host {
             tracing::warn!(bytes, "registered with some transports only: {}", why.join("; "));
         }
         let wires = ids.iter().zip(fabrics.iter()).map(|(id, fabric)| fabric.describe((*id)?));
@@ -282,9 +349,18 @@ impl Registry {
             self.entries.push(None);
             self.entries.len() as u32 - 1
         });
+        let memory = if let Source::Own(memory) = source { Some(memory) } else { None };
+        let bytes_in_all = bytes as u64;
         let keys =
-            Arc::new(Keys { idx, base: ptr, bytes: bytes as u64, ids, wires, _memory: memory });
-        let entry = Entry { keys: Arc::clone(&keys), access, num_handles: 1, num_full: 1 };
+            Keys { idx, base: ptr, bytes: bytes_in_all, is_host, ids, wires, _memory: memory };
+        let keys = Arc::new(keys);
+        let entry = Entry {
+            keys: Arc::clone(&keys),
+            access,
+            num_handles: 1,
+            num_full: 1,
+            is_leaving: false,
+        };
         self.entries[idx as usize] = Some(entry);
         self.by_start.insert((ptr.as_ptr() as usize, idx));
         self.longest = self.longest.max(bytes);
@@ -318,7 +394,10 @@ impl Registry {
         for (place, fabric) in keys.ids.iter().zip(fabrics.iter_mut()) {
             let id = place.load(Ordering::Acquire);
             if id != NO_REGION {
-                fabric.deregister(RegionId(id)).map_err(|error| error.to_string())?;
+                if let Err(error) = fabric.deregister(RegionId(id)) {
+                    entry.is_leaving = true;
+                    return Err(error.to_string());
+                }
                 place.store(NO_REGION, Ordering::Release);
             }
         }
@@ -329,36 +408,59 @@ impl Registry {
         Ok(true)
     }
 
-    /// Gives a registration a new key with one transport, so that the old one opens nothing any more.
-    pub(super) fn renew(
-        &mut self,
-        fabric: &mut dyn Fabric,
-        place: usize,
-        region: RegionId,
-    ) -> Result<(), PostError> {
-        let mut entries = self.entries.iter().flatten();
-        let found = entries.find(|entry| {
-            entry.keys.ids.get(place).is_some_and(|id| id.load(Ordering::Acquire) == region.0)
+    /// Lets nobody else share a registration: who had a handle of it thinks it gone.
+    pub(super) fn hide(&mut self, idx: u32) {
+        if let Some(Some(entry)) = self.entries.get_mut(idx as usize) {
+            entry.is_leaving = true;
+        }
+    }
+
+    /// Takes back a handle that nobody has any more: at once, or as soon as it can be.
+    pub(super) fn abandon(&mut self, fabrics: &mut [Box<dyn Fabric>], idx: u32, is_full: bool) {
+        if let Err(error) = self.release(fabrics, idx, is_full, false)
+            && self.entries.get(idx as usize).is_some_and(Option::is_some)
+        {
+            tracing::error!(error, "memory stays registered; it is tried again");
+            self.unowned.push(idx);
+            self.next_try.get_or_insert_with(|| Instant::now() + RETRY_PAUSE);
+        }
+    }
+
+    /// Releases what nobody has any more and can be released by now.
+    pub(super) fn try_again(&mut self, fabrics: &mut [Box<dyn Fabric>], now: Instant) {
+        if self.next_try.is_none_or(|at| now < at) {
+            return;
+        }
+        let mut unowned = std::mem::take(&mut self.unowned);
+        unowned.retain(|idx| match self.release(fabrics, *idx, true, false) {
+            Ok(_) => {
+                tracing::info!("memory that had stayed registered is deregistered");
+                false
+            }
+            Err(error) => {
+                tracing::debug!(error, "memory stays registered");
+                true
+            }
         });
-        let Some(entry) = found else { return Ok(()) };
-        let keys = &entry.keys;
-        fabric.deregister(region)?;
-        keys.ids[place].store(NO_REGION, Ordering::Release);
-        keys.lock_wires()[place] = None;
-        // SAFETY: the memory stays mapped as long as the entry is there.
-        let id = unsafe { fabric.register(keys.base, keys.bytes as usize, entry.access)? };
-        keys.lock_wires()[place] = fabric.describe(id);
-        keys.ids[place].store(id.0, Ordering::Release);
-        Ok(())
+        // Each of them may have taken as long as the pause: it begins now.
+        self.pause = match unowned.is_empty() {
+            true => Duration::ZERO,
+            false => (self.pause * 2).clamp(RETRY_PAUSE, MAX_PAUSE),
+        };
+        self.next_try = (!unowned.is_empty()).then(|| now.max(Instant::now()) + self.pause);
+        self.unowned = unowned;
     }
 
     /// A registration with these rights that covers the range.
-    fn find(&self, start: usize, bytes: usize, access: Access) -> Option<u32> {
+    fn find(&self, start: usize, bytes: usize, access: Access, is_host: bool) -> Option<u32> {
         let lowest = start.saturating_sub(self.longest);
         let candidates = self.by_start.range((lowest, 0)..=(start, u32::MAX)).rev();
         let covers = |(begin, idx): &&(usize, u32)| {
             self.entries[*idx as usize].as_ref().is_some_and(|entry| {
-                entry.access == access && begin + entry.keys.bytes as usize >= start + bytes
+                entry.access == access
+                    && !entry.is_leaving
+                    && entry.keys.is_host == is_host
+                    && begin + entry.keys.bytes as usize >= start + bytes
             })
         };
         candidates.take(MAX_CANDIDATES).find(covers).map(|(_, idx)| *idx)
@@ -366,5 +468,10 @@ impl Registry {
 }
 
 const NO_REGION: u32 = u32::MAX;
+/// Time after which the release of a registration that nobody has is tried again. The thread makes a round
+/// every second at least.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
+/// The longest one between two.
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// So many registrations that begin below are looked at: overlapping ones are few.
 const MAX_CANDIDATES: usize = 64;

@@ -36,18 +36,20 @@ mod config;
 mod connection;
 mod descriptor;
 mod error;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod io;
 mod link;
 mod mailbox;
 mod memory;
 mod metadata;
+mod registering;
 mod shared;
+mod starting;
 mod transfer;
 mod wire;
 
 use std::net::SocketAddr;
-use std::ptr::NonNull;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -56,20 +58,18 @@ pub use config::{EngineConfig, default_fabrics, open_fabric};
 pub use connection::Connection;
 pub use descriptor::{DESCRIPTOR_BYTES, Descriptor, DescriptorError};
 pub use error::{
-    CloseReason, ConnectError, DeregisterError, OpError, RegisterError, StartError, SubmitError,
-    TransferError, UnknownTransfer, WaitError,
+    CloseReason, ConnectError, DeregisterError, OpError, RegisterError, StartError, StopError,
+    SubmitError, TransferError, UnknownTransfer, WaitError,
 };
 pub use memory::{MemoryRegion, Span};
 pub use metadata::EndpointMetadata;
 pub use transfer::{Transfer, TransferId, TransferStatus};
 pub use wire::FrameError;
 
-pub use crate::fabric::Access;
+pub use crate::fabric::{Access, DmaBuf};
 
 use self::mailbox::Mailbox;
-use self::memory::Handle;
-use self::shared::{Command, ConnShared, Register, Shared, lock};
-use crate::region::Region;
+use self::shared::{Command, ConnShared, Shared, lock};
 
 /// What a peer said of itself when the connection was made.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,6 +95,13 @@ pub struct Notification {
     pub bytes: Vec<u8>,
 }
 
+impl Notification {
+    /// What it takes of the window.
+    const fn cost(&self) -> u64 {
+        self.bytes.len() as u64 + link::NOTIFY_OVERHEAD
+    }
+}
+
 /// What an engine holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineStats {
@@ -102,6 +109,8 @@ pub struct EngineStats {
     pub num_connections: usize,
     /// Transfers whose outcome nobody has taken.
     pub num_transfers: usize,
+    /// Rounds of the thread so far: looks at everything that may have something to do.
+    pub num_rounds: u64,
 }
 
 /// One engine. Dropping it closes its connections and fails their transfers.
@@ -142,8 +151,10 @@ impl Engine {
     /// # Errors
     /// [`ConnectError`].
     pub fn connect(&self, addr: SocketAddr, deadline: Instant) -> Result<Connection, ConnectError> {
-        let reply = self.start_connect(addr, deadline)?;
-        reply.pop(deadline + GRACE).unwrap_or_else(|error| Err(no_reply(addr, error)))
+        let (command, reply) = connect_command(addr, deadline);
+        let pushed = self.shared.push_until(command, deadline);
+        pushed.map_err(|_| ConnectError::Timeout { addr: addr.to_string() })?;
+        reply.pop(with_grace(deadline)).unwrap_or_else(|error| Err(no_reply(addr, error)))
     }
 
     /// The same for tasks.
@@ -155,8 +166,10 @@ impl Engine {
         addr: SocketAddr,
         deadline: Instant,
     ) -> Result<Connection, ConnectError> {
-        let reply = self.start_connect(addr, deadline)?;
-        let popped = reply.pop_async(deadline + GRACE).await;
+        let (command, reply) = connect_command(addr, deadline);
+        let pushed = self.shared.push_until_async(command, deadline).await;
+        pushed.map_err(|_| ConnectError::Timeout { addr: addr.to_string() })?;
+        let popped = reply.pop_async(with_grace(deadline)).await;
         popped.unwrap_or_else(|error| Err(no_reply(addr, error)))
     }
 
@@ -228,100 +241,6 @@ impl Engine {
         Ok(num_closed > 0)
     }
 
-    /// Zeroed memory of the engine's own, registered. Committed page by page when touched, and freed
-    /// when the last handle is dropped and no transfer uses it.
-    ///
-    /// # Errors
-    /// [`RegisterError`].
-    pub fn alloc(&self, bytes: usize, access: Access) -> Result<MemoryRegion, RegisterError> {
-        let refused = |detail: String| RegisterError::Refused { bytes: bytes as u64, detail };
-        let memory = Region::anonymous(bytes).map_err(|error| refused(error.to_string()))?;
-        // SAFETY: the registration holds the memory, and the engine deregisters before it lets go.
-        unsafe { self.register(memory.as_ptr(), bytes, access, Some(memory.clone())) }
-    }
-
-    /// Registers memory. A range within one that is registered with the same rights shares its keys.
-    ///
-    /// # Safety
-    /// `ptr..ptr+bytes` is mapped, and stays so until [`dereg`](Self::dereg) of every region made of it
-    /// has succeeded, or the engine was dropped. Nothing holds references to it while transfers use it.
-    ///
-    /// # Errors
-    /// [`RegisterError`].
-    pub unsafe fn reg(
-        &self,
-        ptr: NonNull<u8>,
-        bytes: usize,
-        access: Access,
-    ) -> Result<MemoryRegion, RegisterError> {
-        // SAFETY: the caller's promise.
-        unsafe { self.register(ptr, bytes, access, None) }
-    }
-
-    /// Registers several ranges, all or none.
-    ///
-    /// # Safety
-    /// As for [`reg`](Self::reg), for each.
-    ///
-    /// # Errors
-    /// [`RegisterError`].
-    pub unsafe fn regv(
-        &self,
-        ranges: &[(NonNull<u8>, usize)],
-        access: Access,
-    ) -> Result<Vec<MemoryRegion>, RegisterError> {
-        let register = |(ptr, bytes): &(NonNull<u8>, usize)| {
-            // SAFETY: the caller's promise.
-            unsafe { self.register(*ptr, *bytes, access, None) }
-        };
-        ranges.iter().map(register).collect()
-    }
-
-    /// Takes memory back. True: its keys are revoked, no peer reaches it any more. False: another region
-    /// that covers the same range keeps the keys in force.
-    ///
-    /// # Errors
-    /// [`DeregisterError`] with the region while clones, spans or transfers use it, or when a transport
-    /// cannot confirm that peers have let go. The memory must stay mapped then.
-    pub fn dereg(&self, region: MemoryRegion) -> Result<bool, DeregisterError> {
-        let failed = |detail: String, region| Err(DeregisterError { detail, region });
-        if !Arc::ptr_eq(&region.inner.shared, &self.shared) {
-            return failed("it is registered with another engine".to_owned(), Some(region));
-        }
-        let handle = match Arc::try_unwrap(region.inner) {
-            Ok(handle) => handle,
-            Err(inner) => {
-                let detail = "clones, spans or transfers use it".to_owned();
-                return failed(detail, Some(MemoryRegion { inner }));
-            }
-        };
-        let reply = Arc::new(Mailbox::default());
-        let (idx, is_full) = (handle.keys.idx, handle.is_full());
-        let command = Command::Release { idx, is_full, reply: Arc::clone(&reply) };
-        let deadline = Instant::now() + COMMAND_TIMEOUT;
-        let back = |handle| Some(MemoryRegion { inner: Arc::new(handle) });
-        if self.shared.push_until(command, deadline).is_err() {
-            return failed("the engine is too busy".to_owned(), back(handle));
-        }
-        match reply.pop(deadline) {
-            Ok(Ok(is_revoked)) => {
-                handle.is_returned.store(true, Ordering::Release);
-                Ok(is_revoked)
-            }
-            Ok(Err(detail)) => failed(detail, back(handle)),
-            // The thread is gone, and the fabrics with it.
-            Err(WaitError::Stopped) => {
-                handle.is_returned.store(true, Ordering::Release);
-                Ok(true)
-            }
-            Err(WaitError::Deadline) => {
-                // The command will still be carried out.
-                handle.is_returned.store(true, Ordering::Release);
-                failed("the engine did not answer in time".to_owned(), None)
-            }
-        }
-    }
-
     /// How far a transfer is whose handle was given up for its number. Asking about one that is done
     /// takes its outcome; a failed one stays known until [`take`](Self::take).
     ///
@@ -376,7 +295,40 @@ impl Engine {
         EngineStats {
             num_connections: self.connections().count(),
             num_transfers: self.shared.transfers.num_taken(),
+            num_rounds: self.shared.transfers.pulse.num_rounds(),
         }
+    }
+
+    /// Ends all connections, fails their transfers, and waits for the end of the thread.
+    ///
+    /// # Errors
+    /// [`StopError`] when the thread does not come back from a transport's library.
+    pub fn stop(mut self) -> Result<(), StopError> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<(), StopError> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        let pulse = &self.shared.transfers.pulse;
+        let (mut watch, mut looked) = (pulse.watch(), Instant::now());
+        let mut is_told = self.shared.push(Command::Stop).is_ok();
+        lock(&self.shared.endpoints).clear();
+        let mut pause = Duration::from_micros(20);
+        while !thread.is_finished() {
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(1));
+            is_told = is_told || self.shared.push(Command::Stop).is_ok();
+            if looked.elapsed() >= pulse.interval() {
+                looked = Instant::now();
+                if watch.finds_stuck(pulse) {
+                    return Err(StopError);
+                }
+            }
+        }
+        // A panic of the thread has been reported already.
+        let _ = thread.join();
+        self.shared.accepted.drain();
+        Ok(())
     }
 
     /// Connections that stand.
@@ -417,65 +369,37 @@ impl Engine {
         Ok(found)
     }
 
-    fn start_connect(
-        &self,
-        addr: SocketAddr,
-        deadline: Instant,
-    ) -> Result<Arc<Mailbox<shared::ConnectReply>>, ConnectError> {
-        let reply = Arc::new(Mailbox::default());
-        let command = Command::Connect { addr, deadline, reply: Arc::clone(&reply) };
-        let pushed = self.shared.push_until(command, deadline);
-        pushed.map_err(|_| ConnectError::Timeout { addr: addr.to_string() })?;
-        Ok(reply)
-    }
-
-    /// # Safety
-    /// As for [`reg`](Self::reg), unless `memory` holds it.
-    unsafe fn register(
-        &self,
-        ptr: NonNull<u8>,
-        bytes: usize,
-        access: Access,
-        memory: Option<Region>,
-    ) -> Result<MemoryRegion, RegisterError> {
-        let reply = Arc::new(Mailbox::default());
-        let register = Register { ptr, bytes, access, memory, reply: Arc::clone(&reply) };
-        let deadline = Instant::now() + COMMAND_TIMEOUT;
-        let pushed = self.shared.push_until(Command::Register(register), deadline);
-        pushed.map_err(|_| RegisterError::Stopped)?;
-        let keys = reply
-            .pop(deadline)
-            .map_err(|_| RegisterError::Stopped)?
-            .map_err(|detail| RegisterError::Refused { bytes: bytes as u64, detail })?;
-        let handle = Handle::new(Arc::clone(&self.shared), keys, ptr, bytes as u64);
-        Ok(MemoryRegion { inner: Arc::new(handle) })
-    }
-
     /// Lets the peer send as much more.
     fn took(&self, (from, notification): (Weak<ConnShared>, Notification)) -> Notification {
-        let cost = notification.bytes.len() as u64 + link::NOTIFY_OVERHEAD;
+        let cost = notification.cost();
+        self.shared.took(cost);
         if let Some(from) = from.upgrade() {
-            from.taken.fetch_add(cost, Ordering::Relaxed);
+            from.took(cost);
         }
-        self.shared.has_taken.store(true, Ordering::SeqCst);
-        self.shared.kick();
         notification
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        let deadline = Instant::now() + COMMAND_TIMEOUT;
-        let is_told = self.shared.push_until(Command::Stop, deadline).is_ok();
-        lock(&self.shared.endpoints).clear();
-        if let Some(thread) = self.thread.take()
-            && is_told
-        {
-            // A panic of the thread has been reported already.
-            let _ = thread.join();
+        if let Err(error) = self.end() {
+            tracing::error!(%error, "an engine was left behind");
         }
-        self.shared.accepted.drain();
     }
+}
+
+/// What asks the thread to connect, and where it answers.
+fn connect_command(
+    addr: SocketAddr,
+    deadline: Instant,
+) -> (Command, Arc<Mailbox<shared::ConnectReply>>) {
+    let reply = Arc::new(Mailbox::default());
+    (Command::Connect { addr, deadline, reply: Arc::clone(&reply) }, reply)
+}
+
+/// When the thread must have ended what has this deadline.
+fn with_grace(deadline: Instant) -> Instant {
+    deadline.checked_add(GRACE).unwrap_or(deadline)
 }
 
 fn no_reply(addr: SocketAddr, error: WaitError) -> ConnectError {
@@ -487,4 +411,3 @@ fn no_reply(addr: SocketAddr, error: WaitError) -> ConnectError {
 
 /// The thread ends handshakes at their deadlines; this long afterwards it counts as stuck.
 const GRACE: Duration = Duration::from_secs(2);
-const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);

@@ -9,17 +9,18 @@ use std::time::{Duration, Instant};
 
 use crossbeam_queue::ArrayQueue;
 
+use super::config::EngineConfig;
 use super::connection::Connection;
 use super::error::{CloseReason, ConnectError, SubmitError, TransferError};
 use super::link::Limits;
 use super::mailbox::Mailbox;
-use super::memory::{Handle, Keys};
+use super::memory::{Handle, Keys, Source};
 use super::metadata::EndpointMetadata;
 use super::transfer::{TransferId, Transfers};
 use super::{Notification, PeerInfo};
 use crate::fabric::{Access, RemoteSegment};
 use crate::network::Offer;
-use crate::region::Region;
+use crate::pulse::Pulse;
 use crate::wait::signal_event;
 
 /// What users ask of the thread.
@@ -73,7 +74,7 @@ pub(super) struct Register {
     pub(super) ptr: NonNull<u8>,
     pub(super) bytes: usize,
     pub(super) access: Access,
-    pub(super) memory: Option<Region>,
+    pub(super) source: Source,
     pub(super) reply: Arc<Mailbox<Result<Arc<Keys>, String>>>,
 }
 
@@ -98,7 +99,47 @@ pub(super) struct ConnShared {
     pub(super) theirs: Limits,
     pub(super) closed: OnceLock<CloseReason>,
     /// Cost of the notifications that users have taken.
-    pub(super) taken: AtomicU64,
+    taken: AtomicU64,
+    /// Whether the thread is about to look at it.
+    has_taken: AtomicBool,
+}
+
+impl ConnShared {
+    /// A connection that stands, with the transport in place `fabric`.
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        key: ConnKey,
+        (fabric, transport): (usize, Offer),
+        peer: PeerInfo,
+        theirs: Limits,
+    ) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            key,
+            fabric,
+            transport,
+            peer,
+            theirs,
+            closed: OnceLock::new(),
+            taken: AtomicU64::new(0),
+            has_taken: AtomicBool::new(false),
+        }
+    }
+
+    /// A user has taken a notification of so much cost: the peer may send as much more.
+    pub(super) fn took(&self, cost: u64) {
+        self.taken.fetch_add(cost, Ordering::Relaxed);
+        // Release: the thread that finds this set, or that has just taken it back, sees the count.
+        if !self.has_taken.swap(true, Ordering::AcqRel) {
+            self.shared.tell_taken(self.key);
+        }
+    }
+
+    /// Cost of all notifications that users have taken so far, for the thread that was told.
+    pub(super) fn all_taken(&self) -> u64 {
+        self.has_taken.swap(false, Ordering::AcqRel);
+        self.taken.load(Ordering::Relaxed)
+    }
 }
 
 impl Drop for ConnShared {
@@ -115,47 +156,49 @@ pub(super) struct Shared {
     pub(super) metadata: EndpointMetadata,
     pub(super) start: Instant,
     pub(super) transfers: Arc<Transfers>,
+    /// Time for what the thread does while somebody waits, such as registering memory.
+    pub(super) command_timeout: Duration,
     pub(super) queue: ArrayQueue<Command>,
     wake: OwnedFd,
     /// Whether the thread sleeps, or is about to.
     sleeping: AtomicBool,
     pub(super) is_dead: AtomicBool,
     pub(super) inbox: Mailbox<(Weak<ConnShared>, Notification)>,
+    /// Cost of what is in the inbox.
+    untaken: AtomicU64,
     pub(super) accepted: Mailbox<Connection>,
-    /// Whether a connection's `taken` has changed.
-    pub(super) has_taken: AtomicBool,
     later: Mutex<Later>,
     has_later: AtomicBool,
     pub(super) live: Mutex<Vec<Weak<ConnShared>>>,
     pub(super) endpoints: Mutex<Vec<Connection>>,
 }
 
-/// What destructors leave to the thread: it cannot be refused, and nobody waits for it.
+/// What destructors, and takers of notifications, leave to the thread: it cannot be refused, and nobody
+/// waits for it.
 #[derive(Debug, Default)]
 pub(super) struct Later {
     /// Registrations: place and whether the handle covered all of it.
     pub(super) released: Vec<(u32, bool)>,
     pub(super) closed: Vec<ConnKey>,
+    /// Connections of which users have taken notifications.
+    pub(super) taken: Vec<ConnKey>,
 }
 
 impl Shared {
-    pub(super) fn new(
-        metadata: EndpointMetadata,
-        wake: OwnedFd,
-        max_transfers: u32,
-        queue_len: usize,
-    ) -> Self {
+    pub(super) fn new(metadata: EndpointMetadata, wake: OwnedFd, config: &EngineConfig) -> Self {
+        let pulse = Pulse::new(config.stuck_timeout);
         Self {
             metadata,
             start: Instant::now(),
-            transfers: Arc::new(Transfers::new(max_transfers)),
-            queue: ArrayQueue::new(queue_len),
+            transfers: Arc::new(Transfers::new(config.max_transfers, pulse)),
+            command_timeout: config.stuck_timeout,
+            queue: ArrayQueue::new(config.queue_len),
             wake,
             sleeping: AtomicBool::new(false),
             is_dead: AtomicBool::new(false),
             inbox: Mailbox::default(),
+            untaken: AtomicU64::new(0),
             accepted: Mailbox::default(),
-            has_taken: AtomicBool::new(false),
             later: Mutex::default(),
             has_later: AtomicBool::new(false),
             live: Mutex::default(),
@@ -166,6 +209,29 @@ impl Shared {
     /// Nanoseconds of the engine's clock at `at`.
     pub(super) fn ns(&self, at: Instant) -> u64 {
         u64::try_from(at.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Takes a connection that is about to end out of every list: nobody is to be given it.
+    pub(super) fn forget(&self, conn: &Weak<ConnShared>) {
+        self.accepted.retain(|waiting| !std::ptr::eq(Arc::as_ptr(&waiting.shared), conn.as_ptr()));
+        lock(&self.live).retain(|other| !other.ptr_eq(conn));
+    }
+
+    /// Puts a notification where users take it.
+    pub(super) fn deliver(&self, from: Weak<ConnShared>, notification: Notification) {
+        self.untaken.fetch_add(notification.cost(), Ordering::Relaxed);
+        // Closed: the engine is no more, and nobody asks what waits.
+        let _ = self.inbox.push((from, notification));
+    }
+
+    /// A user has taken a notification of so much cost.
+    pub(super) fn took(&self, cost: u64) {
+        self.untaken.fetch_sub(cost, Ordering::Relaxed);
+    }
+
+    /// Cost of the notifications that wait to be taken.
+    pub(super) fn untaken(&self) -> u64 {
+        self.untaken.load(Ordering::Relaxed)
     }
 
     /// Hands a command to the thread; gives it back when the queue is full.
@@ -197,6 +263,23 @@ impl Shared {
         }
     }
 
+    /// The same for tasks.
+    pub(super) async fn push_until_async(
+        &self,
+        mut command: Command,
+        deadline: Instant,
+    ) -> Result<(), Command> {
+        loop {
+            match self.push(command) {
+                Ok(()) => return Ok(()),
+                Err(back) if Instant::now() >= deadline => return Err(back),
+                Err(back) => command = back,
+            }
+            self.kick();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
     /// Wakes the thread if it sleeps.
     pub(super) fn kick(&self) {
         // SYNC POINT: engine-sleep. What was queued before is seen by a thread that went to sleep
@@ -215,9 +298,7 @@ impl Shared {
         self.sleeping.store(true, Ordering::SeqCst);
         // SYNC POINT: engine-sleep.
         fence(Ordering::SeqCst);
-        let is_idle = self.queue.is_empty()
-            && !self.has_taken.load(Ordering::SeqCst)
-            && !self.has_later.load(Ordering::SeqCst);
+        let is_idle = self.queue.is_empty() && !self.has_later.load(Ordering::SeqCst);
         if !is_idle {
             self.woke();
         }
@@ -236,6 +317,12 @@ impl Shared {
 
     pub(super) fn close_later(&self, conn: ConnKey) {
         lock(&self.later).closed.push(conn);
+        self.has_later.store(true, Ordering::SeqCst);
+        self.kick();
+    }
+
+    fn tell_taken(&self, conn: ConnKey) {
+        lock(&self.later).taken.push(conn);
         self.has_later.store(true, Ordering::SeqCst);
         self.kick();
     }

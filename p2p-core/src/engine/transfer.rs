@@ -16,6 +16,7 @@ use rustix::event::Timespec;
 use rustix::thread::futex;
 
 use super::error::{CloseReason, TransferError, UnknownTransfer};
+use crate::pulse::Pulse;
 
 /// Names a transfer within its engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,7 +64,13 @@ impl Transfer {
     /// [`TransferError`].
     pub fn wait(self) -> Result<u64, TransferError> {
         // The thread ends every transfer at its deadline; a thread that is gone has ended them all.
-        while !self.transfers.wait(self.id, Instant::now() + Duration::from_secs(3600)) {}
+        let pulse = &self.transfers.pulse;
+        let mut watch = pulse.watch();
+        while !self.transfers.wait(self.id, Instant::now() + pulse.interval()) {
+            if watch.finds_stuck(pulse) {
+                return Err(TransferError::Stuck);
+            }
+        }
         self.outcome().unwrap_or(Err(lost()))
     }
 
@@ -116,6 +123,8 @@ impl Drop for Transfer {
 pub(super) struct Transfers {
     slots: Box<[Slot]>,
     free: ArrayQueue<u32>,
+    /// Of the thread that ends them.
+    pub(super) pulse: Pulse,
 }
 
 #[derive(Debug, Default)]
@@ -132,12 +141,12 @@ struct Slot {
 }
 
 impl Transfers {
-    pub(super) fn new(most: u32) -> Self {
+    pub(super) fn new(most: u32, pulse: Pulse) -> Self {
         let free = ArrayQueue::new(most as usize);
         for idx in 0..most {
             let _ = free.push(idx);
         }
-        Self { slots: (0..most).map(|_| Slot::default()).collect(), free }
+        Self { slots: (0..most).map(|_| Slot::default()).collect(), free, pulse }
     }
 
     /// A new transfer of `num_parts` parts, at least one. `None`: none is free.
@@ -309,13 +318,17 @@ const SPIN: Duration = Duration::from_micros(20);
 mod tests {
     use super::*;
 
+    fn transfers(most: u32) -> Transfers {
+        Transfers::new(most, Pulse::new(Duration::from_secs(60)))
+    }
+
     fn error() -> TransferError {
         TransferError::Deadline { op: "write" }
     }
 
     #[test]
     fn one_failed_part_fails_the_transfer_until_it_is_taken() {
-        let transfers = Transfers::new(2);
+        let transfers = transfers(2);
         let id = transfers.begin(3).unwrap();
         transfers.finish(id.0 as u32, Ok(5));
         transfers.finish(id.0 as u32, Err(error()));
@@ -338,7 +351,7 @@ mod tests {
 
     #[test]
     fn a_forgotten_transfer_frees_its_place_at_its_end() {
-        let transfers = Transfers::new(1);
+        let transfers = transfers(1);
         let id = transfers.begin(1).unwrap();
         transfers.release(id);
         assert!(transfers.begin(1).is_none());
@@ -348,7 +361,7 @@ mod tests {
 
     #[test]
     fn waiting_ends_with_the_transfer_or_in_time() {
-        let transfers = Arc::new(Transfers::new(1));
+        let transfers = Arc::new(transfers(1));
         let id = transfers.begin(1).unwrap();
         assert!(!transfers.wait(id, Instant::now() + Duration::from_millis(2)));
         let other = Arc::clone(&transfers);

@@ -70,6 +70,15 @@ pub(super) enum Outcome {
     Failed,
 }
 
+/// Why a message that was announced is not taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// The buffer is too short for it.
+    TooShort,
+    /// The buffer cannot be opened to the sender.
+    NotOpened,
+}
+
 /// One frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Frame<'a> {
@@ -85,8 +94,8 @@ pub(super) enum Frame<'a> {
     Announce { seq: u64, bytes: u64 },
     /// Where to write it.
     Grant { seq: u64, target: RemoteSegment },
-    /// The buffer is too small for it.
-    Refuse { seq: u64, capacity: u64 },
+    /// It cannot be written, and why. The buffer has `capacity` bytes.
+    Refuse { seq: u64, capacity: u64, why: Refusal },
     /// It is written, or will not be.
     Finish { seq: u64, outcome: Outcome },
     /// It will not be sent, unless it was granted already: then a finish follows the grant.
@@ -134,6 +143,7 @@ impl<'a> Frame<'a> {
             NOTIFY | EAGER => body.len(),
             WITHDRAW | GOODBYE => 0,
             GRANT => 32,
+            REFUSE => 16,
             _ => 8,
         };
         if body.len() != expected {
@@ -155,7 +165,17 @@ impl<'a> Frame<'a> {
                     target: RemoteSegment { region, offset: word(body, 24) },
                 }
             }
-            REFUSE => Self::Refuse { seq: number, capacity: second },
+            REFUSE => {
+                let why = match word(body, 8) {
+                    0 => Refusal::TooShort,
+                    1 => Refusal::NotOpened,
+                    found => {
+                        let what = "reason of a refusal";
+                        return Err(FrameError::Value { what, found, expected: 1 });
+                    }
+                };
+                Self::Refuse { seq: number, capacity: second, why }
+            }
             FINISH => {
                 let outcome = match second {
                     0 => Outcome::Written,
@@ -190,7 +210,11 @@ impl<'a> Frame<'a> {
                 for (place, word) in body.chunks_exact_mut(8).zip(words) {
                     place.copy_from_slice(&word.to_le_bytes());
                 }
-                let len = if kind == GRANT { 32 } else { 8 };
+                let len = match kind {
+                    GRANT => 32,
+                    REFUSE => 16,
+                    _ => 8,
+                };
                 put_header(out, kind, number, len);
                 out.extend_from_slice(&body[..len]);
                 return;
@@ -210,7 +234,10 @@ impl<'a> Frame<'a> {
                 *words = [region.address, region.bytes, region.key, offset];
                 return (GRANT, seq);
             }
-            Self::Refuse { seq, capacity } => (REFUSE, seq, capacity),
+            Self::Refuse { seq, capacity, why } => {
+                words[1] = why as u64;
+                (REFUSE, seq, capacity)
+            }
             Self::Finish { seq, outcome } => (FINISH, seq, outcome as u64),
             Self::Demand(Demand { announced, withdrawn }) => (DEMAND, announced, withdrawn),
             Self::Credit(Credit { granted, unscheduled }) => (CREDIT, granted, unscheduled),
@@ -278,7 +305,10 @@ mod tests {
                     Frame::Grant { seq, target: RemoteSegment { region, offset } }
                 }
             ),
-            (word(), word()).prop_map(|(seq, capacity)| Frame::Refuse { seq, capacity }),
+            (word(), word(), any::<bool>()).prop_map(|(seq, capacity, is_too_short)| {
+                let why = if is_too_short { Refusal::TooShort } else { Refusal::NotOpened };
+                Frame::Refuse { seq, capacity, why }
+            }),
             (word(), 0..3u8).prop_map(|(seq, outcome)| {
                 let outcomes = [Outcome::Written, Outcome::Withdrawn, Outcome::Failed];
                 Frame::Finish { seq, outcome: outcomes[outcome as usize] }
@@ -328,6 +358,13 @@ mod tests {
         assert!(matches!(Frame::decode(header, &[0; 31]), Err(FrameError::Length { .. })));
         let header = Header { kind: FINISH, number: 0, body_bytes: 8 };
         assert!(matches!(Frame::decode(header, &[9; 8]), Err(FrameError::Value { .. })));
+        let header = Header { kind: REFUSE, number: 0, body_bytes: 16 };
+        let (mut body, what) = ([0; 16], "reason of a refusal");
+        body[8] = 2;
+        let unknown = Err(FrameError::Value { what, found: 2, expected: 1 });
+        assert_eq!(Frame::decode(header, &body), unknown);
+        let without = Header { body_bytes: 8, ..header };
+        assert!(matches!(Frame::decode(without, &body[..8]), Err(FrameError::Length { .. })));
     }
 
     static PATTERN: [u8; MAX_BODY_BYTES] = [0x5a; MAX_BODY_BYTES];

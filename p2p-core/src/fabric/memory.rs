@@ -4,6 +4,7 @@ use std::ptr::NonNull;
 
 use rand::RngExt;
 
+use super::post::Registration;
 use super::{Access, LocalSegment, RegionId, WireRegion};
 use crate::endpoint::PostError;
 
@@ -23,6 +24,16 @@ pub(super) struct Entry {
     /// Whoever has it may do what `access` says. 0: the place is free.
     pub(super) key: u64,
     generation: u32,
+}
+
+impl Registration for Entry {
+    fn first(&self) -> u64 {
+        self.ptr.as_ptr() as u64
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
 }
 
 // SAFETY: a registration is an address and numbers; the memory behind it is plain memory that the
@@ -125,20 +136,9 @@ impl Regions {
         op: &'static str,
         segment: LocalSegment,
     ) -> Result<*mut u8, PostError> {
-        let address = || self.get(segment.region).map_or(0, |entry| entry.ptr.as_ptr() as usize);
-        let unregistered = || PostError::Unregistered {
-            op,
-            address: address().saturating_add(segment.offset as usize),
-            len: segment.bytes as usize,
-        };
-        let entry = self.get(segment.region).ok_or_else(unregistered)?;
-        match segment.offset.checked_add(segment.bytes) {
-            // SAFETY: the offset is inside the registered memory.
-            Some(end) if end <= entry.bytes => unsafe {
-                Ok(entry.ptr.as_ptr().add(segment.offset as usize))
-            },
-            _ => Err(unregistered()),
-        }
+        let entry = segment.checked(op, self.get(segment.region))?;
+        // SAFETY: the offset is inside the registered memory.
+        Ok(unsafe { entry.ptr.as_ptr().add(segment.offset as usize) })
     }
 
     /// What a peer may reach with `key`: id and address, when the access is allowed.
@@ -184,23 +184,6 @@ pub(super) fn unknown(id: RegionId) -> PostError {
     PostError::Register { bytes: 0, detail: format!("there is no registration {}", id.0) }
 }
 
-/// Checks a range against what the peer said of its registration. Gives the offset within it.
-pub(super) fn remote_range(
-    op: &'static str,
-    segment: super::RemoteSegment,
-    bytes: u64,
-) -> Result<u64, PostError> {
-    match segment.offset.checked_add(bytes) {
-        Some(end) if end <= segment.region.bytes => Ok(segment.offset),
-        _ => Err(PostError::RemoteRange {
-            op,
-            offset: segment.offset as usize,
-            len: bytes as usize,
-            region_bytes: segment.region.bytes as usize,
-        }),
-    }
-}
-
 /// Place in a table, without the generation that is above it.
 pub(super) const fn index_of(id: RegionId) -> usize {
     (id.0 & INDEX_MASK) as usize
@@ -208,9 +191,9 @@ pub(super) const fn index_of(id: RegionId) -> usize {
 
 /// Most registrations of a fabric.
 pub(super) const MAX_REGIONS: usize = 1 << 16;
-const INDEX_BITS: u32 = 20;
-const INDEX_MASK: u32 = (1 << INDEX_BITS) - 1;
-const GENERATIONS: u32 = 1 << (32 - INDEX_BITS);
+pub(super) const INDEX_BITS: u32 = 20;
+pub(super) const INDEX_MASK: u32 = (1 << INDEX_BITS) - 1;
+pub(super) const GENERATIONS: u32 = 1 << (32 - INDEX_BITS);
 
 #[cfg(test)]
 mod tests {

@@ -11,6 +11,8 @@
 //! |---|---|---|
 //! | [`cma`] | processes of one user on one host, and within a process | `process_vm_readv`, `process_vm_writev`, plain copies |
 //! | [`tcp`] | any two hosts | sockets, served by the target's thread |
+//! | `LibfabricFabric` of [`backend`](crate::backend) | any two hosts, by whichever provider they have | libfabric's remote memory access |
+//! | `VerbsFabric` of [`backend`](crate::backend) | hosts with InfiniBand or RoCE v2 | RDMA by reliable-connected queue pairs |
 
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
@@ -18,14 +20,21 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 pub mod cma;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod memory;
+pub(crate) mod post;
 mod raw;
+#[cfg(any(feature = "libfabric", feature = "verbs"))]
+pub(crate) mod regions;
 pub mod tcp;
 
 use crate::endpoint::{PostError, TransportKind};
 use crate::network::{NetworkError, Route};
 
-/// A registration of local memory. Stays on this side: a local key never travels.
+/// A registration of local memory. Stays on this side: a local key never travels. That of memory that was
+/// deregistered names nothing, also where another registration has its place: 4,096 of these follow one
+/// another before an id comes again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegionId(pub u32);
 
@@ -79,6 +88,15 @@ pub enum Access {
     RemoteReadWrite,
 }
 
+/// A dma-buf that stands for memory of another device.
+#[derive(Debug, Clone, Copy)]
+pub struct DmaBuf<'a> {
+    /// Its descriptor, as the device's driver exports it.
+    pub fd: BorrowedFd<'a>,
+    /// Where the memory begins within it, in bytes.
+    pub offset: u64,
+}
+
 /// Whether an operation was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
@@ -109,7 +127,8 @@ pub trait Fabric: Send + Debug {
     /// Registers memory.
     ///
     /// # Safety
-    /// `ptr..ptr+bytes` stays mapped until [`deregister`](Self::deregister) or the drop of the fabric.
+    /// `ptr..ptr+bytes` is readable, and stays mapped until [`deregister`](Self::deregister) or the drop of
+    /// the fabric. Where operations write into it, it is writable as well.
     ///
     /// # Errors
     /// [`PostError::Register`].
@@ -120,14 +139,57 @@ pub trait Fabric: Send + Debug {
         access: Access,
     ) -> Result<RegionId, PostError>;
 
+    /// Registers memory of another device, such as a GPU: by its dma-buf if there is one and this host
+    /// can, else by address. Operations never copy it by this processor.
+    ///
+    /// # Safety
+    /// As for [`register`](Self::register), by the device instead of this processor, and the dma-buf stands
+    /// for that memory.
+    ///
+    /// # Errors
+    /// [`PostError::Register`], also where the transport reaches host memory only.
+    unsafe fn register_device(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+        dma_buf: Option<DmaBuf<'_>>,
+    ) -> Result<RegionId, PostError> {
+        let _ = (ptr, access, dma_buf);
+        let detail = "this transport reaches memory of this host only; verbs reaches a GPU's";
+        Err(PostError::Register { bytes, detail: detail.to_owned() })
+    }
+
     /// How a registration is described to peers. `None` for one that does not exist or is
     /// [`Access::Local`].
     fn describe(&self, region: RegionId) -> Option<WireRegion>;
 
+    /// How a part of a registration is described to one peer. Where keys are a peer's own (libfabric), it
+    /// loses its access when it is closed, and nobody else's access, and no operation of others, suffers
+    /// from that. Elsewhere this is the key of the registration, by which whoever knows it has access as
+    /// long as he is connected.
+    ///
+    /// # Errors
+    /// [`PostError`] when there is no such registration or peer, no peer may reach it, or as much is granted
+    /// as the transport allows at a time.
+    fn grant(&mut self, peer: PeerId, part: LocalSegment) -> Result<RemoteSegment, PostError> {
+        let _ = peer;
+        let region = self.describe(part.region).ok_or_else(post::not_granted)?;
+        Ok(RemoteSegment { region, offset: part.offset })
+    }
+
+    /// What a part was [granted](Self::grant) for has ended: to be called once for each grant, unless the
+    /// peer was closed. Keys that nobody needs are kept for what comes next, and may be taken back when
+    /// there is no room for others.
+    fn end_grant(&mut self, peer: PeerId, part: LocalSegment) {
+        let _ = (peer, part);
+    }
+
     /// Revokes a registration. Operations under way that use it fail.
     ///
     /// # Errors
-    /// [`PostError::Register`] when there is none such.
+    /// [`PostError::Register`] when there is none such, or when nobody can say that all have let go of the
+    /// memory: it must stay mapped then, the registration is still there, and this can be tried again.
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError>;
 
     /// Opens this side towards a new peer, and what that peer must be told, at most
@@ -153,13 +215,14 @@ pub trait Fabric: Send + Debug {
     /// [`NetworkError`], also when the bytes make no sense.
     fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError>;
 
-    /// Forgets a peer. Operations under way towards it fail.
+    /// Forgets a peer. Operations under way towards it fail, and what it was [granted](Self::grant) is
+    /// closed to it.
     fn close_peer(&mut self, peer: PeerId);
 
-    /// Whether a closed peer can no longer reach any registration of this side. Where it is `false`,
-    /// only [`deregister`](Self::deregister) ends the access of a peer that was given a key.
-    fn close_revokes(&self) -> bool {
-        true
+    /// A joined peer towards which nothing works any more, although it was not closed; each is told once.
+    /// Operations towards it are refused.
+    fn lost(&mut self) -> Option<PeerId> {
+        None
     }
 
     /// Starts a copy of `src` into the peer's memory.

@@ -34,25 +34,25 @@ pub(super) unsafe fn receive(fd: BorrowedFd<'_>, parts: &[iovec]) -> io::Result<
     if got < 0 { Err(io::Error::last_os_error()) } else { Ok(got as usize) }
 }
 
-/// Copies between this process's memory and that of process `pid`. Gives the bytes copied, which may be
-/// less than asked for.
+/// Copies between this process's memory and that of process `pid`, one range after the other. Gives the
+/// bytes copied, which may be less than asked for: the first ranges whole, then a part of one.
 ///
 /// # Safety
-/// `local..local+bytes` is memory of this process, writable unless `to_peer`.
+/// Every range of `local` is memory of this process, writable unless `to_peer`.
 pub(super) unsafe fn copy_across(
     pid: i32,
     to_peer: bool,
-    local: *mut u8,
-    remote: u64,
-    bytes: usize,
+    local: &[iovec],
+    remote: &[iovec],
 ) -> io::Result<usize> {
-    let (here, there) = (part(local, bytes), part(remote as *const u8, bytes));
-    // SAFETY: the local part is valid by the caller's promise; the remote one is checked by the system.
+    let (num_local, num_remote) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
+    let (local, remote) = (local.as_ptr(), remote.as_ptr());
+    // SAFETY: the local ranges are valid by the caller's promise; the system checks the remote ones.
     let copied = unsafe {
         if to_peer {
-            libc::process_vm_writev(pid, &here, 1, &there, 1, 0)
+            libc::process_vm_writev(pid, local, num_local, remote, num_remote, 0)
         } else {
-            libc::process_vm_readv(pid, &here, 1, &there, 1, 0)
+            libc::process_vm_readv(pid, local, num_local, remote, num_remote, 0)
         }
     };
     if copied < 0 { Err(io::Error::last_os_error()) } else { Ok(copied as usize) }

@@ -309,8 +309,8 @@ fn large_counters<E: Endpoint>(party: Party, mut channel: Channel<E>, _seed: u64
     let start = (1u64 << 63) - 5;
     channel.start_at(start).unwrap();
     let (set, policy) = waiter(&channel, SpinPolicy::default());
-    eventually("both counters", || {
-        word(&channel, PUBLISHED) >= start && word(&channel, CONSUMED) >= start
+    eventually("both counters", &channel, |channel| {
+        word(channel, PUBLISHED) >= start && word(channel, CONSUMED) >= start
     });
     meet(&mut channel);
     for round in 0..20u64 {
@@ -386,12 +386,7 @@ fn meet<E: Endpoint>(channel: &mut Channel<E>) {
     channel.bump_progress().unwrap();
     let target = MET.get() + 1;
     MET.set(target);
-    eventually("the other party", || {
-        if let Some(driver) = channel.endpoint().driver() {
-            driver.drive();
-        }
-        word(channel, PROGRESS) >= target
-    });
+    eventually("the other party", channel, |channel| word(channel, PROGRESS) >= target);
 }
 
 thread_local! {
@@ -404,10 +399,31 @@ pub fn reset_meetings() {
     MET.set(0);
 }
 
-fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+/// Waits, driving the transport, for what the other party does. A transport that fails meanwhile ends the
+/// wait with its own words.
+fn eventually<E: Endpoint>(
+    what: &str,
+    channel: &Channel<E>,
+    condition: impl Fn(&Channel<E>) -> bool,
+) {
     let deadline = Instant::now() + LIMIT;
-    while !condition() {
-        assert!(Instant::now() < deadline, "waited too long for {what}");
+    loop {
+        if let Some(driver) = channel.endpoint().driver() {
+            driver.drive();
+        }
+        // Asked before the look: what came before the failure counts.
+        let health = channel.health();
+        if condition(channel) {
+            return;
+        }
+        if let Err(error) = health {
+            panic!("while waiting for {what}: {error}");
+        }
+        assert!(
+            Instant::now() < deadline,
+            "waited too long for {what}, with no failure reported; words {:?}",
+            [PUBLISHED, CONSUMED, PROGRESS].map(|which| word(channel, which))
+        );
         std::thread::yield_now();
     }
 }

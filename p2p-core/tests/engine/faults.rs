@@ -122,7 +122,7 @@ fn strangers_are_told_or_dropped_and_others_are_served() {
     let engine = Engine::start(brief).unwrap();
     let addr = engine.endpoint().addr;
     let mut header = b"SYENGINE".to_vec();
-    header.extend([1, 0, 1, 0]);
+    header.extend([2, 0, 1, 0]);
     let with_len = |len: u32| [&header[..], &len.to_le_bytes()].concat();
     let mut version = with_len(0);
     version[8] = 77;
@@ -190,6 +190,34 @@ fn a_peer_that_breaks_the_protocol_costs_its_own_connection() {
     until("its peer to notice", || broken.closed().is_some());
     kept.notify(b"still here", soon()).unwrap();
     assert_eq!(engine.next_notification(soon()).unwrap().connection, kept_back.id());
+}
+
+#[test]
+fn a_stranger_who_goes_on_sending_after_his_rejection_holds_nobody_up() {
+    let limits = EngineConfig { handshake_timeout: Duration::from_secs(1), ..config(By::Tcp) };
+    let engine = Engine::start(limits).unwrap();
+    let addr = engine.endpoint().addr;
+    // Of no protocol at all, and without an end.
+    let floods: Vec<_> = (0..2)
+        .map(|_| {
+            let mut stream = TcpStream::connect(addr).unwrap();
+            std::thread::spawn(move || {
+                stream.set_write_timeout(Some(Duration::from_secs(30))).unwrap();
+                let begin = Instant::now();
+                while stream.write_all(&[0xee; 64 << 10]).is_ok() {}
+                begin.elapsed()
+            })
+        })
+        .collect();
+    std::thread::sleep(Duration::from_millis(100));
+    let friend = Engine::start(config(By::Tcp)).unwrap();
+    let connection = friend.connect(addr, soon()).unwrap();
+    connection.notify(b"served", soon()).unwrap();
+    assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
+    for flood in floods {
+        let lasted = flood.join().unwrap();
+        assert!(lasted < Duration::from_secs(20), "it was read for {lasted:?}");
+    }
 }
 
 #[test]

@@ -88,9 +88,11 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
             std::thread::sleep(Duration::from_micros(rng.random_range(0..4000)));
             victim.0.kill().unwrap();
             let killed = Instant::now();
-            // Everything ends, long before its deadline, and nothing that failed is called done.
+            // Everything ends, done or failed, long before its deadline.
             for transfer in transfers {
-                let _ = transfer.wait();
+                let ended = transfer.wait();
+                let waited = killed.elapsed();
+                assert!(waited < Duration::from_secs(30), "{ended:?} after {waited:?}");
             }
             while connection.closed().is_none() {
                 assert!(killed.elapsed() < Duration::from_secs(30), "the loss is not noticed");
@@ -106,7 +108,7 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
         }
         settle(&engine);
         // A provider's endpoints take megabytes, which the allocator gives back when it likes.
-        let slack = if matches!(by, By::Tcp | By::Cma) { 4 << 20 } else { 24 << 20 };
+        let slack = if matches!(by, By::Tcp | By::Cma) { 8 << 20 } else { 24 << 20 };
         let (descriptors, resident) = base.unwrap();
         let begin = Instant::now();
         loop {

@@ -3,7 +3,19 @@
 
 mod choice;
 mod common;
+mod device_memory;
+mod exhausted;
+mod fairness;
 mod faults;
+mod hooked;
 mod killed;
 mod large;
+mod resets;
+mod settings;
+mod sharing;
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
+mod strangers;
+mod stuck;
+mod tasks;
 mod transfers;

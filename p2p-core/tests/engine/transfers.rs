@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use p2p_core::engine::{
-    Access, Descriptor, EngineConfig, SubmitError, TransferError, TransferStatus,
+    Access, Descriptor, EngineConfig, OpError, SubmitError, TransferError, TransferStatus,
 };
 use rand::RngExt;
 
@@ -206,6 +206,30 @@ fn a_buffer_too_small_fails_and_stays_untouched() {
         let got = pair.back.start_recv(&target.span(0, 50_000).unwrap(), soon()).unwrap();
         pair.out.send(&source.span(0, 50_000).unwrap(), soon()).unwrap();
         assert_eq!(got.wait().unwrap(), 50_000);
+    }
+}
+
+/// The sender is not told that its message is too long when it is the receiver that cannot open a buffer
+/// that is long enough.
+#[test]
+fn a_buffer_that_cannot_be_opened_is_called_so_at_both_ends() {
+    for by in By::all() {
+        let pair = pair(by);
+        let source = memory_of(&pair.here, &[1; 100_000]);
+        let closed = pair.there.alloc(100_000, Access::Local).unwrap();
+        let got = pair.back.start_recv(&closed.whole(), soon()).unwrap();
+        let sent = pair.out.send(&source.span(0, 100_000).unwrap(), soon()).unwrap_err();
+        let (op, bytes) = ("send", 100_000);
+        assert_eq!(sent, OpError::Transfer(TransferError::NotOpened { op, bytes }), "{by:?}");
+        assert!(sent.to_string().contains("register the buffer"), "{sent}");
+        let error = got.wait().unwrap_err().to_string();
+        assert!(error.contains("not registered for writing by peers"), "{by:?}: {error}");
+        assert_eq!(contents(&closed, 0, 100_000), [0; 100_000]);
+        // The connection goes on.
+        let target = poisoned(&pair.there, 100_000);
+        let got = pair.back.start_recv(&target.whole(), soon()).unwrap();
+        pair.out.send(&source.span(0, 100_000).unwrap(), soon()).unwrap();
+        assert_eq!(got.wait(), Ok(100_000));
     }
 }
 

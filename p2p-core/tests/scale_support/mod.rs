@@ -3,8 +3,9 @@
 #![allow(dead_code, reason = "every test uses a part of it")]
 
 pub mod crowd;
-
-use std::io::Write;
+pub mod engines;
+#[path = "../../../tests/src/skip.rs"]
+pub mod skip;
 
 use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
 
@@ -16,15 +17,9 @@ pub fn transports() -> Option<Transports> {
     match OpenNetworks::default().open(&spec) {
         Ok(transports) => Some(transports),
         Err(error) => {
-            let required = std::env::var("SWITCHYARD_REQUIRE").unwrap_or_default();
-            let is_required =
-                required.split(',').any(|word| word == "all" || name.starts_with(word));
-            assert!(required.is_empty() || !is_required, "{error}");
-            println!("SKIPPED: {error}");
-            if let Ok(log) = std::env::var("SWITCHYARD_SKIP_LOG") {
-                let file = std::fs::OpenOptions::new().create(true).append(true).open(log);
-                writeln!(file.expect("a log of skips"), "{name}\t{error}").expect("a line in it");
-            }
+            // `libfabric:tcp;ofi_rxm` is for want of libfabric.
+            let resource = name.split(':').next().unwrap_or_default();
+            skip::skip(resource, &error.to_string());
             None
         }
     }
@@ -42,6 +37,19 @@ pub const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";
 pub fn num_descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("descriptors").count()
 }
+
+/// Seconds of processor time of this process so far: its own, and the kernel's on its behalf.
+pub fn cpu_seconds() -> (f64, f64) {
+    let text = std::fs::read_to_string("/proc/self/stat").expect("times");
+    // The name before may hold anything, but for the last parenthesis.
+    let (_, rest) = text.rsplit_once(')').expect("a name");
+    let mut ticks = rest.split_whitespace().skip(11).map(|word| word.parse::<f64>());
+    let mut next = || ticks.next().expect("a time").expect("a number") / TICKS_PER_SECOND;
+    (next(), next())
+}
+
+/// `USER_HZ`, the same on every system that Linux runs on today.
+const TICKS_PER_SECOND: f64 = 100.0;
 
 /// Mappings of this process.
 pub fn num_mappings() -> usize {

@@ -6,6 +6,10 @@ mod common;
 mod deaths;
 mod device;
 mod handshakes;
+mod lanes;
+mod late;
 mod perftest;
 mod refusals;
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
 mod stalls;

@@ -31,6 +31,7 @@ fn settings_that_cannot_be_are_named() {
         (VerbsConfig { send_queue_depth: u32::MAX, ..base() }, "send_queue_depth"),
         (VerbsConfig { ack_timeout: 0, ..base() }, "ack_timeout is 0"),
         (VerbsConfig { retry_count: 8, ..base() }, "retry_count is 8"),
+        (VerbsConfig { stall_timeout_ms: 0, ..base() }, "stall_timeout_ms is 0"),
         (VerbsConfig { max_message_bytes: 1, ..base() }, "max_message_bytes is 1"),
     ] {
         let text = refused(config);

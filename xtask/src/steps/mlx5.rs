@@ -1,7 +1,7 @@
 //! The step `mlx5`: the bytes of work requests against the vendor's header, and the order of fences,
 //! doorbell record and doorbell in what a GPU runs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -10,10 +10,140 @@ use super::{Outcome, cargo, run};
 use crate::cuda::Toolkit;
 
 const HEADER: &str = "infiniband/mlx5dv.h";
-const DEVICE_SOURCE: &str = "p2p-core/softnic/driver/device.cu";
-const DOORBELL_HEADER: &str = "switchyard/comm/mlx5/doorbell.h";
 /// Every store to a doorbell register is preceded by these, in this order.
 const ORDER: [&str; 4] = ["fence.acq_rel", "st.relaxed", "fence.acq_rel", "st.mmio.relaxed.sys"];
+/// The same where a NIC outside of the GPU reads queues of the host.
+const ORDER_OUTSIDE: [&str; 4] =
+    ["fence.acq_rel.sys", "st.relaxed.sys", "fence.acq_rel.sys", "st.mmio.relaxed.sys"];
+const DEVICE: Source = Source { path: "p2p-core/softnic/driver/device.cu", order: ORDER };
+const LINK: Source = Source { path: "p2p-core/softnic/driver/link.cu", order: ORDER_OUTSIDE };
+/// What posters agree on by memory alone, one kernel each.
+const KERNELS: Source = Source { path: "p2p-core/softnic/driver/order.cu", order: ORDER };
+/// How many instructions of each of these kernels order memory, by the begin of their names. In the order
+/// of the kernels in the source.
+const ORDERINGS: [(&str, &[(&str, usize)]); 6] = [
+    // An error's fields, and everything that a completion stands for, are read behind it.
+    ("poll_one_entry", &[("fence.acq_rel.sys", 2), ("ld.acquire.gpu", 1), ("red.release.gpu", 1)]),
+    // The same, and entries are given back only when they were read; one thread at a time.
+    (
+        "poll_a_ring",
+        &[
+            ("fence.acq_rel.sys", 2),
+            ("ld.acquire.gpu", 1),
+            ("atom.acquire.gpu", 1),
+            ("st.release.gpu", 2),
+        ],
+    ),
+    ("take_the_turn", &[("ld.acquire.gpu", 1), ("ld.acquire.cta", 1)]),
+    ("pass_the_turn", &[("st.release.gpu", 1), ("st.release.cta", 1)]),
+    // What the proxy's thread did before it said that commands are over.
+    (
+        "wait_for_commands",
+        &[
+            ("fence.acq_rel.sys", 1),
+            ("ld.acquire.gpu", 2),
+            ("atom.acquire.gpu", 3),
+            ("red.release.gpu", 1),
+        ],
+    ),
+    // The same while there is no room; then a barrier of the warp, and a fence before the command.
+    (
+        "post_a_command",
+        &[
+            ("fence.acq_rel.sys", 2),
+            ("ld.acquire.gpu", 2),
+            ("atom.acquire.gpu", 3),
+            ("red.release.gpu", 1),
+            ("bar.warp.sync", 3),
+        ],
+    ),
+];
+const CQE: &str = "switchyard/comm/mlx5/cqe.h";
+const SEND_QUEUE: &str = "switchyard/comm/mlx5/send_queue.h";
+const PROXY: &str = "switchyard/comm/proxy.h";
+/// Headers with one thing wrong that no test on a processor can find out.
+const MUTANTS: [Mutant; 14] = [
+    of_kernels("error-read-early", CQE, "fence_acq_rel<kScope>();", 0, ";"),
+    of_kernels("completion-without-fence", CQE, "fence_acq_rel<kScope>();", 1, ";"),
+    of_kernels("error-of-ring-read-early", CQE, "fence_acq_rel<kScope>();", 2, ";"),
+    of_kernels("entries-given-back-early", CQE, "fence_acq_rel<kScope>();", 3, ";"),
+    of_kernels("completed-without-release", CQE, "red_max_release(", 0, "red_max_relaxed("),
+    of_kernels(
+        "ring-without-lock",
+        CQE,
+        "st_release<Scope::kGpu>(&state.poll_lock",
+        0,
+        "st_relaxed<Scope::kGpu>(&state.poll_lock",
+    ),
+    of_kernels(
+        "turn-without-acquire",
+        SEND_QUEUE,
+        "ld_acquire<Scope::kGpu>(turn)",
+        0,
+        "ld_relaxed<Scope::kGpu>(turn)",
+    ),
+    of_kernels(
+        "turn-without-release",
+        SEND_QUEUE,
+        "st_release<Scope::kGpu>(turn",
+        0,
+        "st_relaxed<Scope::kGpu>(turn",
+    ),
+    of_kernels("recycled-without-fence", PROXY, "fence_acq_rel<Scope::kSys>();", 0, ";"),
+    of_kernels("command-without-fence", PROXY, "fence_acq_rel<Scope::kSys>();", 1, ";"),
+    of_kernels("lanes-without-barrier", "switchyard/comm/mlx5/memory.h", "__syncwarp();", 1, ";"),
+    Mutant {
+        name: "without-first-fence",
+        source: DEVICE,
+        header: "switchyard/comm/mlx5/doorbell.h",
+        find: "fence_acq_rel<kScope>();",
+        nth: 0,
+        replace: ";",
+    },
+    Mutant {
+        name: "without-second-fence",
+        source: DEVICE,
+        header: "switchyard/comm/mlx5/doorbell.h",
+        find: "fence_acq_rel<kScope>();",
+        nth: 1,
+        replace: ";",
+    },
+    Mutant {
+        name: "link-of-narrow-scope",
+        source: LINK,
+        header: "switchyard/comm/ibgda_link.h",
+        find: "kScope = Scope::kSys;",
+        nth: 0,
+        replace: "kScope = Scope::kGpu;",
+    },
+];
+
+const fn of_kernels(
+    name: &'static str,
+    header: &'static str,
+    find: &'static str,
+    nth: usize,
+    replace: &'static str,
+) -> Mutant {
+    Mutant { name, source: KERNELS, header, find, nth, replace }
+}
+
+/// What is compiled, and what must stand before each of its doorbells.
+#[derive(Clone, Copy)]
+struct Source {
+    path: &'static str,
+    order: [&'static str; 4],
+}
+
+/// A header in which the `nth` place of a text is replaced.
+struct Mutant {
+    name: &'static str,
+    source: Source,
+    header: &'static str,
+    find: &'static str,
+    nth: usize,
+    replace: &'static str,
+}
 
 pub(super) fn check() -> Result<Outcome> {
     let order = check_order()?;
@@ -30,7 +160,8 @@ pub(super) fn check() -> Result<Outcome> {
             "{HEADER} is missing: install Debian's package `libibverbs-dev`"
         )));
     }
-    let test = ["test", "-q", "-p", "switchyard-softnic", "--test", "oracle"];
+    let features = super::features();
+    let test = ["test", "-q", "--workspace", "--features", &features, "--test", "oracle"];
     match run(cargo(&test).env("SWITCHYARD_ORACLE_CASES", "50000"))? {
         Outcome::Passed => Ok(order),
         other => Ok(other),
@@ -45,64 +176,120 @@ fn check_order() -> Result<Outcome> {
         Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
     let include = Path::new("kernels/include");
-    let num_doorbells = match doorbells(&ptx(&toolkit, &[include])?) {
-        Ok(num) => num,
-        Err(reason) => return Ok(Outcome::Failed(format!("{DEVICE_SOURCE}: {reason}"))),
-    };
-    println!("{DEVICE_SOURCE}: {num_doorbells} doorbells, each behind its record and two fences");
-
-    let path = include.join(DOORBELL_HEADER);
-    let header = std::fs::read_to_string(&path)
-        .with_context(|| format!("cannot read {}", path.display()))?;
-    let fence = "fence_acq_rel<kScope>();";
-    let fences: Vec<usize> = header.match_indices(fence).map(|(at, _)| at).collect();
-    if fences.len() != 2 {
-        bail!("{} has {} fences, expected 2", path.display(), fences.len());
+    for source in [DEVICE, LINK] {
+        let num_doorbells = match doorbells(&ptx(&toolkit, &[include], source)?, source) {
+            Ok(num) => num,
+            Err(reason) => return Ok(Outcome::Failed(format!("{}: {reason}", source.path))),
+        };
+        println!(
+            "{}: {num_doorbells} doorbells, each behind its record and two fences",
+            source.path
+        );
     }
-    for (idx, at) in fences.into_iter().enumerate() {
-        let overlay = super::target_dir().join(format!("cuda/without-fence-{idx}"));
-        let mutant = overlay.join(DOORBELL_HEADER);
-        if let Some(dir) = mutant.parent() {
-            std::fs::create_dir_all(dir)
-                .with_context(|| format!("cannot create {}", dir.display()))?;
-        }
-        let text = format!("{};{}", &header[..at], &header[at + fence.len()..]);
-        std::fs::write(&mutant, text)
-            .with_context(|| format!("cannot write {}", mutant.display()))?;
-        match doorbells(&ptx(&toolkit, &[&overlay, include])?) {
-            Err(reason) => println!("without fence {idx} it is found out: {reason}"),
-            Ok(_) => return Ok(Outcome::Failed(format!("fence {idx} can be left out unnoticed"))),
+    match orderings(&ptx(&toolkit, &[include], KERNELS)?) {
+        Ok(num) => println!("{}: {num} instructions order memory, as meant", KERNELS.path),
+        Err(reason) => return Ok(Outcome::Failed(format!("{}: {reason}", KERNELS.path))),
+    }
+    for mutant in MUTANTS {
+        let overlay = mutant.write(include)?;
+        let ptx = ptx(&toolkit, &[&overlay, include], mutant.source)?;
+        let found = if mutant.source.path == KERNELS.path {
+            orderings(&ptx)
+        } else {
+            doorbells(&ptx, mutant.source)
+        };
+        match found {
+            Err(reason) => println!("{}: found out: {reason}", mutant.name),
+            Ok(_) => return Ok(Outcome::Failed(format!("{} is not noticed", mutant.name))),
         }
     }
     Ok(Outcome::Passed)
 }
 
-fn ptx(toolkit: &Toolkit, includes: &[&Path]) -> Result<String> {
+impl Mutant {
+    /// A folder of headers that goes before the real ones.
+    fn write(&self, include: &Path) -> Result<PathBuf> {
+        let path = include.join(self.header);
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        let Some((at, _)) = text.match_indices(self.find).nth(self.nth) else {
+            bail!("{} has no `{}` number {}", path.display(), self.find, self.nth);
+        };
+        let text = format!("{}{}{}", &text[..at], self.replace, &text[at + self.find.len()..]);
+        let overlay = super::target_dir().join("cuda").join(self.name);
+        let mutant = overlay.join(self.header);
+        if let Some(dir) = mutant.parent() {
+            std::fs::create_dir_all(dir)
+                .with_context(|| format!("cannot create {}", dir.display()))?;
+        }
+        std::fs::write(&mutant, text)
+            .with_context(|| format!("cannot write {}", mutant.display()))?;
+        Ok(overlay)
+    }
+}
+
+fn ptx(toolkit: &Toolkit, includes: &[&Path], source: Source) -> Result<String> {
     let output = toolkit
         .tool("nvcc")
         .args(["-std=c++17", "-O3", "-arch=compute_90", "-ptx", "-o", "-"])
         .args(includes.iter().map(|include| format!("-I{}", include.display())))
-        .arg(DEVICE_SOURCE)
+        .arg(source.path)
         .output()
         .context("cannot start nvcc")?;
     if !output.status.success() {
         let errors = String::from_utf8_lossy(&output.stderr);
-        bail!("nvcc refused {DEVICE_SOURCE}:\n{errors}");
+        bail!("nvcc refused {}:\n{errors}", source.path);
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// Instructions of some PTX, without the predicates that they may stand under.
+fn instructions(ptx: &str) -> impl Iterator<Item = &str> {
+    ptx.lines().map(str::trim).map(|line| match line.split_once(char::is_whitespace) {
+        Some((predicate, rest)) if predicate.starts_with('@') => rest.trim_start(),
+        _ => line,
+    })
+}
+
+/// How many instructions order memory in all kernels of [`ORDERINGS`], or which kernel has others.
+fn orderings(ptx: &str) -> Result<usize, String> {
+    let classes = ["fence.", "ld.acquire.", "st.release.", "red.", "atom.", "bar.warp.sync"];
+    let mut num_all = 0;
+    for (kernel, expected) in ORDERINGS {
+        let (_, body) = ptx
+            .split_once(&format!(".entry {kernel}("))
+            .ok_or_else(|| format!("there is no kernel {kernel}"))?;
+        let body = body.split(".entry ").next().unwrap_or_default();
+        let is_ordering = |line: &&str| {
+            classes.iter().any(|class| line.starts_with(class)) && !line.contains(".relaxed.")
+        };
+        let found: Vec<&str> = instructions(body).filter(is_ordering).collect();
+        for (name, num) in expected {
+            let num_found = found.iter().filter(|line| line.starts_with(name)).count();
+            if num_found != *num {
+                return Err(format!("{kernel} has {num_found} of {name}, expected {num}"));
+            }
+        }
+        let num_expected: usize = expected.iter().map(|(_, num)| num).sum();
+        if found.len() != num_expected {
+            return Err(format!("{kernel} has others, too: {}", found.join(" ")));
+        }
+        num_all += found.len();
+    }
+    Ok(num_all)
+}
+
 /// How many doorbells there are, or which one lacks what.
-fn doorbells(ptx: &str) -> Result<usize, String> {
+fn doorbells(ptx: &str, source: Source) -> Result<usize, String> {
     let is_ordering = |line: &&str| {
         ["fence.", "st.relaxed.", "st.release.", "st.mmio."].iter().any(|op| line.starts_with(op))
     };
-    let steps: Vec<&str> = ptx.lines().map(str::trim).filter(is_ordering).collect();
+    let steps: Vec<&str> = instructions(ptx).filter(is_ordering).collect();
     let mut num_doorbells = 0;
     for (idx, _) in steps.iter().enumerate().filter(|(_, step)| step.starts_with("st.mmio.")) {
         let found = &steps[idx.saturating_sub(3)..=idx];
-        let fits = found.len() == ORDER.len()
-            && found.iter().zip(ORDER).all(|(found, expected)| found.starts_with(expected));
+        let fits = found.len() == source.order.len()
+            && found.iter().zip(source.order).all(|(found, expected)| found.starts_with(expected));
         if !fits {
             return Err(format!("a doorbell is reached by {}", found.join(" ")));
         }

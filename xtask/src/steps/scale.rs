@@ -3,14 +3,15 @@
 
 use anyhow::Result;
 
-use super::{Outcome, cargo, run};
+use super::{Outcome, cargo, features, run};
 
 /// Deaths cost more here than over shared memory: a process opens its provider first.
 const NUM_DEATHS: &str = "60";
 
 pub(super) fn check() -> Result<Outcome> {
     let tests = ["--test", "scale", "--test", "scale_storm", "--test", "scale_kill"];
-    let mut command = cargo(&["test", "-p", "switchyard-p2p-core", "--features", "libfabric"]);
+    // Built by the step `unit`.
+    let mut command = cargo(&["test", "--workspace", "--features", &features()]);
     command
         .args(tests)
         .env("SWITCHYARD_TEST_TRANSPORT", "libfabric:tcp;ofi_rxm")

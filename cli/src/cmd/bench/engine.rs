@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use p2p_core::bench::ChildProgram;
 use p2p_core::engine::bench::{EngineBenchConfig, EngineBenchRow, Mode};
 
@@ -32,36 +32,34 @@ enum ModeName {
 }
 
 impl EngineArgs {
-    /// Whether any of them was given.
-    pub const fn is_given(&self) -> bool {
-        !self.num_iovs.is_empty()
-            || self.mode.is_some()
-            || !self.sizes.is_empty()
-            || self.depth.is_some()
+    /// Which of them were given.
+    pub fn given(&self) -> Vec<&'static str> {
+        let flags = [
+            ("--num-iovs", !self.num_iovs.is_empty()),
+            ("--mode", self.mode.is_some()),
+            ("--sizes", !self.sizes.is_empty()),
+            ("--depth", self.depth.is_some()),
+        ];
+        flags.into_iter().filter_map(|(flag, is_given)| is_given.then_some(flag)).collect()
     }
 }
 
 pub fn run(
     global: &Global,
     args: &EngineArgs,
-    transport: String,
-    iterations: usize,
-    seed: u64,
+    settings: EngineBenchConfig,
+    program: &ChildProgram,
 ) -> Result<ExitCode> {
-    let default = EngineBenchConfig::default();
     let config = EngineBenchConfig {
-        transport,
         mode: match args.mode {
             Some(ModeName::Read) => Mode::Read,
             _ => Mode::Write,
         },
-        sizes: if args.sizes.is_empty() { default.sizes } else { args.sizes.clone() },
-        num_iovs: if args.num_iovs.is_empty() { default.num_iovs } else { args.num_iovs.clone() },
-        iterations,
-        depth: args.depth.unwrap_or(default.depth),
-        seed,
+        sizes: if args.sizes.is_empty() { settings.sizes } else { args.sizes.clone() },
+        num_iovs: if args.num_iovs.is_empty() { settings.num_iovs } else { args.num_iovs.clone() },
+        depth: args.depth.unwrap_or(settings.depth),
+        ..settings
     };
-    let program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
     let way = match config.mode {
         Mode::Write => "writes into",
         Mode::Read => "reads from",
@@ -79,7 +77,7 @@ pub fn run(
         );
     }
     let spinner = ui::spinner(global.json, "measuring");
-    let report = p2p_core::engine::bench::run(&config, &program, |row: &EngineBenchRow| {
+    let report = p2p_core::engine::bench::run(&config, program, |row: &EngineBenchRow| {
         if !global.json {
             spinner.suspend(|| {
                 outln!(

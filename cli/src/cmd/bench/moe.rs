@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use attention_client::LayerTiming;
 use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint, planned_bytes};
+use clap::parser::ValueSource;
 use expert_server::compute::{
     ComputePool, ExpertGroup, ExpertStore, LayerBatch, LayerExperts, Residency,
 };
@@ -21,6 +22,7 @@ use serde::Serialize;
 
 use super::moe_device;
 use crate::cluster::ClusterOptions;
+use crate::cmd::expert_server::Device;
 use crate::{Global, ui};
 
 /// Flags of `bench moe`.
@@ -46,16 +48,24 @@ pub struct Args {
     /// Expert servers that share the layer.
     #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1)]
     servers: usize,
-    /// GPUs to measure instead of CPUs: `cuda`. Clients and servers are processes of their own, servers on
-    /// the first GPUs and clients on those behind, as far as there are so many; weights are random.
-    #[arg(long, env = "SWITCHYARD_DEVICE")]
-    device: Option<DeviceName>,
+    /// GPUs to measure instead of CPUs, `cuda` or from `cuda:N` on. Clients and servers are processes of
+    /// their own, servers on the first GPUs and clients on those behind; where there are fewer GPUs, they are
+    /// threads of one process, and some share one. Weights are random.
+    #[arg(long, env = "SWITCHYARD_DEVICE", default_value = "cpu", value_name = "cpu|cuda:N")]
+    device: Device,
     /// Clients of the service, with --device.
-    #[arg(long, env = "SWITCHYARD_CLIENTS", default_value_t = 1, requires = "device")]
+    #[arg(long, env = "SWITCHYARD_CLIENTS", default_value_t = 1)]
     clients: usize,
-    /// Lets all servers hold every expert and kills one of them under load, with --device.
-    #[arg(long, env = "SWITCHYARD_KILL", requires = "device", value_parser = clap::builder::FalseyValueParser::new())]
+    /// Lets all servers hold every expert and kills one of them under the load of one client, with --device.
+    #[arg(long, env = "SWITCHYARD_KILL", value_parser = clap::builder::FalseyValueParser::new())]
     kill: bool,
+    /// Longest time that a batch waits for further clients, with --device; the servers' default without.
+    #[arg(
+        long,
+        env = "SWITCHYARD_DEVICE_GATHER_US",
+        value_parser = clap::value_parser!(u64).range(..=2000)
+    )]
+    device_gather_us: Option<u64>,
     /// Time to spend on each token count, in process and through the service each.
     #[arg(long, env = "SWITCHYARD_SECONDS", default_value_t = 2.0)]
     seconds: f64,
@@ -64,6 +74,39 @@ pub struct Args {
     seed: u64,
     #[command(flatten)]
     client: super::super::ClientArgs,
+}
+
+impl Args {
+    /// What is wrong with the flags that were written on the command line, beside those that take effect.
+    /// Environment variables may be meant for other commands.
+    pub fn useless(matches: &clap::ArgMatches) -> Option<String> {
+        let is_written = |flag: &str| matches.value_source(flag) == Some(ValueSource::CommandLine);
+        let named =
+            |flags: &'static [&'static str]| flags.iter().copied().find(|flag| is_written(flag));
+        let on_gpus = matches!(matches.get_one::<Device>("device"), Some(Device::Gpu(_)));
+        let is_kill = matches.get_flag("kill");
+        let dtype = matches.get_one::<WireDtype>("wire_dtype").copied();
+        let is_default = matches.value_source("wire_dtype") == Some(ValueSource::DefaultValue);
+        if let Some(dtype @ (WireDtype::F32 | WireDtype::F16)) = dtype
+            && on_gpus
+            && !is_default
+        {
+            return Some(format!("--wire-dtype {dtype}: expected bf16 or fp8 with --device"));
+        }
+        let (flag, how) = if !on_gpus {
+            (named(&ONLY_ON_GPUS)?, "without --device cuda")
+        } else if let Some(flag) = named(&NOT_ON_GPUS) {
+            (flag, "with --device")
+        } else if is_kill && is_written("clients") {
+            ("clients", "with --kill, which has one client")
+        } else {
+            let num_tokens = matches.get_many::<usize>("tokens").map_or(0, Iterator::count);
+            let is_list = is_kill && is_written("tokens") && num_tokens > 1;
+            return is_list
+                .then(|| "--kill measures one number of --tokens: leave the others out".into());
+        };
+        Some(format!("--{} would do nothing {how}: leave it out", flag.replace('_', "-")))
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -105,7 +148,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     if !(0.0..=MAX_SECONDS).contains(&args.seconds) {
         bail!("--seconds {}: expected 0 to {MAX_SECONDS}", args.seconds);
     }
-    if let Some(device) = args.device {
+    if let Device::Gpu(device) = args.device {
         return on_device(global, &args, device);
     }
     let dir = match &args.model {
@@ -234,6 +277,8 @@ fn on_device(global: &Global, args: &Args, device: DeviceName) -> Result<ExitCod
             seed: args.seed,
             dtype,
             kill: args.kill,
+            transport: args.client.transport.clone(),
+            gather_us: args.device_gather_us,
         },
     )
 }
@@ -455,5 +500,16 @@ const MAX_PEERS: usize = 8;
 /// More than any batch of one layer, and what a host of 16 GiB has room for.
 const MAX_TOKENS: usize = 1 << 14;
 const MAX_SECONDS: f64 = 3600.0;
+/// Identifiers of flags.
+const ONLY_ON_GPUS: [&str; 3] = ["clients", "kill", "device_gather_us"];
+const NOT_ON_GPUS: [&str; 7] = [
+    "threads",
+    "model",
+    "response_dtype",
+    "deadline_ms",
+    "slot_bytes",
+    "slot_frames",
+    "peer_transport",
+];
 const WARM_UP: usize = 4;
 const MIN_ITERATIONS: usize = WARM_UP + 21;

@@ -1,29 +1,26 @@
-//! `switchyard bench moe --device`: one layer through servers on GPUs, every client and server a process
-//! of its own, with random weights that each server makes in its GPU's memory.
+//! `switchyard bench moe --device`: one layer through servers on GPUs, with random weights that each
+//! server makes in its GPU's memory. Every client and server is a process of its own where there is a GPU
+//! for each; otherwise they are threads: servers share the first GPUs, clients the last one.
 
-use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
-use std::time::{Duration, Instant};
+mod roles;
+mod tensors;
+mod worker;
 
-use anyhow::{Context, Error, Result, bail};
-use attention_client::{
-    ClientModel, DeviceClient, DeviceInput, DeviceOptions, LayerTiming, MoeClient,
-};
-use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint};
-use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
-use expert_server::device::DeviceOptions as ServerDevice;
-use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
-use kernels::gpu::{DeviceName, Gpu, GpuBuffer};
-use p2p_core::SlotConfig;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use checkpoint::{Checkpoint, Preset};
+use kernels::gpu::{DeviceName, Gpu};
 use protocol::WireDtype;
-use rand::rngs::StdRng;
-use rand::seq::index::sample;
-use rand::{RngExt, SeedableRng};
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::Serialize;
 
+use crate::cmd::TransportArgs;
 use crate::{Global, ui};
+use roles::{Client, Counted, Measured, Part, Role, Server};
+use tensors::Shapes;
+use worker::{PATIENCE, Pipes, Worker};
 
 /// What to measure.
 #[derive(Debug)]
@@ -37,56 +34,9 @@ pub(super) struct Wish {
     pub seed: u64,
     pub dtype: WireDtype,
     pub kill: bool,
-}
-
-/// A child's part, by environment.
-#[derive(Debug, Serialize, Deserialize)]
-enum Role {
-    Server(Server),
-    Client(Client),
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Server {
-    dir: PathBuf,
-    device: String,
-    dtype: String,
-    slot_bytes: usize,
-    experts: Vec<u32>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct Client {
-    dir: PathBuf,
-    device: String,
-    dtype: String,
-    slot_bytes: usize,
-    addrs: Vec<String>,
-    /// Servers of each expert.
-    replicas: Vec<Vec<u32>>,
-    tokens: usize,
-    seconds: f64,
-    seed: u64,
-    /// Whether every output is compared with the first.
-    checks: bool,
-}
-
-/// What a client measured. Times are microseconds.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-struct Measured {
-    calls: usize,
-    layer_us_p50: f64,
-    layer_us_p99: f64,
-    /// Longest call.
-    layer_us_max: f64,
-    calls_per_s: f64,
-    /// Of the last third of the time.
-    late_calls_per_s: f64,
-    failovers: u32,
-    resent_pairs: u64,
-    stall_us_max: f64,
-    /// Outputs that lack or double something, or calls that failed.
-    wrong: usize,
+    pub transport: TransportArgs,
+    /// Longest wait of a batch for further clients; the servers' default without.
+    pub gather_us: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -99,6 +49,8 @@ struct Row {
     compute_us: f64,
     /// Layer time over that.
     ratio: f64,
+    /// Mean wait of a batch since its first frame was seen, of the server that waits longest.
+    gather_us: f64,
     tokens_per_s: f64,
     /// Clients of a server's mean batch.
     clients_per_batch: f64,
@@ -109,11 +61,17 @@ struct Row {
 #[derive(Debug, Serialize)]
 struct Killed {
     tokens: usize,
-    /// Calls per second with one server of the two, in a run of its own.
+    /// One server of the two alone, in runs of their own before and after the other.
+    one_server: [Measured; 2],
+    /// With both, until one was killed, and after.
+    with_kill: Measured,
+    /// Mean calls per second with one server.
     one_server_calls_per_s: f64,
     /// After the other was killed.
     after_calls_per_s: f64,
     ratio: f64,
+    /// Of the second run with one server alone to the first: what is noise.
+    one_server_ratio: f64,
     /// Longest call beyond the median.
     stall_us: f64,
     failovers: u32,
@@ -125,8 +83,12 @@ struct Killed {
 struct Report {
     preset: String,
     device: String,
+    num_gpus: usize,
+    /// Whether clients and servers are threads, some of which share GPUs.
+    shares_gpus: bool,
     clients: usize,
     servers: usize,
+    transport: String,
     wire_dtype: String,
     hidden: usize,
     num_experts: u32,
@@ -137,18 +99,8 @@ struct Report {
 
 /// Runs this process's part where it is a child.
 pub(super) fn child() -> Option<ExitCode> {
-    let text = std::env::var(ROLE).ok()?;
-    let done = serde_json::from_str(&text).map_err(Into::into).and_then(|role| match role {
-        Role::Server(server) => server.run(),
-        Role::Client(client) => client.run(),
-    });
-    Some(match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tell(&json!({ "error": format!("{error:#}") }));
-            ExitCode::FAILURE
-        }
-    })
+    let done = worker::play(worker::own_role()?, &mut Pipes);
+    Some(if done.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 pub(super) fn run(global: &Global, wish: &Wish) -> Result<ExitCode> {
@@ -157,17 +109,29 @@ pub(super) fn run(global: &Global, wish: &Wish) -> Result<ExitCode> {
     let made = Shapes::make(&dir, wish.preset)?;
     let checkpoint = Checkpoint::open(&dir)?;
     let config = checkpoint.config();
+    let (first, count) = match wish.device {
+        DeviceName::Cuda(first) => (first, Gpu::count()?),
+        DeviceName::Emulated(first) => (first, EMULATED_GPUS),
+    };
+    let num_gpus = count.saturating_sub(first) as usize;
+    if num_gpus == 0 {
+        bail!("--device {}: expected one of the {count} GPUs here", wish.device);
+    }
     let bench = Bench {
         wish,
         dir: &dir,
         num_experts: config.num_experts,
         // Rows, scales, entries and flags of two frames; answers are bf16.
         slot_bytes: 2 * (most + 1) * (config.hidden * 2 + config.hidden / 32 + 256) + (64 << 10),
-        num_gpus: match wish.device {
-            DeviceName::Cuda(_) => Gpu::count()?.max(1) as usize,
-            DeviceName::Emulated(_) => 8,
-        },
+        num_gpus,
+        // A thread cannot be killed.
+        has_threads: wish.servers + wish.clients > num_gpus && !wish.kill,
     };
+    if num_gpus == 1 && !wish.kill {
+        bail!(
+            "one GPU: clients and servers need one each at least, or the ones' kernels keep the others waiting"
+        );
+    }
     let mut rows = Vec::new();
     let killed = if wish.kill {
         Some(bench.kill(most)?)
@@ -178,11 +142,15 @@ pub(super) fn run(global: &Global, wish: &Wish) -> Result<ExitCode> {
         }
         None
     };
+    let num_clients = if wish.kill { 1 } else { wish.clients };
     let report = Report {
         preset: wish.preset.name().to_owned(),
         device: wish.device.to_string(),
-        clients: wish.clients,
+        num_gpus,
+        shares_gpus: wish.servers + num_clients > num_gpus,
+        clients: num_clients,
         servers: wish.servers,
+        transport: wish.transport.transport.to_string(),
         wire_dtype: wish.dtype.name().to_owned(),
         hidden: config.hidden,
         num_experts: config.num_experts,
@@ -205,6 +173,7 @@ struct Bench<'a> {
     num_experts: u32,
     slot_bytes: usize,
     num_gpus: usize,
+    has_threads: bool,
 }
 
 impl Bench<'_> {
@@ -216,34 +185,80 @@ impl Bench<'_> {
             .collect()
     }
 
-    fn device(&self, idx: usize) -> String {
-        let idx = (idx % self.num_gpus) as u32;
-        match self.wish.device {
-            DeviceName::Cuda(_) => DeviceName::Cuda(idx),
-            DeviceName::Emulated(_) => DeviceName::Emulated(idx),
-        }
-        .to_string()
+    /// GPUs of the servers; those behind are the clients'. Processes that are to die have no GPU in common
+    /// with their replicas; a client may have the first one's, which is the one that dies.
+    fn server_gpus(&self) -> usize {
+        let kept = usize::from(!self.wish.kill);
+        self.wish.servers.min(self.num_gpus.saturating_sub(kept)).max(1)
     }
 
-    fn start_servers(&self, copies: usize) -> Result<Vec<(Process, String)>> {
+    fn server_gpu(&self, server: usize) -> usize {
+        server % self.server_gpus()
+    }
+
+    /// Clients go where no server is, as long as there is such a GPU: their kernels wait, on multiprocessors
+    /// that the servers' kernels, for which they wait, would find taken.
+    fn client_gpu(&self, client: usize) -> usize {
+        match self.num_gpus - self.server_gpus() {
+            0 => client % self.num_gpus,
+            free => self.server_gpus() + client % free,
+        }
+    }
+
+    fn part(&self, gpu: usize, num_blocks: u32) -> Part {
+        let device = match self.wish.device {
+            DeviceName::Cuda(first) => DeviceName::Cuda(first + gpu as u32),
+            DeviceName::Emulated(first) => DeviceName::Emulated(first + gpu as u32),
+        };
+        Part {
+            dir: self.dir.to_owned(),
+            device: device.to_string(),
+            dtype: self.wish.dtype.name().to_owned(),
+            slot_bytes: self.slot_bytes,
+            transport: self.wish.transport.transport.to_string(),
+            #[cfg(feature = "verbs")]
+            verbs_config: self.wish.transport.verbs_config.clone(),
+            num_blocks,
+        }
+    }
+
+    fn start(&self, role: Role) -> Result<Worker> {
+        if self.has_threads { Worker::thread(role) } else { Worker::process(&role) }
+    }
+
+    fn server_part(&self, server: usize) -> Part {
+        let gpu = self.server_gpu(server);
+        let here = (0..self.wish.servers).filter(|other| self.server_gpu(*other) == gpu).count();
+        // Receptions wait on multiprocessors of their own.
+        let num_blocks = match (self.has_threads, here as u32) {
+            (false, _) | (_, 1) => 0,
+            (true, here) => (MULTIPROCESSORS / here).saturating_sub(RECEPTION_SHARE).max(1),
+        };
+        self.part(gpu, num_blocks)
+    }
+
+    fn client_part(&self, client: usize) -> Part {
+        self.part(self.client_gpu(client), if self.has_threads { CLIENT_BLOCKS } else { 0 })
+    }
+
+    fn start_servers(&self, copies: usize) -> Result<Vec<(Worker, String)>> {
         let replicas = self.replicas(copies);
-        let started: Vec<Process> = (0..self.wish.servers)
+        let started: Vec<Worker> = (0..self.wish.servers)
             .map(|server| {
                 let holds = |expert: &u32| replicas[*expert as usize].contains(&(server as u32));
-                Process::start(&Role::Server(Server {
-                    dir: self.dir.to_owned(),
-                    device: self.device(server),
-                    dtype: self.wish.dtype.name().to_owned(),
-                    slot_bytes: self.slot_bytes,
+                self.start(Role::Server(Server {
+                    part: self.server_part(server),
                     experts: (0..self.num_experts).filter(holds).collect(),
+                    gather_us: self.wish.gather_us,
                 }))
             })
             .collect::<Result<_>>()?;
         started
             .into_iter()
-            .map(|mut process| {
-                let addr = process.hear()?["addr"].as_str().context("no address")?.to_owned();
-                Ok((process, addr))
+            .map(|mut worker| {
+                let addr =
+                    worker.hear(PATIENCE)?["addr"].as_str().context("no address")?.to_owned();
+                Ok((worker, addr))
             })
             .collect()
     }
@@ -258,13 +273,10 @@ impl Bench<'_> {
         seconds: f64,
         during: impl FnOnce() -> Result<()>,
     ) -> Result<Vec<Measured>> {
-        let mut started: Vec<Process> = (0..clients)
+        let mut started: Vec<Worker> = (0..clients)
             .map(|client| {
-                Process::start(&Role::Client(Client {
-                    dir: self.dir.to_owned(),
-                    device: self.device(self.wish.servers + client),
-                    dtype: self.wish.dtype.name().to_owned(),
-                    slot_bytes: self.slot_bytes,
+                self.start(Role::Client(Client {
+                    part: self.client_part(client),
                     addrs: addrs.to_vec(),
                     replicas: replicas.to_vec(),
                     tokens,
@@ -274,17 +286,18 @@ impl Bench<'_> {
                 }))
             })
             .collect::<Result<_>>()?;
-        for process in &mut started {
-            process.hear()?;
+        for worker in &mut started {
+            worker.hear(PATIENCE)?;
         }
-        for process in &mut started {
-            process.say("go")?;
+        for worker in &mut started {
+            worker.say("go")?;
         }
         during()?;
-        started.iter_mut().map(|process| Ok(serde_json::from_value(process.hear()?)?)).collect()
+        let limit = PATIENCE + Duration::from_secs_f64(seconds);
+        started.iter_mut().map(|worker| Ok(serde_json::from_value(worker.hear(limit)?)?)).collect()
     }
 
-    fn row(&self, servers: &mut [(Process, String)], tokens: usize) -> Result<Row> {
+    fn row(&self, servers: &mut [(Worker, String)], tokens: usize) -> Result<Row> {
         let wish = self.wish;
         let addrs: Vec<String> = servers.iter().map(|(_, addr)| addr.clone()).collect();
         let replicas = self.replicas(1);
@@ -296,18 +309,18 @@ impl Bench<'_> {
             _ => Some(self.measure(&addrs, &replicas, 1, tokens, wish.seconds, || Ok(()))?),
         };
         // What the servers count begins here.
-        for (process, _) in servers.iter_mut() {
-            process.ask("stats")?;
+        for (worker, _) in servers.iter_mut() {
+            worker.ask("stats")?;
         }
         let clients =
             self.measure(&addrs, &replicas, wish.clients, tokens, wish.seconds, || Ok(()))?;
-        let (mut compute_us, mut batched) = (0.0f64, Vec::new());
-        for (process, _) in servers.iter_mut() {
-            let stats = process.ask("stats")?;
-            let number = |name: &str| stats[name].as_f64().unwrap_or(0.0);
-            compute_us =
-                compute_us.max(number("compute_seconds") / number("batches").max(1.0) * 1e6);
-            batched.push(number("batch_clients") / number("batches").max(1.0));
+        let (mut compute_us, mut gather_us, mut batched) = (0.0f64, 0.0f64, Vec::new());
+        for (worker, _) in servers.iter_mut() {
+            let stats: Counted = serde_json::from_value(worker.ask("stats")?)?;
+            let batches = stats.batches.max(1.0);
+            compute_us = compute_us.max(stats.compute_seconds / batches * 1e6);
+            gather_us = gather_us.max(stats.gather_seconds / batches * 1e6);
+            batched.push(stats.batch_clients / batches);
         }
         let mut medians: Vec<f64> = clients.iter().map(|client| client.layer_us_p50).collect();
         let layer_us_p50 = percentile(&mut medians, 0.5);
@@ -317,6 +330,7 @@ impl Bench<'_> {
             layer_us_p50,
             compute_us,
             ratio: layer_us_p50 / compute_us,
+            gather_us,
             tokens_per_s,
             clients_per_batch: batched.iter().sum::<f64>() / batched.len() as f64,
             gain: alone.map(|alone| tokens_per_s / rate(&alone)),
@@ -332,342 +346,35 @@ impl Bench<'_> {
         let addrs: Vec<String> = servers.iter().map(|(_, addr)| addr.clone()).collect();
         let only: Vec<Vec<u32>> = vec![vec![0]; self.num_experts as usize];
         let last = &addrs[addrs.len() - 1..];
-        let alone = self.measure(last, &only, 1, tokens, wish.seconds, || Ok(()))?;
+        let alone = || -> Result<Measured> {
+            let measured = self.measure(last, &only, 1, tokens, wish.seconds, || Ok(()))?;
+            measured.into_iter().next().context("no client")
+        };
+        let before = alone()?;
         let replicas = self.replicas(copies);
         let (mut victim, _) = servers.remove(0);
         let measured = self.measure(&addrs, &replicas, 1, tokens, wish.seconds * 3.0, || {
             std::thread::sleep(Duration::from_secs_f64(wish.seconds * 1.5));
-            victim.child.kill().context("cannot kill a server")
+            victim.kill()
         })?;
-        let (alone, measured) = (&alone[0], &measured[0]);
+        let with_kill = measured.into_iter().next().context("no client")?;
+        let one_server = [before, alone()?];
+        let rates = [one_server[0].calls_per_s, one_server[1].calls_per_s];
+        let one_server_calls_per_s = (rates[0] + rates[1]) / 2.0;
         Ok(Killed {
             tokens,
-            one_server_calls_per_s: alone.calls_per_s,
-            after_calls_per_s: measured.late_calls_per_s,
-            ratio: measured.late_calls_per_s / alone.calls_per_s,
-            stall_us: measured.layer_us_max - measured.layer_us_p50,
-            failovers: measured.failovers,
-            resent_pairs: measured.resent_pairs,
-            wrong: measured.wrong + alone.wrong,
+            one_server_calls_per_s,
+            after_calls_per_s: with_kill.late_calls_per_s,
+            ratio: with_kill.late_calls_per_s / one_server_calls_per_s,
+            one_server_ratio: rates[1] / rates[0],
+            stall_us: with_kill.layer_us_max - with_kill.layer_us_p50,
+            failovers: with_kill.failovers,
+            resent_pairs: with_kill.resent_pairs,
+            wrong: with_kill.wrong + one_server.iter().map(|alone| alone.wrong).sum::<usize>(),
+            one_server,
+            with_kill,
         })
     }
-}
-
-impl Server {
-    fn run(self) -> Result<()> {
-        let device: DeviceName = self.device.parse()?;
-        let selection = ExpertSelection::EveryLayer(self.experts);
-        let name = format!("bench-{}", std::process::id());
-        let mut config = ServerConfig::new(&self.dir, name, Placement::Static(selection));
-        let dtype = dtype_of(&self.dtype);
-        config.device =
-            Some(ServerDevice { dtype, random_weights: true, ..ServerDevice::new(device) });
-        config.slot = SlotConfig { slot_bytes: self.slot_bytes, num_frames: NUM_FRAMES };
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .enable_all()
-            .build()
-            .context("cannot start the runtime")?;
-        let server = runtime.block_on(ExpertServer::start(config, |_| {}))?;
-        tell(&json!({ "addr": server.data_addr().to_string() }));
-        let mut before = [0.0; 3];
-        for line in std::io::stdin().lines() {
-            if line? != "stats" {
-                break;
-            }
-            let text = server.render_metrics()?;
-            let value = |name: &str| -> f64 {
-                let lines = text.lines().filter(|line| line.starts_with(name));
-                lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
-            };
-            let now = [
-                value("switchyard_server_phase_seconds_sum{phase=\"compute\"}"),
-                value("switchyard_server_phase_seconds_count{phase=\"compute\"}"),
-                value("switchyard_server_batch_clients_sum"),
-            ];
-            tell(&json!({
-                "compute_seconds": now[0] - before[0],
-                "batches": now[1] - before[1],
-                "batch_clients": now[2] - before[2],
-            }));
-            before = now;
-        }
-        runtime.block_on(server.shutdown());
-        Ok(())
-    }
-}
-
-impl Client {
-    fn run(self) -> Result<()> {
-        let checkpoint = Checkpoint::open(&self.dir)?;
-        let model = ClientModel::of(&checkpoint);
-        let gpu = Gpu::open_named(self.device.parse()?)?;
-        let mut options = DeviceOptions::default();
-        options.dtype = dtype_of(&self.dtype);
-        let mut client = MoeClient::builder(model.clone())
-            .placement(self.table(&model))
-            .slot(SlotConfig { slot_bytes: self.slot_bytes, num_frames: NUM_FRAMES })
-            .build_device(gpu.clone(), options)?;
-        client.wait_ready(Duration::from_secs(60))?;
-        let layer = *model.moe_layers.first().context("no layer with experts")?;
-        let tensors = Tensors::random(&gpu, &model, self.tokens, self.seed)?;
-        let stream = gpu.stream()?;
-        // A death is looked for call by call; otherwise a graph has some layers, as an engine's has, so that
-        // the host's part of a call is not a part of the layer.
-        let graph = match self.checks {
-            true => None,
-            false => Some(stream.capture(|stream| {
-                for _ in 0..GRAPH_LAYERS {
-                    // SAFETY: the tensors have these sizes and outlive the graph.
-                    let recorded = unsafe {
-                        client
-                            .dispatch(stream, layer, &tensors.input)
-                            .and_then(|handle| client.combine(stream, handle, tensors.out.ptr()))
-                    };
-                    if let Err(error) = recorded {
-                        tracing::error!(%error, "a layer is not recorded");
-                    }
-                }
-                Ok(())
-            })?),
-        };
-        let call = |client: &mut DeviceClient| {
-            let start = Instant::now();
-            if let Some(graph) = &graph {
-                let report = client.replay(&stream, graph)?;
-                let timing = LayerTiming {
-                    failovers: report.attempts - 1,
-                    stall_ns: report.stall_ns,
-                    ..LayerTiming::default()
-                };
-                return Ok((start.elapsed().as_secs_f64() * 1e6 / f64::from(GRAPH_LAYERS), timing));
-            }
-            // SAFETY: the tensors have these sizes and outlive the call.
-            let timing =
-                unsafe { client.forward(&stream, layer, &tensors.input, tensors.out.ptr()) };
-            timing.map(|timing| (start.elapsed().as_secs_f64() * 1e6, timing)).map_err(Error::from)
-        };
-        for _ in 0..WARM_UP {
-            call(&mut client)?;
-        }
-        let expected = tensors.read(&gpu)?;
-        tell(&json!({ "event": "ready" }));
-        std::io::stdin().read_line(&mut String::new())?;
-        let mut measured = Measured {
-            calls: 0,
-            layer_us_p50: 0.0,
-            layer_us_p99: 0.0,
-            layer_us_max: 0.0,
-            calls_per_s: 0.0,
-            late_calls_per_s: 0.0,
-            failovers: 0,
-            resent_pairs: 0,
-            stall_us_max: 0.0,
-            wrong: 0,
-        };
-        let mut times = Vec::new();
-        let start = Instant::now();
-        let late = self.seconds * 2.0 / 3.0;
-        let (mut late_us, mut num_late) = (0.0, 0usize);
-        while start.elapsed().as_secs_f64() < self.seconds || times.len() < MIN_CALLS {
-            let (us, timing) = call(&mut client)?;
-            times.push(us);
-            // Looking at outputs costs time of its own, so rates are of the calls.
-            if start.elapsed().as_secs_f64() > late {
-                late_us += us;
-                num_late += 1;
-            }
-            measured.failovers += timing.failovers;
-            measured.resent_pairs += timing.resent_pairs;
-            measured.stall_us_max = measured.stall_us_max.max(timing.stall_ns as f64 * 1e-3);
-            if self.checks && !tensors.is_like(&gpu, &expected)? {
-                measured.wrong += 1;
-            }
-        }
-        measured.calls = times.len();
-        measured.calls_per_s = times.len() as f64 / (times.iter().sum::<f64>() * 1e-6);
-        measured.late_calls_per_s = num_late as f64 / (late_us * 1e-6).max(1e-9);
-        measured.layer_us_max = times.iter().copied().fold(0.0, f64::max);
-        measured.layer_us_p50 = percentile(&mut times, 0.5);
-        measured.layer_us_p99 = percentile(&mut times, 0.99);
-        tell(&serde_json::to_value(&measured)?);
-        Ok(())
-    }
-
-    fn table(&self, model: &ClientModel) -> PlacementTable {
-        let servers = self.addrs.iter().enumerate().filter_map(|(idx, addr)| {
-            Some(ServerEntry {
-                member_id: MemberId::parse(&format!("m-{idx}")).ok()?,
-                name: format!("server-{idx}"),
-                incarnation: 1,
-                data_addr: addr.clone(),
-            })
-        });
-        let layers = model
-            .moe_layers
-            .iter()
-            .map(|&layer| LayerPlacement { layer, replicas: self.replicas.clone() });
-        PlacementTable {
-            cluster_id: "bench".to_owned(),
-            epoch: 1,
-            model: Some(model.descriptor()),
-            servers: servers.collect(),
-            layers: layers.collect(),
-        }
-    }
-}
-
-/// Random tokens and routing in GPU memory.
-struct Tensors {
-    _memory: Vec<GpuBuffer>,
-    input: DeviceInput,
-    out: GpuBuffer,
-    hidden: usize,
-}
-
-impl Tensors {
-    fn random(gpu: &Gpu, model: &ClientModel, tokens: usize, seed: u64) -> Result<Self> {
-        let mut rng = StdRng::seed_from_u64(seed);
-        let (hidden, top_k) = (model.shape.hidden as usize, model.shape.top_k as usize);
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let upload = |bytes: &[u8]| -> Result<GpuBuffer> {
-            let memory = gpu.alloc(bytes.len() as u64)?;
-            gpu.write(&memory, 0, bytes, deadline)?;
-            Ok(memory)
-        };
-        // The upper half of an f32 is a bf16.
-        let x: Vec<u8> = (0..tokens * hidden)
-            .flat_map(|_| {
-                let bits = rng.random_range(-1.0f32..1.0).to_bits();
-                ((bits >> 16) as u16).to_le_bytes()
-            })
-            .collect();
-        let (mut idx, mut weights) = (Vec::new(), Vec::new());
-        for _ in 0..tokens {
-            for expert in sample(&mut rng, model.shape.num_experts as usize, top_k).iter() {
-                idx.extend_from_slice(&(expert as i32).to_le_bytes());
-                weights.extend_from_slice(&(1.0 / top_k as f32).to_le_bytes());
-            }
-        }
-        let memory = vec![
-            upload(&x)?,
-            upload(&idx)?,
-            upload(&weights)?,
-            upload(&(tokens as u32).to_le_bytes())?,
-        ];
-        let input = DeviceInput {
-            hidden_states: memory[0].ptr(),
-            topk_idx: memory[1].ptr(),
-            topk_weights: memory[2].ptr(),
-            num_tokens: memory[3].ptr(),
-            capacity: u32::try_from(tokens)?,
-        };
-        let out = gpu.alloc((tokens * hidden * 2) as u64)?;
-        Ok(Self { _memory: memory, input, out, hidden })
-    }
-
-    fn read(&self, gpu: &Gpu) -> Result<Vec<f32>> {
-        let mut bytes = vec![0u8; self.out.len() as usize];
-        gpu.read(&self.out, 0, &mut bytes, Instant::now() + Duration::from_secs(60))?;
-        let (words, _) = bytes.as_chunks::<2>();
-        Ok(words.iter().map(|w| f32::from_bits(u32::from(u16::from_le_bytes(*w)) << 16)).collect())
-    }
-
-    /// Whether the output is the same but for the order of its sums: an expert more or less shows as an
-    /// eighth of a token.
-    fn is_like(&self, gpu: &Gpu, expected: &[f32]) -> Result<bool> {
-        let found = self.read(gpu)?;
-        Ok(found.chunks_exact(self.hidden).zip(expected.chunks_exact(self.hidden)).all(
-            |(found, expected)| {
-                let norm: f64 = expected.iter().map(|v| f64::from(*v).powi(2)).sum();
-                let pairs = found.iter().zip(expected);
-                let off: f64 = pairs.map(|(f, e)| f64::from(f - e).powi(2)).sum();
-                off.is_finite() && norm > 0.0 && off <= norm * 4e-4
-            },
-        ))
-    }
-}
-
-/// A child that speaks JSON lines.
-struct Process {
-    child: Child,
-    lines: std::io::Lines<BufReader<ChildStdout>>,
-    input: ChildStdin,
-}
-
-impl Process {
-    fn start(role: &Role) -> Result<Self> {
-        let binary = std::env::current_exe().context("cannot tell the path of this binary")?;
-        let mut child = Command::new(binary)
-            .env(ROLE, serde_json::to_string(role)?)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("cannot start a process of the benchmark")?;
-        let lines = child.stdout.take().context("no pipe")?;
-        let input = child.stdin.take().context("no pipe")?;
-        Ok(Self { child, lines: BufReader::new(lines).lines(), input })
-    }
-
-    fn say(&mut self, line: &str) -> Result<()> {
-        writeln!(self.input, "{line}").context("a process of the benchmark is gone")
-    }
-
-    /// The next thing that the child tells.
-    fn hear(&mut self) -> Result<Value> {
-        let line = self.lines.next().context("a process of the benchmark ended early")??;
-        let value: Value = serde_json::from_str(&line)
-            .with_context(|| format!("a process of the benchmark wrote {line:?}"))?;
-        match value["error"].as_str() {
-            Some(error) => bail!("a process of the benchmark: {error}"),
-            None => Ok(value),
-        }
-    }
-
-    fn ask(&mut self, line: &str) -> Result<Value> {
-        self.say(line)?;
-        self.hear()
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// A checkpoint of holes, removed when dropped.
-struct Shapes<'a> {
-    dir: &'a Path,
-}
-
-impl<'a> Shapes<'a> {
-    fn make(dir: &'a Path, preset: Preset) -> Result<Self> {
-        let made = Self { dir };
-        let mut options = MakeOptions::new(preset, 1);
-        options.shapes_only = true;
-        make_checkpoint(dir, &options, &mut |_, _| {})
-            .with_context(|| format!("cannot make a checkpoint in {}", dir.display()))?;
-        Ok(made)
-    }
-}
-
-impl Drop for Shapes<'_> {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(self.dir);
-    }
-}
-
-fn tell(value: &Value) {
-    // The parent may be gone; then nobody listens.
-    let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{value}");
-    let _ = out.flush();
-}
-
-fn dtype_of(name: &str) -> WireDtype {
-    if name == WireDtype::F8E4m3.name() { WireDtype::F8E4m3 } else { WireDtype::Bf16 }
 }
 
 fn percentile(values: &mut [f64], share: f64) -> f64 {
@@ -678,7 +385,7 @@ fn percentile(values: &mut [f64], share: f64) -> f64 {
 
 fn print_report(report: &Report) {
     outln!(
-        "{}: hidden {}, top-{} of {} experts, {} client(s) and {} server(s) on {}, {} on the wire",
+        "{}: hidden {}, top-{} of {} experts, {} client(s) and {} server(s) on {}, {} on the wire{}",
         report.preset,
         report.hidden,
         report.top_k,
@@ -686,35 +393,38 @@ fn print_report(report: &Report) {
         report.clients,
         report.servers,
         report.device,
-        report.wire_dtype
+        report.wire_dtype,
+        if report.shares_gpus { ", sharing GPUs" } else { "" }
     );
     if !report.rows.is_empty() {
         outln!(
-            "{:>6} {:>10} {:>10} {:>7} {:>12} {:>14} {:>6}",
+            "{:>6} {:>10} {:>10} {:>7} {:>12} {:>14} {:>10} {:>6}",
             "tokens",
             "layer µs",
             "compute µs",
             "ratio",
             "tokens/s",
             "clients/batch",
+            "gather µs",
             "gain"
         );
     }
     for row in &report.rows {
         outln!(
-            "{:>6} {:>10.1} {:>10.1} {:>7.3} {:>12.0} {:>14.2} {:>6}",
+            "{:>6} {:>10.1} {:>10.1} {:>7.3} {:>12.0} {:>14.2} {:>10.1} {:>6}",
             row.tokens,
             row.layer_us_p50,
             row.compute_us,
             row.ratio,
             row.tokens_per_s,
             row.clients_per_batch,
+            row.gather_us,
             row.gain.map_or_else(|| "–".to_owned(), |gain| format!("{gain:.2}"))
         );
     }
     if let Some(killed) = &report.killed {
         outln!(
-            "killed one of {} replicas at {} tokens: stall {:.2} ms, {} failover(s), {} pairs sent again, {} wrong; afterwards {:.1} calls/s, {:.1} % of one server alone",
+            "killed one of {} replicas at {} tokens: stall {:.2} ms, {} failover(s), {} pairs sent again, {} wrong; afterwards {:.1} calls/s, {:.1} % of one server alone (whose two runs differ by {:.1} %)",
             report.servers,
             killed.tokens,
             killed.stall_us * 1e-3,
@@ -722,14 +432,17 @@ fn print_report(report: &Report) {
             killed.resent_pairs,
             killed.wrong,
             killed.after_calls_per_s,
-            killed.ratio * 100.0
+            killed.ratio * 100.0,
+            (killed.one_server_ratio - 1.0) * 100.0
         );
     }
 }
 
-const ROLE: &str = "SWITCHYARD_BENCH_MOE_ROLE";
-const NUM_FRAMES: usize = 2;
-/// Layers of a recorded graph.
-const GRAPH_LAYERS: u32 = 8;
-const WARM_UP: usize = 10;
-const MIN_CALLS: usize = 21;
+/// GPUs in software that reach one another.
+const EMULATED_GPUS: u32 = 8;
+/// Of a GPU that roles share.
+const MULTIPROCESSORS: u32 = 132;
+/// Thread blocks of a client that shares a GPU.
+const CLIENT_BLOCKS: u32 = 16;
+/// Multiprocessors that a waiting reception holds.
+const RECEPTION_SHARE: u32 = 10;

@@ -4,12 +4,14 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
+use clap::parser::ValueSource;
 use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::bench::{
     BenchConfig, BenchRow, ChildProgram, DeviceBenchConfig, DeviceReport, DeviceRow, run_device,
 };
+use p2p_core::engine::bench::EngineBenchConfig;
 use p2p_core::transports::Wish;
-use p2p_core::{SlotConfig, TransportKind, TransportSpec};
+use p2p_core::{OpenNetworks, SlotConfig, TransportKind, TransportSpec};
 
 use super::engine;
 use crate::{Global, ui};
@@ -17,25 +19,25 @@ use crate::{Global, ui};
 /// Flags of `bench p2p`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Sending processes.
+    /// Sending processes. Not of the message engine.
     #[arg(long, env = "SWITCHYARD_SENDERS", default_value_t = 1)]
     senders: usize,
-    /// Receiving processes.
+    /// Receiving processes. Not of the message engine.
     #[arg(long, env = "SWITCHYARD_RECEIVERS", default_value_t = 1)]
     receivers: usize,
-    /// Smallest message; sizes double from here.
+    /// Smallest message; sizes double from here. The message engine has --sizes.
     #[arg(long, env = "SWITCHYARD_MIN_BYTES", default_value_t = 4)]
     min_bytes: usize,
-    /// Largest message.
+    /// Largest message. The message engine has --sizes.
     #[arg(long, env = "SWITCHYARD_MAX_BYTES", default_value_t = 8 << 20)]
     max_bytes: usize,
     /// Timed iterations per size; 0 chooses by size.
     #[arg(long, env = "SWITCHYARD_ITERATIONS", default_value_t = 0)]
     iterations: usize,
-    /// Bytes of a slot.
+    /// Bytes of a slot. Only between processors, by slots.
     #[arg(long, env = "SWITCHYARD_SLOT_BYTES", default_value_t = p2p_core::slot::DEFAULT_SLOT_BYTES)]
     slot_bytes: usize,
-    /// Frames in a slot.
+    /// Frames in a slot. Only between processors, by slots.
     #[arg(long, env = "SWITCHYARD_SLOT_FRAMES", default_value_t = 16)]
     slot_frames: usize,
     /// Transport between the processes: shm, staged, verbs or libfabric; `:` and a device or provider
@@ -43,12 +45,17 @@ pub struct Args {
     /// --depth, the message engine is measured instead of slots.
     #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value = "shm", value_parser = transport)]
     transport: Transport,
+    /// How to use RDMA devices, as JSON, as in {"gid_index": 3, "traffic_class": 106}. With --transport
+    /// verbs.
+    #[cfg(feature = "verbs")]
+    #[arg(long, env = VERBS_CONFIG_VARIABLE, value_parser = crate::cmd::verbs_config)]
+    verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
     #[command(flatten)]
     engine: engine::EngineArgs,
-    /// Lets the system move the processes between CPUs.
+    /// Lets the system move the processes between CPUs, as it always does with the message engine.
     #[arg(long, env = "SWITCHYARD_NO_PIN", value_parser = clap::builder::FalseyValueParser::new())]
     no_pin: bool,
-    /// Seed of the payload.
+    /// Seed of the payload. Not of GPUs.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 1)]
     seed: u64,
     /// Measures GPUs instead, by kernels: the first process takes this one, the others those that follow.
@@ -65,6 +72,50 @@ enum Transport {
     Slots(Wish, String),
     /// One of the message engine only.
     Engine(String),
+}
+
+impl Args {
+    /// Which of the flags that were written on the command line would do nothing with what is measured.
+    /// Environment variables may be meant for other commands.
+    pub fn useless(matches: &clap::ArgMatches) -> Option<String> {
+        // Some exist in some builds only.
+        let source = |flag: &str| {
+            let is_known = matches.ids().any(|id| id.as_str() == flag);
+            is_known.then(|| matches.value_source(flag)).flatten()
+        };
+        let is_written = |flag: &str| source(flag) == Some(ValueSource::CommandLine);
+        let named =
+            |flags: &'static [&'static str]| flags.iter().copied().find(|flag| is_written(flag));
+        let (is_slots, is_verbs) = match matches.get_one::<Transport>("transport") {
+            Some(Transport::Slots(wish, _)) => {
+                let by_engine = OF_THE_ENGINE.iter().any(|flag| source(flag).is_some());
+                (!by_engine, wish.kind == TransportKind::Verbs)
+            }
+            _ => (false, false),
+        };
+        let (flag, how) = if source("device").is_some() {
+            (named(OF_THE_ENGINE).or_else(|| named(NOT_OF_GPUS))?, "--device")
+        } else if !is_slots && let Some(flag) = named(NOT_OF_THE_ENGINE) {
+            (flag, "the message engine")
+        } else if !is_verbs && is_written("verbs_config") {
+            ("verbs_config", "any --transport but verbs")
+        } else {
+            return None;
+        };
+        Some(format!("--{} would do nothing with {how}: leave it out", flag.replace('_', "-")))
+    }
+
+    /// This program as a child, with the settings that it needs there.
+    fn program(&self) -> Result<ChildProgram> {
+        #[allow(unused_mut, reason = "depends on the features")]
+        let mut program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
+        #[cfg(feature = "verbs")]
+        if let Some(config) = &self.verbs_config {
+            let text = serde_json::to_string(config).context("--verbs-config")?;
+            program.env.push((VERBS_CONFIG_VARIABLE.to_owned(), text));
+        }
+        Ok(program)
+    }
 }
 
 fn transport(text: &str) -> Result<Transport, String> {
@@ -85,29 +136,48 @@ fn transport(text: &str) -> Result<Transport, String> {
 
 /// Runs this process's part where it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
-    p2p_core::bench::child_main()
-        .or_else(p2p_core::bench::device_child_main)
-        .or_else(p2p_core::engine::bench::child_main)
-        .map(|done| if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    p2p_core::bench::child_main_with(|| {
+        #[allow(unused_mut, reason = "depends on the features")]
+        let mut networks = OpenNetworks::default();
+        #[cfg(feature = "verbs")]
+        {
+            networks.verbs = verbs_of_parent();
+        }
+        networks
+    })
+    .or_else(p2p_core::bench::device_child_main)
+    .or_else(|| {
+        p2p_core::engine::bench::child_main_with(|| EngineBenchConfig {
+            #[cfg(feature = "verbs")]
+            verbs: verbs_of_parent(),
+            ..EngineBenchConfig::default()
+        })
+    })
+    .map(|done| if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What the parent says of RDMA. What it does not say, or says wrongly, is the default: the parent has read
+/// it before.
+#[cfg(feature = "verbs")]
+fn verbs_of_parent() -> p2p_core::backend::verbs::VerbsConfig {
+    let text = std::env::var(VERBS_CONFIG_VARIABLE).ok();
+    text.and_then(|text| super::super::verbs_config(&text).ok()).unwrap_or_default()
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     if let Some(device) = args.device {
         return run_on_gpus(global, &args, device);
     }
-    let (iterations, seed) = (args.iterations, args.seed);
-    let transport = match args.transport {
-        Transport::Engine(text) => {
-            return engine::run(global, &args.engine, text, iterations, seed);
-        }
-        Transport::Slots(wish, text) if args.engine.is_given() => {
+    let transport = match args.transport.clone() {
+        Transport::Engine(text) => return run_engine(global, &args, text),
+        Transport::Slots(wish, text) if !args.engine.given().is_empty() => {
             if !wish.kind.is_network() {
                 bail!(
-                    "--num-iovs, --mode, --sizes and --depth measure the message engine, which \
-                     expected --transport tcp, cma, libfabric or verbs and found {text}"
+                    "--num-iovs, --mode, --sizes and --depth are of the message engine: expected \
+                     --transport tcp, cma, libfabric or verbs with them, found {text}"
                 );
             }
-            return engine::run(global, &args.engine, text, iterations, seed);
+            return run_engine(global, &args, text);
         }
         Transport::Slots(wish, _) => wish,
     };
@@ -123,12 +193,12 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         pin: !args.no_pin,
         seed: args.seed,
     };
-    let program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
+    let program = args.program()?;
     if !global.json {
         outln!(
             "{} senders → {} receivers over {}, one process each",
-            args.senders,
-            args.receivers,
+            config.senders,
+            config.receivers,
             transport
         );
         outln!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
@@ -159,6 +229,19 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         );
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Measures the message engine.
+fn run_engine(global: &Global, args: &Args, transport: String) -> Result<ExitCode> {
+    let settings = EngineBenchConfig {
+        transport,
+        iterations: args.iterations,
+        seed: args.seed,
+        #[cfg(feature = "verbs")]
+        verbs: args.verbs_config.clone().unwrap_or_default(),
+        ..EngineBenchConfig::default()
+    };
+    engine::run(global, &args.engine, settings, &args.program()?)
 }
 
 /// Every split that was asked for, one after the other.
@@ -227,3 +310,12 @@ fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCo
     }
     Ok(ExitCode::SUCCESS)
 }
+
+#[cfg(feature = "verbs")]
+const VERBS_CONFIG_VARIABLE: &str = "SWITCHYARD_VERBS_CONFIG";
+/// Identifiers of flags.
+const NOT_OF_GPUS: &[&str] =
+    &["slot_bytes", "slot_frames", "transport", "verbs_config", "no_pin", "seed"];
+const OF_THE_ENGINE: &[&str] = &["num_iovs", "mode", "sizes", "depth"];
+const NOT_OF_THE_ENGINE: &[&str] =
+    &["senders", "receivers", "min_bytes", "max_bytes", "slot_bytes", "slot_frames", "no_pin"];

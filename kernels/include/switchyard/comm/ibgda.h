@@ -143,6 +143,19 @@ SY_DEVICE Status amo_nonfetch_add32(const sy_mlx5_qp& qp, const RemoteBuffer& co
     });
 }
 
+// Adds to several fields of a 64-bit word of the peer at once: a set bit of `boundary` keeps the carry of
+// that bit from the next one, so each field wraps by itself. With no boundary it is amo_nonfetch_add.
+template <Scope kScope = Scope::kSys>
+SY_DEVICE Status amo_nonfetch_add_fields(const sy_mlx5_qp& qp, const RemoteBuffer& word,
+                                         uint64_t value, uint64_t boundary,
+                                         const sy_mlx5_bound& bound) {
+    if (word.address % 8 != 0)
+        return SY_MLX5_ARGUMENT;
+    return mlx5::post<kScope, Thread>(qp, bound, 1, [&](uint32_t, const mlx5::Control& control) {
+        return mlx5::make_masked_fetch_add8(control, detail::scratch_of(qp), word, value, boundary);
+    });
+}
+
 // Sets a word of the peer that has one writer, after everything that was put on this queue before.
 // NOTES: the peer must not have registered the memory with relaxed ordering: then only adds are
 // ordered behind puts.

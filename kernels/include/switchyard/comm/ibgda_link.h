@@ -34,8 +34,7 @@ namespace detail {
 SY_DEVICE uint32_t num_requests(const Send& send, uint32_t max_bytes) {
     if (send.num_bytes == 0)
         return 0;
-    return send.is_words ? 1
-                         : static_cast<uint32_t>((send.num_bytes + max_bytes - 1) / max_bytes);
+    return send.is_words ? 1 : static_cast<uint32_t>((send.num_bytes + max_bytes - 1) / max_bytes);
 }
 
 // Request `idx` of those of a `send`.
@@ -97,19 +96,23 @@ SY_DEVICE_COLD void send(const sy_link& link, uint32_t lane, const Send (&sends)
 SY_DEVICE void set(const sy_link& link, uint32_t lane, uint64_t offset, uint64_t value) {
     const sy_ibgda_peer& peer = peer_of(link);
     if (peer::signal<kScope>(peer, lane, offset, value) == SY_MLX5_ARGUMENT)
-        detail::refuse(peer, peer::queue_of(peer, lane), Send{offset, sizeof(uint64_t), value, true});
+        detail::refuse(peer, peer::queue_of(peer, lane),
+                       Send{offset, sizeof(uint64_t), value, true});
 }
 
 SY_DEVICE void put_set(const sy_link& link, uint32_t lane, uint64_t offset, uint64_t num_bytes,
                        uint64_t word_offset, uint64_t value) {
-    const Send sends[2] = {{offset, num_bytes, 0, false}, {word_offset, sizeof(uint64_t), value, true}};
+    const Send sends[2] = {{offset, num_bytes, 0, false},
+                           {word_offset, sizeof(uint64_t), value, true}};
     send<Thread>(link, lane, sends);
 }
 
-SY_DEVICE_COLD inline void add(const sy_link& link, uint32_t lane, uint64_t offset, uint64_t value) {
+SY_DEVICE_COLD inline void add(const sy_link& link, uint32_t lane, uint64_t offset,
+                               uint64_t value) {
     const sy_ibgda_peer& peer = peer_of(link);
     if (peer::amo_nonfetch_add<kScope>(peer, lane, offset, value) == SY_MLX5_ARGUMENT)
-        detail::refuse(peer, peer::queue_of(peer, lane), Send{offset, sizeof(uint64_t), value, true});
+        detail::refuse(peer, peer::queue_of(peer, lane),
+                       Send{offset, sizeof(uint64_t), value, true});
 }
 
 #if defined(__CUDACC__) || defined(SY_SIMT)
@@ -125,9 +128,9 @@ SY_DEVICE_COLD inline void put_rows_warp(const sy_link& link, uint32_t lane, boo
         // Rare: a list of its own for every row.
         for (; rest != 0; rest &= rest - 1) {
             const uint32_t from = __ffs(rest) - 1;
-            const Send sends[2] = {{__shfl_sync(0xffffffffu, row_offset, from), row_bytes, 0, false},
-                                   {__shfl_sync(0xffffffffu, word_offset, from), sizeof(uint64_t),
-                                    value, true}};
+            const Send sends[2] = {
+                {__shfl_sync(0xffffffffu, row_offset, from), row_bytes, 0, false},
+                {__shfl_sync(0xffffffffu, word_offset, from), sizeof(uint64_t), value, true}};
             send<Warp>(link, lane, sends);
         }
         return;
@@ -136,15 +139,12 @@ SY_DEVICE_COLD inline void put_rows_warp(const sy_link& link, uint32_t lane, boo
         const uint32_t num_rows = __popc(rest) < 16 ? __popc(rest) : 16;
         // Lanes 2 n and 2 n + 1 build the requests of the n-th row.
         const uint32_t my_row = (threadIdx.x & 31) / 2;
-        uint32_t from = 0, left = rest;
-        for (uint32_t i = 0; i < num_rows; ++i, left &= left - 1)
-            if (i == my_row)
-                from = __ffs(left) - 1;
-        const Send sends[2] = {{__shfl_sync(0xffffffffu, row_offset, from), row_bytes, 0, false},
-                               {__shfl_sync(0xffffffffu, word_offset, from), sizeof(uint64_t), value,
-                                true}};
-        const bool is_good = my_row >= num_rows || (detail::is_good(peer, sends[0]) &&
-                                                    detail::is_good(peer, sends[1]));
+        const uint32_t from = take_lanes(&rest, num_rows, my_row);
+        const Send sends[2] = {
+            {__shfl_sync(0xffffffffu, row_offset, from), row_bytes, 0, false},
+            {__shfl_sync(0xffffffffu, word_offset, from), sizeof(uint64_t), value, true}};
+        const bool is_good = my_row >= num_rows ||
+                             (detail::is_good(peer, sends[0]) && detail::is_good(peer, sends[1]));
         if (!__all_sync(0xffffffffu, is_good)) {
             if (!is_good)
                 detail::refuse(peer, qp, sends[0]);
@@ -157,17 +157,18 @@ SY_DEVICE_COLD inline void put_rows_warp(const sy_link& link, uint32_t lane, boo
             });
         if (status != SY_MLX5_OK)
             return;
-        rest = left;
     }
 }
 
 #endif
 
-// Waits for all queues of the peer.
+// Waits for all queues of the peer, up to the first that fails: a NIC that is gone costs one bound, not
+// one for every queue.
 SY_DEVICE_COLD inline void quiet(const sy_link& link) {
     const sy_ibgda_peer& peer = peer_of(link);
     for (uint32_t i = 0; i < peer.num_qps; ++i)
-        comm::quiet<kScope>(peer.qps[i], peer.bound);
+        if (comm::quiet<kScope>(peer.qps[i], peer.bound) != SY_MLX5_OK)
+            return;
 }
 
 SY_DEVICE_COLD inline bool has_failed(const sy_link& link) {

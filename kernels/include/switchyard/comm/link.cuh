@@ -35,8 +35,9 @@ __device__ __noinline__ inline void add(const sy_link& link, uint64_t offset, ui
 __device__ __noinline__ inline void set(const sy_link& link, uint64_t offset, uint64_t value) {
     proxy::set(link, blockIdx.x, offset, value);
 }
-__device__ __noinline__ inline void put_set(const sy_link& link, uint64_t offset, uint64_t num_bytes,
-                                            uint64_t word_offset, uint64_t value) {
+__device__ __noinline__ inline void put_set(const sy_link& link, uint64_t offset,
+                                            uint64_t num_bytes, uint64_t word_offset,
+                                            uint64_t value) {
     proxy::put_set(link, blockIdx.x, offset, num_bytes, word_offset, value);
 }
 template <uint32_t kNumSends>
@@ -55,8 +56,22 @@ __device__ __noinline__ inline bool has_failed(const sy_link& link) {
 
 } // namespace by_proxy
 
-template <class T>
-__device__ __forceinline__ T* window_at(const sy_link& link, uint64_t offset) {
+// An add or a word by whichever way is not the direct one.
+__device__ __forceinline__ void post_add(const sy_link& link, uint64_t offset, uint64_t value) {
+    if (link.way == SY_WAY_PROXY)
+        by_proxy::add(link, offset, value);
+    else
+        ibgda::add(link, blockIdx.x, offset, value);
+}
+
+__device__ __forceinline__ void post_set(const sy_link& link, uint64_t offset, uint64_t value) {
+    if (link.way == SY_WAY_PROXY)
+        by_proxy::set(link, offset, value);
+    else
+        ibgda::set(link, blockIdx.x, offset, value);
+}
+
+template <class T> __device__ __forceinline__ T* window_at(const sy_link& link, uint64_t offset) {
     return reinterpret_cast<T*>(link.window + offset);
 }
 
@@ -67,10 +82,8 @@ __device__ __forceinline__ void amo_nonfetch_add(const sy_link& link, uint64_t o
                                                  uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::red_add_release_sys(window_at<uint64_t>(link, offset), value);
-    else if (link.way == SY_WAY_PROXY)
-        by_proxy::add(link, offset, value);
     else
-        ibgda::add(link, blockIdx.x, offset, value);
+        post_add(link, offset, value);
 }
 
 // Adds to a counter that says everything itself and so needs no order.
@@ -78,10 +91,8 @@ template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ void add_relaxed(const sy_link& link, uint64_t offset, uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::red_add_relaxed_sys(window_at<uint64_t>(link, offset), value);
-    else if (link.way == SY_WAY_PROXY)
-        by_proxy::add(link, offset, value);
     else
-        ibgda::add(link, blockIdx.x, offset, value);
+        post_add(link, offset, value);
 }
 
 // SYNC POINT publish: sets a word that has one writer, after everything named before.
@@ -89,10 +100,8 @@ template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ void signal(const sy_link& link, uint64_t offset, uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::st_release_sys(window_at<uint64_t>(link, offset), value);
-    else if (link.way == SY_WAY_PROXY)
-        by_proxy::set(link, offset, value);
     else
-        ibgda::set(link, blockIdx.x, offset, value);
+        post_set(link, offset, value);
 }
 
 // SYNC POINT publish for several words at once: what this warp signals relaxed after it is seen after
@@ -105,10 +114,8 @@ __device__ __forceinline__ void signal_relaxed(const sy_link& link, uint64_t off
                                                uint64_t value) {
     if (is_direct<kWays>(link))
         ptx::st_relaxed_sys(window_at<uint64_t>(link, offset), value);
-    else if (link.way == SY_WAY_PROXY)
-        by_proxy::set(link, offset, value);
     else
-        ibgda::set(link, blockIdx.x, offset, value);
+        post_set(link, offset, value);
 }
 
 // SYNC POINT publish: names `num_bytes` at `offset`, which this thread stored, and sets a word behind them.
@@ -131,10 +138,9 @@ struct Piece {
 // Names what this block has stored, and sets `num_words` consecutive words to `value` behind it. Called
 // by a whole warp after a block barrier and order_signals.
 template <uint32_t kWays = kDirectOnly, uint32_t kNumPieces>
-__device__ __forceinline__ void put_signals_warp(const sy_link& link,
-                                                 const Piece (&pieces)[kNumPieces],
-                                                 uint64_t words_offset, uint32_t num_words,
-                                                 uint64_t value) {
+__device__ __forceinline__ void
+put_signals_warp(const sy_link& link, const Piece (&pieces)[kNumPieces], uint64_t words_offset,
+                 uint32_t num_words, uint64_t value) {
     const uint32_t lane_idx = threadIdx.x & 31;
     const bool direct = is_direct<kWays>(link);
     const bool by_words = link.way == SY_WAY_PROXY || num_words <= ibgda::kMaxInlineWords;
@@ -167,9 +173,9 @@ __device__ __forceinline__ void put_signals_warp(const sy_link& link,
 // with `has_row` gives one row. Called by a whole warp, after a block barrier, when kWays has more than
 // direct stores.
 template <uint32_t kWays>
-__device__ __forceinline__ void put_rows_warp(const sy_link& link, bool has_row, uint64_t row_offset,
-                                              uint64_t row_bytes, uint64_t word_offset,
-                                              uint64_t value) {
+__device__ __forceinline__ void put_rows_warp(const sy_link& link, bool has_row,
+                                              uint64_t row_offset, uint64_t row_bytes,
+                                              uint64_t word_offset, uint64_t value) {
     if (is_direct<kWays>(link)) {
         if (has_row)
             ptx::st_release_sys(window_at<uint64_t>(link, word_offset), value);
@@ -191,8 +197,8 @@ template <uint32_t kWays> __device__ __forceinline__ void await_reuse(const sy_l
         ibgda::quiet(link);
 }
 
-// Whether the way to the peer is out of service; it says so by itself in the error word. Costs a look at
-// the completions, so waits ask now and then.
+// Whether the way to the peer is out of service. Some ways say what failed in an error word; a wait that
+// ends for it says so in its own. Costs a look at the completions, so waits ask now and then.
 template <uint32_t kWays> __device__ __forceinline__ bool has_failed(const sy_link& link) {
     if (is_direct<kWays>(link))
         return false;

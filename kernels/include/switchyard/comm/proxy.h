@@ -138,8 +138,8 @@ SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& 
             start_ns = now;
         const bool is_aborted =
             peer.abort_mask != 0 && peer.peer < 32 &&
-            (ld_relaxed<Scope::kSys>(at_address<const uint32_t>(peer.abort_mask)) >> peer.peer & 1) !=
-                0;
+            (ld_relaxed<Scope::kSys>(at_address<const uint32_t>(peer.abort_mask)) >> peer.peer &
+             1) != 0;
         if (is_aborted || now - start_ns > peer.timeout_ns) {
             record(peer, tag, is_aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT, completed, end);
             return fail(lane, is_aborted ? SY_PROXY_ABORTED : SY_PROXY_TIMEOUT);
@@ -181,8 +181,8 @@ SY_DEVICE Status post(const sy_proxy_peer& peer, const sy_proxy_lane& lane, uint
     if (num_commands > lane.budget)
         return SY_PROXY_ARGUMENT;
     uint64_t base = 0;
-    const Status status = static_cast<Status>(Group::leader(
-        [&] { return uint64_t{detail::reserve(peer, lane, num_commands, &base)}; }));
+    const Status status = static_cast<Status>(
+        Group::leader([&] { return uint64_t{detail::reserve(peer, lane, num_commands, &base)}; }));
     if (status != SY_PROXY_OK)
         return status;
     base = Group::leader([&] { return base; });
@@ -236,9 +236,8 @@ SY_DEVICE Status post_word(const sy_proxy_peer& peer, uint32_t lane, uint32_t op
                            uint64_t offset, uint64_t value) {
     if (!is_inside(peer, offset, 8) || offset % 8 != 0)
         return SY_PROXY_ARGUMENT;
-    return post<Thread>(peer, lane_of(peer, lane), 1, [&](uint32_t) {
-        return make_word(peer, opcode, offset, value);
-    });
+    return post<Thread>(peer, lane_of(peer, lane), 1,
+                        [&](uint32_t) { return make_word(peer, opcode, offset, value); });
 }
 
 } // namespace detail

@@ -22,10 +22,10 @@
 #define SY_PROXY_GET 2    /* the peer's memory to source memory */
 #define SY_PROXY_ADD 3    /* adds to a 64-bit word of the peer, after all earlier puts */
 #define SY_PROXY_SIGNAL 4 /* sets a 64-bit word of the peer that only this side writes, likewise */
-#define SY_PROXY_QUIET 5  /* is complete when everything before it has reached the peer's memory */
-#define SY_PROXY_FENCE 6  /* orders everything before ahead of everything after */
-#define SY_PROXY_WAKE 7   /* wakes whoever sleeps on the word at the offset */
-#define SY_PROXY_NOP 8    /* nothing, in its turn */
+#define SY_PROXY_QUIET 5 /* is complete when everything before it has reached the peer's memory */
+#define SY_PROXY_FENCE 6 /* orders everything before ahead of everything after */
+#define SY_PROXY_WAKE 7 /* wakes whoever sleeps on the word at the offset */
+#define SY_PROXY_NOP 8 /* nothing, in its turn */
 
 /* First word of a command:
  *   0..8    lap, counted from 1, modulo 256
@@ -54,7 +54,7 @@ typedef struct sy_proxy_command {
 /* What the thread tells those who post. In page-locked host memory. */
 typedef struct sy_proxy_lane_words {
     uint64_t completed; /* commands that are over: their cells and sources may be used again */
-    uint64_t error;     /* 0, or why the lane is out of service: SY_PROXY_ERROR_* below */
+    uint64_t error; /* 0, or why the lane is out of service: SY_PROXY_ERROR_* below */
     uint8_t pad[112];
 } sy_proxy_lane_words;
 
@@ -70,20 +70,20 @@ typedef struct sy_proxy_lane_state {
 
 typedef struct sy_proxy_lane {
     uint64_t commands; /* address of the ring, aligned to 16 bytes */
-    uint64_t words;    /* address of sy_proxy_lane_words */
-    uint64_t state;    /* address of sy_proxy_lane_state */
+    uint64_t words; /* address of sy_proxy_lane_words */
+    uint64_t state; /* address of sy_proxy_lane_state */
     uint32_t depth_shift; /* the ring has 1 << depth_shift cells */
-    uint32_t budget;      /* commands in flight at most, not beyond the depth */
+    uint32_t budget; /* commands in flight at most, not beyond the depth */
 } sy_proxy_lane;
 
 /* A peer's slot and the lanes to it: sy_link.context of a link whose way is SY_WAY_PROXY. Blocks of a
  * kernel choose a lane by their index, so that what a block puts and the flag after it go the same
  * way. */
 typedef struct sy_proxy_peer {
-    uint64_t lanes;      /* address of sy_proxy_lane[num_lanes] */
-    uint64_t mirror;     /* local copy of the slot, where kernels store what they then put */
+    uint64_t lanes; /* address of sy_proxy_lane[num_lanes] */
+    uint64_t mirror; /* local copy of the slot, where kernels store what they then put */
     uint64_t slot_bytes; /* also of the mirror */
-    uint64_t error;      /* 0, or address of a sy_error_word for the first expired wait */
+    uint64_t error; /* 0, or address of a sy_error_word for the first expired wait */
     uint64_t abort_mask; /* 0, or address of a word in mapped memory: bit `peer` ends every wait */
     uint64_t timeout_ns; /* of a single wait */
     uint32_t num_lanes;
@@ -93,17 +93,18 @@ typedef struct sy_proxy_peer {
 } sy_proxy_peer;
 
 /* What a call returns. Numbers that SY_MLX5_* has, too, mean the same there. After everything but OK
- * and ARGUMENT the lane is out of service until the host has connected again. */
+ * and ARGUMENT the lane is out of service until the host has connected again. Fused kernels, whose
+ * calls return nothing, take the lane out of service for ARGUMENT, too. */
 #define SY_PROXY_OK 0
-#define SY_PROXY_TIMEOUT 1  /* a wait reached its bound */
-#define SY_PROXY_ABORTED 2  /* the host set the peer's bit in the abort mask */
-#define SY_PROXY_REFUSED 3  /* the thread took the lane out of service; its word says why */
-#define SY_PROXY_DESYNC 4   /* the thread completed what was never posted */
+#define SY_PROXY_TIMEOUT 1 /* a wait reached its bound */
+#define SY_PROXY_ABORTED 2 /* the host set the peer's bit in the abort mask */
+#define SY_PROXY_REFUSED 3 /* the thread took the lane out of service; its word says why */
+#define SY_PROXY_DESYNC 4 /* the thread completed what was never posted */
 #define SY_PROXY_ARGUMENT 5 /* misaligned, too long, or outside of the slot: nothing was posted */
 
 /* sy_proxy_lane_words.error: the code, the opcode that was met, and the command's number (its lowest
  * 48 bits). */
-#define SY_PROXY_ERROR_CODE(word) ((uint32_t)((word)&0xff))
+#define SY_PROXY_ERROR_CODE(word) ((uint32_t)((word) & 0xff))
 #define SY_PROXY_ERROR_OPCODE(word) ((uint32_t)((word) >> 8 & 0xff))
 #define SY_PROXY_ERROR_INDEX(word) ((uint64_t)(word) >> 16)
 #define SY_PROXY_ERROR_OPCODE_UNKNOWN 1
@@ -112,17 +113,17 @@ typedef struct sy_proxy_peer {
 #define SY_PROXY_ERROR_REMOTE_RANGE 4
 #define SY_PROXY_ERROR_SOURCE_RANGE 5
 #define SY_PROXY_ERROR_MISALIGNED 6
-#define SY_PROXY_ERROR_LAP 7       /* a command of another lap: written out of turn or over another */
-#define SY_PROXY_ERROR_RESERVED 8  /* bits that must be 0 are not */
+#define SY_PROXY_ERROR_LAP 7 /* a command of another lap: written out of turn or over another */
+#define SY_PROXY_ERROR_RESERVED 8 /* bits that must be 0 are not */
 #define SY_PROXY_ERROR_UNSUPPORTED 9 /* the window does not know this operation */
-#define SY_PROXY_ERROR_POST 10     /* the transport refused it, or the peer is gone */
-#define SY_PROXY_ERROR_STALLED 11  /* not over within the thread's limit */
-#define SY_PROXY_ERROR_CLOSED 12   /* the host has closed the peer, or the proxy */
+#define SY_PROXY_ERROR_POST 10 /* the transport refused it, or the peer is gone */
+#define SY_PROXY_ERROR_STALLED 11 /* not over within the thread's limit */
+#define SY_PROXY_ERROR_CLOSED 12 /* the host has closed the peer, or the proxy */
 
 /* sy_error_word.tag of waits on a lane */
-#define SY_TAG_PROXY_ROOM 48  /* room in the lane; observed: completed commands */
+#define SY_TAG_PROXY_ROOM 48 /* room in the lane; observed: completed commands */
 #define SY_TAG_PROXY_QUIET 49 /* completions; observed: completed commands */
-#define SY_TAG_PROXY_LANE 50  /* observed: sy_proxy_lane_words.error */
+#define SY_TAG_PROXY_LANE 50 /* observed: sy_proxy_lane_words.error */
 #define SY_TAG_PROXY_DESYNC 51 /* observed: commands said to be complete; expected: posted ones */
 #define SY_TAG_PROXY_ARGUMENT 52 /* a call out of the slot; observed: offset; expected: bytes */
 
@@ -130,8 +131,8 @@ typedef struct sy_proxy_peer {
 static inline const char* sy_proxy_check_lane(const sy_proxy_lane* lane) {
     if (lane->depth_shift < 4 || lane->depth_shift > 16)
         return "depth is not a power of two from 16 to 65536";
-    if (lane->budget == 0 || lane->budget > UINT32_C(1) << lane->depth_shift)
-        return "budget is 0 or beyond the depth";
+    if (lane->budget < 2 || lane->budget > UINT32_C(1) << lane->depth_shift)
+        return "budget is below 2, a put and its flag, or beyond the depth";
     if (lane->commands == 0 || lane->commands % 16 != 0)
         return "commands is null or not aligned to 16 bytes";
     if (lane->words == 0 || lane->words % 16 != 0 || lane->state == 0 || lane->state % 8 != 0)
@@ -148,20 +149,22 @@ typedef struct sy_proxy_produce_params {
     uint64_t* latency_ns; /* [num_blocks][num_samples]: from posting a batch to its end; null if
                            * num_samples is 0 */
     uint64_t* elapsed_ns; /* [num_blocks] */
-    uint32_t* status;     /* [num_blocks]: SY_PROXY_* */
+    uint32_t* status; /* [num_blocks]: SY_PROXY_* */
     uint64_t num_commands; /* of each block, a multiple of `batch` */
-    uint32_t batch;        /* commands posted together: 1 to 32 */
-    uint32_t opcode;       /* SY_PROXY_PUT or SY_PROXY_NOP */
+    uint32_t batch; /* commands posted together: 1 to 32 */
+    uint32_t opcode; /* SY_PROXY_PUT or SY_PROXY_NOP */
     uint32_t object_bytes; /* of a put, a multiple of 16 */
-    uint32_t num_objects;  /* of each lane in mirror and slot, a multiple of `batch` */
-    uint32_t flags;        /* SY_PROXY_PRODUCE_* */
+    uint32_t num_objects; /* of each lane in mirror and slot, a multiple of `batch` */
+    uint32_t flags; /* SY_PROXY_PRODUCE_* */
     uint32_t num_samples;
-    uint64_t counter_offset; /* per lane 8 bytes from here on are added to, once per object; 0: none */
+    uint64_t
+        counter_offset; /* per lane 8 bytes from here on are added to, once per object; 0: none */
 } sy_proxy_produce_params;
 
-#define SY_PROXY_PRODUCE_FILLS UINT32_C(1)      /* every object is filled anew, for checks */
+#define SY_PROXY_PRODUCE_FILLS UINT32_C(1) /* every object is filled anew, for checks */
 #define SY_PROXY_PRODUCE_ROUND_TRIP UINT32_C(2) /* each batch is over before the next */
-#define SY_PROXY_PRODUCE_READS UINT32_C(4)      /* samples are of looks at the lane's words, nothing is posted */
+#define SY_PROXY_PRODUCE_READS                                                                     \
+    UINT32_C(4) /* samples are of looks at the lane's words, nothing is posted */
 
 /* Bytes of one relayed put. */
 typedef struct sy_peer_copy_entry {

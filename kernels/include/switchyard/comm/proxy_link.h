@@ -113,15 +113,12 @@ SY_DEVICE void put_rows_warp(const sy_link& link, uint32_t lane, bool has_row, u
         const uint32_t num_rows = num_rest < most ? num_rest : most;
         // Lanes 2 n and 2 n + 1 write the commands of the n-th row.
         const uint32_t my_row = (threadIdx.x & 31) / 2;
-        uint32_t from = 0, left = rest;
-        for (uint32_t i = 0; i < num_rows; ++i, left &= left - 1)
-            if (i == my_row)
-                from = __ffs(left) - 1;
-        const Send sends[2] = {{__shfl_sync(0xffffffffu, row_offset, from), row_bytes, 0, false},
-                               {__shfl_sync(0xffffffffu, word_offset, from), sizeof(uint64_t), value,
-                                true}};
-        const bool is_good = my_row >= num_rows || (detail::is_good(peer, sends[0]) &&
-                                                    detail::is_good(peer, sends[1]));
+        const uint32_t from = take_lanes(&rest, num_rows, my_row);
+        const Send sends[2] = {
+            {__shfl_sync(0xffffffffu, row_offset, from), row_bytes, 0, false},
+            {__shfl_sync(0xffffffffu, word_offset, from), sizeof(uint64_t), value, true}};
+        const bool is_good = my_row >= num_rows ||
+                             (detail::is_good(peer, sends[0]) && detail::is_good(peer, sends[1]));
         if (!__all_sync(0xffffffffu, is_good)) {
             if (!is_good)
                 detail::refuse(peer, lane, sends[0].offset, row_bytes);
@@ -132,18 +129,20 @@ SY_DEVICE void put_rows_warp(const sy_link& link, uint32_t lane, bool has_row, u
         });
         if (status != SY_PROXY_OK)
             return;
-        rest = left;
     }
 }
 
 #endif
 
-// Waits for all lanes of the peer that were ever used.
+// Waits for all lanes of the peer that were ever used, up to the first that fails: a thread that is gone
+// costs one bound, not one for every lane.
 SY_DEVICE void quiet(const sy_link& link) {
     const sy_proxy_peer& peer = peer_of(link);
-    for (uint32_t lane = 0; lane < peer.num_lanes; ++lane)
-        if (ld_relaxed<Scope::kGpu>(&detail::state_of(detail::lane_of(peer, lane)).reserved) != 0)
-            quiet(peer, lane);
+    for (uint32_t lane = 0; lane < peer.num_lanes; ++lane) {
+        if (ld_relaxed<Scope::kGpu>(&detail::state_of(detail::lane_of(peer, lane)).reserved) != 0 &&
+            quiet(peer, lane) != SY_PROXY_OK)
+            return;
+    }
 }
 
 // Looks at the word of one lane, a different one per block: reading mapped memory takes a microsecond.

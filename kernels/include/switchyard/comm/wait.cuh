@@ -15,15 +15,16 @@ namespace switchyard::comm {
 struct WaitBound {
     sy_error_word* error;
     const uint32_t* abort_mask; // mapped host memory, or null
-    const uint32_t* given_up;   // mask of peers that another block has given up, or null
-    const uint64_t* progress;   // the peer moves it while it works, or null
-    const uint64_t* status;     // a refusal ends the wait when it names `expected`, or null
+    const uint32_t* given_up; // mask of peers that another block has given up, or null
+    const uint64_t* progress; // the peer moves it while it works, or null
+    const uint64_t* status; // a refusal ends the wait when it names `expected`, or null
     uint64_t timeout_ns;
 };
 
 // Records the first error; later ones are dropped.
 __device__ __noinline__ inline void record_error(sy_error_word* error, uint32_t tag, uint32_t peer,
-                                          uint32_t reason, uint64_t observed, uint64_t expected) {
+                                                 uint32_t reason, uint64_t observed,
+                                                 uint64_t expected) {
     if (ptx::atom_cas_relaxed_gpu(&error->tag, SY_TAG_NONE, tag) != SY_TAG_NONE)
         return;
     error->peer = peer;
@@ -50,7 +51,8 @@ __device__ __forceinline__ uint64_t elapsed_ns(uint64_t* start_ns) {
 
 template <uint32_t kWays, class... Links>
 __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
-                                             uint32_t peer, WaitBound bound, const Links*... links) {
+                                             uint32_t peer, WaitBound bound,
+                                             const Links*... links) {
     uint64_t start_ns = 0;
     uint64_t last_progress = bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
@@ -65,8 +67,11 @@ __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expe
         }
         if (bound.given_up != nullptr && (ptx::ld_relaxed_sys(bound.given_up) >> peer & 1) != 0)
             return false;
-        if ((has_failed<kWays>(*links) || ...))
+        if ((has_failed<kWays>(*links) || ...)) {
+            // What failed may have been told already, in which case that stays.
+            record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
             return false;
+        }
         if (bound.status != nullptr) {
             const uint64_t status = ptx::ld_relaxed_sys(bound.status);
             if (status >> SY_STATUS_SHIFT == expected) {

@@ -15,8 +15,7 @@
 namespace switchyard::impls {
 
 // kHidden_ may be 0: then the geometry's value holds at run time.
-template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_,
-          uint32_t kWays_ = comm::kDirectOnly>
+template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_, uint32_t kWays_ = comm::kDirectOnly>
 struct AnswerConfig {
     static constexpr uint32_t kWays = kWays_;
     // Building requests takes registers.
@@ -56,10 +55,9 @@ __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_c
 
 // publish_rows for links of any way, by one warp: the rows of a client together.
 template <class Config>
-__device__ __forceinline__ void name_rows(const AnswerShared& shared,
-                                          const sy_frame_geometry& geometry, uint32_t num_clients,
-                                          uint32_t num_blocks, uint32_t first_unit,
-                                          uint32_t num_pending) {
+__device__ __forceinline__ void
+name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_t num_clients,
+          uint32_t num_blocks, uint32_t first_unit, uint32_t num_pending) {
     const uint32_t unit = first_unit + threadIdx.x * num_blocks;
     const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
     const uint32_t row = unit / num_clients;
@@ -78,11 +76,9 @@ __device__ __forceinline__ void name_rows(const AnswerShared& shared,
 }
 
 template <class Config>
-__device__ __forceinline__ void publish_rows(const AnswerShared& shared,
-                                             const sy_frame_geometry& geometry,
-                                             uint32_t num_clients,
-                                             uint32_t num_blocks, uint32_t first_unit,
-                                             uint32_t num_pending) {
+__device__ __forceinline__ void
+publish_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_t num_clients,
+             uint32_t num_blocks, uint32_t first_unit, uint32_t num_pending) {
     __syncthreads();
     if constexpr (Config::kWays != comm::kDirectOnly) {
         if (threadIdx.x < 32)
@@ -96,38 +92,100 @@ __device__ __forceinline__ void publish_rows(const AnswerShared& shared,
     const uint32_t row = unit / num_clients;
     if (row >= shared.num_rows[client])
         return;
-    const uint64_t frame = layout::response_frame(
-        geometry, layout::ring_place(geometry, shared.number[client]));
+    const uint64_t frame =
+        layout::response_frame(geometry, layout::ring_place(geometry, shared.number[client]));
     comm::signal(shared.clients[client].response, layout::response_flag_at(frame, row),
                  shared.number[client]);
 }
 
-// `make_row(client, row, store)` computes a row and hands its chunks to `store(chunk_idx, bits)`.
-template <class Config, class MakeRow>
-__device__ __forceinline__ void
-answer_rows(const AnswerShared& shared, const sy_frame_geometry& geometry,
-            uint32_t num_clients, MakeRow make_row) {
+// From so many rows per block on the next row is loaded while one is stored. Of fewer rows the first one
+// counts, which that would delay: 0.5 us at two.
+constexpr uint32_t kRowsInLine = 8;
+
+// Answers by `rows`: `rows.make(client, row, store)` computes a row and hands its chunks to
+// `store(chunk_idx, bits)`. Rows that can be loaded ahead have `load(client, row)` and
+// `finish(loaded, client, row, store)` for its two halves.
+template <class Config, class Rows>
+__device__ __forceinline__ void answer_rows(const AnswerShared& shared,
+                                            const sy_frame_geometry& geometry, uint32_t num_clients,
+                                            const Rows& rows) {
     const uint32_t num_blocks = gridDim.x;
     const uint32_t num_units = shared.most_rows * num_clients;
     const uint32_t most_pending = rows_per_fence(num_units, num_blocks);
     uint32_t num_pending = 0, first_pending = blockIdx.x;
-    for (uint32_t unit = blockIdx.x; unit < num_units; unit += num_blocks) {
-        const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
-        const uint32_t row = unit / num_clients;
-        if (row < shared.num_rows[client]) {
-            const uint64_t target =
-                layout::response_row_at(geometry, shared.response_window[client], row);
-            make_row(client, row, [target](uint32_t chunk_idx, const uint4& bits) {
-                ptx::st_weak_global_v4(target + chunk_idx * 16, bits);
-            });
-        }
+    const auto store_to = [&](uint32_t client, uint32_t row) {
+        const uint64_t target =
+            layout::response_row_at(geometry, shared.response_window[client], row);
+        return [target](uint32_t chunk_idx, const uint4& bits) {
+            ptx::st_weak_global_v4(target + chunk_idx * 16, bits);
+        };
+    };
+    const auto publish_if_due = [&](uint32_t unit) {
         if (++num_pending == most_pending || unit + num_blocks >= num_units) {
             publish_rows<Config>(shared, geometry, num_clients, num_blocks, first_pending,
                                  num_pending);
             num_pending = 0;
             first_pending = unit + num_blocks;
         }
+    };
+    if constexpr (Rows::kLoadsAhead) {
+        if (num_units >= kRowsInLine * num_blocks) {
+            typename Rows::Loaded next;
+            uint32_t next_client = client_of_unit(blockIdx.x, num_clients, num_blocks);
+            uint32_t next_row = blockIdx.x / num_clients;
+            if (next_row < shared.num_rows[next_client])
+                next = rows.load(next_client, next_row);
+            for (uint32_t unit = blockIdx.x; unit < num_units; unit += num_blocks) {
+                const typename Rows::Loaded loaded = next;
+                const uint32_t client = next_client, row = next_row, following = unit + num_blocks;
+                next_client = client_of_unit(following, num_clients, num_blocks);
+                next_row = following / num_clients;
+                if (following < num_units && next_row < shared.num_rows[next_client])
+                    next = rows.load(next_client, next_row);
+                if (row < shared.num_rows[client])
+                    rows.finish(loaded, client, row, store_to(client, row));
+                publish_if_due(unit);
+            }
+            return;
+        }
     }
+    for (uint32_t unit = blockIdx.x; unit < num_units; unit += num_blocks) {
+        const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
+        const uint32_t row = unit / num_clients;
+        if (row < shared.num_rows[client])
+            rows.make(client, row, store_to(client, row));
+        publish_if_due(unit);
+    }
+}
+
+// Eight entries of a row, and the sum of the weights of those that apply.
+__device__ __forceinline__ void load_pairs(uint64_t entries, uint4 (&pairs)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        pairs[i] = ptx::ld_weak_global_v4(entries + i * sizeof(uint4));
+}
+
+__device__ __forceinline__ float sum_pairs(const uint4 (&pairs)[4]) {
+    float weight = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (pairs[i].x != SY_NO_EXPERT)
+            weight = __fadd_rn(weight, __uint_as_float(pairs[i].y));
+        if (pairs[i].z != SY_NO_EXPERT)
+            weight = __fadd_rn(weight, __uint_as_float(pairs[i].w));
+    }
+    return weight;
+}
+
+// The same for any number.
+__device__ __forceinline__ float sum_entries(uint64_t entries, uint32_t top_k) {
+    float weight = 0.0f;
+    for (uint32_t i = 0; i < top_k; ++i) {
+        const uint2 entry = ptx::ld_weak_global_v2(entries + i * sizeof(sy_entry));
+        if (entry.x != SY_NO_EXPERT)
+            weight = __fadd_rn(weight, __uint_as_float(entry.y));
+    }
+    return weight;
 }
 
 // Row of identity experts: the token itself times the sum of its weights here.
@@ -145,25 +203,13 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
         first = load_slot_chunk<kFp8>(payload, scales, threadIdx.x);
         second = load_slot_chunk<kFp8>(payload, scales, threadIdx.x + Config::kNumThreads);
     }
-    float weight = 0.0f;
+    float weight;
     if (geometry.top_k == 8) {
         uint4 pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            pairs[i] = ptx::ld_weak_global_v4(entries + i * sizeof(uint4));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (pairs[i].x != SY_NO_EXPERT)
-                weight = __fadd_rn(weight, __uint_as_float(pairs[i].y));
-            if (pairs[i].z != SY_NO_EXPERT)
-                weight = __fadd_rn(weight, __uint_as_float(pairs[i].w));
-        }
+        load_pairs(entries, pairs);
+        weight = sum_pairs(pairs);
     } else {
-        for (uint32_t i = 0; i < geometry.top_k; ++i) {
-            const uint2 entry = ptx::ld_weak_global_v2(entries + i * sizeof(sy_entry));
-            if (entry.x != SY_NO_EXPERT)
-                weight = __fadd_rn(weight, __uint_as_float(entry.y));
-        }
+        weight = sum_entries(entries, geometry.top_k);
     }
     if constexpr (Config::kRowPerPass) {
         store(threadIdx.x, weigh_chunk<kFp8>(first, weight));
@@ -173,5 +219,49 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
             store(i, weigh_chunk<kFp8>(load_slot_chunk<kFp8>(payload, scales, i), weight));
     }
 }
+
+// Rows of identity experts.
+template <class Config> struct IdentityRows {
+    // NOTES: not with other ways than stores: a kernel has the registers of a whole multiprocessor nearly then,
+    // and copies that it waits for need some, too.
+    static constexpr bool kLoadsAhead = Config::kRowPerPass && Config::kWays == comm::kDirectOnly;
+    static constexpr bool kFp8 = Config::kFp8;
+    const AnswerShared& shared;
+    const sy_frame_geometry& geometry;
+
+    struct Loaded {
+        SlotChunk<kFp8> first, second;
+        uint4 pairs[4]; // entries, where top_k is 8
+    };
+
+    template <class Store>
+    __device__ __forceinline__ void make(uint32_t client, uint32_t row, Store store) const {
+        identity_row<Config>(geometry, shared.request_frame[client], row, store);
+    }
+
+    __device__ __forceinline__ Loaded load(uint32_t client, uint32_t row) const {
+        const uint64_t frame = shared.request_frame[client];
+        const uint64_t payload = layout::payload_at(geometry, frame, row);
+        const uint64_t scales = layout::scales_at(geometry, frame, row);
+        Loaded loaded;
+        loaded.first = load_slot_chunk<kFp8>(payload, scales, threadIdx.x);
+        loaded.second = load_slot_chunk<kFp8>(payload, scales, threadIdx.x + Config::kNumThreads);
+        if (geometry.top_k == 8)
+            load_pairs(layout::entries_at(geometry, frame, row), loaded.pairs);
+        return loaded;
+    }
+
+    template <class Store>
+    __device__ __forceinline__ void finish(const Loaded& loaded, uint32_t client, uint32_t row,
+                                           Store store) const {
+        const float weight =
+            geometry.top_k == 8
+                ? sum_pairs(loaded.pairs)
+                : sum_entries(layout::entries_at(geometry, shared.request_frame[client], row),
+                              geometry.top_k);
+        store(threadIdx.x, weigh_chunk<kFp8>(loaded.first, weight));
+        store(threadIdx.x + Config::kNumThreads, weigh_chunk<kFp8>(loaded.second, weight));
+    }
+};
 
 } // namespace switchyard::impls

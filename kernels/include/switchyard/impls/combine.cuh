@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "switchyard/comm/link.cuh"
+#include "switchyard/comm/stream.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/rows.cuh"
@@ -26,13 +27,16 @@ struct CombineConfig {
     static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
 };
 
+// Most tokens of a block that are waited for together.
+constexpr uint32_t kTokensTogether = 4;
+
 struct CombineShared {
     sy_server_peer servers[SY_MAX_PEERS];
     uint64_t number[SY_MAX_PEERS];
     uint64_t frame[SY_MAX_PEERS];
     // By parity of the round, so that one barrier per token is enough.
     uint32_t missing[2];
-    uint32_t routes[2][SY_MAX_DEVICE_TOP_K];
+    uint32_t routes[2][kTokensTogether][SY_MAX_DEVICE_TOP_K];
 };
 
 // Whether the server's answer to `row` is there. A server that refused the frame is noted as such.
@@ -45,12 +49,14 @@ __device__ __forceinline__ bool await_row(const sy_combine_params& params,
     const uint64_t control = shared.servers[server].response + geometry.response_control_offset;
     const uint64_t* status = reinterpret_cast<const uint64_t*>(
         control + SY_WORD_STATUS(layout::ring_place(geometry, number)));
-    const comm::WaitBound bound = {
-        &params.state->error,     params.abort_mask,
-        &params.handle->missing,  reinterpret_cast<const uint64_t*>(control + SY_WORD_PROGRESS),
-        status,                   params.timeout_ns};
-    const uint64_t* flag = reinterpret_cast<const uint64_t*>(
-        layout::response_flag_at(shared.frame[server], row));
+    const comm::WaitBound bound = {&params.state->error,
+                                   params.abort_mask,
+                                   &params.handle->missing,
+                                   reinterpret_cast<const uint64_t*>(control + SY_WORD_PROGRESS),
+                                   status,
+                                   params.timeout_ns};
+    const uint64_t* flag =
+        reinterpret_cast<const uint64_t*>(layout::response_flag_at(shared.frame[server], row));
     bool came;
     if constexpr (kWays == comm::kDirectOnly)
         came = comm::wait_until(flag, number, tag, server, bound);
@@ -66,9 +72,9 @@ __device__ __forceinline__ bool await_row(const sy_combine_params& params,
 }
 
 template <class Config>
-__device__ __forceinline__ void sum_token(const sy_combine_params& params,
-                                          const CombineShared& shared, uint32_t parity,
-                                          uint32_t token_idx, uint32_t missing) {
+__device__ __forceinline__ void
+sum_token(const sy_combine_params& params, const CombineShared& shared,
+          const uint32_t (&routes)[SY_MAX_DEVICE_TOP_K], uint32_t token_idx, uint32_t missing) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
     uint8_t* out = static_cast<uint8_t*>(params.out) + uint64_t{token_idx} * hidden * 2;
@@ -79,17 +85,16 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
         if ((params.flags & SY_COMBINE_FLAG_ADD) != 0)
 #pragma unroll
             for (uint32_t j = 0; j < kChunks; ++j)
-                add_chunk<false>(sum[j], ptx::ld_weak_global_v4(
-                                             reinterpret_cast<uint64_t>(out) +
-                                             (base + j * Config::kNumThreads) * 16));
+                add_chunk<false>(sum[j],
+                                 ptx::ld_weak_global_v4(reinterpret_cast<uint64_t>(out) +
+                                                        (base + j * Config::kNumThreads) * 16));
         for (uint32_t first = 0; first < geometry.top_k; first += 4) {
             uint4 parts[4][kChunks];
             bool is_end = false;
 #pragma unroll
             for (uint32_t i = 0; i < 4; ++i) {
                 const uint32_t place = first + i;
-                const uint32_t route =
-                    place < geometry.top_k ? shared.routes[parity][place] : SY_NO_ROUTE;
+                const uint32_t route = place < geometry.top_k ? routes[place] : SY_NO_ROUTE;
                 const uint32_t server = route >> SY_ROUTE_SHIFT;
                 is_end |= route == SY_NO_ROUTE;
 #pragma unroll
@@ -117,6 +122,46 @@ __device__ __forceinline__ void sum_token(const sy_combine_params& params,
     }
 }
 
+// Tokens of a block that are waited for together: one, as long as blocks have few, so that sums begin
+// early.
+__device__ __forceinline__ uint32_t tokens_per_wait(const sy_combine_params& params) {
+    uint32_t num_together = 1;
+    while (num_together < kTokensTogether && params.capacity >= 2 * (num_together + 1) * gridDim.x)
+        ++num_together;
+    return num_together;
+}
+
+// Waits for the parts of up to kTokensTogether tokens, a thread for each. Routes that begin as `route`.
+template <class Config>
+__device__ __forceinline__ void await_tokens(const sy_combine_params& params, CombineShared& shared,
+                                             uint32_t parity, uint32_t route) {
+    const uint32_t thread_idx = threadIdx.x;
+    if (thread_idx >= kTokensTogether * SY_MAX_DEVICE_TOP_K)
+        return;
+    shared.routes[parity][thread_idx / SY_MAX_DEVICE_TOP_K][thread_idx % SY_MAX_DEVICE_TOP_K] =
+        route;
+    if (route == SY_NO_ROUTE)
+        return;
+    const uint32_t server = route >> SY_ROUTE_SHIFT;
+    const bool came = await_row<Config::kWays>(
+        params, shared, server, route & ((1u << SY_ROUTE_SHIFT) - 1), SY_TAG_COMBINE_ROW);
+    if (!came)
+        atomicOr(&shared.missing[parity], 1u << server);
+}
+
+// Servers without which a token is incomplete, as a mask.
+__device__ __forceinline__ uint32_t lacks_of(const CombineShared& shared, uint32_t parity,
+                                             uint32_t place, uint32_t missing) {
+    uint32_t lacks = 0;
+    if (missing != 0)
+        for (uint32_t i = 0; i < SY_MAX_DEVICE_TOP_K; ++i) {
+            const uint32_t route = shared.routes[parity][place][i];
+            if (route != SY_NO_ROUTE)
+                lacks |= missing & 1u << (route >> SY_ROUTE_SHIFT);
+        }
+    return lacks;
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     combine_kernel(const __grid_constant__ sy_combine_params params) {
@@ -128,14 +173,22 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     uint64_t response = 0;
     if (thread_idx < params.num_servers)
         response = params.servers[thread_idx].response;
-    ptx::griddepcontrol_wait();
-    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
-        ptx::griddepcontrol_launch_dependents();
+    const uint32_t num_together = tokens_per_wait(params);
+    const bool is_ahead = comm::goes_ahead(params.flags);
+    comm::follow(params.flags);
+    if (!is_ahead)
+        comm::let_next_start(params.flags);
     // All first loads leave together, this block's first routes among them.
     const uint32_t* routes = layout::routes_of(params.handle);
-    uint32_t route = SY_NO_ROUTE;
-    if (thread_idx < geometry.top_k)
-        route = routes[uint64_t{blockIdx.x} * geometry.top_k + thread_idx];
+    const uint32_t place = thread_idx / SY_MAX_DEVICE_TOP_K,
+                   choice = thread_idx % SY_MAX_DEVICE_TOP_K;
+    const auto route_of = [&](uint32_t token_idx, uint32_t num_together, uint32_t limit) {
+        const uint32_t mine = token_idx + place * gridDim.x;
+        return place < num_together && choice < geometry.top_k && mine < limit
+                   ? routes[uint64_t{mine} * geometry.top_k + choice]
+                   : SY_NO_ROUTE;
+    };
+    uint32_t route = route_of(blockIdx.x, 1, params.capacity);
     const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
     servers.store(shared.servers, params.num_servers);
     if (thread_idx < 2)
@@ -144,38 +197,26 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         const uint64_t number = params.handle->frame_number[thread_idx];
         shared.number[thread_idx] = number;
         shared.frame[thread_idx] =
-            response +
-            layout::response_frame(geometry, layout::ring_place(geometry, number));
+            response + layout::response_frame(geometry, layout::ring_place(geometry, number));
     }
     __syncthreads();
+    const uint32_t stride = num_together * gridDim.x;
     uint32_t parity = 0;
-    for (uint32_t token_idx = blockIdx.x; token_idx < num_tokens;
-         token_idx += gridDim.x, parity ^= 1) {
-        if (thread_idx < geometry.top_k) {
-            if (token_idx != blockIdx.x)
-                route = routes[uint64_t{token_idx} * geometry.top_k + thread_idx];
-            shared.routes[parity][thread_idx] = route;
-            if (route != SY_NO_ROUTE) {
-                const uint32_t server = route >> SY_ROUTE_SHIFT;
-                const bool came = await_row<Config::kWays>(
-                    params, shared, server, route & ((1u << SY_ROUTE_SHIFT) - 1),
-                    SY_TAG_COMBINE_ROW);
-                if (!came)
-                    atomicOr(&shared.missing[parity], 1u << server);
-            }
-        }
+    for (uint32_t first = blockIdx.x; first < num_tokens; first += stride, parity ^= 1) {
+        if (num_together != 1 || first != blockIdx.x)
+            route = route_of(first, num_together, num_tokens);
+        await_tokens<Config>(params, shared, parity, route);
         __syncthreads();
         const uint32_t missing = shared.missing[parity];
-        if (thread_idx < 32) {
-            const uint32_t lacks = __reduce_or_sync(
-                kFullWarp, route != SY_NO_ROUTE ? missing & 1u << (route >> SY_ROUTE_SHIFT) : 0);
-            if (thread_idx == 0 && params.token_missing != nullptr)
-                params.token_missing[token_idx] = lacks;
-            // A server given up stays given up for the tokens that follow.
-            if (thread_idx == 0 && missing != 0)
-                atomicOr(&shared.missing[parity ^ 1], missing);
-        }
-        sum_token<Config>(params, shared, parity, token_idx, missing);
+        const uint32_t token_idx = first + thread_idx * gridDim.x;
+        if (thread_idx < num_together && token_idx < num_tokens && params.token_missing != nullptr)
+            params.token_missing[token_idx] = lacks_of(shared, parity, thread_idx, missing);
+        // A server given up stays given up for the tokens that follow.
+        if (thread_idx == 0 && missing != 0)
+            atomicOr(&shared.missing[parity ^ 1], missing);
+        for (uint32_t i = 0; i < num_together && first + i * gridDim.x < num_tokens; ++i)
+            sum_token<Config>(params, shared, shared.routes[parity][i], first + i * gridDim.x,
+                              missing);
     }
     // Empty frames are answered too, so that a ring place is never filled again too early.
     if (blockIdx.x == 0 && thread_idx < params.num_servers &&
@@ -186,6 +227,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (Config::kWays != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0)
         comm::await_reuse<Config::kWays>(shared.servers[thread_idx].request);
+    // NOTES: not before: blocks of the next dispatch would settle beside those that are at work still, two on
+    // a multiprocessor, and a dispatch takes as long as its slowest block.
+    if (is_ahead)
+        comm::let_next_start(params.flags);
+    comm::join(params.flags);
 }
 
 } // namespace switchyard::impls

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/stream.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/answer.cuh"
@@ -17,8 +18,8 @@ namespace switchyard::impls {
 // True when the wait for a client must end; leaves the reason in the error word.
 __device__ __noinline__ inline bool must_give_up(const sy_echo_params& params, uint32_t client_idx,
                                                  uint64_t* start_ns, uint64_t number) {
-    const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
-                                   nullptr, params.timeout_ns};
+    const comm::WaitBound bound = {
+        &params.state->error, params.abort_mask, nullptr, nullptr, nullptr, params.timeout_ns};
     const bool aborted = comm::is_aborted(bound, client_idx);
     if (!aborted && comm::elapsed_ns(start_ns) <= params.timeout_ns)
         return false;
@@ -119,8 +120,8 @@ __device__ __forceinline__ void await_runs(AnswerShared& shared, const sy_echo_p
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
         const uint32_t client_idx = __ffs(late) - 1;
-        const bool gives_up = lane_idx == 0 && must_give_up(params, client_idx, &start_ns,
-                                                            shared.number[client_idx]);
+        const bool gives_up =
+            lane_idx == 0 && must_give_up(params, client_idx, &start_ns, shared.number[client_idx]);
         if (__any_sync(kFullWarp, gives_up)) {
             if (lane_idx == 0)
                 atomicOr(&shared.given_up, late);
@@ -167,9 +168,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     sy_client_peer client = {};
     if (threadIdx.x < params.num_clients)
         client = params.clients[threadIdx.x];
-    ptx::griddepcontrol_wait();
-    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
-        ptx::griddepcontrol_launch_dependents();
+    comm::follow(params.flags);
+    if (!comm::goes_ahead(params.flags))
+        comm::let_next_start(params.flags);
     clients.store(shared.clients, params.num_clients);
     if (threadIdx.x == 0)
         shared.most_rows = shared.given_up = 0;
@@ -184,6 +185,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     }
     __syncthreads();
     take_in_lockstep<Config>(shared, params);
+    // Whoever goes ahead of this kernel may rely on what came before it.
+    comm::join(params.flags);
+    if (comm::goes_ahead(params.flags))
+        comm::let_next_start(params.flags);
 
     // Every block has read the state once it arrives here: the last to arrive may advance it. The
     // answer to the arrival is not waited for until the rows are sent.
@@ -207,10 +212,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         __syncthreads();
     }
     answer_rows<Config>(shared, params.geometry, params.num_clients,
-                        [&](uint32_t client, uint32_t row, auto store) {
-                            identity_row<Config>(params.geometry, shared.request_frame[client], row,
-                                                 store);
-                        });
+                        IdentityRows<Config>{shared, params.geometry});
     if (threadIdx.x == 0 && arrival == gridDim.x - 1)
         for (uint32_t client_idx = 0; client_idx < params.num_clients; ++client_idx)
             if ((shared.given_up >> client_idx & 1) == 0)

@@ -8,7 +8,7 @@
 // tokens on it is the other way round: each warpgroup has 64 tokens and all 256 rows of weights.
 //
 // Rows of gate and up alternate in a tile, eight of one and eight of the other, so that a thread
-// holds both values of an output.
+// holds both values of an output; and they lie in an order that gives it neighbouring outputs.
 //
 // fp8: the matrix units add up 128 values, the products of their sums with both scales are added in
 // f32.
@@ -31,14 +31,23 @@ constexpr uint32_t kGemmThreads = SY_PRODUCT_THREADS; // a warpgroup that fetche
 constexpr uint32_t kGemmStages = 4;
 constexpr uint32_t kWeightBytes = kTileWeights * kPanelBytes;
 constexpr uint32_t kStageBytes = kWeightBytes + kTileTokens * kPanelBytes;
-constexpr uint32_t kScaleBytes = kTileTokens * sizeof(float);
+constexpr uint32_t kTokenScaleBytes = kTileTokens * sizeof(float);
+constexpr uint32_t kScaleBytes = kTokenScaleBytes + 16; // with two scales of weights
+
+constexpr uint32_t kTurnBarrier = 4; // and the next
+// The first of two threads of those that fetch; their warp issues no tensor copies.
+constexpr uint32_t kScaleThreads = 96;
+
+// Tiles under way: no more than stages, one at each end, rounded up.
+constexpr uint32_t kTileSlots = 8;
 
 // Offsets in shared memory.
 constexpr uint32_t kStagingAt = kGemmStages * kStageBytes;
 constexpr uint32_t kScalesAt = kStagingAt + 2 * kStagingBytes;
 constexpr uint32_t kFullAt = kScalesAt + kGemmStages * kScaleBytes;
 constexpr uint32_t kEmptyAt = kFullAt + kGemmStages * 8;
-constexpr uint32_t kGemmSharedBytes = kEmptyAt + kGemmStages * 8;
+constexpr uint32_t kTilesAt = kEmptyAt + kGemmStages * 8;
+constexpr uint32_t kGemmSharedBytes = kTilesAt + kTileSlots * 16;
 static_assert(kGemmSharedBytes == SY_PRODUCT_SHARED_BYTES, "what launchers ask for");
 
 using ProductWalk = ExpertWalk<kTileTokens>;
@@ -60,6 +69,9 @@ struct StageRing {
     __device__ __forceinline__ uint32_t scales() const {
         return shared + kScalesAt + stage * kScaleBytes;
     }
+    __device__ __forceinline__ uint32_t weight_scales() const {
+        return scales() + kTokenScaleBytes;
+    }
     __device__ __forceinline__ void next() {
         if (++stage == kGemmStages) {
             stage = 0;
@@ -68,10 +80,19 @@ struct StageRing {
     }
 };
 
+// What warpgroups that multiply must know of a tile.
+struct FetchedTile {
+    uint32_t num_tokens, position, row, column;
+};
+
 // kDirect: rows come straight out of the slots, being of the weights' type.
 template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     static constexpr uint32_t kValueBytes = kFp8 ? 1 : 2;
     static constexpr uint32_t kPanelValues = kPanelBytes / kValueBytes;
+    // Where one warp fetches: a lane that announces bytes, and copies a scale of weights like another.
+    static constexpr uint32_t kFetchingLanes = kFp8 ? 2 : 1;
+    // Arrivals at a stage: one with the number of bytes, one of each thread that copies.
+    static constexpr uint32_t kArrivals = 1 + (kDirect ? 128 : kFp8 ? 2 : 0);
     static constexpr uint32_t kOuts = kGateUp ? kTileWeights / 2 : kTileWeights;
 
     const sy_expert_compute_params& params;
@@ -94,49 +115,71 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     __device__ __forceinline__ void fetch() {
         ProductWalk tiles = walk();
         ExpertTile tile;
-        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x) {
-            if ((threadIdx.x & 31) == 0) {
+        const uint32_t lane_idx = threadIdx.x & 31;
+        // Weights do not depend on the kernel before: the first come while it ends.
+        uint32_t num_begun = 0, slot = 0;
+        if (tiles.seek(blockIdx.x, tile)) {
+            num_begun = min(tokens.num_panels, kGemmStages);
+            StageRing first = ring;
+            if (lane_idx == 0)
+                for (uint32_t panel = 0; panel < num_begun; ++panel, first.next())
+                    begin_stage(first, tile, slot, panel);
+        }
+        wait_kernel_before();
+        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x, ++slot) {
+            if (lane_idx < kFetchingLanes) {
                 const uint32_t num_rows = (tile.num_tokens + 7) / 8 * 8;
-                const uint32_t token_bytes = num_rows * kPanelBytes;
-                const uint32_t scale_bytes = kFp8 ? num_rows * sizeof(float) : 0;
+                const uint64_t scale = kFp8 ? weight_scale(tile, lane_idx) : 0;
                 for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                    wait_phase(ring.empty(), ring.phase ^ 1);
-                    ptx::mbarrier_arrive_expect_tx(ring.full(),
-                                                   kWeightBytes + token_bytes + scale_bytes);
-                    fetch_weights(tile, panel);
-                    ptx::cp_async_bulk_to_shared(ring.tokens(), tokens.at(panel, tile.row),
-                                                 token_bytes, ring.full());
-                    if constexpr (kFp8)
-                        ptx::cp_async_bulk_to_shared(ring.scales(), tokens.scale(panel, tile.row),
-                                                     scale_bytes, ring.full());
+                    if (panel >= num_begun)
+                        wait_phase(ring.empty(), ring.phase ^ 1);
+                    if (lane_idx == 0) {
+                        if (panel >= num_begun)
+                            begin_stage(ring, tile, slot, panel);
+                        ptx::cp_async_bulk_to_shared(ring.tokens(), tokens.at(panel, tile.row),
+                                                     num_rows * kPanelBytes, ring.full());
+                        if constexpr (kFp8)
+                            ptx::cp_async_bulk_to_shared(ring.scales(),
+                                                         tokens.scale(panel, tile.row),
+                                                         num_rows * sizeof(float), ring.full());
+                    }
+                    if constexpr (kFp8) {
+                        ptx::cp_async_ca_4(ring.weight_scales() + lane_idx * 4, scale + panel * 4);
+                        ptx::cp_async_mbarrier_arrive_noinc(ring.full());
+                    }
                 }
             }
+            num_begun = 0;
             __syncwarp();
         }
+        if (lane_idx < kFetchingLanes)
+            finish(slot, kFp8);
     }
 
     // Four warps, with rows out of the slots.
     __device__ __forceinline__ void fetch_direct() {
         const SlotRows rows = {params};
+        wait_kernel_before();
         ProductWalk tiles = walk();
         ExpertTile tile;
         // This thread's part of every step: one chunk of every 16th row, and a scale.
         const uint32_t thread_idx = threadIdx.x, first = thread_idx / 8, chunk = thread_idx % 8;
         const uint32_t offset = first * kPanelBytes + ((chunk ^ (first & 7)) * 16);
-        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x) {
-            uint64_t source[kTileTokens / 16], scale = 0;
+        uint32_t slot = 0;
+        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x, ++slot) {
+            uint64_t source[kTileTokens / 16], scale = 0, of_weights = 0;
 #pragma unroll
             for (uint32_t k = 0; k < kTileTokens / 16; ++k)
                 source[k] = rows.payload(tile.position + min(first + k * 16, tile.num_tokens - 1)) +
                             chunk * 16;
-            if (kFp8)
+            if (kFp8) {
                 scale = rows.scales(tile.position + min(thread_idx, tile.num_tokens - 1));
+                of_weights = weight_scale(tile, thread_idx & 1);
+            }
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
                 wait_phase(ring.empty(), ring.phase ^ 1);
-                if (thread_idx == 0) {
-                    ptx::mbarrier_arrive_expect_tx(ring.full(), kWeightBytes);
-                    fetch_weights(tile, panel);
-                }
+                if (thread_idx == 0)
+                    begin_stage(ring, tile, slot, panel);
 #pragma unroll
                 for (uint32_t k = 0; k < kTileTokens / 16; ++k)
                     if (first + k * 16 < tile.num_tokens)
@@ -144,16 +187,26 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                                             source[k] + panel * kPanelBytes);
                 if (kFp8 && thread_idx < tile.num_tokens)
                     ptx::cp_async_ca_4(ring.scales() + thread_idx * 4, scale + panel * 4);
+                if (kFp8 && thread_idx / 2 == kScaleThreads / 2)
+                    ptx::cp_async_ca_4(ring.weight_scales() + thread_idx % 2 * 4,
+                                       of_weights + panel * 4);
                 ptx::cp_async_mbarrier_arrive_noinc(ring.full());
             }
         }
+        finish(slot, true);
     }
 
     // Two warpgroups, 0 and 1.
     __device__ __forceinline__ void multiply(uint32_t group_idx) {
-        ProductWalk tiles = walk();
-        ExpertTile tile;
-        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x) {
+        // With fp8 they take turns at the matrix units: one adds while the other multiplies.
+        if (kFp8 && group_idx == 1)
+            ptx::bar_arrive(kTurnBarrier, 256);
+        for (uint32_t slot = 0;; ++slot) {
+            wait_phase(ring.full(), ring.phase);
+            const uint4 published = ptx::ld_shared_v4(tile_slot(slot));
+            const FetchedTile tile = {published.x, published.y, published.z, published.w};
+            if (tile.num_tokens == 0)
+                break;
             if (tile.num_tokens > 64)
                 many_tokens(tile, group_idx);
             else if (tile.num_tokens > 32)
@@ -175,36 +228,71 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             ptx::fence_proxy_async_shared();
     }
 
-    // A tile's weights of one step.
-    __device__ __forceinline__ void fetch_weights(const ExpertTile& tile, uint32_t panel) const {
-        const uint32_t x = panel * kPanelValues;
-        if constexpr (kGateUp)
-            ptx::cp_async_bulk_tensor_5d(ring.weights(), layer.gate_up_map, ring.full(), x, 0, 0,
-                                         tile.column * (kOuts / 8), tile.expert);
-        else
-            ptx::cp_async_bulk_tensor_3d(ring.weights(), layer.down_map, ring.full(), x,
-                                         tile.column * kOuts, tile.expert);
+    __device__ __forceinline__ static void wait_kernel_before() {
+        ptx::griddepcontrol_wait();
+        ptx::griddepcontrol_launch_dependents();
+        // Its stores are ordinary ones, and the copy engine reads them.
+        ptx::fence_proxy_async();
     }
 
-    // Scales of a step's weights: gate's and up's, or those of both halves of a tile of down.
-    struct WeightScales {
-        const float *first, *second;
-    };
+    // Announces what a stage gets, with the first of a tile the tile, and fetches the weights.
+    __device__ __forceinline__ void begin_stage(const StageRing& stage, const ExpertTile& tile,
+                                                uint32_t slot, uint32_t panel) const {
+        const uint32_t num_rows = kDirect ? 0 : (tile.num_tokens + 7) / 8 * 8;
+        if (panel == 0)
+            ptx::st_shared_v4(tile_slot(slot),
+                              make_uint4(tile.num_tokens, tile.position, tile.row, tile.column));
+        ptx::mbarrier_arrive_expect_tx(
+            stage.full(),
+            kWeightBytes + num_rows * (kPanelBytes + (kFp8 ? uint32_t{sizeof(float)} : 0)));
+        fetch_weights(stage, tile, panel);
+    }
 
-    __device__ __forceinline__ WeightScales weight_scales(const ExpertTile& tile) const {
-        const uint32_t num_blocks = (num_outs + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
-        const uint64_t num_steps = tokens.num_panels;
-        if (kGateUp) {
-            const uint32_t block = min(tile.column, num_blocks - 1);
-            const float* scales = reinterpret_cast<const float*>(layer.gate_up_scale) +
-                                  (uint64_t{tile.expert} * 2 * num_blocks + block) * num_steps;
-            return {scales, scales + num_blocks * num_steps};
+    // Behind the last tile comes one without tokens. All threads that fetch.
+    __device__ __forceinline__ void finish(uint32_t slot, bool is_copying) const {
+        wait_phase(ring.empty(), ring.phase ^ 1);
+        if (threadIdx.x == 0) {
+            ptx::st_shared_v4(tile_slot(slot), make_uint4(0, 0, 0, 0));
+            ptx::mbarrier_arrive(ring.full());
         }
-        const float* scales = reinterpret_cast<const float*>(layer.down_scale) +
-                              uint64_t{tile.expert} * num_blocks * num_steps;
-        const uint32_t last = num_blocks - 1;
-        return {scales + min(tile.column * 2, last) * num_steps,
-                scales + min(tile.column * 2 + 1, last) * num_steps};
+        if (is_copying)
+            ptx::mbarrier_arrive(ring.full());
+    }
+
+    __device__ __forceinline__ uint32_t tile_slot(uint32_t slot) const {
+        return ring.shared + kTilesAt + slot % kTileSlots * 16;
+    }
+
+    // A tile's weights of one step.
+    __device__ __forceinline__ void fetch_weights(const StageRing& stage, const ExpertTile& tile,
+                                                  uint32_t panel) const {
+        const uint32_t x = panel * kPanelValues;
+        if constexpr (kGateUp) {
+            const uint32_t first_row = tile.expert * 2 * num_outs;
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                const uint32_t out = tile.column * kOuts + half * 64;
+                // What is behind all rows comes as zeros.
+                const uint32_t row =
+                    out < num_outs ? first_row + out : params.num_local_experts * 2 * num_outs;
+                ptx::cp_async_bulk_tensor_5d(stage.weights() + half * (kWeightBytes / 2),
+                                             layer.gate_up_map, stage.full(), x, row, 0, 0, 0);
+            }
+        } else {
+            ptx::cp_async_bulk_tensor_5d(stage.weights(), layer.down_map, stage.full(), x, 0, 0, 0,
+                                         (tile.expert * num_outs + tile.column * kOuts) / 32);
+        }
+    }
+
+    // Where the scales of a tile's weights begin: gate's and up's, or those of both halves of a tile
+    // of down.
+    __device__ __forceinline__ uint64_t weight_scale(const ExpertTile& tile, uint32_t which) const {
+        const uint32_t num_blocks = (num_outs + SY_SCALE_BLOCK - 1) / SY_SCALE_BLOCK;
+        const uint64_t matrix = kGateUp ? uint64_t{tile.expert} * 2 + which : tile.expert;
+        const uint32_t block = kGateUp ? tile.column : tile.column * 2 + which;
+        return (kGateUp ? layer.gate_up_scale : layer.down_scale) +
+               (matrix * num_blocks + min(block, num_blocks - 1)) * tokens.num_panels *
+                   sizeof(float);
     }
 
     // One arrival of each warp that multiplies.
@@ -219,24 +307,19 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
 
     // Weights are the rows: 128 of them, in two blocks, for this warpgroup.
     template <uint32_t kColumns>
-    __device__ __forceinline__ void few_tokens(const ExpertTile& tile, uint32_t group_idx) {
+    __device__ __forceinline__ void few_tokens(const FetchedTile& tile, uint32_t group_idx) {
         const uint32_t lane_idx = threadIdx.x & 31, warp_idx = threadIdx.x / 32 & 3;
         float sum[2][kColumns / 2] = {};
         if constexpr (kFp8) {
-            WeightScales at = weight_scales(tile);
-            if (!kGateUp)
-                at.first = at.second = group_idx == 0 ? at.first : at.second;
-            float next_first = __ldg(at.first), next_second = __ldg(at.second);
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                const float first = next_first, second = next_second;
-                const uint32_t next = min(panel + 1, tokens.num_panels - 1);
-                next_first = __ldg(at.first + next);
-                next_second = __ldg(at.second + next);
                 float part[2][kColumns / 2];
                 wait_full();
                 multiply_few<kColumns>(part, group_idx, false);
                 ptx::wgmma_wait<0>();
                 const uint32_t scales = ring.scales() + lane_idx % 4 * 8;
+                const float2 of_weights = ptx::ld_shared_f32x2(ring.weight_scales());
+                const float first = kGateUp || group_idx == 0 ? of_weights.x : of_weights.y;
+                const float second = kGateUp || group_idx == 1 ? of_weights.y : of_weights.x;
 #pragma unroll
                 for (uint32_t j = 0; j < kColumns / 8; ++j) {
                     const float2 token = ptx::ld_shared_f32x2(scales + j * 32);
@@ -324,47 +407,57 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     }
 
     // Tokens are the rows: 64 of them for this warpgroup.
-    __device__ __forceinline__ void many_tokens(const ExpertTile& tile, uint32_t group_idx) {
+    __device__ __forceinline__ void many_tokens(const FetchedTile& tile, uint32_t group_idx) {
         const uint32_t lane_idx = threadIdx.x & 31, warp_idx = threadIdx.x / 32 & 3;
         float sum[128];
         if constexpr (kFp8) {
 #pragma unroll
             for (uint32_t i = 0; i < 128; ++i)
                 sum[i] = 0;
-            const WeightScales at = weight_scales(tile);
             const uint32_t my_row = group_idx * 64 + warp_idx * 16 + lane_idx / 4;
-            float next_first = __ldg(at.first), next_second = __ldg(at.second);
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                const float first = next_first, second = next_second;
-                const uint32_t next = min(panel + 1, tokens.num_panels - 1);
-                next_first = __ldg(at.first + next);
-                next_second = __ldg(at.second + next);
                 wait_full();
                 const uint32_t rows =
                     ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
                 const uint32_t weights = ptx::wgmma_operand(ring.weights());
-                const float low = ptx::ld_shared_f32(ring.scales() + my_row * 4);
-                const float high = ptx::ld_shared_f32(ring.scales() + my_row * 4 + 32);
+                // Of this thread's two tokens, by the two scales of weights.
+                float scale[2][2];
 #pragma unroll
                 for (uint32_t half = 0; half < 2; ++half) {
                     float part[64];
+                    ptx::bar_sync(kTurnBarrier + group_idx, 256);
                     ptx::wgmma_fence();
 #pragma unroll
-                    for (uint32_t k = 0; k < 4; ++k)
+                    for (uint32_t k = 0; k < 4; ++k) {
                         ptx::Wgmma<true, 128>::run(
                             part, rows + k * 2, weights + (half * (kWeightBytes / 2) + k * 32) / 16,
                             k != 0);
+                        if (k == 2)
+                            ptx::wgmma_commit();
+                    }
                     ptx::wgmma_commit();
+                    if (half == 0) {
+                        // While the matrix units work.
+                        const float low = ptx::ld_shared_f32(ring.scales() + my_row * 4);
+                        const float high = ptx::ld_shared_f32(ring.scales() + my_row * 4 + 32);
+                        const float2 of_weights = ptx::ld_shared_f32x2(ring.weight_scales());
+                        scale[0][0] = low * of_weights.x;
+                        scale[0][1] = low * of_weights.y;
+                        scale[1][0] = high * of_weights.x;
+                        scale[1][1] = high * of_weights.y;
+                    }
+                    // The other's turn begins with the last of these products.
+                    ptx::wgmma_wait<1>();
+                    ptx::bar_arrive(kTurnBarrier + 1 - group_idx, 256);
                     ptx::wgmma_wait<0>();
                     if (half == 1)
                         release(ring.empty());
 #pragma unroll
                     for (uint32_t j = 0; j < 16; ++j) {
-                        const float weight = (kGateUp ? j % 2 == 0 : half == 0) ? first : second;
+                        const uint32_t which = kGateUp ? j % 2 : half;
 #pragma unroll
                         for (uint32_t k = 0; k < 4; ++k)
-                            sum[half * 64 + j * 4 + k] +=
-                                part[j * 4 + k] * (weight * (k < 2 ? low : high));
+                            sum[half * 64 + j * 4 + k] += part[j * 4 + k] * scale[k / 2][which];
                     }
                 }
             }
@@ -389,48 +482,14 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             ptx::wgmma_wait<0>();
             release(before);
         }
-        const uint32_t results = staging(group_idx);
-        const uint32_t first_token = group_idx * 64;
-        const uint32_t num_tokens =
-            tile.num_tokens > first_token ? min(tile.num_tokens - first_token, 64u) : 0;
-        // Two rows of eight by eight values, two tokens' groups: what this lane names.
-        const uint32_t token = warp_idx * 16 + (lane_idx & 15), which = lane_idx >> 4;
 #pragma unroll
-        for (uint32_t round = 0; round < (kGateUp ? 1 : 2); ++round) {
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half)
-#pragma unroll
-                for (uint32_t pair = 0; pair < 4; ++pair) {
-                    uint32_t values[4];
-#pragma unroll
-                    for (uint32_t i = 0; i < 2; ++i) {
-                        if constexpr (kGateUp) {
-                            const float* s = &sum[(half * 16 + pair * 4 + i * 2) * 4];
-                            values[i * 2] =
-                                float2_to_bf16x2(swiglu(s[0], s[4]), swiglu(s[1], s[5]));
-                            values[i * 2 + 1] =
-                                float2_to_bf16x2(swiglu(s[2], s[6]), swiglu(s[3], s[7]));
-                        } else {
-                            const float* s = &sum[(round * 16 + half * 8 + pair * 2 + i) * 4];
-                            values[i * 2] = float2_to_bf16x2(s[0], s[1]);
-                            values[i * 2 + 1] = float2_to_bf16x2(s[2], s[3]);
-                        }
-                    }
-                    ptx::stmatrix_x4(results + half * kHalfBytes +
-                                         staged_chunk(token, pair * 2 + which),
-                                     values);
-                }
-            ptx::bar_sync(1 + group_idx, 128);
-            if constexpr (!kGateUp)
-                store_rows<64>(params, results, tile.position + first_token, num_tokens,
-                               tile.column * kOuts + round * 128);
-            else if constexpr (kFp8)
-                quantize_results<64, 128>(params, results, kHalfBytes, tile.row + first_token,
-                                          num_tokens, tile.column, threadIdx.x & 127);
-            else
-                store_panels<64>(params, results, tile.row + first_token, num_tokens,
-                                 tile.column * 2, 2);
-            ptx::bar_sync(1 + group_idx, 128);
+        for (uint32_t side = 0; side < 2; ++side) {
+            const uint32_t token = group_idx * 64 + warp_idx * 16 + side * 8 + lane_idx / 4;
+            const bool is_token = token < tile.num_tokens;
+            if constexpr (kGateUp)
+                store_activation<kFp8>(params, sum, side, tile.row + token, is_token, tile.column);
+            else if (is_token)
+                store_output(params, sum, side, tile.position + token, tile.column);
         }
     }
 };
@@ -441,22 +500,21 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     extern __shared__ __align__(1024) uint8_t shared_memory[];
     const uint32_t shared = ptx::shared_address(shared_memory);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Multiplier = Gemm<kFp8, kGateUp, kDirect>;
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < kGemmStages; ++stage) {
-            // One arrival with the number of bytes; one of each thread that copies rows.
-            ptx::mbarrier_init(shared + kFullAt + stage * 8, kDirect ? 129 : 1);
+            ptx::mbarrier_init(shared + kFullAt + stage * 8, Multiplier::kArrivals);
             ptx::mbarrier_init(shared + kEmptyAt + stage * 8, 8);
         }
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-    // Stores of the kernel before are ordinary ones, and the copy engine reads them.
-    ptx::fence_proxy_async();
-    if (params.lists.batch->layer >= params.num_layers)
+    // NOTES: counts and layer were there before the kernel before this one began.
+    if (params.lists.batch->layer >= params.num_layers) {
+        ptx::griddepcontrol_wait();
         return;
-    Gemm<kFp8, kGateUp, kDirect> gemm(params, shared);
+    }
+    Multiplier gemm(params, shared);
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<56>();
         if constexpr (kDirect)

@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_plain(const sy_expert_compute_params& p
                 const float value = kGateUp ? swiglu(sums[0][t], sums[kParts - 1][t]) : sums[0][t];
                 if (lane_idx == 0)
                     ptx::st_shared_u16(staging + out / 64 * kHalfBytes +
-                                           staged_chunk(t, out % 64 / 8) + out % 8 * 2,
+                                           staged_value<kGateUp>(t, out % 64),
                                        float2_to_bf16x2(value, 0.0f));
             }
         }

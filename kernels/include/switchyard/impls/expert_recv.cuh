@@ -11,8 +11,10 @@
 #include <cstdint>
 
 #include "switchyard/comm/link.cuh"
+#include "switchyard/comm/stream.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
+#include "switchyard/impls/expert_batch.cuh"
 #include "switchyard/impls/frames.cuh"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/layout/slot.cuh"
@@ -21,267 +23,14 @@
 
 namespace switchyard::impls {
 
-constexpr uint32_t kRecvBlocks = SY_RECV_BLOCKS;
-constexpr uint32_t kRecvThreads = SY_RECV_THREADS; // a warp per client waits for its frame
-static_assert(kRecvThreads / 32 == SY_MAX_PEERS, "a warp per client");
-constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
-// Between two phases an entry is expert << kRankBits | rank within the block.
-constexpr uint32_t kRankBits = SY_RANK_BITS;
-static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
-// Finite e4m3 codes times a larger scale would overflow.
-constexpr float kMaxScale = 7.5955873e35f;
-
-struct RecvSnapshot {
-    uint64_t number[SY_MAX_PEERS];
-    uint32_t taken; // clients, as a mask
-    uint32_t layer;
-    uint32_t num_rows[SY_MAX_PEERS];
-    uint32_t place[SY_MAX_PEERS];
-};
-
-// Entries that a block makes into lists in its shared memory first: scattered stores to memory pass at one
-// per clock.
-constexpr uint32_t kStagedEntries = 4096;
-
-struct RecvShared {
-    RecvSnapshot snapshot;
-    // SY_ERROR_* of a client's frame: found in its entries, found in its rows, and known to all blocks.
-    uint32_t entry_code[SY_MAX_PEERS];
-    uint32_t row_code[SY_MAX_PEERS];
-    uint32_t bad_code[SY_MAX_PEERS];
-    uint32_t any_bad; // a code in any block
-    uint32_t row_begin[SY_MAX_PEERS + 1];
-    sy_client_peer clients[SY_MAX_PEERS];
-    uint32_t histogram[SY_MAX_EXPERTS];
-    int16_t local_expert[SY_MAX_EXPERTS];
-    uint32_t base[SY_MAX_EXPERTS];
-    uint32_t warp_sums[32];
-    uint2 staged[kStagedEntries]; // row and weight, by position
-};
-
-__device__ __forceinline__ void cluster_barrier() {
-    ptx::barrier_cluster_arrive_release();
-    ptx::barrier_cluster_wait_acquire();
-}
-
-// SY_ERROR_* of a header, 0 when it is good.
-__device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& params,
-                                                 const sy_client_peer& client, uint64_t frame,
-                                                 uint64_t min_epoch, uint32_t num_rows,
-                                                 uint32_t* layer) {
-    const sy_frame_geometry& geometry = params.geometry;
-    sy_frame_header header;
-    uint4* words = reinterpret_cast<uint4*>(&header);
-#pragma unroll
-    for (uint32_t i = 0; i < sizeof(header) / sizeof(uint4); ++i)
-        words[i] = reinterpret_cast<const uint4*>(frame)[i];
-    *layer = header.layer;
-    if (header.magic != SY_DEVICE_FRAME_MAGIC || header.kind != SY_KIND_DISPATCH)
-        return SY_ERROR_BAD_FRAME;
-    if (header.version != SY_DEVICE_ABI_VERSION)
-        return SY_ERROR_VERSION;
-    if (header.client_id != client.client_id || header.generation != client.generation)
-        return SY_ERROR_STALE_CHANNEL;
-    if (header.epoch < min_epoch)
-        return SY_ERROR_STALE_EPOCH;
-    if (header.layer >= params.num_layers)
-        return SY_ERROR_WRONG_LAYER;
-    const bool is_good =
-        num_rows <= geometry.max_tokens && header.num_tokens == num_rows &&
-        header.num_entries == num_rows * geometry.top_k && header.hidden == geometry.hidden &&
-        header.dtype == geometry.dtype && header.response_dtype == SY_DTYPE_BF16 &&
-        header.flags == 0 && header.frame_idx == 0 && header.num_frames == 1 &&
-        header.row_stride_bytes == geometry.row_stride_bytes && header.tokens_offset == 0 &&
-        header.entries_offset == geometry.entries_offset &&
-        header.scales_offset == geometry.scales_offset &&
-        header.payload_offset == geometry.payload_offset &&
-        header.total_bytes ==
-            geometry.payload_offset + uint64_t{num_rows} * geometry.row_stride_bytes &&
-        (header.header_crc | header.payload_crc | header.server_queue_ns |
-         header.server_compute_ns | header.reserved[0] | header.reserved[1] | header.reserved[2] |
-         header.reserved[3]) == 0;
-    return is_good ? 0 : SY_ERROR_BAD_FRAME;
-}
-
-// Tells a client that its frame is refused. Its combine sees the status while it waits.
-template <uint32_t kWays>
-__device__ __forceinline__ void refuse(const RecvShared& shared,
-                                       const sy_expert_recv_params& params, uint32_t client_idx,
-                                       uint64_t number, uint32_t code) {
-    comm::signal_relaxed<kWays>(shared.clients[client_idx].response,
-                                params.geometry.response_control_offset +
-                                    SY_WORD_STATUS(layout::ring_place(params.geometry, number)),
-                                number << SY_STATUS_SHIFT | code);
-    comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
-                       number);
-}
-
-// Tells a client that its frame is in work, because its deadline counts silence. An empty one is answered
-// by that.
-template <uint32_t kWays>
-__device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
-                                           const sy_client_peer& client, uint64_t number,
-                                           uint32_t num_rows) {
-    const sy_frame_geometry& geometry = params.geometry;
-    // Answers will be stored over those to an earlier frame, which a NIC may still have to read.
-    comm::await_reuse<kWays>(client.response);
-    comm::add_relaxed<kWays>(client.response, geometry.response_control_offset + SY_WORD_PROGRESS, 1);
-    if (num_rows == 0)
-        comm::signal<kWays>(client.response,
-                            layout::response_flag_at(
-                                layout::response_frame(geometry, layout::ring_place(geometry, number)),
-                                0),
-                            number);
-}
-
-// What one look at the clients found, by lane.
-struct Arrivals {
-    uint64_t number;
-    uint64_t min_epoch;
-    uint32_t start; // client where the search for a layer begins
-    uint32_t num_rows; // kRowsUnknown before the header is there
-    bool is_dead;
-};
-
-// Waits until `wanted` clients have a header or are known to be dead. One warp, a lane per client.
-__device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
-                                                  const sy_expert_recv_params& params,
-                                                  uint32_t wanted) {
-    const uint32_t client_idx = threadIdx.x;
-    const bool is_client = client_idx < params.num_clients;
-    const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
-                                   nullptr, params.timeout_ns};
-    Arrivals seen = {0, 0, params.state->next_client, kRowsUnknown, false};
-    if (is_client)
-        seen.number = params.state->taken[client_idx] + 1;
-    if (params.min_epoch != nullptr)
-        seen.min_epoch = *params.min_epoch;
-    const FrameAt frame =
-        frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
-    uint64_t start_ns = 0, first_ns = 0;
-    for (uint32_t num_polls = 1;; ++num_polls) {
-        if (is_client && seen.num_rows == kRowsUnknown)
-            seen.num_rows = accepted_rows(frame);
-        const bool is_settled = seen.num_rows != kRowsUnknown || seen.is_dead;
-        if (__popc(__ballot_sync(kFullWarp, is_settled)) >= wanted)
-            return seen;
-        // Whoever came first waits for the others only so long.
-        if (params.gather_ns != 0 && __any_sync(kFullWarp, seen.num_rows != kRowsUnknown) &&
-            __any_sync(kFullWarp, comm::elapsed_ns(&first_ns) > params.gather_ns))
-            return seen;
-        if (num_polls % comm::kPollsPerCheck != 0)
-            continue;
-        seen.is_dead = is_client && comm::is_aborted(bound, client_idx);
-        if (__any_sync(kFullWarp, comm::elapsed_ns(&start_ns) > params.timeout_ns))
-            return seen;
-    }
-}
-
-// Chooses the batch among the frames that are there. One warp, a lane per client.
-template <uint32_t kWays>
-__device__ __forceinline__ void choose_batch(RecvShared& shared,
-                                             const sy_expert_recv_params& params,
-                                             const Arrivals& seen, uint32_t wanted) {
-    const sy_frame_geometry& geometry = params.geometry;
-    const uint32_t lane_idx = threadIdx.x;
-    const bool is_client = lane_idx < params.num_clients;
-    const bool is_ready = seen.num_rows != kRowsUnknown;
-    const sy_client_peer& client = shared.clients[is_client ? lane_idx : 0];
-    const uint64_t number = seen.number;
-    const uint32_t place = layout::ring_place(geometry, number);
-    // An idle server is no error; with min_ready above 1 and no time to gather the caller expected so
-    // many. Who is dead is to blame then, or everybody who did not come in time.
-    const uint32_t num_ready = __popc(__ballot_sync(kFullWarp, is_ready));
-    const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
-    if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted) {
-        const bool is_dead = seen.is_dead;
-        if (is_dead || num_settled < wanted)
-            comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
-                               is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
-    }
-
-    uint32_t layer = 0, code = 0;
-    if (is_ready)
-        code = check_header(params, client, client.request + layout::request_frame(geometry, place),
-                            seen.min_epoch, seen.num_rows, &layer);
-    const uint32_t good = __ballot_sync(kFullWarp, is_ready && code == 0);
-    // The first good client from `start` on sets the layer; the others of that layer join.
-    const uint32_t from_start = good & ~((1u << seen.start) - 1);
-    const uint32_t leader = good == 0 ? 0 : __ffs(from_start != 0 ? from_start : good) - 1;
-    const uint32_t batch_layer = __shfl_sync(kFullWarp, layer, leader);
-    const bool joins = (good >> lane_idx & 1) != 0 && layer == batch_layer;
-    // As many clients as the lists have room for, the leader first; the rest stay for the next batch.
-    const uint32_t rank = (lane_idx - leader) & 31;
-    uint32_t sum = joins ? seen.num_rows : 0;
-    uint32_t rows_upto = 0;
-    for (uint32_t other = 0; other < params.num_clients; ++other) {
-        const uint32_t rows = __shfl_sync(kFullWarp, sum, other);
-        if (((other - leader) & 31) <= rank)
-            rows_upto += rows;
-    }
-    const bool is_taken = joins && rows_upto <= params.lists.max_rows;
-    const uint32_t taken = __ballot_sync(kFullWarp, is_taken);
-    shared.snapshot.num_rows[lane_idx] = is_taken ? seen.num_rows : 0;
-    shared.snapshot.place[lane_idx] = place;
-    shared.snapshot.number[lane_idx] = number;
-    if (lane_idx == 0) {
-        shared.snapshot.taken = taken;
-        shared.snapshot.layer = taken != 0 ? batch_layer : 0;
-        if (taken != 0) {
-            params.state->next_client = (leader + 1) % params.num_clients;
-            params.state->num_batches += 1;
-        }
-    }
-    if (is_taken || code != 0) {
-        params.state->taken[lane_idx] = number;
-    }
-    if (code != 0) {
-        refuse<kWays>(shared, params, lane_idx, number, code);
-        atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
-    }
-    if constexpr (kWays == comm::kDirectOnly)
-        if (is_taken)
-            tell_taken<kWays>(params, client, number, seen.num_rows);
-}
-
-__device__ __forceinline__ uint32_t client_of_row(const RecvShared& shared, uint32_t num_clients,
-                                                  uint32_t row) {
-    uint32_t client_idx = 0;
-    for (uint32_t i = 1; i < num_clients; ++i)
-        client_idx += row >= shared.row_begin[i] ? 1 : 0;
-    return client_idx;
-}
-
-// Rows of the clients without a bad code, one after the other. One warp.
-__device__ __forceinline__ void number_rows(RecvShared& shared) {
-    const uint32_t lane_idx = threadIdx.x;
-    uint32_t upto = shared.bad_code[lane_idx] == 0 ? shared.snapshot.num_rows[lane_idx] : 0;
-    for (uint32_t delta = 1; delta < 32; delta <<= 1) {
-        const uint32_t below = __shfl_up_sync(kFullWarp, upto, delta);
-        if (lane_idx >= delta)
-            upto += below;
-    }
-    shared.row_begin[lane_idx + 1] = upto;
-    if (lane_idx == 0)
-        shared.row_begin[0] = 0;
-}
-
-__device__ __forceinline__ uint64_t frame_of(const RecvShared& shared,
-                                             const sy_expert_recv_params& params,
-                                             uint32_t client_idx) {
-    return shared.clients[client_idx].request +
-           layout::request_frame(params.geometry, shared.snapshot.place[client_idx]);
-}
-
 // Local index of an expert; negative SY_ERROR_* when it is none of this server's.
 __device__ __forceinline__ int32_t local_expert(const RecvShared& shared,
                                                 const sy_expert_recv_params& params,
                                                 uint32_t expert) {
-    if (expert >= params.num_experts)
-        return -SY_ERROR_UNKNOWN_EXPERT;
-    const int32_t local = shared.local_expert[expert];
+    const bool is_known = expert < params.num_experts;
+    const int32_t local = shared.local_expert[is_known ? expert : 0];
     const bool is_mine = local >= 0 && static_cast<uint32_t>(local) < params.num_local_experts;
-    return is_mine ? local : -SY_ERROR_NOT_MY_EXPERT;
+    return !is_known ? -SY_ERROR_UNKNOWN_EXPERT : is_mine ? local : -SY_ERROR_NOT_MY_EXPERT;
 }
 
 // Up to eight entries of a row, as copied from the slot. `packed` is the expert and, once counted,
@@ -316,27 +65,40 @@ __device__ __forceinline__ void load_entries(const RecvShared& shared,
 }
 
 // Checks entries and counts them by expert. Returns SY_ERROR_* or 0.
+// NOTES: a look-up, or an addition whose result is used, takes a hundred clocks: so all of them leave
+// together, and entries that do not count add nothing to words that no two lanes share.
 __device__ __forceinline__ uint32_t count_entries(RecvShared& shared,
                                                   const sy_expert_recv_params& params,
                                                   RowEntries& entries, uint32_t* num_entries) {
-    uint32_t code = 0;
+    const uint32_t lane_idx = threadIdx.x & 31;
+    int32_t local[8];
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+        local[i] = local_expert(shared, params, entries.packed[i]);
+    uint32_t code = 0, counts = 0; // counts: entries that do, as a mask
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
-        if (entries.packed[i] == SY_NO_EXPERT)
-            continue;
-        ++*num_entries;
-        const int32_t local = local_expert(shared, params, entries.packed[i]);
-        entries.packed[i] = SY_NO_EXPERT;
-        if (local < 0)
-            code = max(code, static_cast<uint32_t>(-local));
-        else if ((entries.weight[i] & 0x7f800000u) == 0x7f800000u)
-            code = max(code, uint32_t{SY_ERROR_BAD_FRAME});
-        else
-            entries.packed[i] = static_cast<uint32_t>(local) << kRankBits |
-                                atomicAdd(&shared.histogram[local], 1u);
+        const bool is_used = entries.packed[i] != SY_NO_EXPERT;
+        const bool is_finite = (entries.weight[i] & 0x7f800000u) != 0x7f800000u;
+        const uint32_t wrong = local[i] < 0 ? static_cast<uint32_t>(-local[i])
+                               : is_finite  ? 0
+                                            : uint32_t{SY_ERROR_BAD_FRAME};
+        *num_entries += is_used ? 1 : 0;
+        code = max(code, is_used ? wrong : 0);
+        counts |= is_used && wrong == 0 ? 1u << i : 0;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+        const bool does = (counts >> i & 1) != 0;
+        const uint32_t expert = does ? static_cast<uint32_t>(local[i]) : lane_idx;
+        const uint32_t rank = atomicAdd(&shared.histogram[expert], does ? 1u : 0u);
+        entries.packed[i] = does ? expert << kRankBits | rank : SY_NO_EXPERT;
     }
     return code;
 }
+
+// Finite e4m3 codes times a larger scale would overflow.
+constexpr float kMaxScale = 7.5955873e35f;
 
 __device__ __forceinline__ bool is_good_scale(float scale) {
     return scale > 0.0f && scale <= kMaxScale; // NaN compares false
@@ -375,7 +137,12 @@ __device__ __forceinline__ void check_and_count(RecvShared& shared,
 }
 
 // A header is followed by its rows at once; a client that stopped in between must not stop the others.
+#if defined(SY_SIMT)
+// A GPU in software takes turns on the processor with whoever writes them.
+constexpr uint64_t kRowBoundNs = 500'000'000;
+#else
 constexpr uint64_t kRowBoundNs = 20'000'000;
+#endif
 
 // What a warp waits for together: the rows of its two halves in this many rounds.
 template <uint32_t kRounds> struct RowWait {
@@ -418,12 +185,11 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
             break;
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
-        const comm::WaitBound bound = {&params.state->error, params.abort_mask, nullptr, nullptr,
-                                       nullptr, params.timeout_ns};
+        const comm::WaitBound bound = {
+            &params.state->error, params.abort_mask, nullptr, nullptr, nullptr, params.timeout_ns};
         const uint32_t client_idx = late != 0 ? __ffs(late) - 1 : 0;
         const bool is_aborted = late != 0 && comm::is_aborted(bound, client_idx);
-        const bool has_expired =
-            comm::elapsed_ns(&start_ns) > max(params.timeout_ns, kRowBoundNs);
+        const bool has_expired = comm::elapsed_ns(&start_ns) > max(params.timeout_ns, kRowBoundNs);
         if (late != 0 && (is_aborted || has_expired)) {
             comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, client_idx,
                                is_aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
@@ -492,8 +258,8 @@ __device__ __forceinline__ void await_rows(RecvShared& shared, const sy_expert_r
 // Tells all blocks when this one has found a client's frame bad.
 __device__ __forceinline__ void tell_bad(RecvShared& shared) {
     __syncthreads();
-    const bool is_bad = threadIdx.x < 32 && (shared.row_code[threadIdx.x] != 0 ||
-                                             shared.entry_code[threadIdx.x] != 0);
+    const bool is_bad = threadIdx.x < 32 &&
+                        (shared.row_code[threadIdx.x] != 0 || shared.entry_code[threadIdx.x] != 0);
     if (is_bad)
         for (uint32_t other = 0; other < kRecvBlocks; ++other)
             ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.any_bad, other), 1);
@@ -505,18 +271,20 @@ __device__ __forceinline__ void fill_staged(RecvShared& shared, const sy_expert_
     const uint32_t row = threadIdx.x;
     if (row < shared.row_begin[SY_MAX_PEERS]) {
         const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
-        params.lists.row_source[row] = client_idx << SY_ROUTE_SHIFT |
-                                       (row - shared.row_begin[client_idx]);
+        params.lists.row_source[row] =
+            client_idx << SY_ROUTE_SHIFT | (row - shared.row_begin[client_idx]);
         uint32_t positions[8];
 #pragma unroll
         for (uint32_t i = 0; i < 8; ++i) {
-            positions[i] = SY_NO_EXPERT;
-            if (kept.packed[i] == SY_NO_EXPERT)
-                continue;
-            positions[i] = shared.base[kept.packed[i] >> kRankBits] +
-                           (kept.packed[i] & ((1u << kRankBits) - 1));
-            shared.staged[positions[i]] = make_uint2(row, kept.weight[i]);
+            const bool counts = kept.packed[i] != SY_NO_EXPERT;
+            const uint32_t begin = shared.base[counts ? kept.packed[i] >> kRankBits : 0];
+            positions[i] =
+                counts ? begin + (kept.packed[i] & ((1u << kRankBits) - 1)) : SY_NO_EXPERT;
         }
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i)
+            if (positions[i] != SY_NO_EXPERT)
+                shared.staged[positions[i]] = make_uint2(row, kept.weight[i]);
         uint32_t* out = params.lists.row_position + uint64_t{row} * params.geometry.top_k;
         if (params.geometry.top_k == 8) {
             reinterpret_cast<uint4*>(out)[0] = {positions[0], positions[1], positions[2],
@@ -628,8 +396,8 @@ __device__ __forceinline__ void drop_bad_clients(RecvShared& shared,
     uint32_t code = 0;
     if (lane_idx < 32)
         for (uint32_t other = 0; other < kRecvBlocks; ++other)
-            code = max(code, max(ptx::ld_shared_cluster(ptx::mapa_shared_cluster(
-                                     &shared.row_code[lane_idx], other)),
+            code = max(code, max(ptx::ld_shared_cluster(
+                                     ptx::mapa_shared_cluster(&shared.row_code[lane_idx], other)),
                                  ptx::ld_shared_cluster(ptx::mapa_shared_cluster(
                                      &shared.entry_code[lane_idx], other))));
     // Codes must be known to all before anything is counted again.
@@ -643,9 +411,8 @@ __device__ __forceinline__ void drop_bad_clients(RecvShared& shared,
     __syncthreads();
 }
 
-__device__ __forceinline__ void write_batch(const RecvShared& shared,
-                                            const sy_expert_recv_params& params,
-                                            uint32_t num_entries) {
+__device__ __forceinline__ void
+write_batch(const RecvShared& shared, const sy_expert_recv_params& params, uint32_t num_entries) {
     const uint32_t lane_idx = threadIdx.x;
     sy_batch* batch = params.lists.batch;
     const bool is_in =
@@ -653,6 +420,7 @@ __device__ __forceinline__ void write_batch(const RecvShared& shared,
     if (is_in)
         batch->frame_number[lane_idx] = shared.snapshot.number[lane_idx];
     batch->row_begin[lane_idx + 1] = shared.row_begin[lane_idx + 1];
+    batch->waited_ns[lane_idx] = shared.snapshot.waited_ns[lane_idx];
     const uint32_t clients = __ballot_sync(kFullWarp, is_in);
     if (lane_idx == 0) {
         batch->row_begin[0] = 0;
@@ -660,6 +428,7 @@ __device__ __forceinline__ void write_batch(const RecvShared& shared,
         batch->num_entries = num_entries;
         batch->layer = shared.snapshot.layer;
         batch->clients = clients;
+        batch->expected = shared.snapshot.expected;
     }
 }
 
@@ -670,6 +439,10 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     const uint32_t thread_idx = threadIdx.x;
     const uint32_t rank = ptx::mov_cluster_ctarank();
     const uint32_t wanted = min(params.min_ready, params.num_clients);
+    // Asked for early: it may lie in the host's memory, a microsecond away.
+    uint64_t gather = 0;
+    if (params.gather != nullptr && rank == 0 && thread_idx < 32)
+        gather = ptx::ld_relaxed_sys(reinterpret_cast<const uint64_t*>(params.gather));
     for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
         shared.histogram[i] = 0;
     if (thread_idx < 32)
@@ -681,20 +454,12 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     clients.load(params.clients, params.num_clients);
     clients.store(shared.clients, params.num_clients);
     __syncthreads();
-    ptx::griddepcontrol_wait();
-    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
-        ptx::griddepcontrol_launch_dependents();
+    comm::follow(params.flags);
+    comm::let_next_start(params.flags);
     if (rank == 0 && thread_idx < 32) {
-        const Arrivals seen = await_headers(shared, params, wanted);
+        const sy_gather whom = {static_cast<uint32_t>(gather), static_cast<uint32_t>(gather >> 32)};
+        const Arrivals seen = await_headers(shared, params, whom, wanted);
         choose_batch<kWays>(shared, params, seen, wanted);
-        if constexpr (kWays != comm::kDirectOnly) {
-            // Apart from the choice, because building requests takes registers.
-            __syncwarp();
-            if ((shared.snapshot.taken >> thread_idx & 1) != 0)
-                tell_taken<kWays>(params, shared.clients[thread_idx],
-                                  shared.snapshot.number[thread_idx],
-                                  shared.snapshot.num_rows[thread_idx]);
-        }
         __syncwarp();
         number_rows(shared);
     }
@@ -710,20 +475,22 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
             number_rows(shared);
         __syncthreads();
     }
+    if (rank == kRecvBlocks - 1 && thread_idx < 32)
+        note_batch<kWays>(shared, params);
     // A batch of which every thread of a block takes one row at most: the first block makes the lists alone,
     // without waiting for the others, which see to the rows meanwhile.
     const bool is_small = shared.row_begin[SY_MAX_PEERS] <= kRecvThreads / 2;
     const bool is_apart = is_small && kRecvBlocks > 1;
     // Otherwise neighbouring rows go to different blocks.
-    const uint32_t first_thread =
-        !is_small ? thread_idx * kRecvBlocks + rank : rank == 0 ? thread_idx : kRecvStride;
+    const uint32_t first_thread = !is_small   ? thread_idx * kRecvBlocks + rank
+                                  : rank == 0 ? thread_idx
+                                              : kRecvStride;
     // Once more without the clients whose frames prove bad, which is rare.
     for (bool is_second = false;; is_second = true) {
         RowEntries kept;
         if (first_thread < shared.row_begin[SY_MAX_PEERS])
-            load_entries(shared, params,
-                         client_of_row(shared, params.num_clients, first_thread), first_thread, 0,
-                         kept);
+            load_entries(shared, params, client_of_row(shared, params.num_clients, first_thread),
+                         first_thread, 0, kept);
         if (!is_second) {
             // The layer was checked; without a batch it is 0.
             const int16_t* local_expert =
@@ -766,6 +533,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
                       shared.bad_code[thread_idx]);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
+    comm::join(params.flags);
 }
 
 } // namespace switchyard::impls

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/stream.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/answer.cuh"
 #include "switchyard/impls/rows.cuh"
@@ -11,37 +12,47 @@
 
 namespace switchyard::impls {
 
-template <class Config, class Store>
-__device__ __forceinline__ void weighted_row(const sy_expert_send_params& params, uint32_t batch_row,
-                                             Store store) {
-    const sy_frame_geometry& geometry = params.geometry;
-    const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
-    const uint32_t* positions = params.lists.row_position + uint64_t{batch_row} * geometry.top_k;
-    const uint8_t* outputs = static_cast<const uint8_t*>(params.expert_out);
-    for (uint32_t chunk_idx = threadIdx.x; chunk_idx < hidden / 8; chunk_idx += Config::kNumThreads) {
-        float sum[8] = {};
-        for (uint32_t first = 0; first < geometry.top_k; first += 4) {
-            uint4 parts[4];
-            float weights[4];
+// The experts' outputs of each token, weighted and summed in top-k order.
+template <class Config> struct WeightedRows {
+    const AnswerShared& shared;
+    const sy_expert_send_params& params;
+
+    static constexpr bool kLoadsAhead = false;
+
+    template <class Store>
+    __device__ __forceinline__ void make(uint32_t client, uint32_t row, Store store) const {
+        const sy_frame_geometry& geometry = params.geometry;
+        const uint32_t hidden = Config::kHidden != 0 ? Config::kHidden : geometry.hidden;
+        const uint32_t batch_row = shared.row_begin[client] + row;
+        const uint32_t* positions =
+            params.lists.row_position + uint64_t{batch_row} * geometry.top_k;
+        const uint8_t* outputs = static_cast<const uint8_t*>(params.expert_out);
+        for (uint32_t chunk_idx = threadIdx.x; chunk_idx < hidden / 8;
+             chunk_idx += Config::kNumThreads) {
+            float sum[8] = {};
+            for (uint32_t first = 0; first < geometry.top_k; first += 4) {
+                uint4 parts[4];
+                float weights[4];
 #pragma unroll
-            for (uint32_t i = 0; i < 4; ++i) {
-                const uint32_t position =
-                    first + i < geometry.top_k ? positions[first + i] : SY_NO_EXPERT;
-                parts[i] = make_uint4(0, 0, 0, 0);
-                weights[i] = 0.0f;
-                if (position != SY_NO_EXPERT) {
-                    weights[i] = params.lists.list_weight[position];
-                    parts[i] = *reinterpret_cast<const uint4*>(
-                        outputs + (uint64_t{position} * hidden + chunk_idx * 8) * 2);
+                for (uint32_t i = 0; i < 4; ++i) {
+                    const uint32_t position =
+                        first + i < geometry.top_k ? positions[first + i] : SY_NO_EXPERT;
+                    parts[i] = make_uint4(0, 0, 0, 0);
+                    weights[i] = 0.0f;
+                    if (position != SY_NO_EXPERT) {
+                        weights[i] = params.lists.list_weight[position];
+                        parts[i] = *reinterpret_cast<const uint4*>(
+                            outputs + (uint64_t{position} * hidden + chunk_idx * 8) * 2);
+                    }
                 }
-            }
 #pragma unroll
-            for (uint32_t i = 0; i < 4; ++i)
-                add_chunk<true>(sum, parts[i], weights[i]);
+                for (uint32_t i = 0; i < 4; ++i)
+                    add_chunk<true>(sum, parts[i], weights[i]);
+            }
+            store(chunk_idx, round_chunk(sum));
         }
-        store(chunk_idx, round_chunk(sum));
     }
-}
+};
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
@@ -53,8 +64,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (threadIdx.x < params.num_clients)
         client = params.clients[threadIdx.x];
     ptx::griddepcontrol_wait();
-    if ((params.flags & SY_LAUNCH_FLAG_EARLY) != 0)
-        ptx::griddepcontrol_launch_dependents();
+    comm::let_next_start(params.flags);
     const sy_frame_geometry& geometry = params.geometry;
     const sy_batch* batch = params.lists.batch;
     const uint32_t client_idx = threadIdx.x;
@@ -71,10 +81,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
             num_rows = (clients >> client_idx & 1) != 0 ? end - begin : 0;
             shared.number[client_idx] = number;
             shared.row_begin[client_idx] = begin;
-            shared.request_frame[client_idx] = client.request +
-                                               layout::request_frame(geometry, place);
-            shared.response_window[client_idx] = client.response.window +
-                                                 layout::response_frame(geometry, place);
+            shared.request_frame[client_idx] =
+                client.request + layout::request_frame(geometry, place);
+            shared.response_window[client_idx] =
+                client.response.window + layout::response_frame(geometry, place);
         }
         shared.num_rows[client_idx] = num_rows;
         const uint32_t most = __reduce_max_sync(kFullWarp, num_rows);
@@ -82,14 +92,13 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
             shared.most_rows = most;
     }
     __syncthreads();
-    answer_rows<Config>(shared, geometry, params.num_clients,
-                        [&](uint32_t client, uint32_t row, auto store) {
-                            if (params.expert_out != nullptr)
-                                weighted_row<Config>(params, shared.row_begin[client] + row, store);
-                            else
-                                identity_row<Config>(geometry, shared.request_frame[client], row,
-                                                     store);
-                        });
+    // Apart, so that neither holds the other's registers.
+    if (params.expert_out != nullptr)
+        answer_rows<Config>(shared, geometry, params.num_clients,
+                            WeightedRows<Config>{shared, params});
+    else
+        answer_rows<Config>(shared, geometry, params.num_clients,
+                            IdentityRows<Config>{shared, geometry});
 }
 
 } // namespace switchyard::impls

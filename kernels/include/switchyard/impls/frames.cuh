@@ -47,8 +47,8 @@ __device__ __forceinline__ uint32_t accepted_rows(const FrameAt& frame) {
 // SYNC POINT accept
 __device__ __forceinline__ bool row_arrived(const sy_frame_geometry& geometry, const FrameAt& frame,
                                             uint32_t row) {
-    return ptx::ld_acquire_sys(reinterpret_cast<const uint64_t*>(layout::request_flag_at(
-               geometry, frame.address, row))) >= frame.number;
+    return ptx::ld_acquire_sys(reinterpret_cast<const uint64_t*>(
+               layout::request_flag_at(geometry, frame.address, row))) >= frame.number;
 }
 
 } // namespace switchyard::impls

@@ -38,18 +38,26 @@ __device__ __forceinline__ P2pShare share_of_block(const sy_p2p_params& params) 
     return {blockIdx.x % params.num_peers, blockIdx.x / params.num_peers, params.blocks_per_peer};
 }
 
-// False, in all threads, when the counter did not get there in time.
-__device__ __forceinline__ bool await_counter(const sy_p2p_params& params, uint32_t peer,
-                                              uint64_t expected) {
+// False, in all threads, when the counters of the peers from `first` to before `last` did not all get there
+// in time.
+__device__ __forceinline__ bool await_counters(const sy_p2p_params& params, uint32_t first,
+                                               uint32_t last, uint64_t expected) {
     __shared__ bool came;
     if (threadIdx.x == 0) {
-        const comm::WaitBound bound = {params.error, nullptr, nullptr, nullptr, nullptr,
-                                       params.timeout_ns};
-        came = comm::wait_until(reinterpret_cast<const uint64_t*>(params.counters[peer]), expected,
-                                SY_TAG_P2P, peer, bound);
+        const comm::WaitBound bound = {params.error, nullptr, nullptr,
+                                       nullptr,      nullptr, params.timeout_ns};
+        bool all_came = true;
+        for (uint32_t peer = first; all_came && peer < last; ++peer)
+            all_came = comm::wait_until(reinterpret_cast<const uint64_t*>(params.counters[peer]),
+                                        expected, SY_TAG_P2P, peer, bound);
+        came = all_came;
     }
     __syncthreads();
     return came;
+}
+__device__ __forceinline__ bool await_counter(const sy_p2p_params& params, uint32_t peer,
+                                              uint64_t expected) {
+    return await_counters(params, peer, peer + 1, expected);
 }
 
 // Everything that the block has put, then the peer's counter.
@@ -81,20 +89,26 @@ __global__ void __launch_bounds__(kP2pThreads)
         params.elapsed_ns[my.peer] = ptx::mov_globaltimer() - start_ns;
 }
 
-// A sender puts its message to every receiver, turn after turn, and waits for their answers once. It starts
-// its clock when the receiver says that it is there.
+// A sender puts its message to every receiver, turn after turn, and waits for their answers once.
+//
+// All begin together: a receiver gives its word when every sender has reported to it, and a sender begins
+// when it has every receiver's. Who began alone would find the links empty, and the slowest sender's time
+// would not be that of all the bytes.
 __global__ void __launch_bounds__(kP2pThreads)
     stream_kernel(const __grid_constant__ sy_p2p_params params) {
     const P2pShare my = share_of_block(params);
     if (!params.begins) {
-        if (my.share != 0)
+        if (my.share != 0 || !await_counters(params, 0, params.num_peers, 1))
             return;
         count_up(params, my.peer);
-        if (await_counter(params, my.peer, my.num_shares))
+        if (await_counter(params, my.peer, 1 + my.num_shares))
             count_up(params, my.peer);
         return;
     }
-    if (!await_counter(params, my.peer, 1))
+    // The first block reports for all, so that no block waits for one that has not begun.
+    for (uint32_t peer = 0; blockIdx.x == 0 && peer < params.num_peers; ++peer)
+        count_up(params, peer);
+    if (!await_counters(params, 0, params.num_peers, 1))
         return;
     const uint64_t start_ns = ptx::mov_globaltimer();
     for (uint32_t turn = 1; turn <= params.num_turns; ++turn)

@@ -24,8 +24,8 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
     uint32_t num_pending = 0, oldest = 0, num_samples = 0;
     comm::proxy::Status status = SY_PROXY_OK;
     // Commands of earlier launches.
-    const uint64_t base = comm::ld_relaxed<comm::Scope::kGpu>(
-        &comm::proxy::detail::state_of(lane).reserved);
+    const uint64_t base =
+        comm::ld_relaxed<comm::Scope::kGpu>(&comm::proxy::detail::state_of(lane).reserved);
     __syncwarp();
     const uint64_t start = comm::now_ns();
     uint64_t begin = 0;
@@ -51,8 +51,7 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
     const auto look = [&](bool is_patient) {
         if (lane_idx != 0)
             return;
-        const sy_proxy_lane_words* words =
-            comm::at_address<const sy_proxy_lane_words>(lane.words);
+        const sy_proxy_lane_words* words = comm::at_address<const sy_proxy_lane_words>(lane.words);
         do {
             uint64_t completed = 0, error = 0;
             comm::proxy::detail::load_words(words, &completed, &error);
@@ -82,8 +81,8 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
             status = __shfl_sync(0xffffffffu, status, 0);
             const uint32_t num_words = params.object_bytes / 8;
             for (uint32_t i = 0; i < params.batch; ++i) {
-                uint64_t* words = reinterpret_cast<uint64_t*>(
-                    peer.mirror + region + (object + i) * params.object_bytes);
+                uint64_t* words = reinterpret_cast<uint64_t*>(peer.mirror + region +
+                                                              (object + i) * params.object_bytes);
                 for (uint32_t word = lane_idx; word < num_words; word += 32)
                     words[word] = SY_PROXY_PATTERN(lane_number, begin + i, word);
             }

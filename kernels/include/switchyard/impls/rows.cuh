@@ -37,25 +37,24 @@ __device__ __forceinline__ float divide_by_f8_max(float value) {
     return __fmaf_rn(__fmaf_rn(-quotient, kF8Max, value), kReciprocal, quotient);
 }
 
-struct QuantizedChunk {
-    uint4 codes; // 16 e4m3 values
-    float scale; // of the 128 values that eight neighbouring lanes hold
+template <uint32_t kWords> struct QuantizedWords {
+    uint32_t codes[kWords / 2]; // e4m3 values
+    float scale; // of the 128 values that neighbouring lanes hold
 };
 
-// Quantises 16 bf16 values per lane. Called by whole warps; eight neighbouring lanes share a scale.
-__device__ __forceinline__ QuantizedChunk quantize_chunk(const uint4 (&values)[2]) {
-    uint32_t words[8] = {values[0].x, values[0].y, values[0].z, values[0].w,
-                         values[1].x, values[1].y, values[1].z, values[1].w};
+// Quantises pairs of bf16 values, 128 values over neighbouring lanes. Called by whole warps.
+template <uint32_t kWords>
+__device__ __forceinline__ QuantizedWords<kWords> quantize_words(uint32_t (&words)[kWords]) {
     uint32_t largest2 = words[0] & 0x7fff7fffu;
 #pragma unroll
-    for (int i = 1; i < 8; ++i)
+    for (uint32_t i = 1; i < kWords; ++i)
         largest2 = max_u16x2(largest2, words[i] & 0x7fff7fffu);
     uint32_t largest = max(largest2 & 0xffffu, largest2 >> 16);
     if (__any_sync(kFullWarp, largest >= 0x7f80u)) {
         // NaN and infinity take no part in the scale and become the code of NaN.
         largest = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (uint32_t i = 0; i < kWords; ++i) {
             const uint32_t low = words[i] & 0x7fffu, high = words[i] >> 16 & 0x7fffu;
             if (low >= 0x7f80u)
                 words[i] |= 0x7fffu;
@@ -68,26 +67,41 @@ __device__ __forceinline__ QuantizedChunk quantize_chunk(const uint4 (&values)[2
         }
     }
 #pragma unroll
-    for (int delta = 1; delta < 8; delta <<= 1)
+    for (uint32_t delta = 1; delta < 64 / kWords; delta <<= 1)
         largest = max(largest, __shfl_xor_sync(kFullWarp, largest, delta));
-    QuantizedChunk chunk;
+    QuantizedWords<kWords> quantized;
     // A block of zeros has scale 1; the smallest scale keeps its reciprocal finite.
-    chunk.scale = largest == 0 ? 1.0f
-                               : fmaxf(divide_by_f8_max(__uint_as_float(largest << 16)),
-                                       __uint_as_float(0x00800000u));
-    const float inverse = __frcp_rn(chunk.scale);
-    uint32_t codes[4];
+    quantized.scale = largest == 0 ? 1.0f
+                                   : fmaxf(divide_by_f8_max(__uint_as_float(largest << 16)),
+                                           __uint_as_float(0x00800000u));
+    const float inverse = __frcp_rn(quantized.scale);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (uint32_t i = 0; i < kWords / 2; ++i) {
         const float2 a = bf16x2_to_float2(words[2 * i]), b = bf16x2_to_float2(words[2 * i + 1]);
-        const uint32_t low = __nv_cvt_float2_to_fp8x2(
-            make_float2(__fmul_rn(a.x, inverse), __fmul_rn(a.y, inverse)), __NV_SATFINITE, __NV_E4M3);
-        const uint32_t high = __nv_cvt_float2_to_fp8x2(
-            make_float2(__fmul_rn(b.x, inverse), __fmul_rn(b.y, inverse)), __NV_SATFINITE, __NV_E4M3);
-        codes[i] = low | high << 16;
+        const uint32_t low =
+            __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(a.x, inverse), __fmul_rn(a.y, inverse)),
+                                     __NV_SATFINITE, __NV_E4M3);
+        const uint32_t high =
+            __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(b.x, inverse), __fmul_rn(b.y, inverse)),
+                                     __NV_SATFINITE, __NV_E4M3);
+        quantized.codes[i] = low | high << 16;
     }
-    chunk.codes = make_uint4(codes[0], codes[1], codes[2], codes[3]);
-    return chunk;
+    return quantized;
+}
+
+struct QuantizedChunk {
+    uint4 codes; // 16 e4m3 values
+    float scale; // of the 128 values that eight neighbouring lanes hold
+};
+
+// Quantises 16 bf16 values per lane. Called by whole warps; eight neighbouring lanes share a scale.
+__device__ __forceinline__ QuantizedChunk quantize_chunk(const uint4 (&values)[2]) {
+    uint32_t words[8] = {values[0].x, values[0].y, values[0].z, values[0].w,
+                         values[1].x, values[1].y, values[1].z, values[1].w};
+    const QuantizedWords<8> quantized = quantize_words(words);
+    return {
+        make_uint4(quantized.codes[0], quantized.codes[1], quantized.codes[2], quantized.codes[3]),
+        quantized.scale};
 }
 
 // Eight values of a row as they lie in a slot, and the scale that goes with them.

@@ -37,10 +37,10 @@ static inline int sy_make_geometry(uint32_t hidden, uint32_t top_k, uint32_t dty
         sy_round_up(g.flags_offset + (uint64_t)max_tokens * sizeof(uint64_t), SY_PAYLOAD_ALIGN);
     g.scales_offset = sy_round_up(
         g.entries_offset + (uint64_t)max_tokens * top_k * sizeof(sy_entry), SY_PAYLOAD_ALIGN);
-    g.payload_offset = sy_round_up(
-        g.scales_offset + (uint64_t)max_tokens * g.scales_per_row * sizeof(float), SY_PAYLOAD_ALIGN);
-    g.frame_bytes =
-        sy_round_up(g.payload_offset + (uint64_t)max_tokens * g.row_stride_bytes, 4096);
+    g.payload_offset =
+        sy_round_up(g.scales_offset + (uint64_t)max_tokens * g.scales_per_row * sizeof(float),
+                    SY_PAYLOAD_ALIGN);
+    g.frame_bytes = sy_round_up(g.payload_offset + (uint64_t)max_tokens * g.row_stride_bytes, 4096);
     g.control_offset = g.frame_bytes * num_frames;
     g.slot_bytes = g.control_offset + SY_CONTROL_BYTES;
     g.response_flags_offset = 0;
@@ -105,8 +105,8 @@ static inline uint64_t sy_expert_scratch_bytes(const sy_frame_geometry* geometry
                                                uint32_t num_local_experts, uint32_t max_rows,
                                                uint32_t weights_dtype, uint32_t row_values) {
     /* Rows by expert, each expert's beginning at a multiple of eight; 128-byte panels and their scales. */
-    const uint64_t num_rows = sy_round_up((uint64_t)max_rows * geometry->top_k, 8) +
-                              8 * (uint64_t)num_local_experts;
+    const uint64_t num_rows =
+        sy_round_up((uint64_t)max_rows * geometry->top_k, 8) + 8 * (uint64_t)num_local_experts;
     if (weights_dtype == SY_DTYPE_F8_E4M3)
         return sy_round_up(row_values, 128) / 128 * num_rows * (128 + sizeof(float));
     return sy_round_up(row_values, 64) / 64 * num_rows * 128;
@@ -121,25 +121,32 @@ typedef struct sy_map_shape {
     uint64_t strides[4];
 } sy_map_shape;
 
-/* Gate and up: a box is a tile, 16 times eight rows of gate and eight of up. */
-static inline sy_map_shape sy_gate_up_map(uint32_t hidden, uint32_t inter, uint32_t num_local_experts,
-                                          uint32_t dtype) {
+/* Both maps put rows into a tile in the order that leaves a thread of the matrix units with neighbouring
+ * results: row 8 j + 2 q + e of a group, in the tile, is row 16 q + 2 j + e (down: 8 q + 2 j + e) of the
+ * matrix. The second dimension is all rows: its coordinate says where a group begins. */
+
+/* Gate and up: a box is half a tile, a group of 64 rows of gate and of as many of up, by eight in turn. */
+static inline sy_map_shape sy_gate_up_map(uint32_t hidden, uint32_t inter,
+                                          uint32_t num_local_experts, uint32_t dtype) {
     const uint64_t row = hidden * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
-    const sy_map_shape map = {5,
-                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 8, 2, SY_TILE_WEIGHTS / 16, 1},
-                              {hidden, 8, 2, inter / 8, num_local_experts},
-                              {row, row * inter, row * 8, row * inter * 2}};
+    const sy_map_shape map = {
+        5,
+        {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 2, 8},
+        {hidden, inter * (uint64_t)2 * num_local_experts, 4, 2, 8},
+        {row, row * 16, row * inter, row * 2}};
     return map;
 }
 
-/* Down: a box is a tile of rows. */
+/* Down: a box is a tile, eight groups of 32 rows. */
 static inline sy_map_shape sy_down_map(uint32_t hidden, uint32_t inter, uint32_t num_local_experts,
                                        uint32_t dtype) {
     const uint64_t row = inter * (uint64_t)(dtype == SY_DTYPE_F8_E4M3 ? 1 : 2);
-    const sy_map_shape map = {3,
-                              {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), SY_TILE_WEIGHTS, 1, 0, 0},
-                              {inter, hidden, num_local_experts, 0, 0},
-                              {row, row * hidden, 0, 0}};
+    const uint64_t num_groups = hidden / 32 * (uint64_t)num_local_experts;
+    const sy_map_shape map = {
+        5,
+        {dtype == SY_DTYPE_F8_E4M3 ? UINT32_C(128) : UINT32_C(64), 2, 4, 4, SY_TILE_WEIGHTS / 32},
+        {inter, 2, 4, 4, num_groups},
+        {row, row * 8, row * 2, row * 32}};
     return map;
 }
 

@@ -12,8 +12,7 @@ namespace switchyard::layout {
 template <class T, uint32_t kNumThreads, uint32_t kMaxCount> struct TableCopy {
     static_assert(sizeof(T) % sizeof(uint64_t) == 0, "whole words");
     static constexpr uint32_t kWordsEach = sizeof(T) / sizeof(uint64_t);
-    static constexpr uint32_t kPerThread =
-        (kMaxCount * kWordsEach + kNumThreads - 1) / kNumThreads;
+    static constexpr uint32_t kPerThread = (kMaxCount * kWordsEach + kNumThreads - 1) / kNumThreads;
     uint64_t words[kPerThread];
 
     __device__ __forceinline__ void load(const T* table, uint32_t count) {
@@ -69,8 +68,7 @@ __device__ __forceinline__ uint64_t scales_at(const sy_frame_geometry& geometry,
 
 __device__ __forceinline__ uint64_t payload_at(const sy_frame_geometry& geometry, uint64_t frame,
                                                uint32_t row) {
-    return frame + geometry.payload_offset +
-           static_cast<uint64_t>(row) * geometry.row_stride_bytes;
+    return frame + geometry.payload_offset + static_cast<uint64_t>(row) * geometry.row_stride_bytes;
 }
 
 __device__ __forceinline__ uint64_t response_flag_at(uint64_t frame, uint32_t row) {

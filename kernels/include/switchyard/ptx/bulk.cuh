@@ -66,15 +66,6 @@ __device__ __forceinline__ void cp_async_bulk_to_shared(uint32_t target, const v
                  : "memory");
 }
 
-__device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t target, const void* map,
-                                                        uint32_t barrier, uint32_t x, uint32_t y,
-                                                        uint32_t z) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
-                 "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
-                 : "memory");
-}
-
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t target, const void* map,
                                                         uint32_t barrier, uint32_t x, uint32_t y,
                                                         uint32_t z, uint32_t u, uint32_t v) {
@@ -107,17 +98,16 @@ __device__ __forceinline__ void bar_sync(uint32_t barrier_idx, uint32_t num_thre
     asm volatile("bar.sync %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
 }
 
+// Counts this warp at such a barrier, and does not wait there.
+__device__ __forceinline__ void bar_arrive(uint32_t barrier_idx, uint32_t num_threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier_idx), "r"(num_threads) : "memory");
+}
+
 // Two 8 by 8 matrices of 16-bit values. Lane l names row l % 8 of matrix l / 8 (lanes below 16).
 __device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, uint32_t first,
                                                   uint32_t second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
                  "r"(first), "r"(second)
-                 : "memory");
-}
-
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&values)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3])
                  : "memory");
 }
 
@@ -127,6 +117,18 @@ __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "r"(address)
                  : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_shared_v4(uint32_t address, const uint4& value) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
     return value;
 }
 

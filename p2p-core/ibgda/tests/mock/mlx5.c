@@ -31,7 +31,8 @@ struct mlx5_ifc_path_bits {
 };
 
 struct mlx5_ifc_context_bits {
-    u8 state[4], lag[4], st[8], r0[3], pm_state[2], r1[1], credits[2], offload[4], padding[2], r2[2];
+    u8 state[4], lag[4], st[8], r0[3], pm_state[2], r1[1], credits[2], offload[4], padding[2],
+        r2[2];
     u8 wq_signature[1], block_lb[1], atomic_like[1], latency[1], r3[1], drain[1], r4[2], pd[24];
     u8 mtu[3], log_msg_max[5], r5[1], log_rq_size[4], log_rq_stride[3], no_sq[1], log_sq_size[4],
         r6[6], rlky[1], ulp[4];
@@ -103,20 +104,25 @@ _Static_assert(sizeof(struct mlx5_ifc_ring_bits) == 0x200, "bits of a completion
 
 /* What a test asks for and sets. */
 struct mock {
-    int32_t num_live;         /* objects that were made and not given back */
-    int32_t num_failures;     /* how many calls succeed before `fail_code` is returned; -1: all */
+    int32_t num_live; /* objects that were made and not given back */
+    int32_t num_failures; /* how many calls succeed before `fail_code` is returned; -1: all */
     int32_t fail_code;
     uint32_t has_devx, has_dma_buf, has_peer_memory, port_state, link_layer, sq_stride, cqe_version,
         atomic_operations, firmware_status;
     uint32_t last_error; /* line of the first thing that was wrong with what came in, 0 if none */
     uint32_t num_relaxed; /* registrations with relaxed ordering */
+    uint32_t num_exposed; /* registrations that a peer may use */
+    uint32_t atomic_cap, max_reads; /* of the device, as ibv_query_device says */
+    uint32_t sq_skip; /* bytes from a block's boundary to where queues of verbs begin */
+    uint32_t has_vector; /* whether address handles have an address vector */
 };
-struct mock sy_mock = {0, -1, 0, 1, 1, 1, 4, 2, 64, 1, 15, 0, 0, 0};
+struct mock sy_mock = {0, -1, 0, 1, 1, 1, 4, 2, 64, 1, 15, 0, 0, 0, 0, 1, 16, 0, 1};
 
 /* A queue pair as the last transition left it. */
 struct mock_queue {
     uint32_t qpn, state, remote_qpn, mtu, depth, is_collapsed, dbrec_umem, umem, port, lid, timeout,
-        retries, hop_limit, udp_port, traffic_class, service_level, gid_idx, reserved;
+        retries, hop_limit, udp_port, traffic_class, service_level, gid_idx, rnr_retries,
+        first_sent, first_expected;
     uint64_t sq, dbrec, cq, cq_dbrec, doorbell;
     uint8_t gid[16], mac[8];
 };
@@ -134,6 +140,13 @@ static struct {
 } rings[MAX];
 static uint32_t num_rings;
 static uint64_t last_register;
+
+/* As libmlx5 keeps them: doorbell records of all queues in common pages, 64 bytes each, and registers of
+ * all queues in one page of verbs and one of DevX. */
+enum { PAGE = 4096, RECORD_WORDS = 16 };
+static uint32_t records[2 * MAX][RECORD_WORDS] __attribute__((aligned(4096)));
+static uint8_t is_record_taken[2 * MAX];
+static uint64_t registers[2][PAGE / 8] __attribute__((aligned(4096)));
 
 #define EXPECT(condition)                                                                          \
     do {                                                                                           \
@@ -164,8 +177,24 @@ static int give(void* made) {
     return 0;
 }
 
+static uint32_t* take_record(void) {
+    for (uint32_t i = 0; i < 2 * MAX; i++)
+        if (!is_record_taken[i]) {
+            is_record_taken[i] = 1;
+            memset(records[i], 0, sizeof records[i]);
+            return records[i];
+        }
+    EXPECT(0);
+    abort();
+}
+static void give_record(uint32_t* record) {
+    const size_t i = (size_t)(record - records[0]) / RECORD_WORDS;
+    EXPECT(i < 2 * MAX && is_record_taken[i]);
+    is_record_taken[i] = 0;
+}
+
 int sy_mock_queue(uint32_t qpn, struct mock_queue* out) {
-    for (uint32_t i = 0; i < num_queues; i++)
+    for (uint32_t i = 0; i < num_queues && i < MAX; i++)
         if (queues[i].qpn == qpn) {
             *out = queues[i];
             return 0;
@@ -193,7 +222,8 @@ struct ibv_context* ibv_open_device(struct ibv_device* device) {
         context->device = device;
     return context;
 }
-struct ibv_context* mlx5dv_open_device(struct ibv_device* device, struct mlx5dv_context_attr* attr) {
+struct ibv_context* mlx5dv_open_device(struct ibv_device* device,
+                                       struct mlx5dv_context_attr* attr) {
     EXPECT(attr->comp_mask == 0);
     if (!sy_mock.has_devx && (attr->flags & MLX5DV_CONTEXT_FLAGS_DEVX)) {
         errno = EPERM;
@@ -203,7 +233,8 @@ struct ibv_context* mlx5dv_open_device(struct ibv_device* device, struct mlx5dv_
 }
 int ibv_close_device(struct ibv_context* context) { return give(context); }
 
-int ibv_query_port(struct ibv_context* context, uint8_t port, struct _compat_ibv_port_attr* compat) {
+int ibv_query_port(struct ibv_context* context, uint8_t port,
+                   struct _compat_ibv_port_attr* compat) {
     struct ibv_port_attr* attr = (struct ibv_port_attr*)compat;
     EXPECT(context->device == &devices[1]);
     if (port != 1)
@@ -214,6 +245,13 @@ int ibv_query_port(struct ibv_context* context, uint8_t port, struct _compat_ibv
     attr->gid_tbl_len = 4;
     attr->lid = 0x21;
     attr->link_layer = sy_mock.link_layer;
+    return fails() ? sy_mock.fail_code : 0;
+}
+int ibv_query_device(struct ibv_context* context, struct ibv_device_attr* attr) {
+    EXPECT(context->device == &devices[1]);
+    memset(attr, 0, sizeof *attr);
+    attr->atomic_cap = sy_mock.atomic_cap == 0 ? IBV_ATOMIC_NONE : IBV_ATOMIC_HCA;
+    attr->max_qp_rd_atom = attr->max_qp_init_rd_atom = (int)sy_mock.max_reads;
     return fails() ? sy_mock.fail_code : 0;
 }
 int ibv_query_gid(struct ibv_context* context, uint8_t port, int index, union ibv_gid* gid) {
@@ -245,8 +283,10 @@ static struct ibv_mr* register_memory(struct ibv_pd* pd, void* addr, size_t leng
     if (!mr)
         return NULL;
     sy_mock.num_relaxed += (access & IBV_ACCESS_RELAXED_ORDERING) != 0;
-    EXPECT(access == (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
+    EXPECT(access == IBV_ACCESS_LOCAL_WRITE ||
+           access == (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
                       IBV_ACCESS_REMOTE_ATOMIC));
+    sy_mock.num_exposed += access != IBV_ACCESS_LOCAL_WRITE;
     *mr = (struct ibv_mr){pd->context, pd, addr, length, 0, next_key, next_key + 1};
     next_key += 2;
     return mr;
@@ -265,7 +305,8 @@ struct ibv_mr* ibv_reg_dmabuf_mr(struct ibv_pd* pd, uint64_t offset, size_t leng
         errno = EOPNOTSUPP;
         return NULL;
     }
-    EXPECT(offset == 4096);
+    /* Memory of the tests, of which parts are registered. */
+    EXPECT(offset == 4096 + (iova - (UINT64_C(1) << 60)));
     return register_memory(pd, (void*)(uintptr_t)iova, length, access);
 }
 int ibv_dereg_mr(struct ibv_mr* mr) { return give(mr); }
@@ -301,13 +342,13 @@ struct ibv_cq* ibv_create_cq(struct ibv_context* context, int cqe, void* cq_cont
     ring->entries = power_of_two((uint32_t)cqe + 1);
     ring->buffer = aligned_alloc(4096, 64 * (size_t)ring->entries);
     memset(ring->buffer, 0xf1, 64 * (size_t)ring->entries);
-    ring->dbrec = aligned_alloc(4096, 4096);
+    ring->dbrec = take_record();
     return &ring->cq;
 }
 int ibv_destroy_cq(struct ibv_cq* cq) {
     struct ring* ring = (struct ring*)cq;
     free(ring->buffer);
-    free(ring->dbrec);
+    give_record(ring->dbrec);
     return give(ring);
 }
 struct ibv_qp* ibv_create_qp(struct ibv_pd* pd, struct ibv_qp_init_attr* init) {
@@ -320,17 +361,19 @@ struct ibv_qp* ibv_create_qp(struct ibv_pd* pd, struct ibv_qp_init_attr* init) {
     pair->qp.context = pd->context;
     pair->qp.pd = pd;
     pair->qp.send_cq = init->send_cq;
-    pair->depth = power_of_two(init->cap.max_send_wr);
+    /* As libmlx5: 192 bytes for whatever a reliable connection may post, and room for the inline bytes,
+     * in whole blocks. */
+    pair->depth = power_of_two(init->cap.max_send_wr * ((192 + 32 + 63) / 64));
     pair->index = num_queues++ % MAX;
     pair->qp.qp_num = 0x1a0 + pair->index;
     pair->buffer = aligned_alloc(4096, 64 * (size_t)pair->depth + 4096);
-    pair->dbrec = aligned_alloc(4096, 4096);
-    pair->reg = aligned_alloc(4096, 4096);
+    pair->dbrec = take_record();
+    pair->reg = &registers[0][0x800 / 8 + pair->index % 2 * 0x20];
     queues[pair->index] = (struct mock_queue){.qpn = pair->qp.qp_num,
                                               .depth = pair->depth,
-                                              .sq = (uint64_t)pair->buffer,
-                                              .dbrec = (uint64_t)(pair->dbrec + 16),
-                                              .doorbell = (uint64_t)(pair->reg + 0x100)};
+                                              .sq = (uint64_t)pair->buffer + sy_mock.sq_skip,
+                                              .dbrec = (uint64_t)pair->dbrec,
+                                              .doorbell = (uint64_t)pair->reg};
     return &pair->qp;
 }
 int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
@@ -339,11 +382,21 @@ int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
         return sy_mock.fail_code;
     EXPECT(mask & IBV_QP_STATE);
     switch (attr->qp_state) {
+    case IBV_QPS_RESET: {
+        struct pair* pair = (struct pair*)qp;
+        EXPECT(mask == IBV_QP_STATE);
+        /* As libmlx5: records of the queue pair to 0, and the completion queue cleaned by a count of its
+         * own. */
+        pair->dbrec[0] = pair->dbrec[1] = 0;
+        ((struct ring*)qp->send_cq)->dbrec[0] = 0xefcdab00;
+        queue->state = 0;
+        break;
+    }
     case IBV_QPS_INIT:
         EXPECT(queue->state == 0);
         EXPECT(mask == (IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
-        EXPECT(attr->qp_access_flags == (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
-                                         IBV_ACCESS_REMOTE_ATOMIC));
+        EXPECT(attr->qp_access_flags ==
+               (IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC));
         queue->port = attr->port_num;
         queue->state = 1;
         break;
@@ -351,7 +404,8 @@ int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
         EXPECT(queue->state == 1);
         EXPECT(mask == (IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
                         IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
-        EXPECT(attr->max_dest_rd_atomic == 16 && attr->rq_psn == 0);
+        EXPECT(attr->max_dest_rd_atomic == 16 && attr->rq_psn >> 24 == 0);
+        queue->first_expected = attr->rq_psn;
         EXPECT(attr->ah_attr.is_global == (sy_mock.link_layer == IBV_LINK_LAYER_ETHERNET));
         queue->remote_qpn = attr->dest_qp_num;
         queue->mtu = attr->path_mtu;
@@ -367,7 +421,9 @@ int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
         EXPECT(queue->state == 2);
         EXPECT(mask == (IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
                         IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
-        EXPECT(attr->max_rd_atomic == 16 && attr->rnr_retry == 7 && attr->sq_psn == 0);
+        EXPECT(attr->max_rd_atomic == 16 && attr->sq_psn >> 24 == 0);
+        queue->first_sent = attr->sq_psn;
+        queue->rnr_retries = attr->rnr_retry;
         queue->timeout = attr->timeout;
         queue->retries = attr->retry_cnt;
         queue->state = 3;
@@ -380,8 +436,7 @@ int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
 int ibv_destroy_qp(struct ibv_qp* qp) {
     struct pair* pair = (struct pair*)qp;
     free(pair->buffer);
-    free(pair->dbrec);
-    free(pair->reg);
+    give_record(pair->dbrec);
     return give(pair);
 }
 
@@ -406,15 +461,15 @@ int mlx5dv_init_obj(struct mlx5dv_obj* obj, uint64_t type) {
     if (type & MLX5DV_OBJ_PD)
         obj->pd.out->pdn = 0x5d;
     if (type & MLX5DV_OBJ_AH)
-        obj->ah.out->av = &((struct handle*)obj->ah.in)->av;
+        obj->ah.out->av = sy_mock.has_vector ? &((struct handle*)obj->ah.in)->av : NULL;
     if (type & MLX5DV_OBJ_QP) {
         struct pair* pair = (struct pair*)obj->qp.in;
         struct mlx5dv_qp* out = obj->qp.out;
-        out->dbrec = pair->dbrec + 16;
-        out->sq.buf = pair->buffer;
+        out->dbrec = pair->dbrec;
+        out->sq.buf = (char*)pair->buffer + sy_mock.sq_skip;
         out->sq.wqe_cnt = pair->depth;
         out->sq.stride = sy_mock.sq_stride;
-        out->bf.reg = pair->reg + 0x100;
+        out->bf.reg = pair->reg;
         out->bf.size = 256;
     }
     if (type & MLX5DV_OBJ_CQ) {
@@ -493,16 +548,13 @@ struct mlx5dv_devx_uar* mlx5dv_devx_alloc_uar(struct ibv_context* context, uint3
     struct mlx5dv_devx_uar* uar = make(sizeof *uar);
     if (!uar)
         return NULL;
-    uar->base_addr = aligned_alloc(4096, 4096);
+    uar->base_addr = registers[1];
     uar->reg_addr = (char*)uar->base_addr + 0x800;
     uar->page_id = 0x3a;
     last_register = (uint64_t)uar->reg_addr;
     return uar;
 }
-void mlx5dv_devx_free_uar(struct mlx5dv_devx_uar* uar) {
-    free(uar->base_addr);
-    give(uar);
-}
+void mlx5dv_devx_free_uar(struct mlx5dv_devx_uar* uar) { give(uar); }
 int mlx5dv_devx_query_eqn(struct ibv_context* context, uint32_t vector, uint32_t* eqn) {
     (void)context;
     EXPECT(vector == 0);
@@ -537,8 +589,8 @@ struct mlx5dv_devx_obj* mlx5dv_devx_obj_create(struct ibv_context* context, cons
         EXPECT(GET(create_ring, in, cqc.c_eqn) == 0x0e);
         EXPECT(GET(create_ring, in, cqc.status) == 0 && GET(create_ring, in, cqc.st) == 0);
         number = num_rings++ % MAX;
-        rings[number].cq = address_of(GET(create_ring, in, cq_umem_id)) +
-                           GET64(create_ring, in, cq_umem_offset);
+        rings[number].cq =
+            address_of(GET(create_ring, in, cq_umem_id)) + GET64(create_ring, in, cq_umem_offset);
         rings[number].cq_dbrec = address_of(GET(create_ring, in, cqc.dbr_umem_id)) +
                                  GET64(create_ring, in, cqc.dbr_addr);
         rings[number].is_collapsed = GET(create_ring, in, cqc.cc);
@@ -577,11 +629,14 @@ int mlx5dv_devx_obj_modify(struct mlx5dv_devx_obj* obj, const void* in, size_t i
                            size_t outlen) {
     struct mock_queue* queue = &queues[*(uint32_t*)obj];
     const uint32_t opcode = GET(change, in, opcode);
-    EXPECT(inlen == 272 && outlen == 16 && GET(change, in, qpn) == queue->qpn);
+    EXPECT(inlen == (opcode == 0x50a ? 16 : 272) && outlen == 16);
+    EXPECT(GET(change, in, qpn) == queue->qpn);
     memset(out, 0, outlen);
     if (sy_mock.firmware_status)
         return refuse(out);
-    if (opcode == 0x502) {
+    if (opcode == 0x50a) {
+        queue->state = 0;
+    } else if (opcode == 0x502) {
         EXPECT(queue->state == 0 && GET(change, in, qpc.pm_state) == 3);
         EXPECT(GET(change, in, qpc.rre) && GET(change, in, qpc.rwe) && GET(change, in, qpc.rae));
         EXPECT(GET(change, in, qpc.atomic_mode) == 3);
@@ -591,6 +646,7 @@ int mlx5dv_devx_obj_modify(struct mlx5dv_devx_obj* obj, const void* in, size_t i
         EXPECT(queue->state == 1 && GET(change, in, qpc.log_msg_max) == 30);
         EXPECT(GET(change, in, qpc.log_rra_max) == 4 && GET(change, in, qpc.min_rnr_nak) == 12);
         EXPECT(GET(change, in, qpc.primary.vhca_port_num) == queue->port);
+        queue->first_expected = GET(change, in, qpc.next_rcv_psn);
         queue->remote_qpn = GET(change, in, qpc.remote_qpn);
         queue->mtu = GET(change, in, qpc.mtu);
         queue->lid = GET(change, in, qpc.primary.rlid);
@@ -607,7 +663,8 @@ int mlx5dv_devx_obj_modify(struct mlx5dv_devx_obj* obj, const void* in, size_t i
         queue->state = 2;
     } else if (opcode == 0x504) {
         EXPECT(queue->state == 2 && GET(change, in, qpc.log_sra_max) == 4);
-        EXPECT(GET(change, in, qpc.next_send_psn) == 0 && GET(change, in, qpc.rnr_retry) == 7);
+        queue->first_sent = GET(change, in, qpc.next_send_psn);
+        queue->rnr_retries = GET(change, in, qpc.rnr_retry);
         queue->timeout = GET(change, in, qpc.primary.ack_timeout);
         queue->retries = GET(change, in, qpc.retry_count);
         queue->state = 3;

@@ -1,5 +1,9 @@
 //! What the benchmarks share: stand-ins for a transport, the check of the payload, figures.
 
+#[cfg(not(loom))]
+pub mod gpu;
+#[cfg(not(loom))]
+mod lines;
 pub mod local;
 mod post;
 #[cfg(feature = "cuda")]

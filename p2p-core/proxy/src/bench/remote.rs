@@ -3,19 +3,22 @@
 //! The two sides agree on everything over one TCP connection, line by line in JSON. Before anything is
 //! timed, rounds of fresh objects are put and the receiver compares every word of them.
 
-use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, Route, SideDescription};
 use p2p_core::{AnyEndpoint, Region, SlotConfig, SlotLayout};
 
+use super::gpu::{self as producers, Order, PRODUCE_FILLS, PRODUCE_ROUND_TRIP, Producers};
+use super::lines::{LIMIT, Lines, accept};
 use super::{Latency, pattern};
 use crate::command::{Command, Opcode};
+use crate::gpu::{self, GpuPoster};
 use crate::lane::{LaneConfig, Lanes, Poster};
 use crate::memory;
 use crate::threads::{PeerConfig, Proxy, ProxyConfig, ProxyPeer};
@@ -33,8 +36,12 @@ pub struct Plan {
     pub batch: u32,
     /// Objects of each thread that are timed.
     pub commands: u64,
-    /// Rounds of `budget` objects whose every word is compared.
+    /// Rounds of `budget` objects whose every word is compared: those of a GPU without a pause between them,
+    /// and the last round's only.
     pub checks: u32,
+    /// Whether a GPU produces, and lanes are of one kind whatever the thread.
+    #[serde(default)]
+    pub is_gpu: bool,
 }
 
 /// What came of it.
@@ -55,14 +62,16 @@ pub struct RemoteFigures {
     pub gbps: f64,
     /// From posting a batch to its end.
     pub latency: Option<Latency>,
-    /// Of one object after the other, until it has arrived (put and quiet).
+    /// Of one object after the other, until it has arrived (put and quiet); from a GPU until the object may be
+    /// written again.
     pub one: Option<Latency>,
     /// Objects compared, all good.
     pub checked: u64,
 }
 
+/// What the sides say to each other.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
-enum Line {
+pub(super) enum Line {
     Plan(Plan),
     Side {
         address: u64,
@@ -99,21 +108,49 @@ impl Plan {
         );
         ensure!((1..=self.budget).contains(&self.batch), "batch: expected 1 to the budget");
         ensure!((2..=16_384).contains(&self.budget), "budget: expected 2 to 16384");
+        // What the other side says must not decide how much memory this one gives it.
+        let slots = u64::from(self.object_bytes) * u64::from(self.budget) * self.threads as u64;
+        ensure!(
+            slots <= MAX_SLOTS_BYTES,
+            "slots of {} x {} x {} bytes (threads, budget, object): expected at most {MAX_SLOTS_BYTES} in all",
+            self.threads,
+            self.budget,
+            self.object_bytes
+        );
+        ensure!(
+            !self.is_gpu
+                || (self.object_bytes.is_multiple_of(16)
+                    && self.batch <= 32
+                    && self.budget.is_multiple_of(self.batch)
+                    && self.commands.is_multiple_of(self.batch.into())),
+            "from a GPU: expected objects of a multiple of 16 bytes, batches up to 32, and a budget and a number of objects that are multiples of the batch"
+        );
         Ok(())
     }
 
     fn counter(layout: &SlotLayout) -> usize {
         layout.control_offset(2048)
     }
+
+    /// Lane in the pattern of what thread `thread` produces.
+    const fn pattern_lane(&self, thread: usize) -> u64 {
+        if self.is_gpu { 0 } else { thread as u64 }
+    }
+
+    fn lanes(&self) -> LaneConfig {
+        // A producer of this host posts its quiet beside a full budget.
+        let budget = if self.is_gpu { self.budget } else { self.budget + 1 };
+        LaneConfig { num_lanes: 1, depth: budget.next_power_of_two().max(16), budget }
+    }
 }
 
-/// The side that receives: serves one sender.
+/// The side that receives: serves one sender, who has `patience` to come. The listener does not block
+/// afterwards.
 ///
 /// # Errors
 /// Whatever the network or the sender refuses.
-pub fn receive(network: &dyn Network, listener: &TcpListener) -> Result<()> {
-    let (stream, _) = listener.accept().context("no sender came")?;
-    let mut line = Lines::new(stream)?;
+pub fn receive(network: &dyn Network, listener: &TcpListener, patience: Duration) -> Result<()> {
+    let mut line = Lines::new(accept(listener, patience)?)?;
     let Line::Plan(plan) = line.read()? else { bail!("the sender begins with something else") };
     plan.check()?;
     let layout = plan.layout()?;
@@ -134,9 +171,11 @@ pub fn receive(network: &dyn Network, listener: &TcpListener) -> Result<()> {
                 for (thread, pair) in pairs.iter().enumerate() {
                     for idx in 0..plan.budget {
                         memory::read(&pair.slot, idx as usize * object.len(), &mut object)?;
-                        let number = round * u64::from(plan.budget) + u64::from(idx);
+                        // Any round: the sender names it.
+                        let number =
+                            round.wrapping_mul(plan.budget.into()).wrapping_add(idx.into());
                         let is_good = (0..words).all(|word| {
-                            let expected = pattern(thread as u64, number, word as u64);
+                            let expected = pattern(plan.pattern_lane(thread), number, word as u64);
                             object[8 * word..8 * word + 8] == expected.to_ne_bytes()
                         });
                         bad += u64::from(!is_good);
@@ -162,16 +201,18 @@ pub fn receive(network: &dyn Network, listener: &TcpListener) -> Result<()> {
     }
 }
 
-/// The side that sends, through a proxy.
+/// The side that sends, through a proxy; `gpu` is who produces, if it is no thread of this host.
 ///
 /// # Errors
 /// Whatever the network refuses, a failure of the proxy, or a wrong word at the receiver.
 pub fn send(
     network: &dyn Network,
     receiver: impl ToSocketAddrs,
-    plan: Plan,
+    mut plan: Plan,
     config: &ProxyConfig,
+    gpu: Option<&Gpu>,
 ) -> Result<RemoteFigures> {
+    plan.is_gpu = gpu.is_some();
     plan.check()?;
     let layout = plan.layout()?;
     let stream = TcpStream::connect(receiver).context("the receiver cannot be reached")?;
@@ -179,26 +220,13 @@ pub fn send(
     line.write(&Line::Plan(plan))?;
     let pairs = join(network, &mut line, &plan, &layout)?;
     let proxy: Proxy = Proxy::start(config)?;
-    let mut senders = Vec::new();
-    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
-        senders.push(Sender::new(&proxy, endpoint, slot, &plan, &layout, idx)?);
-    }
-    let mut checked = 0;
-    for round in 0..u64::from(plan.checks) {
-        each(&mut senders, |sender| sender.round(&plan, round))?;
-        line.write(&Line::Check { round, counter: round + 1 })?;
-        match line.read()? {
-            Line::Checked { objects, bad: 0, .. } => checked += objects,
-            Line::Checked { objects, bad, .. } => bail!("{bad} of {objects} objects arrived wrong"),
-            other => bail!("the receiver says {other:?}"),
-        }
-    }
-    let start = Instant::now();
-    let samples = each(&mut senders, |sender| sender.timed(&plan))?;
-    let wall = start.elapsed();
-    let one = senders.first_mut().map(|sender| sender.one_by_one(&plan)).transpose()?;
+    let measured = match gpu {
+        Some(gpu) => from_gpu(gpu, &proxy, pairs, &plan, &layout, &mut line)?,
+        None => from_host(&proxy, pairs, &plan, &layout, &mut line)?,
+    };
     line.write(&Line::Done)?;
     let objects = plan.commands * plan.threads as u64;
+    let Measured { checked, wall, samples, one } = measured;
     let mops = objects as f64 / wall.as_secs_f64() / 1e6;
     Ok(RemoteFigures {
         transport: format!("{} {}", network.kind().name(), network.flavour()),
@@ -207,10 +235,119 @@ pub fn send(
         wall_ms: wall.as_secs_f64() * 1e3,
         mops,
         gbps: mops * 1e6 * f64::from(plan.object_bytes) * 8.0 / 1e9,
-        latency: Latency::of(samples.into_iter().flatten().collect()),
-        one: one.and_then(Latency::of),
+        latency: Latency::of(samples),
+        one: Latency::of(one),
         checked,
     })
+}
+
+/// What producers came to. Times in nanoseconds.
+struct Measured {
+    checked: u64,
+    wall: Duration,
+    samples: Vec<u64>,
+    one: Vec<u64>,
+}
+
+/// Lets the receiver compare a round. Gives the number of objects.
+fn check(line: &mut Lines, round: u64, counter: u64) -> Result<u64> {
+    line.write(&Line::Check { round, counter })?;
+    match line.read()? {
+        Line::Checked { objects, bad: 0, .. } => Ok(objects),
+        Line::Checked { objects, bad, .. } => bail!("{bad} of {objects} objects arrived wrong"),
+        other => bail!("the receiver says {other:?}"),
+    }
+}
+
+fn from_host(
+    proxy: &Proxy,
+    pairs: Vec<Joined>,
+    plan: &Plan,
+    layout: &SlotLayout,
+    line: &mut Lines,
+) -> Result<Measured> {
+    let mut senders = Vec::new();
+    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
+        senders.push(Sender::new(proxy, endpoint, slot, plan, layout, idx)?);
+    }
+    let mut checked = 0;
+    for round in 0..u64::from(plan.checks) {
+        each(&mut senders, |sender| sender.round(plan, round))?;
+        checked += check(line, round, round + 1)?;
+    }
+    let start = Instant::now();
+    let samples = each(&mut senders, |sender| sender.timed(plan))?;
+    let wall = start.elapsed();
+    let one = senders.first_mut().map(|sender| sender.one_by_one(plan)).transpose()?;
+    let samples = samples.into_iter().flatten().collect();
+    Ok(Measured { checked, wall, samples, one: one.unwrap_or_default() })
+}
+
+fn from_gpu(
+    gpu: &Gpu,
+    proxy: &Proxy,
+    pairs: Vec<Joined>,
+    plan: &Plan,
+    layout: &SlotLayout,
+    line: &mut Lines,
+) -> Result<Measured> {
+    let mut peers = Vec::new();
+    let mut posters = Vec::new();
+    let slot_bytes = layout.slot_bytes() as u64;
+    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
+        let (mirror, address) = gpu::mirror(gpu, slot_bytes)?;
+        let lanes = gpu::lanes(gpu, plan.lanes())?;
+        let config = producers::poster_config(address.0, slot_bytes, idx);
+        posters.push(GpuPoster::new(gpu, &lanes, config)?);
+        let config = peer_config(lanes, mirror, layout, idx);
+        peers.push((proxy.add(endpoint, config)?, slot));
+    }
+    let producers = Producers::new(gpu, posters)?;
+    let run = |order: &Order| {
+        proxy.expect_work();
+        let produced = producers.run(order)?;
+        if let Some(lane) = produced.status.iter().position(|code| *code != 0) {
+            let failures: Vec<_> = peers.iter().flat_map(|(p, _)| p.take_failures()).collect();
+            bail!("the producer of lane {lane} ended with {}: {failures:?}", produced.status[lane]);
+        }
+        Ok(produced)
+    };
+    let timed = Order {
+        num_commands: plan.commands,
+        batch: plan.batch,
+        object_bytes: plan.object_bytes,
+        num_objects: plan.budget,
+        flags: 0,
+        counter_offset: 0,
+    };
+    let num_checked = u64::from(plan.checks) * u64::from(plan.budget);
+    let mut checked = 0;
+    if num_checked > 0 {
+        run(&Order {
+            num_commands: num_checked,
+            // A counter goes with every object.
+            batch: if plan.batch.is_multiple_of(2) { plan.batch / 2 } else { 1 },
+            flags: PRODUCE_FILLS,
+            counter_offset: Plan::counter(layout) as u64,
+            ..timed
+        })?;
+        checked = check(line, u64::from(plan.checks) - 1, num_checked)?;
+    }
+    let produced = run(&timed)?;
+    let num_commands = plan.commands.min(2000);
+    let one = run(&Order { num_commands, batch: 1, flags: PRODUCE_ROUND_TRIP, ..timed })?;
+    Ok(Measured { checked, wall: produced.elapsed, samples: produced.samples, one: one.samples })
+}
+
+fn peer_config(lanes: Lanes, mirror: Region, layout: &SlotLayout, idx: usize) -> PeerConfig {
+    PeerConfig {
+        peer: idx as u32,
+        lanes,
+        window_bytes: layout.slot_bytes() as u64,
+        sources: vec![mirror],
+        relay: None,
+        thread: Some(idx),
+    }
 }
 
 /// One thread's pair and producer.
@@ -232,18 +369,10 @@ impl Sender {
         layout: &SlotLayout,
         idx: usize,
     ) -> Result<Self> {
-        let depth = (plan.budget + 1).next_power_of_two().max(16);
-        let lanes = Lanes::anonymous(LaneConfig { num_lanes: 1, depth, budget: plan.budget + 1 })?;
+        let lanes = Lanes::anonymous(plan.lanes())?;
         let mirror = Region::anonymous(layout.slot_bytes())?;
         let poster = lanes.poster(0);
-        let config = PeerConfig {
-            peer: idx as u32,
-            lanes,
-            window_bytes: layout.slot_bytes() as u64,
-            sources: vec![mirror.clone()],
-            relay: None,
-            thread: Some(idx),
-        };
+        let config = peer_config(lanes, mirror.clone(), layout, idx);
         let peer = proxy.add(endpoint, config)?;
         let counter = Plan::counter(layout) as u32;
         Ok(Self { peer, poster, mirror, _slot: slot, idx, counter })
@@ -380,54 +509,6 @@ fn join(
     Ok(joined)
 }
 
-struct Lines {
-    reader: BufReader<TcpStream>,
-    writer: TcpStream,
-}
-
-impl Lines {
-    fn new(stream: TcpStream) -> Result<Self> {
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(LIMIT))?;
-        Ok(Self { reader: BufReader::new(stream.try_clone()?), writer: stream })
-    }
-
-    fn write(&mut self, line: &Line) -> Result<()> {
-        let mut text = serde_json::to_string(line)?;
-        text.push('\n');
-        Ok(self.writer.write_all(text.as_bytes())?)
-    }
-
-    fn read(&mut self) -> Result<Line> {
-        let mut text = String::new();
-        self.reader.read_line(&mut text).context("the other side says nothing")?;
-        ensure!(!text.is_empty(), "the other side has closed");
-        Ok(serde_json::from_str(&text)?)
-    }
-
-    /// As [`read`](Self::read), with `work` done again and again meanwhile.
-    fn read_while(&mut self, mut work: impl FnMut()) -> Result<Line> {
-        let deadline = Instant::now() + LIMIT;
-        self.writer.set_read_timeout(Some(Duration::from_millis(1)))?;
-        let mut text = String::new();
-        let line = loop {
-            work();
-            match self.reader.read_line(&mut text) {
-                Ok(_) => {
-                    ensure!(!text.is_empty(), "the other side has closed");
-                    break serde_json::from_str(&text)?;
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                    ensure!(Instant::now() < deadline, "the sender says nothing");
-                }
-                Err(error) => return Err(error.into()),
-            }
-        };
-        self.writer.set_read_timeout(Some(LIMIT))?;
-        Ok(line)
-    }
-}
-
 /// A network by the name that people give it: `libfabric:PROVIDER`, `libfabric`, `verbs`.
 ///
 /// # Errors
@@ -453,4 +534,5 @@ pub fn open(name: &str) -> Result<Arc<dyn Network>> {
     }
 }
 
-const LIMIT: Duration = Duration::from_secs(120);
+/// Of the slots of all threads.
+const MAX_SLOTS_BYTES: u64 = 4 << 30;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Parser;
+use kernels::gpu::Gpu;
 use proxy::bench::local::{Bench, Figures, PostKind, Run};
 use proxy::bench::thread_time;
 use proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
@@ -160,34 +161,22 @@ fn idle(args: &Args, bench: &Bench, policy: IdlePolicy) -> Result<()> {
     Ok(())
 }
 
-#[cfg(feature = "cuda")]
-struct Producers(Option<kernels::gpu::Gpu>);
+/// A GPU, or threads of this host.
+struct Producers(Option<Gpu>);
 
-#[cfg(feature = "cuda")]
 impl Producers {
     fn open(gpu: Option<u32>) -> Result<Self> {
-        Ok(Self(gpu.map(kernels::gpu::Gpu::open).transpose()?))
+        Ok(Self(gpu.map(Gpu::open).transpose()?))
     }
 
     fn run(&self, bench: &Bench, run: &Run) -> Result<Figures> {
         match &self.0 {
+            #[cfg(not(loom))]
             Some(gpu) => bench.run_gpu(run, gpu),
+            // Built along with the model checker's tests, and never run there.
+            #[cfg(loom)]
+            Some(_) => anyhow::bail!("a model checker has no GPUs"),
             None => bench.run_host(run),
         }
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-struct Producers;
-
-#[cfg(not(feature = "cuda"))]
-impl Producers {
-    fn open(gpu: Option<u32>) -> Result<Self> {
-        anyhow::ensure!(gpu.is_none(), "--gpu needs a build with `--features cuda`");
-        Ok(Self)
-    }
-
-    fn run(&self, bench: &Bench, run: &Run) -> Result<Figures> {
-        bench.run_host(run)
     }
 }

@@ -5,9 +5,11 @@
 //! other, both with the same `--transport`.
 
 use std::net::TcpListener;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use kernels::gpu::Gpu;
 use proxy::bench::remote::{self, Plan};
 use proxy::{Device, Placement, ProxyConfig, Sysfs};
 
@@ -17,6 +19,9 @@ struct Args {
     /// Receives, for one sender.
     #[arg(long, conflicts_with = "connect")]
     listen: Option<String>,
+    /// How long the receiver waits for a sender, in seconds.
+    #[arg(long, default_value_t = 600)]
+    patience_s: u64,
     /// Sends to this receiver.
     #[arg(long, required_unless_present = "listen")]
     connect: Option<String>,
@@ -41,6 +46,12 @@ struct Args {
     /// Rounds of objects whose every word is compared first.
     #[arg(long, default_value_t = 8)]
     checks: u32,
+    /// GPU whose warps produce, one for each thread of the proxy; without it, threads of this host do.
+    #[arg(long)]
+    gpu: Option<u32>,
+    /// The GPU's address on the PCI bus, for the choice of processors.
+    #[arg(long)]
+    pci: Option<String>,
     /// The RDMA device, for the choice of processors.
     #[arg(long)]
     nic: Option<String>,
@@ -53,7 +64,7 @@ fn main() -> Result<()> {
         let listener =
             TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))?;
         eprintln!("listening on {}", listener.local_addr()?);
-        return remote::receive(&*network, &listener);
+        return remote::receive(&*network, &listener, Duration::from_secs(args.patience_s));
     }
     let receiver = args.connect.as_deref().context("--connect or --listen is needed")?;
     let plan = Plan {
@@ -63,13 +74,17 @@ fn main() -> Result<()> {
         batch: args.batch,
         commands: args.commands,
         checks: args.checks,
+        is_gpu: args.gpu.is_some(),
     };
+    let gpu = args.gpu.map(Gpu::open).transpose()?;
+    let pci = args.pci.clone().map(Device::Pci);
     let nic = args.nic.clone().map(Device::Rdma);
-    let placement = Placement::near(&Sysfs::default(), None, nic.as_ref(), args.threads);
+    let placement = Placement::near(&Sysfs::default(), pci.as_ref(), nic.as_ref(), args.threads);
     let config = ProxyConfig { num_threads: args.threads, placement, ..ProxyConfig::default() };
-    let figures = remote::send(&*network, receiver, plan, &config)?;
+    let figures = remote::send(&*network, receiver, plan, &config, gpu.as_ref())?;
     let mut line = serde_json::to_value(figures)?;
     line["bench"] = "remote".into();
+    line["producer"] = if gpu.is_some() { "gpu" } else { "host" }.into();
     println!("{line}");
     Ok(())
 }

@@ -109,11 +109,11 @@ impl Copier for HostCopier {
     }
 }
 
-#[cfg(feature = "cuda")]
 pub use gpu::{GpuCopier, GpuTarget};
 
-#[cfg(feature = "cuda")]
 mod gpu {
+    use std::time::{Duration, Instant};
+
     use kernels::abi::DevicePtr;
     use kernels::gpu::{Gpu, GpuBuffer, GpuError, Prepared, Stream};
     use kernels::proxy::{CopyEntry, PeerCopyParams};
@@ -135,8 +135,8 @@ mod gpu {
         stream: Stream,
         slot: DevicePtr,
         targets: Vec<GpuTarget>,
-        /// In page-locked memory, where the kernel reads them.
-        entries: GpuBuffer,
+        /// In page-locked memory, where the kernel reads them. There until the copier is dropped.
+        entries: Option<GpuBuffer>,
         kernels: Vec<Prepared<PeerCopyParams>>,
     }
 
@@ -144,8 +144,9 @@ mod gpu {
         /// From the slot at `slot` to `targets`, by `gpu`.
         ///
         /// # Safety
-        /// `slot` and the targets are memory that `gpu` reaches, as large as is said, and stay so as long
-        /// as the copier lives.
+        /// `slot` and the targets are memory that `gpu` reaches, as large as is said, and stay so until the
+        /// copier's drop has returned: it waits for the batch under way. Where it says that the batch does
+        /// not end within 10 s, which the log shows, they stay so until the GPU's context is gone.
         ///
         /// # Errors
         /// [`GpuError`].
@@ -164,7 +165,17 @@ mod gpu {
                     unsafe { gpu.prepare(params) }
                 })
                 .collect::<Result<_, _>>()?;
-            Ok(Self { stream: gpu.stream()?, slot, targets, entries, kernels })
+            Ok(Self { stream: gpu.stream()?, slot, targets, entries: Some(entries), kernels })
+        }
+    }
+
+    impl Drop for GpuCopier {
+        fn drop(&mut self) {
+            // A failed stream is not known to have stopped reading either.
+            if let Err(error) = self.stream.wait(Instant::now() + DROP_LIMIT) {
+                tracing::error!(%error, "copies to a further GPU do not end: their list stays allocated");
+                std::mem::forget(self.entries.take());
+            }
         }
     }
 
@@ -179,10 +190,11 @@ mod gpu {
                 let detail = format!("{} tasks, at most {MAX_ENTRIES}", copies.len());
                 return Err(CopyError { op: "copy", detail });
             }
-            let host = self.entries.host().ok_or_else(|| CopyError {
-                op: "copy",
-                detail: "the entries are not in memory of the host".to_owned(),
-            })?;
+            let host =
+                self.entries.as_ref().and_then(GpuBuffer::host).ok_or_else(|| CopyError {
+                    op: "copy",
+                    detail: "the entries are not in memory of the host".to_owned(),
+                })?;
             for (idx, task) in copies.iter().enumerate() {
                 let entry = CopyEntry {
                     source: self.slot.0 + task.source_offset,
@@ -214,4 +226,31 @@ mod gpu {
 
     /// Tasks of one launch.
     const MAX_ENTRIES: usize = super::super::receiver::MAX_BATCH;
+    const DROP_LIMIT: Duration = Duration::from_secs(10);
+
+    #[cfg(all(test, not(loom)))]
+    mod tests {
+        use std::sync::Arc;
+        use std::sync::atomic::{AtomicBool, Ordering};
+
+        use super::*;
+
+        #[test]
+        fn a_copier_ends_after_its_batch() {
+            let gpu = Gpu::open_emulated(0).unwrap();
+            let (slot, target) = (gpu.alloc(4096).unwrap(), gpu.alloc(4096).unwrap());
+            let targets = vec![GpuTarget { address: target.ptr(), bytes: target.len() }];
+            // SAFETY: both buffers outlive the copier.
+            let copier = unsafe { GpuCopier::new(&gpu, slot.ptr(), targets).unwrap() };
+            let is_over = Arc::new(AtomicBool::new(false));
+            let theirs = Arc::clone(&is_over);
+            let batch = move || {
+                std::thread::sleep(Duration::from_millis(100));
+                theirs.store(true, Ordering::SeqCst);
+            };
+            copier.stream.then(batch).unwrap();
+            drop(copier);
+            assert!(is_over.load(Ordering::SeqCst));
+        }
+    }
 }

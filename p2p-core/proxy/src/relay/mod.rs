@@ -22,12 +22,10 @@ use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
 use p2p_core::{PostError, Region};
 use thiserror::Error;
 
-pub use copier::{Copier, CopyError, CopyTask, HostCopier, WordTask};
-#[cfg(feature = "cuda")]
-pub use copier::{GpuCopier, GpuTarget};
+pub use copier::{Copier, CopyError, CopyTask, GpuCopier, GpuTarget, HostCopier, WordTask};
 pub use receiver::{RelayReceiver, RelayReceiverError};
 
-use crate::command::{BadCommand, Opcode};
+use crate::command::Opcode;
 use crate::failure::Cause;
 use crate::memory;
 
@@ -36,7 +34,7 @@ use crate::memory;
 pub struct RelayConfig {
     /// Bytes of window 0, which the peer itself receives. A multiple of 64.
     pub direct_bytes: u64,
-    /// Bytes of staging. A multiple of 64.
+    /// Bytes of staging. A multiple of 64. A put of more than half as many goes in pieces.
     pub staging_bytes: u64,
     /// Tasks under way at most, a power of two.
     pub num_tasks: u32,
@@ -77,6 +75,8 @@ pub enum RelayError {
 /// `kind` of a task.
 const COPY: u16 = 1;
 const ADD: u16 = 2;
+/// What stands behind it is begun when all before it is done.
+const FENCE: u16 = 3;
 
 /// What the receiver is to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -222,8 +222,38 @@ impl RelaySender {
         self.issued
     }
 
-    /// Puts `src` where the receiver forwards it from.
+    /// Tasks that are done, as of the last look.
+    pub(crate) const fn done(&self) -> u64 {
+        self.done
+    }
+
+    /// Puts `src` where the receiver forwards it from, in as many pieces as staging needs. `begun` counts the
+    /// bytes that were put: while there is no room for more, it is to be called again with it.
     pub(crate) fn put<E: Endpoint<RemoteKey = SlotKey>>(
+        &mut self,
+        endpoint: &mut E,
+        window: u8,
+        offset: u32,
+        src: &LocalRange,
+        begun: &mut u32,
+    ) -> Result<Sent, Cause> {
+        loop {
+            // There is room for so many, wherever the ring ends.
+            let most = self.layout.staging_bytes as usize / 2;
+            let begin = *begun as usize;
+            let len = src.len().saturating_sub(begin).min(most);
+            let Some(piece) = src.sub(begin, len) else { return Ok(Sent::Yes) };
+            if self.put_piece(endpoint, window, offset + *begun, piece)? == Sent::No {
+                return Ok(Sent::No);
+            }
+            *begun += len as u32;
+            if *begun as usize >= src.len() {
+                return Ok(Sent::Yes);
+            }
+        }
+    }
+
+    fn put_piece<E: Endpoint<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,
         window: u8,
@@ -232,10 +262,6 @@ impl RelaySender {
     ) -> Result<Sent, Cause> {
         let num_bytes = src.len() as u64;
         let bytes = self.layout.staging_bytes;
-        if num_bytes > bytes / 2 {
-            let (num_bytes, window_bytes) = (num_bytes as u32, bytes / 2);
-            return Err(BadCommand::RemoteRange { offset, num_bytes, window_bytes }.into());
-        }
         // In one piece: what is left before the end of the ring is skipped if it is too short.
         let (at, room) = (self.head % bytes, num_bytes.next_multiple_of(16));
         let skipped = if at + room > bytes { bytes - at } else { 0 };
@@ -287,6 +313,22 @@ impl RelaySender {
         let (window, offset) = (u16::from(window), u64::from(offset));
         let task = Task { kind: ADD, window, num_bytes: 8, offset, value, number: 0 };
         self.give(endpoint, task).map_err(|source| Cause::Post { opcode, source })?;
+        Ok(Sent::Yes)
+    }
+
+    /// Has the receiver finish everything given to it before it begins with what comes then.
+    pub(crate) fn fence<E: Endpoint<RemoteKey = SlotKey>>(
+        &mut self,
+        endpoint: &mut E,
+        window: u8,
+    ) -> Result<Sent, Cause> {
+        if self.is_full() {
+            return Ok(Sent::No);
+        }
+        let window = u16::from(window);
+        let task = Task { kind: FENCE, window, num_bytes: 0, offset: 0, value: 0, number: 0 };
+        let post = |source| Cause::Post { opcode: Opcode::Fence, source };
+        self.give(endpoint, task).map_err(post)?;
         Ok(Sent::Yes)
     }
 

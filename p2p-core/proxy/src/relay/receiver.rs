@@ -1,15 +1,18 @@
 //! The receiving end of a relay: tasks are copied out of the slot, checked, carried out and counted.
 
+use std::sync::Arc;
+
 use p2p_core::endpoint::Endpoint;
 use p2p_core::flags::{self, Contract};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
+use p2p_core::wait::Driver;
 use p2p_core::{PostError, Region};
 use thiserror::Error;
 
 use super::{
-    ADD, COPY, Copier, CopyError, CopyTask, Layout, RelayConfig, RelayError, TASK_BYTES, Task,
-    WordTask,
+    ADD, COPY, Copier, CopyError, CopyTask, FENCE, Layout, RelayConfig, RelayError, TASK_BYTES,
+    Task, WordTask,
 };
 use crate::memory;
 
@@ -45,12 +48,21 @@ pub enum RelayReceiverError {
     /// The sender cannot be told.
     #[error("the sender cannot be told: {0}")]
     Post(#[from] PostError),
+    /// An earlier turn failed.
+    #[error(
+        "the relay ended with an error after {taken} tasks: make a new one with a new connection"
+    )]
+    Ended {
+        /// Tasks taken before it.
+        taken: u64,
+    },
 }
 
 /// The receiving end. Somebody calls [`turn`](Self::turn) again and again.
 #[derive(Debug)]
 pub struct RelayReceiver<E, C> {
     endpoint: E,
+    driver: Option<Arc<dyn Driver>>,
     copier: C,
     slot: Region,
     layout: Layout,
@@ -58,6 +70,7 @@ pub struct RelayReceiver<E, C> {
     taken: u64,
     /// Tasks of the batch under way.
     num_under_way: u64,
+    has_ended: bool,
     copies: Vec<CopyTask>,
     words: Vec<WordTask>,
 }
@@ -81,6 +94,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             return Err(RelayError::Config { what, found, expected });
         }
         Ok(Self {
+            driver: endpoint.driver(),
             endpoint,
             copier,
             slot,
@@ -88,6 +102,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             targets,
             taken: 0,
             num_under_way: 0,
+            has_ended: false,
             copies: Vec::with_capacity(MAX_BATCH),
             words: Vec::with_capacity(MAX_BATCH),
         })
@@ -104,12 +119,24 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
         self.taken - self.num_under_way
     }
 
-    /// Acknowledges what is done, and starts what has come. Whether there was anything to do, or
-    /// something is under way. Does not wait.
+    /// Drives the transport, acknowledges what is done, and starts what has come. Whether there was
+    /// anything to do, or something is under way. Does not wait.
     ///
     /// # Errors
-    /// [`RelayReceiverError`]; nothing more is carried out then.
+    /// [`RelayReceiverError`]; nothing more is carried out or acknowledged then, in later turns neither.
     pub fn turn(&mut self) -> Result<bool, RelayReceiverError> {
+        if self.has_ended {
+            return Err(RelayReceiverError::Ended { taken: self.taken });
+        }
+        let turn = self.try_turn();
+        self.has_ended = turn.is_err();
+        turn
+    }
+
+    fn try_turn(&mut self) -> Result<bool, RelayReceiverError> {
+        if let Some(driver) = &self.driver {
+            driver.drive();
+        }
         if self.num_under_way > 0 {
             if !self.copier.is_done()? {
                 return Ok(true);
@@ -130,22 +157,31 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
         }
         self.copies.clear();
         self.words.clear();
-        for _ in 0..num_ready.min(MAX_BATCH as u64) {
-            self.take()?;
+        let mut num_tasks = num_ready.min(MAX_BATCH as u64);
+        for idx in 0..num_tasks {
+            // Nothing of a batch is in order but its words behind its copies: a fence ends one.
+            if self.check(taken + idx)? {
+                num_tasks = idx + 1;
+                break;
+            }
         }
         // Copies first: a word is added to after all that was put before it, and puts have no order.
         self.copier.submit(&self.copies, &self.words)?;
+        // Counted when all of them are under way, and not before.
+        (self.taken, self.num_under_way) = (taken + num_tasks, num_tasks);
         Ok(true)
     }
 
-    fn take(&mut self) -> Result<(), RelayReceiverError> {
+    /// Adds the task after `before` others to the batch. Whether it is the last, a fence.
+    fn check(&mut self, before: u64) -> Result<bool, RelayReceiverError> {
         let mut bytes = [0; TASK_BYTES];
-        let number = self.taken + 1;
+        let number = before + 1;
         let bad = |what, found, expected: String| {
             Err(RelayReceiverError::Task { number, what, found, expected })
         };
-        if memory::read(&self.slot, self.layout.task(self.taken), &mut bytes).is_err() {
-            return bad("its place", self.layout.task(self.taken) as u64, "in the slot".to_owned());
+        let place = self.layout.task(before);
+        if memory::read(&self.slot, place, &mut bytes).is_err() {
+            return bad("its place", place as u64, "in the slot".to_owned());
         }
         let task: Task = bytemuck::pod_read_unaligned(&bytes);
         if task.number != number {
@@ -185,11 +221,13 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
                 }
             }
             ADD => return bad("the word's offset", task.offset, "a multiple of 8".to_owned()),
-            kind => return bad("the kind", kind.into(), "1 or 2".to_owned()),
+            FENCE if num_bytes > 0 => {
+                return bad("the length of a fence", num_bytes, "0".to_owned());
+            }
+            FENCE => return Ok(true),
+            kind => return bad("the kind", kind.into(), "1 to 3".to_owned()),
         }
-        self.taken += 1;
-        self.num_under_way += 1;
-        Ok(())
+        Ok(false)
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use p2p_core::wait::Driver as TransportDriver;
 use p2p_core::{ReadView, Region};
 use proxy::abi::PeerHandle;
 use proxy::host::{HostPoster, PosterConfig};
@@ -181,6 +182,10 @@ pub struct Behaviour {
     pub fail_at: AtomicU64,
     /// Nothing is settled while this is set.
     pub is_stalled: AtomicBool,
+    /// Whoever asks how far it is learns that the transport failed.
+    pub is_broken: AtomicBool,
+    /// What has to be driven.
+    pub driver: Mutex<Option<Arc<dyn TransportDriver>>>,
     pub num_asked: AtomicU64,
     pub is_dropped: AtomicBool,
 }
@@ -213,6 +218,10 @@ impl Endpoint for Recorder {
         TransportKind::Local
     }
 
+    fn driver(&self) -> Option<Arc<dyn TransportDriver>> {
+        self.0.driver.lock().unwrap().clone()
+    }
+
     fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
         None
     }
@@ -235,6 +244,10 @@ impl Endpoint for Recorder {
     }
 
     fn quiet(&mut self, _: Instant) -> Result<(), QuietError> {
+        if self.0.is_broken.load(Ordering::SeqCst) {
+            let detail = "injected".to_owned();
+            return Err(PostError::Transport { op: "quiet", code: -7, detail }.into());
+        }
         if self.0.is_stalled.load(Ordering::SeqCst) {
             return Err(QuietError::Deadline { outstanding: 1 });
         }

@@ -1,7 +1,13 @@
 //! The device functions of the IBGDA path, compiled for the host, for tests: as they are, and as
 //! mutants of them. Handles and bounds are passed as pointers to the structures of `queue.h`.
+//!
+//! And the NICs of GPUs, run by a processor: [`GpuNic`].
 
 use std::ffi::{CStr, c_char, c_void};
+
+pub mod gpu_nic;
+
+pub use gpu_nic::GpuNic;
 
 /// Requests that [`Driver::build`] knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +87,7 @@ pub struct Driver {
     ) -> u32,
     pub add8: Set,
     pub add4: Set,
+    pub add_fields: unsafe extern "C" fn(*const c_void, u64, u32, u64, u64, *const c_void) -> u32,
     pub signal: Set,
     pub put_imm:
         unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, u64, u32, *const c_void) -> u32,
@@ -96,6 +103,8 @@ pub struct Driver {
     /// Opcode, owner, counter, error word.
     pub decode_cqe: unsafe extern "C" fn(*const u8, *mut [u64; 4]),
     check: unsafe extern "C" fn(*const c_void) -> *const c_char,
+    /// A request that moves nothing.
+    pub nop: unsafe extern "C" fn(*const c_void, *const c_void) -> u32,
 }
 
 impl Driver {
@@ -132,6 +141,86 @@ impl Driver {
     }
 }
 
+/// Calls of a link that [`Job`] can ask for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "the names are those of the calls")]
+pub enum Call {
+    Set = 0,
+    Add,
+    PutSet,
+    Send,
+    PutRows,
+    Quiet,
+    HasFailed,
+}
+
+/// A call of a link by a warp. What it leaves unused may be anything.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Job {
+    /// `sy_ibgda_peer`
+    pub peer: *const c_void,
+    /// Which.
+    pub call: Call,
+    /// Index of the block.
+    pub lane: u32,
+    /// What was stored in the mirror, or the first row.
+    pub offset: u64,
+    /// Bytes of it, or of every row.
+    pub num_bytes: u64,
+    /// The word, or the first of them.
+    pub word_offset: u64,
+    /// Of the words.
+    pub value: u64,
+    /// From row to row.
+    pub stride: u64,
+    /// Words of [`Call::Send`].
+    pub num_words: u32,
+    /// Lanes that have a row.
+    pub rows: u32,
+    /// Of [`Call::HasFailed`].
+    pub answer: *mut u32,
+}
+
+/// The calls of links, as they are or as a mutant of them.
+#[derive(Debug, Clone, Copy)]
+pub struct LinkDriver(unsafe extern "C" fn(*const c_void));
+
+impl LinkDriver {
+    /// The variant with this name: `product`, or a mutant. `None` where there is no C++ compiler.
+    #[must_use]
+    pub fn variant(name: &str) -> Option<Self> {
+        assert!(variants::LINKS.contains(&name), "no variant of links is called {name}");
+        find_link(name).map(Self)
+    }
+
+    /// Names of all mutants.
+    #[must_use]
+    pub fn mutants() -> &'static [&'static str] {
+        &variants::LINKS[1..]
+    }
+
+    /// Makes the call by a warp, whose lanes are fibres of this thread.
+    ///
+    /// # Safety
+    /// Peer, queues and, for [`Call::HasFailed`], the answer are valid.
+    pub unsafe fn run(&self, job: &Job) {
+        // SAFETY: the caller's promise; the structures are the same on both sides.
+        unsafe { (self.0)(std::ptr::from_ref(job).cast()) };
+    }
+}
+
+#[cfg(has_cxx)]
+fn find_link(name: &str) -> Option<unsafe extern "C" fn(*const c_void)> {
+    variants::link(name)
+}
+
+#[cfg(not(has_cxx))]
+fn find_link(_name: &str) -> Option<unsafe extern "C" fn(*const c_void)> {
+    None
+}
+
 #[cfg(has_cxx)]
 fn find(name: &str) -> Option<Driver> {
     let table = variants::table(name)?;
@@ -152,4 +241,4 @@ mod variants {
     include!(concat!(env!("OUT_DIR"), "/variants.rs"));
 }
 
-const _: () = assert!(size_of::<Driver>() == 17 * size_of::<usize>());
+const _: () = assert!(size_of::<Driver>() == 19 * size_of::<usize>());

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use p2p_core::region::SlotKey;
 use p2p_core::wait::Driver;
 use p2p_core::{LocalRange, Region, RemoteRange};
@@ -259,6 +259,21 @@ impl Endpoint for SoftEndpoint {
                 post_error("quiet", error).into()
             }
         })
+    }
+
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        self.health()?;
+        self.side.device.progress();
+        let Some(poster) = &mut self.side.poster else {
+            return Err(PostError::Disconnected { op: "marks" });
+        };
+        match poster.poll() {
+            Ok(arrived) => Ok(Some(Marks { issued: poster.posted(), arrived })),
+            Err(error) => {
+                self.failure = Some(error);
+                Err(post_error("marks", error))
+            }
+        }
     }
 
     fn wake(&mut self, _key: SlotKey, _waiting_offset: usize) -> Result<(), PostError> {

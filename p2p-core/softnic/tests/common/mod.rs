@@ -2,7 +2,6 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::ffi::c_void;
-use std::io::Write as _;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -15,6 +14,9 @@ use softnic::{
     QueueSizes, Segment,
 };
 use softnic_driver::Driver;
+
+#[path = "../../../../tests/src/skip.rs"]
+pub mod skip;
 
 /// Bytes of the source and of the target.
 pub const DATA_BYTES: usize = 1 << 20;
@@ -205,6 +207,14 @@ impl Rig {
         unsafe { (self.driver.add8)(self.handle(), word, rkey, value, wait.as_ptr()) }
     }
 
+    pub fn add_fields(&self, offset: u64, value: u64, boundary: u64, wait: &Wait) -> u32 {
+        let word = self.target_keys.address + offset;
+        let rkey = self.target_keys.rkey;
+        let call = self.driver.add_fields;
+        // SAFETY: as for `put_add`.
+        unsafe { call(self.handle(), word, rkey, value, boundary, wait.as_ptr()) }
+    }
+
     pub fn quiet(&self, wait: &Wait) -> u32 {
         // SAFETY: as for `put_add`.
         unsafe { (self.driver.quiet)(self.handle(), wait.as_ptr()) }
@@ -292,17 +302,31 @@ pub fn fresh_seed() -> u64 {
 pub fn driver(variant: &str) -> Option<Driver> {
     let driver = Driver::variant(variant);
     if driver.is_none() {
-        note_skip("cxx", "there is no C++ compiler: install g++");
+        skip::skip("cxx", "there is no C++ compiler: install g++");
     }
     driver
 }
 
-pub fn note_skip(resource: &str, reason: &str) {
-    println!("SKIPPED: {resource}: {reason}");
-    if let Some(log) = std::env::var_os("SWITCHYARD_SKIP_LOG") {
-        let line = format!("{resource}\t{reason}\n");
-        let file = std::fs::OpenOptions::new().create(true).append(true).open(log);
-        file.and_then(|mut file| file.write_all(line.as_bytes())).expect("the skip log");
+/// Fails unless every mutant shows by `symptom` or is listed with the reason why it cannot. Without a C++
+/// compiler nothing is checked, which was noted.
+pub fn check_mutants(
+    names: &[&'static str],
+    not_catchable: &[(&str, &str)],
+    symptom: impl Fn(&'static str) -> Option<Result<(), String>>,
+) {
+    for name in names {
+        if let Some((_, reason)) = not_catchable.iter().find(|(listed, _)| listed == name) {
+            println!("{name}: not catchable: {reason}");
+            continue;
+        }
+        match symptom(name) {
+            Some(Err(found)) => println!("{name}: {found}"),
+            Some(Ok(())) => panic!("mutant {name} was not noticed"),
+            None => return,
+        }
+    }
+    for (name, _) in not_catchable {
+        assert!(names.contains(name), "{name} is listed and not a mutant");
     }
 }
 

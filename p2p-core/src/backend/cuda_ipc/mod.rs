@@ -38,7 +38,7 @@ use tokio::time::timeout;
 pub use channel::DeviceChannel;
 pub use endpoint::DeviceEndpoint;
 pub(crate) use pair::DeviceHalf;
-pub use pair::{DevicePair, DeviceSide};
+pub use pair::{DevicePair, DeviceSide, KernelWaits, RemoteSlots};
 
 use super::shm::{ShmError, pass};
 use crate::channel::ChannelError;
@@ -122,12 +122,21 @@ impl Invitation {
                 let accepted = self.listener.accept().await;
                 let (stream, _) =
                     accepted.map_err(|source| DeviceError::System { call: "accept", source })?;
-                // Strangers cannot keep the peer away.
+                // Nobody else can keep the peer away: who does not know the nonce gets nothing.
                 if let Err(error) = pass::check_user(&stream) {
                     tracing::warn!(%error, "refused a stranger's connection");
                     continue;
                 }
-                break exchange(gpu, layout, own, &stream, self.nonce).await;
+                let heard = timeout(limit / SHARE_OF_ONE, receive(&stream, &self.nonce)).await;
+                let passed = match heard.unwrap_or(Err(DeviceError::Timeout { limit })) {
+                    Ok(passed) => passed,
+                    Err(error) => {
+                        tracing::warn!(%error, "refused a connection that is not the peer's");
+                        continue;
+                    }
+                };
+                send(&stream, &self.nonce, &own).await?;
+                break join(gpu, layout, own, passed).await;
             }
         });
         met.await.unwrap_or(Err(DeviceError::Timeout { limit }))
@@ -150,7 +159,9 @@ pub async fn meet(
     let met = timeout(limit, async {
         let own = create(gpu, layout).await?;
         let stream = pass::reach(&token).await?;
-        exchange(gpu, layout, own, &stream, nonce).await
+        send(&stream, &nonce, &own).await?;
+        let passed = receive(&stream, &nonce).await?;
+        join(gpu, layout, own, passed).await
     });
     met.await.unwrap_or(Err(DeviceError::Timeout { limit }))
 }
@@ -187,20 +198,30 @@ async fn create(gpu: &Gpu, layout: SlotLayout) -> Result<DeviceSlot, DeviceError
     blocking(move || DeviceSlot::create(&gpu, &layout)).await
 }
 
-async fn exchange(
-    gpu: &Gpu,
-    layout: SlotLayout,
-    own: DeviceSlot,
+async fn send(
     stream: &UnixStream,
-    nonce: pass::Nonce,
-) -> Result<DeviceChannel, DeviceError> {
-    pass::send(stream, &nonce, [own.descriptor.as_fd(), own.wake.as_fd()]).await?;
+    nonce: &pass::Nonce,
+    own: &DeviceSlot,
+) -> Result<(), DeviceError> {
+    Ok(pass::send(stream, nonce, [own.descriptor.as_fd(), own.wake.as_fd()]).await?)
+}
+
+async fn receive(stream: &UnixStream, nonce: &pass::Nonce) -> Result<pass::Passed, DeviceError> {
     let passed = pass::receive(stream).await?;
-    if passed.nonce != nonce {
-        let text = "the answer belongs to another exchange".to_owned();
+    if passed.nonce != *nonce {
+        let text = "what came belongs to another exchange".to_owned();
         return Err(ShmError::Rendezvous(text).into());
     }
     super::shm::check_event(&passed.wake)?;
+    Ok(passed)
+}
+
+async fn join(
+    gpu: &Gpu,
+    layout: SlotLayout,
+    own: DeviceSlot,
+    passed: pass::Passed,
+) -> Result<DeviceChannel, DeviceError> {
     let gpu = gpu.clone();
     blocking(move || {
         let peer = gpu.import_shared(passed.memory, layout.slot_bytes() as u64)?;
@@ -224,3 +245,6 @@ async fn blocking<T: Send + 'static>(
         Err(DeviceError::System { call: "spawn_blocking", source: io::Error::other(error) })
     })
 }
+
+/// Part of the time that one connection may take until it has said something.
+const SHARE_OF_ONE: u32 = 4;

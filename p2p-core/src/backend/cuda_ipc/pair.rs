@@ -1,11 +1,15 @@
 //! The device slots of a connection: made and exchanged by the handshake, driven by kernels alone.
 
+use std::fmt;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use kernels::abi::DevicePtr;
+use kernels::abi::{DevicePtr, Link, WAY_DIRECT};
 use kernels::gpu::{Gpu, GpuBuffer};
 
 use super::{DeviceError, blocking};
+use crate::endpoint::PostError;
 
 /// What one side of a connection brings for device slots. Both sides name both sizes, each from its own
 /// point of view, and the same shape; otherwise the handshake ends with a rejection that says why.
@@ -24,26 +28,89 @@ pub struct DeviceSide {
 
 /// The device slots of a connection, one of each side.
 ///
-/// Dropping it unmaps the peer's slot at once, so that a dead peer's GPU memory is free for its
-/// successor. The own slot goes as well, but the GPU keeps the memory behind it as long as the peer has
-/// it mapped: a late store of a stopped or slow peer lands in memory that nobody reads or reuses.
+/// Within a host each side maps the peer's slot. Dropping the pair unmaps it at once, so that a dead
+/// peer's GPU memory is free for its successor. The own slot goes as well, but the GPU keeps the memory
+/// behind it as long as the peer has it mapped: a late store of a stopped or slow peer lands in memory
+/// that nobody reads or reuses. Over a network somebody carries what kernels name: [`RemoteSlots`].
 ///
 /// Kernels of this process fault if what they use is unmapped. Stop launching, wait for what runs, then
 /// drop.
 #[derive(Debug)]
 pub struct DevicePair {
-    // First, so that the peer's memory is free as soon as possible.
-    peer: GpuBuffer,
-    own: GpuBuffer,
+    slots: Slots,
     own_bytes: u64,
     peer_bytes: u64,
 }
 
+#[derive(Debug)]
+enum Slots {
+    Mapped {
+        // First, so that the peer's memory is free as soon as possible.
+        peer: GpuBuffer,
+        own: GpuBuffer,
+    },
+    Remote(Box<dyn RemoteSlots>),
+}
+
+/// Device slots of two hosts. Kernels store into memory of this side and name what they stored, and
+/// somebody carries it over; what the peer sends lands in a slot that kernels of this side read.
+pub trait RemoteSlots: fmt::Debug + Send + Sync {
+    /// This side's slot, as this side's GPU reaches it.
+    fn own(&self) -> &GpuBuffer;
+
+    /// The way to the peer's slot. What it points to lives as long as this.
+    fn link(&self) -> Link;
+
+    /// What ends the waits of kernels for the way itself.
+    fn waits(&self) -> KernelWaits;
+
+    /// Adds 1 to a word by which the peer sees that this side is at work. Not done where other things are
+    /// in the way: those show as much.
+    ///
+    /// # Errors
+    /// [`PostError`] when the way is out of service.
+    fn show_life(&self, offset: u64) -> Result<(), PostError>;
+
+    /// Why the way is out of service, if it is.
+    ///
+    /// # Errors
+    /// [`PostError`].
+    fn health(&self) -> Result<(), PostError>;
+}
+
+/// A word that kernels look at while they wait for the way to a peer.
+#[derive(Debug, Clone)]
+pub struct KernelWaits(Arc<GpuBuffer>);
+
+impl KernelWaits {
+    /// The first word of page-locked memory, of which kernels look at bit 0.
+    #[must_use]
+    pub const fn new(memory: Arc<GpuBuffer>) -> Self {
+        Self(memory)
+    }
+
+    /// Ends all waits, for good: the peer is gone.
+    pub fn end(&self) {
+        if let Some(host) = self.0.host() {
+            // SAFETY: aligned memory of at least a page, alive as long as `self`; used atomically.
+            let word = unsafe { AtomicU32::from_ptr(host.as_ptr().cast()) };
+            word.fetch_or(1, Ordering::Release);
+        }
+    }
+}
+
 impl DevicePair {
-    /// This side's slot, in its own GPU's memory; all zeros until the peer stores into it.
+    /// Slots of two hosts.
+    #[must_use]
+    pub fn remote(slots: Box<dyn RemoteSlots>, side: &DeviceSide) -> Self {
+        let (own_bytes, peer_bytes) = (side.own_slot_bytes, side.peer_slot_bytes);
+        Self { slots: Slots::Remote(slots), own_bytes, peer_bytes }
+    }
+
+    /// This side's slot, as its own GPU reaches it; all zeros until the peer stores into it.
     #[must_use]
     pub fn own(&self) -> DevicePtr {
-        self.own.ptr()
+        self.own_memory().ptr()
     }
 
     /// Bytes of [`own`](Self::own), as agreed.
@@ -52,10 +119,10 @@ impl DevicePair {
         self.own_bytes
     }
 
-    /// The peer's slot, mapped for kernels and copies of this process.
+    /// Where kernels of this process store what is for the peer: its slot, or what stands in for it.
     #[must_use]
     pub fn peer(&self) -> DevicePtr {
-        self.peer.ptr()
+        self.link().window
     }
 
     /// Bytes of [`peer`](Self::peer), as agreed.
@@ -64,16 +131,42 @@ impl DevicePair {
         self.peer_bytes
     }
 
-    /// Memory of [`own`](Self::own), for copies by [`Gpu::read`].
+    /// The way to the peer's slot, for kernels.
     #[must_use]
-    pub const fn own_memory(&self) -> &GpuBuffer {
-        &self.own
+    pub fn link(&self) -> Link {
+        match &self.slots {
+            Slots::Mapped { peer, .. } => {
+                Link { window: peer.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+            }
+            Slots::Remote(slots) => slots.link(),
+        }
     }
 
-    /// Memory of [`peer`](Self::peer), for copies by [`Gpu::write`].
+    /// What there is beside the slots where the peer is reached over a network.
     #[must_use]
-    pub const fn peer_memory(&self) -> &GpuBuffer {
-        &self.peer
+    pub fn as_remote(&self) -> Option<&dyn RemoteSlots> {
+        match &self.slots {
+            Slots::Mapped { .. } => None,
+            Slots::Remote(slots) => Some(slots.as_ref()),
+        }
+    }
+
+    /// Memory of [`own`](Self::own), for copies by [`Gpu::read`].
+    #[must_use]
+    pub fn own_memory(&self) -> &GpuBuffer {
+        match &self.slots {
+            Slots::Mapped { own, .. } => own,
+            Slots::Remote(slots) => slots.own(),
+        }
+    }
+
+    /// The peer's slot itself, for copies by [`Gpu::write`], where it is mapped here.
+    #[must_use]
+    pub const fn peer_memory(&self) -> Option<&GpuBuffer> {
+        match &self.slots {
+            Slots::Mapped { peer, .. } => Some(peer),
+            Slots::Remote(_) => None,
+        }
     }
 }
 
@@ -108,7 +201,7 @@ impl DeviceHalf {
             drop(descriptor);
             let (own_bytes, peer_bytes) = (side.own_slot_bytes, side.peer_slot_bytes);
             let peer = side.gpu.import_shared(peer, peer_bytes)?;
-            Ok(DevicePair { peer, own, own_bytes, peer_bytes })
+            Ok(DevicePair { slots: Slots::Mapped { peer, own }, own_bytes, peer_bytes })
         })
         .await
     }

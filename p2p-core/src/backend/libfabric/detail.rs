@@ -2,8 +2,8 @@
 
 use thiserror::Error;
 
-use super::mail::MailOffer;
-use super::port::MAX_ADDRESS_BYTES;
+use super::lane::MAX_ADDRESS_BYTES;
+use super::mail::{MAILBOX_BYTES, MailOffer};
 
 /// One side of a pair.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +38,8 @@ pub(super) enum DetailError {
     Message { found: u32 },
     #[error("the peer's description has flags {found:#x}, expected 0 to 3")]
     Flags { found: u16 },
+    #[error("the peer's mailbox at {address:#x} has no room for {MAILBOX_BYTES} bytes")]
+    Mailbox { address: u64 },
 }
 
 impl Detail {
@@ -87,12 +89,18 @@ impl Detail {
         if (max_message_bytes as usize) < MIN_MESSAGE_BYTES {
             return Err(DetailError::Message { found: max_message_bytes });
         }
+        let mail = (flags & 2 != 0).then(|| MailOffer { address: u64_at(28), key: u64_at(36) });
+        if let Some(MailOffer { address, .. }) = mail
+            && address.checked_add(MAILBOX_BYTES as u64).is_none()
+        {
+            return Err(DetailError::Mailbox { address });
+        }
         Ok(Self {
             slot: u32_at(8),
             max_message_bytes,
             counts_writes: flags & 1 != 0,
             token: u64_at(16),
-            mail: (flags & 2 != 0).then(|| MailOffer { address: u64_at(28), key: u64_at(36) }),
+            mail,
             address: address.to_vec(),
         })
     }
@@ -144,6 +152,13 @@ mod tests {
         assert_eq!(with(24, 0), DetailError::Address { found: 0 });
         assert_eq!(with(26, 1), DetailError::Address { found: 28 | 1 << 16 });
         assert!(matches!(with(24, 27), DetailError::Length { found: 72, expected: 71 }));
+        let with_mail_at = |address| {
+            let mail = Some(MailOffer { address, key: 1 });
+            Detail::decode(&Detail { mail, ..detail() }.encode())
+        };
+        let (last, beyond) = (u64::MAX - MAILBOX_BYTES as u64, u64::MAX - 100);
+        assert!(with_mail_at(last).is_ok());
+        assert_eq!(with_mail_at(beyond), Err(DetailError::Mailbox { address: beyond }));
         for len in 0..good.len() {
             assert!(Detail::decode(&good[..len]).is_err(), "{len} bytes");
         }

@@ -1,7 +1,13 @@
 //! One endpoint of this process and all pairs over it: the driver.
 //!
-//! Whoever drives holds the lock of [`State`]; others go on, because somebody drives. Posting takes no
-//! lock of ours, unless the library could not take something before.
+//! Whoever drives holds the lock of [`State`]; others go on, because somebody drives. Posting takes no lock:
+//! whoever posts calls the library, unless it could not take something before, which waits in the pair's
+//! [`outbox`](super::outbox) until somebody drives.
+//!
+//! With a [`keeper`] its thread alone drives and calls the library, once the device is open: everything
+//! that is posted goes through the outboxes, and pairs begin and end there. The lock of the state is never
+//! contended then. Posting allocates nothing, with one exception: an addition that may wait, when those of
+//! 4,096 other pairs wait already, is handed over in memory of its own.
 
 use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
@@ -9,22 +15,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use super::inbound::Inbound;
-use super::link::{Context, FarSide, IDX_MASK, Link, Op, Queued, note_of};
-use super::load::Library;
-use super::mail::{Head, Mailbox, NUM_CELLS};
-use super::message::{Header, Then};
-use super::owner::{CallError, Info};
-use super::port::{Failure, Polled, Port, Registered, Rights, Taken, network_error};
-use super::receives::Receives;
-use super::table::{Address, Closing, Entry, MAX_HOT, NUM_ENTRIES, Source, State, note_stall};
-use super::{service, sys};
 use crossbeam_queue::ArrayQueue;
 
+use super::keeper::{Keeper, Patience};
+use super::link::Link;
+use super::load::Library;
+use super::outbox::{Op, Queued};
+use super::owner::{CallError, Info};
+use super::port::{Polled, Port, network_error};
+use super::receives::Receives;
+use super::table::{MAX_HOT, NUM_ENTRIES, Quarantine, State};
+use super::waits::Waits;
+use super::{keeper, service, sys};
 use crate::endpoint::PostError;
 use crate::network::NetworkError;
-use crate::region::Region;
-use crate::wait::{Driver, event_fd};
+use crate::wait::Driver;
+
+mod arrivals;
+mod pairs;
 
 /// One endpoint of this process. See the [module](self).
 #[derive(Debug)]
@@ -45,12 +53,20 @@ pub(super) struct Device {
     /// When something arrived last, in nanoseconds since `start`. Kept only without a descriptor.
     last_news_ns: AtomicU64,
     start: Instant,
+    /// Who alone calls the library, where calls may not return.
+    keeper: Option<Arc<Keeper>>,
 }
 
 impl Device {
-    /// Opens an endpoint, and starts what drives it when nobody else does.
-    pub(super) fn open(library: &'static Library, info: Info) -> Result<Arc<Self>, NetworkError> {
-        let port = Port::open(library, info)?;
+    /// Opens an endpoint, and starts what drives it when nobody else does. Where the library may not come
+    /// back, that is known after `patience`.
+    pub(super) fn open(
+        library: &'static Library,
+        (info, waits): (Info, Waits),
+        patience: Patience,
+    ) -> Result<Arc<Self>, NetworkError> {
+        let is_kept = keeper::is_needed(&info.first().provider());
+        let port = Port::open(library, (info, if is_kept { Waits::Poll } else { waits }))?;
         let traits = port.traits();
         let max_message_bytes = traits.inject_bytes.min(MAX_MESSAGE_BYTES);
         let provider = traits.provider.clone();
@@ -80,11 +96,13 @@ impl Device {
             free: Vec::new(),
             addresses: HashMap::new(),
             credit_turns: 0,
+            leaving: Vec::new(),
             closing: Vec::new(),
-            quarantine: Vec::new(),
+            quarantine: Quarantine::default(),
             entries: [EMPTY_ENTRY; NUM_ENTRIES],
             sources: [sys::FI_ADDR_UNSPEC; NUM_ENTRIES],
         };
+        let keeper = is_kept.then(|| Keeper::new(&provider, port.lane().name(), patience));
         let device = Arc::new(Self {
             port,
             state: Mutex::new(state),
@@ -95,8 +113,13 @@ impl Device {
             is_watched: AtomicBool::new(false),
             last_news_ns: AtomicU64::new(0),
             start: Instant::now(),
+            keeper,
         });
-        service::start(&device).map_err(|error| NetworkError {
+        match &device.keeper {
+            Some(keeper) => keeper::start(&device, keeper),
+            None => service::start(&device),
+        }
+        .map_err(|error| NetworkError {
             network: format!("libfabric {provider}"),
             op: "start a thread",
             code: error.raw_os_error().map(Into::into),
@@ -119,93 +142,19 @@ impl Device {
         (self.num_drives.load(Ordering::Relaxed), is_watched)
     }
 
-    /// Makes a place for a pair with a fresh slot.
-    pub(super) fn add(
-        &self,
-        slot_bytes: usize,
-        waiting_offset: usize,
-    ) -> Result<(Arc<Link>, Registered), NetworkError> {
-        let provider = &self.port.traits().provider;
-        let failed = |op: &'static str, detail: String| NetworkError {
-            network: format!("libfabric {provider}"),
-            op,
-            code: None,
-            detail,
-        };
-        let slot =
-            Region::anonymous(slot_bytes).map_err(|e| failed("make a slot", e.to_string()))?;
-        let wake = event_fd().map_err(|e| failed("make an event", e.to_string()))?;
-        // SAFETY: the registration goes before the slot: both belong to the lease of the pair.
-        let registered =
-            unsafe { self.port.register(slot.as_ptr(), slot_bytes, Rights::ReadWrite) }
-                .map_err(|e| network_error(provider, e.op, &e))?;
-        let mailbox = self.port.traits().takes_mail.then(|| Mailbox::new(&self.port)).transpose();
-        let mailbox = mailbox.map_err(|e| network_error(provider, e.op, &e))?;
-        let mut state = lock(&self.state);
-        let idx = match state.free.pop() {
-            Some(idx) => idx,
-            None if state.table.len() <= IDX_MASK as usize => {
-                state.table.push(Entry::default());
-                state.heads.push(None);
-                (state.table.len() - 1) as u16
-            }
-            None => return Err(failed("make a slot", "65536 pairs are open".to_owned())),
-        };
-        let entry = &mut state.table[usize::from(idx)];
-        let id = u32::from(entry.generation) << 16 | u32::from(idx);
-        let offer = mailbox.as_ref().map(Mailbox::offer);
-        let link = Arc::new(Link::new(id, slot, offer, waiting_offset, wake));
-        entry.link = Some(Arc::clone(&link));
-        // SAFETY: the head is taken away with the pair's end, before the mailbox.
-        let head = mailbox.as_ref().map(|mailbox| unsafe { mailbox.head(link.token) });
-        entry.inbound = Inbound::new(if mailbox.is_some() { NUM_CELLS } else { 0 });
-        entry.mailbox = mailbox;
-        state.heads[usize::from(idx)] = head;
-        Ok((link, registered))
+    /// Whether posts are made by whoever wants them, and not by the keeper.
+    #[inline]
+    pub(super) const fn posts_here(&self) -> bool {
+        self.keeper.is_none()
     }
 
-    /// Learns where the peer of a pair is.
-    pub(super) fn join(
-        &self,
-        link: &Link,
-        address: &[u8],
-        far: impl FnOnce(sys::FiAddr) -> FarSide,
-    ) -> Result<(), CallError> {
-        let mut state = lock(&self.state);
-        let addr = match state.addresses.get_mut(address) {
-            Some(known) => {
-                known.num_pairs += 1;
-                known.addr
-            }
-            None => {
-                let addr = self.port.insert(address)?;
-                state.addresses.insert(address.to_vec(), Address { addr, num_pairs: 1 });
-                addr
-            }
-        };
-        if let Some(entry) = state.table.get_mut((link.id & IDX_MASK) as usize) {
-            entry.address = Some(address.to_vec());
-        }
-        link.join(far(addr));
-        Ok(())
+    pub(super) const fn keeper(&self) -> Option<&Arc<Keeper>> {
+        self.keeper.as_ref()
     }
 
-    /// The endpoint of a pair is gone. The slot's registration must be gone, too.
-    pub(super) fn close(&self, link: &Arc<Link>, sources: Vec<Source>) {
-        if link.discard() {
-            self.num_backlogged.fetch_sub(1, Ordering::AcqRel);
-        }
-        link.fail("close", 0, "closed by this side".to_owned());
-        let mut state = lock(&self.state);
-        let idx = (link.id & IDX_MASK) as u16;
-        state.ignore_mail(idx);
-        if let Some(entry) = state.table.get_mut(usize::from(idx)) {
-            let closing =
-                Closing { since: Instant::now(), has_said_farewell: false, _sources: sources };
-            entry.closing = Some(closing);
-            state.closing.push(idx);
-        }
-        state.sweep_closing(&self.port);
+    /// Whether the library does not come back. Nothing of this device works any more then.
+    pub(super) fn is_stuck(&self) -> bool {
+        self.keeper.as_ref().is_some_and(|keeper| keeper.is_stuck())
     }
 
     /// Gives `op` to the library as soon as it takes it. Drives, and waits within a bound, when too
@@ -214,12 +163,17 @@ impl Device {
         &self,
         link: &Link,
         name: &'static str,
-        mut make: impl FnMut() -> Op,
+        op: Op<'_>,
     ) -> Result<bool, PostError> {
         let mut deadline = None;
         loop {
             link.health()?;
-            match link.enqueue(make()) {
+            let queued = link.enqueue(op).map_err(|error| PostError::Transport {
+                op: name,
+                code: sys::FI_ENOMEM,
+                detail: format!("an operation that must wait found no room: {error}"),
+            })?;
+            match queued {
                 (Queued::Merged, _) => return Ok(false),
                 (Queued::Yes, is_first) => {
                     if is_first {
@@ -227,7 +181,7 @@ impl Device {
                     }
                     // A provider that takes nothing may have moved what came instead, of which nobody
                     // is told if it was mail.
-                    self.drive();
+                    self.push_on();
                     return Ok(true);
                 }
                 (Queued::Full, _) => {
@@ -241,10 +195,18 @@ impl Device {
                         link.fail(name, code, detail.clone());
                         return Err(PostError::Transport { op: name, code, detail });
                     }
-                    self.drive();
+                    self.push_on();
                     std::thread::yield_now();
                 }
             }
+        }
+    }
+
+    /// Something is to be done soon.
+    fn push_on(&self) {
+        match &self.keeper {
+            Some(keeper) => keeper.wake(),
+            None => self.turn(),
         }
     }
 
@@ -257,7 +219,16 @@ impl Device {
             Some(true) => {
                 if let Err(link) = self.credits.push(Arc::clone(link)) {
                     // More pairs than there is room for: at once, then.
-                    let _ = link.flush_credit(&self.port);
+                    match &self.keeper {
+                        Some(keeper) => {
+                            keeper.hand_over(move |device| {
+                                let _ = link.flush_credit(&device.port);
+                            });
+                        }
+                        None => {
+                            let _ = link.flush_credit(&self.port);
+                        }
+                    }
                 }
                 true
             }
@@ -296,203 +267,42 @@ impl Device {
             }
         }
     }
-
-    /// One completion.
-    fn handle(&self, state: &mut State, nth: usize) {
-        let entry = state.entries[nth];
-        let source =
-            if self.port.traits().knows_source { state.sources[nth] } else { sys::FI_ADDR_UNSPEC };
-        if entry.flags & sys::FI_REMOTE_WRITE != 0 {
-            if entry.flags & sys::FI_REMOTE_CQ_DATA != 0 {
-                self.handle_write(state, entry.data);
-            }
-            return;
-        }
-        // SAFETY: the context of an operation of ours, which lives until its completion.
-        let Some(context) = (unsafe { entry.op_context.cast::<Context>().as_ref() }) else {
-            return;
-        };
-        if context.is_receive {
-            let buffer = context.owner;
-            self.handle_message(state, buffer, entry.len, source);
-            state.receives.give_back(buffer);
-        } else {
-            state.complete(context, None);
-        }
-    }
-
-    /// A peer's write landed. Who wrote is told by the note alone: providers name a source for messages,
-    /// and for writes some of them name a wrong one.
-    fn handle_write(&self, state: &mut State, note: u64) {
-        let has_secret = self.port.traits().has_wide_notes;
-        let Some(entry) = state.entry_of(note as u32) else {
-            tracing::debug!(note, "a write into a slot that is gone");
-            return;
-        };
-        let Some(link) = &entry.link else { return };
-        if note != note_of(link.id, link.token, has_secret) {
-            tracing::warn!(slot = link.id, "a write that another peer announces");
-            return;
-        }
-        entry.inbound.count_write();
-        land_ready(&self.port, link, &mut entry.inbound);
-    }
-
-    /// Takes the mail that came.
-    #[inline]
-    fn handle_mails(&self, state: &mut State) {
-        // Where there are many pairs, only some in turn: an idle one costs next to nothing, and its first
-        // mail waits some turns. Nobody sleeps before all were looked at.
-        for nth in 0..state.hot.len() {
-            self.handle_mails_of(state, state.hot[nth].into());
-        }
-        let num_heads = state.heads.len();
-        for _ in 0..num_heads.min(MAX_COLD) {
-            let idx = state.next_head % num_heads;
-            state.next_head = idx + 1;
-            if self.handle_mails_of(state, idx) && num_heads > MAX_COLD {
-                state.heat(idx as u16);
-            }
-        }
-    }
-
-    /// Takes the mail of one pair. Whether there was some.
-    #[inline]
-    fn handle_mails_of(&self, state: &mut State, idx: usize) -> bool {
-        let mut had_some = false;
-        while let Some(head) = state.heads[idx]
-            && head.has_news()
-            && self.handle_mail(state, idx, head)
-        {
-            had_some = true;
-        }
-        had_some
-    }
-
-    /// One mail. False when it must wait, or ended the pair.
-    fn handle_mail(&self, state: &mut State, idx: usize, head: Head) -> bool {
-        let Some(mail) = head.read() else { return false };
-        let State { heads, table, stalls, .. } = state;
-        let entry = &mut table[idx];
-        let Some(link) = entry.link.clone() else { return false };
-        let mut end = |detail: String| {
-            link.fail("receive", 0, detail);
-            heads[idx] = None;
-            false
-        };
-        if link.is_failed() {
-            return end("a mail after the end".to_owned());
-        }
-        let message = mail.message();
-        let header = match Header::decode(message) {
-            Ok(header) => header,
-            Err(error) => return end(format!("a bad mail: {error}")),
-        };
-        if header.slot != link.id || header.token != link.token || header.then.is_unnumbered() {
-            return end("a mail that does not belong here".to_owned());
-        }
-        link.note_mails_taken(header.mails);
-        let expected = entry.inbound.next_seq();
-        if header.seq.wrapping_sub(expected).cast_signed() > 0 {
-            note_stall(stalls, link.id, expected);
-            return false;
-        }
-        let admitted = entry.inbound.admit(&header, message);
-        let head = head.next();
-        match admitted {
-            Ok(is_now) => {
-                heads[idx] = Some(head);
-                link.set_mails_read(head.num_read());
-                (!is_now || land(&self.port, &link, &header, message))
-                    && land_ready(&self.port, &link, &mut entry.inbound)
-            }
-            Err(error) => end(error.to_string()),
-        }
-    }
-
-    /// A message came.
-    fn handle_message(&self, state: &mut State, buffer: u32, len: usize, source: sys::FiAddr) {
-        let State { receives, table, stalls, .. } = state;
-        let message = receives.message(buffer, len);
-        let header = match Header::decode(message) {
-            Ok(header) => header,
-            Err(error) => {
-                tracing::warn!(%error, "a message of nobody known");
-                return;
-            }
-        };
-        let Some((entry, link)) = table
-            .get_mut((header.slot & IDX_MASK) as usize)
-            .and_then(|entry| entry.link.clone().map(|link| (entry, link)))
-            .filter(|(_, link)| link.id == header.slot)
-        else {
-            tracing::debug!(slot = header.slot, "a message to a slot that is gone");
-            return;
-        };
-        if header.token != link.token || !comes_from(&link, source) {
-            // Whoever sent it is not the peer, so the pair does not suffer.
-            tracing::warn!(slot = link.id, "a message without the right to this slot");
-            return;
-        }
-        if header.then == Then::Farewell {
-            entry.farewell = Some(header.writes);
-            link.desert();
-            return;
-        }
-        if entry.closing.is_some() || link.is_failed() {
-            return;
-        }
-        link.note_mails_taken(header.mails);
-        match entry.inbound.admit(&header, message) {
-            Ok(true) => {
-                if land(&self.port, &link, &header, message) {
-                    land_ready(&self.port, &link, &mut entry.inbound);
-                }
-            }
-            Ok(false) if entry.inbound.has_gap() => {
-                note_stall(stalls, link.id, entry.inbound.next_seq());
-            }
-            Ok(false) => {}
-            Err(error) => link.fail("receive", 0, error.to_string()),
-        }
-    }
-
-    /// Ends pairs in which something is expected that does not come.
-    fn sweep_stalls(state: &mut State) {
-        let State { stalls, table, .. } = state;
-        stalls.retain(|stall| {
-            let Some(entry) = table.get(usize::from(stall.idx)) else { return false };
-            let Some(link) = entry.link.as_ref().filter(|link| link.id == stall.id) else {
-                return false;
-            };
-            let is_there = entry.inbound.next_seq() == stall.seq && !link.is_failed();
-            if is_there && stall.since.elapsed() >= STALL_PATIENCE {
-                let seq = stall.seq;
-                link.fail("receive", 0, format!("message {seq} does not come: it was lost"));
-                return false;
-            }
-            is_there
-        });
-    }
-
-    fn handle_failure(&self, state: &mut State, failure: &Failure) {
-        // SAFETY: the context of an operation of ours, which lives until its completion.
-        match unsafe { failure.context.cast::<Context>().as_ref() } {
-            Some(context) if context.is_receive => {
-                tracing::warn!(text = failure.text, "a message could not be received");
-                state.receives.give_back(context.owner);
-            }
-            Some(context) => state.complete(context, Some(failure)),
-            None => {
-                // Small messages have no context; the peers' sequence numbers tell what was lost.
-                tracing::debug!(text = failure.text, flags = failure.flags, "a message was lost");
-            }
-        }
-    }
 }
 
 impl Driver for Device {
     fn drive(&self) {
+        if self.keeper.is_none() {
+            self.turn();
+        }
+    }
+
+    fn may_sleep(&self) -> bool {
+        if let Some(keeper) = &self.keeper {
+            // Whatever comes wakes whoever it is for.
+            if self.has_credits() {
+                keeper.wake();
+            }
+            return true;
+        }
+        if self.has_credits() {
+            self.flush_credits();
+        }
+        self.is_watched.store(true, Ordering::Release);
+        self.port.wait_fd().is_none() || (self.port.queue().may_sleep() && !self.has_mail())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.port.wait_fd()
+    }
+
+    fn max_sleep(&self) -> Duration {
+        if self.keeper.is_some() { WATCHED_TICK } else { self.nap() }
+    }
+}
+
+impl Device {
+    /// Does what is due, unless somebody else does.
+    pub(super) fn turn(&self) {
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
             // Somebody drives.
@@ -508,7 +318,7 @@ impl Driver for Device {
         }
         let polled = self.port.queue().poll(&mut state.entries, &mut state.sources);
         // Mail first: what else came may have been sent after it.
-        self.handle_mails(state);
+        let mut is_news = self.handle_mails(state);
         match polled {
             Ok(Polled::Nothing) => {
                 if !state.stalls.is_empty() {
@@ -528,13 +338,14 @@ impl Driver for Device {
                 if state.receives.is_low() {
                     self.repost(state);
                 }
-                if self.port.wait_fd().is_none() {
-                    let now = self.start.elapsed().as_nanos() as u64;
-                    self.last_news_ns.store(now, Ordering::Relaxed);
-                }
+                is_news = true;
             }
             Ok(Polled::Failed(failure)) => self.handle_failure(state, &failure),
             Err(error) => self.fail_all(state, &error),
+        }
+        if is_news && self.port.wait_fd().is_none() {
+            let now = self.start.elapsed().as_nanos() as u64;
+            self.last_news_ns.store(now, Ordering::Relaxed);
         }
         if self.num_backlogged.load(Ordering::Acquire) > 0 {
             self.flush_backlogs(state);
@@ -549,21 +360,10 @@ impl Driver for Device {
         }
     }
 
-    fn may_sleep(&self) -> bool {
-        if self.has_credits() {
-            self.flush_credits();
-        }
-        self.is_watched.store(true, Ordering::Release);
-        self.port.wait_fd().is_none() || (self.port.queue().may_sleep() && !self.has_mail())
-    }
-
-    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.port.wait_fd()
-    }
-
-    fn max_sleep(&self) -> Duration {
+    /// Longest time until the next turn.
+    pub(super) fn nap(&self) -> Duration {
         if self.num_backlogged.load(Ordering::Acquire) > 0 {
-            return BACKLOG_TICK;
+            return if self.keeper.is_some() { SHORTEST_TICK } else { BACKLOG_TICK };
         }
         if self.port.wait_fd().is_some() {
             return WATCHED_TICK;
@@ -576,9 +376,7 @@ impl Driver for Device {
         // A hundredth of the time since something came: quick while there is traffic, cheap without.
         Duration::from_nanos(quiet_ns / 100).clamp(SHORTEST_TICK, LONGEST_TICK)
     }
-}
 
-impl Device {
     /// Whether mail came that nobody has looked at. Also if somebody looks at the moment.
     fn has_mail(&self) -> bool {
         match self.state.try_lock() {
@@ -597,47 +395,6 @@ impl Device {
     }
 }
 
-/// Whether `source` is the peer of `link`, as far as the provider knows.
-fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
-    source == sys::FI_ADDR_UNSPEC || link.far().is_none_or(|far| far.peer == source)
-}
-
-/// Puts in place what was kept and may be put in place now. False when something was bad.
-fn land_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
-    while let Some((header, message)) = inbound.next_ready() {
-        if !land(port, link, &header, &message) {
-            return false;
-        }
-    }
-    true
-}
-
-/// Puts a message in place, and answers if it asks. False when it was bad.
-fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
-    match link.land(header, message) {
-        Ok(None) => true,
-        Ok(Some(id)) => {
-            let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
-            // A lost answer would be waited for until the deadline.
-            for _ in 0..MAX_ANSWER_ATTEMPTS {
-                match link.inject(port, &answer) {
-                    Ok(Taken::Yes) => break,
-                    Ok(Taken::Again) => std::hint::spin_loop(),
-                    Err(error) => {
-                        let _ = link.fail_call(&error);
-                        break;
-                    }
-                }
-            }
-            true
-        }
-        Err(error) => {
-            link.fail("receive", 0, format!("a bad message: {error}"));
-            false
-        }
-    }
-}
-
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     // Nothing that holds the lock can leave the state half changed.
     state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -645,8 +402,6 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 
 /// Longest message. Longer puts are writes.
 const MAX_MESSAGE_BYTES: usize = 8 << 10;
-/// Mailboxes that are looked at in turn, beside those that got mail lately.
-const MAX_COLD: usize = 64;
 const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
     op_context: std::ptr::null_mut(),
     flags: 0,
@@ -656,9 +411,6 @@ const EMPTY_ENTRY: sys::CqDataEntry = sys::CqDataEntry {
 };
 /// Longest time that a post waits for room.
 const POST_PATIENCE: Duration = Duration::from_secs(1);
-/// How long something may come after what follows it.
-const STALL_PATIENCE: Duration = Duration::from_secs(1);
-const MAX_ANSWER_ATTEMPTS: u32 = 1000;
 /// Turns of the driver for which additions wait: some 20 µs of polling.
 const CREDIT_TURNS: u32 = 32;
 /// Pairs whose additions may wait at the same time.

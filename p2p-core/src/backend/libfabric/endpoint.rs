@@ -6,9 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::device::Device;
-use super::link::{FarSide, Link, Local, Op};
+use super::keeper::Stay;
+use super::lane::{Descriptor, Taken};
+use super::link::{FarSide, Link};
 use super::message::{self, HEADER_BYTES, Header, Then, part_bytes};
-use super::port::{Descriptor, Registered, Rights, Taken};
+use super::outbox::{Local, Op};
+use super::port::{Registered, Rights};
 use super::table::Source;
 use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
@@ -43,18 +46,20 @@ pub(super) struct Lease {
     /// This side's slot. Dropped first, which revokes the peer's key.
     pub(super) slot: Option<Registered>,
     sources: Vec<Source>,
+    // After what was given back.
+    _stay: Stay,
 }
 
 impl Lease {
-    pub(super) const fn new(device: Arc<Device>, link: Arc<Link>, slot: Registered) -> Self {
-        Self { device, link, slot: Some(slot), sources: Vec::new() }
+    pub(super) fn new(device: Arc<Device>, link: Arc<Link>, slot: Registered) -> Self {
+        let _stay = Stay::another(device.keeper());
+        Self { device, link, slot: Some(slot), sources: Vec::new(), _stay }
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        drop(self.slot.take());
-        self.device.close(&self.link, std::mem::take(&mut self.sources));
+        self.device.close(&self.link, self.slot.take(), std::mem::take(&mut self.sources));
     }
 }
 
@@ -138,7 +143,7 @@ impl LibfabricEndpoint {
             // As with memory that its owner has unmapped: nobody looks there any more.
             return Ok(true);
         }
-        if link.backlog() == 0 && link.may_send(after_writes) {
+        if device.posts_here() && link.backlog() == 0 && link.may_send(after_writes) {
             if self.far.mail.is_some() {
                 match link.post_mail(device.port(), self.num_mails + 1, &self.message) {
                     Ok(Taken::Yes) => {
@@ -155,10 +160,7 @@ impl LibfabricEndpoint {
                 Err(error) => return Err(link.fail_call(&error)),
             }
         }
-        device.enqueue(link, op, || Op::Message {
-            bytes: self.message.as_slice().into(),
-            after_writes,
-        })
+        device.enqueue(link, op, Op::Message { bytes: &self.message, after_writes })
     }
 
     /// Starts a copy between local memory and the peer's slot, in as many pieces as needed.
@@ -183,7 +185,7 @@ impl LibfabricEndpoint {
             let ptr = unsafe { ptr.add(start) }.as_ptr();
             let (local, at) = (Local { ptr, len: piece, descriptor }, offset + start);
             let mut taken = Taken::Again;
-            if link.backlog() == 0 {
+            if device.posts_here() && link.backlog() == 0 {
                 // SAFETY: the callers of `put` and `get` promise to keep the memory as it is until a
                 // `quiet`; the lease keeps it registered and mapped, beyond its own end if need be.
                 let result = unsafe {
@@ -196,13 +198,12 @@ impl LibfabricEndpoint {
                 taken = result.map_err(|error| link.fail_call(&error))?;
             }
             if taken == Taken::Again {
-                device.enqueue(link, op, || {
-                    if is_write {
-                        Op::Write { src: local, offset: at }
-                    } else {
-                        Op::Read { dst: local, offset: at }
-                    }
-                })?;
+                let waiting = if is_write {
+                    Op::Write { src: local, offset: at }
+                } else {
+                    Op::Read { dst: local, offset: at }
+                };
+                device.enqueue(link, op, waiting)?;
             }
             self.num_writes += u64::from(is_write);
             start += piece;
@@ -227,8 +228,7 @@ impl Endpoint for LibfabricEndpoint {
     fn register(&mut self, region: &Region) -> Result<(), PostError> {
         let port = self.lease.device.port();
         let registered = if port.needs_local() {
-            // SAFETY: the source keeps the region mapped as long as the registration.
-            let registered = unsafe { port.register(region.as_ptr(), region.len(), Rights::Local) };
+            let registered = port.register_region(region, Rights::Local);
             Some(registered.map_err(|error| PostError::Register {
                 bytes: region.len(),
                 detail: error.to_string(),

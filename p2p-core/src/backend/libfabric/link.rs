@@ -1,21 +1,22 @@
 //! What the endpoint of a pair and the driver of its device share.
 
 use std::cell::UnsafeCell;
-use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::os::fd::{AsFd, OwnedFd};
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use super::lane::{Completes, ContextRoom, Far, Taken};
 use super::mail::{self, MailOffer, NUM_CELLS};
 use super::message::{self, Credit, Header, Then};
+use super::outbox::{Local, Op, Outbox, Queued};
 use super::owner::CallError;
-use super::port::{Completes, ContextRoom, Descriptor, Far, Port, Taken};
+use super::port::Port;
 use super::sys;
 use crate::endpoint::PostError;
 use crate::flags::{self, Contract};
-use crate::region::Region;
+use crate::region::{MapError, Region};
 use crate::wait::signal_event;
 
 /// One pair.
@@ -31,9 +32,8 @@ pub(super) struct Link {
     waiting_offset: usize,
     wake: OwnedFd,
     far: OnceLock<FarSide>,
-    /// Operations that the library would not take yet, in order.
-    outbox: Mutex<VecDeque<Op>>,
-    backlog: AtomicUsize,
+    /// Operations that the library would not take yet, or that another thread gives it.
+    outbox: Outbox,
     contexts: Box<[Context]>,
     /// Writes and reads that the library took and has not completed.
     outstanding: AtomicUsize,
@@ -115,40 +115,6 @@ impl Context {
     }
 }
 
-/// An operation that waits its turn.
-#[derive(Debug)]
-pub(super) enum Op {
-    /// A message, once as many writes are complete.
-    Message { bytes: Box<[u8]>, after_writes: u64 },
-    /// A copy into the peer's slot.
-    Write { src: Local, offset: usize },
-    /// A copy from the peer's slot.
-    Read { dst: Local, offset: usize },
-}
-
-/// Local memory of an operation. Whoever makes one keeps the memory registered and mapped until the
-/// operation is over.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Local {
-    pub(super) ptr: *mut u8,
-    pub(super) len: usize,
-    pub(super) descriptor: Descriptor,
-}
-
-// SAFETY: memory without thread affinity; see the type's documentation.
-unsafe impl Send for Local {}
-
-/// What became of a message for the outbox.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Queued {
-    /// It waits.
-    Yes,
-    /// It became part of the message before it, which waits, and its number is still free.
-    Merged,
-    /// There is no room.
-    Full,
-}
-
 impl Link {
     pub(super) fn new(
         id: u32,
@@ -156,6 +122,7 @@ impl Link {
         mail: Option<MailOffer>,
         waiting_offset: usize,
         wake: OwnedFd,
+        outbox: Outbox,
     ) -> Self {
         let idx = id & IDX_MASK;
         Self {
@@ -166,8 +133,7 @@ impl Link {
             waiting_offset,
             wake,
             far: OnceLock::new(),
-            outbox: Mutex::default(),
-            backlog: AtomicUsize::new(0),
+            outbox,
             contexts: (0..NUM_CONTEXTS).map(|_| Context::new(false, idx)).collect(),
             outstanding: AtomicUsize::new(0),
             num_posted: AtomicU64::new(0),
@@ -206,7 +172,7 @@ impl Link {
 
     #[inline]
     pub(super) fn backlog(&self) -> usize {
-        self.backlog.load(Ordering::Acquire)
+        self.outbox.num()
     }
 
     #[inline]
@@ -392,64 +358,35 @@ impl Link {
         self.num_written.load(Ordering::Acquire) >= after_writes
     }
 
-    /// Puts `op` behind those that wait.
-    pub(super) fn enqueue(&self, op: Op) -> (Queued, bool) {
-        let mut outbox = lock(&self.outbox);
-        if let (Op::Message { bytes, .. }, Some(Op::Message { bytes: last, .. })) =
-            (&op, outbox.back_mut())
-            && let Ok(newer) = Header::decode(bytes)
-            && message::merge_add(last, &newer)
-        {
-            return (Queued::Merged, false);
-        }
-        if outbox.len() >= MAX_BACKLOG {
-            return (Queued::Full, false);
-        }
-        outbox.push_back(op);
-        self.backlog.store(outbox.len(), Ordering::Release);
-        (Queued::Yes, outbox.len() == 1)
+    /// Puts `op` behind those that wait. True beside: it is the only one.
+    #[inline]
+    pub(super) fn enqueue(&self, op: Op<'_>) -> Result<(Queued, bool), MapError> {
+        self.outbox.push(op)
     }
 
     /// Gives the library what waits, as far as it takes it. True when the last one went.
     pub(super) fn flush(&self, port: &Port) -> bool {
-        let mut outbox = lock(&self.outbox);
-        if outbox.is_empty() {
-            return false;
-        }
-        while let Some(op) = outbox.front() {
+        self.outbox.flush(|op| {
             if self.is_failed() || self.is_deserted() {
-                outbox.clear();
-                break;
+                return None;
             }
             let taken = match op {
-                Op::Message { after_writes, .. } if !self.may_send(*after_writes) => {
+                Op::Message { after_writes, .. } if !self.may_send(after_writes) => {
                     Ok(Taken::Again)
                 }
                 Op::Message { bytes, .. } => self.inject(port, bytes),
                 // SAFETY: whoever made the operation keeps its memory until it is over.
-                Op::Write { src, offset } => unsafe { self.write(port, *src, *offset) },
+                Op::Write { src, offset } => unsafe { self.write(port, src, offset) },
                 // SAFETY: as above.
-                Op::Read { dst, offset } => unsafe { self.read(port, *dst, *offset) },
+                Op::Read { dst, offset } => unsafe { self.read(port, dst, offset) },
             };
-            match taken {
-                Ok(Taken::Yes) => drop(outbox.pop_front()),
-                Ok(Taken::Again) => break,
-                Err(error) => {
-                    let _ = self.fail_call(&error);
-                }
-            }
-        }
-        self.backlog.store(outbox.len(), Ordering::Release);
-        outbox.is_empty()
+            taken.map_err(|error| self.fail_call(&error)).ok()
+        })
     }
 
     /// Throws away what waits. True when there was something.
     pub(super) fn discard(&self) -> bool {
-        let mut outbox = lock(&self.outbox);
-        let had_some = !outbox.is_empty();
-        outbox.clear();
-        self.backlog.store(0, Ordering::Release);
-        had_some
+        self.outbox.close()
     }
 
     #[inline]
@@ -588,8 +525,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) const IDX_MASK: u32 = 0xffff;
 /// Writes and reads of one pair that may be under way.
 const NUM_CONTEXTS: usize = 64;
-/// Operations of one pair that may wait.
-const MAX_BACKLOG: usize = 1024;
 /// Data that goes with a counted write: the slot, and where there is room half of the pair's secret, so
 /// that no peer can count for another.
 pub(super) fn note_of(slot: u32, token: u64, has_secret: bool) -> u64 {

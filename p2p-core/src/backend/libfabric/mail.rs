@@ -69,10 +69,15 @@ impl Mailbox {
             code: 12,
             text: error.to_string(),
         })?;
-        // SAFETY: the memory outlives the registration, which stands before it in the structure.
-        let registered =
-            unsafe { port.register(memory.as_ptr(), MAILBOX_BYTES, Rights::ReadWrite)? };
+        let registered = port.register_region(&memory, Rights::ReadWrite)?;
         Ok(Self { registered, memory })
+    }
+
+    /// Revokes the peer's right to write here. The memory is left, for what is under way.
+    pub(super) fn retire(self) -> Region {
+        let Self { registered, memory } = self;
+        drop(registered);
+        memory
     }
 
     /// What the peer must be told.
@@ -177,10 +182,46 @@ fn sum(token: u64, words: &[u64]) -> u64 {
     })
 }
 
+/// Reads `bytes` as a cell, as they are and with the number and the sum that are expected, and gives what
+/// it holds to `each`.
+#[cfg(fuzzing)]
+pub(super) fn check(bytes: &[u8], mut each: impl FnMut(&[u8])) {
+    use bytemuck::{bytes_of_mut, cast_slice};
+
+    const TOKEN: u64 = 0x0123_4567_89ab_cdef;
+    thread_local! {
+        static MEMORY: Region = Region::anonymous(MAILBOX_BYTES).expect("memory");
+    }
+    let Some((number, cell)) = bytes.split_first_chunk() else { return };
+    let number = u64::from_le_bytes(*number).max(1);
+    let mut words = [0u64; NUM_WORDS];
+    let used = cell.len().min(CELL_BYTES);
+    bytes_of_mut(&mut words)[..used].copy_from_slice(&cell[..used]);
+    MEMORY.with(|memory| {
+        let head = Head { first: memory.as_ptr(), number, token: TOKEN };
+        let mut read = |words: &[u64; NUM_WORDS]| {
+            for (nth, word) in words.iter().enumerate() {
+                head.word(nth).store(*word, Ordering::Relaxed);
+            }
+            let mail = head.read()?;
+            assert!(head.has_news() && mail.message().len() <= MAX_MAIL_BYTES);
+            each(mail.message());
+            Some(mail.len)
+        };
+        read(&words);
+        let len = (u64::from_le(words[1]) >> NUMBER_BITS) as usize;
+        let message = &cast_slice(&words)[CELL_HEAD_BYTES..];
+        let sealed = message.get(..len).and_then(|message| seal(number, TOKEN, message));
+        let Some((sealed, _)) = sealed else { return };
+        assert_eq!(read(&sealed), Some(len));
+    });
+}
+
 const CELL_HEAD_BYTES: usize = 16;
 const CELL_HEAD_WORDS: usize = CELL_HEAD_BYTES / 8;
 const NUM_WORDS: usize = CELL_BYTES / 8;
-const MAILBOX_BYTES: usize = NUM_CELLS as usize * CELL_BYTES;
+/// Bytes of a mailbox.
+pub(super) const MAILBOX_BYTES: usize = NUM_CELLS as usize * CELL_BYTES;
 const NUMBER_BITS: u32 = 48;
 const NUMBER_MASK: u64 = (1 << NUMBER_BITS) - 1;
 

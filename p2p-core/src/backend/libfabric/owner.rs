@@ -212,6 +212,8 @@ impl Drop for Hints {
 pub(super) struct Owned<T> {
     ptr: NonNull<T>,
     name: &'static str,
+    library: &'static Library,
+    is_closed: bool,
     _parents: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -235,7 +237,7 @@ impl<T> Owned<T> {
     /// # Safety
     /// If `result` is 0 then `ptr` is a fresh object of the library that begins with a `fid`.
     unsafe fn made(
-        library: &Library,
+        library: &'static Library,
         name: &'static str,
         result: c_int,
         ptr: *mut T,
@@ -243,23 +245,42 @@ impl<T> Owned<T> {
     ) -> Result<Self, CallError> {
         check(library, name, result.into())?;
         let ptr = NonNull::new(ptr).ok_or_else(|| out_of_memory(name))?;
-        Ok(Self { ptr, name, _parents: parents })
+        Ok(Self { ptr, name, library, is_closed: false, _parents: parents })
+    }
+
+    /// Closes it, and says if the library does not want to; it stays open then. Afterwards nothing but
+    /// dropping may be done with a closed one.
+    ///
+    /// # Errors
+    /// [`CallError`] with the library's reason, such as `EBUSY`.
+    pub(super) fn close(&mut self) -> Result<(), CallError> {
+        if self.is_closed {
+            return Ok(());
+        }
+        // SAFETY: a live object; nobody uses it after its only owner has closed it.
+        let result = unsafe { ((*(*self.fid()).ops).close)(self.fid()) };
+        check(self.library, "fi_close", result.into())?;
+        self.is_closed = true;
+        Ok(())
+    }
+
+    /// Dropping it leaves it open, because it does not want to be closed.
+    pub(super) const fn leave_open(&mut self) {
+        self.is_closed = true;
     }
 }
 
 impl<T> Drop for Owned<T> {
     fn drop(&mut self) {
-        // SAFETY: a live object; nobody uses it after its only owner.
-        let result = unsafe { ((*(*self.fid()).ops).close)(self.fid()) };
-        if result != 0 {
-            tracing::warn!(object = self.name, code = -result, "libfabric object not closed");
+        if let Err(error) = self.close() {
+            tracing::error!(object = self.name, %error, "libfabric object not closed");
         }
     }
 }
 
 /// Opens the fabric of `info`.
 pub(super) fn open_fabric(
-    library: &Library,
+    library: &'static Library,
     info: &Info,
 ) -> Result<Arc<Owned<sys::FidFabric>>, CallError> {
     let mut fabric = null_mut();
@@ -273,7 +294,7 @@ pub(super) fn open_fabric(
 
 /// Opens the domain of `info`.
 pub(super) fn open_domain(
-    library: &Library,
+    library: &'static Library,
     fabric: &Arc<Owned<sys::FidFabric>>,
     info: &Info,
 ) -> Result<Arc<Owned<sys::FidDomain>>, CallError> {
@@ -289,7 +310,7 @@ pub(super) fn open_domain(
 
 /// Opens an address vector.
 pub(super) fn open_av(
-    library: &Library,
+    library: &'static Library,
     domain: &Arc<Owned<sys::FidDomain>>,
 ) -> Result<Arc<Owned<sys::FidAv>>, CallError> {
     let mut attr = sys::AvAttr {
@@ -313,7 +334,7 @@ pub(super) fn open_av(
 
 /// Opens a completion queue whose entries carry data; with a descriptor to wait on, if so wanted.
 pub(super) fn open_cq(
-    library: &Library,
+    library: &'static Library,
     domain: &Arc<Owned<sys::FidDomain>>,
     num_entries: usize,
     wait_obj: u32,
@@ -339,7 +360,7 @@ pub(super) fn open_cq(
 
 /// Opens an endpoint, binds it and enables it.
 pub(super) fn open_ep(
-    library: &Library,
+    library: &'static Library,
     domain: &Arc<Owned<sys::FidDomain>>,
     info: &Info,
     av: &Arc<Owned<sys::FidAv>>,
@@ -363,18 +384,45 @@ pub(super) fn open_ep(
         }
         let result = ((*ops).bind)(ep.fid(), av.fid(), 0);
         check(library, "fi_ep_bind (address vector)", result.into())?;
-        let result = ((*ops).control)(ep.fid(), sys::FI_ENABLE, null_mut());
-        check(library, "fi_enable", result.into())?;
     }
+    enable(library, &ep)?;
     Ok(Arc::new(ep))
 }
+
+/// Enables an endpoint, again if something is in the way.
+///
+/// The provider `shm` names an endpoint's memory in `/dev/shm` after the process's number, the user and a
+/// number of its own. A process that was killed leaves such memory, and who gets its number next finds it:
+/// the library (1.17) takes it for that of a living process, because this one lives, removes its name, and
+/// says `EBUSY`. The name is free after that.
+fn enable(library: &'static Library, ep: &Owned<sys::FidEp>) -> Result<(), CallError> {
+    for attempt in 1.. {
+        // SAFETY: a live endpoint with all that it must be bound to.
+        let result = unsafe { ((*(*ep.fid()).ops).control)(ep.fid(), sys::FI_ENABLE, null_mut()) };
+        match check(library, "fi_enable", result.into()) {
+            Err(error) if error.code == sys::FI_EBUSY && attempt < MAX_ENABLE_ATTEMPTS => {
+                tracing::info!(%error, "what a killed process left is in the way of an endpoint");
+            }
+            Err(mut error) if error.code == sys::FI_EBUSY => {
+                error.text += ": somebody else has the name of this endpoint's memory; do processes of \
+                               several process namespaces share /dev/shm?";
+                return Err(error);
+            }
+            result => return result.map(drop),
+        }
+    }
+    unreachable!("the last attempt returns")
+}
+
+/// Something may come between the removal of a name and the next attempt, but not again and again.
+const MAX_ENABLE_ATTEMPTS: u32 = 4;
 
 /// Registers memory of this host, bound to `ep` if so given.
 ///
 /// # Safety
 /// `ptr..ptr+len` stays mapped as long as the registration.
 pub(super) unsafe fn register(
-    library: &Library,
+    library: &'static Library,
     domain: &Arc<Owned<sys::FidDomain>>,
     ep: Option<&Arc<Owned<sys::FidEp>>>,
     (ptr, len): (*mut u8, usize),

@@ -6,25 +6,15 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
+use super::lane::{Descriptor, Lane, MAX_ADDRESS_BYTES};
 use super::load::Library;
 use super::owner::{self, CallError, Entry, Hints, Info, Owned, check};
 use super::queue::Queue;
-use super::sys;
+use super::touch::touch;
+use super::waits::Waits;
+use super::{rxm, sys};
 use crate::network::NetworkError;
-
-/// Largest address of an endpoint in bytes.
-pub(super) const MAX_ADDRESS_BYTES: usize = 512;
-/// Bytes at the head of every context, which some providers use for themselves.
-pub(super) type ContextRoom = [u64; 8];
-
-/// Whether the library took an operation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Taken {
-    /// It will be carried out.
-    Yes,
-    /// Not now.
-    Again,
-}
+use crate::region::Region;
 
 /// What reading the completion queue brought.
 pub(super) enum Polled {
@@ -69,19 +59,6 @@ pub(super) struct Traits {
     key_mask: u64,
 }
 
-/// One endpoint. Operations on different ones of a port share its queue and its addresses.
-pub(super) struct Lane {
-    ep: Arc<Owned<sys::FidEp>>,
-    library: &'static Library,
-    name: Vec<u8>,
-}
-
-impl std::fmt::Debug for Lane {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lane").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
 /// An endpoint with its queue, addresses and registrations. See the [module](self).
 pub(super) struct Port {
     // Closed in this order.
@@ -93,6 +70,7 @@ pub(super) struct Port {
     library: &'static Library,
     info: Info,
     traits: Traits,
+    waits: Waits,
 }
 
 impl std::fmt::Debug for Port {
@@ -104,6 +82,8 @@ impl std::fmt::Debug for Port {
 /// Registered memory.
 pub(super) struct Registered {
     mr: Owned<sys::FidMr>,
+    /// Stays mapped as long as the registration is in force, whatever becomes of `self`.
+    memory: Option<Region>,
     /// What a peer adds to an offset to address the first byte.
     pub(super) base: u64,
 }
@@ -126,19 +106,31 @@ impl Registered {
         // SAFETY: as above.
         Descriptor(unsafe { (*self.mr.as_ptr()).mem_desc })
     }
+
+    #[cfg(test)]
+    pub(super) const fn fid(&self) -> *mut sys::Fid {
+        self.mr.fid()
+    }
+
+    /// Revokes the key.
+    ///
+    /// # Errors
+    /// [`CallError`]; the key stays in force then, and the memory must stay mapped.
+    pub(super) fn close(&mut self) -> Result<(), CallError> {
+        self.mr.close()
+    }
 }
 
-/// The library's word for registered local memory. Null where it wants none.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Descriptor(pub(super) *mut c_void);
-
-// SAFETY: an opaque value that the library alone looks behind, from any thread.
-unsafe impl Send for Descriptor {}
-// SAFETY: as above.
-unsafe impl Sync for Descriptor {}
-
-impl Descriptor {
-    pub(super) const NONE: Self = Self(null_mut());
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if let Err(error) = self.close() {
+            // Who holds the key may still write there: the memory is given to nobody else.
+            let bytes = self.memory.as_ref().map(Region::len);
+            tracing::error!(%error, bytes, "a registration stays in force, and its memory mapped");
+            std::mem::forget(self.memory.take());
+            self.mr.leave_open();
+        }
+    }
 }
 
 /// What others may do with registered memory.
@@ -152,32 +144,12 @@ pub(super) enum Rights {
     ReadWrite,
 }
 
-/// Memory of a peer.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Far {
-    pub(super) peer: sys::FiAddr,
-    pub(super) address: u64,
-    pub(super) key: u64,
-}
-
-/// When a write counts as complete.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Completes {
-    /// When the source may be reused; the target is told this.
-    Sent {
-        /// What the target is told.
-        note: u64,
-    },
-    /// When the bytes are visible at the target.
-    Delivered,
-}
-
-/// The provider that `name` stands for, and what it offers from `local`.
+/// The provider that `name` stands for with what it offers from `local`, and how to wait for its peers.
 pub(super) fn find(
     library: &'static Library,
     name: &str,
     local: Option<IpAddr>,
-) -> Result<Info, NetworkError> {
+) -> Result<(Info, Waits), NetworkError> {
     let failed = |op: &'static str, error: &CallError| network_error(name, op, error);
     let candidates = [name.to_owned(), format!("{name};ofi_rxm")];
     let is_layered = name.contains(';');
@@ -211,7 +183,17 @@ pub(super) fn find(
                 _ => anywhere,
             };
             let found = found.only(&found.first()).map_err(|e| failed("fi_dupinfo", &e))?;
-            return Ok(found);
+            let provider = found.first().provider();
+            let waits = Waits::of_environment(&provider);
+            return match rxm::refusal(&provider).map_or(waits, Err) {
+                Ok(waits) => Ok((found, waits)),
+                Err(detail) => Err(NetworkError {
+                    network: "libfabric".to_owned(),
+                    op: "open",
+                    code: None,
+                    detail,
+                }),
+            };
         }
     }
     let others = providers(library).join(", ");
@@ -239,25 +221,26 @@ pub(super) fn providers(library: &'static Library) -> Vec<String> {
 
 impl Port {
     /// Opens everything.
-    pub(super) fn open(library: &'static Library, info: Info) -> Result<Self, NetworkError> {
+    pub(super) fn open(
+        library: &'static Library,
+        (info, waits): (Info, Waits),
+    ) -> Result<Self, NetworkError> {
         let traits = Traits::of(&info.first());
         let failed = |error: CallError| network_error(&traits.provider, error.op, &error);
         let fabric = owner::open_fabric(library, &info).map_err(failed)?;
         let domain = owner::open_domain(library, &fabric, &info).map_err(failed)?;
         let av = owner::open_av(library, &domain).map_err(failed)?;
-        let mut traits = traits.clone();
-        let queue = Queue::open(library, &fabric, &domain, traits.knows_source).map_err(failed)?;
-        // Without a descriptor, sleepers would find mail late.
-        traits.takes_mail &= queue.wait_fd().is_some();
+        let queue =
+            Queue::open(library, &fabric, &domain, traits.knows_source, waits).map_err(failed)?;
         let lane = Lane::open(library, &domain, &info, &av, queue.owner()).map_err(failed)?;
-        Ok(Self { lane, queue, av, domain, fabric, library, info, traits })
+        Ok(Self { lane, queue, av, domain, fabric, library, info, traits, waits })
     }
 
     /// Another endpoint beside the first, with an address and a queue of its own. (`ofi_rxm` 1.17 leaves
     /// what belongs to a closed endpoint in the queue that it shared, and `fi_trywait` follows it.)
     pub(super) fn open_lane(&self) -> Result<(Lane, Queue), CallError> {
         let Self { library, fabric, domain, .. } = self;
-        let queue = Queue::open(library, fabric, domain, self.traits.knows_source)?;
+        let queue = Queue::open(library, fabric, domain, self.traits.knows_source, self.waits)?;
         let lane = Lane::open(library, domain, &self.info, &self.av, queue.owner())?;
         Ok((lane, queue))
     }
@@ -316,10 +299,22 @@ impl Port {
         }
     }
 
+    /// Registers a whole region, and keeps it mapped as long as its key is in force.
+    pub(super) fn register_region(
+        &self,
+        region: &Region,
+        rights: Rights,
+    ) -> Result<Registered, CallError> {
+        // SAFETY: the registration keeps a clone of the region.
+        let mut registered = unsafe { self.register(region.as_ptr(), region.len(), rights)? };
+        registered.memory = Some(region.clone());
+        Ok(registered)
+    }
+
     /// Registers memory, with a random key where keys can be chosen.
     ///
     /// # Safety
-    /// `ptr..ptr+len` stays mapped as long as the registration.
+    /// `ptr..ptr+len` is readable, and stays mapped as long as the registration.
     pub(super) unsafe fn register(
         &self,
         ptr: NonNull<u8>,
@@ -337,7 +332,7 @@ impl Port {
             // SAFETY: the caller's promise.
             unsafe { touch(ptr, len) };
         }
-        let ep = self.binds_memory().then_some(&self.lane.ep);
+        let ep = self.binds_memory().then(|| self.lane.owner());
         for attempt in 1.. {
             // A key that nobody can guess; a provider that makes its own ignores it.
             let key = rand::random::<u64>() & self.traits.key_mask;
@@ -352,7 +347,7 @@ impl Port {
                 Ok(mr) => {
                     let is_virtual = has(sys::FI_MR_VIRT_ADDR);
                     let base = if is_virtual { ptr.as_ptr().addr() as u64 } else { 0 };
-                    return Ok(Registered { mr, base });
+                    return Ok(Registered { mr, memory: None, base });
                 }
             }
         }
@@ -370,172 +365,6 @@ impl Port {
     }
 }
 
-impl Lane {
-    fn open(
-        library: &'static Library,
-        domain: &Arc<Owned<sys::FidDomain>>,
-        info: &Info,
-        av: &Arc<Owned<sys::FidAv>>,
-        cq: &Arc<Owned<sys::FidCq>>,
-    ) -> Result<Self, CallError> {
-        let ep = owner::open_ep(library, domain, info, av, cq)?;
-        let mut name = vec![0u8; MAX_ADDRESS_BYTES];
-        let mut len = name.len();
-        // SAFETY: room for `len` bytes.
-        let result = unsafe {
-            ((*(*ep.as_ptr()).cm).getname)(ep.fid(), name.as_mut_ptr().cast(), &raw mut len)
-        };
-        check(library, "fi_getname", result.into())?;
-        name.truncate(len);
-        Ok(Self { ep, library, name })
-    }
-
-    /// This endpoint's address, for peers.
-    pub(super) fn name(&self) -> &[u8] {
-        &self.name
-    }
-
-    /// Sends a small message; the bytes may be reused at once.
-    #[inline]
-    pub(super) fn inject(&self, peer: sys::FiAddr, bytes: &[u8]) -> Result<Taken, CallError> {
-        // SAFETY: a live endpoint and valid bytes, which the call copies.
-        let result = unsafe {
-            let inject = (*(*self.ep.as_ptr()).msg).inject;
-            inject(self.ep.as_ptr(), bytes.as_ptr().cast(), bytes.len(), peer)
-        };
-        self.taken("fi_inject", result)
-    }
-
-    /// Offers a buffer for the next message.
-    ///
-    /// # Safety
-    /// The buffer is neither read nor written, and it and the context stay, until the completion or
-    /// the end of the port.
-    pub(super) unsafe fn receive(
-        &self,
-        (ptr, len): (*mut u8, usize),
-        descriptor: Descriptor,
-        context: *mut c_void,
-    ) -> Result<Taken, CallError> {
-        // SAFETY: a live endpoint; the caller's promise.
-        let result = unsafe {
-            let recv = (*(*self.ep.as_ptr()).msg).recv;
-            let any = sys::FI_ADDR_UNSPEC;
-            recv(self.ep.as_ptr(), ptr.cast(), len, descriptor.0, any, context)
-        };
-        self.taken("fi_recv", result)
-    }
-
-    /// Copies a few bytes, at least 9, into a peer's memory; they may be reused at once, and nobody is
-    /// told.
-    #[inline]
-    pub(super) fn inject_write(&self, to: Far, bytes: &[u8]) -> Result<Taken, CallError> {
-        // In two pieces: for one, `ofi_rxm` 1.17 hands the operation on without a context of its own,
-        // and follows a null pointer when the peer has died.
-        let (first, second) = bytes.split_at(8.min(bytes.len()));
-        let piece =
-            |bytes: &[u8]| sys::Iovec { base: bytes.as_ptr().cast_mut().cast(), len: bytes.len() };
-        let iov = [piece(first), piece(second)];
-        let rma = sys::RmaIov { addr: to.address, len: bytes.len(), key: to.key };
-        let mut desc = [null_mut(); 2];
-        let message = sys::MsgRma {
-            iov: iov.as_ptr(),
-            desc: desc.as_mut_ptr(),
-            iov_count: iov.len(),
-            addr: to.peer,
-            rma_iov: &raw const rma,
-            rma_iov_count: 1,
-            context: null_mut(),
-            data: 0,
-        };
-        // SAFETY: a live endpoint; the vectors are read, and the bytes copied, by the call.
-        let result = unsafe {
-            let write = (*(*self.ep.as_ptr()).rma).writemsg;
-            write(self.ep.as_ptr(), &raw const message, sys::FI_INJECT)
-        };
-        self.taken("fi_writemsg", result)
-    }
-
-    /// Starts a copy into a peer's memory.
-    ///
-    /// # Safety
-    /// `ptr..ptr+len` is mapped and not written, and the context stays, until the completion.
-    pub(super) unsafe fn write(
-        &self,
-        to: Far,
-        (ptr, len): (*const u8, usize),
-        descriptor: Descriptor,
-        completes: Completes,
-        context: *mut c_void,
-    ) -> Result<Taken, CallError> {
-        let iov = sys::Iovec { base: ptr.cast_mut().cast(), len };
-        let rma = sys::RmaIov { addr: to.address, len, key: to.key };
-        let mut desc = descriptor.0;
-        let (flags, data) = match completes {
-            Completes::Sent { note } => (sys::FI_REMOTE_CQ_DATA, note),
-            Completes::Delivered => (sys::FI_DELIVERY_COMPLETE, 0),
-        };
-        let message = sys::MsgRma {
-            iov: &raw const iov,
-            desc: &raw mut desc,
-            iov_count: 1,
-            addr: to.peer,
-            rma_iov: &raw const rma,
-            rma_iov_count: 1,
-            context,
-            data,
-        };
-        // SAFETY: a live endpoint; the vectors are read by the call; the caller's promise.
-        let result = unsafe {
-            let write = (*(*self.ep.as_ptr()).rma).writemsg;
-            write(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION | flags)
-        };
-        self.taken("fi_writemsg", result)
-    }
-
-    /// Starts a copy from a peer's memory.
-    ///
-    /// # Safety
-    /// `ptr..ptr+len` is mapped and neither read nor written, and the context stays, until the
-    /// completion.
-    pub(super) unsafe fn read(
-        &self,
-        from: Far,
-        (ptr, len): (*mut u8, usize),
-        descriptor: Descriptor,
-        context: *mut c_void,
-    ) -> Result<Taken, CallError> {
-        let iov = sys::Iovec { base: ptr.cast(), len };
-        let rma = sys::RmaIov { addr: from.address, len, key: from.key };
-        let mut desc = descriptor.0;
-        let message = sys::MsgRma {
-            iov: &raw const iov,
-            desc: &raw mut desc,
-            iov_count: 1,
-            addr: from.peer,
-            rma_iov: &raw const rma,
-            rma_iov_count: 1,
-            context,
-            data: 0,
-        };
-        // SAFETY: a live endpoint; the vectors are read by the call; the caller's promise.
-        let result = unsafe {
-            let read = (*(*self.ep.as_ptr()).rma).readmsg;
-            read(self.ep.as_ptr(), &raw const message, sys::FI_COMPLETION)
-        };
-        self.taken("fi_readmsg", result)
-    }
-
-    #[inline]
-    fn taken(&self, op: &'static str, result: isize) -> Result<Taken, CallError> {
-        match result as i64 {
-            0 => Ok(Taken::Yes),
-            code if code == -sys::FI_EAGAIN => Ok(Taken::Again),
-            code => Err(CallError { op, code: -code, text: self.library.describe(code) }),
-        }
-    }
-}
-
 impl Traits {
     fn of(entry: &Entry<'_>) -> Self {
         let domain = entry.domain();
@@ -544,7 +373,9 @@ impl Traits {
             provider: entry.provider(),
             inject_bytes: entry.inject_bytes(),
             max_message_bytes: entry.max_message_bytes(),
-            counts_writes: domain.cq_data_size >= 4,
+            // Over verbs such a write uses up a receive, and `ofi_rxm` with shared receives takes its
+            // completion for a message.
+            counts_writes: domain.cq_data_size >= 4 && !rxm::is_over_verbs(&entry.provider()),
             has_wide_notes: domain.cq_data_size >= 8,
             knows_source: entry.caps() & sys::FI_SOURCE != 0,
             num_receives: entry.num_receives(),
@@ -556,9 +387,14 @@ impl Traits {
     }
 }
 
+/// The provider that moves the bytes: `tcp` of `tcp;ofi_rxm`.
+pub(super) fn core_of(provider: &str) -> &str {
+    provider.split_once(';').map_or(provider, |(core, _)| core)
+}
+
 /// Providers whose target's side of a write is software of the target's process, behind a socket.
 fn is_over_tcp(provider: &str) -> bool {
-    matches!(provider.split(';').next(), Some("tcp" | "net"))
+    matches!(core_of(provider), "tcp" | "net")
 }
 
 /// A failure of this provider.
@@ -568,20 +404,6 @@ pub(super) fn network_error(provider: &str, op: &'static str, error: &CallError)
         op,
         code: Some(error.code),
         detail: error.text.clone(),
-    }
-}
-
-/// Makes every page exist, without changing it.
-///
-/// # Safety
-/// `ptr..ptr+len` is mapped, readable and writable.
-unsafe fn touch(ptr: NonNull<u8>, len: usize) {
-    for offset in (0..len).step_by(4096) {
-        // SAFETY: in range; an atomic addition of nothing changes nothing for others.
-        unsafe {
-            let byte = ptr.as_ptr().add(offset).cast::<std::sync::atomic::AtomicU8>();
-            (*byte).fetch_add(0, std::sync::atomic::Ordering::Relaxed);
-        }
     }
 }
 

@@ -8,6 +8,7 @@ use super::load::Library;
 use super::owner::{self, CallError, Owned, check};
 use super::port::{Failure, Polled};
 use super::sys;
+use super::waits::Waits;
 
 /// A queue of completions. Reading it also moves everything forward that its endpoints have to do.
 pub(super) struct Queue {
@@ -25,16 +26,19 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// Opens a queue, with a descriptor if the provider has them.
+    /// Opens a queue, with a descriptor if that is wanted and the provider has them.
     pub(super) fn open(
         library: &'static Library,
         fabric: &Arc<Owned<sys::FidFabric>>,
         domain: &Arc<Owned<sys::FidDomain>>,
         knows_source: bool,
+        waits: Waits,
     ) -> Result<Self, CallError> {
         let mut wait_fd = None;
-        let cq = match owner::open_cq(library, domain, NUM_CQ_ENTRIES, sys::FI_WAIT_FD) {
-            Ok(cq) => {
+        let with_descriptor = (waits == Waits::Descriptor)
+            .then(|| owner::open_cq(library, domain, NUM_CQ_ENTRIES, sys::FI_WAIT_FD));
+        let cq = match with_descriptor {
+            Some(Ok(cq)) => {
                 let mut fd: RawFd = -1;
                 // SAFETY: a live queue with a descriptor; the command stores one integer.
                 let result = unsafe {
@@ -43,7 +47,7 @@ impl Queue {
                 wait_fd = (result == 0 && fd >= 0).then_some(fd);
                 cq
             }
-            Err(_) => owner::open_cq(library, domain, NUM_CQ_ENTRIES, sys::FI_WAIT_NONE)?,
+            _ => owner::open_cq(library, domain, NUM_CQ_ENTRIES, sys::FI_WAIT_NONE)?,
         };
         Ok(Self { cq, fabric: Arc::clone(fabric), library, knows_source, wait_fd })
     }

@@ -1,8 +1,9 @@
 //! Buffers for messages that come.
 
+use super::lane::{Descriptor, Taken};
 use super::link::Context;
 use super::owner::CallError;
-use super::port::{Descriptor, Port, Registered, Rights, Taken};
+use super::port::{Port, Registered, Rights};
 use crate::region::Region;
 
 /// All buffers of a device. The library holds most of them; the others are spare.
@@ -25,8 +26,7 @@ impl Receives {
             text: error.to_string(),
         })?;
         let registered = if port.needs_local() {
-            // SAFETY: the memory outlives the registration, which stands before it in the structure.
-            Some(unsafe { port.register(memory.as_ptr(), memory.len(), Rights::Local)? })
+            Some(port.register_region(&memory, Rights::Local)?)
         } else {
             None
         };

@@ -11,29 +11,37 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 
+use super::lane::{Completes, Descriptor, Far, Lane, MAX_ADDRESS_BYTES, Taken};
 use super::link::Context;
 use super::load::Library;
 use super::owner::CallError;
-use super::port::{
-    self, Completes, Descriptor, Far, Lane, MAX_ADDRESS_BYTES, Polled, Port, Registered, Rights,
-    Taken, network_error,
-};
+use super::port::{self, Port, Registered, Rights, network_error};
 use super::queue::Queue;
 use super::sys;
 use crate::endpoint::{PostError, TransportKind};
+use crate::fabric::post::{Registration, not_granted};
+use crate::fabric::regions::RegionTable;
 use crate::fabric::{
     Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
     WireRegion,
 };
 use crate::network::NetworkError;
+use grants::Grants;
+use landing::Flight;
+
+mod grants;
+mod landing;
 
 /// One provider of this process, for one thread.
 #[derive(Debug)]
 pub struct LibfabricFabric {
     // Endpoints before the port.
     peers: Vec<Option<Peer>>,
-    regions: Vec<Option<Memory>>,
+    regions: RegionTable<Memory>,
+    grants: Grants<Registered>,
     port: Port,
+    /// Whether all peers share the port's endpoint, as they must where registrations belong to it.
+    is_shared: bool,
     contexts: Box<[Context]>,
     flights: Vec<Option<Flight>>,
     free: Vec<u32>,
@@ -43,6 +51,8 @@ pub struct LibfabricFabric {
     num_polls: u32,
     /// Operations that ended outside of `poll`.
     ended: Vec<Completion>,
+    /// Peers whose endpoint has ended, to be told.
+    lost: Vec<PeerId>,
 }
 
 #[derive(Debug)]
@@ -64,36 +74,18 @@ struct Memory {
     access: Access,
 }
 
-// SAFETY: an address without thread affinity; whoever registered it keeps it mapped.
-unsafe impl Send for Memory {}
+impl Registration for Memory {
+    fn first(&self) -> u64 {
+        self.ptr.as_ptr() as u64
+    }
 
-/// An operation that the library has taken.
-#[derive(Debug, Clone, Copy)]
-struct Flight {
-    token: Token,
-    peer: PeerId,
-    region: RegionId,
-    op: &'static str,
-    /// What it was about, at the peer.
-    address: u64,
-    bytes: u64,
-    key: u64,
-}
-
-impl Flight {
-    /// A failure of this operation, with what to look at.
-    fn explain(&self, code: i64, text: &str) -> String {
-        let Self { op, address, bytes, key, .. } = self;
-        let what = format!("{text}; {op} of {bytes} bytes at {address:#x} with key {key:#x}");
-        if ENDINGS.contains(&code) {
-            return format!(
-                "{what}: the peer denies access and ends the connection then, or is gone; check that it \
-                 has not deregistered the memory, its rights, and that the range is inside"
-            );
-        }
-        what
+    fn bytes(&self) -> u64 {
+        self.bytes as u64
     }
 }
+
+// SAFETY: an address without thread affinity; whoever registered it keeps it mapped.
+unsafe impl Send for Memory {}
 
 impl LibfabricFabric {
     /// Opens `provider` (see [`FabricNetwork::open`](super::FabricNetwork::open)), reachable at `local`
@@ -112,9 +104,12 @@ impl LibfabricFabric {
             code: Some(errno.raw_os_error().into()),
             detail: errno.to_string(),
         })?;
+        let is_shared = port.binds_memory();
         let fabric = Self {
             peers: Vec::new(),
-            regions: Vec::new(),
+            regions: RegionTable::default(),
+            grants: Grants::default(),
+            is_shared,
             port,
             contexts: (0..NUM_CONTEXTS).map(|idx| Context::new(false, idx)).collect(),
             flights: vec![None; NUM_CONTEXTS as usize],
@@ -122,8 +117,9 @@ impl LibfabricFabric {
             set,
             num_polls: 0,
             ended: Vec::new(),
+            lost: Vec::new(),
         };
-        if fabric.port.binds_memory() {
+        if fabric.is_shared {
             fabric.watch(fabric.port.queue(), SHARED_QUEUE)?;
         }
         Ok(fabric)
@@ -156,23 +152,10 @@ impl LibfabricFabric {
         op: &'static str,
         segment: LocalSegment,
     ) -> Result<(*mut u8, usize, Descriptor), PostError> {
-        let unknown = PostError::Unregistered {
-            op,
-            address: segment.offset as usize,
-            len: segment.bytes as usize,
-        };
-        let Some(memory) = self.regions.get(segment.region.0 as usize).and_then(Option::as_ref)
-        else {
-            return Err(unknown);
-        };
-        match segment.offset.checked_add(segment.bytes) {
-            Some(end) if end <= memory.bytes as u64 => {
-                // SAFETY: within the registration.
-                let ptr = unsafe { memory.ptr.add(segment.offset as usize) };
-                Ok((ptr.as_ptr(), segment.bytes as usize, memory.registered.descriptor()))
-            }
-            _ => Err(unknown),
-        }
+        let memory = segment.checked(op, self.regions.get(segment.region))?;
+        // SAFETY: within the registration.
+        let ptr = unsafe { memory.ptr.add(segment.offset as usize) };
+        Ok((ptr.as_ptr(), segment.bytes as usize, memory.registered.descriptor()))
     }
 
     /// Starts an operation.
@@ -185,18 +168,7 @@ impl LibfabricFabric {
         token: Token,
     ) -> Result<Posted, PostError> {
         let (ptr, len, descriptor) = self.local(op, near)?;
-        let region = distant.region;
-        let is_inside =
-            distant.offset.checked_add(near.bytes).is_some_and(|end| end <= region.bytes);
-        let address = region.address.checked_add(distant.offset);
-        let (true, Some(address)) = (is_inside, address) else {
-            return Err(PostError::RemoteRange {
-                op,
-                offset: distant.offset as usize,
-                len,
-                region_bytes: region.bytes as usize,
-            });
-        };
+        let (address, region) = (distant.checked(op, near.bytes)?, distant.region);
         let (lane, addr) = self.peer(op, peer)?;
         if len == 0 {
             self.ended.push(Completion { token, result: Ok(()) });
@@ -219,12 +191,13 @@ impl LibfabricFabric {
                 self.free.pop();
                 self.flights[idx as usize] = Some(Flight {
                     token,
-                    peer,
+                    peer: Some(peer),
                     region: near.region,
                     op,
                     address,
                     bytes: near.bytes,
                     key: region.key,
+                    is_reported: false,
                 });
                 if let Some(Some(peer)) = self.peers.get_mut(peer.0 as usize) {
                     peer.num_flights += 1;
@@ -237,89 +210,6 @@ impl LibfabricFabric {
                 Err(PostError::Transport { op, code, detail: text })
             }
         }
-    }
-
-    /// Takes the completions of a peer's queue, or of the one that all share.
-    fn poll_queue(&mut self, peer: Option<usize>, out: &mut Vec<Completion>) {
-        let mut entries = [sys::CqDataEntry {
-            op_context: std::ptr::null_mut(),
-            flags: 0,
-            len: 0,
-            buf: std::ptr::null_mut(),
-            data: 0,
-        }; 16];
-        let mut sources = [sys::FI_ADDR_UNSPEC; 16];
-        for _ in 0..MAX_ROUNDS {
-            let own = peer.and_then(|idx| self.peers.get(idx)?.as_ref()?.own.as_ref());
-            let queue = own.map_or(self.port.queue(), |(_, queue)| queue);
-            let polled = queue.poll(&mut entries, &mut sources);
-            if !matches!(polled, Ok(Polled::Nothing)) {
-                self.disarm(peer);
-            }
-            match polled {
-                Ok(Polled::Nothing) => return,
-                Ok(Polled::Entries(num)) => {
-                    let num = num.min(entries.len());
-                    for entry in &entries[..num] {
-                        self.land(entry.op_context, None, out);
-                    }
-                    if num < entries.len() {
-                        return;
-                    }
-                }
-                Ok(Polled::Failed(failure)) => {
-                    self.land(failure.context, Some((failure.code, failure.text)), out);
-                }
-                Err(CallError { op, code, text }) => {
-                    // The queue is gone, and with it every completion still to come.
-                    let is_its =
-                        |flight: &mut Flight| peer.is_none_or(|idx| flight.peer.0 as usize == idx);
-                    for flight in self.flights.iter_mut().filter_map(|f| f.take_if(is_its)) {
-                        let detail = format!("{}: {text}", flight.op);
-                        let result = Err(PostError::Transport { op, code, detail });
-                        out.push(Completion { token: flight.token, result });
-                        if let Some(Some(peer)) = self.peers.get_mut(flight.peer.0 as usize) {
-                            peer.num_flights -= 1;
-                        }
-                    }
-                    return;
-                }
-            }
-        }
-    }
-
-    /// Before the next sleep the queue must be asked again.
-    fn disarm(&mut self, peer: Option<usize>) {
-        if let Some(Some(peer)) = peer.and_then(|idx| self.peers.get_mut(idx)) {
-            peer.is_armed = false;
-        }
-    }
-
-    /// The library is done with an operation.
-    fn land(
-        &mut self,
-        context: *mut std::ffi::c_void,
-        failure: Option<(i64, String)>,
-        out: &mut Vec<Completion>,
-    ) {
-        // SAFETY: null, or the context of an operation of ours.
-        let Some(context) = (unsafe { context.cast::<Context>().as_ref() }) else { return };
-        let Some(flight) = self.flights.get_mut(context.owner as usize) else { return };
-        // Without a flight its endpoint has ended, and the operation was reported then.
-        let Some(flight) = flight.take() else { return };
-        let Flight { token, op, peer, .. } = flight;
-        self.free.push(context.owner);
-        if let Some(Some(peer)) = self.peers.get_mut(peer.0 as usize) {
-            peer.num_flights -= 1;
-        }
-        let result = match failure {
-            None => Ok(()),
-            Some((code, text)) => {
-                let detail = flight.explain(code, &text);
-                Err(PostError::Transport { op, code, detail })
-            }
-        };
-        out.push(Completion { token, result });
     }
 }
 
@@ -338,20 +228,17 @@ impl Fabric for LibfabricFabric {
         bytes: usize,
         access: Access,
     ) -> Result<RegionId, PostError> {
-        let rights = match access {
-            Access::Local => Rights::Local,
-            Access::RemoteRead => Rights::Read,
-            Access::RemoteReadWrite => Rights::ReadWrite,
-        };
         // SAFETY: the caller's promise.
-        let registered = unsafe { self.port.register(ptr, bytes, rights) }
+        let registered = unsafe { self.port.register(ptr, bytes, rights(access)) }
             .map_err(|error| PostError::Register { bytes, detail: error.to_string() })?;
-        let memory = Some(Memory { registered, ptr, bytes, access });
-        Ok(RegionId(place(&mut self.regions, memory)))
+        self.regions.insert(Memory { registered, ptr, bytes, access }).ok_or_else(|| {
+            let detail = "as many registrations are there as this transport can tell apart";
+            PostError::Register { bytes, detail: detail.to_owned() }
+        })
     }
 
     fn describe(&self, region: RegionId) -> Option<WireRegion> {
-        let memory = self.regions.get(region.0 as usize)?.as_ref()?;
+        let memory = self.regions.get(region)?;
         (memory.access != Access::Local).then(|| WireRegion {
             address: memory.registered.base,
             bytes: memory.bytes as u64,
@@ -359,26 +246,75 @@ impl Fabric for LibfabricFabric {
         })
     }
 
+    /// A key of the peer's own: that of the registration would have to be taken from everybody to take it
+    /// from one.
+    fn grant(&mut self, peer: PeerId, part: LocalSegment) -> Result<RemoteSegment, PostError> {
+        let found = self.peers.get(peer.0 as usize).and_then(Option::as_ref);
+        found.ok_or(PostError::Disconnected { op: GRANT })?;
+        let memory = part.checked(GRANT, self.regions.get(part.region))?;
+        if memory.access == Access::Local {
+            return Err(not_granted());
+        }
+        let (window, key) = self.grants.open(peer, part, memory.bytes as u64, |window| {
+            // SAFETY: within the memory, which whoever registered it keeps mapped until it is
+            // deregistered; that revokes this key before.
+            let registered = unsafe {
+                let ptr = memory.ptr.add(window.start as usize);
+                self.port.register(ptr, window.bytes as usize, rights(memory.access))
+            };
+            let failed =
+                |CallError { op, code, text }| PostError::Transport { op, code, detail: text };
+            registered.map_err(failed)
+        })?;
+        let region = WireRegion { address: key.base, bytes: window.bytes, key: key.key() };
+        Ok(RemoteSegment { region, offset: part.offset - window.start })
+    }
+
+    fn end_grant(&mut self, peer: PeerId, part: LocalSegment) {
+        // Keys end with their registration.
+        let Some(memory) = self.regions.get(part.region) else { return };
+        self.grants.end(peer, part, memory.bytes as u64);
+    }
+
     /// Where the library may still use the memory, the only way to stop it is to end the endpoint of
-    /// the peer concerned: a peer with operations under way that use `region` is closed.
+    /// the peer concerned: a peer with operations under way that use `region` is lost. Where peers
+    /// share an endpoint nothing can be stopped, and it is an error while there are such operations.
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
-        while let Some(peer) =
-            self.flights.iter().flatten().find(|flight| flight.region == region).map(|f| f.peer)
-            && !self.port.binds_memory()
-        {
-            self.close_peer(peer);
+        let failed = |bytes, detail| Err(PostError::Register { bytes, detail });
+        while let Some(flight) = self.flights.iter().flatten().find(|f| f.region == region) {
+            match flight.peer {
+                Some(peer) if !self.is_shared => {
+                    let mut ended = std::mem::take(&mut self.ended);
+                    self.end_lane(peer, &mut ended, Flight::disconnected);
+                    self.ended = ended;
+                    self.lost.push(peer);
+                }
+                _ => {
+                    let Flight { op, bytes, .. } = *flight;
+                    let detail = format!(
+                        "a {op} of {bytes} bytes is under way, which the provider cannot take back; \
+                         deregister it again when that has ended"
+                    );
+                    return failed(bytes as usize, detail);
+                }
+            }
         }
-        match self.regions.get_mut(region.0 as usize).and_then(Option::take) {
-            Some(_) => Ok(()),
-            None => Err(PostError::Register {
-                bytes: 0,
-                detail: format!("there is no registration {}", region.0),
-            }),
+        let Some(memory) = self.regions.get_mut(region) else {
+            return failed(0, self.regions.missing(region));
+        };
+        let revoked = self.grants.revoke(region).and_then(|()| memory.registered.close());
+        if let Err(error) = revoked {
+            return failed(
+                memory.bytes,
+                format!("the key stays in force, and the memory must stay mapped: {error}"),
+            );
         }
+        self.regions.remove(region);
+        Ok(())
     }
 
     fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
-        let own = if self.port.binds_memory() {
+        let own = if self.is_shared {
             None
         } else {
             let provider = &self.port.traits().provider;
@@ -387,8 +323,8 @@ impl Fabric for LibfabricFabric {
         let name = own.as_ref().map_or(self.port.lane(), |(lane, _)| lane).name();
         let mut detail = DETAIL_MAGIC.to_vec();
         detail.extend(name);
-        let peer =
-            place(&mut self.peers, Some(Peer { own, num_flights: 0, is_armed: false, addr: None }));
+        let peer = Peer { own, num_flights: 0, is_armed: false, addr: None };
+        let peer = place(&mut self.peers, Some(peer));
         if let Some(Some(Peer { own: Some((_, queue)), .. })) = self.peers.get(peer as usize)
             && let Err(error) = self.watch(queue, peer.into())
         {
@@ -425,39 +361,23 @@ impl Fabric for LibfabricFabric {
     }
 
     fn close_peer(&mut self, peer: PeerId) {
-        let Some(Peer { own, addr, .. }) =
-            self.peers.get_mut(peer.0 as usize).and_then(Option::take)
-        else {
-            return;
-        };
-        let has_own_lane = own.is_some();
-        if let (Some(set), Some(fd)) =
-            (&self.set, own.as_ref().and_then(|(_, queue)| queue.wait_fd()))
-            && let Err(error) = epoll::delete(set, fd)
-        {
-            tracing::debug!(%error, "a queue was not watched");
-        }
-        // Ends everything under way on it: the library uses no memory and no context of these
-        // operations any more.
-        drop(own);
-        if let Some(addr) = addr {
-            self.port.remove(addr);
-        }
-        if !has_own_lane {
+        let mut ended = std::mem::take(&mut self.ended);
+        self.end_lane(peer, &mut ended, Flight::disconnected);
+        self.ended = ended;
+        if self.peers.get_mut(peer.0 as usize).and_then(Option::take).is_none() {
             return;
         }
-        for (idx, flight) in self.flights.iter_mut().enumerate() {
-            if let Some(Flight { token, op, .. }) = flight.take_if(|flight| flight.peer == peer) {
-                let result = Err(PostError::Disconnected { op });
-                self.ended.push(Completion { token, result });
-                self.free.push(idx as u32);
-            }
+        self.grants.close_peer(peer);
+        self.lost.retain(|lost| *lost != peer);
+        // On an endpoint that all share the library goes on with them, and tells when they end: nobody
+        // else's count goes down then.
+        for flight in self.flights.iter_mut().flatten().filter(|f| f.peer == Some(peer)) {
+            flight.peer = None;
         }
     }
 
-    fn close_revokes(&self) -> bool {
-        // Keys belong to the memory and not to a peer.
-        false
+    fn lost(&mut self) -> Option<PeerId> {
+        self.lost.pop()
     }
 
     unsafe fn write(
@@ -482,7 +402,7 @@ impl Fabric for LibfabricFabric {
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
         out.append(&mut self.ended);
-        if self.port.binds_memory() {
+        if self.is_shared {
             return self.poll_queue(None, out);
         }
         // Idle peers cost a look at a number. Now and then all are polled: providers also have things to
@@ -529,7 +449,7 @@ impl Fabric for LibfabricFabric {
         if self.set.is_none() {
             return true;
         }
-        if self.port.binds_memory() {
+        if self.is_shared {
             return self.port.queue().may_sleep();
         }
         self.peers.iter_mut().flatten().filter(|peer| !peer.is_armed).all(|peer| {
@@ -550,6 +470,14 @@ impl Drop for LibfabricFabric {
     }
 }
 
+const fn rights(access: Access) -> Rights {
+    match access {
+        Access::Local => Rights::Local,
+        Access::RemoteRead => Rights::Read,
+        Access::RemoteReadWrite => Rights::ReadWrite,
+    }
+}
+
 /// Puts `item` where there is room, and gives its index.
 fn place<T>(items: &mut Vec<Option<T>>, item: Option<T>) -> u32 {
     let idx = items.iter().position(Option::is_none).unwrap_or_else(|| {
@@ -560,15 +488,12 @@ fn place<T>(items: &mut Vec<Option<T>>, item: Option<T>) -> u32 {
     idx as u32
 }
 
+const GRANT: &str = "grant";
 const WRITE: &str = "write";
 const READ: &str = "read";
 const DETAIL_MAGIC: [u8; 4] = *b"SYL1";
 /// Operations under way. The queue of the provider holds more completions.
 const NUM_CONTEXTS: u32 = 512;
-const MAX_ROUNDS: usize = 8;
-/// Codes with which operations end when their connection does: `EIO`, `EACCES`, `ENOTCONN`,
-/// `ECONNABORTED`, `ECONNRESET`, `ESHUTDOWN`, `ECANCELED`, and the library's own for a bad key.
-const ENDINGS: [i64; 8] = [5, 13, 107, 103, 104, 108, 125, sys::FI_ENOKEY];
 /// Polls of which one looks at every peer.
 const FULL_ROUND: u32 = 64;
 const SHARED_QUEUE: u64 = u64::MAX;

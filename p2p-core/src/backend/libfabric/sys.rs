@@ -71,6 +71,8 @@ pub(super) const FI_ENABLE: c_int = 6;
 
 // Codes, negated when returned. Below 256 they are those of errno.
 pub(super) const FI_EAGAIN: i64 = 11;
+pub(super) const FI_ENOMEM: i64 = 12;
+pub(super) const FI_EBUSY: i64 = 16;
 pub(super) const FI_ENODATA: i64 = 61;
 pub(super) const FI_EAVAIL: i64 = 259;
 pub(super) const FI_ENOKEY: i64 = 266;

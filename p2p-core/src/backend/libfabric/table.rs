@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inbound::Inbound;
+use super::lane::Taken;
 use super::link::{Context, IDX_MASK, Link};
 use super::mail::{Head, Mailbox};
 use super::message::Then;
-use super::port::{Failure, Port, Registered, Taken};
+use super::port::{Failure, Port, Registered};
 use super::receives::Receives;
 use super::sys;
 use crate::region::Region;
@@ -31,11 +32,13 @@ pub(super) struct State {
     pub(super) addresses: HashMap<Vec<u8>, Address>,
     /// Turns for which additions have waited.
     pub(super) credit_turns: u32,
+    /// Pairs whose endpoint is gone, with operations that the keeper has not given away yet.
+    pub(super) leaving: Vec<Leaving>,
     /// Pairs that are over but not yet forgotten.
     pub(super) closing: Vec<u16>,
-    /// Slots into which a peer that is not known to be gone may still write. Their pages are given
+    /// Slots and mailboxes into which a peer that is not known to be gone may still write. Their pages are given
     /// back; only their addresses are kept from others.
-    pub(super) quarantine: Vec<Region>,
+    pub(super) quarantine: Quarantine,
     pub(super) entries: [sys::CqDataEntry; NUM_ENTRIES],
     pub(super) sources: [sys::FiAddr; NUM_ENTRIES],
 }
@@ -64,6 +67,15 @@ pub(super) struct Closing {
     pub(super) has_said_farewell: bool,
     /// Registrations that operations under way may use.
     pub(super) _sources: Vec<Source>,
+}
+
+/// What the endpoint of a pair has left to its end.
+#[derive(Debug)]
+pub(super) struct Leaving {
+    pub(super) since: Instant,
+    pub(super) link: Arc<Link>,
+    pub(super) slot: Option<Registered>,
+    pub(super) sources: Vec<Source>,
 }
 
 /// Something that is expected at a pair.
@@ -164,10 +176,12 @@ impl State {
         }
         if is_joined && !is_peer_done {
             // The peer, or what it left in the network, may write until its connection ends, which
-            // nobody tells. The memory goes back to the system, the addresses to nobody.
-            give_pages_back(&link.slot);
-            self.quarantine.push(link.slot.clone());
-            self.quarantine.extend(entry.mailbox.as_ref().map(|mailbox| mailbox.memory.clone()));
+            // nobody tells. The memory goes back to the system, the addresses to nobody. The keys are
+            // gone by then, so that only a write that was let in before can touch the pages again.
+            let mailbox = entry.mailbox.take().map(Mailbox::retire);
+            for memory in [Some(link.slot.clone()), mailbox].into_iter().flatten() {
+                self.quarantine.add(memory);
+            }
         }
         let generation = entry.generation.wrapping_add(1);
         let address = entry.address.take();
@@ -193,18 +207,37 @@ pub(super) fn note_stall(stalls: &mut Vec<Stall>, id: u32, seq: u32) {
     }
 }
 
-/// Releases the pages of a slot that nobody uses any more; its addresses stay taken.
-fn give_pages_back(slot: &Region) {
+/// Memory whose addresses nobody may have any more, without its pages.
+#[derive(Debug, Default)]
+pub(super) struct Quarantine {
+    regions: Vec<Region>,
+    next: usize,
+}
+
+impl Quarantine {
+    fn add(&mut self, region: Region) {
+        give_pages_back(&region);
+        self.regions.push(region);
+        // A late write may have touched pages of others again.
+        for _ in 0..NUM_RELEASED_AGAIN.min(self.regions.len()) {
+            self.next = (self.next + 1) % self.regions.len();
+            give_pages_back(&self.regions[self.next]);
+        }
+    }
+}
+
+/// Releases the pages of memory that nobody uses any more; its addresses stay taken.
+fn give_pages_back(memory: &Region) {
     // SAFETY: the whole mapping; what anybody may still read there is zero afterwards.
     let result = unsafe {
         rustix::mm::madvise(
-            slot.as_ptr().as_ptr().cast(),
-            slot.len(),
+            memory.as_ptr().as_ptr().cast(),
+            memory.len(),
             rustix::mm::Advice::LinuxDontNeed,
         )
     };
     if let Err(error) = result {
-        tracing::warn!(%error, "the pages of a slot were not released");
+        tracing::warn!(%error, "the pages of a retired slot were not released");
     }
 }
 
@@ -214,3 +247,5 @@ pub(super) const NUM_ENTRIES: usize = 16;
 pub(super) const MAX_HOT: usize = 64;
 /// Longest time that a pair is remembered for its peer's farewell.
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
+/// Regions in quarantine that are looked after whenever another one comes.
+const NUM_RELEASED_AGAIN: usize = 2;

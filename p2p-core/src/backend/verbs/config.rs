@@ -59,6 +59,12 @@ impl VerbsConfig {
     /// all that are near a device or node, as in `near=0000:3b:00.0` and `node=1`.
     #[must_use]
     pub fn on(text: &str) -> Self {
+        Self::default().on_ports(text)
+    }
+
+    /// These settings with other ports, as [`on`](Self::on) reads them.
+    #[must_use]
+    pub fn on_ports(self, text: &str) -> Self {
         let ports = if let Some(device) = text.strip_prefix("near=") {
             PortChoice::Near(device.to_owned())
         } else if let Some(node) = text.strip_prefix("node=").and_then(|node| node.parse().ok()) {
@@ -66,7 +72,7 @@ impl VerbsConfig {
         } else {
             PortChoice::Named(text.split('+').map(str::to_owned).collect())
         };
-        Self { ports, ..Self::default() }
+        Self { ports, ..self }
     }
 
     /// Longest time without any completion while somebody waits for one.

@@ -19,7 +19,8 @@ pub(super) struct LaneAddress {
     pub(super) number: u32,
     /// Packet sequence number at which its requests begin.
     pub(super) first_packet: u32,
-    /// Remote key of the slot on this lane's device; 0 where slots are not used.
+    /// Remote key of the slot on this lane's device; where slots are not used, which of the side's devices
+    /// it is: the first or the second.
     pub(super) remote_key: u32,
     /// InfiniBand local identifier; 0 on Ethernet.
     pub(super) lid: u16,

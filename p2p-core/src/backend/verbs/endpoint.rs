@@ -6,7 +6,7 @@
 //! | get | READ, likewise |
 //! | flag | FETCH_ADD on the first queue pair |
 //! | wake-up | WRITE_WITH_IMM without bytes, behind the flag |
-//! | fence | the fence bit of the next request where reads are under way |
+//! | fence | the fence bit of the next request where reads are under way; on Soft-RoCE a wait for those |
 //! | quiet | completion of everything, after a WRITE without bytes where the last request was not signalled |
 //!
 //! A queue pair carries its writes, atomics and messages out in order, so a flag needs nothing to come
@@ -19,9 +19,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::lane::{Failed, Lane, Message};
-use super::owner::{MemoryRegion, Rights};
 use super::progress::{OpKind, PeerState, Progress};
-use crate::endpoint::{Endpoint, PostError, QuietError, TransportKind};
+use super::registration::{MemoryRegion, Rights};
+use crate::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
 use crate::wait::Driver;
 
@@ -309,6 +309,21 @@ impl Endpoint for VerbsEndpoint {
         self.is_spread = false;
         self.fence_before_spread = false;
         Ok(())
+    }
+
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        self.health()?;
+        if self.is_spread {
+            // Requests of several queue pairs have no order among each other.
+            return Ok(None);
+        }
+        let lane = &mut self.lanes[0];
+        if lane.seal(self.remote.address).is_err() {
+            return Err(self.failure("marks"));
+        }
+        self.progress.drive();
+        let issued = lane.num_posted();
+        Ok(Some(Marks { issued, arrived: issued - lane.num_outstanding() }))
     }
 
     fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {

@@ -1,4 +1,8 @@
-//! One port as a [`Fabric`]: any memory, any number of peers, operations by token.
+//! One or more ports as a [`Fabric`]: any memory, any number of peers, operations by token.
+//!
+//! A peer has one or more queue pairs at every port. An operation goes whole by the one on which the least
+//! is under way; where there are several, operations are kept short enough that a large transfer comes
+//! as several of them, and so uses all ports.
 //!
 //! Every request is signalled, since any may be the last one that somebody waits for. When a peer
 //! fails, its queue pair is destroyed first, so that the device touches no memory any more, and then all
@@ -6,7 +10,7 @@
 //! [`VerbsConfig::stall_timeout`] says fails, too.
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,33 +19,41 @@ use rustix::event::epoll;
 
 use super::config::VerbsConfig;
 use super::detail::{self, LaneAddress};
+use super::devices::{
+    DeviceAccess, MAX_DEVICES, keep_two_devices, key_of, keys_together, register_device,
+};
 use super::network::check;
-use super::owner::{CallError, MemoryRegion, ProtectionDomain, Rights};
-use super::peers::{FabricLane, LeavingPlace, Peer, Peers, Request};
+use super::owner::{CallError, Context, ProtectionDomain};
+use super::peers::{FabricLane, Flights, LeavingPlace, Peer, Peers, Request};
 use super::port::{Port, error, open_ports};
 use super::progress::{LaneState, OpKind, PeerState, Progress, RequestId, Standing};
 use super::qp::{Capacity, INLINE, QueuePair, SIGNALLED, Verb, Work};
+use super::registration::{MemoryRegion, Rights};
 use super::status::{Cause, Health};
 use super::sys;
 use crate::endpoint::{PostError, TransportKind};
+use crate::fabric::post::Registration;
+use crate::fabric::regions::RegionTable;
 use crate::fabric::{
-    Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
-    WireRegion,
+    Access, Completion, DmaBuf, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment,
+    Token, WireRegion,
 };
 use crate::network::{NetworkError, Route};
 use crate::wait::{Driver, event_fd};
 
-/// A port whose memory is reached by whole registrations. All peers of a fabric share a protection
-/// domain: a key that one of them was told works for every one of them.
+/// Ports whose memory is reached by whole registrations. All peers of a fabric share a protection domain
+/// per device: a key that one of them was told works for every one of them.
 #[derive(Debug)]
 pub struct VerbsFabric {
     /// First, so that queue pairs go before the keys.
     peers: Peers,
-    regions: Vec<Option<Registered>>,
-    free_regions: Vec<u32>,
-    domain: Arc<ProtectionDomain>,
+    regions: RegionTable<Registered>,
+    /// One per device.
+    domains: Vec<Arc<ProtectionDomain>>,
     progress: Arc<Progress>,
-    port: Port,
+    ports: Vec<Port>,
+    /// For each port, which of the devices it belongs to.
+    device_idx: Vec<usize>,
     config: VerbsConfig,
     name: String,
     wake: OwnedFd,
@@ -53,27 +65,10 @@ pub struct VerbsFabric {
     has_slept: bool,
 }
 
-/// A dma-buf that stands for memory of another device.
-#[derive(Debug, Clone, Copy)]
-pub struct DmaBuf<'a> {
-    /// Its descriptor, as the GPU's driver exports it.
-    pub fd: BorrowedFd<'a>,
-    /// Where the memory begins within it, in bytes.
-    pub offset: u64,
-}
-
-/// How memory of another device was registered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceAccess {
-    /// By its dma-buf.
-    DmaBuf,
-    /// By its address, which needs a peer-memory module of the device's driver.
-    PeerMemory,
-}
-
 #[derive(Debug)]
 struct Registered {
-    key: MemoryRegion,
+    /// One per device.
+    keys: Vec<MemoryRegion>,
     first: u64,
     bytes: u64,
     access: Access,
@@ -81,21 +76,40 @@ struct Registered {
     is_host_memory: bool,
 }
 
+impl Registration for Registered {
+    fn first(&self) -> u64 {
+        self.first
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
 impl VerbsFabric {
-    /// Opens the first of the ports that `config` asks for.
+    /// Opens the ports that `config` asks for, of two devices at the most: that is as many keys as the
+    /// description of a registration holds.
     ///
     /// # Errors
-    /// [`NetworkError`], in one line: no device, no active port.
+    /// [`NetworkError`], in one line: no device, no active port, more than two devices by name.
     pub fn open(config: VerbsConfig) -> Result<Self, NetworkError> {
-        let port = open_ports(&config)?.swap_remove(0);
-        let name = port.name();
-        check(&config, &name, std::slice::from_ref(&port))?;
+        let mut ports = open_ports(&config)?;
+        let name = keep_two_devices(&mut ports, &config)?;
+        check(&config, &name, &ports)?;
         let failed = |e: CallError| error(&name, e.call, Some(e.code), e.to_string());
         let system = |op, e: std::io::Error| error(&name, op, e.raw_os_error(), e.to_string());
-        let progress =
-            Progress::start(&name, std::slice::from_ref(&port.context), Standing::EventsOnly)
-                .map_err(failed)?;
-        let domain = ProtectionDomain::new(&port.context).map_err(failed)?;
+        let mut contexts: Vec<Arc<Context>> = Vec::new();
+        let mut device_idx = Vec::new();
+        for port in &ports {
+            let known = contexts.iter().position(|known| known.name() == port.context.name());
+            device_idx.push(known.unwrap_or_else(|| {
+                contexts.push(Arc::clone(&port.context));
+                contexts.len() - 1
+            }));
+        }
+        let progress = Progress::start(&name, &contexts, Standing::EventsOnly).map_err(failed)?;
+        let domains: Result<Vec<_>, _> = contexts.iter().map(ProtectionDomain::new).collect();
+        let domains = domains.map_err(failed)?;
         let wake = event_fd().map_err(|e| system("eventfd", e))?;
         let any_event = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| system("epoll_create", e.into()))?;
@@ -106,11 +120,11 @@ impl VerbsFabric {
         }
         Ok(Self {
             peers: Peers::default(),
-            regions: Vec::new(),
-            free_regions: Vec::new(),
-            domain,
+            regions: RegionTable::default(),
+            domains,
             progress,
-            port,
+            ports,
+            device_idx,
             config,
             name,
             wake,
@@ -119,6 +133,12 @@ impl VerbsFabric {
             num_polls: 0,
             has_slept: false,
         })
+    }
+
+    /// Ports in use, as people name them: `mlx5_0:1+mlx5_1:1`.
+    #[must_use]
+    pub fn ports(&self) -> &str {
+        &self.name
     }
 
     /// Registers memory of another device, such as a GPU: by its dma-buf if there is one and this host
@@ -136,105 +156,92 @@ impl VerbsFabric {
         access: Access,
         dma_buf: Option<DmaBuf<'_>>,
     ) -> Result<(RegionId, DeviceAccess), PostError> {
-        let (rights, address) = (rights(access), ptr.as_ptr() as u64);
-        let registered = |key| Registered {
-            key,
-            first: address,
-            bytes: bytes as u64,
-            access,
-            is_host_memory: false,
-        };
-        let first = match dma_buf {
+        let rights = rights(access);
+        let (mut keys, mut how) = (Vec::with_capacity(self.domains.len()), DeviceAccess::DmaBuf);
+        for domain in &self.domains {
             // SAFETY: the caller keeps the memory allocated.
-            Some(DmaBuf { fd, offset }) => unsafe {
-                MemoryRegion::of_dmabuf(
-                    &self.domain,
-                    fd.as_raw_fd(),
-                    offset,
-                    address,
-                    bytes,
-                    rights,
-                )
-            },
-            None => Err(CallError { call: "ibv_reg_dmabuf_mr", code: libc::ENOENT }),
-        };
-        let why_not = match first {
-            Ok(key) => return Ok((self.keep(registered(key)), DeviceAccess::DmaBuf)),
-            Err(why_not) => why_not,
-        };
-        // SAFETY: the caller keeps the memory allocated.
-        match unsafe { MemoryRegion::of_pointer(&self.domain, ptr, bytes, rights) } {
-            Ok(key) => {
-                tracing::debug!(%why_not, "registered by address instead of dma-buf");
-                Ok((self.keep(registered(key)), DeviceAccess::PeerMemory))
+            let (key, by) = unsafe { register_device(domain, ptr, bytes, rights, dma_buf)? };
+            keys.push(key);
+            if by == DeviceAccess::PeerMemory {
+                how = by;
             }
-            Err(error) => Err(PostError::Register {
-                bytes,
-                detail: format!(
-                    "by dma-buf: {why_not}; by address: {error}; a GPU needs dma-buf support of kernel and driver, or a module such as nvidia_peermem"
-                ),
-            }),
         }
+        let (first, bytes) = (ptr.as_ptr() as u64, bytes as u64);
+        Ok((self.keep(Registered { keys, first, bytes, access, is_host_memory: false })?, how))
     }
 
-    fn keep(&mut self, registered: Registered) -> RegionId {
-        let idx = match self.free_regions.pop() {
-            Some(idx) => {
-                self.regions[idx as usize] = Some(registered);
-                idx
-            }
-            None => {
-                self.regions.push(Some(registered));
-                self.regions.len() as u32 - 1
-            }
-        };
-        RegionId(idx)
-    }
-
-    fn region(&self, id: RegionId) -> Option<&Registered> {
-        self.regions.get(id.0 as usize)?.as_ref()
+    fn keep(&mut self, registered: Registered) -> Result<RegionId, PostError> {
+        let bytes = registered.bytes as usize;
+        self.regions.insert(registered).ok_or_else(|| {
+            let detail = "as many registrations are there as this transport can tell apart";
+            PostError::Register { bytes, detail: detail.to_owned() }
+        })
     }
 
     fn open_at(&mut self, local: IpAddr, name: String) -> Result<(PeerId, Vec<u8>), NetworkError> {
-        let failed = |e: CallError| self.failed(&e);
-        let (gid_index, gid) = self.port.address(&self.config, local)?;
-        let wanted = Capacity {
-            sends: self.config.send_queue_depth,
-            receives: 1,
-            inline_bytes: self.config.inline_bytes,
-        };
-        let max_entries = u32::try_from(self.port.context.attr().max_cqe).unwrap_or(u32::MAX);
-        let room =
-            self.progress.reserve(0, max_entries, wanted.num_completions()).map_err(failed)?;
-        let queue_pair =
-            QueuePair::new(&self.domain, &room.queue, &self.port, wanted).map_err(failed)?;
-        queue_pair.initialise(&self.port, &self.config).map_err(failed)?;
-        let own = LaneAddress {
-            number: queue_pair.number(),
-            first_packet: rand::random::<u32>() & 0xff_ffff,
-            remote_key: 0,
-            lid: self.port.lid,
-            mtu: self.port.mtu,
-            num_responses: self.port.num_responses,
-            gid,
-            gid_index,
-        };
         let wake_self = self
             .wake
             .try_clone()
             .map_err(|e| error(&self.name, "dup", e.raw_os_error(), e.to_string()))?;
         let state = Arc::new(PeerState { health: Health::default(), wake_self, sleeper: None });
-        let lane_state = Arc::new(LaneState::new(queue_pair, Arc::clone(&state)));
-        let place = self.progress.enter(Arc::clone(&lane_state)).map_err(failed)?;
-        let lane = FabricLane {
-            place: LeavingPlace { place, progress: Arc::clone(&self.progress) },
-            state: lane_state,
-            _room: room,
-        };
-        let peer = Peer::new(lane, own, state, name, wanted.sends as usize);
+        let mut lanes = Vec::new();
+        // Port by port, over and over: so the ports meet those of a peer that has more or fewer queue
+        // pairs at each.
+        for _ in 0..self.config.queue_pairs_per_port {
+            for port_idx in 0..self.ports.len() {
+                lanes.push(self.open_lane(port_idx, local, &state)?);
+            }
+        }
+        let addresses: Vec<LaneAddress> = lanes.iter().map(|lane| lane.own).collect();
         let full = CallError { call: "counting peers", code: libc::ENOSPC };
+        let peer = Peer::new(lanes, state, name);
         let id = self.peers.insert(peer).ok_or_else(|| self.failed(&full))?;
-        Ok((id, detail::encode(self.port.link, &[own])))
+        Ok((id, detail::encode(self.ports[0].link, &addresses)))
+    }
+
+    fn open_lane(
+        &self,
+        port_idx: usize,
+        local: IpAddr,
+        peer: &Arc<PeerState>,
+    ) -> Result<FabricLane, NetworkError> {
+        let failed = |e: CallError| self.failed(&e);
+        let (port, device_idx) = (&self.ports[port_idx], self.device_idx[port_idx]);
+        let (gid_index, gid) = port.address(&self.config, local)?;
+        let wanted = Capacity {
+            sends: self.config.send_queue_depth,
+            receives: 1,
+            inline_bytes: self.config.inline_bytes,
+        };
+        let max_entries = u32::try_from(port.context.attr().max_cqe).unwrap_or(u32::MAX);
+        let room = self.progress.reserve(device_idx, max_entries, wanted.num_completions());
+        let room = room.map_err(failed)?;
+        let domain = &self.domains[device_idx];
+        let queue_pair = QueuePair::new(domain, &room.queue, port, wanted).map_err(failed)?;
+        queue_pair.initialise(port, &self.config).map_err(failed)?;
+        let own = LaneAddress {
+            number: queue_pair.number(),
+            first_packet: rand::random::<u32>() & 0xff_ffff,
+            // Keys are told with each registration; here, which of them is good for this queue pair.
+            remote_key: device_idx as u32,
+            lid: port.lid,
+            mtu: port.mtu,
+            num_responses: port.num_responses,
+            gid,
+            gid_index,
+        };
+        let state = Arc::new(LaneState::new(queue_pair, Arc::clone(peer)));
+        let place = self.progress.enter(Arc::clone(&state)).map_err(failed)?;
+        Ok(FabricLane {
+            place: LeavingPlace { place, progress: Arc::clone(&self.progress) },
+            state,
+            _room: room,
+            own,
+            port_idx,
+            device_idx,
+            far_device_idx: 0,
+            flights: Flights::new(wanted.sends as usize),
+        })
     }
 
     fn failed(&self, e: &CallError) -> NetworkError {
@@ -253,63 +260,54 @@ impl VerbsFabric {
         token: Token,
     ) -> Result<Posted, PostError> {
         let op = if kind == OpKind::Get { "read" } else { "write" };
-        let remote_address = remote_address(op, &remote, local.bytes)?;
-        let (local_address, region) = self.local(op, &local)?;
-        let (local_key, is_host_memory) = (region.key.local_key(), region.is_host_memory);
-        let remote_key = u32::try_from(remote.region.key).map_err(|_| PostError::Transport {
-            op,
-            code: 0,
-            detail: format!("{:#x} is not a remote key of verbs", remote.region.key),
-        })?;
+        let (remote_address, most) = (remote.checked(op, local.bytes)?, self.max_operation_bytes());
+        let (local_address, region) = Self::local(&self.regions, most, op, &local)?;
+        let depth = self.config.send_queue_depth as usize;
         let entry = self.peers.get_mut(peer).ok_or(PostError::Disconnected { op })?;
-        entry.check()?;
-        let Some(lane) = entry.lane.as_ref().filter(|_| entry.is_joined) else {
-            return Err(PostError::Disconnected { op });
-        };
-        if entry.num_under_way() >= self.config.send_queue_depth as usize {
-            return Ok(Posted::Full);
+        if let Err(error) = entry.check() {
+            self.peers.lose(peer);
+            return Err(error);
         }
+        if !entry.is_joined || entry.lanes.is_empty() {
+            return Err(PostError::Disconnected { op });
+        }
+        let Some(lane_idx) = entry.pick(depth) else { return Ok(Posted::Full) };
+        let remote_key = remote.region.key;
+        let lane = &entry.lanes[lane_idx];
         let bytes = local.bytes as u32;
         // What goes inline is copied by this processor.
         let fits = bytes <= lane.state.queue_pair.capacity().inline_bytes;
-        let inline = if kind == OpKind::Put && is_host_memory && fits { INLINE } else { 0 };
+        let inline = if kind == OpKind::Put && region.is_host_memory && fits { INLINE } else { 0 };
         let work = Work {
-            id: RequestId::new(lane.place.place, kind, entry.next_sequence()).0,
+            id: RequestId::new(lane.place.place, kind, lane.flights.next_sequence()).0,
             verb: if kind == OpKind::Get { Verb::Read } else { Verb::Write },
             flags: SIGNALLED | inline,
             local_address,
-            local_key,
+            local_key: region.keys[lane.device_idx].local_key(),
             bytes,
             remote_address,
-            remote_key,
+            remote_key: key_of(remote_key, lane.far_device_idx),
         };
         // SAFETY: the caller's promise; the range lies within a registration of this fabric.
         if let Err(error) = unsafe { lane.state.queue_pair.post(&work) } {
-            entry.state.health.fail(kind.name(), Cause::Refused { code: error.code });
+            lane.state.fail(kind.name(), Cause::Refused { code: error.code });
             entry.check()?;
         }
-        self.peers.posted(peer, Request { token, kind, remote_address, remote_key, bytes });
+        let request = Request { token, kind, remote_address, remote_key, bytes };
+        self.peers.posted(peer, lane_idx, request);
         Ok(Posted::Accepted)
     }
 
-    /// Address of a local range, and the registration that holds it.
-    fn local(
-        &self,
+    /// Address of a local range of at most `most` bytes, and the registration that holds it.
+    fn local<'r>(
+        regions: &'r RegionTable<Registered>,
+        most: u64,
         op: &'static str,
         local: &LocalSegment,
-    ) -> Result<(u64, &Registered), PostError> {
-        let unregistered = PostError::Unregistered {
-            op,
-            address: local.offset as usize,
-            len: local.bytes as usize,
-        };
-        let Some(region) = self.region(local.region) else { return Err(unregistered) };
-        match local.offset.checked_add(local.bytes) {
-            Some(end) if end <= region.bytes && local.bytes <= self.max_operation_bytes() => {
-                Ok((region.first + local.offset, region))
-            }
-            _ => Err(unregistered),
-        }
+    ) -> Result<(u64, &'r Registered), PostError> {
+        let region = regions.get(local.region);
+        let region = local.checked(op, region.filter(|_| local.bytes <= most))?;
+        Ok((region.first + local.offset, region))
     }
 }
 
@@ -319,7 +317,7 @@ impl Fabric for VerbsFabric {
     }
 
     fn flavour(&self) -> &str {
-        self.port.flavour()
+        self.ports[0].flavour()
     }
 
     unsafe fn register(
@@ -329,33 +327,51 @@ impl Fabric for VerbsFabric {
         access: Access,
     ) -> Result<RegionId, PostError> {
         // SAFETY: the caller keeps the memory mapped.
-        let key = unsafe { MemoryRegion::of_pointer(&self.domain, ptr, bytes, rights(access)) };
-        let key = key.map_err(|error| PostError::Register {
+        let register =
+            |domain| unsafe { MemoryRegion::of_pointer(domain, ptr, bytes, rights(access)) };
+        let keys: Result<Vec<_>, _> = self.domains.iter().map(register).collect();
+        let keys = keys.map_err(|error| PostError::Register {
             bytes,
-            detail: format!("{error}; check the limit on locked memory (`ulimit -l`)"),
+            detail: format!(
+                "{error}; check the limit on locked memory (`ulimit -l`), and that the memory is writable"
+            ),
         })?;
         let (first, bytes) = (ptr.as_ptr() as u64, bytes as u64);
-        Ok(self.keep(Registered { key, first, bytes, access, is_host_memory: true }))
+        self.keep(Registered { keys, first, bytes, access, is_host_memory: true })
+    }
+
+    unsafe fn register_device(
+        &mut self,
+        ptr: NonNull<u8>,
+        bytes: usize,
+        access: Access,
+        dma_buf: Option<DmaBuf<'_>>,
+    ) -> Result<RegionId, PostError> {
+        // SAFETY: the caller's promise.
+        let (id, how) = unsafe { self.register_device_memory(ptr, bytes, access, dma_buf)? };
+        tracing::debug!(bytes, ?how, "memory of another device registered");
+        Ok(id)
     }
 
     fn describe(&self, region: RegionId) -> Option<WireRegion> {
-        let Registered { key, first, bytes, access, .. } = self.region(region)?;
-        let key = u64::from(key.remote_key());
+        let Registered { keys, first, bytes, access, .. } = self.regions.get(region)?;
+        let key = keys_together(keys.iter().map(MemoryRegion::remote_key));
         (*access != Access::Local).then_some(WireRegion { address: *first, bytes: *bytes, key })
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<(), PostError> {
-        let entry = self.regions.get_mut(region.0 as usize).and_then(Option::take);
-        match entry {
-            Some(_) => {
-                self.free_regions.push(region.0);
-                Ok(())
-            }
-            None => Err(PostError::Register {
-                bytes: 0,
-                detail: format!("there is no registration {}", region.0),
-            }),
+        let failed = |bytes, detail| Err(PostError::Register { bytes, detail });
+        let Some(registered) = self.regions.get_mut(region) else {
+            return failed(0, self.regions.missing(region));
+        };
+        if let Err(error) = registered.keys.iter_mut().try_for_each(MemoryRegion::close) {
+            return failed(
+                registered.bytes as usize,
+                format!("the key stays in force, and the memory must stay mapped: {error}"),
+            );
         }
+        self.regions.remove(region);
+        Ok(())
     }
 
     fn open_peer(&mut self) -> Result<(PeerId, Vec<u8>), NetworkError> {
@@ -367,18 +383,28 @@ impl Fabric for VerbsFabric {
     }
 
     fn join_peer(&mut self, peer: PeerId, bytes: &[u8]) -> Result<(), NetworkError> {
-        let Self { peers, port, config, name, .. } = self;
+        let Self { peers, ports, config, name, .. } = self;
         let refuse = |detail: String| error(name, "joining a peer", None, detail);
         let entry = peers.get_mut(peer);
         let entry = entry.ok_or_else(|| refuse(format!("there is no peer {}", peer.0)))?;
-        let theirs = detail::decode(port.link, bytes).map_err(|e| refuse(e.to_string()))?;
-        let Some(lane) = entry.lane.as_ref().filter(|_| !entry.is_joined) else {
+        let theirs = detail::decode(ports[0].link, bytes).map_err(|e| refuse(e.to_string()))?;
+        if entry.is_joined || entry.lanes.is_empty() {
             return Err(refuse(format!("peer {} is joined already, or lost", peer.0)));
-        };
-        lane.state.queue_pair.join(port, config, &entry.own, &theirs[0]).map_err(|e| {
-            let what = sys::describe_errno(e.code);
-            error(name, e.call, Some(e.code), format!("towards {}: {what}", entry.name))
-        })?;
+        }
+        // Both sides come to the same number; what is left over goes.
+        entry.lanes.truncate(theirs.len());
+        for (lane, theirs) in entry.lanes.iter_mut().zip(&theirs) {
+            lane.far_device_idx = theirs.remote_key as usize;
+            if lane.far_device_idx >= MAX_DEVICES {
+                let found = theirs.remote_key;
+                return Err(refuse(format!("the peer's device {found}, expected 0 or 1")));
+            }
+            let port = &ports[lane.port_idx];
+            lane.state.queue_pair.join(port, config, &lane.own, theirs).map_err(|e| {
+                let what = sys::describe_errno(e.code);
+                error(name, e.call, Some(e.code), format!("towards {}: {what}", entry.name))
+            })?;
+        }
         entry.is_joined = true;
         Ok(())
     }
@@ -387,6 +413,10 @@ impl Fabric for VerbsFabric {
         if let Some(entry) = self.peers.remove(peer) {
             entry.close(&mut self.left_over);
         }
+    }
+
+    fn lost(&mut self) -> Option<PeerId> {
+        self.peers.next_lost()
     }
 
     unsafe fn write(
@@ -441,7 +471,12 @@ impl Fabric for VerbsFabric {
     }
 
     fn max_operation_bytes(&self) -> u64 {
-        self.port.max_message_bytes.min(self.config.max_message_bytes).into()
+        let longest = self.ports.iter().map(|port| port.max_message_bytes).min().unwrap_or(0);
+        let most = u64::from(longest.min(self.config.max_message_bytes));
+        let num_lanes = self.ports.len() * self.config.queue_pairs_per_port as usize;
+        // Several operations of this length keep several queue pairs busy.
+        let part = (self.config.stripe_bytes as u64).max(MIN_PART_BYTES);
+        if num_lanes > 1 { most.min(part) } else { most }
     }
 }
 
@@ -453,19 +488,7 @@ const fn rights(access: Access) -> Rights {
     }
 }
 
-fn remote_address(op: &'static str, remote: &RemoteSegment, bytes: u64) -> Result<u64, PostError> {
-    let WireRegion { address, bytes: region_bytes, .. } = remote.region;
-    let inside = remote.offset.checked_add(bytes).is_some_and(|end| end <= region_bytes);
-    match address.checked_add(remote.offset) {
-        Some(found) if inside && found.checked_add(bytes).is_some() => Ok(found),
-        _ => Err(PostError::RemoteRange {
-            op,
-            offset: remote.offset as usize,
-            len: bytes as usize,
-            region_bytes: region_bytes as usize,
-        }),
-    }
-}
-
 /// Polls without a look at the clock.
 const POLLS_PER_CLOCK: u32 = 64;
+/// Shortest part of a transfer that is spread.
+const MIN_PART_BYTES: u64 = 4096;

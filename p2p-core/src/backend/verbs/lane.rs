@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::owner::MemoryRegion;
 use super::progress::{LaneState, OpKind, Place, Progress, RequestId, Room};
 use super::qp::{FENCE, INLINE, SIGNALLED, Verb, Work};
+use super::registration::MemoryRegion;
 use super::status::Cause;
 use crate::region::Region;
 use crate::wait::Driver;
@@ -32,8 +32,11 @@ pub(super) struct Lane {
     signalled: u64,
     /// Whether the next request has to wait for the reads before it.
     must_fence: bool,
-    /// Whether reads may be under way.
+    /// Whether reads may be under way that nothing is ordered after yet, and the last of them.
     has_reads: bool,
+    last_read: u64,
+    /// See [`Context::keeps_fences`](super::owner::Context::keeps_fences).
+    keeps_fences: bool,
 }
 
 /// What a lane is made of.
@@ -48,6 +51,7 @@ pub(super) struct LaneParts {
     pub(super) remote_key: u32,
     pub(super) max_message_bytes: u32,
     pub(super) limit: Duration,
+    pub(super) keeps_fences: bool,
 }
 
 /// One message of a put or get.
@@ -84,6 +88,8 @@ impl Lane {
             signalled: 0,
             must_fence: false,
             has_reads: false,
+            last_read: 0,
+            keeps_fences: parts.keeps_fences,
         }
     }
 
@@ -99,6 +105,11 @@ impl Lane {
         self.max_message_bytes as usize
     }
 
+    /// Requests posted so far.
+    pub(super) const fn num_posted(&self) -> u64 {
+        self.posted
+    }
+
     /// Requests that are not known to be complete.
     pub(super) fn num_outstanding(&self) -> u64 {
         self.posted - self.state.completed()
@@ -112,7 +123,6 @@ impl Lane {
         let Message { source, local_address, bytes, remote_address, is_last } = message;
         let mut flags = 0;
         if kind == OpKind::Get {
-            self.has_reads = true;
             // Whoever reads waits for it.
             if is_last {
                 flags |= SIGNALLED;
@@ -131,19 +141,22 @@ impl Lane {
             remote_key: self.remote_key,
         };
         // SAFETY: the caller's promise.
-        unsafe { self.post(kind, work) }
+        unsafe { self.post(kind, work)? };
+        if kind == OpKind::Get {
+            (self.has_reads, self.last_read) = (true, self.posted);
+        }
+        Ok(())
     }
 
     /// Adds to a word of the peer, after everything before on this lane.
     pub(super) fn add(&mut self, remote_address: u64, value: u64) -> Result<(), Failed> {
         // The device keeps writes and atomics of one queue pair in order by itself. Reads may be
         // answered late: the flag must not overtake those.
-        let fence = if self.has_reads { FENCE } else { 0 };
-        self.has_reads = false;
+        self.fence();
         let work = Work {
             id: 0,
             verb: Verb::FetchAdd(value),
-            flags: SIGNALLED | fence,
+            flags: SIGNALLED,
             local_address: self.scratch.as_ptr().as_ptr() as u64,
             local_key: self.scratch_key.local_key(),
             bytes: 8,
@@ -249,7 +262,12 @@ impl Lane {
             work.flags |= SIGNALLED;
         }
         if self.must_fence {
-            work.flags |= FENCE;
+            if self.keeps_fences {
+                work.flags |= FENCE;
+            } else {
+                // The last message of a get is signalled, so this ends.
+                self.wait(kind, self.posted - self.last_read, None)?;
+            }
             self.must_fence = false;
         }
         work.id = RequestId::new(self.place, kind, sequence).0;

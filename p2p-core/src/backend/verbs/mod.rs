@@ -12,6 +12,7 @@
 
 mod config;
 mod detail;
+mod devices;
 mod endpoint;
 mod fabric;
 mod lane;
@@ -21,13 +22,17 @@ mod peers;
 mod port;
 mod progress;
 mod qp;
+mod registration;
 mod status;
 mod sys;
 
 pub use config::{MAX_LANES, PortChoice, VerbsConfig};
+pub use devices::DeviceAccess;
 pub use endpoint::VerbsEndpoint;
-pub use fabric::{DeviceAccess, DmaBuf, VerbsFabric};
+pub use fabric::VerbsFabric;
 pub use network::VerbsNetwork;
+
+pub use crate::fabric::DmaBuf;
 
 /// Names of the RDMA devices of this host. Empty when there are none, also when the system has no
 /// support for them.

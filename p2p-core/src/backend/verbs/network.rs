@@ -8,12 +8,13 @@ use super::config::{MAX_LANES, VerbsConfig};
 use super::detail::{self, LaneAddress};
 use super::endpoint::{RemoteSlot, VerbsEndpoint};
 use super::lane::{Lane, LaneParts};
-use super::owner::{CallError, Context, MemoryRegion, ProtectionDomain, Rights};
+use super::owner::{CallError, Context, ProtectionDomain};
 use super::port::{Port, error, open_ports};
 use super::progress::{
     LaneState, OpKind, PeerState, Place, Progress, RequestId, Room, Sleeper, Standing,
 };
 use super::qp::{Capacity, QueuePair};
+use super::registration::{MemoryRegion, Rights};
 use super::status::Health;
 use super::sys;
 use crate::endpoint::TransportKind;
@@ -101,6 +102,10 @@ impl Network for VerbsNetwork {
             }
         }
         Ok(Box::new(VerbsSide { lanes, slot, own, shared: Arc::clone(shared), route }))
+    }
+
+    fn rdma_device(&self) -> Option<&str> {
+        Some(self.shared.ports[0].context.name())
     }
 }
 
@@ -272,6 +277,7 @@ impl OpenSide for VerbsSide {
                 remote_key: theirs.remote_key,
                 max_message_bytes: port.max_message_bytes.min(shared.config.max_message_bytes),
                 limit: shared.config.stall_timeout(),
+                keeps_fences: port.context.keeps_fences(),
             }));
         }
         let endpoint = VerbsEndpoint::new(
@@ -359,6 +365,11 @@ pub(super) fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<
     }
     if config.ack_timeout == 0 {
         return bad("ack_timeout is 0, which would wait for ever; expected 1 to 31".to_owned());
+    }
+    if config.stall_timeout_ms == 0 {
+        return bad(
+            "stall_timeout_ms is 0, which no operation meets; expected 1 or more".to_owned()
+        );
     }
     Ok(())
 }

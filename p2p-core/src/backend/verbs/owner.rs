@@ -7,14 +7,13 @@
 use std::ffi::{CStr, c_int};
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::sys;
-use crate::region::Region;
 
 /// A call of libibverbs failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,12 +23,12 @@ pub(super) struct CallError {
 }
 
 impl CallError {
-    fn last(call: &'static str) -> Self {
+    pub(super) fn last(call: &'static str) -> Self {
         Self { call, code: sys::errno() }
     }
 
     /// From the return value of calls that give an error number.
-    fn check(call: &'static str, code: c_int) -> Result<(), Self> {
+    pub(super) fn check(call: &'static str, code: c_int) -> Result<(), Self> {
         // Some providers answer -1 and set errno, some answer the number, some its negative.
         match code {
             0 => Ok(()),
@@ -124,6 +123,13 @@ impl Context {
 
     pub(super) const fn attr(&self) -> &sys::ibv_device_attr {
         &self.attr
+    }
+
+    /// Whether requests with a fence arrive however often they have to be sent. Soft-RoCE (seen with Linux
+    /// 6.1) sends a fenced atomic again only while no read or atomic is under way, and counts the request
+    /// itself: after one answer that is late the queue pair stands still for good, and no error tells of it.
+    pub(super) const fn keeps_fences(&self) -> bool {
+        self.attr.vendor_id != SOFT_ROCE
     }
 
     pub(super) fn port(&self, port: u8) -> Result<sys::ibv_port_attr, CallError> {
@@ -252,125 +258,6 @@ impl Drop for ProtectionDomain {
     fn drop(&mut self) {
         // SAFETY: allocated, freed once, and everything made of it is gone.
         report("ibv_dealloc_pd", unsafe { sys::ibv_dealloc_pd(self.raw.as_ptr()) });
-    }
-}
-
-/// What peers may do with registered memory. This side may always read and write it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Rights {
-    /// Nothing.
-    Local,
-    /// Read.
-    Read,
-    /// Read, write and add.
-    All,
-}
-
-impl Rights {
-    const fn flags(self) -> u32 {
-        // No relaxed ordering anywhere: a flag must not become visible before the bytes ahead of it.
-        let local = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
-        let read = sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
-        match self {
-            Self::Local => local,
-            Self::Read => local | read,
-            Self::All => {
-                local
-                    | read
-                    | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
-                    | sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0
-            }
-        }
-    }
-}
-
-/// Registered memory. Dropping it revokes its keys, and only then lets go of the memory.
-#[derive(Debug)]
-pub(super) struct MemoryRegion {
-    raw: NonNull<sys::ibv_mr>,
-    domain: Arc<ProtectionDomain>,
-    _memory: Option<Region>,
-}
-
-// SAFETY: a registration has no thread affinity.
-unsafe impl Send for MemoryRegion {}
-// SAFETY: only immutable fields are read through a shared reference.
-unsafe impl Sync for MemoryRegion {}
-
-impl MemoryRegion {
-    /// Registers a whole region and keeps it mapped.
-    pub(super) fn of_region(
-        domain: &Arc<ProtectionDomain>,
-        region: &Region,
-        rights: Rights,
-    ) -> Result<Self, CallError> {
-        // SAFETY: the region stays mapped as long as the clone that is kept beside the registration.
-        let mut registered =
-            unsafe { Self::of_pointer(domain, region.as_ptr(), region.len(), rights)? };
-        registered._memory = Some(region.clone());
-        Ok(registered)
-    }
-
-    /// Registers memory that is not a [`Region`].
-    ///
-    /// # Safety
-    /// `ptr..ptr+bytes` stays mapped until the registration is dropped.
-    pub(super) unsafe fn of_pointer(
-        domain: &Arc<ProtectionDomain>,
-        ptr: NonNull<u8>,
-        bytes: usize,
-        rights: Rights,
-    ) -> Result<Self, CallError> {
-        // SAFETY: the domain lives; the range is mapped, by the caller's promise. The flags hold no
-        // optional ones, so the plain call serves.
-        let raw = unsafe {
-            sys::__ibv_reg_mr(domain.raw.as_ptr(), ptr.as_ptr().cast(), bytes, rights.flags(), 1)
-        };
-        let raw = NonNull::new(raw).ok_or_else(|| CallError::last("ibv_reg_mr"))?;
-        Ok(Self { raw, domain: Arc::clone(domain), _memory: None })
-    }
-
-    /// Registers memory behind a dma-buf, to be addressed as `address`.
-    ///
-    /// # Safety
-    /// The range stays allocated until the registration is dropped.
-    pub(super) unsafe fn of_dmabuf(
-        domain: &Arc<ProtectionDomain>,
-        fd: RawFd,
-        offset: u64,
-        address: u64,
-        bytes: usize,
-        rights: Rights,
-    ) -> Result<Self, CallError> {
-        let call = "ibv_reg_dmabuf_mr";
-        let register = sys::reg_dmabuf_mr().ok_or(CallError { call, code: libc::EOPNOTSUPP })?;
-        // SAFETY: the domain lives; the kernel checks descriptor and range.
-        let raw = unsafe {
-            register(domain.raw.as_ptr(), offset, bytes, address, fd, rights.flags().cast_signed())
-        };
-        let raw = NonNull::new(raw).ok_or_else(|| CallError::last(call))?;
-        Ok(Self { raw, domain: Arc::clone(domain), _memory: None })
-    }
-
-    pub(super) const fn domain(&self) -> &Arc<ProtectionDomain> {
-        &self.domain
-    }
-
-    pub(super) const fn local_key(&self) -> u32 {
-        // SAFETY: the registration lives as long as `self` and its keys do not change.
-        unsafe { self.raw.as_ref().lkey }
-    }
-
-    pub(super) const fn remote_key(&self) -> u32 {
-        // SAFETY: as for `local_key`.
-        unsafe { self.raw.as_ref().rkey }
-    }
-}
-
-impl Drop for MemoryRegion {
-    fn drop(&mut self) {
-        // SAFETY: registered, given back once. The fields with the memory are dropped afterwards.
-        report("ibv_dereg_mr", unsafe { sys::ibv_dereg_mr(self.raw.as_ptr()) });
     }
 }
 
@@ -548,3 +435,5 @@ const QP_ACCESS_ERR: u32 = sys::ibv_event_type::IBV_EVENT_QP_ACCESS_ERR as u32;
 const PORT_ACTIVE: u32 = sys::ibv_event_type::IBV_EVENT_PORT_ACTIVE as u32;
 const PORT_ERR: u32 = sys::ibv_event_type::IBV_EVENT_PORT_ERR as u32;
 const DEVICE_FATAL: u32 = sys::ibv_event_type::IBV_EVENT_DEVICE_FATAL as u32;
+/// `vendor_id` of `rdma_rxe`.
+const SOFT_ROCE: u32 = 0xff_ffff;

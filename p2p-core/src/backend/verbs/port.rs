@@ -36,9 +36,9 @@ pub(super) fn open_ports(config: &VerbsConfig) -> Result<Vec<Port>, NetworkError
     let ports = match &config.ports {
         PortChoice::First => first_active(&names)?,
         PortChoice::Named(wanted) => {
-            let mut ports = Vec::new();
+            let (mut ports, mut opened) = (Vec::new(), Vec::new());
             for port in wanted {
-                ports.push(open_named(port, &names)?);
+                ports.push(open_named(port, &names, &mut opened)?);
             }
             ports
         }
@@ -229,7 +229,12 @@ fn active_ports(name: &str) -> Result<Vec<Port>, NetworkError> {
     Ok(ports)
 }
 
-fn open_named(wanted: &str, names: &[String]) -> Result<Port, NetworkError> {
+/// Ports of one device share what `opened` holds of it.
+fn open_named(
+    wanted: &str,
+    names: &[String],
+    opened: &mut Vec<(String, Vec<Port>)>,
+) -> Result<Port, NetworkError> {
     let (name, number) = match wanted.split_once(':') {
         None => (wanted, None),
         Some((name, number)) => match number.parse::<u8>() {
@@ -245,16 +250,17 @@ fn open_named(wanted: &str, names: &[String]) -> Result<Port, NetworkError> {
         let detail = format!("there is no device {name}; this host has {}", names.join(", "));
         return Err(error("verbs", "choosing ports", None, detail));
     }
-    active_ports(name)?
-        .into_iter()
-        .find(|port| number.is_none_or(|number| port.number == number))
-        .ok_or_else(|| {
-            let detail =
-                "the port is not active; `ibv_devinfo` shows its state, `ip link` its interface";
-            error(wanted, "opening a port", None, detail)
-        })
+    if !opened.iter().any(|(known, _)| known == name) {
+        opened.push((name.to_owned(), active_ports(name)?));
+    }
+    let ports = opened.iter().filter(|(known, _)| known == name).flat_map(|(_, ports)| ports);
+    let mut ports = ports.filter(|port| number.is_none_or(|number| port.number == number));
+    ports.next().cloned().ok_or_else(|| {
+        let detail =
+            "the port is not active; `ibv_devinfo` shows its state, `ip link` its interface";
+        error(wanted, "opening a port", None, detail)
+    })
 }
-
 /// The entry that fits the route: its own address, or else an IPv4 one, or else any.
 fn choose_gid(entries: &[(u8, [u8; 16])], local: IpAddr) -> Option<(u8, [u8; 16])> {
     let wanted = match local {

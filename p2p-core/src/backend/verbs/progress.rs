@@ -8,7 +8,7 @@
 //! for all its requests at once, which is what a failure produces.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -145,12 +145,25 @@ pub(super) struct LaneState {
     pub(super) queue_pair: QueuePair,
     /// Requests that are complete, counted from the first.
     completed: AtomicU64,
+    /// Whether it is the one that failed the peer, or would have.
+    has_failed: AtomicBool,
     pub(super) peer: Arc<PeerState>,
 }
 
 impl LaneState {
     pub(super) const fn new(queue_pair: QueuePair, peer: Arc<PeerState>) -> Self {
-        Self { queue_pair, completed: AtomicU64::new(0), peer }
+        let (completed, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { queue_pair, completed, has_failed, peer }
+    }
+
+    /// Fails the peer for what happened here.
+    pub(super) fn fail(&self, op: &'static str, cause: Cause) {
+        self.has_failed.store(true, Ordering::Release);
+        self.peer.health.fail(op, cause);
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.has_failed.load(Ordering::Acquire)
     }
 
     #[inline]
@@ -469,7 +482,7 @@ fn dispatch(lanes: &[Slot], completion: WorkCompletion) {
             "a request failed"
         );
     }
-    lane.peer.health.fail(id.kind().name(), cause);
+    lane.fail(id.kind().name(), cause);
     lane.peer.signal();
 }
 

@@ -136,30 +136,8 @@ impl QueuePair {
         peer: &LaneAddress,
     ) -> Result<(), CallError> {
         type Mask = sys::ibv_qp_attr_mask;
-        let mut attr = zeroed_attr();
-        attr.qp_state = sys::ibv_qp_state::IBV_QPS_RTR;
-        attr.path_mtu = u32::from(own.mtu.min(peer.mtu));
-        attr.dest_qp_num = peer.number;
-        attr.rq_psn = peer.first_packet;
-        attr.max_dest_rd_atomic = own.num_responses;
-        attr.min_rnr_timer = RECEIVER_NOT_READY_TIMER;
-        attr.ah_attr.port_num = port.number;
-        attr.ah_attr.sl = config.service_level;
-        attr.ah_attr.dlid = peer.lid;
-        if port.needs_global_route(own, peer) {
-            attr.ah_attr.is_global = 1;
-            attr.ah_attr.grh.dgid.raw = peer.gid;
-            attr.ah_attr.grh.sgid_index = own.gid_index;
-            attr.ah_attr.grh.hop_limit = 64;
-            attr.ah_attr.grh.traffic_class = config.traffic_class;
-        }
-        let mask = Mask::IBV_QP_STATE
-            | Mask::IBV_QP_AV
-            | Mask::IBV_QP_PATH_MTU
-            | Mask::IBV_QP_DEST_QPN
-            | Mask::IBV_QP_RQ_PSN
-            | Mask::IBV_QP_MAX_DEST_RD_ATOMIC
-            | Mask::IBV_QP_MIN_RNR_TIMER;
+        let is_global = port.needs_global_route(own, peer);
+        let (mut attr, mask) = ready_to_receive(port.number, is_global, config, own, peer);
         self.modify("ibv_modify_qp to RTR", &mut attr, mask)?;
 
         let mut attr = zeroed_attr();
@@ -285,6 +263,43 @@ pub(super) const SIGNALLED: u32 = sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
 pub(super) const INLINE: u32 = sys::ibv_send_flags::IBV_SEND_INLINE.0;
 pub(super) const FENCE: u32 = sys::ibv_send_flags::IBV_SEND_FENCE.0;
 
+/// What a queue pair of `port` is told of its peer, and of the way there: packets carry the service level,
+/// and the traffic class where they have a global header.
+fn ready_to_receive(
+    port: u8,
+    is_global: bool,
+    config: &VerbsConfig,
+    own: &LaneAddress,
+    peer: &LaneAddress,
+) -> (sys::ibv_qp_attr, sys::ibv_qp_attr_mask) {
+    type Mask = sys::ibv_qp_attr_mask;
+    let mut attr = zeroed_attr();
+    attr.qp_state = sys::ibv_qp_state::IBV_QPS_RTR;
+    attr.path_mtu = u32::from(own.mtu.min(peer.mtu));
+    attr.dest_qp_num = peer.number;
+    attr.rq_psn = peer.first_packet;
+    attr.max_dest_rd_atomic = own.num_responses;
+    attr.min_rnr_timer = RECEIVER_NOT_READY_TIMER;
+    attr.ah_attr.port_num = port;
+    attr.ah_attr.sl = config.service_level;
+    attr.ah_attr.dlid = peer.lid;
+    if is_global {
+        attr.ah_attr.is_global = 1;
+        attr.ah_attr.grh.dgid.raw = peer.gid;
+        attr.ah_attr.grh.sgid_index = own.gid_index;
+        attr.ah_attr.grh.hop_limit = 64;
+        attr.ah_attr.grh.traffic_class = config.traffic_class;
+    }
+    let mask = Mask::IBV_QP_STATE
+        | Mask::IBV_QP_AV
+        | Mask::IBV_QP_PATH_MTU
+        | Mask::IBV_QP_DEST_QPN
+        | Mask::IBV_QP_RQ_PSN
+        | Mask::IBV_QP_MAX_DEST_RD_ATOMIC
+        | Mask::IBV_QP_MIN_RNR_TIMER;
+    (attr, mask)
+}
+
 fn zeroed_attr() -> sys::ibv_qp_attr {
     // SAFETY: plain integers, for which zero is valid.
     unsafe { MaybeUninit::zeroed().assume_init() }
@@ -294,3 +309,42 @@ fn zeroed_attr() -> sys::ibv_qp_attr {
 const RECEIVER_NOT_READY_TIMER: u8 = 20;
 /// Tries then. Seven would mean for ever.
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lane(first: u8) -> LaneAddress {
+        LaneAddress {
+            number: 0x100 + u32::from(first),
+            first_packet: 0x200 + u32::from(first),
+            remote_key: 0,
+            lid: 0x300 + u16::from(first),
+            mtu: 5 - first,
+            num_responses: 16 + first,
+            gid: [first; 16],
+            gid_index: 4 + first,
+        }
+    }
+
+    #[test]
+    fn packets_take_the_settings_traffic_class_and_service_level() {
+        let config = VerbsConfig { traffic_class: 106, service_level: 3, ..Default::default() };
+        let (own, peer) = (lane(1), lane(2));
+        let (attr, mask) = ready_to_receive(7, true, &config, &own, &peer);
+        // Without this bit the way to the peer would not be looked at.
+        assert_ne!(mask.0 & sys::ibv_qp_attr_mask::IBV_QP_AV.0, 0);
+        let way = &attr.ah_attr;
+        assert_eq!((way.sl, way.port_num, way.dlid, way.is_global), (3, 7, peer.lid, 1));
+        let global = &way.grh;
+        assert_eq!((global.traffic_class, global.sgid_index), (106, own.gid_index));
+        // SAFETY: all bytes of the union are initialised, and any are a valid address.
+        assert_eq!(unsafe { global.dgid.raw }, peer.gid);
+        assert_eq!((attr.dest_qp_num, attr.rq_psn), (peer.number, peer.first_packet));
+        assert_eq!((attr.path_mtu, attr.max_dest_rd_atomic), (3, own.num_responses));
+        // Within a subnet of InfiniBand packets have no global header, so only the level is left.
+        let (attr, _) = ready_to_receive(7, false, &config, &own, &peer);
+        let way = &attr.ah_attr;
+        assert_eq!((way.sl, way.is_global, way.grh.traffic_class), (3, 0, 0));
+    }
+}

@@ -1,6 +1,7 @@
 //! Messages of the handshake between engines, as bytes. Specified in `docs/wire-format.md`, "Message
 //! engine".
 
+use crate::bootstrap::wire::printable;
 use crate::engine::codec::{Malformed, Reader, put_counted};
 use crate::engine::link::Limits;
 use crate::engine::metadata::{MAX_OFFERS, put_device, put_offer, read_device, read_offer};
@@ -11,7 +12,7 @@ pub(super) const HEADER_BYTES: usize = 16;
 /// Longest body of a handshake message.
 pub(super) const MAX_BODY_BYTES: usize = 32 << 10;
 /// Longest ticket.
-pub(super) const MAX_TICKET_BYTES: usize = 512;
+pub(in crate::engine) const MAX_TICKET_BYTES: usize = 512;
 
 /// What either side says of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -122,7 +123,7 @@ impl Message {
             4 => Self::Next,
             5 => {
                 let bytes = reader.bytes("message", body.len().min(MAX_REJECT_BYTES))?;
-                let message = String::from_utf8_lossy(bytes).into_owned();
+                let message = printable(bytes);
                 return Ok(Self::Reject { message });
             }
             kind => return Err(format!("a message of kind {kind}, which there is not")),
@@ -193,42 +194,64 @@ fn read_side(reader: &mut Reader<'_>) -> Result<Option<Side>, Malformed> {
 }
 
 const MAGIC: [u8; 8] = *b"SYENGINE";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const MAX_REJECT_BYTES: usize = 1024;
+
+/// One of each.
+#[cfg(any(test, fuzzing))]
+fn messages() -> Vec<Message> {
+    let limits = Limits {
+        eager_bytes: 1,
+        eager_window: 2,
+        notify_window: 3,
+        max_notification: 4,
+        unscheduled_bytes: 5,
+        max_demand_bytes: 6,
+    };
+    let who = Who {
+        engine_id: 9,
+        port: 10,
+        gpu_index: Some(1),
+        pci_bdf: Some("0000:3b:00.0".to_owned()),
+        limits,
+    };
+    let offer = Offer::plain(crate::endpoint::TransportKind::Tcp);
+    let side = Side { offer, detail: vec![1, 2, 3] };
+    let sides = vec![side.clone(), side.clone()];
+    vec![
+        Message::Hello { who: who.clone(), ticket: b"secret".to_vec(), sides },
+        Message::Welcome { who, side },
+        Message::Ready,
+        Message::Next,
+        Message::Reject { message: "no".to_owned() },
+    ]
+}
+
+/// The same as bytes.
+#[cfg(fuzzing)]
+pub(in crate::engine) fn samples() -> Vec<Vec<u8>> {
+    messages().iter().map(Message::encode).collect()
+}
+
+/// Reads bytes of a peer. What can be read must be the same when it is written and read again.
+#[cfg(fuzzing)]
+pub(in crate::engine) fn check(header: &[u8; HEADER_BYTES], body: &[u8]) {
+    let _ = Message::body_bytes(header);
+    let Ok(message) = Message::decode(header, body) else { return };
+    if matches!(message, Message::Reject { .. }) {
+        // What is no text is replaced, and may have become too long.
+        return;
+    }
+    let bytes = message.encode();
+    let again = bytes.split_first_chunk().map(|(header, body)| Message::decode(header, body));
+    assert_eq!(again, Some(Ok(message)));
+}
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::endpoint::TransportKind;
-
-    fn messages() -> Vec<Message> {
-        let limits = Limits {
-            eager_bytes: 1,
-            eager_window: 2,
-            notify_window: 3,
-            max_notification: 4,
-            unscheduled_bytes: 5,
-            max_demand_bytes: 6,
-        };
-        let who = Who {
-            engine_id: 9,
-            port: 10,
-            gpu_index: Some(1),
-            pci_bdf: Some("0000:3b:00.0".to_owned()),
-            limits,
-        };
-        let side = Side { offer: Offer::plain(TransportKind::Tcp), detail: vec![1, 2, 3] };
-        let sides = vec![side.clone(), side.clone()];
-        vec![
-            Message::Hello { who: who.clone(), ticket: b"secret".to_vec(), sides },
-            Message::Welcome { who, side },
-            Message::Ready,
-            Message::Next,
-            Message::Reject { message: "no".to_owned() },
-        ]
-    }
 
     fn decode(bytes: &[u8]) -> Result<Message, Malformed> {
         let (header, body) = bytes.split_first_chunk().unwrap();
@@ -241,6 +264,13 @@ mod tests {
         for message in messages() {
             assert_eq!(decode(&message.encode()), Ok(message));
         }
+    }
+
+    #[test]
+    fn a_reason_cannot_steer_a_terminal() {
+        let bytes = Message::Reject { message: "no\n\x1b[2J".to_owned() }.encode();
+        let replaced = "no\u{fffd}\u{fffd}[2J".to_owned();
+        assert_eq!(decode(&bytes), Ok(Message::Reject { message: replaced }));
     }
 
     #[test]
@@ -261,7 +291,7 @@ mod tests {
         header[..8].copy_from_slice(&MAGIC);
         header[8] = 9;
         assert!(Message::body_bytes(&header).unwrap_err().contains("version 9"));
-        (header[8], header[15]) = (1, 1);
+        (header[8], header[15]) = (VERSION as u8, 1);
         assert!(Message::body_bytes(&header).unwrap_err().contains("at most"));
     }
 

@@ -12,9 +12,7 @@ use crate::engine::link::{Link, Port, Tag};
 use crate::engine::memory::Handle;
 use crate::engine::shared::{ConnKey, ConnShared, Shared};
 use crate::engine::wire::{Frame, HEADER_BYTES, Header};
-use crate::fabric::{
-    Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token, WireRegion,
-};
+use crate::fabric::{Fabric, LocalSegment, PeerId, Posted, RemoteSegment, Token};
 
 /// The thread's side of a connection.
 #[derive(Debug)]
@@ -24,6 +22,8 @@ pub(super) struct Live {
     pub(super) link: Link<Arc<Handle>>,
     /// Whether it is in the list of those to be looked at.
     pub(super) is_dirty: bool,
+    /// When it ends, because its fabric has lost the peer and nothing better has been heard until then.
+    pub(super) lost_ns: u64,
 }
 
 /// Who is at the other end, and by which transport.
@@ -146,8 +146,12 @@ impl Port for Ports<'_> {
         unsafe { self.fabric.read(self.peer.id, dst, src, token) }
     }
 
-    fn describe(&self, region: RegionId) -> Option<WireRegion> {
-        self.fabric.describe(region)
+    fn grant(&mut self, part: LocalSegment) -> Result<RemoteSegment, PostError> {
+        self.fabric.grant(self.peer.id, part)
+    }
+
+    fn end_grant(&mut self, part: LocalSegment) {
+        self.fabric.end_grant(self.peer.id, part);
     }
 
     fn finish(&mut self, transfer: u32, result: Result<u64, TransferError>) {
@@ -160,7 +164,7 @@ impl Port for Ports<'_> {
             engine_id: self.peer.engine_id,
             bytes,
         };
-        self.shared.inbox.push((self.peer.conn.clone(), notification));
+        self.shared.deliver(self.peer.conn.clone(), notification);
     }
 
     fn credit(&mut self, event: Event) -> Result<(), CreditError> {

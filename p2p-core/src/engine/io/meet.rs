@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::hello::{HEADER_BYTES, MAX_TICKET_BYTES, Message, Side, Who};
+use super::hello::{HEADER_BYTES, Message, Side, Who};
 use super::socket::{Read1, Wire};
 use super::{Io, offer_of};
 use crate::bootstrap::policy::equal_in_constant_time;
@@ -28,6 +28,7 @@ pub(super) struct Meeting {
     opened: Vec<Opened>,
     /// Who wants to know how it ends.
     caller: Option<Caller>,
+    is_strangers: bool,
     peer: Option<Who>,
     /// What the connecting side offers and was not tried.
     offered: Vec<Side>,
@@ -47,6 +48,14 @@ enum Step {
 pub(super) struct Caller {
     pub(super) addr: SocketAddr,
     pub(super) reply: Arc<Mailbox<ConnectReply>>,
+}
+
+/// The first of several goes first: who has said the least for the longest time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Rank {
+    /// Whether the other side has said who it is, and was not refused.
+    pub(super) has_introduced_itself: bool,
+    deadline: Instant,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -87,10 +96,26 @@ impl Meeting {
             out: Vec::new(),
             step,
             opened: Vec::new(),
+            is_strangers: caller.is_none(),
             caller,
             peer: None,
             offered: Vec::new(),
         }
+    }
+
+    /// Whether somebody else began it.
+    pub(super) const fn is_strangers(&self) -> bool {
+        self.is_strangers
+    }
+
+    pub(super) const fn rank(&self) -> Rank {
+        let has_introduced_itself = matches!(self.step, Step::AwaitReady);
+        Rank { has_introduced_itself, deadline: self.deadline }
+    }
+
+    /// Whether it is about this peer of a fabric.
+    pub(super) fn has_joined(&self, fabric: usize, id: PeerId) -> bool {
+        self.opened.iter().any(|opened| opened.fabric == fabric && opened.id == id)
     }
 
     fn say(&mut self, message: &Message) {
@@ -117,15 +142,18 @@ impl Io {
         self.close_opened(meeting);
         if let Some(Caller { addr, reply }) = meeting.caller.take() {
             let late = ConnectError::Timeout { addr: addr.to_string() };
-            reply.push(Err(error.unwrap_or(late)));
+            // Who has given up waiting needs no answer.
+            let _ = reply.push(Err(error.unwrap_or(late)));
         }
     }
 
     /// Tells whoever waits for it that the connection stands.
     pub(super) fn announce(&self, meeting: &mut Meeting, connection: Connection) {
         match meeting.caller.take() {
-            Some(caller) => caller.reply.push(Ok(connection)),
-            None => self.shared.accepted.push(connection),
+            // Whoever has given up waiting gets none: it closes when it is dropped here.
+            Some(caller) => drop(caller.reply.push(Ok(connection))),
+            // It waits there until it is accepted, or over.
+            None => drop(self.shared.accepted.push(connection)),
         }
     }
 
@@ -162,6 +190,9 @@ impl Io {
                 Read1::Some if meeting.step == Step::Rejected => {
                     let received = meeting.wire.received().len();
                     meeting.wire.consume(received);
+                    // Once a turn: it may send faster than this reads, and there are others, and a
+                    // deadline to look at.
+                    return Ok(Outcome::Going);
                 }
                 Read1::Some => {}
                 Read1::Nothing => return Ok(Outcome::Going),
@@ -183,6 +214,12 @@ impl Io {
                 {
                     let found = if ticket.is_empty() { "no ticket" } else { "a wrong ticket" };
                     return Err(Failure::Refuse(format!("the peer has {found}")));
+                }
+                let (untaken, most) = (self.shared.untaken(), self.config.max_untaken_bytes);
+                if untaken > most {
+                    return Err(Failure::Refuse(format!(
+                        "{untaken} bytes of notifications wait here to be taken, at most {most} may"
+                    )));
                 }
                 meeting.peer = Some(who);
                 meeting.offered = sides;
@@ -246,12 +283,6 @@ impl Io {
             }
         }
         let ticket = self.config.ticket.clone().unwrap_or_default().into_bytes();
-        if ticket.len() > MAX_TICKET_BYTES {
-            let found = ticket.len();
-            return Err(Failure::Io(format!(
-                "a ticket of {found} bytes, {MAX_TICKET_BYTES} at most"
-            )));
-        }
         meeting.say(&Message::Hello { who: self.who(), ticket, sides });
         meeting.step = Step::AwaitWelcome;
         Ok(())
@@ -317,7 +348,7 @@ impl Io {
         if is_rejected {
             return Outcome::Over;
         }
-        tracing::warn!("handshake refused: {message}");
+        self.complain_of_handshake(&message);
         meeting.say(&Message::Reject { message });
         meeting.step = Step::Rejected;
         let is_told = self.flush_meeting(meeting).is_ok();

@@ -1,12 +1,12 @@
 //! What the peer says.
 
 use super::{
-    EAGER_OVERHEAD, Kind, Link, MAX_ANNOUNCED, Memory, Port, Stage, TransferError, Unexpected,
-    nonsense,
+    EAGER_OVERHEAD, Kind, Link, Local, MAX_ANNOUNCED, MAX_UNREAD, Memory, Port, Stage,
+    TransferError, Unexpected, nonsense,
 };
 use crate::credit::Event;
-use crate::engine::wire::{Frame, FrameError, Outcome};
-use crate::fabric::RemoteSegment;
+use crate::engine::wire::{Frame, FrameError, Outcome, Refusal};
+use crate::fabric::{LocalSegment, RemoteSegment};
 
 impl<H: Memory> Link<H> {
     /// Takes in a frame. True: the peer has closed the connection.
@@ -30,7 +30,7 @@ impl<H: Memory> Link<H> {
             Frame::EagerCredit { freed, arrived } => self.on_eager_credit(port, freed, arrived)?,
             Frame::Announce { seq, bytes } => self.on_announce(port, seq, bytes)?,
             Frame::Grant { seq, target } => self.on_grant(port, seq, target)?,
-            Frame::Refuse { seq, capacity } => self.on_refuse(port, seq, capacity)?,
+            Frame::Refuse { seq, capacity, why } => self.on_refuse(port, seq, capacity, why)?,
             Frame::Finish { seq, outcome } => self.on_finish(port, seq, outcome)?,
             Frame::Withdraw { seq } => self.on_withdraw(seq)?,
             Frame::Demand(demand) => port.credit(Event::Demand(demand))?,
@@ -41,6 +41,11 @@ impl<H: Memory> Link<H> {
             }
             Frame::Goodbye => return Ok(true),
         }
+        // Answers are not held up, so a peer that asks and never reads would fill this side's memory.
+        let waiting = self.output().len();
+        if waiting > MAX_UNREAD {
+            return Err(nonsense("bytes that wait to be read", waiting as u64, MAX_UNREAD as u64));
+        }
         Ok(false)
     }
 
@@ -48,8 +53,14 @@ impl<H: Memory> Link<H> {
     pub(super) fn take_eager(&mut self, port: &mut impl Port, idx: u32, payload: &[u8]) {
         let op = self.op(idx);
         let (bytes, capacity) = (payload.len() as u64, op.total);
+        let is_host = op.local.as_ref().is_none_or(|local| local.hold.is_host());
         let result = if bytes > capacity {
             Err(TransferError::Truncated { op: Kind::Recv.name(), bytes, capacity })
+        } else if bytes > 0 && !is_host {
+            let detail = "a short message came ahead, and this processor does not copy into another \
+                          device's memory; start this engine with `eager_bytes` 0, or receive into \
+                          memory of the host";
+            Err(TransferError::Fabric { op: Kind::Recv.name(), code: 0, detail: detail.into() })
         } else {
             if let Some(local) = &op.local {
                 local.hold.store(local.offset, payload);
@@ -63,26 +74,27 @@ impl<H: Memory> Link<H> {
     pub(super) fn grant(&mut self, port: &mut impl Port, idx: u32, seq: u64, bytes: u64) {
         let op = self.op(idx);
         let capacity = op.total;
-        let target = op.local.as_ref().and_then(|local| {
-            let region = port.describe(local.region)?;
-            Some(RemoteSegment { region, offset: local.offset })
-        });
         let op_name = Kind::Recv.name();
-        let error = match target {
-            _ if bytes > capacity => TransferError::Truncated { op: op_name, bytes, capacity },
-            Some(target) => {
+        let granted = match &op.local {
+            Some(local) if bytes <= capacity => {
+                let part = LocalSegment { region: local.region, offset: local.offset, bytes };
+                let failed = |error| (Refusal::NotOpened, TransferError::post(op_name, &error));
+                port.grant(part).map_err(failed)
+            }
+            _ => {
+                let error = TransferError::Truncated { op: op_name, bytes, capacity };
+                Err((Refusal::TooShort, error))
+            }
+        };
+        let (why, error) = match granted {
+            Ok(target) => {
                 (op.stage, op.seq, op.posted) = (Stage::Granted, seq, bytes);
                 self.granted.insert(seq, idx);
                 return Frame::Grant { seq, target }.encode(&mut self.out);
             }
-            None => TransferError::Fabric {
-                op: op_name,
-                code: 0,
-                detail: "the buffer is not registered for writing by peers".into(),
-            },
+            Err(error) => error,
         };
-        let capacity = capacity.min(bytes.saturating_sub(1));
-        Frame::Refuse { seq, capacity }.encode(&mut self.out);
+        Frame::Refuse { seq, capacity, why }.encode(&mut self.out);
         self.end(port, idx, Err(error));
     }
 
@@ -107,8 +119,7 @@ impl<H: Memory> Link<H> {
             self.eager_freed_in += bytes + EAGER_OVERHEAD;
             self.take_eager(port, idx, payload);
         } else {
-            let mut kept = self.spare.pop().unwrap_or_default();
-            kept.clear();
+            let mut kept = self.take_spare();
             kept.extend_from_slice(payload);
             self.unexpected.push_back(Unexpected::Eager { payload: kept });
         }
@@ -195,12 +206,19 @@ impl<H: Memory> Link<H> {
         port: &mut impl Port,
         seq: u64,
         capacity: u64,
+        why: Refusal,
     ) -> Result<(), FrameError> {
         self.check_out(seq)?;
         // Withdrawn meanwhile otherwise.
-        if let Some(idx) = self.announced.remove(&seq) {
-            let bytes = self.op(idx).total;
-            self.end(port, idx, Err(TransferError::Truncated { op: "send", bytes, capacity }));
+        let Some(idx) = self.announced.remove(&seq) else { return Ok(()) };
+        let (op, bytes) = (Kind::Send.name(), self.op(idx).total);
+        let error = match why {
+            Refusal::TooShort => TransferError::Truncated { op, bytes, capacity },
+            Refusal::NotOpened => TransferError::NotOpened { op, bytes },
+        };
+        self.end(port, idx, Err(error));
+        if why == Refusal::TooShort && capacity >= bytes {
+            return Err(nonsense("bytes of a buffer that is too short", capacity, bytes));
         }
         Ok(())
     }
@@ -215,9 +233,13 @@ impl<H: Memory> Link<H> {
             .granted
             .remove(&seq)
             .ok_or_else(|| nonsense("finish of a message that was not granted", seq, 0))?;
+        let bytes = self.op(idx).posted;
+        if let Some(Local { region, offset, .. }) = self.op(idx).local {
+            port.end_grant(LocalSegment { region, offset, bytes });
+        }
         let op = Kind::Recv.name();
         let result = match outcome {
-            Outcome::Written => Ok(self.op(idx).posted),
+            Outcome::Written => Ok(bytes),
             Outcome::Withdrawn => Err(TransferError::Withdrawn { op }),
             Outcome::Failed => Err(TransferError::Fabric {
                 op,

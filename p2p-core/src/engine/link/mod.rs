@@ -16,6 +16,10 @@
 //! Bytes that this side pushes by fabric writes, for messages and one-sided writes alike, go by the
 //! receiver's credits ([`crate::credit`]).
 
+mod begin;
+mod end;
+#[cfg(test)]
+mod hostile;
 mod incoming;
 mod notices;
 mod push;
@@ -27,10 +31,10 @@ pub(super) use self::notices::NOTIFY_OVERHEAD;
 use std::collections::{HashMap, VecDeque};
 
 use super::error::{CloseReason, TransferError};
-use super::wire::{Frame, FrameError, Outcome, put_eager_header};
+use super::wire::{Frame, FrameError, put_eager_header};
 use crate::credit::{Credit, CreditConfig, CreditError, CreditSender, Demand, Event};
 use crate::endpoint::PostError;
-use crate::fabric::{LocalSegment, Posted, RegionId, RemoteSegment, WireRegion};
+use crate::fabric::{LocalSegment, Posted, RegionId, RemoteSegment};
 
 /// What one side takes from the other. Exchanged in the handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +63,8 @@ pub(super) struct Tag {
 
 /// Memory of a user that short messages are copied from and to.
 pub(super) trait Memory {
+    /// Whether this processor can: otherwise neither of the others is called with any bytes.
+    fn is_host(&self) -> bool;
     /// Appends `bytes` bytes from `offset` of the registration to `out`.
     fn load(&self, offset: u64, bytes: u64, out: &mut Vec<u8>);
     /// Copies `bytes` to `offset` of the registration.
@@ -89,7 +95,10 @@ pub(super) trait Port {
         src: RemoteSegment,
         tag: Tag,
     ) -> Result<Posted, PostError>;
-    fn describe(&self, region: RegionId) -> Option<WireRegion>;
+    /// Lets the peer into local memory, until the fabric closes it.
+    fn grant(&mut self, part: LocalSegment) -> Result<RemoteSegment, PostError>;
+    /// The message for which a part was granted has ended.
+    fn end_grant(&mut self, part: LocalSegment);
     /// Ends one part of a transfer. Its memory is free before.
     fn finish(&mut self, transfer: u32, result: Result<u64, TransferError>);
     fn deliver(&mut self, notification: Vec<u8>);
@@ -185,8 +194,9 @@ pub(super) struct Link<H> {
     eager_freed_in: u64,
     eager_arrived_in: u64,
     eager_told: (u64, u64),
-    /// Buffers of messages that came before their receive.
+    /// Buffers of messages that came before their receive, and what they hold in all.
     spare: Vec<Vec<u8>>,
+    spare_bytes: u64,
 
     /// Pushes that no credit was asked for yet.
     to_admit: VecDeque<u32>,
@@ -255,6 +265,7 @@ impl<H: Memory> Link<H> {
             eager_arrived_in: 0,
             eager_told: (0, 0),
             spare: Vec::new(),
+            spare_bytes: 0,
             to_admit: VecDeque::new(),
             unscheduled: VecDeque::new(),
             scheduled: VecDeque::new(),
@@ -277,84 +288,6 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// A message to be sent.
-    pub(super) fn send(
-        &mut self,
-        port: &mut impl Port,
-        transfer: u32,
-        deadline_ns: u64,
-        local: Local<H>,
-    ) {
-        if let Some(idx) = self.admit(port, Kind::Send, transfer, deadline_ns, Some(local)) {
-            self.to_send.push_back(idx);
-        }
-    }
-
-    /// A buffer for the next message.
-    pub(super) fn recv(
-        &mut self,
-        port: &mut impl Port,
-        transfer: u32,
-        deadline_ns: u64,
-        local: Local<H>,
-    ) {
-        let Some(idx) = self.admit(port, Kind::Recv, transfer, deadline_ns, Some(local)) else {
-            return;
-        };
-        match self.unexpected.pop_front() {
-            None => self.posted.push_back(idx),
-            Some(Unexpected::Eager { payload }) => {
-                self.take_eager(port, idx, &payload);
-                self.eager_freed_in += payload.len() as u64 + EAGER_OVERHEAD;
-                self.spare.push(payload);
-            }
-            Some(Unexpected::Announced { seq, bytes }) => {
-                self.num_announced_in -= 1;
-                self.grant(port, idx, seq, bytes);
-            }
-        }
-    }
-
-    /// A one-sided write.
-    pub(super) fn write(
-        &mut self,
-        port: &mut impl Port,
-        transfer: u32,
-        deadline_ns: u64,
-        local: Local<H>,
-        remote: RemoteSegment,
-    ) {
-        let Some(idx) = self.admit(port, Kind::Write, transfer, deadline_ns, Some(local)) else {
-            return;
-        };
-        let op = self.op(idx);
-        op.remote = Some(remote);
-        if op.total == 0 {
-            return self.end(port, idx, Ok(0));
-        }
-        self.to_admit.push_back(idx);
-    }
-
-    /// A one-sided read.
-    pub(super) fn read(
-        &mut self,
-        port: &mut impl Port,
-        transfer: u32,
-        deadline_ns: u64,
-        local: Local<H>,
-        remote: RemoteSegment,
-    ) {
-        let Some(idx) = self.admit(port, Kind::Read, transfer, deadline_ns, Some(local)) else {
-            return;
-        };
-        let op = self.op(idx);
-        op.remote = Some(remote);
-        if op.total == 0 {
-            return self.end(port, idx, Ok(0));
-        }
-        self.to_pull.push_back(idx);
-    }
-
     /// Does what can be done now. To be called after everything else.
     pub(super) fn progress(&mut self, port: &mut impl Port) {
         if self.closed.is_some() {
@@ -366,98 +299,6 @@ impl<H: Memory> Link<H> {
         self.push(port);
         self.pull(port);
         self.tell_counters();
-    }
-
-    /// Ends what is over at `now_ns`. An error names the operation for which the connection has to be
-    /// closed, because its memory is in use.
-    pub(super) fn expire(&mut self, port: &mut impl Port, now_ns: u64) -> Result<(), &'static str> {
-        if now_ns < self.next_deadline_ns {
-            return Ok(());
-        }
-        self.next_deadline_ns = u64::MAX;
-        for idx in 0..self.ops.len() as u32 {
-            let Some(op) = &self.ops[idx as usize] else { continue };
-            if op.transfer.is_none() {
-                continue;
-            }
-            if op.deadline_ns > now_ns {
-                self.next_deadline_ns = self.next_deadline_ns.min(op.deadline_ns);
-                continue;
-            }
-            let (kind, stage) = (op.kind, op.stage);
-            let late = TransferError::Deadline { op: kind.name() };
-            if stage == Stage::Granted || op.num_in_flight > 0 {
-                self.op(idx).error.get_or_insert(late);
-                return Err(kind.name());
-            }
-            let (seq, late) = (op.seq, Err(late));
-            match stage {
-                // The peer will have it all the same, but the user's buffer is free.
-                Stage::Sent => {
-                    let op = self.op(idx);
-                    op.local = None;
-                    if let Some(transfer) = op.transfer.take() {
-                        port.finish(transfer, late);
-                    }
-                }
-                Stage::Announced => {
-                    self.announced.remove(&seq);
-                    Frame::Withdraw { seq }.encode(&mut self.out);
-                    self.end(port, idx, late);
-                }
-                Stage::Queued | Stage::Moving | Stage::Granted => {
-                    let was_granted = kind == Kind::Send && stage == Stage::Moving;
-                    self.abandon(idx);
-                    self.unqueue(idx);
-                    if was_granted {
-                        let outcome = Outcome::Withdrawn;
-                        Frame::Finish { seq, outcome }.encode(&mut self.out);
-                    }
-                    self.end(port, idx, late);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends everything that the fabric does not hold; the rest ends with its completions. The fabric
-    /// must have closed the peer before.
-    pub(super) fn close(&mut self, port: &mut impl Port, reason: &CloseReason) {
-        if self.closed.is_some() {
-            return;
-        }
-        self.closed = Some(reason.clone());
-        for queue in [
-            &mut self.to_send,
-            &mut self.posted,
-            &mut self.to_admit,
-            &mut self.unscheduled,
-            &mut self.scheduled,
-            &mut self.to_pull,
-            &mut self.pulling,
-        ] {
-            queue.clear();
-        }
-        self.eager_sent.clear();
-        self.announced.clear();
-        self.granted.clear();
-        for idx in 0..self.ops.len() as u32 {
-            let Some(op) = &mut self.ops[idx as usize] else { continue };
-            let error = TransferError::Disconnected { op: op.kind.name(), reason: reason.clone() };
-            if op.num_in_flight > 0 {
-                op.end = op.posted;
-                op.error.get_or_insert(error);
-            } else {
-                let error = op.error.take().unwrap_or(error);
-                self.end(port, idx, Err(error));
-            }
-        }
-    }
-
-    /// Regions that the peer may write because of a receive.
-    pub(super) fn granted_regions(&self) -> Vec<RegionId> {
-        let ops = self.granted.values().filter_map(|idx| self.ops[*idx as usize].as_ref());
-        ops.filter_map(|op| op.local.as_ref().map(|local| local.region)).collect()
     }
 
     /// Frames to be sent.
@@ -481,6 +322,8 @@ impl<H: Memory> Link<H> {
         if self.out_start == self.out.len() {
             self.out.clear();
             self.out_start = 0;
+            // A peer that did not read for a while leaves no more behind than others need.
+            self.out.shrink_to(2 * HIGH_WATER);
         } else if self.out_start > HIGH_WATER {
             self.out.drain(..self.out_start);
             self.out_start = 0;
@@ -502,57 +345,6 @@ impl<H: Memory> Link<H> {
         self.num_in_flight
     }
 
-    fn admit(
-        &mut self,
-        port: &mut impl Port,
-        kind: Kind,
-        transfer: u32,
-        deadline_ns: u64,
-        local: Option<Local<H>>,
-    ) -> Option<u32> {
-        if let Some(reason) = &self.closed {
-            let error = TransferError::Disconnected { op: kind.name(), reason: reason.clone() };
-            drop(local);
-            port.finish(transfer, Err(error));
-            return None;
-        }
-        if self.free.is_empty() && self.ops.len() >= MAX_OPS {
-            let detail = "too many transfers of one connection are under way".into();
-            drop(local);
-            let error = TransferError::Fabric { op: kind.name(), code: 0, detail };
-            port.finish(transfer, Err(error));
-            return None;
-        }
-        let total = local.as_ref().map_or(0, |local| local.bytes);
-        let op = Op {
-            kind,
-            stage: Stage::Queued,
-            transfer: Some(transfer),
-            deadline_ns,
-            local,
-            remote: None,
-            total,
-            posted: 0,
-            end: total,
-            num_in_flight: 0,
-            is_scheduled: false,
-            seq: 0,
-            notification: Vec::new(),
-            error: None,
-        };
-        self.next_deadline_ns = self.next_deadline_ns.min(deadline_ns);
-        Some(match self.free.pop() {
-            Some(idx) => {
-                self.ops[idx as usize] = Some(op);
-                idx
-            }
-            None => {
-                self.ops.push(Some(op));
-                self.ops.len() as u32 - 1
-            }
-        })
-    }
-
     /// An operation that is known to be there.
     fn op(&mut self, idx: u32) -> &mut Op<H> {
         let op = self.ops[idx as usize].as_mut();
@@ -569,20 +361,22 @@ impl<H: Memory> Link<H> {
         }
     }
 
-    /// Takes an operation out of every queue.
-    fn unqueue(&mut self, idx: u32) {
-        for queue in [
-            &mut self.to_send,
-            &mut self.posted,
-            &mut self.to_admit,
-            &mut self.unscheduled,
-            &mut self.scheduled,
-            &mut self.to_pull,
-            &mut self.pulling,
-        ] {
-            queue.retain(|other| *other != idx);
+    /// Keeps the buffer of a message for the next one, as far as the window for them reaches: many that
+    /// are short must not leave room for as many that are long.
+    fn keep_spare(&mut self, buffer: Vec<u8>) {
+        let cost = buffer.capacity() as u64 + EAGER_OVERHEAD;
+        if self.spare_bytes + cost <= 2 * self.ours.eager_window {
+            self.spare_bytes += cost;
+            self.spare.push(buffer);
         }
-        self.notices.unqueue(idx);
+    }
+
+    /// A buffer for a message that came before its receive.
+    fn take_spare(&mut self) -> Vec<u8> {
+        let Some(mut buffer) = self.spare.pop() else { return Vec::new() };
+        self.spare_bytes -= buffer.capacity() as u64 + EAGER_OVERHEAD;
+        buffer.clear();
+        buffer
     }
 
     /// Lets messages begin that the peer has not heard of.
@@ -595,7 +389,10 @@ impl<H: Memory> Link<H> {
             let bytes = self.op(idx).total;
             let cost = bytes + EAGER_OVERHEAD;
             let in_window = self.eager_cost_out - self.eager_freed_out + cost;
-            if bytes <= self.theirs.eager_bytes && in_window <= self.theirs.eager_window {
+            let is_host = self.op(idx).local.as_ref().is_none_or(|local| local.hold.is_host());
+            let may_copy = is_host || bytes == 0;
+            if may_copy && bytes <= self.theirs.eager_bytes && in_window <= self.theirs.eager_window
+            {
                 put_eager_header(&mut self.out, seq, bytes as usize);
                 let op = self.ops[idx as usize].as_mut();
                 if let Some((op, local)) = op.and_then(|op| op.local.take().map(|l| (op, l))) {
@@ -646,8 +443,9 @@ pub(super) const EAGER_OVERHEAD: u64 = 64;
 const MAX_ANNOUNCED: usize = 1024;
 /// Most parts of one connection under way in the fabric.
 const MAX_IN_FLIGHT: usize = 256;
-/// Most operations at a time: what a completion can name.
-const MAX_OPS: usize = 1 << 20;
 /// Largest part: what a [`Tag`] can carry on.
 pub(super) const MAX_CHUNK_BYTES: u64 = 128 << 20;
 const HIGH_WATER: usize = 512 << 10;
+/// Most bytes that wait for a peer that does not read: far more than payload may hold up, and answers to a
+/// correct peer take.
+const MAX_UNREAD: usize = HIGH_WATER + (8 << 20);

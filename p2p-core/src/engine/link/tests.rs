@@ -10,11 +10,16 @@ use rand::{Rng, RngExt, SeedableRng};
 
 use super::*;
 use crate::credit::{Action, Credit, CreditReceiver, SenderId};
-use crate::engine::wire::{HEADER_BYTES, Header};
+use crate::engine::wire::{HEADER_BYTES, Header, Outcome, Refusal};
+use crate::fabric::WireRegion;
 
 type Bytes = Rc<RefCell<Vec<u8>>>;
 
 impl Memory for Bytes {
+    fn is_host(&self) -> bool {
+        true
+    }
+
     fn load(&self, offset: u64, bytes: u64, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.borrow()[offset as usize..][..bytes as usize]);
     }
@@ -49,6 +54,8 @@ struct Sim {
     sender: SenderId,
     reads: SenderId,
     most_pending: usize,
+    /// Parts that are granted to messages under way.
+    granted: Vec<LocalSegment>,
 }
 
 struct Pending {
@@ -83,9 +90,17 @@ impl Port for Sim {
         self.post(tag, from, (dst.region.0, dst.offset), dst.bytes)
     }
 
-    fn describe(&self, region: RegionId) -> Option<WireRegion> {
-        let bytes = self.heap.borrow()[region.0 as usize].borrow().len() as u64;
-        Some(WireRegion { address: 0, bytes, key: region.0.into() })
+    fn grant(&mut self, part: LocalSegment) -> Result<RemoteSegment, PostError> {
+        let key = part.region.0;
+        let bytes = self.heap.borrow()[key as usize].borrow().len() as u64;
+        let region = WireRegion { address: 0, bytes, key: key.into() };
+        self.granted.push(part);
+        Ok(RemoteSegment { region, offset: part.offset })
+    }
+
+    fn end_grant(&mut self, part: LocalSegment) {
+        let granted = self.granted.iter().position(|granted| *granted == part);
+        self.granted.swap_remove(granted.expect("ended and not granted"));
     }
 
     fn finish(&mut self, transfer: u32, result: Result<u64, TransferError>) {
@@ -157,6 +172,7 @@ impl World {
                 sender,
                 reads,
                 most_pending: rng.random_range(1..6),
+                granted: Vec::new(),
             };
             Side { link: Link::new(limits, limits, 50), port, inbox: Vec::new() }
         };
@@ -322,6 +338,7 @@ proptest! {
         }
         for side in 0..2 {
             prop_assert_eq!(&world.sides[1 - side].port.notifications, &notes[side]);
+            prop_assert_eq!(&world.sides[side].port.granted, &[], "open for messages that have ended");
             for ((send, from, bytes), (recv, to, capacity)) in sends[side].iter().zip(&receives[1 - side]) {
                 let sent = world.sides[side].port.finished.get(send);
                 let got = world.sides[1 - side].port.finished.get(recv);
@@ -411,7 +428,10 @@ proptest! {
                 4 => Frame::EagerCredit { freed: second, arrived: number },
                 5 => Frame::Announce { seq: number, bytes: second },
                 6 => Frame::Grant { seq: number, target: RemoteSegment { region, offset: len } },
-                7 => Frame::Refuse { seq: number, capacity: second },
+                7 => {
+                    let why = if len % 2 == 0 { Refusal::TooShort } else { Refusal::NotOpened };
+                    Frame::Refuse { seq: number, capacity: second, why }
+                }
                 8 => Frame::Finish { seq: number, outcome: Outcome::Written },
                 9 => Frame::Withdraw { seq: number },
                 10 => Frame::Demand(Demand { announced: second, withdrawn: number }),
@@ -456,8 +476,12 @@ impl Port for Reader {
         Ok(Posted::Accepted)
     }
 
-    fn describe(&self, _: RegionId) -> Option<WireRegion> {
-        None
+    fn grant(&mut self, _: LocalSegment) -> Result<RemoteSegment, PostError> {
+        panic!("nobody writes")
+    }
+
+    fn end_grant(&mut self, _: LocalSegment) {
+        panic!("nobody writes")
     }
 
     fn finish(&mut self, _: u32, result: Result<u64, TransferError>) {
@@ -546,4 +570,45 @@ fn reads_of_many_connections_share_one_window() {
         }
     }
     assert!(peak > window_bytes / 2, "the window is hardly used: {peak}");
+}
+
+/// What a peer says of a buffer that is too short must be true of it.
+#[test]
+fn a_refusal_names_its_cause_or_breaks_the_protocol() {
+    let refused = |capacity, why| {
+        let mut world = World::new(1);
+        let local = world.memory(1000);
+        let Side { link, port, .. } = &mut world.sides[0];
+        link.send(port, 7, u64::MAX, local);
+        link.progress(port);
+        let told = link.on_frame(port, Frame::Refuse { seq: 0, capacity, why });
+        (told.map_err(|error| error.to_string()), port.finished.remove(&7).unwrap().unwrap_err())
+    };
+    let (op, bytes) = ("send", 1000);
+    let short = |capacity| TransferError::Truncated { op, bytes, capacity };
+    assert_eq!(refused(999, Refusal::TooShort), (Ok(false), short(999)));
+    let not_opened = TransferError::NotOpened { op, bytes };
+    assert_eq!(refused(1000, Refusal::NotOpened), (Ok(false), not_opened));
+    let (told, error) = refused(1000, Refusal::TooShort);
+    assert_eq!(error, short(1000));
+    assert!(told.unwrap_err().contains("a buffer that is too short: found 1000"));
+}
+
+/// Every answer is one to something that a correct peer might have asked once.
+#[test]
+fn a_peer_that_asks_and_never_reads_is_cut_off() {
+    let mut world = World::new(1);
+    let local = world.memory(1000);
+    let Side { link, port, .. } = &mut world.sides[0];
+    link.send(port, 1, 5, local);
+    link.progress(port);
+    // The message is withdrawn, so that every grant is answered.
+    link.expire(port, 10).unwrap();
+    let region = WireRegion { address: 0, bytes: 1000, key: 0 };
+    let target = RemoteSegment { region, offset: 0 };
+    let mut ask = || link.on_frame(port, Frame::Grant { seq: 0, target });
+    let refused = (0..1_000_000).find_map(|_| ask().err());
+    let refused = refused.expect("a limit").to_string();
+    assert!(refused.contains("wait to be read"), "{refused}");
+    assert!(link.output().len() < MAX_UNREAD + 1000);
 }

@@ -24,7 +24,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use self::table::{Detail, Grant, MAX_PEERS, OwnTable, PeerTable};
-use super::memory::{Refusal, Regions, index_of, remote_range, unknown};
+#[cfg(fuzzing)]
+pub(in crate::fabric) use self::table::{check_detail, check_table, detail_samples};
+use super::memory::{Refusal, Regions, index_of, unknown};
+use super::post::{self, Tenancy, op_name};
 use super::{
     Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
     WireRegion, raw,
@@ -49,8 +52,7 @@ pub struct CmaFabric {
 
 #[derive(Debug)]
 struct Peer {
-    generation: u32,
-    is_open: bool,
+    tenancy: Tenancy,
     joined: Option<Joined>,
 }
 
@@ -78,6 +80,30 @@ struct Op {
     bytes: u64,
 }
 
+/// What one call copies.
+struct Batch {
+    len: usize,
+    bytes: u64,
+    here: [raw::iovec; MAX_BATCH],
+    there: [raw::iovec; MAX_BATCH],
+}
+
+impl Default for Batch {
+    fn default() -> Self {
+        let none = raw::part(std::ptr::null(), 0);
+        Self { len: 0, bytes: 0, here: [none; MAX_BATCH], there: [none; MAX_BATCH] }
+    }
+}
+
+impl Batch {
+    fn push(&mut self, here: *mut u8, there: u64, bytes: u64) {
+        self.here[self.len] = raw::part(here, bytes as usize);
+        self.there[self.len] = raw::part(there as *const u8, bytes as usize);
+        self.len += 1;
+        self.bytes += bytes;
+    }
+}
+
 impl CmaFabric {
     /// Makes the table.
     ///
@@ -102,11 +128,7 @@ impl CmaFabric {
     }
 
     fn find(&self, op: &'static str, peer: PeerId) -> Result<usize, PostError> {
-        let idx = (peer.0 & PEER_MASK) as usize;
-        match self.peers.get(idx) {
-            Some(found) if found.is_open && found.generation == peer.0 >> PEER_BITS => Ok(idx),
-            _ => Err(PostError::Disconnected { op }),
-        }
+        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.tenancy))
     }
 
     fn post(
@@ -117,43 +139,99 @@ impl CmaFabric {
         local: LocalSegment,
         token: Token,
     ) -> Result<Posted, PostError> {
-        let name = name(is_write);
+        let name = op_name(is_write);
         let idx = self.find(name, peer)?;
         if self.peers[idx].joined.is_none() {
             return Err(PostError::Disconnected { op: name });
         }
-        let offset = remote_range(name, remote, local.bytes)?;
+        let address = remote.checked(name, local.bytes)?;
         self.regions.local(name, local)?;
         if self.queue.len() >= MAX_OPS {
             return Ok(Posted::Full);
         }
-        let address = remote.region.address.wrapping_add(offset);
         let LocalSegment { region, offset, bytes } = local;
         let op =
             Op { token, peer, is_write, key: remote.region.key, address, region, offset, bytes };
-        // A short copy costs less than the way through the queue.
-        if self.queue.is_empty() && bytes <= INLINE_BYTES {
-            let result = self.copy(&op, bytes);
-            self.done.push(Completion { token, result });
-        } else {
-            self.queue.push_back(op);
-        }
+        // Not copied at once: what comes behind it may go by the same call.
+        self.queue.push_back(op);
         Ok(Posted::Accepted)
     }
 
-    /// Copies the first `bytes` of what is left of `op`.
-    fn copy(&self, op: &Op, bytes: u64) -> Result<(), PostError> {
-        let name = name(op.is_write);
-        let idx = self.find(name, op.peer)?;
+    /// Copies a step of what is first in the queue, and by the same call of what follows it between the
+    /// same two, in the same direction and by the same key. Gives how many operations that were, the last
+    /// of them perhaps in part, and the bytes; or why the first one cannot go on.
+    fn copy(&self) -> Result<(usize, u64), PostError> {
+        let Some(first) = self.queue.front() else { return Ok((0, 0)) };
+        let name = op_name(first.is_write);
+        let idx = self.find(name, first.peer)?;
         let Some(joined) = &self.peers[idx].joined else {
             return Err(PostError::Disconnected { op: name });
         };
-        let segment = LocalSegment { region: op.region, offset: op.offset, bytes };
-        let here = self.regions.local(name, segment)?;
-        let busy = self.table.announce(idx, op.key);
+        let busy = self.table.announce(idx, first.key);
         if !joined.table.admits(joined.our_place) {
             return Err(PostError::Disconnected { op: name });
         }
+        let mut batch = Batch::default();
+        for op in &self.queue {
+            let is_alike =
+                op.peer == first.peer && op.key == first.key && op.is_write == first.is_write;
+            // One without bytes goes alone: what fails behind it is none of its business.
+            let is_empty = op.bytes == 0 && batch.len > 0 || first.bytes == 0 && batch.len == 1;
+            if !is_alike || is_empty || batch.len == MAX_BATCH || batch.bytes == STEP_BYTES {
+                break;
+            }
+            let bytes = op.bytes.min(STEP_BYTES - batch.bytes);
+            match self.check(op, bytes, joined) {
+                Ok(here) => batch.push(here, op.address, bytes),
+                Err(error) if batch.len == 0 => return Err(error),
+                // It is told when it is first.
+                Err(_) => break,
+            }
+        }
+        let Batch { len, bytes, here, there } = batch;
+        let (here, there) = (&here[..len], &there[..len]);
+        let Some(process) = &joined.process else {
+            for (here, there) in here.iter().zip(there) {
+                let (from, to) = if first.is_write { (here, there) } else { (there, here) };
+                // SAFETY: this process's own memory on both sides: `here` is registered with this
+                // fabric, `there` with the peer's, which does not let go of it while `busy` is up.
+                unsafe {
+                    std::ptr::copy(
+                        from.iov_base.cast_const().cast::<u8>(),
+                        to.iov_base.cast::<u8>(),
+                        here.iov_len,
+                    );
+                }
+            }
+            drop(busy);
+            return Ok((len, bytes));
+        };
+        if has_ended(process) {
+            return Err(PostError::Disconnected { op: name });
+        }
+        let pid = joined.pid.as_raw_nonzero().get();
+        let copied = loop {
+            // SAFETY: the ranges of `here` are registered memory.
+            match unsafe { raw::copy_across(pid, first.is_write, here, there) } {
+                Ok(0) if bytes > 0 => return Err(failed(name, &io::ErrorKind::WriteZero.into())),
+                Ok(copied) => break copied as u64,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+                    return Err(PostError::Disconnected { op: name });
+                }
+                Err(error) => return Err(failed(name, &error)),
+            }
+        };
+        drop(busy);
+        Ok((len, copied))
+    }
+
+    /// Where the first `bytes` of what is left of `op` are on this side, if they may be copied. Its key has
+    /// been announced.
+    fn check(&self, op: &Op, bytes: u64, joined: &Joined) -> Result<*mut u8, PostError> {
+        let name = op_name(op.is_write);
+        let segment = LocalSegment { region: op.region, offset: op.offset, bytes };
+        let here = self.regions.local(name, segment)?;
         let grant = joined.table.grant(op.key).ok_or(Refusal::Key).and_then(|grant| {
             let Grant { address, bytes: limit, access } = grant;
             let is_allowed = match access {
@@ -170,41 +248,35 @@ impl CmaFabric {
             }
         });
         grant.map_err(|refusal| refusal.error(name))?;
-        let Some(process) = &joined.process else {
-            let there = op.address as *mut u8;
-            // SAFETY: this process's own memory on both sides: `here` is registered with this fabric,
-            // `there` with the peer's, which will not let go of it while `busy` is up.
-            unsafe {
-                let (from, to) = if op.is_write { (here, there) } else { (there, here) };
-                std::ptr::copy(from.cast_const(), to, bytes as usize);
-            }
-            drop(busy);
-            return Ok(());
-        };
-        if has_ended(process) {
-            return Err(PostError::Disconnected { op: name });
-        }
-        let pid = joined.pid.as_raw_nonzero().get();
-        let mut copied = 0;
-        while copied < bytes {
-            let rest = (bytes - copied) as usize;
-            let there = op.address + copied;
-            // SAFETY: `here..here+bytes` is registered memory; the rest is the system's to check.
-            let got = unsafe {
-                raw::copy_across(pid, op.is_write, here.add(copied as usize), there, rest)
-            };
-            match got {
-                Ok(0) => return Err(failed(name, &io::ErrorKind::WriteZero.into())),
-                Ok(got) => copied += got as u64,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
-                    return Err(PostError::Disconnected { op: name });
+        Ok(here)
+    }
+
+    /// Takes the queue a step further. Gives the bytes copied.
+    fn step(&mut self) -> u64 {
+        let (num_ops, copied) = match self.copy() {
+            Ok(done) => done,
+            Err(error) => {
+                if let Some(op) = self.queue.pop_front() {
+                    self.done.push(Completion { token: op.token, result: Err(error) });
                 }
-                Err(error) => return Err(failed(name, &error)),
+                return 0;
             }
+        };
+        let mut rest = copied;
+        for _ in 0..num_ops {
+            let Some(op) = self.queue.front_mut() else { break };
+            let bytes = op.bytes.min(rest);
+            rest -= bytes;
+            op.bytes -= bytes;
+            op.offset += bytes;
+            op.address += bytes;
+            if op.bytes > 0 {
+                break;
+            }
+            self.done.push(Completion { token: op.token, result: Ok(()) });
+            self.queue.pop_front();
         }
-        drop(busy);
-        Ok(())
+        copied
     }
 
     /// Waits until nobody uses `key`; with 0, until `joined` uses none.
@@ -246,10 +318,10 @@ impl CmaFabric {
         })?;
         if process.is_some() {
             let mut probe = [0u8; 8];
+            let there = raw::part(detail.probe_address as *const u8, probe.len());
+            let here = raw::part(probe.as_mut_ptr(), probe.len());
             // SAFETY: the probe is ours.
-            let got = unsafe {
-                raw::copy_across(detail.pid, false, probe.as_mut_ptr(), detail.probe_address, 8)
-            };
+            let got = unsafe { raw::copy_across(detail.pid, false, &[here], &[there]) };
             match got {
                 Ok(8) if probe == detail.instance.to_le_bytes() => {}
                 Ok(_) => return Err(refused("the peer's memory does not hold what it should")),
@@ -319,15 +391,13 @@ impl Fabric for CmaFabric {
         let idx = match self.free_peers.pop() {
             Some(idx) => idx as usize,
             None if self.peers.len() < MAX_PEERS => {
-                self.peers.push(Peer { generation: 0, is_open: false, joined: None });
+                self.peers.push(Peer { tenancy: Tenancy::default(), joined: None });
                 self.peers.len() - 1
             }
             None => return Err(network("open", "too many peers are there", None)),
         };
-        let peer = &mut self.peers[idx];
-        peer.is_open = true;
-        let detail = self.table.detail(idx);
-        Ok((PeerId(idx as u32 | peer.generation << PEER_BITS), detail.encode()))
+        let id = self.peers[idx].tenancy.open(idx);
+        Ok((id, self.table.detail(idx).encode()))
     }
 
     fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
@@ -343,14 +413,13 @@ impl Fabric for CmaFabric {
         let Ok(idx) = self.find("close", peer) else { return };
         let queue = &mut self.queue;
         for op in queue.iter().filter(|op| op.peer == peer) {
-            let result = Err(PostError::Disconnected { op: name(op.is_write) });
+            let result = Err(PostError::Disconnected { op: op_name(op.is_write) });
             self.done.push(Completion { token: op.token, result });
         }
         queue.retain(|op| op.peer != peer);
         self.table.close_gate(idx);
         let found = &mut self.peers[idx];
-        found.is_open = false;
-        found.generation = (found.generation + 1) & (u32::MAX >> PEER_BITS);
+        found.tenancy.close();
         let Some(joined) = found.joined.take() else {
             return self.free_peers.push(idx as u32);
         };
@@ -388,21 +457,8 @@ impl Fabric for CmaFabric {
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
         let mut budget = POLL_BYTES;
-        while budget > 0 {
-            let Some(op) = self.queue.front() else { break };
-            let bytes = op.bytes.min(STEP_BYTES);
-            let result = self.copy(op, bytes);
-            budget = budget.saturating_sub(bytes.max(1));
-            let Some(op) = self.queue.front_mut() else { break };
-            if result.is_ok() {
-                op.bytes -= bytes;
-                op.offset += bytes;
-                op.address += bytes;
-            }
-            if result.is_err() || op.bytes == 0 {
-                self.done.push(Completion { token: op.token, result });
-                self.queue.pop_front();
-            }
+        while budget > 0 && !self.queue.is_empty() {
+            budget = budget.saturating_sub(self.step().max(1));
         }
         out.append(&mut self.done);
     }
@@ -424,10 +480,6 @@ impl CmaFabric {
     fn is_quiet(peer: &Joined) -> bool {
         peer.table.announced(peer.our_place) == 0 || peer.process.as_ref().is_some_and(has_ended)
     }
-}
-
-const fn name(is_write: bool) -> &'static str {
-    if is_write { "write" } else { "read" }
 }
 
 /// Whether a process is no more.
@@ -452,11 +504,10 @@ fn system(op: &'static str, error: &io::Error) -> NetworkError {
 
 const HINT: &str = "processes of one user, with kernel.yama.ptrace_scope 0 or CAP_SYS_PTRACE, may copy \
                     between each other";
-const PEER_BITS: u32 = 16;
-const PEER_MASK: u32 = (1 << PEER_BITS) - 1;
+const _: () = assert!(MAX_PEERS <= post::MAX_PLACES);
 const MAX_OPS: usize = 4096;
-/// Copies up to here are done at once.
-const INLINE_BYTES: u64 = 256 << 10;
+/// Most operations of one call.
+const MAX_BATCH: usize = 64;
 /// Bytes under one announcement: how long a revocation may have to wait.
 const STEP_BYTES: u64 = 1 << 20;
 /// Bytes of one poll, before others have their turn.
@@ -475,5 +526,68 @@ mod tests {
         let mut fds = [PollFd::new(&fabric.idle, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         assert_eq!(rustix::event::poll(&mut fds, Some(&now)), Ok(0));
+    }
+
+    /// Ranges that go by one call keep their own ends: each its bytes, each its own failure.
+    #[test]
+    fn what_goes_together_ends_by_itself() {
+        const RANGE: usize = 512;
+        const NUM: usize = 3 * MAX_BATCH;
+        let (mut a, mut b) = (CmaFabric::new().unwrap(), CmaFabric::new().unwrap());
+        let (a_id, a_detail) = a.open_peer().unwrap();
+        let (b_id, b_detail) = b.open_peer().unwrap();
+        a.join_peer(a_id, &b_detail).unwrap();
+        b.join_peer(b_id, &a_detail).unwrap();
+        let seed = rand::random::<u64>();
+        println!("seed {seed}");
+        let mut rng = <rand::rngs::StdRng as rand::SeedableRng>::seed_from_u64(seed);
+        let mut near = vec![0u8; RANGE * NUM];
+        rand::Rng::fill_bytes(&mut rng, &mut near[..]);
+        let mut distant = [vec![0xa5u8; RANGE * NUM], vec![0xa5u8; RANGE * NUM]];
+        // SAFETY: all of it outlives both fabrics' last copies, and is not touched meanwhile.
+        let (local, remotes) = unsafe {
+            let ptr = NonNull::new(near.as_mut_ptr()).unwrap();
+            let local = a.register(ptr, near.len(), Access::Local).unwrap();
+            let remotes = [0, 1].map(|nth: usize| {
+                let (ptr, bytes) = (distant[nth].as_mut_ptr(), distant[nth].len());
+                let id =
+                    b.register(NonNull::new(ptr).unwrap(), bytes, Access::RemoteReadWrite).unwrap();
+                b.describe(id).unwrap()
+            });
+            (local, remotes)
+        };
+        // A key that was never given.
+        let is_bad = |nth: usize| nth % 7 == 3;
+        let target = |nth: usize| usize::from(nth >= NUM / 2);
+        for nth in 0..NUM {
+            let mut region = remotes[target(nth)];
+            if is_bad(nth) {
+                region.key ^= 1 << 40;
+            }
+            let offset = (nth * RANGE) as u64;
+            // Of different lengths, down to nothing.
+            let bytes = (RANGE - nth % 8 * RANGE / 7) as u64;
+            let src = LocalSegment { region: local, offset, bytes };
+            // SAFETY: nobody writes the source.
+            let posted = unsafe {
+                a.write(a_id, RemoteSegment { region, offset }, src, Token(nth as u64)).unwrap()
+            };
+            assert_eq!(posted, Posted::Accepted);
+        }
+        let mut done = Vec::new();
+        while !a.may_sleep() {
+            a.poll(&mut done);
+        }
+        assert_eq!(done.len(), NUM);
+        for (nth, completion) in done.iter().enumerate() {
+            assert_eq!(completion.token, Token(nth as u64), "in order");
+            assert_eq!(completion.result.is_err(), is_bad(nth), "{completion:?}");
+            let range = nth * RANGE..(nth + 1) * RANGE;
+            let bytes = if is_bad(nth) { 0 } else { RANGE - nth % 8 * RANGE / 7 };
+            let found = &distant[target(nth)][range.clone()];
+            assert!(found[..bytes] == near[range][..bytes], "range {nth}");
+            assert!(found[bytes..].iter().all(|&byte| byte == 0xa5), "behind range {nth}");
+            assert!(distant[1 - target(nth)][nth * RANGE..][..RANGE].iter().all(|&b| b == 0xa5));
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! The table that two sides share: what the owner allows, and what it is doing.
 //!
-//! One memory file per fabric, mapped by every peer:
+//! One memory file per fabric, sealed against resizing, mapped by every peer:
 //!
 //! ```text
 //! 0        header: magic, instance
@@ -16,10 +16,12 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstatfs, ftruncate, memfd_create,
+};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 
 use crate::fabric::Access;
@@ -83,8 +85,10 @@ impl Drop for Busy<'_> {
 
 impl OwnTable {
     pub(super) fn new() -> io::Result<Self> {
-        let file = memfd_create("switchyard-cma", MemfdFlags::CLOEXEC)?;
-        rustix::fs::ftruncate(&file, TABLE_BYTES as u64)?;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create("switchyard-cma", flags)?;
+        ftruncate(&file, TABLE_BYTES as u64)?;
+        fcntl_add_seals(&file, SEALS)?;
         let map = map_table(&file)?;
         let instance: u64 = rand::random();
         let pid_namespace = std::fs::metadata("/proc/self/ns/pid")
@@ -168,14 +172,21 @@ impl OwnTable {
 impl PeerTable {
     /// Maps the table that the peer describes.
     pub(super) fn open(detail: &Detail) -> io::Result<Self> {
-        let path = format!("/proc/{}/fd/{}", detail.pid, detail.descriptor);
-        let file = File::options().read(true).open(path)?;
+        let file = open_memory(detail.pid, detail.descriptor)?;
+        // Only a sealed size stays what it is: loads beyond the end of a file kill the process.
+        let seals = fcntl_get_seals(&file)?;
+        if !seals.contains(SEALS) {
+            let (found, expected) = (seals.bits(), SEALS.bits());
+            let what = format!(
+                "the peer's table is not sealed against resizing (seals {found:#x}, expected {expected:#x})"
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
         let mut head = [0; 16];
         file.read_exact_at(&mut head, 0)?;
         let expected = [MAGIC.to_le_bytes(), detail.instance.to_le_bytes()].concat();
         if head[..] != expected || file.metadata()?.len() != TABLE_BYTES as u64 {
-            let what = "the peer's descriptor is not its table";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+            return Err(foreign());
         }
         let file = OwnedFd::from(file);
         Ok(Self { map: map_peer(&file)? })
@@ -259,6 +270,62 @@ impl Detail {
     }
 }
 
+/// What this process would tell.
+#[cfg(fuzzing)]
+pub(in crate::fabric) fn detail_samples() -> Vec<Vec<u8>> {
+    vec![OwnTable::new().expect("a table").detail(3).encode()]
+}
+
+/// Reads bytes of a peer. What can be read must be the same when it is written and read again.
+#[cfg(fuzzing)]
+pub(in crate::fabric) fn check_detail(bytes: &[u8]) {
+    if let Ok(detail) = Detail::decode(bytes) {
+        assert_eq!(detail.encode(), bytes);
+        assert_eq!(Detail::decode(bytes), Ok(detail));
+    }
+}
+
+/// Reads bytes as a key and as the entry that a peer has in its place.
+#[cfg(fuzzing)]
+pub(in crate::fabric) fn check_table(bytes: &[u8]) {
+    thread_local! {
+        static TABLE: PeerTable =
+            PeerTable { map: Region::anonymous(TABLE_BYTES).expect("memory") };
+    }
+    let (words, _) = bytes.as_chunks::<8>();
+    let Some((key, entry)) = words.split_first() else { return };
+    let key = u64::from_le_bytes(*key);
+    TABLE.with(|table| {
+        let idx = crate::fabric::memory::index_of(crate::fabric::RegionId(key as u32));
+        for (nth, value) in entry.iter().take(4).enumerate().filter(|_| idx < MAX_REGIONS) {
+            let value = u64::from_le_bytes(*value);
+            word(&table.map, region_at(idx) + nth * 8).store(value, Ordering::Relaxed);
+        }
+        if let Some(grant) = table.grant(key) {
+            assert!(grant.address.checked_add(grant.bytes).is_some());
+            assert_ne!(grant.access, Access::Local);
+        }
+        let place = key as usize % MAX_PEERS;
+        let _ = (table.admits(place), table.announced(place));
+    });
+}
+
+/// Opens a descriptor of another process for reading, if it is a file in memory. It is only named before:
+/// opening a pipe, a terminal or somebody's own file system has effects, and may wait without an end.
+fn open_memory(pid: i32, descriptor: i32) -> io::Result<File> {
+    let path = format!("/proc/{pid}/fd/{descriptor}");
+    let named = File::options().read(true).custom_flags(libc::O_PATH).open(path)?;
+    if !named.metadata()?.is_file() || fstatfs(&named)?.f_type != libc::TMPFS_MAGIC {
+        return Err(foreign());
+    }
+    let path = format!("/proc/self/fd/{}", named.as_raw_fd());
+    File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)
+}
+
+fn foreign() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the peer's descriptor is not its table")
+}
+
 /// A word of a table. The offset is inside by construction.
 fn word(map: &Region, at: usize) -> &AtomicU64 {
     debug_assert!(at.is_multiple_of(8) && at + 8 <= TABLE_BYTES);
@@ -291,6 +358,8 @@ fn map(file: &OwnedFd, protection: ProtFlags) -> io::Result<Region> {
         .ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
+/// What keeps a table from being resized.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 const MAGIC: u64 = u64::from_le_bytes(*b"SYCMATAB");
 const VERSION: u32 = 1;
 const DETAIL_BYTES: usize = 56;
@@ -342,6 +411,42 @@ mod tests {
         let null = File::open("/dev/null").unwrap();
         let foreign = Detail { descriptor: null.as_raw_fd(), ..own.detail(0) };
         assert!(PeerTable::open(&foreign).is_err());
+    }
+
+    /// Opening it for reading would wait for somebody who writes.
+    #[test]
+    fn a_pipe_that_is_named_as_a_table_is_not_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let flags = libc::O_NONBLOCK;
+        let held = File::options().read(true).custom_flags(flags).open(&path).unwrap();
+        let own = OwnTable::new().unwrap();
+        let named = Detail { descriptor: held.as_raw_fd(), ..own.detail(0) };
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || tell.send(PeerTable::open(&named).err().map(|e| e.to_string())));
+        let error = told.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits");
+        assert_eq!(error.as_deref(), Some("the peer's descriptor is not its table"));
+    }
+
+    #[test]
+    fn a_table_whose_size_may_change_is_refused() {
+        let own = OwnTable::new().unwrap();
+        for bytes in [0, 4096, TABLE_BYTES as u64 + 4096] {
+            assert_eq!(ftruncate(&own.file, bytes), Err(rustix::io::Errno::PERM));
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create("test", flags).unwrap();
+        ftruncate(&file, TABLE_BYTES as u64).unwrap();
+        let file = File::from(file);
+        let head = [MAGIC.to_le_bytes(), own.instance.to_le_bytes()].concat();
+        file.write_all_at(&head, 0).unwrap();
+        let unsealed = Detail { descriptor: file.as_raw_fd(), ..own.detail(0) };
+        let error = PeerTable::open(&unsealed).unwrap_err().to_string();
+        assert!(error.contains("not sealed"), "{error}");
+        fcntl_add_seals(&file, SEALS).unwrap();
+        PeerTable::open(&unsealed).unwrap();
     }
 
     proptest! {

@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use super::stream::{Received, Stream};
+use super::stream::{Received, Sent, Stream};
 use super::wire::{HELLO_BYTES, REQUEST_BYTES, Response};
 use crate::endpoint::PostError;
 use crate::fabric::memory::Refusal;
+use crate::fabric::post::op_name;
 use crate::fabric::raw;
 use crate::fabric::{Completion, RegionId, Token};
 
@@ -51,7 +52,8 @@ impl Issuer {
             hello,
             hello_sent: 0,
             is_connecting: true,
-            ops: VecDeque::with_capacity(MAX_OPS),
+            // Grows with use: a ring of full size would be walked through, and so touched, by anybody.
+            ops: VecDeque::new(),
             num_sent: 0,
             part_sent: 0,
             frame_left: 0,
@@ -73,14 +75,24 @@ impl Issuer {
     /// Everything that is under way ends as a loss.
     pub(super) fn fail(&mut self, done: &mut Vec<Completion>) {
         for op in self.ops.drain(..) {
-            let op_name = if op.is_write { "write" } else { "read" };
-            let result = Err(PostError::Disconnected { op: op_name });
+            let result = Err(PostError::Disconnected { op: op_name(op.is_write) });
             done.push(Completion { token: op.token, result });
         }
     }
 
-    /// Goes on. True: there is more to do at once, which nothing will wake for. An error means that the
-    /// connection is over.
+    /// Begins a turn, for all calls of [`advance`](Self::advance) until the next one.
+    pub(super) const fn begin_turn(&mut self) {
+        self.stream.begin_turn();
+    }
+
+    /// Turns so far, and bytes received and sent in the last one.
+    #[cfg(test)]
+    pub(super) const fn turns(&self) -> (usize, usize, usize) {
+        self.stream.turns()
+    }
+
+    /// Goes on, as far as the turn reaches. True: there is more to do at once, which nothing will wake
+    /// for. An error means that the connection is over.
     pub(super) fn advance(
         &mut self,
         set: BorrowedFd<'_>,
@@ -97,41 +109,49 @@ impl Issuer {
         let is_blocked = self.send()?;
         let has_more = self.receive(done)?;
         self.stream.set_interest(set, true, is_blocked);
-        Ok(has_more)
+        let is_spent = !is_blocked && self.num_sent < self.ops.len();
+        Ok(has_more || is_spent)
     }
 
-    /// Sends what the socket takes; true when it takes no more.
+    /// Sends what the socket takes, as far as the turn reaches; true when the socket takes no more.
     fn send(&mut self) -> io::Result<bool> {
         while self.hello_sent < HELLO_BYTES {
             let rest = &self.hello[self.hello_sent..];
             // SAFETY: the hello is ours.
             match unsafe { self.stream.send(&[raw::part(rest.as_ptr(), rest.len())])? } {
-                0 => return Ok(true),
-                sent => self.hello_sent += sent,
+                Sent::Some(sent) => self.hello_sent += sent,
+                Sent::Blocked | Sent::Spent => return Ok(true),
             }
         }
         while self.num_sent < self.ops.len() {
+            let most = self.stream.left_to_send();
             let mut parts = [raw::part(std::ptr::null(), 0); MAX_PARTS];
             let (mut num_parts, mut skip, mut wanted) = (0, self.part_sent, 0);
             for op in self.ops.range(self.num_sent..) {
-                if num_parts + 2 > MAX_PARTS || wanted >= MAX_SEND_BYTES {
+                if num_parts + 2 > MAX_PARTS || wanted >= most {
                     break;
                 }
                 for (ptr, len) in op.parts() {
-                    if skip < len {
+                    let rest = len.saturating_sub(skip).min(most - wanted);
+                    if rest > 0 {
                         // SAFETY: `skip` bytes are inside the part.
-                        parts[num_parts] = raw::part(unsafe { ptr.add(skip) }, len - skip);
-                        wanted += len - skip;
+                        parts[num_parts] = raw::part(unsafe { ptr.add(skip) }, rest);
+                        wanted += rest;
                         num_parts += 1;
                     }
                     skip = skip.saturating_sub(len);
                 }
             }
             // SAFETY: requests are ours, sources are registered memory.
-            let sent = unsafe { self.stream.send(&parts[..num_parts])? };
-            self.count_sent(sent);
-            if sent < wanted {
-                return Ok(true);
+            match unsafe { self.stream.send(&parts[..num_parts])? } {
+                Sent::Some(sent) => {
+                    self.count_sent(sent);
+                    if sent < wanted {
+                        return Ok(true);
+                    }
+                }
+                Sent::Blocked => return Ok(true),
+                Sent::Spent => return Ok(false),
             }
         }
         Ok(false)
@@ -152,8 +172,7 @@ impl Issuer {
 
     /// Takes in answers; true when it stopped before there were none left.
     fn receive(&mut self, done: &mut Vec<Completion>) -> io::Result<bool> {
-        let mut budget = MAX_RECEIVE_BYTES;
-        while budget > 0 {
+        loop {
             let received = if self.frame_left > 0 {
                 self.receive_frame()?
             } else if let Some(header) = self.stream.header() {
@@ -164,12 +183,12 @@ impl Issuer {
                 self.stream.fill()
             };
             match received {
-                Received::Some(got) => budget = budget.saturating_sub(got.max(1)),
+                Received::Some(_) => {}
                 Received::Nothing => return Ok(false),
+                Received::Spent => return Ok(true),
                 Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
             }
         }
-        Ok(true)
     }
 
     fn receive_frame(&mut self) -> io::Result<Received> {
@@ -222,7 +241,7 @@ impl Issuer {
     ) -> io::Result<()> {
         let Some(op) = self.ops.pop_front() else { return Err(nonsense()) };
         self.num_sent -= 1;
-        let name = if op.is_write { "write" } else { "read" };
+        let name = op_name(op.is_write);
         let result = match result {
             Ok(()) => Ok(()),
             Err(Some(refusal)) => Err(refusal.error(name)),
@@ -256,5 +275,3 @@ fn nonsense() -> io::Error {
 /// Most operations under way towards one peer.
 const MAX_OPS: usize = 1024;
 const MAX_PARTS: usize = 64;
-const MAX_SEND_BYTES: usize = 4 << 20;
-const MAX_RECEIVE_BYTES: usize = 4 << 20;

@@ -7,13 +7,17 @@
 //! Whoever connects proves with a nonce, which travelled over the peers' own connection, that it is the
 //! peer. Every request is checked against key, range and rights. What peers send costs them their
 //! connection at most.
+//!
+//! A poll gives every connection that has something to do one turn, in which it moves at most a MiB in
+//! either direction: one that never runs dry holds nobody up.
 
 mod issue;
+mod listen;
 mod serve;
 mod stream;
 mod wire;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,19 +25,24 @@ use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use self::issue::{Issuer, Op};
+use self::listen::{GREETING_TIMEOUT, LISTENER_REST};
 use self::serve::{Server, Step};
 use self::stream::Stream;
 use self::wire::{Detail, Request, encode_hello};
-use super::memory::{Regions, remote_range};
+#[cfg(fuzzing)]
+pub(in crate::fabric) use self::wire::{check, check_detail, detail_samples, samples};
+use super::memory::Regions;
+use super::post::{self, MAX_PLACES, Tenancy, op_name};
 use super::{
     Access, Completion, Fabric, LocalSegment, PeerId, Posted, RegionId, RemoteSegment, Token,
     WireRegion,
 };
 use crate::endpoint::{PostError, TransportKind};
 use crate::network::{NetworkError, Route};
+use crate::outage::Outage;
 
 /// Where to listen for data connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,6 +70,11 @@ impl Default for TcpConfig {
 pub struct TcpFabric {
     config: TcpConfig,
     listener: TcpListener,
+    /// When it may be asked again after it failed.
+    listener_rests: Option<Instant>,
+    listening: Outage,
+    /// Too many who do not say whose they are.
+    crowd: Outage,
     port: u16,
     set: OwnedFd,
     regions: Regions,
@@ -72,18 +86,20 @@ pub struct TcpFabric {
     num_greeting: usize,
     checked_greetings: Instant,
     /// Peers with operations posted since the last poll, or more to do.
-    dirty: Vec<u32>,
+    dirty: VecDeque<u32>,
     /// Connections of peers with more to do.
-    busy_servers: Vec<usize>,
+    busy_servers: VecDeque<usize>,
     done: Vec<Completion>,
+    /// Peers whose connection has ended, to be told.
+    lost: Vec<PeerId>,
 }
 
 #[derive(Debug)]
 struct Peer {
-    generation: u32,
-    is_open: bool,
+    tenancy: Tenancy,
     nonce: [u8; 16],
     issuer: Option<Issuer>,
+    /// Whether it waits for its next turn.
     is_dirty: bool,
     server: Option<usize>,
 }
@@ -104,6 +120,11 @@ impl TcpFabric {
         };
         let listener = TcpListener::bind(config.bind).map_err(failed("bind"))?;
         listener.set_nonblocking(true).map_err(failed("bind"))?;
+        // The standard library's backlog is too short for a storm of peers: who is turned away tries
+        // again after a second.
+        rustix::net::listen(&listener, BACKLOG)
+            .map_err(io::Error::from)
+            .map_err(failed("listen"))?;
         let port = listener.local_addr().map_err(failed("bind"))?.port();
         let flags = epoll::CreateFlags::CLOEXEC;
         let set = epoll::create(flags).map_err(io::Error::from).map_err(failed("epoll"))?;
@@ -114,6 +135,9 @@ impl TcpFabric {
         Ok(Self {
             config,
             listener,
+            listener_rests: None,
+            listening: Outage::default(),
+            crowd: Outage::default(),
             port,
             set,
             regions: Regions::default(),
@@ -124,18 +148,15 @@ impl TcpFabric {
             free_servers: Vec::new(),
             num_greeting: 0,
             checked_greetings: Instant::now(),
-            dirty: Vec::new(),
-            busy_servers: Vec::new(),
+            dirty: VecDeque::new(),
+            busy_servers: VecDeque::new(),
             done: Vec::new(),
+            lost: Vec::new(),
         })
     }
 
     fn find(&self, op: &'static str, peer: PeerId) -> Result<usize, PostError> {
-        let idx = (peer.0 & PEER_MASK) as usize;
-        match self.peers.get(idx) {
-            Some(found) if found.is_open && found.generation == peer.0 >> PEER_BITS => Ok(idx),
-            _ => Err(PostError::Disconnected { op }),
-        }
+        post::find(op, peer, |idx| self.peers.get(idx).map(|peer| &peer.tenancy))
     }
 
     fn post(
@@ -146,14 +167,14 @@ impl TcpFabric {
         local: LocalSegment,
         token: Token,
     ) -> Result<Posted, PostError> {
-        let name = if is_write { "write" } else { "read" };
+        let name = op_name(is_write);
         let idx = self.find(name, peer)?;
-        let offset = remote_range(name, remote, local.bytes)?;
+        let offset = remote.checked(name, local.bytes)?;
         let ptr = self.regions.local(name, local)?;
         if local.bytes > MAX_OPERATION_BYTES {
             return Err(PostError::RemoteRange {
                 op: name,
-                offset: offset as usize,
+                offset: remote.offset as usize,
                 len: local.bytes as usize,
                 region_bytes: MAX_OPERATION_BYTES as usize,
             });
@@ -165,12 +186,11 @@ impl TcpFabric {
         if issuer.is_full() {
             return Ok(Posted::Full);
         }
-        let offset = remote.region.address.wrapping_add(offset);
         let request = Request { is_write, key: remote.region.key, offset, bytes: local.bytes };
         let (region, bytes) = (local.region, local.bytes as usize);
         issuer.push(Op { token, is_write, request: request.encode(), region, ptr, bytes });
         if !std::mem::replace(&mut peer.is_dirty, true) {
-            self.dirty.push(idx as u32);
+            self.dirty.push_back(idx as u32);
         }
         Ok(Posted::Accepted)
     }
@@ -178,29 +198,33 @@ impl TcpFabric {
     fn advance_issuer(&mut self, idx: usize, writable: bool) {
         let Some(peer) = self.peers.get_mut(idx) else { return };
         let Some(issuer) = &mut peer.issuer else { return };
+        issuer.begin_turn();
         match issuer.advance(self.set.as_fd(), writable, &mut self.done) {
             Ok(false) => {}
             Ok(true) => {
                 if !std::mem::replace(&mut peer.is_dirty, true) {
-                    self.dirty.push(idx as u32);
+                    self.dirty.push_back(idx as u32);
                 }
             }
             Err(error) => {
                 tracing::debug!(%error, peer = idx, "data connection ended");
                 issuer.fail(&mut self.done);
                 peer.issuer = None;
+                self.lost.push(peer.tenancy.id(idx));
             }
         }
     }
 
     fn advance_server(&mut self, idx: usize) {
+        let Some(Some(server)) = self.servers.get_mut(idx) else { return };
+        server.begin_turn();
         loop {
             let Some(Some(server)) = self.servers.get_mut(idx) else { return };
             match server.advance(self.set.as_fd(), &self.regions) {
                 Ok(Step::Idle) => return,
                 Ok(Step::More) => {
-                    if !self.busy_servers.contains(&idx) {
-                        self.busy_servers.push(idx);
+                    if !std::mem::replace(&mut server.is_busy, true) {
+                        self.busy_servers.push_back(idx);
                     }
                     return;
                 }
@@ -231,68 +255,6 @@ impl TcpFabric {
         match server.peer {
             Some(peer) => self.peers[peer as usize].server = None,
             None => self.num_greeting -= 1,
-        }
-    }
-
-    fn accept(&mut self) {
-        for _ in 0..64 {
-            let stream = match self.listener.accept() {
-                Ok((stream, _)) => stream,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(error) => {
-                    tracing::error!(%error, "cannot accept a data connection");
-                    return;
-                }
-            };
-            if self.num_greeting >= MAX_GREETING {
-                tracing::warn!("too many data connections at once that do not say whose they are");
-                self.drop_greetings(Duration::ZERO);
-            }
-            let idx = self.free_servers.pop().unwrap_or_else(|| {
-                self.servers.push(None);
-                self.servers.len() - 1
-            });
-            let data = (idx as u64) << 1 | SERVER;
-            let fd = OwnedFd::from(stream);
-            let stream = self
-                .watch(&fd)
-                .and_then(|()| Stream::new(fd, self.set.as_fd(), data, epoll::EventFlags::IN));
-            match stream {
-                Ok(stream) => {
-                    self.servers[idx] = Some(Server::new(stream));
-                    self.num_greeting += 1;
-                    self.advance_server(idx);
-                }
-                Err(error) => {
-                    tracing::error!(%error, "cannot serve a data connection");
-                    self.free_servers.push(idx);
-                }
-            }
-        }
-    }
-
-    fn watch(&self, fd: &OwnedFd) -> io::Result<()> {
-        let timeout = self.config.timeout.clamp(Duration::from_secs(1), Duration::from_secs(3600));
-        let probe = Duration::from_secs((timeout.as_secs() / 4).max(1));
-        rustix::io::ioctl_fionbio(fd, true)?;
-        sockopt::set_socket_keepalive(fd, true)?;
-        sockopt::set_tcp_keepidle(fd, probe)?;
-        sockopt::set_tcp_keepintvl(fd, probe)?;
-        sockopt::set_tcp_keepcnt(fd, 3)?;
-        sockopt::set_tcp_user_timeout(fd, timeout.as_millis() as u32)?;
-        Ok(())
-    }
-
-    /// Closes what did not introduce itself within `patience`.
-    fn drop_greetings(&mut self, patience: Duration) {
-        self.checked_greetings = Instant::now();
-        for idx in 0..self.servers.len() {
-            let is_late = self.servers[idx]
-                .as_ref()
-                .is_some_and(|server| server.peer.is_none() && server.since.elapsed() >= patience);
-            if is_late {
-                self.drop_server(idx);
-            }
         }
     }
 
@@ -340,11 +302,11 @@ impl Fabric for TcpFabric {
         for server in self.servers.iter_mut().flatten() {
             server.revoke(region);
         }
-        for peer in &mut self.peers {
+        for (idx, peer) in self.peers.iter_mut().enumerate() {
             // Half of a write cannot be taken back from the stream.
-            if let Some(issuer) = peer.issuer.take_if(|issuer| issuer.uses(region)) {
-                let mut issuer = issuer;
+            if let Some(mut issuer) = peer.issuer.take_if(|issuer| issuer.uses(region)) {
                 issuer.fail(&mut self.done);
+                self.lost.push(peer.tenancy.id(idx));
             }
         }
         Ok(())
@@ -362,10 +324,9 @@ impl Fabric for TcpFabric {
     fn open_peer_on(&mut self, route: Route) -> Result<(PeerId, Vec<u8>), NetworkError> {
         let idx = match self.free_peers.pop() {
             Some(idx) => idx as usize,
-            None if self.peers.len() < PEER_MASK as usize => {
+            None if self.peers.len() < MAX_PLACES => {
                 self.peers.push(Peer {
-                    generation: 0,
-                    is_open: false,
+                    tenancy: Tenancy::default(),
                     nonce: [0; 16],
                     issuer: None,
                     is_dirty: false,
@@ -381,10 +342,11 @@ impl Fabric for TcpFabric {
             _ => route.local.to_canonical(),
         };
         let peer = &mut self.peers[idx];
-        (peer.is_open, peer.nonce) = (true, rand::random());
+        let id = peer.tenancy.open(idx);
+        peer.nonce = rand::random();
         self.by_nonce.insert(peer.nonce, idx as u32);
         let detail = Detail { address: SocketAddr::new(ip, self.port), nonce: peer.nonce };
-        Ok((PeerId(idx as u32 | peer.generation << PEER_BITS), detail.encode()))
+        Ok((id, detail.encode()))
     }
 
     fn join_peer(&mut self, peer: PeerId, detail: &[u8]) -> Result<(), NetworkError> {
@@ -402,8 +364,7 @@ impl Fabric for TcpFabric {
     fn close_peer(&mut self, peer: PeerId) {
         let Ok(idx) = self.find("close", peer) else { return };
         let found = &mut self.peers[idx];
-        found.is_open = false;
-        found.generation = (found.generation + 1) & (u32::MAX >> PEER_BITS);
+        found.tenancy.close();
         self.by_nonce.remove(&found.nonce);
         if let Some(mut issuer) = found.issuer.take() {
             issuer.fail(&mut self.done);
@@ -411,7 +372,12 @@ impl Fabric for TcpFabric {
         if let Some(server) = found.server {
             self.drop_server(server);
         }
+        self.lost.retain(|lost| *lost != peer);
         self.free_peers.push(idx as u32);
+    }
+
+    fn lost(&mut self) -> Option<PeerId> {
+        self.lost.pop()
     }
 
     unsafe fn write(
@@ -435,15 +401,21 @@ impl Fabric for TcpFabric {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>) {
+        if self.listener_rests.is_some() {
+            self.wake_listener();
+        }
         // Those that put themselves back have their next turn at the next poll.
         for _ in 0..self.dirty.len() {
-            let idx = self.dirty.remove(0);
+            let Some(idx) = self.dirty.pop_front() else { break };
             self.peers[idx as usize].is_dirty = false;
             self.advance_issuer(idx as usize, false);
         }
         for _ in 0..self.busy_servers.len() {
-            let idx = self.busy_servers.remove(0);
-            self.advance_server(idx);
+            let Some(idx) = self.busy_servers.pop_front() else { break };
+            if let Some(Some(server)) = self.servers.get_mut(idx) {
+                server.is_busy = false;
+                self.advance_server(idx);
+            }
         }
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -457,8 +429,13 @@ impl Fabric for TcpFabric {
             if data == LISTENER {
                 self.accept();
             } else if data & SERVER != 0 {
-                self.advance_server((data >> 1) as usize);
-            } else {
+                let idx = (data >> 1) as usize;
+                // One that waits for its next turn has had one in this poll.
+                let is_due = |server: &Server| !server.is_busy;
+                if self.servers.get(idx).and_then(Option::as_ref).is_some_and(is_due) {
+                    self.advance_server(idx);
+                }
+            } else if self.peers.get((data >> 1) as usize).is_some_and(|peer| !peer.is_dirty) {
                 let broken = epoll::EventFlags::ERR | epoll::EventFlags::HUP;
                 let writable = flags.intersects(epoll::EventFlags::OUT | broken);
                 self.advance_issuer((data >> 1) as usize, writable);
@@ -472,6 +449,10 @@ impl Fabric for TcpFabric {
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.set.as_fd())
+    }
+
+    fn max_sleep(&self) -> Duration {
+        if self.listener_rests.is_some() { LISTENER_REST } else { Duration::MAX }
     }
 
     fn may_sleep(&mut self) -> bool {
@@ -491,8 +472,7 @@ fn failed(op: &'static str, detail: &str, code: Option<i64>) -> NetworkError {
 const MAX_OPERATION_BYTES: u64 = 1 << 30;
 const LISTENER: u64 = u64::MAX;
 const SERVER: u64 = 1;
-const PEER_BITS: u32 = 20;
-const PEER_MASK: u32 = (1 << PEER_BITS) - 1;
-/// Most connections that have not introduced themselves.
-const MAX_GREETING: usize = 256;
-const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+const BACKLOG: i32 = 4096;
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
-use super::stream::{Received, Stream};
+use super::stream::{Received, Sent, Stream};
 use super::wire::{RESPONSE_BYTES, Request, Response, decode_hello};
 use crate::fabric::RegionId;
 use crate::fabric::memory::{Refusal, Regions};
@@ -18,6 +18,8 @@ pub(super) struct Server {
     /// Whose it is, once it has said so.
     pub(super) peer: Option<u32>,
     pub(super) since: Instant,
+    /// Whether it waits for its next turn.
+    pub(super) is_busy: bool,
     payload: Option<Payload>,
     replies: VecDeque<Reply>,
 }
@@ -31,6 +33,17 @@ pub(super) enum Step {
     More,
     /// A peer introduced itself: tell whose the connection is, then go on.
     Hello([u8; 16]),
+}
+
+/// How far sending came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    /// Everything is sent.
+    Done,
+    /// The socket takes no more now.
+    Blocked,
+    /// The turn is over.
+    Spent,
 }
 
 /// A write that is being received.
@@ -68,15 +81,33 @@ unsafe impl Send for Reply {}
 
 impl Server {
     pub(super) fn new(stream: Stream) -> Self {
-        let replies = VecDeque::with_capacity(MAX_REPLIES);
-        Self { stream, peer: None, since: Instant::now(), payload: None, replies }
+        // Grows with use: a ring of full size would be walked through, and so touched, by anybody.
+        let replies = VecDeque::new();
+        Self { stream, peer: None, since: Instant::now(), is_busy: false, payload: None, replies }
     }
 
-    /// Goes on. An error means that the connection is over.
+    /// Begins a turn, for all calls of [`advance`](Self::advance) until the next one.
+    pub(super) const fn begin_turn(&mut self) {
+        self.stream.begin_turn();
+    }
+
+    /// Turns so far, and bytes received and sent in the last one.
+    #[cfg(test)]
+    pub(super) const fn turns(&self) -> (usize, usize, usize) {
+        self.stream.turns()
+    }
+
+    /// Its socket.
+    #[cfg(test)]
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.fd()
+    }
+
+    /// Goes on, as far as the turn reaches. An error means that the connection is over.
     pub(super) fn advance(&mut self, set: BorrowedFd<'_>, regions: &Regions) -> io::Result<Step> {
-        let mut is_blocked = self.send()?;
-        let (mut budget, mut is_drained) = (MAX_RECEIVE_BYTES, false);
-        while budget > 0 && self.replies.len() < MAX_REPLIES {
+        let mut sent = self.send()?;
+        let mut is_drained = false;
+        while self.replies.len() < MAX_REPLIES {
             if self.peer.is_none() {
                 if let Some(hello) = self.stream.header() {
                     return decode_hello(&hello).map(Step::Hello).ok_or_else(nonsense);
@@ -89,20 +120,23 @@ impl Server {
                 continue;
             }
             match self.receive() {
-                Received::Some(got) => budget = budget.saturating_sub(got.max(1)),
+                Received::Some(_) => {}
                 Received::Nothing => {
                     is_drained = true;
                     break;
                 }
+                Received::Spent => break,
                 Received::Closed => return Err(io::ErrorKind::ConnectionReset.into()),
             }
         }
-        if !is_blocked {
-            is_blocked = self.send()?;
+        if sent == Progress::Done {
+            sent = self.send()?;
         }
         let has_room = self.replies.len() < MAX_REPLIES;
-        self.stream.set_interest(set, has_room, is_blocked);
-        Ok(if is_drained || !has_room { Step::Idle } else { Step::More })
+        self.stream.set_interest(set, has_room, sent == Progress::Blocked);
+        // What the socket refuses, it will say when it takes it again; the rest nobody will.
+        let is_waiting = is_drained || !has_room;
+        Ok(if is_waiting && sent != Progress::Spent { Step::Idle } else { Step::More })
     }
 
     /// Takes a registration out of everything under way. Nothing touches its memory afterwards.
@@ -176,16 +210,18 @@ impl Server {
         Received::Some(got)
     }
 
-    /// Sends what the socket takes; true when it takes no more.
-    fn send(&mut self) -> io::Result<bool> {
+    /// Sends what the socket takes, as far as the turn reaches.
+    fn send(&mut self) -> io::Result<Progress> {
         while !self.replies.is_empty() {
+            let most = self.stream.left_to_send();
             let mut parts = [raw::part(std::ptr::null(), 0); MAX_PARTS];
             let (mut num_parts, mut wanted) = (0, 0);
             for reply in &self.replies {
-                if num_parts + 3 > MAX_PARTS {
+                if num_parts + 3 > MAX_PARTS || wanted >= most {
                     break;
                 }
                 for (ptr, len) in reply.parts() {
+                    let len = len.min(most - wanted);
                     if len > 0 {
                         parts[num_parts] = raw::part(ptr, len);
                         num_parts += 1;
@@ -199,7 +235,11 @@ impl Server {
             }
             // SAFETY: headers and zeros are ours; frames are registered memory that `revoke` has not
             // taken back.
-            let sent = unsafe { self.stream.send(&parts[..num_parts])? };
+            let sent = match unsafe { self.stream.send(&parts[..num_parts])? } {
+                Sent::Some(sent) => sent,
+                Sent::Blocked => return Ok(Progress::Blocked),
+                Sent::Spent => return Ok(Progress::Spent),
+            };
             let mut left = sent;
             while let Some(reply) = self.replies.front_mut() {
                 let rest = reply.wire_bytes() - reply.sent;
@@ -218,10 +258,10 @@ impl Server {
                 }
             }
             if sent < wanted {
-                return Ok(true);
+                return Ok(Progress::Blocked);
             }
         }
-        Ok(false)
+        Ok(Progress::Done)
     }
 }
 
@@ -309,4 +349,3 @@ static ZEROS: [u8; 16 << 10] = [0; 16 << 10];
 const MAX_REPLIES: usize = 1024;
 const MAX_PARTS: usize = 64;
 const MAX_FRAME_BYTES: u64 = 1 << 20;
-const MAX_RECEIVE_BYTES: usize = 4 << 20;

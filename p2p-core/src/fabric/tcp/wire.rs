@@ -137,6 +137,54 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
+/// Descriptions with addresses of both families.
+#[cfg(fuzzing)]
+pub(in crate::fabric) fn detail_samples() -> Vec<Vec<u8>> {
+    let detail = |ip: IpAddr| Detail { address: SocketAddr::new(ip, 80), nonce: [9; 16] }.encode();
+    vec![detail([10, 0, 0, 1].into()), detail(Ipv6Addr::LOCALHOST.into())]
+}
+
+/// Reads bytes of a peer. What can be read must be the same when it is written and read again.
+#[cfg(fuzzing)]
+pub(in crate::fabric) fn check_detail(bytes: &[u8]) {
+    if let Ok(detail) = Detail::decode(bytes) {
+        assert_eq!(Detail::decode(&detail.encode()), Ok(detail));
+    }
+}
+
+/// One message of each kind.
+#[cfg(fuzzing)]
+pub(in crate::fabric) fn samples() -> Vec<Vec<u8>> {
+    let request = |is_write| Request { is_write, key: 1, offset: 2, bytes: 3 }.encode().to_vec();
+    let data = Response { is_data: true, status: 0, is_last: false, bytes: 4 };
+    let verdict = Response { is_data: false, status: 5, is_last: true, bytes: 0 };
+    let hello = encode_hello([6; 16]).to_vec();
+    let responses = [data, verdict].map(|response| response.encode().to_vec());
+    [vec![request(false), request(true), hello], responses.to_vec()].concat()
+}
+
+/// Reads bytes of a peer. What can be read must be the same when it is written.
+#[cfg(fuzzing)]
+pub(in crate::fabric) fn check(bytes: &[u8]) {
+    if let Some(bytes) = bytes.first_chunk()
+        && let Some(request) = Request::decode(bytes)
+    {
+        assert!(request.bytes <= super::MAX_OPERATION_BYTES);
+        assert_eq!(request.encode(), *bytes);
+    }
+    if let Some(bytes) = bytes.first_chunk()
+        && let Some(response) = Response::decode(bytes)
+    {
+        assert!(!response.is_last || response.bytes == 0);
+        assert_eq!(response.encode(), *bytes);
+    }
+    if let Some(bytes) = bytes.first_chunk()
+        && let Some(nonce) = decode_hello(bytes)
+    {
+        assert_eq!(encode_hello(nonce), *bytes);
+    }
+}
+
 const MAGIC: [u8; 8] = *b"SYTCPFAB";
 const VERSION: u16 = 1;
 const DETAIL_BYTES: usize = 36;

@@ -38,7 +38,8 @@ inline uint32_t mapa_shared_cluster(const void* address, uint32_t rank) {
 
 inline uint32_t* in_cluster(uint32_t address) {
     char* marker = simt::block->cluster->marker[address >> 28];
-    return reinterpret_cast<uint32_t*>(marker + (static_cast<int64_t>(address & 0xfffffffu) - kMiddle));
+    return reinterpret_cast<uint32_t*>(marker +
+                                       (static_cast<int64_t>(address & 0xfffffffu) - kMiddle));
 }
 
 inline uint32_t ld_shared_cluster(uint32_t address) {

@@ -17,6 +17,8 @@ struct CqeTail {
     SY_DEVICE bool is_error() const {
         return opcode() == SY_MLX5_CQE_REQ_ERROR || opcode() == SY_MLX5_CQE_RESP_ERROR;
     }
+    // Whether its counter is an index of this send queue, and not one of receives.
+    SY_DEVICE bool is_request() const { return opcode() == SY_MLX5_CQE_REQ; }
 };
 
 SY_DEVICE const uint32_t* cqe_at(const sy_mlx5_qp& qp, uint64_t index) {
@@ -69,6 +71,12 @@ SY_DEVICE bool is_plausible(const sy_mlx5_qp& qp, uint64_t completed) {
     return false;
 }
 
+// The error word of a queue whose completions are not its own.
+SY_DEVICE uint64_t foreign(CqeTail tail) {
+    return static_cast<uint64_t>(SY_MLX5_DESYNC) | static_cast<uint64_t>(tail.opcode()) << 24 |
+           static_cast<uint64_t>(tail.counter()) << 32;
+}
+
 // SYNC POINT completion: pairs with the NIC's store of the last bytes of a completion.
 //
 // Entry 0 always holds the newest completion. An error may have been overwritten by the flush of a
@@ -83,6 +91,10 @@ template <Scope kScope> SY_DEVICE uint64_t poll_collapsed(const sy_mlx5_qp& qp) 
     if (tail.is_error()) {
         fence_acq_rel<kScope>();
         fail_queue(qp, error_of<kScope>(cqe, tail));
+        return known;
+    }
+    if (!tail.is_request()) {
+        fail_queue(qp, foreign(tail));
         return known;
     }
     const uint64_t completed = completed_after(known, tail.counter());
@@ -114,6 +126,10 @@ template <Scope kScope> SY_DEVICE uint64_t poll_ring(const sy_mlx5_qp& qp) {
         if (tail.is_error()) {
             fence_acq_rel<kScope>();
             fail_queue(qp, error_of<kScope>(cqe, tail));
+            break;
+        }
+        if (!tail.is_request()) {
+            fail_queue(qp, foreign(tail));
             break;
         }
         completed = completed_after(completed, tail.counter());

@@ -20,8 +20,8 @@
 
 namespace switchyard::comm {
 
-// Who observes: other warps of this GPU, or also processors, NICs and other GPUs.
-enum class Scope { kGpu, kSys };
+// Who observes: other warps of the block, of this GPU, or also processors, NICs and other GPUs.
+enum class Scope { kCta, kGpu, kSys };
 
 template <class T> SY_DEVICE T* at_address(uint64_t address) {
     return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
@@ -38,6 +38,11 @@ template <class T> SY_DEVICE T* at_address(uint64_t address) {
                          : "=" reg(value)                                                          \
                          : "l"(address)                                                            \
                          : "memory");                                                              \
+        else if constexpr (kScope == Scope::kCta)                                                  \
+            asm volatile(op ".cta.global." suffix " %0, [%1];"                                     \
+                         : "=" reg(value)                                                          \
+                         : "l"(address)                                                            \
+                         : "memory");                                                              \
         else                                                                                       \
             asm volatile(op ".gpu.global." suffix " %0, [%1];"                                     \
                          : "=" reg(value)                                                          \
@@ -49,6 +54,9 @@ template <class T> SY_DEVICE T* at_address(uint64_t address) {
     template <Scope kScope> SY_DEVICE void name(type* address, type value) {                       \
         if constexpr (kScope == Scope::kSys)                                                       \
             asm volatile(op ".sys.global." suffix " [%0], %1;" ::"l"(address), reg(value)          \
+                         : "memory");                                                              \
+        else if constexpr (kScope == Scope::kCta)                                                  \
+            asm volatile(op ".cta.global." suffix " [%0], %1;" ::"l"(address), reg(value)          \
                          : "memory");                                                              \
         else                                                                                       \
             asm volatile(op ".gpu.global." suffix " [%0], %1;" ::"l"(address), reg(value)          \
@@ -66,6 +74,7 @@ SY_STORE(st_release, "st.release", uint64_t, "u64", "l")
 #undef SY_STORE
 
 template <Scope kScope> SY_DEVICE void fence_acq_rel() {
+    static_assert(kScope != Scope::kCta, "what a NIC or another block sees needs more");
     if constexpr (kScope == Scope::kSys)
         asm volatile("fence.acq_rel.sys;" ::: "memory");
     else
@@ -132,6 +141,7 @@ SY_DEVICE uint64_t now_ns() {
 
 SY_DEVICE void pause_poll() {}
 SY_DEVICE uint32_t be32(uint32_t value) { return __byte_perm(value, 0, 0x0123); }
+SY_DEVICE uint32_t floor_power_of_two(uint32_t value) { return 0x80000000u >> __clz(value); }
 
 #else // a host compiler
 
@@ -172,8 +182,22 @@ SY_DEVICE void st_relaxed_v4(uint32_t* address, uint32_t a, uint32_t b, uint32_t
     __atomic_store_n(pairs + 1, static_cast<uint64_t>(d) << 32 | c, __ATOMIC_RELAXED);
 }
 
+// NOTES: libmlx5 maps doorbell registers write-combining. There a store may pass those before it,
+// and may stay in the processor for as long as that likes, unless a fence stands on either side.
+SY_DEVICE void fence_write_combining() {
+#if defined(__x86_64__)
+    asm volatile("sfence" ::: "memory");
+#elif defined(__aarch64__)
+    asm volatile("dsb st" ::: "memory");
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
 SY_DEVICE void st_mmio(uint64_t* address, uint64_t value) {
+    fence_write_combining();
     __atomic_store_n(address, value, __ATOMIC_RELAXED);
+    fence_write_combining();
 }
 
 SY_DEVICE uint64_t atom_add_relaxed(uint64_t* address, uint64_t value) {
@@ -218,6 +242,9 @@ SY_DEVICE void pause_poll() {
 }
 
 SY_DEVICE uint32_t be32(uint32_t value) { return __builtin_bswap32(value); }
+SY_DEVICE uint32_t floor_power_of_two(uint32_t value) {
+    return 0x80000000u >> __builtin_clz(value);
+}
 
 #endif
 
@@ -233,13 +260,25 @@ struct Warp {
     }
 
     // What lane 0 computes, for all lanes.
+    // NOTES: a shuffle orders no memory. The barrier before it hands on what lane 0 has acquired, and
+    // brings together what the lanes have stored for whichever of them announces it next.
     template <class F> SY_DEVICE static uint64_t leader(F&& compute) {
         uint64_t value = 0;
         if ((threadIdx.x & 31) == 0)
             value = compute();
+        __syncwarp();
         return __shfl_sync(0xffffffffu, value, 0);
     }
 };
+
+// The lane of the `nth` of the first `num` bits of `lanes`, which are taken away.
+SY_DEVICE uint32_t take_lanes(uint32_t* lanes, uint32_t num, uint32_t nth) {
+    uint32_t lane = 0;
+    for (uint32_t i = 0; i < num; ++i, *lanes &= *lanes - 1)
+        if (i == nth)
+            lane = __ffs(*lanes) - 1;
+    return lane;
+}
 
 #else
 

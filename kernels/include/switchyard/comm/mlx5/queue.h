@@ -11,31 +11,37 @@
 /* sy_mlx5_qp.flags */
 /* The NIC writes every completion to entry 0, over the one before. */
 #define SY_MLX5_CQ_COLLAPSED UINT32_C(1)
+/* Whoever posts at the same time is of one thread block: turns are passed within the block, which
+ * spares each post a fence of the GPU. Kernels that post one after the other are ordered by their
+ * stream, and so need nothing more. */
+#define SY_MLX5_ONE_BLOCK UINT32_C(2)
 
 /* What a call on a queue returns. Everything but OK means that the queue is out of service until
- * the host has reset it, except ARGUMENT, after which nothing was posted. */
+ * the host has reset it, except ARGUMENT, after which nothing was posted. Fused kernels, whose calls
+ * return nothing, take the queue out of service for that, too. */
 #define SY_MLX5_OK 0
-#define SY_MLX5_TIMEOUT 1    /* a wait reached its bound */
-#define SY_MLX5_ABORTED 2    /* the host set the peer's bit in the abort mask */
+#define SY_MLX5_TIMEOUT 1 /* a wait reached its bound */
+#define SY_MLX5_ABORTED 2 /* the host set the peer's bit in the abort mask */
 #define SY_MLX5_COMPLETION 3 /* the NIC completed a work request with an error */
-#define SY_MLX5_DESYNC 4     /* the NIC completed what was never posted */
-#define SY_MLX5_ARGUMENT 5   /* too long for the queue, misaligned, or outside of the peer's slot */
+#define SY_MLX5_DESYNC 4 /* the NIC completed what was never posted here */
+#define SY_MLX5_ARGUMENT 5 /* too long for the queue, misaligned, or outside of the peer's slot */
 
 /* sy_mlx5_queue_state.error: what took the queue out of service first, 0 while nothing did.
  * The fields after the code are those of the error completion. */
-#define SY_MLX5_ERROR_CODE(word) ((uint32_t)((word)&0xff))
+#define SY_MLX5_ERROR_CODE(word) ((uint32_t)((word) & 0xff))
 #define SY_MLX5_ERROR_SYNDROME(word) ((uint32_t)((word) >> 8 & 0xff))
 #define SY_MLX5_ERROR_VENDOR(word) ((uint32_t)((word) >> 16 & 0xff))
 #define SY_MLX5_ERROR_OPCODE(word) ((uint32_t)((word) >> 24 & 0xff))
 #define SY_MLX5_ERROR_COUNTER(word) ((uint32_t)((word) >> 32 & 0xffff))
 
 /* sy_error_word.tag of waits on a queue */
-#define SY_TAG_MLX5_SLOT 32       /* room in the send queue; observed: completed blocks */
-#define SY_TAG_MLX5_TURN 33       /* earlier reservations; observed: published blocks */
-#define SY_TAG_MLX5_QUIET 34      /* completions; observed: completed blocks */
+#define SY_TAG_MLX5_SLOT 32 /* room in the send queue; observed: completed blocks */
+#define SY_TAG_MLX5_TURN 33 /* earlier reservations; observed: published blocks */
+#define SY_TAG_MLX5_QUIET 34 /* completions; observed: completed blocks */
 #define SY_TAG_MLX5_COMPLETION 35 /* observed: sy_mlx5_queue_state.error */
-#define SY_TAG_MLX5_DESYNC 36     /* observed: blocks said to be complete; expected: posted ones */
-#define SY_TAG_MLX5_ARGUMENT 37   /* observed: offset outside of the peer's slot; expected: length */
+#define SY_TAG_MLX5_DESYNC 36 /* observed: blocks said to be complete; expected: posted ones; or */
+/* observed: sy_mlx5_queue_state.error, whose opcode is no request's */
+#define SY_TAG_MLX5_ARGUMENT 37 /* observed: offset outside of the peer's slot; expected: length */
 
 /* All counts are of basic blocks since the queue was reset. Each word stands on a line of its own,
  * since different warps write them at the same time. */
@@ -43,11 +49,11 @@ typedef struct sy_mlx5_queue_state {
     uint64_t reserved; /* blocks given to a poster */
     uint8_t pad0[120];
     uint64_t published; /* blocks written, in the order of their reservation: whose turn it is */
-    uint64_t posted;    /* blocks that the NIC was told of; written by whose turn it is */
+    uint64_t posted; /* blocks that the NIC was told of; written by whose turn it is */
     uint8_t pad1[112];
     uint64_t completed; /* blocks known to be complete */
     uint8_t pad2[120];
-    uint64_t cq_index;  /* completions consumed; ordinary completion queues only */
+    uint64_t cq_index; /* completions consumed; ordinary completion queues only */
     uint32_t poll_lock; /* ordinary completion queues only */
     uint8_t pad3[116];
     uint64_t error;
@@ -55,13 +61,13 @@ typedef struct sy_mlx5_queue_state {
 } sy_mlx5_queue_state;
 
 typedef struct sy_mlx5_qp {
-    uint64_t sq;       /* address of the first basic block */
-    uint64_t dbrec;    /* address of the queue pair's doorbell record */
+    uint64_t sq; /* address of the first basic block */
+    uint64_t dbrec; /* address of the queue pair's doorbell record */
     uint64_t doorbell; /* address of the doorbell register */
-    uint64_t cq;       /* address of the first completion, filled with SY_MLX5_CQE_FILL */
+    uint64_t cq; /* address of the first completion, filled with SY_MLX5_CQE_FILL */
     uint64_t cq_dbrec; /* address of the completion queue's doorbell record */
-    uint64_t state;    /* address of a sy_mlx5_queue_state, zeroed */
-    uint64_t scratch;  /* address of 8 bytes where the old values of adds land unread */
+    uint64_t state; /* address of a sy_mlx5_queue_state, zeroed */
+    uint64_t scratch; /* address of 8 bytes where the old values of adds land unread */
     uint32_t scratch_lkey;
     uint32_t qpn;
     uint32_t sq_depth; /* basic blocks, a power of two */
@@ -73,9 +79,9 @@ typedef struct sy_mlx5_qp {
 } sy_mlx5_qp;
 
 typedef struct sy_mlx5_bound {
-    sy_error_word* error;       /* null, or where the first expired wait is recorded */
+    sy_error_word* error; /* null, or where the first expired wait is recorded */
     const uint32_t* abort_mask; /* null, or mapped host memory: bit `peer` ends every wait */
-    uint64_t timeout_ns;        /* of a single wait */
+    uint64_t timeout_ns; /* of a single wait */
 } sy_mlx5_bound;
 
 /* A peer's slot and the queues to it. Blocks of a kernel choose a queue by their index, so that
@@ -95,6 +101,8 @@ typedef struct sy_ibgda_peer {
 /* Name of what is wrong with a queue, or null. The host asks before it hands the queue out. */
 static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
     const int is_collapsed = (qp->flags & SY_MLX5_CQ_COLLAPSED) != 0;
+    if ((qp->flags & ~(SY_MLX5_CQ_COLLAPSED | SY_MLX5_ONE_BLOCK)) != 0)
+        return "flags has unknown bits";
     if (qp->sq_depth < SY_MLX5_MIN_DEPTH || qp->sq_depth > SY_MLX5_MAX_DEPTH)
         return "sq_depth is not from 128 to 32768";
     if ((qp->sq_depth & (qp->sq_depth - 1)) != 0)
@@ -118,6 +126,24 @@ static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
         return "max_message_bytes is 0 or beyond 1 GiB";
     if (qp->qpn == 0 || qp->qpn > 0xffffff)
         return "qpn is 0 or has more than 24 bits";
+    return 0;
+}
+
+/* Name of what is wrong with a peer, or null: blocks of kernels divide by its number of queues, and
+ * read its table of them. The host asks before it hands the peer out, and sy_mlx5_check_qp for each
+ * of its queues. */
+static inline const char* sy_ibgda_check_peer(const sy_ibgda_peer* peer) {
+    const uintptr_t qps = (uintptr_t)peer->qps;
+    if (peer->num_qps == 0)
+        return "num_qps is 0";
+    if (qps == 0 || qps % 8 != 0)
+        return "qps is null or not aligned to 8 bytes";
+    if (peer->mirror == 0 || peer->mirror % 64 != 0)
+        return "mirror is null or not aligned to 64 bytes";
+    if (peer->remote == 0 || peer->remote % 64 != 0)
+        return "remote is null or not aligned to 64 bytes";
+    if (peer->slot_bytes == 0)
+        return "slot_bytes is 0";
     return 0;
 }
 

@@ -1,15 +1,12 @@
 // Posting by many warps on one queue.
 //
-//     reserve        an add gives each group of requests its blocks; it then waits until the
-//     blocks'
-//                    former requests are complete
+//     reserve        an add gives each group of requests its blocks; it then waits until the former
+//                    requests of these blocks are complete
 //     write          every lane stores its request
 //     take the turn  groups are published in the order of their reservation: the turn is a ticket
-//     lock
-//                    whose ticket is the reservation itself
+//                    lock whose ticket is the reservation itself
 //     ring           whoever has the turn tells the NIC, unless a later group has reserved and so
-//     will,
-//                    and not too many blocks wait
+//                    will, and not too many blocks or groups wait
 //     pass the turn  to the group that reserved next
 //
 // A group may leave the doorbell to the next one although that one waits for room: what it waits
@@ -48,7 +45,9 @@ SY_DEVICE Status report_error(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, 
     const uint32_t code = SY_MLX5_ERROR_CODE(error);
     if (code == SY_MLX5_COMPLETION)
         record_expiry(qp, bound, SY_TAG_MLX5_COMPLETION, SY_REASON_VALUE, error, 0);
-    if (code == SY_MLX5_DESYNC)
+    if (code == SY_MLX5_DESYNC && SY_MLX5_ERROR_OPCODE(error) != SY_MLX5_CQE_REQ)
+        record_expiry(qp, bound, SY_TAG_MLX5_DESYNC, SY_REASON_VALUE, error, 0);
+    else if (code == SY_MLX5_DESYNC)
         record_expiry(qp, bound, SY_TAG_MLX5_DESYNC, SY_REASON_VALUE,
                       ld_relaxed<Scope::kGpu>(&state_of(qp).completed),
                       ld_relaxed<Scope::kGpu>(&state_of(qp).posted));
@@ -126,6 +125,35 @@ SY_DEVICE Status reserve(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint3
     return SY_MLX5_OK;
 }
 
+// SYNC POINT send-turn: acquires the blocks of earlier groups and what their holders stored.
+SY_DEVICE uint64_t load_turn(const sy_mlx5_qp& qp) {
+    const uint64_t* turn = &state_of(qp).published;
+    return (qp.flags & SY_MLX5_ONE_BLOCK) != 0 ? ld_acquire<Scope::kCta>(turn)
+                                               : ld_acquire<Scope::kGpu>(turn);
+}
+
+// SYNC POINT send-turn: passes the turn on.
+SY_DEVICE void pass_turn(const sy_mlx5_qp& qp, uint64_t end) {
+    uint64_t* turn = &state_of(qp).published;
+    if ((qp.flags & SY_MLX5_ONE_BLOCK) != 0)
+        st_release<Scope::kCta>(turn, end);
+    else
+        st_release<Scope::kGpu>(turn, end);
+}
+
+// Most groups of a size that leave the doorbell to those behind them: each waits for its turn, and the
+// first request waits for all of them.
+constexpr uint32_t kMostUnannouncedGroups = 16;
+
+// Whether a group reaches a multiple of the largest power of two that is not above `batch` blocks nor so
+// many groups of its size. Somebody rings there, whatever sizes the groups have, so fewer blocks than
+// `batch` ever wait.
+SY_DEVICE bool is_due(const sy_mlx5_qp& qp, uint64_t base, uint32_t num_blocks) {
+    const uint32_t most = kMostUnannouncedGroups * num_blocks;
+    const uint32_t step = floor_power_of_two(most < qp.batch ? most : qp.batch);
+    return (base & (step - 1)) + num_blocks >= step;
+}
+
 // Publishes the written blocks from `base` on, in the order of reservation, and sees to it that the
 // NIC learns of them.
 template <Scope kScope>
@@ -139,24 +167,21 @@ SY_DEVICE Status publish(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint6
     if (!is_alone) {
         // Asked for while others have their turns: it only grows.
         const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);
-        // At every multiple of `batch` somebody rings, so fewer blocks than that ever wait.
-        const bool is_due = base % qp.batch + num_blocks >= qp.batch;
+        const bool must_ring = is_due(qp, base, num_blocks);
         Patience patience;
-        // SYNC POINT send-turn: acquires the blocks of earlier groups and what their holders stored.
-        for (uint64_t turn = 0; (turn = ld_acquire<Scope::kGpu>(&state.published)) != base;) {
+        for (uint64_t turn = 0; (turn = load_turn(qp)) != base;) {
             const Status status = patience.check(qp, bound, SY_TAG_MLX5_TURN, turn, base);
             if (status != SY_MLX5_OK)
                 return status;
         }
-        rings = is_due || (reserved == end && ld_relaxed<Scope::kGpu>(&state.reserved) == end);
+        rings = must_ring || (reserved == end && ld_relaxed<Scope::kGpu>(&state.reserved) == end);
     }
     if (rings) {
         // NOTES: before the doorbell, because is_plausible relies on it.
         red_max_relaxed(&state.posted, end);
         ring_doorbell<kScope>(qp, end);
     }
-    // SYNC POINT send-turn: passes the turn on.
-    st_release<Scope::kGpu>(&state.published, end);
+    pass_turn(qp, end);
     return SY_MLX5_OK;
 }
 

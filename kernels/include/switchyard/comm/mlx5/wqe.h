@@ -127,8 +127,7 @@ SY_DEVICE Wqe make_write_inline_words(const Control& control, const RemoteBuffer
     set_remote(wqe, remote);
     wqe.words[8] = be32(num_words * 8 | SY_MLX5_INLINE_FLAG);
     for (uint32_t word = 0; word < 6; ++word)
-        wqe.words[9 + word] =
-            word / 2 < num_words ? (word % 2 == 0 ? low(value) : high(value)) : 0;
+        wqe.words[9 + word] = word / 2 < num_words ? (word % 2 == 0 ? low(value) : high(value)) : 0;
     wqe.words[15] = 0;
     return wqe;
 }

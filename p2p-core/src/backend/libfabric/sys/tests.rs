@@ -88,6 +88,8 @@ fn layouts_are_those_of_the_headers() {
         ("FI_GETWAIT", FI_GETWAIT as u64),
         ("FI_ENABLE", FI_ENABLE as u64),
         ("FI_EAGAIN", FI_EAGAIN as u64),
+        ("FI_ENOMEM", FI_ENOMEM as u64),
+        ("FI_EBUSY", FI_EBUSY as u64),
         ("FI_ENODATA", FI_ENODATA as u64),
         ("FI_EAVAIL", FI_EAVAIL as u64),
         ("FI_ENOKEY", FI_ENOKEY as u64),

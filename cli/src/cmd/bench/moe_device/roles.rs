@@ -1,0 +1,322 @@
+//! What processes, or threads, of the benchmark do: serve, or call.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Error, Result};
+use attention_client::{ClientModel, DeviceClient, DeviceOptions, LayerTiming, MoeClient};
+use checkpoint::Checkpoint;
+use control_api::{LayerPlacement, MemberId, PlacementTable, ServerEntry};
+use expert_server::device::DeviceOptions as ServerDevice;
+use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
+use kernels::gpu::{DeviceName, Gpu, Graph, Stream};
+use p2p_core::{SlotConfig, Transports};
+use protocol::WireDtype;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::percentile;
+use super::tensors::Tensors;
+use super::worker::Wire;
+use crate::cmd::TransportArgs;
+
+/// A part of the benchmark, as a child gets it by environment.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Role {
+    Server(Server),
+    Client(Client),
+}
+
+/// What both parts are told.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Part {
+    pub dir: PathBuf,
+    pub device: String,
+    pub dtype: String,
+    pub slot_bytes: usize,
+    pub transport: String,
+    #[cfg(feature = "verbs")]
+    pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    /// Thread blocks of the long kernels; 0 leaves it to them.
+    pub num_blocks: u32,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Server {
+    pub part: Part,
+    pub experts: Vec<u32>,
+    /// Longest wait for further clients; the default without.
+    pub gather_us: Option<u64>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Client {
+    pub part: Part,
+    pub addrs: Vec<String>,
+    /// Servers of each expert.
+    pub replicas: Vec<Vec<u32>>,
+    pub tokens: usize,
+    pub seconds: f64,
+    pub seed: u64,
+    /// Whether every output is compared with the first.
+    pub checks: bool,
+}
+
+/// What a server counted between two questions.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub(super) struct Counted {
+    pub compute_seconds: f64,
+    pub batches: f64,
+    pub batch_clients: f64,
+    pub gather_seconds: f64,
+}
+
+/// What a client measured. Times are microseconds.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct Measured {
+    pub calls: usize,
+    pub layer_us_p50: f64,
+    pub layer_us_p99: f64,
+    /// Longest call.
+    pub layer_us_max: f64,
+    pub calls_per_s: f64,
+    /// Of the last third of the time.
+    pub late_calls_per_s: f64,
+    pub late_us_p50: f64,
+    pub late_us_p99: f64,
+    pub failovers: u32,
+    pub resent_pairs: u64,
+    pub stall_us_max: f64,
+    /// Outputs that lack or double something, or calls that failed.
+    pub wrong: usize,
+}
+
+impl Role {
+    pub(super) fn play(self, wire: &mut dyn Wire) -> Result<()> {
+        match self {
+            Self::Server(server) => server.run(wire),
+            Self::Client(client) => client.run(wire),
+        }
+    }
+}
+
+impl Part {
+    fn slot(&self) -> SlotConfig {
+        SlotConfig { slot_bytes: self.slot_bytes, num_frames: NUM_FRAMES }
+    }
+
+    fn dtype(&self) -> WireDtype {
+        if self.dtype == WireDtype::F8E4m3.name() { WireDtype::F8E4m3 } else { WireDtype::Bf16 }
+    }
+
+    fn transports(&self) -> Result<Transports> {
+        let transport = self.transport.parse()?;
+        let args = TransportArgs {
+            transport,
+            #[cfg(feature = "verbs")]
+            verbs_config: self.verbs_config.clone(),
+        };
+        args.open_for_device()
+    }
+}
+
+impl Server {
+    fn run(self, wire: &mut dyn Wire) -> Result<()> {
+        let device: DeviceName = self.part.device.parse()?;
+        let selection = ExpertSelection::EveryLayer(self.experts);
+        let name = format!("bench-{}", std::process::id());
+        let mut config = ServerConfig::new(&self.part.dir, name, Placement::Static(selection));
+        let mut options = ServerDevice {
+            dtype: self.part.dtype(),
+            random_weights: true,
+            num_blocks: self.part.num_blocks,
+            ..ServerDevice::new(device)
+        };
+        if let Some(gather_us) = self.gather_us {
+            options.gather = Duration::from_micros(gather_us);
+        }
+        config.device = Some(options);
+        config.slot = self.part.slot();
+        config.transports = self.part.transports()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .context("cannot start the runtime")?;
+        let server = runtime.block_on(ExpertServer::start(config, |_| {}))?;
+        wire.tell(&json!({ "addr": server.data_addr().to_string() }));
+        let mut before = Counted::default();
+        while wire.next_line()?.is_some_and(|line| line == "stats") {
+            let now = Counted::of(&server.render_metrics()?);
+            wire.tell(&serde_json::to_value(now.since(&before))?);
+            before = now;
+        }
+        runtime.block_on(server.shutdown());
+        Ok(())
+    }
+}
+
+impl Counted {
+    /// Reads a server's metrics.
+    fn of(text: &str) -> Self {
+        let value = |name: &str| -> f64 {
+            let lines = text.lines().filter(|line| line.starts_with(name));
+            lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+        };
+        Self {
+            compute_seconds: value("switchyard_server_phase_seconds_sum{phase=\"compute\"}"),
+            batches: value("switchyard_server_phase_seconds_count{phase=\"compute\"}"),
+            batch_clients: value("switchyard_server_batch_clients_sum"),
+            gather_seconds: value("switchyard_server_phase_seconds_sum{phase=\"gather\"}"),
+        }
+    }
+
+    fn since(&self, before: &Self) -> Self {
+        Self {
+            compute_seconds: self.compute_seconds - before.compute_seconds,
+            batches: self.batches - before.batches,
+            batch_clients: self.batch_clients - before.batch_clients,
+            gather_seconds: self.gather_seconds - before.gather_seconds,
+        }
+    }
+}
+
+impl Client {
+    fn run(self, wire: &mut dyn Wire) -> Result<()> {
+        let checkpoint = Checkpoint::open(&self.part.dir)?;
+        let model = ClientModel::of(&checkpoint);
+        let gpu = Gpu::open_named(self.part.device.parse()?)?;
+        let mut options = DeviceOptions::default();
+        options.dtype = self.part.dtype();
+        options.num_blocks = self.part.num_blocks;
+        let mut client = MoeClient::builder(model.clone())
+            .placement(self.table(&model))
+            .slot(self.part.slot())
+            .transports(self.part.transports()?)
+            .build_device(gpu.clone(), options)?;
+        client.wait_ready(Duration::from_secs(60))?;
+        let layer = *model.moe_layers.first().context("no layer with experts")?;
+        let tensors = Tensors::random(&gpu, &model, self.tokens, self.seed)?;
+        let stream = gpu.stream()?;
+        // A death is looked for call by call; otherwise a graph has some layers, as an engine's has, so that
+        // the host's part of a call is not a part of the layer.
+        let graph = match self.checks {
+            true => None,
+            false => Some(record(&mut client, &stream, layer, &tensors)?),
+        };
+        let call = |client: &mut DeviceClient| {
+            let start = Instant::now();
+            if let Some(graph) = &graph {
+                let report = client.replay(&stream, graph)?;
+                let timing = LayerTiming {
+                    failovers: report.attempts - 1,
+                    stall_ns: report.stall_ns,
+                    ..LayerTiming::default()
+                };
+                return Ok((start.elapsed().as_secs_f64() * 1e6 / f64::from(GRAPH_LAYERS), timing));
+            }
+            // SAFETY: the tensors have these sizes and outlive the call.
+            let timing =
+                unsafe { client.forward(&stream, layer, &tensors.input, tensors.out.ptr()) };
+            timing.map(|timing| (start.elapsed().as_secs_f64() * 1e6, timing)).map_err(Error::from)
+        };
+        for _ in 0..WARM_UP {
+            call(&mut client)?;
+        }
+        let expected = tensors.read(&gpu)?;
+        wire.tell(&json!({ "event": "ready" }));
+        wire.next_line()?;
+        let measured = self.measure(|| call(&mut client), || tensors.is_like(&gpu, &expected))?;
+        wire.tell(&serde_json::to_value(&measured)?);
+        Ok(())
+    }
+
+    /// Calls until the time is over.
+    fn measure(
+        &self,
+        mut call: impl FnMut() -> Result<(f64, LayerTiming)>,
+        is_right: impl Fn() -> Result<bool>,
+    ) -> Result<Measured> {
+        let mut measured = Measured::default();
+        let (mut times, mut late_times) = (Vec::new(), Vec::new());
+        let start = Instant::now();
+        while start.elapsed().as_secs_f64() < self.seconds || times.len() < MIN_CALLS {
+            let (us, timing) = call()?;
+            times.push(us);
+            // Looking at outputs costs time of its own, so rates are of the calls.
+            if start.elapsed().as_secs_f64() > self.seconds * 2.0 / 3.0 {
+                late_times.push(us);
+            }
+            measured.failovers += timing.failovers;
+            measured.resent_pairs += timing.resent_pairs;
+            measured.stall_us_max = measured.stall_us_max.max(timing.stall_ns as f64 * 1e-3);
+            if self.checks && !is_right()? {
+                measured.wrong += 1;
+            }
+        }
+        let rate =
+            |times: &[f64]| times.len() as f64 / (times.iter().sum::<f64>() * 1e-6).max(1e-9);
+        measured.calls = times.len();
+        measured.calls_per_s = rate(&times);
+        measured.late_calls_per_s = rate(&late_times);
+        measured.layer_us_max = times.iter().copied().fold(0.0, f64::max);
+        measured.layer_us_p50 = percentile(&mut times, 0.5);
+        measured.layer_us_p99 = percentile(&mut times, 0.99);
+        measured.late_us_p50 = percentile(&mut late_times, 0.5);
+        measured.late_us_p99 = percentile(&mut late_times, 0.99);
+        Ok(measured)
+    }
+
+    fn table(&self, model: &ClientModel) -> PlacementTable {
+        let servers = self.addrs.iter().enumerate().filter_map(|(idx, addr)| {
+            Some(ServerEntry {
+                member_id: MemberId::parse(&format!("m-{idx}")).ok()?,
+                name: format!("server-{idx}"),
+                incarnation: 1,
+                data_addr: addr.clone(),
+            })
+        });
+        let layers = model
+            .moe_layers
+            .iter()
+            .map(|&layer| LayerPlacement { layer, replicas: self.replicas.clone() });
+        PlacementTable {
+            cluster_id: "bench".to_owned(),
+            epoch: 1,
+            model: Some(model.descriptor()),
+            servers: servers.collect(),
+            layers: layers.collect(),
+        }
+    }
+}
+
+fn record(
+    client: &mut DeviceClient,
+    stream: &Stream,
+    layer: u32,
+    tensors: &Tensors,
+) -> Result<Graph> {
+    let mut failed = None;
+    let graph = stream.capture(|stream| {
+        for _ in 0..GRAPH_LAYERS {
+            // SAFETY: the tensors have these sizes and outlive the graph.
+            let recorded = unsafe {
+                client
+                    .dispatch(stream, layer, &tensors.input)
+                    .and_then(|handle| client.combine(stream, handle, tensors.out.ptr()))
+            };
+            failed = failed.take().or(recorded.err());
+        }
+        Ok(())
+    })?;
+    match failed {
+        Some(error) => Err(error).context("a layer cannot be recorded"),
+        None => Ok(graph),
+    }
+}
+
+const NUM_FRAMES: usize = 2;
+/// Layers of a recorded graph.
+const GRAPH_LAYERS: u32 = 8;
+const WARM_UP: usize = 10;
+const MIN_CALLS: usize = 21;

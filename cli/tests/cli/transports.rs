@@ -1,0 +1,80 @@
+//! What the command says of transports, and which flags go with which.
+
+use super::{fails, run};
+
+/// What `bench p2p` says of a mistake in usage.
+fn refusal(args: &[&str]) -> String {
+    let output = run(&[&["bench", "p2p"], args].concat(), &[]);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {text}");
+    text
+}
+
+#[test]
+fn flags_of_another_measurement_are_refused_by_name() {
+    for (flag, value) in [
+        ("--senders", "2"),
+        ("--receivers", "2"),
+        ("--min-bytes", "8"),
+        ("--max-bytes", "64"),
+        ("--slot-bytes", "65536"),
+        ("--slot-frames", "2"),
+    ] {
+        for engine in [&["--transport", "tcp"][..], &["--transport", "libfabric", "--depth", "2"]] {
+            let text = refusal(&[engine, &[flag, value]].concat());
+            let told = format!("{flag} would do nothing with the message engine");
+            assert!(text.contains(&told), "{text}");
+        }
+    }
+    let text = refusal(&["--transport", "cma", "--no-pin"]);
+    assert!(text.contains("--no-pin would do nothing"), "{text}");
+    for (flag, value) in
+        [("--slot-bytes", "65536"), ("--transport", "shm"), ("--seed", "3"), ("--sizes", "1M")]
+    {
+        let text = refusal(&["--device", "cuda", flag, value]);
+        assert!(text.contains(&format!("{flag} would do nothing with --device")), "{text}");
+    }
+    // Variables may be meant for other commands.
+    let args = ["bench", "p2p", "--transport", "cma", "--sizes", "4K", "--num-iovs", "1", "--json"];
+    let output = run(&args, &[("SWITCHYARD_SLOT_FRAMES", "3"), ("SWITCHYARD_ITERATIONS", "5")]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+#[cfg(feature = "verbs")]
+fn settings_of_verbs_are_taken_with_verbs_only() {
+    let config = r#"{"gid_index": 3, "traffic_class": 106}"#;
+    for args in [
+        &["--transport", "shm"][..],
+        &["--transport", "tcp"],
+        &["--transport", "libfabric", "--sizes", "1K"],
+    ] {
+        let text = refusal(&[args, &["--verbs-config", config]].concat());
+        assert!(text.contains("--verbs-config would do nothing"), "{text}");
+    }
+    refusal(&["--transport", "verbs", "--verbs-config", r#"{"gid": 3}"#]);
+    // No such port anywhere: the text got as far as the devices, by slots and by the engine.
+    for more in [&[][..], &["--sizes", "1K"]] {
+        let args = ["bench", "p2p", "--transport", "verbs:nonesuch", "--verbs-config", config];
+        let line = fails(&[&args, more].concat(), &[]);
+        assert!(line.contains("RDMA") || line.contains("nonesuch"), "{line}");
+    }
+}
+
+#[test]
+#[cfg(feature = "libfabric")]
+fn doctor_looks_for_libfabric_as_the_transport_does() {
+    let check = |env: &[(&str, &str)]| {
+        let output = run(&["doctor", "--json"], env);
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let groups = report["groups"].as_array().expect("groups").iter();
+        let mut checks = groups.flat_map(|group| group["checks"].as_array().expect("checks"));
+        let check = checks.find(|check| check["name"] == "libfabric").expect("libfabric");
+        (check["verdict"].as_str().expect("text").to_owned(), check["found"].to_string())
+    };
+    let (verdict, found) = check(&[("SWITCHYARD_LIBFABRIC_SO", "/nonexistent/libfabric.so")]);
+    assert_eq!(verdict, "absent");
+    assert!(found.contains("/nonexistent/libfabric.so"), "{found}");
+    // It needs no tool of the system's administrator.
+    assert_eq!(check(&[("PATH", "/nonexistent")]), check(&[]));
+}

@@ -1,0 +1,306 @@
+// The batch of expert_recv: what its blocks share, and which frames it takes.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/link.cuh"
+#include "switchyard/comm/wait.cuh"
+#include "switchyard/device_abi.h"
+#include "switchyard/impls/frames.cuh"
+#include "switchyard/impls/rows.cuh"
+#include "switchyard/layout/slot.cuh"
+#include "switchyard/ptx/memory.cuh"
+#include "switchyard/ptx/sync.cuh"
+
+namespace switchyard::impls {
+
+constexpr uint32_t kRecvBlocks = SY_RECV_BLOCKS;
+constexpr uint32_t kRecvThreads = SY_RECV_THREADS; // a warp per client waits for its frame
+static_assert(kRecvThreads / 32 == SY_MAX_PEERS, "a warp per client");
+constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
+// Between two phases an entry is expert << kRankBits | rank within the block.
+constexpr uint32_t kRankBits = SY_RANK_BITS;
+static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
+
+struct RecvSnapshot {
+    uint64_t number[SY_MAX_PEERS];
+    uint32_t taken; // clients, as a mask
+    uint32_t expected;
+    uint32_t layer;
+    uint32_t next_client;
+    uint32_t waited_ns[SY_MAX_PEERS];
+    uint32_t num_rows[SY_MAX_PEERS];
+    uint32_t place[SY_MAX_PEERS];
+};
+
+// Entries that a block makes into lists in its shared memory first: scattered stores to memory pass at one
+// per clock.
+constexpr uint32_t kStagedEntries = 4096;
+
+struct RecvShared {
+    RecvSnapshot snapshot;
+    // SY_ERROR_* of a client's frame: found in its entries, found in its rows, and known to all blocks.
+    uint32_t entry_code[SY_MAX_PEERS];
+    uint32_t row_code[SY_MAX_PEERS];
+    uint32_t bad_code[SY_MAX_PEERS];
+    uint32_t any_bad; // a code in any block
+    uint32_t row_begin[SY_MAX_PEERS + 1];
+    sy_client_peer clients[SY_MAX_PEERS];
+    uint32_t histogram[SY_MAX_EXPERTS];
+    int16_t local_expert[SY_MAX_EXPERTS];
+    uint32_t base[SY_MAX_EXPERTS];
+    uint32_t warp_sums[32];
+    uint2 staged[kStagedEntries]; // row and weight, by position
+};
+
+__device__ __forceinline__ void cluster_barrier() {
+    ptx::barrier_cluster_arrive_release();
+    ptx::barrier_cluster_wait_acquire();
+}
+
+// SY_ERROR_* of a header, 0 when it is good.
+__device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& params,
+                                                 const sy_client_peer& client, uint64_t frame,
+                                                 uint64_t min_epoch, uint32_t num_rows,
+                                                 uint32_t* layer) {
+    const sy_frame_geometry& geometry = params.geometry;
+    sy_frame_header header;
+    uint4* words = reinterpret_cast<uint4*>(&header);
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(header) / sizeof(uint4); ++i)
+        words[i] = reinterpret_cast<const uint4*>(frame)[i];
+    *layer = header.layer;
+    if (header.magic != SY_DEVICE_FRAME_MAGIC || header.kind != SY_KIND_DISPATCH)
+        return SY_ERROR_BAD_FRAME;
+    if (header.version != SY_DEVICE_ABI_VERSION)
+        return SY_ERROR_VERSION;
+    if (header.client_id != client.client_id || header.generation != client.generation)
+        return SY_ERROR_STALE_CHANNEL;
+    if (header.epoch < min_epoch)
+        return SY_ERROR_STALE_EPOCH;
+    if (header.layer >= params.num_layers)
+        return SY_ERROR_WRONG_LAYER;
+    const bool is_good =
+        num_rows <= geometry.max_tokens && header.num_tokens == num_rows &&
+        header.num_entries == num_rows * geometry.top_k && header.hidden == geometry.hidden &&
+        header.dtype == geometry.dtype && header.response_dtype == SY_DTYPE_BF16 &&
+        header.flags == 0 && header.frame_idx == 0 && header.num_frames == 1 &&
+        header.row_stride_bytes == geometry.row_stride_bytes && header.tokens_offset == 0 &&
+        header.entries_offset == geometry.entries_offset &&
+        header.scales_offset == geometry.scales_offset &&
+        header.payload_offset == geometry.payload_offset &&
+        header.total_bytes ==
+            geometry.payload_offset + uint64_t{num_rows} * geometry.row_stride_bytes &&
+        (header.header_crc | header.payload_crc | header.server_queue_ns |
+         header.server_compute_ns | header.reserved[0] | header.reserved[1] | header.reserved[2] |
+         header.reserved[3]) == 0;
+    return is_good ? 0 : SY_ERROR_BAD_FRAME;
+}
+
+// Tells a client that its frame is refused. Its combine sees the status while it waits.
+template <uint32_t kWays>
+__device__ __forceinline__ void refuse(const RecvShared& shared,
+                                       const sy_expert_recv_params& params, uint32_t client_idx,
+                                       uint64_t number, uint32_t code) {
+    comm::signal_relaxed<kWays>(shared.clients[client_idx].response,
+                                params.geometry.response_control_offset +
+                                    SY_WORD_STATUS(layout::ring_place(params.geometry, number)),
+                                number << SY_STATUS_SHIFT | code);
+    comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
+                       number);
+}
+
+// Tells a client that its frame is in work, because its deadline counts silence. An empty one is answered
+// by that.
+template <uint32_t kWays>
+__device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
+                                           const sy_client_peer& client, uint64_t number,
+                                           uint32_t num_rows) {
+    const sy_frame_geometry& geometry = params.geometry;
+    // Answers will be stored over those to an earlier frame, which a NIC may still have to read.
+    comm::await_reuse<kWays>(client.response);
+    comm::add_relaxed<kWays>(client.response, geometry.response_control_offset + SY_WORD_PROGRESS,
+                             1);
+    if (num_rows == 0)
+        comm::signal<kWays>(
+            client.response,
+            layout::response_flag_at(
+                layout::response_frame(geometry, layout::ring_place(geometry, number)), 0),
+            number);
+}
+
+// What one look at the clients found, by lane.
+struct Arrivals {
+    uint64_t number;
+    uint64_t min_epoch;
+    uint64_t seen_ns; // when the frame was seen first
+    uint32_t expected; // clients that were waited for, as a mask
+    uint32_t start; // client where the search for a layer begins
+    uint32_t num_rows; // kRowsUnknown before the header is there
+    bool is_dead;
+};
+
+// Waits until `wanted` clients, and everybody whom `gather` tells to wait for, have a header or are known
+// to be dead. One warp, a lane per client.
+__device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
+                                                  const sy_expert_recv_params& params,
+                                                  sy_gather gather, uint32_t wanted) {
+    const uint32_t client_idx = threadIdx.x;
+    const bool is_client = client_idx < params.num_clients;
+    const comm::WaitBound bound = {
+        &params.state->error, params.abort_mask, nullptr, nullptr, nullptr, params.timeout_ns};
+    const uint32_t all = 0xffffffffu >> (32 - params.num_clients);
+    Arrivals seen = {0,
+                     0,
+                     0,
+                     params.state->last_clients & gather.clients & all,
+                     params.state->next_client,
+                     kRowsUnknown,
+                     false};
+    if (is_client)
+        seen.number = params.state->taken[client_idx] + 1;
+    if (params.min_epoch != nullptr)
+        seen.min_epoch = *params.min_epoch;
+    const FrameAt frame =
+        frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
+    uint64_t start_ns = 0, first_ns = 0, begin_ns = 0;
+    for (uint32_t num_polls = 1;; ++num_polls) {
+        const bool was_ready = seen.num_rows != kRowsUnknown;
+        if (is_client && !was_ready)
+            seen.num_rows = accepted_rows(frame);
+        const bool is_ready = seen.num_rows != kRowsUnknown;
+        if (is_ready && !was_ready)
+            seen.seen_ns = ptx::mov_globaltimer();
+        const uint32_t settled = __ballot_sync(kFullWarp, is_ready || seen.is_dead);
+        const bool is_awaited =
+            (seen.expected & ~settled) != 0 &&
+            !__any_sync(kFullWarp, comm::elapsed_ns(&begin_ns) > gather.within_ns);
+        if (__popc(settled) >= wanted && !is_awaited)
+            return seen;
+        // Whoever came first waits for the others only so long.
+        if (params.gather_ns != 0 && __any_sync(kFullWarp, seen.num_rows != kRowsUnknown) &&
+            __any_sync(kFullWarp, comm::elapsed_ns(&first_ns) > params.gather_ns))
+            return seen;
+        if (num_polls % comm::kPollsPerCheck != 0)
+            continue;
+        seen.is_dead = is_client && comm::is_aborted(bound, client_idx);
+        if (__any_sync(kFullWarp, comm::elapsed_ns(&start_ns) > params.timeout_ns))
+            return seen;
+    }
+}
+
+// Chooses the batch among the frames that are there. One warp, a lane per client.
+template <uint32_t kWays>
+__device__ __forceinline__ void choose_batch(RecvShared& shared,
+                                             const sy_expert_recv_params& params,
+                                             const Arrivals& seen, uint32_t wanted) {
+    const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t lane_idx = threadIdx.x;
+    const bool is_client = lane_idx < params.num_clients;
+    const bool is_ready = seen.num_rows != kRowsUnknown;
+    const sy_client_peer& client = shared.clients[is_client ? lane_idx : 0];
+    const uint64_t number = seen.number;
+    const uint32_t place = layout::ring_place(geometry, number);
+    // An idle server is no error; with min_ready above 1 and no time to gather the caller expected so
+    // many. Who is dead is to blame then, or everybody who did not come in time.
+    const uint32_t num_ready = __popc(__ballot_sync(kFullWarp, is_ready));
+    const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
+    if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted) {
+        const bool is_dead = seen.is_dead;
+        if (is_dead || num_settled < wanted)
+            comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
+                               is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
+    }
+
+    uint32_t layer = 0, code = 0;
+    if (is_ready)
+        code = check_header(params, client, client.request + layout::request_frame(geometry, place),
+                            seen.min_epoch, seen.num_rows, &layer);
+    const uint32_t good = __ballot_sync(kFullWarp, is_ready && code == 0);
+    // The first good client from `start` on sets the layer; the others of that layer join.
+    const uint32_t from_start = good & ~((1u << seen.start) - 1);
+    const uint32_t leader = good == 0 ? 0 : __ffs(from_start != 0 ? from_start : good) - 1;
+    const uint32_t batch_layer = __shfl_sync(kFullWarp, layer, leader);
+    const bool joins = (good >> lane_idx & 1) != 0 && layer == batch_layer;
+    // As many clients as the lists have room for, the leader first; the rest stay for the next batch.
+    const uint32_t rank = (lane_idx - leader) & 31;
+    uint32_t sum = joins ? seen.num_rows : 0;
+    uint32_t rows_upto = 0;
+    for (uint32_t other = 0; other < params.num_clients; ++other) {
+        const uint32_t rows = __shfl_sync(kFullWarp, sum, other);
+        if (((other - leader) & 31) <= rank)
+            rows_upto += rows;
+    }
+    const bool is_taken = joins && rows_upto <= params.lists.max_rows;
+    const uint32_t taken = __ballot_sync(kFullWarp, is_taken);
+    shared.snapshot.num_rows[lane_idx] = is_taken ? seen.num_rows : 0;
+    shared.snapshot.place[lane_idx] = place;
+    shared.snapshot.number[lane_idx] = number;
+    if (lane_idx == 0) {
+        shared.snapshot.taken = taken;
+        shared.snapshot.expected = seen.expected;
+        shared.snapshot.layer = taken != 0 ? batch_layer : 0;
+        shared.snapshot.next_client = leader + 1 == params.num_clients ? 0 : leader + 1;
+    }
+    const uint64_t waited_ns = is_taken ? ptx::mov_globaltimer() - seen.seen_ns : 0;
+    shared.snapshot.waited_ns[lane_idx] =
+        static_cast<uint32_t>(min(waited_ns, uint64_t{0xffffffffu}));
+    if (code != 0) {
+        params.state->taken[lane_idx] = number;
+        refuse<kWays>(shared, params, lane_idx, number, code);
+        atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
+    }
+}
+
+// Notes what was chosen, here and with the clients. One warp, a lane per client.
+// NOTES: a cluster's barrier waits for what has been stored before it, and a store to a client takes a
+// microsecond: so this comes behind the barrier, and is no business of the block that makes lists.
+template <uint32_t kWays>
+__device__ __forceinline__ void note_batch(const RecvShared& shared,
+                                           const sy_expert_recv_params& params) {
+    const uint32_t lane_idx = threadIdx.x;
+    const RecvSnapshot& snapshot = shared.snapshot;
+    if (lane_idx == 0) {
+        params.state->last_clients = snapshot.taken;
+        if (snapshot.taken != 0) {
+            params.state->next_client = snapshot.next_client;
+            params.state->num_batches += 1;
+        }
+    }
+    if ((snapshot.taken >> lane_idx & 1) == 0)
+        return;
+    params.state->taken[lane_idx] = snapshot.number[lane_idx];
+    tell_taken<kWays>(params, shared.clients[lane_idx], snapshot.number[lane_idx],
+                      snapshot.num_rows[lane_idx]);
+}
+
+__device__ __forceinline__ uint32_t client_of_row(const RecvShared& shared, uint32_t num_clients,
+                                                  uint32_t row) {
+    uint32_t client_idx = 0;
+    for (uint32_t i = 1; i < num_clients; ++i)
+        client_idx += row >= shared.row_begin[i] ? 1 : 0;
+    return client_idx;
+}
+
+// Rows of the clients without a bad code, one after the other. One warp.
+__device__ __forceinline__ void number_rows(RecvShared& shared) {
+    const uint32_t lane_idx = threadIdx.x;
+    uint32_t upto = shared.bad_code[lane_idx] == 0 ? shared.snapshot.num_rows[lane_idx] : 0;
+    for (uint32_t delta = 1; delta < 32; delta <<= 1) {
+        const uint32_t below = __shfl_up_sync(kFullWarp, upto, delta);
+        if (lane_idx >= delta)
+            upto += below;
+    }
+    shared.row_begin[lane_idx + 1] = upto;
+    if (lane_idx == 0)
+        shared.row_begin[0] = 0;
+}
+
+__device__ __forceinline__ uint64_t frame_of(const RecvShared& shared,
+                                             const sy_expert_recv_params& params,
+                                             uint32_t client_idx) {
+    return shared.clients[client_idx].request +
+           layout::request_frame(params.geometry, shared.snapshot.place[client_idx]);
+}
+
+} // namespace switchyard::impls

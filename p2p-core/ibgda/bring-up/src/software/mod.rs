@@ -1,0 +1,216 @@
+//! A software NIC behind the functions of libibverbs and libmlx5, for rehearsals without hardware: what
+//! is posted is executed by `softnic`, between processes of one host.
+//!
+//! Memory that peers may reach must begin at a page. Its pages are replaced by ones of a shared segment,
+//! which hold the same bytes; the last page wholly.
+
+mod devx;
+mod verbs;
+
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use ibgda::{Libraries, LibraryError, ffi};
+use p2p_core::Region;
+use softnic::format::Syndrome;
+use softnic::{
+    ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
+};
+
+/// The functions, over a NIC of this process.
+pub(crate) fn libraries() -> Result<Libraries, LibraryError> {
+    // SAFETY: every function is that of the name, with the signature of `ffi`.
+    unsafe {
+        Libraries::of_functions("the software NIC", |name| verbs::find(name).or(devx::find(name)))
+    }
+}
+
+/// What posters did that no correct driver does.
+pub(crate) fn violations() -> Vec<String> {
+    match DEVICE_STATE.get() {
+        Some(Ok(device)) => {
+            device.nic.lock().violations().iter().map(ToString::to_string).collect()
+        }
+        Some(Err(_)) | None => Vec::new(),
+    }
+}
+
+/// Serves a queue pair no more, until its reset.
+pub(crate) fn stall(qpn: u32) -> io::Result<()> {
+    inject(Fault::Stall { qpn })
+}
+
+/// Fails a queue pair's next request, in a way that no stage expects.
+pub(crate) fn fail(qpn: u32) -> io::Result<()> {
+    inject(Fault::Fail { qpn, nth: 0, syndrome: Syndrome::RemoteOp })
+}
+
+fn inject(fault: Fault) -> io::Result<()> {
+    let device = device().ok_or_else(io::Error::last_os_error)?;
+    device.nic.lock().inject(fault).map_err(io::Error::other)
+}
+
+/// The NIC and what was made from it.
+struct Device {
+    nic: NicThread,
+    made: Mutex<Made>,
+}
+
+#[derive(Default)]
+struct Made {
+    /// Protection domains by number, from 1.
+    domains: Vec<Domain>,
+    umems: HashMap<u32, Region>,
+    uars: HashMap<u32, Region>,
+    next_id: u32,
+}
+
+impl Made {
+    fn fresh_id(&mut self) -> u32 {
+        self.next_id += 1;
+        self.next_id
+    }
+}
+
+static DEVICE_STATE: OnceLock<io::Result<Device>> = OnceLock::new();
+
+/// `None`, with `errno` set, where there can be no NIC.
+fn device() -> Option<&'static Device> {
+    let state = DEVICE_STATE.get_or_init(|| {
+        let config =
+            NicConfig { is_strict: true, doorbell: DoorbellMode::Checked, ..NicConfig::default() };
+        let nic = Nic::new(config).map_err(io::Error::other)?;
+        Ok(Device { nic: NicThread::spawn(nic)?, made: Mutex::default() })
+    });
+    match state {
+        Ok(device) => Some(device),
+        Err(error) => {
+            tracing::error!(%error, "there is no software NIC");
+            set_errno(libc::ENODEV);
+            None
+        }
+    }
+}
+
+impl Device {
+    fn made(&self) -> MutexGuard<'_, Made> {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Registers memory of this process.
+    ///
+    /// # Safety
+    /// The memory is mapped, readable and writable, until it is deregistered; nobody writes it meanwhile.
+    unsafe fn register(
+        &self,
+        domain: Domain,
+        address: *mut c_void,
+        bytes: usize,
+        is_for_peers: bool,
+    ) -> Result<Keys, c_int> {
+        // SAFETY: the caller keeps the memory.
+        let view = unsafe { borrow(address, bytes) }.ok_or(libc::EINVAL)?;
+        if !is_for_peers {
+            let access = softnic::Access::LOCAL_WRITE;
+            return self.nic.lock().register_local(domain, &view, access).map_err(refuse);
+        }
+        // SAFETY: as above.
+        let segment = unsafe { share(address, bytes) }?;
+        self.nic.lock().register_view(domain, &segment, &view, softnic::Access::ALL).map_err(refuse)
+    }
+}
+
+/// A region of memory that somebody else frees. `None` for no address or no bytes.
+///
+/// # Safety
+/// The memory stays mapped as long as the NIC uses the region.
+unsafe fn borrow(address: *mut c_void, bytes: usize) -> Option<Region> {
+    // SAFETY: the caller's promise.
+    unsafe { Region::of_owner(address.cast(), bytes, Arc::new(())) }
+}
+
+/// Puts a segment with the same bytes in the place of pages of this process.
+///
+/// # Safety
+/// As for [`Device::register`].
+unsafe fn share(address: *mut c_void, bytes: usize) -> Result<Segment, c_int> {
+    if !address.addr().is_multiple_of(PAGE_BYTES) {
+        tracing::error!(?address, "memory for peers of the software NIC must begin at a page");
+        return Err(libc::EINVAL);
+    }
+    let segment = Segment::create(bytes).map_err(|error| {
+        tracing::error!(%error, "no shared memory for the software NIC");
+        libc::ENOMEM
+    })?;
+    let descriptor = c_int::try_from(segment.descriptor()).map_err(|_| libc::EMFILE)?;
+    let whole = segment.region().len();
+    // SAFETY: so many bytes are mapped at both; the new pages take the place of the old ones whole, which
+    // belong to the caller's memory.
+    let placed = unsafe {
+        ptr::copy_nonoverlapping(address.cast::<u8>(), segment.region().as_ptr().as_ptr(), bytes);
+        let (rights, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        libc::mmap(address, whole, rights, flags, descriptor, 0)
+    };
+    if placed == libc::MAP_FAILED { Err(errno()) } else { Ok(segment) }
+}
+
+/// The system's code for a refusal of the NIC, which is logged.
+fn refuse(error: ControlError) -> c_int {
+    tracing::error!(%error, "the software NIC refuses");
+    match error {
+        ControlError::Full { .. } => libc::ENOSPC,
+        ControlError::Segment(_) => libc::EHOSTUNREACH,
+        _ => libc::EINVAL,
+    }
+}
+
+/// The result, or null with `errno` set.
+fn or_null<T>(result: Result<*mut T, c_int>) -> *mut T {
+    result.unwrap_or_else(|code| {
+        set_errno(code);
+        ptr::null_mut()
+    })
+}
+
+/// The code that the result stands for.
+fn code_of(result: Result<(), c_int>) -> c_int {
+    result.err().unwrap_or(0)
+}
+
+fn give<T>(value: T) -> *mut T {
+    Box::into_raw(Box::new(value))
+}
+
+/// Frees what [`give`] gave.
+///
+/// # Safety
+/// `object` comes from [`give`], and nobody uses it any more.
+unsafe fn take<T>(object: *mut c_void) -> T {
+    // SAFETY: the caller's promise.
+    *unsafe { Box::from_raw(object.cast::<T>()) }
+}
+
+/// A function as [`Libraries`] looks it up.
+fn function(address: *const ()) -> Option<NonNull<c_void>> {
+    NonNull::new(address.cast_mut().cast())
+}
+
+fn errno() -> c_int {
+    io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}
+
+fn set_errno(code: c_int) {
+    // SAFETY: this thread's own word.
+    unsafe { *libc::__errno_location() = code };
+}
+
+const PAGE_BYTES: usize = 4096;
+/// The only address index.
+const GID_IDX: c_int = 0;
+/// Rights of peers, of which a registration has all or none.
+const PEER_RIGHTS: c_int =
+    ffi::ACCESS_REMOTE_WRITE | ffi::ACCESS_REMOTE_READ | ffi::ACCESS_REMOTE_ATOMIC;

@@ -1,0 +1,244 @@
+//! Memory that a NIC knows: registered for requests and peers, or for the firmware.
+
+use std::ffi::c_int;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use super::{Nic, NicError};
+use crate::ffi::{self, Umem, UmemIn};
+
+/// How a region became known to the NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RegisteredBy {
+    /// Host memory.
+    Host,
+    /// GPU memory by a descriptor of its pages.
+    DmaBuf,
+    /// GPU memory by its address: the module `nvidia_peermem` is there.
+    PeerMemory,
+}
+
+impl Nic {
+    /// Registers host memory.
+    ///
+    /// # Safety
+    /// The memory stays allocated as long as the result lives, and whoever else uses it expects that
+    /// the NIC writes into it.
+    ///
+    /// # Errors
+    /// [`NicError::Call`].
+    pub unsafe fn register_host(
+        self: &Arc<Self>,
+        memory: NonNull<u8>,
+        bytes: usize,
+        rights: Rights,
+    ) -> Result<Registration, NicError> {
+        // SAFETY: the caller keeps the memory.
+        let mr = unsafe {
+            (self.libraries.verbs.ibv_reg_mr)(
+                self.pd.as_ptr(),
+                memory.as_ptr().cast(),
+                bytes,
+                rights.flags(),
+            )
+        };
+        let mr = NonNull::new(mr).ok_or_else(|| {
+            self.last_error("ibv_reg_mr", "the limit of locked memory (ulimit -l) may be too low")
+        })?;
+        Ok(Registration { nic: Arc::clone(self), mr, by: RegisteredBy::Host })
+    }
+
+    /// Registers GPU memory: by dma-buf, then by its address. Never with relaxed ordering, since flags
+    /// must not overtake what they announce.
+    ///
+    /// # Safety
+    /// As [`register_host`](Self::register_host); `dma_buf` describes the memory, from `offset` on.
+    ///
+    /// # Errors
+    /// [`NicError::GpuMemory`], saying how both ways failed.
+    pub unsafe fn register_gpu(
+        self: &Arc<Self>,
+        address: u64,
+        bytes: u64,
+        dma_buf: Option<(BorrowedFd<'_>, u64)>,
+        rights: Rights,
+    ) -> Result<Registration, NicError> {
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let mut first = "the GPU's driver gives no descriptor".to_owned();
+        if let Some((descriptor, offset)) = dma_buf {
+            // SAFETY: the caller keeps the memory; the descriptor is open.
+            let mr = unsafe {
+                (self.libraries.verbs.ibv_reg_dmabuf_mr)(
+                    self.pd.as_ptr(),
+                    offset,
+                    len,
+                    address,
+                    descriptor.as_raw_fd(),
+                    rights.flags(),
+                )
+            };
+            if let Some(mr) = NonNull::new(mr) {
+                let by = RegisteredBy::DmaBuf;
+                return Ok(Registration { nic: Arc::clone(self), mr, by });
+            }
+            first = io::Error::last_os_error().to_string();
+            tracing::debug!(nic = self.name, error = first, "no registration by dma-buf");
+        }
+        let pointer = ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0));
+        // SAFETY: the caller keeps the memory; the kernel asks the GPU's driver for its pages.
+        let mr = unsafe {
+            (self.libraries.verbs.ibv_reg_mr)(self.pd.as_ptr(), pointer, len, rights.flags())
+        };
+        match NonNull::new(mr) {
+            Some(mr) => {
+                Ok(Registration { nic: Arc::clone(self), mr, by: RegisteredBy::PeerMemory })
+            }
+            None => Err(NicError::GpuMemory {
+                device: self.name.clone(),
+                bytes,
+                dma_buf: first,
+                by_address: io::Error::last_os_error(),
+            }),
+        }
+    }
+
+    /// Makes memory known to the firmware, for queues.
+    ///
+    /// # Safety
+    /// The memory stays allocated as long as the result lives.
+    pub(crate) unsafe fn register_umem(
+        self: &Arc<Self>,
+        address: u64,
+        bytes: usize,
+        dma_buf: Option<(BorrowedFd<'_>, u64)>,
+    ) -> Result<UmemOwner, NicError> {
+        let access = u32::try_from(ffi::ACCESS_LOCAL_WRITE).unwrap_or(1);
+        let mlx5 = &self.libraries.mlx5;
+        if let Some((descriptor, offset)) = dma_buf {
+            let mut input = UmemIn {
+                addr: ptr::with_exposed_provenance_mut(usize::try_from(offset).unwrap_or(0)),
+                size: bytes,
+                access,
+                pgsz_bitmap: !4095,
+                comp_mask: ffi::UMEM_MASK_DMABUF,
+                dmabuf_fd: descriptor.as_raw_fd(),
+            };
+            // SAFETY: the caller keeps the memory; with the mask, `addr` is an offset.
+            let umem = unsafe { (mlx5.mlx5dv_devx_umem_reg_ex)(self.context(), &raw mut input) };
+            if let Some(umem) = NonNull::new(umem) {
+                return Ok(UmemOwner { nic: Arc::clone(self), umem });
+            }
+            let error = io::Error::last_os_error();
+            tracing::debug!(nic = self.name, %error, "no queue memory by dma-buf");
+        }
+        let pointer = ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0));
+        // SAFETY: the caller keeps the memory.
+        let umem = unsafe { (mlx5.mlx5dv_devx_umem_reg)(self.context(), pointer, bytes, access) };
+        let umem = NonNull::new(umem).ok_or_else(|| {
+            let advice = "memory of queues must be reachable by the NIC: nvidia_peermem or dma-buf";
+            self.last_error("mlx5dv_devx_umem_reg", advice)
+        })?;
+        Ok(UmemOwner { nic: Arc::clone(self), umem })
+    }
+}
+
+/// Who may use registered memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rights {
+    /// Requests of this side.
+    Own,
+    /// Requests of this side, and the peer that gets the remote key: by writes, reads and atomics.
+    Peer,
+}
+
+impl Rights {
+    const fn flags(self) -> c_int {
+        match self {
+            Self::Own => ffi::ACCESS_LOCAL_WRITE,
+            Self::Peer => {
+                ffi::ACCESS_LOCAL_WRITE
+                    | ffi::ACCESS_REMOTE_WRITE
+                    | ffi::ACCESS_REMOTE_READ
+                    | ffi::ACCESS_REMOTE_ATOMIC
+            }
+        }
+    }
+}
+
+/// Memory that a NIC knows, until dropped.
+#[derive(Debug)]
+pub struct Registration {
+    nic: Arc<Nic>,
+    mr: NonNull<ffi::Mr>,
+    by: RegisteredBy,
+}
+
+// SAFETY: the key may be used and given back by any thread.
+unsafe impl Send for Registration {}
+// SAFETY: the same; reading the keys changes nothing.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    /// For requests of this side. Never leaves the process.
+    #[must_use]
+    pub fn local_key(&self) -> u32 {
+        // SAFETY: registered until drop.
+        unsafe { self.mr.as_ref() }.lkey
+    }
+
+    /// For the one peer that may use the memory.
+    #[must_use]
+    pub fn remote_key(&self) -> u32 {
+        // SAFETY: registered until drop.
+        unsafe { self.mr.as_ref() }.rkey
+    }
+
+    /// How it was registered.
+    #[must_use]
+    pub const fn by(&self) -> RegisteredBy {
+        self.by
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: registered once, given back once.
+        let code = unsafe { (self.nic.libraries.verbs.ibv_dereg_mr)(self.mr.as_ptr()) };
+        if code != 0 {
+            let error = io::Error::from_raw_os_error(code);
+            tracing::error!(nic = self.nic.name, %error, "a registration cannot be given back");
+        }
+    }
+}
+
+/// Memory that the firmware knows, until dropped.
+#[derive(Debug)]
+pub(crate) struct UmemOwner {
+    nic: Arc<Nic>,
+    umem: NonNull<Umem>,
+}
+
+// SAFETY: used by one owner at a time; the library has no tie to threads.
+unsafe impl Send for UmemOwner {}
+// SAFETY: shared references only read the number.
+unsafe impl Sync for UmemOwner {}
+
+impl UmemOwner {
+    pub(crate) fn id(&self) -> u32 {
+        // SAFETY: registered until drop.
+        unsafe { self.umem.as_ref() }.umem_id
+    }
+}
+
+impl Drop for UmemOwner {
+    fn drop(&mut self) {
+        // SAFETY: registered once, given back once.
+        let code = unsafe { (self.nic.libraries.mlx5.mlx5dv_devx_umem_dereg)(self.umem.as_ptr()) };
+        if code != 0 {
+            let error = io::Error::from_raw_os_error(code);
+            tracing::error!(nic = self.nic.name, %error, "queue memory cannot be given back");
+        }
+    }
+}

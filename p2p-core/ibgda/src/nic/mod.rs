@@ -1,0 +1,441 @@
+//! A port of an mlx5 NIC, opened for queues that a GPU posts on.
+
+mod capability;
+mod memory;
+mod open;
+
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::path::PathBuf;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use self::capability::{DeviceLimits, query_limits};
+use self::open::{Closer, Opened, open_device, query_port};
+use crate::access::PageTable;
+use crate::ffi::{self, AhAttributes, DvAh, DvObject, DvPd, GlobalRoute, InOut};
+use crate::library::{Libraries, LibraryError};
+use crate::prm::{self, AtomicCapabilities, CapabilityKind, GeneralCapabilities, Refused};
+
+pub(crate) use self::capability::MAX_READS;
+pub(crate) use self::memory::UmemOwner;
+pub use self::memory::{RegisteredBy, Registration, Rights};
+
+/// Which NIC and how to use its port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NicConfig {
+    /// Name, such as `mlx5_0`; `None` takes the first mlx5 device.
+    pub device: Option<String>,
+    /// Port, from 1.
+    pub port: u8,
+    /// Index of the address; `None` takes the first RoCE v2 address over IPv4, else over IPv6, and 0 on
+    /// InfiniBand.
+    pub gid_idx: Option<u8>,
+    /// Differentiated services and congestion bits of packets.
+    pub traffic_class: u8,
+    /// Service level, or priority on Ethernet.
+    pub service_level: u8,
+    /// Below which `sys/class` is; `/` except in tests.
+    pub root: PathBuf,
+}
+
+impl Default for NicConfig {
+    fn default() -> Self {
+        Self {
+            device: None,
+            port: 1,
+            gid_idx: None,
+            traffic_class: 0,
+            service_level: 0,
+            root: PathBuf::from("/"),
+        }
+    }
+}
+
+/// A NIC, memory or a queue could not be prepared.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum NicError {
+    /// A library is missing.
+    #[error(transparent)]
+    Library(#[from] LibraryError),
+    /// A call of libibverbs or libmlx5 failed.
+    #[error("{device}: {call} failed: {source}; {advice}")]
+    Call {
+        /// NIC.
+        device: String,
+        /// Function.
+        call: &'static str,
+        /// The system's answer.
+        source: io::Error,
+        /// What to look at.
+        advice: &'static str,
+    },
+    /// The firmware refused a command.
+    #[error("{device}: {source}")]
+    Refused {
+        /// NIC.
+        device: String,
+        /// What and why.
+        source: Refused,
+    },
+    /// No such device.
+    #[error("no mlx5 device{}: found {}; a ConnectX-5 or later with the driver mlx5_core is needed", wanted.as_ref().map(|name| format!(" `{name}`")).unwrap_or_default(), if found.is_empty() { "no RDMA device".to_owned() } else { found.join(", ") })]
+    Absent {
+        /// Name that was asked for.
+        wanted: Option<String>,
+        /// Devices of the host, with their drivers.
+        found: Vec<String>,
+    },
+    /// The port cannot be used.
+    #[error("{device} port {port}: {found}, expected {expected}")]
+    Port {
+        /// NIC.
+        device: String,
+        /// Port.
+        port: u8,
+        /// What was found.
+        found: String,
+        /// What is needed.
+        expected: &'static str,
+    },
+    /// The device lacks something.
+    #[error("{device} cannot do this: {what} is {found}, expected {expected}")]
+    Capability {
+        /// NIC.
+        device: String,
+        /// Which capability.
+        what: &'static str,
+        /// Value found.
+        found: String,
+        /// Value needed.
+        expected: &'static str,
+    },
+    /// DevX commands are not allowed or not there.
+    #[error(
+        "{device}: DevX is not available ({detail}); queues in GPU memory need it: CAP_NET_RAW and firmware with UCTX_EN=1, or use the plain path"
+    )]
+    NoDevx {
+        /// NIC.
+        device: String,
+        /// Why.
+        detail: String,
+    },
+    /// Memory that the NIC cannot reach.
+    #[error(
+        "{device}: {bytes} bytes of GPU memory cannot be registered: by dma-buf: {dma_buf}; by address: {by_address}; load nvidia_peermem, or use the open kernel modules with Linux 5.12 or later"
+    )]
+    GpuMemory {
+        /// NIC.
+        device: String,
+        /// Bytes.
+        bytes: u64,
+        /// How the first way failed.
+        dma_buf: String,
+        /// How the second way failed.
+        by_address: io::Error,
+    },
+}
+
+/// What a link is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinkLayer {
+    /// InfiniBand.
+    InfiniBand,
+    /// RoCE v2.
+    Ethernet,
+}
+
+/// A port. Objects made from it keep it open.
+#[derive(Debug)]
+pub struct Nic {
+    libraries: Libraries,
+    name: String,
+    context: NonNull<c_void>,
+    pd: NonNull<c_void>,
+    pdn: u32,
+    devx: Result<DevxCapabilities, String>,
+    limits: DeviceLimits,
+    port: Port,
+    /// What posters reach of the queues of all peers.
+    pages: Arc<PageTable>,
+}
+
+/// Of a NIC that takes DevX commands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DevxCapabilities {
+    /// General.
+    pub general: GeneralCapabilities,
+    /// Atomic.
+    pub atomic: AtomicCapabilities,
+}
+
+/// The port's address and limits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Port {
+    /// Number, from 1.
+    pub number: u8,
+    /// Kind of link.
+    pub link: LinkLayer,
+    /// InfiniBand's local address.
+    pub lid: u16,
+    /// Global address.
+    pub gid: [u8; 16],
+    /// Index of the global address.
+    pub gid_idx: u8,
+    /// `IBV_MTU_*` in force.
+    pub mtu: u8,
+    /// As configured.
+    pub traffic_class: u8,
+    /// As configured.
+    pub service_level: u8,
+}
+
+// SAFETY: libibverbs and libmlx5 allow calls on one context from any thread.
+unsafe impl Send for Nic {}
+// SAFETY: the same; nothing of this value changes after it was made, but for the table of pages, which has a
+// lock.
+unsafe impl Sync for Nic {}
+
+impl Nic {
+    /// Opens a port.
+    ///
+    /// # Errors
+    /// [`NicError`], naming what is missing.
+    pub fn open(libraries: &Libraries, config: &NicConfig) -> Result<Arc<Self>, NicError> {
+        let Opened { name, context, devx } = open_device(libraries, config)?;
+        let closer = Closer { libraries, context };
+        let port = query_port(libraries, context, &name, config)?;
+        let limits = query_limits(libraries, context, &name)?;
+        let failed = |call, advice| NicError::Call {
+            device: name.clone(),
+            call,
+            source: io::Error::last_os_error(),
+            advice,
+        };
+        // SAFETY: the context is open.
+        let pd = unsafe { (libraries.verbs.ibv_alloc_pd)(context.as_ptr()) };
+        let pd = NonNull::new(pd)
+            .ok_or_else(|| failed("ibv_alloc_pd", "the limit of locked memory may be too low"))?;
+        let mut dv = DvPd { pdn: 0, comp_mask: 0 };
+        let mut object = no_object();
+        object.pd = InOut { input: pd.as_ptr(), output: (&raw mut dv).cast() };
+        // SAFETY: input and output are the objects that `OBJ_PD` says.
+        let code = unsafe { (libraries.mlx5.mlx5dv_init_obj)(&raw mut object, ffi::OBJ_PD) };
+        if code != 0 {
+            let error = code_error(&name, "mlx5dv_init_obj", code, "libmlx5 is of another version");
+            // SAFETY: made above, used by nobody.
+            unsafe { (libraries.verbs.ibv_dealloc_pd)(pd.as_ptr()) };
+            return Err(error);
+        }
+        std::mem::forget(closer);
+        let mut nic = Self {
+            libraries: libraries.clone(),
+            name,
+            context,
+            pd,
+            pdn: dv.pdn,
+            devx: Err(String::new()),
+            limits,
+            port,
+            pages: Arc::default(),
+        };
+        nic.devx = match devx {
+            Ok(()) => nic.query_devx().map_err(|error| error.to_string()),
+            Err(reason) => Err(reason),
+        };
+        Ok(Arc::new(nic))
+    }
+
+    /// Name of the device.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The port's address and limits.
+    #[must_use]
+    pub const fn port(&self) -> &Port {
+        &self.port
+    }
+
+    /// Hardware address of the next hop towards `gid`, as the kernel resolves it.
+    ///
+    /// # Errors
+    /// [`NicError::Call`] when there is no way.
+    pub fn next_hop(&self, gid: &[u8; 16], lid: u16) -> Result<[u8; 6], NicError> {
+        let mut attributes = self.path(gid, lid);
+        let (verbs, mlx5) = (&self.libraries.verbs, &self.libraries.mlx5);
+        // SAFETY: the domain is open, the attributes are complete.
+        let ah = unsafe { (verbs.ibv_create_ah)(self.pd.as_ptr(), &raw mut attributes) };
+        if ah.is_null() {
+            let advice =
+                "no way to the peer's address: check routes and ARP of the NIC's interface";
+            return Err(self.last_error("ibv_create_ah", advice));
+        }
+        let mut dv = DvAh { av: ptr::null_mut(), comp_mask: 0 };
+        let mut object = no_object();
+        object.ah = InOut { input: ah, output: (&raw mut dv).cast() };
+        // SAFETY: input and output are the objects that `OBJ_AH` says; the vector lives as long as the
+        // handle.
+        let (code, mac) = unsafe {
+            let code = (mlx5.mlx5dv_init_obj)(&raw mut object, ffi::OBJ_AH);
+            let mac = if code == 0 && !dv.av.is_null() { Some((*dv.av).rmac) } else { None };
+            (verbs.ibv_destroy_ah)(ah);
+            (code, mac)
+        };
+        mac.ok_or_else(|| {
+            let advice = "libmlx5 is of another version";
+            // No address is no error of the system, whose last one may be anything.
+            let code = if code == 0 { libc::EPROTO } else { code };
+            code_error(&self.name, "mlx5dv_init_obj of an address handle", code, advice)
+        })
+    }
+
+    /// Attributes of the way to a peer, for verbs.
+    pub(crate) fn path(&self, gid: &[u8; 16], lid: u16) -> AhAttributes {
+        let port = &self.port;
+        AhAttributes {
+            grh: GlobalRoute {
+                dgid: *gid,
+                sgid_index: port.gid_idx,
+                hop_limit: HOP_LIMIT,
+                traffic_class: port.traffic_class,
+                ..GlobalRoute::default()
+            },
+            dlid: lid,
+            sl: port.service_level,
+            is_global: u8::from(port.link == LinkLayer::Ethernet),
+            port_num: port.number,
+            ..AhAttributes::default()
+        }
+    }
+
+    pub(crate) const fn libraries(&self) -> &Libraries {
+        &self.libraries
+    }
+
+    pub(crate) const fn context(&self) -> *mut c_void {
+        self.context.as_ptr()
+    }
+
+    pub(crate) const fn pd(&self) -> *mut c_void {
+        self.pd.as_ptr()
+    }
+
+    pub(crate) const fn pages(&self) -> &Arc<PageTable> {
+        &self.pages
+    }
+
+    pub(crate) const fn pdn(&self) -> u32 {
+        self.pdn
+    }
+
+    /// The error of a call that left it in `errno`.
+    pub(crate) fn last_error(&self, call: &'static str, advice: &'static str) -> NicError {
+        NicError::Call {
+            device: self.name.clone(),
+            call,
+            source: io::Error::last_os_error(),
+            advice,
+        }
+    }
+
+    /// The error of a call that returned it.
+    pub(crate) fn code_error(
+        &self,
+        call: &'static str,
+        code: c_int,
+        advice: &'static str,
+    ) -> NicError {
+        code_error(&self.name, call, code, advice)
+    }
+
+    pub(crate) fn refused(&self, source: Refused) -> NicError {
+        NicError::Refused { device: self.name.clone(), source }
+    }
+
+    /// Sends a command that makes nothing.
+    pub(crate) fn command(
+        &self,
+        name: &'static str,
+        command: &[u8],
+        answer: &mut [u8],
+    ) -> Result<(), NicError> {
+        // SAFETY: both buffers have the lengths that are given.
+        let code = unsafe {
+            (self.libraries.mlx5.mlx5dv_devx_general_cmd)(
+                self.context(),
+                command.as_ptr().cast(),
+                command.len(),
+                answer.as_mut_ptr().cast(),
+                answer.len(),
+            )
+        };
+        // The answer's own status says more than the code.
+        prm::check(name, answer).map_err(|source| self.refused(source))?;
+        if code != 0 {
+            return Err(self.code_error("mlx5dv_devx_general_cmd", code, DEVX_ADVICE));
+        }
+        Ok(())
+    }
+
+    fn query_devx(&self) -> Result<DevxCapabilities, NicError> {
+        let query = |kind| {
+            let mut answer = [0; prm::CAPABILITY_BYTES];
+            let command = prm::query_capabilities(kind);
+            self.command("QUERY_HCA_CAP", &command, &mut answer).map(|()| answer)
+        };
+        Ok(DevxCapabilities {
+            general: prm::general_capabilities(&query(CapabilityKind::General)?),
+            atomic: prm::atomic_capabilities(&query(CapabilityKind::Atomic)?),
+        })
+    }
+}
+
+impl Drop for Nic {
+    fn drop(&mut self) {
+        // SAFETY: everything that was made from them holds a reference to this value, so is gone.
+        let codes = unsafe {
+            [
+                ("ibv_dealloc_pd", (self.libraries.verbs.ibv_dealloc_pd)(self.pd.as_ptr())),
+                (
+                    "ibv_close_device",
+                    (self.libraries.verbs.ibv_close_device)(self.context.as_ptr()),
+                ),
+            ]
+        };
+        for (call, code) in codes.into_iter().filter(|(_, code)| *code != 0) {
+            tracing::error!(nic = self.name, call, code, "a NIC cannot be given back");
+        }
+    }
+}
+
+pub(crate) const fn no_object() -> DvObject {
+    const fn none() -> InOut {
+        InOut { input: ptr::null_mut(), output: ptr::null_mut() }
+    }
+    DvObject {
+        qp: none(),
+        cq: none(),
+        srq: none(),
+        rwq: none(),
+        dm: none(),
+        ah: none(),
+        pd: none(),
+    }
+}
+
+fn code_error(device: &str, call: &'static str, code: c_int, advice: &'static str) -> NicError {
+    // Some versions return the code, some -1 and leave it in errno.
+    let source =
+        if code > 0 { io::Error::from_raw_os_error(code) } else { io::Error::last_os_error() };
+    NicError::Call { device: device.to_owned(), call, source, advice }
+}
+
+/// Hops that packets may take.
+pub(crate) const HOP_LIMIT: u8 = 64;
+/// What to look at when DevX refuses.
+pub(crate) const DEVX_ADVICE: &str = "CAP_NET_RAW and firmware with UCTX_EN=1 are needed";

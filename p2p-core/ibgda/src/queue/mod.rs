@@ -1,0 +1,349 @@
+//! A queue pair that posters drive by themselves: made, connected, and described for them.
+//!
+//! **Plain**: libibverbs makes the queue pair and keeps it in host memory; completions are an ordinary
+//! ring. Works wherever verbs do. **DevX**: the queue pair is made by commands to the firmware in memory
+//! of our choice, the GPU's for instance, with a collapsed completion queue, which is cheaper to poll.
+
+mod check;
+mod devx;
+mod plain;
+
+use std::mem::offset_of;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use kernels::mlx5::{ONE_BLOCK, QueueHandle, QueueState};
+use thiserror::Error;
+
+pub use self::check::{check_peer, check_queue};
+use self::devx::DevxQueue;
+use self::plain::PlainQueue;
+use crate::access::{Access, AccessError, PAGE_BYTES, Part, Pieces, Place, Plan, SharedMemory};
+use crate::nic::{MAX_READS, Nic, NicError, Registration, Rights};
+
+/// Who makes the queue pair, and where it lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QueuePath {
+    /// libibverbs, in host memory.
+    Plain,
+    /// Commands to the firmware, in memory of the [`Access`].
+    Devx,
+}
+
+/// Who posts on a queue at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Posters {
+    /// Threads of whichever blocks of a kernel. Fused kernels give a queue to many blocks.
+    AnyBlocks,
+    /// Threads of one block, which makes posting cheaper.
+    OneBlock,
+}
+
+/// Size and limits of a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueueConfig {
+    /// How it is made.
+    pub path: QueuePath,
+    /// Basic blocks, a power of two from 128 to 32768.
+    pub depth: u32,
+    /// The NIC is told at the latest when so many blocks wait; more than a quarter of `depth` counts as
+    /// that.
+    pub batch: u32,
+    /// Who posts at the same time.
+    pub posters: Posters,
+    /// Most bytes of one request, at most 1 GiB.
+    pub max_message_bytes: u32,
+    /// Local acknowledgement timeout, 4.096 µs × 2^n, from 1 to 31; 14 is 67 ms.
+    pub ack_timeout: u8,
+    /// Retries of a packet that nobody acknowledges, at most 7.
+    pub retries: u8,
+}
+
+impl Default for QueueConfig {
+    fn default() -> Self {
+        Self {
+            path: QueuePath::Plain,
+            depth: 1024,
+            batch: 128,
+            posters: Posters::AnyBlocks,
+            max_message_bytes: 1 << 30,
+            // A dead peer is noticed after about half a second by the NIC alone; liveness on the
+            // bootstrap connection is faster.
+            ack_timeout: 14,
+            retries: 7,
+        }
+    }
+}
+
+/// A queue could not be made or connected.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum QueueError {
+    /// A value that no queue can have.
+    #[error("`{field}` is {found}, expected {expected}")]
+    Config {
+        /// Which.
+        field: &'static str,
+        /// Value.
+        found: u32,
+        /// What is possible.
+        expected: &'static str,
+    },
+    /// The NIC refused.
+    #[error(transparent)]
+    Nic(#[from] NicError),
+    /// Posters cannot reach a piece of the queue.
+    #[error("queue: {0}")]
+    Access(#[from] AccessError),
+    /// A queue was made that posters cannot use.
+    #[error("{device}: queue pair {qpn:#x} cannot be given to posters: {what}")]
+    Handle {
+        /// NIC.
+        device: String,
+        /// Queue pair.
+        qpn: u32,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// libmlx5 made a queue that our posters do not understand.
+    #[error("{device}: libmlx5 made a queue with {what} {found}, expected {expected}")]
+    Layout {
+        /// NIC.
+        device: String,
+        /// Which property.
+        what: &'static str,
+        /// Value found.
+        found: u64,
+        /// Value expected.
+        expected: &'static str,
+    },
+}
+
+/// The other end of a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteQueue {
+    /// Its queue pair.
+    pub qpn: u32,
+    /// Number of the first packet that it sends, 24 bits.
+    pub psn: u32,
+    /// Its port on InfiniBand.
+    pub lid: u16,
+    /// Its address.
+    pub gid: [u8; 16],
+    /// `IBV_MTU_*` that both ports have.
+    pub mtu: u8,
+}
+
+/// A queue pair with everything it lies in.
+#[derive(Debug)]
+pub struct Queue {
+    // Fields drop in order: the queue pair before its memory.
+    made: Made,
+    handle: QueueHandle,
+    nic: Arc<Nic>,
+    config: QueueConfig,
+    _scratch: Registration,
+    state: Part,
+}
+
+/// Where a queue lies in a peer's memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct QueuePlace {
+    state: Place,
+    /// On [`QueuePath::Devx`].
+    ring: Option<Place>,
+}
+
+impl QueuePlace {
+    /// # Errors
+    /// [`QueueError::Config`] and [`QueueError::Access`].
+    pub(crate) fn plan(plan: &mut Plan, config: &QueueConfig) -> Result<Self, QueueError> {
+        check_config(config)?;
+        let ring = match config.path {
+            QueuePath::Plain => None,
+            QueuePath::Devx => Some(devx::plan_ring(plan, config.depth)?),
+        };
+        Ok(Self { ring, state: plan.add(STATE_BYTES, PAGE_BYTES)? })
+    }
+}
+
+impl Queue {
+    /// Makes a queue at `place` of `memory`, not yet connected. `peer` comes back in error words.
+    ///
+    /// # Errors
+    /// [`QueueError`].
+    pub(crate) fn create(
+        nic: &Arc<Nic>,
+        access: &dyn Access,
+        config: &QueueConfig,
+        peer: u32,
+        (memory, place): (&Pieces, QueuePlace),
+    ) -> Result<Self, QueueError> {
+        nic.check_requests()?;
+        let state = memory.part(place.state);
+        // SAFETY: the queue owns the memory longer than the registration.
+        let scratch = unsafe { register(nic, &state, Rights::Own)? };
+        let (made, mut handle) = match place.ring {
+            None => {
+                let (made, handle) = plain::create(nic, access, config)?;
+                (Made::Plain(made), handle)
+            }
+            Some(ring) => {
+                let (made, handle) = devx::create(nic, access, config, memory.part(ring))?;
+                (Made::Devx(made), handle)
+            }
+        };
+        handle.state = state.address();
+        handle.scratch = state.address() + SCRATCH_OFFSET;
+        handle.scratch_lkey = scratch.local_key();
+        handle.batch = config.batch.min(handle.sq_depth / 4);
+        if config.posters == Posters::OneBlock {
+            handle.flags |= ONE_BLOCK;
+        }
+        handle.max_message_bytes = config.max_message_bytes;
+        handle.peer = peer;
+        if let Some(what) = check_queue(&handle) {
+            let device = nic.name().to_owned();
+            return Err(QueueError::Handle { device, qpn: handle.qpn, what });
+        }
+        Ok(Self { made, handle, nic: Arc::clone(nic), config: *config, _scratch: scratch, state })
+    }
+
+    /// Number of the queue pair.
+    #[must_use]
+    pub const fn qpn(&self) -> u32 {
+        self.handle.qpn
+    }
+
+    /// What posters need, valid as long as the queue.
+    #[must_use]
+    pub const fn handle(&self) -> QueueHandle {
+        self.handle
+    }
+
+    /// Connects with the other end, which may be connected later: nothing is sent yet. The first packet
+    /// from here has the number `own_psn`, of 24 bits.
+    ///
+    /// # Errors
+    /// [`QueueError`].
+    pub fn connect(&mut self, remote: &RemoteQueue, own_psn: u32) -> Result<(), QueueError> {
+        let (nic, config, qpn) = (&self.nic, &self.config, self.handle.qpn);
+        match &mut self.made {
+            Made::Plain(made) => made.connect(nic, config, remote, own_psn),
+            Made::Devx(made) => made.connect(nic, config, qpn, remote, own_psn),
+        }
+    }
+
+    /// Takes the queue pair out of whatever state it is in, and everything that belongs to it back to
+    /// where it was before it was connected: indices, doorbell records, completions, and the counts of
+    /// posters with the reason why they stopped. [`connect`](Self::connect) puts it into service again.
+    ///
+    /// Nobody may post on the queue meanwhile, and the other end must be reset, too.
+    ///
+    /// # Errors
+    /// [`QueueError`]; the queue can then only be dropped.
+    pub fn reset(&mut self) -> Result<(), QueueError> {
+        let mut word = [0; 8];
+        self.state.read(offset_of!(QueueState, cq_index), &mut word)?;
+        let cq_index = match &mut self.made {
+            Made::Plain(made) => made.reset(&self.nic, u64::from_le_bytes(word))?,
+            Made::Devx(made) => {
+                made.reset(&self.nic, self.handle.qpn)?;
+                0
+            }
+        };
+        self.state.write(0, &[0; size_of::<QueueState>()])?;
+        self.state.write(offset_of!(QueueState, cq_index), &cq_index.to_le_bytes())?;
+        Ok(())
+    }
+
+    /// The error word that posters left, 0 while the queue is in service: see `SY_MLX5_ERROR_*` of
+    /// `queue.h`.
+    ///
+    /// # Errors
+    /// [`QueueError::Access`] when the word cannot be read.
+    pub fn error(&self) -> Result<u64, QueueError> {
+        let mut word = [0; 8];
+        self.state.read(offset_of!(QueueState, error), &mut word)?;
+        Ok(u64::from_le_bytes(word))
+    }
+}
+
+/// Registers shared memory by whatever way fits it.
+///
+/// # Safety
+/// The memory outlives the result.
+pub(crate) unsafe fn register(
+    nic: &Arc<Nic>,
+    memory: &dyn SharedMemory,
+    rights: Rights,
+) -> Result<Registration, NicError> {
+    if memory.is_on_gpu() {
+        // SAFETY: the caller keeps the memory, which knows its own descriptor.
+        return unsafe {
+            nic.register_gpu(memory.address(), memory.bytes() as u64, memory.dma_buf(), rights)
+        };
+    }
+    let start = usize::try_from(memory.address()).unwrap_or(0);
+    let start =
+        NonNull::new(ptr::with_exposed_provenance_mut::<u8>(start)).unwrap_or(NonNull::dangling());
+    // SAFETY: the caller keeps the memory.
+    unsafe { nic.register_host(start, memory.bytes(), rights) }
+}
+
+#[derive(Debug)]
+enum Made {
+    Plain(PlainQueue),
+    Devx(DevxQueue),
+}
+
+fn check_config(config: &QueueConfig) -> Result<(), QueueError> {
+    let wrong = |field, found, expected| Err(QueueError::Config { field, found, expected });
+    if !(MIN_DEPTH..=MAX_DEPTH).contains(&config.depth) || !config.depth.is_power_of_two() {
+        return wrong("depth", config.depth, "a power of two from 128 to 32768");
+    }
+    if config.batch == 0 {
+        return wrong("batch", config.batch, "at least 1");
+    }
+    if config.max_message_bytes == 0 || config.max_message_bytes > MAX_MESSAGE_BYTES {
+        return wrong("max_message_bytes", config.max_message_bytes, "from 1 byte to 1 GiB");
+    }
+    // 0 would be for ever: nobody would learn of a dead peer.
+    if config.ack_timeout == 0 || config.ack_timeout > 31 {
+        return wrong("ack_timeout", u32::from(config.ack_timeout), "from 1 to 31");
+    }
+    if config.retries > 7 {
+        return wrong("retries", u32::from(config.retries), "from 0 to 7");
+    }
+    Ok(())
+}
+
+/// `SY_MLX5_MIN_DEPTH`
+const MIN_DEPTH: u32 = 128;
+/// `SY_MLX5_MAX_DEPTH`: a doorbell counts 16 bits, so a full turn must stay visible.
+const MAX_DEPTH: u32 = 32768;
+/// `SY_MLX5_MAX_MESSAGE_BYTES`
+const MAX_MESSAGE_BYTES: u32 = 1 << 30;
+/// `SY_MLX5_BLOCK_BYTES`
+const BLOCK_BYTES: u32 = 64;
+/// `SY_MLX5_CQE_BYTES`
+const CQE_BYTES: u32 = 64;
+/// `SY_MLX5_CQE_FILL`: no valid completion, and a counter one before 0.
+const CQE_FILL: u8 = 0xff;
+/// Doorbell record or register.
+const DBREC_BYTES: u32 = 8;
+/// What a request of one basic block can carry.
+const INLINE_BYTES: u32 = 28;
+/// Outstanding reads and atomics, as a logarithm.
+const LOG_MAX_READS: u8 = 4;
+const _: () = assert!(1 << LOG_MAX_READS == MAX_READS);
+/// 0.64 ms
+const MIN_RNR_NAK: u8 = 12;
+/// The most that end. No receive is ever posted on these queues, so a write with immediate data comes back
+/// with syndrome 16 after some 4 ms; 7 would be for ever.
+const RNR_RETRIES: u8 = 6;
+/// State and scratch of a queue.
+const STATE_BYTES: usize = 4096;
+/// Where the old values of adds land unread.
+const SCRATCH_OFFSET: u64 = 1024;
+const _: () = assert!(size_of::<QueueState>() <= 1024);

@@ -1,0 +1,274 @@
+//! Queue pairs that libibverbs makes, in host memory, with an ordinary ring of completions.
+
+use std::ffi::{c_int, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use kernels::mlx5::QueueHandle;
+
+use super::{
+    BLOCK_BYTES, CQE_BYTES, DBREC_BYTES, INLINE_BYTES, LOG_MAX_READS, MAX_DEPTH, MIN_DEPTH,
+    MIN_RNR_NAK, QueueConfig, QueueError, RNR_RETRIES, RemoteQueue,
+};
+use crate::access::{Access, HostRange, MappedPart};
+use crate::ffi::{self, DvCq, DvQp, InOut, QpAttributes, QpCapacity, QpInit, qp_mask};
+use crate::nic::{Nic, no_object};
+
+/// Made by libibverbs.
+#[derive(Debug)]
+pub(super) struct PlainQueue {
+    // Posters lose their view before the queue goes.
+    _mapped: Vec<MappedPart>,
+    words: Words,
+    qp: VerbsQp,
+}
+
+/// What of the queue this process writes when it is reset, at its own addresses.
+#[derive(Debug)]
+struct Words {
+    dbrec: NonNull<u32>,
+    cq_dbrec: NonNull<u32>,
+    cq: NonNull<u8>,
+    cq_depth: u64,
+}
+
+// SAFETY: plain addresses; they are used while nobody posts, by whoever holds the queue alone.
+unsafe impl Send for Words {}
+// SAFETY: shared references use none of them.
+unsafe impl Sync for Words {}
+
+/// A queue pair and its completion queue.
+#[derive(Debug)]
+struct VerbsQp {
+    nic: Arc<Nic>,
+    cq: NonNull<c_void>,
+    qp: Option<NonNull<ffi::Qp>>,
+}
+
+// SAFETY: libibverbs allows calls from any thread; there is one owner.
+unsafe impl Send for VerbsQp {}
+// SAFETY: shared references call nothing.
+unsafe impl Sync for VerbsQp {}
+
+impl Drop for VerbsQp {
+    fn drop(&mut self) {
+        let verbs = &self.nic.libraries().verbs;
+        // SAFETY: made by `create`, destroyed once, the queue pair first.
+        let codes = unsafe {
+            [
+                self.qp.map_or(0, |qp| (verbs.ibv_destroy_qp)(qp.as_ptr())),
+                (verbs.ibv_destroy_cq)(self.cq.as_ptr()),
+            ]
+        };
+        if codes != [0; 2] {
+            tracing::error!(nic = self.nic.name(), ?codes, "a queue pair cannot be destroyed");
+        }
+    }
+}
+
+pub(super) fn create(
+    nic: &Arc<Nic>,
+    access: &dyn Access,
+    config: &QueueConfig,
+) -> Result<(PlainQueue, QueueHandle), QueueError> {
+    let (verbs, mlx5) = (&nic.libraries().verbs, &nic.libraries().mlx5);
+    let entries = c_int::try_from(config.depth).unwrap_or(c_int::MAX);
+    // SAFETY: the context is open; no channel, vector 0.
+    let cq = unsafe {
+        (verbs.ibv_create_cq)(nic.context(), entries, ptr::null_mut(), ptr::null_mut(), 0)
+    };
+    let cq = NonNull::new(cq)
+        .ok_or_else(|| nic.last_error("ibv_create_cq", "too many queues, or too deep"))?;
+    let mut owner = VerbsQp { nic: Arc::clone(nic), cq, qp: None };
+    let mut init = QpInit {
+        qp_context: ptr::null_mut(),
+        send_cq: cq.as_ptr(),
+        recv_cq: cq.as_ptr(),
+        srq: ptr::null_mut(),
+        cap: QpCapacity {
+            // NOTES: libmlx5 keeps four blocks for each, room for what we never post (its
+            // `mlx5_calc_send_wqe`). Asked for `depth` it would make a queue four times as deep, deeper
+            // than the completions.
+            max_send_wr: config.depth / BLOCKS_PER_REQUEST,
+            max_recv_wr: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline_data: INLINE_BYTES,
+        },
+        qp_type: ffi::QPT_RC,
+        sq_sig_all: 0,
+    };
+    // SAFETY: domain and completion queue are open.
+    let qp = unsafe { (verbs.ibv_create_qp)(nic.pd(), &raw mut init) };
+    let qp = NonNull::new(qp)
+        .ok_or_else(|| nic.last_error("ibv_create_qp", "too many queues, or too deep"))?;
+    owner.qp = Some(qp);
+    // SAFETY: all-zero is a value of these structures of integers and pointers.
+    let (mut dv_qp, mut dv_cq) =
+        unsafe { (std::mem::zeroed::<DvQp>(), std::mem::zeroed::<DvCq>()) };
+    let mut object = no_object();
+    object.qp = InOut { input: qp.as_ptr().cast(), output: (&raw mut dv_qp).cast() };
+    object.cq = InOut { input: cq.as_ptr(), output: (&raw mut dv_cq).cast() };
+    // SAFETY: inputs and outputs are the objects that the types say.
+    let code = unsafe { (mlx5.mlx5dv_init_obj)(&raw mut object, ffi::OBJ_QP | ffi::OBJ_CQ) };
+    if code != 0 {
+        let advice = "libmlx5 is of another version";
+        return Err(nic.code_error("mlx5dv_init_obj", code, advice).into());
+    }
+    let wrong = |what, found: u64, expected| QueueError::Layout {
+        device: nic.name().to_owned(),
+        what,
+        found,
+        expected,
+    };
+    if dv_qp.sq_stride != BLOCK_BYTES {
+        return Err(wrong("sq.stride", u64::from(dv_qp.sq_stride), "64"));
+    }
+    if dv_cq.cqe_size != CQE_BYTES {
+        return Err(wrong("cqe_size", u64::from(dv_cq.cqe_size), "64: unset MLX5_CQE_SIZE"));
+    }
+    let depth = dv_qp.sq_wqe_cnt;
+    if !(MIN_DEPTH..=MAX_DEPTH).contains(&depth) || !depth.is_power_of_two() {
+        return Err(wrong("sq.wqe_cnt", u64::from(depth), "a power of two from 128 to 32768"));
+    }
+    if dv_cq.cqe_cnt < depth || !dv_cq.cqe_cnt.is_power_of_two() {
+        return Err(wrong("cqe_cnt", u64::from(dv_cq.cqe_cnt), "a power of two, at least wqe_cnt"));
+    }
+    let mut mapped = Vec::with_capacity(5);
+    let mut map = |start: *mut c_void, bytes: u32, kind, what| {
+        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| wrong(what, 0, "an address"))?;
+        // SAFETY: libmlx5 keeps these pages until the queue pair is destroyed, and the mapping is
+        // dropped before it.
+        let part = unsafe { nic.pages().map(access, start, bytes as usize, kind) }?;
+        let address = part.address;
+        mapped.push(part);
+        Ok::<u64, QueueError>(address)
+    };
+    let handle = QueueHandle {
+        sq: map(dv_qp.sq_buf, depth * BLOCK_BYTES, HostRange::Memory, "sq.buf")?,
+        dbrec: map(dv_qp.dbrec.cast(), DBREC_BYTES, HostRange::Memory, "dbrec")?,
+        doorbell: map(dv_qp.bf_reg, DBREC_BYTES, HostRange::Register, "bf.reg")?,
+        cq: map(dv_cq.buf, dv_cq.cqe_cnt * CQE_BYTES, HostRange::Memory, "cq.buf")?,
+        cq_dbrec: map(dv_cq.dbrec.cast(), DBREC_BYTES, HostRange::Memory, "cq.dbrec")?,
+        // SAFETY: the queue pair is there.
+        qpn: unsafe { qp.as_ref() }.qp_num,
+        sq_depth: depth,
+        cq_depth: dv_cq.cqe_cnt,
+        ..QueueHandle::default()
+    };
+    let present = |start: *mut c_void, what| {
+        NonNull::new(start.cast::<u8>()).ok_or_else(|| wrong(what, 0, "an address"))
+    };
+    let words = Words {
+        dbrec: present(dv_qp.dbrec.cast(), "dbrec")?.cast(),
+        cq_dbrec: present(dv_cq.dbrec.cast(), "cq.dbrec")?.cast(),
+        cq: present(dv_cq.buf, "cq.buf")?,
+        cq_depth: u64::from(dv_cq.cqe_cnt),
+    };
+    Ok((PlainQueue { _mapped: mapped, words, qp: owner }, handle))
+}
+
+impl PlainQueue {
+    pub(super) fn connect(
+        &mut self,
+        nic: &Nic,
+        config: &QueueConfig,
+        remote: &RemoteQueue,
+        own_psn: u32,
+    ) -> Result<(), QueueError> {
+        let port = nic.port();
+        let rights = ffi::ACCESS_REMOTE_WRITE | ffi::ACCESS_REMOTE_READ | ffi::ACCESS_REMOTE_ATOMIC;
+        let mut init = QpAttributes {
+            qp_state: ffi::QPS_INIT,
+            qp_access_flags: u32::try_from(rights).unwrap_or(0),
+            port_num: port.number,
+            ..QpAttributes::default()
+        };
+        let mask = qp_mask::STATE | qp_mask::PKEY_INDEX | qp_mask::PORT | qp_mask::ACCESS_FLAGS;
+        self.modify(nic, &mut init, mask, "is the port up?")?;
+        let mut receive = QpAttributes {
+            qp_state: ffi::QPS_RTR,
+            path_mtu: u32::from(remote.mtu),
+            dest_qp_num: remote.qpn,
+            rq_psn: remote.psn,
+            max_dest_rd_atomic: 1 << LOG_MAX_READS,
+            min_rnr_timer: MIN_RNR_NAK,
+            ah_attr: nic.path(&remote.gid, remote.lid),
+            ..QpAttributes::default()
+        };
+        let mask = qp_mask::STATE
+            | qp_mask::AV
+            | qp_mask::PATH_MTU
+            | qp_mask::DEST_QPN
+            | qp_mask::RQ_PSN
+            | qp_mask::MAX_DEST_RD_ATOMIC
+            | qp_mask::MIN_RNR_TIMER;
+        let advice = "no way to the peer's address: check routes, GID index and MTU of both sides";
+        self.modify(nic, &mut receive, mask, advice)?;
+        let mut send = QpAttributes {
+            qp_state: ffi::QPS_RTS,
+            sq_psn: own_psn,
+            timeout: config.ack_timeout,
+            retry_cnt: config.retries,
+            rnr_retry: RNR_RETRIES,
+            max_rd_atomic: 1 << LOG_MAX_READS,
+            ..QpAttributes::default()
+        };
+        let mask = qp_mask::STATE
+            | qp_mask::TIMEOUT
+            | qp_mask::RETRY_CNT
+            | qp_mask::RNR_RETRY
+            | qp_mask::SQ_PSN
+            | qp_mask::MAX_QP_RD_ATOMIC;
+        self.modify(nic, &mut send, mask, "is the queue pair ready to receive?")
+    }
+
+    /// Takes the queue pair to reset. `consumed` completions were taken before; returns how many there
+    /// are, for whoever polls goes on there: a completion queue is not reset.
+    pub(super) fn reset(&mut self, nic: &Nic, consumed: u64) -> Result<u64, QueueError> {
+        let mut reset = QpAttributes { qp_state: ffi::QPS_RESET, ..QpAttributes::default() };
+        self.modify(nic, &mut reset, qp_mask::STATE, "does the queue pair still exist?")?;
+        let words = &self.words;
+        let is_written = |index: u64| {
+            let slot = usize::try_from(index & (words.cq_depth - 1)).unwrap_or(0);
+            // SAFETY: within the ring, which libmlx5 keeps until the queue is destroyed.
+            let op_own = unsafe { words.cq.add(slot * CQE_BYTES as usize + 63).read_volatile() };
+            let owner = u8::from(index & words.cq_depth != 0);
+            op_own >> 4 != CQE_INVALID && op_own & 1 == owner
+        };
+        // Completions of what was flushed, which nobody polled any more.
+        let end = consumed + words.cq_depth;
+        let consumed = (consumed..end).find(|index| !is_written(*index)).unwrap_or(end);
+        // NOTES: libmlx5 cleans the completion queue by a count of its own, which knows nothing of what
+        // kernels consumed, and may have left that in the record.
+        let record = u32::try_from(consumed & 0xff_ffff).unwrap_or(0).to_be();
+        // SAFETY: records of this queue, which the NIC does not read now: there is no request.
+        unsafe {
+            words.cq_dbrec.write_volatile(record);
+            words.dbrec.write_volatile(0);
+            words.dbrec.add(1).write_volatile(0);
+        }
+        Ok(consumed)
+    }
+
+    fn modify(
+        &self,
+        nic: &Nic,
+        attributes: &mut QpAttributes,
+        mask: c_int,
+        advice: &'static str,
+    ) -> Result<(), QueueError> {
+        let qp = self.qp.qp.map_or(ptr::null_mut(), NonNull::as_ptr);
+        // SAFETY: the queue pair is there, the attributes of the mask are set.
+        let code = unsafe { (nic.libraries().verbs.ibv_modify_qp)(qp, attributes, mask) };
+        if code != 0 {
+            return Err(nic.code_error("ibv_modify_qp", code, advice).into());
+        }
+        Ok(())
+    }
+}
+
+/// Of libmlx5, for a reliable connection with one piece and 28 inline bytes.
+const BLOCKS_PER_REQUEST: u32 = 4;
+/// `SY_MLX5_CQE_INVALID`
+const CQE_INVALID: u8 = 0xf;

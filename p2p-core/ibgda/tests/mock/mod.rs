@@ -1,0 +1,195 @@
+//! A stand-in for libibverbs and libmlx5 (`mlx5.c`), which takes apart what it is told with the vendor's
+//! structures and a transcription of its own of the firmware's commands.
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ibgda::{Libraries, Nic, NicConfig};
+
+#[path = "../../../../tests/src/skip.rs"]
+mod skip;
+
+/// `struct mock`
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MockState {
+    pub num_live: i32,
+    pub num_failures: i32,
+    pub fail_code: i32,
+    pub has_devx: u32,
+    pub has_dma_buf: u32,
+    pub has_peer_memory: u32,
+    pub port_state: u32,
+    pub link_layer: u32,
+    pub sq_stride: u32,
+    pub cqe_version: u32,
+    pub atomic_operations: u32,
+    pub firmware_status: u32,
+    pub last_error: u32,
+    pub num_relaxed: u32,
+    pub num_exposed: u32,
+    pub atomic_cap: u32,
+    pub max_reads: u32,
+    pub sq_skip: u32,
+    pub has_vector: u32,
+}
+
+pub const CLEAN: MockState = MockState {
+    num_live: 0,
+    num_failures: -1,
+    fail_code: libc::ENOMEM,
+    has_devx: 1,
+    has_dma_buf: 1,
+    has_peer_memory: 1,
+    port_state: 4,
+    link_layer: 2,
+    sq_stride: 64,
+    cqe_version: 1,
+    atomic_operations: 15,
+    firmware_status: 0,
+    last_error: 0,
+    num_relaxed: 0,
+    num_exposed: 0,
+    atomic_cap: 1,
+    max_reads: 16,
+    sq_skip: 0,
+    has_vector: 1,
+};
+
+/// `struct mock_queue`
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MockQueue {
+    pub qpn: u32,
+    pub state: u32,
+    pub remote_qpn: u32,
+    pub mtu: u32,
+    pub depth: u32,
+    pub is_collapsed: u32,
+    pub dbrec_umem: u32,
+    pub umem: u32,
+    pub port: u32,
+    pub lid: u32,
+    pub timeout: u32,
+    pub retries: u32,
+    pub hop_limit: u32,
+    pub udp_port: u32,
+    pub traffic_class: u32,
+    pub service_level: u32,
+    pub gid_idx: u32,
+    pub rnr_retries: u32,
+    pub first_sent: u32,
+    pub first_expected: u32,
+    pub sq: u64,
+    pub dbrec: u64,
+    pub cq: u64,
+    pub cq_dbrec: u64,
+    pub doorbell: u64,
+    pub gid: [u8; 16],
+    pub mac: [u8; 8],
+}
+
+/// The stand-in, one test at a time.
+pub struct Mock {
+    pub libraries: Libraries,
+    handle: *mut libc::c_void,
+    root: tempfile::TempDir,
+    _turn: MutexGuard<'static, ()>,
+}
+
+static TURN: Mutex<()> = Mutex::new(());
+
+impl Mock {
+    /// `None` where the vendor's headers are missing.
+    pub fn open() -> Option<Self> {
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let root = tempfile::tempdir().unwrap();
+        let library = root.path().join("libmock.so");
+        if !has_headers() {
+            return None;
+        }
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mock/mlx5.c");
+        compile(&["-shared", "-fPIC", "-std=gnu11", "-O1", "-Wall", "-Werror"], &source, &library);
+        let name = library.to_str().unwrap();
+        let libraries = Libraries::open_files(name, name).unwrap();
+        let file = std::ffi::CString::new(name).unwrap();
+        // SAFETY: the library is open already; this is one more reference.
+        let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        assert!(!handle.is_null());
+        for (idx, kind) in ["IB/RoCE v1", "RoCE v2", "RoCE v1", "RoCE v2"].iter().enumerate() {
+            let dir = root.path().join("sys/class/infiniband/mlx5_7/ports/1/gid_attrs/types");
+            std::fs::create_dir_all(&dir).unwrap();
+            std::fs::write(dir.join(idx.to_string()), format!("{kind}\n")).unwrap();
+        }
+        Some(Self { libraries, handle, root, _turn: turn })
+    }
+
+    fn state(&self) -> *mut MockState {
+        // SAFETY: a variable of the library.
+        let symbol = unsafe { libc::dlsym(self.handle, c"sy_mock".as_ptr()) };
+        assert!(!symbol.is_null());
+        symbol.cast()
+    }
+
+    pub fn get(&self) -> MockState {
+        // SAFETY: nothing runs in the library now.
+        unsafe { self.state().read() }
+    }
+
+    pub fn change(&self, change: impl FnOnce(&mut MockState)) {
+        // SAFETY: nothing runs in the library now.
+        change(unsafe { &mut *self.state() });
+    }
+
+    pub fn queue(&self, qpn: u32) -> MockQueue {
+        type Find = unsafe extern "C" fn(u32, *mut MockQueue) -> i32;
+        let mut queue = MockQueue::default();
+        // SAFETY: a function of the library with this signature.
+        let code = unsafe {
+            let symbol = libc::dlsym(self.handle, c"sy_mock_queue".as_ptr());
+            std::mem::transmute::<*mut libc::c_void, Find>(symbol)(qpn, &raw mut queue)
+        };
+        assert_eq!(code, 0, "no queue pair {qpn:#x}");
+        queue
+    }
+
+    pub fn config(&self) -> NicConfig {
+        NicConfig { root: self.root.path().to_owned(), ..NicConfig::default() }
+    }
+
+    pub fn nic(&self) -> Arc<Nic> {
+        Nic::open(&self.libraries, &self.config()).unwrap()
+    }
+
+    /// Fails unless everything was given back and nothing that came in was wrong.
+    pub fn settle(&self) {
+        let state = self.get();
+        assert_eq!(state.last_error, 0, "mock/mlx5.c, this line, was told something wrong");
+        assert_eq!((state.num_live, state.num_relaxed), (0, 0), "objects live on, or relaxed");
+    }
+}
+
+impl Drop for Mock {
+    fn drop(&mut self) {
+        // SAFETY: opened by `open`.
+        unsafe { libc::dlclose(self.handle) };
+    }
+}
+
+pub fn has_headers() -> bool {
+    let has = Command::new("cc")
+        .args(["-E", "-include", "infiniband/mlx5dv.h", "-x", "c", "/dev/null"])
+        .output()
+        .is_ok_and(|output| output.status.success());
+    if !has {
+        skip::skip("mlx5dv", "infiniband/mlx5dv.h is missing: install Debian's libibverbs-dev");
+    }
+    has
+}
+
+pub fn compile(flags: &[&str], source: &Path, out: &Path) {
+    let output = Command::new("cc").args(flags).arg("-o").args([out, source]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

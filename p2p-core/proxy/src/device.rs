@@ -1,0 +1,290 @@
+//! Slots of GPUs over any network of the handshake: kernels reach the peer through lanes of a proxy, so
+//! that a client and a server need neither one host nor a NIC that a GPU can drive.
+//!
+//! ```text
+//!   kernels ── store ──▶ mirror ── put ─▶ ┐                      ┌ ─▶ slot ◀── read ── kernels
+//!           ── commands ─▶ lanes ─ thread ┴─ network ───────────▶┘
+//! ```
+//!
+//! Mirror, lanes and slot lie in page-locked memory of the host, which the network reads and writes, and
+//! which kernels reach over the bus. The first lanes are the kernels', of the two behind them one is for
+//! signs of life and one for whoever drives the connection from the host.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kernels::abi::{DevicePtr, Link, WAY_PROXY};
+use kernels::gpu::{Gpu, GpuBuffer, GpuError};
+use p2p_core::bootstrap::{DevicePair, DeviceSide, KernelWaits, RemoteSlots};
+use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
+use p2p_core::{AnyEndpoint, PostError, Region, SlotLayout, TransportKind, Transports};
+
+use crate::command::{Command, Opcode};
+use crate::failure::describe_error;
+use crate::gpu::{self, GpuPoster, GpuPosterError};
+use crate::host::PosterConfig;
+use crate::lane::{LaneConfig, Poster};
+use crate::locality::Device;
+use crate::network::{Behind, HalfOpen};
+use crate::threads::{Proxy, ProxyConfig, ProxyError, ProxyPeer};
+
+/// A network whose slots kernels reach through a proxy. Host slots it opens as they are.
+#[derive(Debug)]
+pub struct DeviceNetwork(Behind);
+
+impl DeviceNetwork {
+    /// Puts `proxy` between kernels and `inner`. `lanes` is what kernels get per peer, 254 lanes at most.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
+        Self(Behind::new(inner, proxy, lanes))
+    }
+
+    /// The proxy.
+    #[must_use]
+    pub const fn proxy(&self) -> &Arc<Proxy> {
+        &self.0.proxy
+    }
+}
+
+impl Network for DeviceNetwork {
+    fn kind(&self) -> TransportKind {
+        self.0.inner.kind()
+    }
+
+    fn flavour(&self) -> &str {
+        self.0.inner.flavour()
+    }
+
+    fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
+        self.0.inner.open(layout, route)
+    }
+
+    fn carries_device_slots(&self) -> bool {
+        true
+    }
+
+    fn open_device(
+        &self,
+        layout: &SlotLayout,
+        route: Route,
+        device: &DeviceSide,
+    ) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let half = self.0.open(layout, route, "proxy of a GPU")?;
+        Ok(Box::new(Side { half, device: device.clone() }))
+    }
+}
+
+/// What a process with a GPU offers to its peers: transports within the host as they are, and networks
+/// through the threads of one proxy, which is started for the first of them, next to it and to the GPU.
+#[derive(Debug, Default)]
+pub struct DeviceTransports {
+    gpu: Option<Device>,
+    num_threads: usize,
+    proxy: Option<Arc<Proxy>>,
+    has_networks: bool,
+}
+
+impl DeviceTransports {
+    /// For the kernels of `gpu`, with so many threads where there is a network: see [`Placement::shared`].
+    ///
+    /// [`Placement::shared`]: crate::Placement::shared
+    #[must_use]
+    pub fn new(gpu: &Gpu, num_threads: usize) -> Self {
+        let gpu = gpu.pci_address().map(Device::Pci);
+        Self { gpu, num_threads, ..Self::default() }
+    }
+
+    /// `transports` for device slots. Without a network these are all that there are within a host.
+    ///
+    /// # Errors
+    /// [`ProxyError`].
+    pub fn wrap(&mut self, transports: &Transports) -> Result<Transports, ProxyError> {
+        if transports.networks.is_empty() {
+            return Ok(vec![TransportKind::Local, TransportKind::Shm].into());
+        }
+        self.has_networks = true;
+        let networks = transports.networks.iter().map(|network| self.reach(network));
+        Ok(Transports { networks: networks.collect::<Result<_, _>>()?, ..transports.clone() })
+    }
+
+    fn reach(&mut self, network: &Arc<dyn Network>) -> Result<Arc<dyn Network>, ProxyError> {
+        if network.carries_device_slots() {
+            return Ok(Arc::clone(network));
+        }
+        let proxy = match &self.proxy {
+            Some(proxy) => Arc::clone(proxy),
+            None => Arc::new(self.start(network.as_ref())?),
+        };
+        self.proxy = Some(Arc::clone(&proxy));
+        Ok(Arc::new(DeviceNetwork::new(Arc::clone(network), proxy, LANES)))
+    }
+
+    fn start(&self, network: &dyn Network) -> Result<Proxy, ProxyError> {
+        let nic = network.rdma_device().map(|name| Device::Rdma(name.to_owned()));
+        let config = ProxyConfig::beside(self.gpu.as_ref(), nic.as_ref(), self.num_threads);
+        let (num_threads, placement) = (config.num_threads, &config.placement);
+        let cpus = placement.threads().first();
+        tracing::info!(num_threads, ?cpus, why = placement.reason(), "a proxy posts for kernels");
+        Proxy::start(&config)
+    }
+
+    /// Whether kernels have to know of ways beside direct stores.
+    #[must_use]
+    pub const fn has_networks(&self) -> bool {
+        self.has_networks
+    }
+
+    /// The proxy, where one was started.
+    #[must_use]
+    pub const fn proxy(&self) -> Option<&Arc<Proxy>> {
+        self.proxy.as_ref()
+    }
+
+    /// To be called where kernels are launched: see [`Proxy::expect_work`].
+    #[inline]
+    pub fn expect_work(&self) {
+        if let Some(proxy) = &self.proxy {
+            proxy.expect_work();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Side {
+    half: HalfOpen,
+    device: DeviceSide,
+}
+
+impl OpenSide for Side {
+    fn description(&self) -> SideDescription {
+        self.half.inner.description()
+    }
+
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+        self.half.inner.join(peer)
+    }
+
+    fn join_device(
+        self: Box<Self>,
+        peer: &SideDescription,
+    ) -> Result<(Joined, DevicePair), NetworkError> {
+        let Self { half: HalfOpen { inner, with }, device } = *self;
+        let Joined { endpoint, slot } = inner.join(peer)?;
+        let num_lanes = with.lanes.num_lanes;
+        let memory = Memory::new(&device, with.lanes, slot.clone())
+            .map_err(|error| with.failed("make lanes for kernels", &error))?;
+        let (lanes, sources) = (memory.lanes.clone(), vec![memory.mirror.clone()]);
+        let endpoint = with.serve(endpoint, lanes, slot.len(), sources, num_lanes + 1)?;
+        let slots = Slots {
+            peer: Arc::clone(endpoint.peer()),
+            words: Mutex::new(memory.lanes.poster(num_lanes)),
+            memory,
+        };
+        let endpoint = AnyEndpoint::Other(Box::new(endpoint));
+        Ok((Joined { endpoint, slot }, DevicePair::remote(Box::new(slots), &device)))
+    }
+}
+
+/// What kernels and the proxy's thread share for one peer.
+#[derive(Debug)]
+struct Memory {
+    lanes: crate::lane::Lanes,
+    poster: GpuPoster,
+    mirror_at: DevicePtr,
+    mirror: Region,
+    waits: Arc<GpuBuffer>,
+    /// The slot as the GPU reaches it. Goes before the slot.
+    own: GpuBuffer,
+    _slot: Region,
+}
+
+impl Memory {
+    fn new(device: &DeviceSide, lanes: LaneConfig, slot: Region) -> Result<Self, GpuPosterError> {
+        let gpu = &device.gpu;
+        let num_lanes = lanes.num_lanes;
+        let lanes = gpu::lanes(gpu, LaneConfig { num_lanes: num_lanes + HOST_LANES, ..lanes })?;
+        let (mirror, mirror_at) = gpu::mirror(gpu, device.peer_slot_bytes)?;
+        let waits = Arc::new(gpu.alloc_host(PAGE)?);
+        let config = PosterConfig {
+            mirror: mirror_at.0,
+            slot_bytes: device.peer_slot_bytes,
+            window: 0,
+            // The bit of the word that ends waits: every peer has a word of its own.
+            peer: 0,
+            timeout_ns: WAIT_LIMIT_NS,
+            // What failed is told by the lane itself.
+            error: 0,
+            abort_mask: waits.ptr().0,
+        };
+        let poster = GpuPoster::on_first(gpu, &lanes, num_lanes, config)?;
+        let own = register(gpu, &slot)?;
+        Ok(Self { lanes, poster, mirror_at, mirror, waits, own, _slot: slot })
+    }
+}
+
+/// Lets a GPU reach a slot.
+fn register(gpu: &Gpu, slot: &Region) -> Result<GpuBuffer, GpuError> {
+    // SAFETY: whoever gets the result keeps the slot as long.
+    unsafe { gpu.register_host(slot.as_ptr(), slot.len() as u64, false) }
+}
+
+#[derive(Debug)]
+struct Slots {
+    /// First, so that nothing is carried any more when the memory goes.
+    peer: Arc<ProxyPeer>,
+    words: Mutex<Poster>,
+    memory: Memory,
+}
+
+impl RemoteSlots for Slots {
+    fn own(&self) -> &GpuBuffer {
+        &self.memory.own
+    }
+
+    fn link(&self) -> Link {
+        let (window, context) = (self.memory.mirror_at, self.memory.poster.address().0);
+        Link { window, context, way: WAY_PROXY, reserved: 0 }
+    }
+
+    fn waits(&self) -> KernelWaits {
+        KernelWaits::new(Arc::clone(&self.memory.waits))
+    }
+
+    fn show_life(&self, offset: u64) -> Result<(), PostError> {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        check(&words, "show_life")?;
+        let offset = u32::try_from(offset).unwrap_or(u32::MAX);
+        if words.try_post(&Command::word(Opcode::Add, offset, 1)).is_some() {
+            self.peer.ring();
+        }
+        Ok(())
+    }
+
+    fn health(&self) -> Result<(), PostError> {
+        if self.peer.has_failed() {
+            let words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+            check(&words, "health")?;
+            let detail = "a lane of the kernels is out of service".to_owned();
+            return Err(PostError::Transport { op: "health", code: 0, detail });
+        }
+        Ok(())
+    }
+}
+
+fn check(lane: &Poster, op: &'static str) -> Result<(), PostError> {
+    match lane.error() {
+        0 => Ok(()),
+        word => {
+            let code = i64::from(word as u8);
+            Err(PostError::Transport { op, code, detail: format!("lane {}", describe_error(word)) })
+        }
+    }
+}
+
+/// Of a peer. All commands in flight are fewer than what libfabric keeps back for a peer that takes nothing,
+/// so that a frozen one does not hold up the thread that serves others, too.
+const LANES: LaneConfig = LaneConfig { num_lanes: 8, depth: 128, budget: 96 };
+/// Lanes behind those of the kernels: for signs of life, and for the host's endpoint.
+const HOST_LANES: u32 = 2;
+const PAGE: u64 = 4096;
+/// Of a kernel's wait for room or for the peer to have everything: longer than the thread lets a peer stall.
+const WAIT_LIMIT_NS: u64 = 30_000_000_000;

@@ -1,0 +1,321 @@
+//! What threads of a proxy do about time: sleep, expect, lose patience; and how they end.
+#![cfg(not(loom))]
+
+mod common;
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{config, lanes, peer_config, wait_for};
+use p2p_core::Region;
+use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
+use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use proxy::{
+    Command, DeviceTransports, IdlePolicy, Opcode, PeerConfig, Poster, Proxy, ProxyConfig,
+    ProxyError, ProxyPeer, RelayConfig, ThreadStats,
+};
+
+/// What an endpoint does about a flag, and what it says of itself.
+trait Nature: std::fmt::Debug + Send {
+    fn add(&mut self) {}
+
+    fn marks(&mut self) -> Option<Marks> {
+        None
+    }
+
+    fn is_settled(&mut self) -> bool {
+        true
+    }
+}
+
+/// How long one side of a test waits for the other at most.
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[derive(Debug)]
+struct Actor<N>(N);
+
+impl<N: Nature> Endpoint for Actor<N> {
+    type RemoteKey = SlotKey;
+
+    fn kind(&self) -> TransportKind {
+        TransportKind::Local
+    }
+
+    fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
+        None
+    }
+
+    unsafe fn put(&mut self, _: RemoteRange<SlotKey>, _: LocalRange) -> Result<(), PostError> {
+        Ok(())
+    }
+
+    unsafe fn get(&mut self, _: LocalRange, _: RemoteRange<SlotKey>) -> Result<(), PostError> {
+        Ok(())
+    }
+
+    fn add_flag(&mut self, _: RemoteRange<SlotKey>, _: u64) -> Result<(), PostError> {
+        self.0.add();
+        Ok(())
+    }
+
+    fn fence(&mut self) -> Result<(), PostError> {
+        Ok(())
+    }
+
+    fn quiet(&mut self, _: std::time::Instant) -> Result<(), QuietError> {
+        if self.0.is_settled() { Ok(()) } else { Err(QuietError::Deadline { outstanding: 1 }) }
+    }
+
+    fn marks(&mut self) -> Result<Option<Marks>, PostError> {
+        Ok(self.0.marks())
+    }
+
+    fn wake(&mut self, _: SlotKey, _: usize) -> Result<(), PostError> {
+        Ok(())
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+struct Rig<N: Nature> {
+    proxy: Proxy<Actor<N>>,
+    peer: ProxyPeer<Actor<N>>,
+    poster: Poster,
+}
+
+fn rig<N: Nature + 'static>(nature: N, config: &ProxyConfig) -> Rig<N> {
+    let (mirror, lanes) = (Region::anonymous(4096).unwrap(), lanes(1, 16, 8));
+    let proxy = Proxy::start(config).unwrap();
+    let peer = proxy.add(Actor(nature), peer_config(0, &lanes, &mirror)).unwrap();
+    Rig { proxy, peer, poster: lanes.poster(0) }
+}
+
+fn add() -> Command {
+    Command::word(Opcode::Add, 0, 1)
+}
+
+#[derive(Debug)]
+struct Plain;
+
+impl Nature for Plain {}
+
+#[test]
+fn work_that_is_expected_finds_nobody_asleep() {
+    // Who sleeps long is not woken by time.
+    let idle = IdlePolicy { spin: Duration::ZERO, max_sleep: Duration::from_secs(3600) };
+    let Rig { proxy, peer, mut poster } = rig(Plain, &ProxyConfig { idle, ..config(1) });
+    let asleep = || {
+        let mut last = ThreadStats::default();
+        wait_for("a long sleep", || {
+            std::thread::sleep(Duration::from_millis(300));
+            let now = proxy.stats()[0];
+            std::mem::replace(&mut last, now) == now && now.sleeps > 0
+        });
+    };
+    asleep();
+    // A kernel's: nobody rings.
+    let number = poster.try_post(&add()).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(poster.completed(), 0);
+    proxy.expect_work();
+    wait_for("the first command", || poster.completed() == number);
+    // Also when the command comes a while later.
+    asleep();
+    let sleeps = proxy.stats()[0].sleeps;
+    proxy.expect_work();
+    wait_for("short sleeps", || proxy.stats()[0].sleeps > sleeps + 20);
+    let number = poster.try_post(&add()).unwrap();
+    wait_for("the second command", || poster.completed() == number);
+    drop(peer);
+}
+
+/// Nothing is over while its thread does not run, nor for some looks after that.
+#[derive(Debug)]
+struct Frozen {
+    pause: Duration,
+    num_looks: u32,
+}
+
+impl Nature for Frozen {
+    fn is_settled(&mut self) -> bool {
+        self.num_looks += 1;
+        if self.num_looks == 10 {
+            std::thread::sleep(self.pause);
+        }
+        self.num_looks > 300
+    }
+}
+
+#[test]
+fn a_thread_that_did_not_run_does_not_blame_the_peer() {
+    let stall_limit = Duration::from_secs(2);
+    let frozen = Frozen { pause: stall_limit * 3 / 2, num_looks: 0 };
+    let Rig { proxy: _proxy, peer, mut poster } =
+        rig(frozen, &ProxyConfig { stall_limit, ..config(1) });
+    let number = poster.try_post(&add()).unwrap();
+    wait_for("the command", || poster.completed() == number || poster.error() != 0);
+    assert_eq!(poster.error(), 0, "{:?}", peer.take_failures());
+}
+
+/// What is issued arrives three looks later, and there is no moment at which this side would say that
+/// nothing is under way.
+#[derive(Debug, Default)]
+struct Stream {
+    issued: u64,
+    looks: [u64; 3],
+}
+
+impl Nature for Stream {
+    fn add(&mut self) {
+        self.issued += 1;
+    }
+
+    fn marks(&mut self) -> Option<Marks> {
+        let arrived = self.looks[0];
+        self.looks = [self.looks[1], self.looks[2], self.issued];
+        Some(Marks { issued: self.issued, arrived })
+    }
+
+    fn is_settled(&mut self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn what_was_issued_is_over_while_more_is_issued() {
+    let Rig { proxy: _proxy, peer, mut poster } = rig(Stream::default(), &config(1));
+    // Many times what a lane holds.
+    for _ in 0..1000 {
+        wait_for("room", || poster.try_post(&add()).is_some());
+    }
+    // A quiet, too, is over by what came before it.
+    wait_for("room", || poster.try_post(&Command::new(Opcode::Quiet)).is_some());
+    wait_for("the quiet", || poster.completed() == 1001);
+    assert_eq!(poster.error(), 0, "{:?}", peer.take_failures());
+}
+
+#[derive(Debug)]
+struct Fragile(Arc<AtomicU64>);
+
+impl Nature for Fragile {
+    fn add(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        panic!("injected");
+    }
+}
+
+#[test]
+fn a_thread_that_panics_is_said_to_have_ended() {
+    let num_added = Arc::new(AtomicU64::new(0));
+    let Rig { proxy, peer, mut poster } = rig(Fragile(Arc::clone(&num_added)), &config(1));
+    poster.try_post(&add()).unwrap();
+    // Whoever waits for the command learns of it.
+    wait_for("the error", || poster.error() != 0);
+    assert_eq!(poster.error() as u8, 12);
+    assert_eq!((poster.completed(), num_added.load(Ordering::SeqCst)), (0, 1));
+    let (mirror, lanes) = (Region::anonymous(4096).unwrap(), lanes(1, 16, 8));
+    let add = || {
+        let config = peer_config(1, &lanes, &mirror);
+        proxy.add(Actor(Fragile(Arc::clone(&num_added))), config)
+    };
+    // Until then it still unwinds, and what it is given goes with it.
+    wait_for("the end of the thread", || add().is_err());
+    assert!(matches!(add(), Err(ProxyError::Closed)));
+    assert!(matches!(peer.register(&mirror), Err(ProxyError::Closed)));
+    let mut late = lanes.poster(0);
+    assert_eq!(late.error() as u8, 12, "lanes that nobody serves say so");
+    assert_eq!(late.completed(), 0);
+}
+
+/// Writes down when it is served and when it is gone. A gate says that it is at it, and waits.
+#[derive(Debug)]
+struct Guest {
+    name: &'static str,
+    log: Arc<Mutex<Vec<String>>>,
+    gate: Option<(Sender<()>, Receiver<()>)>,
+}
+
+impl Nature for Guest {
+    fn add(&mut self) {
+        if let Some((entered, open)) = &self.gate {
+            entered.send(()).unwrap();
+            open.recv_timeout(LIMIT).unwrap();
+        }
+        self.log.lock().unwrap().push(format!("{} served", self.name));
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.log.lock().unwrap().push(format!("{} gone", self.name));
+    }
+}
+
+#[test]
+fn a_peer_that_is_closed_with_commands_holds_up_no_other() {
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let guest = |name, gate| Guest { name, log: Arc::clone(&log), gate };
+    let Rig { proxy, peer: _other, mut poster } = rig(guest("other", None), &config(1));
+    let (mirror, gated_lanes, full_lanes) =
+        (Region::anonymous(4096).unwrap(), lanes(1, 16, 8), lanes(1, 16, 8));
+    let (entered, has_entered) = mpsc::channel();
+    let (open, is_open) = mpsc::channel();
+    let gated = guest("gated", Some((entered, is_open)));
+    let _gated = proxy.add(Actor(gated), peer_config(1, &gated_lanes, &mirror)).unwrap();
+    // A relay without a receiver, with room for one task: the second command waits for ever.
+    let relay =
+        RelayConfig { direct_bytes: 64, staging_bytes: 64, num_tasks: 1, targets: vec![64] };
+    let full_config = PeerConfig {
+        window_bytes: 64,
+        relay: Some((relay, Region::anonymous(8192).unwrap())),
+        ..peer_config(2, &full_lanes, &mirror)
+    };
+    let full = proxy.add(Actor(guest("full", None)), full_config).unwrap();
+    let mut full_poster = full_lanes.poster(0);
+    for _ in 0..2 {
+        full_poster.try_post(&Command { window: 1, ..add() }).unwrap();
+    }
+    wait_for("the first", || log.lock().unwrap().contains(&"full served".to_owned()));
+
+    // The thread is held up while others are served no more and one is to be closed.
+    gated_lanes.poster(0).try_post(&add()).unwrap();
+    has_entered.recv_timeout(LIMIT).unwrap();
+    let number = poster.try_post(&add()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| drop(full));
+        std::thread::sleep(Duration::from_millis(50));
+        open.send(()).unwrap();
+    });
+    wait_for("the other", || poster.completed() == number);
+    let log = log.lock().unwrap().clone();
+    assert_eq!(log, ["full served", "gated served", "other served", "full gone"]);
+    assert_eq!(full_poster.error() as u8, 12);
+}
+
+#[test]
+fn services_choose_the_number_of_threads() {
+    let network = softnic::SoftNetwork::open(softnic::NicConfig::default()).unwrap();
+    let network: Arc<dyn p2p_core::network::Network> = Arc::new(network);
+    let transports = p2p_core::Transports {
+        networks: vec![Arc::clone(&network), network],
+        ..vec![TransportKind::SoftNic].into()
+    };
+    let gpu = kernels::gpu::Gpu::open_emulated(0).unwrap();
+    assert_eq!(gpu.pci_address(), None);
+    let mut reached = DeviceTransports::new(&gpu, 3);
+    assert!(reached.proxy().is_none() && !reached.has_networks());
+    let wrapped = reached.wrap(&transports).unwrap();
+    assert!(reached.has_networks() && wrapped.networks.iter().all(|n| n.carries_device_slots()));
+    // One proxy for all.
+    assert_eq!(reached.proxy().unwrap().stats().len(), 3);
+    reached.expect_work();
+    let mut by_itself = DeviceTransports::new(&gpu, 0);
+    by_itself.wrap(&transports).unwrap();
+    assert!((1..=4).contains(&by_itself.proxy().unwrap().stats().len()));
+}

@@ -1,0 +1,69 @@
+// The calls of links whose way is IBGDA, made by a warp of 32 fibres, callable from Rust. Compiled with
+// `simt.hpp` before it, as kernels that run on the host are.
+#include "switchyard/comm/ibgda_link.h"
+
+#ifndef SY_LINK
+#define SY_LINK sy_link_product
+#endif
+
+namespace {
+
+using namespace switchyard::comm;
+
+// As `Job` in lib.rs.
+struct Job {
+    const sy_ibgda_peer* peer;
+    uint32_t call, lane;
+    uint64_t offset, num_bytes;
+    uint64_t word_offset, value;
+    uint64_t stride;
+    uint32_t num_words, rows;
+    uint32_t* answer;
+};
+
+void make(const Job job) {
+    const sy_link link = {job.peer->mirror, reinterpret_cast<uint64_t>(job.peer), SY_WAY_IBGDA, 0};
+    const uint32_t lane_idx = threadIdx.x & 31;
+    switch (job.call) {
+    case 0:
+        if (lane_idx == 0)
+            ibgda::set(link, job.lane, job.word_offset, job.value);
+        break;
+    case 1:
+        if (lane_idx == 0)
+            ibgda::add(link, job.lane, job.word_offset, job.value);
+        break;
+    case 2:
+        if (lane_idx == 0)
+            ibgda::put_set(link, job.lane, job.offset, job.num_bytes, job.word_offset, job.value);
+        break;
+    case 3: {
+        const ibgda::Send sends[2] = {
+            {job.offset, job.num_bytes, 0, false},
+            {job.word_offset, uint64_t{job.num_words} * 8, job.value, true}};
+        ibgda::send<Warp>(link, job.lane, sends);
+        break;
+    }
+    case 4:
+        ibgda::put_rows_warp(link, job.lane, (job.rows >> lane_idx & 1) != 0,
+                             job.offset + lane_idx * job.stride, job.num_bytes,
+                             job.word_offset + lane_idx * 8, job.value);
+        break;
+    case 5:
+        if (lane_idx == 0)
+            ibgda::quiet(link);
+        break;
+    case 6:
+        if (lane_idx == 0)
+            *job.answer = ibgda::has_failed(link);
+        break;
+    default:
+        break;
+    }
+}
+
+} // namespace
+
+extern "C" void SY_LINK(const void* job) {
+    simt::run(make, *static_cast<const Job*>(job), 1, 32, false);
+}

@@ -1,0 +1,46 @@
+// One kernel for each thing that posters agree on by memory alone. What a GPU runs of them must have these
+// fences, acquires and releases and no others, which the step `mlx5` of `cargo xtask test` counts.
+#include "switchyard/comm/ibgda.h"
+#include "switchyard/comm/proxy.h"
+
+namespace {
+
+using namespace switchyard::comm;
+
+struct Params {
+    sy_mlx5_qp qp;
+    sy_mlx5_bound bound;
+    sy_proxy_peer peer;
+    sy_proxy_lane lane;
+    uint64_t end;
+    uint64_t* result;
+};
+
+} // namespace
+
+extern "C" __global__ void poll_one_entry(const __grid_constant__ Params p) {
+    *p.result = mlx5::poll_collapsed<Scope::kSys>(p.qp);
+}
+
+extern "C" __global__ void poll_a_ring(const __grid_constant__ Params p) {
+    *p.result = mlx5::poll_ring<Scope::kSys>(p.qp);
+}
+
+extern "C" __global__ void take_the_turn(const __grid_constant__ Params p) {
+    *p.result = mlx5::load_turn(p.qp);
+}
+
+extern "C" __global__ void pass_the_turn(const __grid_constant__ Params p) {
+    mlx5::pass_turn(p.qp, p.end);
+}
+
+extern "C" __global__ void wait_for_commands(const __grid_constant__ Params p) {
+    *p.result = proxy::detail::wait_completed(p.peer, p.lane, p.end, SY_TAG_PROXY_ROOM);
+}
+
+extern "C" __global__ void post_a_command(const __grid_constant__ Params p) {
+    sy_proxy_lane lane = p.lane;
+    lane.budget = UINT32_MAX;
+    *p.result = proxy::post<Warp>(
+        p.peer, lane, 1, [&](uint32_t) { return proxy::detail::head(p.peer, SY_PROXY_NOP, 0); });
+}

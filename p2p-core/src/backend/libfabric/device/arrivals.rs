@@ -1,0 +1,260 @@
+//! What a device does with what comes.
+
+use std::time::Duration;
+
+use super::super::inbound::Inbound;
+use super::super::lane::Taken;
+use super::super::link::{Context, IDX_MASK, Link, note_of};
+use super::super::mail::Head;
+use super::super::message::{Header, Then};
+use super::super::port::{Failure, Port};
+use super::super::sys;
+use super::super::table::{State, note_stall};
+use super::Device;
+
+impl Device {
+    /// One completion.
+    pub(super) fn handle(&self, state: &mut State, nth: usize) {
+        let entry = state.entries[nth];
+        let source =
+            if self.port.traits().knows_source { state.sources[nth] } else { sys::FI_ADDR_UNSPEC };
+        if entry.flags & sys::FI_REMOTE_WRITE != 0 {
+            if entry.flags & sys::FI_REMOTE_CQ_DATA != 0 {
+                self.handle_write(state, entry.data);
+            }
+            return;
+        }
+        // SAFETY: the context of an operation of ours, which lives until its completion.
+        let Some(context) = (unsafe { entry.op_context.cast::<Context>().as_ref() }) else {
+            return;
+        };
+        if context.is_receive {
+            let buffer = context.owner;
+            self.handle_message(state, buffer, entry.len, source);
+            state.receives.give_back(buffer);
+        } else {
+            state.complete(context, None);
+        }
+    }
+
+    /// A peer's write landed. Who wrote is told by the note alone: providers name a source for messages,
+    /// and for writes some of them name a wrong one.
+    fn handle_write(&self, state: &mut State, note: u64) {
+        let has_secret = self.port.traits().has_wide_notes;
+        let Some(entry) = state.entry_of(note as u32) else {
+            tracing::debug!(note, "a write into a slot that is gone");
+            return;
+        };
+        let Some(link) = &entry.link else { return };
+        if note != note_of(link.id, link.token, has_secret) {
+            tracing::warn!(slot = link.id, "a write that another peer announces");
+            return;
+        }
+        entry.inbound.count_write();
+        land_ready(&self.port, link, &mut entry.inbound);
+    }
+
+    /// Takes the mail that came. Whether there was some.
+    #[inline]
+    pub(super) fn handle_mails(&self, state: &mut State) -> bool {
+        // Where there are many pairs, only some in turn: an idle one costs next to nothing, and its first
+        // mail waits some turns. Nobody sleeps before all were looked at.
+        let mut had_some = false;
+        for nth in 0..state.hot.len() {
+            had_some |= self.handle_mails_of(state, state.hot[nth].into());
+        }
+        let num_heads = state.heads.len();
+        for _ in 0..num_heads.min(MAX_COLD) {
+            let idx = state.next_head % num_heads;
+            state.next_head = idx + 1;
+            if self.handle_mails_of(state, idx) {
+                had_some = true;
+                if num_heads > MAX_COLD {
+                    state.heat(idx as u16);
+                }
+            }
+        }
+        had_some
+    }
+
+    /// Takes the mail of one pair. Whether there was some.
+    #[inline]
+    fn handle_mails_of(&self, state: &mut State, idx: usize) -> bool {
+        let mut had_some = false;
+        while let Some(head) = state.heads[idx]
+            && head.has_news()
+            && self.handle_mail(state, idx, head)
+        {
+            had_some = true;
+        }
+        had_some
+    }
+
+    /// One mail. False when it must wait, or ended the pair.
+    fn handle_mail(&self, state: &mut State, idx: usize, head: Head) -> bool {
+        let Some(mail) = head.read() else { return false };
+        let State { heads, table, stalls, .. } = state;
+        let entry = &mut table[idx];
+        let Some(link) = entry.link.clone() else { return false };
+        let mut end = |detail: String| {
+            link.fail("receive", 0, detail);
+            heads[idx] = None;
+            false
+        };
+        if link.is_failed() {
+            return end("a mail after the end".to_owned());
+        }
+        let message = mail.message();
+        let header = match Header::decode(message) {
+            Ok(header) => header,
+            Err(error) => return end(format!("a bad mail: {error}")),
+        };
+        if header.slot != link.id || header.token != link.token || header.then.is_unnumbered() {
+            return end("a mail that does not belong here".to_owned());
+        }
+        link.note_mails_taken(header.mails);
+        let expected = entry.inbound.next_seq();
+        if header.seq.wrapping_sub(expected).cast_signed() > 0 {
+            note_stall(stalls, link.id, expected);
+            return false;
+        }
+        let admitted = entry.inbound.admit(&header, message);
+        let head = head.next();
+        match admitted {
+            Ok(is_now) => {
+                heads[idx] = Some(head);
+                link.set_mails_read(head.num_read());
+                (!is_now || land(&self.port, &link, &header, message))
+                    && land_ready(&self.port, &link, &mut entry.inbound)
+            }
+            Err(error) => end(error.to_string()),
+        }
+    }
+
+    /// A message came.
+    fn handle_message(&self, state: &mut State, buffer: u32, len: usize, source: sys::FiAddr) {
+        let State { receives, table, stalls, .. } = state;
+        let message = receives.message(buffer, len);
+        let header = match Header::decode(message) {
+            Ok(header) => header,
+            Err(error) => {
+                tracing::warn!(%error, "a message of nobody known");
+                return;
+            }
+        };
+        let Some((entry, link)) = table
+            .get_mut((header.slot & IDX_MASK) as usize)
+            .and_then(|entry| entry.link.clone().map(|link| (entry, link)))
+            .filter(|(_, link)| link.id == header.slot)
+        else {
+            tracing::debug!(slot = header.slot, "a message to a slot that is gone");
+            return;
+        };
+        if header.token != link.token || !comes_from(&link, source) {
+            // Whoever sent it is not the peer, so the pair does not suffer.
+            tracing::warn!(slot = link.id, "a message without the right to this slot");
+            return;
+        }
+        if header.then == Then::Farewell {
+            entry.farewell = Some(header.writes);
+            link.desert();
+            return;
+        }
+        if entry.closing.is_some() || link.is_failed() {
+            return;
+        }
+        link.note_mails_taken(header.mails);
+        match entry.inbound.admit(&header, message) {
+            Ok(true) => {
+                if land(&self.port, &link, &header, message) {
+                    land_ready(&self.port, &link, &mut entry.inbound);
+                }
+            }
+            Ok(false) if entry.inbound.has_gap() => {
+                note_stall(stalls, link.id, entry.inbound.next_seq());
+            }
+            Ok(false) => {}
+            Err(error) => link.fail("receive", 0, error.to_string()),
+        }
+    }
+
+    /// Ends pairs in which something is expected that does not come.
+    pub(super) fn sweep_stalls(state: &mut State) {
+        let State { stalls, table, .. } = state;
+        stalls.retain(|stall| {
+            let Some(entry) = table.get(usize::from(stall.idx)) else { return false };
+            let Some(link) = entry.link.as_ref().filter(|link| link.id == stall.id) else {
+                return false;
+            };
+            let is_there = entry.inbound.next_seq() == stall.seq && !link.is_failed();
+            if is_there && stall.since.elapsed() >= STALL_PATIENCE {
+                let seq = stall.seq;
+                link.fail("receive", 0, format!("message {seq} does not come: it was lost"));
+                return false;
+            }
+            is_there
+        });
+    }
+
+    pub(super) fn handle_failure(&self, state: &mut State, failure: &Failure) {
+        // SAFETY: the context of an operation of ours, which lives until its completion.
+        match unsafe { failure.context.cast::<Context>().as_ref() } {
+            Some(context) if context.is_receive => {
+                tracing::warn!(text = failure.text, "a message could not be received");
+                state.receives.give_back(context.owner);
+            }
+            Some(context) => state.complete(context, Some(failure)),
+            None => {
+                // Small messages have no context; the peers' sequence numbers tell what was lost.
+                tracing::debug!(text = failure.text, flags = failure.flags, "a message was lost");
+            }
+        }
+    }
+}
+
+/// Whether `source` is the peer of `link`, as far as the provider knows.
+fn comes_from(link: &Link, source: sys::FiAddr) -> bool {
+    source == sys::FI_ADDR_UNSPEC || link.far().is_none_or(|far| far.peer == source)
+}
+
+/// Puts in place what was kept and may be put in place now. False when something was bad.
+fn land_ready(port: &Port, link: &Link, inbound: &mut Inbound) -> bool {
+    while let Some((header, message)) = inbound.next_ready() {
+        if !land(port, link, &header, &message) {
+            return false;
+        }
+    }
+    true
+}
+
+/// Puts a message in place, and answers if it asks. False when it was bad.
+fn land(port: &Port, link: &Link, header: &Header, message: &[u8]) -> bool {
+    match link.land(header, message) {
+        Ok(None) => true,
+        Ok(Some(id)) => {
+            let Some(answer) = link.unnumbered(Then::Answered { id }, 0) else { return true };
+            // A lost answer would be waited for until the deadline.
+            for _ in 0..MAX_ANSWER_ATTEMPTS {
+                match link.inject(port, &answer) {
+                    Ok(Taken::Yes) => break,
+                    Ok(Taken::Again) => std::hint::spin_loop(),
+                    Err(error) => {
+                        let _ = link.fail_call(&error);
+                        break;
+                    }
+                }
+            }
+            true
+        }
+        Err(error) => {
+            link.fail("receive", 0, format!("a bad message: {error}"));
+            false
+        }
+    }
+}
+
+/// Mailboxes that are looked at in turn, beside those that got mail lately.
+const MAX_COLD: usize = 64;
+/// How long something may come after what follows it.
+const STALL_PATIENCE: Duration = Duration::from_secs(1);
+const MAX_ANSWER_ATTEMPTS: u32 = 1000;

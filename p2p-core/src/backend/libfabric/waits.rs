@@ -1,0 +1,95 @@
+//! Whether queues have a descriptor to sleep on.
+
+use std::sync::Once;
+
+use super::port::core_of;
+
+/// Variable that says how to wait for peers: `descriptor`, the default, or `poll`.
+pub const WAIT_VARIABLE: &str = "SWITCHYARD_LIBFABRIC_WAIT";
+
+/// How whoever waits learns that something came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Waits {
+    /// From the queue's descriptor, where the provider has one: nobody looks in vain, and every packet
+    /// costs a report to the sets that hold the descriptor.
+    Descriptor,
+    /// By looking, the more seldom the longer nothing came.
+    Poll,
+}
+
+impl Waits {
+    /// What the environment asks for.
+    pub(super) fn of_environment(provider: &str) -> Result<Self, String> {
+        let value = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let (wish, rxm, tcp) = (value(WAIT_VARIABLE), value(RXM_VARIABLE), value(TCP_VARIABLE));
+        let waits = Self::choose(provider, wish.as_deref(), rxm.as_deref(), tcp.as_deref())?;
+        if waits == Self::Poll && wish.is_none() {
+            static SAID: Once = Once::new();
+            SAID.call_once(|| {
+                tracing::warn!(
+                    provider,
+                    "{RXM_VARIABLE} or {TCP_VARIABLE} is `pollfd`, which leaves nothing to sleep on: \
+                     waiting as with {WAIT_VARIABLE}=poll, which is enough by itself"
+                );
+            });
+        }
+        Ok(waits)
+    }
+
+    /// `rxm` and `tcp` are the values of the library's own variables.
+    fn choose(
+        provider: &str,
+        wish: Option<&str>,
+        rxm: Option<&str>,
+        tcp: Option<&str>,
+    ) -> Result<Self, String> {
+        match wish {
+            None | Some("descriptor") => {}
+            Some("poll") => return Ok(Self::Poll),
+            Some(other) => {
+                return Err(format!(
+                    "{WAIT_VARIABLE} is `{other}`, expected `descriptor` or `poll`"
+                ));
+            }
+        }
+        let core = core_of(provider);
+        let own = if core == "tcp" { tcp.or(rxm) } else { rxm };
+        let is_dead = core.len() < provider.len()
+            && own.is_some_and(|value| value.eq_ignore_ascii_case("pollfd"));
+        // There is a descriptor then, which never fires: `ofi_rxm` adds nothing to it.
+        Ok(if is_dead { Self::Poll } else { Self::Descriptor })
+    }
+}
+
+const RXM_VARIABLE: &str = "FI_OFI_RXM_DEF_WAIT_OBJ";
+const TCP_VARIABLE: &str = "FI_OFI_RXM_DEF_TCP_WAIT_OBJ";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TCP: &str = "tcp;ofi_rxm";
+
+    #[test]
+    fn queues_have_descriptors_unless_somebody_wants_to_look() {
+        assert_eq!(Waits::choose(TCP, None, None, None), Ok(Waits::Descriptor));
+        assert_eq!(Waits::choose(TCP, Some("descriptor"), None, None), Ok(Waits::Descriptor));
+        assert_eq!(Waits::choose("shm", Some("poll"), None, None), Ok(Waits::Poll));
+        let error = Waits::choose(TCP, Some("fd"), None, None).unwrap_err();
+        assert!(error.contains(WAIT_VARIABLE) && error.contains("`fd`"), "{error}");
+    }
+
+    #[test]
+    fn descriptors_that_never_fire_are_not_slept_on() {
+        assert_eq!(Waits::choose(TCP, None, None, Some("pollfd")), Ok(Waits::Poll));
+        assert_eq!(Waits::choose(TCP, None, Some("PollFD"), None), Ok(Waits::Poll));
+        assert_eq!(Waits::choose(TCP, None, Some("pollfd"), Some("fd")), Ok(Waits::Descriptor));
+        let verbs = "verbs;ofi_rxm";
+        assert_eq!(Waits::choose(verbs, None, None, Some("pollfd")), Ok(Waits::Descriptor));
+        assert_eq!(Waits::choose(verbs, None, Some("pollfd"), None), Ok(Waits::Poll));
+        assert_eq!(
+            Waits::choose("shm", None, Some("pollfd"), Some("pollfd")),
+            Ok(Waits::Descriptor)
+        );
+    }
+}

@@ -1,0 +1,43 @@
+//! What fuzz targets reach of the decoder that peers' bytes go through. It stands for the whole backend
+//! there, which needs a library.
+
+#[allow(dead_code, reason = "only the number of lanes is asked for")]
+#[path = "config.rs"]
+mod config;
+#[path = "detail.rs"]
+mod detail;
+
+use config::MAX_LANES;
+use detail::{LaneAddress, Link, decode, encode};
+
+const LINKS: [Link; 2] = [Link::InfiniBand, Link::Ethernet];
+
+/// Descriptions of one and of all queue pairs.
+#[must_use]
+pub fn detail_samples() -> Vec<Vec<u8>> {
+    let lane = LaneAddress {
+        number: 17,
+        first_packet: 18,
+        remote_key: 19,
+        lid: 20,
+        mtu: 5,
+        num_responses: 16,
+        gid: [21; 16],
+        gid_index: 0,
+    };
+    LINKS
+        .iter()
+        .flat_map(|link| [1, MAX_LANES].map(|num| encode(*link, &vec![lane; num])))
+        .collect()
+}
+
+/// Reads bytes as a peer's description of its queue pairs. What can be read must be the same when it is
+/// written and read again.
+pub fn check_detail(bytes: &[u8]) {
+    for link in LINKS {
+        if let Ok(lanes) = decode(link, bytes) {
+            assert!((1..=MAX_LANES).contains(&lanes.len()));
+            assert_eq!(decode(link, &encode(link, &lanes)), Ok(lanes));
+        }
+    }
+}

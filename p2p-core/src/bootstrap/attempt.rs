@@ -1,0 +1,151 @@
+//! One call of `connect`: which offers it makes, and which it tries after them.
+
+use std::fmt::Display;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use tokio::net::TcpStream;
+
+use super::fallback::{Fallback, LeftOut};
+use super::liveness::is_over;
+use super::{ConnectConfig, ConnectError, RejectCode};
+use crate::network::{Offer, offers};
+
+/// Which offers one call of `connect` makes, and what becomes of them.
+pub(super) struct Attempt<'a> {
+    name: &'a str,
+    fallback: Fallback,
+    all: Vec<Offer>,
+    /// Left out in the handshake under way.
+    pub(super) left_out: Vec<LeftOut>,
+    /// What the listening side chose in it.
+    chosen: Option<Chosen>,
+    /// What did not work in this call.
+    failed: Vec<LeftOut>,
+    /// Nothing else is common to both: what did not work earlier is tried all the same.
+    no_choice: bool,
+    /// Why the last of `failed` did not work.
+    error: Option<ConnectError>,
+}
+
+struct Chosen {
+    offer: Offer,
+    /// Of a network, which may reach nobody although both sides could join: the connection over which it
+    /// was chosen. `None` where the system gave no second descriptor.
+    control: Option<OwnedFd>,
+    since: Instant,
+}
+
+impl<'a> Attempt<'a> {
+    pub(super) fn new(name: &'a str, config: &ConnectConfig) -> Self {
+        Self {
+            name,
+            fallback: config.fallback.clone(),
+            all: offers(&config.transports, &config.networks),
+            left_out: Vec::new(),
+            chosen: None,
+            failed: Vec::new(),
+            no_choice: false,
+            error: None,
+        }
+    }
+
+    pub(super) fn begin(&mut self) {
+        self.chosen = None;
+        self.left_out = self.fallback.left_out();
+        // What works on another link is not left out for good, but is in this call.
+        for failed in &self.failed {
+            if !self.left_out.iter().any(|left| left.offer == failed.offer) {
+                self.left_out.push(failed.clone());
+            }
+        }
+        let (all, failed, no_choice) = (&self.all, &self.failed, self.no_choice);
+        let has_failed = |offer: &Offer| failed.iter().any(|failed| failed.offer == *offer);
+        let is_out = |offer: &Offer| all.contains(offer) && (!no_choice || has_failed(offer));
+        self.left_out.retain(|left| is_out(&left.offer));
+        if self.failed.is_empty() && self.offers().is_empty() {
+            self.no_choice = true;
+            self.left_out.clear();
+        }
+    }
+
+    pub(super) fn offers(&self) -> Vec<Offer> {
+        let is_left_out = |offer: &Offer| self.left_out.iter().any(|left| left.offer == *offer);
+        self.all.iter().filter(|offer| !is_left_out(offer)).cloned().collect()
+    }
+
+    /// The listening side chose `offer`, over `control` if it is a network.
+    pub(super) fn choose(&mut self, offer: &Offer, control: Option<&TcpStream>) {
+        let control = control.and_then(|stream| rustix::io::fcntl_dupfd_cloexec(stream, 0).ok());
+        self.chosen = Some(Chosen { offer: offer.clone(), control, since: Instant::now() });
+    }
+
+    /// Judges the end of a handshake. `Ok` says to try again with other offers, of which there are ever
+    /// fewer.
+    pub(super) fn failed(&mut self, error: ConnectError) -> Result<(), ConnectError> {
+        if error.reject().is_some_and(|reject| reject.code == RejectCode::NO_TRANSPORT) {
+            if let Some(known) = self.error.take() {
+                // What is left is not common to both: the real obstacle is the one before.
+                return Err(known);
+            }
+            if self.left_out.is_empty() || self.no_choice {
+                return Err(error);
+            }
+            self.no_choice = true;
+            return Ok(());
+        }
+        let Some(chosen) = self.chosen.take() else { return Err(error) };
+        if error.reject().is_some_and(|reject| reject.code == RejectCode::TIMEOUT) {
+            self.note_unfinished(&chosen, &error);
+            return Err(error);
+        }
+        if !blames_transport(&error) {
+            return Err(error);
+        }
+        let failed = LeftOut { offer: chosen.offer, reason: error.to_string() };
+        if let Some(pause) = self.fallback.note_failed(&failed.offer, failed.reason.as_str()) {
+            self.warn(&failed.offer, &error, pause);
+        }
+        let is_first = !self.failed.iter().any(|known| known.offer == failed.offer);
+        self.failed.push(failed);
+        if !is_first || self.failed.len() >= self.all.len() {
+            return Err(error);
+        }
+        self.error = Some(error);
+        Ok(())
+    }
+
+    /// The time for the whole handshake is over.
+    pub(super) fn ran_out(&mut self, limit: Duration) {
+        // A peer that went meanwhile says nothing about the network, nor does one that was slow before.
+        if let Some(chosen) = self.chosen.take()
+            && chosen.since.elapsed() > limit / 2
+            && chosen.control.as_ref().is_some_and(|control| !is_over(control))
+        {
+            let limit = limit.as_millis();
+            self.note_unfinished(&chosen, &format!("joining was not complete within {limit} ms"));
+        }
+    }
+
+    fn note_unfinished(&self, chosen: &Chosen, reason: &dyn Display) {
+        let Chosen { offer, control, .. } = chosen;
+        if control.is_some()
+            && let Some(pause) = self.fallback.note_unfinished(offer, reason.to_string())
+        {
+            self.warn(offer, reason, pause);
+        }
+    }
+
+    fn warn(&self, offer: &Offer, reason: &dyn Display, pause: Duration) {
+        tracing::warn!(peer = self.name, %offer, %reason, ?pause, "a transport does not work with this peer and is left out for a while");
+    }
+}
+
+/// Whether the transport that was chosen cannot join the peers, so that another one may.
+fn blames_transport(error: &ConnectError) -> bool {
+    match error {
+        ConnectError::Rejected { reject, .. } => reject.code == RejectCode::TRANSPORT,
+        ConnectError::Network(_) | ConnectError::Shm(_) | ConnectError::Channel(_) => true,
+        _ => false,
+    }
+}

@@ -1,0 +1,288 @@
+//! What did not work with a peer, so that the next best is taken for a while.
+//!
+//! Both sides may have a device for a network that does not reach from one to the other: ports on
+//! different fabrics, a filtered port. Some of that shows in the handshake, when a side cannot join; some
+//! only afterwards, when nothing ever comes over the link. Either way the offer is left out of the next
+//! handshakes, for a pause that doubles each time, and then tried again. A link that works is not given up
+//! for a better network: that is tried when the link is over.
+//!
+//! A peer that goes takes its links along and says nothing about the network: only what ends while the
+//! peer is there counts.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::wire::MAX_LEFT_OUT_BYTES;
+use crate::network::Offer;
+
+/// Links in a row that carried nothing before their offer is left out.
+pub const MAX_USELESS_LINKS: u32 = 3;
+/// For how long an offer is left out the first time.
+pub const FIRST_PAUSE: Duration = Duration::from_secs(10);
+/// For how long at most.
+pub const MAX_PAUSE: Duration = Duration::from_secs(600);
+
+/// Which offers did not work with one peer. Clones share it, so that all connections to a peer learn from
+/// each other.
+#[derive(Debug, Clone, Default)]
+pub struct Fallback {
+    known: Arc<Mutex<Known>>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    troubles: Vec<Trouble>,
+    /// Offers of links that carried something and are held, once each.
+    working: Vec<Offer>,
+}
+
+#[derive(Debug)]
+struct Trouble {
+    offer: Offer,
+    /// Links in a row that carried nothing.
+    num_useless: u32,
+    /// How often the offer was left out in a row.
+    num_pauses: u32,
+    until: Option<Instant>,
+    reason: String,
+}
+
+/// An offer that is not made at the moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Which.
+    pub offer: Offer,
+    /// What did not work.
+    pub reason: String,
+}
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.offer, self.reason)
+    }
+}
+
+/// A link over which something came, as long as this is held: whatever keeps others from joining by the
+/// same offer meanwhile, it is not the network.
+#[derive(Debug)]
+#[must_use = "the offer counts as working only as long as this is held"]
+pub struct Working {
+    fallback: Fallback,
+    offer: Offer,
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        let mut known = self.fallback.lock();
+        if let Some(at) = known.working.iter().position(|offer| *offer == self.offer) {
+            known.working.swap_remove(at);
+        }
+    }
+}
+
+impl Fallback {
+    /// The peers could not be joined by `offer`. Leaves it out, and says for how long if it was not left
+    /// out before. Not as long as a link by it works.
+    pub fn note_failed(&self, offer: &Offer, reason: impl Into<String>) -> Option<Duration> {
+        self.note_failed_at(offer, reason.into(), Instant::now())
+    }
+
+    /// Joining by `offer` took longer than allowed, while the peer was there. Counts as a useless link,
+    /// but not as long as a link by the offer works.
+    pub fn note_unfinished(&self, offer: &Offer, reason: impl Into<String>) -> Option<Duration> {
+        self.note_unfinished_at(offer, reason.into(), Instant::now())
+    }
+
+    /// A link by `offer` is over and nothing ever came over it, while the peer was there. Leaves the
+    /// offer out when that happened [`MAX_USELESS_LINKS`] times in a row, and says for how long.
+    pub fn note_useless(&self, offer: &Offer, reason: impl Into<String>) -> Option<Duration> {
+        self.note_useless_at(offer, reason.into(), Instant::now())
+    }
+
+    /// Something came over a link by `offer`: earlier failures count no more. To be held as long as the
+    /// link is up.
+    pub fn note_works(&self, offer: &Offer) -> Working {
+        let mut known = self.lock();
+        known.troubles.retain(|trouble| trouble.offer != *offer);
+        known.working.push(offer.clone());
+        Working { fallback: self.clone(), offer: offer.clone() }
+    }
+
+    /// What is left out now.
+    #[must_use]
+    pub fn left_out(&self) -> Vec<LeftOut> {
+        self.left_out_at(Instant::now())
+    }
+
+    fn note_failed_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
+        let mut known = self.lock();
+        if known.working.contains(offer) {
+            return None;
+        }
+        known.trouble(offer).leave_out(reason, now)
+    }
+
+    fn note_unfinished_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
+        let mut known = self.lock();
+        if known.working.contains(offer) {
+            return None;
+        }
+        known.trouble(offer).note_useless(&reason, now)
+    }
+
+    fn note_useless_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
+        self.lock().trouble(offer).note_useless(&reason, now)
+    }
+
+    fn left_out_at(&self, now: Instant) -> Vec<LeftOut> {
+        let known = self.lock();
+        let left_out = known.troubles.iter().filter(|trouble| trouble.is_left_out(now));
+        left_out.map(|t| LeftOut { offer: t.offer.clone(), reason: t.reason.clone() }).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        // No code that holds the lock can leave the lists half changed.
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Known {
+    fn trouble(&mut self, offer: &Offer) -> &mut Trouble {
+        let troubles = &mut self.troubles;
+        let idx = troubles.iter().position(|known| known.offer == *offer).unwrap_or_else(|| {
+            troubles.push(Trouble {
+                offer: offer.clone(),
+                num_useless: 0,
+                num_pauses: 0,
+                until: None,
+                reason: String::new(),
+            });
+            troubles.len() - 1
+        });
+        &mut troubles[idx]
+    }
+}
+
+impl Trouble {
+    fn is_left_out(&self, now: Instant) -> bool {
+        self.until.is_some_and(|until| now < until)
+    }
+
+    fn note_useless(&mut self, reason: &str, now: Instant) -> Option<Duration> {
+        self.num_useless = self.num_useless.saturating_add(1);
+        // After a pause the offer is on probation: the first link that is no use is the last.
+        let is_known = self.num_pauses > 0;
+        if self.num_useless < MAX_USELESS_LINKS && !is_known {
+            return None;
+        }
+        let reason = match self.num_useless {
+            1 => format!("a link carried nothing: {reason}"),
+            links => format!("{links} links in a row carried nothing, the last one: {reason}"),
+        };
+        self.leave_out(reason, now)
+    }
+
+    /// Connections that were made before the pause began may fail during it: they do not prolong it.
+    fn leave_out(&mut self, reason: String, now: Instant) -> Option<Duration> {
+        if self.is_left_out(now) {
+            return None;
+        }
+        let pause = FIRST_PAUSE.saturating_mul(1 << self.num_pauses.min(16)).min(MAX_PAUSE);
+        self.num_pauses = self.num_pauses.saturating_add(1);
+        self.until = now.checked_add(pause);
+        self.reason = reason;
+        Some(pause)
+    }
+}
+
+/// What a hello says of offers that are left out: as much as may travel.
+pub(super) fn text_of(left_out: &[LeftOut]) -> String {
+    let mut text = left_out.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    text.truncate(text.floor_char_boundary(MAX_LEFT_OUT_BYTES));
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::endpoint::TransportKind;
+
+    fn offer() -> Offer {
+        Offer { kind: TransportKind::Verbs, flavour: "roce2".to_owned() }
+    }
+
+    #[test]
+    fn what_cannot_be_joined_is_left_out_for_ever_longer_and_tried_in_between() {
+        let fallback = Fallback::default();
+        let other = fallback.clone();
+        let mut now = Instant::now();
+        let mut last = Duration::ZERO;
+        for round in 0..12 {
+            assert!(fallback.left_out_at(now).is_empty(), "round {round}");
+            let pause = fallback.note_failed_at(&offer(), format!("no {round}"), now).unwrap();
+            assert!(pause >= FIRST_PAUSE && pause <= MAX_PAUSE);
+            assert!(pause == (last * 2).clamp(FIRST_PAUSE, MAX_PAUSE), "{last:?} {pause:?}");
+            last = pause;
+            // Whoever failed at the same time does not prolong the pause.
+            let late = now + pause / 2;
+            assert_eq!(other.note_failed_at(&offer(), "late".to_owned(), late), None);
+            let left_out = other.left_out_at(now + pause - Duration::from_nanos(1));
+            assert_eq!(left_out.len(), 1);
+            assert_eq!(left_out[0].to_string(), format!("verbs:roce2: no {round}"));
+            now += pause;
+        }
+        assert_eq!(last, MAX_PAUSE);
+        drop(fallback.note_works(&offer()));
+        let pause = fallback.note_failed_at(&offer(), String::new(), now);
+        assert_eq!(pause, Some(FIRST_PAUSE), "it worked meanwhile");
+    }
+
+    #[test]
+    fn links_that_carry_nothing_count_in_a_row() {
+        let fallback = Fallback::default();
+        let now = Instant::now();
+        let useless = |now| fallback.note_useless_at(&offer(), "silent".to_owned(), now);
+        for _ in 1..MAX_USELESS_LINKS {
+            assert_eq!(useless(now), None);
+        }
+        drop(fallback.note_works(&offer()));
+        for _ in 1..MAX_USELESS_LINKS {
+            assert_eq!(useless(now), None);
+        }
+        assert_eq!(useless(now), Some(FIRST_PAUSE));
+        let why = fallback.left_out_at(now)[0].reason.clone();
+        assert!(why.contains("3 links in a row") && why.contains("silent"), "{why}");
+        // Tried again, one such link is enough.
+        let now = now + FIRST_PAUSE;
+        assert!(fallback.left_out_at(now).is_empty());
+        assert_eq!(useless(now), Some(2 * FIRST_PAUSE));
+    }
+
+    #[test]
+    fn joining_that_fails_beside_a_link_that_works_is_not_the_network() {
+        let fallback = Fallback::default();
+        let now = Instant::now();
+        let unfinished = || fallback.note_unfinished_at(&offer(), "late".to_owned(), now);
+        let failed = || fallback.note_failed_at(&offer(), "no".to_owned(), now);
+        let (first, second) = (fallback.note_works(&offer()), fallback.note_works(&offer()));
+        drop(first);
+        for _ in 0..2 * MAX_USELESS_LINKS {
+            assert_eq!((unfinished(), failed()), (None, None));
+        }
+        let other = Offer { flavour: "ib".to_owned(), ..offer() };
+        let pause = fallback.note_failed_at(&other, String::new(), now);
+        assert_eq!(pause, Some(FIRST_PAUSE), "another offer is another's");
+        // Links that joined and carried nothing count, with their whole number.
+        for _ in 1..MAX_USELESS_LINKS {
+            assert_eq!(fallback.note_useless_at(&offer(), String::new(), now), None);
+        }
+        assert_eq!(fallback.note_useless_at(&offer(), String::new(), now), Some(FIRST_PAUSE));
+        drop(fallback.note_works(&offer()));
+        drop(second);
+        for _ in 1..MAX_USELESS_LINKS {
+            assert_eq!(unfinished(), None);
+        }
+        assert_eq!(unfinished(), Some(FIRST_PAUSE));
+    }
+}

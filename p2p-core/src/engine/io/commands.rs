@@ -1,0 +1,120 @@
+//! What users ask of the engine's thread.
+
+use std::time::Instant;
+
+use super::Io;
+use super::meet::Caller;
+use super::reach::start_connecting;
+use crate::engine::error::{CloseReason, ConnectError, TransferError};
+use crate::engine::link::Local;
+use crate::engine::shared::{Command, ConnKey, Move, Register, What};
+
+impl Io {
+    /// Carries out what users have asked for.
+    pub(super) fn take_commands(&mut self) -> bool {
+        let mut is_busy = false;
+        if let Some(later) = self.shared.take_later() {
+            is_busy = true;
+            for (idx, is_full) in later.released {
+                self.registry.abandon(&mut self.fabrics, idx, is_full);
+            }
+            for key in later.closed {
+                if self.live(key).is_some() {
+                    self.close(key.idx, &CloseReason::Local);
+                }
+            }
+            for key in later.taken {
+                self.open_notify_window(key);
+            }
+        }
+        for _ in 0..MAX_COMMANDS {
+            let Some(command) = self.shared.queue.pop() else { break };
+            is_busy = true;
+            self.carry_out(command);
+        }
+        is_busy
+    }
+
+    fn carry_out(&mut self, command: Command) {
+        match command {
+            Command::Move(part) => self.begin_move(part),
+            Command::Notify { conn, transfer, deadline_ns, notification } => {
+                if !self.with_live(conn, |link, ports| {
+                    link.notify(ports, transfer, deadline_ns, notification);
+                }) {
+                    self.too_late(conn, transfer, "notify");
+                }
+            }
+            Command::Connect { addr, deadline, reply } => {
+                self.begin_connect(deadline, Caller { addr, reply });
+            }
+            Command::Register(Register { ptr, bytes, access, source, reply }) => {
+                let fabrics = &mut self.fabrics;
+                // SAFETY: the caller of `Engine::reg` has promised that the memory stays mapped, or
+                // `source` holds it.
+                let keys = unsafe { self.registry.acquire(fabrics, ptr, bytes, access, source) };
+                if let Err(Ok(keys)) = reply.push(keys) {
+                    // Nobody waits for it any more, and nobody would ever give it back.
+                    let is_full = keys.covers(ptr, bytes);
+                    self.registry.abandon(&mut self.fabrics, keys.idx, is_full);
+                }
+            }
+            Command::Release { idx, is_full, reply } => {
+                let released = self.registry.release(&mut self.fabrics, idx, is_full, true);
+                if let Err(Err(_)) = reply.push(released) {
+                    // Whoever has asked has given up waiting, and the handle with it.
+                    self.registry.hide(idx);
+                    self.registry.abandon(&mut self.fabrics, idx, is_full);
+                }
+            }
+            Command::Stop => self.is_stopping = true,
+        }
+    }
+
+    fn begin_move(&mut self, part: Move) {
+        let Move { conn, what, transfer, deadline_ns, handle, offset, bytes } = part;
+        let Some(live) = self.live(conn) else {
+            drop(handle);
+            return self.too_late(conn, transfer, what.name());
+        };
+        let Some(region) = handle.keys.region(live.peer.fabric) else {
+            drop(handle);
+            let detail = "the memory is not registered with this transport any more".into();
+            let error = TransferError::Fabric { op: what.name(), code: 0, detail };
+            return self.shared.transfers.finish(transfer, Err(error));
+        };
+        let local = Local { hold: handle, region, offset, bytes };
+        self.with_live(conn, |link, ports| match what {
+            What::Send => link.send(ports, transfer, deadline_ns, local),
+            What::Recv => link.recv(ports, transfer, deadline_ns, local),
+            What::Write(remote) => link.write(ports, transfer, deadline_ns, local, remote),
+            What::Read(remote) => link.read(ports, transfer, deadline_ns, local, remote),
+        });
+    }
+
+    /// A transfer for a connection that has ended.
+    fn too_late(&self, conn: ConnKey, transfer: u32, op: &'static str) {
+        let known = self.ended.iter().find(|(serial, _)| *serial == conn.serial);
+        let reason = known.map_or(CloseReason::Local, |(_, reason)| reason.clone());
+        let error = TransferError::Disconnected { op, reason };
+        self.shared.transfers.finish(transfer, Err(error));
+    }
+
+    fn begin_connect(&mut self, deadline: Instant, caller: Caller) {
+        let stream = start_connecting(caller.addr);
+        if let Err((error, Some(caller))) = self.place(deadline, Some(caller), stream) {
+            let (addr, detail) = (caller.addr.to_string(), error.to_string());
+            let _ = caller.reply.push(Err(ConnectError::Unreachable { addr, detail }));
+        }
+    }
+
+    fn open_notify_window(&mut self, key: ConnKey) {
+        if let Some(conn) = self.live(key).and_then(|live| live.peer.conn.upgrade()) {
+            let taken = conn.all_taken();
+            self.with_live(key, |link, _| link.taken(taken));
+        }
+    }
+}
+
+/// Commands carried out before others have their turn.
+const MAX_COMMANDS: usize = 256;

@@ -1,0 +1,118 @@
+//! The registrations of a fabric whose device or library checks accesses: by an id that does not name the
+//! next one that has the same place.
+
+use super::RegionId;
+use super::memory::{GENERATIONS, INDEX_BITS, INDEX_MASK};
+
+/// Registrations by id.
+#[derive(Debug)]
+pub(crate) struct RegionTable<T> {
+    places: Vec<Place<T>>,
+    free: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct Place<T> {
+    /// How often it was taken, modulo what an id has room for.
+    generation: u32,
+    item: Option<T>,
+}
+
+impl<T> Default for RegionTable<T> {
+    fn default() -> Self {
+        Self { places: Vec::new(), free: Vec::new() }
+    }
+}
+
+impl<T> RegionTable<T> {
+    /// `None`: as many as ids can tell apart are there, and the item is dropped.
+    pub(crate) fn insert(&mut self, item: T) -> Option<RegionId> {
+        let idx = match self.free.pop() {
+            Some(idx) => idx,
+            None if self.places.len() < MAX_PLACES => {
+                self.places.push(Place { generation: 0, item: None });
+                self.places.len() as u32 - 1
+            }
+            None => return None,
+        };
+        let place = &mut self.places[idx as usize];
+        place.generation = (place.generation + 1) % GENERATIONS;
+        place.item = Some(item);
+        Some(RegionId(idx | place.generation << INDEX_BITS))
+    }
+
+    pub(crate) fn get(&self, id: RegionId) -> Option<&T> {
+        let place = self.places.get((id.0 & INDEX_MASK) as usize)?;
+        place.item.as_ref().filter(|_| place.generation == id.0 >> INDEX_BITS)
+    }
+
+    pub(crate) fn get_mut(&mut self, id: RegionId) -> Option<&mut T> {
+        let place = self.places.get_mut((id.0 & INDEX_MASK) as usize)?;
+        let is_meant = place.generation == id.0 >> INDEX_BITS;
+        place.item.as_mut().filter(|_| is_meant)
+    }
+
+    pub(crate) fn remove(&mut self, id: RegionId) -> Option<T> {
+        self.get(id)?;
+        let idx = id.0 & INDEX_MASK;
+        self.free.push(idx);
+        self.places[idx as usize].item.take()
+    }
+
+    /// Why `id` names nothing.
+    pub(crate) fn missing(&self, id: RegionId) -> String {
+        let (idx, generation) = (id.0 & INDEX_MASK, id.0 >> INDEX_BITS);
+        match self.places.get(idx as usize) {
+            // The first is 1.
+            Some(place) if generation != 0 => {
+                let what = format!("registration {idx} of generation {generation}");
+                match &place.item {
+                    None => format!("{what} was deregistered"),
+                    Some(_) => format!(
+                        "{what} was deregistered, and generation {} has its place",
+                        place.generation
+                    ),
+                }
+            }
+            _ => format!("there is no registration {idx} of generation {generation}"),
+        }
+    }
+}
+
+/// Most registrations: the last id is left out, which stands for none.
+const MAX_PLACES: usize = INDEX_MASK as usize;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_does_not_name_its_successor() {
+        let mut table = RegionTable::default();
+        let (first, other) = (table.insert('a').unwrap(), table.insert('b').unwrap());
+        assert_eq!((table.get(first), table.get(other)), (Some(&'a'), Some(&'b')));
+        assert_eq!(table.remove(first), Some('a'));
+        assert_eq!(table.missing(first), "registration 0 of generation 1 was deregistered");
+        let next = table.insert('c').unwrap();
+        assert_ne!(next, first);
+        let named = table.missing(first);
+        assert_eq!(
+            named,
+            "registration 0 of generation 1 was deregistered, and generation 2 has its place"
+        );
+        assert_eq!(table.get(first), None);
+        assert_eq!(table.get_mut(first), None);
+        assert_eq!(table.remove(first), None);
+        assert_eq!(table.get_mut(next), Some(&mut 'c'));
+        for unknown in [RegionId(2), RegionId(0), RegionId(u32::MAX)] {
+            assert_eq!(table.get(unknown), None);
+            assert_eq!(table.remove(unknown), None);
+            assert!(table.missing(unknown).starts_with("there is no registration"));
+        }
+        // Places are used again.
+        for _ in 0..3 * GENERATIONS {
+            let id = table.insert('d').unwrap();
+            assert_eq!((id.0 & INDEX_MASK, table.remove(id)), (2, Some('d')));
+        }
+    }
+}

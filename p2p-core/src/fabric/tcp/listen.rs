@@ -1,0 +1,134 @@
+//! Who connects, until it has said who it is.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use rustix::net::sockopt;
+
+use super::serve::Server;
+use super::stream::Stream;
+use super::{LISTENER, SERVER, TcpFabric};
+
+impl TcpFabric {
+    /// Takes in connections that wait at the listener.
+    pub(super) fn accept(&mut self) {
+        for _ in 0..64 {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => Some(stream),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
+                Err(error) => {
+                    // Out of descriptors, most likely: asking again at once would only burn time.
+                    let now = Instant::now();
+                    self.listener_rests = Some(now + LISTENER_REST);
+                    let rests = epoll::delete(&self.set, &self.listener);
+                    if let Some(num_failures) = self.listening.failed(now) {
+                        tracing::error!(
+                            %error, num_failures, ?rests, "cannot accept data connections; {HINT}"
+                        );
+                    }
+                    return;
+                }
+            };
+            if let Some(num_failures) = self.listening.worked() {
+                tracing::info!(num_failures, "data connections are accepted again");
+            }
+            let Some(stream) = stream else { return };
+            // Every open peer may be about to say whose it is.
+            if self.num_greeting >= MAX_GREETING + self.by_nonce.len() {
+                if let Some(num_dropped) = self.crowd.failed(Instant::now()) {
+                    let what = "too many data connections at once that do not say whose they are";
+                    tracing::warn!(num_dropped, "{what}: the oldest go");
+                }
+                self.drop_oldest_greeting();
+            }
+            let idx = self.free_servers.pop().unwrap_or_else(|| {
+                self.servers.push(None);
+                self.servers.len() - 1
+            });
+            let data = (idx as u64) << 1 | SERVER;
+            let fd = OwnedFd::from(stream);
+            let stream = self
+                .watch(&fd)
+                .and_then(|()| Stream::new(fd, self.set.as_fd(), data, epoll::EventFlags::IN));
+            match stream {
+                Ok(stream) => {
+                    self.servers[idx] = Some(Server::new(stream));
+                    self.num_greeting += 1;
+                    self.advance_server(idx);
+                }
+                Err(error) => {
+                    tracing::error!(%error, "cannot serve a data connection");
+                    self.free_servers.push(idx);
+                }
+            }
+        }
+    }
+
+    /// Listens again after a rest.
+    pub(super) fn wake_listener(&mut self) {
+        if self.listener_rests.is_none_or(|until| Instant::now() < until) {
+            return;
+        }
+        let (data, interest) = (epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN);
+        match epoll::add(&self.set, &self.listener, data, interest) {
+            // It may never have been taken out.
+            Ok(()) | Err(rustix::io::Errno::EXIST) => self.listener_rests = None,
+            Err(error) => {
+                let now = Instant::now();
+                if let Some(num_failures) = self.listening.failed(now) {
+                    tracing::error!(%error, num_failures, "cannot listen for data connections; {HINT}");
+                }
+                self.listener_rests = Some(now + LISTENER_REST);
+            }
+        }
+    }
+
+    /// Has the system notice when the other host is gone.
+    pub(super) fn watch(&self, fd: &OwnedFd) -> io::Result<()> {
+        let timeout = self.config.timeout.clamp(Duration::from_secs(1), Duration::from_secs(3600));
+        let probe = Duration::from_secs((timeout.as_secs() / 4).max(1));
+        rustix::io::ioctl_fionbio(fd, true)?;
+        sockopt::set_socket_keepalive(fd, true)?;
+        sockopt::set_tcp_keepidle(fd, probe)?;
+        sockopt::set_tcp_keepintvl(fd, probe)?;
+        sockopt::set_tcp_keepcnt(fd, 3)?;
+        sockopt::set_tcp_user_timeout(fd, timeout.as_millis() as u32)?;
+        Ok(())
+    }
+
+    /// Closes what did not introduce itself within `patience`.
+    pub(super) fn drop_greetings(&mut self, patience: Duration) {
+        self.checked_greetings = Instant::now();
+        for idx in 0..self.servers.len() {
+            let is_late = self.servers[idx]
+                .as_ref()
+                .is_some_and(|server| server.peer.is_none() && server.since.elapsed() >= patience);
+            if is_late {
+                self.drop_server(idx);
+            }
+        }
+    }
+
+    /// Closes the connection that has waited longest without introducing itself.
+    fn drop_oldest_greeting(&mut self) {
+        let greeting = |(idx, server): (usize, &Option<Server>)| match server {
+            Some(server) if server.peer.is_none() => Some((server.since, idx)),
+            _ => None,
+        };
+        if let Some((_, idx)) = self.servers.iter().enumerate().filter_map(greeting).min() {
+            self.drop_server(idx);
+        }
+    }
+}
+
+/// Most connections that have not introduced themselves, beside one for each open peer.
+pub(super) const MAX_GREETING: usize = 256;
+/// Time for a connection to introduce itself.
+pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for which a listener that failed is left alone.
+pub(super) const LISTENER_REST: Duration = Duration::from_millis(100);
+const HINT: &str = "it is tried again every 100 ms; raise the limit on open files (`ulimit -n`) if that \
+                    is what is missing";

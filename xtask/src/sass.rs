@@ -1,0 +1,290 @@
+//! What the machine code of each kernel must have, and what it must not.
+//!
+//! Every variant of a kernel is looked at by itself: one that has an instruction does not make up for
+//! another that has lost it.
+
+use std::collections::BTreeSet;
+
+/// Kernels whose names, as the compiler mangles them, have all of `names` in them.
+type Names = &'static [&'static str];
+
+/// What kernels must have: of each entry one of the choices between `|`, by the begin of its name.
+struct Rule {
+    names: Names,
+    instructions: &'static [&'static str],
+}
+
+/// Kernels that may keep data in local memory.
+struct Exception {
+    names: Names,
+    reason: &'static str,
+}
+
+const fn rule(names: Names, instructions: &'static [&'static str]) -> Rule {
+    Rule { names, instructions }
+}
+
+/// Orders everything before for other GPUs and the host.
+const SYSTEM_FENCE: &str = "MEMBAR.SC.SYS|MEMBAR.ALL.SYS";
+const STORE_16: &str = "STG.E.128|ST.E.128";
+const LOAD_16: &str = "LDG.E.128|LD.E.128";
+/// A flag that another GPU writes, and one that it reads.
+const FLAG_LOAD: &str = "LDG.E.64.STRONG.SYS|LD.E.64.STRONG.SYS";
+const FLAG_STORE: &str = "STG.E.64.STRONG.SYS|ST.E.64.STRONG.SYS";
+const FLAG_ADD: &str = "REDG.E.ADD.64.STRONG.SYS|RED.E.ADD.64.STRONG.SYS";
+/// A command to a thread of the host, whole.
+const COMMAND: &str = "STG.E.128.STRONG.SYS|ST.E.128.STRONG.SYS";
+/// A NIC's doorbell.
+const DOORBELL: &str = "STG.E.64.MMIO.SYS|ST.E.64.MMIO.SYS";
+const TO_FP8: &str = "F2FP.SATFINITE.E4M3";
+const FROM_FP8: &str = "F2FP.F16.E4M3.UNPACK_B";
+const TO_BF16: &str = "F2FP.BF16.F32.PACK_AB";
+
+/// By file. Template arguments: of `DispatchConfig` hidden size, top-k, whether to fp8, threads, ways; of
+/// `CombineConfig` hidden size, threads, ways; of `AnswerConfig` hidden size, whether from fp8, threads, ways;
+/// of `expert_recv_kernel` ways; of `expert_gemm_kernel` whether fp8, whether the first product, whether it
+/// gathers rows; of `expert_gather_kernel` whether from fp8. `Lj14E` is any way.
+const FILES: [(&str, &[Rule]); 7] = [
+    (
+        "dispatch",
+        &[
+            rule(&["15dispatch_kernel"], &[STORE_16, SYSTEM_FENCE, FLAG_STORE]),
+            rule(&["15dispatch_kernel"], &["LDG.E.NA.128.CONSTANT|LDG.E.128.CONSTANT"]),
+            rule(&["DispatchConfigILj7168E"], &["LDG.E.128.CONSTANT", "STS.128"]),
+            rule(&["DispatchConfigIL", "ELb1ELj"], &[TO_FP8]),
+            rule(&["DispatchConfigIL", "ELj14EEEEE"], &[COMMAND, DOORBELL]),
+        ],
+    ),
+    (
+        "combine",
+        &[
+            rule(&["14combine_kernel"], &[LOAD_16, STORE_16, FLAG_LOAD, TO_BF16]),
+            rule(&["CombineConfigIL", "ELj14EEEEE"], &[COMMAND]),
+        ],
+    ),
+    (
+        "expert",
+        &[
+            // Cluster barriers.
+            rule(&["18expert_recv_kernel"], &["UCGABAR_ARV", "UCGABAR_WAIT"]),
+            rule(&["18expert_recv_kernel"], &[LOAD_16, STORE_16, FLAG_LOAD, SYSTEM_FENCE]),
+            rule(&["18expert_recv_kernelILj14EEE"], &[COMMAND, DOORBELL]),
+            rule(&["11echo_kernel"], &[FLAG_LOAD]),
+            rule(&["AnswerConfigIL"], &[LOAD_16, STORE_16, SYSTEM_FENCE, FLAG_STORE, TO_BF16]),
+            rule(&["AnswerConfigIL", "ELb1ELj"], &[FROM_FP8]),
+            rule(&["AnswerConfigIL", "ELj14EEEEE"], &[COMMAND, DOORBELL]),
+        ],
+    ),
+    (
+        "compute",
+        &[
+            rule(&["20expert_gather_kernel"], &[STORE_16]),
+            rule(&["20expert_gather_kernelILb0EEE"], &[LOAD_16, TO_FP8]),
+            rule(&["20expert_gather_kernelILb1EEE"], &[FROM_FP8, TO_BF16]),
+            // Fed by the copy engine; registers handed over between warpgroups; results through shared
+            // memory.
+            rule(
+                &["18expert_gemm_kernel"],
+                &[
+                    "UTMALDG.5D",
+                    "SYNCS.PHASECHK.TRANS64.TRYWAIT",
+                    "USETMAXREG.DEALLOC",
+                    "USETMAXREG.TRY_ALLOC",
+                    "STSM.16.MT88.2",
+                    "STG.E.128",
+                ],
+            ),
+            // Matrix units of a warpgroup, in every size of a tile.
+            rule(
+                &["18expert_gemm_kernelILb0E"],
+                &[
+                    "HGMMA.64x256x16.F32.BF16",
+                    "HGMMA.64x64x16.F32.BF16",
+                    "HGMMA.64x32x16.F32.BF16",
+                    "HGMMA.64x16x16.F32.BF16",
+                    "HGMMA.64x8x16.F32.BF16",
+                ],
+            ),
+            rule(
+                &["18expert_gemm_kernelILb1E"],
+                &[
+                    "QGMMA.64x128x32.F32.E4M3.E4M3",
+                    "QGMMA.64x64x32.F32.E4M3.E4M3",
+                    "QGMMA.64x32x32.F32.E4M3.E4M3",
+                    "QGMMA.64x16x32.F32.E4M3.E4M3",
+                    "QGMMA.64x8x32.F32.E4M3.E4M3",
+                ],
+            ),
+            rule(&["18expert_gemm_kernelILb1ELb1E"], &[TO_FP8]),
+            rule(&["18expert_gemm_kernel", "ELb0EEEv"], &["UBLKCP"]),
+            rule(&["18expert_gemm_kernel", "ELb1EEEv"], &["LDGSTS.E.BYPASS"]),
+        ],
+    ),
+    (
+        "p2p",
+        &[
+            rule(&["13stream_kernel"], &[STORE_16, SYSTEM_FENCE, FLAG_ADD, FLAG_LOAD]),
+            rule(&["15pingpong_kernel"], &[STORE_16, SYSTEM_FENCE, FLAG_ADD, FLAG_LOAD]),
+        ],
+    ),
+    ("flag", &[rule(&["sy_flag_add"], &[SYSTEM_FENCE, FLAG_ADD])]),
+    (
+        "proxy",
+        &[
+            rule(&["sy_proxy_produce"], &[COMMAND, SYSTEM_FENCE]),
+            rule(&["sy_proxy_all_operations"], &[COMMAND, SYSTEM_FENCE]),
+            rule(&["sy_peer_copy"], &[LOAD_16, STORE_16]),
+        ],
+    ),
+];
+
+/// Only where the way may be by requests to a NIC or by commands to a thread, which cost far more.
+const LISTS: &str = "lists of what to send, handed by address to the calls that post it";
+const EXCEPTIONS: [Exception; 4] = [
+    Exception { names: &["DispatchConfigIL", "ELj14EEEEE"], reason: LISTS },
+    Exception { names: &["18expert_send_kernel", "ELj14EEEEE"], reason: LISTS },
+    Exception {
+        names: &["11echo_kernel"],
+        reason: "since when it waits, handed by address to the call that looks at the clock; and lists of \
+                 what to send",
+    },
+    Exception { names: &["sy_proxy_all_operations"], reason: LISTS },
+];
+
+/// What was found out about a file.
+pub struct Findings {
+    /// Its kernels.
+    pub num_kernels: usize,
+    /// Why kernels may have data in local memory, and how many have it for that.
+    pub exceptions: Vec<(&'static str, usize)>,
+    /// What is wrong, a line each.
+    pub wrong: Vec<String>,
+}
+
+/// Compares the disassembly of a file of kernels with what they must have.
+pub fn check(file: &str, listing: &str) -> Findings {
+    let rules = FILES.iter().find(|(name, _)| *name == file).map_or(&[][..], |(_, rules)| *rules);
+    let kernels = kernels(listing);
+    let mut wrong = Vec::new();
+    let mut exceptions: Vec<(&str, usize)> = Vec::new();
+    for (kernel, found) in &kernels {
+        let fitting: Vec<&Rule> = rules.iter().filter(|rule| fits(rule.names, kernel)).collect();
+        if fitting.is_empty() {
+            wrong.push(format!("{kernel}: no rule says what it must have: add one to FILES"));
+        }
+        for choice in fitting.iter().flat_map(|rule| rule.instructions) {
+            let has = |one: &str| found.iter().any(|instruction| instruction.starts_with(one));
+            if !choice.split('|').any(has) {
+                wrong.push(format!("{kernel}: no {choice}"));
+            }
+        }
+        let is_local = |name: &&String| name.starts_with("LDL") || name.starts_with("STL");
+        let local: Vec<&str> = found.iter().filter(is_local).map(String::as_str).collect();
+        let exception = EXCEPTIONS.iter().find(|exception| fits(exception.names, kernel));
+        match (local.is_empty(), exception) {
+            (true, None) => {}
+            (true, Some(_)) => wrong.push(format!(
+                "{kernel}: has nothing in local memory, so it needs no place in EXCEPTIONS"
+            )),
+            (false, None) => wrong.push(format!("{kernel}: local memory, by {}", local.join(", "))),
+            (false, Some(Exception { reason, .. })) => {
+                match exceptions.iter_mut().find(|(other, _)| other == reason) {
+                    Some((_, num)) => *num += 1,
+                    None => exceptions.push((reason, 1)),
+                }
+            }
+        }
+    }
+    // A rule for a name that nothing has any more would say nothing.
+    for rule in rules {
+        if !kernels.iter().any(|(kernel, _)| fits(rule.names, kernel)) {
+            wrong.push(format!("no kernel has {} in its name", rule.names.join(" and ")));
+        }
+    }
+    Findings { num_kernels: kernels.len(), exceptions, wrong }
+}
+
+fn fits(names: Names, kernel: &str) -> bool {
+    names.iter().all(|name| kernel.contains(name))
+}
+
+/// Kernels in a listing of `cuobjdump --dump-sass`, with the names of their instructions.
+fn kernels(listing: &str) -> Vec<(String, BTreeSet<String>)> {
+    let mut kernels: Vec<(String, BTreeSet<String>)> = Vec::new();
+    for line in listing.lines() {
+        if let Some((_, kernel)) = line.split_once("Function : ") {
+            kernels.push((kernel.trim().to_owned(), BTreeSet::new()));
+        } else if let (Some((_, found)), Some(name)) = (kernels.last_mut(), instruction(line)) {
+            found.insert(name.to_owned());
+        }
+    }
+    kernels
+}
+
+/// The name in a line such as `/*0090*/ @!P0 STG.E.128 desc[UR4][R2.64], R4 ; /* 0x… */`.
+fn instruction(line: &str) -> Option<&str> {
+    let (_, text) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
+    let mut words = text.split([' ', '\t', ';']).filter(|word| !word.is_empty());
+    let first = words.next()?;
+    let name = if first.starts_with('@') { words.next()? } else { first };
+    name.starts_with(|letter: char| letter.is_ascii_uppercase()).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listing(kernels: &[(&str, &[&str])]) -> String {
+        let mut text = "\tcode for sm_90a\n".to_owned();
+        for (kernel, instructions) in kernels {
+            text += &format!("\t\tFunction : {kernel}\n\t.headerflags @\"EF_CUDA_SM90\"\n");
+            for instruction in *instructions {
+                text += &format!(
+                    "        /*0090*/  {instruction} R4, [R2] ;  /* 0x0000000402047381 */\n"
+                );
+                text += "                                        /* 0x000fe200000e0000 */\n";
+            }
+        }
+        text
+    }
+
+    const ADD: &str = "@!P0 REDG.E.ADD.64.STRONG.SYS";
+
+    #[test]
+    fn a_kernel_with_an_instruction_does_not_make_up_for_one_without() {
+        let good: &[&str] = &["MEMBAR.ALL.SYS", ADD];
+        assert!(check("flag", &listing(&[("sy_flag_add", good)])).wrong.is_empty());
+        let both = listing(&[("sy_flag_add", good), ("sy_flag_add_2", &good[1..])]);
+        let Findings { num_kernels, wrong, .. } = check("flag", &both);
+        assert_eq!(num_kernels, 2);
+        assert_eq!(wrong, ["sy_flag_add_2: no MEMBAR.SC.SYS|MEMBAR.ALL.SYS"]);
+    }
+
+    #[test]
+    fn local_memory_is_refused_but_where_it_is_listed() {
+        let local = listing(&[("sy_flag_add", &["MEMBAR.ALL.SYS", ADD, "@P1 STL.64", "LDLX"])]);
+        let wrong = check("flag", &local).wrong;
+        assert_eq!(wrong, ["sy_flag_add: local memory, by LDLX, STL.64"]);
+        let command = "STG.E.128.STRONG.SYS";
+        let proxy = |local: &'static str| {
+            let all: &[&str] = &[command, "MEMBAR.ALL.SYS", local];
+            let (plain, copy): (&[&str], &[&str]) = (&all[..2], &["LD.E.128", "ST.E.128"]);
+            let kernels = [
+                ("sy_proxy_all_operations", all),
+                ("sy_proxy_produce", plain),
+                ("sy_peer_copy", copy),
+            ];
+            check("proxy", &listing(&kernels))
+        };
+        let Findings { exceptions, wrong, .. } = proxy("LDL");
+        assert!(exceptions == [(LISTS, 1)] && wrong.is_empty(), "{wrong:?}");
+        assert!(proxy("NOP").wrong[0].contains("no place in EXCEPTIONS"));
+    }
+
+    #[test]
+    fn kernels_and_rules_that_do_not_meet_are_named() {
+        let wrong = check("flag", &listing(&[("sy_flag_take", &["MEMBAR.ALL.SYS", ADD])])).wrong;
+        assert_eq!(wrong.len(), 2);
+        assert!(wrong[0].contains("no rule says") && wrong[1].contains("sy_flag_add"), "{wrong:?}");
+    }
+}
