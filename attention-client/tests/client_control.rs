@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use attention_client::MoeClient;
 use client_common::fake::{Act, FakeFleet, Script, expected};
-use client_common::{Request, difference, poisoned, seeded, table};
+use client_common::{Request, difference, not_ready_because, poisoned, seeded, table};
 use control_api::PlacementTable;
 use p2p_core::SlotConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -126,16 +126,14 @@ fn a_control_plane_that_refuses_or_is_not_there_is_named() {
     let fleet = FakeFleet::start(SLOT, vec![]);
     let everybody = table(&fleet.model, 1, &[], &vec![vec![]; 8]);
     let stub = fleet.runtime.block_on(Stub::start(everybody));
-    let error_of = |url: &str| {
+    let refuse = |url: &str, words: &[&str]| {
         let client = MoeClient::builder(fleet.model.clone())
             .control_plane(url, Some("wrong".to_owned()))
             .slot(SLOT)
             .build()
             .unwrap();
-        client.wait_ready(Duration::from_millis(500)).unwrap_err().to_string()
+        not_ready_because(&client, words);
     };
-    let error = error_of(&stub.url);
-    assert!(error.contains("refuses the token"), "{error}");
-    let error = error_of("http://127.0.0.1:9");
-    assert!(error.contains("127.0.0.1:9") && error.contains("unreachable"), "{error}");
+    refuse(&stub.url, &["refuses the token"]);
+    refuse("http://127.0.0.1:9", &["127.0.0.1:9", "unreachable"]);
 }

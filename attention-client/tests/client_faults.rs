@@ -17,8 +17,12 @@ use rand::RngExt;
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 20 << 10, num_frames: 2 };
 const HIDDEN: usize = 40;
-/// The deadline where silence is the test: longer than a busy machine makes an answer wait.
+/// The deadline where silence is the test. A busy machine can make an answer wait for longer.
 const SILENCE: Duration = Duration::from_millis(250);
+/// The deadline where an answer that only waits for a processor must not count as silence.
+const LONG_SILENCE: Duration = Duration::from_secs(1);
+/// For what must happen in the end.
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn script(script: impl Fn(Seen) -> Act + Send + Sync + 'static) -> Script {
     Arc::new(script)
@@ -50,7 +54,9 @@ fn failovers(client: &MoeClient, reason: &str) -> f64 {
 fn survives(test: &str, act: Act, reason: &str) {
     let mut rng = seeded(test);
     let fleet = FakeFleet::start(SLOT, vec![once(2, act), right()]);
-    let client = fleet.builder().deadline(SILENCE).build().unwrap();
+    let is_silent = reason == "silent";
+    let deadline = if is_silent { SILENCE } else { LIMIT };
+    let client = fleet.builder().deadline(deadline).build().unwrap();
     client.wait_ready(Duration::from_secs(20)).unwrap();
     let mut num_failovers = 0;
     let mut num_resent = 0;
@@ -62,9 +68,10 @@ fn survives(test: &str, act: Act, reason: &str) {
         num_resent += timing.resent_pairs;
         assert_eq!(timing.failovers > 0, timing.stall_ns > 0);
     }
-    assert_eq!(num_failovers, 1);
+    // More where a busy machine kept a server that answers for longer than the deadline.
+    assert!(num_failovers == 1 || is_silent && num_failovers > 1, "{num_failovers} failovers");
     assert!(num_resent > 0);
-    assert_eq!(failovers(&client, reason), 1.0);
+    assert_eq!(failovers(&client, reason), f64::from(num_failovers));
     assert_eq!(metric(&client, "switchyard_client_resent_pairs_total", None), num_resent as f64);
     assert_eq!(metric(&client, "switchyard_client_lost_requests_total", None), 0.0);
     assert_eq!(metric(&client, "switchyard_client_duplicated_requests_total", None), 0.0);
@@ -145,20 +152,20 @@ fn half_an_answer_then_death_counts_every_pair_once() {
 #[test]
 fn long_work_is_not_silence() {
     let mut rng = seeded("long_work_is_not_silence");
-    let work = Act::Work(Duration::from_millis(500));
+    let work = Act::Work(2 * LONG_SILENCE);
     let fleet = FakeFleet::start(SLOT, vec![once(0, work)]);
-    let client = fleet.builder().deadline(SILENCE).build().unwrap();
+    let client = fleet.builder().deadline(LONG_SILENCE).build().unwrap();
     let request = Request::random(&mut rng, &fleet.model, 3, 4);
     let timing = forward(&client, &request).unwrap();
     assert_eq!(timing.failovers, 0);
-    assert!(timing.wait_ns >= 400_000_000);
+    assert!(timing.wait_ns >= 1_800_000_000, "{timing:?}");
 }
 
 #[test]
 fn life_without_an_answer_ends_too() {
     let mut rng = seeded("life_without_an_answer_ends_too");
     let fleet = FakeFleet::start(SLOT, vec![once(0, Act::WorkForEver), right()]);
-    let builder = fleet.builder().deadline(SILENCE);
+    let builder = fleet.builder().deadline(LIMIT);
     let client = builder.work_limit(Duration::from_millis(500)).build().unwrap();
     client.wait_ready(Duration::from_secs(20)).unwrap();
     let mut request = Request::random(&mut rng, &fleet.model, 20, 4);
@@ -178,12 +185,15 @@ fn a_late_answer_lands_nowhere() {
     let start = Instant::now();
     let mut num_failovers = 0;
     // The late write happens while these calls go on, also over the server's next connection.
-    while start.elapsed() < Duration::from_millis(1200) {
+    let came_back = || fleet.servers[0].num_connections.load(Ordering::SeqCst) >= 2;
+    while start.elapsed() < Duration::from_millis(1200) || !came_back() {
         let request = Request::random(&mut rng, &fleet.model, 40, 4);
         num_failovers += forward(&client, &request).unwrap().failovers;
+        assert!(start.elapsed() < LIMIT, "the server did not come back");
     }
-    assert_eq!(num_failovers, 1);
-    assert!(fleet.servers[0].num_connections.load(Ordering::SeqCst) >= 2, "it came back");
+    assert!(num_failovers > 0);
+    assert_eq!(metric(&client, "switchyard_client_lost_requests_total", None), 0.0);
+    assert_eq!(metric(&client, "switchyard_client_duplicated_requests_total", None), 0.0);
 }
 
 #[test]
@@ -325,7 +335,9 @@ fn missing_experts_are_left_out_and_the_rest_scaled() {
     // never come.
     let mut there = Request::random(&mut rng, &fleet.model, 1, 4);
     there.idx.fill(1);
+    let until = Instant::now() + LIMIT;
     let before = loop {
+        assert!(Instant::now() < until, "the server is never connected");
         let mut out = poisoned(there.x.len());
         let timing =
             client.forward(there.layer, &there.x, &there.idx, &there.weights, &mut out).unwrap();
@@ -388,7 +400,8 @@ fn random_faults_never_give_a_wrong_sum() {
         })
     };
     let fleet = FakeFleet::start(SLOT, vec![faulty(1), faulty(2), faulty(3), right()]);
-    let client = fleet.builder().deadline(Duration::from_millis(40)).build().unwrap();
+    let builder = fleet.builder().deadline(Duration::from_millis(40)).replica_wait(LIMIT);
+    let client = builder.build().unwrap();
     client.wait_ready(Duration::from_secs(20)).unwrap();
     let until = Instant::now() + Duration::from_secs(6);
     let mut num_calls = 0;
@@ -438,8 +451,8 @@ fn a_network_that_joins_and_carries_nothing_is_left_out() {
     let client = fleet
         .builder()
         .transports(offered(&stand_in()))
-        .deadline(SILENCE)
-        .replica_wait(Duration::from_secs(30))
+        .deadline(LONG_SILENCE)
+        .replica_wait(LIMIT)
         .build()
         .unwrap();
     // One call: its links go silent until the next best transport has its turn.
@@ -492,14 +505,15 @@ fn a_link_that_carried_and_is_idle_has_cleared_its_network() {
     let (near, far) = (stand_in(), stand_in());
     far.filter_next(0);
     let num_useless = MAX_USELESS_LINKS as usize - 1;
+    // Longer than the links that go silent meanwhile take.
+    const WORK: Duration = Duration::from_secs(10);
     // The second request keeps its lane, so that the third goes by another one.
-    let fleet =
-        FakeFleet::over(offered(&far), SLOT, vec![once(1, Act::Work(Duration::from_secs(2)))]);
+    let fleet = FakeFleet::over(offered(&far), SLOT, vec![once(1, Act::Work(WORK))]);
     let client = fleet
         .builder()
         .transports(offered(&near))
-        .deadline(SILENCE)
-        .replica_wait(Duration::from_secs(30))
+        .deadline(LONG_SILENCE)
+        .replica_wait(LIMIT)
         .build()
         .unwrap();
     let request = Request::random(&mut rng, &fleet.model, 3, 4);
@@ -507,7 +521,7 @@ fn a_link_that_carried_and_is_idle_has_cleared_its_network() {
     assert_eq!(forward(&client, &request).unwrap().failovers as usize, num_useless);
     std::thread::scope(|scope| {
         let first = scope.spawn(|| forward(&client, &request).unwrap());
-        while fleet.servers[0].frames() < 2 {
+        while fleet.servers[0].frames() < 2 && !first.is_finished() {
             std::thread::sleep(Duration::from_millis(1));
         }
         near.filter_next(num_useless);

@@ -28,10 +28,10 @@ def main():
             print(f"| {row['shape']} | {row['bytes']} | {row['gb_per_s_per_link']:.1f} |")
 
     print(f"\n## dispatch + combine\n\nHidden 7168, top-8 of 256, bf16 back, one process per rank, CUDA graphs;"
-          f" µs, the slowest client's median; every output checked bit for bit. Limit: bytes over the"
-          f" busiest link direction at {link:.0f} GB/s.\n")
-    print("| shape | tokens | fp8 | limit | ratio | bf16 | fp8 Zipf | with lists | NCCL | symmetric memory |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+          f" µs, the slowest client's median; every output checked bit for bit. MB: sent by all"
+          f" clients and servers together in a layer of the column before. Limit: bytes over the busiest link direction at {link:.0f} GB/s.\n")
+    print("| shape | tokens | fp8 | MB | limit | ratio | bf16 | fp8 Zipf | with lists | NCCL | symmetric memory |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     table = {}
     for row in layers:
         if row["blocks"] == [0, 0, 0]:
@@ -46,7 +46,8 @@ def main():
         limit = main_row and main_row["link_bytes"] / link * 1e-3 if link else 0
         ratio = f"{main_row['median_us'] / limit:.2f}" if limit else "–"
         others = [baselines.get((what, shape, tokens)) for what in ("nccl", "torch symmetric memory")]
-        print(f"| {shape} | {tokens} | {cell(main_row)} | {limit:.1f} | {ratio}"
+        moved = f"{main_row['bytes'] / 1e6:.2f}" if main_row else "–"
+        print(f"| {shape} | {tokens} | {cell(main_row)} | {moved} | {limit:.1f} | {ratio}"
               f" | {cell(found.get(('bf16', 'uniform', 'echo')))} | {cell(found.get(('fp8', 'zipf', 'echo')))}"
               f" | {cell(found.get(('fp8', 'uniform', 'lists')))}"
               + "".join(f" | {us:.1f}" if us else " | –" for us in others) + " |")

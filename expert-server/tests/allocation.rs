@@ -76,10 +76,13 @@ fn the_data_loop_allocates_nothing_after_its_first_rounds() {
             response_dtype: WireDtype::Bf16,
             payload_checksum: true,
         };
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let in_time = || assert!(std::time::Instant::now() < deadline, "no answer from the server");
         let frame = loop {
             if let Some(frame) = client.channel.try_reserve().expect("sound") {
                 break frame;
             }
+            in_time();
             std::thread::yield_now();
         };
         let mut view = client.channel.write_view(&frame);
@@ -87,6 +90,7 @@ fn the_data_loop_allocates_nothing_after_its_first_rounds() {
         let used_bytes = encode_dispatch(&mut view, &meta, &x, tokens, &entries).expect("it fits");
         client.channel.publish(frame, used_bytes).expect("published");
         while !client.channel.has_frame() {
+            in_time();
             // The server sleeps in some rounds and spins in others.
             if sequence.is_multiple_of(3) {
                 std::thread::sleep(std::time::Duration::from_micros(200));

@@ -6,9 +6,15 @@
 #   run-tests.sh [SEED]
 set -u
 cd "$(dirname "$0")"
-for packed in ./*.gz; do
-    [ -e "$packed" ] && gunzip --keep --force "$packed"
-done
+if [ programs.tar.xz -nt .unpacked ]; then
+    # Python where tar finds no xz.
+    tar -xJf programs.tar.xz 2> /dev/null ||
+        python3 -c 'import tarfile; tarfile.open("programs.tar.xz").extractall(".")' || {
+        echo "${0##*/}: programs.tar.xz cannot be unpacked: install xz, or python3" >&2
+        exit 3
+    }
+    touch .unpacked
+fi
 seed=${1:-$(date +%s)}
 export CUDA_MODULE_LOADING=EAGER
 num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
@@ -36,7 +42,8 @@ echo "seed $seed, $num_gpus GPUs"
 export SWITCHYARD_REQUIRE=gpu SWITCHYARD_TEST_SEED=$seed
 step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
 step 60 "expert stage against double precision" ./expert_test --seed "$seed"
-step 60 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 4
+# One after the other: freeing memory waits for all kernels of a process, also for those that wait for each other.
+step 120 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 1
 step 60 "device slots between processes" \
     env SWITCHYARD_TEST_DEVICE=cuda ./rust_cuda_ipc_test --test-threads 2
 step 60 "the proxy's lanes and copies" ./rust_proxy_test --test-threads 1
@@ -51,6 +58,7 @@ else
 fi
 if command -v compute-sanitizer > /dev/null; then
     step 90 "memcheck" compute-sanitizer --tool memcheck --error-exitcode 9 ./kernels_test --quick --seed "$seed"
+    step 90 "memcheck: experts" compute-sanitizer --tool memcheck --error-exitcode 9 ./expert_test --seed "$seed"
     step 90 "memcheck from Rust" compute-sanitizer --tool memcheck --error-exitcode 9 \
         ./rust_kernels_test on_the_gpu::echo on_the_gpu::wrong --test-threads 1
     for test in layers_match_the_reference expert_outputs_are_weighted_and_summed \

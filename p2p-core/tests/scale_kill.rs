@@ -20,7 +20,9 @@ use p2p_core::{
 };
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
-use scale_support::{TRANSPORT, num_descriptors, num_mappings, resident_bytes, transports};
+use scale_support::{
+    TRANSPORT, num_descriptors, num_mappings, num_shared_slots, resident_bytes, transports,
+};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 3 };
 /// Time for a death to be noticed, and for anything else that must happen.
@@ -497,6 +499,8 @@ impl Lane {
 #[derive(Debug, Clone, Copy)]
 struct Held {
     descriptors: usize,
+    /// Of shared memory: slots, this process's and its peers'.
+    slots: usize,
     mappings: usize,
     bytes: u64,
 }
@@ -504,7 +508,7 @@ struct Held {
 impl Held {
     fn now() -> Self {
         let (descriptors, mappings) = (num_descriptors(), num_mappings());
-        Self { descriptors, mappings, bytes: resident_bytes() }
+        Self { descriptors, slots: num_shared_slots(), mappings, bytes: resident_bytes() }
     }
 
     /// Once the runtime has closed what it closes later.
@@ -528,6 +532,7 @@ impl Held {
         let allowed_bytes = (num_connections as u64 / 2 * 8192).max(4 << 20);
         let ok = |now: &Self| {
             now.descriptors <= self.descriptors + 2
+                && now.slots <= self.slots
                 && now.mappings <= self.mappings + 32
                 && now.bytes <= self.bytes + allowed_bytes
         };

@@ -5,7 +5,7 @@ use crate::support::rig;
 /// Two servers that hold everything, killed and frozen often.
 const ROUGH: &str = "--servers 2 --layers 600 --layers-per-event 20 --max-tokens 24 \
     --kill-weight 1 --restart-weight 0 --freeze-weight 1 --expire-weight 0 --drain-weight 0 \
-    --control-kill-weight 0 --control-and-kill-weight 0 --stop-at-first --max-seconds 40";
+    --control-kill-weight 0 --control-and-kill-weight 0 --stop-at-first --max-seconds 240";
 
 /// Runs a mutant, which has to break one of these rules. A crash, or a run that could not be made, is not
 /// enough.

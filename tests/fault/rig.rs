@@ -21,7 +21,7 @@ fn failovers(run: &RigRun) -> f64 {
 
 #[test]
 fn random_faults_lose_double_and_falsify_nothing() {
-    let run = rig("--layers 600 --layers-per-event 50 --lease-ttl-ms 800 --control-hold-ms 1000");
+    let run = rig("--layers 600 --layers-per-event 50 --lease-ttl-ms 1000 --control-hold-ms 1200");
     assert_sound(&run);
     assert!(run.report["layers"].as_u64() >= Some(600));
     let kinds = run.report["kinds"].as_array().expect("kinds");
@@ -52,7 +52,7 @@ fn a_drain_moves_no_token_by_failover() {
 #[test]
 fn a_control_plane_killed_for_ten_leases_stops_nothing_and_issues_no_epoch_twice() {
     let run = rig(&format!(
-        "{NOTHING} --control-kill-weight 1 --servers 2 --lease-ttl-ms 300 --control-hold-ms 3000 \
+        "{NOTHING} --control-kill-weight 1 --servers 2 --lease-ttl-ms 1000 --control-hold-ms 10000 \
          --layers 80 --layers-per-event 40"
     ));
     assert_sound(&run);
@@ -62,7 +62,7 @@ fn a_control_plane_killed_for_ten_leases_stops_nothing_and_issues_no_epoch_twice
 #[test]
 fn a_server_frozen_beyond_its_lease_comes_back_as_a_new_member() {
     let run = rig(&format!(
-        "{NOTHING} --expire-weight 1 --servers 2 --lease-ttl-ms 500 --layers 80 --layers-per-event 40"
+        "{NOTHING} --expire-weight 1 --servers 2 --lease-ttl-ms 1000 --layers 80 --layers-per-event 40"
     ));
     assert_sound(&run);
     // Out of the placement and in again, twice.

@@ -251,14 +251,17 @@ fn settled(processes: &[(&str, u32)], target: Option<&[Usage]>) -> Result<Vec<Us
     }
 }
 
-/// Descriptors and memory as before. A few pages are no leak; one slot of each client would be.
+/// Descriptors, slots and memory as before. What an allocator keeps for later is no leak; one slot of a client
+/// would be.
 fn is_back(before: &Usage, after: &Usage) -> bool {
     after.descriptors <= before.descriptors + DESCRIPTOR_SLACK
+        && after.slots <= before.slots
         && after.rss_bytes <= before.rss_bytes + RSS_SLACK_BYTES
 }
 
 const WARM_UP: usize = 500;
 const PATIENCE: Duration = Duration::from_secs(20);
 const SETTLE_PATIENCE: Duration = Duration::from_secs(30);
-const DESCRIPTOR_SLACK: usize = 2;
-const RSS_SLACK_BYTES: u64 = 4 << 20;
+/// Connections that a pool keeps. One of each client would be hundreds.
+const DESCRIPTOR_SLACK: usize = 8;
+const RSS_SLACK_BYTES: u64 = 32 << 20;

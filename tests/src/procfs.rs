@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// Descriptors and memory of a process.
+/// Descriptors, slots and memory of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Usage {
     /// Open descriptors.
     pub descriptors: usize,
+    /// Mappings of slots in shared memory, its own and its peers'.
+    pub slots: usize,
     /// Resident memory, bytes.
     pub rss_bytes: u64,
 }
@@ -26,7 +28,9 @@ pub fn usage(pid: u32) -> Result<Usage> {
         .and_then(|rest| rest.split_whitespace().next())
         .and_then(|number| number.parse().ok())
         .with_context(|| format!("process {pid} has no VmRSS"))?;
-    Ok(Usage { descriptors: fds.count(), rss_bytes: kib << 10 })
+    let maps = read(pid, "maps")?;
+    let slots = maps.lines().filter(|line| line.contains("memfd:switchyard-slot")).count();
+    Ok(Usage { descriptors: fds.count(), slots, rss_bytes: kib << 10 })
 }
 
 /// CPU time that process `pid` has used: utime + stime, in steps of 10 ms.

@@ -163,6 +163,10 @@ pub fn check_kernels() -> Result<Outcome> {
                 spills.join("; ").trim()
             )));
         }
+        let wrong = sass::check_registers(name, &report);
+        if !wrong.is_empty() {
+            return Ok(Outcome::Failed(format!("{name}.cu:\n  {}", wrong.join("\n  "))));
+        }
         // ptxas says so when it makes asynchronous products wait for one another.
         if let Some(line) = report.lines().find(|line| line.contains("Potential Performance Loss"))
         {
@@ -210,6 +214,9 @@ fn test_rust_side() -> Result<Outcome> {
         other => Ok(other),
     }
 }
+
+/// All programs of the bundle.
+const ARCHIVE: &str = "programs.tar.xz";
 
 /// `cargo xtask gpu-bundle`: programs and scripts in `target/gpu-bundle`, for a host with a driver.
 pub fn make_bundle() -> Result<Outcome> {
@@ -281,12 +288,9 @@ pub fn make_bundle() -> Result<Outcome> {
         std::fs::copy(from, bundle.join(to)).with_context(|| format!("cannot copy {from}"))?;
     }
     let mut num_bytes = copy_model(&bundle.join("tiny-moe"))?;
-    // The scripts unpack them where they run.
-    for program in PROGRAMS.into_iter().chain(test_names).chain(program_names) {
-        let mut gzip = Command::new("gzip");
-        if let Outcome::Failed(reason) = run(gzip.arg("--force").arg(bundle.join(program)))? {
-            return Ok(Outcome::Failed(format!("{program} could not be packed: {reason}")));
-        }
+    let programs: Vec<&str> = PROGRAMS.into_iter().chain(test_names).chain(program_names).collect();
+    if let Outcome::Failed(reason) = pack(bundle, &programs)? {
+        return Ok(Outcome::Failed(format!("the programs could not be packed: {reason}")));
     }
     for entry in std::fs::read_dir(bundle)? {
         num_bytes += entry?.metadata()?.len();
@@ -299,6 +303,19 @@ pub fn make_bundle() -> Result<Outcome> {
     } else {
         Outcome::Passed
     })
+}
+
+/// Puts programs into one archive, which the scripts unpack where they run. All of them hold the same kernels
+/// and libraries, which a window over the whole archive stores once.
+fn pack(bundle: &Path, programs: &[&str]) -> Result<Outcome> {
+    println!("packing {} programs", programs.len());
+    let mut tar = Command::new("tar");
+    tar.arg("--create")
+        .arg("--use-compress-program=xz --lzma2=preset=6,dict=256MiB")
+        .args(["--file", ARCHIVE, "--remove-files"])
+        .args(programs)
+        .current_dir(bundle);
+    run(&mut tar)
 }
 
 fn copy_model(to: &Path) -> Result<u64> {

@@ -151,6 +151,58 @@ const EXCEPTIONS: [Exception; 4] = [
     Exception { names: &["sy_proxy_all_operations"], reason: LISTS },
 ];
 
+/// Kernels that must leave room on a multiprocessor, and how many registers a thread of them may have.
+struct Limit {
+    file: &'static str,
+    names: Names,
+    registers: u32,
+    reason: &'static str,
+}
+
+/// 448 threads of 104 registers leave 18,944 of 65,536.
+const LIMITS: [Limit; 2] = [
+    Limit {
+        file: "expert",
+        names: &["11echo_kernel", "Lj448ELj14EEEEE"],
+        registers: 104,
+        reason: ROOM_FOR_COPIES,
+    },
+    Limit {
+        file: "expert",
+        names: &["18expert_send_kernel", "Lj448ELj14EEEEE"],
+        registers: 104,
+        reason: ROOM_FOR_COPIES,
+    },
+];
+const ROOM_FOR_COPIES: &str = "it waits for what a NIC made of the GPU's own copies brings, whose kernels need room beside it";
+
+/// Compares what ptxas reports of a file of kernels with [`LIMITS`]; a line for each that is exceeded.
+pub fn check_registers(file: &str, report: &str) -> Vec<String> {
+    let mut used_by = Vec::new();
+    let mut kernel = "";
+    for line in report.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            kernel = rest.split('\'').next().unwrap_or_default();
+        } else if let Some((_, rest)) = line.split_once("Used ")
+            && let Some((number, _)) = rest.split_once(" registers")
+            && let Ok(used) = number.parse::<u32>()
+        {
+            used_by.push((kernel, used));
+        }
+    }
+    let mut wrong = Vec::new();
+    for Limit { names, registers, reason, .. } in LIMITS.iter().filter(|limit| limit.file == file) {
+        let mut fitting = used_by.iter().filter(|(kernel, _)| fits(names, kernel)).peekable();
+        if fitting.peek().is_none() {
+            wrong.push(format!("no kernel has {} in its name", names.join(" and ")));
+        }
+        for (kernel, used) in fitting.filter(|(_, used)| used > registers) {
+            wrong.push(format!("{kernel}: {used} registers, {registers} at most: {reason}"));
+        }
+    }
+    wrong
+}
+
 /// What was found out about a file.
 pub struct Findings {
     /// Its kernels.
@@ -279,6 +331,28 @@ mod tests {
         let Findings { exceptions, wrong, .. } = proxy("LDL");
         assert!(exceptions == [(LISTS, 1)] && wrong.is_empty(), "{wrong:?}");
         assert!(proxy("NOP").wrong[0].contains("no place in EXCEPTIONS"));
+    }
+
+    #[test]
+    fn kernels_that_leave_no_room_are_named() {
+        let line = |kernel: &str, ways: u32, used: u32| {
+            format!(
+                "ptxas info    : Compiling entry function '{kernel}INS0_12AnswerConfigILj7168ELb0ELj448E\
+                 Lj{ways}EEEEEv' for 'sm_90a'\n    160 bytes stack frame, 0 bytes spill stores\n\
+                 ptxas info    : Used {used} registers, used 1 barriers, 3592 bytes smem\n"
+            )
+        };
+        let report = |used: u32| {
+            line("11echo_kernel", 2, 128)
+                + &line("11echo_kernel", 14, used)
+                + &line("18expert_send_kernel", 14, 88)
+        };
+        assert_eq!(check_registers("expert", &report(104)), Vec::<String>::new());
+        assert_eq!(check_registers("combine", &report(112)), Vec::<String>::new());
+        let wrong = check_registers("expert", &report(112));
+        assert!(wrong.len() == 1 && wrong[0].contains("112 registers, 104 at most"), "{wrong:?}");
+        let wrong = check_registers("expert", &line("11echo_kernel", 14, 96));
+        assert!(wrong.len() == 1 && wrong[0].contains("no kernel has 18expert_send"), "{wrong:?}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ pub mod stand_in;
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use attention_client::{ClientModel, ExpertBackend, LocalExperts, MoeClient, MoeClientBuilder};
 use checkpoint::Checkpoint;
@@ -168,6 +168,19 @@ pub fn table(
         model: Some(model.descriptor()),
         servers: servers.collect(),
         layers: layers.collect(),
+    }
+}
+
+/// Waits until the client says why it is not ready, in words that have all of `words` in them.
+#[track_caller]
+pub fn not_ready_because(client: &MoeClient, words: &[&str]) {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let error = client.wait_ready(Duration::from_millis(300)).unwrap_err().to_string();
+        if words.iter().all(|word| error.contains(word)) {
+            return;
+        }
+        assert!(Instant::now() < until, "{error}, expected {words:?}");
     }
 }
 

@@ -106,7 +106,7 @@ async fn a_keeper_waits_for_a_control_plane_that_is_not_up_yet() {
 /// A control plane without a durable store forgets everything; what the members hold survives.
 #[tokio::test]
 async fn keepers_and_clients_survive_a_control_plane_that_lost_its_state() {
-    let plane = Plane::start(config()).await;
+    let plane = Plane::start(patient_config()).await;
     let client = plane.client();
     let keepers = ["a", "b", "c", "d"].map(|name| keeper(&client, name, 1));
     let watch =
@@ -125,13 +125,13 @@ async fn keepers_and_clients_survive_a_control_plane_that_lost_its_state() {
     let seen_incomplete =
         tokio::spawn(async move { later.wait_for(|table| !table.is_complete()).await.map(drop) });
     tables.mark_unchanged();
-    let mut config = config();
+    let mut config = patient_config();
     config.listen = plane.addr.to_string();
     plane.stop().await;
     let plane = Plane::start(config).await;
     for (keeper, held) in keepers.iter().zip(&held) {
         let back = until(keeper, |state| {
-            state.num_registrations == 2 && state.member_state == Some(MemberState::Serving)
+            state.num_registrations >= 2 && state.member_state == Some(MemberState::Serving)
         });
         assert_eq!(back.await.assignment.as_ref(), Some(held));
     }
@@ -174,7 +174,7 @@ async fn a_keeper_comes_back_after_its_lease_ran_out() {
 
     proxy.cut.send_replace(false);
     let back = until(&keeper, |state| {
-        state.num_registrations == 2 && state.member_state == Some(MemberState::Serving)
+        state.num_registrations >= 2 && state.member_state == Some(MemberState::Serving)
     });
     let back = back.await;
     assert_eq!((back.member_id, back.assignment), (first.member_id, first.assignment));
@@ -203,7 +203,7 @@ async fn a_superseded_keeper_gives_up() {
 /// A live member that is suspected renews in time and stays.
 #[tokio::test]
 async fn a_suspected_keeper_stays() {
-    let plane = Plane::start(config()).await;
+    let plane = Plane::start(patient_config()).await;
     let client = plane.client();
     let keeper = keeper(&client, "a", 1);
     let assignment = keeper.registered(BOUND).await.unwrap();

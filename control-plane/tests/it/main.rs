@@ -64,8 +64,17 @@ fn config() -> ServerConfig {
     config
 }
 
-fn durable_config(dir: &Path) -> ServerConfig {
+/// Leases of members that have to live: long enough for a busy machine to renew them.
+const LEASE: Duration = Duration::from_secs(3);
+
+fn patient_config() -> ServerConfig {
     let mut config = config();
+    config.lease_ttl = LEASE;
+    config
+}
+
+fn durable_config(dir: &Path) -> ServerConfig {
+    let mut config = patient_config();
     config.data_dir = Some(dir.to_owned());
     config
 }

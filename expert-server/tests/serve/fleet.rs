@@ -18,10 +18,10 @@ struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Two servers, every expert on one of them, leases that run out quickly.
+    /// Two servers, every expert on one of them, leases that run out soon.
     async fn start(listen: &str, dir: &Path) -> Self {
         let mut config = ControlConfig::new(listen, 2, 1);
-        config.lease_ttl = Duration::from_millis(600);
+        config.lease_ttl = Duration::from_secs(2);
         config.data_dir = Some(dir.to_owned());
         let server = Server::bind(config).await.expect("the control plane binds");
         let url = format!("http://{}", server.local_addr());

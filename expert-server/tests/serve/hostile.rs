@@ -1,6 +1,6 @@
 //! Clients that break the rules, on purpose or by dying, harm nobody else.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use expert_server::{DropReason, Limits};
 use p2p_core::slot::{CONSUMED, PUBLISHED};
@@ -8,7 +8,7 @@ use p2p_core::{Endpoint, RemoteRange, SlotConfig};
 use protocol::{ErrorCode, WireDtype};
 use rand::RngExt;
 
-use crate::common::{Reference, Request, Rig, TestClient, ended, eventually, seeded};
+use crate::common::{PATIENCE, Reference, Request, Rig, TestClient, ended, eventually, seeded};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 256 << 10, num_frames: 2 };
 
@@ -130,7 +130,9 @@ fn a_client_that_takes_no_answers_blocks_nobody_and_is_dropped() {
     let (mut good, _, _end) = rig.client(1, WireDtype::F32, WireDtype::F32);
     let (mut greedy, _, mut end) = rig.client(2, WireDtype::F32, WireDtype::F32);
     let mut num_sent = 0;
+    let deadline = Instant::now() + PATIENCE;
     let ended = loop {
+        assert!(Instant::now() < deadline, "a client that takes no answers is kept");
         let request = Request::random(&mut rng, &reference.shape, 2);
         num_sent += u32::from(greedy.try_send(&request).is_some());
         good.round_trip(&request, &reference);

@@ -176,6 +176,8 @@ fn a_long_computation_shows_progress_to_its_client_and_to_those_that_queue() {
     let sequence = long.send(&prefill);
     // The credit is back: the batch is about to be computed.
     eventually("the frame's credit", || long.channel.peer_activity() > before[0]);
+    // Whoever comes when the batch is nearly over has nothing to wait for.
+    let came_early = !long.channel.has_frame();
     let waited = std::time::Instant::now();
     short.round_trip(&decode, &reference);
     let waited_ms = waited.elapsed().as_millis();
@@ -189,6 +191,7 @@ fn a_long_computation_shows_progress_to_its_client_and_to_those_that_queue() {
         progress[0], progress[1]
     );
     assert!(compute_ms < 4 || progress[0] >= 1, "silent for {compute_ms} ms");
-    assert!(compute_ms < 20 || waited_ms < 10 || progress[1] >= 1, "silent for {waited_ms} ms");
+    let had_to_wait = came_early && compute_ms >= 20 && waited_ms >= 50;
+    assert!(!had_to_wait || progress[1] >= 1, "silent for {waited_ms} ms");
     rig.stop();
 }

@@ -670,8 +670,8 @@ impl Stream {
 }
 
 impl Event {
-    /// Whether the event, as last recorded, is done. One of a graph is done, too, while a replay has not come
-    /// to it yet.
+    /// Whether the event, as last recorded, is done. One of a graph may be, too, while a replay has not come
+    /// to it yet: a driver counts it as recorded by the launch or by the replay.
     ///
     /// # Errors
     /// [`GpuError::Driver`] when a kernel before it failed.

@@ -99,8 +99,8 @@ macro_rules! with_streams {
             }
 
             #[test]
-            fn an_event_of_a_graph_shows_the_run_before_until_the_next_comes_to_it() {
-                let case = gpu::an_event_of_a_graph_shows_the_run_before_until_the_next_comes_to_it;
+            fn an_event_of_a_graph_is_done_with_the_replay() {
+                let case = gpu::an_event_of_a_graph_is_done_with_the_replay;
                 $runner.iter().for_each(case);
             }
 

@@ -56,6 +56,12 @@ pub fn num_mappings() -> usize {
     std::fs::read_to_string("/proc/self/maps").expect("mappings").lines().count()
 }
 
+/// Mappings of slots in shared memory.
+pub fn num_shared_slots() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("mappings");
+    maps.lines().filter(|line| line.contains("memfd:switchyard-slot")).count()
+}
+
 /// Memory of this process in bytes. A page that it maps twice counts once.
 pub fn resident_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").expect("memory");
