@@ -5,9 +5,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::error::SubmitError;
+use super::leaving::{Leaving, Reply};
 use super::link::Memory;
 use super::shared::Shared;
 use crate::fabric::{Access, DmaBuf, Fabric, RegionId, WireRegion};
@@ -250,12 +251,17 @@ pub(super) struct Registry {
     by_start: BTreeSet<(usize, u32)>,
     /// Longest registration there ever was.
     longest: usize,
-    /// Registrations that nobody has a handle of any more, and that could not be released.
-    unowned: Vec<u32>,
-    /// When that is tried again.
-    next_try: Option<Instant>,
-    /// Until the one after that. Longer and longer, because every attempt may hold the engine up.
-    pause: Duration,
+    /// Registrations that could not be released yet.
+    leaving: Leaving,
+}
+
+/// Why a registration is still there.
+#[derive(Debug)]
+enum NotReleased {
+    /// It is none of the caller's to release.
+    Refused(String),
+    /// A transport has not let go of it. The handle still counts, and it can be tried again.
+    Kept(String),
 }
 
 /// What is to be registered.
@@ -369,22 +375,22 @@ impl Registry {
 
     /// Takes one handle back. `Ok(true)`: it was the last, and the keys are revoked. On an error the
     /// handle still counts.
-    pub(super) fn release(
+    fn release(
         &mut self,
         fabrics: &mut [Box<dyn Fabric>],
         idx: u32,
         is_full: bool,
         must_be_free: bool,
-    ) -> Result<bool, String> {
+    ) -> Result<bool, NotReleased> {
         let Some(Some(entry)) = self.entries.get_mut(idx as usize) else {
-            return Err("there is no such registration".to_owned());
+            return Err(NotReleased::Refused("there is no such registration".to_owned()));
         };
         if entry.num_handles > 1 {
             if must_be_free && is_full && entry.num_full == 1 {
-                return Err(format!(
+                return Err(NotReleased::Refused(format!(
                     "{} regions within it share its keys; deregister them first",
                     entry.num_handles - 1
-                ));
+                )));
             }
             entry.num_handles -= 1;
             entry.num_full -= usize::from(is_full);
@@ -396,7 +402,7 @@ impl Registry {
             if id != NO_REGION {
                 if let Err(error) = fabric.deregister(RegionId(id)) {
                     entry.is_leaving = true;
-                    return Err(error.to_string());
+                    return Err(NotReleased::Kept(error.to_string()));
                 }
                 place.store(NO_REGION, Ordering::Release);
             }
@@ -408,47 +414,59 @@ impl Registry {
         Ok(true)
     }
 
-    /// Lets nobody else share a registration: who had a handle of it thinks it gone.
-    pub(super) fn hide(&mut self, idx: u32) {
-        if let Some(Some(entry)) = self.entries.get_mut(idx as usize) {
-            entry.is_leaving = true;
+    /// Takes back the handle of somebody who waits to hear of it: whether the keys are revoked, or why
+    /// not. Peers that are in the middle of something get a second to end it.
+    pub(super) fn give_back(
+        &mut self,
+        fabrics: &mut [Box<dyn Fabric>],
+        idx: u32,
+        is_full: bool,
+        reply: Reply,
+    ) {
+        let answer = match self.release(fabrics, idx, is_full, true) {
+            Ok(is_revoked) => Ok(is_revoked),
+            Err(NotReleased::Kept(_)) => return self.leaving.add(idx, Some(reply), Instant::now()),
+            Err(NotReleased::Refused(detail)) => Err(detail),
+        };
+        if let Err(Err(_)) = reply.push(answer) {
+            // Whoever has asked has given up waiting, and the handle with it. He thinks it gone, so
+            // nobody else may share it.
+            if let Some(Some(entry)) = self.entries.get_mut(idx as usize) {
+                entry.is_leaving = true;
+            }
+            self.abandon(fabrics, idx, is_full);
         }
     }
 
     /// Takes back a handle that nobody has any more: at once, or as soon as it can be.
     pub(super) fn abandon(&mut self, fabrics: &mut [Box<dyn Fabric>], idx: u32, is_full: bool) {
-        if let Err(error) = self.release(fabrics, idx, is_full, false)
-            && self.entries.get(idx as usize).is_some_and(Option::is_some)
-        {
-            tracing::error!(error, "memory stays registered; it is tried again");
-            self.unowned.push(idx);
-            self.next_try.get_or_insert_with(|| Instant::now() + RETRY_PAUSE);
+        if let Err(NotReleased::Kept(error)) = self.release(fabrics, idx, is_full, false) {
+            tracing::debug!(error, "memory stays registered for now");
+            self.leaving.add(idx, None, Instant::now());
         }
     }
 
-    /// Releases what nobody has any more and can be released by now.
+    /// When something is to be [tried again](Self::try_again).
+    pub(super) const fn next_try(&self) -> Option<Instant> {
+        self.leaving.next_try()
+    }
+
+    /// Releases what was given back and can be released by now.
     pub(super) fn try_again(&mut self, fabrics: &mut [Box<dyn Fabric>], now: Instant) {
-        if self.next_try.is_none_or(|at| now < at) {
+        if !self.leaving.is_due(now) {
             return;
         }
-        let mut unowned = std::mem::take(&mut self.unowned);
-        unowned.retain(|idx| match self.release(fabrics, *idx, true, false) {
-            Ok(_) => {
-                tracing::info!("memory that had stayed registered is deregistered");
-                false
-            }
-            Err(error) => {
-                tracing::debug!(error, "memory stays registered");
-                true
-            }
+        let mut leaving = std::mem::take(&mut self.leaving);
+        leaving.try_again(now, Instant::now, |idx| match self.release(fabrics, idx, true, false) {
+            Ok(_) => Ok(()),
+            Err(NotReleased::Refused(detail) | NotReleased::Kept(detail)) => Err(detail),
         });
-        // Each of them may have taken as long as the pause: it begins now.
-        self.pause = match unowned.is_empty() {
-            true => Duration::ZERO,
-            false => (self.pause * 2).clamp(RETRY_PAUSE, MAX_PAUSE),
-        };
-        self.next_try = (!unowned.is_empty()).then(|| now.max(Instant::now()) + self.pause);
-        self.unowned = unowned;
+        self.leaving = leaving;
+    }
+
+    /// Nothing will be tried again: tells whoever waits for it.
+    pub(super) fn stop(&mut self) {
+        self.leaving.stop();
     }
 
     /// A registration with these rights that covers the range.
@@ -468,10 +486,5 @@ impl Registry {
 }
 
 const NO_REGION: u32 = u32::MAX;
-/// Time after which the release of a registration that nobody has is tried again. The thread makes a round
-/// every second at least.
-const RETRY_PAUSE: Duration = Duration::from_secs(1);
-/// The longest one between two.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// So many registrations that begin below are looked at: overlapping ones are few.
 const MAX_CANDIDATES: usize = 64;

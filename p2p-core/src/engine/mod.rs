@@ -39,6 +39,7 @@ mod error;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod io;
+mod leaving;
 mod link;
 mod mailbox;
 mod memory;

@@ -83,6 +83,8 @@ struct Reluctant {
     engine: Engine,
     memory: Region,
     refuses: Arc<AtomicBool>,
+    /// Attempts that it refuses before it gives in.
+    num_refusals: Arc<AtomicUsize>,
     /// Milliseconds that it takes once.
     pause: Arc<AtomicUsize>,
     num_refused: Arc<AtomicUsize>,
@@ -93,15 +95,18 @@ struct Reluctant {
 impl Reluctant {
     fn start() -> Self {
         let refuses = Arc::new(AtomicBool::new(false));
-        let [pause, num_refused, num_registered, num_released] =
-            [(); 4].map(|()| Arc::new(AtomicUsize::new(0)));
+        let [num_refusals, pause, num_refused, num_registered, num_released] =
+            [(); 5].map(|()| Arc::new(AtomicUsize::new(0)));
         let hook = {
             let (refuses, pause) = (Arc::clone(&refuses), Arc::clone(&pause));
             let (refused, released) = (Arc::clone(&num_refused), Arc::clone(&num_released));
+            let refusals = Arc::clone(&num_refusals);
             move || {
                 let pause = pause.swap(0, Ordering::SeqCst);
                 std::thread::sleep(Duration::from_millis(pause as u64));
-                if refuses.load(Ordering::SeqCst) {
+                let less = |left: usize| left.checked_sub(1);
+                let is_refused = refusals.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+                if is_refused.is_ok() || refuses.load(Ordering::SeqCst) {
                     refused.fetch_add(1, Ordering::SeqCst);
                     let detail = "the library keeps it".to_owned();
                     return Err(PostError::Register { bytes: 4096, detail });
@@ -124,7 +129,16 @@ impl Reluctant {
             ..EngineConfig::local()
         };
         let (engine, memory) = (Engine::start(config).unwrap(), Region::anonymous(8192).unwrap());
-        Self { engine, memory, refuses, pause, num_refused, num_registered, num_released }
+        Self {
+            engine,
+            memory,
+            refuses,
+            num_refusals,
+            pause,
+            num_refused,
+            num_registered,
+            num_released,
+        }
     }
 
     /// Registers the first bytes of the memory, as soon as the engine answers.
@@ -215,5 +229,40 @@ fn a_registration_that_only_a_part_of_it_keeps_is_not_given_to_others() {
     assert_ne!(again.registration(), number, "shared with memory that is thought gone");
     assert!(rig.engine.dereg(part).unwrap(), "somebody else holds the registration");
     assert!(rig.engine.dereg(again).unwrap());
+    rig.is_empty_at_last();
+}
+
+/// A peer that is in the middle of a copy ends that soon: whoever gives the memory back need not know.
+#[test]
+fn a_registration_that_is_in_use_for_a_moment_is_given_back_by_one_call() {
+    let rig = Reluctant::start();
+    for num_refusals in 1..4 {
+        let first = rig.reg(4096);
+        rig.num_refusals.store(num_refusals, Ordering::SeqCst);
+        assert!(rig.engine.dereg(first).unwrap(), "somebody else holds the registration");
+    }
+    assert_eq!(rig.num_refused.load(Ordering::SeqCst), 1 + 2 + 3);
+    rig.is_empty_at_last();
+}
+
+/// Meanwhile the thread serves others, and whoever waits is told in the end.
+#[test]
+fn a_registration_that_stays_in_use_holds_nobody_else_up() {
+    let rig = Reluctant::start();
+    let (first, second) = (rig.reg(4096), rig.engine.alloc(4096, ACCESS).unwrap());
+    rig.refuse(true);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| rig.engine.dereg(first).unwrap_err());
+        rig.has_refused();
+        // Not one round of the thread's for every try: it does what it is asked meanwhile.
+        for _ in 0..100 {
+            drop(rig.reg(8192));
+        }
+        let error = waiting.join().unwrap();
+        assert!(error.detail.contains("keeps it"), "{error}");
+        rig.refuse(false);
+        assert!(rig.engine.dereg(error.region.unwrap()).unwrap());
+    });
+    assert!(rig.engine.dereg(second).unwrap());
     rig.is_empty_at_last();
 }

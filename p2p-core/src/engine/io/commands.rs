@@ -60,12 +60,7 @@ impl Io {
                 }
             }
             Command::Release { idx, is_full, reply } => {
-                let released = self.registry.release(&mut self.fabrics, idx, is_full, true);
-                if let Err(Err(_)) = reply.push(released) {
-                    // Whoever has asked has given up waiting, and the handle with it.
-                    self.registry.hide(idx);
-                    self.registry.abandon(&mut self.fabrics, idx, is_full);
-                }
+                self.registry.give_back(&mut self.fabrics, idx, is_full, reply);
             }
             Command::Stop => self.is_stopping = true,
         }

@@ -387,6 +387,9 @@ impl Io {
         if !self.stalled.is_empty() {
             timeout = timeout.min(STALLED_SLEEP);
         }
+        if let Some(at) = self.registry.next_try() {
+            timeout = timeout.min(at.saturating_duration_since(now));
+        }
         for fabric in &mut self.fabrics {
             if !fabric.may_sleep() {
                 return self.shared.woke();
@@ -456,6 +459,7 @@ impl Drop for Io {
             self.turn_away(idx, Some(ConnectError::Stopped));
             self.close(idx, &CloseReason::Stopped);
         }
+        self.registry.stop();
         self.shared.is_dead.store(true, Ordering::SeqCst);
         self.shared.fail_queued();
         self.shared.inbox.close();

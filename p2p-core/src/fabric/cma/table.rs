@@ -11,7 +11,7 @@
 //! SYNC POINT: cma-revoke. The initiator stores `busy` in its own table and then loads the gate and the
 //! key from the target's; the target stores the gate or the key and then loads `busy` from the
 //! initiator's. Both have a full fence between, so at least one of them sees the other: the initiator
-//! does not copy, or the target waits for it.
+//! does not copy, or the target knows that the memory must stay.
 
 use std::fs::File;
 use std::io;
