@@ -5,7 +5,7 @@
 //! a limit. Beyond it those are taken back that no message uses, the one that was used longest ago first;
 //! where messages use them all, one more is not granted.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use crate::backend::libfabric::owner::CallError;
 use crate::backend::libfabric::port::Registered;
@@ -29,11 +29,12 @@ impl Key for Registered {
 #[derive(Debug)]
 pub(super) struct Grants<K> {
     held: HashMap<(PeerId, Window), Held<K>>,
+    idle: Idle,
     /// Keys of peers that are gone, which the library did not take back: their memory must stay mapped.
     unrevoked: Vec<(Window, K)>,
     /// What both of them open.
     bytes: u64,
-    /// Counts uses, and so orders them.
+    /// Counts ends of use, and so orders them.
     clock: u64,
     pub(super) limits: Limits,
 }
@@ -43,7 +44,28 @@ struct Held<K> {
     key: K,
     /// Messages under way.
     num_users: u32,
-    last_used: u64,
+    /// When the last of them ended; 0 while there are some.
+    idle_since: u64,
+}
+
+/// The keys that no message uses, in order, so that nobody has to look through all for the oldest.
+#[derive(Debug, Default)]
+struct Idle {
+    /// Since when, and which. One that was used again is left here: its time is another now.
+    queue: VecDeque<(u64, (PeerId, Window))>,
+    num_keys: usize,
+    /// What they open.
+    bytes: u64,
+}
+
+impl Idle {
+    /// A key is used again, or goes. One that is in use already is not counted here.
+    fn leave<K>(&mut self, held: &mut Held<K>, window: Window) {
+        if std::mem::take(&mut held.idle_since) != 0 {
+            self.num_keys -= 1;
+            self.bytes -= window.bytes;
+        }
+    }
 }
 
 /// How much may be open at a time.
@@ -84,7 +106,8 @@ impl Window {
 impl<K> Default for Grants<K> {
     fn default() -> Self {
         let limits = Limits { bytes: MAX_BYTES, num_keys: MAX_KEYS };
-        Self { held: HashMap::new(), unrevoked: Vec::new(), bytes: 0, clock: 0, limits }
+        let (held, idle) = (HashMap::new(), Idle::default());
+        Self { held, idle, unrevoked: Vec::new(), bytes: 0, clock: 0, limits }
     }
 }
 
@@ -105,17 +128,15 @@ impl<K: Key> Grants<K> {
             None => {
                 let (window, key) = self.make(around, exact, &mut make)?;
                 self.bytes += window.bytes;
-                self.held.insert((peer, window), Held { key, num_users: 0, last_used: 0 });
+                self.held.insert((peer, window), Held { key, num_users: 0, idle_since: 0 });
                 window
             }
         };
-        self.clock += 1;
-        let last_used = self.clock;
         let Some(held) = self.held.get_mut(&(peer, window)) else {
             unreachable!("it was found, or made")
         };
+        self.idle.leave(held, window);
         held.num_users += 1;
-        held.last_used = last_used;
         Ok((window, &held.key))
     }
 
@@ -128,6 +149,9 @@ impl<K: Key> Grants<K> {
                 && held.num_users > 0
             {
                 held.num_users -= 1;
+                if held.num_users == 0 {
+                    self.rest((peer, window));
+                }
                 return;
             }
         }
@@ -136,14 +160,17 @@ impl<K: Key> Grants<K> {
     /// Revokes the keys of `region`. On an error that one is still there, and in force.
     pub(super) fn revoke(&mut self, region: RegionId) -> Result<(), CallError> {
         let mut result = Ok(());
-        let bytes = &mut self.bytes;
+        let (bytes, idle) = (&mut self.bytes, &mut self.idle);
         self.held.retain(|(_, window), held| {
             let is_due = window.region == region && result.is_ok();
             if is_due {
                 result = held.key.revoke();
             }
             let is_gone = is_due && result.is_ok();
-            *bytes -= if is_gone { window.bytes } else { 0 };
+            if is_gone {
+                *bytes -= window.bytes;
+                idle.leave(held, *window);
+            }
             !is_gone
         });
         result?;
@@ -158,6 +185,7 @@ impl<K: Key> Grants<K> {
     /// Revokes all keys of a peer, and remembers those that stay in force.
     pub(super) fn close_peer(&mut self, peer: PeerId) {
         for ((_, window), mut held) in self.held.extract_if(|(of, _), _| *of == peer) {
+            self.idle.leave(&mut held, window);
             match held.key.revoke() {
                 Ok(()) => self.bytes -= window.bytes,
                 Err(error) => {
@@ -184,10 +212,8 @@ impl<K: Key> Grants<K> {
         };
         match make(window) {
             // The system has less room than the limits: once more with all there is.
-            Err(PostError::Transport { code: ENOMEM, .. }) if self.oldest().is_some() => {
-                while let Some(oldest) = self.oldest() {
-                    self.evict(oldest)?;
-                }
+            Err(PostError::Transport { code: ENOMEM, .. }) if self.idle.num_keys > 0 => {
+                while self.evict_oldest()? {}
                 Ok((exact, make(exact)?))
             }
             made => Ok((window, made?)),
@@ -200,18 +226,11 @@ impl<K: Key> Grants<K> {
         if self.has_room((self.bytes, self.num_keys()), bytes) {
             return Ok(true);
         }
-        let idle = self.held.iter().filter(|(_, held)| held.num_users == 0);
-        let (idle_bytes, num_idle) =
-            idle.fold((0, 0), |(bytes, num), ((_, window), _)| (bytes + window.bytes, num + 1));
-        let in_use = (self.bytes - idle_bytes, self.num_keys() - num_idle);
-        if num_idle < self.held.len() && !self.has_room(in_use, bytes) {
+        let in_use = (self.bytes - self.idle.bytes, self.num_keys() - self.idle.num_keys);
+        if self.idle.num_keys < self.held.len() && !self.has_room(in_use, bytes) {
             return Ok(false);
         }
-        while !self.has_room((self.bytes, self.num_keys()), bytes)
-            && let Some(oldest) = self.oldest()
-        {
-            self.evict(oldest)?;
-        }
+        while !self.has_room((self.bytes, self.num_keys()), bytes) && self.evict_oldest()? {}
         Ok(true)
     }
 
@@ -223,23 +242,37 @@ impl<K: Key> Grants<K> {
         self.held.len() + self.unrevoked.len()
     }
 
-    /// The key that was used longest ago, of those that no message uses.
-    fn oldest(&self) -> Option<(PeerId, Window)> {
-        let idle = self.held.iter().filter(|(_, held)| held.num_users == 0);
-        idle.min_by_key(|(_, held)| held.last_used).map(|(at, _)| *at)
+    /// No message uses this key from now on.
+    fn rest(&mut self, at: (PeerId, Window)) {
+        let Some(held) = self.held.get_mut(&at) else { return };
+        self.clock += 1;
+        held.idle_since = self.clock;
+        let Idle { queue, num_keys, bytes } = &mut self.idle;
+        (*num_keys, *bytes) = (*num_keys + 1, *bytes + at.1.bytes);
+        if queue.len() >= 2 * *num_keys + MAX_STALE {
+            queue.retain(|(since, at)| self.held.get(at).is_some_and(|h| h.idle_since == *since));
+        }
+        queue.push_back((self.clock, at));
     }
 
-    fn evict(&mut self, at: (PeerId, Window)) -> Result<(), PostError> {
-        let Some(held) = self.held.get_mut(&at) else { return Ok(()) };
-        if let Err(CallError { op, code, text }) = held.key.revoke() {
-            // Another one is tried the next time.
-            self.clock += 1;
-            held.last_used = self.clock;
-            return Err(PostError::Transport { op, code, detail: text });
+    /// Takes back the key that was used longest ago, of those that no message uses. False: there is none.
+    fn evict_oldest(&mut self) -> Result<bool, PostError> {
+        while let Some((since, at)) = self.idle.queue.pop_front() {
+            let Some(held) = self.held.get_mut(&at) else { continue };
+            if held.idle_since != since {
+                continue;
+            }
+            self.idle.leave(held, at.1);
+            if let Err(CallError { op, code, text }) = held.key.revoke() {
+                // Another one is tried the next time.
+                self.rest(at);
+                return Err(PostError::Transport { op, code, detail: text });
+            }
+            self.held.remove(&at);
+            self.bytes -= at.1.bytes;
+            return Ok(true);
         }
-        self.held.remove(&at);
-        self.bytes -= at.1.bytes;
-        Ok(())
+        Ok(false)
     }
 
     fn full(&self, bytes: u64) -> PostError {
@@ -260,202 +293,9 @@ const WINDOW_BYTES: u64 = 64 << 20;
 const MAX_BYTES: u64 = 64 << 30;
 /// Most keys of a fabric at a time.
 const MAX_KEYS: usize = 16 << 10;
+/// Places in the queue of idle keys whose key was used again: so many, beside as many as there are keys.
+const MAX_STALE: usize = 64;
 const ENOMEM: i64 = 12;
 
 #[cfg(test)]
-mod tests {
-    use std::cell::{Cell, RefCell};
-    use std::rc::Rc;
-
-    use super::*;
-
-    const W: u64 = WINDOW_BYTES;
-
-    #[test]
-    fn windows_hold_their_buffers_and_end_with_the_registration() {
-        let around = |offset, bytes, total| {
-            let window = Window::around(part(3, offset, bytes), total);
-            (window.start, window.bytes)
-        };
-        assert_eq!(around(100, 5, 4096), (0, 4096));
-        assert_eq!(around(7, 1, W), (0, W));
-        let total = 10 * W + 1000;
-        assert_eq!(around(0, 1, total), (0, W));
-        assert_eq!(around(W - 1, 1, total), (0, W));
-        assert_eq!(around(W - 1, 2, total), (0, 2 * W));
-        assert_eq!(around(3 * W, W, total), (3 * W, W));
-        assert_eq!(around(10 * W + 999, 1, total), (10 * W, 1000));
-        assert_eq!(around(0, total, total), (0, total));
-    }
-
-    fn part(region: u32, offset: u64, bytes: u64) -> LocalSegment {
-        LocalSegment { region: RegionId(region), offset, bytes }
-    }
-
-    /// What the keys of a test open, and whether the library lets go of them.
-    #[derive(Default)]
-    struct World {
-        open: RefCell<Vec<Window>>,
-        refuses: Cell<bool>,
-        /// Most keys that the system has room for; `None`: any number.
-        room: Cell<Option<usize>>,
-    }
-
-    struct Fake(Window, Rc<World>);
-
-    impl Key for Fake {
-        fn revoke(&mut self) -> Result<(), CallError> {
-            if self.1.refuses.get() {
-                return Err(CallError { op: "fi_close", code: 16, text: "busy".to_owned() });
-            }
-            self.1.open.borrow_mut().retain(|window| *window != self.0);
-            Ok(())
-        }
-    }
-
-    struct Rig {
-        world: Rc<World>,
-        grants: Grants<Fake>,
-    }
-
-    impl Rig {
-        fn new(bytes: u64, num_keys: usize) -> Self {
-            let limits = Limits { bytes, num_keys };
-            Self { world: Rc::default(), grants: Grants { limits, ..Grants::default() } }
-        }
-
-        /// Grants a part of a registration of `total` bytes, and gives where the window begins, and how
-        /// long it is.
-        fn open(
-            &mut self,
-            peer: u32,
-            of: LocalSegment,
-            total: u64,
-        ) -> Result<(u64, u64), PostError> {
-            let world = Rc::clone(&self.world);
-            let opened = self.grants.open(PeerId(peer), of, total, |window| {
-                if world.room.get().is_some_and(|room| world.open.borrow().len() >= room) {
-                    let detail = "no room".to_owned();
-                    return Err(PostError::Transport { op: "fi_mr_reg", code: ENOMEM, detail });
-                }
-                world.open.borrow_mut().push(window);
-                Ok(Fake(window, Rc::clone(&world)))
-            });
-            opened.map(|(window, _)| (window.start, window.bytes))
-        }
-
-        fn regions(&self) -> Vec<u32> {
-            let mut regions: Vec<_> =
-                self.world.open.borrow().iter().map(|window| window.region.0).collect();
-            regions.sort_unstable();
-            let sum: u64 = self.world.open.borrow().iter().map(|window| window.bytes).sum();
-            assert_eq!(sum, self.grants.bytes);
-            regions
-        }
-    }
-
-    #[test]
-    fn the_keys_that_were_idle_longest_make_room() {
-        let mut rig = Rig::new(1000, 16);
-        for region in 0..4 {
-            assert_eq!(rig.open(1, part(region, 0, 10), 250).unwrap(), (0, 250));
-            rig.grants.end(PeerId(1), part(region, 0, 10), 250);
-        }
-        // Used again, and so not the next to go.
-        rig.open(1, part(0, 0, 10), 250).unwrap();
-        rig.grants.end(PeerId(1), part(0, 0, 10), 250);
-        rig.open(2, part(4, 0, 10), 300).unwrap();
-        assert_eq!(rig.regions(), [0, 3, 4]);
-        rig.grants.close_peer(PeerId(2));
-        assert_eq!(rig.regions(), [0, 3]);
-        rig.grants.revoke(RegionId(0)).unwrap();
-        assert_eq!(rig.regions(), [3]);
-        // As many as there may be.
-        let mut rig = Rig::new(u64::MAX, 2);
-        for region in 0..5 {
-            rig.open(1, part(region, 0, 10), 250).unwrap();
-            rig.grants.end(PeerId(1), part(region, 0, 10), 250);
-        }
-        assert_eq!(rig.regions(), [3, 4]);
-    }
-
-    #[test]
-    fn what_messages_use_stays_and_the_next_one_is_refused() {
-        let mut rig = Rig::new(1000, 16);
-        rig.open(1, part(0, 0, 10), 500).unwrap();
-        rig.open(1, part(0, 0, 10), 500).unwrap();
-        rig.open(1, part(1, 0, 10), 500).unwrap();
-        rig.grants.end(PeerId(1), part(0, 0, 10), 500);
-        let error = rig.open(2, part(2, 0, 10), 500).unwrap_err().to_string();
-        assert!(error.contains("no room to open a buffer of 10 bytes"), "{error}");
-        assert!(error.contains("2 buffers of 1000 bytes"), "{error}");
-        assert_eq!(rig.regions(), [0, 1], "another message uses it");
-        rig.grants.end(PeerId(1), part(0, 0, 10), 500);
-        rig.open(2, part(2, 0, 10), 500).unwrap();
-        assert_eq!(rig.regions(), [1, 2]);
-        // An end too many counts for nobody.
-        rig.grants.end(PeerId(1), part(0, 0, 10), 500);
-    }
-
-    #[test]
-    fn where_there_is_no_room_for_a_window_the_buffer_alone_is_opened() {
-        let mut rig = Rig::new(W + 1000, 16);
-        let total = 10 * W;
-        assert_eq!(rig.open(1, part(0, 0, 10), total).unwrap(), (0, W));
-        for _ in 0..2 {
-            assert_eq!(rig.open(2, part(0, 30, 900), total).unwrap(), (30, 900));
-        }
-        assert!(rig.open(3, part(0, 0, 200), total).is_err());
-        // The first has ended, the window is free: who has the narrow key goes on with it.
-        rig.grants.end(PeerId(1), part(0, 0, 10), total);
-        assert_eq!(rig.open(2, part(0, 30, 900), total).unwrap(), (30, 900));
-        for _ in 0..3 {
-            rig.grants.end(PeerId(2), part(0, 30, 900), total);
-        }
-        assert_eq!(rig.open(2, part(0, 1000, 10), total).unwrap(), (0, W));
-        assert_eq!(rig.regions(), [0, 0]);
-    }
-
-    #[test]
-    fn a_message_that_is_alone_is_served_however_long_it_is() {
-        let mut rig = Rig::new(1000, 16);
-        rig.open(1, part(0, 0, 10), 600).unwrap();
-        assert!(rig.open(1, part(1, 0, 5000), 5000).is_err());
-        rig.grants.end(PeerId(1), part(0, 0, 10), 600);
-        assert_eq!(rig.open(1, part(1, 0, 5000), 5000).unwrap(), (0, 5000));
-        assert_eq!(rig.regions(), [1]);
-        assert!(rig.open(1, part(0, 0, 10), 600).is_err());
-    }
-
-    #[test]
-    fn a_system_with_less_room_than_the_limit_gets_idle_keys_back() {
-        let mut rig = Rig::new(u64::MAX, 16);
-        rig.world.room.set(Some(2));
-        for region in 0..4 {
-            rig.open(1, part(region, 20, 10), 250).unwrap();
-            rig.grants.end(PeerId(1), part(region, 20, 10), 250);
-        }
-        rig.open(1, part(7, 20, 10), 250).unwrap();
-        rig.open(1, part(8, 20, 10), 250).unwrap();
-        let error = rig.open(1, part(9, 20, 10), 250).unwrap_err();
-        assert!(matches!(error, PostError::Transport { op: "fi_mr_reg", .. }), "{error}");
-        assert_eq!(rig.regions(), [7, 8]);
-    }
-
-    #[test]
-    fn keys_that_the_library_keeps_count_until_it_lets_go() {
-        let mut rig = Rig::new(1000, 16);
-        rig.open(1, part(0, 0, 10), 600).unwrap();
-        rig.grants.end(PeerId(1), part(0, 0, 10), 600);
-        rig.world.refuses.set(true);
-        let error = rig.open(1, part(1, 0, 10), 600).unwrap_err().to_string();
-        assert!(error.contains("busy"), "{error}");
-        assert!(rig.grants.revoke(RegionId(0)).is_err());
-        rig.grants.close_peer(PeerId(1));
-        assert_eq!(rig.regions(), [0]);
-        assert!(rig.grants.revoke(RegionId(0)).is_err(), "its memory must stay mapped");
-        rig.world.refuses.set(false);
-        rig.grants.revoke(RegionId(0)).unwrap();
-        assert_eq!(rig.regions(), []);
-    }
-}
+mod tests;
