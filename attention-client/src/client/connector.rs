@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use p2p_core::PeerHello;
 use p2p_core::bootstrap::{
-    CloseReason, ConnectConfig, ConnectError, Connection, Liveness, RejectCode, Working, connect,
+    CloseReason, ConnectConfig, ConnectError, Connection, Fallback, Liveness, RejectCode, Working,
+    connect,
 };
 use p2p_core::network::Offer;
 use protocol::{ClientHello, HelloReject, ServerHello};
@@ -58,6 +59,8 @@ pub(crate) struct Connector {
     pub server: Arc<Server>,
     pub lane: LanePort,
     pub leave: watch::Receiver<Leave>,
+    /// What this lane knows of the server's networks, and shares of it.
+    pub fallback: Fallback,
     /// Whether the lane waits for the first attempt.
     pub initial: bool,
     /// A link that the server gave up before it carried anything.
@@ -148,7 +151,7 @@ impl Connector {
             ticket: settings.ticket.clone(),
             transports: offered.kinds.clone(),
             networks: offered.networks.clone(),
-            fallback: self.server.fallback.clone(),
+            fallback: self.fallback.clone(),
             device: settings.device.clone(),
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
@@ -237,7 +240,7 @@ impl Connector {
                     return Ended::Over;
                 }
                 () = state.carried(), if used.working.is_none() => {
-                    used.working = Some(self.server.fallback.note_works(&used.transport));
+                    used.working = Some(self.fallback.note_works(&used.transport));
                 }
             }
         }
@@ -322,7 +325,7 @@ impl Connector {
         let transport = &used.transport;
         if used.state.has_carried() {
             if used.working.is_none() {
-                drop(self.server.fallback.note_works(transport));
+                drop(self.fallback.note_works(transport));
             }
             return;
         }
@@ -359,7 +362,7 @@ impl Connector {
     }
 
     fn note_useless(&self, transport: &Offer, end: &str) {
-        if let Some(pause) = self.server.fallback.note_useless(transport, end) {
+        if let Some(pause) = self.fallback.note_useless(transport, end) {
             tracing::warn!(
                 server = self.server.name(),
                 %transport,

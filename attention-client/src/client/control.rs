@@ -256,6 +256,7 @@ impl Task {
             server: Arc::clone(&member.server),
             lane: self.lanes[lane].clone(),
             leave: member.leave.subscribe(),
+            fallback: member.server.fallback.of_one(),
             initial,
             given_up: None,
         };

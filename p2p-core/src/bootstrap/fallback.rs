@@ -8,6 +8,10 @@
 //!
 //! A peer that goes takes its links along and says nothing about the network: only what ends while the
 //! peer is there counts.
+//!
+//! Of several connections to a peer, one may have no luck by a network that serves another at that very
+//! time. What carries nothing then is the matter of that one: the others go on with the network, each until
+//! it has no luck itself.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,15 +28,19 @@ pub const FIRST_PAUSE: Duration = Duration::from_secs(10);
 pub const MAX_PAUSE: Duration = Duration::from_secs(600);
 
 /// Which offers did not work with one peer. Clones share it, so that all connections to a peer learn from
-/// each other.
+/// each other; [`of_one`](Self::of_one) is for those that may also fail by themselves.
 #[derive(Debug, Clone, Default)]
 pub struct Fallback {
     known: Arc<Mutex<Known>>,
+    /// Links that carried nothing while another by the same offer worked.
+    own: Arc<Mutex<Troubles>>,
 }
+
+type Troubles = Vec<Trouble>;
 
 #[derive(Debug, Default)]
 struct Known {
-    troubles: Vec<Trouble>,
+    troubles: Troubles,
     /// Offers of links that carried something and are held, once each.
     working: Vec<Offer>,
 }
@@ -82,6 +90,13 @@ impl Drop for Working {
 }
 
 impl Fallback {
+    /// For one of several connections to the peer: shares what is known, but links of its own that carry
+    /// nothing while another link by their offer works are counted for it alone.
+    #[must_use]
+    pub fn of_one(&self) -> Self {
+        Self { known: Arc::clone(&self.known), own: Arc::default() }
+    }
+
     /// The peers could not be joined by `offer`. Leaves it out, and says for how long if it was not left
     /// out before. Not as long as a link by it works.
     pub fn note_failed(&self, offer: &Offer, reason: impl Into<String>) -> Option<Duration> {
@@ -95,7 +110,8 @@ impl Fallback {
     }
 
     /// A link by `offer` is over and nothing ever came over it, while the peer was there. Leaves the
-    /// offer out when that happened [`MAX_USELESS_LINKS`] times in a row, and says for how long.
+    /// offer out when that happened [`MAX_USELESS_LINKS`] times in a row, and says for how long. As long as
+    /// another link by the offer works, that is a matter of this handle and its clones.
     pub fn note_useless(&self, offer: &Offer, reason: impl Into<String>) -> Option<Duration> {
         self.note_useless_at(offer, reason.into(), Instant::now())
     }
@@ -106,6 +122,8 @@ impl Fallback {
         let mut known = self.lock();
         known.troubles.retain(|trouble| trouble.offer != *offer);
         known.working.push(offer.clone());
+        drop(known);
+        self.lock_own().retain(|trouble| trouble.offer != *offer);
         Working { fallback: self.clone(), offer: offer.clone() }
     }
 
@@ -120,7 +138,7 @@ impl Fallback {
         if known.working.contains(offer) {
             return None;
         }
-        known.trouble(offer).leave_out(reason, now)
+        trouble(&mut known.troubles, offer).leave_out(reason, now)
     }
 
     fn note_unfinished_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
@@ -128,40 +146,56 @@ impl Fallback {
         if known.working.contains(offer) {
             return None;
         }
-        known.trouble(offer).note_useless(&reason, now)
+        trouble(&mut known.troubles, offer).note_useless(&reason, now)
     }
 
     fn note_useless_at(&self, offer: &Offer, reason: String, now: Instant) -> Option<Duration> {
-        self.lock().trouble(offer).note_useless(&reason, now)
+        let mut known = self.lock();
+        if known.working.contains(offer) {
+            drop(known);
+            return trouble(&mut self.lock_own(), offer).note_useless(&reason, now);
+        }
+        trouble(&mut known.troubles, offer).note_useless(&reason, now)
     }
 
     fn left_out_at(&self, now: Instant) -> Vec<LeftOut> {
-        let known = self.lock();
-        let left_out = known.troubles.iter().filter(|trouble| trouble.is_left_out(now));
-        left_out.map(|t| LeftOut { offer: t.offer.clone(), reason: t.reason.clone() }).collect()
+        let mut left_out = Vec::new();
+        let mut add = |troubles: &Troubles| {
+            for trouble in troubles.iter().filter(|trouble| trouble.is_left_out(now)) {
+                if !left_out.iter().any(|left: &LeftOut| left.offer == trouble.offer) {
+                    let (offer, reason) = (trouble.offer.clone(), trouble.reason.clone());
+                    left_out.push(LeftOut { offer, reason });
+                }
+            }
+        };
+        add(&self.lock().troubles);
+        add(&self.lock_own());
+        left_out
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
         // No code that holds the lock can leave the lists half changed.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn lock_own(&self) -> MutexGuard<'_, Troubles> {
+        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-impl Known {
-    fn trouble(&mut self, offer: &Offer) -> &mut Trouble {
-        let troubles = &mut self.troubles;
-        let idx = troubles.iter().position(|known| known.offer == *offer).unwrap_or_else(|| {
-            troubles.push(Trouble {
-                offer: offer.clone(),
-                num_useless: 0,
-                num_pauses: 0,
-                until: None,
-                reason: String::new(),
-            });
-            troubles.len() - 1
+/// What is known of the offer's troubles.
+fn trouble<'a>(troubles: &'a mut Troubles, offer: &Offer) -> &'a mut Trouble {
+    let idx = troubles.iter().position(|known| known.offer == *offer).unwrap_or_else(|| {
+        troubles.push(Trouble {
+            offer: offer.clone(),
+            num_useless: 0,
+            num_pauses: 0,
+            until: None,
+            reason: String::new(),
         });
-        &mut troubles[idx]
-    }
+        troubles.len() - 1
+    });
+    &mut troubles[idx]
 }
 
 impl Trouble {
@@ -284,5 +318,43 @@ mod tests {
             assert_eq!(unfinished(), None);
         }
         assert_eq!(unfinished(), Some(FIRST_PAUSE));
+    }
+
+    #[test]
+    fn links_that_carry_nothing_beside_one_that_works_are_the_matter_of_their_own_connection() {
+        let peer = Fallback::default();
+        let lanes = [(); 4].map(|()| peer.of_one());
+        let now = Instant::now();
+        let useless =
+            |lane: usize, now| lanes[lane].note_useless_at(&offer(), "silent".to_owned(), now);
+        let is_left_out = |now| lanes.each_ref().map(|lane| lane.left_out_at(now).len() == 1);
+        let working = lanes[0].note_works(&offer());
+        // One link of each of the others: nobody has had bad luck three times.
+        for lane in 1..4 {
+            assert_eq!(useless(lane, now), None);
+        }
+        assert_eq!(is_left_out(now), [false; 4]);
+        // One that has none is on its own.
+        assert_eq!(useless(3, now), None);
+        assert_eq!(useless(3, now), Some(FIRST_PAUSE));
+        assert_eq!(is_left_out(now), [false, false, false, true]);
+        assert_eq!(lanes[3].clone().left_out_at(now).len(), 1, "clones share it");
+        assert!(peer.left_out_at(now).is_empty() && peer.of_one().left_out_at(now).is_empty());
+        let later = now + FIRST_PAUSE;
+        assert_eq!(is_left_out(later), [false; 4]);
+        assert_eq!(useless(3, later), Some(2 * FIRST_PAUSE));
+        // When its turn comes again and it has luck, all is as in the beginning.
+        drop(lanes[3].note_works(&offer()));
+        assert_eq!(is_left_out(later), [false; 4]);
+        // Nothing works any more: all learn from each other.
+        drop(working);
+        for lane in 1..MAX_USELESS_LINKS as usize {
+            assert_eq!(useless(lane, later), None);
+        }
+        assert_eq!(useless(0, later), Some(FIRST_PAUSE));
+        assert_eq!(is_left_out(later), [true; 4]);
+        // One that has luck says so for all.
+        let _working = lanes[2].note_works(&offer());
+        assert_eq!(is_left_out(later), [false; 4]);
     }
 }
