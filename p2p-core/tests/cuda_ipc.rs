@@ -4,6 +4,8 @@
 //! are two.
 #![cfg(not(loom))]
 
+#[path = "support/bounded.rs"]
+mod bounded;
 #[path = "../../tests/src/skip.rs"]
 mod skip;
 
@@ -60,7 +62,8 @@ fn two_processes_over_device_slots() {
             println!("{name}: {config:?}");
             let (channel, mut child, _stdin) = with_child(&gpu, config, &format!("{idx} {seed}"));
             perform(Party::A, gpu.clone(), channel, seed, script);
-            assert!(child.wait().unwrap().success(), "the other party failed in: {name}");
+            let status = bounded::status_of(&mut child, name, bounded::LIMIT);
+            assert!(status.success(), "the other party failed in: {name}");
         }
     }
 }

@@ -3,6 +3,8 @@
 //! connections die.
 #![cfg(not(loom))]
 
+#[path = "support/bounded.rs"]
+mod bounded;
 mod scale_support;
 
 use std::os::fd::AsFd;
@@ -213,7 +215,8 @@ impl Host {
             assert!(Instant::now() < deadline, "{} connections, {lanes:?}", lanes.len());
             self.turn(&mut lanes, generation, seed, Instant::now() + Duration::from_millis(20));
         }
-        assert!(child.0.wait().unwrap().success(), "a peer that should live has failed");
+        let status = bounded::status_of(&mut child.0, "a peer that should live", bounded::LIMIT);
+        assert!(status.success(), "a peer that should live has failed");
         for lane in lanes {
             assert_eq!(lane.connection.liveness.closed_now(), Some(CloseReason::Left), "{lane:?}");
             assert!(lane.error.is_none(), "{lane:?}");

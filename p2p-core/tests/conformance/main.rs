@@ -2,6 +2,8 @@
 //! disorder, and two processes over shared memory, over shared memory by put only, and over networks.
 #![cfg(not(loom))]
 
+#[path = "../support/bounded.rs"]
+mod bounded;
 mod parties;
 #[path = "../../../tests/src/skip.rs"]
 mod skip;
@@ -111,7 +113,8 @@ fn the_death_of_a_process_is_noticed_at_once() {
     assert_eq!(connection.liveness.closed_now(), None);
     let runtime = runtime();
     let waiting = runtime.spawn(async move {
-        let reason = connection.liveness.closed().await;
+        let closed = tokio::time::timeout(bounded::LIMIT, connection.liveness.closed());
+        let reason = closed.await.expect("nobody has noticed the death");
         (reason, connection.liveness.closed_now())
     });
     let start = std::time::Instant::now();
@@ -134,8 +137,11 @@ fn another_user_is_refused_by_name() {
     let way = Way::plain(TransportKind::Shm).with("KIND", "shm").with("REFUSED", 1);
     let (connections, addr) = serve(slot, &way);
     let mut command = child_command(addr, slot, &way);
-    match command.uid(65534).gid(65534).status() {
-        Ok(status) => assert!(status.success(), "see the child's message"),
+    match command.uid(65534).gid(65534).spawn() {
+        Ok(mut child) => {
+            let status = bounded::status_of(&mut child, "the refused process", bounded::LIMIT);
+            assert!(status.success(), "see the child's message");
+        }
         Err(error) => skip::skip("root", &format!("another user cannot execute this: {error}")),
     }
     assert!(connections.try_recv().is_err());

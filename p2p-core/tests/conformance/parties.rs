@@ -14,6 +14,7 @@ use p2p_core::{
     AnyEndpoint, Channel, Connection, PeerHello, SlotConfig, SlotLayout, TransportKind,
 };
 
+use crate::bounded;
 use crate::suite::{Party, Script, reset_meetings, scripts};
 
 pub const ROUTE: Route =
@@ -103,7 +104,7 @@ pub fn in_processes(way: &Way, is_as_expected: impl Fn(&Connection) -> bool) {
             assert!(is_as_expected(&connection), "{:?}", connection.transport);
             perform(script, Party::A, connection.channel, seed);
         }
-        let status = child.wait().unwrap();
+        let status = bounded::status_of(&mut child, "the other party", bounded::LIMIT);
         assert!(status.success(), "the child process failed: {status}");
     }
 }

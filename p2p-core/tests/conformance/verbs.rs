@@ -6,7 +6,7 @@ use p2p_core::backend::verbs::{PortChoice, VerbsConfig, VerbsNetwork, device_nam
 use p2p_core::network::Network;
 
 use crate::parties::{Way, in_processes};
-use crate::skip;
+use crate::{bounded, skip};
 
 /// Ports to use, as [`VerbsConfig::on`] takes them: several stripe.
 const PORTS: &str = "SWITCHYARD_TEST_PORTS";
@@ -27,12 +27,13 @@ fn two_processes_over_verbs() {
 fn two_processes_over_several_queue_pairs() {
     if is_possible() {
         let this = std::env::current_exe().unwrap();
-        let status = std::process::Command::new(this)
+        let mut child = std::process::Command::new(this)
             .args(["--exact", "verbs::two_processes_over_verbs", "--nocapture"])
             .env(NUM_QUEUE_PAIRS, "3")
-            .status()
+            .spawn()
             .unwrap();
-        assert!(status.success());
+        let limit = 4 * bounded::LONG;
+        assert!(bounded::status_of(&mut child, "the test over three", limit).success());
     }
 }
 

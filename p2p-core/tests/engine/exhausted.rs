@@ -1,6 +1,5 @@
 //! An engine without descriptors left: it waits for some, and is there again when it has them.
 
-use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,6 +8,7 @@ use std::time::{Duration, Instant};
 use p2p_core::engine::Engine;
 use rustix::process::{Resource, Rlimit, setrlimit};
 
+use crate::bounded::{line_with, lines_of};
 use crate::common::{By, config, soon, until};
 
 const ROLE: &str = "ENGINE_TEST_EXHAUSTED";
@@ -97,12 +97,9 @@ fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
             .spawn()
             .unwrap();
         let mut child = Process(child);
-        let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines();
-        let mut told = |what: &str| -> Vec<u64> {
-            let line = lines.by_ref().map(Result::unwrap).find_map(|line| {
-                line.split_once(&format!("{what} ")).map(|(_, numbers)| numbers.to_owned())
-            });
-            let line = line.unwrap_or_else(|| panic!("the engine's process ended before `{what}`"));
+        let lines = lines_of(child.0.stdout.take().unwrap());
+        let told = |what: &str| -> Vec<u64> {
+            let line = line_with(&lines, &format!("{what} "));
             line.split(' ').map(|number| number.parse().unwrap()).collect()
         };
         let ports = told("ports");
@@ -111,8 +108,8 @@ fn an_engine_that_runs_out_of_descriptors_rests_and_listens_again() {
             .collect();
         let rounds = told("rounds")[0];
         assert!(rounds < 3000, "{rounds} rounds in half a second, for what cannot be done");
-        let lines = told("lines")[0];
-        assert!(lines <= 1, "{lines} lines in half a second, after the first");
+        let num_lines = told("lines")[0];
+        assert!(num_lines <= 1, "{num_lines} lines in half a second, after the first");
         drop(strangers);
         let friend = Engine::start(config(By::Tcp)).unwrap();
         let addr = format!("127.0.0.1:{}", ports[0]).parse().unwrap();

@@ -1,12 +1,12 @@
 //! Peers that are killed in the middle of whatever they do.
 
-use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use p2p_core::engine::{Access, Connection, Descriptor, Engine};
 use rand::RngExt;
 
+use crate::bounded::{line_with, lines_of};
 use crate::common::{By, config, rng, soon};
 
 const ROLE: &str = "ENGINE_TEST_VICTIM";
@@ -78,9 +78,7 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
             let theirs = descriptor_of(&engine);
             let ours = connection.advertise(&target.whole()).unwrap();
             connection.notify(&ours.to_bytes(), soon()).unwrap();
-            let is_ready =
-                |line: &std::io::Result<String>| line.as_ref().is_ok_and(|l| l.ends_with("ready"));
-            assert!(BufReader::new(stdout).lines().any(|line| is_ready(&line)));
+            line_with(&lines_of(stdout), "ready");
             let mut transfers = Vec::new();
             for _ in 0..4 {
                 transfers.extend(begin(&connection, &memory, &theirs));

@@ -1,6 +1,8 @@
 //! The message engine between engines of one process, over every fabric that needs nothing installed.
 #![cfg(not(loom))]
 
+#[path = "../support/bounded.rs"]
+mod bounded;
 mod choice;
 mod common;
 mod device_memory;

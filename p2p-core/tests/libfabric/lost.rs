@@ -115,11 +115,9 @@ fn what_a_killed_process_left_is_in_nobodys_way() {
         return;
     }
     // In a process of its own, whose numbers nobody else takes.
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_process", "--nocapture"])
-        .env("LF_CHILD", "leftovers")
-        .output()
-        .unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "child_process", "--nocapture"]).env("LF_CHILD", "leftovers");
+    let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
     println!("{}", String::from_utf8_lossy(&output.stdout));
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{}: {said}", output.status);
@@ -180,7 +178,7 @@ fn whoever_ends_in_order_leaves_no_memory_behind() {
         });
         assert!(!memory_of(child.id()).is_empty(), "a peer without memory of its own");
         drop((channel, liveness));
-        let status = child.wait().unwrap();
+        let status = bounded::status_of(&mut child, "the peer that leaves", bounded::LIMIT);
         assert!(status.success(), "{status}");
         assert_eq!(memory_of(child.id()), Vec::<PathBuf>::new());
     }

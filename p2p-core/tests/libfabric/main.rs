@@ -1,6 +1,8 @@
 //! Peers over libfabric beyond the conformance suite: who drives, who dies, who sends nonsense.
 #![cfg(all(feature = "libfabric", not(loom)))]
 
+#[path = "../support/bounded.rs"]
+mod bounded;
 mod lost;
 #[path = "../../../tests/src/skip.rs"]
 mod skip;
@@ -184,8 +186,9 @@ fn those_who_look_find_what_comes() {
     let tests =
         ["threads_share_a_driver_and_wake_each_other", "a_driver_that_nobody_drives_drives_itself"];
     for (name, value) in [(WAIT_VARIABLE, "poll"), ("FI_OFI_RXM_DEF_TCP_WAIT_OBJ", "pollfd")] {
-        let mut child = Command::new(std::env::current_exe().unwrap());
-        let status = child.arg("--exact").args(tests).env(name, value).status().unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let mut child = command.arg("--exact").args(tests).env(name, value).spawn().unwrap();
+        let status = bounded::status_of(&mut child, &format!("{name}={value}"), bounded::LONG);
         assert!(status.success(), "with {name}={value}: {status}");
     }
 }
@@ -200,7 +203,8 @@ fn a_word_that_says_no_way_to_wait_is_refused_by_name() {
         .args(["--exact", "child_process"])
         .env("LF_CHILD", "waits")
         .env(WAIT_VARIABLE, "sometimes");
-    let status = child.status().unwrap();
+    let mut child = child.spawn().unwrap();
+    let status = bounded::status_of(&mut child, "the process", bounded::LIMIT);
     assert!(status.success(), "{status}");
 }
 
@@ -309,12 +313,12 @@ fn what_is_missing_is_said_in_one_line() {
     println!("{error}");
     assert!(error.contains("no provider `cxi` here; found: ") && error.contains("tcp;ofi_rxm"));
     assert!(providers().unwrap().contains(&"tcp;ofi_rxm".to_owned()));
-    let output = Command::new(std::env::current_exe().unwrap())
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", "child_process", "--nocapture"])
         .env("LF_CHILD", "absent")
-        .env(LIBRARY_VARIABLE, "/nonexistent/libfabric.so")
-        .output()
-        .unwrap();
+        .env(LIBRARY_VARIABLE, "/nonexistent/libfabric.so");
+    let output = bounded::output_of(&mut command, "the process", bounded::LIMIT);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
@@ -432,11 +436,9 @@ fn an_idle_device_costs_almost_no_processor_time() {
         return;
     }
     // In a process of its own, where nobody else's work counts.
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_process", "--nocapture"])
-        .env("LF_CHILD", "idle")
-        .output()
-        .unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "child_process", "--nocapture"]).env("LF_CHILD", "idle");
+    let output = bounded::output_of(&mut command, "the idle process", bounded::LIMIT);
     println!("{}", String::from_utf8_lossy(&output.stdout));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
