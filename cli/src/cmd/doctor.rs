@@ -1,5 +1,7 @@
 //! `switchyard doctor`: what this host offers, what is missing, and the remedy.
 
+use std::borrow::Cow;
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -42,17 +44,17 @@ struct Check {
 
 #[derive(Debug, Serialize)]
 struct Group {
-    name: &'static str,
+    name: Cow<'static, str>,
     checks: Vec<Check>,
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let mut groups = vec![
-        Group { name: "host", checks: host() },
-        Group { name: "transports", checks: transports() },
-        Group { name: "gpu", checks: gpu() },
-        Group { name: "gpu-initiated rdma", checks: ibgda() },
+        Group { name: "host".into(), checks: host() },
+        Group { name: "transports".into(), checks: transports() },
+        Group { name: "gpu".into(), checks: gpu() },
     ];
+    groups.extend(ibgda());
     let mut given = Vec::new();
     if let Some(model) = &args.model {
         given.push(check_model(model));
@@ -61,7 +63,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         given.push(check_control(url, args.control.token.clone()));
     }
     if !given.is_empty() {
-        groups.push(Group { name: "given", checks: given });
+        groups.push(Group { name: "given".into(), checks: given });
     }
     let healthy =
         groups.iter().flat_map(|group| &group.checks).all(|check| check.verdict != Verdict::Fail);
@@ -72,17 +74,23 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             "groups": groups,
         }))?;
     } else {
-        print_tree(&groups);
+        out!("{}", tree(&groups));
         outln!("\n{}", if healthy { "this host can run Switchyard" } else { "not usable yet" });
     }
     Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn print_tree(groups: &[Group]) {
-    outln!("switchyard {}", env!("CARGO_PKG_VERSION"));
+fn tree(groups: &[Group]) -> String {
+    let mut text = format!("switchyard {}\n", env!("CARGO_PKG_VERSION"));
+    // Writing to a string does not fail.
+    let _ = write_tree(&mut text, groups);
+    text
+}
+
+fn write_tree(text: &mut String, groups: &[Group]) -> std::fmt::Result {
     for (group_idx, group) in groups.iter().enumerate() {
         let last_group = group_idx + 1 == groups.len();
-        outln!("{} {}", if last_group { "└─" } else { "├─" }, group.name);
+        writeln!(text, "{} {}", if last_group { "└─" } else { "├─" }, group.name)?;
         let indent = if last_group { "   " } else { "│  " };
         for (check_idx, check) in group.checks.iter().enumerate() {
             let last = check_idx + 1 == group.checks.len();
@@ -93,13 +101,14 @@ fn print_tree(groups: &[Group]) {
                 Verdict::Fail => "✘",
             };
             let branch = if last { "└─" } else { "├─" };
-            outln!("{indent}{branch} {mark} {:<18} {}", check.name, check.found);
+            writeln!(text, "{indent}{branch} {mark} {:<18} {}", check.name, check.found)?;
             if let Some(remedy) = &check.remedy {
                 let below = if last { "   " } else { "│  " };
-                outln!("{indent}{below}   {:<18} → {remedy}", "");
+                writeln!(text, "{indent}{below}   {:<18} → {remedy}", "")?;
             }
         }
     }
+    Ok(())
 }
 
 fn ok(name: &'static str, found: impl Into<String>) -> Check {
@@ -319,33 +328,50 @@ fn gpu() -> Vec<Check> {
         .collect()
 }
 
+const GPU_INITIATED: &str = "gpu-initiated rdma";
+
 #[cfg(not(feature = "ibgda"))]
-fn ibgda() -> Vec<Check> {
-    vec![problem(
+fn ibgda() -> Vec<Group> {
+    let check = problem(
         "control path",
         Verdict::Absent,
         "this build has no control path for GPU-initiated RDMA",
         "build with the feature `ibgda`, which is on by default",
-    )]
+    );
+    vec![Group { name: GPU_INITIATED.into(), checks: vec![check] }]
 }
 
 /// GPU-initiated RDMA: nothing else needs it, so what is missing is no fault.
 #[cfg(feature = "ibgda")]
-fn ibgda() -> Vec<Check> {
-    ibgda::probe()
-        .checks
-        .into_iter()
-        .map(|check| Check {
-            name: check.name,
-            verdict: match check.state {
-                ibgda::State::Present => Verdict::Ok,
-                ibgda::State::Partial => Verdict::Warn,
-                ibgda::State::Missing => Verdict::Absent,
-            },
-            found: check.found,
-            remedy: check.remedy,
-        })
-        .collect()
+fn ibgda() -> Vec<Group> {
+    ibgda_groups(ibgda::probe())
+}
+
+/// The host, then each mlx5 device.
+#[cfg(feature = "ibgda")]
+fn ibgda_groups(report: ibgda::Report) -> Vec<Group> {
+    let check = |check: ibgda::Check| Check {
+        name: check.name,
+        verdict: match check.state {
+            ibgda::State::Present => Verdict::Ok,
+            ibgda::State::Partial => Verdict::Warn,
+            ibgda::State::Missing => Verdict::Absent,
+        },
+        found: check.found,
+        remedy: check.remedy,
+    };
+    let group = |name: Cow<'static, str>, checks: Vec<ibgda::Check>| Group {
+        name,
+        checks: checks.into_iter().map(check).collect(),
+    };
+    let mut groups = vec![group(GPU_INITIATED.into(), report.checks)];
+    groups.extend(
+        report
+            .devices
+            .into_iter()
+            .map(|device| group(format!("{GPU_INITIATED}: {}", device.name).into(), device.checks)),
+    );
+    groups
 }
 
 fn check_model(dir: &Path) -> Check {
@@ -419,3 +445,6 @@ fn vector_units() -> &'static str {
     }
     ""
 }
+
+#[cfg(all(test, feature = "ibgda"))]
+mod tests;

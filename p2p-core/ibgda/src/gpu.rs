@@ -106,8 +106,9 @@ impl Access for GpuAccess {
                 )
             } else if is_register {
                 format!(
-                    "{error}; the driver option NVreg_RegistryDwords=\"PeerMappingOverride=1;\" is \
-                     needed, see `switchyard doctor`"
+                    "{error}; the options NVreg_EnableStreamMemOPs=1 and \
+                     NVreg_RegistryDwords=\"PeerMappingOverride=1;\" of the module nvidia are needed, \
+                     see `switchyard doctor`"
                 )
             } else {
                 error.to_string()

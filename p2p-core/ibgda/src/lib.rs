@@ -6,7 +6,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`mod@probe`] | devices, drivers, modules, driver options, libraries: one check each |
+//! | [`mod@probe`] | drivers, modules, driver options, libraries, and what each device says of itself: one check each |
 //! | [`peer`] | a peer's slot and the queues to it: open, describe, join |
 //! | [`queue`] | queue pairs by libibverbs or by DevX, as kernels post on them |
 //! | [`nic`] | a port of a NIC, registration of host and GPU memory |
@@ -33,5 +33,5 @@ pub use gpu::{GpuAccess, Place};
 pub use library::{Libraries, LibraryError};
 pub use nic::{Nic, NicConfig, NicError};
 pub use peer::{OpenPeer, Peer, PeerConfig, PeerError, ResetPeer};
-pub use probe::{Check, Report, State, probe};
+pub use probe::{Check, DeviceReport, Report, State, probe};
 pub use queue::{Posters, QueueConfig, QueueError, QueuePath};

@@ -139,6 +139,7 @@ fn a_doorbell_that_cannot_be_mapped_names_the_driver_option() {
     let text = mapped.unwrap_err().to_string();
     for part in [
         "the NIC's doorbell register for the GPU",
+        "NVreg_EnableStreamMemOPs=1",
         "NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
         "switchyard doctor",
     ] {

@@ -3,20 +3,28 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 
-use super::{DevxCapabilities, Nic, NicError, code_error};
+use super::{DEVX_ADVICE, DevxCapabilities, NicError, code_error};
 use crate::ffi::{self, DeviceAttributes};
 use crate::library::Libraries;
-use crate::prm::AtomicCapabilities;
+use crate::prm::{self, AtomicCapabilities, CapabilityKind};
 
 /// What libibverbs says of a device, with DevX or without.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct DeviceLimits {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceLimits {
+    /// Version of the firmware.
+    pub firmware: String,
+    /// The vendor's number of the kind of device.
+    pub part_id: u32,
+    /// Ports.
+    pub num_ports: u8,
     /// `IBV_ATOMIC_*`
-    atomics: u32,
-    /// Reads and atomics under way of a queue pair that asks.
-    max_reads: u32,
-    /// The same of one that is asked.
-    max_peer_reads: u32,
+    pub atomics: u32,
+    /// Reads and atomics under way of a queue pair that asks, `max_qp_init_rd_atom`.
+    pub max_reads: u32,
+    /// The same of one that is asked, `max_qp_rd_atom`.
+    pub max_peer_reads: u32,
+    /// Most basic blocks of a send queue, `max_qp_wr`.
+    pub max_blocks: u32,
 }
 
 pub(super) fn query_limits(
@@ -32,20 +40,46 @@ pub(super) fn query_limits(
         return Err(code_error(name, "ibv_query_device", code, advice));
     }
     let limit = |value: c_int| u32::try_from(value).unwrap_or(0);
+    let firmware: Vec<u8> = attributes.fw_ver.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let firmware = firmware.split(|byte| *byte == 0).next().unwrap_or_default();
     Ok(DeviceLimits {
+        firmware: String::from_utf8_lossy(firmware).into_owned(),
+        part_id: attributes.vendor_part_id,
+        num_ports: attributes.phys_port_cnt,
         atomics: attributes.atomic_cap,
         max_reads: limit(attributes.max_qp_init_rd_atom),
         max_peer_reads: limit(attributes.max_qp_rd_atom),
+        max_blocks: limit(attributes.max_qp_wr),
     })
 }
 
-impl Nic {
+/// What a device can do of what queues need.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    pub(super) device: String,
+    /// Of libibverbs.
+    pub limits: DeviceLimits,
+    /// Of the firmware, or why it cannot be asked.
+    pub devx: Result<DevxCapabilities, String>,
+}
+
+impl Capabilities {
     /// Whether the device executes the requests of posters, whoever makes the queue. Without DevX nobody
     /// says whether there are masked atomics: the first one fails then, with syndrome 02 or 14.
     ///
     /// # Errors
     /// [`NicError::Capability`].
     pub fn check_requests(&self) -> Result<(), NicError> {
+        self.check_reads()?;
+        self.check_fetch_add()?;
+        self.check_masked()
+    }
+
+    /// Whether enough reads and atomics may be under way.
+    ///
+    /// # Errors
+    /// [`NicError::Capability`].
+    pub fn check_reads(&self) -> Result<(), NicError> {
         let few = "at least 16 reads and atomics under way for each queue pair";
         let limits = &self.limits;
         for (what, found) in
@@ -55,13 +89,32 @@ impl Nic {
                 return Err(self.lacks(what, found.to_string(), few));
             }
         }
+        Ok(())
+    }
+
+    /// Whether there is fetch-add. Where DevX says what there is, it is believed.
+    ///
+    /// # Errors
+    /// [`NicError::Capability`].
+    pub fn check_fetch_add(&self) -> Result<(), NicError> {
         match &self.devx {
-            Ok(caps) => self.check_atomics(&caps.atomic),
-            Err(_) if limits.atomics == ffi::ATOMIC_NONE => {
+            Ok(caps) => self.check_atomics(&caps.atomic, FETCH_ADD),
+            Err(_) if self.limits.atomics == ffi::ATOMIC_NONE => {
                 let expected = "1 (IBV_ATOMIC_HCA) or more: flags are atomics; enable them in the firmware, \
                                 or for this virtual function";
-                Err(self.lacks("atomic_cap", limits.atomics.to_string(), expected))
+                Err(self.lacks("atomic_cap", self.limits.atomics.to_string(), expected))
             }
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Whether there is masked fetch-add, as far as DevX says.
+    ///
+    /// # Errors
+    /// [`NicError::Capability`].
+    pub fn check_masked(&self) -> Result<(), NicError> {
+        match &self.devx {
+            Ok(caps) => self.check_atomics(&caps.atomic, MASKED_FETCH_ADD),
             Err(_) => Ok(()),
         }
     }
@@ -74,19 +127,43 @@ impl Nic {
         let caps = match &self.devx {
             Ok(caps) => *caps,
             Err(detail) => {
-                return Err(NicError::NoDevx { device: self.name.clone(), detail: detail.clone() });
+                return Err(NicError::NoDevx {
+                    device: self.device.clone(),
+                    detail: detail.clone(),
+                });
             }
         };
-        if caps.general.cqe_version != 1 {
-            return Err(self.lacks("cqe_version", caps.general.cqe_version.to_string(), "1"));
-        }
-        self.check_atomics(&caps.atomic)?;
+        self.check_completions(&caps)?;
+        self.check_atomics(&caps.atomic, FETCH_ADD | MASKED_FETCH_ADD)?;
         Ok(caps)
     }
 
-    /// Fetch-add and masked fetch-add, of 4 and 8 bytes.
-    fn check_atomics(&self, atomic: &AtomicCapabilities) -> Result<(), NicError> {
-        if atomic.operations & 0b1010 != 0b1010 {
+    /// Whether completions have the format that posters read.
+    ///
+    /// # Errors
+    /// [`NicError::Capability`].
+    pub fn check_completions(&self, caps: &DevxCapabilities) -> Result<(), NicError> {
+        if caps.general.cqe_version == 1 {
+            return Ok(());
+        }
+        Err(self.lacks("cqe_version", caps.general.cqe_version.to_string(), "1"))
+    }
+
+    /// Whether DevX makes send queues of `depth` basic blocks.
+    ///
+    /// # Errors
+    /// [`NicError::Capability`].
+    pub fn check_depth(&self, caps: &DevxCapabilities, depth: u32) -> Result<(), NicError> {
+        if depth.trailing_zeros() <= u32::from(caps.general.log_max_qp_blocks) {
+            return Ok(());
+        }
+        let found = caps.general.log_max_qp_blocks.to_string();
+        Err(self.lacks("log_max_qp_sz", found, "at least the logarithm of the queue's depth"))
+    }
+
+    /// Operations of `needed`, of 4 and 8 bytes.
+    fn check_atomics(&self, atomic: &AtomicCapabilities, needed: u16) -> Result<(), NicError> {
+        if atomic.operations & needed != needed {
             let expected = "fetch-add and masked fetch-add (0x000a): enable atomics in the firmware, or for \
                             this virtual function";
             let found = format!("{:#06x}", atomic.operations);
@@ -100,9 +177,58 @@ impl Nic {
     }
 
     fn lacks(&self, what: &'static str, found: String, expected: &'static str) -> NicError {
-        NicError::Capability { device: self.name.clone(), what, found, expected }
+        NicError::Capability { device: self.device.clone(), what, found, expected }
     }
+}
+
+/// Asks the firmware.
+pub(super) fn query_devx(
+    libraries: &Libraries,
+    context: NonNull<c_void>,
+    device: &str,
+) -> Result<DevxCapabilities, NicError> {
+    let query = |kind| {
+        let mut answer = [0; prm::CAPABILITY_BYTES];
+        let command = prm::query_capabilities(kind);
+        send_command(libraries, context, device, "QUERY_HCA_CAP", &command, &mut answer)
+            .map(|()| answer)
+    };
+    Ok(DevxCapabilities {
+        general: prm::general_capabilities(&query(CapabilityKind::General)?),
+        atomic: prm::atomic_capabilities(&query(CapabilityKind::Atomic)?),
+    })
+}
+
+/// Sends a command that makes nothing.
+fn send_command(
+    libraries: &Libraries,
+    context: NonNull<c_void>,
+    device: &str,
+    name: &'static str,
+    command: &[u8],
+    answer: &mut [u8],
+) -> Result<(), NicError> {
+    // SAFETY: the context is open; both buffers have the lengths that are given.
+    let code = unsafe {
+        (libraries.mlx5.mlx5dv_devx_general_cmd)(
+            context.as_ptr(),
+            command.as_ptr().cast(),
+            command.len(),
+            answer.as_mut_ptr().cast(),
+            answer.len(),
+        )
+    };
+    // The answer's own status says more than the code.
+    prm::check(name, answer)
+        .map_err(|source| NicError::Refused { device: device.to_owned(), source })?;
+    if code != 0 {
+        return Err(code_error(device, "mlx5dv_devx_general_cmd", code, DEVX_ADVICE));
+    }
+    Ok(())
 }
 
 /// Reads and atomics under way of a queue pair.
 pub(crate) const MAX_READS: u32 = 16;
+/// Bits of [`AtomicCapabilities::operations`].
+const FETCH_ADD: u16 = 1 << 1;
+const MASKED_FETCH_ADD: u16 = 1 << 3;

@@ -1,6 +1,7 @@
 //! A port of an mlx5 NIC, opened for queues that a GPU posts on.
 
 mod capability;
+mod inspect;
 mod memory;
 mod open;
 
@@ -12,16 +13,19 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use self::capability::{DeviceLimits, query_limits};
+use self::capability::{query_devx, query_limits};
 use self::open::{Closer, Opened, open_device, query_port};
 use crate::access::PageTable;
 use crate::ffi::{self, AhAttributes, DvAh, DvObject, DvPd, GlobalRoute, InOut};
 use crate::library::{Libraries, LibraryError};
-use crate::prm::{self, AtomicCapabilities, CapabilityKind, GeneralCapabilities, Refused};
+use crate::prm::{AtomicCapabilities, GeneralCapabilities, Refused};
 
 pub(crate) use self::capability::MAX_READS;
+pub use self::capability::{Capabilities, DeviceLimits};
+pub use self::inspect::{Inspection, PortInspection, inspect};
 pub(crate) use self::memory::UmemOwner;
 pub use self::memory::{RegisteredBy, Registration, Rights};
+pub use self::open::{Address, PortState};
 
 /// Which NIC and how to use its port.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -156,8 +160,7 @@ pub struct Nic {
     context: NonNull<c_void>,
     pd: NonNull<c_void>,
     pdn: u32,
-    devx: Result<DevxCapabilities, String>,
-    limits: DeviceLimits,
+    capabilities: Capabilities,
     port: Port,
     /// What posters reach of the queues of all peers.
     pages: Arc<PageTable>,
@@ -208,7 +211,7 @@ impl Nic {
         let Opened { name, context, devx } = open_device(libraries, config)?;
         let closer = Closer { libraries, context };
         let port = query_port(libraries, context, &name, config)?;
-        let limits = query_limits(libraries, context, &name)?;
+        let capabilities = query_capabilities(libraries, context, &name, devx)?;
         let failed = |call, advice| NicError::Call {
             device: name.clone(),
             call,
@@ -231,22 +234,16 @@ impl Nic {
             return Err(error);
         }
         std::mem::forget(closer);
-        let mut nic = Self {
+        Ok(Arc::new(Self {
             libraries: libraries.clone(),
             name,
             context,
             pd,
             pdn: dv.pdn,
-            devx: Err(String::new()),
-            limits,
+            capabilities,
             port,
             pages: Arc::default(),
-        };
-        nic.devx = match devx {
-            Ok(()) => nic.query_devx().map_err(|error| error.to_string()),
-            Err(reason) => Err(reason),
-        };
-        Ok(Arc::new(nic))
+        }))
     }
 
     /// Name of the device.
@@ -259,6 +256,28 @@ impl Nic {
     #[must_use]
     pub const fn port(&self) -> &Port {
         &self.port
+    }
+
+    /// What the device says that it can do.
+    #[must_use]
+    pub const fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    /// [`Capabilities::check_requests`]
+    ///
+    /// # Errors
+    /// [`NicError::Capability`].
+    pub fn check_requests(&self) -> Result<(), NicError> {
+        self.capabilities.check_requests()
+    }
+
+    /// [`Capabilities::devx()`]
+    ///
+    /// # Errors
+    /// [`NicError::NoDevx`], [`NicError::Capability`].
+    pub fn devx(&self) -> Result<DevxCapabilities, NicError> {
+        self.capabilities.devx()
     }
 
     /// Hardware address of the next hop towards `gid`, as the kernel resolves it.
@@ -356,43 +375,6 @@ impl Nic {
     pub(crate) fn refused(&self, source: Refused) -> NicError {
         NicError::Refused { device: self.name.clone(), source }
     }
-
-    /// Sends a command that makes nothing.
-    pub(crate) fn command(
-        &self,
-        name: &'static str,
-        command: &[u8],
-        answer: &mut [u8],
-    ) -> Result<(), NicError> {
-        // SAFETY: both buffers have the lengths that are given.
-        let code = unsafe {
-            (self.libraries.mlx5.mlx5dv_devx_general_cmd)(
-                self.context(),
-                command.as_ptr().cast(),
-                command.len(),
-                answer.as_mut_ptr().cast(),
-                answer.len(),
-            )
-        };
-        // The answer's own status says more than the code.
-        prm::check(name, answer).map_err(|source| self.refused(source))?;
-        if code != 0 {
-            return Err(self.code_error("mlx5dv_devx_general_cmd", code, DEVX_ADVICE));
-        }
-        Ok(())
-    }
-
-    fn query_devx(&self) -> Result<DevxCapabilities, NicError> {
-        let query = |kind| {
-            let mut answer = [0; prm::CAPABILITY_BYTES];
-            let command = prm::query_capabilities(kind);
-            self.command("QUERY_HCA_CAP", &command, &mut answer).map(|()| answer)
-        };
-        Ok(DevxCapabilities {
-            general: prm::general_capabilities(&query(CapabilityKind::General)?),
-            atomic: prm::atomic_capabilities(&query(CapabilityKind::Atomic)?),
-        })
-    }
 }
 
 impl Drop for Nic {
@@ -411,6 +393,19 @@ impl Drop for Nic {
             tracing::error!(nic = self.name, call, code, "a NIC cannot be given back");
         }
     }
+}
+
+/// What the device says of itself; `devx` is whether the context was opened with it.
+fn query_capabilities(
+    libraries: &Libraries,
+    context: NonNull<c_void>,
+    name: &str,
+    devx: Result<(), String>,
+) -> Result<Capabilities, NicError> {
+    let limits = query_limits(libraries, context, name)?;
+    let devx =
+        devx.and_then(|()| query_devx(libraries, context, name).map_err(|error| error.to_string()));
+    Ok(Capabilities { device: name.to_owned(), limits, devx })
 }
 
 pub(crate) const fn no_object() -> DvObject {

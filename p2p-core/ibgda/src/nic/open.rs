@@ -88,34 +88,87 @@ pub(super) fn open_device(libraries: &Libraries, config: &NicConfig) -> Result<O
     opened.unwrap_or_else(|| Err(NicError::Absent { wanted: config.device.clone(), found }))
 }
 
-pub(super) fn query_port(
+/// A port as it is, of use or not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PortState {
+    /// Number, from 1.
+    pub number: u8,
+    /// `IBV_PORT_*`
+    pub state: u32,
+    /// Kind of link.
+    pub link: LinkLayer,
+    /// InfiniBand's local address.
+    pub lid: u16,
+    /// `IBV_MTU_*` in force.
+    pub mtu: u8,
+    /// Places for global addresses.
+    pub num_gids: u8,
+}
+
+/// A port's global address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Address {
+    /// Its place in the port's table.
+    pub gid_idx: u8,
+    /// Global address.
+    pub gid: [u8; 16],
+}
+
+pub(super) fn query_port_state(
+    libraries: &Libraries,
+    context: NonNull<c_void>,
+    name: &str,
+    number: u8,
+) -> Result<PortState, NicError> {
+    let mut attributes = PortAttributes::default();
+    // SAFETY: the context is open; the attributes are larger than any version's.
+    let code =
+        unsafe { (libraries.verbs.ibv_query_port)(context.as_ptr(), number, &raw mut attributes) };
+    if code != 0 {
+        return Err(code_error(name, "ibv_query_port", code, "does the device have this port?"));
+    }
+    Ok(PortState {
+        number,
+        state: attributes.state,
+        link: if attributes.link_layer == ffi::LINK_LAYER_ETHERNET {
+            LinkLayer::Ethernet
+        } else {
+            LinkLayer::InfiniBand
+        },
+        lid: attributes.lid,
+        mtu: u8::try_from(attributes.active_mtu).unwrap_or(0),
+        num_gids: u8::try_from(attributes.gid_tbl_len).unwrap_or(u8::MAX),
+    })
+}
+
+impl PortState {
+    /// Whether packets go over it.
+    ///
+    /// # Errors
+    /// [`NicError::Port`].
+    pub fn check_active(&self, device: &str) -> Result<(), NicError> {
+        if self.state == ffi::PORT_ACTIVE {
+            return Ok(());
+        }
+        let found = format!("state {}", self.state);
+        let expected = "4 (active): check cable, switch and subnet manager";
+        Err(NicError::Port { device: device.to_owned(), port: self.number, found, expected })
+    }
+}
+
+/// The address of a port that `config` asks for.
+pub(super) fn find_address(
     libraries: &Libraries,
     context: NonNull<c_void>,
     name: &str,
     config: &NicConfig,
-) -> Result<Port, NicError> {
+    port: &PortState,
+) -> Result<Address, NicError> {
     let wrong = |found: String, expected| NicError::Port {
         device: name.to_owned(),
-        port: config.port,
+        port: port.number,
         found,
         expected,
-    };
-    let mut attributes = PortAttributes::default();
-    // SAFETY: the context is open; the attributes are larger than any version's.
-    let code = unsafe {
-        (libraries.verbs.ibv_query_port)(context.as_ptr(), config.port, &raw mut attributes)
-    };
-    if code != 0 {
-        return Err(code_error(name, "ibv_query_port", code, "does the device have this port?"));
-    }
-    if attributes.state != ffi::PORT_ACTIVE {
-        let found = format!("state {}", attributes.state);
-        return Err(wrong(found, "4 (active): check cable, switch and subnet manager"));
-    }
-    let link = if attributes.link_layer == ffi::LINK_LAYER_ETHERNET {
-        LinkLayer::Ethernet
-    } else {
-        LinkLayer::InfiniBand
     };
     let gid_of = |gid_idx: u8| {
         let mut gid = [0; 16];
@@ -123,14 +176,14 @@ pub(super) fn query_port(
         let code = unsafe {
             (libraries.verbs.ibv_query_gid)(
                 context.as_ptr(),
-                config.port,
+                port.number,
                 c_int::from(gid_idx),
                 &raw mut gid,
             )
         };
         (code == 0 && gid != [0; 16]).then_some(gid)
     };
-    let gid_idx = match (config.gid_idx, link) {
+    let gid_idx = match (config.gid_idx, port.link) {
         (Some(gid_idx), _) => gid_idx,
         (None, LinkLayer::InfiniBand) => 0,
         (None, LinkLayer::Ethernet) => {
@@ -138,10 +191,9 @@ pub(super) fn query_port(
                 .root
                 .join("sys/class/infiniband")
                 .join(name)
-                .join(format!("ports/{}/gid_attrs/types", config.port));
-            let num_gids = u8::try_from(attributes.gid_tbl_len).unwrap_or(u8::MAX);
-            choose_gid(&types, num_gids, gid_of).ok_or_else(|| {
-                let found = format!("no RoCE v2 address among {num_gids}");
+                .join(format!("ports/{}/gid_attrs/types", port.number));
+            choose_gid(&types, port.num_gids, gid_of).ok_or_else(|| {
+                let found = format!("no RoCE v2 address among {}", port.num_gids);
                 wrong(found, "one: give the NIC's interface an IP address")
             })?
         }
@@ -149,13 +201,25 @@ pub(super) fn query_port(
     let Some(gid) = gid_of(gid_idx) else {
         return Err(wrong(format!("no address of index {gid_idx}"), "one that `show_gids` lists"));
     };
+    Ok(Address { gid_idx, gid })
+}
+
+pub(super) fn query_port(
+    libraries: &Libraries,
+    context: NonNull<c_void>,
+    name: &str,
+    config: &NicConfig,
+) -> Result<Port, NicError> {
+    let state = query_port_state(libraries, context, name, config.port)?;
+    state.check_active(name)?;
+    let Address { gid_idx, gid } = find_address(libraries, context, name, config, &state)?;
     Ok(Port {
         number: config.port,
-        link,
-        lid: attributes.lid,
+        link: state.link,
+        lid: state.lid,
         gid,
         gid_idx,
-        mtu: u8::try_from(attributes.active_mtu).unwrap_or(0),
+        mtu: state.mtu,
         traffic_class: config.traffic_class,
         service_level: config.service_level,
     })

@@ -106,16 +106,8 @@ pub(super) fn create(
     memory: Part,
 ) -> Result<(DevxQueue, QueueHandle), QueueError> {
     let caps = nic.devx()?;
+    nic.capabilities().check_depth(&caps, config.depth)?;
     let log_depth = u8::try_from(config.depth.trailing_zeros()).unwrap_or(u8::MAX);
-    if log_depth > caps.general.log_max_qp_blocks {
-        return Err(NicError::Capability {
-            device: nic.name().to_owned(),
-            what: "log_max_qp_sz",
-            found: caps.general.log_max_qp_blocks.to_string(),
-            expected: "at least the logarithm of the queue's depth",
-        }
-        .into());
-    }
     let Layout { cq: cq_offset, dbrec: dbrec_offset, cq_dbrec: cq_dbrec_offset, .. } =
         Layout::new(config.depth);
     clear(&memory, config.depth)?;

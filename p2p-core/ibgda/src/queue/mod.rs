@@ -319,9 +319,9 @@ fn check_config(config: &QueueConfig) -> Result<(), QueueError> {
 }
 
 /// `SY_MLX5_MIN_DEPTH`
-const MIN_DEPTH: u32 = 128;
+pub(crate) const MIN_DEPTH: u32 = 128;
 /// `SY_MLX5_MAX_DEPTH`: a doorbell counts 16 bits, so a full turn must stay visible.
-const MAX_DEPTH: u32 = 32768;
+pub(crate) const MAX_DEPTH: u32 = 32768;
 /// `SY_MLX5_MAX_MESSAGE_BYTES`
 const MAX_MESSAGE_BYTES: u32 = 1 << 30;
 /// `SY_MLX5_BLOCK_BYTES`

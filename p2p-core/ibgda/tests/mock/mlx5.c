@@ -115,8 +115,25 @@ struct mock {
     uint32_t atomic_cap, max_reads; /* of the device, as ibv_query_device says */
     uint32_t sq_skip; /* bytes from a block's boundary to where queues of verbs begin */
     uint32_t has_vector; /* whether address handles have an address vector */
+    uint32_t part_id, num_ports; /* ports beyond the first are down */
+    uint32_t max_blocks, log_max_blocks; /* as ibv_query_device and the firmware say */
 };
-struct mock sy_mock = {0, -1, 0, 1, 1, 1, 4, 2, 64, 1, 15, 0, 0, 0, 0, 1, 16, 0, 1};
+struct mock sy_mock = {.num_failures = -1,
+                       .has_devx = 1,
+                       .has_dma_buf = 1,
+                       .has_peer_memory = 1,
+                       .port_state = 4,
+                       .link_layer = 2,
+                       .sq_stride = 64,
+                       .cqe_version = 1,
+                       .atomic_operations = 15,
+                       .atomic_cap = 1,
+                       .max_reads = 16,
+                       .has_vector = 1,
+                       .part_id = 0x1021,
+                       .num_ports = 1,
+                       .max_blocks = 32768,
+                       .log_max_blocks = 15};
 
 /* A queue pair as the last transition left it. */
 struct mock_queue {
@@ -237,10 +254,10 @@ int ibv_query_port(struct ibv_context* context, uint8_t port,
                    struct _compat_ibv_port_attr* compat) {
     struct ibv_port_attr* attr = (struct ibv_port_attr*)compat;
     EXPECT(context->device == &devices[1]);
-    if (port != 1)
+    if (port == 0 || port > sy_mock.num_ports)
         return EINVAL;
     memset(attr, 0, sizeof *attr);
-    attr->state = sy_mock.port_state;
+    attr->state = port == 1 ? sy_mock.port_state : IBV_PORT_DOWN;
     attr->active_mtu = IBV_MTU_4096;
     attr->gid_tbl_len = 4;
     attr->lid = 0x21;
@@ -252,6 +269,10 @@ int ibv_query_device(struct ibv_context* context, struct ibv_device_attr* attr) 
     memset(attr, 0, sizeof *attr);
     attr->atomic_cap = sy_mock.atomic_cap == 0 ? IBV_ATOMIC_NONE : IBV_ATOMIC_HCA;
     attr->max_qp_rd_atom = attr->max_qp_init_rd_atom = (int)sy_mock.max_reads;
+    strcpy(attr->fw_ver, "28.39.1002");
+    attr->vendor_part_id = sy_mock.part_id;
+    attr->max_qp_wr = (int)sy_mock.max_blocks;
+    attr->phys_port_cnt = (uint8_t)sy_mock.num_ports;
     return fails() ? sy_mock.fail_code : 0;
 }
 int ibv_query_gid(struct ibv_context* context, uint8_t port, int index, union ibv_gid* gid) {
@@ -505,7 +526,7 @@ int mlx5dv_devx_general_cmd(struct ibv_context* context, const void* in, size_t 
     switch (bytes[6] << 8 | bytes[7]) {
     case 0 << 1 | 1:
         answer[16 + 0x1f8 / 8] = (uint8_t)sy_mock.cqe_version; /* its low four bits */
-        answer[16 + 0x88 / 8] = 15;
+        answer[16 + 0x88 / 8] = (uint8_t)sy_mock.log_max_blocks;
         answer[16 + 0x26b / 8] = 8;
         break;
     case 3 << 1 | 1:

@@ -34,6 +34,10 @@ pub struct MockState {
     pub max_reads: u32,
     pub sq_skip: u32,
     pub has_vector: u32,
+    pub part_id: u32,
+    pub num_ports: u32,
+    pub max_blocks: u32,
+    pub log_max_blocks: u32,
 }
 
 pub const CLEAN: MockState = MockState {
@@ -56,6 +60,10 @@ pub const CLEAN: MockState = MockState {
     max_reads: 16,
     sq_skip: 0,
     has_vector: 1,
+    part_id: 0x1021,
+    num_ports: 1,
+    max_blocks: 32768,
+    log_max_blocks: 15,
 };
 
 /// `struct mock_queue`

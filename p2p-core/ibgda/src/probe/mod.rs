@@ -1,11 +1,13 @@
-//! What the host has of what GPU-initiated RDMA needs, one check each.
+//! What the host and its NICs have of what GPU-initiated RDMA needs, one check each.
+
+mod devices;
 
 use std::fmt;
 use std::path::Path;
 
 use serde::Serialize;
 
-use crate::device::devices;
+pub use self::devices::probe_devices;
 use crate::library::Libraries;
 
 /// What a check found.
@@ -45,27 +47,65 @@ pub struct Check {
     pub remedy: Option<String>,
 }
 
-/// All checks.
+impl fmt::Display for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:<8} {:<26} {}", self.state.name(), self.name, self.found)?;
+        if let Some(remedy) = &self.remedy {
+            writeln!(f, "{:<8} {:<26} → {remedy}", "", "")?;
+        }
+        Ok(())
+    }
+}
+
+/// One mlx5 device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Report {
-    /// In the order in which one would mend things.
+pub struct DeviceReport {
+    /// Name, such as `mlx5_0`.
+    pub name: String,
+    /// What it says of itself.
     pub checks: Vec<Check>,
 }
 
-impl Report {
+impl DeviceReport {
     /// Whether nothing is missing.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        self.checks.iter().all(|check| check.state != State::Missing)
+        is_complete(&self.checks)
     }
+}
+
+/// All checks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Of the host, in the order in which one would mend things.
+    pub checks: Vec<Check>,
+    /// Of each mlx5 device that libibverbs lists.
+    pub devices: Vec<DeviceReport>,
+}
+
+impl Report {
+    /// Whether the host lacks nothing, and one of its devices, where they were looked at, lacks nothing
+    /// either.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        let is_any_ready = self.devices.iter().any(DeviceReport::is_ready);
+        is_complete(&self.checks) && (self.devices.is_empty() || is_any_ready)
+    }
+}
+
+fn is_complete(checks: &[Check]) -> bool {
+    checks.iter().all(|check| check.state != State::Missing)
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for check in &self.checks {
-            writeln!(f, "{:<8} {:<26} {}", check.state.name(), check.name, check.found)?;
-            if let Some(remedy) = &check.remedy {
-                writeln!(f, "{:<8} {:<26} → {remedy}", "", "")?;
+            write!(f, "{check}")?;
+        }
+        for device in &self.devices {
+            writeln!(f, "{}:", device.name)?;
+            for check in &device.checks {
+                write!(f, "{check}")?;
             }
         }
         let verdict = if self.is_ready() {
@@ -80,8 +120,22 @@ impl fmt::Display for Report {
 /// Looks at this host.
 #[must_use]
 pub fn probe() -> Report {
-    let mut report = probe_files(Path::new("/"));
-    report.checks.extend(probe_libraries());
+    let root = Path::new("/");
+    let mut report = probe_files(root);
+    let name = "libibverbs and libmlx5";
+    match Libraries::open() {
+        Ok(libraries) => {
+            report.checks.push(present(name, "all functions are there".to_owned()));
+            let Report { checks, devices } = probe_devices(&libraries, root);
+            report.checks.extend(checks);
+            report.devices = devices;
+        }
+        Err(error) => {
+            let remedy =
+                "install Debian's packages libibverbs1 and ibverbs-providers (44 or later)";
+            report.checks.push(missing(name, error.to_string(), remedy));
+        }
+    }
     report
 }
 
@@ -109,7 +163,7 @@ pub fn probe_files(root: &Path) -> Report {
         ),
         registration(root),
     ];
-    Report { checks }
+    Report { checks, devices: Vec::new() }
 }
 
 fn nic(root: &Path) -> Check {
@@ -244,10 +298,9 @@ fn registration(root: &Path) -> Check {
     let has_peermem = is_loaded(&loaded, "nvidia_peermem");
     match (has_dmabuf, has_peermem) {
         (true, _) => present(name, format!("dma-buf (open kernel modules, Linux {release})")),
-        (false, true) => Check {
-            state: State::Partial,
-            ..present(name, "nvidia_peermem; dma-buf needs the open kernel modules".to_owned())
-        },
+        (false, true) => {
+            partial(name, "nvidia_peermem; dma-buf needs the open kernel modules".to_owned(), None)
+        }
         (false, false) => {
             let found = format!(
                 "neither dma-buf (open kernel modules and Linux 5.12, this is {release}) nor \
@@ -258,48 +311,17 @@ fn registration(root: &Path) -> Check {
     }
 }
 
-fn probe_libraries() -> Vec<Check> {
-    let libraries = match Libraries::open() {
-        Ok(libraries) => libraries,
-        Err(error) => {
-            let remedy =
-                "install Debian's packages libibverbs1 and ibverbs-providers (44 or later)";
-            return vec![missing("libibverbs and libmlx5", error.to_string(), remedy)];
-        }
-    };
-    let mut checks = vec![present("libibverbs and libmlx5", "all functions are there".to_owned())];
-    let name = "DevX";
-    checks.push(match devices(&libraries) {
-        Err(error) => missing(name, error.to_string(), "see the lines above"),
-        Ok(devices) => {
-            let mlx5: Vec<_> = devices.iter().filter(|device| device.is_mlx5).collect();
-            let found: Vec<String> = mlx5
-                .iter()
-                .map(|device| match &device.devx {
-                    Ok(()) => format!("{}: yes", device.name),
-                    Err(reason) => format!("{}: {reason}", device.name),
-                })
-                .collect();
-            if mlx5.is_empty() {
-                missing(name, "no mlx5 device".to_owned(), "see the lines above")
-            } else if mlx5.iter().any(|device| device.devx.is_ok()) {
-                present(name, found.join("; "))
-            } else {
-                // Queues in host memory do without.
-                let remedy = "CAP_NET_RAW and firmware with UCTX_EN=1 are needed";
-                Check { state: State::Partial, ..missing(name, found.join("; "), remedy) }
-            }
-        }
-    });
-    checks
-}
-
 const fn present(name: &'static str, found: String) -> Check {
     Check { name, state: State::Present, found, remedy: None }
 }
 
 fn missing(name: &'static str, found: String, remedy: &str) -> Check {
     Check { name, state: State::Missing, found, remedy: Some(remedy.to_owned()) }
+}
+
+/// Of use, only less well.
+fn partial(name: &'static str, found: String, remedy: Option<&str>) -> Check {
+    Check { name, state: State::Partial, found, remedy: remedy.map(str::to_owned) }
 }
 
 fn is_loaded(modules: &str, module: &str) -> bool {
