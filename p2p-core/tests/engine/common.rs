@@ -139,6 +139,21 @@ pub fn pair_of(here: EngineConfig, there: EngineConfig) -> Pair {
     Pair { here, there, out, back }
 }
 
+/// A friend who is let in and heard, though a busy machine may use up the time for a handshake.
+pub fn befriend(engine: &Engine, by: By) -> (Engine, Connection) {
+    let friend = Engine::start(config(by)).unwrap();
+    let (begin, addr) = (Instant::now(), engine.endpoint().addr);
+    let connection = loop {
+        match friend.connect(addr, soon()) {
+            Ok(connection) => break connection,
+            Err(error) => assert!(begin.elapsed() < Duration::from_secs(20), "{error}"),
+        }
+    };
+    connection.notify(b"served", soon()).unwrap();
+    assert_eq!(engine.next_notification(soon()).unwrap().bytes, b"served");
+    (friend, connection)
+}
+
 /// A generator whose seed is printed.
 pub fn rng() -> StdRng {
     let seed = rand::random();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::engine::{ConnectError, Engine, EngineConfig, WaitError};
 
-use crate::common::{By, config, soon, until};
+use crate::common::{By, befriend, config, soon, until};
 
 /// The header of a hello whose body has 100 bytes, and half of the body.
 fn half_a_hello() -> Vec<u8> {
@@ -69,7 +69,7 @@ fn patient() -> EngineConfig {
 
 #[test]
 fn handshakes_that_stall_anywhere_end_in_time() {
-    let timeout = Duration::from_millis(300);
+    let timeout = Duration::from_secs(3);
     let engine =
         Engine::start(EngineConfig { handshake_timeout: timeout, ..config(By::Tcp) }).unwrap();
     let (hello, _speaker) = whole_hello();
@@ -80,28 +80,29 @@ fn handshakes_that_stall_anywhere_end_in_time() {
         .into_iter()
         .map(|says| stranger(engine.endpoint().addr, says))
         .collect();
-    is_served(&engine);
+    befriend(&engine, By::Tcp);
     for (idx, stream) in strangers.iter_mut().enumerate() {
         until(&format!("the end of handshake {idx}"), || is_closed(stream));
     }
-    is_served(&engine);
+    befriend(&engine, By::Tcp);
     until("everybody to leave", || engine.stats().num_connections == 0);
 }
 
 #[test]
 fn one_who_drips_bytes_gets_no_more_time() {
-    let timeout = Duration::from_millis(300);
+    // 50 bytes are still to come, for ten times as long as the limit.
+    const NUM_DROPS: u32 = 49;
+    let timeout = Duration::from_secs(2);
     let engine =
         Engine::start(EngineConfig { handshake_timeout: timeout, ..config(By::Tcp) }).unwrap();
     let mut stream = stranger(engine.endpoint().addr, &half_a_hello());
     let mut num_drops = 0;
     until("the end of the handshake", || {
-        // Never whole, always something new: 50 bytes are still to come.
+        // Never whole, always something new.
         num_drops += 1;
-        if num_drops < 50 {
-            let _ = stream.write_all(&[0]);
-        }
-        std::thread::sleep(Duration::from_millis(20));
+        assert!(num_drops <= NUM_DROPS, "every byte gives it more time");
+        let _ = stream.write_all(&[0]);
+        std::thread::sleep(timeout / 5);
         is_closed(&mut stream)
     });
 }
