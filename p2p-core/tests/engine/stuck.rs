@@ -13,6 +13,9 @@ use p2p_core::{PostError, Region};
 use crate::common::{By, config, memory_of, pair_of, poisoned, soon, until};
 use crate::hooked::Hooked;
 
+/// More than anything takes that is not stuck, on a machine with much to do.
+const STUCK: Duration = Duration::from_secs(5);
+
 #[test]
 fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
     let lock = Arc::new(Mutex::new(()));
@@ -22,7 +25,7 @@ fn whoever_waits_for_a_stuck_library_is_told_and_others_go_on() {
     let cma = Hooked { before_poll, ..cma };
     let here = EngineConfig {
         fabrics: vec![Box::new(cma)],
-        stuck_timeout: Duration::from_secs(2),
+        stuck_timeout: STUCK,
         ..EngineConfig::local()
     };
     let pair = pair_of(here, config(By::Cma));
@@ -53,13 +56,13 @@ fn a_registration_that_comes_too_late_is_undone() {
     let count = Arc::clone(&num_registered);
     let before_register = Box::new(move || {
         if count.fetch_add(1, Ordering::SeqCst) == 0 {
-            std::thread::sleep(Duration::from_secs(3));
+            std::thread::sleep(2 * STUCK);
         }
     });
     let slow = Hooked { before_register, ..Hooked::new(CmaFabric::new().unwrap()) };
     let config = EngineConfig {
         fabrics: vec![Box::new(slow)],
-        stuck_timeout: Duration::from_secs(2),
+        stuck_timeout: STUCK,
         ..EngineConfig::local()
     };
     let engine = Engine::start(config).unwrap();
@@ -67,7 +70,7 @@ fn a_registration_that_comes_too_late_is_undone() {
     // SAFETY: the memory outlives the engine.
     let register = || unsafe { engine.reg(memory.as_ptr(), 4096, Access::RemoteReadWrite) };
     let error = register().unwrap_err();
-    assert_eq!(error, RegisterError::Timeout { bytes: 4096, limit_s: 2 }, "{error}");
+    assert_eq!(error, RegisterError::Timeout { bytes: 4096, limit_s: STUCK.as_secs() }, "{error}");
     let mut again = None;
     until("the thread to come back", || {
         again = register().ok();
