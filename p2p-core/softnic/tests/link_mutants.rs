@@ -24,11 +24,14 @@ const SLOT_BYTES: usize = 256 << 10;
 const MAX_MESSAGE_BYTES: u32 = 1024;
 /// Words behind the payload.
 const WORDS_AT: u64 = 192 << 10;
-/// Long enough for a busy machine, short enough for mutants that hang.
+/// Of a mutant, which may hang.
 const LIMIT: Duration = Duration::from_secs(5);
+/// Of the links themselves, which a busy machine may keep waiting.
+const PRODUCT_LIMIT: Duration = Duration::from_secs(30);
 
 /// Two queues to one peer, as a fused kernel has them.
 struct Rig {
+    limit: Duration,
     link: LinkDriver,
     queues: Vec<HostQueue>,
     remote_queues: Vec<HostQueue>,
@@ -67,6 +70,7 @@ impl Rig {
             server.register(remote_domain, &target, 0, SLOT_BYTES, Access::ALL).unwrap();
         let handles = queues.iter().map(|queue| *queue.handle()).collect();
         let rig = Self {
+            limit: if variant == "product" { PRODUCT_LIMIT } else { LIMIT },
             link,
             queues,
             remote_queues,
@@ -128,7 +132,7 @@ impl Rig {
     }
 
     fn put(&self, job: Job) {
-        self.call(job, &Wait::new(LIMIT));
+        self.call(job, &Wait::new(self.limit));
     }
 
     fn has_failed(&self, wait: &Wait) -> bool {
@@ -141,7 +145,7 @@ impl Rig {
 
     /// Waits for everything that was posted, and says what is wrong with it.
     fn settle(&self, what: &str) -> Result<(), String> {
-        let wait = Wait::new(LIMIT);
+        let wait = Wait::new(self.limit);
         self.call(job(Call::Quiet, 0), &wait);
         match wait.error().tag {
             0 => Ok(()),
@@ -153,7 +157,7 @@ impl Rig {
     fn await_word(&self, offset: u64, value: u64) -> Result<(), String> {
         let start = Instant::now();
         while self.target_word(offset).load(Ordering::Acquire) != value {
-            if start.elapsed() > LIMIT {
+            if start.elapsed() > self.limit {
                 return Err("a word does not arrive".to_owned());
             }
             std::thread::yield_now();
@@ -306,7 +310,7 @@ fn failures(rig: &Rig) -> Result<(), String> {
         ),
     ];
     for (what, job) in senseless {
-        let wait = Wait::new(LIMIT);
+        let wait = Wait::new(rig.limit);
         rig.call(job, &wait);
         // `SY_TAG_MLX5_ARGUMENT`
         if wait.error().tag != 37 || !rig.has_failed(&wait) {
@@ -338,9 +342,9 @@ fn failures(rig: &Rig) -> Result<(), String> {
         let fault = Fault::Fail { qpn, nth: 0, syndrome: Syndrome::RetryExceeded };
         rig.client.lock().inject(fault).unwrap();
         rig.put(job(Call::Set, lane as u32));
-        let (wait, start) = (Wait::new(LIMIT), Instant::now());
+        let (wait, start) = (Wait::new(rig.limit), Instant::now());
         while !rig.has_failed(&wait) {
-            if start.elapsed() > LIMIT {
+            if start.elapsed() > rig.limit {
                 return Err("a failed request is not noticed".to_owned());
             }
             std::thread::yield_now();
