@@ -123,7 +123,8 @@ fn a_proxy_that_is_killed_is_waited_for_no_longer_than_allowed() {
     let mirror = Region::anonymous(SLOT).unwrap();
     let mut other = Other::start("proxy", &fd);
     other.await_line("serving");
-    let posters = Posters::new(driver, &lanes, &mirror, Duration::from_millis(500));
+    // A proxy that lives answers sooner, however busy the machine is.
+    let posters = Posters::new(driver, &lanes, &mirror, Duration::from_secs(10));
     for _ in 0..1000 {
         assert_eq!(posters.add(0, 8, 1), Status::Ok as u32);
     }
