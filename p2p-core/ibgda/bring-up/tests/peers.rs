@@ -10,8 +10,8 @@ use run::{alone, connect, listen};
 
 /// For peers that say something, on a machine that may be busy.
 const PATIENT: [&str; 6] = ["--json", "--software-nic", "--timeout", "30", "--queues", "2"];
-/// For peers that do not: three times this is the deadline.
-const HASTY: [&str; 6] = ["--json", "--software-nic", "--timeout", "0.5", "--queues", "2"];
+/// For peers that do not: three times this is the deadline, by which they must have played their part.
+const HASTY: [&str; 6] = ["--json", "--software-nic", "--timeout", "4", "--queues", "2"];
 const MAGIC: &[u8; 8] = b"SYBRING2";
 const HELLO: u16 = 1;
 const DESCRIPTION: u16 = 2;
@@ -162,7 +162,7 @@ fn peers_that_stall_or_leave_in_the_middle() {
         &HASTY,
         "connect",
         &[
-            ("silent", &["stalls: 0 of 16 bytes of its greeting", "1500 ms"], |_| {}),
+            ("silent", &["stalls: 0 of 16 bytes of its greeting", "12000 ms"], |_| {}),
             ("in the header", &["stalls: 9 of 16 bytes of its greeting"], |fake| {
                 fake.send(&header(HELLO, 40)[..9]);
             }),
@@ -204,11 +204,12 @@ fn a_peer_that_drips_is_given_up_by_the_deadline() {
     let (listener, address) = listen(&HASTY);
     let mut fake = Fake::connect(address);
     let drip = std::thread::spawn(move || {
+        // A whole greeting takes more than twice as long as the deadline.
         for byte in message(HELLO, &[0; 40]).into_iter().cycle() {
             if fake.stream.write_all(&[byte]).is_err() {
                 break;
             }
-            std::thread::sleep(Duration::from_millis(50));
+            std::thread::sleep(Duration::from_millis(500));
         }
     });
     listener.end().expect_failure(1, "connect", &["the peer stalls: ", "bytes of its greeting"]);
