@@ -1,13 +1,14 @@
 //! Answers that come later than a device waits for them, so that it asks again.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork};
 use p2p_core::endpoint::Endpoint;
 use p2p_core::{Region, RemoteRange, SlotKey};
 
 use crate::common::{LIMIT, is_possible, layout, pair, word};
+use crate::skip;
 
 /// How often Soft-RoCE has asked again so far. `None`: another device.
 fn num_asked_again(network: &VerbsNetwork) -> Option<u64> {
@@ -41,8 +42,10 @@ fn flags_behind_gets_survive_late_answers() {
                 }
             });
         }
-        let mut num_late = 0;
-        for round in 1..=MOST_ROUNDS {
+        let (mut num_late, mut round) = (0, 0);
+        let end = Instant::now() + PATIENCE;
+        while Instant::now() < end && round < MOST_ROUNDS {
+            round += 1;
             let src = RemoteRange { key: SlotKey, offset: 0, len: 64 };
             let dst = RemoteRange { key: SlotKey, offset: flag, len: 8 };
             // SAFETY: nobody reads it.
@@ -56,16 +59,23 @@ fn flags_behind_gets_survive_late_answers() {
             quiet.unwrap();
             num_late = num_asked_again(&network).zip(begin).map_or(0, |(now, begin)| now - begin);
             if num_late >= ENOUGH && round >= LEAST_ROUNDS {
-                assert_eq!(word(&b.slot, flag), round);
                 break;
             }
         }
         is_over.store(true, Ordering::Relaxed);
-        assert!(begin.is_none() || num_late >= ENOUGH, "only {num_late} answers were late");
+        println!("{num_late} late answers in {round} rounds");
+        // Each flag once, however often the device has asked.
+        assert_eq!(word(&b.slot, flag), round);
+        if begin.is_some() && num_late < ENOUGH {
+            let reason = format!("only {num_late} answers were late in {PATIENCE:?}");
+            skip::skip("late-answers", &reason);
+        }
     });
 }
 
 const LEAST_ROUNDS: u64 = 200;
 const MOST_ROUNDS: u64 = 20_000;
+/// How long answers come late or do not is the scheduler's affair.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// One in four of them falls on a flag.
 const ENOUGH: u64 = 20;
