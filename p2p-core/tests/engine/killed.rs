@@ -8,9 +8,15 @@ use rand::RngExt;
 
 use crate::bounded::{line_with, lines_of};
 use crate::common::{By, config, rng, soon};
+use crate::held::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
 
 const ROLE: &str = "ENGINE_TEST_VICTIM";
 const BYTES: u64 = 3 << 20;
+/// How often memory is looked at, the first ones before everything is there that is made once.
+const NUM_SAMPLES: usize = 8;
+const NUM_EARLY: usize = 2;
+/// Bytes for each dead peer: half of what a connection has in receive buffers alone.
+const MOST_KEPT: u64 = 48 << 10;
 
 /// The process that the test below kills. Does nothing when run on its own.
 #[test]
@@ -64,7 +70,9 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
         let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
         let memory = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
         let target = engine.alloc(BYTES as usize, Access::RemoteReadWrite).unwrap();
-        let mut base = None;
+        let num_tables = num_mappings_of("memfd:switchyard-");
+        let every = (rounds / NUM_SAMPLES).max(1);
+        let (mut descriptors, mut resident) = (None, Vec::new());
         for round in 0..rounds {
             let mut child = Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", "killed::victim", "--nocapture"])
@@ -99,25 +107,35 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
             assert!(connection.start_write(&memory.whole(), &theirs, soon()).is_err());
             drop(engine.take_notifications());
             drop(connection);
+            if (round + 1) % every == 0 {
+                settle(&engine);
+                resident.push(resident_bytes());
+            }
             if round == rounds / 3 {
                 settle(&engine);
-                base = Some((num_descriptors(), resident_bytes()));
+                descriptors = Some(num_descriptors());
             }
         }
         settle(&engine);
-        // A provider's endpoints take megabytes, which the allocator gives back when it likes.
-        let slack = if matches!(by, By::Tcp | By::Cma) { 8 << 20 } else { 24 << 20 };
-        let (descriptors, resident) = base.unwrap();
+        let descriptors = descriptors.unwrap();
         let begin = Instant::now();
         loop {
-            let (now, growth) = (num_descriptors(), resident_bytes().saturating_sub(resident));
-            if now <= descriptors + 2 && growth < slack + rounds as u64 * 2048 {
-                println!("{by:?}: after {rounds} rounds {now} descriptors, {growth} bytes more");
+            let (now, tables) = (num_descriptors(), num_mappings_of("memfd:switchyard-"));
+            if now <= descriptors + 4 && tables == num_tables {
                 break;
             }
-            assert!(begin.elapsed() < Duration::from_secs(20), "{now} of {descriptors}, {growth}");
+            let (now, tables) =
+                (format!("{now} of {descriptors}"), format!("{tables} of {num_tables}"));
+            assert!(
+                begin.elapsed() < Duration::from_secs(30),
+                "{by:?}: {now} descriptors and {tables} tables after {rounds} rounds"
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
+        println!("{by:?}: resident after each {every} of {rounds} rounds: {resident:?}");
+        let usual = usual_growth(resident.get(NUM_EARLY..).unwrap_or_default());
+        let most = (every as u64 * MOST_KEPT).cast_signed();
+        assert!(usual < most, "{by:?}: usually {usual} bytes for each {every} peers: {resident:?}");
         assert!(engine.dereg(memory).unwrap() && engine.dereg(target).unwrap(), "in use");
     }
 }
@@ -157,13 +175,4 @@ fn settle(engine: &Engine) {
         assert!(begin.elapsed() < Duration::from_secs(20), "{stats:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
-}
-
-fn num_descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").unwrap().count()
-}
-
-fn resident_bytes() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }

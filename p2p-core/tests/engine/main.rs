@@ -9,6 +9,8 @@ mod device_memory;
 mod exhausted;
 mod fairness;
 mod faults;
+#[path = "../held/mod.rs"]
+mod held;
 mod hooked;
 mod killed;
 mod large;
