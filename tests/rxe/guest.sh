@@ -16,7 +16,8 @@
 #
 # Output of the command goes to stdout as it comes. Exit status: the command's; 124 at the limit; 250
 # when the guest did not get as far. A single argument is taken as a shell command line.
-# SWITCHYARD_RXE_ACCEL=kvm|tcg chooses how the processor is provided; by default kvm if it works here.
+# SWITCHYARD_RXE_ACCEL=kvm|tcg chooses how the processor is provided; by default kvm if it works here. The
+# command finds in it what was chosen.
 set -uo pipefail
 here=$(dirname "$(readlink -f "$0")")
 . "$here/lib.sh"
@@ -38,15 +39,26 @@ accel() {
     if [ -n "${SWITCHYARD_RXE_ACCEL:-}" ]; then echo "$SWITCHYARD_RXE_ACCEL"; return; fi
     # A device file proves little inside containers and nested machines: try it.
     if [ -w /dev/kvm ] && [ ! -e "$bed/no-kvm" ]; then
-        if [ -e "$bed/kvm-works" ] || timeout 6 qemu-system-x86_64 -nodefaults -no-user-config \
+        if [ -e "$bed/kvm-works" ]; then echo kvm; return; fi
+        timeout 30 qemu-system-x86_64 -nodefaults -no-user-config \
             -accel kvm -m 64 -display none -no-reboot -kernel "$bed/vmlinux" -append "panic=-1 quiet" \
-            </dev/null >/dev/null 2>&1; then
-            touch "$bed/kvm-works"; echo kvm; return
-        fi
-        touch "$bed/no-kvm"
+            </dev/null >/dev/null 2>&1
+        case $? in
+        0) touch "$bed/kvm-works"; echo kvm; return ;;
+        # What was only slow may work the next time.
+        124) say "KVM gave no answer in 30 s: emulating the processor" ;;
+        *) touch "$bed/no-kvm" ;;
+        esac
     fi
     echo tcg
 }
+
+accel=$(accel)
+case $accel in
+kvm) processor=(-accel kvm -cpu host) ;;
+tcg) processor=(-accel tcg,thread=multi -cpu max,la57=off) ;;
+*) die "SWITCHYARD_RXE_ACCEL is \`$accel\`, expected kvm or tcg" ;;
+esac
 
 work=$(mktemp -d /tmp/switchyard-rxe.XXXXXX)
 qemu='' reader=''
@@ -67,7 +79,9 @@ for file in ${files[@]+"${files[@]}"}; do
 done
 { echo "ADDRESS=$address"; echo "SHARE=${share:+1}"; } >"$work/add/w/settings"
 {
-    for pair in ${environment[@]+"${environment[@]}"}; do printf 'export %q\n' "$pair"; done
+    for pair in "SWITCHYARD_RXE_ACCEL=$accel" ${environment[@]+"${environment[@]}"}; do
+        printf 'export %q\n' "$pair"
+    done
     if [ $# -eq 1 ]; then printf '%s\n' "$1"; else printf '%q ' "$@"; echo; fi
 } >"$work/add/w/command"
 pack "$work/add" >"$work/add.cpio"
@@ -81,12 +95,6 @@ if [ -n "$link" ]; then
 else
     netdev=hubport,id=n0,hubid=0
 fi
-accel=$(accel)
-case $accel in
-kvm) processor=(-accel kvm -cpu host) ;;
-tcg) processor=(-accel tcg,thread=multi -cpu max,la57=off) ;;
-*) die "SWITCHYARD_RXE_ACCEL is \`$accel\`, expected kvm or tcg" ;;
-esac
 folder=()
 [ -n "$share" ] && folder=(-virtfs "local,path=$share,mount_tag=share,security_model=none,multidevs=remap")
 start=$(date +%s%N)

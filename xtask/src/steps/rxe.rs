@@ -24,8 +24,8 @@ const NEEDED: [(&str, &str); 12] = [
     ("librdmacm-dev", "/usr/include/rdma/rdma_cma.h"),
     ("libfabric1", LIBFABRIC),
 ];
-/// A guest boots within seconds; emulated on a busy host it may take its time.
-const LIMIT_SECONDS: &str = "600";
+/// Ends what hangs. Everything takes minutes; emulated on a busy host it may take its time.
+const LIMIT_SECONDS: &str = "1800";
 /// Opened at run time, so it does not come with the programs.
 const LIBFABRIC: &str = "/usr/lib/x86_64-linux-gnu/libfabric.so.1";
 
