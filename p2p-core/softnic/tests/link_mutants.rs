@@ -27,7 +27,7 @@ const WORDS_AT: u64 = 192 << 10;
 /// Of a mutant, which may hang.
 const LIMIT: Duration = Duration::from_secs(5);
 /// Of the links themselves, which a busy machine may keep waiting.
-const PRODUCT_LIMIT: Duration = Duration::from_secs(30);
+const PRODUCT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Two queues to one peer, as a fused kernel has them.
 struct Rig {

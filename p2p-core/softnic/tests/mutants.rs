@@ -23,7 +23,7 @@ const NOT_CATCHABLE: [(&str, &str); 2] = [
 /// Of a mutant, which may hang.
 const LIMIT: Duration = Duration::from_secs(3);
 /// Of the device functions themselves, which a busy machine may keep waiting.
-const PRODUCT_LIMIT: Duration = Duration::from_secs(30);
+const PRODUCT_LIMIT: Duration = Duration::from_secs(60);
 
 /// How a variant shows that something is wrong with it. All see the same work.
 fn symptom(variant: &'static str) -> Option<Result<(), String>> {
