@@ -364,6 +364,65 @@ fn adds_of_both_widths_from_many_warps_sum_up() {
     rig.assert_clean();
 }
 
+/// Whatever is refused is not posted, not even in part: no flag comes without its payload.
+#[test]
+fn arguments_that_make_no_sense_are_refused_and_post_nothing() {
+    const COUNTER: u64 = 512 << 10;
+    for max_message_bytes in [1 << 30, 4096] {
+        let sizes = QueueSizes { max_message_bytes, ..QueueSizes::default() };
+        let Some(rig) = Rig::new(RigConfig { sizes, ..RigConfig::default() }) else { return };
+        let wait = Wait::patient();
+        // Differences that went below 0, by little and by much, and the least that is too long.
+        let below: [u64; 4] = [1, u64::from(max_message_bytes), 5 << 30, 1 << 40];
+        for bytes in below.map(u64::wrapping_neg).into_iter().chain([1 << 63, (1 << 48) + 1]) {
+            let found = [
+                rig.put(0, bytes, &wait),
+                rig.get(0, bytes, &wait),
+                rig.put_add(0, bytes, COUNTER, &wait),
+            ];
+            assert_eq!(found, [status::ARGUMENT; 3], "{bytes:#x} bytes");
+        }
+        assert_eq!(rig.put_add(0, 8, COUNTER + 4, &wait), status::ARGUMENT);
+        let (source, target) = (rig.source_keys, rig.target_keys);
+        for num_bytes in [max_message_bytes + 1, u32::MAX] {
+            // SAFETY: handle and bound are valid; addresses are checked by the NIC.
+            let found = unsafe {
+                (rig.driver.put_imm)(
+                    rig.handle(),
+                    source.address,
+                    source.lkey,
+                    target.address,
+                    target.rkey,
+                    num_bytes.into(),
+                    7,
+                    wait.as_ptr(),
+                )
+            };
+            assert_eq!(found, status::ARGUMENT, "{num_bytes} bytes with immediate data");
+        }
+        for offset in [1, 4, 7] {
+            assert_eq!(rig.signal(offset, 1, &wait), status::ARGUMENT);
+            assert_eq!(rig.add8(offset, 1, &wait), status::ARGUMENT);
+            assert_eq!(rig.add_fields(offset, 1, 0, &wait), status::ARGUMENT);
+        }
+        for offset in [1, 2, 7] {
+            let word = target.address + offset;
+            // SAFETY: as above.
+            let found =
+                unsafe { (rig.driver.add4)(rig.handle(), word, target.rkey, 1, wait.as_ptr()) };
+            assert_eq!(found, status::ARGUMENT, "a 32-bit add at {offset}");
+        }
+        assert_eq!(rig.queue.reserved(), 0);
+        // The queue goes on.
+        fill(&rig.source, 0, 4096, 1);
+        assert_eq!(rig.put_add(0, 4096, COUNTER, &wait), status::OK);
+        assert_eq!(rig.quiet(&wait), status::OK, "{:?}", wait.error());
+        assert_eq!(rig.target_word(COUNTER as usize).load(Ordering::Acquire), 1);
+        assert_eq!(mismatch(&rig.target, 0, 4096, 1), None);
+        rig.assert_clean();
+    }
+}
+
 /// Fields of random widths in one word, added to by four warps at once, each wrapping by itself.
 #[test]
 fn adds_to_fields_of_a_word_do_not_carry_into_their_neighbours() {

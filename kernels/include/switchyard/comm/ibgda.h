@@ -29,12 +29,19 @@ SY_DEVICE RemoteBuffer operator+(const RemoteBuffer& buffer, uint64_t num_bytes)
 
 SY_DEVICE LocalBuffer scratch_of(const sy_mlx5_qp& qp) { return {qp.scratch, qp.scratch_lkey}; }
 
+// Beyond any memory that can be registered: a longer length is a difference that went below 0.
+constexpr uint64_t kMaxMoveBytes = uint64_t{1} << 48;
+
 // Moves `num_bytes` in as few requests as their largest size allows, and posts `num_more` further
 // ones made by `more(idx, control)` in the same group as the last of them.
 template <Scope kScope, class Group, class Make, class More>
 SY_DEVICE Status move(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, const LocalBuffer& local,
                       const RemoteBuffer& remote, uint64_t num_bytes, Make&& make,
                       uint32_t num_more, More&& more) {
+    // NOTES: also keeps the sums below from wrapping, which would take a length of almost 2^64 for none:
+    // nothing would be put, and the add behind it would say that it was.
+    if (num_bytes > kMaxMoveBytes)
+        return SY_MLX5_ARGUMENT;
     const uint64_t chunk_bytes = qp.max_message_bytes;
     uint64_t begin = 0;
     do {
