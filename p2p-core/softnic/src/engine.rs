@@ -192,7 +192,7 @@ impl Nic {
             let Some(cq) = self.cqs.get_mut(cq).and_then(Option::as_mut) else { break };
             if !cq.store(&cqe) {
                 let violation = Violation::CompletionOverrun { qpn: qp.qpn, depth: cq.depth() };
-                self.violations.push(violation);
+                self.note(violation);
                 self.fail(qp);
                 break;
             }
@@ -585,7 +585,7 @@ impl Nic {
                 qp.reported = end;
             } else {
                 let violation = Violation::CompletionOverrun { qpn: qp.qpn, depth: cq.depth() };
-                self.violations.push(violation);
+                self.note(violation);
                 self.fail(qp);
                 qp.held.clear();
             }
@@ -601,7 +601,7 @@ impl Nic {
         }
     }
 
-    /// Notes a violation. `true` when it is to be punished.
+    /// Notes a violation, unless there are enough. `true` when it is to be punished.
     fn note(&mut self, violation: Violation) -> bool {
         if self.violations.len() < MAX_VIOLATIONS {
             self.violations.push(violation);

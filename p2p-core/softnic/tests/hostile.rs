@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::Instant;
 
 use common::{PATIENCE, Rig, RigConfig, Wait, fresh_seed, status, strict};
@@ -13,8 +13,11 @@ use softnic::format::{Cqe, Wqe};
 use softnic::memory::Segment;
 use softnic::{
     Access, ControlError, DoorbellMode, HostQueue, Nic, NicConfig, Poster, QpState, QueueError,
-    QueueSizes,
+    QueueSizes, Violation,
 };
+
+/// What a NIC keeps of them.
+const MAX_VIOLATIONS: usize = 1000;
 
 /// A request that can be read is the one that was written.
 #[test]
@@ -116,6 +119,40 @@ fn noise_in_a_queue_takes_that_queue_out_of_service_and_no_other() {
         assert_eq!(rig.target_word(0).load(Ordering::Acquire), 42);
         drop(far);
     }
+}
+
+/// A consumer that never gives an entry back, and a doorbell that rings on: each flush finds the ring of
+/// completions full, and what is kept of that has a bound.
+#[test]
+fn a_ring_of_completions_that_stays_full_is_noted_so_many_times_and_no_more() {
+    let sizes = QueueSizes { is_collapsed: false, ..QueueSizes::default() };
+    let Some(rig) = Rig::new(RigConfig { sizes, ..RigConfig::default() }) else { return };
+    let handle = *rig.queue.handle();
+    let wait = Wait::patient();
+    for _ in 0..handle.sq_depth / 32 {
+        assert_eq!(rig.signal_words(0, 1, 32, &wait), status::OK);
+    }
+    assert_eq!(rig.quiet(&wait), status::OK, "{:?}", wait.error());
+    // One round of the ring before what was consumed.
+    let consumed = 0u32.wrapping_sub(handle.cq_depth) & 0xff_ffff;
+    // SAFETY: the record of a queue that lives; the NIC reads it with atomics.
+    let record = unsafe { AtomicU32::from_ptr(handle.cq_dbrec as *mut u32) };
+    let num_completions = handle.sq_depth / 32;
+    record.store((consumed + num_completions).to_be(), Ordering::Release);
+    for end in 1..=3 * MAX_VIOLATIONS {
+        let end = u64::from(handle.sq_depth) + end as u64;
+        let word = softnic::format::doorbell_word(handle.qpn, end);
+        common_word(handle.doorbell).store(word, Ordering::Release);
+        rig.client.lock().progress();
+    }
+    let client = rig.client.lock();
+    let overruns = client
+        .violations()
+        .iter()
+        .filter(|found| matches!(found, Violation::CompletionOverrun { .. }))
+        .count();
+    assert!(overruns > 0, "{:?}", client.violations().first());
+    assert_eq!(client.violations().len(), MAX_VIOLATIONS);
 }
 
 /// A peer that writes noise over its own tables gets errors and reaches nobody's memory: every range is
