@@ -1,5 +1,6 @@
-// One kernel for each thing that posters agree on by memory alone. What a GPU runs of them must have these
-// fences, acquires and releases and no others, which the step `mlx5` of `cargo xtask test` counts.
+// One kernel for each thing that posters agree on by memory alone, and for each scope that a NIC may look
+// from. What a GPU runs of them must have these fences, acquires, releases and accesses in this order and
+// no others, which the step `mlx5` of `cargo xtask test` compares.
 #include "switchyard/comm/ibgda.h"
 #include "switchyard/comm/proxy.h"
 
@@ -24,6 +25,15 @@ extern "C" __global__ void poll_one_entry(const __grid_constant__ Params p) {
 
 extern "C" __global__ void poll_a_ring(const __grid_constant__ Params p) {
     *p.result = mlx5::poll_ring<Scope::kSys>(p.qp);
+}
+
+// The same where the NIC is the GPU's own.
+extern "C" __global__ void poll_one_entry_of_this_gpu(const __grid_constant__ Params p) {
+    *p.result = mlx5::poll_collapsed<Scope::kGpu>(p.qp);
+}
+
+extern "C" __global__ void poll_a_ring_of_this_gpu(const __grid_constant__ Params p) {
+    *p.result = mlx5::poll_ring<Scope::kGpu>(p.qp);
 }
 
 extern "C" __global__ void take_the_turn(const __grid_constant__ Params p) {
