@@ -46,6 +46,10 @@ uint32_t sy_proxy_test_quiet(const sy_proxy_peer* peer, uint32_t lane) {
 
 const char* sy_proxy_test_check(const sy_proxy_lane* lane) { return sy_proxy_check_lane(lane); }
 
+const char* sy_proxy_test_check_peer(const sy_proxy_peer* peer) {
+    return sy_proxy_check_peer(peer);
+}
+
 // Sizes and offsets of the layout, in the order that the test knows.
 void sy_proxy_test_layout(uint64_t* out) {
     const uint64_t values[] = {
@@ -72,6 +76,9 @@ void sy_proxy_test_layout(uint64_t* out) {
         SY_PROXY_MAX_SOURCES,
         SY_PROXY_MAX_WINDOWS,
         SY_PROXY_MAX_BYTES,
+        SY_PROXY_MAX_SLOT_BYTES,
+        offsetof(sy_proxy_peer, window),
+        offsetof(sy_proxy_peer, version),
     };
     for (uint64_t i = 0; i < sizeof(values) / sizeof(values[0]); ++i)
         out[i] = values[i];

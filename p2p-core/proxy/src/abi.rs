@@ -18,6 +18,8 @@ pub const MAX_SOURCES: usize = 2048;
 pub const MAX_WINDOWS: usize = 256;
 /// `SY_PROXY_MAX_BYTES`: of one put or get.
 pub const MAX_BYTES: u32 = 0x7fff_ffff;
+/// `SY_PROXY_MAX_SLOT_BYTES`
+pub const MAX_SLOT_BYTES: u64 = 1 << 32;
 
 /// `SY_PROXY_OPCODE_SHIFT`
 pub const OPCODE_SHIFT: u32 = 8;
@@ -106,6 +108,28 @@ pub struct PeerHandle {
     pub peer: u32,
     /// [`VERSION`]
     pub version: u32,
+}
+
+impl PeerHandle {
+    /// What is wrong with a peer, in the words of `sy_proxy_check_peer`, which `tests/lanes.rs` compares
+    /// with this: kernels divide by its number of lanes, and commands have 32 bits for an offset.
+    #[must_use]
+    pub fn check(&self) -> Option<&'static str> {
+        let is_at = |address: u64, multiple: u64| address != 0 && address.is_multiple_of(multiple);
+        let checks = [
+            (self.version == VERSION, "version is not SY_PROXY_VERSION"),
+            ((1..=MAX_LANES).contains(&self.num_lanes), "num_lanes is not from 1 to 256"),
+            (is_at(self.lanes, 8), "lanes is null or not aligned to 8 bytes"),
+            (is_at(self.mirror, 16), "mirror is null or not aligned to 16 bytes"),
+            ((1..=MAX_SLOT_BYTES).contains(&self.slot_bytes), "slot_bytes is 0 or beyond 4 GiB"),
+            ((self.window as usize) < MAX_WINDOWS, "window is not below 256"),
+            (
+                self.error.is_multiple_of(8) && self.abort_mask.is_multiple_of(4),
+                "error is not aligned to 8 bytes, or abort_mask not to 4",
+            ),
+        ];
+        checks.iter().find(|(is_good, _)| !is_good).map(|(_, what)| *what)
+    }
 }
 
 /// `SY_PROXY_*`: what a call of a device function returns.

@@ -117,7 +117,7 @@ impl GpuPoster {
         let handle_offset = (handles + states) as u64;
         let memory = gpu.alloc(handle_offset + size_of::<PeerHandle>() as u64)?;
         let base = memory.ptr().0;
-        let handle = peer_handle(config, num_lanes, base);
+        let handle = peer_handle(config, num_lanes, base)?;
         let deadline = Instant::now() + SETUP_LIMIT;
         gpu.write(&memory, 0, &handle_bytes(lanes, num_lanes, base + handles as u64), deadline)?;
         gpu.write(&memory, handle_offset, bytemuck::bytes_of(&handle), deadline)?;

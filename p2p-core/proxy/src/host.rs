@@ -1,10 +1,9 @@
 //! Peers whose posters run on this host: device functions that a host compiler has compiled.
 
 use p2p_core::Region;
-use p2p_core::region::MapError;
 
 use crate::abi::{LaneHandle, LaneState, PeerHandle, VERSION};
-use crate::lane::Lanes;
+use crate::lane::{LaneError, Lanes};
 use crate::memory;
 
 /// What posters of a peer share, and the handle that they are given.
@@ -39,8 +38,8 @@ impl HostPoster {
     /// Posters on `lanes`.
     ///
     /// # Errors
-    /// [`MapError`].
-    pub fn new(lanes: &Lanes, config: PosterConfig) -> Result<Self, MapError> {
+    /// [`LaneError`]: no memory, or a configuration with which the device functions cannot work.
+    pub fn new(lanes: &Lanes, config: PosterConfig) -> Result<Self, LaneError> {
         let num_lanes = lanes.config().num_lanes;
         let (handles, states) = sizes(num_lanes);
         let memory = Region::anonymous(handles + states)?;
@@ -49,7 +48,7 @@ impl HostPoster {
         if let Err(error) = memory::write(&memory, 0, &bytes) {
             tracing::error!(%error, "handles of lanes do not fit");
         }
-        let handle = peer_handle(config, num_lanes, base);
+        let handle = peer_handle(config, num_lanes, base)?;
         Ok(Self { handle, memory, _lanes: lanes.clone() })
     }
 
@@ -79,8 +78,13 @@ pub(crate) fn handle_bytes(lanes: &Lanes, num_lanes: u32, states: u64) -> Vec<u8
     handles.flat_map(|handle| bytemuck::bytes_of(&handle).to_vec()).collect()
 }
 
-pub(crate) const fn peer_handle(config: PosterConfig, num_lanes: u32, lanes: u64) -> PeerHandle {
-    PeerHandle {
+/// The handle, if posters can work with it.
+pub(crate) fn peer_handle(
+    config: PosterConfig,
+    num_lanes: u32,
+    lanes: u64,
+) -> Result<PeerHandle, LaneError> {
+    let handle = PeerHandle {
         lanes,
         mirror: config.mirror,
         slot_bytes: config.slot_bytes,
@@ -91,5 +95,9 @@ pub(crate) const fn peer_handle(config: PosterConfig, num_lanes: u32, lanes: u64
         window: config.window,
         peer: config.peer,
         version: VERSION,
+    };
+    match handle.check() {
+        Some(what) => Err(LaneError::Handle(what)),
+        None => Ok(handle),
     }
 }

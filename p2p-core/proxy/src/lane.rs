@@ -51,6 +51,9 @@ pub enum LaneError {
         /// What it may be.
         expected: &'static str,
     },
+    /// What posters would be given is of no use to them.
+    #[error("the peer cannot be given to posters: {0}")]
+    Handle(&'static str),
     /// No memory.
     #[error(transparent)]
     Map(#[from] MapError),

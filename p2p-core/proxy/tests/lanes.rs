@@ -51,6 +51,9 @@ fn both_sides_have_the_layout_alike() {
         abi::MAX_SOURCES,
         abi::MAX_WINDOWS,
         abi::MAX_BYTES as usize,
+        abi::MAX_SLOT_BYTES as usize,
+        offset_of!(PeerHandle, window),
+        offset_of!(PeerHandle, version),
     ];
     assert_eq!(driver.layout(), ours.map(|value| value as u64));
     let lanes = lanes(2, 16, 16);
@@ -75,6 +78,75 @@ fn both_sides_have_the_layout_alike() {
     ];
     for (expected, change) in cases {
         assert!(check(change).is_some_and(|text| text.contains(expected)), "{expected}");
+    }
+}
+
+/// The device functions divide by the number of lanes, and cut an offset to 32 bits: neither side lets such
+/// a peer pass.
+#[test]
+fn rust_and_c_say_the_same_of_peers() {
+    use proxy::abi::{self, PeerHandle};
+    use std::collections::BTreeSet;
+    let Some(driver) = driver() else { return };
+    let good = PeerHandle {
+        lanes: 0x1000,
+        mirror: 0x2_0000,
+        slot_bytes: 1 << 32,
+        error: 0x3008,
+        abort_mask: 0x4004,
+        timeout_ns: 1,
+        num_lanes: 256,
+        window: 255,
+        peer: 3,
+        version: abi::VERSION,
+    };
+    assert_eq!(good.check(), None);
+    let mut peers = vec![good, PeerHandle { error: 0, abort_mask: 0, ..good }];
+    let numbers = [0, 1, 2, 255, 256, 257, u32::MAX];
+    peers.extend(numbers.map(|num_lanes| PeerHandle { num_lanes, ..good }));
+    peers.extend(numbers.map(|window| PeerHandle { window, ..good }));
+    peers.extend(numbers.map(|version| PeerHandle { version, ..good }));
+    let words = [0, 1, 2, 4, 8, 16, 24, 1 << 32, (1 << 32) + 1, u64::MAX];
+    peers.extend(words.map(|lanes| PeerHandle { lanes, ..good }));
+    peers.extend(words.map(|mirror| PeerHandle { mirror, ..good }));
+    peers.extend(words.map(|slot_bytes| PeerHandle { slot_bytes, ..good }));
+    peers.extend(words.map(|error| PeerHandle { error, ..good }));
+    peers.extend(words.map(|abort_mask| PeerHandle { abort_mask, ..good }));
+    let mut seen = BTreeSet::new();
+    for peer in &peers {
+        // SAFETY: points to a peer's handle, which is only looked at.
+        let in_c = unsafe { driver.check_peer(std::ptr::from_ref(peer).cast()) };
+        assert_eq!(peer.check(), in_c.as_deref(), "{peer:?}");
+        seen.insert(in_c);
+    }
+    // Each of the seven objections, and none.
+    assert_eq!(seen.len(), 8, "{seen:?}");
+}
+
+#[test]
+fn posters_are_not_given_a_peer_that_they_cannot_use() {
+    use proxy::host::{HostPoster, PosterConfig};
+    let mirror = Region::anonymous(SLOT).unwrap();
+    let good = PosterConfig {
+        mirror: mirror.as_ptr().as_ptr() as u64,
+        slot_bytes: SLOT as u64,
+        window: 0,
+        peer: 3,
+        timeout_ns: 1,
+        error: 0,
+        abort_mask: 0,
+    };
+    let cases = [
+        ("slot_bytes", PosterConfig { slot_bytes: (4 << 30) + 8, ..good }),
+        ("slot_bytes", PosterConfig { slot_bytes: 0, ..good }),
+        ("mirror", PosterConfig { mirror: 0, ..good }),
+        ("window", PosterConfig { window: 256, ..good }),
+    ];
+    let lanes = lanes(1, 16, 4);
+    assert!(HostPoster::new(&lanes, good).is_ok());
+    for (what, config) in cases {
+        let error = HostPoster::new(&lanes, config).unwrap_err().to_string();
+        assert!(error.contains(what), "{what}: {error}");
     }
 }
 

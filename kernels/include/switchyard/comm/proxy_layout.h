@@ -45,6 +45,7 @@
 #define SY_PROXY_MAX_SOURCES 2048
 #define SY_PROXY_MAX_WINDOWS 256
 #define SY_PROXY_MAX_BYTES UINT32_C(0x7fffffff) /* of one PUT or GET */
+#define SY_PROXY_MAX_SLOT_BYTES (UINT64_C(1) << 32)
 
 typedef struct sy_proxy_command {
     uint64_t first;
@@ -137,6 +138,27 @@ static inline const char* sy_proxy_check_lane(const sy_proxy_lane* lane) {
         return "commands is null or not aligned to 16 bytes";
     if (lane->words == 0 || lane->words % 16 != 0 || lane->state == 0 || lane->state % 8 != 0)
         return "words or state is null or not aligned";
+    return 0;
+}
+
+/* Name of what is wrong with a peer, or null: blocks of kernels divide by its number of lanes, and
+ * commands have 32 bits for an offset and 8 for a window. The host asks before it hands the peer out,
+ * and sy_proxy_check_lane for each of its lanes. */
+static inline const char* sy_proxy_check_peer(const sy_proxy_peer* peer) {
+    if (peer->version != SY_PROXY_VERSION)
+        return "version is not SY_PROXY_VERSION";
+    if (peer->num_lanes == 0 || peer->num_lanes > SY_PROXY_MAX_LANES)
+        return "num_lanes is not from 1 to 256";
+    if (peer->lanes == 0 || peer->lanes % 8 != 0)
+        return "lanes is null or not aligned to 8 bytes";
+    if (peer->mirror == 0 || peer->mirror % 16 != 0)
+        return "mirror is null or not aligned to 16 bytes";
+    if (peer->slot_bytes == 0 || peer->slot_bytes > SY_PROXY_MAX_SLOT_BYTES)
+        return "slot_bytes is 0 or beyond 4 GiB";
+    if (peer->window >= SY_PROXY_MAX_WINDOWS)
+        return "window is not below 256";
+    if (peer->error % 8 != 0 || peer->abort_mask % 4 != 0)
+        return "error is not aligned to 8 bytes, or abort_mask not to 4";
     return 0;
 }
 

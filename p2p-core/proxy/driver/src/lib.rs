@@ -35,6 +35,7 @@ unsafe extern "C" {
     fn sy_proxy_test_signal(peer: *const c_void, lane: u32, offset: u64, value: u64) -> u32;
     fn sy_proxy_test_quiet(peer: *const c_void, lane: u32) -> u32;
     fn sy_proxy_test_check(lane: *const c_void) -> *const c_char;
+    fn sy_proxy_test_check_peer(peer: *const c_void) -> *const c_char;
     fn sy_proxy_test_layout(out: *mut u64);
 }
 
@@ -53,6 +54,7 @@ pub struct Driver {
     pub signal: unsafe extern "C" fn(*const c_void, u32, u64, u64) -> u32,
     pub quiet: unsafe extern "C" fn(*const c_void, u32) -> u32,
     check: unsafe extern "C" fn(*const c_void) -> *const c_char,
+    check_peer: unsafe extern "C" fn(*const c_void) -> *const c_char,
     layout: unsafe extern "C" fn(*mut u64),
 }
 
@@ -72,6 +74,7 @@ impl Driver {
                 signal: sy_proxy_test_signal,
                 quiet: sy_proxy_test_quiet,
                 check: sy_proxy_test_check,
+                check_peer: sy_proxy_test_check_peer,
                 layout: sy_proxy_test_layout,
             })
         }
@@ -87,19 +90,31 @@ impl Driver {
     /// `lane` points to a `sy_proxy_lane`.
     #[must_use]
     pub unsafe fn check(&self, lane: *const c_void) -> Option<String> {
-        // SAFETY: the caller's promise; the answer is null or a constant string.
-        unsafe {
-            let text = (self.check)(lane);
-            (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
-        }
+        // SAFETY: the caller's promise.
+        text_of(unsafe { (self.check)(lane) })
+    }
+
+    /// What is wrong with a peer.
+    ///
+    /// # Safety
+    /// `peer` points to a `sy_proxy_peer`.
+    #[must_use]
+    pub unsafe fn check_peer(&self, peer: *const c_void) -> Option<String> {
+        // SAFETY: the caller's promise.
+        text_of(unsafe { (self.check_peer)(peer) })
     }
 
     /// Sizes, offsets and limits of the layout, in the order of `driver.cpp`.
     #[must_use]
-    pub fn layout(&self) -> [u64; 23] {
-        let mut out = [0; 23];
+    pub fn layout(&self) -> [u64; 26] {
+        let mut out = [0; 26];
         // SAFETY: the function writes as many numbers.
         unsafe { (self.layout)(out.as_mut_ptr()) };
         out
     }
+}
+
+fn text_of(text: *const c_char) -> Option<String> {
+    // SAFETY: the checks answer with null or a constant string.
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text).to_string_lossy().into_owned() })
 }
