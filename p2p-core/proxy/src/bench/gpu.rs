@@ -121,8 +121,9 @@ impl Bench {
     /// Producers on a GPU, one warp per lane.
     ///
     /// # Errors
-    /// As for [`figures`](Self::figures), or a producer that gave up.
+    /// As for [`figures`](Self::figures), a run that cannot be, or a producer that gave up.
     pub fn run_gpu(&self, run: &Run, gpu: &Gpu) -> Result<Figures> {
+        run.check()?;
         let mut peers: Vec<BenchPeer> = Vec::new();
         let mut posters = Vec::new();
         for idx in 0..self.num_threads() {

@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use p2p_core::Region;
 
 use super::{BenchEndpoint, Checks, Latency, pattern};
+use crate::abi::{MAX_DEPTH, MAX_LANES, MAX_SLOT_BYTES};
 use crate::command::{Command, Opcode};
 use crate::lane::{LaneConfig, Lanes, Poster};
 use crate::threads::{PeerConfig, Proxy, ProxyConfig, ProxyPeer};
@@ -22,6 +23,23 @@ pub enum PostKind {
     Copy,
     /// A copy, and the comparison of every word of it.
     Check,
+}
+
+/// What the measurements of one row of figures have in common.
+#[derive(Debug, Clone, Copy)]
+pub struct Row {
+    /// Lanes of each thread.
+    pub num_lanes: u32,
+    /// Commands posted together, not more than the budget.
+    pub batch: u32,
+    /// Commands of a lane in flight at most.
+    pub budget: u32,
+    /// Bytes of an object, a multiple of 16.
+    pub object_bytes: u32,
+    /// Objects of each lane.
+    pub commands: u64,
+    /// Whether a GPU produces, a warp each batch.
+    pub is_gpu: bool,
 }
 
 /// One measurement.
@@ -98,7 +116,103 @@ pub struct BenchPeer {
     pub mirror: Region,
 }
 
+impl Row {
+    /// Whether all its measurements can be made.
+    ///
+    /// # Errors
+    /// The first value that cannot be, and what is expected of it.
+    pub fn check(&self) -> Result<()> {
+        let Self { num_lanes, batch, budget, object_bytes, commands, is_gpu } = *self;
+        ensure!((1..=MAX_LANES).contains(&num_lanes), "lanes is {num_lanes}: expected 1 to 256");
+        ensure!((2..=MAX_DEPTH).contains(&budget), "budget is {budget}: expected 2 to 65536");
+        let most = if is_gpu { budget.min(WARP) } else { budget };
+        ensure!(
+            (1..=most).contains(&batch),
+            "batch is {batch}: expected 1 to the budget, and to 32 from a GPU, so here to {most}"
+        );
+        ensure!(
+            object_bytes > 0 && object_bytes.is_multiple_of(16),
+            "object-bytes is {object_bytes}: expected a multiple of 16"
+        );
+        ensure!(
+            (1..=MAX_COMMANDS).contains(&commands),
+            "commands is {commands}: expected 1 to {MAX_COMMANDS}"
+        );
+        self.compared().check()?;
+        self.rate(PostKind::Null).check()?;
+        self.round_trip(PostKind::Null).check()
+    }
+
+    /// As fast as the budget allows.
+    #[must_use]
+    pub fn rate(&self, post: PostKind) -> Run {
+        self.run(post, self.batch, self.commands)
+    }
+
+    /// One after the other.
+    #[must_use]
+    pub fn round_trip(&self, post: PostKind) -> Run {
+        Run { is_round_trip: true, ..self.run(post, 1, self.commands.min(20_000)) }
+    }
+
+    /// Every word compared. An add goes with every object, and both in one batch.
+    #[must_use]
+    pub fn compared(&self) -> Run {
+        self.run(PostKind::Check, self.batch.min(WARP / 2).min(self.budget / 2), 4096)
+    }
+
+    /// Of a GPU: looks at a lane's words, and no posts.
+    #[must_use]
+    pub fn reads(&self) -> Run {
+        Run { is_round_trip: true, only_reads: true, ..self.run(PostKind::Null, 1, 2000) }
+    }
+
+    fn run(&self, post: PostKind, batch: u32, commands: u64) -> Run {
+        let depth = self.budget.next_power_of_two().max(64);
+        Run {
+            post,
+            lanes: LaneConfig { num_lanes: self.num_lanes, depth, budget: self.budget },
+            batch,
+            object_bytes: self.object_bytes,
+            // A cell is free once its put is over, and so is its object.
+            num_objects: self.budget.next_multiple_of(batch),
+            num_commands: commands.next_multiple_of(batch.into()),
+            is_round_trip: false,
+            only_reads: false,
+        }
+    }
+}
+
 impl Run {
+    /// Whether it can be made: batches never reach past the objects, and offsets fit into commands.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn check(&self) -> Result<()> {
+        let Self { batch, num_objects, num_commands, object_bytes, .. } = *self;
+        self.lanes.bytes()?;
+        ensure!(batch > 0, "batches of no command");
+        ensure!(
+            num_objects > 0 && num_objects.is_multiple_of(batch),
+            "{num_objects} objects of a lane: expected a multiple of the batch, {batch}"
+        );
+        ensure!(
+            num_commands.is_multiple_of(batch.into()),
+            "{num_commands} commands: expected a multiple of the batch, {batch}"
+        );
+        ensure!(
+            object_bytes > 0 && object_bytes.is_multiple_of(16),
+            "objects of {object_bytes} bytes: expected a multiple of 16"
+        );
+        ensure!(
+            self.slot_bytes() <= MAX_SLOT_BYTES,
+            "slots of {} bytes ({} lanes, {num_objects} objects of {object_bytes} bytes each): expected at most {MAX_SLOT_BYTES}",
+            self.slot_bytes(),
+            self.lanes.num_lanes
+        );
+        Ok(())
+    }
+
     /// Bytes of mirror and slot: objects of all lanes, and a counter for each.
     #[must_use]
     pub const fn slot_bytes(&self) -> u64 {
@@ -224,8 +338,10 @@ impl Bench {
     /// Producers on this host, one thread per lane.
     ///
     /// # Errors
-    /// As for [`figures`](Self::figures), or a producer that found no room for too long.
+    /// As for [`figures`](Self::figures), a run that cannot be, or a producer that found no room for too
+    /// long.
     pub fn run_host(&self, run: &Run) -> Result<Figures> {
+        run.check()?;
         let mut peers = Vec::new();
         for idx in 0..self.num_threads {
             let mirror = Region::anonymous(run.slot_bytes() as usize)?;
@@ -322,3 +438,7 @@ fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
 }
 
 const LIMIT: Duration = Duration::from_secs(60);
+/// Lanes of a warp, which posts a batch with one of them for each command.
+const WARP: u32 = 32;
+/// Of a lane: more than anybody waits for.
+const MAX_COMMANDS: u64 = 1 << 40;

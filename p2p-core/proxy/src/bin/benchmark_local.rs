@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::Parser;
 use kernels::gpu::Gpu;
-use proxy::bench::local::{Bench, Figures, PostKind, Run};
+use proxy::bench::local::{Bench, Figures, PostKind, Row, Run};
 use proxy::bench::thread_time;
 use proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
 
@@ -19,7 +19,7 @@ struct Args {
     /// Lanes of each thread.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     lanes: Vec<u32>,
-    /// Commands posted together.
+    /// Commands posted together, not more than the budget, and from a GPU not more than 32.
     #[arg(long, value_delimiter = ',', default_value = "32")]
     batch: Vec<u32>,
     /// Commands of a lane in flight at most.
@@ -48,8 +48,34 @@ struct Args {
     idle_seconds: f64,
 }
 
+impl Args {
+    /// Rows of figures for each number of threads, all of which can be measured.
+    fn rows(&self) -> Result<Vec<Row>> {
+        for threads in &self.threads {
+            ensure!((1..=MAX_THREADS).contains(threads), "threads is {threads}: expected 1 to 64");
+        }
+        let idle = self.idle_seconds;
+        ensure!((0.0..=3600.0).contains(&idle), "idle-seconds is {idle}: expected 0 to 3600");
+        let mut rows = Vec::new();
+        for &num_lanes in &self.lanes {
+            for &batch in &self.batch {
+                for &budget in &self.budget {
+                    for &object_bytes in &self.object_bytes {
+                        let (commands, is_gpu) = (self.commands, self.gpu.is_some());
+                        let row = Row { num_lanes, batch, budget, object_bytes, commands, is_gpu };
+                        row.check()?;
+                        rows.push(row);
+                    }
+                }
+            }
+        }
+        Ok(rows)
+    }
+}
+
 fn main() -> Result<()> {
     let args = Args::parse();
+    let rows = args.rows()?;
     let producers = Producers::open(args.gpu)?;
     let gpu = args.pci.clone().map(Device::Pci);
     let nic = args.nic.clone().map(Device::Rdma);
@@ -62,14 +88,8 @@ fn main() -> Result<()> {
         );
         let config = ProxyConfig { num_threads, placement, ..ProxyConfig::default() };
         let bench = Bench::start(&config)?;
-        for &lanes in &args.lanes {
-            for &batch in &args.batch {
-                for &budget in &args.budget {
-                    for &object_bytes in &args.object_bytes {
-                        measure(&args, &producers, &bench, lanes, batch, budget, object_bytes)?;
-                    }
-                }
-            }
+        for row in &rows {
+            measure(&args.post, &producers, &bench, row)?;
         }
         if args.idle_seconds > 0.0 {
             idle(&args, &bench, config.idle)?;
@@ -78,44 +98,14 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn measure(
-    args: &Args,
-    producers: &Producers,
-    bench: &Bench,
-    num_lanes: u32,
-    batch: u32,
-    budget: u32,
-    object_bytes: u32,
-) -> Result<()> {
-    let depth = budget.next_power_of_two().max(64);
-    let run = |post, num_commands: u64, is_round_trip| {
-        let batch = if is_round_trip { 1 } else { batch };
-        Run {
-            post,
-            lanes: LaneConfig { num_lanes, depth, budget },
-            batch,
-            object_bytes,
-            // A cell is free once its put is over, and so is its object.
-            num_objects: budget
-                .next_multiple_of(batch.max(args.batch.iter().copied().max().unwrap_or(1))),
-            num_commands: num_commands.next_multiple_of(batch.into()),
-            is_round_trip,
-            only_reads: false,
-        }
-    };
-    // An add goes with every object here.
-    let mut check = run(PostKind::Check, 4096, false);
-    check.batch = batch.min(16).min(budget / 2);
-    check.num_commands = check.num_commands.next_multiple_of(check.batch.into());
-    report("check", &producers.run(bench, &check)?)?;
-    if args.gpu.is_some() {
-        let mut reads = run(PostKind::Null, 2000, true);
-        reads.only_reads = true;
-        report("read", &producers.run(bench, &reads)?)?;
+fn measure(posts: &[PostKind], producers: &Producers, bench: &Bench, row: &Row) -> Result<()> {
+    report("check", &producers.run(bench, &row.compared())?)?;
+    if row.is_gpu {
+        report("read", &producers.run(bench, &row.reads())?)?;
     }
-    for &post in &args.post {
-        report("rate", &producers.run(bench, &run(post, args.commands, false))?)?;
-        report("round_trip", &producers.run(bench, &run(post, 20_000.min(args.commands), true))?)?;
+    for &post in posts {
+        report("rate", &producers.run(bench, &row.rate(post))?)?;
+        report("round_trip", &producers.run(bench, &row.round_trip(post))?)?;
     }
     Ok(())
 }
@@ -180,3 +170,5 @@ impl Producers {
         }
     }
 }
+
+const MAX_THREADS: usize = 64;
