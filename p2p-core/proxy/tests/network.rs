@@ -8,7 +8,8 @@ mod parties;
 #[path = "../../tests/conformance/suite.rs"]
 mod suite;
 
-use std::net::TcpListener;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -219,6 +220,46 @@ fn the_benchmark_between_hosts_notices_what_does_not_arrive() {
     assert!(figures.is_err());
     let error = received.unwrap_err();
     assert!(error.to_string().contains("counters [0, 0], expected 1"), "{error:#}");
+}
+
+/// However long it measures: the receiver waits two minutes for a word.
+#[test]
+fn the_sender_of_a_benchmark_says_that_it_is_at_work() {
+    let behaviour = Arc::new(Behaviour::default());
+    behaviour.is_stalled.store(true, Ordering::SeqCst);
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let plan = Plan { threads: 1, checks: 0, ..PLAN };
+    let patient = ProxyConfig { stall_limit: Duration::from_secs(600), ..config(1) };
+    std::thread::scope(|scope| {
+        let network = Recording(Arc::clone(&behaviour));
+        let sending = scope.spawn(move || remote::send(&network, address, plan, &patient, None));
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(common::LIMIT)).unwrap();
+        let mut said = BufReader::new(stream.try_clone().unwrap()).lines().map(Result::unwrap);
+        assert!(said.next().unwrap().contains("Plan"));
+        let side = said.next().unwrap();
+        writeln!(stream, "{side}\n\"Joined\"").unwrap();
+        assert_eq!(said.next().unwrap(), "\"Joined\"");
+        // Nothing is over before this side lets it be.
+        assert_eq!(said.next().unwrap(), "\"Busy\"");
+        assert_eq!(said.next().unwrap(), "\"Busy\"");
+        behaviour.is_stalled.store(false, Ordering::SeqCst);
+        assert_eq!(said.find(|line| line != "\"Busy\"").unwrap(), "\"Done\"");
+        assert_eq!(sending.join().unwrap().unwrap().objects, 100);
+    });
+}
+
+#[test]
+fn the_receiver_of_a_benchmark_takes_note_that_the_sender_is_at_work() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let plan = serde_json::to_string(&Plan { threads: 1, ..PLAN }).unwrap();
+    let side = r#"{"Side":{"address":0,"remote_key":0,"bytes":0,"detail":[]}}"#;
+    let busy = "\"Busy\"\n".repeat(3);
+    write!(stream, "{{\"Plan\":{plan}}}\n{side}\n\"Joined\"\n{busy}\"Done\"\n").unwrap();
+    let network = Recording(Arc::new(Behaviour::default()));
+    remote::receive(&network, &listener, common::LIMIT).unwrap();
 }
 
 #[test]

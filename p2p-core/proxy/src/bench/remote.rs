@@ -3,19 +3,19 @@
 //! The two sides agree on everything over one TCP connection, line by line in JSON. Before anything is
 //! timed, rounds of fresh objects are put and the receiver compares every word of them.
 
-use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, Route, SideDescription};
 use p2p_core::{AnyEndpoint, Region, SlotConfig, SlotLayout};
 
 use super::gpu::{self as producers, Order, PRODUCE_FILLS, PRODUCE_ROUND_TRIP, Producers};
-use super::lines::{LIMIT, Lines, accept};
+use super::lines::{CONNECT_LIMIT, LIMIT, Lines, PAUSE, accept, connect};
 use super::{Latency, pattern};
 use crate::command::{Command, Opcode};
 use crate::gpu::{self, GpuPoster};
@@ -90,6 +90,8 @@ pub(super) enum Line {
         bad: u64,
         counters: Vec<u64>,
     },
+    /// The sender is still at work.
+    Busy,
     Done,
 }
 
@@ -195,6 +197,7 @@ pub fn receive(network: &dyn Network, listener: &TcpListener, patience: Duration
                 let objects = u64::from(plan.budget) * pairs.len() as u64;
                 line.write(&Line::Checked { objects, bad, counters })?;
             }
+            Line::Busy => {}
             Line::Done => return Ok(()),
             other => bail!("the sender says {other:?}"),
         }
@@ -215,15 +218,16 @@ pub fn send(
     plan.is_gpu = gpu.is_some();
     plan.check()?;
     let layout = plan.layout()?;
-    let stream = TcpStream::connect(receiver).context("the receiver cannot be reached")?;
-    let mut line = Lines::new(stream)?;
+    let mut line = Lines::new(connect(receiver, CONNECT_LIMIT)?)?;
     line.write(&Line::Plan(plan))?;
     let pairs = join(network, &mut line, &plan, &layout)?;
     let proxy: Proxy = Proxy::start(config)?;
+    let beats = line.beats(PAUSE)?;
     let measured = match gpu {
         Some(gpu) => from_gpu(gpu, &proxy, pairs, &plan, &layout, &mut line)?,
         None => from_host(&proxy, pairs, &plan, &layout, &mut line)?,
     };
+    drop(beats);
     line.write(&Line::Done)?;
     let objects = plan.commands * plan.threads as u64;
     let Measured { checked, wall, samples, one } = measured;
