@@ -516,6 +516,11 @@ fn a_description_that_makes_no_sense_is_refused_by_field() {
         let text = refuse(&bytes);
         assert!(text.contains(&format!("`{field}`")), "{field}: {text}");
     }
+    // Sums of what kernels would be given must not wrap.
+    let mut bytes = good.clone();
+    bytes[24..32].copy_from_slice(&(u64::MAX - 63).to_le_bytes());
+    let text = refuse(&bytes);
+    assert!(text.contains("beyond the last address"), "{text}");
     for len in 0..good.len() {
         assert!(refuse(&good[..len]).contains("`length`"));
     }

@@ -166,7 +166,7 @@ fn rust_and_c_say_the_same_of_peers() {
     for num_qps in [0, 1, 64] {
         for qps in ADDRESSES {
             for (mirror, remote) in ADDRESSES.iter().flat_map(|m| ADDRESSES.map(|r| (*m, r))) {
-                for slot_bytes in [0, 1, 4096] {
+                for slot_bytes in [0, 1, 63, 64, 4096, u64::MAX - 63, u64::MAX] {
                     let good = GOOD_PEER;
                     peers.push(PeerHandle { qps, mirror, remote, slot_bytes, num_qps, ..good });
                 }
@@ -185,9 +185,9 @@ fn rust_and_c_say_the_same_of_peers() {
     for (peer, in_c) in peers.iter().zip(&in_c) {
         assert_eq!(check_peer(peer).unwrap_or(""), in_c, "{peer:?}");
     }
-    // Each of the five objections, and none.
+    // Each of the six objections, and none.
     let seen: BTreeSet<String> = in_c.into_iter().collect();
-    assert_eq!(seen.len(), 6, "{seen:?}");
+    assert_eq!(seen.len(), 7, "{seen:?}");
 }
 
 #[test]
@@ -201,6 +201,8 @@ fn a_peer_that_kernels_cannot_use_is_named_by_field() {
         ("mirror", PeerHandle { mirror: 32, ..good }),
         ("remote", PeerHandle { remote: 0, ..good }),
         ("slot_bytes is 0", PeerHandle { slot_bytes: 0, ..good }),
+        ("beyond the last address", PeerHandle { remote: u64::MAX - 4095, ..good }),
+        ("beyond the last address", PeerHandle { mirror: u64::MAX - 63, ..good }),
     ];
     for (part, handle) in cases {
         assert!(check_peer(&handle).is_some_and(|what| what.contains(part)), "{part}");

@@ -64,6 +64,11 @@ pub fn check_peer(peer: &PeerHandle) -> Option<&'static str> {
             "remote is null or not aligned to 64 bytes",
         ),
         (peer.slot_bytes != 0, "slot_bytes is 0"),
+        (
+            peer.remote.checked_add(peer.slot_bytes).is_some()
+                && peer.mirror.checked_add(peer.slot_bytes).is_some(),
+            "slot_bytes reaches beyond the last address",
+        ),
     ];
     first_wrong(&checks)
 }

@@ -144,6 +144,9 @@ static inline const char* sy_ibgda_check_peer(const sy_ibgda_peer* peer) {
         return "remote is null or not aligned to 64 bytes";
     if (peer->slot_bytes == 0)
         return "slot_bytes is 0";
+    if (peer->slot_bytes > UINT64_MAX - peer->remote ||
+        peer->slot_bytes > UINT64_MAX - peer->mirror)
+        return "slot_bytes reaches beyond the last address";
     return 0;
 }
 
