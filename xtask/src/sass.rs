@@ -67,7 +67,7 @@ const FILES: [(&str, &[Rule]); 7] = [
         &[
             // Cluster barriers.
             rule(&["18expert_recv_kernel"], &["UCGABAR_ARV", "UCGABAR_WAIT"]),
-            rule(&["18expert_recv_kernel"], &[LOAD_16, STORE_16, FLAG_LOAD, SYSTEM_FENCE]),
+            rule(&["18expert_recv_kernel"], &[LOAD_16, FLAG_LOAD, SYSTEM_FENCE]),
             rule(&["18expert_recv_kernelILj14EEE"], &[COMMAND, DOORBELL]),
             rule(&["11echo_kernel"], &[FLAG_LOAD]),
             rule(&["AnswerConfigIL"], &[LOAD_16, STORE_16, SYSTEM_FENCE, FLAG_STORE, TO_BF16]),

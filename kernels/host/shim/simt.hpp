@@ -185,6 +185,7 @@ struct Block {
     std::vector<Fibre> fibres;
     std::vector<Warp> warps;
     Barrier barrier;
+    Barrier named_barriers[16]; // of some of the warps; nobody leaves while others wait at one
     uint32_t num_live = 0;
     // Since the scheduler last looked: whether a thread met the whole block or left, and whether one
     // looked at a word that others move.

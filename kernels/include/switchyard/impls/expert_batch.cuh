@@ -28,6 +28,7 @@ struct RecvSnapshot {
     uint32_t expected;
     uint32_t layer;
     uint32_t next_client;
+    uint32_t num_rows_in_all;
     uint32_t waited_ns[SY_MAX_PEERS];
     uint32_t num_rows[SY_MAX_PEERS];
     uint32_t place[SY_MAX_PEERS];
@@ -38,18 +39,24 @@ struct RecvSnapshot {
 constexpr uint32_t kStagedEntries = 4096;
 
 struct RecvShared {
+    // Rows of a batch whose lists one block makes, at most.
+    static constexpr uint32_t kRowsSmall = 512;
+
     RecvSnapshot snapshot;
     // SY_ERROR_* of a client's frame: found in its entries, found in its rows, and known to all blocks.
     uint32_t entry_code[SY_MAX_PEERS];
     uint32_t row_code[SY_MAX_PEERS];
     uint32_t bad_code[SY_MAX_PEERS];
     uint32_t any_bad; // a code in any block
+    uint32_t inverse_top_k; // see inverse_of
     uint32_t row_begin[SY_MAX_PEERS + 1];
+    uint64_t entries[SY_MAX_PEERS]; // address of the client's, less those before them in the batch
     sy_client_peer clients[SY_MAX_PEERS];
     uint32_t histogram[SY_MAX_EXPERTS];
     int16_t local_expert[SY_MAX_EXPERTS];
     uint32_t base[SY_MAX_EXPERTS];
-    uint32_t warp_sums[32];
+    uint32_t group_sums[SY_MAX_EXPERTS / 32]; // entries of 32 experts each, or of as many threads
+    uint8_t row_used[kRowsSmall]; // whether the row has an entry
     uint2 staged[kStagedEntries]; // row and weight, by position
 };
 
@@ -226,6 +233,7 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     const uint32_t rank = (lane_idx - leader) & 31;
     uint32_t sum = joins ? seen.num_rows : 0;
     uint32_t rows_upto = 0;
+#pragma unroll 1
     for (uint32_t other = 0; other < params.num_clients; ++other) {
         const uint32_t rows = __shfl_sync(kFullWarp, sum, other);
         if (((other - leader) & 31) <= rank)
@@ -233,11 +241,13 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     }
     const bool is_taken = joins && rows_upto <= params.lists.max_rows;
     const uint32_t taken = __ballot_sync(kFullWarp, is_taken);
+    const uint32_t most_upto = __reduce_max_sync(kFullWarp, is_taken ? rows_upto : 0);
     shared.snapshot.num_rows[lane_idx] = is_taken ? seen.num_rows : 0;
     shared.snapshot.place[lane_idx] = place;
     shared.snapshot.number[lane_idx] = number;
     if (lane_idx == 0) {
         shared.snapshot.taken = taken;
+        shared.snapshot.num_rows_in_all = most_upto;
         shared.snapshot.expected = seen.expected;
         shared.snapshot.layer = taken != 0 ? batch_layer : 0;
         shared.snapshot.next_client = leader + 1 == params.num_clients ? 0 : leader + 1;
@@ -277,23 +287,10 @@ __device__ __forceinline__ void note_batch(const RecvShared& shared,
 __device__ __forceinline__ uint32_t client_of_row(const RecvShared& shared, uint32_t num_clients,
                                                   uint32_t row) {
     uint32_t client_idx = 0;
+#pragma unroll 1
     for (uint32_t i = 1; i < num_clients; ++i)
         client_idx += row >= shared.row_begin[i] ? 1 : 0;
     return client_idx;
-}
-
-// Rows of the clients without a bad code, one after the other. One warp.
-__device__ __forceinline__ void number_rows(RecvShared& shared) {
-    const uint32_t lane_idx = threadIdx.x;
-    uint32_t upto = shared.bad_code[lane_idx] == 0 ? shared.snapshot.num_rows[lane_idx] : 0;
-    for (uint32_t delta = 1; delta < 32; delta <<= 1) {
-        const uint32_t below = __shfl_up_sync(kFullWarp, upto, delta);
-        if (lane_idx >= delta)
-            upto += below;
-    }
-    shared.row_begin[lane_idx + 1] = upto;
-    if (lane_idx == 0)
-        shared.row_begin[0] = 0;
 }
 
 __device__ __forceinline__ uint64_t frame_of(const RecvShared& shared,
@@ -301,6 +298,68 @@ __device__ __forceinline__ uint64_t frame_of(const RecvShared& shared,
                                              uint32_t client_idx) {
     return shared.clients[client_idx].request +
            layout::request_frame(params.geometry, shared.snapshot.place[client_idx]);
+}
+
+// Rows of the clients without a bad code, one after the other. One warp.
+__device__ __forceinline__ void number_rows(RecvShared& shared,
+                                            const sy_expert_recv_params& params) {
+    const uint32_t lane_idx = threadIdx.x;
+    const uint32_t num_rows =
+        shared.bad_code[lane_idx] == 0 ? shared.snapshot.num_rows[lane_idx] : 0;
+    uint32_t upto = num_rows;
+#pragma unroll 1
+    for (uint32_t delta = 1; delta < params.num_clients; delta <<= 1) {
+        const uint32_t below = __shfl_up_sync(kFullWarp, upto, delta);
+        if (lane_idx >= delta)
+            upto += below;
+    }
+    // Lanes past the last client have the last one's sum by then, or take it from there.
+    upto = __shfl_sync(kFullWarp, upto, min(lane_idx, params.num_clients - 1));
+    shared.row_begin[lane_idx + 1] = upto;
+    if (lane_idx == 0)
+        shared.row_begin[0] = 0;
+    if (lane_idx < params.num_clients)
+        shared.entries[lane_idx] =
+            layout::entries_at(params.geometry, frame_of(shared, params, lane_idx), 0) -
+            uint64_t{upto - num_rows} * params.geometry.top_k * sizeof(sy_entry);
+}
+
+// Local experts of the batch's layer. The layer was checked; without a batch it is 0.
+__device__ __forceinline__ const int16_t* local_experts(const RecvShared& shared,
+                                                        const sy_expert_recv_params& params) {
+    return params.local_expert + uint64_t{shared.snapshot.layer} * params.num_experts;
+}
+
+// Local index of an expert; negative SY_ERROR_* when it is none of this server's.
+__device__ __forceinline__ int32_t local_expert(const RecvShared& shared,
+                                                const sy_expert_recv_params& params,
+                                                uint32_t expert) {
+    const bool is_known = expert < params.num_experts;
+    const int32_t local = shared.local_expert[is_known ? expert : 0];
+    const bool is_mine = local >= 0 && static_cast<uint32_t>(local) < params.num_local_experts;
+    return !is_known ? -SY_ERROR_UNKNOWN_EXPERT : is_mine ? local : -SY_ERROR_NOT_MY_EXPERT;
+}
+
+// One warp.
+__device__ __forceinline__ void
+write_batch(const RecvShared& shared, const sy_expert_recv_params& params, uint32_t num_entries) {
+    const uint32_t lane_idx = threadIdx.x & 31;
+    sy_batch* batch = params.lists.batch;
+    const bool is_in =
+        (shared.snapshot.taken >> lane_idx & 1) != 0 && shared.bad_code[lane_idx] == 0;
+    if (is_in)
+        batch->frame_number[lane_idx] = shared.snapshot.number[lane_idx];
+    batch->row_begin[lane_idx + 1] = shared.row_begin[lane_idx + 1];
+    batch->waited_ns[lane_idx] = shared.snapshot.waited_ns[lane_idx];
+    const uint32_t clients = __ballot_sync(kFullWarp, is_in);
+    if (lane_idx == 0) {
+        batch->row_begin[0] = 0;
+        batch->num_rows = shared.row_begin[SY_MAX_PEERS];
+        batch->num_entries = num_entries;
+        batch->layer = shared.snapshot.layer;
+        batch->clients = clients;
+        batch->expected = shared.snapshot.expected;
+    }
 }
 
 } // namespace switchyard::impls

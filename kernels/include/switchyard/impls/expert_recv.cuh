@@ -15,6 +15,7 @@
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/expert_batch.cuh"
+#include "switchyard/impls/expert_sort.cuh"
 #include "switchyard/impls/frames.cuh"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/layout/slot.cuh"
@@ -22,16 +23,6 @@
 #include "switchyard/ptx/sync.cuh"
 
 namespace switchyard::impls {
-
-// Local index of an expert; negative SY_ERROR_* when it is none of this server's.
-__device__ __forceinline__ int32_t local_expert(const RecvShared& shared,
-                                                const sy_expert_recv_params& params,
-                                                uint32_t expert) {
-    const bool is_known = expert < params.num_experts;
-    const int32_t local = shared.local_expert[is_known ? expert : 0];
-    const bool is_mine = local >= 0 && static_cast<uint32_t>(local) < params.num_local_experts;
-    return !is_known ? -SY_ERROR_UNKNOWN_EXPERT : is_mine ? local : -SY_ERROR_NOT_MY_EXPERT;
-}
 
 // Up to eight entries of a row, as copied from the slot. `packed` is the expert and, once counted,
 // expert << kRankBits | rank.
@@ -95,6 +86,18 @@ __device__ __forceinline__ uint32_t count_entries(RecvShared& shared,
         entries.packed[i] = does ? expert << kRankBits | rank : SY_NO_EXPERT;
     }
     return code;
+}
+
+// Before anything is counted. Barrier afterwards.
+__device__ __forceinline__ void clear_counts(RecvShared& shared,
+                                             const sy_expert_recv_params& params) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < params.num_local_experts; i += kRecvThreads)
+        shared.histogram[i] = 0;
+    if (threadIdx.x < sizeof(shared.row_used))
+        shared.row_used[threadIdx.x] = 0;
+    if (threadIdx.x < 32)
+        shared.entry_code[threadIdx.x] = 0;
 }
 
 // Finite e4m3 codes times a larger scale would overflow.
@@ -238,14 +241,11 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
 
 constexpr uint32_t kMostRounds = 2;
 
-// Waits for the rows of the batch and checks their scales. Every waiting block its share, every warp a row
-// per half.
+// Waits for rows of the batch and checks their scales. This warp takes two from `first` on, a row per half,
+// and two more at every `stride`.
 __device__ __forceinline__ void await_rows(RecvShared& shared, const sy_expert_recv_params& params,
-                                           uint32_t waiter_idx, uint32_t num_waiters) {
-    const uint32_t stride = num_waiters * kRecvThreads / 16;
+                                           uint32_t first, uint32_t stride) {
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
-    // Neighbouring rows go to different blocks.
-    const uint32_t first = (threadIdx.x / 32 * num_waiters + waiter_idx) * 2;
     if (num_rows <= stride) {
         if (first < num_rows)
             take_rows<1>(shared, params, first, stride);
@@ -255,61 +255,27 @@ __device__ __forceinline__ void await_rows(RecvShared& shared, const sy_expert_r
     }
 }
 
-// Tells all blocks when this one has found a client's frame bad.
-__device__ __forceinline__ void tell_bad(RecvShared& shared) {
-    __syncthreads();
-    const bool is_bad = threadIdx.x < 32 &&
-                        (shared.row_code[threadIdx.x] != 0 || shared.entry_code[threadIdx.x] != 0);
-    if (is_bad)
-        for (uint32_t other = 0; other < kRecvBlocks; ++other)
-            ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.any_bad, other), 1);
+// Whether this block has found a client's frame bad. Barrier before. One warp, or each for itself.
+__device__ __forceinline__ bool has_bad(const RecvShared& shared) {
+    const uint32_t lane_idx = threadIdx.x & 31;
+    return __any_sync(kFullWarp, (shared.row_code[lane_idx] | shared.entry_code[lane_idx]) != 0);
 }
 
-// fill_lists for one row per thread and entries that fit shared memory. Barrier before.
-__device__ __forceinline__ void fill_staged(RecvShared& shared, const sy_expert_recv_params& params,
-                                            uint32_t num_entries, const RowEntries& kept) {
-    const uint32_t row = threadIdx.x;
-    if (row < shared.row_begin[SY_MAX_PEERS]) {
-        const uint32_t client_idx = client_of_row(shared, params.num_clients, row);
-        params.lists.row_source[row] =
-            client_idx << SY_ROUTE_SHIFT | (row - shared.row_begin[client_idx]);
-        uint32_t positions[8];
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-            const bool counts = kept.packed[i] != SY_NO_EXPERT;
-            const uint32_t begin = shared.base[counts ? kept.packed[i] >> kRankBits : 0];
-            positions[i] =
-                counts ? begin + (kept.packed[i] & ((1u << kRankBits) - 1)) : SY_NO_EXPERT;
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < 8; ++i)
-            if (positions[i] != SY_NO_EXPERT)
-                shared.staged[positions[i]] = make_uint2(row, kept.weight[i]);
-        uint32_t* out = params.lists.row_position + uint64_t{row} * params.geometry.top_k;
-        if (params.geometry.top_k == 8) {
-            reinterpret_cast<uint4*>(out)[0] = {positions[0], positions[1], positions[2],
-                                                positions[3]};
-            reinterpret_cast<uint4*>(out)[1] = {positions[4], positions[5], positions[6],
-                                                positions[7]};
-        } else {
-#pragma unroll
-            for (uint32_t i = 0; i < 8; ++i)
-                if (i < params.geometry.top_k)
-                    out[i] = positions[i];
-        }
-    }
+// Tells all blocks when this one has found a client's frame bad. What it found is seen by whoever has met
+// this thread at the cluster's next barrier, even if that orders nothing itself.
+__device__ __forceinline__ void tell_bad(RecvShared& shared) {
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < num_entries; i += kRecvThreads) {
-        const uint2 entry = shared.staged[i];
-        params.lists.list_row[i] = entry.x;
-        params.lists.list_weight[i] = __uint_as_float(entry.y);
-    }
+    if (threadIdx.x >= 32 || !has_bad(shared))
+        return;
+    if (threadIdx.x < kRecvBlocks)
+        ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.any_bad, threadIdx.x), 1);
+    ptx::fence_acq_rel_cluster();
 }
 
 // Where this block's entries of each expert begin in the lists. Returns the number of entries.
 __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
                                                   const sy_expert_recv_params& params,
-                                                  uint32_t rank, bool is_alone) {
+                                                  uint32_t rank) {
     const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
     const uint32_t num_warps =
         min((params.num_local_experts + 31) / 32, uint32_t{kRecvThreads / 32});
@@ -317,9 +283,7 @@ __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
     for (uint32_t first = 0; first < params.num_local_experts; first += kRecvThreads) {
         const uint32_t expert = first + thread_idx;
         uint32_t total = 0, before = 0;
-        if (expert < params.num_local_experts && is_alone) {
-            total = shared.histogram[expert];
-        } else if (expert < params.num_local_experts) {
+        if (expert < params.num_local_experts) {
 #pragma unroll
             for (uint32_t other = 0; other < kRecvBlocks; ++other) {
                 const uint32_t count = ptx::ld_shared_cluster(
@@ -334,11 +298,11 @@ __device__ __forceinline__ uint32_t place_experts(RecvShared& shared,
             upto += lane_idx >= delta ? below : 0;
         }
         if (lane_idx == 31)
-            shared.warp_sums[thread_idx / 32] = upto;
+            shared.group_sums[thread_idx / 32] = upto;
         __syncthreads();
         uint32_t earlier_warps = 0, all_warps = 0;
         for (uint32_t warp = 0; warp < num_warps; ++warp) {
-            const uint32_t count = shared.warp_sums[warp];
+            const uint32_t count = shared.group_sums[warp];
             earlier_warps += warp < thread_idx / 32 ? count : 0;
             all_warps += count;
         }
@@ -389,144 +353,173 @@ __device__ __forceinline__ void fill_lists(const RecvShared& shared,
     }
 }
 
-// Takes clients with a code in any block out of the batch. Called by all blocks.
-__device__ __forceinline__ void drop_bad_clients(RecvShared& shared,
-                                                 const sy_expert_recv_params& params) {
+// The lists of a batch of any size, by all blocks. Neighbouring rows go to different blocks.
+__device__ __forceinline__ void sort_rows(RecvShared& shared, const sy_expert_recv_params& params,
+                                          uint32_t rank) {
+    const uint32_t first_thread = threadIdx.x * kRecvBlocks + rank;
+    RowEntries kept;
+    if (first_thread < shared.row_begin[SY_MAX_PEERS])
+        load_entries(shared, params, client_of_row(shared, params.num_clients, first_thread),
+                     first_thread, 0, kept);
+    const int16_t* table = local_experts(shared, params);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < params.num_experts; i += kRecvThreads)
+        shared.local_expert[i] = table[i];
+    __syncthreads();
+    check_and_count(shared, params, first_thread, kept);
+    cluster_barrier();
+    const uint32_t num_entries = place_experts(shared, params, rank);
+    __syncthreads();
+    fill_lists(shared, params, first_thread, kept);
+    if (rank == 0 && threadIdx.x < 32)
+        write_batch(shared, params, num_entries);
+}
+
+// Takes clients with a code out of the batch: with one in any block, or in this one when it is alone.
+// Called by all blocks that have to do with the batch.
+__device__ __forceinline__ void
+drop_bad_clients(RecvShared& shared, const sy_expert_recv_params& params, bool is_alone) {
     const uint32_t lane_idx = threadIdx.x;
     uint32_t code = 0;
-    if (lane_idx < 32)
+    if (lane_idx < 32 && is_alone)
+        code = max(shared.row_code[lane_idx], shared.entry_code[lane_idx]);
+    else if (lane_idx < 32)
         for (uint32_t other = 0; other < kRecvBlocks; ++other)
             code = max(code, max(ptx::ld_shared_cluster(
                                      ptx::mapa_shared_cluster(&shared.row_code[lane_idx], other)),
                                  ptx::ld_shared_cluster(ptx::mapa_shared_cluster(
                                      &shared.entry_code[lane_idx], other))));
     // Codes must be known to all before anything is counted again.
-    cluster_barrier();
+    if (!is_alone)
+        cluster_barrier();
     if (lane_idx < 32) {
         shared.bad_code[lane_idx] = code;
-        number_rows(shared);
+        __syncwarp();
+        number_rows(shared, params);
     }
-    for (uint32_t i = threadIdx.x; i < params.num_local_experts; i += kRecvThreads)
-        shared.histogram[i] = 0;
+    clear_counts(shared, params);
     __syncthreads();
 }
 
-__device__ __forceinline__ void
-write_batch(const RecvShared& shared, const sy_expert_recv_params& params, uint32_t num_entries) {
-    const uint32_t lane_idx = threadIdx.x;
-    sy_batch* batch = params.lists.batch;
-    const bool is_in =
-        (shared.snapshot.taken >> lane_idx & 1) != 0 && shared.bad_code[lane_idx] == 0;
-    if (is_in)
-        batch->frame_number[lane_idx] = shared.snapshot.number[lane_idx];
-    batch->row_begin[lane_idx + 1] = shared.row_begin[lane_idx + 1];
-    batch->waited_ns[lane_idx] = shared.snapshot.waited_ns[lane_idx];
-    const uint32_t clients = __ballot_sync(kFullWarp, is_in);
-    if (lane_idx == 0) {
-        batch->row_begin[0] = 0;
-        batch->num_rows = shared.row_begin[SY_MAX_PEERS];
-        batch->num_entries = num_entries;
-        batch->layer = shared.snapshot.layer;
-        batch->clients = clients;
-        batch->expected = shared.snapshot.expected;
-    }
+// Waits for a good batch. One warp of the first block.
+template <uint32_t kWays>
+__device__ __forceinline__ void find_batch(RecvShared& shared, const sy_expert_recv_params& params,
+                                           uint64_t gather) {
+    const uint32_t wanted = min(params.min_ready, params.num_clients);
+    const sy_gather whom = {static_cast<uint32_t>(gather), static_cast<uint32_t>(gather >> 32)};
+    const Arrivals seen = await_headers(shared, params, whom, wanted);
+    choose_batch<kWays>(shared, params, seen, wanted);
+    __syncwarp();
+    number_rows(shared, params);
 }
 
+// What the first block has chosen. Called by all of another.
+__device__ __forceinline__ void copy_snapshot(RecvShared& shared,
+                                              const sy_expert_recv_params& params) {
+    constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
+    static_assert(kSnapshotWords <= kRecvThreads, "a thread per word");
+    if (threadIdx.x < kSnapshotWords) {
+        uint32_t* mine = reinterpret_cast<uint32_t*>(&shared.snapshot) + threadIdx.x;
+        *mine = ptx::ld_shared_cluster(ptx::mapa_shared_cluster(mine, 0));
+    }
+    __syncthreads();
+    if (threadIdx.x < 32)
+        number_rows(shared, params);
+    __syncthreads();
+}
+
+// Blocks meet once when the batch is known and once when all is done, where nobody looks into another's
+// shared memory any more: a block that leaves takes it along. Of a small batch the first block makes the
+// lists, so it does not wait at the first meeting but just before it comes to the second, and of one so
+// small that it waits for the rows, too, the others leave at once.
+//
+// NOTES: an arrival that releases waits for what was stored before, and a store to a client takes a
+// microsecond. So arrivals are relaxed but where others need what was stored.
 template <uint32_t kWays>
 __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThreads, 1)
     expert_recv_kernel(const __grid_constant__ sy_expert_recv_params params) {
     __shared__ RecvShared shared;
-    const uint32_t thread_idx = threadIdx.x;
+    const uint32_t thread_idx = threadIdx.x, warp_idx = thread_idx / 32;
     const uint32_t rank = ptx::mov_cluster_ctarank();
-    const uint32_t wanted = min(params.min_ready, params.num_clients);
     // Asked for early: it may lie in the host's memory, a microsecond away.
     uint64_t gather = 0;
     if (params.gather != nullptr && rank == 0 && thread_idx < 32)
         gather = ptx::ld_relaxed_sys(reinterpret_cast<const uint64_t*>(params.gather));
-    for (uint32_t i = thread_idx; i < params.num_local_experts; i += kRecvThreads)
-        shared.histogram[i] = 0;
+    clear_counts(shared, params);
     if (thread_idx < 32)
-        shared.entry_code[thread_idx] = shared.row_code[thread_idx] = shared.bad_code[thread_idx] =
-            0;
+        shared.row_code[thread_idx] = shared.bad_code[thread_idx] = 0;
     if (thread_idx == 0)
-        shared.any_bad = 0;
+        shared.any_bad = 0, shared.inverse_top_k = inverse_of(params.geometry.top_k);
     layout::TableCopy<sy_client_peer, kRecvThreads, SY_MAX_PEERS> clients;
     clients.load(params.clients, params.num_clients);
     clients.store(shared.clients, params.num_clients);
     __syncthreads();
     comm::follow(params.flags);
     comm::let_next_start(params.flags);
-    if (rank == 0 && thread_idx < 32) {
-        const sy_gather whom = {static_cast<uint32_t>(gather), static_cast<uint32_t>(gather >> 32)};
-        const Arrivals seen = await_headers(shared, params, whom, wanted);
-        choose_batch<kWays>(shared, params, seen, wanted);
-        __syncwarp();
-        number_rows(shared);
-    }
-    cluster_barrier();
-    if (rank != 0) {
-        constexpr uint32_t kSnapshotWords = sizeof(RecvSnapshot) / sizeof(uint32_t);
-        if (thread_idx < kSnapshotWords) {
-            uint32_t* mine = reinterpret_cast<uint32_t*>(&shared.snapshot) + thread_idx;
-            *mine = ptx::ld_shared_cluster(ptx::mapa_shared_cluster(mine, 0));
-        }
+    if (rank == 0) {
+        if (warp_idx == 0)
+            find_batch<kWays>(shared, params, gather);
         __syncthreads();
-        if (thread_idx < 32)
-            number_rows(shared);
-        __syncthreads();
+        // One warp's release is the block's, after its barrier.
+        if (warp_idx == kRecvThreads / 32 - 1)
+            ptx::barrier_cluster_arrive_release();
+        else
+            ptx::barrier_cluster_arrive_relaxed();
+    } else {
+        ptx::barrier_cluster_arrive_relaxed();
+        ptx::barrier_cluster_wait_acquire();
+        copy_snapshot(shared, params);
     }
-    if (rank == kRecvBlocks - 1 && thread_idx < 32)
+    if (rank == kRecvBlocks - 1 && warp_idx == 0)
         note_batch<kWays>(shared, params);
-    // A batch of which every thread of a block takes one row at most: the first block makes the lists alone,
-    // without waiting for the others, which see to the rows meanwhile.
-    const bool is_small = shared.row_begin[SY_MAX_PEERS] <= kRecvThreads / 2;
-    const bool is_apart = is_small && kRecvBlocks > 1;
-    // Otherwise neighbouring rows go to different blocks.
-    const uint32_t first_thread = !is_small   ? thread_idx * kRecvBlocks + rank
-                                  : rank == 0 ? thread_idx
-                                              : kRecvStride;
+    const uint32_t num_rows = shared.snapshot.num_rows_in_all;
+    const bool is_alone = num_rows <= kRowsAlone;
+    const bool is_small = is_small_batch(num_rows, params.geometry.top_k);
+    if (rank == 0 && !is_small)
+        ptx::barrier_cluster_wait_acquire();
     // Once more without the clients whose frames prove bad, which is rare.
     for (bool is_second = false;; is_second = true) {
-        RowEntries kept;
-        if (first_thread < shared.row_begin[SY_MAX_PEERS])
-            load_entries(shared, params, client_of_row(shared, params.num_clients, first_thread),
-                         first_thread, 0, kept);
+        if (!is_small)
+            sort_rows(shared, params, rank);
+        else if (rank == 0 && !is_alone)
+            sort_entries<kStagedEntries / kRecvThreads, kRecvThreads>(shared, params);
+        else if (rank == 0 && thread_idx < kListThreads)
+            sort_entries<1, kListThreads>(shared, params);
         if (!is_second) {
-            // The layer was checked; without a batch it is 0.
-            const int16_t* local_expert =
-                params.local_expert + uint64_t{shared.snapshot.layer} * params.num_experts;
-            for (uint32_t i = thread_idx; i < params.num_experts; i += kRecvThreads)
-                shared.local_expert[i] = local_expert[i];
+            // Neighbouring rows go to different blocks.
+            const uint32_t skipped = is_small && kRecvBlocks > 1 ? 1 : 0;
+            const uint32_t num_waiters = is_alone ? 1 : kRecvBlocks - skipped;
+            const uint32_t waiter_warp =
+                is_alone ? warp_idx - kListThreads / 32 : warp_idx * num_waiters + rank - skipped;
+            const bool waits = is_alone ? rank == 0 && thread_idx >= kListThreads : rank >= skipped;
+            if (waits)
+                await_rows(shared, params, waiter_warp * 2,
+                           is_alone ? kRowsAlone : num_waiters * kRecvThreads / 16);
         }
-        __syncthreads();
-        check_and_count(shared, params, first_thread, kept);
-        if (is_small)
+        if (is_alone) {
+            if (!is_second) {
+                if (rank == 0)
+                    ptx::barrier_cluster_wait_acquire();
+                ptx::barrier_cluster_arrive_relaxed();
+            }
             __syncthreads();
-        else
-            cluster_barrier();
-        if (!is_apart || rank == 0) {
-            const uint32_t num_entries = place_experts(shared, params, rank, is_small);
-            __syncthreads();
-            if (is_small && params.geometry.top_k <= 8 && num_entries <= kStagedEntries)
-                fill_staged(shared, params, num_entries, kept);
-            else
-                fill_lists(shared, params, first_thread, kept);
-            if (rank == 0 && thread_idx < 32)
-                write_batch(shared, params, num_entries);
+            const bool is_bad = has_bad(shared);
+            if (!is_second)
+                ptx::barrier_cluster_wait_acquire();
+            if (is_second || !is_bad)
+                break;
+        } else {
+            if (!is_second) {
+                tell_bad(shared);
+                if (rank == 0 && is_small)
+                    ptx::barrier_cluster_wait_acquire();
+            }
+            ptx::barrier_cluster_arrive_relaxed();
+            ptx::barrier_cluster_wait_acquire();
+            if (is_second || shared.any_bad == 0)
+                break;
         }
-        if (!is_second) {
-            if (!is_apart)
-                await_rows(shared, params, rank, kRecvBlocks);
-            else if (rank != 0)
-                await_rows(shared, params, rank - 1, kRecvBlocks - 1);
-            tell_bad(shared);
-        }
-        // NOTES: a block that leaves takes its shared memory along, so nobody looks into another's after
-        // the last barrier.
-        cluster_barrier();
-        if (is_second || shared.any_bad == 0)
-            break;
-        drop_bad_clients(shared, params);
+        drop_bad_clients(shared, params, is_alone);
     }
     if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0) {
         refuse<kWays>(shared, params, thread_idx, shared.snapshot.number[thread_idx],

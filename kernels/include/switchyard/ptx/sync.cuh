@@ -26,6 +26,17 @@ __device__ __forceinline__ uint32_t mov_cluster_ctarank() {
     return rank;
 }
 
+// Barrier of kNumThreads of the block's threads, whole warps; kId is 1 to 15, and __syncthreads is 0.
+template <uint32_t kId, uint32_t kNumThreads> __device__ __forceinline__ void bar_sync() {
+    static_assert(kId != 0 && kId < 16 && kNumThreads % 32 == 0, "a barrier of whole warps");
+    asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kNumThreads) : "memory");
+}
+
+// Orders nothing, and so waits for nothing that was stored before.
+__device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_cluster_arrive_release() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -46,6 +57,10 @@ __device__ __forceinline__ uint32_t ld_shared_cluster(uint32_t address) {
     uint32_t value;
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void fence_acq_rel_cluster() {
+    asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void red_or_shared_cluster(uint32_t address, uint32_t value) {

@@ -21,6 +21,11 @@ inline uint64_t mov_globaltimer() { return simt::clock_ns.fetch_add(kNsPerLook) 
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline uint32_t mov_cluster_ctarank() { return simt::block->rank; }
+template <uint32_t kId, uint32_t kNumThreads> void bar_sync() {
+    simt::block->has_moved = true;
+    simt::meet(simt::block->named_barriers[kId], kNumThreads);
+}
+inline void barrier_cluster_arrive_relaxed() {}
 inline void barrier_cluster_arrive_release() {}
 inline void barrier_cluster_wait_acquire() {
     simt::meet(simt::block->cluster->barrier, simt::block->cluster->num_threads);
@@ -45,6 +50,7 @@ inline uint32_t* in_cluster(uint32_t address) {
 inline uint32_t ld_shared_cluster(uint32_t address) {
     return __atomic_load_n(in_cluster(address), __ATOMIC_SEQ_CST);
 }
+inline void fence_acq_rel_cluster() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void red_or_shared_cluster(uint32_t address, uint32_t value) {
     __atomic_fetch_or(in_cluster(address), value, __ATOMIC_SEQ_CST);
 }
