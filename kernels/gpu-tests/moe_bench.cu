@@ -1,7 +1,7 @@
 // dispatch + combine between processes, one per GPU: checked bit for bit against the host reference, then
 // timed by the GPU's clock over replayed graphs. Prints one JSON line per case.
 //
-//   moe_bench [--ranks N] [--set check|table|sms|tune] [--limit SECONDS] [--seed N]
+//   moe_bench [--ranks N] [--set check|table|lists|sms|tune] [--limit SECONDS] [--seed N]
 //
 // A layer's time is the distance between the starts of two consecutive dispatches in one graph; a case's
 // is the median over all of them of the slowest client.
@@ -291,6 +291,13 @@ std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
                 add(topology, tokens, false, false, "echo", -1);
                 add(topology, tokens, true, true, "echo", -1);
                 add(topology, tokens, true, false, "lists", -1);
+            }
+        } else if (set == "lists") {
+            for (const uint32_t tokens : {1u, 8u, 32u, 128u}) {
+                add(topology, tokens, true, false, "echo", -1);
+                add(topology, tokens, true, false, "lists", -1);
+                if (topology.is_colocated())
+                    add(topology, tokens, true, false, "lists", 4);
             }
         } else if (set == "tune") {
             for (const uint32_t tokens : {1u, 32u, 128u})
