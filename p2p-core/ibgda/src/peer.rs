@@ -390,6 +390,10 @@ impl Description {
         if !(1..=5).contains(&mtu) {
             return Err(wrong("mtu", u64::from(mtu), "from 1 (256 bytes) to 5 (4096)".to_owned()));
         }
+        let reserved = u16::from_le_bytes([bytes[6], bytes[7]]);
+        if reserved != 0 {
+            return Err(wrong("reserved", u64::from(reserved), "0".to_owned()));
+        }
         let mut gid = [0; 16];
         gid.copy_from_slice(&bytes[8..24]);
         let word = |at: usize| {
@@ -403,6 +407,10 @@ impl Description {
         let slot_bytes = long(32);
         if slot_bytes != config.peer_slot_bytes as u64 {
             return Err(wrong("slot bytes", slot_bytes, config.peer_slot_bytes.to_string()));
+        }
+        if slot_address.checked_add(slot_bytes).is_none() {
+            let text = format!("a slot of {slot_bytes} bytes that ends before the last address");
+            return Err(wrong("slot address", slot_address, text));
         }
         let psn = word(PSN_AT);
         if psn > MAX_PSN {
