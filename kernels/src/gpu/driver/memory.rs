@@ -4,7 +4,8 @@ use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
-use std::sync::Arc;
+use std::sync::mpsc::{SendError, Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::result;
@@ -292,9 +293,7 @@ impl Drop for Memory {
                 }
             }
             MemoryKind::Host(host) => {
-                // SAFETY: allocated in `alloc_host`, freed once.
-                let freed = unsafe { sys::cuMemFreeHost(host.as_ptr().cast()) };
-                ignore("cuMemFreeHost", freed);
+                Pages { context: Arc::clone(&self.context), host }.free_later()
             }
             MemoryKind::Registered(pages) => {
                 // SAFETY: registered in `register_host`, given back once.
@@ -302,6 +301,55 @@ impl Drop for Memory {
                 ignore("cuMemHostUnregister", given);
             }
         }
+    }
+}
+
+/// Page-locked memory of the host that nobody uses any more.
+struct Pages {
+    context: Arc<Context>,
+    host: NonNull<u8>,
+}
+
+// SAFETY: an address without thread affinity, freed once.
+unsafe impl Send for Pages {}
+
+impl Pages {
+    /// Frees it on a thread of its own. The driver waits for all kernels of the process first, which may be
+    /// waiting for what the caller does next: threads that move frames own such memory.
+    fn free_later(self) {
+        static FREED: OnceLock<Option<Sender<Pages>>> = OnceLock::new();
+        let freed = FREED.get_or_init(|| {
+            let (freed, pages) = channel::<Pages>();
+            let free_all = move || pages.into_iter().for_each(Self::free);
+            let thread = std::thread::Builder::new().name("sy-gpu-free".to_owned()).spawn(free_all);
+            match thread {
+                Ok(_) => Some(freed),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread for freeing page-locked memory");
+                    None
+                }
+            }
+        });
+        match freed {
+            Some(freed) => {
+                if let Err(SendError(pages)) = freed.send(self) {
+                    pages.free();
+                }
+            }
+            None => self.free(),
+        }
+    }
+
+    fn free(self) {
+        let _current = match self.context.bind() {
+            Ok(current) => current,
+            Err(error) => {
+                tracing::error!(%error, "page-locked memory is not freed");
+                return;
+            }
+        };
+        // SAFETY: allocated in `alloc_host`, freed once.
+        ignore("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) });
     }
 }
 
