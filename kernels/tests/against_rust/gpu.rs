@@ -306,6 +306,21 @@ pub fn an_event_of_a_graph_is_done_with_the_replay(runner: &Runner) {
     }
 }
 
+/// Threads that move frames let go of such memory, and kernels wait for these threads.
+pub fn memory_of_the_host_goes_without_waiting_for_work(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
+    let memory = gpu.alloc_host(4096).expect("memory");
+    let stream = gpu.stream().expect("stream");
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    stream.then(move || _ = held.recv_timeout(Duration::from_secs(20))).expect("then");
+    let begin = Instant::now();
+    drop(memory);
+    let took = begin.elapsed();
+    assert!(!stream.is_done().expect("state"), "it waited for the work: {took:?}");
+    release.send(()).expect("held");
+    stream.wait(Instant::now() + Duration::from_secs(20)).expect("work");
+}
+
 pub fn shared_memory_is_one_memory_and_knows_its_size(runner: &Runner) {
     let Runner::Gpu(gpu) = runner else { return };
     let soon = || Instant::now() + Duration::from_secs(20);

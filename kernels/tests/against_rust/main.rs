@@ -110,6 +110,11 @@ macro_rules! with_streams {
             }
 
             #[test]
+            fn memory_of_the_host_goes_without_waiting_for_work() {
+                $runner.iter().for_each(gpu::memory_of_the_host_goes_without_waiting_for_work);
+            }
+
+            #[test]
             fn shared_memory_is_one_memory_and_knows_its_size() {
                 $runner.iter().for_each(gpu::shared_memory_is_one_memory_and_knows_its_size);
             }
