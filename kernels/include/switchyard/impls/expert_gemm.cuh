@@ -420,8 +420,13 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                 const uint32_t rows =
                     ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
                 const uint32_t weights = ptx::wgmma_operand(ring.weights());
-                // Of this thread's two tokens, by the two scales of weights.
-                float scale[2][2];
+                // Of this thread's two tokens, by the two scales of weights. Read before the
+                // turn: behind the first product, the compiler lets the others wait for them.
+                const float low = ptx::ld_shared_f32(ring.scales() + my_row * 4);
+                const float high = ptx::ld_shared_f32(ring.scales() + my_row * 4 + 32);
+                const float2 of_weights = ptx::ld_shared_f32x2(ring.weight_scales());
+                const float scale[2][2] = {{low * of_weights.x, low * of_weights.y},
+                                           {high * of_weights.x, high * of_weights.y}};
 #pragma unroll
                 for (uint32_t half = 0; half < 2; ++half) {
                     float part[64];
@@ -436,16 +441,6 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                             ptx::wgmma_commit();
                     }
                     ptx::wgmma_commit();
-                    if (half == 0) {
-                        // While the matrix units work.
-                        const float low = ptx::ld_shared_f32(ring.scales() + my_row * 4);
-                        const float high = ptx::ld_shared_f32(ring.scales() + my_row * 4 + 32);
-                        const float2 of_weights = ptx::ld_shared_f32x2(ring.weight_scales());
-                        scale[0][0] = low * of_weights.x;
-                        scale[0][1] = low * of_weights.y;
-                        scale[1][0] = high * of_weights.x;
-                        scale[1][1] = high * of_weights.y;
-                    }
                     // The other's turn begins with the last of these products.
                     ptx::wgmma_wait<1>();
                     ptx::bar_arrive(kTurnBarrier + 1 - group_idx, 256);
@@ -523,7 +518,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
             gemm.fetch();
     } else {
         ptx::setmaxnreg_inc<224>();
-        gemm.multiply(threadIdx.x / 128 - 1);
+        // From one lane, so that the compiler knows it to be the same in all.
+        gemm.multiply(__shfl_sync(kFullWarp, threadIdx.x / 128 - 1, 0));
     }
 #else
     ptx::griddepcontrol_wait();
