@@ -1,12 +1,13 @@
 //! After warm-up a call allocates nothing on the caller's thread.
 
 mod client_common;
+#[path = "../../tests/src/counting.rs"]
 mod counting;
 
 use std::time::Duration;
 
 use client_common::{Fleet, Request, poisoned, seeded};
-use counting::ALLOCATIONS;
+use counting::THREAD_ALLOCATIONS;
 use p2p_core::SlotConfig;
 
 #[test]
@@ -30,9 +31,9 @@ fn a_call_allocates_nothing_after_warm_up() {
     for _ in 0..3 {
         round();
     }
-    let before = ALLOCATIONS.get();
+    let before = THREAD_ALLOCATIONS.get();
     for _ in 0..5 {
         round();
     }
-    assert_eq!(ALLOCATIONS.get() - before, 0, "allocations in 60 calls");
+    assert_eq!(THREAD_ALLOCATIONS.get() - before, 0, "allocations in 60 calls");
 }

@@ -1,6 +1,7 @@
 //! After warm-up a call on a GPU allocates nothing on the caller's thread.
 
 mod client_common;
+#[path = "../../tests/src/counting.rs"]
 mod counting;
 #[path = "device/rig.rs"]
 #[allow(dead_code, reason = "this binary uses a part")]
@@ -12,7 +13,7 @@ mod skip;
 mod stopped;
 
 use client_common::{Request, seeded};
-use counting::ALLOCATIONS;
+use counting::THREAD_ALLOCATIONS;
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 use rig::{Fleet, Tensors, check, soon};
@@ -46,10 +47,10 @@ fn calls_and_replays_on_a_gpu_allocate_nothing_after_warm_up() {
     let is_emulated = matches!(client.gpu().name(), DeviceName::Emulated(_));
     let count = |what: &str, launches: usize, call: &mut dyn FnMut()| {
         (0..3).for_each(|_| call());
-        let before = ALLOCATIONS.get();
+        let before = THREAD_ALLOCATIONS.get();
         (0..CALLS).for_each(|_| call());
         let expected = if is_emulated { CALLS * launches } else { 0 };
-        assert_eq!(ALLOCATIONS.get() - before, expected, "{what}");
+        assert_eq!(THREAD_ALLOCATIONS.get() - before, expected, "{what}");
     };
     count("replays", 0, &mut || {
         client.replay(&stream, &graph).expect("replayed");

@@ -1,35 +1,11 @@
 //! Routing allocates nothing once its workspace is warm. One test per binary: it owns the
 //! allocator.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
+#[path = "../../tests/src/counting.rs"]
+mod counting;
 
 use attention_client::{Router, RouterWorkspace};
-
-thread_local! {
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-}
-
-/// Counts the allocations of each thread.
-struct Counting;
-
-// SAFETY: every call goes to the system allocator unchanged; the counter is a plain cell in
-// thread-local storage without a destructor, which itself never allocates.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`; `ptr` came from `System`.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
+use counting::THREAD_ALLOCATIONS;
 
 #[test]
 fn routing_allocates_nothing_when_warm() {
@@ -43,11 +19,11 @@ fn routing_allocates_nothing_when_warm() {
     let (mut idx, mut weights) = (vec![-1; 64 * 8], vec![0.0; 64 * 8]);
     for router in &routers {
         let mut workspace = RouterWorkspace::default();
-        let before = ALLOCATIONS.get();
+        let before = THREAD_ALLOCATIONS.get();
         router.route(&logits[..256], &mut workspace, &mut idx[..8], &mut weights[..8]).unwrap();
-        assert!(ALLOCATIONS.get() > before, "the counter counts");
-        let before = ALLOCATIONS.get();
+        assert!(THREAD_ALLOCATIONS.get() > before, "the counter counts");
+        let before = THREAD_ALLOCATIONS.get();
         router.route(&logits, &mut workspace, &mut idx, &mut weights).unwrap();
-        assert_eq!(ALLOCATIONS.get(), before);
+        assert_eq!(THREAD_ALLOCATIONS.get(), before);
     }
 }

@@ -1,8 +1,7 @@
 //! The data loop allocates nothing once its buffers have grown. The counting allocator counts for the
 //! whole process, so this test has a binary of its own and a client that allocates nothing either.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use expert_server::Limits;
 use p2p_core::SlotConfig;
@@ -12,35 +11,11 @@ use protocol::{
 };
 
 mod common;
+#[path = "../../tests/src/counting.rs"]
+mod counting;
 
 use common::{Reference, Rig};
-
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call is passed on to the system's allocator unchanged; counting touches no memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.realloc(ptr, layout, new_size) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
+use counting::PROCESS_ALLOCATIONS;
 
 #[test]
 fn the_data_loop_allocates_nothing_after_its_first_rounds() {
@@ -119,9 +94,9 @@ fn the_data_loop_allocates_nothing_after_its_first_rounds() {
         client.channel.release().expect("released");
     };
     (0..200).for_each(&mut round);
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = PROCESS_ALLOCATIONS.load(Ordering::Relaxed);
     (200..1200).for_each(&mut round);
-    let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+    let allocations = PROCESS_ALLOCATIONS.load(Ordering::Relaxed) - before;
     assert_eq!(allocations, 0, "allocations in 1000 rounds after the warm-up");
     rig.stop();
 }

@@ -1,34 +1,16 @@
 //! A batch of a size seen before allocates nothing, on any thread.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+#[path = "../../tests/src/counting.rs"]
+mod counting;
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use counting::PROCESS_ALLOCATIONS;
 use expert_server::compute::{
     ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts, Weight, WeightBytes,
     WeightDtype,
 };
-
-struct Counting;
-
-static NUM_ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: forwards to the system allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        NUM_ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as promised by the caller.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: as promised by the caller.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn the_second_batch_allocates_nothing() {
@@ -62,10 +44,10 @@ fn the_second_batch_allocates_nothing() {
     for _ in 0..3 {
         pool.run(&experts, &full, &mut out, &mut || {}).unwrap();
     }
-    let before = NUM_ALLOCATIONS.load(Ordering::Relaxed);
+    let before = PROCESS_ALLOCATIONS.load(Ordering::Relaxed);
     for _ in 0..100 {
         pool.run(&experts, &full, &mut out, &mut || {}).unwrap();
         pool.run(&experts, &small, &mut out, &mut || {}).unwrap();
     }
-    assert_eq!(NUM_ALLOCATIONS.load(Ordering::Relaxed) - before, 0);
+    assert_eq!(PROCESS_ALLOCATIONS.load(Ordering::Relaxed) - before, 0);
 }

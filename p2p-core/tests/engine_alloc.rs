@@ -3,44 +3,19 @@
 //! own. What libfabric allocates is the C library's and is not counted.
 #![cfg(not(loom))]
 
+#[path = "../../tests/src/counting.rs"]
+mod counting;
 #[path = "../../tests/src/skip.rs"]
 mod skip;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::net::Ipv4Addr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use counting::PROCESS_ALLOCATIONS;
 use p2p_core::engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, Span, open_fabric,
 };
-
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call is passed on to the system's allocator unchanged; counting touches no memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.realloc(ptr, layout, new_size) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 /// Short, announced, and beyond what goes without credit.
 const SIZES: [u64; 4] = [0, 100, 60_000, 3 << 20];
@@ -58,9 +33,9 @@ fn transfers_allocate_nothing_after_warm_up() {
         let Some(rig) = Rig::start(transport) else { continue };
         let mut per_batch = Vec::new();
         loop {
-            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            let before = PROCESS_ALLOCATIONS.load(Ordering::Relaxed);
             (0..ROUNDS_OF_A_BATCH).for_each(|_| rig.round());
-            per_batch.push(ALLOCATIONS.load(Ordering::Relaxed) - before);
+            per_batch.push(PROCESS_ALLOCATIONS.load(Ordering::Relaxed) - before);
             if per_batch.last() == Some(&0) {
                 break;
             }

@@ -3,44 +3,19 @@
 //! its own. What libfabric allocates is the C library's and is not counted.
 #![cfg(all(feature = "libfabric", not(loom)))]
 
+#[path = "../../tests/src/counting.rs"]
+mod counting;
 #[path = "../../tests/src/skip.rs"]
 mod skip;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use counting::PROCESS_ALLOCATIONS;
 use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, Route};
 use p2p_core::{AnyEndpoint, Channel, SlotConfig, SlotKey, SlotLayout};
-
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call is passed on to the system's allocator unchanged; counting touches no memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promises are the callee's.
-        unsafe { System.realloc(ptr, layout, new_size) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 /// In messages, and by a write with a message behind it.
 const SIZES: [usize; 3] = [8, 3000, 200_000];
@@ -95,11 +70,11 @@ impl Rig {
 
     /// How often memory was allocated meanwhile.
     fn rounds(&mut self, num_rounds: usize) -> u64 {
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        let before = PROCESS_ALLOCATIONS.load(Ordering::Relaxed);
         for _ in 0..num_rounds {
             round(&mut self.near, &mut self.far, &self.bytes, &mut self.found);
         }
-        ALLOCATIONS.load(Ordering::Relaxed) - before
+        PROCESS_ALLOCATIONS.load(Ordering::Relaxed) - before
     }
 
     /// Within one process the library follows pointers into endpoints of `shm` that were closed: they stay,

@@ -1,41 +1,16 @@
 //! Once scratch memory has grown, encoding and decoding allocate nothing.
 
 mod common;
-
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
+#[path = "../../tests/src/counting.rs"]
+mod counting;
 
 use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, fresh_rng};
+use counting::THREAD_ALLOCATIONS;
 use protocol::{
     DispatchScratch, ErrorCode, Response, ResponseScratch, WireDtype, decode_dispatch,
     decode_response, encode_combine, encode_dispatch, encode_error,
 };
-
-/// Counts the allocations of each thread.
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: every call goes to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // A thread that is ending has no counter any more.
-        let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 #[test]
 fn frames_are_written_and_read_without_allocating() {
@@ -72,11 +47,11 @@ fn frames_are_written_and_read_without_allocating() {
             assert!(matches!(response, Ok(Response::Error(_))));
         };
         round();
-        let before = ALLOCATIONS.get();
+        let before = THREAD_ALLOCATIONS.get();
         for _ in 0..100 {
             round();
         }
-        assert_eq!(ALLOCATIONS.get() - before, 0, "{dtype}");
+        assert_eq!(THREAD_ALLOCATIONS.get() - before, 0, "{dtype}");
     }
-    assert!(ALLOCATIONS.get() > 0, "the counter counts");
+    assert!(THREAD_ALLOCATIONS.get() > 0, "the counter counts");
 }
