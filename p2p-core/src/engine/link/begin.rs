@@ -53,15 +53,8 @@ impl<H: Memory> Link<H> {
         local: Local<H>,
         remote: RemoteSegment,
     ) {
-        let Some(idx) = self.admit(port, Kind::Write, transfer, deadline_ns, Some(local)) else {
-            return;
-        };
-        let op = self.op(idx);
-        op.remote = Some(remote);
-        if op.total == 0 {
-            return self.end(port, idx, Ok(0));
-        }
-        self.to_admit.push_back(idx);
+        let idx = self.admit_one_sided(port, Kind::Write, transfer, deadline_ns, local, remote);
+        self.to_admit.extend(idx);
     }
 
     /// A one-sided read.
@@ -73,15 +66,28 @@ impl<H: Memory> Link<H> {
         local: Local<H>,
         remote: RemoteSegment,
     ) {
-        let Some(idx) = self.admit(port, Kind::Read, transfer, deadline_ns, Some(local)) else {
-            return;
-        };
+        let idx = self.admit_one_sided(port, Kind::Read, transfer, deadline_ns, local, remote);
+        self.to_pull.extend(idx);
+    }
+
+    /// `None` where it has ended already: also when there is nothing to move.
+    fn admit_one_sided(
+        &mut self,
+        port: &mut impl Port,
+        kind: Kind,
+        transfer: u32,
+        deadline_ns: u64,
+        local: Local<H>,
+        remote: RemoteSegment,
+    ) -> Option<u32> {
+        let idx = self.admit(port, kind, transfer, deadline_ns, Some(local))?;
         let op = self.op(idx);
         op.remote = Some(remote);
         if op.total == 0 {
-            return self.end(port, idx, Ok(0));
+            self.end(port, idx, Ok(0));
+            return None;
         }
-        self.to_pull.push_back(idx);
+        Some(idx)
     }
 
     pub(super) fn admit(

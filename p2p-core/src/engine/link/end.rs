@@ -1,5 +1,7 @@
 //! How operations end that nobody has brought to an end: at their deadlines, or with the connection.
 
+use std::collections::VecDeque;
+
 use super::{CloseReason, Kind, Link, Memory, Port, Stage, TransferError};
 use crate::engine::wire::{Frame, Outcome};
 
@@ -67,15 +69,7 @@ impl<H: Memory> Link<H> {
             return;
         }
         self.closed = Some(reason.clone());
-        for queue in [
-            &mut self.to_send,
-            &mut self.posted,
-            &mut self.to_admit,
-            &mut self.unscheduled,
-            &mut self.scheduled,
-            &mut self.to_pull,
-            &mut self.pulling,
-        ] {
+        for queue in self.queues() {
             queue.clear();
         }
         self.eager_sent.clear();
@@ -96,7 +90,15 @@ impl<H: Memory> Link<H> {
 
     /// Takes an operation out of every queue.
     pub(super) fn unqueue(&mut self, idx: u32) {
-        for queue in [
+        for queue in self.queues() {
+            queue.retain(|other| *other != idx);
+        }
+        self.notices.unqueue(idx);
+    }
+
+    /// Every queue of operations, but for notifications.
+    fn queues(&mut self) -> [&mut VecDeque<u32>; 7] {
+        [
             &mut self.to_send,
             &mut self.posted,
             &mut self.to_admit,
@@ -104,9 +106,6 @@ impl<H: Memory> Link<H> {
             &mut self.scheduled,
             &mut self.to_pull,
             &mut self.pulling,
-        ] {
-            queue.retain(|other| *other != idx);
-        }
-        self.notices.unqueue(idx);
+        ]
     }
 }

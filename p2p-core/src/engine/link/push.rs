@@ -1,5 +1,7 @@
 //! Bytes that go by the fabric.
 
+use std::collections::VecDeque;
+
 use super::{Kind, Link, MAX_IN_FLIGHT, Memory, Port, Stage, Tag, TransferError};
 use crate::credit::{Admission, Credit, Event};
 use crate::endpoint::PostError;
@@ -61,20 +63,8 @@ impl<H: Memory> Link<H> {
             self.op(idx).stage = Stage::Moving;
             self.to_admit.pop_front();
         }
-        while let Some(&idx) = self.unscheduled.front() {
-            if !self.post(port, idx) {
-                break;
-            }
-            self.unscheduled.pop_front();
-            self.settle(port, idx);
-        }
-        while let Some(&idx) = self.scheduled.front() {
-            if !self.post(port, idx) {
-                break;
-            }
-            self.scheduled.pop_front();
-            self.settle(port, idx);
-        }
+        self.post_queue(port, |link| &mut link.unscheduled);
+        self.post_queue(port, |link| &mut link.scheduled);
     }
 
     /// The same for reads.
@@ -90,13 +80,7 @@ impl<H: Memory> Link<H> {
             self.pulling.push_back(idx);
         }
         self.tell_pulls(port);
-        while let Some(&idx) = self.pulling.front() {
-            if !self.post(port, idx) {
-                break;
-            }
-            self.pulling.pop_front();
-            self.settle(port, idx);
-        }
+        self.post_queue(port, |link| &mut link.pulling);
         // A failure takes back what was announced.
         self.tell_pulls(port);
     }
@@ -167,6 +151,21 @@ impl<H: Memory> Link<H> {
             let _ = credit.withdraw(rest);
         } else {
             self.arrived.1 += rest;
+        }
+    }
+
+    /// Gives the operations of a queue to the fabric, until one has to wait.
+    fn post_queue(
+        &mut self,
+        port: &mut impl Port,
+        queue: impl Fn(&mut Self) -> &mut VecDeque<u32>,
+    ) {
+        while let Some(&idx) = queue(self).front() {
+            if !self.post(port, idx) {
+                break;
+            }
+            queue(self).pop_front();
+            self.settle(port, idx);
         }
     }
 
