@@ -1,0 +1,142 @@
+//! What drivers must not do, and how control operations are refused.
+
+use thiserror::Error;
+
+use crate::memory::SegmentError;
+
+/// What a driver must not do.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// A request's index is not its place in the queue.
+    #[error("queue pair {qpn:#x}: the request at block {position} has index {found:#06x}")]
+    Index {
+        /// Queue pair.
+        qpn: u32,
+        /// Where it stands, in blocks since reset.
+        position: u64,
+        /// What it says.
+        found: u16,
+    },
+    /// A request or doorbell names another queue pair.
+    #[error("queue pair {qpn:#x}: {what} names queue pair {found:#x}")]
+    QueuePair {
+        /// Queue pair.
+        qpn: u32,
+        /// Request or doorbell.
+        what: &'static str,
+        /// What it says.
+        found: u32,
+    },
+    /// The doorbell record is behind the doorbell.
+    #[error("queue pair {qpn:#x}: the doorbell says {doorbell:#06x}, its record {record:#06x}")]
+    StaleRecord {
+        /// Queue pair.
+        qpn: u32,
+        /// End in the register.
+        doorbell: u16,
+        /// End in the record.
+        record: u16,
+    },
+    /// More is posted than the queue has room for: something was overwritten.
+    #[error(
+        "queue pair {qpn:#x}: {outstanding} blocks are posted and not reported complete, in a queue of {depth}"
+    )]
+    Overrun {
+        /// Queue pair.
+        qpn: u32,
+        /// Blocks.
+        outstanding: u64,
+        /// Blocks of the queue.
+        depth: u32,
+    },
+    /// A doorbell goes back.
+    #[error("queue pair {qpn:#x}: the doorbell went from {from:#06x} back to {to:#06x}")]
+    Backwards {
+        /// Queue pair.
+        qpn: u32,
+        /// End before.
+        from: u16,
+        /// End now.
+        to: u16,
+    },
+    /// A request that cannot be read, or has reserved bits set.
+    #[error("queue pair {qpn:#x}: request at block {position}: {detail}")]
+    Malformed {
+        /// Queue pair.
+        qpn: u32,
+        /// Where it stands.
+        position: u64,
+        /// What is wrong.
+        detail: String,
+    },
+    /// A completion found no room, because consumed ones were not given back.
+    #[error("queue pair {qpn:#x}: its completion queue of {depth} is full")]
+    CompletionOverrun {
+        /// Queue pair.
+        qpn: u32,
+        /// Completions.
+        depth: u32,
+    },
+}
+
+/// A control operation was refused.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// There is none with this number.
+    #[error("there is no {what} {number:#x}")]
+    Unknown {
+        /// What.
+        what: &'static str,
+        /// Number given.
+        number: u32,
+    },
+    /// A table is full.
+    #[error("all {max} {what} are in use")]
+    Full {
+        /// What.
+        what: &'static str,
+        /// How many there are.
+        max: usize,
+    },
+    /// Memory given does not hold what it should.
+    #[error("{what}: {bytes} bytes at offset {offset} do not fit the region, or are misaligned")]
+    Placement {
+        /// For what.
+        what: &'static str,
+        /// Offset given.
+        offset: usize,
+        /// Bytes needed.
+        bytes: usize,
+    },
+    /// A depth that no queue can have.
+    #[error("{what} of depth {found}: expected a power of two from {min} to {max}")]
+    Depth {
+        /// Which queue.
+        what: &'static str,
+        /// Depth given.
+        found: u32,
+        /// Least.
+        min: u32,
+        /// Most.
+        max: u32,
+    },
+    /// A queue pair still has its completions there.
+    #[error("completion queue {cq:#x} is used by queue pair {qpn:#x}: destroy that first")]
+    CompletionsInUse {
+        /// Completion queue.
+        cq: u32,
+        /// One of its queue pairs.
+        qpn: u32,
+    },
+    /// A peer is still in the middle of an access to memory whose key is revoked.
+    #[error("key {lkey:#x} is revoked, but an access to its memory does not end; do not reuse it")]
+    InUse {
+        /// Key.
+        lkey: u32,
+    },
+    /// Shared memory failed, or the peer's NIC is not there.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+}

@@ -1,0 +1,75 @@
+//! Faults that are made on purpose.
+
+use std::ops::Range;
+
+use super::{ControlError, Nic};
+use crate::format::Syndrome;
+
+/// Something to go wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// The `nth` request from the next one on fails; 0 is the next.
+    Fail {
+        /// Queue pair.
+        qpn: u32,
+        /// Requests before it.
+        nth: u64,
+        /// How.
+        syndrome: Syndrome,
+    },
+    /// Requests to these addresses of the peer fail.
+    FailRange {
+        /// Queue pair.
+        qpn: u32,
+        /// Addresses.
+        addresses: Range<u64>,
+        /// How.
+        syndrome: Syndrome,
+    },
+    /// Doorbells do not reach the NIC.
+    DropDoorbells {
+        /// Queue pair.
+        qpn: u32,
+        /// How many.
+        num: u32,
+    },
+    /// The queue pair does nothing until resumed.
+    Stall {
+        /// Queue pair.
+        qpn: u32,
+    },
+    /// Ends a stall.
+    Resume {
+        /// Queue pair.
+        qpn: u32,
+    },
+    /// Nobody answers any more.
+    Disconnect {
+        /// Queue pair.
+        qpn: u32,
+    },
+}
+
+impl Nic {
+    /// Makes something go wrong.
+    ///
+    /// # Errors
+    /// [`ControlError::Unknown`].
+    pub fn inject(&mut self, fault: Fault) -> Result<(), ControlError> {
+        match fault {
+            Fault::Fail { qpn, nth, syndrome } => {
+                let qp = self.qp(qpn)?;
+                qp.failures.push((qp.num_requests + nth, syndrome));
+            }
+            Fault::FailRange { qpn, addresses, syndrome } => {
+                self.qp(qpn)?.failing_ranges.push((addresses, syndrome));
+            }
+            Fault::DropDoorbells { qpn, num } => self.qp(qpn)?.num_dropped = num,
+            Fault::Stall { qpn } => self.qp(qpn)?.is_stalled = true,
+            Fault::Resume { qpn } => self.qp(qpn)?.is_stalled = false,
+            Fault::Disconnect { qpn } => self.qp(qpn)?.remote = None,
+        }
+        Ok(())
+    }
+}
