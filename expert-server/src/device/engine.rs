@@ -9,21 +9,19 @@
 //! What kernels read as tables changes only between batches: the thread lets those under way end, which
 //! takes as long as the wait for a frame at most when nothing comes, changes the tables, and goes on.
 
+mod faults;
+mod memory;
+
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bytemuck::Zeroable;
-use kernels::abi::{
-    Batch, CONTROL_BYTES, ClientPeer, FrameGeometry, LayerWeights, MAX_PEERS, ServerState,
-    WORD_STATUS_OFFSET,
-};
-use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError, Stream};
-use p2p_core::slot::CONTROL_STRIDE;
-use protocol::ErrorCode;
+use kernels::abi::Batch;
+use kernels::gpu::{DeviceName, Gpu, GpuError, Stream};
 
-use super::context::{Context, GraphKey, Shared};
+use self::memory::Memory;
+use super::context::{Context, GraphKey};
 use super::error::KernelFault;
 use super::gather::Gathering;
 use super::plan::DevicePlan;
@@ -69,19 +67,6 @@ pub(super) struct Engine {
     last_work: Instant,
     last_progress: Instant,
     is_stopped: bool,
-}
-
-/// Tables and state in GPU memory, with their copies in host memory.
-#[derive(Debug)]
-struct Memory {
-    state: GpuBuffer,
-    clients: GpuBuffer,
-    local_expert: GpuBuffer,
-    layers: GpuBuffer,
-    /// Where tables are put together, and where the state is read.
-    staging: GpuBuffer,
-    /// Batches that have begun, read while others are under way.
-    num_begun: GpuBuffer,
 }
 
 impl Engine {
@@ -389,59 +374,6 @@ impl Engine {
         }
     }
 
-    /// Reads what kernels found wrong, counts it, and lets them report again. No batch is under way.
-    fn look_at_fault(&mut self) -> Result<(), DataError> {
-        self.has_fault = false;
-        let state = self.memory.take_fault(&self.control)?;
-        let mut num_refused = state.num_refused.saturating_sub(self.num_refused);
-        self.num_refused = state.num_refused;
-        self.metrics.frames_in.inc_by(num_refused);
-        let told = KernelFault::of(&state.error);
-        match told {
-            Some(fault @ KernelFault::Other { .. }) => {
-                tracing::error!(%fault, "a kernel reported an error");
-            }
-            // Whoever does so again and again is named and dropped below.
-            Some(fault @ KernelFault::Withheld { .. }) => {
-                tracing::debug!(%fault, "a frame is late")
-            }
-            _ => {}
-        }
-        // Kernels keep the first error only, but each client was told of each of its own.
-        let max_bad_frames = self.config.limits.max_bad_frames;
-        for (idx, taken) in state.taken.into_iter().enumerate() {
-            let Some(seat) = self.seats.get_mut(idx) else { continue };
-            let refusals = match (seat.is_remote(), told) {
-                (false, _) => {
-                    self.memory.refusals(&self.control, &self.plan.geometry, seat, taken)?
-                }
-                // What such a client was told lies on its host. The first of its faults is known here.
-                (true, Some(KernelFault::Refused { seat, frame, code }))
-                    if seat as usize == idx =>
-                {
-                    vec![(code, frame)]
-                }
-                (true, _) => Vec::new(),
-            };
-            for fault in refusals {
-                num_refused = num_refused.saturating_sub(1);
-                self.metrics.count_bad_frame(fault.0);
-                // Within the host rows follow their header at once; over a network something may lie between.
-                let is_withheld = fault.0 == ErrorCode::Internal && !seat.is_remote();
-                if is_malformed(fault.0) || is_withheld {
-                    let (seat_idx, frame) = (idx as u32, fault.1);
-                    let fault = KernelFault::Refused { seat: seat_idx, frame, code: fault.0 };
-                    seat.count_bad_frame(max_bad_frames, &fault);
-                }
-            }
-        }
-        // A client that overwrites what it was told hides its codes, not their number.
-        for _ in 0..num_refused {
-            self.metrics.count_bad_frame(ErrorCode::Other(0));
-        }
-        Ok(())
-    }
-
     /// Tells clients that wait while a long batch computes that the server is alive.
     fn show_progress(&mut self, now: Instant) -> Result<(), DataError> {
         if now - self.last_progress < PROGRESS_PERIOD {
@@ -527,148 +459,6 @@ impl Drop for Engine {
     }
 }
 
-impl Memory {
-    fn new(gpu: &Gpu, plan: &DevicePlan) -> Result<Self, GpuError> {
-        let places = u64::from(plan.num_layers) * u64::from(plan.num_experts) * 2;
-        let layers = u64::from(plan.num_layers) * size_of::<LayerWeights>() as u64;
-        let clients = (MAX_PEERS * size_of::<ClientPeer>()) as u64;
-        Ok(Self {
-            state: gpu.alloc(size_of::<ServerState>() as u64)?,
-            clients: gpu.alloc(clients)?,
-            local_expert: gpu.alloc(places)?,
-            layers: gpu.alloc(layers)?,
-            staging: gpu.alloc_host(places.max(layers).max(clients).max(4096))?,
-            num_begun: gpu.alloc_host(size_of::<u64>() as u64)?,
-        })
-    }
-
-    fn shared(&self, board: &SeatBoard, weights_dtype: u32) -> Shared {
-        Shared {
-            state: self.state.ptr(),
-            clients: self.clients.ptr(),
-            local_expert: self.local_expert.ptr(),
-            layers: self.layers.ptr(),
-            abort_mask: board.mask_ptr(),
-            weights_dtype,
-        }
-    }
-
-    fn write_clients(&self, control: &Stream, table: &[ClientPeer]) -> Result<(), GpuError> {
-        self.write(control, &self.clients, bytemuck::cast_slice(table))
-    }
-
-    fn write_tables(
-        &self,
-        control: &Stream,
-        plan: &DevicePlan,
-        store: &DeviceStore,
-        tables: &Tables,
-    ) -> Result<(), GpuError> {
-        let places = tables.places(plan.num_experts as usize);
-        self.write(control, &self.local_expert, bytemuck::cast_slice(&places))?;
-        let weights = store.layer_weights(tables)?;
-        self.write(control, &self.layers, bytemuck::cast_slice(&weights))
-    }
-
-    /// A seat's next frame is number 1.
-    fn forget_client(&self, control: &Stream, seat: usize) -> Result<(), GpuError> {
-        let offset = std::mem::offset_of!(ServerState, taken) + seat * 8;
-        let word = self.state.at(offset as u64, 8)?;
-        // SAFETY: within the state, which no kernel uses now.
-        unsafe { control.fill(word, 0, 8)? };
-        control.wait(Instant::now() + BATCH_LIMIT)
-    }
-
-    /// Has the number of batches that have begun copied to the host, behind what `control` has.
-    fn ask_num_begun(&self, control: &Stream) -> Result<(), GpuError> {
-        let offset = std::mem::offset_of!(ServerState, num_batches) as u64;
-        let bytes = self.num_begun.len().min(size_of::<u64>() as u64);
-        // SAFETY: both have these bytes, and the host looks at its own only when `control` is done. A kernel
-        // may count meanwhile: a word is copied whole.
-        unsafe { control.copy(self.num_begun.ptr(), self.state.at(offset, bytes)?, bytes) }
-    }
-
-    /// What was copied last. Nothing is being copied.
-    fn num_begun(&self) -> u64 {
-        let host = self.num_begun.host();
-        // SAFETY: page-locked memory of this size, aligned; the copy into it has ended.
-        host.map_or(0, |host| unsafe { host.cast::<u64>().read_volatile() })
-    }
-
-    /// The state, whose error is cleared.
-    fn take_fault(&self, control: &Stream) -> Result<ServerState, GpuError> {
-        let bytes = size_of::<ServerState>() as u64;
-        let offset = std::mem::offset_of!(ServerState, error) as u64;
-        let error = self.state.at(offset, bytes - offset)?;
-        // SAFETY: both have these bytes; no kernel uses the state now, and nobody the staging memory.
-        unsafe {
-            control.copy(self.staging.ptr(), self.state.ptr(), bytes)?;
-            control.fill(error, 0, bytes - offset)?;
-        }
-        control.wait(Instant::now() + BATCH_LIMIT)?;
-        let Some(host) = self.staging.host() else { return Ok(ServerState::zeroed()) };
-        // SAFETY: the copy has ended.
-        Ok(unsafe { host.as_ptr().cast::<ServerState>().read_unaligned() })
-    }
-
-    /// Frames of a client that were refused since the last call, as far back as its ring goes: code and
-    /// number. The words are in the client's memory, which may be gone or overwritten by now.
-    fn refusals(
-        &self,
-        control: &Stream,
-        geometry: &FrameGeometry,
-        seat: &mut Seat,
-        taken: u64,
-    ) -> Result<Vec<(ErrorCode, u64)>, GpuError> {
-        let first = seat.judged.max(taken.saturating_sub(geometry.num_frames.into())) + 1;
-        seat.judged = taken;
-        if first > taken {
-            return Ok(Vec::new());
-        }
-        let tail = seat.slots.pair.peer().add(geometry.response_control_offset);
-        // SAFETY: the tail of the client's slot, which is mapped; nobody uses the staging memory.
-        unsafe { control.copy(self.staging.ptr(), tail, CONTROL_BYTES)? };
-        control.wait(Instant::now() + BATCH_LIMIT)?;
-        let Some(host) = self.staging.host() else { return Ok(Vec::new()) };
-        let word_of = |number: u64| {
-            let place = number % u64::from(geometry.num_frames);
-            let offset = WORD_STATUS_OFFSET + place * CONTROL_STRIDE as u64;
-            // SAFETY: within the tail; the copy has ended.
-            unsafe { host.as_ptr().add(offset as usize).cast::<u64>().read_unaligned() }
-        };
-        let refused = (first..=taken).filter_map(|number| {
-            let word = word_of(number);
-            let code = ErrorCode::from_u32(word as u32 & 0xffff);
-            (word >> STATUS_SHIFT == number).then_some((code, number))
-        });
-        Ok(refused.collect())
-    }
-
-    /// Writes a table, and waits for it.
-    fn write(&self, control: &Stream, to: &GpuBuffer, bytes: &[u8]) -> Result<(), GpuError> {
-        let len = bytes.len() as u64;
-        let (to, from) = (to.at(0, len)?, self.staging.at(0, len)?);
-        if let Some(host) = self.staging.host() {
-            // SAFETY: as many bytes, as checked; no copy uses them, as each is waited for.
-            unsafe { host.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        }
-        // SAFETY: both ranges were checked, and nobody uses them now.
-        unsafe { control.copy(to, from, len)? };
-        control.wait(Instant::now() + BATCH_LIMIT)
-    }
-}
-
-/// Whether only a broken or hostile client sends such a frame.
-const fn is_malformed(code: ErrorCode) -> bool {
-    matches!(
-        code,
-        ErrorCode::BadFrame
-            | ErrorCode::UnknownExpert
-            | ErrorCode::WrongLayer
-            | ErrorCode::StaleChannel
-    )
-}
-
 /// Row counts for which graphs are recorded, besides the largest.
 const BUCKETS: [u32; 5] = [32, 128, 512, 2048, 8192];
 /// Batches that the choice of a bucket looks back on.
@@ -685,8 +475,6 @@ const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
 /// Nothing that a GPU in order does takes as long.
 const BATCH_LIMIT: Duration = Duration::from_secs(30);
 const DROP_LIMIT: Duration = Duration::from_secs(10);
-/// A status word is `number << STATUS_SHIFT | code`.
-const STATUS_SHIFT: u32 = 16;
 /// Bytes of a frame's header, and of a row's flag.
 const HEADER_BYTES: u64 = 128;
 const FLAG_BYTES: u64 = 8;

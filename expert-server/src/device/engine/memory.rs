@@ -1,0 +1,169 @@
+//! Tables and state in GPU memory, written and read between batches.
+
+use std::time::Instant;
+
+use bytemuck::Zeroable;
+use kernels::abi::{
+    CONTROL_BYTES, ClientPeer, FrameGeometry, LayerWeights, MAX_PEERS, ServerState,
+    WORD_STATUS_OFFSET,
+};
+use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
+use p2p_core::slot::CONTROL_STRIDE;
+use protocol::ErrorCode;
+
+use super::BATCH_LIMIT;
+use crate::device::context::Shared;
+use crate::device::plan::DevicePlan;
+use crate::device::seats::{Seat, SeatBoard};
+use crate::device::store::{DeviceStore, Tables};
+
+/// Tables and state in GPU memory, with their copies in host memory.
+#[derive(Debug)]
+pub(super) struct Memory {
+    state: GpuBuffer,
+    clients: GpuBuffer,
+    local_expert: GpuBuffer,
+    layers: GpuBuffer,
+    /// Where tables are put together, and where the state is read.
+    staging: GpuBuffer,
+    /// Batches that have begun, read while others are under way.
+    num_begun: GpuBuffer,
+}
+
+impl Memory {
+    pub(super) fn new(gpu: &Gpu, plan: &DevicePlan) -> Result<Self, GpuError> {
+        let places = u64::from(plan.num_layers) * u64::from(plan.num_experts) * 2;
+        let layers = u64::from(plan.num_layers) * size_of::<LayerWeights>() as u64;
+        let clients = (MAX_PEERS * size_of::<ClientPeer>()) as u64;
+        Ok(Self {
+            state: gpu.alloc(size_of::<ServerState>() as u64)?,
+            clients: gpu.alloc(clients)?,
+            local_expert: gpu.alloc(places)?,
+            layers: gpu.alloc(layers)?,
+            staging: gpu.alloc_host(places.max(layers).max(clients).max(4096))?,
+            num_begun: gpu.alloc_host(size_of::<u64>() as u64)?,
+        })
+    }
+
+    pub(super) fn shared(&self, board: &SeatBoard, weights_dtype: u32) -> Shared {
+        Shared {
+            state: self.state.ptr(),
+            clients: self.clients.ptr(),
+            local_expert: self.local_expert.ptr(),
+            layers: self.layers.ptr(),
+            abort_mask: board.mask_ptr(),
+            weights_dtype,
+        }
+    }
+
+    pub(super) fn write_clients(
+        &self,
+        control: &Stream,
+        table: &[ClientPeer],
+    ) -> Result<(), GpuError> {
+        self.write(control, &self.clients, bytemuck::cast_slice(table))
+    }
+
+    pub(super) fn write_tables(
+        &self,
+        control: &Stream,
+        plan: &DevicePlan,
+        store: &DeviceStore,
+        tables: &Tables,
+    ) -> Result<(), GpuError> {
+        let places = tables.places(plan.num_experts as usize);
+        self.write(control, &self.local_expert, bytemuck::cast_slice(&places))?;
+        let weights = store.layer_weights(tables)?;
+        self.write(control, &self.layers, bytemuck::cast_slice(&weights))
+    }
+
+    /// A seat's next frame is number 1.
+    pub(super) fn forget_client(&self, control: &Stream, seat: usize) -> Result<(), GpuError> {
+        let offset = std::mem::offset_of!(ServerState, taken) + seat * 8;
+        let word = self.state.at(offset as u64, 8)?;
+        // SAFETY: within the state, which no kernel uses now.
+        unsafe { control.fill(word, 0, 8)? };
+        control.wait(Instant::now() + BATCH_LIMIT)
+    }
+
+    /// Has the number of batches that have begun copied to the host, behind what `control` has.
+    pub(super) fn ask_num_begun(&self, control: &Stream) -> Result<(), GpuError> {
+        let offset = std::mem::offset_of!(ServerState, num_batches) as u64;
+        let bytes = self.num_begun.len().min(size_of::<u64>() as u64);
+        // SAFETY: both have these bytes, and the host looks at its own only when `control` is done. A kernel
+        // may count meanwhile: a word is copied whole.
+        unsafe { control.copy(self.num_begun.ptr(), self.state.at(offset, bytes)?, bytes) }
+    }
+
+    /// What was copied last. Nothing is being copied.
+    pub(super) fn num_begun(&self) -> u64 {
+        let host = self.num_begun.host();
+        // SAFETY: page-locked memory of this size, aligned; the copy into it has ended.
+        host.map_or(0, |host| unsafe { host.cast::<u64>().read_volatile() })
+    }
+
+    /// The state, whose error is cleared.
+    pub(super) fn take_fault(&self, control: &Stream) -> Result<ServerState, GpuError> {
+        let bytes = size_of::<ServerState>() as u64;
+        let offset = std::mem::offset_of!(ServerState, error) as u64;
+        let error = self.state.at(offset, bytes - offset)?;
+        // SAFETY: both have these bytes; no kernel uses the state now, and nobody the staging memory.
+        unsafe {
+            control.copy(self.staging.ptr(), self.state.ptr(), bytes)?;
+            control.fill(error, 0, bytes - offset)?;
+        }
+        control.wait(Instant::now() + BATCH_LIMIT)?;
+        let Some(host) = self.staging.host() else { return Ok(ServerState::zeroed()) };
+        // SAFETY: the copy has ended.
+        Ok(unsafe { host.as_ptr().cast::<ServerState>().read_unaligned() })
+    }
+
+    /// Frames of a client that were refused since the last call, as far back as its ring goes: code and
+    /// number. The words are in the client's memory, which may be gone or overwritten by now.
+    pub(super) fn refusals(
+        &self,
+        control: &Stream,
+        geometry: &FrameGeometry,
+        seat: &mut Seat,
+        taken: u64,
+    ) -> Result<Vec<(ErrorCode, u64)>, GpuError> {
+        let first = seat.judged.max(taken.saturating_sub(geometry.num_frames.into())) + 1;
+        seat.judged = taken;
+        if first > taken {
+            return Ok(Vec::new());
+        }
+        let tail = seat.slots.pair.peer().add(geometry.response_control_offset);
+        // SAFETY: the tail of the client's slot, which is mapped; nobody uses the staging memory.
+        unsafe { control.copy(self.staging.ptr(), tail, CONTROL_BYTES)? };
+        control.wait(Instant::now() + BATCH_LIMIT)?;
+        let Some(host) = self.staging.host() else { return Ok(Vec::new()) };
+        let word_of = |number: u64| {
+            let place = number % u64::from(geometry.num_frames);
+            let offset = WORD_STATUS_OFFSET + place * CONTROL_STRIDE as u64;
+            // SAFETY: within the tail; the copy has ended.
+            unsafe { host.as_ptr().add(offset as usize).cast::<u64>().read_unaligned() }
+        };
+        let refused = (first..=taken).filter_map(|number| {
+            let word = word_of(number);
+            let code = ErrorCode::from_u32(word as u32 & 0xffff);
+            (word >> STATUS_SHIFT == number).then_some((code, number))
+        });
+        Ok(refused.collect())
+    }
+
+    /// Writes a table, and waits for it.
+    fn write(&self, control: &Stream, to: &GpuBuffer, bytes: &[u8]) -> Result<(), GpuError> {
+        let len = bytes.len() as u64;
+        let (to, from) = (to.at(0, len)?, self.staging.at(0, len)?);
+        if let Some(host) = self.staging.host() {
+            // SAFETY: as many bytes, as checked; no copy uses them, as each is waited for.
+            unsafe { host.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        }
+        // SAFETY: both ranges were checked, and nobody uses them now.
+        unsafe { control.copy(to, from, len)? };
+        control.wait(Instant::now() + BATCH_LIMIT)
+    }
+}
+
+/// A status word is `number << STATUS_SHIFT | code`.
+const STATUS_SHIFT: u32 = 16;
