@@ -48,6 +48,19 @@ pub(super) struct Ports<'a> {
     pub(super) now_ns: u64,
 }
 
+impl<'a> Ports<'a> {
+    /// For a call to the link with `peer`.
+    pub(super) fn new(
+        fabrics: &'a mut [Box<dyn Fabric>],
+        credit: &'a mut CreditReceiver,
+        shared: &'a Shared,
+        peer: &'a Peer,
+        now_ns: u64,
+    ) -> Self {
+        Self { fabric: &mut *fabrics[peer.fabric], credit, shared, peer, now_ns }
+    }
+}
+
 impl Live {
     /// Takes in what has arrived. An error ends the connection.
     pub(super) fn receive(

@@ -261,13 +261,7 @@ impl Io {
                 Place::Closing(link, peer) => (&mut **link, &*peer),
                 _ => continue,
             };
-            let mut ports = Ports {
-                fabric: &mut *self.fabrics[peer.fabric],
-                credit: &mut self.credit,
-                shared: &self.shared,
-                peer,
-                now_ns: 0,
-            };
+            let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
             link.on_done(&mut ports, tag, result);
             match place {
                 Place::Closing(link, _) if link.num_in_flight() == 0 => self.vacate(idx),
@@ -318,13 +312,8 @@ impl Io {
             let Some(idx) = self.dirty.pop_front() else { break };
             let Some(Place::Live(live)) = self.places.get_mut(idx as usize) else { continue };
             live.is_dirty = false;
-            let mut ports = Ports {
-                fabric: &mut *self.fabrics[live.peer.fabric],
-                credit: &mut self.credit,
-                shared: &self.shared,
-                peer: &live.peer,
-                now_ns,
-            };
+            let mut ports =
+                Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &live.peer, now_ns);
             live.link.progress(&mut ports);
             if live.link.waits_for_fabric() {
                 self.stalled.push(idx);
@@ -352,13 +341,13 @@ impl Io {
                     self.next_deadline_ns = self.next_deadline_ns.min(deadline_ns);
                 }
                 Place::Live(live) => {
-                    let mut ports = Ports {
-                        fabric: &mut *self.fabrics[live.peer.fabric],
-                        credit: &mut self.credit,
-                        shared: &self.shared,
-                        peer: &live.peer,
+                    let mut ports = Ports::new(
+                        &mut self.fabrics,
+                        &mut self.credit,
+                        &self.shared,
+                        &live.peer,
                         now_ns,
-                    };
+                    );
                     let expired = live.link.expire(&mut ports, now_ns);
                     let next_ns = live.link.next_deadline_ns().min(live.lost_ns);
                     self.next_deadline_ns = self.next_deadline_ns.min(next_ns);
@@ -426,13 +415,7 @@ impl Io {
             return false;
         }
         let Live { peer, link, .. } = &mut **live;
-        let mut ports = Ports {
-            fabric: &mut *self.fabrics[peer.fabric],
-            credit: &mut self.credit,
-            shared: &self.shared,
-            peer,
-            now_ns: 0,
-        };
+        let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, peer, 0);
         act(link, &mut ports);
         self.touch(key.idx);
         true

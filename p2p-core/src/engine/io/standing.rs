@@ -99,13 +99,7 @@ impl Io {
             wire.finish();
         }
         self.fabrics[peer.fabric].close_peer(peer.id);
-        let mut ports = Ports {
-            fabric: &mut *self.fabrics[peer.fabric],
-            credit: &mut self.credit,
-            shared: &self.shared,
-            peer: &peer,
-            now_ns: 0,
-        };
+        let mut ports = Ports::new(&mut self.fabrics, &mut self.credit, &self.shared, &peer, 0);
         link.close(&mut ports, reason);
         let now_ns = self.shared.ns(Instant::now());
         // It has joined when the connection was made.
