@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::{Duration, Instant};
 
-use p2p_core::PeerHello;
 use p2p_core::bootstrap::{
     CloseReason, ConnectConfig, ConnectError, Connection, Fallback, Liveness, RejectCode, Working,
     connect,
 };
 use p2p_core::network::Offer;
+use p2p_core::{PeerHello, WaitSet};
 use protocol::{ClientHello, HelloReject, ServerHello};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
@@ -49,7 +49,20 @@ impl Gate {
         self.missing.fetch_sub(1, Ordering::Release);
     }
 
-    pub fn is_open(&self) -> bool {
+    /// Blocks at `wait` until it is open, for `limit` at most.
+    pub fn wait_open(&self, wait: &WaitSet, limit: Duration) -> std::io::Result<()> {
+        let until = Instant::now() + limit;
+        while !self.is_open() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            wait.block(left.min(GATE_POLL))?;
+        }
+        Ok(())
+    }
+
+    fn is_open(&self) -> bool {
         self.missing.load(Ordering::Acquire) <= 0
     }
 }
@@ -430,4 +443,6 @@ const SHORT_LIFE: Duration = Duration::from_secs(10);
 const NEWS_OF_AN_END: Duration = Duration::from_millis(100);
 const GRACE: Duration = Duration::from_millis(100);
 const POLL: Duration = Duration::from_millis(5);
+/// How often who waits at a gate looks by itself, should an announcement be lost.
+const GATE_POLL: Duration = Duration::from_millis(20);
 const MAX_LEAVE: Duration = Duration::from_secs(30);

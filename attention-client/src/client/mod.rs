@@ -352,17 +352,9 @@ impl MoeClient {
         let lane = Box::new(Lane::new(id, client_id, wait, news, shared.routing.load_full()));
         // Fails only when the control task is gone; then no server is ever live.
         let _ = shared.commands.send(Command::AddLane(port));
-        let until = Instant::now() + shared.settings.replica_wait;
-        while !gate.is_open() {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            if let Err(error) = lane.wait.block(left.min(POLL)) {
-                // The first call will wait in its turn.
-                tracing::warn!(%error, "cannot wait for the servers of a new lane");
-                break;
-            }
+        if let Err(error) = gate.wait_open(&lane.wait, shared.settings.replica_wait) {
+            // The first call will wait in its turn.
+            tracing::warn!(%error, "cannot wait for the servers of a new lane");
         }
         shared.metrics.lanes.set(self.inner.lanes.created() as i64);
         Ok(lane)

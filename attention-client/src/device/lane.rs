@@ -75,14 +75,7 @@ impl Lane {
         let port = LanePort { id: 0, client_id, news: Arc::clone(&news), gate: Arc::clone(&gate) };
         // Fails only when the control task is gone; then no server is ever live.
         let _ = shared.commands.send(Command::AddLane(port));
-        let until = Instant::now() + shared.settings.replica_wait;
-        while !gate.is_open() {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            wait.block(left.min(POLL))?;
-        }
+        gate.wait_open(&wait, shared.settings.replica_wait)?;
         Ok(Self {
             client_id,
             wait,
