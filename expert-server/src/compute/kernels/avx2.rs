@@ -2,65 +2,10 @@
 
 use std::arch::x86_64::*;
 
-use super::simd::{Bf16, Dtype, F8, F16, F32, Simd};
-use super::tile::{self, DotTile};
-use super::{Isa, Kernels, MAX_TOKENS};
+use super::MAX_TOKENS;
+use super::simd::{Simd, kernels_of};
 
-pub(super) const KERNELS: Kernels = Kernels {
-    isa: Isa::Avx2,
-    pass_tokens: 6,
-    dot: [dot::<Bf16>, dot::<F16>, dot::<F32>, dot::<F8>],
-    widen: [widen::<Bf16>, widen::<F16>, widen::<F32>, widen::<F8>],
-    silu_mul,
-    axpy,
-    read,
-};
-
-/// # Safety
-/// As for [`tile::dot`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn dot<D: Dtype>(tile: &DotTile) {
-    // SAFETY: as promised by the caller.
-    unsafe { tile::dot::<Avx2, D>(tile) }
-}
-
-/// # Safety
-/// As for [`tile::widen`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn widen<D: Dtype>(
-    src: *const u8,
-    ahead: usize,
-    scales: *const f32,
-    len: usize,
-    dst: *mut f32,
-) {
-    // SAFETY: as promised by the caller.
-    unsafe { tile::widen::<Avx2, D>(src, ahead, scales, len, dst) }
-}
-
-/// # Safety
-/// As for [`tile::silu_mul`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn silu_mul(gate: *const f32, up: *const f32, len: usize, dst: *mut f32) {
-    // SAFETY: as promised by the caller.
-    unsafe { tile::silu_mul(gate, up, len, dst) }
-}
-
-/// # Safety
-/// As for [`tile::axpy`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn axpy(alpha: f32, y: *const f32, len: usize, out: *mut f32) {
-    // SAFETY: as promised by the caller.
-    unsafe { tile::axpy::<Avx2>(alpha, y, len, out) }
-}
-
-/// # Safety
-/// As for [`tile::read`].
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn read(src: *const u8, len: usize) -> f32 {
-    // SAFETY: as promised by the caller.
-    unsafe { tile::read::<Avx2>(src, len) }
-}
+kernels_of!(Avx2, "avx2,fma,f16c", pass_tokens: 6);
 
 #[derive(Clone, Copy)]
 struct Avx2;
