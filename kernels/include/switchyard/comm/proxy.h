@@ -1,5 +1,6 @@
 // Puts, gets and adds that a kernel hands to a thread of the host, for NICs that it cannot drive by
-// itself. The same names as over direct stores and over a NIC.
+// itself. The same names as over a NIC (ibgda.h). Over direct stores there is no put and no get: fused
+// kernels store into the peer's window and name what they stored, see link.cuh.
 //
 // Order on one lane: a signal or an add is seen by the peer after everything that was put before it.
 // Puts have no order among each other. Nothing is ordered across lanes.
