@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::GpuError;
 use super::layer::MapShape;
+use super::{GpuError, Reach};
 use crate::abi::DevicePtr;
 use crate::plan::LaunchPlan;
 
@@ -30,6 +30,14 @@ pub(super) struct Memory {
     base: NonNull<u8>,
     len: u64,
     kind: MemoryKind,
+}
+
+/// A range of memory that GPUs know.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    len: u64,
+    /// The GPU whose memory it is, or for which a peer's is mapped; none for memory of the host.
+    owner: Option<u32>,
 }
 
 #[derive(Debug)]
@@ -164,17 +172,16 @@ impl Gpu {
 
     #[allow(clippy::unused_self, reason = "the driver's GPUs each have their own")]
     pub(super) fn free_bytes(&self) -> Result<u64, GpuError> {
-        Ok(GPU_BYTES.saturating_sub(lock(&RANGES).values().sum()))
+        Ok(GPU_BYTES.saturating_sub(lock(&RANGES).values().map(|range| range.len).sum()))
     }
 
-    #[allow(clippy::unused_self, reason = "as above")]
     pub(super) fn alloc(&self, bytes: u64) -> Result<Memory, GpuError> {
-        Memory::anonymous(bytes, MemoryKind::Device)
+        Memory::anonymous(bytes, MemoryKind::Device, Some(self.ordinal))
     }
 
     #[allow(clippy::unused_self, reason = "as above")]
     pub(super) fn alloc_host(&self, bytes: u64) -> Result<Memory, GpuError> {
-        Memory::anonymous(bytes, MemoryKind::Host)
+        Memory::anonymous(bytes, MemoryKind::Host, None)
     }
 
     pub(super) unsafe fn register_host(
@@ -193,7 +200,7 @@ impl Gpu {
             // As the driver says of memory that is known already.
             return Err(failed("a second registration of host memory", rustix::io::Errno::EXIST));
         }
-        ranges.insert(base, bytes);
+        ranges.insert(base, Known { len: bytes, owner: None });
         Ok(Memory { base: pages, len: bytes, kind: MemoryKind::Registered })
     }
 
@@ -206,7 +213,7 @@ impl Gpu {
         rustix::fs::ftruncate(&fd, len).map_err(|error| failed("ftruncate", error))?;
         rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|error| failed("F_ADD_SEALS", error))?;
         let base = map_shared(fd.as_fd(), len)?;
-        Ok(Memory::new(base, len, MemoryKind::Shared(Some(fd))))
+        Ok(Memory::new(base, len, MemoryKind::Shared(Some(fd)), Some(self.ordinal)))
     }
 
     pub(super) fn import_shared(&self, memory: OwnedFd, bytes: u64) -> Result<Memory, GpuError> {
@@ -233,7 +240,9 @@ impl Gpu {
         }
         let len = bytes.next_multiple_of(GRANULARITY);
         let base = map_shared(memory.as_fd(), len)?;
-        Ok(Memory::new(base, len, MemoryKind::Shared(None)).shortened(bytes))
+        // Mapped for this GPU, whose the addresses then are.
+        let memory = Memory::new(base, len, MemoryKind::Shared(None), Some(self.ordinal));
+        Ok(memory.shortened(bytes))
     }
 
     pub(super) fn stream(&self) -> Result<Stream, GpuError> {
@@ -278,27 +287,35 @@ impl Gpu {
         Ok([0; 16])
     }
 
-    pub(super) fn is_registered(&self, address: DevicePtr) -> bool {
+    pub(super) fn reach(&self, address: DevicePtr, num_bytes: u64) -> Reach {
         let ranges = lock(&RANGES);
-        let below = ranges.range(..=address.0).next_back();
-        below.is_some_and(|(base, len)| address.0 - base < *len)
+        let Some((base, range)) = ranges.range(..=address.0).next_back() else {
+            return Reach::Unknown;
+        };
+        let offset = address.0 - base;
+        match range.owner {
+            _ if offset >= range.len => Reach::Unknown,
+            Some(owner) if owner != self.ordinal => Reach::Foreign { owner },
+            _ if num_bytes > range.len - offset => Reach::Short,
+            _ => Reach::Whole,
+        }
     }
 }
 
 impl Memory {
-    fn anonymous(bytes: u64, kind: MemoryKind) -> Result<Self, GpuError> {
+    fn anonymous(bytes: u64, kind: MemoryKind, owner: Option<u32>) -> Result<Self, GpuError> {
         let len = bytes.max(1).next_multiple_of(PAGE);
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: a fresh mapping at an address of the system's choice.
         let base = unsafe { rustix::mm::mmap_anonymous(null_mut(), len as usize, prot, flags) }
             .map_err(|error| failed("mmap", error))?;
-        Ok(Self::new(base, len, kind).shortened(bytes.max(1)))
+        Ok(Self::new(base, len, kind, owner).shortened(bytes.max(1)))
     }
 
-    fn new(base: *mut c_void, len: u64, kind: MemoryKind) -> Self {
+    fn new(base: *mut c_void, len: u64, kind: MemoryKind, owner: Option<u32>) -> Self {
         // mmap never gives null, which the dangling pointer stands for.
         let base = NonNull::new(base.cast::<u8>()).unwrap_or(NonNull::dangling());
-        lock(&RANGES).insert(base.as_ptr() as u64, len);
+        lock(&RANGES).insert(base.as_ptr() as u64, Known { len, owner });
         Self { base, len, kind }
     }
 
@@ -348,7 +365,7 @@ impl Drop for Memory {
         }
         // SAFETY: mapped in `anonymous` or `map_shared` with this length, unmapped once; who uses it
         // later breaks the same rules as on a GPU.
-        if let Err(error) = unsafe { rustix::mm::munmap(base.cast(), mapped as usize) } {
+        if let Err(error) = unsafe { rustix::mm::munmap(base.cast(), mapped.len as usize) } {
             tracing::error!(%error, "emulated GPU memory is not freed");
         }
     }
@@ -612,7 +629,7 @@ unsafe extern "C" {
 }
 
 /// What is mapped in this process, by address, with its length: what a driver would know.
-static RANGES: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
+static RANGES: Mutex<BTreeMap<u64, Known>> = Mutex::new(BTreeMap::new());
 static STREAMS: Mutex<BTreeMap<u64, Weak<Worker>>> = Mutex::new(BTreeMap::new());
 /// Handles look like no small integer that somebody might make up.
 static NEXT_STREAM: AtomicU64 = AtomicU64::new(0x5359_0001);

@@ -112,6 +112,36 @@ pub enum GpuError {
         /// Its value.
         address: u64,
     },
+    /// A pointer to memory of another GPU. Nothing was launched.
+    #[error(
+        "{kernel}: {pointer} is {address:#x}, which is memory of GPU {owner}: expected memory of GPU {ordinal}, whose kernels would fault"
+    )]
+    OtherGpu {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Which parameter.
+        pointer: &'static str,
+        /// Its value.
+        address: u64,
+        /// Whose memory it is.
+        owner: u32,
+        /// Where the kernel was to run.
+        ordinal: u32,
+    },
+    /// Memory that is shorter than what a kernel uses of it. Nothing was launched.
+    #[error(
+        "{kernel}: the memory of {pointer} at {address:#x} ends before the {num_bytes} bytes that are used"
+    )]
+    Short {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Which parameter.
+        pointer: &'static str,
+        /// Its value.
+        address: u64,
+        /// Bytes that the kernel uses.
+        num_bytes: u64,
+    },
     /// The GPU had not finished in time.
     #[error("{what}: the GPU had not finished at the deadline")]
     Deadline {
@@ -149,6 +179,19 @@ pub struct Event(Kind<driver::Event, emulated::Event>);
 /// Launches recorded from a stream, to be repeated as one.
 #[derive(Debug)]
 pub struct Graph(Kind<driver::Graph, emulated::Graph>);
+
+/// How far a GPU reaches a range of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    Whole,
+    /// It begins in memory that the GPU reaches, and leaves it.
+    Short,
+    /// It is another GPU's and not mapped for this one.
+    Foreign {
+        owner: u32,
+    },
+    Unknown,
+}
 
 /// The driver's, or software's.
 #[derive(Debug, Clone)]
@@ -353,11 +396,38 @@ impl Gpu {
         })
     }
 
-    /// Whether the GPU knows memory at this address: its own, a peer's that is mapped, or registered host
-    /// memory.
+    /// Whether the GPU reaches memory at this address: its own, a peer's that is mapped for it, or registered
+    /// host memory.
     #[must_use]
     pub fn is_registered(&self, address: DevicePtr) -> bool {
-        either!(&self.0, gpu => gpu.is_registered(address))
+        self.reach(address, 1) == Reach::Whole
+    }
+
+    fn reach(&self, address: DevicePtr, num_bytes: u64) -> Reach {
+        either!(&self.0, gpu => gpu.reach(address, num_bytes))
+    }
+
+    /// Checks that kernels of this GPU reach `num_bytes` from `address` on: parameter `pointer` of `kernel`.
+    /// That they lie in one tensor is more than a driver can tell.
+    ///
+    /// # Errors
+    /// [`GpuError::Unregistered`], [`GpuError::OtherGpu`], [`GpuError::Short`].
+    pub fn check_range(
+        &self,
+        kernel: &'static str,
+        pointer: &'static str,
+        address: DevicePtr,
+        num_bytes: u64,
+    ) -> Result<(), GpuError> {
+        match self.reach(address, num_bytes) {
+            Reach::Whole => Ok(()),
+            Reach::Short => Err(GpuError::Short { kernel, pointer, address: address.0, num_bytes }),
+            Reach::Foreign { owner } => {
+                let ordinal = either!(&self.0, gpu => gpu.ordinal());
+                Err(GpuError::OtherGpu { kernel, pointer, address: address.0, owner, ordinal })
+            }
+            Reach::Unknown => Err(GpuError::Unregistered { kernel, pointer, address: address.0 }),
+        }
     }
 
     /// A new event, which counts as done until it is recorded.
@@ -375,13 +445,12 @@ impl Gpu {
     /// and is used for nothing else as long as the result may be launched or such a launch may run.
     ///
     /// # Errors
-    /// [`GpuError::Check`], [`GpuError::Unregistered`].
+    /// [`GpuError::Check`], [`GpuError::Unregistered`], [`GpuError::OtherGpu`].
     pub unsafe fn prepare<P: KernelParams>(&self, params: P) -> Result<Prepared<P>, GpuError> {
         params.check().map_err(|source| GpuError::Check { kernel: P::NAME, source })?;
         for (pointer, address) in params.pointers() {
-            if !address.is_null() && !self.is_registered(address) {
-                let address = address.0;
-                return Err(GpuError::Unregistered { kernel: P::NAME, pointer, address });
+            if !address.is_null() {
+                self.check_range(P::NAME, pointer, address, 1)?;
             }
         }
         let mut plans = vec![params.plan()];

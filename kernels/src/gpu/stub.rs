@@ -5,8 +5,8 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
-use super::GpuError;
 use super::layer::MapShape;
+use super::{GpuError, Reach};
 use crate::abi::DevicePtr;
 use crate::plan::LaunchPlan;
 
@@ -93,7 +93,7 @@ impl Gpu {
         match *self {}
     }
 
-    pub(super) const fn is_registered(&self, _address: DevicePtr) -> bool {
+    pub(super) const fn reach(&self, _address: DevicePtr, _num_bytes: u64) -> Reach {
         match *self {}
     }
 }

@@ -15,8 +15,8 @@ use cudarc::driver::{DriverError, result};
 
 pub(super) use self::memory::Memory;
 pub(super) use self::stream::{Event, Graph, Stream};
-use super::GpuError;
 use super::layer::MapShape;
+use super::{GpuError, Reach};
 use crate::abi::{DTYPE_F8_E4M3, DevicePtr, PRODUCT_SHARED_BYTES};
 use crate::entries::{ENTRIES, PRODUCTS};
 
@@ -152,14 +152,17 @@ impl Gpu {
         Ok(map.opaque)
     }
 
-    pub(super) fn is_registered(&self, address: DevicePtr) -> bool {
-        let Ok(_current) = self.context.bind() else { return false };
-        let mut kind = 0u32;
-        let which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-        // SAFETY: writes one word; unknown addresses are answered by an error.
-        let answer =
-            unsafe { sys::cuPointerGetAttribute((&raw mut kind).cast(), which, address.0) };
-        answer == CUresult::CUDA_SUCCESS
+    pub(super) fn reach(&self, address: DevicePtr, num_bytes: u64) -> Reach {
+        let Ok(_current) = self.context.bind() else { return Reach::Unknown };
+        let first = self.context.reach(address.0);
+        if first != Reach::Whole || num_bytes <= 1 {
+            return first;
+        }
+        // Not by the size of the range: an allocator may have mapped a tensor piece by piece.
+        match self.context.reach(address.0.saturating_add(num_bytes - 1)) {
+            Reach::Unknown => Reach::Short,
+            last => last,
+        }
     }
 }
 
@@ -182,6 +185,44 @@ impl Context {
             type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
             id: self.ordinal as i32,
         }
+    }
+
+    /// How kernels of this context, which is current, reach the byte at `address`.
+    fn reach(&self, address: u64) -> Reach {
+        let word = |which| {
+            let mut value = 0u64;
+            // SAFETY: none of the attributes asked for is larger; unknown addresses are answered by an error.
+            let answer =
+                unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), which, address) };
+            (answer == CUresult::CUDA_SUCCESS).then_some(value)
+        };
+        let Some(kind) = word(CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) else {
+            return Reach::Unknown;
+        };
+        let is_device = kind == sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u64;
+        let is_managed = || {
+            word(CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED).is_some_and(|is| is & 1 != 0)
+        };
+        if !is_device || is_managed() {
+            return Reach::Whole;
+        }
+        let owner = word(CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+        let owner = owner.map_or(self.ordinal, |owner| owner as u32);
+        if owner == self.ordinal {
+            return Reach::Whole;
+        }
+        // A peer's, which may be mapped for this GPU, or be reached since somebody enabled peer access.
+        let mut access = 0u64;
+        // SAFETY: reads the location, writes one word; addresses of other allocations are answered by an error.
+        let answer =
+            unsafe { sys::cuMemGetAccess(&raw mut access, &raw const self.location(), address) };
+        let read_write = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u64;
+        let is_mapped = answer == CUresult::CUDA_SUCCESS && access == read_write;
+        let which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER;
+        if is_mapped || (answer != CUresult::CUDA_SUCCESS && word(which).is_some()) {
+            return Reach::Whole;
+        }
+        Reach::Foreign { owner }
     }
 
     /// Loads every kernel now: loading one later may wait behind kernels that wait for it.
