@@ -178,9 +178,14 @@ impl Lane {
                 "a server failed with calls outstanding; its tokens go to replicas"
             );
         }
-        if reason == FailReason::Silent {
+        let told = match reason {
+            FailReason::Silent => Some("silent for the deadline"),
+            FailReason::Stuck => Some("works but gave no answer within the work limit"),
+            _ => None,
+        };
+        if let Some(told) = told {
             link.server.silenced.store(true, Ordering::Relaxed);
-            link.server.note_error("silent for the deadline");
+            link.server.note_error(told);
         }
         // Waits for it end, in calls that are still under way, and in the connection's books.
         link.state.set_down(match reason {
@@ -235,7 +240,7 @@ impl Lane {
         true
     }
 
-    fn links(&self) -> impl Iterator<Item = &Link> {
+    pub fn links(&self) -> impl Iterator<Item = &Link> {
         self.seats.iter().filter_map(|seat| seat.link.as_deref())
     }
 
@@ -251,8 +256,8 @@ impl Lane {
         }
     }
 
-    /// Why the server in this seat did not answer, as far as its link tells.
-    pub fn why_unanswered(&self, idx: usize) -> FailReason {
+    /// Why the server in this seat did not answer, as far as its link tells, else `otherwise`.
+    pub fn why_unanswered(&self, idx: usize, otherwise: FailReason) -> FailReason {
         let Some(link) = self.link(idx) else { return FailReason::Closed };
         if let Some(down) = link.state.down() {
             return down.reason();
@@ -261,7 +266,7 @@ impl Lane {
         let remote = pair.as_ref().and_then(|pair| pair.as_ref()?.as_remote());
         match remote.map(RemoteSlots::health) {
             Some(Err(_)) => FailReason::Transport,
-            _ => FailReason::Silent,
+            _ => otherwise,
         }
     }
 

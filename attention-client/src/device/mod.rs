@@ -20,12 +20,13 @@
 //!
 //! A server that dies sets a bit in a word that waiting kernels look at, so a death costs what it takes
 //! to learn of it. A server that is silent for the deadline is given up by the kernels themselves. In
-//! both cases its slots leave the tables before the next launch, its memory is unmapped as soon as no
+//! both cases, and when the host ends the waits for a server that works but does not answer, its slots leave the tables before the next launch, its memory is unmapped as soon as no
 //! kernel can use it, and what it still writes lands in memory that nobody reads.
 
 mod error;
 mod lane;
 mod memory;
+mod overdue;
 mod repair;
 mod replay;
 mod slots;
@@ -270,8 +271,9 @@ impl DeviceClient {
     /// Waits until the call's output is complete, re-sending what a failed server did not answer. `stream` is
     /// that of its [`combine`](Self::combine).
     ///
-    /// The wait ends: a server that is silent for the deadline counts as failed, and a call in which
-    /// nothing is answered waits for a usable replica as long as was set.
+    /// The wait ends: a server that is silent for the deadline counts as failed, one that shows life but does
+    /// not answer within the work limit and twice the deadline as well, and a call in which nothing is
+    /// answered waits for a usable replica as long as was set.
     ///
     /// # Errors
     /// [`DeviceError`]; the content of the output is then unspecified.
@@ -443,7 +445,7 @@ impl DeviceClient {
         let turn = self.num_uploads % 2;
         if self.lane.has_changed() && self.upload_serials[turn] > self.slots.finished() {
             // Rare: the last but one change is not on the device yet.
-            stream.wait(Instant::now() + self.bound())?;
+            self.wait_until(stream, Instant::now() + self.bound())?;
         }
         let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
         let (placements, servers) = (&tables.placements, &tables.servers);
@@ -561,7 +563,7 @@ impl DeviceClient {
         self.check_stream(stream, self.slots.call(slot).stream)?;
         // After an error the slot stays taken: its kernels may still run. Whatever comes next waits for it.
         self.poll(stream)?;
-        stream.wait(start + self.bound())?;
+        self.wait_for_call(stream, slot)?;
         let status = self.memory.status(slot);
         let is_good = status.error.tag == TAG_NONE && status.handle.missing == 0;
         self.lane.note_carried(status.handle.contacted & !status.handle.missing);
@@ -603,8 +605,9 @@ impl DeviceClient {
                 // SAFETY: the client's own memory.
                 unsafe { self.launch_combine(stream, slot, scratch, capacity, false)? };
                 self.memory.report(stream, slot)?;
+                self.slots.call_mut(slot).phase = Phase::Combined;
             }
-            stream.wait(Instant::now() + self.bound())?;
+            self.wait_for_call_again(stream, slot)?;
             let status = self.memory.status(slot);
             self.give_up_servers(slot, &status);
             self.clear_error(stream, &status)?;

@@ -16,6 +16,7 @@ use super::memory::Status;
 use super::slots::Phase;
 use super::{DeviceClient, DeviceError, DeviceInput, elapsed_ns, lane};
 use crate::client::{ClientError, OnMissingExpert};
+use crate::metrics::FailReason;
 
 /// The experts of a call's tokens, on the host.
 #[derive(Debug, Default)]
@@ -119,7 +120,7 @@ impl DeviceClient {
                 timing.resent_pairs += go.len() as u64;
             }
             timing.stall_ns = elapsed_ns(stalled_from);
-            stream.wait(Instant::now() + self.bound())?;
+            self.wait_for_call(stream, slot)?;
             status = self.memory.status(slot);
             self.slots.call_mut(slot).timing.num_frames += status.handle.contacted.count_ones();
             let missing = self.read_missing(stream, slot, choices.num_tokens)?;
@@ -173,21 +174,23 @@ impl DeviceClient {
         Ok(masked)
     }
 
-    /// Takes servers out whose answer did not come, unless they refused, and says how many they were.
-    pub(super) fn give_up_servers(&mut self, slot: usize, status: &Status) -> u32 {
+    /// Takes servers out whose answer did not come, unless they refused.
+    pub(super) fn give_up_servers(&mut self, slot: usize, status: &Status) {
+        self.fail_unanswered(slot, status, FailReason::Silent);
+    }
+
+    /// As [`give_up_servers`](Self::give_up_servers); `otherwise` is why, where their links do not tell.
+    pub(super) fn fail_unanswered(&mut self, slot: usize, status: &Status, otherwise: FailReason) {
         let last = self.slots.last();
-        let mut num_failed = 0;
         for idx in bits(status.handle.missing & !status.handle.refused) {
             let Some(link) = self.lane.link(idx) else { continue };
-            let reason = self.lane.why_unanswered(idx);
+            let reason = self.lane.why_unanswered(idx, otherwise);
             // Kernels keep the first error only: it tells what they waited for and what they saw.
             let (server, error) = (link.server.name(), &status.error);
             tracing::warn!(server, reason = reason.name(), %error, "a server did not answer");
             self.lane.fail(idx, reason, last, &self.shared);
-            num_failed += 1;
         }
         debug_assert!(self.slots.call(slot).phase != Phase::Free);
-        num_failed
     }
 
     /// Forgets an error on the device, where there is one.

@@ -14,9 +14,10 @@ use kernels::gpu::{GpuError, Graph, Stream};
 
 use super::lane::Used;
 use super::slots::Phase;
-use super::{DeviceClient, DeviceError, elapsed_ns};
+use super::{DeviceClient, DeviceError, MARGIN, elapsed_ns};
 use crate::client::ClientError;
 use crate::client::link::AbortBit;
+use crate::metrics::FailReason;
 
 /// What became of a replay.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,6 +48,8 @@ pub(super) struct Running {
     /// Handle of the stream.
     stream: u64,
     used: Vec<Used>,
+    /// When its kernels must have ended, once they are waited for.
+    until: Option<Instant>,
 }
 
 impl DeviceClient {
@@ -109,7 +112,7 @@ impl DeviceClient {
             std::thread::yield_now();
         }
         self.reached.expect_work();
-        self.replaying = Some(Running { serial, stream: stream.raw(), used });
+        self.replaying = Some(Running { serial, stream: stream.raw(), used, until: None });
         let refreshed = self.refresh(stream);
         if refreshed.is_err() {
             self.end_replay();
@@ -131,31 +134,37 @@ impl DeviceClient {
         let slot = self.geometry.num_frames as usize;
         self.memory.report(stream, slot)?;
         self.poll(stream)?;
-        if let Err(error) = self.wait_watching(stream) {
-            // Its kernels may still run: the servers stay counted in.
-            return Err(error.into());
-        }
+        // After an error its kernels may still run: the servers stay counted in.
+        let unanswered = self.wait_watching(stream)?;
         let error = self.memory.status(slot).error;
         let last = self.slots.last();
         if error.tag == TAG_NONE {
             self.end_replay();
             return Ok(ReplayOutcome::Complete);
         }
-        let result = self.judge(&error, last);
+        let result = self.judge(&error, last, unanswered);
         self.memory.clear_error(stream)?;
         self.end_replay();
         self.sync();
         result.map(|reason| ReplayOutcome::Incomplete { reason })
     }
 
-    /// What an error in a replay means: a reason to replay again, or an error.
-    fn judge(&mut self, error: &ErrorWord, last: u64) -> Result<String, DeviceError> {
+    /// What an error in a replay means: a reason to replay again, or an error. `unanswered` is why a server
+    /// did not answer whose wait was ended, where its link does not tell.
+    fn judge(
+        &mut self,
+        error: &ErrorWord,
+        last: u64,
+        unanswered: FailReason,
+    ) -> Result<String, DeviceError> {
         let idx = error.peer as usize;
         let server = self.lane.link(idx).map_or("a server that is gone", |link| link.server.name());
         let server = server.to_owned();
         match error.tag {
             TAG_COMBINE_ROW | TAG_COMBINE_EMPTY => {
-                let reason = self.lane.why_unanswered(idx);
+                let is_ended = error.reason != REASON_TIMEOUT;
+                let otherwise = if is_ended { unanswered } else { FailReason::Silent };
+                let reason = self.lane.why_unanswered(idx, otherwise);
                 self.lane.fail(idx, reason, last, &self.shared);
                 Ok(format!("{server} did not answer ({}): {error}", reason.name()))
             }
@@ -198,7 +207,8 @@ impl DeviceClient {
             .into()),
             // Of the way to a server. What this build does not know is looked at again after a pause, too.
             _ => {
-                self.lane.fail(idx, self.lane.why_unanswered(idx), last, &self.shared);
+                let reason = self.lane.why_unanswered(idx, FailReason::Silent);
+                self.lane.fail(idx, reason, last, &self.shared);
                 self.wait_for_news(PAUSE)?;
                 Ok(format!("{server} is out of reach: {error}"))
             }
@@ -207,14 +217,26 @@ impl DeviceClient {
 
     /// Waits for the graph. A server that is silent costs the deadline in the first layer that meets it;
     /// then its bit is set, so that the layers behind do not wait again.
-    fn wait_watching(&mut self, stream: &Stream) -> Result<(), GpuError> {
-        let until = Instant::now() + self.bound();
+    ///
+    /// When the graph has not ended in time, so do all waits for what is not there. Says what a server whose
+    /// wait was ended has failed by.
+    fn wait_watching(&mut self, stream: &Stream) -> Result<FailReason, GpuError> {
+        let (now, bound) = (Instant::now(), self.bound());
+        let until = match &mut self.replaying {
+            Some(running) => *running.until.get_or_insert(now + bound),
+            None => now + bound,
+        };
+        let until = until.max(now + MARGIN);
         let mut look_at = Instant::now() + self.shared.settings.deadline;
         let mut last = ErrorWord::default();
         loop {
             match stream.wait(look_at.min(until)) {
                 Err(GpuError::Deadline { .. }) if Instant::now() < until => {}
-                ended => return ended,
+                Err(GpuError::Deadline { .. }) => {
+                    self.end_waits(stream)?;
+                    return Ok(FailReason::Stuck);
+                }
+                ended => return ended.map(|()| FailReason::Silent),
             }
             look_at = Instant::now() + self.shared.settings.deadline / 4 + Duration::from_millis(1);
             let mut error = Vec::new();

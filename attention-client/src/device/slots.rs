@@ -98,6 +98,8 @@ pub(super) struct Call {
     /// Servers whose slots its kernels may use.
     pub used: Vec<Used>,
     pub started: Option<Instant>,
+    /// When its kernels must have ended, once they are waited for.
+    pub until: Option<Instant>,
     pub timing: LayerTiming,
 }
 
@@ -133,6 +135,7 @@ impl Slots {
             tables: Arc::new(Tables::empty(0)),
             used: Vec::new(),
             started: None,
+            until: None,
             timing: LayerTiming::default(),
         };
         Self {
@@ -201,7 +204,8 @@ impl Slots {
         call.phase = Phase::Dispatched;
         (call.serial, call.input) = (serial, input);
         (call.layer, call.layer_idx) = (layer, layer_idx);
-        (call.started, call.timing) = (None, LayerTiming::default());
+        (call.started, call.until) = (None, None);
+        call.timing = LayerTiming::default();
     }
 
     pub fn handle(&self, slot: usize) -> DeviceHandle {

@@ -14,12 +14,12 @@ use crate::client_common::{Request, seeded};
 use crate::rig::{Fleet, Pair, Tensors, builder, check, forward};
 
 /// Enough tokens that both replicas of each expert get some.
-const MANY: usize = 40;
+pub const MANY: usize = 40;
 
 /// Batches that a server gives its GPU before the one at work has ended.
 const MAX_AHEAD: usize = 2;
 
-fn metric(client: &DeviceClient, name: &str, label: Option<&str>) -> f64 {
+pub fn metric(client: &DeviceClient, name: &str, label: Option<&str>) -> f64 {
     let families = client.registry().gather();
     let family = families.iter().find(|family| family.name() == name).expect("metric");
     let chosen = family.get_metric().iter().filter(|metric| {

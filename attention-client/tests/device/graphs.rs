@@ -12,16 +12,16 @@ use crate::client_common::{Request, seeded};
 use crate::rig::{Fleet, Pair, SLOT, Tensors, builder, check};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
-const NUM_TOKENS: usize = 30;
+pub const NUM_TOKENS: usize = 30;
 
 /// Three layers of the same input, each with an output of its own.
-struct Recorded {
+pub struct Recorded {
     tensors: [Tensors; 3],
     layers: [u32; 3],
-    graph: Graph,
+    pub graph: Graph,
 }
 
-fn record(client: &mut DeviceClient, stream: &Stream) -> Recorded {
+pub fn record(client: &mut DeviceClient, stream: &Stream) -> Recorded {
     let tensors = [Tensors::new(client), Tensors::new(client), Tensors::new(client)];
     let layers =
         [client.model().moe_layers[0], client.model().moe_layers[2], client.model().moe_layers[1]];
@@ -48,13 +48,13 @@ fn record(client: &mut DeviceClient, stream: &Stream) -> Recorded {
 }
 
 impl Recorded {
-    fn load(&self, request: &Request) {
+    pub fn load(&self, request: &Request) {
         for tensors in &self.tensors {
             tensors.load(request);
         }
     }
 
-    fn check(&self, request: &Request, local: &mut LocalExperts) {
+    pub fn check(&self, request: &Request, local: &mut LocalExperts) {
         for (tensors, layer) in self.tensors.iter().zip(self.layers) {
             let request = Request { layer, ..request.clone() };
             check(&request, &tensors.read(NUM_TOKENS), local, DTYPE);

@@ -17,6 +17,7 @@ mod graphs;
 mod layers;
 mod parts;
 mod rig;
+mod stuck;
 mod without;
 
 /// Not a test: a server in a process of its own, for tests that kill or stop it.

@@ -1,0 +1,148 @@
+//! Servers that show life but never answer.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kernels::abi::{DTYPE_F8_E4M3, FrameGeometry};
+use kernels::gpu::DeviceName;
+use p2p_core::slot::PROGRESS;
+use protocol::WireDtype;
+use rustix::process::Signal;
+
+use crate::client_common::{Request, seeded};
+use crate::faults::{MANY, metric};
+use crate::graphs::{NUM_TOKENS, record};
+use crate::rig::{Pair, SLOT, Tensors, builder, devices, forward};
+
+const DTYPE: WireDtype = WireDtype::F8E4m3;
+const DEADLINE: Duration = Duration::from_millis(1000);
+const WORK_LIMIT: Duration = Duration::from_millis(1500);
+/// Longer than the client's own bound, and than what it gives kernels whose waits it has ended.
+const PATIENCE: Duration = Duration::from_secs(40);
+
+/// Adds to the word by which servers show life, in every response slot of this process, as servers do that
+/// are at work.
+fn with_life<R>(client: DeviceName, pair: &Pair, work: impl FnOnce() -> R) -> R {
+    let DeviceName::Emulated(ordinal) = client else { unreachable!("asked for before") };
+    let shape = pair.model.shape;
+    let (frames, bytes) = (SLOT.num_frames as u32, SLOT.slot_bytes as u64);
+    let tokens =
+        FrameGeometry::tokens_for_slot(shape.hidden, shape.top_k, DTYPE_F8_E4M3, frames, bytes);
+    let geometry = FrameGeometry::new(shape.hidden, shape.top_k, DTYPE_F8_E4M3, tokens, frames)
+        .expect("a geometry");
+    let name = format!("/memfd:switchyard-emulated-gpu-{ordinal} (deleted)");
+    let slots: Vec<File> = std::fs::read_dir("/proc/self/fd")
+        .expect("descriptors")
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| std::fs::read_link(path).is_ok_and(|to| to.to_string_lossy() == name))
+        .filter_map(|path| OpenOptions::new().read(true).write(true).open(path).ok())
+        .filter(|file| file.metadata().is_ok_and(|at| at.len() >= geometry.response_slot_bytes))
+        .collect();
+    assert!(slots.len() >= 2, "{} slots", slots.len());
+    let at = geometry.response_control_offset + PROGRESS as u64;
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for turn in 1u64.. {
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+                for slot in &slots {
+                    slot.write_all_at(&(turn << 20).to_ne_bytes(), at).expect("a slot");
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let result = work();
+        is_over.store(true, Ordering::Relaxed);
+        result
+    })
+}
+
+fn pair() -> Option<(Pair, DeviceName)> {
+    let (_, client) = devices()?;
+    if !matches!(client, DeviceName::Emulated(_)) {
+        crate::skip::skip("emulated", "slots of a real GPU are out of this test's reach");
+        return None;
+    }
+    Some((Pair::start(DTYPE)?, client))
+}
+
+#[test]
+fn a_server_that_works_but_never_answers_has_failed_at_the_limit() {
+    let mut rng = seeded("a_server_that_works_but_never_answers_has_failed_at_the_limit");
+    let Some((pair, device)) = pair() else { return };
+    let mut client = pair.connect(builder(&pair.model).deadline(DEADLINE).work_limit(WORK_LIMIT));
+    let (tensors, mut local) = (Tensors::new(&client), pair.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &pair.model, MANY, 4);
+    forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+    pair.server(0).signal(Signal::STOP);
+    with_life(device, &pair, || {
+        // Its GPU may have been given batches before.
+        let start = Instant::now();
+        let mut failovers = 0;
+        while failovers == 0 {
+            let request = Request::random(&mut rng, &pair.model, MANY, 4);
+            let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+            failovers = timing.failovers;
+            assert!(failovers == 0 || timing.resent_pairs > 0, "{timing:?}");
+            assert!(start.elapsed() < PATIENCE, "it was never given up");
+        }
+        assert_eq!(failovers, 1);
+        assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("stuck")), 1.0);
+        assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("silent")), 0.0);
+        // Who answered is asked on.
+        let request = Request::random(&mut rng, &pair.model, MANY, 4);
+        let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+        assert_eq!((timing.failovers, timing.num_servers), (0, 1));
+    });
+}
+
+#[test]
+fn a_dropped_call_does_not_hold_up_those_behind_it() {
+    let mut rng = seeded("a_dropped_call_does_not_hold_up_those_behind_it");
+    let Some((pair, device)) = pair() else { return };
+    let mut client = pair.connect(builder(&pair.model).deadline(DEADLINE).work_limit(WORK_LIMIT));
+    let (tensors, mut local) = (Tensors::new(&client), pair.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &pair.model, MANY, 4);
+    forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+    pair.server(0).signal(Signal::STOP);
+    with_life(device, &pair, || {
+        for _ in 0..4 {
+            let input = tensors.load(&request);
+            // SAFETY: the tensors have these sizes and outlive the call.
+            drop(unsafe { client.dispatch(&stream, request.layer, &input).expect("dispatch") });
+        }
+        let start = Instant::now();
+        forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+        assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+        assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("stuck")), 1.0);
+    });
+}
+
+#[test]
+fn a_graph_survives_a_server_that_works_but_never_answers() {
+    let mut rng = seeded("a_graph_survives_a_server_that_works_but_never_answers");
+    let Some((pair, device)) = pair() else { return };
+    let mut client = pair.connect(builder(&pair.model).deadline(DEADLINE).work_limit(WORK_LIMIT));
+    let mut local = pair.local();
+    let stream = client.gpu().stream().expect("stream");
+    let recorded = record(&mut client, &stream);
+    let request = Request::random(&mut rng, &pair.model, NUM_TOKENS, 4);
+    recorded.load(&request);
+    client.replay(&stream, &recorded.graph).expect("replay");
+    recorded.check(&request, &mut local);
+    pair.server(0).signal(Signal::STOP);
+    with_life(device, &pair, || {
+        recorded.load(&request);
+        let report = client.replay(&stream, &recorded.graph).expect("replay");
+        assert_eq!(report.attempts, 2, "{report:?}");
+        recorded.check(&request, &mut local);
+        assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("stuck")), 1.0);
+    });
+}
