@@ -471,6 +471,7 @@ impl DeviceClient {
             let params = self.dispatch_params(slot, (call.layer, call.layer_idx), input);
             // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
             let prepared = unsafe { self.memory.gpu.prepare(params)? };
+            self.check_input(input)?;
             if self.dispatches.len() >= MAX_PREPARED {
                 self.dispatches.clear();
             }
@@ -478,6 +479,22 @@ impl DeviceClient {
         }
         self.reached.expect_work();
         Ok(stream.launch(&self.dispatches[&key])?)
+    }
+
+    /// Looks whether kernels reach a call's tensors from their first byte to their last.
+    fn check_input(&self, input: &DeviceInput) -> Result<(), DeviceError> {
+        let rows = u64::from(input.capacity);
+        let choices = rows * u64::from(self.geometry.top_k) * 4;
+        let tensors = [
+            ("hidden_states", input.hidden_states, rows * u64::from(self.geometry.hidden) * 2),
+            ("topk_idx", input.topk_idx, choices),
+            ("topk_weights", input.topk_weights, choices),
+            ("num_tokens", input.num_tokens, 4),
+        ];
+        for (name, at, num_bytes) in tensors {
+            self.memory.gpu.check_range("dispatch", name, at, num_bytes)?;
+        }
+        Ok(())
     }
 
     fn dispatch_params(
@@ -539,6 +556,8 @@ impl DeviceClient {
             };
             // SAFETY: as for `launch_dispatch`.
             let prepared = unsafe { self.memory.gpu.prepare(params)? };
+            let bytes = u64::from(capacity) * u64::from(self.geometry.hidden) * 2;
+            self.memory.gpu.check_range("combine", "out", out, bytes)?;
             if self.combines.len() >= MAX_PREPARED {
                 self.combines.clear();
             }

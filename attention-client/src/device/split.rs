@@ -39,6 +39,7 @@ impl DeviceClient {
             let params = self.dispatch_params(0, (layer, layer_idx), &part);
             // SAFETY: the caller's promise. Not launched: pointers are looked at before one is read.
             drop(unsafe { self.memory.gpu.prepare(params)? });
+            self.check_input(input)?;
             self.checked_input = Some(*input);
         }
         // SAFETY: the caller's promise.

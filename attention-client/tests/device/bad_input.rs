@@ -37,6 +37,26 @@ fn tensors_that_cannot_be_used() {
         let text = error.to_string();
         assert!(text.contains(words) && !text.contains('\n'), "{text}");
     }
+    if let DeviceName::Emulated(own) = client.gpu().name() {
+        // Of a GPU whose memory kernels of this one do not reach, and shorter than it should be.
+        let other = Gpu::open_emulated(own + 1).expect("a GPU").alloc(1 << 20).expect("memory");
+        let short = client.gpu().alloc(64).expect("memory");
+        for (input, words) in [
+            (DeviceInput { hidden_states: other.ptr(), ..good }, "hidden_states is"),
+            (DeviceInput { topk_weights: other.ptr(), ..good }, "topk_weights is"),
+            (DeviceInput { hidden_states: short.ptr(), ..good }, "hidden_states at"),
+        ] {
+            // SAFETY: as above.
+            let error = unsafe { client.dispatch(&stream, request.layer, &input) }.unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains(words) && !text.contains('\n'), "{text}");
+            assert_eq!(
+                text.contains("which is memory of GPU"),
+                input.hidden_states != short.ptr(),
+                "{text}"
+            );
+        }
+    }
     // SAFETY: as above.
     let error = unsafe { client.dispatch(&stream, 4711, &good) }.unwrap_err();
     assert!(matches!(error, DeviceError::Client(ClientError::UnknownLayer { .. })), "{error}");
