@@ -64,6 +64,9 @@ pub(super) struct Engine {
     gathering: Gathering,
     num_refused: u64,
     has_fault: bool,
+    /// When a late frame was last told of in the log, and how many were not since.
+    told_late_at: Option<Instant>,
+    num_untold: u64,
     last_work: Instant,
     last_progress: Instant,
     is_stopped: bool,
@@ -115,6 +118,8 @@ impl Engine {
             gathering: Gathering::new(&plan.options),
             num_refused: 0,
             has_fault: false,
+            told_late_at: None,
+            num_untold: 0,
             last_work: now,
             last_progress: now,
             is_stopped: false,

@@ -88,24 +88,30 @@ pub enum KernelFault {
         code: ErrorCode,
     },
     /// A client announced a frame whose rows did not come in time; it was told.
-    #[error("rows of frame {frame} of the client in seat {seat} did not come{}", if *.is_gone { ": it is gone" } else { "" })]
+    #[error("rows of frame {frame} of the client in seat {seat} did not come (tag {tag}, peer {seat}, observed {observed}, expected {frame}){}", if *.is_gone { ": it is gone" } else { "" })]
     Withheld {
         /// The client's place in the table.
         seat: u32,
         /// Number of the frame.
         frame: u64,
+        /// `SY_TAG_*` of the kernels' header.
+        tag: u32,
+        /// What the kernel says that it saw instead of the frame's number.
+        observed: u64,
         /// The client had gone.
         is_gone: bool,
     },
     /// Something else. A local bug, or a GPU out of order.
     #[error(
-        "a kernel reported tag {tag} for the client in seat {seat}: observed {observed}, expected {expected}"
+        "a kernel reported tag {tag}, peer {seat}, reason {reason}, observed {observed}, expected {expected}"
     )]
     Other {
         /// `SY_TAG_*` of the kernels' header.
         tag: u32,
         /// The client's place in the table.
         seat: u32,
+        /// `SY_REASON_*` of the kernels' header.
+        reason: u32,
         /// What was found.
         observed: u64,
         /// What was expected.
@@ -128,11 +134,14 @@ impl KernelFault {
             TAG_RECV_FRAME => Some(Self::Withheld {
                 seat: word.peer,
                 frame: word.expected,
+                tag: word.tag,
+                observed: word.observed,
                 is_gone: word.reason == REASON_ABORT,
             }),
             tag => Some(Self::Other {
                 tag,
                 seat: word.peer,
+                reason: word.reason,
                 observed: word.observed,
                 expected: word.expected,
             }),
@@ -166,12 +175,16 @@ mod tests {
         assert_eq!(KernelFault::of(&word(TAG_NONE)), None);
         let refused = KernelFault::Refused { seat: 3, frame: 17, code: ErrorCode::NotMyExpert };
         assert_eq!(KernelFault::of(&word(TAG_BAD_FRAME)), Some(refused));
-        let withheld = KernelFault::Withheld { seat: 3, frame: 17, is_gone: false };
+        let observed = 9 << 16 | 4;
+        let withheld =
+            KernelFault::Withheld { seat: 3, frame: 17, tag: 1, observed, is_gone: false };
         assert_eq!(KernelFault::of(&word(TAG_RECV_FRAME)), Some(withheld));
+        let text = withheld.to_string();
+        assert!(text.contains("tag 1, peer 3, observed 589828, expected 17"), "{text}");
         let gone = KernelFault::of(&ErrorWord { reason: REASON_ABORT, ..word(TAG_RECV_FRAME) });
         assert!(gone.is_some_and(|fault| fault.to_string().ends_with("it is gone")));
         let text = KernelFault::of(&word(10)).map(|fault| fault.to_string()).unwrap_or_default();
-        assert!(text.contains("tag 10") && text.contains("expected 17"), "{text}");
+        assert!(text.contains("tag 10, peer 3, reason 3, observed 589828, expected 17"), "{text}");
     }
 
     #[test]

@@ -41,6 +41,7 @@ pub(super) struct Seat {
     /// Frames up to this one have been looked at for refusals.
     pub(super) judged: u64,
     num_bad_frames: u32,
+    withheld: Withheld,
     doom: Option<DropReason>,
 }
 
@@ -51,7 +52,16 @@ impl Seat {
         expect: DispatchExpect,
         ended: oneshot::Sender<EndedSeat>,
     ) -> Self {
-        Self { id, slots, expect, ended, judged: 0, num_bad_frames: 0, doom: None }
+        Self {
+            id,
+            slots,
+            expect,
+            ended,
+            judged: 0,
+            num_bad_frames: 0,
+            withheld: Withheld { num_in_a_row: 0, last: 0 },
+            doom: None,
+        }
     }
 
     /// Ends the link between two batches. The first reason counts.
@@ -70,6 +80,16 @@ impl Seat {
         }
         self.num_bad_frames = self.num_bad_frames.saturating_add(1);
         if self.num_bad_frames > max_bad_frames {
+            self.end_with(DropReason::BadFrames);
+        }
+    }
+
+    /// Counts frame `frame`, whose rows did not come over the network in time. A congested way may hold some
+    /// up; a client of which nothing else comes any more holds up everybody's batches.
+    pub(super) fn count_withheld(&mut self, frame: u64, fault: &dyn std::fmt::Display) {
+        let frames = self.withheld.count(frame);
+        if frames >= MAX_WITHHELD {
+            tracing::warn!(link = %self.id, client = self.expect.client_id, error = %fault, frames, "dropping a client that announces rows and does not send them");
             self.end_with(DropReason::BadFrames);
         }
     }
@@ -124,6 +144,23 @@ impl Seat {
             generation: self.expect.generation,
             reserved: 0,
         }
+    }
+}
+
+/// Frames of a client in a row whose rows did not come.
+#[derive(Debug, Default)]
+struct Withheld {
+    num_in_a_row: u32,
+    last: u64,
+}
+
+impl Withheld {
+    /// Counts frame `frame`, and says how many there are in a row. A frame that came in between ends the row.
+    const fn count(&mut self, frame: u64) -> u32 {
+        let is_next = frame == self.last.wrapping_add(1);
+        self.num_in_a_row = if is_next { self.num_in_a_row.saturating_add(1) } else { 1 };
+        self.last = frame;
+        self.num_in_a_row
     }
 }
 
@@ -271,10 +308,24 @@ impl SeatBoard {
     }
 }
 
+/// Frames in a row that a client may announce over a network without sending their rows.
+const MAX_WITHHELD: u32 = 8;
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::data::Inbox;
+
+    #[test]
+    fn a_frame_that_comes_forgives_those_that_did_not() {
+        let mut withheld = Withheld::default();
+        // The first frame of a link has number 1.
+        let found: Vec<u32> = [1, 2, 3, 5, 6, 9, u64::MAX].map(|at| withheld.count(at)).into();
+        assert_eq!(found, [1, 2, 3, 1, 2, 1, 1]);
+        let mut withheld = Withheld::default();
+        let dropped_at = (1..).find(|frame| withheld.count(*frame) >= MAX_WITHHELD);
+        assert_eq!(dropped_at, Some(u64::from(MAX_WITHHELD)));
+    }
 
     #[test]
     fn who_was_given_up_stays_so_until_another_one_has_the_seat() {

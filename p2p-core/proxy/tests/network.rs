@@ -3,6 +3,8 @@
 #![cfg(not(loom))]
 
 mod common;
+#[path = "../../tests/support/bounded.rs"]
+mod bounded;
 #[path = "../../tests/conformance/parties.rs"]
 mod parties;
 #[path = "../../tests/conformance/suite.rs"]

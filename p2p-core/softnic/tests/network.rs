@@ -1,6 +1,8 @@
 //! The suite that every transport must pass, over the NIC model: between threads, with a NIC that
 //! delays and reorders all it may, and between processes.
 
+#[path = "../../tests/support/bounded.rs"]
+mod bounded;
 #[path = "../../tests/conformance/parties.rs"]
 mod parties;
 #[path = "../../tests/conformance/suite.rs"]

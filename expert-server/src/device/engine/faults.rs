@@ -1,5 +1,7 @@
 //! What kernels found wrong, counted by client.
 
+use std::time::{Duration, Instant};
+
 use protocol::ErrorCode;
 
 use super::Engine;
@@ -20,9 +22,7 @@ impl Engine {
                 tracing::error!(%fault, "a kernel reported an error");
             }
             // Whoever does so again and again is named and dropped below.
-            Some(fault @ KernelFault::Withheld { .. }) => {
-                tracing::debug!(%fault, "a frame is late")
-            }
+            Some(fault @ KernelFault::Withheld { .. }) => self.tell_late(&fault),
             _ => {}
         }
         // Kernels keep the first error only, but each client was told of each of its own.
@@ -38,6 +38,14 @@ impl Engine {
                     if seat as usize == idx =>
                 {
                     vec![(code, frame)]
+                }
+                // It may be lost on the way, so only one after the other counts.
+                (
+                    true,
+                    Some(fault @ KernelFault::Withheld { seat: found, frame, is_gone: false, .. }),
+                ) if found as usize == idx => {
+                    seat.count_withheld(frame, &fault);
+                    vec![(ErrorCode::Internal, frame)]
                 }
                 (true, _) => Vec::new(),
             };
@@ -59,7 +67,22 @@ impl Engine {
         }
         Ok(())
     }
+
+    /// Says that a frame is late, not more often than somebody can read.
+    fn tell_late(&mut self, fault: &KernelFault) {
+        let now = Instant::now();
+        if self.told_late_at.is_none_or(|at| now - at >= LATE_PERIOD) {
+            tracing::warn!(%fault, untold = self.num_untold, "a frame is late");
+            (self.told_late_at, self.num_untold) = (Some(now), 0);
+        } else {
+            self.num_untold += 1;
+            tracing::debug!(%fault, "a frame is late");
+        }
+    }
 }
+
+/// Time between two lines of the log about late frames.
+const LATE_PERIOD: Duration = Duration::from_secs(1);
 
 /// Whether only a broken or hostile client sends such a frame.
 const fn is_malformed(code: ErrorCode) -> bool {
