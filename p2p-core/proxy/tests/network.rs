@@ -2,9 +2,9 @@
 //! delays and reorders), and over libfabric between processes where it is installed.
 #![cfg(not(loom))]
 
-mod common;
 #[path = "../../tests/support/bounded.rs"]
 mod bounded;
+mod common;
 #[path = "../../tests/conformance/parties.rs"]
 mod parties;
 #[path = "../../tests/conformance/suite.rs"]
