@@ -3,46 +3,30 @@
 //! The two sides agree on everything over one TCP connection, line by line in JSON. Before anything is
 //! timed, rounds of fresh objects are put and the receiver compares every word of them.
 
+mod host;
+mod plan;
+
+pub use self::plan::Plan;
+
 use std::net::{IpAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, Route, SideDescription};
-use p2p_core::{AnyEndpoint, Region, SlotConfig, SlotLayout};
+use p2p_core::{Region, SlotLayout};
 
+use self::host::from_host;
 use super::gpu::{self as producers, Order, PRODUCE_FILLS, PRODUCE_ROUND_TRIP, Producers};
-use super::lines::{CONNECT_LIMIT, LIMIT, Lines, PAUSE, accept, connect};
+use super::lines::{CONNECT_LIMIT, Lines, PAUSE, accept, connect};
 use super::{Latency, pattern};
-use crate::command::{Command, Opcode};
 use crate::gpu::{self, GpuPoster};
-use crate::lane::{LaneConfig, Lanes, Poster};
+use crate::lane::Lanes;
 use crate::memory;
-use crate::threads::{PeerConfig, Proxy, ProxyConfig, ProxyPeer};
-
-/// What both sides do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Plan {
-    /// Threads of the proxy, with a pair of slots and one lane each.
-    pub threads: usize,
-    /// Bytes of an object, a multiple of 8.
-    pub object_bytes: u32,
-    /// Objects of each thread in flight at most.
-    pub budget: u32,
-    /// Objects posted together.
-    pub batch: u32,
-    /// Objects of each thread that are timed.
-    pub commands: u64,
-    /// Rounds of `budget` objects whose every word is compared: those of a GPU without a pause between them,
-    /// and the last round's only.
-    pub checks: u32,
-    /// Whether a GPU produces, and lanes are of one kind whatever the thread.
-    #[serde(default)]
-    pub is_gpu: bool,
-}
+use crate::threads::{PeerConfig, Proxy, ProxyConfig};
 
 /// What came of it.
 #[derive(Debug, Clone, serde::Serialize)]
@@ -93,57 +77,6 @@ pub(super) enum Line {
     /// The sender is still at work.
     Busy,
     Done,
-}
-
-impl Plan {
-    fn layout(&self) -> Result<SlotLayout> {
-        let objects = u64::from(self.object_bytes) * u64::from(self.budget);
-        let slot_bytes = (objects as usize).next_multiple_of(4096).max(4096) + 4096;
-        Ok(SlotLayout::new(SlotConfig { slot_bytes, num_frames: 1 })?)
-    }
-
-    fn check(&self) -> Result<()> {
-        ensure!((1..=64).contains(&self.threads), "threads: expected 1 to 64");
-        ensure!(
-            self.object_bytes.is_multiple_of(8) && self.object_bytes > 0,
-            "object bytes: expected a multiple of 8"
-        );
-        ensure!((1..=self.budget).contains(&self.batch), "batch: expected 1 to the budget");
-        ensure!((2..=16_384).contains(&self.budget), "budget: expected 2 to 16384");
-        // What the other side says must not decide how much memory this one gives it.
-        let slots = u64::from(self.object_bytes) * u64::from(self.budget) * self.threads as u64;
-        ensure!(
-            slots <= MAX_SLOTS_BYTES,
-            "slots of {} x {} x {} bytes (threads, budget, object): expected at most {MAX_SLOTS_BYTES} in all",
-            self.threads,
-            self.budget,
-            self.object_bytes
-        );
-        ensure!(
-            !self.is_gpu
-                || (self.object_bytes.is_multiple_of(16)
-                    && self.batch <= 32
-                    && self.budget.is_multiple_of(self.batch)
-                    && self.commands.is_multiple_of(self.batch.into())),
-            "from a GPU: expected objects of a multiple of 16 bytes, batches up to 32, and a budget and a number of objects that are multiples of the batch"
-        );
-        Ok(())
-    }
-
-    fn counter(layout: &SlotLayout) -> usize {
-        layout.control_offset(2048)
-    }
-
-    /// Lane in the pattern of what thread `thread` produces.
-    const fn pattern_lane(&self, thread: usize) -> u64 {
-        if self.is_gpu { 0 } else { thread as u64 }
-    }
-
-    fn lanes(&self) -> LaneConfig {
-        // A producer of this host posts its quiet beside a full budget.
-        let budget = if self.is_gpu { self.budget } else { self.budget + 1 };
-        LaneConfig { num_lanes: 1, depth: budget.next_power_of_two().max(16), budget }
-    }
 }
 
 /// The side that receives: serves one sender, who has `patience` to come. The listener does not block
@@ -263,30 +196,6 @@ fn check(line: &mut Lines, round: u64, counter: u64) -> Result<u64> {
     }
 }
 
-fn from_host(
-    proxy: &Proxy,
-    pairs: Vec<Joined>,
-    plan: &Plan,
-    layout: &SlotLayout,
-    line: &mut Lines,
-) -> Result<Measured> {
-    let mut senders = Vec::new();
-    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
-        senders.push(Sender::new(proxy, endpoint, slot, plan, layout, idx)?);
-    }
-    let mut checked = 0;
-    for round in 0..u64::from(plan.checks) {
-        each(&mut senders, |sender| sender.round(plan, round))?;
-        checked += check(line, round, round + 1)?;
-    }
-    let start = Instant::now();
-    let samples = each(&mut senders, |sender| sender.timed(plan))?;
-    let wall = start.elapsed();
-    let one = senders.first_mut().map(|sender| sender.one_by_one(plan)).transpose()?;
-    let samples = samples.into_iter().flatten().collect();
-    Ok(Measured { checked, wall, samples, one: one.unwrap_or_default() })
-}
-
 fn from_gpu(
     gpu: &Gpu,
     proxy: &Proxy,
@@ -354,139 +263,6 @@ fn peer_config(lanes: Lanes, mirror: Region, layout: &SlotLayout, idx: usize) ->
     }
 }
 
-/// One thread's pair and producer.
-struct Sender {
-    peer: ProxyPeer<AnyEndpoint>,
-    poster: Poster,
-    mirror: Region,
-    _slot: Region,
-    idx: usize,
-    counter: u32,
-}
-
-impl Sender {
-    fn new(
-        proxy: &Proxy,
-        endpoint: AnyEndpoint,
-        slot: Region,
-        plan: &Plan,
-        layout: &SlotLayout,
-        idx: usize,
-    ) -> Result<Self> {
-        let lanes = Lanes::anonymous(plan.lanes())?;
-        let mirror = Region::anonymous(layout.slot_bytes())?;
-        let poster = lanes.poster(0);
-        let config = peer_config(lanes, mirror.clone(), layout, idx);
-        let peer = proxy.add(endpoint, config)?;
-        let counter = Plan::counter(layout) as u32;
-        Ok(Self { peer, poster, mirror, _slot: slot, idx, counter })
-    }
-
-    fn post(&mut self, command: &Command) -> Result<u64> {
-        let deadline = Instant::now() + LIMIT;
-        loop {
-            if let Some(number) = self.poster.try_post(command) {
-                return Ok(number);
-            }
-            self.look(deadline)?;
-        }
-    }
-
-    fn look(&mut self, deadline: Instant) -> Result<()> {
-        self.peer.ring();
-        if let Some(failure) = self.peer.take_failures().into_iter().next() {
-            return Err(failure.into());
-        }
-        ensure!(Instant::now() < deadline, "the proxy makes no progress");
-        std::thread::yield_now();
-        Ok(())
-    }
-
-    fn wait(&mut self, number: u64) -> Result<()> {
-        let deadline = Instant::now() + LIMIT;
-        while self.poster.completed() < number {
-            self.look(deadline)?;
-        }
-        Ok(())
-    }
-
-    fn put(&mut self, plan: &Plan, idx: u64) -> Result<u64> {
-        let offset = (idx % u64::from(plan.budget)) as u32 * plan.object_bytes;
-        self.post(&Command::transfer(Opcode::Put, offset, 0, offset, plan.object_bytes))
-    }
-
-    /// Fresh objects, a counter behind them, and until they are there.
-    fn round(&mut self, plan: &Plan, round: u64) -> Result<()> {
-        let mut object = vec![0u8; plan.object_bytes as usize];
-        for idx in 0..u64::from(plan.budget) {
-            let number = round * u64::from(plan.budget) + idx;
-            for (word, bytes) in object.chunks_exact_mut(8).enumerate() {
-                bytes.copy_from_slice(&pattern(self.idx as u64, number, word as u64).to_ne_bytes());
-            }
-            memory::write(&self.mirror, idx as usize * object.len(), &object)?;
-            self.put(plan, idx)?;
-        }
-        let counter = self.counter;
-        self.post(&Command::word(Opcode::Add, counter, 1))?;
-        let end = self.post(&Command::new(Opcode::Quiet))?;
-        self.wait(end)
-    }
-
-    /// As many objects as fast as the budget allows; latencies of batches.
-    fn timed(&mut self, plan: &Plan) -> Result<Vec<u64>> {
-        let mut under_way = std::collections::VecDeque::new();
-        let mut samples = Vec::with_capacity((plan.commands / u64::from(plan.batch)) as usize + 1);
-        let mut begin = 0;
-        while begin < plan.commands {
-            let posted = Instant::now();
-            let num = u64::from(plan.batch).min(plan.commands - begin);
-            let mut end = 0;
-            for idx in begin..begin + num {
-                end = self.put(plan, idx)?;
-            }
-            self.peer.ring();
-            under_way.push_back((posted, end));
-            begin += num;
-            let completed = self.poster.completed();
-            while let Some((posted, _)) = under_way.pop_front_if(|(_, end)| *end <= completed) {
-                samples.push(posted.elapsed().as_nanos() as u64);
-            }
-        }
-        let end = self.post(&Command::new(Opcode::Quiet))?;
-        self.wait(end)?;
-        Ok(samples)
-    }
-
-    /// Objects one after the other, each until it has arrived.
-    fn one_by_one(&mut self, plan: &Plan) -> Result<Vec<u64>> {
-        let mut samples = Vec::new();
-        for idx in 0..plan.commands.min(2000) {
-            let posted = Instant::now();
-            self.put(plan, idx)?;
-            let end = self.post(&Command::new(Opcode::Quiet))?;
-            self.peer.ring();
-            self.wait(end)?;
-            samples.push(posted.elapsed().as_nanos() as u64);
-        }
-        Ok(samples)
-    }
-}
-
-fn each<T: Send>(
-    senders: &mut [Sender],
-    work: impl Fn(&mut Sender) -> Result<T> + Sync,
-) -> Result<Vec<T>> {
-    std::thread::scope(|scope| {
-        let threads: Vec<_> =
-            senders.iter_mut().map(|sender| scope.spawn(|| work(sender))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<T>>| match thread.join() {
-            Ok(result) => result,
-            Err(_) => bail!("a producer panicked"),
-        };
-        threads.into_iter().map(join).collect()
-    })
-}
-
 /// Opens as many sides as there are threads, and joins each with the other end's.
 fn join(
     network: &dyn Network,
@@ -537,6 +313,3 @@ pub fn open(name: &str) -> Result<Arc<dyn Network>> {
         ),
     }
 }
-
-/// Of the slots of all threads.
-const MAX_SLOTS_BYTES: u64 = 4 << 30;

@@ -1,0 +1,172 @@
+//! Producers that are threads of this host.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail, ensure};
+use p2p_core::network::Joined;
+use p2p_core::{AnyEndpoint, Region, SlotLayout};
+
+use super::{Measured, Plan, check, peer_config};
+use crate::bench::lines::{LIMIT, Lines};
+use crate::bench::pattern;
+use crate::command::{Command, Opcode};
+use crate::lane::{Lanes, Poster};
+use crate::memory;
+use crate::threads::{Proxy, ProxyPeer};
+
+pub(super) fn from_host(
+    proxy: &Proxy,
+    pairs: Vec<Joined>,
+    plan: &Plan,
+    layout: &SlotLayout,
+    line: &mut Lines,
+) -> Result<Measured> {
+    let mut senders = Vec::new();
+    for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
+        senders.push(Sender::new(proxy, endpoint, slot, plan, layout, idx)?);
+    }
+    let mut checked = 0;
+    for round in 0..u64::from(plan.checks) {
+        each(&mut senders, |sender| sender.round(plan, round))?;
+        checked += check(line, round, round + 1)?;
+    }
+    let start = Instant::now();
+    let samples = each(&mut senders, |sender| sender.timed(plan))?;
+    let wall = start.elapsed();
+    let one = senders.first_mut().map(|sender| sender.one_by_one(plan)).transpose()?;
+    let samples = samples.into_iter().flatten().collect();
+    Ok(Measured { checked, wall, samples, one: one.unwrap_or_default() })
+}
+
+/// One thread's pair and producer.
+struct Sender {
+    peer: ProxyPeer<AnyEndpoint>,
+    poster: Poster,
+    mirror: Region,
+    _slot: Region,
+    idx: usize,
+    counter: u32,
+}
+
+impl Sender {
+    fn new(
+        proxy: &Proxy,
+        endpoint: AnyEndpoint,
+        slot: Region,
+        plan: &Plan,
+        layout: &SlotLayout,
+        idx: usize,
+    ) -> Result<Self> {
+        let lanes = Lanes::anonymous(plan.lanes())?;
+        let mirror = Region::anonymous(layout.slot_bytes())?;
+        let poster = lanes.poster(0);
+        let config = peer_config(lanes, mirror.clone(), layout, idx);
+        let peer = proxy.add(endpoint, config)?;
+        let counter = Plan::counter(layout) as u32;
+        Ok(Self { peer, poster, mirror, _slot: slot, idx, counter })
+    }
+
+    fn post(&mut self, command: &Command) -> Result<u64> {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if let Some(number) = self.poster.try_post(command) {
+                return Ok(number);
+            }
+            self.look(deadline)?;
+        }
+    }
+
+    fn look(&mut self, deadline: Instant) -> Result<()> {
+        self.peer.ring();
+        if let Some(failure) = self.peer.take_failures().into_iter().next() {
+            return Err(failure.into());
+        }
+        ensure!(Instant::now() < deadline, "the proxy makes no progress");
+        std::thread::yield_now();
+        Ok(())
+    }
+
+    fn wait(&mut self, number: u64) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        while self.poster.completed() < number {
+            self.look(deadline)?;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, plan: &Plan, idx: u64) -> Result<u64> {
+        let offset = (idx % u64::from(plan.budget)) as u32 * plan.object_bytes;
+        self.post(&Command::transfer(Opcode::Put, offset, 0, offset, plan.object_bytes))
+    }
+
+    /// Fresh objects, a counter behind them, and until they are there.
+    fn round(&mut self, plan: &Plan, round: u64) -> Result<()> {
+        let mut object = vec![0u8; plan.object_bytes as usize];
+        for idx in 0..u64::from(plan.budget) {
+            let number = round * u64::from(plan.budget) + idx;
+            for (word, bytes) in object.chunks_exact_mut(8).enumerate() {
+                bytes.copy_from_slice(&pattern(self.idx as u64, number, word as u64).to_ne_bytes());
+            }
+            memory::write(&self.mirror, idx as usize * object.len(), &object)?;
+            self.put(plan, idx)?;
+        }
+        let counter = self.counter;
+        self.post(&Command::word(Opcode::Add, counter, 1))?;
+        let end = self.post(&Command::new(Opcode::Quiet))?;
+        self.wait(end)
+    }
+
+    /// As many objects as fast as the budget allows; latencies of batches.
+    fn timed(&mut self, plan: &Plan) -> Result<Vec<u64>> {
+        let mut under_way = std::collections::VecDeque::new();
+        let mut samples = Vec::with_capacity((plan.commands / u64::from(plan.batch)) as usize + 1);
+        let mut begin = 0;
+        while begin < plan.commands {
+            let posted = Instant::now();
+            let num = u64::from(plan.batch).min(plan.commands - begin);
+            let mut end = 0;
+            for idx in begin..begin + num {
+                end = self.put(plan, idx)?;
+            }
+            self.peer.ring();
+            under_way.push_back((posted, end));
+            begin += num;
+            let completed = self.poster.completed();
+            while let Some((posted, _)) = under_way.pop_front_if(|(_, end)| *end <= completed) {
+                samples.push(posted.elapsed().as_nanos() as u64);
+            }
+        }
+        let end = self.post(&Command::new(Opcode::Quiet))?;
+        self.wait(end)?;
+        Ok(samples)
+    }
+
+    /// Objects one after the other, each until it has arrived.
+    fn one_by_one(&mut self, plan: &Plan) -> Result<Vec<u64>> {
+        let mut samples = Vec::new();
+        for idx in 0..plan.commands.min(2000) {
+            let posted = Instant::now();
+            self.put(plan, idx)?;
+            let end = self.post(&Command::new(Opcode::Quiet))?;
+            self.peer.ring();
+            self.wait(end)?;
+            samples.push(posted.elapsed().as_nanos() as u64);
+        }
+        Ok(samples)
+    }
+}
+
+fn each<T: Send>(
+    senders: &mut [Sender],
+    work: impl Fn(&mut Sender) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            senders.iter_mut().map(|sender| scope.spawn(|| work(sender))).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<T>>| match thread.join() {
+            Ok(result) => result,
+            Err(_) => bail!("a producer panicked"),
+        };
+        threads.into_iter().map(join).collect()
+    })
+}

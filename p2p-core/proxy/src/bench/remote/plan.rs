@@ -1,0 +1,81 @@
+//! What the two sides of `benchmark_remote` do.
+
+use anyhow::{Result, ensure};
+use p2p_core::{SlotConfig, SlotLayout};
+
+use crate::lane::LaneConfig;
+
+/// What both sides do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Plan {
+    /// Threads of the proxy, with a pair of slots and one lane each.
+    pub threads: usize,
+    /// Bytes of an object, a multiple of 8.
+    pub object_bytes: u32,
+    /// Objects of each thread in flight at most.
+    pub budget: u32,
+    /// Objects posted together.
+    pub batch: u32,
+    /// Objects of each thread that are timed.
+    pub commands: u64,
+    /// Rounds of `budget` objects whose every word is compared: those of a GPU without a pause between them,
+    /// and the last round's only.
+    pub checks: u32,
+    /// Whether a GPU produces, and lanes are of one kind whatever the thread.
+    #[serde(default)]
+    pub is_gpu: bool,
+}
+
+impl Plan {
+    pub(super) fn layout(&self) -> Result<SlotLayout> {
+        let objects = u64::from(self.object_bytes) * u64::from(self.budget);
+        let slot_bytes = (objects as usize).next_multiple_of(4096).max(4096) + 4096;
+        Ok(SlotLayout::new(SlotConfig { slot_bytes, num_frames: 1 })?)
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        ensure!((1..=64).contains(&self.threads), "threads: expected 1 to 64");
+        ensure!(
+            self.object_bytes.is_multiple_of(8) && self.object_bytes > 0,
+            "object bytes: expected a multiple of 8"
+        );
+        ensure!((1..=self.budget).contains(&self.batch), "batch: expected 1 to the budget");
+        ensure!((2..=16_384).contains(&self.budget), "budget: expected 2 to 16384");
+        // What the other side says must not decide how much memory this one gives it.
+        let slots = u64::from(self.object_bytes) * u64::from(self.budget) * self.threads as u64;
+        ensure!(
+            slots <= MAX_SLOTS_BYTES,
+            "slots of {} x {} x {} bytes (threads, budget, object): expected at most {MAX_SLOTS_BYTES} in all",
+            self.threads,
+            self.budget,
+            self.object_bytes
+        );
+        ensure!(
+            !self.is_gpu
+                || (self.object_bytes.is_multiple_of(16)
+                    && self.batch <= 32
+                    && self.budget.is_multiple_of(self.batch)
+                    && self.commands.is_multiple_of(self.batch.into())),
+            "from a GPU: expected objects of a multiple of 16 bytes, batches up to 32, and a budget and a number of objects that are multiples of the batch"
+        );
+        Ok(())
+    }
+
+    pub(super) fn counter(layout: &SlotLayout) -> usize {
+        layout.control_offset(2048)
+    }
+
+    /// Lane in the pattern of what thread `thread` produces.
+    pub(super) const fn pattern_lane(&self, thread: usize) -> u64 {
+        if self.is_gpu { 0 } else { thread as u64 }
+    }
+
+    pub(super) fn lanes(&self) -> LaneConfig {
+        // A producer of this host posts its quiet beside a full budget.
+        let budget = if self.is_gpu { self.budget } else { self.budget + 1 };
+        LaneConfig { num_lanes: 1, depth: budget.next_power_of_two().max(16), budget }
+    }
+}
+
+/// Of the slots of all threads.
+const MAX_SLOTS_BYTES: u64 = 4 << 30;
