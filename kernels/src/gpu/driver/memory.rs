@@ -96,7 +96,7 @@ impl Gpu {
         check("cuMemImportFromShareableHandle", unsafe {
             sys::cuMemImportFromShareableHandle(&raw mut handle, fd, POSIX_FD)
         })?;
-        let mapped = self.reach(handle).and_then(|()| self.map(handle, bytes as usize));
+        let mapped = self.check_reach(handle).and_then(|()| self.map(handle, bytes as usize));
         // The mapping keeps the memory alive by itself.
         release(handle);
         let mut mapped = mapped?;
@@ -157,7 +157,7 @@ impl Gpu {
     }
 
     /// Whether this GPU reaches the memory behind `handle`.
-    fn reach(&self, handle: sys::CUmemGenericAllocationHandle) -> Result<(), GpuError> {
+    fn check_reach(&self, handle: sys::CUmemGenericAllocationHandle) -> Result<(), GpuError> {
         let mut prop = MaybeUninit::<CUmemAllocationProp>::zeroed();
         // SAFETY: writes `prop`; the handle is alive.
         check("cuMemGetAllocationPropertiesFromHandle", unsafe {

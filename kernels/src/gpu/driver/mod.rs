@@ -212,10 +212,9 @@ impl Context {
             return Reach::Whole;
         }
         // A peer's, which may be mapped for this GPU, or be reached since somebody enabled peer access.
-        let mut access = 0u64;
+        let (location, mut access) = (self.location(), 0u64);
         // SAFETY: reads the location, writes one word; addresses of other allocations are answered by an error.
-        let answer =
-            unsafe { sys::cuMemGetAccess(&raw mut access, &raw const self.location(), address) };
+        let answer = unsafe { sys::cuMemGetAccess(&raw mut access, &raw const location, address) };
         let read_write = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u64;
         let is_mapped = answer == CUresult::CUDA_SUCCESS && access == read_write;
         let which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER;
