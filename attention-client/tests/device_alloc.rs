@@ -45,11 +45,11 @@ fn calls_and_replays_on_a_gpu_allocate_nothing_after_warm_up() {
     let graph = graph.expect("a graph");
     // A GPU in software takes a launch into a queue of its own, in one allocation.
     let is_emulated = matches!(client.gpu().name(), DeviceName::Emulated(_));
-    let count = |what: &str, launches: usize, call: &mut dyn FnMut()| {
+    let count = |what: &str, launches: u64, call: &mut dyn FnMut()| {
         (0..3).for_each(|_| call());
         let before = THREAD_ALLOCATIONS.get();
         (0..CALLS).for_each(|_| call());
-        let expected = if is_emulated { CALLS * launches } else { 0 };
+        let expected = if is_emulated { CALLS as u64 * launches } else { 0 };
         assert_eq!(THREAD_ALLOCATIONS.get() - before, expected, "{what}");
     };
     count("replays", 0, &mut || {
