@@ -455,5 +455,28 @@ pub fn calls_leave_the_context_of_the_thread_alone(runner: &Runner) {
     std::thread::scope(|scope| scope.spawn(test).join()).expect("a thread of its own");
 }
 
+/// Kernels reach what is mapped for their GPU, and not what merely has an address there.
+#[cfg(feature = "cuda")]
+pub fn memory_of_another_gpu_is_told_apart(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
+    let other = match Gpu::open(1) {
+        Ok(other) => other,
+        Err(error) => return skip::skip("gpus", &error.to_string()),
+    };
+    let check = |memory: &kernels::gpu::GpuBuffer, num_bytes| {
+        gpu.check_range("test", "x", memory.ptr(), num_bytes)
+    };
+    let (mine, theirs) = (gpu.alloc(4096).expect("memory"), other.alloc(4096).expect("memory"));
+    check(&mine, 4096).expect("of this GPU");
+    check(&gpu.alloc_host(4096).expect("memory"), 4096).expect("of the host");
+    let error = check(&mine, 1 << 44).unwrap_err();
+    assert!(matches!(error, GpuError::Short { .. }), "{error}");
+    let error = check(&theirs, 4096).unwrap_err();
+    assert!(matches!(error, GpuError::OtherGpu { owner: 1, .. }), "{error}");
+    let shared = other.alloc_shared(4096).expect("memory");
+    let mapped = gpu.import_shared(shared.export().expect("export"), shared.len());
+    check(&mapped.expect("import"), 4096).expect("of another GPU, mapped for this one");
+}
+
 /// `SY_TAG_P2P`
 const TAG_P2P: u32 = 8;

@@ -140,6 +140,11 @@ mod of_the_driver {
     fn calls_leave_the_context_of_the_thread_alone_on_the_gpu() {
         Runner::gpu().iter().for_each(gpu::calls_leave_the_context_of_the_thread_alone);
     }
+
+    #[test]
+    fn memory_of_another_gpu_is_told_apart_on_the_gpu() {
+        Runner::gpu().iter().for_each(gpu::memory_of_another_gpu_is_told_apart);
+    }
 }
 
 /// Random numbers of this run.
