@@ -165,8 +165,8 @@ fn long_work_is_not_silence() {
 fn life_without_an_answer_ends_too() {
     let mut rng = seeded("life_without_an_answer_ends_too");
     let fleet = FakeFleet::start(SLOT, vec![once(0, Act::WorkForEver), right()]);
-    let builder = fleet.builder().deadline(LIMIT);
-    let client = builder.work_limit(Duration::from_millis(500)).build().unwrap();
+    let builder = fleet.builder().deadline(LONG_SILENCE);
+    let client = builder.work_limit(LONG_SILENCE).build().unwrap();
     client.wait_ready(Duration::from_secs(20)).unwrap();
     let mut request = Request::random(&mut rng, &fleet.model, 20, 4);
     request.idx.fill(1);

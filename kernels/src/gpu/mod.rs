@@ -324,7 +324,9 @@ impl Gpu {
         wrapped!(&self.0, gpu => gpu.import_shared(memory, bytes), GpuBuffer)
     }
 
-    /// Zeroed page-locked host memory that kernels reach, too, at the same address.
+    /// Zeroed page-locked host memory that kernels reach, too, at the same address. What was dropped is kept
+    /// for the next of about its size, until all that came from this GPU is gone: to give it back, a driver
+    /// waits for all kernels.
     ///
     /// # Errors
     /// [`GpuError::Driver`].

@@ -4,8 +4,7 @@ use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
-use std::sync::mpsc::{SendError, Sender, channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::result;
@@ -34,7 +33,11 @@ enum MemoryKind {
         handle: Option<sys::CUmemGenericAllocationHandle>,
         mapped_bytes: usize,
     },
-    Host(NonNull<u8>),
+    /// `room` bytes were allocated.
+    Host {
+        host: NonNull<u8>,
+        room: usize,
+    },
     /// Somebody else's pages, made known to the GPU.
     Registered(NonNull<u8>),
 }
@@ -108,11 +111,18 @@ impl Gpu {
 
     pub(in crate::gpu) fn alloc_host(&self, bytes: u64) -> Result<Memory, GpuError> {
         let _current = self.context.bind()?;
-        let len = (bytes as usize).max(1);
+        let len = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
+        let room = room_for(len)?;
+        let context = Arc::clone(&self.context);
+        if let Some(Pages { host, ptr, room }) = self.context.spare.take(room) {
+            // SAFETY: `room` bytes that nobody uses.
+            unsafe { host.write_bytes(0, room) };
+            return Ok(Memory { context, kind: MemoryKind::Host { host, room }, ptr, len });
+        }
         let mut host = null_mut();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: writes one address; freed in `Memory::drop`.
-        check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, len, flags) })?;
+        check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, room, flags) })?;
         let Some(host) = NonNull::new(host.cast::<u8>()) else {
             return Err(GpuError::Driver {
                 call: "cuMemHostAlloc",
@@ -120,15 +130,14 @@ impl Gpu {
                 name: "null was returned".into(),
             });
         };
-        // SAFETY: `len` bytes were just allocated.
-        unsafe { host.write_bytes(0, len) };
+        // SAFETY: `room` bytes were just allocated.
+        unsafe { host.write_bytes(0, room) };
         let mut ptr = 0;
         // SAFETY: `host` is mapped memory; writes one address.
         let mapped = check("cuMemHostGetDevicePointer", unsafe {
             sys::cuMemHostGetDevicePointer_v2(&raw mut ptr, host.as_ptr().cast(), 0)
         });
-        let context = Arc::clone(&self.context);
-        let memory = Memory { context, kind: MemoryKind::Host(host), ptr, len };
+        let memory = Memory { context, kind: MemoryKind::Host { host, room }, ptr, len };
         mapped.map(|()| memory)
     }
 
@@ -238,7 +247,7 @@ impl Memory {
 
     pub(in crate::gpu) const fn host(&self) -> Option<NonNull<u8>> {
         match self.kind {
-            MemoryKind::Host(host) | MemoryKind::Registered(host) => Some(host),
+            MemoryKind::Host { host, .. } | MemoryKind::Registered(host) => Some(host),
             _ => None,
         }
     }
@@ -292,8 +301,8 @@ impl Drop for Memory {
                     release(handle);
                 }
             }
-            MemoryKind::Host(host) => {
-                Pages { context: Arc::clone(&self.context), host }.free_later()
+            MemoryKind::Host { host, room } => {
+                self.context.spare.put(Pages { host, ptr: self.ptr, room });
             }
             MemoryKind::Registered(pages) => {
                 // SAFETY: registered in `register_host`, given back once.
@@ -304,53 +313,49 @@ impl Drop for Memory {
     }
 }
 
-/// Page-locked memory of the host that nobody uses any more.
-struct Pages {
-    context: Arc<Context>,
+/// Page-locked memory of the host that nobody uses at the moment.
+#[derive(Debug)]
+pub(super) struct Pages {
     host: NonNull<u8>,
+    ptr: sys::CUdeviceptr,
+    room: usize,
 }
 
-// SAFETY: an address without thread affinity, freed once.
+// SAFETY: addresses without thread affinity, freed once.
 unsafe impl Send for Pages {}
 
-impl Pages {
-    /// Frees it on a thread of its own. The driver waits for all kernels of the process first, which may be
-    /// waiting for what the caller does next: threads that move frames own such memory.
-    fn free_later(self) {
-        static FREED: OnceLock<Option<Sender<Pages>>> = OnceLock::new();
-        let freed = FREED.get_or_init(|| {
-            let (freed, pages) = channel::<Pages>();
-            let free_all = move || pages.into_iter().for_each(Self::free);
-            let thread = std::thread::Builder::new().name("sy-gpu-free".to_owned()).spawn(free_all);
-            match thread {
-                Ok(_) => Some(freed),
-                Err(error) => {
-                    tracing::warn!(%error, "no thread for freeing page-locked memory");
-                    None
-                }
-            }
-        });
-        match freed {
-            Some(freed) => {
-                if let Err(SendError(pages)) = freed.send(self) {
-                    pages.free();
-                }
-            }
-            None => self.free(),
-        }
+/// Page-locked memory for whoever wants as much next.
+///
+/// The driver frees such memory only when no kernel runs, and lets nobody launch one until then. Threads that
+/// move frames let go of it while kernels wait for these frames, so it is not given back before the GPU is.
+#[derive(Debug, Default)]
+pub(super) struct Spare(Mutex<Vec<Pages>>);
+
+impl Spare {
+    fn take(&self, room: usize) -> Option<Pages> {
+        let mut pages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = pages.iter().position(|pages| pages.room == room)?;
+        Some(pages.swap_remove(at))
     }
 
-    fn free(self) {
-        let _current = match self.context.bind() {
-            Ok(current) => current,
-            Err(error) => {
-                tracing::error!(%error, "page-locked memory is not freed");
-                return;
-            }
-        };
-        // SAFETY: allocated in `alloc_host`, freed once.
-        ignore("cuMemFreeHost", unsafe { sys::cuMemFreeHost(self.host.as_ptr().cast()) });
+    fn put(&self, pages: Pages) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(pages);
     }
+
+    /// Frees it. The context that it was allocated in is current.
+    pub(super) fn free(&mut self) {
+        for Pages { host, .. } in self.0.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..)
+        {
+            // SAFETY: allocated in `alloc_host`, freed once.
+            ignore("cuMemFreeHost", unsafe { sys::cuMemFreeHost(host.as_ptr().cast()) });
+        }
+    }
+}
+
+/// Bytes to allocate for `len`: one of eight sizes for each power of two, so that most memory finds a next owner.
+fn room_for(len: usize) -> Result<usize, GpuError> {
+    let unit = len.checked_next_power_of_two().map_or(usize::MAX, |power| (power / 16).max(4096));
+    whole_multiple("cuMemHostAlloc", len as u64, unit)
 }
 
 /// Lengths come from peers too, and may be anything.

@@ -14,6 +14,7 @@ use cudarc::driver::sys::{
 use cudarc::driver::{DriverError, result};
 
 pub(super) use self::memory::Memory;
+use self::memory::Spare;
 pub(super) use self::stream::{Event, Graph, Stream};
 use super::layer::MapShape;
 use super::{GpuError, Reach};
@@ -42,6 +43,7 @@ struct Context {
     modules: Vec<sys::CUmodule>,
     /// In the order of [`ENTRIES`].
     functions: Vec<sys::CUfunction>,
+    spare: Spare,
 }
 
 // SAFETY: driver handles have no thread affinity; every call makes the context current first.
@@ -84,8 +86,14 @@ impl Gpu {
         check("cuDevicePrimaryCtxRetain", unsafe {
             sys::cuDevicePrimaryCtxRetain(&raw mut context, device)
         })?;
-        let mut opened =
-            Context { ordinal, device, context, modules: Vec::new(), functions: Vec::new() };
+        let mut opened = Context {
+            ordinal,
+            device,
+            context,
+            modules: Vec::new(),
+            functions: Vec::new(),
+            spare: Spare::default(),
+        };
         let current = opened.bind()?;
         opened.load()?;
         drop(current);
@@ -272,6 +280,7 @@ impl Drop for Context {
                 // SAFETY: loaded in `load`, unloaded once; streams and graphs hold the context.
                 ignore("cuModuleUnload", unsafe { sys::cuModuleUnload(*module) });
             }
+            self.spare.free();
         }
         // SAFETY: retained once in `open`.
         ignore("cuDevicePrimaryCtxRelease", unsafe {
