@@ -20,8 +20,9 @@
 //!
 //! A server that dies sets a bit in a word that waiting kernels look at, so a death costs what it takes
 //! to learn of it. A server that is silent for the deadline is given up by the kernels themselves. In
-//! both cases, and when the host ends the waits for a server that works but does not answer, its slots leave the tables before the next launch, its memory is unmapped as soon as no
-//! kernel can use it, and what it still writes lands in memory that nobody reads.
+//! both cases, and when the host ends the waits for a server that works but does not answer, its slots
+//! leave the tables before the next launch, its memory is unmapped as soon as no kernel can use it, and
+//! what it still writes lands in memory that nobody reads.
 
 mod error;
 mod lane;

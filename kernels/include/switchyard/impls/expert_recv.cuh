@@ -466,7 +466,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         else
             ptx::barrier_cluster_arrive_relaxed();
     } else {
-        ptx::barrier_cluster_arrive_relaxed();
+        // With what is cleared above, which the first block may add to.
+        ptx::barrier_cluster_arrive_release();
         ptx::barrier_cluster_wait_acquire();
         copy_snapshot(shared, params);
     }
@@ -510,9 +511,9 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
                 break;
         } else {
             if (!is_second) {
-                tell_bad(shared);
                 if (rank == 0 && is_small)
                     ptx::barrier_cluster_wait_acquire();
+                tell_bad(shared);
             }
             ptx::barrier_cluster_arrive_relaxed();
             ptx::barrier_cluster_wait_acquire();

@@ -218,12 +218,23 @@ pub(super) struct Quarantine {
 
 impl Quarantine {
     fn add(&mut self, region: Region) {
-        give_pages_back(&region);
         self.regions.push(region);
+        self.release(self.regions.len() - 1);
         // A late write may have touched pages of others again.
         for _ in 0..NUM_RELEASED_AGAIN.min(self.regions.len()) {
             self.next = (self.next + 1) % self.regions.len();
-            give_pages_back(&self.regions[self.next]);
+            self.release(self.next);
+            if self.regions.is_empty() {
+                break;
+            }
+        }
+    }
+
+    fn release(&mut self, idx: usize) {
+        if let Err(error) = give_pages_back(&self.regions[idx]) {
+            tracing::warn!(%error, "the pages of a retired slot were not released");
+            // Some systems have given the addresses to others by now: nobody touches them again.
+            std::mem::forget(self.regions.swap_remove(idx));
         }
     }
 }
@@ -232,7 +243,7 @@ impl Quarantine {
 ///
 /// A mapping that nothing has touched joins its untouched neighbours. Advice to the system would give the
 /// pages back, too, but leave one mapping for each region, of which a process has some 65,000.
-fn give_pages_back(memory: &Region) {
+fn give_pages_back(memory: &Region) -> rustix::io::Result<()> {
     // SAFETY: replaces the whole mapping, which is this process's own anonymous memory, by one like it; what
     // anybody may still read there is zero afterwards.
     let result = unsafe {
@@ -243,9 +254,7 @@ fn give_pages_back(memory: &Region) {
             MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE,
         )
     };
-    if let Err(error) = result {
-        tracing::warn!(%error, "the pages of a retired slot were not released");
-    }
+    result.map(drop)
 }
 
 /// Completions that are read at once.

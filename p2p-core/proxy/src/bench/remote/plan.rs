@@ -41,6 +41,11 @@ impl Plan {
         );
         ensure!((1..=self.budget).contains(&self.batch), "batch: expected 1 to the budget");
         ensure!((2..=16_384).contains(&self.budget), "budget: expected 2 to 16384");
+        ensure!(
+            (1..=MAX_COMMANDS).contains(&self.commands),
+            "commands: expected 1 to {MAX_COMMANDS}, found {}",
+            self.commands
+        );
         // What the other side says must not decide how much memory this one gives it.
         let slots = u64::from(self.object_bytes) * u64::from(self.budget) * self.threads as u64;
         ensure!(
@@ -78,4 +83,6 @@ impl Plan {
 }
 
 /// Of the slots of all threads.
+/// Every batch leaves a sample.
+const MAX_COMMANDS: u64 = 100_000_000;
 const MAX_SLOTS_BYTES: u64 = 4 << 30;
