@@ -82,7 +82,7 @@ impl Plan {
     }
 }
 
-/// Of the slots of all threads.
 /// Every batch leaves a sample.
 const MAX_COMMANDS: u64 = 100_000_000;
+/// Of the slots of all threads.
 const MAX_SLOTS_BYTES: u64 = 4 << 30;
