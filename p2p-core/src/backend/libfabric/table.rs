@@ -4,8 +4,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::mm::{MapFlags, ProtFlags};
-
 use super::inbound::Inbound;
 use super::lane::Taken;
 use super::link::{Context, IDX_MASK, Link};
@@ -218,43 +216,29 @@ pub(super) struct Quarantine {
 
 impl Quarantine {
     fn add(&mut self, region: Region) {
+        give_pages_back(&region);
         self.regions.push(region);
-        self.release(self.regions.len() - 1);
         // A late write may have touched pages of others again.
         for _ in 0..NUM_RELEASED_AGAIN.min(self.regions.len()) {
             self.next = (self.next + 1) % self.regions.len();
-            self.release(self.next);
-            if self.regions.is_empty() {
-                break;
-            }
-        }
-    }
-
-    fn release(&mut self, idx: usize) {
-        if let Err(error) = give_pages_back(&self.regions[idx]) {
-            tracing::warn!(%error, "the pages of a retired slot were not released");
-            // Some systems have given the addresses to others by now: nobody touches them again.
-            std::mem::forget(self.regions.swap_remove(idx));
+            give_pages_back(&self.regions[self.next]);
         }
     }
 }
 
 /// Releases the pages of memory that nobody uses any more; its addresses stay taken.
-///
-/// A mapping that nothing has touched joins its untouched neighbours. Advice to the system would give the
-/// pages back, too, but leave one mapping for each region, of which a process has some 65,000.
-fn give_pages_back(memory: &Region) -> rustix::io::Result<()> {
-    // SAFETY: replaces the whole mapping, which is this process's own anonymous memory, by one like it; what
-    // anybody may still read there is zero afterwards.
+fn give_pages_back(memory: &Region) {
+    // SAFETY: the whole mapping; what anybody may still read there is zero afterwards.
     let result = unsafe {
-        rustix::mm::mmap_anonymous(
+        rustix::mm::madvise(
             memory.as_ptr().as_ptr().cast(),
             memory.len(),
-            ProtFlags::READ | ProtFlags::WRITE,
-            MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE,
+            rustix::mm::Advice::LinuxDontNeed,
         )
     };
-    result.map(drop)
+    if let Err(error) = result {
+        tracing::warn!(%error, "the pages of a retired slot were not released");
+    }
 }
 
 /// Completions that are read at once.
@@ -265,65 +249,3 @@ pub(super) const MAX_HOT: usize = 64;
 const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 /// Regions in quarantine that are looked after whenever another one comes.
 const NUM_RELEASED_AGAIN: usize = 2;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const PIECE: usize = 64 << 10;
-    const NUM_PIECES: usize = 32;
-
-    /// Mappings of this process within `start..end`.
-    fn num_mappings_within(start: usize, end: usize) -> usize {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-        maps.lines()
-            .filter(|line| {
-                let (first, rest) = line.split_once('-').unwrap();
-                let last = rest.split(' ').next().unwrap();
-                let [first, last] =
-                    [first, last].map(|text| usize::from_str_radix(text, 16).unwrap());
-                first < end && last > start
-            })
-            .count()
-    }
-
-    /// Slots that were made and used at different times are mappings of their own. In quarantine they are none
-    /// any more, and hold nothing.
-    #[test]
-    fn memory_in_quarantine_joins() {
-        // SAFETY: a fresh mapping, which only takes addresses. The pieces replace it one by one.
-        let start = unsafe {
-            let (bytes, flags) = (NUM_PIECES * PIECE, MapFlags::PRIVATE | MapFlags::NORESERVE);
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), flags)
-        };
-        let start = start.unwrap().cast::<u8>();
-        let mut pieces = Vec::new();
-        for nth in (0..NUM_PIECES).step_by(2).chain((1..NUM_PIECES).step_by(2)) {
-            // SAFETY: replaces what was mapped above, which nobody uses.
-            let piece = unsafe {
-                let ptr = rustix::mm::mmap_anonymous(
-                    start.add(nth * PIECE).cast(),
-                    PIECE,
-                    ProtFlags::READ | ProtFlags::WRITE,
-                    MapFlags::PRIVATE | MapFlags::FIXED,
-                );
-                Region::from_raw(ptr.unwrap().cast(), PIECE).unwrap()
-            };
-            // SAFETY: within the piece, which nobody else uses.
-            unsafe { piece.as_ptr().as_ptr().write_volatile(1) };
-            pieces.push(piece);
-        }
-        let (first, last) = (start.addr(), start.addr() + NUM_PIECES * PIECE);
-        let before = num_mappings_within(first, last);
-        assert!(before > 1, "the pieces are one mapping from the start");
-        let mut quarantine = Quarantine::default();
-        for piece in pieces {
-            quarantine.add(piece);
-        }
-        assert_eq!(num_mappings_within(first, last), 1, "of {before}");
-        for piece in &quarantine.regions {
-            // SAFETY: mapped, and nobody writes it.
-            assert_eq!(unsafe { piece.as_ptr().as_ptr().read_volatile() }, 0);
-        }
-    }
-}
