@@ -165,27 +165,6 @@ impl LinkState {
         self.abort_bit().take();
     }
 
-    /// Ends waits for the peer that are under way, as its end would.
-    pub fn end_waits(&self) {
-        if let Some(abort) = &*self.abort_bit() {
-            abort.set();
-        }
-    }
-
-    /// Lets kernels wait for the peer again, unless the link has ended meanwhile.
-    pub fn allow_waits(&self) {
-        // Whoever ends the link says so first, and then takes this lock to set the bit.
-        let place = self.abort_bit();
-        let Some(abort) = &*place else { return };
-        if self.down().is_none() {
-            abort.clear();
-        }
-        fence(Ordering::SeqCst);
-        if self.down().is_some() {
-            abort.set();
-        }
-    }
-
     fn abort_bit(&self) -> MutexGuard<'_, Option<AbortBit>> {
         self.abort.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -430,12 +409,7 @@ mod tests {
         // The connector comes to it later than the lane.
         old.set_down(Down::Closed);
         assert_eq!(bits(), 0, "the next link is alive");
-        new.end_waits();
-        assert_eq!(bits(), 1 << 3);
-        new.allow_waits();
-        assert_eq!(bits(), 0);
         new.set_down(Down::Left);
-        new.allow_waits();
         assert_eq!(bits(), 1 << 3, "it has ended");
         // One that ended before it got its seat.
         let (late, bit) = (LinkState::default(), AbortBit { word: Arc::clone(&word), bit: 5 });

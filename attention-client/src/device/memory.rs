@@ -155,6 +155,17 @@ impl Memory {
         host.map_or_else(Status::zeroed, |host| unsafe { host.cast::<Status>().read_volatile() })
     }
 
+    /// Number of the last dispatch of a slot whose report is there, which may be asked at any time.
+    pub fn reported(&self, slot: usize) -> u64 {
+        let host = self.slots[slot].status.host();
+        // SAFETY: page-locked memory that begins with this word, which is copied as a whole.
+        host.map_or(0, |host| unsafe {
+            host.byte_add(offset_of!(Status, handle) + offset_of!(Handle, sequence))
+                .cast::<u64>()
+                .read_volatile()
+        })
+    }
+
     /// Forgets the first error, in the order of `stream`.
     pub fn clear_error(&self, stream: &Stream) -> Result<(), GpuError> {
         // SAFETY: a part of the state; kernels that use it come later in the stream.

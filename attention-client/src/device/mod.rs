@@ -625,7 +625,8 @@ impl DeviceClient {
                 // SAFETY: the client's own memory.
                 unsafe { self.launch_combine(stream, slot, scratch, capacity, false)? };
                 self.memory.report(stream, slot)?;
-                self.slots.call_mut(slot).phase = Phase::Combined;
+                let call = self.slots.call_mut(slot);
+                (call.phase, call.stream) = (Phase::Combined, stream.raw());
             }
             self.wait_for_call_again(stream, slot)?;
             let status = self.memory.status(slot);

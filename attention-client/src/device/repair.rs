@@ -176,15 +176,10 @@ impl DeviceClient {
 
     /// Takes servers out whose answer did not come, unless they refused.
     pub(super) fn give_up_servers(&mut self, slot: usize, status: &Status) {
-        self.fail_unanswered(slot, status, FailReason::Silent);
-    }
-
-    /// As [`give_up_servers`](Self::give_up_servers); `otherwise` is why, where their links do not tell.
-    pub(super) fn fail_unanswered(&mut self, slot: usize, status: &Status, otherwise: FailReason) {
         let last = self.slots.last();
         for idx in bits(status.handle.missing & !status.handle.refused) {
             let Some(link) = self.lane.link(idx) else { continue };
-            let reason = self.lane.why_unanswered(idx, otherwise);
+            let reason = self.lane.why_unanswered(idx, FailReason::Silent);
             // Kernels keep the first error only: it tells what they waited for and what they saw.
             let (server, error) = (link.server.name(), &status.error);
             tracing::warn!(server, reason = reason.name(), %error, "a server did not answer");
@@ -410,7 +405,7 @@ impl Choices {
     }
 }
 
-fn bits(mask: u32) -> impl Iterator<Item = usize> {
+pub(super) fn bits(mask: u32) -> impl Iterator<Item = usize> {
     (0..MAX_PEERS).filter(move |idx| mask >> idx & 1 != 0)
 }
 

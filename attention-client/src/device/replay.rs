@@ -13,6 +13,7 @@ use kernels::abi::{
 use kernels::gpu::{GpuError, Graph, Stream};
 
 use super::lane::Used;
+use super::overdue::LOOK;
 use super::slots::Phase;
 use super::{DeviceClient, DeviceError, MARGIN, elapsed_ns};
 use crate::client::ClientError;
@@ -135,36 +136,28 @@ impl DeviceClient {
         self.memory.report(stream, slot)?;
         self.poll(stream)?;
         // After an error its kernels may still run: the servers stay counted in.
-        let unanswered = self.wait_watching(stream)?;
+        self.wait_watching(stream)?;
         let error = self.memory.status(slot).error;
         let last = self.slots.last();
         if error.tag == TAG_NONE {
             self.end_replay();
             return Ok(ReplayOutcome::Complete);
         }
-        let result = self.judge(&error, last, unanswered);
+        let result = self.judge(&error, last);
         self.memory.clear_error(stream)?;
         self.end_replay();
         self.sync();
         result.map(|reason| ReplayOutcome::Incomplete { reason })
     }
 
-    /// What an error in a replay means: a reason to replay again, or an error. `unanswered` is why a server
-    /// did not answer whose wait was ended, where its link does not tell.
-    fn judge(
-        &mut self,
-        error: &ErrorWord,
-        last: u64,
-        unanswered: FailReason,
-    ) -> Result<String, DeviceError> {
+    /// What an error in a replay means: a reason to replay again, or an error.
+    fn judge(&mut self, error: &ErrorWord, last: u64) -> Result<String, DeviceError> {
         let idx = error.peer as usize;
         let server = self.lane.link(idx).map_or("a server that is gone", |link| link.server.name());
         let server = server.to_owned();
         match error.tag {
             TAG_COMBINE_ROW | TAG_COMBINE_EMPTY => {
-                let is_ended = error.reason != REASON_TIMEOUT;
-                let otherwise = if is_ended { unanswered } else { FailReason::Silent };
-                let reason = self.lane.why_unanswered(idx, otherwise);
+                let reason = self.lane.why_unanswered(idx, FailReason::Silent);
                 self.lane.fail(idx, reason, last, &self.shared);
                 Ok(format!("{server} did not answer ({}): {error}", reason.name()))
             }
@@ -218,27 +211,24 @@ impl DeviceClient {
     /// Waits for the graph. A server that is silent costs the deadline in the first layer that meets it;
     /// then its bit is set, so that the layers behind do not wait again.
     ///
-    /// When the graph has not ended in time, so do all waits for what is not there. Says what a server whose
-    /// wait was ended has failed by.
-    fn wait_watching(&mut self, stream: &Stream) -> Result<FailReason, GpuError> {
+    /// A server that shows life but has not answered the oldest call when its time is over has failed. That
+    /// time begins anew with each call: a graph may have any number of them.
+    fn wait_watching(&mut self, stream: &Stream) -> Result<(), GpuError> {
         let (now, bound) = (Instant::now(), self.bound());
         let until = match &mut self.replaying {
             Some(running) => *running.until.get_or_insert(now + bound),
             None => now + bound,
         };
-        let until = until.max(now + MARGIN);
-        let mut look_at = Instant::now() + self.shared.settings.deadline;
-        let mut last = ErrorWord::default();
+        let mut until = until.max(now + MARGIN);
+        let deadline = self.shared.settings.deadline;
+        let mut look_at = now + deadline.min(LOOK);
+        let (mut last, mut seen) = (ErrorWord::default(), None);
         loop {
             match stream.wait(look_at.min(until)) {
-                Err(GpuError::Deadline { .. }) if Instant::now() < until => {}
-                Err(GpuError::Deadline { .. }) => {
-                    self.end_waits(stream)?;
-                    return Ok(FailReason::Stuck);
-                }
-                ended => return ended.map(|()| FailReason::Silent),
+                Err(GpuError::Deadline { .. }) => self.look(&mut seen, &mut until)?,
+                ended => return ended,
             }
-            look_at = Instant::now() + self.shared.settings.deadline / 4 + Duration::from_millis(1);
+            look_at = Instant::now() + (deadline / 4 + Duration::from_millis(1)).min(LOOK);
             let mut error = Vec::new();
             let from = self.memory.state.ptr().add(super::memory::ERROR_OFFSET);
             // SAFETY: the client's own state, of which kernels write this part once.

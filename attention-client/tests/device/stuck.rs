@@ -56,10 +56,19 @@ fn with_life<R>(client: DeviceName, pair: &Pair, work: impl FnOnce() -> R) -> R 
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        let result = work();
-        is_over.store(true, Ordering::Relaxed);
-        result
+        // Also when an assertion fails: the scope waits for the thread.
+        let _over = Over(&is_over);
+        work()
     })
+}
+
+/// Sets a flag when dropped.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 fn pair() -> Option<(Pair, DeviceName)> {
@@ -97,6 +106,31 @@ fn a_server_that_works_but_never_answers_has_failed_at_the_limit() {
         assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("silent")), 0.0);
         // Who answered is asked on.
         let request = Request::random(&mut rng, &pair.model, MANY, 4);
+        let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+        assert_eq!((timing.failovers, timing.num_servers), (0, 1));
+    });
+}
+
+#[test]
+fn only_who_holds_up_the_oldest_of_many_calls_has_failed() {
+    let mut rng = seeded("only_who_holds_up_the_oldest_of_many_calls_has_failed");
+    let Some((pair, device)) = pair() else { return };
+    let mut client = pair.connect(builder(&pair.model).deadline(DEADLINE).work_limit(WORK_LIMIT));
+    let capacity = 4 * client.max_tokens();
+    let (tensors, mut local) = (Tensors::with_capacity(&client, capacity), pair.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &pair.model, capacity as usize, 4);
+    forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+    pair.server(0).signal(Signal::STOP);
+    with_life(device, &pair, || {
+        // As many parts are outstanding as slots have frames.
+        let start = Instant::now();
+        let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+        assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+        assert!(timing.failovers > 0 && timing.resent_pairs > 0, "{timing:?}");
+        let failovers = |reason| metric(&client, "switchyard_client_failovers_total", reason);
+        assert_eq!((failovers(Some("stuck")), failovers(Some("silent"))), (1.0, 0.0));
+        assert_eq!(failovers(None), 1.0, "nobody else has failed");
         let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
         assert_eq!((timing.failovers, timing.num_servers), (0, 1));
     });
