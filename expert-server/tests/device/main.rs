@@ -111,10 +111,12 @@ pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &
             }
         }
         let largest = expected.iter().fold(1e-30f64, |max, v| max.max(v.abs()));
+        // An activation next to the middle of two codes may become either: a sixteenth of it.
+        let tolerance = if reference.is_fp8 { 3.0 * TOLERANCE } else { TOLERANCE };
         for (at, (found, expected)) in row.iter().zip(&expected).enumerate() {
             let error = (f64::from(*found) - expected).abs() / largest;
             assert!(
-                error <= TOLERANCE,
+                error <= tolerance,
                 "layer {} token {token} value {at}: found {found}, expected {expected}, largest {largest}",
                 request.layer
             );
