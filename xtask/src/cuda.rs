@@ -308,6 +308,10 @@ pub fn make_bundle() -> Result<Outcome> {
 /// Puts programs into one archive, which the scripts unpack where they run. All of them hold the same kernels
 /// and libraries, which a window over the whole archive stores once.
 fn pack(bundle: &Path, programs: &[&str]) -> Result<Outcome> {
+    if !tools::on_path("xz") {
+        let reason = "xz is missing: install Debian's package `xz-utils`";
+        return Ok(Outcome::Failed(reason.to_owned()));
+    }
     println!("packing {} programs", programs.len());
     let mut tar = Command::new("tar");
     tar.arg("--create")
