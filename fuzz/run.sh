@@ -7,6 +7,8 @@
 # flag, and out-of-range reads from guard pages instead of a sanitizer. Everything goes to
 # target/fuzz; what libFuzzer finds lies in target/fuzz/artifacts. With a nightly toolchain,
 # `cargo fuzz run TARGET` works here as well.
+#
+# SWITCHYARD_FUZZ_SEED fixes the mutations; without it every run tries others.
 set -eu
 
 cd "$(dirname "$0")"
@@ -46,8 +48,8 @@ run() {
     mkdir -p "$out/corpus/$target" "$out/artifacts/$target"
     log="$out/$target.log"
     if ! timeout $((seconds + 60)) "$bin/$target" "$out/corpus/$target" "$out/seeds/$target" \
-        -max_total_time="$seconds" -max_len=16384 -timeout=5 -rss_limit_mb=2048 \
-        -artifact_prefix="$out/artifacts/$target/" -print_final_stats=1 >"$log" 2>&1; then
+        -seed="${SWITCHYARD_FUZZ_SEED:-0}" -max_total_time="$seconds" -max_len=16384 -timeout=5 \
+        -rss_limit_mb=2048 -artifact_prefix="$out/artifacts/$target/" -print_final_stats=1 >"$log" 2>&1; then
         tail -n 40 "$log" >&2
         echo "fuzz: $target FAILED; the input is in target/fuzz/artifacts/$target" >&2
         return 1

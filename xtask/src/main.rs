@@ -5,6 +5,7 @@ mod cuda;
 mod fault;
 mod sass;
 mod steps;
+mod told;
 mod tools;
 
 use std::process::ExitCode;

@@ -5,13 +5,13 @@ mod mlx5;
 mod rxe;
 mod scale;
 
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::{cuda, tools};
+use crate::{cuda, told, tools};
 
 /// How a step ended.
 pub enum Outcome {
@@ -117,14 +117,24 @@ pub fn cargo(args: &[&str]) -> Command {
     command
 }
 
-/// Runs a command to its end; its output goes to ours.
+/// Runs a command to its end; its output goes to ours. What of it tells why it failed is in the outcome, too,
+/// where nobody has watched.
 pub fn run(command: &mut Command) -> Result<Outcome> {
-    let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
-    Ok(if status.success() {
-        Outcome::Passed
+    let (status, told) = if std::io::stdout().is_terminal() {
+        let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
+        (status, Vec::new())
     } else {
-        Outcome::Failed(format!("{:?} ended with {status}", command.get_program()))
-    })
+        told::run(command)?
+    };
+    if status.success() {
+        return Ok(Outcome::Passed);
+    }
+    let mut reason = format!("{:?} ended with {status}", command.get_program());
+    for line in told {
+        reason.push_str("\n         ");
+        reason.push_str(&line);
+    }
+    Ok(Outcome::Failed(reason))
 }
 
 /// Features of the workspace's builds, beside the default ones: the proxy's tests over libfabric, which is
@@ -217,7 +227,9 @@ fn fuzz() -> Result<Outcome> {
             format!("{compiler} is missing, which libFuzzer needs: install g++, or set CXX");
         return Ok(Outcome::Skipped(reason));
     }
-    run(Command::new("bash").args(["fuzz/run.sh", "13"]))
+    // Whoever changes one thing should not be stopped by what a new seed finds elsewhere; `fuzz/run.sh` by
+    // itself takes a new one every time.
+    run(Command::new("bash").args(["fuzz/run.sh", "13"]).env("SWITCHYARD_FUZZ_SEED", "1"))
 }
 
 fn deploy() -> Result<Outcome> {

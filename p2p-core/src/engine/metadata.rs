@@ -22,7 +22,7 @@ pub struct EndpointMetadata {
 }
 
 impl EndpointMetadata {
-    /// The form that travels; below 1 KiB.
+    /// The form that travels; below 1 KiB. Of more than 16 transports it has the first, which are the best.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -55,7 +55,7 @@ impl EndpointMetadata {
         let addr = read_addr(&mut reader)?;
         let (gpu_index, pci_bdf) = read_device(&mut reader)?;
         let mut transports = Vec::new();
-        for _ in 0..reader.u8("number of transports")? {
+        for _ in 0..read_num_offers(&mut reader)? {
             // One that this version does not know is of no use, and no harm.
             transports.extend(read_offer(&mut reader)?);
         }
@@ -96,6 +96,13 @@ pub(super) fn read_device(
 pub(super) fn put_offer(out: &mut Vec<u8>, offer: &Offer) {
     out.push(transport_code(offer.kind));
     put_counted(out, offer.flavour.as_bytes());
+}
+
+pub(super) fn read_num_offers(reader: &mut Reader<'_>) -> Result<usize, Malformed> {
+    match usize::from(reader.u8("number of transports")?) {
+        num if num <= MAX_OFFERS => Ok(num),
+        num => Err(format!("{num} transports, at most {MAX_OFFERS} are allowed")),
+    }
 }
 
 /// `None`: a transport that this version does not know.
@@ -154,6 +161,25 @@ mod tests {
         }
         let longer = [&bytes[..], &[0]].concat();
         assert!(EndpointMetadata::decode(&longer).unwrap_err().contains("follow"));
+    }
+
+    #[test]
+    fn no_more_transports_are_read_than_are_written() {
+        let with = |num| EndpointMetadata {
+            transports: vec![Offer::plain(TransportKind::Cma); num],
+            ..metadata()
+        };
+        assert_eq!(EndpointMetadata::decode(&with(17).encode()), Ok(with(16)));
+
+        let mut bytes = with(16).encode();
+        let len = bytes.len();
+        let offer_bytes = with(16).encode().len() - with(15).encode().len();
+        let num_at = len - 16 * offer_bytes - 1;
+        assert_eq!(bytes[num_at], 16);
+        bytes[num_at] = 17;
+        bytes.extend_from_within(len - offer_bytes..);
+        let error = EndpointMetadata::decode(&bytes).unwrap_err();
+        assert!(error.contains("17 transports, at most 16"), "{error}");
     }
 
     proptest! {

@@ -4,7 +4,9 @@
 use crate::bootstrap::wire::printable;
 use crate::engine::codec::{Malformed, Reader, put_counted};
 use crate::engine::link::Limits;
-use crate::engine::metadata::{MAX_OFFERS, put_device, put_offer, read_device, read_offer};
+use crate::engine::metadata::{
+    MAX_OFFERS, put_device, put_offer, read_device, read_num_offers, read_offer,
+};
 use crate::network::{MAX_DETAIL_BYTES, Offer};
 
 /// Bytes of the header of a handshake message.
@@ -101,14 +103,8 @@ impl Message {
             1 => {
                 let who = read_who(&mut reader)?;
                 let ticket = reader.counted("ticket", MAX_TICKET_BYTES)?.to_vec();
-                let num_sides = usize::from(reader.u8("number of transports")?);
-                if num_sides > MAX_OFFERS {
-                    return Err(format!(
-                        "{num_sides} transports, at most {MAX_OFFERS} are allowed"
-                    ));
-                }
                 let mut sides = Vec::new();
-                for _ in 0..num_sides {
+                for _ in 0..read_num_offers(&mut reader)? {
                     sides.extend(read_side(&mut reader)?);
                 }
                 Self::Hello { who, ticket, sides }
