@@ -1,5 +1,5 @@
-// put + flag between processes: one-way time by size, and bandwidth for every split of the GPUs into
-// senders and receivers. Prints one JSON line per case.
+// put + flag between processes: one-way time by size, bandwidth for every split of the GPUs into senders and
+// receivers, and both by number of blocks with stores and with bulk copies. Prints one JSON line per case.
 //
 //   p2p_bench [--ranks N] [--limit SECONDS]
 #include <string>
@@ -18,7 +18,7 @@ struct Measured {
 Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& senders,
              const std::vector<uint32_t>& receivers, uint64_t num_bytes, uint32_t num_turns,
              uint32_t num_blocks, bool streams, cudaStream_t stream, uint64_t* elapsed_ns,
-             sy_error_word* error) {
+             sy_error_word* error, uint32_t flags = 0) {
     const int sender_idx = index_of(senders, comrade.rank);
     const int receiver_idx = index_of(receivers, comrade.rank);
     CHECK_CUDA(cudaMemset(slots.control, 0, SY_CONTROL_BYTES));
@@ -31,6 +31,7 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
         const uint32_t my_line = sender_idx >= 0 ? sender_idx : receiver_idx;
         sy_p2p_params params = {};
         params.version = SY_DEVICE_ABI_VERSION;
+        params.flags = flags;
         params.num_peers = peers.size();
         // Pairs use as many blocks on both sides, whatever the number of a side's peers.
         params.blocks_per_peer = num_blocks / receivers.size();
@@ -68,6 +69,62 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
         measured.error_tag = std::max(measured.error_tag, one.error_tag);
     }
     return measured;
+}
+
+// Whether every word of the slot's first `num_bytes` is `value`.
+bool holds(const void* slot, uint64_t num_bytes, uint32_t value) {
+    std::vector<uint32_t> words(num_bytes / sizeof(uint32_t));
+    CHECK_CUDA(cudaMemcpy(words.data(), slot, num_bytes, cudaMemcpyDeviceToHost));
+    return std::all_of(words.begin(), words.end(), [&](uint32_t word) { return word == value; });
+}
+
+// From GPU 0 to GPU 1, medians of five: stores and bulk copies in turns.
+int compare_bulk(Comrade& comrade, Slots& slots, cudaStream_t stream, uint64_t* elapsed_ns,
+                 sy_error_word* error) {
+    struct Case {
+        bool streams;
+        uint64_t num_bytes;
+        uint32_t num_turns;
+        std::vector<uint32_t> blocks;
+    };
+    const std::vector<Case> cases = {{false, 7168, 400, {1}},
+                                     {false, 14336, 400, {1}},
+                                     {false, 64 << 10, 400, {1, 4}},
+                                     {false, 1 << 20, 200, {8, 24, 64}},
+                                     {true, 8 << 20, 50, {1, 2, 4, 8, 16, 24, 32, 66, 132}}};
+    int num_bad = 0;
+    for (const Case& one : cases)
+        for (const uint32_t num_blocks : one.blocks) {
+            double us[2];
+            for (const bool bulk : {false, true}) {
+                std::vector<double> times;
+                for (int repeat = 0; repeat < 5; ++repeat) {
+                    if (comrade.rank == 1)
+                        CHECK_CUDA(cudaMemset(slots.request[0], 0xff, one.num_bytes));
+                    const Measured measured =
+                        run(comrade, slots, {0}, {1}, one.num_bytes, one.num_turns, num_blocks,
+                            one.streams, stream, elapsed_ns, error, bulk ? SY_P2P_FLAG_BULK : 0);
+                    times.push_back(measured.elapsed_us / (one.streams ? 1.0 : 2.0) /
+                                    one.num_turns);
+                    const uint32_t last = one.num_turns + (one.streams ? 0 : 1);
+                    const bool is_right =
+                        comrade.rank != 1 || holds(slots.request[0], one.num_bytes, last);
+                    num_bad += measured.error_tag != 0 || !is_right;
+                }
+                std::sort(times.begin(), times.end());
+                us[bulk] = times[2];
+            }
+            if (comrade.rank == 0) {
+                printf("{\"bench\":\"put_bulk\",\"what\":\"%s\",\"bytes\":%" PRIu64
+                       ",\"blocks\":%u,\"store_us\":%.3f,\"bulk_us\":%.3f,"
+                       "\"store_gb_per_s\":%.1f,\"bulk_gb_per_s\":%.1f,\"bad\":%d}\n",
+                       one.streams ? "stream" : "put_flag", one.num_bytes, num_blocks, us[0], us[1],
+                       static_cast<double>(one.num_bytes) / us[0] * 1e-3,
+                       static_cast<double>(one.num_bytes) / us[1] * 1e-3, num_bad);
+                fflush(stdout);
+            }
+        }
+    return num_bad;
 }
 
 int run_rank(Comrade& comrade) {
@@ -143,6 +200,7 @@ int run_rank(Comrade& comrade) {
                 fflush(stdout);
             }
         }
+    num_bad += compare_bulk(comrade, slots, stream, elapsed_ns, error);
     return num_bad == 0 ? 0 : 1;
 }
 

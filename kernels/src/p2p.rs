@@ -10,13 +10,16 @@ use crate::check::{Check, CheckError};
 use crate::entries::{P2P_PINGPONG, P2P_STREAM};
 use crate::plan::{KernelParams, LaunchPlan};
 
+/// `flags`: messages of 16 bytes and more leave shared memory by bulk copies, instead of by stores.
+pub const FLAG_BULK: u32 = 64;
+
 /// `sy_p2p_params`
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct P2pParams {
     /// [`DEVICE_ABI_VERSION`]
     pub version: u32,
-    /// `FLAG_*`.
+    /// `FLAG_*`, among them [`FLAG_BULK`].
     pub flags: u32,
     /// Peers, at most [`MAX_PEERS`].
     pub num_peers: u32,

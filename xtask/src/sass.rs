@@ -125,6 +125,8 @@ const FILES: [(&str, &[Rule]); 7] = [
         &[
             rule(&["13stream_kernel"], &[STORE_16, SYSTEM_FENCE, FLAG_ADD, FLAG_LOAD]),
             rule(&["15pingpong_kernel"], &[STORE_16, SYSTEM_FENCE, FLAG_ADD, FLAG_LOAD]),
+            rule(&["13stream_kernel"], &["UBLKCP.G.S", "UTMACMDFLUSH"]),
+            rule(&["15pingpong_kernel"], &["UBLKCP.G.S", "UTMACMDFLUSH"]),
         ],
     ),
     ("flag", &[rule(&["sy_flag_add"], &[SYSTEM_FENCE, FLAG_ADD])]),

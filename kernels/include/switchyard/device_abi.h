@@ -103,6 +103,8 @@
     UINT32_C(4) /* send empty frames too: lockstep servers need them */
 #define SY_COMBINE_FLAG_ADD                                                                        \
     UINT32_C(16) /* a sum begins with what `out` holds: what was sent again */
+#define SY_P2P_FLAG_BULK                                                                           \
+    UINT32_C(64) /* messages of 16 bytes and more leave shared memory by bulk copies */
 
 /* First error of a peer's kernels. `tag` is claimed by compare-and-swap; the host clears it. */
 typedef struct sy_error_word {

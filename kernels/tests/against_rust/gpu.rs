@@ -9,7 +9,7 @@ use kernels::abi::{
     FrameGeometry, Handle, LayerWeights, Link, WAY_DIRECT,
 };
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape};
-use kernels::p2p::{P2pParams, StreamParams};
+use kernels::p2p::{FLAG_BULK, P2pParams, StreamParams};
 use rand::RngExt;
 use rand::rngs::StdRng;
 
@@ -352,9 +352,11 @@ struct Stream {
 
 impl Stream {
     const TURNS: u32 = 7;
-    const COUNTERS_AT: u64 = 4096;
+    /// Two bulk copies and a short one.
+    const MESSAGE_BYTES: u64 = (2 << 14) + 48;
+    const COUNTERS_AT: u64 = 128 << 10;
 
-    fn new(runner: &Runner, limit: Duration) -> Self {
+    fn new(runner: &Runner, limit: Duration, flags: u32) -> Self {
         let slot = |_| {
             let memory = Memory::filled(runner, Self::COUNTERS_AT + 256, 0);
             memory.fill(0, Self::COUNTERS_AT, POISON);
@@ -367,11 +369,12 @@ impl Stream {
         let params = |party: usize, peers: &[usize]| {
             let mut params = P2pParams::zeroed();
             params.version = DEVICE_ABI_VERSION;
+            params.flags = flags;
             params.num_peers = peers.len() as u32;
             params.blocks_per_peer = 2;
             params.num_turns = Self::TURNS;
             params.begins = u32::from(party < 2);
-            params.num_bytes = 1024;
+            params.num_bytes = Self::MESSAGE_BYTES;
             params.timeout_ns = limit.as_nanos() as u64;
             params.elapsed_ns = results[party].address();
             params.error = results[party].address().add(256);
@@ -379,7 +382,7 @@ impl Stream {
                 let my_line = if party < 2 { party as u64 } else { 0 };
                 params.counters[at] = line(party, at as u64);
                 // Each sender has a part of the receiver's payload.
-                let window = memory[peer].address().add(1024 * my_line);
+                let window = memory[peer].address().add(Self::MESSAGE_BYTES * my_line);
                 params.counter_offset[at] = line(peer, my_line).0 - window.0;
                 params.links[at] = Link { window, context: 0, way: WAY_DIRECT, reserved: 0 };
             }
@@ -404,14 +407,20 @@ impl Stream {
     }
 
     fn payload(&self) -> Vec<u32> {
-        self.memory[2].read(0, 512)
+        self.memory[2].read(0, Self::MESSAGE_BYTES / 2)
     }
 }
 
 /// The bandwidth of several senders is that of all bytes only if nobody begins alone.
 pub fn a_sender_waits_for_the_others(runner: &Runner) {
+    for flags in [0, FLAG_BULK] {
+        senders_begin_together(runner, flags);
+    }
+}
+
+fn senders_begin_together(runner: &Runner, flags: u32) {
     let Runner::Gpu(gpu) = runner else { return };
-    let alone = Stream::new(runner, Duration::from_millis(200));
+    let alone = Stream::new(runner, Duration::from_millis(200), flags);
     let errors = alone.run(gpu, &[0, 2]);
     // The receiver misses the other sender, and the sender misses the receiver's word.
     assert_eq!(
@@ -419,10 +428,13 @@ pub fn a_sender_waits_for_the_others(runner: &Runner) {
         [(TAG_P2P, 0), (TAG_P2P, 1)]
     );
     assert!(alone.payload().iter().all(|word| *word == u32::MAX), "it has begun");
-    let together = Stream::new(runner, Duration::from_secs(15));
+    let together = Stream::new(runner, Duration::from_secs(15), flags);
     let errors = together.run(gpu, &[0, 1, 2]);
     assert!(errors.iter().all(|error| error.tag == 0), "{errors:?}");
     assert!(together.payload().iter().all(|word| *word == Stream::TURNS));
+    let behind: Vec<u8> = together.memory[2]
+        .read(2 * Stream::MESSAGE_BYTES, Stream::COUNTERS_AT - 2 * Stream::MESSAGE_BYTES);
+    assert!(behind.iter().all(|byte| *byte == u8::MAX), "it has put too much");
     for sender in &together.results[..2] {
         assert_ne!(sender.one::<u64>(0), 0, "no time was taken");
     }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/bulk.cuh"
 #include "switchyard/comm/link.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
@@ -27,6 +28,39 @@ __device__ __forceinline__ void put_share(const sy_link& link, uint64_t num_byte
     for (uint64_t i = uint64_t{share} * kP2pThreads + threadIdx.x; i < num_units;
          i += uint64_t{num_shares} * kP2pThreads)
         target[i] = data;
+}
+
+constexpr uint32_t kBulkBytes = 16 << 10;
+
+// The same by bulk copies, which take turns among the blocks.
+__device__ __forceinline__ void put_share_bulk(const sy_link& link, uint64_t num_bytes,
+                                               uint32_t share, uint32_t num_shares,
+                                               uint32_t value) {
+    __shared__ uint4 tile[kBulkBytes / sizeof(uint4)];
+    if (threadIdx.x == 0)
+        comm::await_bulk_source();
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < kBulkBytes / sizeof(uint4); i += kP2pThreads)
+        tile[i] = make_uint4(value, value, value, value);
+    comm::seal_bulk();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        for (uint64_t at = uint64_t{share} * kBulkBytes; at < num_bytes;
+             at += uint64_t{num_shares} * kBulkBytes)
+            comm::put_bulk(link, at, tile,
+                           static_cast<uint32_t>(min(num_bytes - at, uint64_t{kBulkBytes})));
+}
+
+__device__ __forceinline__ bool puts_bulk(const sy_p2p_params& params) {
+    return (params.flags & SY_P2P_FLAG_BULK) != 0 && params.num_bytes >= 16;
+}
+
+__device__ __forceinline__ void put_message(const sy_p2p_params& params, const sy_link& link,
+                                            uint32_t share, uint32_t num_shares, uint32_t value) {
+    if (puts_bulk(params))
+        put_share_bulk(link, params.num_bytes, share, num_shares, value);
+    else
+        put_share(link, params.num_bytes, share, num_shares, value);
 }
 
 // What a block does for its peer. Blocks take turns among the peers, so that every link is busy.
@@ -63,8 +97,12 @@ __device__ __forceinline__ bool await_counter(const sy_p2p_params& params, uint3
 // Everything that the block has put, then the peer's counter.
 __device__ __forceinline__ void count_up(const sy_p2p_params& params, uint32_t peer) {
     __syncthreads();
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
+        // This is the thread that has put.
+        if (puts_bulk(params))
+            comm::await_bulk();
         comm::amo_nonfetch_add(params.links[peer], params.counter_offset[peer], 1);
+    }
 }
 
 // A message there and one back, turn after turn, with every peer for itself. One turn more than asked, and
@@ -80,7 +118,7 @@ __global__ void __launch_bounds__(kP2pThreads)
             start_ns = ptx::mov_globaltimer();
         if (!params.begins && !await_counter(params, my.peer, expected))
             return;
-        put_share(link, params.num_bytes, my.share, my.num_shares, turn + 1);
+        put_message(params, link, my.share, my.num_shares, turn + 1);
         count_up(params, my.peer);
         if (params.begins && !await_counter(params, my.peer, expected))
             return;
@@ -112,7 +150,7 @@ __global__ void __launch_bounds__(kP2pThreads)
         return;
     const uint64_t start_ns = ptx::mov_globaltimer();
     for (uint32_t turn = 1; turn <= params.num_turns; ++turn)
-        put_share(params.links[my.peer], params.num_bytes, my.share, my.num_shares, turn);
+        put_message(params, params.links[my.peer], my.share, my.num_shares, turn);
     count_up(params, my.peer);
     if (my.share == 0 && await_counter(params, my.peer, 2) && threadIdx.x == 0)
         params.elapsed_ns[my.peer] = ptx::mov_globaltimer() - start_ns;

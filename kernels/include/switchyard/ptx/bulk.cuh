@@ -66,6 +66,30 @@ __device__ __forceinline__ void cp_async_bulk_to_shared(uint32_t target, const v
                  : "memory");
 }
 
+// From shared memory of this block, for the group that this thread commits next. `num_bytes` and both
+// addresses are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk_to_global(uint64_t target, const void* source,
+                                                        uint32_t num_bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+                 "r"(shared_address(source)), "r"(num_bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the last kMost groups that this thread has committed are where they belong, as seen by this
+// thread.
+template <uint32_t kMost> __device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kMost) : "memory");
+}
+
+// Until those groups have been read from shared memory.
+template <uint32_t kMost> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kMost) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t target, const void* map,
                                                         uint32_t barrier, uint32_t x, uint32_t y,
                                                         uint32_t z, uint32_t u, uint32_t v) {
