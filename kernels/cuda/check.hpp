@@ -212,10 +212,12 @@ template <class Params>
     return SY_OK;
 }
 
-// Size of a launch. `is_tuned`: compiled for this hidden size (and top_k), else for any.
+// Size of a launch. `is_tuned`: compiled for this hidden size (and top_k), else for any. `is_few`: for few blocks
+// that have much to do each.
 struct LaunchPlan {
     uint32_t num_blocks, num_threads;
     bool is_tuned;
+    bool is_few = false;
 };
 
 // Threads of the kernels whose hidden size is only known at run time, and of those for 7168.
@@ -241,6 +243,19 @@ constexpr uint32_t kTokensInPairs = 96;
     return {num_blocks, is_tuned ? kTunedThreads : kGenericThreads, is_tuned};
 }
 
+// Fewer blocks than a GPU has multiprocessors, so that something else may run there.
+constexpr uint32_t kMostFewBlocks = 64;
+
+// For kernels that exist for few blocks as well: links are direct, and each block has `per_block` of
+// `num_units` at least.
+[[nodiscard]] inline LaunchPlan plan_few(bool is_tuned, uint32_t flags, uint32_t num_blocks,
+                                         uint64_t num_units, uint32_t per_block) {
+    LaunchPlan plan = plan_for(is_tuned, num_blocks);
+    plan.is_few = is_tuned && (flags & SY_LAUNCH_FLAG_ANY_WAY) == 0 &&
+                  num_blocks <= kMostFewBlocks && num_units >= uint64_t{per_block} * num_blocks;
+    return plan;
+}
+
 [[nodiscard]] inline LaunchPlan plan(const sy_dispatch_params& params) {
     // One more block writes headers.
     // One token each for few; from there on two share a fence, and one block per multiprocessor is enough.
@@ -253,8 +268,9 @@ constexpr uint32_t kTokensInPairs = 96;
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_combine_params& params) {
-    return plan_for(params.geometry.hidden == kTunedHidden,
-                    choose_blocks(params.num_blocks, params.capacity, 512));
+    const uint32_t num_blocks = choose_blocks(params.num_blocks, params.capacity, 512);
+    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks,
+                    params.capacity, 2);
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_recv_params&) {
@@ -262,8 +278,9 @@ constexpr uint32_t kTokensInPairs = 96;
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_send_params& params) {
-    return plan_for(params.geometry.hidden == kTunedHidden,
-                    choose_blocks(params.num_blocks, params.max_rows, 1024));
+    const uint32_t num_blocks = choose_blocks(params.num_blocks, params.max_rows, 1024);
+    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks,
+                    params.max_rows, 8);
 }
 
 // Of the kernels that multiply, which fill a multiprocessor's shared memory.
@@ -285,9 +302,9 @@ constexpr uint32_t kTokensInPairs = 96;
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {
-    return plan_for(
-        params.geometry.hidden == kTunedHidden,
-        choose_blocks(params.num_blocks, uint64_t{params.capacity} * params.num_clients, 1024));
+    const uint64_t num_units = uint64_t{params.capacity} * params.num_clients;
+    const uint32_t num_blocks = choose_blocks(params.num_blocks, num_units, 1024);
+    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks, num_units, 8);
 }
 
 } // namespace switchyard

@@ -9,6 +9,12 @@ namespace {
 
 template <uint32_t kWays> int launch_for(const sy_combine_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
+    if constexpr (kWays == comm::kDirectOnly)
+        if (size.is_few)
+            return launch(
+                impls::combine_kernel<
+                    impls::FewBlocks<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>>,
+                params, size, stream);
     if (size.is_tuned)
         return launch(
             impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>, params,

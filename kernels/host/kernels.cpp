@@ -24,6 +24,14 @@ void run(const sy_dispatch_params& params, const LaunchPlan& size) {
 
 template <bool kFp8, uint32_t kWays>
 void run(const sy_combine_params& params, const LaunchPlan& size) {
+    if constexpr (kWays == comm::kDirectOnly)
+        if (size.is_few) {
+            simt::run(
+                impls::combine_kernel<
+                    impls::FewBlocks<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>>,
+                params, size.num_blocks, size.num_threads, false);
+            return;
+        }
     const auto kernel =
         size.is_tuned
             ? impls::combine_kernel<impls::CombineConfig<kTunedHidden, kTunedThreads, kWays>>
@@ -38,6 +46,13 @@ void run(const sy_expert_recv_params& params, const LaunchPlan& size) {
 
 template <bool kFp8, uint32_t kWays>
 void run(const sy_expert_send_params& params, const LaunchPlan& size) {
+    if constexpr (kWays == comm::kDirectOnly)
+        if (size.is_few) {
+            simt::run(impls::expert_send_kernel<impls::FewBlocks<
+                          impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>>,
+                      params, size.num_blocks, size.num_threads, false);
+            return;
+        }
     const auto kernel =
         size.is_tuned
             ? impls::expert_send_kernel<
@@ -48,6 +63,13 @@ void run(const sy_expert_send_params& params, const LaunchPlan& size) {
 
 template <bool kFp8, uint32_t kWays>
 void run(const sy_echo_params& params, const LaunchPlan& size) {
+    if constexpr (kWays == comm::kDirectOnly)
+        if (size.is_few) {
+            simt::run(impls::echo_kernel<impls::FewBlocks<
+                          impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>>,
+                      params, size.num_blocks, size.num_threads, false);
+            return;
+        }
     const auto kernel =
         size.is_tuned
             ? impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>
@@ -68,13 +90,14 @@ template <class Params> int launch(const Params& params) {
     return SY_OK;
 }
 
-// Blocks, threads and whether the kernel is tuned; zeros when the parameters cannot be used.
-template <class Params> int plan_of(const Params& params, uint32_t out[3]) {
+// Blocks, threads and whether the kernel is tuned, and whether it is for few blocks; zeros when the parameters cannot be used.
+template <class Params> int plan_of(const Params& params, uint32_t out[4]) {
     const int code = check(params);
     const LaunchPlan size = code == SY_OK ? plan(params) : LaunchPlan{};
     out[0] = size.num_blocks;
     out[1] = size.num_threads;
     out[2] = size.is_tuned;
+    out[3] = size.is_few;
     return code;
 }
 
@@ -82,7 +105,7 @@ template <class Params> int plan_of(const Params& params, uint32_t out[3]) {
 
 #define SY_HOST(op)                                                                                \
     extern "C" int sy_host_##op(const sy_##op##_params* params) { return launch(*params); }        \
-    extern "C" int sy_host_plan_##op(const sy_##op##_params* params, uint32_t out[3]) {            \
+    extern "C" int sy_host_plan_##op(const sy_##op##_params* params, uint32_t out[4]) {            \
         return plan_of(*params, out);                                                              \
     }
 
@@ -94,7 +117,7 @@ SY_HOST(echo)
 
 // The matrix units have no stand-in here.
 extern "C" int sy_host_plan_expert_compute(const sy_expert_compute_params* params,
-                                           uint32_t out[3]) {
+                                           uint32_t out[4]) {
     return plan_of(*params, out);
 }
 

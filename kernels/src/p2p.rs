@@ -95,6 +95,7 @@ impl P2pParams {
             num_blocks: self.num_peers * self.blocks_per_peer,
             num_threads: P2P_THREADS,
             is_tuned: false,
+            is_few: false,
             entry,
             shared_bytes: 0,
             overlaps: false,

@@ -11,7 +11,7 @@ use crate::entries::{
     COMBINE, COMBINE_TUNED, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16, DISPATCH_TUNED_FP8,
     DOWN_BF16, DOWN_FP8, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV,
     GATE_UP_BF16, GATE_UP_DIRECT_BF16, GATE_UP_DIRECT_FP8, GATE_UP_FP8, GATHER_BF16_TO_FP8,
-    GATHER_FP8_TO_BF16, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way,
+    GATHER_FP8_TO_BF16, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way, few_blocks,
 };
 
 /// A launch, decided but for the stream.
@@ -23,6 +23,8 @@ pub struct LaunchPlan {
     pub num_threads: u32,
     /// Compiled for this hidden size (and top_k), else for any.
     pub is_tuned: bool,
+    /// For few blocks that have much to do each.
+    pub is_few: bool,
     /// Name of the kernel in the embedded code.
     pub entry: &'static str,
     /// Dynamic shared memory, bytes.
@@ -90,7 +92,8 @@ impl KernelParams for CombineParams {
     fn plan(&self) -> LaunchPlan {
         let is_tuned = self.geometry.hidden == TUNED_HIDDEN;
         let entry = if is_tuned { COMBINE_TUNED } else { COMBINE };
-        plan(is_tuned, choose_blocks(self.num_blocks, self.capacity.into(), 512), entry, self.flags)
+        let num_blocks = choose_blocks(self.num_blocks, self.capacity.into(), 512);
+        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, self.capacity.into(), 2)
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -113,6 +116,7 @@ impl KernelParams for ExpertRecvParams {
             num_blocks: RECV_BLOCKS,
             num_threads: RECV_THREADS,
             is_tuned: false,
+            is_few: false,
             entry: entry_for(self.flags, EXPERT_RECV),
             shared_bytes: 0,
             overlaps: self.flags & FLAG_PDL != 0,
@@ -144,12 +148,8 @@ impl KernelParams for ExpertSendParams {
             (false, true) => SEND_FP8,
             (false, false) => SEND_BF16,
         };
-        plan(
-            is_tuned,
-            choose_blocks(self.num_blocks, self.max_rows.into(), 1024),
-            entry,
-            self.flags,
-        )
+        let num_blocks = choose_blocks(self.num_blocks, self.max_rows.into(), 1024);
+        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, self.max_rows.into(), 8)
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -180,6 +180,7 @@ impl KernelParams for ExpertComputeParams {
             },
             num_threads: COMPUTE_THREADS,
             is_tuned: false,
+            is_few: false,
             entry: if is_fp8_weights { GATHER_BF16_TO_FP8 } else { GATHER_FP8_TO_BF16 },
             shared_bytes: 0,
             overlaps: false,
@@ -216,6 +217,7 @@ impl ExpertComputeParams {
             num_blocks: if self.num_blocks == 0 { NUM_MULTIPROCESSORS } else { self.num_blocks },
             num_threads: PRODUCT_THREADS,
             is_tuned: false,
+            is_few: false,
             entry,
             shared_bytes: PRODUCT_SHARED_BYTES,
             overlaps: true,
@@ -235,7 +237,8 @@ impl KernelParams for EchoParams {
             (false, false) => ECHO_BF16,
         };
         let num_units = u64::from(self.capacity) * u64::from(self.num_clients);
-        plan(is_tuned, choose_blocks(self.num_blocks, num_units, 1024), entry, self.flags)
+        let num_blocks = choose_blocks(self.num_blocks, num_units, 1024);
+        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, num_units, 8)
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -251,7 +254,30 @@ fn plan(is_tuned: bool, num_blocks: u32, entry: &'static str, flags: u32) -> Lau
     let entry = entry_for(flags, entry);
     let num_threads = if is_tuned { TUNED_THREADS } else { GENERIC_THREADS };
     let overlaps = flags & FLAG_PDL != 0;
-    LaunchPlan { num_blocks, num_threads, is_tuned, entry, shared_bytes: 0, overlaps }
+    LaunchPlan {
+        num_blocks,
+        num_threads,
+        is_tuned,
+        is_few: false,
+        entry,
+        shared_bytes: 0,
+        overlaps,
+    }
+}
+
+impl LaunchPlan {
+    /// The same by the kernel for few blocks, where links are direct and each block has `per_block` of
+    /// `num_units` at least.
+    fn for_few(mut self, flags: u32, num_units: u64, per_block: u64) -> Self {
+        self.is_few = self.is_tuned
+            && flags & FLAG_ANY_WAY == 0
+            && self.num_blocks <= MOST_FEW_BLOCKS
+            && num_units >= per_block * u64::from(self.num_blocks);
+        if self.is_few {
+            self.entry = few_blocks(self.entry);
+        }
+        self
+    }
 }
 
 /// Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
@@ -271,6 +297,8 @@ const fn is_fp8(dtype: u32) -> bool {
 
 /// From so many tokens on a block of dispatch takes two or more.
 const TOKENS_IN_PAIRS: u32 = 96;
+/// Fewer blocks than a GPU has multiprocessors, so that something else may run there.
+const MOST_FEW_BLOCKS: u32 = 64;
 const NUM_MULTIPROCESSORS: u32 = 132;
 const GENERIC_THREADS: u32 = 256;
 const TUNED_HIDDEN: u32 = 7168;

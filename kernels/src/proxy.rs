@@ -169,7 +169,15 @@ impl KernelParams for PeerCopyParams {
 }
 
 const fn plan(entry: &'static str, num_blocks: u32, num_threads: u32) -> LaunchPlan {
-    LaunchPlan { num_blocks, num_threads, is_tuned: false, entry, shared_bytes: 0, overlaps: false }
+    LaunchPlan {
+        num_blocks,
+        num_threads,
+        is_tuned: false,
+        is_few: false,
+        entry,
+        shared_bytes: 0,
+        overlaps: false,
+    }
 }
 
 const _: () = assert!(size_of::<ProduceParams>() == 80);

@@ -99,7 +99,9 @@ fn compare<P: KernelParams + std::fmt::Debug>(rng: &mut StdRng, good: fn(&mut St
     assert_eq!(mine, theirs, "{params:?}");
     if mine == 0 {
         let plan = params.plan();
-        assert_eq!([plan.num_blocks, plan.num_threads, plan.is_tuned.into()], size, "{params:?}");
+        let kind = [plan.is_tuned.into(), plan.is_few.into()];
+        assert_eq!([&[plan.num_blocks, plan.num_threads], &kind[..]].concat(), size, "{params:?}");
+        assert_eq!(plan.is_few, plan.entry.contains("9FewBlocks"));
     }
     mine
 }

@@ -8,6 +8,7 @@ use kernels::abi::{
     Handle, NO_EXPERT, NO_ROUTE, ServerState, TAG_NONE,
 };
 use kernels::geometry::route;
+use kernels::plan::KernelParams;
 use protocol::abi::{Entry, FrameHeader, KIND_DISPATCH};
 use protocol::convert::{bf16_to_f32, f8_to_f32, f32_to_bf16, f32_to_f8};
 use rand::RngExt;
@@ -27,19 +28,23 @@ pub fn layers_with_bf16_requests(runner: &Runner) {
 
 fn run(runner: &Runner, dtype: u32) {
     let mut rng = fresh();
-    // Hidden size, top-k, tokens, experts, clients, servers; the last one runs the tuned kernels, the first
-    // has more tokens than one block sends entries for.
+    // Hidden size, top-k, tokens, experts, clients, servers; the last two run the tuned kernels, and the last
+    // one those for few blocks; the first has more tokens than one block sends entries for.
     let shapes = [
         (128, 4, 290, 16, 2, 2),
         (256, 4, 40, 24, 3, 2),
         (640, 3, 9, 7, 1, 3),
         (1280, 10, 20, 32, 2, 1),
         (7168, 8, 5, 64, 2, 3),
+        (7168, 8, 70, 64, 2, 3),
     ];
     for (hidden, top_k, tokens, num_experts, num_clients, num_servers) in shapes {
         println!("hidden {hidden}, top-k {top_k}, {num_clients} clients, {num_servers} servers");
         let geometry = FrameGeometry::new(hidden, top_k, dtype, tokens, 2).expect("in range");
         let world = World::new(runner, &mut rng, geometry, num_experts, num_clients, num_servers);
+        let is_few = tokens == 70;
+        assert_eq!(world.combine_params(0).plan().is_few, is_few);
+        assert_eq!(world.send_params(0, DevicePtr::NULL).plan().is_few, is_few);
         let mut numbers = vec![vec![0u64; num_servers]; num_clients];
         for round in 0..4 {
             layer(runner, &mut rng, &world, &mut numbers, round);
@@ -88,14 +93,18 @@ fn layer(runner: &Runner, rng: &mut StdRng, world: &World, numbers: &mut [Vec<u6
 
 pub fn echo_answers_as_recv_and_send_do(runner: &Runner) {
     let mut rng = fresh();
-    for dtype in [DTYPE_BF16, DTYPE_F8_E4M3] {
-        let geometry = FrameGeometry::new(384, 5, dtype, 12, 2).expect("in range");
+    let shapes = [(384, 5, 12), (7168, 8, 40)];
+    for (dtype, (hidden, top_k, most_tokens)) in
+        [DTYPE_BF16, DTYPE_F8_E4M3].into_iter().flat_map(|dtype| shapes.map(|shape| (dtype, shape)))
+    {
+        let geometry = FrameGeometry::new(hidden, top_k, dtype, most_tokens, 2).expect("in range");
         let world = World::new(runner, &mut rng, geometry, 16, 2, 2);
+        assert_eq!(world.echo_params(0).plan().is_few, hidden == 7168);
         for _ in 0..3 {
             world.poison();
             let mut inputs = Vec::new();
             for client in 0..2 {
-                let tokens = rng.random_range(1..=12);
+                let tokens = rng.random_range(1..=most_tokens);
                 inputs.push(Input::random(&mut rng, &geometry, 16, tokens));
                 world.load(client, &inputs[client]);
                 let mut params = world.dispatch_params(client, 1);
@@ -166,11 +175,20 @@ pub fn expert_outputs_are_weighted_and_summed_in_order(runner: &Runner) {
 }
 
 pub fn a_server_that_does_not_answer_is_left_out_and_named(runner: &Runner) {
+    // The second one by the kernels for few blocks.
+    for (hidden, top_k, tokens) in [(128, 4, 8), (7168, 2, 24)] {
+        one_of_two_answers(runner, hidden, top_k, tokens);
+    }
+}
+
+fn one_of_two_answers(runner: &Runner, hidden: u32, top_k: u32, tokens: u32) {
     let mut rng = fresh();
-    let geometry = FrameGeometry::new(128, 4, DTYPE_F8_E4M3, 8, 2).expect("in range");
+    let geometry = FrameGeometry::new(hidden, top_k, DTYPE_F8_E4M3, tokens, 2).expect("in range");
     let world = World::new(runner, &mut rng, geometry, 16, 1, 2);
+    assert_eq!(world.combine_params(0).plan().is_few, hidden == 7168);
     world.poison();
-    let input = Input::random(&mut rng, &geometry, 16, 8);
+    let mut input = Input::random(&mut rng, &geometry, 16, tokens);
+    input.hidden_states.fill_with(|| half::bf16::from_f32(rng.random_range(-4.0..4.0)).to_bits());
     world.load(0, &input);
     // SAFETY: the world's memory is as large as its geometry says.
     unsafe {
@@ -181,11 +199,14 @@ pub fn a_server_that_does_not_answer_is_left_out_and_named(runner: &Runner) {
     }
     let handle: Handle = world.clients[0].handle.one(0);
     assert_eq!((handle.missing, handle.refused), (0b10, 0));
-    let missing: Vec<u32> = world.clients[0].token_missing.read(0, 8);
-    for token in 0..8 {
+    let missing: Vec<u32> = world.clients[0].token_missing.read(0, tokens.into());
+    for token in 0..tokens {
         let waits = world.servers_of(&input, token).iter().any(|(server, _)| *server == 1);
         assert_eq!(missing[token as usize], if waits { 0b10 } else { 0 }, "token {token}");
     }
+    // What the other has not written is poison, and no part of a sum.
+    let sums: Vec<u16> = world.clients[0].out.read(0, u64::from(tokens * hidden));
+    assert!(sums.iter().all(|bits| !half::bf16::from_bits(*bits).is_nan()));
     let state: ClientState = world.clients[0].state.one(0);
     assert_eq!((state.error.peer, state.error.expected), (1, 1));
 }

@@ -55,14 +55,14 @@ impl Library {
         run(params)
     }
 
-    /// Code of the check; blocks, threads and whether the kernel is tuned.
-    pub fn plan<P: KernelParams>(&self, params: &P) -> (i32, [u32; 3]) {
+    /// Code of the check; blocks, threads, whether the kernel is tuned, and whether it is for few blocks.
+    pub fn plan<P: KernelParams>(&self, params: &P) -> (i32, [u32; 4]) {
         let symbol = self.symbol(&format!("sy_host_plan_{}", P::NAME));
         // SAFETY: the function takes these parameters, of which it looks at no pointer's target, and
-        // writes three numbers.
+        // writes four numbers.
         let plan: extern "C" fn(*const P, *mut u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
-        let mut out = [0; 3];
+        let mut out = [0; 4];
         (plan(params, out.as_mut_ptr()), out)
     }
 

@@ -25,13 +25,15 @@ struct AnswerConfig {
     static constexpr uint32_t kNumThreads = kNumThreads_;
     // Two chunks of eight values per thread cover a row.
     static constexpr bool kRowPerPass = kHidden_ == 16 * kNumThreads_;
+    static constexpr bool kIsFew = false;
 };
 
 // A fence waits for the link to drain, so one covers the rows of several rounds, the more the longer the
 // run.
+template <class Config>
 __device__ __forceinline__ uint32_t rows_per_fence(uint32_t num_units, uint32_t num_blocks) {
     const uint32_t quarter = num_units / num_blocks / 4;
-    return min(max(quarter, 4u), 16u);
+    return min(max(quarter, Config::kIsFew ? 8u : 4u), 16u);
 }
 
 struct AnswerShared {
@@ -43,6 +45,11 @@ struct AnswerShared {
     uint32_t row_begin[SY_MAX_PEERS]; // of the client in the batch
     uint32_t most_rows;
     uint32_t given_up; // clients whose frame did not come, as a mask
+};
+
+// Of blocks that answer many rows each: batches of rows, named together, that each warp has stored.
+template <class Config> struct AnswerProgress {
+    uint32_t num_stored[Config::kIsFew ? Config::kNumThreads / 32 : 1];
 };
 
 // Client of a unit. Clients take turns, so that every link is busy from the start, and the turn shifts
@@ -98,6 +105,37 @@ publish_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint
                  shared.number[client]);
 }
 
+// publish_rows of blocks that answer many rows each: warps take turns at naming a batch, and none but that one
+// waits for the others or for its fence. Number `batch_idx` of the block.
+template <class Config>
+__device__ __forceinline__ void
+publish_rows_in_turn(const AnswerShared& shared, AnswerProgress<Config>& progress,
+                     const sy_frame_geometry& geometry, uint32_t num_clients, uint32_t num_blocks,
+                     uint32_t batch_idx, uint32_t first_unit, uint32_t num_pending) {
+    constexpr uint32_t kNumWarps = Config::kNumThreads / 32;
+    const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x & 31;
+    __syncwarp();
+    if (lane_idx == 0)
+        ptx::st_release_cta_shared(&progress.num_stored[warp_idx], batch_idx + 1);
+    if (warp_idx != batch_idx % kNumWarps)
+        return;
+    uint32_t num_stored = batch_idx + 1;
+    do {
+        if (lane_idx < kNumWarps)
+            num_stored = ptx::ld_acquire_cta_shared(&progress.num_stored[lane_idx]);
+    } while (__any_sync(kFullWarp, num_stored <= batch_idx));
+    __syncwarp();
+    const uint32_t unit = first_unit + lane_idx * num_blocks;
+    const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
+    const uint32_t row = unit / num_clients;
+    if (lane_idx >= num_pending || row >= shared.num_rows[client])
+        return;
+    const uint64_t frame =
+        layout::response_frame(geometry, layout::ring_place(geometry, shared.number[client]));
+    comm::signal(shared.clients[client].response, layout::response_flag_at(frame, row),
+                 shared.number[client]);
+}
+
 // From so many rows per block on the next row is loaded while one is stored. Of fewer rows the first one
 // counts, which that would delay: 0.5 us at two.
 constexpr uint32_t kRowsInLine = 8;
@@ -111,8 +149,15 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
                                             const Rows& rows) {
     const uint32_t num_blocks = gridDim.x;
     const uint32_t num_units = shared.most_rows * num_clients;
-    const uint32_t most_pending = rows_per_fence(num_units, num_blocks);
+    const uint32_t most_pending = rows_per_fence<Config>(num_units, num_blocks);
     uint32_t num_pending = 0, first_pending = blockIdx.x;
+    __shared__ AnswerProgress<Config> progress;
+    uint32_t batch_idx = 0;
+    if constexpr (Config::kIsFew) {
+        if (threadIdx.x < Config::kNumThreads / 32)
+            progress.num_stored[threadIdx.x] = 0;
+        __syncthreads();
+    }
     const auto store_to = [&](uint32_t client, uint32_t row) {
         const uint64_t target =
             layout::response_row_at(geometry, shared.response_window[client], row);
@@ -122,8 +167,12 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
     };
     const auto publish_if_due = [&](uint32_t unit) {
         if (++num_pending == most_pending || unit + num_blocks >= num_units) {
-            publish_rows<Config>(shared, geometry, num_clients, num_blocks, first_pending,
-                                 num_pending);
+            if constexpr (Config::kIsFew)
+                publish_rows_in_turn<Config>(shared, progress, geometry, num_clients, num_blocks,
+                                             batch_idx++, first_pending, num_pending);
+            else
+                publish_rows<Config>(shared, geometry, num_clients, num_blocks, first_pending,
+                                     num_pending);
             num_pending = 0;
             first_pending = unit + num_blocks;
         }

@@ -12,6 +12,12 @@
 
 namespace switchyard::impls {
 
+// A kernel for launches of few blocks, which have many rows or tokens each: what counts there is how little a
+// block waits between two of them.
+template <class Config> struct FewBlocks : Config {
+    static constexpr bool kIsFew = true;
+};
+
 constexpr float kF8Max = 448.0f;
 constexpr uint32_t kFullWarp = 0xffffffffu;
 

@@ -23,6 +23,23 @@ __device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t* address) {
     return value;
 }
 
+// Words of shared memory, among the warps of a block.
+__device__ __forceinline__ uint32_t ld_acquire_cta_shared(const uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+                 : "=r"(value)
+                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address)))
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_release_cta_shared(uint32_t* address, uint32_t value) {
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(address))),
+                 "r"(value)
+                 : "memory");
+}
+
 struct U64Pair {
     uint64_t first, second;
 };

@@ -338,6 +338,7 @@ const FLAG_ADD_PLAN: LaunchPlan = LaunchPlan {
     num_blocks: 1,
     num_threads: 1,
     is_tuned: false,
+    is_few: false,
     entry: FLAG_ADD,
     shared_bytes: 0,
     overlaps: false,

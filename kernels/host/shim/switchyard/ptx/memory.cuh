@@ -15,6 +15,11 @@ inline uint64_t ld_acquire_sys(const uint64_t* address) { return load_and_yield(
 inline uint64_t ld_relaxed_sys(const uint64_t* address) { return load_and_yield(address); }
 inline uint32_t ld_relaxed_sys(const uint32_t* address) { return load_and_yield(address); }
 
+inline uint32_t ld_acquire_cta_shared(const uint32_t* address) { return load_and_yield(address); }
+inline void st_release_cta_shared(uint32_t* address, uint32_t value) {
+    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);
+}
+
 struct U64Pair {
     uint64_t first, second;
 };
