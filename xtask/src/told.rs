@@ -4,7 +4,8 @@
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,16 +21,13 @@ pub fn run(command: &mut Command) -> Result<(ExitStatus, Vec<String>)> {
         .with_context(|| format!("cannot start {command:?}"))?;
     let kept = Arc::new(Mutex::new(Kept::default()));
     let (ended, ends) = mpsc::channel();
-    let pipes: [Option<(Box<dyn Read + Send>, Box<dyn Write + Send>)>; 2] = [
-        child.stdout.take().map(|pipe| (Box::new(pipe) as _, Box::new(std::io::stdout()) as _)),
-        child.stderr.take().map(|pipe| (Box::new(pipe) as _, Box::new(std::io::stderr()) as _)),
-    ];
-    for (pipe, out) in pipes.into_iter().flatten() {
+    if let Some(pipe) = child.stdout.take() {
         let (kept, ended) = (Arc::clone(&kept), ended.clone());
-        thread::spawn(move || {
-            pass_on(pipe, out, &kept);
-            let _ = ended.send(());
-        });
+        thread::spawn(move || pass_on(pipe, std::io::stdout(), &kept, &ended));
+    }
+    if let Some(pipe) = child.stderr.take() {
+        let kept = Arc::clone(&kept);
+        thread::spawn(move || pass_on(pipe, std::io::stderr(), &kept, &ended));
     }
     let status = child.wait().with_context(|| format!("cannot wait for {command:?}"))?;
     let deadline = Instant::now() + Duration::from_secs(2);
@@ -41,7 +39,7 @@ pub fn run(command: &mut Command) -> Result<(ExitStatus, Vec<String>)> {
     Ok((status, lines))
 }
 
-fn pass_on(pipe: impl Read, mut out: impl Write, kept: &Mutex<Kept>) {
+fn pass_on(pipe: impl Read, mut out: impl Write, kept: &Mutex<Kept>, ended: &Sender<()>) {
     let mut pipe = BufReader::new(pipe);
     let mut line = Vec::new();
     while pipe.read_until(b'\n', &mut line).is_ok_and(|len| len > 0) {
@@ -52,6 +50,8 @@ fn pass_on(pipe: impl Read, mut out: impl Write, kept: &Mutex<Kept>) {
             .look_at(&String::from_utf8_lossy(&line));
         line.clear();
     }
+    // Who waited for it may have gone on.
+    let _ = ended.send(());
 }
 
 #[derive(Default)]
