@@ -47,7 +47,7 @@ pub fn all() -> Vec<Step> {
         step("fuzz", "decoders under mutated input, for a bounded time", fuzz),
         step(
             "kernels",
-            "CUDA kernels: compiled, no spills, instructions as meant",
+            "CUDA kernels and programs: compiled, no spills, instructions as meant",
             cuda::check_kernels,
         ),
         step("mlx5", "work requests against the vendor's header, fences of doorbells", mlx5::check),
