@@ -70,7 +70,8 @@
 
 /* sy_error_word.tag: what was waited for or found wrong */
 #define SY_TAG_NONE 0
-#define SY_TAG_RECV_FRAME 1 /* a client's frame */
+#define SY_TAG_RECV_FRAME                                                                          \
+    1 /* a client's frame; observed: number in its header word or a row's flag */
 #define SY_TAG_COMBINE_ROW 2 /* a server's answer to a token */
 #define SY_TAG_COMBINE_EMPTY 3 /* a server's answer to a frame without tokens */
 #define SY_TAG_NO_REPLICA 4 /* observed: expert without a live replica */

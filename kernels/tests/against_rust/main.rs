@@ -6,6 +6,7 @@
 //! thread is a fibre. With the feature `cuda` and a GPU, the same tests run there, launched from Rust.
 
 mod checks;
+mod expiry;
 mod gathering;
 #[cfg(any(feature = "cuda", feature = "emulated"))]
 mod gpu;
@@ -25,7 +26,7 @@ use crate::runner::Runner;
 macro_rules! on {
     ($($place:ident: $runner:expr;)*) => { $(
         mod $place {
-            use super::{Runner, gathering, layer, refusals};
+            use super::{Runner, expiry, gathering, layer, refusals};
 
             #[test]
             fn layers_with_fp8_requests() {
@@ -66,6 +67,12 @@ macro_rules! on {
             #[test]
             fn wrong_entries_and_scales_are_refused() {
                 $runner.iter().for_each(refusals::wrong_entries_and_scales_are_refused);
+            }
+
+            #[test]
+            fn an_expired_wait_leaves_what_it_saw_in_the_error_word() {
+                let test = expiry::an_expired_wait_leaves_what_it_saw_in_the_error_word;
+                $runner.iter().for_each(test);
             }
         }
     )* };

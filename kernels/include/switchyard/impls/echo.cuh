@@ -15,17 +15,36 @@
 
 namespace switchyard::impls {
 
-// True when the wait for a client must end; leaves the reason in the error word.
+// True when the wait for a client must end.
 __device__ __noinline__ inline bool must_give_up(const sy_echo_params& params, uint32_t client_idx,
-                                                 uint64_t* start_ns, uint64_t number) {
+                                                 uint64_t* start_ns) {
     const comm::WaitBound bound = {
         &params.state->error, params.abort_mask, nullptr, nullptr, nullptr, params.timeout_ns};
-    const bool aborted = comm::is_aborted(bound, client_idx);
-    if (!aborted && comm::elapsed_ns(start_ns) <= params.timeout_ns)
-        return false;
+    return comm::is_aborted(bound, client_idx) || comm::elapsed_ns(start_ns) > params.timeout_ns;
+}
+
+// Leaves in the error word why frame `number` was given up, with the number that stands where it was waited
+// for: in its header word or, once that has come, the least of its rows' flags.
+// NOTES: after the wait, and read once more. While a warp waits, registers are scarce.
+__device__ __noinline__ inline void record_given_up(const sy_echo_params& params,
+                                                    uint32_t client_idx, uint64_t number) {
+    const FrameAt frame = frame_at(params.geometry, params.clients[client_idx], number);
+    uint64_t observed = announced_number(frame);
+    if (observed == number) {
+        const uint32_t num_rows = announced_rows(frame);
+        if (num_rows > params.capacity)
+            return; // it came, but cannot be
+#pragma unroll 1
+        for (uint32_t row = 0; row < num_rows; ++row)
+            observed =
+                min(observed, ptx::ld_relaxed_sys(reinterpret_cast<const uint64_t*>(
+                                  layout::request_flag_at(params.geometry, frame.address, row))));
+    }
+    const comm::WaitBound bound = {
+        &params.state->error, params.abort_mask, nullptr, nullptr, nullptr, params.timeout_ns};
     comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, client_idx,
-                       aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
-    return true;
+                       comm::is_aborted(bound, client_idx) ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
+                       observed, number);
 }
 
 // Rows whose flags one load of a warp covers, and loads of a warp that are under way together.
@@ -50,8 +69,7 @@ __device__ __forceinline__ void await_heads(AnswerShared& shared, const sy_echo_
     uint64_t start_ns = 0;
     uint32_t num_rows;
     for (uint32_t num_polls = 1; (num_rows = accepted_rows(frame)) == kRowsUnknown; ++num_polls)
-        if (num_polls % comm::kPollsPerCheck == 0 &&
-            must_give_up(params, client_idx, &start_ns, frame.number))
+        if (num_polls % comm::kPollsPerCheck == 0 && must_give_up(params, client_idx, &start_ns))
             break;
     const bool fits = num_rows <= params.capacity;
     shared.num_rows[client_idx] = fits ? num_rows : 0;
@@ -120,8 +138,7 @@ __device__ __forceinline__ void await_runs(AnswerShared& shared, const sy_echo_p
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
         const uint32_t client_idx = __ffs(late) - 1;
-        const bool gives_up =
-            lane_idx == 0 && must_give_up(params, client_idx, &start_ns, shared.number[client_idx]);
+        const bool gives_up = lane_idx == 0 && must_give_up(params, client_idx, &start_ns);
         if (__any_sync(kFullWarp, gives_up)) {
             if (lane_idx == 0)
                 atomicOr(&shared.given_up, late);
@@ -153,8 +170,10 @@ __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
     __syncthreads();
     const uint32_t given_up = shared.given_up;
     if (given_up != 0) {
-        if (threadIdx.x < params.num_clients && (given_up >> threadIdx.x & 1) != 0)
+        if (threadIdx.x < params.num_clients && (given_up >> threadIdx.x & 1) != 0) {
+            record_given_up(params, threadIdx.x, shared.number[threadIdx.x]);
             shared.num_rows[threadIdx.x] = 0;
+        }
         __syncthreads();
     }
 }

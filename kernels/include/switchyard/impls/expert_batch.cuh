@@ -216,7 +216,8 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
         const bool is_dead = seen.is_dead;
         if (is_dead || num_settled < wanted)
             comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
-                               is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT, number - 1, number);
+                               is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
+                               announced_number(frame_at(geometry, client, number)), number);
     }
 
     uint32_t layer = 0, code = 0;

@@ -194,9 +194,13 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
         const bool is_aborted = late != 0 && comm::is_aborted(bound, client_idx);
         const bool has_expired = comm::elapsed_ns(&start_ns) > max(params.timeout_ns, kRowBoundNs);
         if (late != 0 && (is_aborted || has_expired)) {
+            uint64_t observed = 0;
+#pragma unroll
+            for (uint32_t i = 0; i < kRounds; ++i)
+                if (wait.client_idx[i] == client_idx && flags[i] < wait.number[i])
+                    observed = flags[i];
             comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, client_idx,
-                               is_aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
-                               shared.snapshot.number[client_idx] - 1,
+                               is_aborted ? SY_REASON_ABORT : SY_REASON_TIMEOUT, observed,
                                shared.snapshot.number[client_idx]);
             atomicMax(&shared.row_code[client_idx], uint32_t{SY_ERROR_INTERNAL});
         }

@@ -27,9 +27,12 @@ __device__ __forceinline__ FrameAt frame_at(const sy_frame_geometry& geometry,
 
 constexpr uint32_t kRowsUnknown = 0xffffffffu;
 
+// Number of the frame that a header word announces.
+__device__ __forceinline__ uint64_t number_said(uint64_t word) { return word >> SY_ANNOUNCE_SHIFT; }
+
 // Rows of the frame, kRowsUnknown before the client has said.
 __device__ __forceinline__ uint32_t rows_said(const FrameAt& frame, uint64_t word) {
-    return word >> SY_ANNOUNCE_SHIFT == frame.number
+    return number_said(word) == frame.number
                ? static_cast<uint32_t>(word & ((1u << SY_ANNOUNCE_SHIFT) - 1))
                : kRowsUnknown;
 }
@@ -42,6 +45,11 @@ __device__ __forceinline__ uint32_t announced_rows(const FrameAt& frame) {
 // SYNC POINT accept: once they are known, header and entries are there.
 __device__ __forceinline__ uint32_t accepted_rows(const FrameAt& frame) {
     return rows_said(frame, ptx::ld_acquire_sys(frame.header_word));
+}
+
+// Number of the frame that was announced last, for error words. Orders nothing.
+__device__ __forceinline__ uint64_t announced_number(const FrameAt& frame) {
+    return number_said(ptx::ld_relaxed_sys(frame.header_word));
 }
 
 // SYNC POINT accept
