@@ -35,6 +35,8 @@ pub(super) struct Lane {
 #[derive(Debug, Default)]
 struct Seat {
     link: Option<Box<Link>>,
+    /// Links so far, this one included.
+    num_links: u64,
     /// Number of the last call that may use the last occupant.
     used_upto: u64,
     /// Whether the kernels' counts for this seat are somebody else's.
@@ -49,6 +51,8 @@ pub(super) struct Tables {
     /// By MoE layer.
     pub placements: Vec<Placement>,
     pub servers: [ServerPeer; MAX_PEERS],
+    /// Which link of its seat each of them is.
+    pub link_numbers: [u64; MAX_PEERS],
     /// Experts without a live replica, by MoE layer.
     pub num_orphans: Vec<u32>,
     pub epoch: u64,
@@ -59,6 +63,7 @@ impl Tables {
         Self {
             placements: vec![Placement::zeroed(); num_layers],
             servers: [ServerPeer::zeroed(); MAX_PEERS],
+            link_numbers: [0; MAX_PEERS],
             num_orphans: vec![0; num_layers],
             epoch: 0,
         }
@@ -155,6 +160,7 @@ impl Lane {
         bit.clear();
         link.state.abort_by(bit);
         self.seats[idx].link = Some(link);
+        self.seats[idx].num_links += 1;
         self.seats[idx].is_fresh = true;
         self.seats[idx].avoid_until = None;
         self.is_changed = true;
@@ -290,6 +296,7 @@ impl Lane {
             return None;
         }
         let mut servers = [ServerPeer::zeroed(); MAX_PEERS];
+        let mut link_numbers = [0; MAX_PEERS];
         let mut seat_of: Vec<Option<(u8, u64)>> = Vec::new();
         let (mut fresh, mut avoided) = (0, 0u32);
         for (idx, seat) in self.seats.iter_mut().enumerate() {
@@ -302,6 +309,7 @@ impl Lane {
                 generation: link.generation,
                 reserved: 0,
             };
+            link_numbers[idx] = seat.num_links;
             if std::mem::take(&mut seat.is_fresh) {
                 fresh |= 1 << idx;
             }
@@ -316,6 +324,7 @@ impl Lane {
         let mut tables = Tables {
             placements: vec![Placement::zeroed(); num_layers],
             servers,
+            link_numbers,
             num_orphans: vec![0; num_layers],
             epoch: routing.epoch,
         };

@@ -135,6 +135,8 @@ pub struct DeviceClient {
     vain_wait_at: Option<u64>,
     /// Parts of a call that is larger than a frame, empty between calls.
     parts: VecDeque<DevicePending>,
+    /// Links that failed in the call finished last, see [`slots::Call::failed`].
+    last_failed: Vec<(usize, u64)>,
     /// The last such call's tensors, whose pointers are known to be good.
     checked_input: Option<DeviceInput>,
     /// For the servers that the next replay uses, empty between replays.
@@ -200,6 +202,7 @@ impl DeviceClient {
             upload_serials: [0; 2],
             vain_wait_at: None,
             parts: VecDeque::new(),
+            last_failed: Vec::new(),
             checked_input: None,
             spare_used: Vec::new(),
             _control: control,
@@ -598,6 +601,7 @@ impl DeviceClient {
         timing.wait_ns = elapsed_ns(start);
         timing.num_servers = status.handle.contacted.count_ones();
         timing.num_frames += timing.num_servers;
+        self.last_failed.clone_from(&call.failed);
         let (layer, epoch) = (call.layer, call.tables.epoch);
         self.end(slot);
         pending.disarm();

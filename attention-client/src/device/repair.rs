@@ -69,8 +69,7 @@ impl DeviceClient {
         let mut orphans_since = None;
         let (mut adds, mut rounds) = (true, 0u32);
         let max_rounds = self.max_rounds(slot);
-        self.slots.call_mut(slot).timing.failovers +=
-            self.note_failures(slot, layer, &status, &mut refusals)?;
+        self.note_failures(slot, layer, &status, &mut refusals)?;
         loop {
             self.clear_error(stream, &status)?;
             if open.is_empty() && adds {
@@ -137,8 +136,7 @@ impl DeviceClient {
             open.extend(orphans);
             open.sort_unstable();
             adds = true;
-            let failures = self.note_failures(slot, layer, &status, &mut refusals)?;
-            self.slots.call_mut(slot).timing.failovers += failures;
+            self.note_failures(slot, layer, &status, &mut refusals)?;
         }
         Ok(())
     }
@@ -207,9 +205,13 @@ impl DeviceClient {
         layer: u32,
         status: &Status,
         refusals: &mut Refusals,
-    ) -> Result<u32, DeviceError> {
+    ) -> Result<(), DeviceError> {
         // Whoever died meanwhile is no longer in the lane, but its parts are missing all the same.
-        let num_missing = (status.handle.missing & !status.handle.refused).count_ones();
+        let call = self.slots.call_mut(slot);
+        for idx in bits(status.handle.missing & !status.handle.refused) {
+            call.failed.push((idx, call.tables.link_numbers[idx]));
+            call.timing.failovers += 1;
+        }
         self.give_up_servers(slot, status);
         for idx in bits(status.handle.refused) {
             let Some(link) = self.lane.link(idx) else { continue };
@@ -239,7 +241,7 @@ impl DeviceClient {
             let pause = FIRST_PAUSE * (1 << refusals.count.min(6));
             self.wait_for_news(pause)?;
         }
-        Ok(num_missing)
+        Ok(())
     }
 
     /// The word by which a server refuses frame `number`, in the client's own memory.

@@ -101,6 +101,8 @@ pub(super) struct Call {
     /// When its kernels must have ended, once they are waited for.
     pub until: Option<Instant>,
     pub timing: LayerTiming,
+    /// Links that failed before they answered: seat, and which link of it.
+    pub failed: Vec<(usize, u64)>,
 }
 
 /// See the [module](self).
@@ -137,6 +139,7 @@ impl Slots {
             started: None,
             until: None,
             timing: LayerTiming::default(),
+            failed: Vec::new(),
         };
         Self {
             num_frames,
@@ -206,6 +209,7 @@ impl Slots {
         (call.layer, call.layer_idx) = (layer, layer_idx);
         (call.started, call.until) = (None, None);
         call.timing = LayerTiming::default();
+        call.failed.clear();
     }
 
     pub fn handle(&self, slot: usize) -> DeviceHandle {

@@ -47,6 +47,8 @@ impl DeviceClient {
         self.write_counts(stream, [part_tokens, num_tokens % part_tokens])?;
         let mut total = LayerTiming::default();
         let mut open = std::mem::take(&mut self.parts);
+        // Frames of several parts may be with a server that fails: that is one failure.
+        let mut failed_links = Vec::new();
         let mut failed = None;
         for first in (0..num_tokens).step_by(part_tokens as usize) {
             let part = self.part_of(input, first, num_tokens, part_tokens);
@@ -64,14 +66,16 @@ impl DeviceClient {
                 }
             }
             if open.len() >= self.geometry.num_frames as usize
-                && let Err(error) = self.finish_part(stream, open.pop_front(), &mut total)
+                && let Err(error) =
+                    self.finish_part(stream, open.pop_front(), &mut total, &mut failed_links)
             {
                 failed = Some(error);
                 break;
             }
         }
         while failed.is_none() && !open.is_empty() {
-            failed = self.finish_part(stream, open.pop_front(), &mut total).err();
+            let next = open.pop_front();
+            failed = self.finish_part(stream, next, &mut total, &mut failed_links).err();
         }
         // What is left after a failure is given up: the next call takes care of its frames.
         open.clear();
@@ -84,6 +88,7 @@ impl DeviceClient {
         stream: &Stream,
         pending: Option<DevicePending>,
         total: &mut LayerTiming,
+        failed_links: &mut Vec<(usize, u64)>,
     ) -> Result<(), DeviceError> {
         let Some(pending) = pending else { return Ok(()) };
         let timing = self.finish(stream, pending)?;
@@ -93,7 +98,12 @@ impl DeviceClient {
         total.stall_ns += timing.stall_ns;
         total.num_frames += timing.num_frames;
         total.num_servers = total.num_servers.max(timing.num_servers);
-        total.failovers += timing.failovers;
+        for link in &self.last_failed {
+            if !failed_links.contains(link) {
+                failed_links.push(*link);
+                total.failovers += 1;
+            }
+        }
         total.resent_pairs += timing.resent_pairs;
         total.missing_pairs += timing.missing_pairs;
         Ok(())

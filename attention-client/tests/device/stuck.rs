@@ -127,7 +127,8 @@ fn only_who_holds_up_the_oldest_of_many_calls_has_failed() {
         let start = Instant::now();
         let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
         assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
-        assert!(timing.failovers > 0 && timing.resent_pairs > 0, "{timing:?}");
+        // Frames of several parts were with it, and it failed once.
+        assert!(timing.failovers == 1 && timing.resent_pairs > 0, "{timing:?}");
         let failovers = |reason| metric(&client, "switchyard_client_failovers_total", reason);
         assert_eq!((failovers(Some("stuck")), failovers(Some("silent"))), (1.0, 0.0));
         assert_eq!(failovers(None), 1.0, "nobody else has failed");
