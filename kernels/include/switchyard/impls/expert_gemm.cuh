@@ -222,6 +222,10 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
 
   private:
     // A stage is there. What threads copied, the matrix units see after a fence.
+    // NOTES: scales that threads copied are read by others without one. Both are accesses of the generic proxy,
+    // and the copies are over when `full` is: their arrival at it is triggered by their completion, and each
+    // reader waits for the phase itself, with acquire. racecheck has named the scales all the same; reasoned
+    // and not proven, see docs/experts-gpu.md.
     __device__ __forceinline__ void wait_full() const {
         wait_phase(ring.full(), ring.phase);
         if (kDirect)
@@ -331,6 +335,9 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                         for (uint32_t k = 0; k < 4; ++k)
                             sum[block][j * 4 + k] += part[block][j * 4 + k] * scale[k];
                 }
+                // One lane arrives, and its release orders its own reads only: scales are copied over next.
+                // With many tokens, and without scales, instructions of the whole warp lie in between.
+                __syncwarp();
                 release(ring.empty());
             }
         } else {
