@@ -308,6 +308,8 @@ pub struct ServerState {
     pub reserved2: u32,
     /// First error.
     pub error: ErrorWord,
+    /// Status words of refused frames, by client and place in its ring; the host clears them with the error.
+    pub told: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
 }
 
 /// Head of a batch: what `expert_recv` tells the expert stage and `expert_send`.
@@ -612,7 +614,7 @@ const _: () = assert!(size_of::<ServerPeer>() == 40 && offset_of!(ServerPeer, re
 const _: () = assert!(size_of::<ClientPeer>() == 48 && offset_of!(ClientPeer, client_id) == 32);
 const _: () = assert!(size_of::<ClientState>() == 560 && offset_of!(ClientState, error) == 528);
 const _: () = assert!(size_of::<Handle>() == 408 && offset_of!(Handle, frame_number) == 24);
-const _: () = assert!(size_of::<ServerState>() == 320 && offset_of!(ServerState, error) == 288);
+const _: () = assert!(size_of::<ServerState>() == 2368 && offset_of!(ServerState, error) == 288);
 const _: () = assert!(size_of::<Batch>() == 536 && offset_of!(Batch, row_begin) == 272);
 const _: () = assert!(size_of::<Gather>() == 8);
 const _: () = assert!(size_of::<DispatchParams>() == 240);

@@ -54,7 +54,7 @@ fn header_and_rust_agree_field_by_field() {
         Handle as "sy_handle": sequence, num_tokens, contacted, missing, refused, frame_number,
             num_rows;
         ServerState as "sy_server_state": arrivals, last_clients, taken, num_refused, num_batches,
-            next_client, reserved2, error;
+            next_client, reserved2, error, told;
         Batch as "sy_batch": num_rows, num_entries, layer, clients, frame_number, row_begin,
             expected, waited_ns;
         Gather as "sy_gather": clients, within_ns;

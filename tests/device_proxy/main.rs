@@ -23,6 +23,7 @@ use rustix::process::Signal;
 use switchyard_tests::inputs::printed_seed;
 
 use crate::rig::breaking::BreakingNetwork;
+use crate::rig::withholding::WithholdingNetwork;
 use crate::rig::{Request, Servers, Way, child};
 
 /// Rows of the largest requests.
@@ -154,6 +155,49 @@ fn a_server_that_comes_back_is_reached_anew() {
         assert_eq!(timing.failovers, 0, "turn {turn}");
     }
     client.nothing_lost();
+}
+
+#[test]
+fn clients_that_take_turns_at_withholding_rows_are_dropped_and_nobody_else() {
+    let mut rng = StdRng::seed_from_u64(printed_seed());
+    let Some(servers) = Servers::start(1, 1, WireDtype::Bf16) else { return };
+    // The one withholds the rows of each odd frame, the other those of each even one, and each sends the others.
+    let networks = [true, false].map(|odd| {
+        let network = rig::network().expect("it was here before");
+        Arc::new(WithholdingNetwork::over(network, odd, &servers.model))
+    });
+    let mut hostile = networks
+        .each_ref()
+        .map(|network| servers.try_caller_over(network.clone()).expect("servers"));
+    let mut right = servers.caller(Way::Network);
+    let mut direct = servers.caller(Way::Memory);
+    let dropped = |clients: &[rig::Caller]| clients.iter().all(|client| client.num_connects() > 1);
+    let mut num_rounds = 0;
+    while !dropped(&hostile) {
+        num_rounds += 1;
+        assert!(num_rounds < 40, "{:?} frames were withheld", withheld(&networks));
+        let requests = [(); 3].map(|()| Request::random(&mut rng, &servers.model, 7));
+        let found: Vec<_> = std::thread::scope(|scope| {
+            let clients = hostile.iter_mut().chain([&mut right]).zip(&requests);
+            let calls: Vec<_> = clients
+                .map(|(client, request)| scope.spawn(|| client.forward(request).0))
+                .collect();
+            calls.into_iter().map(|call| call.join().expect("a client")).collect()
+        });
+        // A refused frame is sent again, and a dropped client comes back: all are answered.
+        for (request, found) in requests.iter().zip(found) {
+            assert!(found == direct.forward(request).0, "round {num_rounds}: a wrong answer");
+        }
+    }
+    assert!(withheld(&networks).iter().all(|&frames| frames >= 8), "{:?}", withheld(&networks));
+    for client in [&right, &direct] {
+        assert_eq!((client.num_connects(), client.num_failovers("closed")), (1, 0.0));
+        client.nothing_lost();
+    }
+}
+
+fn withheld(networks: &[Arc<WithholdingNetwork>; 2]) -> [u64; 2] {
+    networks.each_ref().map(|network| network.num_withheld())
 }
 
 #[test]

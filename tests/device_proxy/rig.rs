@@ -30,6 +30,7 @@ use tokio::sync::watch;
 use crate::skip;
 
 pub mod breaking;
+pub mod withholding;
 
 /// Room for some dozens of tokens of the tiny model.
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };

@@ -3,6 +3,7 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
 use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, MAX_PEERS, WAY_DIRECT};
@@ -39,14 +40,14 @@ pub(super) struct Seat {
     pub(super) expect: DispatchExpect,
     pub(super) ended: oneshot::Sender<EndedSeat>,
     /// Frames up to this one have been looked at for refusals.
-    pub(super) judged: u64,
+    judged: u64,
     num_bad_frames: u32,
     withheld: Withheld,
     doom: Option<DropReason>,
 }
 
 impl Seat {
-    pub(super) const fn new(
+    pub(super) fn new(
         id: LinkId,
         slots: ClientSlots,
         expect: DispatchExpect,
@@ -59,7 +60,7 @@ impl Seat {
             ended,
             judged: 0,
             num_bad_frames: 0,
-            withheld: Withheld { num_in_a_row: 0, last: 0 },
+            withheld: Withheld::new(Instant::now()),
             doom: None,
         }
     }
@@ -84,12 +85,15 @@ impl Seat {
         }
     }
 
-    /// Counts frame `frame`, whose rows did not come over the network in time. A congested way may hold some
-    /// up; a client of which nothing else comes any more holds up everybody's batches.
-    pub(super) fn count_withheld(&mut self, frame: u64, fault: &dyn std::fmt::Display) {
-        let frames = self.withheld.count(frame);
+    /// Counts the frames since the last call, of which `taken` is the last and the rows of `num_withheld` did
+    /// not come over the network in time.
+    pub(super) fn count_withheld(&mut self, taken: u64, num_withheld: u32, now: Instant) {
+        let num_frames = taken.saturating_sub(self.judged);
+        self.judged = taken;
+        let num_whole = num_frames.saturating_sub(num_withheld.into());
+        let frames = self.withheld.count(num_whole, num_withheld, now);
         if frames >= MAX_WITHHELD {
-            tracing::warn!(link = %self.id, client = self.expect.client_id, error = %fault, frames, "dropping a client that announces rows and does not send them");
+            tracing::warn!(link = %self.id, client = self.expect.client_id, frame = taken, frames, "dropping a client that announces rows and does not send them");
             self.end_with(DropReason::BadFrames);
         }
     }
@@ -147,20 +151,45 @@ impl Seat {
     }
 }
 
-/// Frames of a client in a row whose rows did not come.
-#[derive(Debug, Default)]
+/// Frames of a client whose rows did not come in time and that are not forgiven.
+///
+/// A congested way may hold some up, but each holds up everybody's batch. So they are forgiven as frames come,
+/// which one that only withholds never sees, and not faster than one in [`FORGIVEN_EVERY`]: frames are cheap,
+/// and one that came would otherwise pay for one that did not, for as long as somebody likes.
+#[derive(Debug)]
 struct Withheld {
-    num_in_a_row: u32,
-    last: u64,
+    num: u32,
+    /// Frames that came in time since the last that was forgiven.
+    num_whole: u64,
+    /// Where the next period begins.
+    since: Instant,
 }
 
 impl Withheld {
-    /// Counts frame `frame`, and says how many there are in a row. A frame that came in between ends the row.
-    const fn count(&mut self, frame: u64) -> u32 {
-        let is_next = frame == self.last.wrapping_add(1);
-        self.num_in_a_row = if is_next { self.num_in_a_row.saturating_add(1) } else { 1 };
-        self.last = frame;
-        self.num_in_a_row
+    const fn new(now: Instant) -> Self {
+        Self { num: 0, num_whole: 0, since: now }
+    }
+
+    /// Counts frames that came and frames that did not, and says how many of the latter stand.
+    fn count(&mut self, num_whole: u64, num_withheld: u32, now: Instant) -> u32 {
+        self.num_whole = self.num_whole.saturating_add(num_whole);
+        if self.num > 0 {
+            let elapsed = now.saturating_duration_since(self.since);
+            let num_periods = (elapsed.as_nanos() / FORGIVEN_EVERY.as_nanos()) as u32;
+            let most = u32::try_from(self.num_whole).unwrap_or(u32::MAX);
+            let forgiven = num_periods.min(most).min(self.num);
+            if forgiven > 0 {
+                self.num -= forgiven;
+                // Time that forgave nothing is no credit for later.
+                self.since += FORGIVEN_EVERY * num_periods;
+                self.num_whole = 0;
+            }
+        }
+        if self.num == 0 {
+            (self.since, self.num_whole) = (now, 0);
+        }
+        self.num = self.num.saturating_add(num_withheld);
+        self.num
     }
 }
 
@@ -275,6 +304,11 @@ impl SeatBoard {
         }
     }
 
+    /// Whether kernels need not wait for a seat's client any more.
+    pub(super) fn is_given_up(&self, seat: usize) -> bool {
+        self.mask_word().is_some_and(|mask| mask.load(Ordering::SeqCst) >> seat & 1 != 0)
+    }
+
     /// Notes who has a seat now, and whom kernels need not wait for. Between two batches.
     pub(super) fn set(&self, seats: &Seats) {
         let mut all_waits = self.waits();
@@ -308,8 +342,12 @@ impl SeatBoard {
     }
 }
 
-/// Frames in a row that a client may announce over a network without sending their rows.
+/// Frames that a client may announce over a network without sending their rows, one less: with so many that
+/// are not forgiven it is dropped. In docs/operations.md.
 const MAX_WITHHELD: u32 = 8;
+/// A frame that was withheld is forgiven after this long, if one has come. Each costs a batch 20 ms, so a client
+/// that goes to the limit costs the others one part in 500. In docs/operations.md.
+const FORGIVEN_EVERY: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
@@ -317,14 +355,38 @@ mod tests {
     use crate::data::Inbox;
 
     #[test]
-    fn a_frame_that_comes_forgives_those_that_did_not() {
-        let mut withheld = Withheld::default();
-        // The first frame of a link has number 1.
-        let found: Vec<u32> = [1, 2, 3, 5, 6, 9, u64::MAX].map(|at| withheld.count(at)).into();
-        assert_eq!(found, [1, 2, 3, 1, 2, 1, 1]);
-        let mut withheld = Withheld::default();
-        let dropped_at = (1..).find(|frame| withheld.count(*frame) >= MAX_WITHHELD);
-        assert_eq!(dropped_at, Some(u64::from(MAX_WITHHELD)));
+    fn withheld_frames_add_up_whatever_comes_in_between() {
+        let begin = Instant::now();
+        let mut withheld = Withheld::new(begin);
+        for turn in 1..=MAX_WITHHELD {
+            let at = begin + Duration::from_millis(20) * turn;
+            assert_eq!(withheld.count(1000, 1, at), turn);
+            assert_eq!(withheld.count(1000, 0, at), turn);
+        }
+        let mut at_once = Withheld::new(begin);
+        assert_eq!(at_once.count(0, MAX_WITHHELD, begin), MAX_WITHHELD);
+    }
+
+    #[test]
+    fn withheld_frames_are_forgiven_with_time_and_for_frames_that_come() {
+        let begin = Instant::now();
+        let after = |periods: f64| begin + FORGIVEN_EVERY.mul_f64(periods);
+        let mut withheld = Withheld::new(begin);
+        assert_eq!(withheld.count(0, 5, begin), 5);
+        // Time alone forgives nothing: nothing has come.
+        assert_eq!(withheld.count(0, 1, after(50.0)), 6);
+        // A frame that came forgives one only, however long it took, and frames do no more than time allows.
+        assert_eq!(withheld.count(1, 0, after(60.0)), 5);
+        let mut withheld = Withheld::new(begin);
+        assert_eq!(withheld.count(0, 4, begin), 4);
+        assert_eq!(withheld.count(1000, 0, after(0.9)), 4);
+        assert_eq!(withheld.count(0, 0, after(1.1)), 3);
+        // Looks in between do not make a period longer.
+        assert_eq!(withheld.count(1000, 0, after(1.9)), 3);
+        assert_eq!(withheld.count(0, 0, after(2.1)), 2);
+        assert_eq!(withheld.count(1000, 0, after(9.0)), 0);
+        // Good times are no credit for bad ones.
+        assert_eq!(withheld.count(1000, 7, after(90.0)), 7);
     }
 
     #[test]

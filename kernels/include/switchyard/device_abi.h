@@ -212,6 +212,8 @@ typedef struct sy_server_state {
     uint32_t next_client; /* where the search for a layer starts: nobody starves */
     uint32_t reserved2;
     sy_error_word error;
+    /* Status words of refused frames, by client and place; the host clears them with the error. */
+    uint64_t told[SY_MAX_PEERS][SY_MAX_FRAMES];
 } sy_server_state;
 
 /* Head of a batch: what expert_recv tells the expert stage and expert_send. */
@@ -405,7 +407,7 @@ SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows f
 /* Parameters stay small, whatever the number of peers: their tables are in memory. */
 SY_STATIC_ASSERT(sizeof(sy_placement) == 8208, "size of sy_placement");
 SY_STATIC_ASSERT(sizeof(sy_client_state) == 560, "size of sy_client_state");
-SY_STATIC_ASSERT(sizeof(sy_server_state) == 320, "size of sy_server_state");
+SY_STATIC_ASSERT(sizeof(sy_server_state) == 2368, "size of sy_server_state");
 SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 56, "size of sy_expert_lists");
 SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params");
 SY_STATIC_ASSERT(sizeof(sy_combine_params) == 208, "size of sy_combine_params");

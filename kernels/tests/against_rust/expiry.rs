@@ -1,8 +1,8 @@
 //! What servers leave behind when what they wait for does not come.
 
 use kernels::abi::{
-    CONTROL_BYTES, DTYPE_BF16, DTYPE_F8_E4M3, ErrorWord, FrameGeometry, Handle, REASON_TIMEOUT,
-    ServerState, TAG_NONE,
+    Batch, CONTROL_BYTES, DTYPE_BF16, DTYPE_F8_E4M3, ErrorWord, FrameGeometry, Handle,
+    REASON_TIMEOUT, ServerState, TAG_NONE,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -55,6 +55,36 @@ pub fn an_expired_wait_leaves_what_it_saw_in_the_error_word(runner: &Runner) {
         serve(runner, &world, is_echo);
         let expected = ErrorWord { observed: planted, expected: number, ..expected };
         assert_eq!(error(&world), expected, "header, echo: {is_echo}");
+    }
+}
+
+pub fn every_client_that_withholds_rows_of_a_batch_is_noted(runner: &Runner) {
+    let mut rng = fresh();
+    let geometry = FrameGeometry::new(128, 2, DTYPE_BF16, 6, NUM_FRAMES as u32).expect("in range");
+    let world = World::new(runner, &mut rng, geometry, 8, 3, 1);
+    let all = [0, 1, 2];
+    for (number, late) in [(1u64, &[0usize, 2][..]), (2, &[]), (3, &[2]), (4, &[1, 0])] {
+        send(runner, &mut rng, &world, &all);
+        for &client in late {
+            plant_row(&mut rng, &world, client, number, number - 1);
+        }
+        serve(runner, &world, false);
+        let state: ServerState = world.servers[0].state.one(0);
+        for client in all {
+            let mut told = [0; 8];
+            if late.contains(&client) {
+                let code = u64::from(protocol::ErrorCode::Internal.to_u32());
+                told[(number % NUM_FRAMES) as usize] = number << 16 | code;
+            }
+            assert_eq!(state.told[client], told, "client {client}, frame {number}");
+        }
+        let batch: Batch = world.servers[0].list_memory.one(0);
+        let served = all.iter().filter(|client| !late.contains(client));
+        assert_eq!(batch.clients, served.fold(0, |mask, client| mask | 1 << client));
+        // As the host does once it has looked.
+        world.servers[0]
+            .state
+            .write(std::mem::offset_of!(ServerState, told) as u64, &[0u64; 8 * 32]);
     }
 }
 

@@ -74,6 +74,12 @@ macro_rules! on {
                 let test = expiry::an_expired_wait_leaves_what_it_saw_in_the_error_word;
                 $runner.iter().for_each(test);
             }
+
+            #[test]
+            fn every_client_that_withholds_rows_of_a_batch_is_noted() {
+                let test = expiry::every_client_that_withholds_rows_of_a_batch_is_noted;
+                $runner.iter().for_each(test);
+            }
         }
     )* };
 }

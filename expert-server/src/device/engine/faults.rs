@@ -25,43 +25,30 @@ impl Engine {
             Some(fault @ KernelFault::Withheld { .. }) => self.tell_late(&fault),
             _ => {}
         }
-        // Kernels keep the first error only, but each client was told of each of its own.
+        // Kernels keep the first error only, but note what each client was told.
         let max_bad_frames = self.config.limits.max_bad_frames;
+        let now = Instant::now();
         for (idx, taken) in state.taken.into_iter().enumerate() {
+            let is_given_up = self.board.is_given_up(idx);
             let Some(seat) = self.seats.get_mut(idx) else { continue };
-            let refusals = match (seat.is_remote(), told) {
-                (false, _) => {
-                    self.memory.refusals(&self.control, &self.plan.geometry, seat, taken)?
-                }
-                // What such a client was told lies on its host. The first of its faults is known here.
-                (true, Some(KernelFault::Refused { seat, frame, code }))
-                    if seat as usize == idx =>
-                {
-                    vec![(code, frame)]
-                }
-                // It may be lost on the way, so only one after the other counts.
-                (
-                    true,
-                    Some(fault @ KernelFault::Withheld { seat: found, frame, is_gone: false, .. }),
-                ) if found as usize == idx => {
-                    seat.count_withheld(frame, &fault);
-                    vec![(ErrorCode::Internal, frame)]
-                }
-                (true, _) => Vec::new(),
-            };
-            for fault in refusals {
+            let mut num_withheld = 0;
+            for word in state.told[idx].into_iter().filter(|word| *word != 0) {
+                let code = ErrorCode::from_u32(word as u32 & 0xffff);
                 num_refused = num_refused.saturating_sub(1);
-                self.metrics.count_bad_frame(fault.0);
+                self.metrics.count_bad_frame(code);
+                let is_withheld = code == ErrorCode::Internal;
                 // Within the host rows follow their header at once; over a network something may lie between.
-                let is_withheld = fault.0 == ErrorCode::Internal && !seat.is_remote();
-                if is_malformed(fault.0) || is_withheld {
-                    let (seat_idx, frame) = (idx as u32, fault.1);
-                    let fault = KernelFault::Refused { seat: seat_idx, frame, code: fault.0 };
+                if is_malformed(code) || (is_withheld && !seat.is_remote()) {
+                    let (seat_idx, frame) = (idx as u32, word >> STATUS_SHIFT);
+                    let fault = KernelFault::Refused { seat: seat_idx, frame, code };
                     seat.count_bad_frame(max_bad_frames, &fault);
+                } else if is_withheld && !is_given_up {
+                    num_withheld += 1;
                 }
             }
+            seat.count_withheld(taken, num_withheld, now);
         }
-        // A client that overwrites what it was told hides its codes, not their number.
+        // Beyond a ring's length within one look, which cannot be, codes would be lost; not their number.
         for _ in 0..num_refused {
             self.metrics.count_bad_frame(ErrorCode::Other(0));
         }
@@ -81,6 +68,8 @@ impl Engine {
     }
 }
 
+/// A status word is `number << STATUS_SHIFT | code`.
+const STATUS_SHIFT: u32 = 16;
 /// Time between two lines of the log about late frames.
 const LATE_PERIOD: Duration = Duration::from_secs(1);
 

@@ -3,18 +3,13 @@
 use std::time::Instant;
 
 use bytemuck::Zeroable;
-use kernels::abi::{
-    CONTROL_BYTES, ClientPeer, FrameGeometry, LayerWeights, MAX_PEERS, ServerState,
-    WORD_STATUS_OFFSET,
-};
+use kernels::abi::{ClientPeer, LayerWeights, MAX_PEERS, ServerState};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
-use p2p_core::slot::CONTROL_STRIDE;
-use protocol::ErrorCode;
 
 use super::BATCH_LIMIT;
 use crate::device::context::Shared;
 use crate::device::plan::DevicePlan;
-use crate::device::seats::{Seat, SeatBoard};
+use crate::device::seats::SeatBoard;
 use crate::device::store::{DeviceStore, Tables};
 
 /// Tables and state in GPU memory, with their copies in host memory.
@@ -102,7 +97,7 @@ impl Memory {
         host.map_or(0, |host| unsafe { host.cast::<u64>().read_volatile() })
     }
 
-    /// The state, whose error is cleared.
+    /// The state, in which the error and what clients were told are cleared.
     pub(super) fn take_fault(&self, control: &Stream) -> Result<ServerState, GpuError> {
         let bytes = size_of::<ServerState>() as u64;
         let offset = std::mem::offset_of!(ServerState, error) as u64;
@@ -118,39 +113,6 @@ impl Memory {
         Ok(unsafe { host.as_ptr().cast::<ServerState>().read_unaligned() })
     }
 
-    /// Frames of a client that were refused since the last call, as far back as its ring goes: code and
-    /// number. The words are in the client's memory, which may be gone or overwritten by now.
-    pub(super) fn refusals(
-        &self,
-        control: &Stream,
-        geometry: &FrameGeometry,
-        seat: &mut Seat,
-        taken: u64,
-    ) -> Result<Vec<(ErrorCode, u64)>, GpuError> {
-        let first = seat.judged.max(taken.saturating_sub(geometry.num_frames.into())) + 1;
-        seat.judged = taken;
-        if first > taken {
-            return Ok(Vec::new());
-        }
-        let tail = seat.slots.pair.peer().add(geometry.response_control_offset);
-        // SAFETY: the tail of the client's slot, which is mapped; nobody uses the staging memory.
-        unsafe { control.copy(self.staging.ptr(), tail, CONTROL_BYTES)? };
-        control.wait(Instant::now() + BATCH_LIMIT)?;
-        let Some(host) = self.staging.host() else { return Ok(Vec::new()) };
-        let word_of = |number: u64| {
-            let place = number % u64::from(geometry.num_frames);
-            let offset = WORD_STATUS_OFFSET + place * CONTROL_STRIDE as u64;
-            // SAFETY: within the tail; the copy has ended.
-            unsafe { host.as_ptr().add(offset as usize).cast::<u64>().read_unaligned() }
-        };
-        let refused = (first..=taken).filter_map(|number| {
-            let word = word_of(number);
-            let code = ErrorCode::from_u32(word as u32 & 0xffff);
-            (word >> STATUS_SHIFT == number).then_some((code, number))
-        });
-        Ok(refused.collect())
-    }
-
     /// Writes a table, and waits for it.
     fn write(&self, control: &Stream, to: &GpuBuffer, bytes: &[u8]) -> Result<(), GpuError> {
         let len = bytes.len() as u64;
@@ -164,6 +126,3 @@ impl Memory {
         control.wait(Instant::now() + BATCH_LIMIT)
     }
 }
-
-/// A status word is `number << STATUS_SHIFT | code`.
-const STATUS_SHIFT: u32 = 16;

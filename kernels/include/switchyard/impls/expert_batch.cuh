@@ -109,10 +109,13 @@ template <uint32_t kWays>
 __device__ __forceinline__ void refuse(const RecvShared& shared,
                                        const sy_expert_recv_params& params, uint32_t client_idx,
                                        uint64_t number, uint32_t code) {
+    const uint32_t place = layout::ring_place(params.geometry, number);
+    const uint64_t word = number << SY_STATUS_SHIFT | code;
     comm::signal_relaxed<kWays>(shared.clients[client_idx].response,
-                                params.geometry.response_control_offset +
-                                    SY_WORD_STATUS(layout::ring_place(params.geometry, number)),
-                                number << SY_STATUS_SHIFT | code);
+                                params.geometry.response_control_offset + SY_WORD_STATUS(place),
+                                word);
+    // What is there belongs to the client. The host counts by this.
+    params.state->told[client_idx][place] = word;
     comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
                        number);
 }
