@@ -43,6 +43,8 @@ struct Seat {
     is_fresh: bool,
     /// The server refused something: others are asked first until then.
     avoid_until: Option<Instant>,
+    /// Whose link ended here last, and why.
+    last: Option<(Arc<Server>, FailReason)>,
 }
 
 /// Tables as the kernels of a call see them.
@@ -171,6 +173,7 @@ impl Lane {
         let Some(seat) = self.seats.get_mut(idx) else { return };
         let Some(link) = seat.link.take() else { return };
         seat.used_upto = last;
+        seat.last = Some((Arc::clone(&link.server), reason));
         self.is_changed = true;
         let num_calls = link.state.in_flight.load(Ordering::SeqCst);
         if num_calls > 0 {
@@ -254,6 +257,12 @@ impl Lane {
         self.seats.get(idx)?.link.as_deref()
     }
 
+    /// Name of the server in this seat or, when it was taken out, of the last that was there.
+    pub fn server_name(&self, idx: usize) -> Option<&str> {
+        let last = || Some(self.seats.get(idx)?.last.as_ref()?.0.name());
+        self.link(idx).map(|link| link.server.name()).or_else(last)
+    }
+
     /// Servers in these seats answered.
     pub fn note_carried(&self, seats: u32) {
         let answered = |idx: &usize| seats >> idx & 1 != 0;
@@ -264,7 +273,10 @@ impl Lane {
 
     /// Why the server in this seat did not answer, as far as its link tells, else `otherwise`.
     pub fn why_unanswered(&self, idx: usize, otherwise: FailReason) -> FailReason {
-        let Some(link) = self.link(idx) else { return FailReason::Closed };
+        let Some(link) = self.link(idx) else {
+            let last = self.seats.get(idx).and_then(|seat| seat.last.as_ref());
+            return last.map_or(FailReason::Closed, |(_, reason)| *reason);
+        };
         if let Some(down) = link.state.down() {
             return down.reason();
         }

@@ -153,13 +153,16 @@ impl DeviceClient {
     /// What an error in a replay means: a reason to replay again, or an error.
     fn judge(&mut self, error: &ErrorWord, last: u64) -> Result<String, DeviceError> {
         let idx = error.peer as usize;
-        let server = self.lane.link(idx).map_or("a server that is gone", |link| link.server.name());
-        let server = server.to_owned();
+        let server = self.lane.server_name(idx).unwrap_or("a server that is gone").to_owned();
         match error.tag {
             TAG_COMBINE_ROW | TAG_COMBINE_EMPTY => {
                 let reason = self.lane.why_unanswered(idx, FailReason::Silent);
                 self.lane.fail(idx, reason, last, &self.shared);
-                Ok(format!("{server} did not answer ({}): {error}", reason.name()))
+                let silence = match reason {
+                    FailReason::Stuck => self.bound(),
+                    _ => self.shared.settings.deadline,
+                };
+                Ok(format!("{}: {error}", unanswered(&server, reason, silence)))
             }
             TAG_REFUSED => {
                 let code = protocol::ErrorCode::from_u32((error.observed & 0xffff) as u32);
@@ -261,12 +264,49 @@ fn silent_peer(before: &ErrorWord, now: &ErrorWord) -> Option<u32> {
     (is_silence && before == now).then_some(now.peer)
 }
 
+/// What is known about a server that did not answer for `silence`, and where to look.
+fn unanswered(server: &str, reason: FailReason, silence: Duration) -> String {
+    let silence = silence.as_secs_f64();
+    match reason {
+        FailReason::Silent => format!(
+            "{server} does not answer, without a sign of life for {silence:.1} s; check that its process runs \
+             (`switchyard status`, its log) and the network to it"
+        ),
+        FailReason::Stuck => format!(
+            "{server} does not answer, in {silence:.1} s in which it showed life; check its log and its GPU, and \
+             whether its batches take longer than the client's limit on work"
+        ),
+        FailReason::Closed => {
+            format!(
+                "{server} did not answer: its connection was closed; check that its process runs"
+            )
+        }
+        reason => format!("{server} did not answer ({})", reason.name()),
+    }
+}
+
 const MAX_ATTEMPTS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(5);
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_does_not_answer_is_told_with_how_long_and_where_to_look() {
+        let told = |reason| unanswered("beta", reason, Duration::from_millis(2300));
+        for (reason, parts) in [
+            (FailReason::Silent, ["without a sign of life for 2.3 s", "`switchyard status`"]),
+            (FailReason::Stuck, ["in 2.3 s in which it showed life", "check its log"]),
+        ] {
+            let text = told(reason);
+            assert!(text.starts_with("beta does not answer"), "{text}");
+            assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+            assert!(!text.contains("closed"), "{text}");
+        }
+        assert!(told(FailReason::Closed).contains("was closed"));
+        assert_eq!(told(FailReason::Left), "beta did not answer (left)");
+    }
 
     #[test]
     fn a_server_is_blamed_by_a_whole_error_word_only() {

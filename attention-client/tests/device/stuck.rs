@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use attention_client::device::ReplayOutcome;
 use kernels::abi::{DTYPE_F8_E4M3, FrameGeometry};
 use kernels::gpu::DeviceName;
 use p2p_core::slot::PROGRESS;
@@ -175,8 +176,17 @@ fn a_graph_survives_a_server_that_works_but_never_answers() {
     pair.server(0).signal(Signal::STOP);
     with_life(device, &pair, || {
         recorded.load(&request);
+        client.begin_replay(&stream).expect("a replay");
+        stream.replay(&recorded.graph).expect("launched");
+        let outcome = client.finish_replay(&stream).expect("it can be replayed again");
+        let ReplayOutcome::Incomplete { reason } = outcome else { panic!("{outcome:?}") };
+        assert!(
+            reason.contains(" does not answer, in ") && reason.contains("check its log"),
+            "{reason}"
+        );
+        assert!(!reason.contains("gone") && !reason.contains("closed"), "{reason}");
         let report = client.replay(&stream, &recorded.graph).expect("replay");
-        assert_eq!(report.attempts, 2, "{report:?}");
+        assert_eq!(report.attempts, 1, "{report:?}");
         recorded.check(&request, &mut local);
         assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("stuck")), 1.0);
     });
