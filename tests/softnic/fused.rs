@@ -5,21 +5,20 @@ use std::mem::offset_of;
 use std::time::{Duration, Instant};
 
 use kernels::abi::{
-    ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ErrorWord, FLAG_ANY_WAY,
-    FLAG_CONTACT_ALL, FrameGeometry, Handle, Link, Placement, ServerPeer, ServerState, TAG_NONE,
-    WAY_IBGDA,
+    ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY, FrameGeometry,
+    Link, ServerPeer, ServerState, WAY_IBGDA,
 };
 use kernels::mlx5::{Bound, PeerHandle, QueueHandle};
-use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
+use rand::RngExt;
 use softnic::format::Syndrome;
 use softnic::{
     Access, Adversary, Domain, DoorbellMode, Fault, HostQueue, Nic, NicConfig, NicThread,
     QueueSizes, Segment,
 };
 
+use crate::layer::{Ways, fail_over_and_back, fresh, layer, worlds};
 use crate::runner::Runner;
-use crate::world::{GENERATION, Input, Memory, World};
+use crate::world::{GENERATION, Input, World};
 
 #[test]
 fn layers_are_the_same_as_over_stores() {
@@ -69,190 +68,35 @@ fn a_failed_queue_is_noticed_and_its_tokens_go_to_a_replica() {
     let Some(runner) = Runner::host() else { return };
     let mut rng = fresh();
     for syndrome in [Syndrome::RetryExceeded, Syndrome::RemoteAccess, Syndrome::LocalQpOp] {
-        let geometry = FrameGeometry::new(256, 4, DTYPE_F8_E4M3, 24, 2).expect("in range");
-        let num_experts = 16;
-        let (mut direct, mut posted) = worlds(&runner, &mut rng, geometry, num_experts, 1, 2);
-        let sizes = Sizes { num_qps: 2, queue: QueueSizes::default(), adversary: None };
-        let net = Net::join(&posted, sizes);
-        let victim = 1;
-        let input = Input::random(&mut rng, &geometry, num_experts, 24);
-        let expected = layer(&runner, &direct, std::slice::from_ref(&input), 0, false, || {});
-
-        // Each queue has at least the entries, rows and flags of some tokens, or the header.
-        let (at, nth) = (rng.random_range(0..2), rng.random_range(0..3));
-        let qpn = net.ways[victim].client_queues[at].qpn();
-        net.clients[0].nic.lock().inject(Fault::Fail { qpn, nth, syndrome }).expect("a queue");
-        posted.load(0, &input);
-        dispatch(&runner, &posted, 0, FLAG_ANY_WAY);
-        net.settle();
-        serve(&runner, &posted, 0, 1, FLAG_ANY_WAY, false);
-        net.settle();
-        combine(&runner, &posted, 0, FLAG_ANY_WAY);
-        let handle: Handle = posted.clients[0].handle.one(0);
-        assert_eq!((handle.missing, handle.refused), (1 << victim, 0), "{syndrome:?}");
-        let error = client_error(&posted);
-        // `SY_TAG_MLX5_COMPLETION`, with the syndrome in the second byte.
-        assert_eq!((error.tag, error.peer), (35, victim as u32));
-        assert_eq!(error.observed >> 8 & 0xff, syndrome as u64);
-        let first = out(&posted, 0);
-
-        // Tokens that lack a part go again, to the server that is left.
-        let missing: Vec<u32> = posted.clients[0].token_missing.read(0, 24);
-        assert!(missing.contains(&(1 << victim)));
-        let mut again = input.clone();
-        for (token, experts) in again.topk_idx.chunks_mut(4).enumerate() {
-            if missing[token] == 0 {
-                experts.fill(-1);
-            }
-        }
-        for world in [&mut direct, &mut posted] {
-            leave_one(&runner, world, num_experts);
-            world.clients[0]
-                .state
-                .write(offset_of!(ClientState, error) as u64, &[ErrorWord::default()]);
-        }
-        let alone = one_server_layer(&runner, &direct, &again, 0, || {});
-        let second = one_server_layer(&runner, &posted, &again, FLAG_ANY_WAY, || net.settle());
-        assert_eq!(client_error(&posted).tag, TAG_NONE);
-        for (token, &missing) in missing.iter().enumerate() {
-            let row = token * 256..(token + 1) * 256;
-            if missing == 0 {
-                assert_eq!(first[row.clone()], expected[0][row], "token {token}");
-            } else {
-                assert_eq!(second[row.clone()], alone[row], "token {token}");
-            }
-        }
-
-        // The pair comes back with fresh queues: all frames of the old ones count as taken.
-        net.recover(victim);
-        let mut state: ServerState = posted.servers[victim].state.one(0);
-        state.taken[0] = handle.frame_number[victim];
-        posted.servers[victim].state.write(0, &[state]);
-        posted.placement_memory.write(0, &[posted.placement]);
-        direct.placement_memory.write(0, &[direct.placement]);
-        let inputs = [Input::random(&mut rng, &geometry, num_experts, 24)];
-        let expected = layer(&runner, &direct, &inputs, 0, false, || {});
-        let found = layer(&runner, &posted, &inputs, FLAG_ANY_WAY, false, || net.settle());
-        assert!(found == expected, "after recovery from {syndrome:?}");
-        net.assert_clean();
+        fail_over_and_back(&runner, &mut rng, syndrome, |posted| {
+            let sizes = Sizes { num_qps: 2, queue: QueueSizes::default(), adversary: None };
+            Net::join(posted, sizes)
+        });
     }
 }
 
-/// Twice the same clients and servers, for two ways between them.
-fn worlds(
-    runner: &Runner,
-    rng: &mut StdRng,
-    geometry: FrameGeometry,
-    num_experts: u32,
-    num_clients: usize,
-    num_servers: usize,
-) -> (World, World) {
-    let seed = rng.random();
-    let make = || {
-        let rng = &mut StdRng::seed_from_u64(seed);
-        World::new(runner, rng, geometry, num_experts, num_clients, num_servers)
-    };
-    (make(), make())
-}
-
-fn dispatch(runner: &Runner, world: &World, client: usize, flags: u32) {
-    let mut params = world.dispatch_params(client, 5);
-    params.flags |= flags;
-    // SAFETY: the world's memory, and the net's slots, are as large as the geometry says.
-    assert_eq!(unsafe { runner.launch(&params) }, 0);
-}
-
-fn serve(runner: &Runner, world: &World, server: usize, num_ready: u32, flags: u32, echoes: bool) {
-    if echoes {
-        let mut params = world.echo_params(server);
-        params.flags |= flags;
-        // SAFETY: as for `dispatch`.
-        assert_eq!(unsafe { runner.launch(&params) }, 0);
-        return;
+impl Ways for Net {
+    fn settle(&self) {
+        Self::settle(self);
     }
-    let mut recv = world.recv_params(server, num_ready);
-    recv.flags |= flags;
-    let mut send = world.send_params(server, DevicePtr::NULL);
-    send.flags |= flags;
-    // SAFETY: as for `dispatch`; null stands for identity experts.
-    assert_eq!(unsafe { (runner.launch(&recv), runner.launch(&send)) }, (0, 0));
-}
 
-fn combine(runner: &Runner, world: &World, client: usize, flags: u32) {
-    let mut params = world.combine_params(client);
-    params.flags |= flags;
-    // SAFETY: as for `dispatch`.
-    assert_eq!(unsafe { runner.launch(&params) }, 0);
-}
-
-/// A layer of everybody; `settle` is called where requests may be under way. What the clients get.
-fn layer(
-    runner: &Runner,
-    world: &World,
-    inputs: &[Input],
-    flags: u32,
-    echoes: bool,
-    settle: impl Fn(),
-) -> Vec<Vec<u16>> {
-    world.poison();
-    for (client, input) in inputs.iter().enumerate() {
-        world.load(client, input);
-        dispatch(runner, world, client, flags | FLAG_CONTACT_ALL);
+    fn fail(&self, server: usize, queue_idx: usize, nth: u64, syndrome: Syndrome) {
+        let qpn = self.ways[server].client_queues[queue_idx].qpn();
+        self.clients[0].nic.lock().inject(Fault::Fail { qpn, nth, syndrome }).expect("a queue");
     }
-    settle();
-    for server in 0..world.servers.len() {
-        serve(runner, world, server, inputs.len() as u32, flags, echoes);
+
+    fn recover(&mut self, _world: &World, server: usize) {
+        Self::recover(self, server);
     }
-    settle();
-    for client in 0..inputs.len() {
-        combine(runner, world, client, flags);
-        let state: ClientState = world.clients[client].state.one(0);
-        assert_eq!(state.error.tag, TAG_NONE, "{:?}", state.error);
+
+    fn keeps_causes(&self) -> bool {
+        // `QueueSizes::default`
+        true
     }
-    (0..inputs.len()).map(|client| out(world, client)).collect()
-}
 
-fn one_server_layer(
-    runner: &Runner,
-    world: &World,
-    input: &Input,
-    flags: u32,
-    settle: impl Fn(),
-) -> Vec<u16> {
-    world.poison();
-    world.load(0, input);
-    dispatch(runner, world, 0, flags);
-    settle();
-    serve(runner, world, 0, 1, flags, false);
-    settle();
-    combine(runner, world, 0, flags);
-    let handle: Handle = world.clients[0].handle.one(0);
-    assert_eq!((handle.contacted, handle.missing), (1, 0));
-    out(world, 0)
-}
-
-/// All experts at server 0, and nothing else known to the client.
-fn leave_one(runner: &Runner, world: &mut World, num_experts: u32) {
-    let placement = Placement::new(8, &vec![vec![0]; num_experts as usize]).expect("in range");
-    world.placement_memory.write(0, &[placement]);
-    let server = &mut world.servers[0];
-    let local_expert: Vec<i16> = (0..num_experts as i16).collect();
-    server.local_memory =
-        Memory::of(runner, &local_expert.repeat(crate::world::NUM_LAYERS as usize));
-    server.local_expert = local_expert;
-    let geometry = &world.geometry;
-    let (_, bytes) = geometry.lists_at(DevicePtr::NULL, num_experts, geometry.max_tokens);
-    server.list_memory = Memory::filled(runner, bytes, 0xff);
-    let base = server.list_memory.address();
-    server.lists = geometry.lists_at(base, num_experts, geometry.max_tokens).0;
-}
-
-fn out(world: &World, client: usize) -> Vec<u16> {
-    world.clients[client].out.read(0, u64::from(world.capacity * world.geometry.hidden))
-}
-
-fn client_error(world: &World) -> ErrorWord {
-    world.clients[0].state.one::<ClientState>(0).error
+    fn check(&self) {
+        self.assert_clean();
+    }
 }
 
 struct Sizes {
@@ -465,13 +309,4 @@ fn direction(
         Box::new(handle),
     ]);
     (link, slot_at)
-}
-
-fn fresh() -> StdRng {
-    let seed = std::env::var("SWITCHYARD_TEST_SEED")
-        .ok()
-        .and_then(|seed| seed.parse().ok())
-        .unwrap_or_else(rand::random);
-    println!("seed {seed} (set SWITCHYARD_TEST_SEED to repeat)");
-    StdRng::seed_from_u64(seed)
 }

@@ -2,9 +2,11 @@
 //! own, and nothing goes any other way.
 
 mod fused;
+mod layer;
 #[path = "../../kernels/tests/against_rust/library.rs"]
 #[allow(dead_code, reason = "the kernels' own tests use the rest")]
 mod library;
+mod links;
 mod runner;
 #[path = "../src/skip.rs"]
 mod skip;

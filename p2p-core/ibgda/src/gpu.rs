@@ -31,13 +31,23 @@ pub enum Place {
 pub struct GpuAccess {
     gpu: Gpu,
     place: Place,
+    /// Where slots lie, if not with the queues.
+    slots: Option<Box<Self>>,
 }
 
 impl GpuAccess {
     /// For kernels of `gpu`, with memory at `place`.
     #[must_use]
     pub const fn new(gpu: Gpu, place: Place) -> Self {
-        Self { gpu, place }
+        Self { gpu, place, slots: None }
+    }
+
+    /// The same with slots at `place`, wherever queues lie: those of libibverbs are in host memory, and
+    /// frames are best in the GPU's.
+    #[must_use]
+    pub fn with_slots(self, place: Place) -> Self {
+        let slots = (place != self.place).then(|| Box::new(Self::new(self.gpu.clone(), place)));
+        Self { slots, ..self }
     }
 }
 
@@ -48,6 +58,10 @@ impl Access for GpuAccess {
             DeviceName::Cuda(_) => "CUDA",
             DeviceName::Emulated(_) => "GPUs in software",
         })
+    }
+
+    fn slots(&self) -> Option<&dyn Access> {
+        self.slots.as_deref().map(|slots| slots as &dyn Access)
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {

@@ -7,7 +7,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`mod@probe`] | drivers, modules, driver options, libraries, and what each device says of itself: one check each |
-//! | [`peer`] | a peer's slot and the queues to it: open, describe, join |
+//! | [`peer`] | a peer's slot and the queues to it: open, describe, join; as a link of fused kernels |
 //! | [`queue`] | queue pairs by libibverbs or by DevX, as kernels post on them |
 //! | [`nic`] | a port of a NIC, registration of host and GPU memory |
 //! | [`access`] | memory that both the NIC and whoever posts reach |
@@ -32,6 +32,6 @@ pub use device::{Device, DeviceError, devices};
 pub use gpu::{GpuAccess, Place};
 pub use library::{Libraries, LibraryError};
 pub use nic::{Nic, NicConfig, NicError};
-pub use peer::{OpenPeer, Peer, PeerConfig, PeerError, ResetPeer};
+pub use peer::{LinkError, OpenPeer, Peer, PeerConfig, PeerError, ResetPeer, Waits};
 pub use probe::{Check, DeviceReport, Report, State, probe};
 pub use queue::{Posters, QueueConfig, QueueError, QueuePath};

@@ -8,6 +8,9 @@
 //! Every life of the queues begins with another packet number, which nobody can foresee: what the network
 //! still has of an earlier one is not taken for something new.
 
+mod description;
+mod link;
+
 use std::io;
 use std::ptr;
 use std::sync::Arc;
@@ -15,14 +18,15 @@ use std::sync::Arc;
 use kernels::mlx5::{Bound, ErrorWord, PeerHandle, QueueHandle};
 use thiserror::Error;
 
+pub use self::description::DESCRIPTION_BYTES;
+use self::description::{Description, MAX_PSN, PSN_AT, VERSION, link_code};
+pub use self::link::{LinkError, Waits};
 use crate::access::{ALIGN_BYTES, Access, AccessError, Part, Plan, SharedMemory};
-use crate::nic::{LinkLayer, Nic, NicError, Registration, Rights};
+use crate::nic::{Nic, NicError, Registration, Rights};
 use crate::queue::{Queue, QueueConfig, QueueError, QueuePlace, RemoteQueue, check_peer, register};
 
 /// Most queues to one peer.
 pub const MAX_QUEUES: usize = 64;
-/// Bytes of a description without its queues.
-pub const DESCRIPTION_BYTES: usize = 48;
 
 /// Slots and queues of one peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,8 +137,7 @@ impl OpenPeer {
         let places = (0..config.num_queues)
             .map(|idx| QueuePlace::plan(&mut plan, &config.queue).map_err(failed(idx)))
             .collect::<Result<Vec<_>, _>>()?;
-        let table =
-            plan.add(config.num_queues * size_of::<QueueHandle>(), align_of::<QueueHandle>())?;
+        let table = plan.add(link::table_bytes(config.num_queues), align_of::<QueueHandle>())?;
         let memory = plan.alloc(access.as_ref())?;
         let slots = match access.slots() {
             Some(slots) => apart.alloc(slots)?,
@@ -354,139 +357,11 @@ fn fresh_psn(former: Option<u32>) -> Result<u32, PeerError> {
     Ok(if former == Some(psn) { psn ^ 1 << 23 } else { psn })
 }
 
-/// What a peer says of itself, checked.
-#[derive(Debug, PartialEq, Eq)]
-struct Description {
-    mtu: u8,
-    lid: u16,
-    gid: [u8; 16],
-    slot_address: u64,
-    slot_key: u32,
-    /// Number of its first packet.
-    psn: u32,
-    qpns: Vec<u32>,
-}
-
-impl Description {
-    fn decode(bytes: &[u8], config: &PeerConfig, link: LinkLayer) -> Result<Self, PeerError> {
-        let wrong =
-            |field, found, expected: String| PeerError::Description { field, found, expected };
-        let expected = DESCRIPTION_BYTES + 4 * config.num_queues;
-        if bytes.len() != expected {
-            let text = format!("{expected} ({} queues)", config.num_queues);
-            return Err(wrong("length", bytes.len() as u64, text));
-        }
-        let same = |field, found: u8, expected: u8| {
-            if found == expected {
-                Ok(())
-            } else {
-                Err(wrong(field, u64::from(found), expected.to_string()))
-            }
-        };
-        same("version", bytes[0], VERSION)?;
-        same("link", bytes[1], link_code(link))?;
-        same("num_queues", bytes[3], u8::try_from(config.num_queues).unwrap_or(0))?;
-        let mtu = bytes[2];
-        if !(1..=5).contains(&mtu) {
-            return Err(wrong("mtu", u64::from(mtu), "from 1 (256 bytes) to 5 (4096)".to_owned()));
-        }
-        let reserved = u16::from_le_bytes([bytes[6], bytes[7]]);
-        if reserved != 0 {
-            return Err(wrong("reserved", u64::from(reserved), "0".to_owned()));
-        }
-        let mut gid = [0; 16];
-        gid.copy_from_slice(&bytes[8..24]);
-        let word = |at: usize| {
-            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-        };
-        let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
-        let slot_address = long(24);
-        if slot_address == 0 || !slot_address.is_multiple_of(64) {
-            return Err(wrong("slot address", slot_address, "a multiple of 64 above 0".to_owned()));
-        }
-        let slot_bytes = long(32);
-        if slot_bytes != config.peer_slot_bytes as u64 {
-            return Err(wrong("slot bytes", slot_bytes, config.peer_slot_bytes.to_string()));
-        }
-        if slot_address.checked_add(slot_bytes).is_none() {
-            let text = format!("a slot of {slot_bytes} bytes that ends before the last address");
-            return Err(wrong("slot address", slot_address, text));
-        }
-        let psn = word(PSN_AT);
-        if psn > MAX_PSN {
-            return Err(wrong("psn", u64::from(psn), "24 bits".to_owned()));
-        }
-        let qpns: Vec<u32> =
-            (0..config.num_queues).map(|idx| word(DESCRIPTION_BYTES + 4 * idx)).collect();
-        if let Some(qpn) = qpns.iter().find(|qpn| **qpn == 0 || **qpn >> 24 != 0) {
-            return Err(wrong("queue pair", u64::from(*qpn), "24 bits, not 0".to_owned()));
-        }
-        Ok(Self {
-            mtu,
-            lid: u16::from_le_bytes([bytes[4], bytes[5]]),
-            gid,
-            slot_address,
-            slot_key: word(40),
-            psn,
-            qpns,
-        })
-    }
-
-    /// Whether this is a peer that is where it was, and was reset since it sent `former`.
-    fn check_successor(&self, former: &Self) -> Result<(), PeerError> {
-        let halves = |gid: [u8; 16]| {
-            let gid = u128::from_be_bytes(gid);
-            [(gid >> 64) as u64, gid as u64]
-        };
-        let ([gid, interface], [former_gid, former_interface]) =
-            (halves(self.gid), halves(former.gid));
-        let fields = [
-            ("mtu", u64::from(self.mtu), u64::from(former.mtu)),
-            ("lid", u64::from(self.lid), u64::from(former.lid)),
-            ("gid", gid, former_gid),
-            ("gid", interface, former_interface),
-            ("slot address", self.slot_address, former.slot_address),
-            ("slot key", u64::from(self.slot_key), u64::from(former.slot_key)),
-        ];
-        let queues = self.qpns.iter().zip(&former.qpns);
-        let queues =
-            queues.map(|(qpn, former)| ("queue pair", u64::from(*qpn), u64::from(*former)));
-        for (field, found, former) in fields.into_iter().chain(queues) {
-            if found != former {
-                let expected = format!("{former}, as before the reset");
-                return Err(PeerError::Description { field, found, expected });
-            }
-        }
-        if self.psn == former.psn {
-            let expected = "another than before the reset".to_owned();
-            return Err(PeerError::Description {
-                field: "psn",
-                found: u64::from(self.psn),
-                expected,
-            });
-        }
-        Ok(())
-    }
-}
-
 /// The structure as kernels read it.
 fn handle_bytes(handle: &QueueHandle) -> [u8; size_of::<QueueHandle>()] {
     // SAFETY: the structure has no padding (see the assert below), so every byte is initialised.
     unsafe { std::mem::transmute::<QueueHandle, [u8; size_of::<QueueHandle>()]>(*handle) }
 }
 
-const fn link_code(link: LinkLayer) -> u8 {
-    match link {
-        LinkLayer::InfiniBand => 1,
-        LinkLayer::Ethernet => 2,
-    }
-}
-
-/// Of descriptions.
-const VERSION: u8 = 2;
-/// Where a description has the number of the first packet.
-const PSN_AT: usize = 44;
-/// Packets are counted in 24 bits.
-const MAX_PSN: u32 = 0xff_ffff;
 // 7 addresses and 8 words: nothing between and behind them.
 const _: () = assert!(size_of::<QueueHandle>() == 7 * 8 + 8 * 4);

@@ -14,7 +14,6 @@
 //! | `memory` | the slots |
 //! | `exchange` | the connection between both sides |
 //! | `report` | lines and exit statuses |
-//! | `software` | libibverbs and libmlx5 over a NIC in software |
 
 mod args;
 mod exchange;
@@ -22,7 +21,6 @@ mod memory;
 mod post;
 mod report;
 mod setup;
-mod software;
 mod stage;
 mod traffic;
 

@@ -18,7 +18,6 @@ use crate::exchange::{Channel, Hello};
 use crate::memory::{SLOT_BYTES, SlotAccess};
 use crate::post::Poster;
 use crate::report::{Failure, Reporter, whole_text};
-use crate::software;
 use crate::stage::Stage;
 use crate::traffic::Session;
 
@@ -130,7 +129,7 @@ impl<'a> Setup<'a> {
     fn open_device(&self) -> Result<(Opened, String)> {
         let options = self.options;
         let libraries =
-            if options.software_nic { software::libraries()? } else { Libraries::open()? };
+            if options.software_nic { softnic_verbs::libraries()? } else { Libraries::open()? };
         let root = options.root.clone().unwrap_or_else(|| "/".into());
         let config = NicConfig {
             device: options.device.clone(),

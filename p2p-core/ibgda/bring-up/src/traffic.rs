@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use ibgda::Peer;
 use softnic_driver::Driver;
+use softnic_verbs::Syndrome;
 
 use crate::args::Options;
 use crate::exchange::{Channel, ExchangeError, Hello};
@@ -15,7 +16,6 @@ use crate::memory::{
 };
 use crate::post::{PostError, Poster};
 use crate::report::whole_text;
-use crate::software;
 use crate::stage::Stage;
 
 /// Both sides, joined.
@@ -50,10 +50,10 @@ impl Session {
     pub(crate) fn run(&mut self, stage: Stage) -> Result<String> {
         (self.stage, self.step) = (stage, 0);
         if self.stall_at == Some(stage) {
-            software::stall(self.poster()?.qpn(0))?;
+            softnic_verbs::stall(self.poster()?.qpn(0))?;
         }
         if self.fail_at == Some(stage) {
-            software::fail(self.poster()?.qpn(0))?;
+            softnic_verbs::fail(self.poster()?.qpn(0), 0, Syndrome::RemoteOp)?;
         }
         let detail = match stage {
             Stage::Nop => self.nop(),
@@ -72,7 +72,7 @@ impl Session {
         }?;
         // Nobody goes on while the other side still looks at what came.
         self.meet()?;
-        let violations = software::violations();
+        let violations = softnic_verbs::violations();
         ensure!(violations.is_empty(), "the NIC in software objects: {}", violations.join("; "));
         Ok(detail)
     }

@@ -15,21 +15,35 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ibgda::{Libraries, LibraryError, ffi};
 use p2p_core::Region;
-use softnic::format::Syndrome;
+pub use softnic::format::Syndrome;
 use softnic::{
     ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
 };
 
-/// The functions, over a NIC of this process.
-pub(crate) fn libraries() -> Result<Libraries, LibraryError> {
+/// The functions, over the NIC of this process. They follow the vendor's signatures, so there is one NIC for
+/// all that open a device; it connects queue pairs with those of other processes' NICs and with its own.
+///
+/// # Errors
+/// None: every function that is looked up is there.
+pub fn libraries() -> Result<Libraries, LibraryError> {
     // SAFETY: every function is that of the name, with the signature of `ffi`.
     unsafe {
         Libraries::of_functions("the software NIC", |name| verbs::find(name).or(devx::find(name)))
     }
 }
 
+/// The NIC of this process, once a function of the libraries was called: to inject faults, to let it
+/// progress, and to see what it did.
+///
+/// # Errors
+/// There can be no NIC.
+pub fn nic() -> io::Result<&'static NicThread> {
+    device().map(|device| &device.nic).ok_or_else(io::Error::last_os_error)
+}
+
 /// What posters did that no correct driver does.
-pub(crate) fn violations() -> Vec<String> {
+#[must_use]
+pub fn violations() -> Vec<String> {
     match DEVICE_STATE.get() {
         Some(Ok(device)) => {
             device.nic.lock().violations().iter().map(ToString::to_string).collect()
@@ -39,13 +53,19 @@ pub(crate) fn violations() -> Vec<String> {
 }
 
 /// Serves a queue pair no more, until its reset.
-pub(crate) fn stall(qpn: u32) -> io::Result<()> {
+///
+/// # Errors
+/// There is no such queue pair.
+pub fn stall(qpn: u32) -> io::Result<()> {
     inject(Fault::Stall { qpn })
 }
 
-/// Fails a queue pair's next request, in a way that no stage expects.
-pub(crate) fn fail(qpn: u32) -> io::Result<()> {
-    inject(Fault::Fail { qpn, nth: 0, syndrome: Syndrome::RemoteOp })
+/// Fails a queue pair's `nth` request from now on, from 0.
+///
+/// # Errors
+/// There is no such queue pair.
+pub fn fail(qpn: u32, nth: u64, syndrome: Syndrome) -> io::Result<()> {
+    inject(Fault::Fail { qpn, nth, syndrome })
 }
 
 fn inject(fault: Fault) -> io::Result<()> {
