@@ -14,12 +14,13 @@ use crate::stage::{Stage, parse_range};
 /// Takes a pair of mlx5 NICs through the bring-up guide of docs/ibgda.md, stage by stage.
 ///
 /// One side listens, the other connects; both need the same options. Requests are posted by the device
-/// functions of the kernels, compiled for the processor. The connection between both sides is neither
+/// functions of the kernels, compiled for the processor; in the last stage, `fused`, by a GPU. Not yet run
+/// on a ConnectX. The connection between both sides is neither
 /// encrypted nor authenticated: use it between hosts that trust each other.
 #[derive(Debug, Clone, Parser)]
 #[command(
     name = "ibgda-bring-up",
-    after_help = "Exit status: 0 every stage passed; 1 a stage failed; 2 wrong usage; 3 this host lacks something."
+    after_help = "Exit status:\n  0 every stage that ran passed\n  1 a stage failed\n  2 wrong usage\n  3 this host lacks something"
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -81,9 +82,13 @@ pub(crate) struct Options {
     /// Index of the port's address, as `show_gids` lists them; RoCE v2 over IPv4 by default.
     #[arg(long)]
     pub(crate) gid_index: Option<u8>,
-    /// GPU whose memory the slots are: a number, or `cuda:N`. Requests are posted by the processor.
+    /// GPU whose memory the slots are: a number, or `cuda:N`. Requests are posted by the processor, in the
+    /// stage `fused` by the GPU. Needs a build with `--features cuda`.
     #[arg(long, value_parser = parse_gpu, value_name = "N")]
     pub(crate) gpu: Option<DeviceName>,
+    /// Where the queues lie that the GPU posts on; `gpu` needs `--path devx`.
+    #[arg(long, value_enum, default_value = "host")]
+    pub(crate) queue_memory: QueueMemory,
     /// A NIC in software in place of hardware, for a rehearsal with both sides on one host.
     #[arg(long)]
     pub(crate) software_nic: bool,
@@ -112,6 +117,25 @@ impl From<PathName> for QueuePath {
             PathName::Plain => Self::Plain,
             PathName::Devx => Self::Devx,
         }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum QueueMemory {
+    Host,
+    Gpu,
+}
+
+impl Options {
+    /// What no single option can tell.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.queue_memory == QueueMemory::Gpu && self.path == PathName::Plain {
+            return Err("`--queue-memory gpu` needs `--path devx`: libibverbs makes queues in the host's memory".to_owned());
+        }
+        if self.software_nic && matches!(self.gpu, Some(DeviceName::Cuda(_))) {
+            return Err("`--software-nic` reaches memory of the processor only: use it with `--gpu emulated:N` of a build with `--features emulated`, or without a GPU".to_owned());
+        }
+        Ok(())
     }
 }
 

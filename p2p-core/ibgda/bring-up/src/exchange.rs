@@ -19,6 +19,8 @@ pub(crate) struct Hello {
     pub(crate) is_connector: bool,
     pub(crate) is_devx: bool,
     pub(crate) is_software: bool,
+    /// Whether the stage `fused` can run on this side.
+    pub(crate) has_gpu: bool,
     pub(crate) first: Stage,
     pub(crate) last: Stage,
     pub(crate) num_queues: u32,
@@ -338,6 +340,7 @@ impl Hello {
         bytes[2] = u8::from(self.is_software);
         bytes[3] = self.first as u8;
         bytes[4] = self.last as u8;
+        bytes[5] = u8::from(self.has_gpu);
         bytes[8..12].copy_from_slice(&self.num_queues.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.depth.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.num_wraps.to_le_bytes());
@@ -368,13 +371,14 @@ impl Hello {
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
-        if bytes[5..8] != [0; 3] || word(20) != 0 {
+        if bytes[6..8] != [0; 2] || word(20) != 0 {
             return Err(wrong("reserved", word(20).into(), "0"));
         }
         Ok(Self {
             is_connector: bit(0, "role")?,
             is_devx: bit(1, "path")?,
             is_software: bit(2, "software")?,
+            has_gpu: bit(5, "gpu")?,
             first: stage(3, "first stage")?,
             last: stage(4, "last stage")?,
             num_queues: word(8),
@@ -417,7 +421,7 @@ fn clean(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-const MAGIC: [u8; 8] = *b"SYBRING2";
+const MAGIC: [u8; 8] = *b"SYBRING3";
 const HEADER_BYTES: usize = 16;
 const HELLO_BYTES: usize = 40;
 /// Of a mark without text.

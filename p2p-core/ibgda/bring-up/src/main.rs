@@ -10,6 +10,7 @@
 //! | `stage` | the stages, and what to look at when one fails |
 //! | `setup` | from the host's files to joined queues |
 //! | `traffic` | what the queues must do |
+//! | `layer` | the fused kernels of a layer, on a GPU |
 //! | `post` | the device functions, compiled for the processor |
 //! | `memory` | the slots |
 //! | `exchange` | the connection between both sides |
@@ -17,6 +18,7 @@
 
 mod args;
 mod exchange;
+mod layer;
 mod memory;
 mod post;
 mod report;
@@ -27,7 +29,8 @@ mod traffic;
 use std::net::TcpListener;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 
 use crate::args::{Cli, Options, Role};
 use crate::exchange::{Channel, ExchangeError};
@@ -39,6 +42,9 @@ use crate::traffic::Session;
 fn main() -> ExitCode {
     let Cli { role } = Cli::parse();
     let (Role::Listen { options, .. } | Role::Connect { options, .. }) = &role;
+    if let Err(text) = options.check() {
+        Cli::command().error(ErrorKind::ArgumentConflict, text).exit();
+    }
     let reporter = Reporter { is_json: options.json };
     reporter.end(run(&role, options, reporter)).into()
 }
@@ -77,8 +83,17 @@ fn go_through(mut session: Session, options: &Options, reporter: Reporter) -> Re
     for stage in Stage::ALL.into_iter().filter(|stage| !stage.is_needed()) {
         if !options.stage.contains(&stage) {
             if stage < *options.stage.start() {
-                reporter.left_out(stage);
+                reporter.left_out(stage, "by --stage");
             }
+            continue;
+        }
+        if let Some(why) = session.lacks_fused().filter(|_| stage == Stage::Fused) {
+            // Whoever asks for nothing else is to know that it did not run.
+            if *options.stage.start() == Stage::Fused {
+                let error = anyhow::anyhow!("{why}: give both sides `--gpu`");
+                return Err(Failure { stage, is_lacking: true, error });
+            }
+            reporter.left_out(stage, why);
             continue;
         }
         match session.run(stage) {

@@ -29,6 +29,10 @@ pub(crate) enum PostError {
 pub(crate) struct ErrorCompletion(u64);
 
 impl ErrorCompletion {
+    pub(crate) const fn new(word: u64) -> Self {
+        Self(word)
+    }
+
     /// `SY_MLX5_ERROR_SYNDROME`
     pub(crate) const fn syndrome(self) -> u8 {
         (self.0 >> 8 & 0xff) as u8

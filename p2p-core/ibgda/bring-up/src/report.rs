@@ -68,8 +68,8 @@ impl Reporter {
         self.stage(stage, "ok", detail, None);
     }
 
-    pub(crate) fn left_out(self, stage: Stage) {
-        self.stage(stage, "left out", "by --stage", None);
+    pub(crate) fn left_out(self, stage: Stage, why: &str) {
+        self.stage(stage, "left out", why, None);
     }
 
     fn stage(self, stage: Stage, state: &'static str, detail: &str, next: Option<&'static str>) {
@@ -105,7 +105,7 @@ impl Reporter {
             self.json(&ResultLine { result, stage: stage.map(Stage::name), exit: exit as u8 });
         } else {
             match stage {
-                None => line("result: every stage passed"),
+                None => line("result: every stage that ran passed"),
                 Some(stage) => line(&format!("result: {result}: stage `{stage}`")),
             }
         }

@@ -7,19 +7,19 @@ use anyhow::{Error, Result, anyhow};
 use ibgda::nic::{LinkLayer, NicError, RegisteredBy, Rights};
 use ibgda::probe::{Check, State, probe, probe_files};
 use ibgda::{
-    Access, Libraries, Nic, NicConfig, OpenPeer, Peer, PeerConfig, PeerError, QueueConfig,
+    Access, Libraries, Nic, NicConfig, OpenPeer, Peer, PeerConfig, PeerError, Place, QueueConfig,
     QueueError, QueuePath,
 };
 use kernels::gpu::Gpu;
 use softnic_driver::Driver;
 
-use crate::args::Options;
+use crate::args::{Options, QueueMemory};
 use crate::exchange::{Channel, Hello};
-use crate::memory::{SLOT_BYTES, SlotAccess};
+use crate::memory::{PosterAccess, SLOT_BYTES, SlotAccess};
 use crate::post::Poster;
 use crate::report::{Failure, Reporter, whole_text};
 use crate::stage::Stage;
-use crate::traffic::Session;
+use crate::traffic::{Fused, Session};
 
 /// What is known before anything is opened.
 pub(crate) struct Setup<'a> {
@@ -32,10 +32,11 @@ pub(crate) struct Setup<'a> {
 pub(crate) struct Ready {
     driver: Driver,
     open: OpenPeer,
+    fused: Option<Fused>,
 }
 
-/// A port, and whose memory slots are.
-type Opened = (Arc<Nic>, Arc<dyn Access>);
+/// A port, whose memory slots are, and the GPU that posts in the end.
+type Opened = (Arc<Nic>, Arc<dyn Access>, Option<Gpu>);
 
 impl<'a> Setup<'a> {
     pub(crate) const fn new(options: &'a Options, is_connector: bool, reporter: Reporter) -> Self {
@@ -49,7 +50,7 @@ impl<'a> Setup<'a> {
         if last == Stage::Probe {
             return Ok(None);
         }
-        let (nic, access) = self.stage(Stage::Device, || self.open_device())?;
+        let (nic, access, gpu) = self.stage(Stage::Device, || self.open_device())?;
         if last == Stage::Device {
             return Ok(None);
         }
@@ -58,15 +59,16 @@ impl<'a> Setup<'a> {
             return Ok(None);
         }
         let open = self.stage(Stage::Queues, || self.make_queues(&nic, &access))?;
-        Ok((last > Stage::Queues).then_some(Ready { driver, open }))
+        let fused = gpu.map(|gpu| self.fused(&nic, gpu));
+        Ok((last > Stage::Queues).then_some(Ready { driver, open, fused }))
     }
 
     /// Greets the peer and joins the queues with its own.
     pub(crate) fn connect(&self, ready: Ready, mut channel: Channel) -> Result<Session, Failure> {
         match self.join(ready, &mut channel) {
-            Ok((driver, peer, hellos, detail)) => {
+            Ok((driver, peer, hellos, fused, detail)) => {
                 self.reporter.passed(Stage::Connect, &detail);
-                Ok(Session::new(driver, peer, channel, hellos, self.options))
+                Ok(Session::new(driver, peer, channel, hellos, fused, self.options))
             }
             Err(error) => {
                 channel.give_up(Stage::Connect, &whole_text(&error));
@@ -161,7 +163,7 @@ impl<'a> Setup<'a> {
             port.gid_idx,
             128_u32 << port.mtu.min(5),
         );
-        Ok(((nic, Arc::new(SlotAccess::new(gpu))), detail))
+        Ok(((nic, Arc::new(SlotAccess::new(gpu.clone())), gpu), detail))
     }
 
     /// Registers memory of a slot's size and gives it back.
@@ -198,16 +200,30 @@ impl<'a> Setup<'a> {
         Ok((open, format!("{} of depth {}, {how}", options.queues, options.depth)))
     }
 
+    /// What the stage `fused` needs. Its queues are made in the stage itself.
+    fn fused(&self, nic: &Arc<Nic>, gpu: Gpu) -> Fused {
+        let options = self.options;
+        let (queues, place) = match options.queue_memory {
+            QueueMemory::Host => (Place::Host, "host memory"),
+            QueueMemory::Gpu => (Place::Gpu, "the GPU's memory"),
+        };
+        let access = PosterAccess::new(gpu.clone(), queues, options.software_nic);
+        let path = QueuePath::from(options.path);
+        let queue = QueueConfig { path, depth: options.depth, ..QueueConfig::default() };
+        Fused { nic: Arc::clone(nic), gpu, access: Arc::new(access), queue, place }
+    }
+
     fn join(
         &self,
         ready: Ready,
         channel: &mut Channel,
-    ) -> Result<(Driver, Peer, [Hello; 2], String)> {
+    ) -> Result<(Driver, Peer, [Hello; 2], Option<Fused>, String)> {
         let options = self.options;
         let own = Hello {
             is_connector: self.is_connector,
             is_devx: options.path == crate::args::PathName::Devx,
             is_software: options.software_nic,
+            has_gpu: ready.fused.is_some(),
             first: *options.stage.start(),
             last: *options.stage.end(),
             num_queues: options.queues,
@@ -237,7 +253,7 @@ impl<'a> Setup<'a> {
         );
         // Nobody posts before both are ready to receive.
         channel.meet(Stage::Connect, 0, patience)?;
-        Ok((ready.driver, peer, [own, theirs], detail))
+        Ok((ready.driver, peer, [own, theirs], ready.fused, detail))
     }
 }
 

@@ -1,6 +1,8 @@
 //! What joined queues must do, in the order of the guide. Both sides do the same at the same time, each
 //! towards the other, and look at what came.
 
+mod fused;
+
 use std::time::Duration;
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
@@ -8,6 +10,7 @@ use ibgda::Peer;
 use softnic_driver::Driver;
 use softnic_verbs::Syndrome;
 
+pub(crate) use self::fused::Fused;
 use crate::args::Options;
 use crate::exchange::{Channel, ExchangeError, Hello};
 use crate::memory::{
@@ -26,6 +29,7 @@ pub(crate) struct Session {
     channel: Channel,
     own: Hello,
     theirs: Hello,
+    fused: Option<Fused>,
     timeout: Duration,
     stall_at: Option<Stage>,
     fail_at: Option<Stage>,
@@ -39,20 +43,23 @@ impl Session {
         peer: Peer,
         channel: Channel,
         [own, theirs]: [Hello; 2],
+        fused: Option<Fused>,
         options: &Options,
     ) -> Self {
         let (peer, stage, step) = (Some(peer), Stage::Connect, 0);
         let Options { timeout, stall_at, fail_at, .. } = *options;
-        Self { driver, peer, channel, own, theirs, timeout, stall_at, fail_at, stage, step }
+        Self { driver, peer, channel, own, theirs, fused, timeout, stall_at, fail_at, stage, step }
     }
 
     /// Runs a stage with the peer. The text says what was seen.
     pub(crate) fn run(&mut self, stage: Stage) -> Result<String> {
         (self.stage, self.step) = (stage, 0);
-        if self.stall_at == Some(stage) {
+        // The queues of `fused` come later.
+        let has_queues = stage != Stage::Fused;
+        if has_queues && self.stall_at == Some(stage) {
             softnic_verbs::stall(self.poster()?.qpn(0))?;
         }
-        if self.fail_at == Some(stage) {
+        if has_queues && self.fail_at == Some(stage) {
             softnic_verbs::fail(self.poster()?.qpn(0), 0, Syndrome::RemoteOp)?;
         }
         let detail = match stage {
@@ -66,6 +73,7 @@ impl Session {
             Stage::Many => self.many(),
             Stage::Error => self.error(),
             Stage::Reset => self.reset(),
+            Stage::Fused => self.run_fused(),
             Stage::Probe | Stage::Device | Stage::Domain | Stage::Queues | Stage::Connect => {
                 bail!("`{stage}` comes before there is a peer")
             }

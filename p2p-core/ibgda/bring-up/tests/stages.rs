@@ -40,9 +40,11 @@ fn every_stage_passes_on_both_paths() {
         let [listener, connector] = pair(&options);
         for side in [&listener, &connector] {
             assert_eq!(side.code, Some(0), "{path}: {}\n{}", side.out, side.err);
-            let expected: Vec<_> =
+            let mut expected: Vec<_> =
                 STAGES.iter().map(|stage| ((*stage).to_owned(), "ok".to_owned())).collect();
+            expected.push(("fused".to_owned(), "left out".to_owned()));
             assert_eq!(side.stages(), expected);
+            assert_eq!(side.detail("fused"), "no --gpu on this side");
             assert_eq!(side.lines().last().unwrap()["result"], "passed");
         }
         assert!(connector.detail("wrap").contains("196708 requests at depth 128, 3 wraps"));
@@ -69,6 +71,85 @@ fn slots_may_be_a_gpus() {
     let options = ["--json", "--software-nic", "--stage", "..add", "--gpu", "emulated:3"];
     let connector = connect(address, &options).end();
     assert_eq!((listener.end().code, connector.code), (Some(0), Some(0)), "{}", connector.out);
+}
+
+#[test]
+fn a_gpu_posts_whole_layers_on_both_paths() {
+    if !can_post() {
+        return;
+    }
+    for (path, memory, queues) in
+        [("plain", "host", "2"), ("devx", "host", "1"), ("devx", "gpu", "3")]
+    {
+        let common = ["--json", "--software-nic", "--path", path, "--queues", queues];
+        let options = [&common[..], &["--queue-memory", memory, "--stage", "fused"]].concat();
+        // Each side has a GPU of its own, which does not reach the other's memory.
+        let (listener, address) = listen(&[&options[..], &["--gpu", "emulated:0"]].concat());
+        let connector = connect(address, &[&options[..], &["--gpu", "emulated:9"]].concat()).end();
+        let listener = listener.end();
+        for (side, gpu) in [(&listener, "emulated:0"), (&connector, "emulated:9")] {
+            assert_eq!(side.code, Some(0), "{path}: {}\n{}", side.out, side.err);
+            let place = if memory == "gpu" { "the GPU's memory" } else { "host memory" };
+            let parts = [
+                format!("posted by {gpu} on {queues} queues each way in {place}"),
+                "6 layers of up to 16 tokens of 7168 values".to_owned(),
+                "2 of them after a reset: bit for bit as by stores".to_owned(),
+            ];
+            for part in parts {
+                assert!(side.detail("fused").contains(&part), "{}", side.detail("fused"));
+            }
+            assert_eq!(side.lines().last().unwrap()["result"], "passed");
+        }
+    }
+}
+
+#[test]
+fn layers_need_a_gpu_on_both_sides() {
+    if !can_post() {
+        return;
+    }
+    let options = ["--json", "--software-nic", "--queues", "1", "--timeout", "5"];
+    let run = |stages: &str| {
+        let options = [&options[..], &["--stage", stages]].concat();
+        let (listener, address) = listen(&options);
+        let connector = connect(address, &[&options[..], &["--gpu", "emulated:0"]].concat());
+        [connector.end(), listener.end()]
+    };
+    let whys = ["no --gpu on the peer's side", "no --gpu on this side"];
+    // Beside others the stage is left out, and said to be.
+    for (side, why) in run("reset..").iter().zip(whys) {
+        assert_eq!(side.code, Some(0), "{}", side.out);
+        assert_eq!(side.detail("fused"), why);
+        let stages = side.stages();
+        assert_eq!(stages.last().unwrap(), &("fused".to_owned(), "left out".to_owned()));
+    }
+    for (side, why) in run("fused").iter().zip(whys) {
+        side.expect_failure(3, "fused", &[why, "give both sides `--gpu`"]);
+    }
+}
+
+#[test]
+fn layers_over_a_nic_that_fails_end_with_a_reason() {
+    if !can_post() {
+        return;
+    }
+    let options =
+        ["--json", "--software-nic", "--queues", "1", "--timeout", "2", "--stage", "fused"];
+    let options = [&options[..], &["--gpu", "emulated:0"]].concat();
+    for (fault, part) in [
+        ("--stall-at", "combine: error word: tag "),
+        ("--fail-at", "syndrome 0x14 (remote operation)"),
+    ] {
+        let (listener, address) = listen(&options);
+        let connector = connect(address, &[&options[..], &[fault, "fused"]].concat()).end();
+        let listener = listener.end();
+        listener.expect_failure(1, "fused", &["layer 0", "frame 1 did not come within 2 s"]);
+        connector.expect_failure(
+            1,
+            "fused",
+            &["layer 0", part, "the peer failed at stage `fused`"],
+        );
+    }
 }
 
 #[test]
@@ -200,7 +281,9 @@ fn what_a_host_lacks_is_named_with_status_3() {
 
 #[test]
 fn wrong_usage_has_status_2() {
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 10] = [
+        (&["listen", "--queue-memory", "gpu"], "needs `--path devx`"),
+        (&["listen", "--software-nic", "--gpu", "0"], "`--gpu emulated:N`"),
         (&[], "Usage"),
         (&["connect"], "<ADDRESS>"),
         (&["connect", "nowhere:there"], "expected HOST or HOST:PORT"),

@@ -7,6 +7,7 @@ fn hello() -> Hello {
         is_connector: true,
         is_devx: false,
         is_software: true,
+        has_gpu: true,
         first: Stage::Nop,
         last: Stage::Reset,
         num_queues: 3,

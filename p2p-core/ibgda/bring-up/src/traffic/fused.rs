@@ -1,0 +1,164 @@
+//! The stage `fused`: layers of the fused kernels, whose requests the GPU posts on queues of its own. Each
+//! side is at once a client of the other and its server.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use ibgda::{Access, Nic, OpenPeer, Peer, PeerConfig, QueueConfig};
+use kernels::abi::{FLAG_ANY_WAY, FrameGeometry};
+use kernels::gpu::Gpu;
+
+use super::{MEET_PATIENCE, Session};
+use crate::layer::{Client, Direct, GENERATION, HIDDEN, Input, MAX_TOKENS, Run, Server, geometry};
+use crate::report::whole_text;
+use crate::stage::Stage;
+
+/// What the stage needs besides joined queues of the processor's.
+pub(crate) struct Fused {
+    pub(crate) nic: Arc<Nic>,
+    pub(crate) gpu: Gpu,
+    /// The GPU posts.
+    pub(crate) access: Arc<dyn Access>,
+    pub(crate) queue: QueueConfig,
+    /// Where queues lie, for people.
+    pub(crate) place: &'static str,
+}
+
+/// The queues to the peer, once as its client and once as its server.
+struct Ends {
+    to_server: Peer,
+    to_client: Peer,
+}
+
+impl Session {
+    /// Why the stage cannot run, if it cannot.
+    pub(crate) fn lacks_fused(&self) -> Option<&'static str> {
+        if self.fused.is_none() {
+            Some("no --gpu on this side")
+        } else if !self.theirs.has_gpu {
+            Some("no --gpu on the peer's side")
+        } else {
+            None
+        }
+    }
+
+    pub(super) fn run_fused(&mut self) -> Result<String> {
+        let fused = self.fused.take().ok_or_else(|| anyhow!("there is no GPU: give `--gpu`"))?;
+        let geometry = geometry()?;
+        let inputs: Vec<Input> = NUM_TOKENS
+            .iter()
+            .zip(4000..)
+            .map(|(num_tokens, salt)| Input::new(self.own.seed, salt, *num_tokens))
+            .collect();
+        // Before the peer waits for anything: by stores, on this side alone.
+        let mut direct = Direct::new(&fused.gpu, geometry, self.id(true))?;
+        let expected = inputs.iter().map(|input| direct.layer(input, self.timeout));
+        let expected = expected.collect::<Result<Vec<_>>>().context("over stores")?;
+        drop(direct);
+
+        let client = Client::new(&fused.gpu, geometry, self.id(true))?;
+        let server = Server::new(&fused.gpu, geometry)?;
+        let mut ends = self.open_fused(&fused, &geometry)?;
+        let (as_client, as_server) = (client.waits(self.timeout), server.waits(self.timeout));
+        client.set_server(ends.to_server.server(&geometry, GENERATION, as_client)?)?;
+        let id = self.id(false);
+        server.set_client(ends.to_client.client(&geometry, id, GENERATION, as_server)?)?;
+        let qpn = ends.to_server.queues()[0].qpn();
+        if self.stall_at == Some(Stage::Fused) {
+            softnic_verbs::stall(qpn)?;
+        }
+        if self.fail_at == Some(Stage::Fused) {
+            softnic_verbs::fail(qpn, 0, softnic_verbs::Syndrome::RemoteOp)?;
+        }
+        let run = Run { flags: FLAG_ANY_WAY, timeout: self.timeout };
+        for (round, (input, expected)) in inputs.iter().zip(&expected).enumerate() {
+            if round + NUM_AFTER_RESET == inputs.len() {
+                // The same queue pairs, and so the same tables.
+                ends = self.reset_fused(ends)?;
+            }
+            // Nobody posts before both are ready to receive.
+            self.meet()?;
+            let what = || format!("layer {round}, {} tokens", NUM_TOKENS[round]);
+            client.dispatch(input, run).with_context(what)?;
+            self.meet()?;
+            server.serve(round as u64 + 1, round % 2 == 1, run).with_context(what)?;
+            if let Err(error) = self.meet() {
+                // Whether the peer missed what this side sent is what its queues know.
+                return Err(match client.combine(input, run).with_context(what) {
+                    Err(own) => error.context(format!("on this side: {}", whole_text(&own))),
+                    Ok(_) => error,
+                });
+            }
+            let found = client.combine(input, run).with_context(what)?;
+            let differs =
+                found.iter().zip(expected).position(|(found, expected)| found != expected);
+            if let Some(at) = differs {
+                let (token, value) = (at / HIDDEN as usize, at % HIDDEN as usize);
+                let (found, expected) = (found[at], expected[at]);
+                return Err(anyhow!(
+                    "value {value} of token {token} is {found:#06x}, expected {expected:#06x} as by stores"
+                ))
+                .with_context(what);
+            }
+            ensure!(found.len() == expected.len(), "{} values came", found.len());
+        }
+        self.meet()?;
+        Ok(format!(
+            "{} layers of up to {MAX_TOKENS} tokens of {HIDDEN} values posted by {} on {} queues each way in {}, {NUM_AFTER_RESET} of them after a reset: bit for bit as by stores",
+            inputs.len(),
+            fused.gpu.name(),
+            self.own.num_queues,
+            fused.place,
+        ))
+    }
+
+    /// Of the client on this side, or on the peer's.
+    fn id(&self, is_own: bool) -> u64 {
+        if self.own.is_connector == is_own { 1 } else { 2 }
+    }
+
+    fn open_fused(&mut self, fused: &Fused, geometry: &FrameGeometry) -> Result<Ends> {
+        let request = usize::try_from(geometry.slot_bytes)?;
+        let response = usize::try_from(geometry.response_slot_bytes)?;
+        let open = |own_slot_bytes, peer_slot_bytes| {
+            let (num_queues, queue) = (self.own.num_queues as usize, fused.queue);
+            let config = PeerConfig { peer: 0, num_queues, queue, own_slot_bytes, peer_slot_bytes };
+            OpenPeer::open(&fused.nic, &fused.access, config)
+        };
+        let (to_server, to_client) = (open(response, request)?, open(request, response)?);
+        let [their_client, their_server] =
+            self.describe_fused([to_server.description(), to_client.description()])?;
+        let to_server = to_server.join(&their_server)?;
+        let to_client = to_client.join(&their_client)?;
+        for (peer, bytes) in [(&to_server, request), (&to_client, response)] {
+            // What arrives is what kernels have stored there.
+            peer.mirror().write(0, &vec![0xee; bytes])?;
+        }
+        Ok(Ends { to_server, to_client })
+    }
+
+    fn reset_fused(&mut self, ends: Ends) -> Result<Ends> {
+        // The peer's last answer has come, so nothing of its is under way any more, but its completions.
+        self.meet()?;
+        let (to_server, to_client) = (ends.to_server.reset()?, ends.to_client.reset()?);
+        self.meet()?;
+        let [their_client, their_server] =
+            self.describe_fused([to_server.description(), to_client.description()])?;
+        let to_server = to_server.rejoin(&their_server)?;
+        let to_client = to_client.rejoin(&their_client)?;
+        Ok(Ends { to_server, to_client })
+    }
+
+    /// Sends what the queues of this side's client and server are, and gets the peer's.
+    fn describe_fused(&mut self, own: [Vec<u8>; 2]) -> Result<[Vec<u8>; 2]> {
+        let patience = self.timeout * MEET_PATIENCE;
+        let [client, server] = own;
+        let client = self.channel.describe(&client, patience)?;
+        Ok([client, self.channel.describe(&server, patience)?])
+    }
+}
+
+/// Of each layer. An empty one, a single token, and places in the ring of frames used again.
+const NUM_TOKENS: [u32; 6] = [MAX_TOKENS, 5, 0, MAX_TOKENS, 1, MAX_TOKENS];
+/// Layers behind the reset.
+const NUM_AFTER_RESET: usize = 2;
