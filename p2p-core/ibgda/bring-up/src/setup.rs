@@ -64,9 +64,14 @@ impl<'a> Setup<'a> {
     }
 
     /// Greets the peer and joins the queues with its own.
-    pub(crate) fn connect(&self, ready: Ready, mut channel: Channel) -> Result<Session, Failure> {
-        match self.join(ready, &mut channel) {
-            Ok((driver, peer, hellos, fused, detail)) => {
+    pub(crate) fn connect(
+        &self,
+        mut ready: Ready,
+        mut channel: Channel,
+    ) -> Result<Session, Failure> {
+        let fused = ready.fused.take();
+        match self.join(ready, fused.is_some(), &mut channel) {
+            Ok((driver, peer, hellos, detail)) => {
                 self.reporter.passed(Stage::Connect, &detail);
                 Ok(Session::new(driver, peer, channel, hellos, fused, self.options))
             }
@@ -216,14 +221,15 @@ impl<'a> Setup<'a> {
     fn join(
         &self,
         ready: Ready,
+        has_gpu: bool,
         channel: &mut Channel,
-    ) -> Result<(Driver, Peer, [Hello; 2], Option<Fused>, String)> {
+    ) -> Result<(Driver, Peer, [Hello; 2], String)> {
         let options = self.options;
         let own = Hello {
             is_connector: self.is_connector,
             is_devx: options.path == crate::args::PathName::Devx,
             is_software: options.software_nic,
-            has_gpu: ready.fused.is_some(),
+            has_gpu,
             first: *options.stage.start(),
             last: *options.stage.end(),
             num_queues: options.queues,
@@ -253,7 +259,7 @@ impl<'a> Setup<'a> {
         );
         // Nobody posts before both are ready to receive.
         channel.meet(Stage::Connect, 0, patience)?;
-        Ok((ready.driver, peer, [own, theirs], ready.fused, detail))
+        Ok((ready.driver, peer, [own, theirs], detail))
     }
 }
 
