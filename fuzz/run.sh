@@ -8,7 +8,8 @@
 # target/fuzz; what libFuzzer finds lies in target/fuzz/artifacts. With a nightly toolchain,
 # `cargo fuzz run TARGET` works here as well.
 #
-# SWITCHYARD_FUZZ_SEED fixes the mutations; without it every run tries others.
+# SWITCHYARD_FUZZ_SEED fixes the mutations, which then begin from the seeds alone, for as many as the time allows;
+# without it every run tries others, and goes on where the last one ended.
 set -eu
 
 cd "$(dirname "$0")"
@@ -45,6 +46,7 @@ SWITCHYARD_FUZZ_SEEDS="$out/seeds" "$bin/seeds" >/dev/null 2>"$out/seeds.log" ||
 }
 run() {
     target=$1
+    [ -z "${SWITCHYARD_FUZZ_SEED:-}" ] || rm -rf "$out/corpus/$target"
     mkdir -p "$out/corpus/$target" "$out/artifacts/$target"
     log="$out/$target.log"
     if ! timeout $((seconds + 60)) "$bin/$target" "$out/corpus/$target" "$out/seeds/$target" \

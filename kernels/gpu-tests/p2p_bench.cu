@@ -78,7 +78,8 @@ bool holds(const void* slot, uint64_t num_bytes, uint32_t value) {
     return std::all_of(words.begin(), words.end(), [&](uint32_t word) { return word == value; });
 }
 
-// From GPU 0 to GPU 1, medians of five: stores and bulk copies in turns.
+// From GPU 0 to GPU 1, medians of five: stores and bulk copies in turns. The last message of each launch is looked
+// at where it went.
 int compare_bulk(Comrade& comrade, Slots& slots, cudaStream_t stream, uint64_t* elapsed_ns,
                  sy_error_word* error) {
     struct Case {
@@ -96,6 +97,7 @@ int compare_bulk(Comrade& comrade, Slots& slots, cudaStream_t stream, uint64_t* 
     for (const Case& one : cases)
         for (const uint32_t num_blocks : one.blocks) {
             double us[2];
+            int num_wrong = 0; // messages, at the receiver
             for (const bool bulk : {false, true}) {
                 std::vector<double> times;
                 for (int repeat = 0; repeat < 5; ++repeat) {
@@ -109,18 +111,24 @@ int compare_bulk(Comrade& comrade, Slots& slots, cudaStream_t stream, uint64_t* 
                     const uint32_t last = one.num_turns + (one.streams ? 0 : 1);
                     const bool is_right =
                         comrade.rank != 1 || holds(slots.request[0], one.num_bytes, last);
-                    num_bad += measured.error_tag != 0 || !is_right;
+                    num_wrong += measured.error_tag != 0 || !is_right;
                 }
                 std::sort(times.begin(), times.end());
                 us[bulk] = times[2];
             }
+            for (const auto& bytes : comrade.gather(&num_wrong, sizeof(num_wrong))) {
+                int theirs;
+                memcpy(&theirs, bytes.data(), sizeof(theirs));
+                num_wrong = std::max(num_wrong, theirs);
+            }
+            num_bad += num_wrong;
             if (comrade.rank == 0) {
                 printf("{\"bench\":\"put_bulk\",\"what\":\"%s\",\"bytes\":%" PRIu64
                        ",\"blocks\":%u,\"store_us\":%.3f,\"bulk_us\":%.3f,"
                        "\"store_gb_per_s\":%.1f,\"bulk_gb_per_s\":%.1f,\"bad\":%d}\n",
                        one.streams ? "stream" : "put_flag", one.num_bytes, num_blocks, us[0], us[1],
                        static_cast<double>(one.num_bytes) / us[0] * 1e-3,
-                       static_cast<double>(one.num_bytes) / us[1] * 1e-3, num_bad);
+                       static_cast<double>(one.num_bytes) / us[1] * 1e-3, num_wrong);
                 fflush(stdout);
             }
         }

@@ -90,7 +90,8 @@ template <class Params> int launch(const Params& params) {
     return SY_OK;
 }
 
-// Blocks, threads and whether the kernel is tuned, and whether it is for few blocks; zeros when the parameters cannot be used.
+// Blocks, threads, whether the kernel is tuned, and whether it is for few blocks; zeros when the parameters
+// cannot be used.
 template <class Params> int plan_of(const Params& params, uint32_t out[4]) {
     const int code = check(params);
     const LaunchPlan size = code == SY_OK ? plan(params) : LaunchPlan{};

@@ -229,7 +229,8 @@ fn fuzz() -> Result<Outcome> {
     }
     // Whoever changes one thing should not be stopped by what a new seed finds elsewhere; `fuzz/run.sh` by
     // itself takes a new one every time.
-    run(Command::new("bash").args(["fuzz/run.sh", "13"]).env("SWITCHYARD_FUZZ_SEED", "1"))
+    let seed = std::env::var("SWITCHYARD_FUZZ_SEED").unwrap_or_else(|_| "1".to_owned());
+    run(Command::new("bash").args(["fuzz/run.sh", "13"]).env("SWITCHYARD_FUZZ_SEED", seed))
 }
 
 fn deploy() -> Result<Outcome> {

@@ -1,5 +1,8 @@
 //! Passes on what a command prints, and keeps the lines that tell why it failed, for the summary: of a long
 //! log often only the end is at hand.
+//!
+//! What the command leaves running may print on for two seconds after its end; then its output may be lost.
+//! Lines of its two outputs may change places with each other.
 
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Read, Write};
@@ -14,6 +17,14 @@ use anyhow::{Context, Result};
 /// Runs a command to its end. Its output goes to ours; with it come the last lines of it that tell of a
 /// failure.
 pub fn run(command: &mut Command) -> Result<(ExitStatus, Vec<String>)> {
+    run_into(command, std::io::stdout(), std::io::stderr())
+}
+
+fn run_into(
+    command: &mut Command,
+    out: impl Write + Send + 'static,
+    err: impl Write + Send + 'static,
+) -> Result<(ExitStatus, Vec<String>)> {
     let mut child = command
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -23,11 +34,11 @@ pub fn run(command: &mut Command) -> Result<(ExitStatus, Vec<String>)> {
     let (ended, ends) = mpsc::channel();
     if let Some(pipe) = child.stdout.take() {
         let (kept, ended) = (Arc::clone(&kept), ended.clone());
-        thread::spawn(move || pass_on(pipe, std::io::stdout(), &kept, &ended));
+        thread::spawn(move || pass_on(pipe, out, &kept, &ended));
     }
     if let Some(pipe) = child.stderr.take() {
         let kept = Arc::clone(&kept);
-        thread::spawn(move || pass_on(pipe, std::io::stderr(), &kept, &ended));
+        thread::spawn(move || pass_on(pipe, err, &kept, &ended));
     }
     let status = child.wait().with_context(|| format!("cannot wait for {command:?}"))?;
     let deadline = Instant::now() + Duration::from_secs(2);
@@ -61,6 +72,7 @@ struct Kept {
 
 impl Kept {
     fn look_at(&mut self, line: &str) {
+        let line = without_colours(line);
         let line = line.trim();
         if !SIGNS.iter().any(|sign| line.contains(sign)) {
             return;
@@ -73,6 +85,16 @@ impl Kept {
             self.lines.pop_front();
         }
     }
+}
+
+/// A line without the sequences that set colours, `ESC [ … letter`.
+fn without_colours(line: &str) -> String {
+    let mut parts = line.split('\u{1b}');
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |plain, part| {
+        let end = part.find(|c: char| c.is_ascii_alphabetic()).map_or(part.len(), |at| at + 1);
+        plain + part.get(end..).unwrap_or_default()
+    })
 }
 
 /// What tells of a failure: of nextest, of libtest, of panics, of compilers, of our scripts.
@@ -97,27 +119,58 @@ mod tests {
     #[test]
     fn lines_that_tell_of_a_failure_are_kept() {
         let script = "echo 'test a ... FAILED'; echo fine; echo 'error: that is wrong' >&2; exit 3";
-        let (status, mut lines) = run(Command::new("sh").args(["-c", script])).unwrap();
+        let mut command = Command::new("sh");
+        let (out, err) = (Sink::default(), Sink::default());
+        let (status, mut lines) =
+            run_into(command.args(["-c", script]), out.clone(), err.clone()).unwrap();
         lines.sort();
         assert_eq!(status.code(), Some(3));
         assert_eq!(lines, ["error: that is wrong", "test a ... FAILED"]);
+        assert_eq!(out.text(), "test a ... FAILED\nfine\n");
+        assert_eq!(err.text(), "error: that is wrong\n");
     }
 
     #[test]
     fn the_last_lines_are_kept_each_once() {
         let mut kept = Kept::default();
         for i in [0, 1, 2, 3, 4, 5, 6, 7, 4] {
-            kept.look_at(&format!("\x1b[31mtest {i} FAILED\x1b[0m\n"));
+            kept.look_at(&format!("\u{1b}[31;1mFAIL\u{1b}[0m [ 0.{i}s] test {i}\n"));
         }
-        let numbers: Vec<_> = kept.lines.iter().filter_map(|line| line.split(' ').nth(1)).collect();
-        assert_eq!(numbers, ["2", "3", "5", "6", "7", "4"]);
-        kept.look_at(&format!("error: {}", "x".repeat(1000)));
-        assert_eq!(kept.lines.back().map(|line| line.len()), Some(MAX_CHARS));
+        let line = |i: u32| format!("FAIL [ 0.{i}s] test {i}");
+        assert_eq!(kept.lines, [2, 3, 5, 6, 7, 4].map(line));
+        kept.look_at(&format!("\u{1b}[91merror\u{1b}[0m\u{1b}[1m: {}", "x".repeat(1000)));
+        assert_eq!(kept.lines.back().map(String::len), Some(MAX_CHARS));
     }
 
     #[test]
     fn a_command_whose_child_lives_on_ends_all_the_same() {
-        let (status, lines) = run(Command::new("sh").args(["-c", "sleep 20 & exit 0"])).unwrap();
+        let out = Sink::default();
+        let script = "sleep 60 & echo $!";
+        let (status, lines) =
+            run_into(Command::new("sh").args(["-c", script]), out.clone(), Sink::default())
+                .unwrap();
         assert!(status.success() && lines.is_empty());
+        // Who waited for the end of its output has waited for its death.
+        let ended = Command::new("kill").arg(out.text().trim()).status().unwrap();
+        assert!(ended.success(), "the child has died");
+    }
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl Sink {
+        fn text(&self) -> String {
+            String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+        }
+    }
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
     }
 }

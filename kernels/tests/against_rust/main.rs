@@ -7,6 +7,7 @@
 
 mod checks;
 mod expiry;
+mod few;
 mod gathering;
 #[cfg(any(feature = "cuda", feature = "emulated"))]
 mod gpu;
@@ -26,7 +27,7 @@ use crate::runner::Runner;
 macro_rules! on {
     ($($place:ident: $runner:expr;)*) => { $(
         mod $place {
-            use super::{Runner, expiry, gathering, layer, refusals};
+            use super::{Runner, expiry, few, gathering, layer, refusals};
 
             #[test]
             fn layers_with_fp8_requests() {
@@ -79,6 +80,16 @@ macro_rules! on {
             fn every_client_that_withholds_rows_of_a_batch_is_noted() {
                 let test = expiry::every_client_that_withholds_rows_of_a_batch_is_noted;
                 $runner.iter().for_each(test);
+            }
+
+            #[test]
+            fn few_blocks_sum_what_many_do() {
+                $runner.iter().for_each(few::few_blocks_sum_what_many_do);
+            }
+
+            #[test]
+            fn warps_take_turns_more_than_once() {
+                $runner.iter().for_each(few::warps_take_turns_more_than_once);
             }
         }
     )* };

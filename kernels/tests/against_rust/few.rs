@@ -1,0 +1,84 @@
+//! Kernels for few blocks: what they do differently from those for many must not show.
+
+use kernels::abi::{
+    DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ADD, FLAG_ANY_WAY, FLAG_CONTACT_ALL, FrameGeometry,
+};
+use kernels::plan::KernelParams;
+use rand::RngExt;
+
+use crate::fresh;
+use crate::layer::check_output;
+use crate::runner::Runner;
+use crate::world::{Input, World};
+
+/// Four servers, of which the last does not answer, so that parts are missing behind those that are loaded
+/// ahead; and sums that begin with what is there.
+pub fn few_blocks_sum_what_many_do(runner: &Runner) {
+    let mut rng = fresh();
+    let tokens = 24;
+    let geometry = FrameGeometry::new(7168, 8, DTYPE_BF16, tokens, 2).expect("in range");
+    let world = World::new(runner, &mut rng, geometry, 16, 1, 4);
+    world.poison();
+    let mut input = Input::random(&mut rng, &geometry, 16, tokens);
+    input.hidden_states.fill_with(|| half::bf16::from_f32(rng.random_range(-4.0..4.0)).to_bits());
+    world.load(0, &input);
+    let num_parts = |token| world.servers_of(&input, token).len();
+    assert!((0..tokens).any(|token| num_parts(token) == 4), "no token goes to all of them");
+    // SAFETY: the world's memory is as large as its geometry says.
+    unsafe {
+        assert_eq!(runner.launch(&world.dispatch_params(0, 0)), 0);
+        for server in 0..3 {
+            assert_eq!(runner.launch(&world.recv_params(server, 1)), 0);
+            assert_eq!(runner.launch(&world.send_params(server, DevicePtr::NULL)), 0);
+        }
+    }
+    let sums = |flags: u32| {
+        let out = &world.clients[0].out;
+        out.fill(0, u64::from(tokens) * 7168 * 2, u8::MAX);
+        let mut found = Vec::new();
+        for flags in [flags, flags | FLAG_ADD] {
+            let params = kernels::abi::CombineParams { flags, ..world.combine_params(0) };
+            assert_eq!(params.plan().is_few, flags & FLAG_ANY_WAY == 0);
+            // SAFETY: as above.
+            assert_eq!(unsafe { runner.launch(&params) }, 0);
+            found.push(out.read::<u16>(0, u64::from(tokens) * 7168));
+        }
+        (found, world.clients[0].token_missing.read::<u32>(0, tokens.into()))
+    };
+    // The kernels for links of any way are not for few blocks.
+    let (few, many) = (sums(0), sums(FLAG_ANY_WAY));
+    assert!(few == many);
+    assert_ne!(few.0[0], few.0[1], "nothing was added");
+    assert!(few.1.iter().any(|missing| *missing == 1 << 3));
+    assert!(few.0[1].iter().all(|bits| !half::bf16::from_bits(*bits).is_nan()));
+}
+
+/// More batches of rows than a block has warps, so that each names some of them again.
+pub fn warps_take_turns_more_than_once(runner: &Runner) {
+    let mut rng = fresh();
+    let tokens = 120;
+    let geometry = FrameGeometry::new(7168, 8, DTYPE_F8_E4M3, tokens, 2).expect("in range");
+    let world = World::new(runner, &mut rng, geometry, 16, 2, 1);
+    world.poison();
+    let mut inputs = Vec::new();
+    for client in 0..2 {
+        inputs.push(Input::random(&mut rng, &geometry, 16, tokens));
+        world.load(client, &inputs[client]);
+        let mut params = world.dispatch_params(client, 0);
+        params.flags = FLAG_CONTACT_ALL;
+        // SAFETY: the world's memory is as large as its geometry says.
+        assert_eq!(unsafe { runner.launch(&params) }, 0);
+    }
+    let mut params = world.echo_params(0);
+    params.num_blocks = 1;
+    assert!(params.plan().is_few);
+    // 16 rows in a batch and 14 warps.
+    assert!(2 * tokens / 16 > params.plan().num_threads / 32);
+    // SAFETY: as above.
+    assert_eq!(unsafe { runner.launch(&params) }, 0);
+    for (client, input) in inputs.iter().enumerate() {
+        // SAFETY: as above.
+        assert_eq!(unsafe { runner.launch(&world.combine_params(client)) }, 0);
+        check_output(&world, client, input);
+    }
+}
