@@ -58,12 +58,14 @@ fn inside() {
         assert_eq!(here.liveness.closed_now(), None);
         assert_eq!(there.liveness.closed_now(), None);
 
-        // What the server's host sends gets lost from now on.
+        // What either host sends gets lost from now on: whoever notices last is not told by the other.
         run("nft add table inet lost").expect("a table");
         run("nft add chain inet lost arriving { type filter hook input priority 0 ; }")
             .expect("a chain");
-        run(&format!("nft add rule inet lost arriving tcp sport {} drop", addr.port()))
-            .expect("a rule");
+        for end in ["sport", "dport"] {
+            run(&format!("nft add rule inet lost arriving tcp {end} {} drop", addr.port()))
+                .expect("a rule");
+        }
         let begin = Instant::now();
         for (name, liveness) in [("client", &here.liveness), ("server", &there.liveness)] {
             let closed = tokio::time::timeout(PATIENCE, liveness.closed()).await;
