@@ -29,6 +29,8 @@ pub enum TransportKind {
     CudaIpc,
     /// The software model of an RDMA NIC.
     SoftNic,
+    /// RDMA whose requests kernels post by themselves (mlx5). For slots of GPUs.
+    Ibgda,
     /// Plain sockets. For the message engine.
     Tcp,
     /// Copies between the processes of one host. For the message engine.
@@ -37,7 +39,7 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// Every kind.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Local,
         Self::Shm,
         Self::Staged,
@@ -45,6 +47,7 @@ impl TransportKind {
         Self::Libfabric,
         Self::CudaIpc,
         Self::SoftNic,
+        Self::Ibgda,
         Self::Tcp,
         Self::Cma,
     ];
@@ -60,6 +63,7 @@ impl TransportKind {
             Self::Libfabric => "libfabric",
             Self::CudaIpc => "cuda_ipc",
             Self::SoftNic => "softnic",
+            Self::Ibgda => "ibgda",
             Self::Tcp => "tcp",
             Self::Cma => "cma",
         }

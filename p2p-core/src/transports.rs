@@ -37,8 +37,8 @@ pub enum TransportSpec {
 pub struct Wish {
     /// Kind.
     pub kind: TransportKind,
-    /// Ports of verbs, joined by `+` or as `near=PCI`, `node=N`; provider of libfabric; `None` leaves the
-    /// choice.
+    /// Ports of verbs, joined by `+` or as `near=PCI`, `node=N`; provider of libfabric; port of ibgda;
+    /// `None` leaves the choice.
     pub device: Option<String>,
 }
 
@@ -136,9 +136,16 @@ pub enum OpenError {
     },
 }
 
+/// Opens the networks behind a wish, whose [`Wish::device`] this is. What they need beside them comes from
+/// what the process has open.
+pub type OpenOther =
+    fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>;
+
 /// The networks that a process has open, so that each is opened once whoever asks for it.
 #[derive(Debug, Default)]
 pub struct OpenNetworks {
+    /// How to open networks of other crates, by their kind.
+    pub others: Vec<(TransportKind, OpenOther)>,
     /// How to use RDMA devices. Ports named by a wish take the place of those named here.
     #[cfg(feature = "verbs")]
     pub verbs: crate::backend::verbs::VerbsConfig,
@@ -201,8 +208,12 @@ impl OpenNetworks {
         if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
             return Ok(networks.clone());
         }
-        let opened =
-            self.open_network(wish).ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
+        let other = self.others.iter().find(|(kind, _)| *kind == wish.kind).copied();
+        let opened = match other {
+            Some((_, open)) => Some(open(wish.device.as_deref(), self)),
+            None => self.open_network(wish),
+        };
+        let opened = opened.ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
         let networks = opened.map_err(|source| OpenError::NotHere {
             wish: wish.clone(),
             source: Box::new(source),
@@ -277,12 +288,13 @@ const AUTO: [TransportKind; 4] =
     [TransportKind::Local, TransportKind::Shm, TransportKind::Verbs, TransportKind::Libfabric];
 
 /// What a user may ask for.
-const CHOICES: [TransportKind; 5] = [
+const CHOICES: [TransportKind; 6] = [
     TransportKind::Local,
     TransportKind::Shm,
     TransportKind::Staged,
     TransportKind::Verbs,
     TransportKind::Libfabric,
+    TransportKind::Ibgda,
 ];
 
 #[cfg(test)]

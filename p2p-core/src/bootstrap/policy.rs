@@ -88,7 +88,10 @@ pub(super) fn choose_transports(
                 TransportKind::Local => host.is_same_process(&hello.host),
                 // Those of the message engine have no endpoints.
                 TransportKind::Tcp | TransportKind::Cma => false,
-                TransportKind::Verbs | TransportKind::Libfabric | TransportKind::SoftNic => true,
+                TransportKind::Verbs
+                | TransportKind::Libfabric
+                | TransportKind::SoftNic
+                | TransportKind::Ibgda => true,
             }
     };
     let choices: Vec<Offer> = hello.offers.iter().filter(works).cloned().collect();

@@ -393,6 +393,7 @@ pub(crate) const fn transport_code(kind: TransportKind) -> u8 {
         TransportKind::SoftNic => 6,
         TransportKind::Tcp => 7,
         TransportKind::Cma => 8,
+        TransportKind::Ibgda => 9,
     }
 }
 
@@ -407,6 +408,7 @@ pub(crate) const fn transport_of(code: u8) -> Option<TransportKind> {
         6 => Some(TransportKind::SoftNic),
         7 => Some(TransportKind::Tcp),
         8 => Some(TransportKind::Cma),
+        9 => Some(TransportKind::Ibgda),
         _ => None,
     }
 }
