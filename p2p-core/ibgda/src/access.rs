@@ -78,6 +78,11 @@ pub trait SharedMemory: Send + Sync + Debug {
     /// Whether it is a GPU's.
     fn is_on_gpu(&self) -> bool;
 
+    /// Address for this process, where its loads reach the memory.
+    fn host(&self) -> Option<NonNull<u8>> {
+        None
+    }
+
     /// Descriptor of the pages and where this memory begins in them, if a GPU's driver gives one.
     fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)>;
 
@@ -177,6 +182,11 @@ impl SharedMemory for Part {
 
     fn is_on_gpu(&self) -> bool {
         self.whole.is_on_gpu()
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        // SAFETY: the part lies within the whole.
+        self.whole.host().map(|host| unsafe { host.add(self.offset) })
     }
 
     fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {
@@ -382,6 +392,10 @@ impl SharedMemory for HostMemory {
 
     fn is_on_gpu(&self) -> bool {
         false
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        Some(self.start)
     }
 
     fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {

@@ -161,6 +161,11 @@ impl SharedMemory for GpuMemory {
         self.is_on_gpu
     }
 
+    fn host(&self) -> Option<NonNull<u8>> {
+        // SAFETY: `alloc` saw that so many bytes are there to skip.
+        self.buffer.host().map(|host| unsafe { host.add(self.skip as usize) })
+    }
+
     fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {
         self.descriptor.as_ref().map(|descriptor| (descriptor.as_fd(), self.skip))
     }

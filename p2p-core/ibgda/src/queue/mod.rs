@@ -11,6 +11,7 @@ mod plain;
 use std::mem::offset_of;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kernels::mlx5::{ONE_BLOCK, QueueHandle, QueueState};
 use thiserror::Error;
@@ -263,6 +264,15 @@ impl Queue {
     /// # Errors
     /// [`QueueError::Access`] when the word cannot be read.
     pub fn error(&self) -> Result<u64, QueueError> {
+        if let Some(host) = self.state.host() {
+            // Posters are at work: one load, and no copy that would wait for a GPU.
+            // SAFETY: the state is aligned memory that lives as long as the queue; posters use the word
+            // atomically.
+            let word = unsafe {
+                AtomicU64::from_ptr(host.as_ptr().add(offset_of!(QueueState, error)).cast())
+            };
+            return Ok(word.load(Ordering::Acquire));
+        }
         let mut word = [0; 8];
         self.state.read(offset_of!(QueueState, error), &mut word)?;
         Ok(u64::from_le_bytes(word))
