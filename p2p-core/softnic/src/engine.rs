@@ -223,6 +223,7 @@ impl Nic {
             match result {
                 Ok(Some(num_bytes)) => {
                     cqe.num_bytes = num_bytes;
+                    self.num_requests += 1;
                     if self.config.keeps_trace {
                         let opcode = head.opcode;
                         self.executed.push(Executed { qpn: qp.qpn, position, opcode, address });

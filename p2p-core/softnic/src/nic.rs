@@ -84,6 +84,7 @@ pub struct Nic {
     pub(crate) violations: Vec<Violation>,
     pub(crate) executed: Vec<Executed>,
     pub(crate) num_failures: u64,
+    pub(crate) num_requests: u64,
     segments: Vec<ShownSegment>,
     num_domains: u32,
     num_keys: u32,
@@ -106,6 +107,7 @@ impl Nic {
             violations: Vec::new(),
             executed: Vec::new(),
             num_failures: 0,
+            num_requests: 0,
             segments: Vec::new(),
             num_domains: 0,
             num_keys: 0,
@@ -128,6 +130,24 @@ impl Nic {
     #[must_use]
     pub const fn num_failures(&self) -> u64 {
         self.num_failures
+    }
+
+    /// Requests that were executed without an error, of all queue pairs there ever were.
+    #[must_use]
+    pub const fn num_requests(&self) -> u64 {
+        self.num_requests
+    }
+
+    /// Registrations that are in force.
+    #[must_use]
+    pub fn num_registrations(&self) -> usize {
+        self.memory.iter().flatten().count()
+    }
+
+    /// Numbers of the queue pairs that there are, in rising order.
+    #[must_use]
+    pub fn queue_pairs(&self) -> Vec<u32> {
+        self.qps.iter().flatten().map(|qp| qp.qpn).collect()
     }
 
     /// Requests in the order of their execution, if the configuration asks for that.

@@ -1,0 +1,27 @@
+//! Slots of GPUs over RDMA that kernels post by themselves: a network of the handshake whose peers are
+//! [`ibgda::Peer`]s. **Not yet run on a ConnectX**: see `docs/ibgda.md`.
+//!
+//! ```text
+//!   kernels ── store ──▶ mirror ◀── read ── NIC ═══════ NIC ── write ──▶ slot ◀── read ── kernels
+//!           ── requests, doorbell ────────▶ ┘
+//!   host ───── adds, on a queue of its own ─▶ ┘          handshake and farewell: another network
+//! ```
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`network`] | the network: both sides opened, described, joined |
+//! | [`mod@open`] | the network by the name of a device, and what this host lacks for it |
+//! | [`detail`] | what sides say of themselves, as bytes |
+//! | [`memory`] | slots that kernels, the host and the NIC reach |
+//! | [`life`] | the host's queue, by which peers see that this side is at work |
+
+pub mod detail;
+mod endpoint;
+pub mod life;
+pub mod memory;
+pub mod network;
+pub mod open;
+mod slots;
+
+pub use network::{DeviceConfig, DeviceNetwork};
+pub use open::open;

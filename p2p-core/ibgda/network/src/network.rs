@@ -1,0 +1,204 @@
+//! The network: a network underneath joins the hosts, queues of the same handshake join the kernels.
+
+use std::fmt::Display;
+use std::ptr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ibgda::{Access, Nic, OpenPeer, PeerConfig, QueueConfig};
+use kernels::gpu::Gpu;
+use p2p_core::bootstrap::{DevicePair, DeviceSide};
+use p2p_core::network::{
+    Joined, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
+};
+use p2p_core::{AnyEndpoint, SlotLayout, TransportKind};
+
+use crate::detail::{Detail, HEAD_BYTES};
+use crate::endpoint::HostEndpoint;
+use crate::life::{OpenLife, Target};
+use crate::memory::{SlotAccess, SlotMemory};
+use crate::slots::Slots;
+
+/// Queues of a peer and how kernels wait for them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceConfig {
+    /// Queues that kernels post on, from 1 to 64; both sides need the same number.
+    pub num_queues: usize,
+    /// Every one of them.
+    pub queue: QueueConfig,
+    /// Longest single wait of a kernel for a queue, above 0: how long a dead NIC holds it up, once. A NIC
+    /// gives up a peer that does not acknowledge by itself, see [`QueueConfig::ack_timeout`].
+    pub wait_limit: Duration,
+}
+
+impl Default for DeviceConfig {
+    fn default() -> Self {
+        let queue = QueueConfig::default();
+        Self { num_queues: DEFAULT_QUEUES, queue, wait_limit: WAIT_LIMIT }
+    }
+}
+
+/// A network whose slots kernels reach by requests that they post themselves. It has no slots of hosts.
+#[derive(Debug)]
+pub struct DeviceNetwork {
+    inner: Arc<dyn Network>,
+    nic: Arc<Nic>,
+    config: DeviceConfig,
+    flavour: String,
+}
+
+impl DeviceNetwork {
+    /// Kernels post on queues of `nic`. `inner` joins the hosts, best by the same port.
+    #[must_use]
+    pub fn new(inner: Arc<dyn Network>, nic: Arc<Nic>, config: DeviceConfig) -> Self {
+        // Both sides need the same underneath.
+        let flavour = match inner.flavour() {
+            "" => inner.kind().name().to_owned(),
+            flavour => format!("{}:{flavour}", inner.kind().name()),
+        };
+        Self { inner, nic, config, flavour }
+    }
+
+    /// The NIC that kernels post to.
+    #[must_use]
+    pub const fn nic(&self) -> &Arc<Nic> {
+        &self.nic
+    }
+
+    fn name(&self) -> String {
+        format!("ibgda {} beside {}", self.nic.name(), self.flavour)
+    }
+}
+
+impl Network for DeviceNetwork {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Ibgda
+    }
+
+    fn flavour(&self) -> &str {
+        &self.flavour
+    }
+
+    fn open(&self, _layout: &SlotLayout, _route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let detail = format!("it is for slots of GPUs: give a GPU, or use {}", self.flavour);
+        Err(failed(&self.name(), "open", detail))
+    }
+
+    fn rdma_device(&self) -> Option<&str> {
+        Some(self.nic.name())
+    }
+
+    fn carries_device_slots(&self) -> bool {
+        true
+    }
+
+    fn open_device(
+        &self,
+        layout: &SlotLayout,
+        route: Route,
+        device: &DeviceSide,
+    ) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let name = self.name();
+        let slot_bytes = |bytes: u64| {
+            let bytes = usize::try_from(bytes).ok();
+            let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(LINE_BYTES));
+            bytes.ok_or_else(|| failed(&name, "open slots", "they are too large"))
+        };
+        let config = PeerConfig {
+            // Every peer has a word of its own, whose first bit ends waits.
+            peer: 0,
+            num_queues: self.config.num_queues,
+            queue: self.config.queue,
+            own_slot_bytes: slot_bytes(device.own_slot_bytes)?,
+            peer_slot_bytes: slot_bytes(device.peer_slot_bytes)?,
+        };
+        let access = Arc::new(SlotAccess::new(&device.gpu));
+        let shared: Arc<dyn Access> = Arc::clone(&access) as Arc<dyn Access>;
+        let peer = OpenPeer::open(&self.nic, &shared, config)
+            .map_err(|error| failed(&name, "open queues of kernels", error))?;
+        let own = access.own_slot();
+        let own = own.ok_or_else(|| failed(&name, "open slots", "there is no own slot"))?;
+        let life = OpenLife::open(&self.nic, &self.config.queue)
+            .map_err(|error| failed(&name, "open the host's queue", error))?;
+        let inner = self.inner.open(layout, route)?;
+        let mut description = inner.description();
+        let (of_peer, of_host) = (peer.description(), life.description());
+        let detail = Detail { inner: &description.detail, peer: &of_peer, host: &of_host };
+        description.detail =
+            detail.encode().map_err(|error| failed(&name, "describe queues", error))?;
+        let (wait_limit, device) = (self.config.wait_limit, device.clone());
+        Ok(Box::new(Side { life, peer, own, inner, description, device, wait_limit, name }))
+    }
+}
+
+/// Both networks' sides before the peer's are known. Fields go in order: queues before memory.
+#[derive(Debug)]
+struct Side {
+    life: OpenLife,
+    peer: OpenPeer,
+    own: Arc<SlotMemory>,
+    inner: Box<dyn OpenSide>,
+    description: SideDescription,
+    device: DeviceSide,
+    wait_limit: Duration,
+    name: String,
+}
+
+impl OpenSide for Side {
+    fn description(&self) -> SideDescription {
+        self.description.clone()
+    }
+
+    fn join(self: Box<Self>, _peer: &SideDescription) -> Result<Joined, NetworkError> {
+        Err(failed(&self.name, "join", "slots of a GPU were opened, expected those of a host"))
+    }
+
+    fn join_device(
+        self: Box<Self>,
+        theirs: &SideDescription,
+    ) -> Result<(Joined, DevicePair), NetworkError> {
+        let Self { life, peer, own, inner, description: _, device, wait_limit, name } = *self;
+        let detail = Detail::decode(&theirs.detail)
+            .map_err(|error| failed(&name, "read the peer's detail", error))?;
+        let peer = peer
+            .join(detail.peer)
+            .map_err(|error| failed(&name, "join queues of kernels", error))?;
+        let handle = peer.handle(ptr::null_mut(), ptr::null(), 0);
+        let target = Target { address: handle.remote, bytes: handle.slot_bytes, rkey: handle.rkey };
+        let life = life
+            .join(detail.host, target)
+            .map_err(|error| failed(&name, "join the host's queue", error))?;
+        let inner_theirs = SideDescription { detail: detail.inner.to_vec(), ..theirs.clone() };
+        let Joined { endpoint, slot } = inner.join(&inner_theirs)?;
+        let endpoint = HostEndpoint::new(endpoint).map_err(|error| failed(&name, "dup", error))?;
+        let waits = wait_word(&device.gpu, &name)?;
+        let slots = Slots::new(peer, life, endpoint.health_of(), (waits, wait_limit), own)
+            .map_err(|error| failed(&name, "make a link for kernels", error))?;
+        let endpoint = AnyEndpoint::Other(Box::new(endpoint));
+        Ok((Joined { endpoint, slot }, DevicePair::remote(Box::new(slots), &device)))
+    }
+}
+
+/// Memory for the word that ends waits.
+fn wait_word(gpu: &Gpu, name: &str) -> Result<Arc<kernels::gpu::GpuBuffer>, NetworkError> {
+    let memory = gpu.alloc_host(PAGE_BYTES);
+    memory.map(Arc::new).map_err(|error| failed(name, "allocate host memory", error))
+}
+
+fn failed(network: &str, op: &'static str, detail: impl Display) -> NetworkError {
+    NetworkError { network: network.to_owned(), op, code: None, detail: detail.to_string() }
+}
+
+/// As many as blocks that usually post to one peer at once. Each takes 4 bytes of the description.
+const DEFAULT_QUEUES: usize = 8;
+/// A packet that is lost costs one or two acknowledgement timeouts and must not look like a dead NIC.
+const WAIT_LIMIT: Duration = Duration::from_millis(500);
+/// Slots are whole lines.
+const LINE_BYTES: usize = 64;
+const PAGE_BYTES: u64 = 4096;
+
+// Most of a detail is left to the network underneath.
+const _: () = assert!(
+    HEAD_BYTES + 2 * ibgda::peer::DESCRIPTION_BYTES + 4 * (DEFAULT_QUEUES + 1)
+        <= MAX_DETAIL_BYTES / 4
+);
