@@ -13,28 +13,31 @@ use expert_server::device::DeviceOptions as ServerDevice;
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
 use half::bf16;
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
-use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::network::Network;
 use p2p_core::{SlotConfig, TransportKind, Transports};
 use protocol::WireDtype;
-use proxy::{DeviceNetwork, LaneConfig, Proxy, ProxyConfig};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use rand::seq::index::sample;
 use rustix::process::Signal;
-use softnic::{NicConfig, SoftNetwork};
 use switchyard_tests::inputs::{self, tiny_moe};
 use switchyard_tests::replicas::table;
 use tokio::sync::watch;
 
 use crate::skip;
+use crate::way::{self, Carrier};
 
+// By their whole paths, since two tests have this module.
+#[path = "rig/breaking.rs"]
 pub mod breaking;
+#[path = "rig/layers.rs"]
+pub mod layers;
+#[path = "rig/withholding.rs"]
 pub mod withholding;
 
 /// Room for some dozens of tokens of the tiny model.
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 const POISON: u16 = 0xffff;
 
 /// How a client reaches servers.
@@ -42,7 +45,7 @@ const POISON: u16 = 0xffff;
 pub enum Way {
     /// The servers' slots are mapped.
     Memory,
-    /// Through a proxy only.
+    /// Over the network under test only.
     Network,
 }
 
@@ -59,45 +62,6 @@ pub fn devices() -> Option<(DeviceName, DeviceName)> {
             None
         }
     }
-}
-
-/// The network under test, opened anew for every party. `None` skips a test loudly.
-pub fn network() -> Option<Arc<dyn Network>> {
-    let name = std::env::var("SWITCHYARD_TEST_TRANSPORT").unwrap_or_default();
-    #[cfg(feature = "verbs")]
-    if name == "verbs" {
-        use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork};
-        return match VerbsNetwork::open(VerbsConfig::default()) {
-            Ok(network) => Some(Arc::new(network)),
-            Err(error) => {
-                skip::skip("rdma", &error.to_string());
-                None
-            }
-        };
-    }
-    if name == "softnic" {
-        let network = SoftNetwork::open(NicConfig::default()).expect("a NIC in software");
-        return Some(Arc::new(network));
-    }
-    let provider = if name.is_empty() { "tcp;ofi_rxm" } else { name.as_str() };
-    match FabricNetwork::open(provider) {
-        Ok(network) => Some(Arc::new(network)),
-        Err(error) => {
-            skip::skip("libfabric", &error.to_string());
-            None
-        }
-    }
-}
-
-/// The network alone, with what kernels need to reach it.
-fn behind_proxy(network: Arc<dyn Network>) -> (Transports, Arc<Proxy>) {
-    let kind = network.kind();
-    let proxy = Arc::new(Proxy::start(&ProxyConfig::default()).expect("threads"));
-    // Shallow, so that lanes wrap and fill.
-    let lanes = LaneConfig { num_lanes: 3, depth: 64, budget: 48 };
-    let network = DeviceNetwork::new(network, Arc::clone(&proxy), lanes);
-    let networks = vec![Arc::new(network) as Arc<dyn Network>];
-    (Transports { kinds: vec![kind], networks, missing: Vec::new() }, proxy)
 }
 
 fn soon() -> Instant {
@@ -180,7 +144,7 @@ impl Servers {
         dtype: WireDtype,
     ) -> Option<Self> {
         let (server_device, client_device) = devices()?;
-        network()?;
+        way::network()?;
         let checkpoint = Checkpoint::open(tiny_moe()).expect("checkpoint");
         let model = ClientModel::of(&checkpoint);
         let replicas: Vec<Vec<u32>> = (0..model.shape.num_experts as usize)
@@ -240,20 +204,20 @@ impl Servers {
     pub fn try_caller(&self, way: Way) -> Result<Caller, DeviceError> {
         match way {
             Way::Memory => self.connect(vec![TransportKind::Shm].into(), None),
-            Way::Network => self.try_caller_over(network().expect("it was here before")),
+            Way::Network => self.try_caller_over(way::network().expect("it was here before")),
         }
     }
 
     /// A client that reaches all of them over this network.
     pub fn try_caller_over(&self, network: Arc<dyn Network>) -> Result<Caller, DeviceError> {
-        let (transports, proxy) = behind_proxy(network);
-        self.connect(transports, Some(proxy))
+        let (transports, carrier) = way::reach(network);
+        self.connect(transports, Some(carrier))
     }
 
     fn connect(
         &self,
         transports: Transports,
-        proxy: Option<Arc<Proxy>>,
+        carrier: Option<Carrier>,
     ) -> Result<Caller, DeviceError> {
         let gpu = Gpu::open_named(self.client_device).expect("the clients' GPU");
         let mut options = DeviceOptions::default();
@@ -269,7 +233,7 @@ impl Servers {
             .build_device(gpu.clone(), options)
             .expect("client");
         client.wait_ready(PATIENCE)?;
-        Ok(Caller::new(client, gpu, proxy))
+        Ok(Caller::new(client, gpu, carrier))
     }
 }
 
@@ -279,7 +243,7 @@ pub struct Caller {
     client: DeviceClient,
     gpu: Gpu,
     stream: Stream,
-    proxy: Option<Arc<Proxy>>,
+    carrier: Option<Carrier>,
     x: GpuBuffer,
     idx: GpuBuffer,
     weights: GpuBuffer,
@@ -291,7 +255,7 @@ pub struct Caller {
 }
 
 impl Caller {
-    fn new(client: DeviceClient, gpu: Gpu, proxy: Option<Arc<Proxy>>) -> Self {
+    fn new(client: DeviceClient, gpu: Gpu, carrier: Option<Carrier>) -> Self {
         let shape = client.model().shape;
         let (hidden, top_k) = (shape.hidden as usize, shape.top_k as usize);
         let capacity = client.max_tokens() as usize;
@@ -305,7 +269,7 @@ impl Caller {
             stream: gpu.stream().expect("stream"),
             client,
             gpu,
-            proxy,
+            carrier,
             capacity,
             hidden,
             top_k,
@@ -397,10 +361,9 @@ impl Caller {
         }
     }
 
-    /// Commands that the proxy has taken from this client's kernels.
-    pub fn num_commands(&self) -> u64 {
-        let stats = self.proxy.as_ref().map_or_else(Vec::new, |proxy| proxy.stats());
-        stats.iter().map(|thread| thread.commands).sum()
+    /// What was carried from this client's kernels.
+    pub fn num_carried(&self) -> u64 {
+        self.carrier.as_ref().map_or(0, way::num_carried)
     }
 
     pub fn nothing_lost(&self) {
@@ -486,7 +449,7 @@ pub mod child {
         config.device = Some(ServerDevice { dtype, ..ServerDevice::new(device) });
         config.slot = SLOT;
         if has_network {
-            let (mut transports, _) = behind_proxy(network().expect("a network"));
+            let (mut transports, _) = way::reach(way::network().expect("a network"));
             // Direct stores, too, for comparison.
             transports.kinds.insert(0, TransportKind::Shm);
             config.transports = transports;

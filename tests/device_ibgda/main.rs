@@ -1,0 +1,141 @@
+//! Layers through the fused kernels, with nothing but requests that the kernels post themselves between
+//! clients and servers: bit for bit what they are over direct stores, also after a server has died or a
+//! queue has failed.
+//!
+//! Servers are processes of their own, on GPUs in software, over NICs in software.
+//! `SWITCHYARD_TEST_QUEUES=devx` makes the queues by commands to the firmware.
+
+#[path = "../device_proxy/rig.rs"]
+#[allow(dead_code, reason = "some of it is for the proxy")]
+mod rig;
+#[path = "../src/skip.rs"]
+#[allow(dead_code, reason = "for what is not on every host")]
+mod skip;
+#[path = "../src/stopped.rs"]
+mod stopped;
+mod way;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use protocol::WireDtype;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use softnic::format::Syndrome;
+use switchyard_tests::inputs::printed_seed;
+
+use crate::rig::layers::{self, MANY};
+use crate::rig::{Request, Servers, Way, child};
+
+#[test]
+fn layers_with_fp8_requests() {
+    let _turn = turn();
+    layers::layers(WireDtype::F8E4m3);
+    check_drivers();
+}
+
+#[test]
+fn layers_with_bf16_requests() {
+    let _turn = turn();
+    layers::layers(WireDtype::Bf16);
+    check_drivers();
+}
+
+#[test]
+fn tokens_of_a_server_that_is_killed_go_to_a_replica() {
+    let _turn = turn();
+    layers::after_a_death();
+    check_drivers();
+}
+
+#[test]
+fn a_server_that_comes_back_is_reached_anew() {
+    let _turn = turn();
+    layers::with_successors();
+    check_drivers();
+}
+
+#[test]
+fn layers_one_of_whose_queues_fails_are_complete_nevertheless() {
+    let _turn = turn();
+    let mut rng = StdRng::seed_from_u64(printed_seed());
+    for syndrome in [Syndrome::RetryExceeded, Syndrome::RemoteAccess] {
+        let Some(servers) = Servers::start(2, 2, WireDtype::F8E4m3) else { return };
+        let known = queue_pairs();
+        let mut client = servers.caller(Way::Network);
+        let mut direct = servers.caller(Way::Memory);
+        client.wait_for(&servers, 2);
+        direct.wait_for(&servers, 2);
+        let request = Request::random(&mut rng, &servers.model, MANY);
+        assert!(client.forward(&request).0 == direct.forward(&request).0, "with both servers");
+        // The kernels' first queue to the server that was reached first: both processes are alive, and
+        // their connection stands.
+        let first = queue_pairs().into_iter().find(|qpn| !known.contains(qpn));
+        softnic_verbs::fail(first.expect("queue pairs"), 0, syndrome).expect("a queue pair");
+        let num_connects = client.num_connects();
+        let request = Request::random(&mut rng, &servers.model, MANY);
+        let (found, timing) = client.forward(&request);
+        assert_eq!(timing.failovers, 1, "{timing:?}");
+        assert!(timing.resent_pairs > 0 && timing.resent_pairs < request.num_pairs(), "{timing:?}");
+        let (expected, _) = direct.forward(&request);
+        let off = rig::difference(&found, &expected, &request);
+        assert!(off < 0.03, "after the failure: off by {off}");
+        assert_eq!(client.num_failovers("transport"), 1.0);
+        // It is reached anew, by other queues.
+        client.wait_for_connects(num_connects + 1);
+        client.wait_for(&servers, 2);
+        for _ in 0..3 {
+            let request = Request::random(&mut rng, &servers.model, MANY);
+            let (found, timing) = client.forward(&request);
+            assert!(found == direct.forward(&request).0, "with both servers again");
+            assert_eq!(timing.failovers, 0);
+        }
+        client.nothing_lost();
+        check_drivers();
+    }
+}
+
+#[test]
+fn nothing_is_left_of_clients_that_are_gone() {
+    let _turn = turn();
+    let mut rng = StdRng::seed_from_u64(printed_seed());
+    let Some(servers) = Servers::start(2, 1, WireDtype::Bf16) else { return };
+    let before = queue_pairs();
+    for _ in 0..3 {
+        let mut client = servers.caller(Way::Network);
+        let request = Request::random(&mut rng, &servers.model, 7);
+        client.forward(&request);
+        // Those of kernels and that of the host, to each server.
+        assert_eq!(queue_pairs().len(), before.len() + 2 * 4);
+        drop(client);
+        let limit = Instant::now() + rig::PATIENCE;
+        while queue_pairs() != before {
+            assert!(Instant::now() < limit, "{:?}", queue_pairs());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    check_drivers();
+}
+
+/// A process has one NIC behind the libraries, whose queue pairs are counted.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Queue pairs of this process's NIC.
+fn queue_pairs() -> Vec<u32> {
+    softnic_verbs::nic().expect("a NIC").lock().queue_pairs()
+}
+
+/// Nothing was posted that no correct driver posts.
+fn check_drivers() {
+    let violations = softnic_verbs::violations();
+    assert!(violations.is_empty(), "{}", violations.join("; "));
+}
+
+/// Not a test: a server in a process of its own.
+#[test]
+fn child_server() {
+    child::run();
+}

@@ -1,0 +1,58 @@
+//! The way to servers under test: any network, through a proxy.
+
+use std::sync::Arc;
+
+use p2p_core::Transports;
+use p2p_core::backend::libfabric::FabricNetwork;
+use p2p_core::network::Network;
+use proxy::{DeviceNetwork, LaneConfig, Proxy, ProxyConfig};
+use softnic::{NicConfig, SoftNetwork};
+
+use crate::skip;
+
+/// What carries what kernels send.
+pub type Carrier = Arc<Proxy>;
+
+/// The network under test, opened anew for every party. `None` skips a test loudly.
+pub fn network() -> Option<Arc<dyn Network>> {
+    let name = std::env::var("SWITCHYARD_TEST_TRANSPORT").unwrap_or_default();
+    #[cfg(feature = "verbs")]
+    if name == "verbs" {
+        use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork};
+        return match VerbsNetwork::open(VerbsConfig::default()) {
+            Ok(network) => Some(Arc::new(network)),
+            Err(error) => {
+                skip::skip("rdma", &error.to_string());
+                None
+            }
+        };
+    }
+    if name == "softnic" {
+        let network = SoftNetwork::open(NicConfig::default()).expect("a NIC in software");
+        return Some(Arc::new(network));
+    }
+    let provider = if name.is_empty() { "tcp;ofi_rxm" } else { name.as_str() };
+    match FabricNetwork::open(provider) {
+        Ok(network) => Some(Arc::new(network)),
+        Err(error) => {
+            skip::skip("libfabric", &error.to_string());
+            None
+        }
+    }
+}
+
+/// The network alone, with what kernels need to reach it.
+pub fn reach(network: Arc<dyn Network>) -> (Transports, Carrier) {
+    let kind = network.kind();
+    let proxy = Arc::new(Proxy::start(&ProxyConfig::default()).expect("threads"));
+    // Shallow, so that lanes wrap and fill.
+    let lanes = LaneConfig { num_lanes: 3, depth: 64, budget: 48 };
+    let network = DeviceNetwork::new(network, Arc::clone(&proxy), lanes);
+    let networks = vec![Arc::new(network) as Arc<dyn Network>];
+    (Transports { kinds: vec![kind], networks, missing: Vec::new() }, proxy)
+}
+
+/// What it has carried: commands from kernels.
+pub fn num_carried(proxy: &Carrier) -> u64 {
+    proxy.stats().iter().map(|thread| thread.commands).sum()
+}
