@@ -80,8 +80,9 @@ impl SlotArgs {
 /// Which transports to offer, the best first.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct TransportArgs {
-    /// auto, or a list of shm, staged, verbs[:PORTS] and libfabric[:PROVIDER], the best first. PORTS are
-    /// mlx5_0:1+mlx5_1, or those near=0000:3b:00.0 or on node=1.
+    /// auto, or a list of shm, staged, verbs[:PORTS], libfabric[:PROVIDER] and, between GPUs, ibgda[:PORT],
+    /// the best first. PORTS are mlx5_0:1+mlx5_1, or those near=0000:3b:00.0 or on node=1; PORT is one as
+    /// mlx5_0:1.
     #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value_t)]
     pub transport: TransportSpec,
     /// How to use RDMA devices, as JSON, as in {"gid_index": 3, "traffic_class": 106}.
@@ -104,11 +105,18 @@ impl TransportArgs {
         if let Some(config) = &self.verbs_config {
             networks.verbs = config.clone();
         }
+        #[cfg(feature = "ibgda")]
+        networks.others.push((TransportKind::Ibgda, ibgda_network::open));
         networks
     }
 
-    /// Opens what was asked for.
+    /// Opens what was asked for, for slots of hosts.
     pub fn open(&self, networks: &mut OpenNetworks) -> Result<Transports> {
+        for_hosts(&self.transport).context("--transport")?;
+        self.open_any(networks)
+    }
+
+    fn open_any(&self, networks: &mut OpenNetworks) -> Result<Transports> {
         let transports = networks.open(&self.transport).context("--transport")?;
         for line in &transports.missing {
             tracing::debug!("{line}");
@@ -121,7 +129,7 @@ impl TransportArgs {
     pub fn open_for_device(&self) -> Result<Transports> {
         match &self.transport {
             TransportSpec::Auto => Ok(vec![TransportKind::Local, TransportKind::Shm].into()),
-            TransportSpec::List(_) => self.open(&mut self.networks()),
+            TransportSpec::List(_) => self.open_any(&mut self.networks()),
         }
     }
 
@@ -137,6 +145,15 @@ impl TransportArgs {
         }
         args
     }
+}
+
+/// Whether slots of hosts can go this way.
+fn for_hosts(spec: &TransportSpec) -> Result<()> {
+    let TransportSpec::List(wishes) = spec else { return Ok(()) };
+    let only_gpus = wishes.iter().find(|wish| wish.kind == TransportKind::Ibgda);
+    only_gpus.map_or(Ok(()), |wish| {
+        bail!("{wish} is for slots of GPUs: give --device cuda:N, or use verbs")
+    })
 }
 
 /// Transports towards one server.
@@ -249,6 +266,7 @@ impl ClientArgs {
         let mut networks = self.transport.networks();
         let mut builder = MoeClient::builder(ClientModel::of(checkpoint));
         for peer in &self.peer_transport {
+            for_hosts(&peer.spec).context("--peer-transport")?;
             let transports = networks.open(&peer.spec).context("--peer-transport")?;
             builder = builder.peer_transports(&peer.server, transports);
         }

@@ -62,6 +62,32 @@ fn settings_of_verbs_are_taken_with_verbs_only() {
 }
 
 #[test]
+#[cfg(feature = "ibgda")]
+fn requests_posted_by_kernels_need_a_gpu_and_a_device_and_the_error_says_what_is_missing() {
+    let tiny = super::tiny();
+    let tiny = tiny.to_str().expect("path");
+    let server = ["expert-server", "--model", tiny, "--name", "a", "--experts", "all"];
+    let on_gpu = [&server[..], &["--device", "emulated:0", "--listen", "127.0.0.1:0"]].concat();
+    // No host has this device.
+    let named = ["--transport", "shm,ibgda:nonesuch"];
+    let line = fails(&[&on_gpu[..], &named].concat(), &[]);
+    assert!(line.contains("transport ibgda:nonesuch: ibgda nonesuch: open failed"), "{line}");
+    for check in ibgda::probe::probe().checks {
+        if check.state == ibgda::probe::State::Missing {
+            assert!(line.contains(check.name) && line.contains(&check.found), "{line}");
+        }
+    }
+    let line = fails(&on_gpu, &[("SWITCHYARD_TRANSPORT", "ibgda:mlx5_0+mlx5_1")]);
+    assert!(line.contains("not one port of one device"), "{line}");
+    // Slots of hosts.
+    let line = fails(&server, &[("SWITCHYARD_TRANSPORT", "shm,ibgda")]);
+    assert!(line.contains("ibgda is for slots of GPUs: give --device cuda:N"), "{line}");
+    let line = fails(&["demo", "--transport", "ibgda"], &[]);
+    assert!(line.contains("ibgda is for slots of GPUs"), "{line}");
+    refusal(&["--transport", "ibgda"]);
+}
+
+#[test]
 #[cfg(feature = "libfabric")]
 fn doctor_looks_for_libfabric_as_the_transport_does() {
     let check = |env: &[(&str, &str)]| {

@@ -127,7 +127,8 @@ fn transport(text: &str) -> Result<Transport, String> {
         return Err(expected());
     };
     match (wishes.pop(), wishes.is_empty()) {
-        (Some(wish), true) if wish.kind != TransportKind::Local => {
+        // One is within a process, the other for slots of GPUs.
+        (Some(wish), true) if !matches!(wish.kind, TransportKind::Local | TransportKind::Ibgda) => {
             Ok(Transport::Slots(wish, text.to_owned()))
         }
         _ => Err(expected()),
