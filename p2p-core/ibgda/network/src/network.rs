@@ -163,6 +163,12 @@ impl OpenSide for Side {
         let peer = peer
             .join(detail.peer)
             .map_err(|error| failed(&name, "join queues of kernels", error))?;
+        // What stands for the own slot begins with it: see `SlotAccess`.
+        let (found, expected) = (own.buffer().ptr().0, peer.slot().address());
+        if found != expected {
+            let detail = format!("it is at {found:#x}, the NIC has it at {expected:#x}");
+            return Err(failed(&name, "find the own slot", detail));
+        }
         let handle = peer.handle(ptr::null_mut(), ptr::null(), 0);
         let target = Target { address: handle.remote, bytes: handle.slot_bytes, rkey: handle.rkey };
         let life = life
