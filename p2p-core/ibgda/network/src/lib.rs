@@ -4,7 +4,7 @@
 //! ```text
 //!   kernels ── store ──▶ mirror ◀── read ── NIC ═══════ NIC ── write ──▶ slot ◀── read ── kernels
 //!           ── requests, doorbell ────────▶ ┘
-//!   host ───── adds, on a queue of its own ─▶ ┘          handshake and farewell: another network
+//!   host ───── adds, on a queue of its own ─▶ ┘                slots of hosts: another network
 //! ```
 //!
 //! | module | what it holds |
