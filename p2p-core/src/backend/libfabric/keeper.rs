@@ -20,7 +20,7 @@
 //!
 //! The thread closes a pair that has ended when what was posted before is taken, or after [`Patience::last`].
 //! Nobody waits for that but the last user of the device, network or endpoint, since the process may end next:
-//! asleep, and within about the same bound.
+//! asleep, and within about the same bound. A process that ends waits until the thread is out of the library.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
@@ -37,6 +37,7 @@ use super::port::core_of;
 use crate::network::NetworkError;
 use crate::pulse::Pulse;
 
+mod exit;
 mod names;
 
 /// Whether calls of `provider` may never return.
@@ -234,17 +235,23 @@ pub(super) fn start(device: &Arc<Device>, keeper: &Arc<Keeper>) -> io::Result<()
     let (unsettled, settled) = sync_channel(0);
     let _ = keeper.settled.set(Mutex::new(settled));
     let thread = {
-        let keeper = Arc::clone(keeper);
-        thread.spawn(move || keep(&device, &keeper, unsettled))?
+        let (keeper, inside) = (Arc::clone(keeper), exit::Inside::new());
+        thread.spawn(move || {
+            keep(&device, &keeper, unsettled, &inside);
+            // Closes the device, unless somebody else has it.
+            drop(device);
+            drop(inside);
+        })?
     };
     let _ = keeper.thread.set(thread.thread().clone());
     Ok(())
 }
 
 /// `unsettled` goes when nobody is a user and all that they posted was taken, or given up.
-fn keep(device: &Arc<Device>, keeper: &Keeper, unsettled: SyncSender<()>) {
+fn keep(device: &Arc<Device>, keeper: &Keeper, unsettled: SyncSender<()>, inside: &exit::Inside) {
     let mut unsettled = Some(unsettled);
     loop {
+        inside.stay_out_at_exit();
         keeper.pulse.beat();
         // Before the tasks: whoever leaves has handed over his last one.
         let is_unused = keeper.num_users.load(Ordering::Acquire) == 0;
