@@ -1,5 +1,5 @@
-//! The structures of `include/switchyard/comm/mlx5/queue.h`, field by field: send queues as kernels see
-//! them.
+//! The structures of `include/switchyard/comm/mlx5/queue.h` and `receive_queue.h`, field by field: send
+//! queues and receives as kernels see them.
 
 use std::mem::offset_of;
 
@@ -71,6 +71,44 @@ pub struct QueueState {
     pad4: [u8; 120],
 }
 
+/// `sy_mlx5_rq`: the receives of a queue pair as those who take immediate data see them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct ReceiveHandle {
+    /// Address of the queue pair's doorbell record.
+    pub dbrec: u64,
+    /// Address of the first completion of receives.
+    pub cq: u64,
+    /// Address of that completion queue's doorbell record.
+    pub cq_dbrec: u64,
+    /// Address of a [`ReceiveState`].
+    pub state: u64,
+    /// Queue pair.
+    pub qpn: u32,
+    /// Completions.
+    pub cq_depth: u32,
+    /// Posted at any time.
+    pub num_receives: u32,
+    /// For error words.
+    pub peer: u32,
+}
+
+/// `sy_mlx5_rq_state`: what those who take share.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct ReceiveState {
+    /// Completions consumed since the completion queue was made.
+    pub cq_index: u64,
+    /// Receives used and taken since the queue pair was reset.
+    pub taken: u64,
+    /// Held by the one who takes.
+    pub lock: u32,
+    reserved: u32,
+    /// What took the receives out of service.
+    pub error: u64,
+    pad: [u8; 96],
+}
+
 /// `sy_mlx5_bound`
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -116,3 +154,7 @@ const _: () =
     assert!(offset_of!(QueueState, completed) == 256 && offset_of!(QueueState, error) == 512);
 const _: () = assert!(offset_of!(QueueState, cq_index) == 384);
 const _: () = assert!(size_of::<Bound>() == 24);
+const _: () = assert!(size_of::<ReceiveHandle>() == 48 && offset_of!(ReceiveHandle, qpn) == 32);
+const _: () = assert!(size_of::<ReceiveState>() == 128 && offset_of!(ReceiveState, taken) == 8);
+const _: () =
+    assert!(offset_of!(ReceiveState, lock) == 16 && offset_of!(ReceiveState, error) == 24);

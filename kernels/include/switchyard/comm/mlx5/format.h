@@ -18,6 +18,12 @@
 #define SY_MLX5_MIN_DEPTH 128
 #define SY_MLX5_MAX_DEPTH 32768
 #define SY_MLX5_MAX_MESSAGE_BYTES (UINT32_C(1) << 30)
+/* A receive queue is a ring of lists of data segments. Ours have room for one, which ends the list:
+ * a write with immediate data uses a receive up and brings it no bytes. */
+#define SY_MLX5_RECEIVE_BYTES 16
+#define SY_MLX5_MAX_RECEIVES 32768
+/* sy_mlx5_data_seg.lkey of the segment that ends a list, with no bytes and address 0 */
+#define SY_MLX5_INVALID_LKEY UINT32_C(0x100)
 
 /* sy_mlx5_ctrl_seg.opmod_idx_opcode, bits 7:0 */
 #define SY_MLX5_OPCODE_NOP 0x00
@@ -75,7 +81,7 @@
 
 typedef struct sy_mlx5_ctrl_seg {
     uint32_t opmod_idx_opcode; /* opmod << 24 | index << 8 | opcode */
-    uint32_t qpn_ds;           /* queue pair << 8 | segments, control included */
+    uint32_t qpn_ds; /* queue pair << 8 | segments, control included */
     uint8_t signature;
     uint8_t stream_channel[2];
     uint8_t fm_ce_se;
@@ -118,8 +124,8 @@ typedef struct sy_mlx5_cqe {
     uint8_t reserved1[4];
     uint32_t byte_count;
     uint64_t timestamp;
-    uint32_t opcode_qpn;  /* opcode of the work request << 24 | queue pair */
-    uint16_t wqe_counter; /* index of the work request's first block */
+    uint32_t opcode_qpn; /* opcode of the work request << 24 | queue pair */
+    uint16_t wqe_counter; /* index of the work request's first block, or of the receive */
     uint8_t signature;
     uint8_t op_own;
 } sy_mlx5_cqe;
@@ -148,6 +154,7 @@ SY_STATIC_ASSERT(sizeof(sy_mlx5_masked_fa4_seg) == 16, "size of sy_mlx5_masked_f
 SY_STATIC_ASSERT(sizeof(sy_mlx5_masked_fa8_seg) == 16, "size of sy_mlx5_masked_fa8_seg");
 SY_STATIC_ASSERT(sizeof(sy_mlx5_cqe) == SY_MLX5_CQE_BYTES, "size of sy_mlx5_cqe");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_cqe, user_index) == 32, "user_index of sy_mlx5_cqe");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_cqe, imm) == 36, "imm of sy_mlx5_cqe");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_cqe, byte_count) == 44, "byte_count of sy_mlx5_cqe");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_cqe, wqe_counter) == 60, "wqe_counter of sy_mlx5_cqe");
 SY_STATIC_ASSERT(sizeof(sy_mlx5_error_cqe) == SY_MLX5_CQE_BYTES, "size of sy_mlx5_error_cqe");

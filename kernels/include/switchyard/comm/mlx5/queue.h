@@ -42,6 +42,7 @@
 #define SY_TAG_MLX5_DESYNC 36 /* observed: blocks said to be complete; expected: posted ones; or */
 /* observed: sy_mlx5_queue_state.error, whose opcode is no request's */
 #define SY_TAG_MLX5_ARGUMENT 37 /* observed: offset outside of the peer's slot; expected: length */
+#define SY_TAG_MLX5_RECEIVE 38 /* immediate data; observed: receives used; expected: one more */
 
 /* All counts are of basic blocks since the queue was reset. Each word stands on a line of its own,
  * since different warps write them at the same time. */

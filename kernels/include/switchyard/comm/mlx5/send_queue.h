@@ -29,15 +29,20 @@ namespace switchyard::comm::mlx5 {
 using Status = uint32_t; // SY_MLX5_*
 
 // Records what ended a wait; the first record stays.
-SY_DEVICE void record_expiry(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t tag,
+SY_DEVICE void record_expiry(uint32_t peer, const sy_mlx5_bound& bound, uint32_t tag,
                              uint32_t reason, uint64_t observed, uint64_t expected) {
     sy_error_word* error = bound.error;
     if (error == nullptr || atom_cas_acquire(&error->tag, SY_TAG_NONE, tag) != SY_TAG_NONE)
         return;
-    error->peer = qp.peer;
+    error->peer = peer;
     error->reason = reason;
     error->observed = observed;
     error->expected = expected;
+}
+
+SY_DEVICE void record_expiry(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t tag,
+                             uint32_t reason, uint64_t observed, uint64_t expected) {
+    record_expiry(qp.peer, bound, tag, reason, observed, expected);
 }
 
 // What a call returns on a queue that is out of service.
