@@ -1,6 +1,7 @@
 // Every device function of the IBGDA path in one kernel per scope: the check that they compile for
 // a GPU.
 #include "switchyard/comm/ibgda.h"
+#include "switchyard/comm/mlx5/receive.h"
 
 namespace {
 
@@ -14,6 +15,8 @@ struct Params {
     RemoteBuffer counter;
     uint64_t num_bytes;
     const sy_ibgda_peer* peer;
+    sy_mlx5_rq rq;
+    Immediate* taken;
     Status* status;
 };
 
@@ -34,6 +37,7 @@ template <Scope kScope> __device__ void run(const Params& p) {
         status |= peer::amo_nonfetch_add<kScope>(*p.peer, blockIdx.x, 0, 1);
         status |= peer::signal<kScope>(*p.peer, blockIdx.x, 8, 1);
         status |= peer::quiet<kScope>(*p.peer, blockIdx.x);
+        status |= receive_imm<kScope>(p.rq, p.bound, p.taken);
         *p.status = status;
     }
 }

@@ -1,5 +1,6 @@
 // The device functions, callable from Rust. One thread stands for a warp.
 #include "switchyard/comm/ibgda.h"
+#include "switchyard/comm/mlx5/receive.h"
 
 #ifndef SY_DRIVER
 #define SY_DRIVER sy_driver_product
@@ -142,6 +143,14 @@ uint32_t signal_words(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint6
         });
 }
 
+uint32_t take_imm(const sy_mlx5_rq* rq, Immediate* taken) {
+    return try_receive(*rq, taken) ? 1 : 0;
+}
+
+uint32_t wait_imm(const sy_mlx5_rq* rq, Immediate* taken, const sy_mlx5_bound* bound) {
+    return receive_imm(*rq, *bound, taken);
+}
+
 uint64_t doorbell(uint32_t qpn, uint64_t end) { return mlx5::doorbell_word(qpn, end); }
 uint32_t dbrec(uint64_t end) { return mlx5::dbrec_word(end); }
 uint64_t completed_after(uint64_t known, uint32_t counter) {
@@ -159,6 +168,7 @@ void decode_cqe(const uint8_t* cqe, uint64_t* out) {
 }
 
 const char* check(const sy_mlx5_qp* qp) { return sy_mlx5_check_qp(qp); }
+const char* check_receives(const sy_mlx5_rq* rq) { return sy_mlx5_check_rq(rq); }
 
 const void* const kTable[] = {
     reinterpret_cast<const void*>(build),        reinterpret_cast<const void*>(put),
@@ -170,7 +180,8 @@ const void* const kTable[] = {
     reinterpret_cast<const void*>(signal_words), reinterpret_cast<const void*>(doorbell),
     reinterpret_cast<const void*>(dbrec),        reinterpret_cast<const void*>(completed_after),
     reinterpret_cast<const void*>(decode_cqe),   reinterpret_cast<const void*>(check),
-    reinterpret_cast<const void*>(nop),
+    reinterpret_cast<const void*>(nop),          reinterpret_cast<const void*>(take_imm),
+    reinterpret_cast<const void*>(wait_imm),     reinterpret_cast<const void*>(check_receives),
 };
 
 } // namespace

@@ -2,6 +2,7 @@
 // from. What a GPU runs of them must have these fences, acquires, releases and accesses in this order and
 // no others, which the step `mlx5` of `cargo xtask test` compares.
 #include "switchyard/comm/ibgda.h"
+#include "switchyard/comm/mlx5/receive.h"
 #include "switchyard/comm/proxy.h"
 
 namespace {
@@ -13,6 +14,8 @@ struct Params {
     sy_mlx5_bound bound;
     sy_proxy_peer peer;
     sy_proxy_lane lane;
+    sy_mlx5_rq rq;
+    Immediate* taken;
     uint64_t end;
     uint64_t* result;
 };
@@ -34,6 +37,14 @@ extern "C" __global__ void poll_one_entry_of_this_gpu(const __grid_constant__ Pa
 
 extern "C" __global__ void poll_a_ring_of_this_gpu(const __grid_constant__ Params p) {
     *p.result = mlx5::poll_ring<Scope::kGpu>(p.qp);
+}
+
+extern "C" __global__ void take_immediate_data(const __grid_constant__ Params p) {
+    *p.result = try_receive<Scope::kSys>(p.rq, p.taken);
+}
+
+extern "C" __global__ void take_immediate_data_of_this_gpu(const __grid_constant__ Params p) {
+    *p.result = try_receive<Scope::kGpu>(p.rq, p.taken);
 }
 
 extern "C" __global__ void take_the_turn(const __grid_constant__ Params p) {

@@ -1,10 +1,16 @@
 /* What the vendor's header makes of work requests and completions, for tests/oracle.rs.
  *
  * Reads one question per line from stdin and answers each with one line:
- *     wqe KIND QPN INDEX FLAGS LKEY LOCAL REMOTE RKEY NUM_BYTES VALUE BOUNDARY HEX   64 bytes in
- * hex cqe HEX                            opcode owner qpn wqe_opcode counter imm num_bytes syndrome
- * vendor value NAME                         a constant of the header Numbers are hexadecimal. Kinds
- * are numbered as in driver/src/lib.rs.
+ *
+ * wqe KIND QPN INDEX FLAGS LKEY LOCAL REMOTE RKEY NUM_BYTES VALUE BOUNDARY HEX: 64 bytes in hex
+ *
+ * cqe HEX: opcode owner qpn wqe_opcode counter imm num_bytes syndrome vendor
+ *
+ * receive: 16 bytes in hex, a receive that takes no bytes
+ *
+ * value NAME: a constant of the header
+ *
+ * Numbers are hexadecimal. Kinds are numbered as in driver/src/lib.rs.
  */
 #include <endian.h>
 #include <inttypes.h>
@@ -137,6 +143,15 @@ static void answer_cqe(uint8_t* bytes) {
            error->vendor_err_synd);
 }
 
+/* One segment, which ends the list at once. */
+static void answer_receive(void) {
+    struct mlx5_wqe_data_seg last;
+    mlx5dv_set_data_seg(&last, 0, MLX5_INVALID_LKEY, 0);
+    for (size_t i = 0; i < sizeof(last); ++i)
+        printf("%02x", ((const uint8_t*)&last)[i]);
+    putchar('\n');
+}
+
 #define CONSTANT(name) {#name, (uint32_t)(name)}
 static const struct {
     const char* name;
@@ -167,6 +182,9 @@ static const struct {
     CONSTANT(MLX5_RCV_DBR),
     CONSTANT(MLX5_SEND_WQE_BB),
     CONSTANT(MLX5_WQE_CTRL_CQ_UPDATE),
+    CONSTANT(MLX5_CQE_RESP_WR_IMM),
+    CONSTANT(MLX5_CQE_RESP_ERR),
+    CONSTANT(MLX5_CQE_REQ_ERR),
 };
 
 static void answer_value(const char* name) {
@@ -192,6 +210,8 @@ int main(void) {
         } else if (sscanf(line, "cqe %255s", text) == 1) {
             unhex(text, q.bytes, sizeof(q.bytes));
             answer_cqe(q.bytes);
+        } else if (strncmp(line, "receive", 7) == 0) {
+            answer_receive();
         } else if (sscanf(line, "value %255s", text) == 1) {
             answer_value(text);
         } else {

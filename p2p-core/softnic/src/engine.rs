@@ -9,6 +9,7 @@
 mod execute;
 mod late;
 mod reach;
+mod receive;
 
 pub(crate) use self::late::Later;
 
@@ -22,7 +23,7 @@ use crate::format::{
     doorbell_word,
 };
 use crate::nic::{DoorbellMode, Executed, Nic, Qp, QpState, Violation};
-use crate::port::{self, NUM_INBOX, state};
+use crate::port::{self, state};
 
 /// A completion that is not written yet.
 #[derive(Debug)]
@@ -152,43 +153,6 @@ impl Nic {
         true
     }
 
-    /// Turns arrived immediate data into completions, and tells the peer of posted receives.
-    fn receive(&mut self, qp: &mut Qp, index: usize) -> usize {
-        let Some(cq) = qp.recv_cq else { return 0 };
-        let entry = &self.port.tables().qps[index];
-        let posted = qp.dbrec.word32(0).map_or(0, |w| u32::from_be(w.load(Ordering::Acquire)));
-        // The record has 16 bits.
-        let known = entry.num_receives.load(Ordering::Relaxed);
-        let num_new = (posted as u16).wrapping_sub(known as u16);
-        if num_new != 0 {
-            entry.num_receives.store(known.wrapping_add(num_new.into()), Ordering::Release);
-        }
-        let mut num_arrived = 0;
-        while entry.num_used.load(Ordering::Acquire) != qp.num_received as u32
-            && num_arrived < NUM_INBOX
-        {
-            let arrived = &entry.inbox[qp.num_received as usize % NUM_INBOX];
-            let cqe = Cqe {
-                status: Ok(CqeKind::WriteImm(arrived.imm.load(Ordering::Relaxed))),
-                qpn: qp.qpn,
-                opcode: 0,
-                counter: qp.num_received as u16,
-                num_bytes: arrived.num_bytes.load(Ordering::Relaxed),
-            };
-            qp.num_received += 1;
-            entry.inbox_head.store(qp.num_received, Ordering::Release);
-            num_arrived += 1;
-            let Some(cq) = self.cqs.get_mut(cq).and_then(Option::as_mut) else { break };
-            if !cq.store(&cqe) {
-                let violation = Violation::CompletionOverrun { qpn: qp.qpn, depth: cq.depth() };
-                self.note(violation);
-                self.fail(qp);
-                break;
-            }
-        }
-        num_arrived + usize::from(num_new != 0)
-    }
-
     fn execute_next(&mut self, qp: &mut Qp) -> Step {
         let position = qp.executed;
         let block = read_block(qp, position);
@@ -200,6 +164,7 @@ impl Nic {
             opcode: head.opcode,
             counter: position as u16,
             num_bytes: 0,
+            is_receive: false,
         };
         let mut is_signalled = true;
         let mut address = 0;

@@ -26,6 +26,20 @@ pub const CQE_FILL: u8 = 0xff;
 /// Most inline bytes of a request of one block.
 pub const MAX_INLINE_BYTES: usize = 28;
 
+/// Bytes of a receive that takes no bytes: one data segment, which ends the list.
+pub const RECEIVE_BYTES: usize = SEGMENT_BYTES;
+
+/// A receive for immediate data, at the length of a segment.
+#[must_use]
+pub fn empty_receive() -> [u8; RECEIVE_BYTES] {
+    let mut bytes = [0; RECEIVE_BYTES];
+    bytes[4..8].copy_from_slice(&INVALID_LKEY.to_be_bytes());
+    bytes
+}
+
+/// Local key of the segment that ends a list.
+const INVALID_LKEY: u32 = 0x100;
+
 /// Codes of work requests.
 pub mod opcode {
     #![allow(missing_docs, reason = "the names are those of the format")]

@@ -39,7 +39,7 @@ pub use memory::{Segment, SegmentError};
 pub use network::SoftNetwork;
 pub use nic::{
     Adversary, ControlError, Domain, DoorbellMode, Executed, Fault, Keys, Nic, NicConfig, QpConfig,
-    QpState, Violation,
+    QpState, RecvQueueConfig, Violation,
 };
 pub use port::{Access, PortAddress};
 pub use queue::{HostQueue, Poster, QueueError, QueueSizes};

@@ -10,7 +10,7 @@ pub use self::fault::Fault;
 pub(crate) use self::keys::Memory;
 pub use self::keys::{Domain, Keys};
 pub(crate) use self::pairs::Qp;
-pub use self::pairs::{QpConfig, QpState};
+pub use self::pairs::{QpConfig, QpState, RecvQueueConfig};
 
 use std::time::Duration;
 

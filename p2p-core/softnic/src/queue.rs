@@ -8,11 +8,13 @@ use std::sync::atomic::Ordering;
 
 use p2p_core::Region;
 
-use crate::abi::{CQ_COLLAPSED, QueueHandle, QueueState};
+use crate::abi::{CQ_COLLAPSED, QueueHandle, QueueState, ReceiveHandle, ReceiveState};
 use crate::cq::CqConfig;
-use crate::format::{BLOCK_BYTES, CQE_BYTES, CQE_FILL, MAX_MESSAGE_BYTES};
+use crate::format::{
+    BLOCK_BYTES, CQE_BYTES, CQE_FILL, MAX_MESSAGE_BYTES, RECEIVE_BYTES, empty_receive,
+};
 use crate::memory::{Part, Segment};
-use crate::nic::{ControlError, Domain, Nic, QpConfig};
+use crate::nic::{ControlError, Domain, Nic, QpConfig, RecvQueueConfig};
 use crate::port::{Access, PortAddress};
 
 /// Sizes of a [`HostQueue`].
@@ -61,6 +63,8 @@ struct Layout {
     doorbell: usize,
     state: usize,
     scratch: usize,
+    recv_state: usize,
+    rq: usize,
     bytes: usize,
 }
 
@@ -146,6 +150,11 @@ impl HostQueue {
             doorbell_region: None,
             send_cq,
             recv_cq,
+            recv_queue: recv_cq.map(|_| RecvQueueConfig {
+                offset: layout.rq,
+                depth: sizes.recv_depth,
+                stride: RECEIVE_BYTES,
+            }),
         })?;
         Ok((qpn, send_cq, recv_cq))
     }
@@ -160,6 +169,39 @@ impl HostQueue {
     #[must_use]
     pub const fn handle(&self) -> &QueueHandle {
         &self.handle
+    }
+
+    /// What those who take immediate data are given, if there are receives. `num_receives` of them are kept
+    /// posted, which [`post_receives`](Self::post_receives) begins with.
+    #[must_use]
+    pub fn receive_handle(&self, num_receives: u32) -> Option<ReceiveHandle> {
+        let at = |offset| self.memory.address(offset);
+        self.recv_cq.map(|_| ReceiveHandle {
+            dbrec: at(self.layout.dbrec),
+            cq: at(self.layout.recv_cq),
+            cq_dbrec: at(self.layout.recv_cq_dbrec),
+            state: at(self.layout.recv_state),
+            qpn: self.qpn(),
+            cq_depth: self.sizes.recv_depth,
+            num_receives,
+            peer: 0,
+        })
+    }
+
+    /// Posts the first `num_receives` since the last reset.
+    pub fn post_receives(&self, num_receives: u32) {
+        let part = Part::new(self.memory.region(), self.layout.dbrec, 8);
+        if let Some(word) = part.as_ref().and_then(|part| part.word32(0)) {
+            word.store((num_receives & 0xffff).to_be(), Ordering::Release);
+        }
+    }
+
+    /// Writes a receive that takes bytes, which a NIC notes: for tests.
+    pub fn spoil_receive(&self) {
+        let part = Part::new(self.memory.region(), self.layout.rq, RECEIVE_BYTES);
+        if let Some(word) = part.as_ref().and_then(|part| part.word32(0)) {
+            word.store(64_u32.to_be(), Ordering::Release);
+        }
     }
 
     /// Joins with a queue pair in reset or ready of another NIC, or of this one.
@@ -230,6 +272,10 @@ impl HostQueue {
         unsafe {
             std::ptr::write_bytes(base.add(from), CQE_FILL, to - from);
             std::ptr::write_bytes(base.add(to), 0, self.layout.bytes - to);
+            for number in 0..self.sizes.recv_depth as usize {
+                let receive = base.add(self.layout.rq + number * RECEIVE_BYTES);
+                std::ptr::copy_nonoverlapping(empty_receive().as_ptr(), receive, RECEIVE_BYTES);
+            }
         }
     }
 }
@@ -244,6 +290,8 @@ impl Layout {
         let doorbell = (recv_cq_dbrec + 64).next_multiple_of(4096);
         let state = doorbell + 4096;
         let scratch = state + size_of::<QueueState>();
+        let recv_state = scratch + 64;
+        let rq = recv_state + size_of::<ReceiveState>();
         Self {
             cq,
             recv_cq,
@@ -253,7 +301,9 @@ impl Layout {
             doorbell,
             state,
             scratch,
-            bytes: (scratch + 64).next_multiple_of(4096),
+            recv_state,
+            rq,
+            bytes: (rq + sizes.recv_depth as usize * RECEIVE_BYTES).next_multiple_of(4096),
         }
     }
 }

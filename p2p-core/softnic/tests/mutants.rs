@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Rig, RigConfig, Wait, adversarial, fresh_seed, status};
-use softnic::format::{CQE_BYTES, Syndrome};
-use softnic::{Access, Fault, QueueSizes};
-use softnic_driver::Driver;
+use softnic::format::{CQE_BYTES, Cqe, CqeKind, Syndrome};
+use softnic::{Access, Fault, NicConfig, QueueSizes};
+use softnic_driver::{Driver, Immediate};
 
 /// Mutants that no run on a processor can catch, and why.
 const NOT_CATCHABLE: [(&str, &str); 2] = [
@@ -20,6 +20,8 @@ const NOT_CATCHABLE: [(&str, &str); 2] = [
     ("no_fence_before_doorbell", "the same"),
 ];
 
+/// Receives of the other side, and completions of them.
+const RECV_DEPTH: u32 = 4;
 /// Of a mutant, which may hang.
 const LIMIT: Duration = Duration::from_secs(3);
 /// Of the device functions themselves, which a busy machine may keep waiting.
@@ -31,14 +33,20 @@ fn symptom(variant: &'static str) -> Option<Result<(), String>> {
     let limit = if variant == "product" { PRODUCT_LIMIT } else { LIMIT };
     for is_collapsed in [true, false] {
         let sizes = QueueSizes { is_collapsed, max_message_bytes: 4096, ..QueueSizes::default() };
-        let config =
-            RigConfig { variant, sizes, nic: adversarial(seed), target_access: Access::ALL };
+        // The other side posts receives again while requests wait for them.
+        let nic = NicConfig { rnr_timeout: limit / 4, ..adversarial(seed) };
+        let target_access = Access::ALL;
+        let config = RigConfig { variant, sizes, nic, recv_depth: RECV_DEPTH, target_access };
         let rig = Rig::new(config)?;
-        for stage in [order, failure, foreign, late_writer, stall, contention] {
+        let receiving = [receives, failed_receives, foreign_receives];
+        let stages = [order, failure, foreign, late_writer, stall, contention];
+        for stage in receiving.into_iter().chain(stages) {
             let result = stage(&rig, limit);
-            // What the NIC saw says more than what came of it.
-            if let Some(violation) = rig.client.lock().violations().first() {
-                return Some(Err(violation.to_string()));
+            // What the NICs saw says more than what came of it.
+            for nic in [&rig.client, &rig.server] {
+                if let Some(violation) = nic.lock().violations().first() {
+                    return Some(Err(violation.to_string()));
+                }
             }
             if result.is_err() {
                 return Some(result);
@@ -207,6 +215,80 @@ fn foreign(rig: &Rig, limit: Duration) -> Result<(), String> {
         status::OK => Err("a completion of a receive passed for one of a request".to_owned()),
         other => Err(format!("a completion of a receive: status {other}")),
     }
+}
+
+/// Immediate data in several rounds of the ring, taken and its receives posted again.
+fn receives(rig: &Rig, limit: Duration) -> Result<(), String> {
+    let (wait, receives) = (Wait::new(limit), rig.receives(RECV_DEPTH));
+    let qpn = rig.remote_queue.qpn();
+    for round in 0..4 {
+        for number in 0..RECV_DEPTH {
+            let imm = round * 100 + number;
+            call("posting", rig.put_imm(8 + u64::from(number), imm, &wait))?;
+        }
+        call("quiet", rig.quiet(&wait))?;
+        for number in 0..RECV_DEPTH {
+            let expected = Immediate { qpn, imm: round * 100 + number, num_bytes: 8 + number };
+            match receives.take(&wait) {
+                Ok(taken) if taken == expected => {}
+                Ok(taken) => return Err(format!("{taken:?} was taken, {expected:?} was sent")),
+                Err(status) => return call("taking", status),
+            }
+        }
+        if let Some(taken) = receives.try_take() {
+            return Err(format!("{taken:?} was taken twice"));
+        }
+        if receives.error() != 0 {
+            return Err("what was taken before passes for something new".to_owned());
+        }
+    }
+    Ok(())
+}
+
+/// Receives of a queue pair that has failed are no immediate data.
+fn failed_receives(rig: &Rig, limit: Duration) -> Result<(), String> {
+    let (wait, receives) = (Wait::new(limit), rig.receives(RECV_DEPTH));
+    // A refused access takes both ends out of service.
+    let (remote, rkey) = (rig.target_keys.address, rig.target_keys.rkey ^ 1);
+    // SAFETY: the handle and the bound are valid; addresses are checked by the NIC.
+    let posted = unsafe { (rig.driver.signal)(rig.handle(), remote, rkey, 1, wait.as_ptr()) };
+    call("posting", posted)?;
+    match receives.take(&wait) {
+        Err(status::COMPLETION) if (receives.error() >> 8) as u8 == Syndrome::Flushed as u8 => {}
+        Ok(taken) => return Err(format!("{taken:?} was taken out of a flushed receive")),
+        Err(status) => return Err(format!("a flushed receive: status {status}")),
+    }
+    let _ = rig.quiet(&wait);
+    Ok(())
+}
+
+/// Completions that are not of the next receive of this queue pair.
+fn foreign_receives(rig: &Rig, limit: Duration) -> Result<(), String> {
+    let qpn = rig.remote_queue.qpn();
+    let good = Cqe {
+        status: Ok(CqeKind::WriteImm(7)),
+        qpn,
+        opcode: 0,
+        counter: 0,
+        num_bytes: 8,
+        is_receive: true,
+    };
+    let cases = [
+        ("another opcode", Cqe { status: Ok(CqeKind::Request), ..good }),
+        ("another queue pair", Cqe { qpn: qpn + 1, ..good }),
+        ("another receive", Cqe { counter: 1, ..good }),
+    ];
+    for (what, cqe) in cases {
+        let receives = rig.receives(RECV_DEPTH);
+        receives.forge(0, &cqe);
+        match receives.take(&Wait::new(limit)) {
+            Err(status::DESYNC) => {}
+            Ok(_) => return Err(format!("a completion of {what} was taken")),
+            Err(status) => return Err(format!("a completion of {what}: status {status}")),
+        }
+        rig.recover();
+    }
+    Ok(())
 }
 
 #[test]

@@ -11,11 +11,12 @@ use std::sync::Arc;
 use common::{driver, fresh_seed, skip};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
+use softnic::abi::ReceiveHandle;
 use softnic::format::{
     Atomic, Cqe, CqeKind, Local, Operation, Remote, Source, Syndrome, Wqe, decode_doorbell,
-    doorbell_word, opcode,
+    doorbell_word, empty_receive, opcode,
 };
-use softnic_driver::{Fields, Kind};
+use softnic_driver::{Fields, Immediate, Kind};
 
 /// Requests per kind. `SWITCHYARD_ORACLE_CASES` asks for more.
 const NUM_CASES: usize = 2000;
@@ -208,6 +209,10 @@ fn completions_are_read_as_the_vendor_reads_them() {
             opcode: any(&mut rng) as u8,
             counter: any(&mut rng) as u16,
             num_bytes: if status.is_ok() { any(&mut rng) as u32 } else { 0 },
+            is_receive: match status {
+                Ok(kind) => kind != CqeKind::Request,
+                Err(_) => rng.random(),
+            },
         };
         let owner = rng.random();
         let block = Block(cqe.encode(owner));
@@ -223,7 +228,7 @@ fn completions_are_read_as_the_vendor_reads_them() {
         let (opcode, imm, syndrome) = match cqe.status {
             Ok(CqeKind::Request) => (0, 0, 0),
             Ok(CqeKind::WriteImm(imm)) => (1, imm, 0),
-            Err(syndrome) => (13, 0, syndrome as u8),
+            Err(syndrome) => (if cqe.is_receive { 14 } else { 13 }, 0, syndrome as u8),
         };
         let expected = format!(
             "{opcode:x} {:x} {:x} {:x} {:x} {imm:x} {:x} {syndrome:x} 0",
@@ -242,6 +247,77 @@ fn completions_are_read_as_the_vendor_reads_them() {
                 | u64::from(cqe.opcode) << 24
                 | u64::from(cqe.counter) << 32;
             assert_eq!(fields[3], word);
+        }
+    }
+}
+
+#[test]
+fn a_receive_is_the_segment_that_ends_the_vendors_lists() {
+    let Some(answers) = ask(&["receive".to_owned()]) else { return };
+    assert_eq!(answers, [hex(&empty_receive())]);
+}
+
+/// What whoever takes immediate data makes of a completion is what the vendor's header says of it.
+#[test]
+fn immediate_data_is_what_the_vendor_reads() {
+    let Some(driver) = driver("product") else { return };
+    let mut rng = SmallRng::seed_from_u64(fresh_seed());
+    let mut questions = Vec::new();
+    let mut cases = Vec::new();
+    for case in 0..NUM_CASES {
+        let kind = case % 3;
+        let qpn = rng.random_range(1..1 << 24);
+        let (number, cq_index) = (any(&mut rng) >> 8, any(&mut rng) >> 8);
+        let status = match kind {
+            0 => Err(Syndrome::ALL[rng.random_range(0..Syndrome::ALL.len())]),
+            _ => Ok(CqeKind::WriteImm(any(&mut rng) as u32)),
+        };
+        let (counter, num_bytes) = (number as u16, any(&mut rng) as u32);
+        let num_bytes = if status.is_ok() { num_bytes } else { 0 };
+        let cqe = Cqe { status, qpn, opcode: 0, counter, num_bytes, is_receive: true };
+        // A ring of one entry: its owner bit is the number's lowest. Every third one is of the round before.
+        let owner = (cq_index & 1 == 1) != (kind == 2);
+        let block = Block(cqe.encode(owner));
+        questions.push(format!("cqe {}", hex(&block.0)));
+        let mut records = [0_u64; 2];
+        let mut state = [0_u64; 16];
+        (state[0], state[1]) = (cq_index, number);
+        let address = |word: &mut u64| std::ptr::from_mut(word).expose_provenance() as u64;
+        let handle = ReceiveHandle {
+            dbrec: address(&mut records[0]),
+            cq: block.0.as_ptr().expose_provenance() as u64,
+            cq_dbrec: address(&mut records[1]),
+            state: state.as_mut_ptr().expose_provenance() as u64,
+            qpn,
+            cq_depth: 1,
+            num_receives: 1,
+            peer: 0,
+        };
+        let mut taken = Immediate::default();
+        // SAFETY: everything that the handle names lives here.
+        let found =
+            unsafe { (driver.try_receive)(std::ptr::from_ref(&handle).cast(), &raw mut taken) };
+        // SAFETY: as they are now.
+        let error = unsafe { state.as_ptr().add(3).read_volatile() };
+        cases.push((kind, found == 1, taken, error));
+    }
+    let Some(answers) = ask(&questions) else { return };
+    for ((kind, has_any, taken, error), answer) in cases.iter().zip(answers) {
+        let fields: Vec<u64> =
+            answer.split(' ').map(|field| u64::from_str_radix(field, 16).unwrap()).collect();
+        let [opcode, _, qpn, _, counter, imm, num_bytes, syndrome, _] = fields[..] else {
+            panic!("{answer}")
+        };
+        match kind {
+            0 => {
+                assert_eq!((opcode, *has_any), (14, false), "{answer}");
+                assert_eq!(*error, 3 | syndrome << 8 | counter << 32, "{answer}");
+            }
+            1 => {
+                let found = [taken.qpn, taken.imm, taken.num_bytes].map(u64::from);
+                assert_eq!((*has_any, found), (true, [qpn, imm, num_bytes]), "{answer}");
+            }
+            _ => assert_eq!((*has_any, *error), (false, 0), "{answer}"),
         }
     }
 }
@@ -311,6 +387,10 @@ fn constants_are_the_vendors() {
         ("MLX5_RCV_DBR", 0),
         ("MLX5_SEND_WQE_BB", softnic::format::BLOCK_BYTES as u32),
         ("MLX5_WQE_CTRL_CQ_UPDATE", softnic::format::CE_ALWAYS.into()),
+        // As `receive.h` and `cqe.h` have them.
+        ("MLX5_CQE_RESP_WR_IMM", 0x1),
+        ("MLX5_CQE_RESP_ERR", 0xe),
+        ("MLX5_CQE_REQ_ERR", 0xd),
     ];
     let questions: Vec<String> = expected.iter().map(|(name, _)| format!("value {name}")).collect();
     let Some(answers) = ask(&questions) else { return };

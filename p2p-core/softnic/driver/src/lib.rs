@@ -105,6 +105,23 @@ pub struct Driver {
     check: unsafe extern "C" fn(*const c_void) -> *const c_char,
     /// A request that moves nothing.
     pub nop: unsafe extern "C" fn(*const c_void, *const c_void) -> u32,
+    /// 1 if there was immediate data. The handle is a `sy_mlx5_rq`.
+    pub try_receive: unsafe extern "C" fn(*const c_void, *mut Immediate) -> u32,
+    /// The same, waiting for it.
+    pub receive_imm: unsafe extern "C" fn(*const c_void, *mut Immediate, *const c_void) -> u32,
+    check_receives: unsafe extern "C" fn(*const c_void) -> *const c_char,
+}
+
+/// What a write with immediate data brought.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Immediate {
+    /// Of the queue pair that it came to.
+    pub qpn: u32,
+    /// The number that the peer gave.
+    pub imm: u32,
+    /// Bytes written before.
+    pub num_bytes: u32,
 }
 
 impl Driver {
@@ -134,11 +151,25 @@ impl Driver {
     #[must_use]
     pub unsafe fn check(&self, handle: *const c_void) -> Option<String> {
         // SAFETY: the caller's promise; the answer is null or a constant string.
-        unsafe {
-            let text = (self.check)(handle);
-            (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
-        }
+        unsafe { text_of((self.check)(handle)) }
     }
+
+    /// What is wrong with receives.
+    ///
+    /// # Safety
+    /// `handle` points to a `sy_mlx5_rq`.
+    #[must_use]
+    pub unsafe fn check_receives(&self, handle: *const c_void) -> Option<String> {
+        // SAFETY: as for `check`.
+        unsafe { text_of((self.check_receives)(handle)) }
+    }
+}
+
+/// # Safety
+/// Null, or a string that stays.
+unsafe fn text_of(text: *const c_char) -> Option<String> {
+    // SAFETY: the caller's promise.
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
 /// Calls of a link that [`Job`] can ask for.
@@ -241,4 +272,4 @@ mod variants {
     include!(concat!(env!("OUT_DIR"), "/variants.rs"));
 }
 
-const _: () = assert!(size_of::<Driver>() == 19 * size_of::<usize>());
+const _: () = assert!(size_of::<Driver>() == 22 * size_of::<usize>());

@@ -15,6 +15,8 @@ pub struct Cqe {
     pub counter: u16,
     /// Bytes moved.
     pub num_bytes: u32,
+    /// Whether it is of a receive, and not of a request.
+    pub is_receive: bool,
 }
 
 /// Kinds of successful completions.
@@ -39,7 +41,7 @@ impl Cqe {
             }
             Err(syndrome) => {
                 bytes[55] = syndrome as u8;
-                0xd
+                if self.is_receive { 0xe } else { 0xd }
             }
         };
         if self.status.is_ok() {
@@ -68,6 +70,7 @@ impl Cqe {
             opcode: (opcode_qpn >> 24) as u8,
             counter: u16::from_be_bytes([bytes[60], bytes[61]]),
             num_bytes: if status.is_ok() { be32(&bytes[44..48]) } else { 0 },
+            is_receive: matches!(bytes[63] >> 4, 0x1 | 0xe),
         };
         Some((cqe, bytes[63] & 1 != 0))
     }

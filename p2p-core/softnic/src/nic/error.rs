@@ -70,6 +70,28 @@ pub enum Violation {
         /// What is wrong.
         detail: String,
     },
+    /// A receive that is not one for immediate data alone, the only ones that are modelled.
+    #[error(
+        "queue pair {qpn:#x}: receive {number} is not the segment that ends a list: {found:02x?}"
+    )]
+    Receive {
+        /// Queue pair.
+        qpn: u32,
+        /// Receives posted before it since reset.
+        number: u64,
+        /// Its first bytes.
+        found: [u8; 16],
+    },
+    /// More receives are posted than there is room for, or the record went back.
+    #[error("queue pair {qpn:#x}: {outstanding} receives are posted, in a queue of {depth}")]
+    ReceiveOverrun {
+        /// Queue pair.
+        qpn: u32,
+        /// Receives posted and not used.
+        outstanding: u64,
+        /// Receives that there is room for.
+        depth: u32,
+    },
     /// A completion found no room, because consumed ones were not given back.
     #[error("queue pair {qpn:#x}: its completion queue of {depth} is full")]
     CompletionOverrun {

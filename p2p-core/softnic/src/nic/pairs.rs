@@ -10,7 +10,7 @@ use p2p_core::Region;
 use super::{ControlError, Domain, Nic, check_depth, place};
 use crate::cq::{Cq, CqConfig};
 use crate::engine::{Held, Later};
-use crate::format::{DEPTHS, SEGMENT_BYTES, Syndrome};
+use crate::format::{DEPTHS, RECEIVE_BYTES, SEGMENT_BYTES, Syndrome};
 use crate::memory::Part;
 use crate::port::{self, Peer, PortAddress, state};
 
@@ -35,6 +35,27 @@ pub struct QpConfig {
     pub send_cq: u32,
     /// Completions of received immediate data.
     pub recv_cq: Option<u32>,
+    /// Where receives lie. `None`: the doorbell record alone counts.
+    pub recv_queue: Option<RecvQueueConfig>,
+}
+
+/// Where the receive queue of a queue pair lies, in the region of its send queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecvQueueConfig {
+    /// First receive.
+    pub offset: usize,
+    /// How many, a power of two from 1 to 32768.
+    pub depth: u32,
+    /// Bytes from one to the next.
+    pub stride: usize,
+}
+
+/// A receive queue.
+#[derive(Debug)]
+pub(crate) struct RecvQueue {
+    pub(crate) part: Part,
+    pub(crate) depth: u32,
+    pub(crate) stride: usize,
 }
 
 /// State of a queue pair.
@@ -58,6 +79,7 @@ pub(crate) struct Qp {
     pub(crate) doorbell: Part,
     pub(crate) send_cq: usize,
     pub(crate) recv_cq: Option<usize>,
+    pub(crate) recv_queue: Option<RecvQueue>,
     pub(crate) state: QpState,
     pub(crate) remote: Option<(usize, u32)>,
     /// Blocks that the host said are written, that are executed, and that a completion reported.
@@ -69,6 +91,8 @@ pub(crate) struct Qp {
     pub(crate) held: VecDeque<Held>,
     pub(crate) rnr_since: Option<Instant>,
     pub(crate) num_received: u64,
+    /// Receives that were completed because the queue pair failed, behind those that were used.
+    pub(crate) num_flushed: u32,
     pub(crate) is_stalled: bool,
     pub(crate) num_dropped: u32,
     pub(crate) failures: Vec<(u64, Syndrome)>,
@@ -99,6 +123,12 @@ impl Nic {
         let sq_bytes = config.sq_depth as usize * SEGMENT_BYTES * 4;
         let region = &config.region;
         let doorbells = config.doorbell_region.as_ref().unwrap_or(region);
+        let recv_queue = config.recv_queue.map(|queue| {
+            check_depth("a receive queue", queue.depth, 1, *DEPTHS.end())?;
+            let bytes = queue.depth as usize * queue.stride.max(RECEIVE_BYTES);
+            let part = place("receive queue", region, queue.offset, bytes, RECEIVE_BYTES)?;
+            Ok::<_, ControlError>(RecvQueue { part, depth: queue.depth, stride: queue.stride })
+        });
         let mut qp = Box::new(Qp {
             qpn: 0,
             domain: config.domain.0,
@@ -108,6 +138,7 @@ impl Nic {
             doorbell: place("doorbell", doorbells, config.doorbell_offset, 8, 8)?,
             send_cq: config.send_cq as usize,
             recv_cq: config.recv_cq.map(|cq| cq as usize),
+            recv_queue: recv_queue.transpose()?,
             state: QpState::Reset,
             remote: None,
             produced: 0,
@@ -118,6 +149,7 @@ impl Nic {
             held: VecDeque::new(),
             rnr_since: None,
             num_received: 0,
+            num_flushed: 0,
             is_stalled: false,
             num_dropped: 0,
             failures: Vec::new(),
@@ -202,6 +234,7 @@ impl Nic {
         qp.failures.clear();
         qp.failing_ranges.clear();
         qp.rnr_since = None;
+        qp.num_flushed = 0;
         for (part, value) in [(&qp.doorbell, 0), (&qp.dbrec, 0)] {
             if let Some(word) = part.word64(0) {
                 word.store(value, Ordering::Release);

@@ -8,12 +8,13 @@ use std::time::Duration;
 use rand::Rng;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use softnic::abi::{Bound, ErrorWord};
+use softnic::abi::{Bound, ErrorWord, ReceiveHandle, ReceiveState};
+use softnic::format::{CQE_BYTES, Cqe};
 use softnic::{
     Access, Adversary, Domain, DoorbellMode, HostQueue, Keys, Nic, NicConfig, NicThread,
     QueueSizes, Segment,
 };
-use softnic_driver::Driver;
+use softnic_driver::{Driver, Immediate};
 
 #[path = "../../../../tests/src/skip.rs"]
 pub mod skip;
@@ -43,6 +44,8 @@ pub struct RigConfig {
     pub variant: &'static str,
     pub nic: NicConfig,
     pub sizes: QueueSizes,
+    /// Receives that the other side has room for.
+    pub recv_depth: u32,
     pub target_access: Access,
 }
 
@@ -52,6 +55,7 @@ impl Default for RigConfig {
             variant: "product",
             nic: strict(),
             sizes: QueueSizes::default(),
+            recv_depth: 64,
             target_access: Access::ALL,
         }
     }
@@ -71,11 +75,11 @@ impl Rig {
     pub fn new(config: RigConfig) -> Option<Self> {
         let driver = driver(config.variant)?;
         let mut client = Nic::new(config.nic).unwrap();
-        let mut server = Nic::new(NicConfig::default()).unwrap();
+        let mut server = Nic::new(strict()).unwrap();
         let domain = client.alloc_domain();
         let remote_domain = server.alloc_domain();
         let queue = HostQueue::create(&mut client, domain, config.sizes).unwrap();
-        let remote_sizes = QueueSizes { recv_depth: 64, ..QueueSizes::default() };
+        let remote_sizes = QueueSizes { recv_depth: config.recv_depth, ..QueueSizes::default() };
         let remote_queue = HostQueue::create(&mut server, remote_domain, remote_sizes).unwrap();
         let source = Segment::create(DATA_BYTES).unwrap();
         let target = Segment::create(DATA_BYTES).unwrap();
@@ -215,6 +219,33 @@ impl Rig {
         unsafe { call(self.handle(), word, rkey, value, boundary, wait.as_ptr()) }
     }
 
+    /// `num_bytes` of the source go to the target, with immediate data.
+    pub fn put_imm(&self, num_bytes: u64, imm: u32, wait: &Wait) -> u32 {
+        // SAFETY: as for `put_add`.
+        unsafe {
+            (self.driver.put_imm)(
+                self.handle(),
+                self.source_keys.address,
+                self.source_keys.lkey,
+                self.target_keys.address,
+                self.target_keys.rkey,
+                num_bytes,
+                imm,
+                wait.as_ptr(),
+            )
+        }
+    }
+
+    /// The receives of the other side, all of them posted.
+    pub fn receives(&self, num_receives: u32) -> Receives<'_> {
+        self.remote_queue.post_receives(num_receives);
+        let handle = self.remote_queue.receive_handle(num_receives).unwrap();
+        // SAFETY: a handle.
+        let wrong = unsafe { self.driver.check_receives(std::ptr::from_ref(&handle).cast()) };
+        assert_eq!(wrong, None);
+        Receives { driver: &self.driver, handle }
+    }
+
     pub fn quiet(&self, wait: &Wait) -> u32 {
         // SAFETY: as for `put_add`.
         unsafe { (self.driver.quiet)(self.handle(), wait.as_ptr()) }
@@ -228,6 +259,46 @@ impl Rig {
         let client = self.client.lock();
         assert!(client.violations().is_empty(), "{:?}", client.violations().first());
         assert!(self.server.lock().violations().is_empty());
+    }
+}
+
+/// Whoever takes immediate data.
+pub struct Receives<'a> {
+    driver: &'a Driver,
+    pub handle: ReceiveHandle,
+}
+
+impl Receives<'_> {
+    pub fn try_take(&self) -> Option<Immediate> {
+        let mut taken = Immediate::default();
+        // SAFETY: a valid handle of a queue that lives.
+        let found = unsafe {
+            (self.driver.try_receive)(std::ptr::from_ref(&self.handle).cast(), &raw mut taken)
+        };
+        (found == 1).then_some(taken)
+    }
+
+    pub fn take(&self, wait: &Wait) -> Result<Immediate, u32> {
+        let mut taken = Immediate::default();
+        let handle = std::ptr::from_ref(&self.handle).cast();
+        // SAFETY: as for `try_take`; the bound is valid.
+        let found = unsafe { (self.driver.receive_imm)(handle, &raw mut taken, wait.as_ptr()) };
+        if found == status::OK { Ok(taken) } else { Err(found) }
+    }
+
+    /// `sy_mlx5_rq_state.error`
+    pub fn error(&self) -> u64 {
+        let at = self.handle.state + std::mem::offset_of!(ReceiveState, error) as u64;
+        // SAFETY: an aligned word of the queue's memory, accessed atomically.
+        unsafe { AtomicU64::from_ptr(at as *mut u64) }.load(Ordering::Acquire)
+    }
+
+    /// Writes a completion to entry `index` of the first round.
+    pub fn forge(&self, index: u64, cqe: &Cqe) {
+        let bytes = cqe.encode(false);
+        let to = (self.handle.cq + index * CQE_BYTES as u64) as *mut [u8; CQE_BYTES];
+        // SAFETY: an entry of the ring, which the NIC leaves alone while nothing arrives.
+        unsafe { to.write_volatile(bytes) };
     }
 }
 

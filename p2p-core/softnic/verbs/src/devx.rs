@@ -5,7 +5,7 @@ use std::ptr::{self, NonNull};
 
 use ibgda::ffi::{Object, Uar, Umem, UmemIn};
 use p2p_core::Region;
-use softnic::{CqConfig, QpConfig};
+use softnic::{CqConfig, QpConfig, RecvQueueConfig};
 
 use super::verbs::{connect, with_nic};
 use super::{PAGE_BYTES, borrow, code_of, device, function, give, or_null, set_errno, take};
@@ -133,16 +133,26 @@ fn create_pair(command: &[u8]) -> Result<Made, c_int> {
         let domain = (pdn as usize).checked_sub(1).and_then(|idx| made.domains.get(idx).copied());
         (domain, made.uars.get(&get(command, QPC + 0x68, 24)).cloned())
     };
+    let begin = offset(command, 0x800)?;
+    // Receives lie in front of the send queue.
+    let recv_queue = (get(command, QPC + 0x565, 3) == REGULAR_RQ).then(|| RecvQueueConfig {
+        offset: begin,
+        depth: 1 << get(command, QPC + 0x49, 4),
+        stride: 16 << get(command, QPC + 0x4d, 3),
+    });
+    let recv_bytes = recv_queue.map_or(0, |queue| queue.depth as usize * queue.stride);
+    let recv_cq = get(command, QPC + 0x4e8, 24).checked_sub(1).ok_or(libc::EINVAL)?;
     let config = QpConfig {
         domain: domain.ok_or(libc::EINVAL)?,
         region: memory,
-        sq_offset: offset(command, 0x800)?,
+        sq_offset: begin.checked_add(recv_bytes).ok_or(libc::EINVAL)?,
         sq_depth: 1 << get(command, QPC + 0x51, 4),
         dbrec_offset: offset(command, QPC + 0x500)?,
         doorbell_offset: UAR_OFFSET,
         doorbell_region: Some(uar.ok_or(libc::EINVAL)?),
         send_cq: get(command, QPC + 0x3e8, 24).checked_sub(1).ok_or(libc::EINVAL)?,
-        recv_cq: None,
+        recv_cq: recv_queue.map(|_| recv_cq),
+        recv_queue,
     };
     with_nic(|nic| nic.create_qp(&config)).map(Made::Pair)
 }
@@ -165,7 +175,8 @@ unsafe extern "C" fn mlx5dv_devx_obj_modify(
         return refuse_command(answer);
     }
     let done = match get(command, 0, 16) {
-        TO_RESET => with_nic(|nic| nic.reset(qpn)),
+        // Completion queues stay as they are.
+        TO_RESET => with_nic(|nic| nic.reset_pair(qpn)),
         TO_READY_TO_RECEIVE if command_bytes >= COMMAND_BYTES => {
             const PATH: usize = QPC + 0xc0;
             let gid = std::array::from_fn(|idx| command[(PATH + 0x80) / 8 + idx]);
@@ -308,6 +319,8 @@ const TO_READY_TO_SEND: u32 = 0x504;
 const TO_RESET: u32 = 0x50a;
 const COMMAND_BYTES: usize = 272;
 const QPC: usize = 0xc0;
+/// `rq_type` of a queue pair with receives of its own.
+const REGULAR_RQ: u32 = 0;
 const BAD_PARAMETER: u8 = 3;
 /// Of the register within its page.
 const UAR_OFFSET: usize = 0x800;

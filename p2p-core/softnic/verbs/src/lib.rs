@@ -12,6 +12,7 @@ use std::ffi::{c_int, c_void};
 use std::io;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use ibgda::{Libraries, LibraryError, ffi};
 use p2p_core::Region;
@@ -100,8 +101,12 @@ static DEVICE_STATE: OnceLock<io::Result<Device>> = OnceLock::new();
 /// `None`, with `errno` set, where there can be no NIC.
 fn device() -> Option<&'static Device> {
     let state = DEVICE_STATE.get_or_init(|| {
-        let config =
-            NicConfig { is_strict: true, doorbell: DoorbellMode::Checked, ..NicConfig::default() };
+        let config = NicConfig {
+            is_strict: true,
+            doorbell: DoorbellMode::Checked,
+            rnr_timeout: RNR_TIMEOUT,
+            ..NicConfig::default()
+        };
         let nic = Nic::new(config).map_err(io::Error::other)?;
         Ok(Device { nic: NicThread::spawn(nic)?, made: Mutex::default() })
     });
@@ -228,6 +233,9 @@ fn set_errno(code: c_int) {
     unsafe { *libc::__errno_location() = code };
 }
 
+/// How long a write with immediate data waits for a receive. Six retries of 0.64 ms would be 4 ms; but the
+/// peer's NIC is a thread, which a busy machine may keep waiting longer.
+const RNR_TIMEOUT: Duration = Duration::from_millis(250);
 const PAGE_BYTES: usize = 4096;
 /// The only address index.
 const GID_IDX: c_int = 0;

@@ -8,8 +8,8 @@ use ibgda::ffi::{
     DvPd, DvQp, Mr, Object, PortAttributes, Qp, QpAttributes, QpInit,
 };
 use p2p_core::Region;
-use softnic::format::{BLOCK_BYTES, CQE_BYTES, CQE_FILL};
-use softnic::{CqConfig, Domain, PortAddress, QpConfig};
+use softnic::format::{BLOCK_BYTES, CQE_BYTES, CQE_FILL, RECEIVE_BYTES};
+use softnic::{CqConfig, Domain, PortAddress, QpConfig, RecvQueueConfig};
 
 use super::{
     GID_IDX, PAGE_BYTES, PEER_RIGHTS, code_of, device, function, give, or_null, refuse, set_errno,
@@ -72,6 +72,7 @@ struct Ring {
 struct Pair {
     qp: Qp,
     depth: u32,
+    recv_depth: u32,
     region: Region,
 }
 
@@ -272,25 +273,36 @@ unsafe extern "C" fn ibv_create_qp(pd: Object, init: *mut QpInit) -> *mut Qp {
     let create = || -> Result<*mut Qp, c_int> {
         let device = device().ok_or(libc::ENODEV)?;
         // SAFETY: attributes, a domain and a completion queue that were made here.
-        let (init, domain, send_cq) = unsafe {
+        let (init, domain, send_cq, recv_cq) = unsafe {
             let init = &*init;
-            (init, (*pd.cast::<Pd>()).domain, (*init.send_cq.cast::<Ring>()).number)
+            let number = |cq: Object| (*cq.cast::<Ring>()).number;
+            (init, (*pd.cast::<Pd>()).domain, number(init.send_cq), number(init.recv_cq))
         };
         // As libmlx5 does, see `queue/plain.rs` of `switchyard-ibgda`.
         let blocks = init.cap.max_send_wr.checked_mul(BLOCKS_PER_REQUEST);
         let depth = blocks.and_then(u32::checked_next_power_of_two).ok_or(libc::EINVAL)?;
-        let ring_bytes = depth as usize * BLOCK_BYTES;
-        let region = Region::anonymous(ring_bytes + 2 * PAGE_BYTES).map_err(|_| libc::ENOMEM)?;
+        // Receives in front, a block of them at least.
+        let recv_depth = init.cap.max_recv_wr.max(RECEIVES_PER_BLOCK);
+        let recv_depth = recv_depth.checked_next_power_of_two().ok_or(libc::EINVAL)?;
+        let places = Places::new(recv_depth, depth);
+        let region = Region::anonymous(places.bytes).map_err(|_| libc::ENOMEM)?;
+        // A completion queue for both directions is one that nobody reads receives from.
+        let has_receives = recv_cq != send_cq;
         let config = QpConfig {
             domain,
             region: region.clone(),
-            sq_offset: 0,
+            sq_offset: places.sq,
             sq_depth: depth,
-            dbrec_offset: ring_bytes,
-            doorbell_offset: ring_bytes + PAGE_BYTES,
+            dbrec_offset: places.dbrec,
+            doorbell_offset: places.doorbell,
             doorbell_region: None,
             send_cq,
-            recv_cq: None,
+            recv_cq: has_receives.then_some(recv_cq),
+            recv_queue: has_receives.then_some(RecvQueueConfig {
+                offset: 0,
+                depth: recv_depth,
+                stride: RECEIVE_BYTES,
+            }),
         };
         let qp_num = device.nic.lock().create_qp(&config).map_err(refuse)?;
         let qp = Qp {
@@ -303,7 +315,7 @@ unsafe extern "C" fn ibv_create_qp(pd: Object, init: *mut QpInit) -> *mut Qp {
             handle: 0,
             qp_num,
         };
-        Ok(give(Pair { qp, depth, region }).cast())
+        Ok(give(Pair { qp, depth, recv_depth, region }).cast())
     };
     or_null(create())
 }
@@ -360,12 +372,15 @@ unsafe extern "C" fn mlx5dv_init_obj(object: *mut DvObject, kinds: u64) -> c_int
             let pair = &*object.qp.input.cast::<Pair>();
             let out = &mut *object.qp.output.cast::<DvQp>();
             let base = pair.region.as_ptr().as_ptr();
-            let ring_bytes = pair.depth as usize * BLOCK_BYTES;
-            out.sq_buf = base.cast();
+            let places = Places::new(pair.recv_depth, pair.depth);
+            out.rq_buf = base.cast();
+            out.rq_wqe_cnt = pair.recv_depth;
+            out.rq_stride = RECEIVE_BYTES as u32;
+            out.sq_buf = base.add(places.sq).cast();
             out.sq_wqe_cnt = pair.depth;
             out.sq_stride = BLOCK_BYTES as u32;
-            out.dbrec = base.add(ring_bytes).cast();
-            out.bf_reg = base.add(ring_bytes + PAGE_BYTES).cast();
+            out.dbrec = base.add(places.dbrec).cast();
+            out.bf_reg = base.add(places.doorbell).cast();
         }
         if kinds & ffi::OBJ_CQ != 0 {
             let ring = &*object.cq.input.cast::<Ring>();
@@ -378,6 +393,23 @@ unsafe extern "C" fn mlx5dv_init_obj(object: *mut DvObject, kinds: u64) -> c_int
         }
     }
     0
+}
+
+/// What lies where in the memory of a queue pair, behind its receives.
+struct Places {
+    sq: usize,
+    dbrec: usize,
+    doorbell: usize,
+    bytes: usize,
+}
+
+impl Places {
+    fn new(recv_depth: u32, depth: u32) -> Self {
+        let sq = recv_depth as usize * RECEIVE_BYTES;
+        let dbrec = (sq + depth as usize * BLOCK_BYTES).next_multiple_of(PAGE_BYTES);
+        let doorbell = dbrec + PAGE_BYTES;
+        Self { sq, dbrec, doorbell, bytes: doorbell + PAGE_BYTES }
+    }
 }
 
 /// Joins a queue pair with one of the NIC at `gid`.
@@ -401,3 +433,5 @@ const MAX_READS: c_int = 16;
 const MTU_4096: u32 = 5;
 /// Of libmlx5, for a reliable connection with one piece and 28 inline bytes.
 const BLOCKS_PER_REQUEST: u32 = 4;
+/// libmlx5 makes a receive queue of a basic block at least.
+const RECEIVES_PER_BLOCK: u32 = (BLOCK_BYTES / RECEIVE_BYTES) as u32;

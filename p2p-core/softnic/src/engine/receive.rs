@@ -1,0 +1,111 @@
+//! Receives: what arrives becomes completions of them.
+
+use std::sync::atomic::Ordering;
+
+use crate::format::{Cqe, CqeKind, RECEIVE_BYTES, Syndrome, empty_receive};
+use crate::nic::{Nic, Qp, QpState, Violation};
+use crate::port::NUM_INBOX;
+
+impl Nic {
+    /// Turns arrived immediate data into completions, and tells the peer of posted receives. Receives of a
+    /// queue pair that is out of service come back flushed.
+    pub(super) fn receive(&mut self, qp: &mut Qp, index: usize) -> usize {
+        if qp.recv_cq.is_none() {
+            return 0;
+        }
+        let num_new = self.count_receives(qp, index);
+        let entry = &self.port.tables().qps[index];
+        let mut arrived = Vec::new();
+        while entry.num_used.load(Ordering::Acquire) != qp.num_received as u32
+            && arrived.len() < NUM_INBOX
+        {
+            let found = &entry.inbox[qp.num_received as usize % NUM_INBOX];
+            let imm = found.imm.load(Ordering::Relaxed);
+            let num_bytes = found.num_bytes.load(Ordering::Relaxed);
+            arrived.push(receive_completion(qp, Ok(CqeKind::WriteImm(imm)), num_bytes));
+            qp.num_received += 1;
+            entry.inbox_head.store(qp.num_received, Ordering::Release);
+        }
+        // What comes behind the flushes has no receive any more.
+        if qp.num_flushed != 0 {
+            qp.num_flushed = qp.num_flushed.saturating_sub(arrived.len() as u32);
+            arrived.clear();
+        }
+        if qp.state == QpState::Error {
+            let first = (qp.num_received as u32).wrapping_add(qp.num_flushed);
+            let posted = self.port.tables().qps[index].num_receives.load(Ordering::Relaxed);
+            // More than there is room for is a matter of the record, and was noted.
+            let most = qp.recv_queue.as_ref().map_or(u32::from(u16::MAX), |queue| queue.depth);
+            let num_left = posted.wrapping_sub(first).min(most.saturating_sub(qp.num_flushed));
+            for nth in 0..num_left {
+                let cqe = receive_completion(qp, Err(Syndrome::Flushed), 0);
+                arrived.push(Cqe { counter: first.wrapping_add(nth) as u16, ..cqe });
+            }
+            qp.num_flushed += num_left;
+        }
+        let num_arrived = arrived.len();
+        self.complete_receives(qp, &arrived);
+        num_arrived + num_new
+    }
+
+    /// Tells the peer of receives that were posted. Returns how many.
+    ///
+    /// SYNC POINT `receive`: pairs with `take_completion` of the device functions.
+    fn count_receives(&mut self, qp: &mut Qp, index: usize) -> usize {
+        let record = qp.dbrec.word32(0).map_or(0, |w| u32::from_be(w.load(Ordering::Acquire)));
+        let entry = &self.port.tables().qps[index];
+        // The record has 16 bits.
+        let known = entry.num_receives.load(Ordering::Relaxed);
+        let num_new = (record as u16).wrapping_sub(known as u16);
+        if num_new == 0 {
+            return 0;
+        }
+        let violation = check_receives(qp, known, num_new);
+        if violation.is_some_and(|violation| self.note(violation)) {
+            self.fail(qp);
+        }
+        // Also what was noted, which is noted once.
+        let entry = &self.port.tables().qps[index];
+        entry.num_receives.store(known.wrapping_add(num_new.into()), Ordering::Release);
+        num_new.into()
+    }
+
+    fn complete_receives(&mut self, qp: &mut Qp, arrived: &[Cqe]) {
+        for cqe in arrived {
+            let cq = qp.recv_cq.and_then(|cq| self.cqs.get_mut(cq)).and_then(Option::as_mut);
+            let Some(cq) = cq else { return };
+            if !cq.store(cqe) {
+                let violation = Violation::CompletionOverrun { qpn: qp.qpn, depth: cq.depth() };
+                self.note(violation);
+                self.fail(qp);
+                return;
+            }
+        }
+    }
+}
+
+fn receive_completion(qp: &Qp, status: Result<CqeKind, Syndrome>, num_bytes: u32) -> Cqe {
+    let (qpn, counter) = (qp.qpn, qp.num_received as u16);
+    Cqe { status, qpn, opcode: 0, counter, num_bytes, is_receive: true }
+}
+
+/// What is wrong with `num_new` receives behind `known` ones.
+fn check_receives(qp: &Qp, known: u32, num_new: u16) -> Option<Violation> {
+    let queue = qp.recv_queue.as_ref()?;
+    let (qpn, depth) = (qp.qpn, queue.depth);
+    let used = known.wrapping_sub(qp.num_received as u32);
+    let outstanding = u64::from(used) + u64::from(num_new);
+    if outstanding > depth.into() {
+        return Some(Violation::ReceiveOverrun { qpn, outstanding, depth });
+    }
+    let first = qp.num_received + u64::from(used);
+    (first..first + u64::from(num_new)).find_map(|number| {
+        let offset = (number % u64::from(depth)) as usize * queue.stride;
+        let mut found = [0; RECEIVE_BYTES];
+        for at in (0..RECEIVE_BYTES).step_by(8) {
+            let word = queue.part.word64(offset + at)?.load(Ordering::Relaxed);
+            found[at..at + 8].copy_from_slice(&word.to_ne_bytes());
+        }
+        (found != empty_receive()).then_some(Violation::Receive { qpn, number, found })
+    })
+}
