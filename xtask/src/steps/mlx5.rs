@@ -23,11 +23,13 @@ const KERNELS: Source = Source { path: "p2p-core/softnic/driver/order.cu", order
 /// their names and in the order in which they stand in its text. The compiler, which is pinned, lays branches
 /// out: another one may need these lists anew. `NIC` stands for the scope that the NIC looks from, which comes
 /// second.
-const ORDERINGS: [(&str, &str, &[&str]); 8] = [
+const ORDERINGS: [(&str, &str, &[&str]); 10] = [
     ("poll_one_entry", "sys", POLL_ONE_ENTRY),
     ("poll_one_entry_of_this_gpu", "gpu", POLL_ONE_ENTRY),
     ("poll_a_ring", "sys", POLL_A_RING),
     ("poll_a_ring_of_this_gpu", "gpu", POLL_A_RING),
+    ("take_immediate_data", "sys", TAKE_IMMEDIATE),
+    ("take_immediate_data_of_this_gpu", "gpu", TAKE_IMMEDIATE),
     ("take_the_turn", "sys", &["ld.acquire.gpu", "ld.acquire.cta"]),
     ("pass_the_turn", "sys", &["st.release.gpu", "st.release.cta"]),
     ("wait_for_commands", "sys", WAIT_FOR_COMMANDS),
@@ -69,6 +71,33 @@ const POLL_A_RING: &[&str] = &[
     "st.relaxed.NIC",
     "st.relaxed.gpu",
     "st.release.gpu",
+    "st.release.gpu",
+];
+const TAKE_IMMEDIATE: &[&str] = &[
+    // One thread at a time.
+    "atom.acquire.gpu",
+    "ld.relaxed.gpu",
+    "ld.relaxed.gpu",
+    "ld.relaxed.gpu",
+    // The entry's last word; its other words, and what the peer put, are read behind a fence.
+    "ld.relaxed.NIC",
+    "fence.acq_rel.NIC",
+    // Of an error.
+    "ld.relaxed.NIC",
+    "ld.relaxed.NIC",
+    "st.relaxed.gpu",
+    "ld.relaxed.NIC",
+    "ld.relaxed.NIC",
+    "ld.relaxed.NIC",
+    // The entry is given back when it was read, and its receive posted again behind that.
+    "fence.acq_rel.NIC",
+    "st.relaxed.NIC",
+    "fence.acq_rel.NIC",
+    "st.relaxed.NIC",
+    "st.relaxed.gpu",
+    "st.relaxed.gpu",
+    // Of another completion than the next one.
+    "st.relaxed.gpu",
     "st.release.gpu",
 ];
 const WAIT_FOR_COMMANDS: &[&str] = &[
@@ -118,8 +147,9 @@ const POST_A_COMMAND: &[&str] = &[
 const CQE: &str = "switchyard/comm/mlx5/cqe.h";
 const SEND_QUEUE: &str = "switchyard/comm/mlx5/send_queue.h";
 const PROXY: &str = "switchyard/comm/proxy.h";
+const RECEIVE: &str = "switchyard/comm/mlx5/receive.h";
 /// Headers with one thing wrong that no test on a processor can find out.
-const MUTANTS: [Mutant; 23] = [
+const MUTANTS: [Mutant; 28] = [
     of_kernels("error-read-early", CQE, "fence_acq_rel<kScope>();", 0, ";"),
     of_kernels("completion-without-fence", CQE, "fence_acq_rel<kScope>();", 1, ";"),
     of_kernels("error-of-ring-read-early", CQE, "fence_acq_rel<kScope>();", 2, ";"),
@@ -232,6 +262,23 @@ const MUTANTS: [Mutant; 23] = [
         "st_relaxed<kScope>(at_address<uint32_t>(qp.cq_dbrec)",
         0,
         "st_relaxed<Scope::kSys>(at_address<uint32_t>(qp.cq_dbrec)",
+    ),
+    of_kernels("immediate-without-fence", RECEIVE, "fence_acq_rel<kScope>();", 0, ";"),
+    of_kernels("receive-given-back-early", RECEIVE, "fence_acq_rel<kScope>();", 1, ";"),
+    of_kernels("receive-before-room", RECEIVE, "fence_acq_rel<kScope>();", 2, ";"),
+    of_kernels(
+        "receives-without-release",
+        RECEIVE,
+        "st_release<Scope::kGpu>(&state.lock",
+        0,
+        "st_relaxed<Scope::kGpu>(&state.lock",
+    ),
+    of_kernels(
+        "receive-of-wide-scope",
+        RECEIVE,
+        "st_relaxed<kScope>(at_address<uint32_t>(rq.dbrec)",
+        0,
+        "st_relaxed<Scope::kSys>(at_address<uint32_t>(rq.dbrec)",
     ),
     of_kernels("lanes-without-barrier", "switchyard/comm/mlx5/memory.h", "__syncwarp();", 1, ";"),
     Mutant {
