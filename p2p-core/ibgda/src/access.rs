@@ -151,8 +151,8 @@ impl Pieces {
     }
 }
 
-/// Part of shared memory.
-#[derive(Debug)]
+/// Part of shared memory, which stays as long as any of its clones.
+#[derive(Debug, Clone)]
 pub(crate) struct Part {
     whole: Arc<dyn SharedMemory>,
     offset: usize,

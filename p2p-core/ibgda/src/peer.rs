@@ -14,6 +14,8 @@ mod link;
 use std::io;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use kernels::mlx5::{Bound, ErrorWord, PeerHandle, QueueHandle};
 use thiserror::Error;
@@ -23,7 +25,10 @@ use self::description::{Description, MAX_PSN, PSN_AT, VERSION, link_code};
 pub use self::link::{LinkError, Waits};
 use crate::access::{ALIGN_BYTES, Access, AccessError, Part, Plan, SharedMemory};
 use crate::nic::{Nic, NicError, Registration, Rights};
-use crate::queue::{Queue, QueueConfig, QueueError, QueuePlace, RemoteQueue, check_peer, register};
+use crate::queue::{
+    Immediate, Queue, QueueConfig, QueueError, QueuePlace, ReceiveError, RemoteQueue, check_peer,
+    register, wait_for,
+};
 
 /// Most queues to one peer.
 pub const MAX_QUEUES: usize = 64;
@@ -196,6 +201,7 @@ impl OpenPeer {
         }
         let peer = Peer {
             queues: self.queues,
+            next_queue: AtomicUsize::new(0),
             own,
             psn: self.psn,
             remote,
@@ -219,6 +225,8 @@ impl OpenPeer {
 #[derive(Debug)]
 pub struct Peer {
     queues: Vec<Queue>,
+    /// At which [`receive`](Self::receive) looks first.
+    next_queue: AtomicUsize,
     /// This side's description.
     own: Vec<u8>,
     psn: u32,
@@ -274,6 +282,26 @@ impl Peer {
     #[must_use]
     pub fn queues(&self) -> &[Queue] {
         &self.queues
+    }
+
+    /// Waits for immediate data on any queue for at most `timeout`, which may be 0, and posts its receive
+    /// again. Whatever the peer wrote before on that queue is then here.
+    ///
+    /// # Errors
+    /// [`ReceiveError`] of the first queue that has one; all have to be reset then.
+    pub fn receive(&self, timeout: Duration) -> Result<Option<Immediate>, ReceiveError> {
+        wait_for(timeout, || {
+            // Each look begins behind the queue that had something last: none waits for ever.
+            let first = self.next_queue.load(Ordering::Relaxed);
+            let num_queues = self.queues.len();
+            for queue_idx in (first..first + num_queues).map(|idx| idx % num_queues) {
+                if let Some(immediate) = self.queues[queue_idx].receive(Duration::ZERO)? {
+                    self.next_queue.store((queue_idx + 1) % num_queues, Ordering::Relaxed);
+                    return Ok(Some(immediate));
+                }
+            }
+            Ok(None)
+        })
     }
 
     /// This side's slot, which the peer writes.

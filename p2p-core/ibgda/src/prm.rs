@@ -87,11 +87,13 @@ pub struct QueuePairSpec {
     pub pdn: u32,
     /// Logarithm of the basic blocks of the send queue.
     pub log_sq_blocks: u8,
-    /// Completion queue of both directions.
+    /// Completion queue of requests, and of receives that there are not.
     pub cqn: u32,
-    /// Registered memory of the send queue.
+    /// Receives, if there are any.
+    pub receives: Option<ReceiveSpec>,
+    /// Registered memory of both queues.
     pub umem_id: u32,
-    /// First byte of the send queue in it.
+    /// First byte of the receives in it, which the send queue follows; of the send queue where there are none.
     pub offset: u64,
     /// Registered memory of the doorbell record.
     pub dbrec_umem_id: u32,
@@ -101,6 +103,15 @@ pub struct QueuePairSpec {
     pub uar_page: u32,
     /// Comes back in completions.
     pub user_index: u32,
+}
+
+/// Receives of a queue pair, 16 bytes each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReceiveSpec {
+    /// Logarithm of how many there is room for.
+    pub log_depth: u8,
+    /// Their completion queue.
+    pub cqn: u32,
 }
 
 /// The way to the peer's queue pair.
@@ -216,7 +227,7 @@ pub fn create_completion_queue(spec: &CompletionQueueSpec) -> [u8; CREATE_BYTES]
     command
 }
 
-/// CREATE_QP: reliable connected, without a receive queue.
+/// CREATE_QP: reliable connected. Without receives it has no receive queue.
 #[must_use]
 pub fn create_queue_pair(spec: &QueuePairSpec) -> [u8; CREATE_BYTES] {
     let mut command = [0; CREATE_BYTES];
@@ -224,13 +235,19 @@ pub fn create_queue_pair(spec: &QueuePairSpec) -> [u8; CREATE_BYTES] {
     set(&mut command, QPC + 0x08, 8, 0); // st: reliable connected
     set(&mut command, QPC + 0x13, 2, PM_MIGRATED);
     set(&mut command, QPC + 0x28, 24, spec.pdn);
+    if let Some(receives) = spec.receives {
+        set(&mut command, QPC + 0x49, 4, u32::from(receives.log_depth)); // log_rq_size
+        set(&mut command, QPC + 0x4d, 3, 0); // log_rq_stride: 16 bytes
+    }
     set(&mut command, QPC + 0x51, 4, u32::from(spec.log_sq_blocks));
     set(&mut command, QPC + 0x68, 24, spec.uar_page);
     set(&mut command, QPC + 0x88, 24, spec.user_index);
     set(&mut command, QPC + 0x3e8, 24, spec.cqn); // cqn_snd
-    set(&mut command, QPC + 0x4e8, 24, spec.cqn); // cqn_rcv
+    let cqn_receive = spec.receives.map_or(spec.cqn, |receives| receives.cqn);
+    set(&mut command, QPC + 0x4e8, 24, cqn_receive); // cqn_rcv
     set64(&mut command, QPC + 0x500, spec.dbrec_offset);
-    set(&mut command, QPC + 0x565, 3, 3); // rq_type: none
+    // rq_type: of its own, or none
+    set(&mut command, QPC + 0x565, 3, if spec.receives.is_some() { 0 } else { 3 });
     set(&mut command, QPC + 0x683, 1, 1); // dbr_umem_valid
     set(&mut command, QPC + 0x720, 32, spec.dbrec_umem_id);
     set64(&mut command, 0x800, spec.offset); // wq_umem_offset

@@ -648,6 +648,9 @@ fn the_vendors_headers_agree_on_every_structure() {
         sq_buf = "sq.buf",
         sq_wqe_cnt = "sq.wqe_cnt",
         sq_stride = "sq.stride",
+        rq_buf = "rq.buf",
+        rq_wqe_cnt = "rq.wqe_cnt",
+        rq_stride = "rq.stride",
         bf_reg = "bf.reg",
         bf_size = "bf.size"
     );

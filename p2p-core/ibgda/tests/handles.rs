@@ -7,12 +7,12 @@ use std::fs::File;
 use std::process::{Command, Stdio};
 use std::ptr;
 
-use ibgda::queue::{check_peer, check_queue};
-use kernels::mlx5::{Bound, CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle};
+use ibgda::queue::{check_peer, check_queue, check_receives};
+use kernels::mlx5::{Bound, CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle, ReceiveHandle};
 
 const PROGRAM: &str = r#"
 #include <stdio.h>
-#include <switchyard/comm/mlx5/queue.h>
+#include <switchyard/comm/mlx5/receive_queue.h>
 
 int main(int num_args, char** args) {
     sy_mlx5_qp qp;
@@ -20,6 +20,14 @@ int main(int num_args, char** args) {
     if (num_args > 1 && args[1][0] == 'p') {
         while (fread(&peer, sizeof peer, 1, stdin) == 1) {
             const char* what = sy_ibgda_check_peer(&peer);
+            puts(what ? what : "");
+        }
+        return 0;
+    }
+    sy_mlx5_rq rq;
+    if (num_args > 1 && args[1][0] == 'r') {
+        while (fread(&rq, sizeof rq, 1, stdin) == 1) {
+            const char* what = sy_mlx5_check_rq(&rq);
             puts(what ? what : "");
         }
         return 0;
@@ -145,6 +153,50 @@ fn rust_and_c_say_the_same_of_queues() {
     // Each of the twelve objections, and none.
     let seen: BTreeSet<String> = in_c.into_iter().collect();
     assert_eq!(seen.len(), 13, "{seen:?}");
+}
+
+const GOOD_RECEIVES: ReceiveHandle = ReceiveHandle {
+    dbrec: 0x2_0008,
+    cq: 0x4_0040,
+    cq_dbrec: 0x5_0010,
+    state: 0x6_0800,
+    qpn: 0x1a0,
+    cq_depth: 64,
+    num_receives: 33,
+    peer: 3,
+};
+
+#[test]
+fn rust_and_c_say_the_same_of_receives() {
+    let mut all = vec![GOOD_RECEIVES];
+    for address in ADDRESSES {
+        let good = GOOD_RECEIVES;
+        all.push(ReceiveHandle { dbrec: address, ..good });
+        all.push(ReceiveHandle { cq: address, ..good });
+        all.push(ReceiveHandle { cq_dbrec: address, ..good });
+        all.push(ReceiveHandle { state: address, ..good });
+    }
+    for number in NUMBERS {
+        all.push(ReceiveHandle { qpn: number, ..GOOD_RECEIVES });
+        for cq_depth in NUMBERS.into_iter().chain([1 << 22, 1 << 23]) {
+            all.push(ReceiveHandle { num_receives: number, cq_depth, ..GOOD_RECEIVES });
+        }
+    }
+    let bytes: Vec<u8> = all
+        .iter()
+        .flat_map(|handle| {
+            // SAFETY: the structure has no padding: four addresses and four words.
+            unsafe { std::mem::transmute::<ReceiveHandle, [u8; 48]>(*handle) }
+        })
+        .collect();
+    let in_c = in_c("receives", &bytes);
+    assert_eq!(in_c.len(), all.len());
+    for (handle, in_c) in all.iter().zip(&in_c) {
+        assert_eq!(check_receives(handle).unwrap_or(""), in_c, "{handle:?}");
+    }
+    // Each of the six objections, and none.
+    let seen: BTreeSet<String> = in_c.into_iter().collect();
+    assert_eq!(seen.len(), 7, "{seen:?}");
 }
 
 const GOOD_PEER: PeerHandle = PeerHandle {

@@ -1,8 +1,8 @@
 //! Whether posters can use what they are given, decided before they are.
 
-use kernels::mlx5::{CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle};
+use kernels::mlx5::{CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle, ReceiveHandle};
 
-use super::{BLOCK_BYTES, CQE_BYTES, MAX_DEPTH, MAX_MESSAGE_BYTES, MIN_DEPTH};
+use super::{BLOCK_BYTES, CQE_BYTES, MAX_DEPTH, MAX_MESSAGE_BYTES, MAX_RECEIVES, MIN_DEPTH};
 
 /// What is wrong with a queue, in the words of `sy_mlx5_check_qp`, which `tests/handles.rs` compares with
 /// this.
@@ -44,6 +44,32 @@ pub fn check_queue(queue: &QueueHandle) -> Option<&'static str> {
             "max_message_bytes is 0 or beyond 1 GiB",
         ),
         ((1..=0xff_ffff).contains(&queue.qpn), "qpn is 0 or has more than 24 bits"),
+    ];
+    first_wrong(&checks)
+}
+
+/// What is wrong with receives, in the words of `sy_mlx5_check_rq`.
+#[must_use]
+pub fn check_receives(receives: &ReceiveHandle) -> Option<&'static str> {
+    let is_at =
+        |address: u64, multiple: u32| address != 0 && address.is_multiple_of(u64::from(multiple));
+    let depth = receives.cq_depth;
+    let checks = [
+        (
+            (1..=MAX_RECEIVES).contains(&receives.num_receives),
+            "num_receives is not from 1 to 32768",
+        ),
+        (
+            (receives.num_receives..=1 << 22).contains(&depth) && depth.is_power_of_two(),
+            "cq_depth is not a power of two from num_receives to 4194304",
+        ),
+        (is_at(receives.cq, CQE_BYTES), "cq is null or not aligned to 64 bytes"),
+        (
+            is_at(receives.dbrec, 8) && is_at(receives.cq_dbrec, 8),
+            "dbrec or cq_dbrec is null or not aligned to 8 bytes",
+        ),
+        (is_at(receives.state, 8), "state is null or not aligned to 8 bytes"),
+        ((1..=0xff_ffff).contains(&receives.qpn), "qpn is 0 or has more than 24 bits"),
     ];
     first_wrong(&checks)
 }

@@ -5,18 +5,22 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use kernels::mlx5::{CQ_COLLAPSED, QueueHandle};
+use kernels::mlx5::{CQ_COLLAPSED, QueueHandle, ReceiveHandle};
 
+use super::receive::{OfReceives, Piece, Pieces, ReceiveQueue};
 use super::{
-    BLOCK_BYTES, CQE_FILL, DBREC_BYTES, LOG_MAX_READS, QueueConfig, QueueError, RNR_RETRIES,
-    RemoteQueue,
+    BLOCK_BYTES, CQE_BYTES, CQE_FILL, DBREC_BYTES, LOG_MAX_READS, QueueConfig, QueueError,
+    RECEIVE_BYTES, RNR_RETRIES, RemoteQueue,
 };
 use crate::access::{
-    ALIGN_BYTES, Access, AccessError, HostRange, MappedPart, Part, Place, Plan, SharedMemory,
+    ALIGN_BYTES, Access, AccessError, HostRange, MappedPart, PAGE_BYTES, Part, Place, Plan,
+    SharedMemory,
 };
 use crate::ffi;
 use crate::nic::{DEVX_ADVICE, HOP_LIMIT, LinkLayer, Nic, NicError, UmemOwner};
-use crate::prm::{self, CompletionQueueSpec, LinkSpec, PathSpec, QueuePairSpec, RetrySpec};
+use crate::prm::{
+    self, CompletionQueueSpec, LinkSpec, PathSpec, QueuePairSpec, ReceiveSpec, RetrySpec,
+};
 
 /// Made by commands to the firmware.
 #[derive(Debug)]
@@ -25,10 +29,11 @@ pub(super) struct DevxQueue {
     _mapped: MappedPart,
     qp: DevxObject,
     _cq: DevxObject,
+    _recv_cq: Option<DevxObject>,
     _uar: UarOwner,
     _umem: UmemOwner,
     memory: Part,
-    depth: u32,
+    layout: Layout,
 }
 
 #[derive(Debug)]
@@ -93,9 +98,9 @@ impl Drop for UarOwner {
     }
 }
 
-/// Blocks, completions and records of a queue of `depth`.
-pub(super) fn plan_ring(plan: &mut Plan, depth: u32) -> Result<Place, AccessError> {
-    plan.add(usize::try_from(Layout::new(depth).bytes).unwrap_or(usize::MAX), ALIGN_BYTES)
+/// Receives, blocks, completions and records of a queue.
+pub(super) fn plan_ring(plan: &mut Plan, config: &QueueConfig) -> Result<Place, AccessError> {
+    plan.add(usize::try_from(Layout::new(config).bytes).unwrap_or(usize::MAX), ALIGN_BYTES)
 }
 
 /// Makes a queue in `memory`, of [`plan_ring`].
@@ -104,13 +109,13 @@ pub(super) fn create(
     access: &dyn Access,
     config: &QueueConfig,
     memory: Part,
-) -> Result<(DevxQueue, QueueHandle), QueueError> {
+) -> Result<(DevxQueue, QueueHandle, Option<OfReceives>), QueueError> {
     let caps = nic.devx()?;
-    nic.capabilities().check_depth(&caps, config.depth)?;
-    let log_depth = u8::try_from(config.depth.trailing_zeros()).unwrap_or(u8::MAX);
-    let Layout { cq: cq_offset, dbrec: dbrec_offset, cq_dbrec: cq_dbrec_offset, .. } =
-        Layout::new(config.depth);
-    clear(&memory, config.depth)?;
+    let layout = Layout::new(config);
+    nic.capabilities().check_depth(&caps, config.depth.max(layout.rq_depth))?;
+    let log = |depth: u32| u8::try_from(depth.trailing_zeros()).unwrap_or(u8::MAX);
+    layout.clear(&memory)?;
+    layout.clear_receives(&memory)?;
     // SAFETY: the queue owns the memory longer than the registration.
     let umem = unsafe { nic.register_umem(memory.address(), memory.bytes(), memory.dma_buf()) }?;
     let uar = UarOwner::new(nic)?;
@@ -131,36 +136,53 @@ pub(super) fn create(
     if code != 0 {
         return Err(nic.code_error("mlx5dv_devx_query_eqn", code, DEVX_ADVICE).into());
     }
-    let command = prm::create_completion_queue(&CompletionQueueSpec {
-        log_entries: log_depth,
+    let completions = CompletionQueueSpec {
+        log_entries: log(config.depth),
         is_collapsed: true,
         umem_id: umem.id(),
-        offset: cq_offset,
+        offset: layout.cq,
         dbrec_umem_id: umem.id(),
-        dbrec_offset: cq_dbrec_offset,
+        dbrec_offset: layout.cq_dbrec,
         uar_page,
         eqn,
-    });
+    };
+    let command = prm::create_completion_queue(&completions);
     let (cq, cqn) = create_object(nic, "CREATE_CQ", &command)?;
+    let recv_cq = match config.num_receives {
+        0 => None,
+        _ => {
+            let command = prm::create_completion_queue(&CompletionQueueSpec {
+                log_entries: log(layout.rq_depth),
+                is_collapsed: false,
+                offset: layout.recv_cq,
+                dbrec_offset: layout.recv_cq_dbrec,
+                ..completions
+            });
+            Some(create_object(nic, "CREATE_CQ", &command)?)
+        }
+    };
     let command = prm::create_queue_pair(&QueuePairSpec {
         pdn: nic.pdn(),
-        log_sq_blocks: log_depth,
+        log_sq_blocks: log(config.depth),
         cqn,
+        receives: recv_cq
+            .as_ref()
+            .map(|(_, cqn)| ReceiveSpec { log_depth: log(layout.rq_depth), cqn: *cqn }),
         umem_id: umem.id(),
         offset: 0,
         dbrec_umem_id: umem.id(),
-        dbrec_offset,
+        dbrec_offset: layout.dbrec,
         uar_page,
         user_index: 0,
     });
     let (qp, qpn) = create_object(nic, "CREATE_QP", &command)?;
     let base = memory.address();
     let handle = QueueHandle {
-        sq: base,
-        dbrec: base + dbrec_offset,
+        sq: base + layout.sq,
+        dbrec: base + layout.dbrec,
         doorbell: mapped.address,
-        cq: base + cq_offset,
-        cq_dbrec: base + cq_dbrec_offset,
+        cq: base + layout.cq,
+        cq_dbrec: base + layout.cq_dbrec,
         qpn,
         sq_depth: config.depth,
         // Posters see one entry, wherever the firmware counts to.
@@ -168,33 +190,92 @@ pub(super) fn create(
         flags: CQ_COLLAPSED,
         ..QueueHandle::default()
     };
-    let depth = config.depth;
-    let made = DevxQueue { _mapped: mapped, qp, _cq: cq, _uar: uar, _umem: umem, memory, depth };
-    Ok((made, handle))
+    let of_receives = recv_cq.as_ref().map(|_| {
+        let of_receives = ReceiveHandle {
+            dbrec: handle.dbrec,
+            cq: base + layout.recv_cq,
+            cq_dbrec: base + layout.recv_cq_dbrec,
+            qpn,
+            cq_depth: layout.rq_depth,
+            num_receives: config.num_receives,
+            ..ReceiveHandle::default()
+        };
+        (of_receives, layout.pieces(&memory))
+    });
+    let recv_cq = recv_cq.map(|(object, _)| object);
+    let made = DevxQueue {
+        _mapped: mapped,
+        qp,
+        _cq: cq,
+        _recv_cq: recv_cq,
+        _uar: uar,
+        _umem: umem,
+        memory,
+        layout,
+    };
+    Ok((made, handle, of_receives))
 }
 
-/// Offsets in the memory of a queue: blocks, completions, records.
+/// Offsets in the memory of a queue: receives, which the blocks follow at once, completions of requests and
+/// of receives, each at a page, and records, each on a line of its own.
+#[derive(Debug, Clone, Copy)]
 struct Layout {
+    /// Receives that there is room for, 0 for none; as many completions.
+    rq_depth: u32,
+    sq: u64,
     cq: u64,
+    recv_cq: u64,
     dbrec: u64,
     cq_dbrec: u64,
+    recv_cq_dbrec: u64,
     bytes: u64,
 }
 
 impl Layout {
-    fn new(depth: u32) -> Self {
-        let blocks_bytes = u64::from(depth) * u64::from(BLOCK_BYTES);
-        let dbrec = 2 * blocks_bytes;
-        Self { cq: blocks_bytes, dbrec, cq_dbrec: dbrec + 64, bytes: dbrec + 128 }
+    fn new(config: &QueueConfig) -> Self {
+        let rq_depth = match config.num_receives {
+            0 => 0,
+            // A whole block, so that the send queue begins at one.
+            num => num.next_power_of_two().max(BLOCK_BYTES / RECEIVE_BYTES),
+        };
+        let page = |end: u64| end.next_multiple_of(PAGE_BYTES as u64);
+        let sq = u64::from(rq_depth) * u64::from(RECEIVE_BYTES);
+        let blocks_bytes = u64::from(config.depth) * u64::from(BLOCK_BYTES);
+        let cq = page(sq + blocks_bytes);
+        // The firmware counts as many completions as blocks, although it writes one alone.
+        let recv_cq = page(cq + blocks_bytes);
+        let dbrec = recv_cq + u64::from(rq_depth) * u64::from(CQE_BYTES);
+        let (cq_dbrec, recv_cq_dbrec) = (dbrec + 64, dbrec + 128);
+        Self { rq_depth, sq, cq, recv_cq, dbrec, cq_dbrec, recv_cq_dbrec, bytes: dbrec + 192 }
+    }
+
+    /// No valid completion of requests, and records of 0 for the queue pair and for them.
+    fn clear(&self, memory: &dyn SharedMemory) -> Result<(), AccessError> {
+        memory.write(at(self.cq), &vec![CQE_FILL; at(self.recv_cq - self.cq)])?;
+        memory.write(at(self.dbrec), &vec![0; at(self.recv_cq_dbrec - self.dbrec)])
+    }
+
+    /// The same for receives, once: their completion queue is not reset with the queue pair.
+    fn clear_receives(&self, memory: &dyn SharedMemory) -> Result<(), AccessError> {
+        memory.write(at(self.recv_cq), &vec![CQE_FILL; at(self.dbrec - self.recv_cq)])?;
+        memory.write(at(self.recv_cq_dbrec), &vec![0; at(self.bytes - self.recv_cq_dbrec)])
+    }
+
+    fn pieces(&self, memory: &Part) -> Pieces {
+        let piece = |offset| Piece::Shared(memory.clone(), at(offset));
+        Pieces {
+            rq: piece(0),
+            rq_depth: self.rq_depth,
+            rq_stride: RECEIVE_BYTES as usize,
+            dbrec: piece(self.dbrec),
+            cq: piece(self.recv_cq),
+            cq_dbrec: piece(self.recv_cq_dbrec),
+        }
     }
 }
 
-/// No valid completion, and records of 0.
-fn clear(memory: &dyn SharedMemory, depth: u32) -> Result<(), AccessError> {
-    let Layout { cq, dbrec, bytes, .. } = Layout::new(depth);
-    let at = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
-    memory.write(at(cq), &vec![CQE_FILL; at(dbrec - cq)])?;
-    memory.write(at(dbrec), &vec![0; at(bytes - dbrec)])
+fn at(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
 fn create_object(
@@ -225,6 +306,7 @@ impl DevxQueue {
         &mut self,
         nic: &Nic,
         config: &QueueConfig,
+        receives: Option<&ReceiveQueue>,
         qpn: u32,
         remote: &RemoteQueue,
         own_psn: u32,
@@ -257,15 +339,16 @@ impl DevxQueue {
             log_max_reads: LOG_MAX_READS,
         };
         self.modify(nic, "RST2INIT_QP", &prm::to_init(qpn, port.number))?;
+        receives.map_or(Ok(()), ReceiveQueue::post)?;
         self.modify(nic, "INIT2RTR_QP", &prm::to_ready_to_receive(qpn, &path, &retry))?;
         self.modify(nic, "RTR2RTS_QP", &prm::to_ready_to_send(qpn, &retry, own_psn))
     }
 
-    /// Takes the queue pair to reset. The one completion is overwritten by whatever comes next, so
-    /// there is no count to go on with.
+    /// Takes the queue pair to reset. The one completion of requests is overwritten by whatever comes next,
+    /// so there is no count to go on with.
     pub(super) fn reset(&mut self, nic: &Nic, qpn: u32) -> Result<(), QueueError> {
         self.modify(nic, "2RST_QP", &prm::to_reset(qpn))?;
-        Ok(clear(&self.memory, self.depth)?)
+        Ok(self.layout.clear(&self.memory)?)
     }
 
     fn modify(&self, nic: &Nic, name: &'static str, command: &[u8]) -> Result<(), QueueError> {

@@ -3,22 +3,30 @@
 //! **Plain**: libibverbs makes the queue pair and keeps it in host memory; completions are an ordinary
 //! ring. Works wherever verbs do. **DevX**: the queue pair is made by commands to the firmware in memory
 //! of our choice, the GPU's for instance, with a collapsed completion queue, which is cheaper to poll.
+//!
+//! A queue with receives takes writes with immediate data; their completions are an ordinary ring of their
+//! own on either path.
 
 mod check;
 mod devx;
 mod plain;
+mod receive;
 
 use std::mem::offset_of;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use kernels::mlx5::{ONE_BLOCK, QueueHandle, QueueState};
+use kernels::mlx5::{ONE_BLOCK, QueueHandle, QueueState, ReceiveHandle, ReceiveState};
 use thiserror::Error;
 
-pub use self::check::{check_peer, check_queue};
+pub use self::check::{check_peer, check_queue, check_receives};
 use self::devx::DevxQueue;
 use self::plain::PlainQueue;
+pub(crate) use self::receive::wait_for;
+pub use self::receive::{Immediate, ReceiveError};
+use self::receive::{Piece, ReceiveQueue};
 use crate::access::{Access, AccessError, PAGE_BYTES, Part, Pieces, Place, Plan, SharedMemory};
 use crate::nic::{MAX_READS, Nic, NicError, Registration, Rights};
 
@@ -58,6 +66,10 @@ pub struct QueueConfig {
     pub ack_timeout: u8,
     /// Retries of a packet that nobody acknowledges, at most 7.
     pub retries: u8,
+    /// Receives that are kept posted for the peer's writes with immediate data, at most 32768. A write that
+    /// finds none is tried again 6 times, 0.64 ms apart, and then fails with syndrome 16. With 0 there is no
+    /// receive queue, and none ever finds one.
+    pub num_receives: u32,
 }
 
 impl Default for QueueConfig {
@@ -72,6 +84,7 @@ impl Default for QueueConfig {
             // bootstrap connection is faster.
             ack_timeout: 14,
             retries: 7,
+            num_receives: 0,
         }
     }
 }
@@ -139,6 +152,7 @@ pub struct RemoteQueue {
 #[derive(Debug)]
 pub struct Queue {
     // Fields drop in order: the queue pair before its memory.
+    receives: Option<ReceiveQueue>,
     made: Made,
     handle: QueueHandle,
     nic: Arc<Nic>,
@@ -162,7 +176,7 @@ impl QueuePlace {
         check_config(config)?;
         let ring = match config.path {
             QueuePath::Plain => None,
-            QueuePath::Devx => Some(devx::plan_ring(plan, config.depth)?),
+            QueuePath::Devx => Some(devx::plan_ring(plan, config)?),
         };
         Ok(Self { ring, state: plan.add(STATE_BYTES, PAGE_BYTES)? })
     }
@@ -184,14 +198,14 @@ impl Queue {
         let state = memory.part(place.state);
         // SAFETY: the queue owns the memory longer than the registration.
         let scratch = unsafe { register(nic, &state, Rights::Own)? };
-        let (made, mut handle) = match place.ring {
+        let (made, mut handle, pieces) = match place.ring {
             None => {
-                let (made, handle) = plain::create(nic, access, config)?;
-                (Made::Plain(made), handle)
+                let (made, handle, pieces) = plain::create(nic, access, config)?;
+                (Made::Plain(made), handle, pieces)
             }
             Some(ring) => {
-                let (made, handle) = devx::create(nic, access, config, memory.part(ring))?;
-                (Made::Devx(made), handle)
+                let (made, handle, pieces) = devx::create(nic, access, config, memory.part(ring))?;
+                (Made::Devx(made), handle, pieces)
             }
         };
         handle.state = state.address();
@@ -203,11 +217,22 @@ impl Queue {
         }
         handle.max_message_bytes = config.max_message_bytes;
         handle.peer = peer;
+        let refuse =
+            |what| QueueError::Handle { device: nic.name().to_owned(), qpn: handle.qpn, what };
         if let Some(what) = check_queue(&handle) {
-            let device = nic.name().to_owned();
-            return Err(QueueError::Handle { device, qpn: handle.qpn, what });
+            return Err(refuse(what));
         }
-        Ok(Self { made, handle, nic: Arc::clone(nic), config: *config, _scratch: scratch, state })
+        let receives = pieces.map(|(mut of_receives, pieces)| {
+            of_receives.state = state.address() + RECEIVE_STATE_OFFSET as u64;
+            of_receives.peer = peer;
+            let state = Piece::Shared(state.clone(), RECEIVE_STATE_OFFSET);
+            match check_receives(&of_receives) {
+                Some(what) => Err(refuse(what)),
+                None => Ok(ReceiveQueue::new(of_receives, pieces, state)),
+            }
+        });
+        let (receives, nic, config) = (receives.transpose()?, Arc::clone(nic), *config);
+        Ok(Self { receives, made, handle, nic, config, _scratch: scratch, state })
     }
 
     /// Number of the queue pair.
@@ -222,24 +247,44 @@ impl Queue {
         self.handle
     }
 
+    /// What kernels that take immediate data need, valid as long as the queue. `None` without receives.
+    #[must_use]
+    pub fn receives(&self) -> Option<ReceiveHandle> {
+        self.receives.as_ref().map(ReceiveQueue::handle)
+    }
+
+    /// Waits for immediate data for at most `timeout`, which may be 0, and posts its receive again. Whatever
+    /// the peer wrote before is then here. Kernels may take from the same receives at other times.
+    ///
+    /// # Errors
+    /// [`ReceiveError`]; nothing more is taken until the queue was reset, except after
+    /// [`ReceiveError::Unreachable`], for whoever reaches it.
+    pub fn receive(&self, timeout: Duration) -> Result<Option<Immediate>, ReceiveError> {
+        let qpn = self.handle.qpn;
+        self.receives.as_ref().ok_or(ReceiveError::NoReceives { qpn })?.take(timeout)
+    }
+
     /// Connects with the other end, which may be connected later: nothing is sent yet. The first packet
-    /// from here has the number `own_psn`, of 24 bits.
+    /// from here has the number `own_psn`, of 24 bits. Receives are posted before the queue pair is ready to
+    /// receive.
     ///
     /// # Errors
     /// [`QueueError`].
     pub fn connect(&mut self, remote: &RemoteQueue, own_psn: u32) -> Result<(), QueueError> {
         let (nic, config, qpn) = (&self.nic, &self.config, self.handle.qpn);
+        let receives = self.receives.as_ref();
         match &mut self.made {
-            Made::Plain(made) => made.connect(nic, config, remote, own_psn),
-            Made::Devx(made) => made.connect(nic, config, qpn, remote, own_psn),
+            Made::Plain(made) => made.connect(nic, config, receives, remote, own_psn),
+            Made::Devx(made) => made.connect(nic, config, receives, qpn, remote, own_psn),
         }
     }
 
     /// Takes the queue pair out of whatever state it is in, and everything that belongs to it back to
     /// where it was before it was connected: indices, doorbell records, completions, and the counts of
-    /// posters with the reason why they stopped. [`connect`](Self::connect) puts it into service again.
+    /// posters with the reason why they stopped. Immediate data that nobody took is forgotten.
+    /// [`connect`](Self::connect) puts it into service again, with all its receives.
     ///
-    /// Nobody may post on the queue meanwhile, and the other end must be reset, too.
+    /// Nobody may post on the queue or take from it meanwhile, and the other end must be reset, too.
     ///
     /// # Errors
     /// [`QueueError`]; the queue can then only be dropped.
@@ -255,7 +300,7 @@ impl Queue {
         };
         self.state.write(0, &[0; size_of::<QueueState>()])?;
         self.state.write(offset_of!(QueueState, cq_index), &cq_index.to_le_bytes())?;
-        Ok(())
+        self.receives.as_ref().map_or(Ok(()), ReceiveQueue::reset)
     }
 
     /// The error word that posters left, 0 while the queue is in service: see `SY_MLX5_ERROR_*` of
@@ -322,6 +367,9 @@ fn check_config(config: &QueueConfig) -> Result<(), QueueError> {
     if config.ack_timeout == 0 || config.ack_timeout > 31 {
         return wrong("ack_timeout", u32::from(config.ack_timeout), "from 1 to 31");
     }
+    if config.num_receives > MAX_RECEIVES {
+        return wrong("num_receives", config.num_receives, "from 0 to 32768");
+    }
     if config.retries > 7 {
         return wrong("retries", u32::from(config.retries), "from 0 to 7");
     }
@@ -349,11 +397,20 @@ const LOG_MAX_READS: u8 = 4;
 const _: () = assert!(1 << LOG_MAX_READS == MAX_READS);
 /// 0.64 ms
 const MIN_RNR_NAK: u8 = 12;
-/// The most that end. No receive is ever posted on these queues, so a write with immediate data comes back
-/// with syndrome 16 after some 4 ms; 7 would be for ever.
+/// The most that end: a write with immediate data that finds no receive comes back with syndrome 16 after
+/// some 4 ms; 7 would be for ever.
 const RNR_RETRIES: u8 = 6;
 /// State and scratch of a queue.
 const STATE_BYTES: usize = 4096;
 /// Where the old values of adds land unread.
 const SCRATCH_OFFSET: u64 = 1024;
 const _: () = assert!(size_of::<QueueState>() <= 1024);
+/// Where what was taken of receives is counted.
+const RECEIVE_STATE_OFFSET: usize = 2048;
+const _: () = assert!(RECEIVE_STATE_OFFSET + size_of::<ReceiveState>() <= STATE_BYTES);
+/// `SY_MLX5_MAX_RECEIVES`
+pub(crate) const MAX_RECEIVES: u32 = 32768;
+/// `SY_MLX5_RECEIVE_BYTES`
+const RECEIVE_BYTES: u32 = 16;
+/// `SY_MLX5_CQE_INVALID`
+const CQE_INVALID: u8 = 0xf;

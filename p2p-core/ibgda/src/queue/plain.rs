@@ -4,15 +4,17 @@ use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use kernels::mlx5::QueueHandle;
+use kernels::mlx5::{QueueHandle, ReceiveHandle};
 
+use super::receive::{OfReceives, Piece, Pieces, ReceiveQueue};
 use super::{
-    BLOCK_BYTES, CQE_BYTES, DBREC_BYTES, INLINE_BYTES, LOG_MAX_READS, MAX_DEPTH, MIN_DEPTH,
-    MIN_RNR_NAK, QueueConfig, QueueError, RNR_RETRIES, RemoteQueue,
+    BLOCK_BYTES, CQE_BYTES, CQE_INVALID, DBREC_BYTES, INLINE_BYTES, LOG_MAX_READS, MAX_DEPTH,
+    MAX_RECEIVES, MIN_DEPTH, MIN_RNR_NAK, QueueConfig, QueueError, RECEIVE_BYTES, RNR_RETRIES,
+    RemoteQueue,
 };
 use crate::access::{Access, HostRange, MappedPart};
-use crate::ffi::{self, DvCq, DvQp, InOut, QpAttributes, QpCapacity, QpInit, qp_mask};
-use crate::nic::{Nic, no_object};
+use crate::ffi::{self, DvCq, DvObject, DvQp, InOut, QpAttributes, QpCapacity, QpInit, qp_mask};
+use crate::nic::{Nic, NicError, no_object};
 
 /// Made by libibverbs.
 #[derive(Debug)]
@@ -37,32 +39,71 @@ unsafe impl Send for Words {}
 // SAFETY: shared references use none of them.
 unsafe impl Sync for Words {}
 
-/// A queue pair and its completion queue.
+/// A queue pair and its completion queues.
 #[derive(Debug)]
 struct VerbsQp {
+    // Dropped in this order.
+    qp: NonNull<ffi::Qp>,
+    nic: Arc<Nic>,
+    cq: VerbsCq,
+    recv_cq: Option<VerbsCq>,
+}
+
+#[derive(Debug)]
+struct VerbsCq {
     nic: Arc<Nic>,
     cq: NonNull<c_void>,
-    qp: Option<NonNull<ffi::Qp>>,
 }
 
 // SAFETY: libibverbs allows calls from any thread; there is one owner.
 unsafe impl Send for VerbsQp {}
 // SAFETY: shared references call nothing.
 unsafe impl Sync for VerbsQp {}
+// SAFETY: as for queue pairs.
+unsafe impl Send for VerbsCq {}
+// SAFETY: as for queue pairs.
+unsafe impl Sync for VerbsCq {}
 
 impl Drop for VerbsQp {
     fn drop(&mut self) {
-        let verbs = &self.nic.libraries().verbs;
-        // SAFETY: made by `create`, destroyed once, the queue pair first.
-        let codes = unsafe {
-            [
-                self.qp.map_or(0, |qp| (verbs.ibv_destroy_qp)(qp.as_ptr())),
-                (verbs.ibv_destroy_cq)(self.cq.as_ptr()),
-            ]
-        };
-        if codes != [0; 2] {
-            tracing::error!(nic = self.nic.name(), ?codes, "a queue pair cannot be destroyed");
+        // SAFETY: made by `create`, destroyed once, before its completion queues.
+        let code = unsafe { (self.nic.libraries().verbs.ibv_destroy_qp)(self.qp.as_ptr()) };
+        if code != 0 {
+            tracing::error!(nic = self.nic.name(), code, "a queue pair cannot be destroyed");
         }
+    }
+}
+
+impl Drop for VerbsCq {
+    fn drop(&mut self) {
+        // SAFETY: made by `create`, destroyed once.
+        let code = unsafe { (self.nic.libraries().verbs.ibv_destroy_cq)(self.cq.as_ptr()) };
+        if code != 0 {
+            tracing::error!(nic = self.nic.name(), code, "a completion queue cannot be destroyed");
+        }
+    }
+}
+
+impl VerbsCq {
+    fn create(nic: &Arc<Nic>, num: u32) -> Result<Self, NicError> {
+        let entries = c_int::try_from(num).unwrap_or(c_int::MAX);
+        // SAFETY: the context is open; no channel, vector 0.
+        let cq = unsafe {
+            (nic.libraries().verbs.ibv_create_cq)(
+                nic.context(),
+                entries,
+                ptr::null_mut(),
+                ptr::null_mut(),
+                0,
+            )
+        };
+        NonNull::new(cq)
+            .map(|cq| Self { nic: Arc::clone(nic), cq })
+            .ok_or_else(|| nic.last_error("ibv_create_cq", "too many queues, or too deep"))
+    }
+
+    fn as_ptr(&self) -> *mut c_void {
+        self.cq.as_ptr()
     }
 }
 
@@ -70,27 +111,24 @@ pub(super) fn create(
     nic: &Arc<Nic>,
     access: &dyn Access,
     config: &QueueConfig,
-) -> Result<(PlainQueue, QueueHandle), QueueError> {
+) -> Result<(PlainQueue, QueueHandle, Option<OfReceives>), QueueError> {
     let (verbs, mlx5) = (&nic.libraries().verbs, &nic.libraries().mlx5);
-    let entries = c_int::try_from(config.depth).unwrap_or(c_int::MAX);
-    // SAFETY: the context is open; no channel, vector 0.
-    let cq = unsafe {
-        (verbs.ibv_create_cq)(nic.context(), entries, ptr::null_mut(), ptr::null_mut(), 0)
+    let cq = VerbsCq::create(nic, config.depth)?;
+    let recv_cq = match config.num_receives {
+        0 => None,
+        num => Some(VerbsCq::create(nic, num)?),
     };
-    let cq = NonNull::new(cq)
-        .ok_or_else(|| nic.last_error("ibv_create_cq", "too many queues, or too deep"))?;
-    let mut owner = VerbsQp { nic: Arc::clone(nic), cq, qp: None };
     let mut init = QpInit {
         qp_context: ptr::null_mut(),
         send_cq: cq.as_ptr(),
-        recv_cq: cq.as_ptr(),
+        recv_cq: recv_cq.as_ref().unwrap_or(&cq).as_ptr(),
         srq: ptr::null_mut(),
         cap: QpCapacity {
             // NOTES: libmlx5 keeps four blocks for each, room for what we never post (its
             // `mlx5_calc_send_wqe`). Asked for `depth` it would make a queue four times as deep, deeper
             // than the completions.
             max_send_wr: config.depth / BLOCKS_PER_REQUEST,
-            max_recv_wr: 1,
+            max_recv_wr: config.num_receives.max(1),
             max_send_sge: 1,
             max_recv_sge: 1,
             max_inline_data: INLINE_BYTES,
@@ -102,18 +140,25 @@ pub(super) fn create(
     let qp = unsafe { (verbs.ibv_create_qp)(nic.pd(), &raw mut init) };
     let qp = NonNull::new(qp)
         .ok_or_else(|| nic.last_error("ibv_create_qp", "too many queues, or too deep"))?;
-    owner.qp = Some(qp);
+    let owner = VerbsQp { qp, nic: Arc::clone(nic), cq, recv_cq };
     // SAFETY: all-zero is a value of these structures of integers and pointers.
-    let (mut dv_qp, mut dv_cq) =
-        unsafe { (std::mem::zeroed::<DvQp>(), std::mem::zeroed::<DvCq>()) };
-    let mut object = no_object();
-    object.qp = InOut { input: qp.as_ptr().cast(), output: (&raw mut dv_qp).cast() };
-    object.cq = InOut { input: cq.as_ptr(), output: (&raw mut dv_cq).cast() };
-    // SAFETY: inputs and outputs are the objects that the types say.
-    let code = unsafe { (mlx5.mlx5dv_init_obj)(&raw mut object, ffi::OBJ_QP | ffi::OBJ_CQ) };
-    if code != 0 {
-        let advice = "libmlx5 is of another version";
-        return Err(nic.code_error("mlx5dv_init_obj", code, advice).into());
+    let (mut dv_qp, mut dv_cq, mut dv_recv_cq) = unsafe {
+        (std::mem::zeroed::<DvQp>(), std::mem::zeroed::<DvCq>(), std::mem::zeroed::<DvCq>())
+    };
+    let find = |mut object: DvObject, kinds| {
+        // SAFETY: inputs and outputs are the objects that the types say.
+        match unsafe { (mlx5.mlx5dv_init_obj)(&raw mut object, kinds) } {
+            0 => Ok(()),
+            code => Err(nic.code_error("mlx5dv_init_obj", code, "libmlx5 is of another version")),
+        }
+    };
+    let qp_object = InOut { input: qp.as_ptr().cast(), output: (&raw mut dv_qp).cast() };
+    let cq_object = InOut { input: owner.cq.as_ptr(), output: (&raw mut dv_cq).cast() };
+    let both = DvObject { qp: qp_object, cq: cq_object, ..no_object() };
+    find(both, ffi::OBJ_QP | ffi::OBJ_CQ)?;
+    if let Some(recv_cq) = &owner.recv_cq {
+        let cq = InOut { input: recv_cq.as_ptr(), output: (&raw mut dv_recv_cq).cast() };
+        find(DvObject { cq, ..no_object() }, ffi::OBJ_CQ)?;
     }
     let wrong = |what, found: u64, expected| QueueError::Layout {
         device: nic.name().to_owned(),
@@ -134,7 +179,12 @@ pub(super) fn create(
     if dv_cq.cqe_cnt < depth || !dv_cq.cqe_cnt.is_power_of_two() {
         return Err(wrong("cqe_cnt", u64::from(dv_cq.cqe_cnt), "a power of two, at least wqe_cnt"));
     }
-    let mut mapped = Vec::with_capacity(5);
+    let has_receives = owner.recv_cq.is_some();
+    if has_receives {
+        check_receives(config, &dv_qp, &dv_recv_cq)
+            .map_err(|(what, found, expected)| wrong(what, u64::from(found), expected))?;
+    }
+    let mut mapped = Vec::with_capacity(7);
     let mut map = |start: *mut c_void, bytes: u32, kind, what| {
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| wrong(what, 0, "an address"))?;
         // SAFETY: libmlx5 keeps these pages until the queue pair is destroyed, and the mapping is
@@ -156,6 +206,25 @@ pub(super) fn create(
         cq_depth: dv_cq.cqe_cnt,
         ..QueueHandle::default()
     };
+    let of_receives = if has_receives {
+        let cq_bytes = dv_recv_cq.cqe_cnt * CQE_BYTES;
+        Some(ReceiveHandle {
+            dbrec: handle.dbrec,
+            cq: map(dv_recv_cq.buf, cq_bytes, HostRange::Memory, "cq.buf of receives")?,
+            cq_dbrec: map(
+                dv_recv_cq.dbrec.cast(),
+                DBREC_BYTES,
+                HostRange::Memory,
+                "cq.dbrec of receives",
+            )?,
+            qpn: handle.qpn,
+            cq_depth: dv_recv_cq.cqe_cnt,
+            num_receives: config.num_receives,
+            ..ReceiveHandle::default()
+        })
+    } else {
+        None
+    };
     let present = |start: *mut c_void, what| {
         NonNull::new(start.cast::<u8>()).ok_or_else(|| wrong(what, 0, "an address"))
     };
@@ -165,7 +234,40 @@ pub(super) fn create(
         cq: present(dv_cq.buf, "cq.buf")?,
         cq_depth: u64::from(dv_cq.cqe_cnt),
     };
-    Ok((PlainQueue { _mapped: mapped, words, qp: owner }, handle))
+    let of_receives = match of_receives {
+        None => None,
+        Some(of_receives) => {
+            let pieces = Pieces {
+                rq: Piece::Process(present(dv_qp.rq_buf, "rq.buf")?),
+                rq_depth: dv_qp.rq_wqe_cnt,
+                rq_stride: dv_qp.rq_stride as usize,
+                dbrec: Piece::Process(words.dbrec.cast()),
+                cq: Piece::Process(present(dv_recv_cq.buf, "cq.buf of receives")?),
+                cq_dbrec: Piece::Process(present(dv_recv_cq.dbrec.cast(), "cq.dbrec of receives")?),
+            };
+            Some((of_receives, pieces))
+        }
+    };
+    Ok((PlainQueue { _mapped: mapped, words, qp: owner }, handle, of_receives))
+}
+
+/// What libmlx5 made of a queue with receives that cannot be used: what, its value, and what is expected.
+fn check_receives(
+    config: &QueueConfig,
+    qp: &DvQp,
+    cq: &DvCq,
+) -> Result<(), (&'static str, u32, &'static str)> {
+    if qp.rq_stride < RECEIVE_BYTES || !qp.rq_stride.is_multiple_of(RECEIVE_BYTES) {
+        return Err(("rq.stride", qp.rq_stride, "a multiple of 16"));
+    }
+    let depth = qp.rq_wqe_cnt;
+    if !(config.num_receives..=MAX_RECEIVES).contains(&depth) || !depth.is_power_of_two() {
+        return Err(("rq.wqe_cnt", depth, "a power of two from num_receives to 32768"));
+    }
+    if cq.cqe_size != CQE_BYTES {
+        return Err(("cqe_size of receives", cq.cqe_size, "64: unset MLX5_CQE_SIZE"));
+    }
+    Ok(())
 }
 
 impl PlainQueue {
@@ -173,6 +275,7 @@ impl PlainQueue {
         &mut self,
         nic: &Nic,
         config: &QueueConfig,
+        receives: Option<&ReceiveQueue>,
         remote: &RemoteQueue,
         own_psn: u32,
     ) -> Result<(), QueueError> {
@@ -186,6 +289,7 @@ impl PlainQueue {
         };
         let mask = qp_mask::STATE | qp_mask::PKEY_INDEX | qp_mask::PORT | qp_mask::ACCESS_FLAGS;
         self.modify(nic, &mut init, mask, "is the port up?")?;
+        receives.map_or(Ok(()), ReceiveQueue::post)?;
         let mut receive = QpAttributes {
             qp_state: ffi::QPS_RTR,
             path_mtu: u32::from(remote.mtu),
@@ -258,7 +362,7 @@ impl PlainQueue {
         mask: c_int,
         advice: &'static str,
     ) -> Result<(), QueueError> {
-        let qp = self.qp.qp.map_or(ptr::null_mut(), NonNull::as_ptr);
+        let qp = self.qp.qp.as_ptr();
         // SAFETY: the queue pair is there, the attributes of the mask are set.
         let code = unsafe { (nic.libraries().verbs.ibv_modify_qp)(qp, attributes, mask) };
         if code != 0 {
@@ -270,5 +374,3 @@ impl PlainQueue {
 
 /// Of libmlx5, for a reliable connection with one piece and 28 inline bytes.
 const BLOCKS_PER_REQUEST: u32 = 4;
-/// `SY_MLX5_CQE_INVALID`
-const CQE_INVALID: u8 = 0xf;

@@ -117,6 +117,7 @@ struct mock {
     uint32_t has_vector; /* whether address handles have an address vector */
     uint32_t part_id, num_ports; /* ports beyond the first are down */
     uint32_t max_blocks, log_max_blocks; /* as ibv_query_device and the firmware say */
+    uint32_t rq_stride; /* bytes from receive to receive of verbs */
 };
 struct mock sy_mock = {.num_failures = -1,
                        .has_devx = 1,
@@ -133,7 +134,8 @@ struct mock sy_mock = {.num_failures = -1,
                        .part_id = 0x1021,
                        .num_ports = 1,
                        .max_blocks = 32768,
-                       .log_max_blocks = 15};
+                       .log_max_blocks = 15,
+                       .rq_stride = 16};
 
 /* A queue pair as the last transition left it. */
 struct mock_queue {
@@ -142,6 +144,10 @@ struct mock_queue {
         first_sent, first_expected;
     uint64_t sq, dbrec, cq, cq_dbrec, doorbell;
     uint8_t gid[16], mac[8];
+    /* Receives; without any, all of this is 0. `num_receives` is what the record said when the queue pair
+     * became ready to receive, `num_completions` what was written of them so far. */
+    uint64_t rq, recv_cq, recv_cq_dbrec, num_completions;
+    uint32_t rq_depth, rq_stride, recv_cq_depth, num_receives;
 };
 
 enum { MAX = 64 };
@@ -208,6 +214,46 @@ static void give_record(uint32_t* record) {
     const size_t i = (size_t)(record - records[0]) / RECORD_WORDS;
     EXPECT(i < 2 * MAX && is_record_taken[i]);
     is_record_taken[i] = 0;
+}
+
+/* Receives as the hardware reads them, when it begins to. */
+static void look_at_receives(struct mock_queue* queue) {
+    const uint32_t record = be32toh(((const uint32_t*)queue->dbrec)[MLX5_RCV_DBR]);
+    EXPECT(record <= queue->rq_depth && record <= queue->recv_cq_depth);
+    EXPECT((record == 0) == (queue->rq == 0));
+    queue->num_receives = record;
+    struct mlx5_wqe_data_seg last;
+    mlx5dv_set_data_seg(&last, 0, MLX5_INVALID_LKEY, 0);
+    for (uint32_t i = 0; i < queue->rq_depth; i++)
+        EXPECT(memcmp((const void*)(queue->rq + (uint64_t)i * queue->rq_stride), &last,
+                      sizeof last) == 0);
+}
+
+/* Writes a completion of a receive behind the last one, as a NIC does: its owner bit is that of the round.
+ * With a syndrome it is an error. */
+int sy_mock_complete(uint32_t qpn, uint32_t named_qpn, uint32_t opcode, uint32_t counter,
+                     uint32_t imm, uint32_t num_bytes, uint32_t syndrome) {
+    for (uint32_t i = 0; i < num_queues && i < MAX; i++) {
+        struct mock_queue* queue = &queues[i];
+        if (queue->qpn != qpn || queue->recv_cq == 0)
+            continue;
+        const uint64_t index = queue->num_completions++;
+        struct mlx5_cqe64* cqe =
+            (struct mlx5_cqe64*)queue->recv_cq + (index & (queue->recv_cq_depth - 1));
+        const uint8_t owner = (index & queue->recv_cq_depth) != 0;
+        memset(cqe, 0, sizeof *cqe - 1);
+        cqe->imm_inval_pkey = htobe32(imm);
+        cqe->byte_cnt = htobe32(num_bytes);
+        if (opcode == MLX5_CQE_RESP_ERR) {
+            ((struct mlx5_err_cqe*)cqe)->syndrome = (uint8_t)syndrome;
+            ((struct mlx5_err_cqe*)cqe)->vendor_err_synd = 0x59;
+        }
+        cqe->sop_drop_qpn = htobe32(named_qpn);
+        cqe->wqe_counter = htobe16((uint16_t)counter);
+        __atomic_store_n(&cqe->op_own, (uint8_t)(opcode << 4 | owner), __ATOMIC_RELEASE);
+        return 0;
+    }
+    return ENOENT;
 }
 
 int sy_mock_queue(uint32_t qpn, struct mock_queue* out) {
@@ -340,7 +386,7 @@ struct ring {
 };
 struct pair {
     struct ibv_qp qp;
-    uint32_t depth, index;
+    uint32_t depth, index, rq_depth, rq_bytes;
     void* buffer;
     uint32_t* dbrec;
     uint64_t* reg;
@@ -376,25 +422,46 @@ struct ibv_qp* ibv_create_qp(struct ibv_pd* pd, struct ibv_qp_init_attr* init) {
     struct pair* pair = make(sizeof *pair);
     EXPECT(init->qp_type == IBV_QPT_RC && init->sq_sig_all == 0 && init->srq == NULL);
     EXPECT(init->cap.max_send_sge == 1 && init->cap.max_inline_data == 28);
-    EXPECT(init->send_cq && init->send_cq == init->recv_cq);
+    EXPECT(init->cap.max_recv_sge == 1 && init->cap.max_recv_wr >= 1);
+    EXPECT(init->send_cq && init->recv_cq);
+    const struct ring* recv = (const struct ring*)init->recv_cq;
+    const int has_receives = init->send_cq != init->recv_cq;
+    EXPECT(has_receives ? recv->entries >= init->cap.max_recv_wr : init->cap.max_recv_wr == 1);
     if (!pair)
         return NULL;
     pair->qp.context = pd->context;
     pair->qp.pd = pd;
     pair->qp.send_cq = init->send_cq;
+    pair->qp.recv_cq = init->recv_cq;
+    /* As libmlx5: receives in front, a block of them at least. */
+    pair->rq_depth = power_of_two(init->cap.max_recv_wr);
+    if (pair->rq_depth < 4)
+        pair->rq_depth = 4;
+    pair->rq_bytes = pair->rq_depth * sy_mock.rq_stride;
     /* As libmlx5: 192 bytes for whatever a reliable connection may post, and room for the inline bytes,
      * in whole blocks. */
     pair->depth = power_of_two(init->cap.max_send_wr * ((192 + 32 + 63) / 64));
     pair->index = num_queues++ % MAX;
     pair->qp.qp_num = 0x1a0 + pair->index;
-    pair->buffer = aligned_alloc(4096, 64 * (size_t)pair->depth + 4096);
+    pair->buffer = aligned_alloc(4096, 64 * (size_t)pair->depth + pair->rq_bytes + 4096);
+    memset(pair->buffer, 0xa5, pair->rq_bytes);
     pair->dbrec = take_record();
     pair->reg = &registers[0][0x800 / 8 + pair->index % 2 * 0x20];
-    queues[pair->index] = (struct mock_queue){.qpn = pair->qp.qp_num,
-                                              .depth = pair->depth,
-                                              .sq = (uint64_t)pair->buffer + sy_mock.sq_skip,
-                                              .dbrec = (uint64_t)pair->dbrec,
-                                              .doorbell = (uint64_t)pair->reg};
+    queues[pair->index] =
+        (struct mock_queue){.qpn = pair->qp.qp_num,
+                            .depth = pair->depth,
+                            .sq = (uint64_t)pair->buffer + pair->rq_bytes + sy_mock.sq_skip,
+                            .dbrec = (uint64_t)pair->dbrec,
+                            .doorbell = (uint64_t)pair->reg};
+    if (has_receives) {
+        struct mock_queue* queue = &queues[pair->index];
+        queue->rq = (uint64_t)pair->buffer;
+        queue->rq_depth = pair->rq_depth;
+        queue->rq_stride = sy_mock.rq_stride;
+        queue->recv_cq = (uint64_t)recv->buffer;
+        queue->recv_cq_dbrec = (uint64_t)recv->dbrec;
+        queue->recv_cq_depth = recv->entries;
+    }
     return &pair->qp;
 }
 int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
@@ -410,6 +477,7 @@ int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
          * own. */
         pair->dbrec[0] = pair->dbrec[1] = 0;
         ((struct ring*)qp->send_cq)->dbrec[0] = 0xefcdab00;
+        ((struct ring*)qp->recv_cq)->dbrec[0] = 0xefcdab00;
         queue->state = 0;
         break;
     }
@@ -426,6 +494,7 @@ int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attr, int mask) {
         EXPECT(mask == (IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
                         IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
         EXPECT(attr->max_dest_rd_atomic == 16 && attr->rq_psn >> 24 == 0);
+        look_at_receives(queue);
         queue->first_expected = attr->rq_psn;
         EXPECT(attr->ah_attr.is_global == (sy_mock.link_layer == IBV_LINK_LAYER_ETHERNET));
         queue->remote_qpn = attr->dest_qp_num;
@@ -487,7 +556,10 @@ int mlx5dv_init_obj(struct mlx5dv_obj* obj, uint64_t type) {
         struct pair* pair = (struct pair*)obj->qp.in;
         struct mlx5dv_qp* out = obj->qp.out;
         out->dbrec = pair->dbrec;
-        out->sq.buf = (char*)pair->buffer + sy_mock.sq_skip;
+        out->rq.buf = pair->buffer;
+        out->rq.wqe_cnt = pair->rq_depth;
+        out->rq.stride = sy_mock.rq_stride;
+        out->sq.buf = (char*)pair->buffer + pair->rq_bytes + sy_mock.sq_skip;
         out->sq.wqe_cnt = pair->depth;
         out->sq.stride = sy_mock.sq_stride;
         out->bf.reg = pair->reg;
@@ -620,23 +692,43 @@ struct mlx5dv_devx_obj* mlx5dv_devx_obj_create(struct ibv_context* context, cons
     } else if (opcode == 0x500) {
         EXPECT(GET(create, in, qpc.st) == 0 && GET(create, in, qpc.pm_state) == 3);
         EXPECT(GET(create, in, qpc.pd) == 0x5d && GET(create, in, qpc.uar_page) == 0x3a);
-        EXPECT(GET(create, in, qpc.rq_type) == 3 && GET(create, in, qpc.no_sq) == 0);
+        EXPECT(GET(create, in, qpc.no_sq) == 0 && GET(create, in, qpc.log_rq_stride) == 0);
         EXPECT(GET(create, in, qpc.cs_req) == 0 && GET(create, in, qpc.cs_res) == 0);
         EXPECT(GET(create, in, qpc.dbr_umem_valid) == 1 && GET(create, in, wq_umem_valid) == 1);
         const uint32_t cqn = GET(create, in, qpc.cqn_snd);
-        EXPECT(cqn >= 0xc00 && cqn < 0xc00 + MAX && GET(create, in, qpc.cqn_rcv) == cqn);
+        const uint32_t recv_cqn = GET(create, in, qpc.cqn_rcv);
+        EXPECT(cqn >= 0xc00 && cqn < 0xc00 + MAX);
+        EXPECT(recv_cqn >= 0xc00 && recv_cqn < 0xc00 + MAX);
+        /* A receive queue of its own, or none. */
+        const int has_receives = GET(create, in, qpc.rq_type) == 0;
+        EXPECT(has_receives || GET(create, in, qpc.rq_type) == 3);
+        EXPECT(has_receives ? recv_cqn != cqn && !rings[recv_cqn % MAX].is_collapsed
+                            : recv_cqn == cqn && GET(create, in, qpc.log_rq_size) == 0);
+        const uint64_t begin =
+            address_of(GET(create, in, wq_umem_id)) + GET64(create, in, wq_umem_offset);
+        const uint32_t rq_depth = has_receives ? 1u << GET(create, in, qpc.log_rq_size) : 0;
         const uint32_t index = num_queues++ % MAX;
         object[0] = index;
         number = 0x1a0 + index;
-        queues[index] = (struct mock_queue){
-            .qpn = number,
-            .depth = 1u << GET(create, in, qpc.log_sq_size),
-            .is_collapsed = rings[cqn % MAX].is_collapsed,
-            .sq = address_of(GET(create, in, wq_umem_id)) + GET64(create, in, wq_umem_offset),
-            .dbrec = address_of(GET(create, in, qpc.dbr_umem_id)) + GET64(create, in, qpc.dbr_addr),
-            .cq = rings[cqn % MAX].cq,
-            .cq_dbrec = rings[cqn % MAX].cq_dbrec,
-            .doorbell = last_register};
+        queues[index] = (struct mock_queue){.qpn = number,
+                                            .depth = 1u << GET(create, in, qpc.log_sq_size),
+                                            .is_collapsed = rings[cqn % MAX].is_collapsed,
+                                            .sq = begin + 16 * (uint64_t)rq_depth,
+                                            .dbrec = address_of(GET(create, in, qpc.dbr_umem_id)) +
+                                                     GET64(create, in, qpc.dbr_addr),
+                                            .cq = rings[cqn % MAX].cq,
+                                            .cq_dbrec = rings[cqn % MAX].cq_dbrec,
+                                            .doorbell = last_register};
+        if (has_receives) {
+            queues[index].rq = begin;
+            queues[index].rq_depth = rq_depth;
+            queues[index].rq_stride = 16;
+            queues[index].recv_cq = rings[recv_cqn % MAX].cq;
+            queues[index].recv_cq_dbrec = rings[recv_cqn % MAX].cq_dbrec;
+            queues[index].recv_cq_depth = rings[recv_cqn % MAX].depth;
+            EXPECT(queues[index].recv_cq % 4096 == 0);
+        }
+        EXPECT(queues[index].sq % 64 == 0 && queues[index].cq % 4096 == 0);
         EXPECT(rings[cqn % MAX].depth == queues[index].depth);
     } else {
         EXPECT(0);
@@ -665,6 +757,7 @@ int mlx5dv_devx_obj_modify(struct mlx5dv_devx_obj* obj, const void* in, size_t i
         queue->state = 1;
     } else if (opcode == 0x503) {
         EXPECT(queue->state == 1 && GET(change, in, qpc.log_msg_max) == 30);
+        look_at_receives(queue);
         EXPECT(GET(change, in, qpc.log_rra_max) == 4 && GET(change, in, qpc.min_rnr_nak) == 12);
         EXPECT(GET(change, in, qpc.primary.vhca_port_num) == queue->port);
         queue->first_expected = GET(change, in, qpc.next_rcv_psn);

@@ -38,6 +38,7 @@ pub struct MockState {
     pub num_ports: u32,
     pub max_blocks: u32,
     pub log_max_blocks: u32,
+    pub rq_stride: u32,
 }
 
 pub const CLEAN: MockState = MockState {
@@ -64,6 +65,7 @@ pub const CLEAN: MockState = MockState {
     num_ports: 1,
     max_blocks: 32768,
     log_max_blocks: 15,
+    rq_stride: 16,
 };
 
 /// `struct mock_queue`
@@ -97,6 +99,26 @@ pub struct MockQueue {
     pub doorbell: u64,
     pub gid: [u8; 16],
     pub mac: [u8; 8],
+    pub rq: u64,
+    pub recv_cq: u64,
+    pub recv_cq_dbrec: u64,
+    pub num_completions: u64,
+    pub rq_depth: u32,
+    pub rq_stride: u32,
+    pub recv_cq_depth: u32,
+    pub num_receives: u32,
+}
+
+/// A completion of a receive, as the vendor's header has it.
+#[derive(Debug, Clone, Copy)]
+pub struct Completion {
+    pub qpn: u32,
+    pub named_qpn: u32,
+    pub opcode: u32,
+    pub counter: u32,
+    pub imm: u32,
+    pub num_bytes: u32,
+    pub syndrome: u32,
 }
 
 /// The stand-in, one test at a time.
@@ -161,6 +183,19 @@ impl Mock {
         };
         assert_eq!(code, 0, "no queue pair {qpn:#x}");
         queue
+    }
+
+    /// Writes a completion of a receive where a NIC would.
+    pub fn complete(&self, cqe: Completion) {
+        type Complete = unsafe extern "C" fn(u32, u32, u32, u32, u32, u32, u32) -> i32;
+        let Completion { qpn, named_qpn, opcode, counter, imm, num_bytes, syndrome } = cqe;
+        // SAFETY: a function of the library with this signature.
+        let code = unsafe {
+            let symbol = libc::dlsym(self.handle, c"sy_mock_complete".as_ptr());
+            let complete = std::mem::transmute::<*mut libc::c_void, Complete>(symbol);
+            complete(qpn, named_qpn, opcode, counter, imm, num_bytes, syndrome)
+        };
+        assert_eq!(code, 0, "no receives of queue pair {qpn:#x}");
     }
 
     pub fn config(&self) -> NicConfig {
