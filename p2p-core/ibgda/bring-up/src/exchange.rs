@@ -421,7 +421,7 @@ fn clean(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-const MAGIC: [u8; 8] = *b"SYBRING3";
+const MAGIC: [u8; 8] = *b"SYBRING4";
 const HEADER_BYTES: usize = 16;
 const HELLO_BYTES: usize = 40;
 /// Of a mark without text.

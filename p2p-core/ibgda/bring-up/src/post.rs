@@ -6,7 +6,7 @@ use std::fmt;
 use std::ptr;
 use std::time::Duration;
 
-use ibgda::Peer;
+use ibgda::{Immediate, Peer};
 use kernels::mlx5::{Bound, ErrorWord, PeerHandle, QueueHandle};
 use softnic_driver::Driver;
 use thiserror::Error;
@@ -224,6 +224,66 @@ impl<'a> Poster<'a> {
         })
     }
 
+    /// What the mirror has at `offset` goes to the same place of the peer's slot, with immediate data.
+    pub(crate) fn put_imm(
+        &self,
+        queue_idx: usize,
+        offset: usize,
+        len: usize,
+        imm: u32,
+    ) -> Result<(), PostError> {
+        let (local, remote) = (self.local(offset), self.remote(offset));
+        let (lkey, rkey, len) = (self.slot.lkey, self.slot.rkey, len as u64);
+        // SAFETY: see `nop`.
+        self.run(queue_idx, "put_imm_nbi", &|qp, wait| unsafe {
+            (self.driver.put_imm)(qp, local, lkey, remote, rkey, len, imm, wait)
+        })
+    }
+
+    /// Takes what the peer sent with a put on this queue.
+    pub(crate) fn receive_imm(&self, queue_idx: usize) -> Result<Immediate, PostError> {
+        let call = "receive_imm";
+        let qpn = self.qpn(queue_idx);
+        let Some(handle) = self.peer.queues()[queue_idx].receives() else {
+            let waited = "the queue has no receives".to_owned();
+            return Err(PostError::Other { qpn, call, status: ARGUMENT, waited });
+        };
+        let wait = Wait::new(self.timeout);
+        let mut taken = softnic_driver::Immediate::default();
+        // SAFETY: the handle of a queue that lives, and a valid bound.
+        let status = unsafe {
+            (self.driver.receive_imm)(ptr::from_ref(&handle).cast(), &raw mut taken, wait.as_ptr())
+        };
+        if status == OK {
+            let softnic_driver::Immediate { qpn, imm, num_bytes } = taken;
+            return Ok(Immediate { qpn, imm, num_bytes });
+        }
+        let word = wait.error();
+        let waited = format!("{} receives are used, one more was waited for", word.observed);
+        Err(match status {
+            TIMEOUT => {
+                PostError::TimedOut { qpn, call, seconds: self.timeout.as_secs_f64(), waited }
+            }
+            COMPLETION => {
+                PostError::Completion { qpn, call, cause: ErrorCompletion(word.observed) }
+            }
+            DESYNC => {
+                let waited = format!("error word {:#x}", word.observed);
+                PostError::Desync { qpn, call, waited }
+            }
+            _ => PostError::Other { qpn, call, status, waited },
+        })
+    }
+
+    /// What is wrong with a queue's receives, by `sy_mlx5_check_rq`.
+    pub(crate) fn check_receives(&self, queue_idx: usize) -> Option<String> {
+        let Some(handle) = self.peer.queues()[queue_idx].receives() else {
+            return Some("there are none".to_owned());
+        };
+        // SAFETY: a handle of a queue that lives.
+        unsafe { self.driver.check_receives(ptr::from_ref(&handle).cast()) }
+    }
+
     pub(crate) fn quiet(&self, queue_idx: usize) -> Result<(), PostError> {
         // SAFETY: see `nop`.
         self.run(queue_idx, "quiet", &|qp, wait| unsafe { (self.driver.quiet)(qp, wait) })
@@ -338,6 +398,7 @@ const OK: u32 = 0;
 const TIMEOUT: u32 = 1;
 const COMPLETION: u32 = 3;
 const DESYNC: u32 = 4;
+const ARGUMENT: u32 = 5;
 /// `SY_TAG_MLX5_SLOT` and so on.
 const TAG_SLOT: u32 = 32;
 const TAG_TURN: u32 = 33;

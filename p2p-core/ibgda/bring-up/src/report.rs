@@ -78,10 +78,10 @@ impl Reporter {
             self.json(&StageLine { stage: stage.name(), state, detail, next, guide });
             return;
         }
-        line(&format!("{state:<8} {:<8} {detail}", stage.name()));
+        line(&format!("{state:<8} {:<9} {detail}", stage.name()));
         if let Some(next) = next {
-            line(&format!("{:<17} → {next}", ""));
-            line(&format!("{:<17} → {guide}", ""));
+            line(&format!("{:<18} → {next}", ""));
+            line(&format!("{:<18} → {guide}", ""));
         }
     }
 

@@ -19,7 +19,7 @@ use crate::memory::{PosterAccess, SLOT_BYTES, SlotAccess};
 use crate::post::Poster;
 use crate::report::{Failure, Reporter, whole_text};
 use crate::stage::Stage;
-use crate::traffic::{Fused, Session};
+use crate::traffic::{Fused, NUM_RECEIVES, Session};
 
 /// What is known before anything is opened.
 pub(crate) struct Setup<'a> {
@@ -193,7 +193,12 @@ impl<'a> Setup<'a> {
         let config = PeerConfig {
             peer: 0,
             num_queues: options.queues as usize,
-            queue: QueueConfig { path, depth: options.depth, ..QueueConfig::default() },
+            queue: QueueConfig {
+                path,
+                depth: options.depth,
+                num_receives: NUM_RECEIVES,
+                ..QueueConfig::default()
+            },
             own_slot_bytes: SLOT_BYTES,
             peer_slot_bytes: SLOT_BYTES,
         };
@@ -247,12 +252,15 @@ impl<'a> Setup<'a> {
             if let Some(what) = poster.check(queue_idx) {
                 return Err(anyhow!("queue {queue_idx}: sy_mlx5_check_qp: {what}"));
             }
+            if let Some(what) = poster.check_receives(queue_idx) {
+                return Err(anyhow!("queue {queue_idx}: sy_mlx5_check_rq: {what}"));
+            }
         }
         let pairs: Vec<String> =
             (0..poster.num_queues()).map(|idx| format!("{:#x}", poster.qpn(idx))).collect();
         let [slot, mirror] = peer.registered_by();
         let detail = format!(
-            "queue pairs {}; slot {}, mirror {}; sy_mlx5_check_qp has no objection",
+            "queue pairs {}; slot {}, mirror {}; sy_mlx5_check_qp and sy_mlx5_check_rq have no objection",
             pairs.join(" "),
             way(slot),
             way(mirror)

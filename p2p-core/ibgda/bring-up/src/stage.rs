@@ -21,13 +21,14 @@ pub(crate) enum Stage {
     Masked,
     Wrap,
     Many,
+    Immediate,
     Error,
     Reset,
     Fused,
 }
 
 impl Stage {
-    pub(crate) const ALL: [Self; 16] = [
+    pub(crate) const ALL: [Self; 17] = [
         Self::Probe,
         Self::Device,
         Self::Domain,
@@ -41,6 +42,7 @@ impl Stage {
         Self::Masked,
         Self::Wrap,
         Self::Many,
+        Self::Immediate,
         Self::Error,
         Self::Reset,
         Self::Fused,
@@ -66,6 +68,7 @@ impl Stage {
             Self::Masked => "masked",
             Self::Wrap => "wrap",
             Self::Many => "many",
+            Self::Immediate => "immediate",
             Self::Error => "error",
             Self::Reset => "reset",
             Self::Fused => "fused",
@@ -85,7 +88,7 @@ impl Stage {
             Self::Connect => 5,
             Self::Nop => 6,
             Self::Put | Self::Flag | Self::Get | Self::Add | Self::Masked => 7,
-            Self::Wrap | Self::Many | Self::Error | Self::Reset => 7,
+            Self::Wrap | Self::Many | Self::Immediate | Self::Error | Self::Reset => 7,
             Self::Fused => 9,
         }
     }
@@ -129,6 +132,9 @@ impl Stage {
             }
             Self::Many => {
                 "as for the stage that works with one queue; then the number of queue pairs the NIC allows"
+            }
+            Self::Immediate => {
+                "syndrome 0x16 at once: the receives are not where the NIC looks (their doorbell record, or receives and send queue in another order); nothing comes: the completion queue of receives; bytes that differ: as for `flag`"
             }
             Self::Error => {
                 "another syndrome than 0x13 (report it), or a request with a wrong key that passes: stop, this is a matter of safety"
@@ -194,6 +200,6 @@ mod tests {
             assert!(stage.advice().len() > 20 && (1..=9).contains(&stage.step()));
         }
         assert_eq!(Stage::from_code(0), None);
-        assert_eq!(Stage::from_code(17), None);
+        assert_eq!(Stage::from_code(18), None);
     }
 }

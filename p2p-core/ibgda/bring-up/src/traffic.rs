@@ -2,6 +2,7 @@
 //! towards the other, and look at what came.
 
 mod fused;
+mod immediate;
 
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use softnic_driver::Driver;
 use softnic_verbs::Syndrome;
 
 pub(crate) use self::fused::Fused;
+pub(crate) use self::immediate::NUM_RECEIVES;
 use crate::args::Options;
 use crate::exchange::{Channel, ExchangeError, Hello};
 use crate::memory::{
@@ -71,6 +73,7 @@ impl Session {
             Stage::Masked => self.masked(),
             Stage::Wrap => self.wrap(),
             Stage::Many => self.many(),
+            Stage::Immediate => self.immediate(),
             Stage::Error => self.error(),
             Stage::Reset => self.reset(),
             Stage::Fused => self.run_fused(),
@@ -288,7 +291,8 @@ impl Session {
         Ok(detail)
     }
 
-    fn reset(&mut self) -> Result<String> {
+    /// Takes all queues to reset and joins them again.
+    fn rejoin(&mut self) -> Result<()> {
         let gone = || anyhow!("the queues are gone after a failed reset");
         let reset = self.peer.take().ok_or_else(gone)?.reset()?;
         // A queue of the other side that is not in reset would take what comes next for something old.
@@ -296,6 +300,11 @@ impl Session {
         let patience = self.timeout * MEET_PATIENCE;
         let description = self.channel.describe(&reset.description(), patience)?;
         self.peer = Some(reset.rejoin(&description)?);
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<String> {
+        self.rejoin()?;
         let num_queues = self.own.num_queues as usize;
         for queue_idx in 0..num_queues {
             self.clear(flag(queue_idx), 8)?;

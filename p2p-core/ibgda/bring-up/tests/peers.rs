@@ -12,7 +12,7 @@ use run::{alone, connect, listen};
 const PATIENT: [&str; 6] = ["--json", "--software-nic", "--timeout", "30", "--queues", "2"];
 /// For peers that do not: three times this is the deadline, by which they must have played their part.
 const HASTY: [&str; 6] = ["--json", "--software-nic", "--timeout", "4", "--queues", "2"];
-const MAGIC: &[u8; 8] = b"SYBRING3";
+const MAGIC: &[u8; 8] = b"SYBRING4";
 const HELLO: u16 = 1;
 const DESCRIPTION: u16 = 2;
 const MARK: u16 = 3;
@@ -142,7 +142,7 @@ fn greetings_that_are_none() {
             ("role", &["`role` is 7, expected 0 or 1"], |fake| change(fake, 0, &[7])),
             ("path", &["`path` is 2"], |fake| change(fake, 1, &[2])),
             ("first stage", &["`first stage` is 0"], |fake| change(fake, 3, &[0])),
-            ("last stage", &["`last stage` is 17"], |fake| change(fake, 4, &[17])),
+            ("last stage", &["`last stage` is 18"], |fake| change(fake, 4, &[18])),
             ("reserved", &["`reserved`"], |fake| change(fake, 6, &[1])),
             ("gpu", &["`gpu` is 2, expected 0 or 1"], |fake| change(fake, 5, &[2])),
             ("same role", &["the role", "one side listens"], |fake| change(fake, 0, &[0])),
