@@ -79,8 +79,25 @@ pub trait Network: Send + Sync + Debug {
         false
     }
 
+    /// Layout of the hosts' slots where there are device slots. Both sides come to the same. By default they
+    /// hold either side's device slot, and apart from it a control tail.
+    ///
+    /// # Errors
+    /// [`SlotConfigError`] when they are too large.
+    fn device_layout(
+        &self,
+        device: &DeviceSide,
+        num_frames: usize,
+    ) -> Result<SlotLayout, SlotConfigError> {
+        let most = device.own_slot_bytes.max(device.peer_slot_bytes);
+        let bytes = usize::try_from(most).unwrap_or(usize::MAX);
+        let slot_bytes = bytes.checked_next_multiple_of(CONTROL_BYTES).unwrap_or(usize::MAX);
+        let slot_bytes = slot_bytes.saturating_add(CONTROL_BYTES);
+        SlotLayout::new(SlotConfig { slot_bytes, num_frames })
+    }
+
     /// As [`open`](Self::open), with a slot that `device`'s kernels read. The layout is that of
-    /// [`device_layout`].
+    /// [`device_layout`](Self::device_layout).
     ///
     /// # Errors
     /// [`NetworkError`], also where the network cannot do it.
@@ -122,21 +139,6 @@ pub trait OpenSide: Send + Debug {
 fn no_device_slots(kind: TransportKind) -> NetworkError {
     let detail = "kernels cannot reach slots of this network: it needs a proxy".to_owned();
     NetworkError { network: kind.name().to_owned(), op: "open device slots", code: None, detail }
-}
-
-/// Layout of a slot that holds either side's device slot, and apart from it a control tail of the hosts.
-/// Both sides come to the same.
-///
-/// # Errors
-/// [`SlotConfigError`] when they are too large.
-pub fn device_layout(
-    device: &DeviceSide,
-    num_frames: usize,
-) -> Result<SlotLayout, SlotConfigError> {
-    let most = device.own_slot_bytes.max(device.peer_slot_bytes);
-    let bytes = usize::try_from(most).unwrap_or(usize::MAX);
-    let slot_bytes = bytes.checked_next_multiple_of(CONTROL_BYTES).unwrap_or(usize::MAX);
-    SlotLayout::new(SlotConfig { slot_bytes: slot_bytes.saturating_add(CONTROL_BYTES), num_frames })
 }
 
 /// One side of a pair, with device slots or without.

@@ -103,7 +103,7 @@ impl SlotLayout {
         if num_frames == 0 || num_frames > MAX_NUM_FRAMES {
             return Err(SlotConfigError::NumFrames { found: num_frames, max: MAX_NUM_FRAMES });
         }
-        let min = CONTROL_BYTES + num_frames * MIN_FRAME_BYTES;
+        let min = smallest_bytes(num_frames);
         if slot_bytes < min
             || slot_bytes > MAX_SLOT_BYTES
             || !slot_bytes.is_multiple_of(FRAME_ALIGN)
@@ -117,6 +117,14 @@ impl SlotLayout {
         }
         let frame_bytes = (slot_bytes - CONTROL_BYTES) / num_frames / FRAME_ALIGN * FRAME_ALIGN;
         Ok(Self { slot_bytes, num_frames, frame_bytes })
+    }
+
+    /// The smallest slot of so many frames, for pairs that use little but the control tail.
+    ///
+    /// # Errors
+    /// [`SlotConfigError::NumFrames`].
+    pub fn smallest(num_frames: usize) -> Result<Self, SlotConfigError> {
+        Self::new(SlotConfig { slot_bytes: smallest_bytes(num_frames), num_frames })
     }
 
     /// The configuration this layout was made from.
@@ -156,9 +164,26 @@ impl SlotLayout {
     }
 }
 
+const fn smallest_bytes(num_frames: usize) -> usize {
+    CONTROL_BYTES.saturating_add(num_frames.saturating_mul(MIN_FRAME_BYTES))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_slot_of_as_many_frames_is_smaller_than_the_smallest() {
+        for num_frames in 1..=MAX_NUM_FRAMES {
+            let SlotConfig { slot_bytes, .. } = SlotLayout::smallest(num_frames).unwrap().config();
+            let smaller = SlotConfig { slot_bytes: slot_bytes - FRAME_ALIGN, num_frames };
+            assert!(SlotLayout::new(smaller).is_err(), "{num_frames} frames");
+        }
+        for num_frames in [0, MAX_NUM_FRAMES + 1, usize::MAX] {
+            let error = SlotLayout::smallest(num_frames).unwrap_err();
+            assert!(matches!(error, SlotConfigError::NumFrames { .. }), "{error}");
+        }
+    }
 
     #[test]
     fn frames_and_control_words_do_not_overlap() {

@@ -30,8 +30,7 @@ use crate::channel::{Channel, ChannelError};
 use crate::endpoint::TransportKind;
 use crate::host::{HostIdentity, names};
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Opened, Route, SideDescription, device_layout,
-    network_of,
+    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Opened, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -278,7 +277,7 @@ async fn connect_once(
     let network = network_of(&welcome.offer, &config.networks);
     attempt.choose(&welcome.offer, network.is_some().then_some(&stream));
     let layout = match (network, &config.device) {
-        (Some(_), Some(side)) => device_layout(side, layout.num_frames())?,
+        (Some(network), Some(side)) => network.device_layout(side, layout.num_frames())?,
         _ => layout,
     };
     if welcome.side.bytes != layout.slot_bytes() as u64 {

@@ -36,8 +36,7 @@ use crate::channel::Channel;
 use crate::endpoint::TransportKind;
 use crate::host::HostIdentity;
 use crate::network::{
-    Joined, MAX_DETAIL_BYTES, Network, Offer, Opened, Route, SideDescription, device_layout,
-    network_of,
+    Joined, MAX_DETAIL_BYTES, Network, Offer, Opened, Route, SideDescription, network_of,
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
@@ -565,7 +564,7 @@ async fn open_first(
         };
         let (network, device) = (Arc::clone(network), shared.config.device.clone());
         let layout = match &device {
-            Some(side) => device_layout(side, shared.layout.num_frames()),
+            Some(side) => network.device_layout(side, shared.layout.num_frames()),
             None => Ok(shared.layout),
         };
         let open = |layout| {

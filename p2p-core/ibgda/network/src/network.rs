@@ -11,7 +11,8 @@ use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::network::{
     Joined, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
 };
-use p2p_core::{AnyEndpoint, SlotLayout, TransportKind};
+use p2p_core::slot::{SlotConfigError, SlotLayout};
+use p2p_core::{AnyEndpoint, TransportKind};
 
 use crate::detail::{Detail, HEAD_BYTES};
 use crate::endpoint::HostEndpoint;
@@ -90,6 +91,15 @@ impl Network for DeviceNetwork {
 
     fn carries_device_slots(&self) -> bool {
         true
+    }
+
+    /// Nothing of the hosts' slots is used but their ends.
+    fn device_layout(
+        &self,
+        _device: &DeviceSide,
+        num_frames: usize,
+    ) -> Result<SlotLayout, SlotConfigError> {
+        SlotLayout::smallest(num_frames)
     }
 
     fn open_device(

@@ -14,14 +14,15 @@ use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{
     Joined, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
-    device_layout,
 };
-use p2p_core::{PostError, TransportKind};
+use p2p_core::slot::CONTROL_BYTES;
+use p2p_core::{PostError, SlotLayout, TransportKind};
 use softnic::SoftNetwork;
 use softnic::format::Syndrome;
 
 const REQUEST_BYTES: u64 = 8192;
 const RESPONSE_BYTES: u64 = 4160;
+const NUM_FRAMES: usize = 2;
 const ROUTE: Route =
     Route { local: IpAddr::V4(Ipv4Addr::LOCALHOST), remote: IpAddr::V4(Ipv4Addr::LOCALHOST) };
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -59,10 +60,15 @@ fn sides() -> [DeviceSide; 2] {
     [side(RESPONSE_BYTES, REQUEST_BYTES), side(REQUEST_BYTES, RESPONSE_BYTES)]
 }
 
+/// Of the hosts' slots.
+fn host_layout(network: &DeviceNetwork, side: &DeviceSide) -> SlotLayout {
+    network.device_layout(side, NUM_FRAMES).expect("a layout")
+}
+
 fn open(networks: [&DeviceNetwork; 2]) -> [Box<dyn OpenSide>; 2] {
     let [client, server] = sides();
-    let layout = device_layout(&client, 2).expect("a layout");
-    assert_eq!(layout, device_layout(&server, 2).expect("a layout"));
+    let layout = host_layout(networks[0], &client);
+    assert_eq!(layout, host_layout(networks[1], &server));
     [(networks[0], &client), (networks[1], &server)]
         .map(|(network, side)| network.open_device(&layout, ROUTE, side).expect("a side"))
 }
@@ -122,6 +128,8 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
             pairs.iter().zip([[RESPONSE_BYTES, REQUEST_BYTES], [REQUEST_BYTES, RESPONSE_BYTES]])
         {
             assert_eq!(joined.endpoint.kind(), TransportKind::Ibgda);
+            // Whatever the size of device slots.
+            assert_eq!(joined.slot.len(), CONTROL_BYTES + NUM_FRAMES * 4096);
             assert_eq!((pair.own_bytes(), pair.peer_bytes()), (own, peer));
             let link = pair.link();
             assert_eq!(link.way, WAY_IBGDA);
@@ -220,7 +228,7 @@ fn slots_of_hosts_are_refused() {
     let _turn = turn();
     let network = network(config(QueuePath::Plain, 1));
     let [client, _] = sides();
-    let layout = device_layout(&client, 2).expect("a layout");
+    let layout = host_layout(&network, &client);
     let refused = network.open(&layout, ROUTE).expect_err("no slots of hosts");
     assert!(refused.to_string().contains("slots of GPUs"), "{refused}");
     let side = network.open_device(&layout, ROUTE, &client).expect("a side");
@@ -273,7 +281,7 @@ fn what_a_handshake_cannot_carry_is_refused() {
     let inner = SoftNetwork::open(softnic::NicConfig::default()).expect("a NIC in software");
     let network = DeviceNetwork::new(Arc::new(Wordy(inner)), nic(), config(QueuePath::Plain, 2));
     let [client, _] = sides();
-    let layout = device_layout(&client, 2).expect("a layout");
+    let layout = host_layout(&network, &client);
     let refused = network.open_device(&layout, ROUTE, &client).expect_err("no room");
     assert!(refused.to_string().contains("fewer queues"), "{refused}");
     assert_eq!(holdings(), before);
