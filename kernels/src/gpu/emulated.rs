@@ -170,6 +170,12 @@ impl Gpu {
         None
     }
 
+    /// As the processor does, whose memory it is.
+    #[allow(clippy::unused_self, clippy::unnecessary_wraps, reason = "as the driver's")]
+    pub(super) const fn orders_writes_of_nics(&self) -> Result<bool, GpuError> {
+        Ok(true)
+    }
+
     #[allow(clippy::unused_self, reason = "the driver's GPUs each have their own")]
     pub(super) fn free_bytes(&self) -> Result<u64, GpuError> {
         Ok(GPU_BYTES.saturating_sub(lock(&RANGES).values().map(|range| range.len).sum()))

@@ -290,6 +290,15 @@ impl Gpu {
         either!(&self.0, gpu => gpu.pci_address())
     }
 
+    /// Whether kernels of this GPU see what a NIC writes into the GPU's memory in the order in which it was
+    /// written. Where they do not, a flag there may be seen before what it announces.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn orders_writes_of_nics(&self) -> Result<bool, GpuError> {
+        either!(&self.0, gpu => gpu.orders_writes_of_nics())
+    }
+
     /// Free memory of this GPU, bytes.
     ///
     /// # Errors

@@ -80,6 +80,10 @@ impl Gpu {
         match *self {}
     }
 
+    pub(super) const fn orders_writes_of_nics(&self) -> Result<bool, GpuError> {
+        match *self {}
+    }
+
     pub(super) const fn free_bytes(&self) -> Result<u64, GpuError> {
         match *self {}
     }

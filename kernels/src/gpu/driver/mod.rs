@@ -8,8 +8,8 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{
-    self, CUdevice_attribute, CUfunction_attribute, CUmemLocation, CUmemLocationType,
-    CUpointer_attribute, CUresult,
+    self, CUGPUDirectRDMAWritesOrdering, CUdevice_attribute, CUfunction_attribute, CUmemLocation,
+    CUmemLocationType, CUpointer_attribute, CUresult,
 };
 use cudarc::driver::{DriverError, result};
 
@@ -114,6 +114,15 @@ impl Gpu {
         check("cuDeviceGetPCIBusId", result).ok()?;
         let text = std::ffi::CStr::from_bytes_until_nul(&text).ok()?.to_str().ok()?;
         Some(text.to_ascii_lowercase())
+    }
+
+    pub(super) fn orders_writes_of_nics(&self) -> Result<bool, GpuError> {
+        let which = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING;
+        // SAFETY: devices are never destroyed.
+        let order = unsafe { result::device::get_attribute(self.context.device, which) }
+            .map_err(|error| failed("cuDeviceGetAttribute", error))?;
+        let owner = CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER;
+        Ok(order >= owner as i32)
     }
 
     pub(super) fn free_bytes(&self) -> Result<u64, GpuError> {
