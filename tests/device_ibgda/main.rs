@@ -26,6 +26,7 @@ use switchyard_tests::inputs::printed_seed;
 
 use crate::rig::layers::{self, MANY};
 use crate::rig::{Request, Servers, Way, child};
+use crate::way::Place;
 
 #[test]
 fn layers_with_fp8_requests() {
@@ -42,8 +43,43 @@ fn layers_with_bf16_requests() {
 }
 
 #[test]
+fn layers_with_slots_in_the_memory_of_hosts() {
+    let _turn = turn();
+    way::place(Place::Host, Place::Host);
+    layers::layers(WireDtype::F8E4m3);
+    check_drivers();
+}
+
+/// Each side chooses for itself.
+#[test]
+fn layers_with_slots_of_one_side_only_in_a_gpus_memory() {
+    let _turn = turn();
+    way::place(Place::Host, Place::Auto);
+    layers::layers(WireDtype::Bf16);
+    way::place(Place::Auto, Place::Host);
+    layers::layers(WireDtype::F8E4m3);
+    check_drivers();
+}
+
+#[test]
+fn layers_with_nics_that_cannot_have_a_gpus_memory() {
+    let _turn = turn();
+    way::place(Place::Refused, Place::Refused);
+    layers::layers(WireDtype::F8E4m3);
+    check_drivers();
+}
+
+#[test]
 fn tokens_of_a_server_that_is_killed_go_to_a_replica() {
     let _turn = turn();
+    layers::after_a_death();
+    check_drivers();
+}
+
+#[test]
+fn tokens_of_a_server_that_is_killed_go_to_a_replica_with_slots_in_the_memory_of_hosts() {
+    let _turn = turn();
+    way::place(Place::Host, Place::Host);
     layers::after_a_death();
     check_drivers();
 }
@@ -117,10 +153,13 @@ fn nothing_is_left_of_clients_that_are_gone() {
     check_drivers();
 }
 
-/// A process has one NIC behind the libraries, whose queue pairs are counted.
+/// A process has one NIC behind the libraries, whose queue pairs are counted. Slots lie where the command has
+/// them, unless a test says otherwise.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    way::place(Place::Auto, Place::Auto);
+    turn
 }
 
 /// Queue pairs of this process's NIC.

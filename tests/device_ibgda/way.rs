@@ -1,10 +1,12 @@
 //! The way to servers under test: requests that kernels post by themselves, to NICs in software behind the
 //! calls of libibverbs and libmlx5. Hosts are joined by the NIC model as a transport.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ibgda::{Nic, NicConfig, QueueConfig, QueuePath};
-use ibgda_network::{DeviceConfig, DeviceNetwork};
+use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
+use kernels::abi::DevicePtr;
+use kernels::gpu::Gpu;
 use p2p_core::network::Network;
 use p2p_core::{TransportKind, Transports};
 use softnic::SoftNetwork;
@@ -14,6 +16,47 @@ use crate::rig::PATIENCE;
 /// Counts from here: the requests that the NIC of the process had executed before.
 #[derive(Debug, Clone, Copy)]
 pub struct Carrier(u64);
+
+/// Where slots lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// As the command has it.
+    Auto,
+    Host,
+    /// As the command has it, on a host whose NIC cannot have a GPU's memory.
+    Refused,
+}
+
+/// Where slots of servers lie that are started from now on, and those of this process.
+pub fn place(servers: Place, clients: Place) {
+    *PLACES.lock().unwrap_or_else(PoisonError::into_inner) = [servers, clients];
+}
+
+/// What servers are told of the way.
+pub fn variables() -> Vec<(&'static str, String)> {
+    let [servers, _] = *PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+    vec![(SLOTS, format!("{servers:?}"))]
+}
+
+/// Of this process.
+fn own_place() -> Place {
+    match std::env::var(SLOTS).as_deref() {
+        Ok("Auto") => Place::Auto,
+        Ok("Host") => Place::Host,
+        Ok("Refused") => Place::Refused,
+        Ok(other) => panic!("{SLOTS} is {other}"),
+        Err(_) => PLACES.lock().unwrap_or_else(PoisonError::into_inner)[1],
+    }
+}
+
+/// Memory that one GPU reaches and another does not is a GPU's.
+fn is_on_a_gpu(address: u64) -> bool {
+    let is_known = |ordinal| {
+        let gpu = Gpu::open_emulated(ordinal).expect("a GPU in software");
+        gpu.is_registered(DevicePtr(address))
+    };
+    is_known(0) != is_known(1)
+}
 
 /// The network under test, opened anew for every party.
 #[allow(clippy::unnecessary_wraps, reason = "other ways are not on every host")]
@@ -29,7 +72,10 @@ pub fn network() -> Option<Arc<dyn Network>> {
     };
     // Shallow, so that queues wrap and fill, and few, so that blocks share them.
     let queue = QueueConfig { path, depth: 128, ..QueueConfig::default() };
-    let config = DeviceConfig { num_queues: 3, queue, wait_limit: PATIENCE };
+    let place = own_place();
+    softnic_verbs::refuse_memory((place == Place::Refused).then_some(is_on_a_gpu));
+    let slots = if place == Place::Host { SlotPlace::Host } else { SlotPlace::Auto };
+    let config = DeviceConfig { num_queues: 3, queue, slots, wait_limit: PATIENCE };
     Some(Arc::new(DeviceNetwork::new(Arc::new(inner), nic, config)))
 }
 
@@ -47,3 +93,7 @@ pub fn num_carried(carrier: &Carrier) -> u64 {
 fn num_requests() -> u64 {
     softnic_verbs::nic().expect("a NIC").lock().num_requests()
 }
+
+/// Of servers and of this process.
+static PLACES: Mutex<[Place; 2]> = Mutex::new([Place::Auto; 2]);
+const SLOTS: &str = "SWITCHYARD_TEST_SLOTS";

@@ -404,6 +404,7 @@ pub mod child {
             let mut child = Command::new(std::env::current_exe().expect("this test"))
                 .args(["child_server", "--exact", "--nocapture"])
                 .env(SETTINGS, settings)
+                .envs(way::variables())
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()

@@ -41,6 +41,11 @@ pub fn network() -> Option<Arc<dyn Network>> {
     }
 }
 
+/// What servers are told of the way.
+pub const fn variables() -> [(&'static str, String); 0] {
+    []
+}
+
 /// The network alone, with what kernels need to reach it.
 pub fn reach(network: Arc<dyn Network>) -> (Transports, Carrier) {
     let kind = network.kind();

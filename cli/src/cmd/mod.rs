@@ -89,6 +89,11 @@ pub struct TransportArgs {
     #[cfg(feature = "verbs")]
     #[arg(long, env = "SWITCHYARD_VERBS_CONFIG", value_parser = verbs_config)]
     pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    /// Where slots of GPUs lie with ibgda: auto is the GPU's memory where the NIC can have it, and else
+    /// page-locked memory of the host; gpu and host are just that.
+    #[cfg(feature = "ibgda")]
+    #[arg(long, env = "SWITCHYARD_IBGDA_SLOTS", default_value_t, value_name = "auto|gpu|host")]
+    pub ibgda_slots: ibgda_network::SlotPlace,
 }
 
 #[cfg(feature = "verbs")]
@@ -106,7 +111,7 @@ impl TransportArgs {
             networks.verbs = config.clone();
         }
         #[cfg(feature = "ibgda")]
-        networks.others.push((TransportKind::Ibgda, ibgda_network::open));
+        networks.others.push((TransportKind::Ibgda, ibgda_network::opener(self.ibgda_slots)));
         networks
     }
 

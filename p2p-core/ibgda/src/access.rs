@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use thiserror::Error;
 
+use crate::gpu::GpuMemory;
+
 /// Whoever posts cannot reach memory, or there is none.
 #[derive(Debug, Error)]
 #[error("{what} ({bytes} bytes): {detail}")]
@@ -80,6 +82,11 @@ pub trait SharedMemory: Send + Sync + Debug {
 
     /// Address for this process, where its loads reach the memory.
     fn host(&self) -> Option<NonNull<u8>> {
+        None
+    }
+
+    /// As a GPU's buffer that begins with this memory, if a [`GpuAccess`](crate::GpuAccess) gave it.
+    fn gpu(&self) -> Option<&GpuMemory> {
         None
     }
 
@@ -187,6 +194,10 @@ impl SharedMemory for Part {
     fn host(&self) -> Option<NonNull<u8>> {
         // SAFETY: the part lies within the whole.
         self.whole.host().map(|host| unsafe { host.add(self.offset) })
+    }
+
+    fn gpu(&self) -> Option<&GpuMemory> {
+        self.whole.gpu().filter(|_| self.offset == 0)
     }
 
     fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {

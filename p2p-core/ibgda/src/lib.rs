@@ -29,7 +29,7 @@ pub mod queue;
 
 pub use access::{Access, HostAccess};
 pub use device::{Device, DeviceError, devices};
-pub use gpu::{GpuAccess, Place};
+pub use gpu::{GpuAccess, GpuMemory, Place};
 pub use library::{Libraries, LibraryError};
 pub use nic::{Nic, NicConfig, NicError};
 pub use peer::{LinkError, OpenPeer, Peer, PeerConfig, PeerError, ResetPeer, Waits};

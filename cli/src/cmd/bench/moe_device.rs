@@ -218,6 +218,8 @@ impl Bench<'_> {
             transport: self.wish.transport.transport.to_string(),
             #[cfg(feature = "verbs")]
             verbs_config: self.wish.transport.verbs_config.clone(),
+            #[cfg(feature = "ibgda")]
+            ibgda_slots: self.wish.transport.ibgda_slots.to_string(),
             num_blocks,
         }
     }

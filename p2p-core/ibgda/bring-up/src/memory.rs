@@ -79,45 +79,6 @@ impl Access for SlotAccess {
     }
 }
 
-/// The GPU posts: slots are its own, and queues lie in its memory or in the host's.
-#[derive(Debug)]
-pub(crate) struct PosterAccess {
-    gpu: GpuAccess,
-    /// The registers of a NIC in software are memory.
-    has_software_nic: bool,
-}
-
-impl PosterAccess {
-    pub(crate) fn new(gpu: Gpu, queues: Place, has_software_nic: bool) -> Self {
-        Self { gpu: GpuAccess::new(gpu, queues).with_slots(Place::Gpu), has_software_nic }
-    }
-}
-
-impl Access for PosterAccess {
-    fn space(&self) -> Space {
-        self.gpu.space()
-    }
-
-    fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
-        self.gpu.alloc(bytes)
-    }
-
-    fn slots(&self) -> Option<&dyn Access> {
-        self.gpu.slots()
-    }
-
-    unsafe fn map(
-        &self,
-        pages: NonNull<u8>,
-        bytes: usize,
-        kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
-        let kind = if self.has_software_nic { HostRange::Memory } else { kind };
-        // SAFETY: the caller keeps the pages mapped.
-        unsafe { self.gpu.map(pages, bytes, kind) }
-    }
-}
-
 /// A word of a slot, as it is now.
 pub(crate) fn load(slot: &dyn SharedMemory, offset: usize) -> Result<u64> {
     ensure!(offset.is_multiple_of(8) && offset + 8 <= slot.bytes(), "no word at {offset}");

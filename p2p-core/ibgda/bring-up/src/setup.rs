@@ -7,15 +7,15 @@ use anyhow::{Error, Result, anyhow};
 use ibgda::nic::{LinkLayer, NicError, RegisteredBy, Rights};
 use ibgda::probe::{Check, State, probe, probe_files};
 use ibgda::{
-    Access, Libraries, Nic, NicConfig, OpenPeer, Peer, PeerConfig, PeerError, Place, QueueConfig,
-    QueueError, QueuePath,
+    Access, GpuAccess, Libraries, Nic, NicConfig, OpenPeer, Peer, PeerConfig, PeerError, Place,
+    QueueConfig, QueueError, QueuePath,
 };
 use kernels::gpu::Gpu;
 use softnic_driver::Driver;
 
 use crate::args::{Options, QueueMemory};
 use crate::exchange::{Channel, Hello};
-use crate::memory::{PosterAccess, SLOT_BYTES, SlotAccess};
+use crate::memory::{SLOT_BYTES, SlotAccess};
 use crate::post::Poster;
 use crate::report::{Failure, Reporter, whole_text};
 use crate::stage::Stage;
@@ -217,7 +217,8 @@ impl<'a> Setup<'a> {
             QueueMemory::Host => (Place::Host, "host memory"),
             QueueMemory::Gpu => (Place::Gpu, "the GPU's memory"),
         };
-        let access = PosterAccess::new(gpu.clone(), queues, options.software_nic);
+        let access = GpuAccess::new(gpu.clone(), queues).with_slots(Place::Gpu);
+        let access = if options.software_nic { access.with_software_nic() } else { access };
         let path = QueuePath::from(options.path);
         let queue = QueueConfig { path, depth: options.depth, ..QueueConfig::default() };
         Fused { nic: Arc::clone(nic), gpu, access: Arc::new(access), queue, place }

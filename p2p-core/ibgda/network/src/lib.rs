@@ -12,16 +12,17 @@
 //! | [`network`] | the network: both sides opened, described, joined |
 //! | [`mod@open`] | the network by the name of a device, and what this host lacks for it |
 //! | [`detail`] | what sides say of themselves, as bytes |
-//! | [`memory`] | slots that kernels, the host and the NIC reach |
+//! | [`place`] | where slots of kernels lie: the GPU's memory, or the host's |
 //! | [`life`] | the host's queue, by which peers see that this side is at work |
 
 pub mod detail;
 mod endpoint;
 pub mod life;
-pub mod memory;
 pub mod network;
 pub mod open;
+pub mod place;
 mod slots;
 
 pub use network::{DeviceConfig, DeviceNetwork};
-pub use open::open;
+pub use open::{open, opener};
+pub use place::SlotPlace;

@@ -3,9 +3,10 @@
 use std::fmt::Display;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use ibgda::{Access, Nic, OpenPeer, PeerConfig, QueueConfig};
+use ibgda::{Nic, OpenPeer, PeerConfig, QueueConfig};
 use kernels::gpu::Gpu;
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::network::{
@@ -17,7 +18,7 @@ use p2p_core::{AnyEndpoint, TransportKind};
 use crate::detail::{Detail, HEAD_BYTES};
 use crate::endpoint::HostEndpoint;
 use crate::life::{OpenLife, Target};
-use crate::memory::{SlotAccess, SlotMemory};
+use crate::place::{self, SlotPlace};
 use crate::slots::Slots;
 
 /// Queues of a peer and how kernels wait for them.
@@ -27,6 +28,8 @@ pub struct DeviceConfig {
     pub num_queues: usize,
     /// Every one of them.
     pub queue: QueueConfig,
+    /// Where the slots of this side lie; the peer's may lie elsewhere.
+    pub slots: SlotPlace,
     /// Longest single wait of a kernel for a queue, above 0: how long a dead NIC holds it up, once. A NIC
     /// gives up a peer that does not acknowledge by itself, see [`QueueConfig::ack_timeout`].
     pub wait_limit: Duration,
@@ -35,7 +38,8 @@ pub struct DeviceConfig {
 impl Default for DeviceConfig {
     fn default() -> Self {
         let queue = QueueConfig::default();
-        Self { num_queues: DEFAULT_QUEUES, queue, wait_limit: WAIT_LIMIT }
+        let slots = SlotPlace::Auto;
+        Self { num_queues: DEFAULT_QUEUES, queue, slots, wait_limit: WAIT_LIMIT }
     }
 }
 
@@ -46,6 +50,8 @@ pub struct DeviceNetwork {
     nic: Arc<Nic>,
     config: DeviceConfig,
     flavour: String,
+    /// Whether it was said where slots lie.
+    is_place_told: AtomicBool,
 }
 
 impl DeviceNetwork {
@@ -57,7 +63,7 @@ impl DeviceNetwork {
             "" => inner.kind().name().to_owned(),
             flavour => format!("{}:{flavour}", inner.kind().name()),
         };
-        Self { inner, nic, config, flavour }
+        Self { inner, nic, config, flavour, is_place_told: AtomicBool::new(false) }
     }
 
     /// The NIC that kernels post to.
@@ -122,12 +128,9 @@ impl Network for DeviceNetwork {
             own_slot_bytes: slot_bytes(device.own_slot_bytes)?,
             peer_slot_bytes: slot_bytes(device.peer_slot_bytes)?,
         };
-        let access = Arc::new(SlotAccess::new(&device.gpu));
-        let shared: Arc<dyn Access> = Arc::clone(&access) as Arc<dyn Access>;
-        let peer = OpenPeer::open(&self.nic, &shared, config)
+        let (slots, is_told) = (self.config.slots, &self.is_place_told);
+        let peer = place::open(&self.nic, &device.gpu, config, slots, is_told)
             .map_err(|error| failed(&name, "open queues of kernels", error))?;
-        let own = access.own_slot();
-        let own = own.ok_or_else(|| failed(&name, "open slots", "there is no own slot"))?;
         let life = OpenLife::open(&self.nic, &self.config.queue)
             .map_err(|error| failed(&name, "open the host's queue", error))?;
         let inner = self.inner.open(layout, route)?;
@@ -137,7 +140,7 @@ impl Network for DeviceNetwork {
         description.detail =
             detail.encode().map_err(|error| failed(&name, "describe queues", error))?;
         let (wait_limit, device) = (self.config.wait_limit, device.clone());
-        Ok(Box::new(Side { life, peer, own, inner, description, device, wait_limit, name }))
+        Ok(Box::new(Side { life, peer, inner, description, device, wait_limit, name }))
     }
 }
 
@@ -146,7 +149,6 @@ impl Network for DeviceNetwork {
 struct Side {
     life: OpenLife,
     peer: OpenPeer,
-    own: Arc<SlotMemory>,
     inner: Box<dyn OpenSide>,
     description: SideDescription,
     device: DeviceSide,
@@ -167,13 +169,14 @@ impl OpenSide for Side {
         self: Box<Self>,
         theirs: &SideDescription,
     ) -> Result<(Joined, DevicePair), NetworkError> {
-        let Self { life, peer, own, inner, description: _, device, wait_limit, name } = *self;
+        let Self { life, peer, inner, description: _, device, wait_limit, name } = *self;
         let detail = Detail::decode(&theirs.detail)
             .map_err(|error| failed(&name, "read the peer's detail", error))?;
         let peer = peer
             .join(detail.peer)
             .map_err(|error| failed(&name, "join queues of kernels", error))?;
-        // What stands for the own slot begins with it: see `SlotAccess`.
+        let own = peer.slot().gpu().cloned();
+        let own = own.ok_or_else(|| failed(&name, "find the own slot", "it is no GPU's"))?;
         let (found, expected) = (own.buffer().ptr().0, peer.slot().address());
         if found != expected {
             let detail = format!("it is at {found:#x}, the NIC has it at {expected:#x}");

@@ -6,20 +6,30 @@ use ibgda::probe::{Report, State, probe};
 use ibgda::{Libraries, Nic, NicConfig};
 use p2p_core::TransportKind;
 use p2p_core::network::{Network, NetworkError};
-use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
+use p2p_core::transports::{OpenNetworks, OpenOther, TransportSpec, Wish};
 
 use crate::network::{DeviceConfig, DeviceNetwork};
+use crate::place::SlotPlace;
+
+/// [`open`] with slots at a place, for [`OpenNetworks::others`].
+#[must_use]
+pub fn opener(slots: SlotPlace) -> OpenOther {
+    match slots {
+        SlotPlace::Auto => |port, networks| open(port, networks, SlotPlace::Auto),
+        SlotPlace::Gpu => |port, networks| open(port, networks, SlotPlace::Gpu),
+        SlotPlace::Host => |port, networks| open(port, networks, SlotPlace::Host),
+    }
+}
 
 /// Opens a port, named as `mlx5_0` or `mlx5_0:1`, or the first port of the first mlx5 device. The hosts are
 /// joined by verbs of the same port where this build has them, else by libfabric.
-///
-/// For [`OpenNetworks::others`].
 ///
 /// # Errors
 /// [`NetworkError`], which says what this host lacks.
 pub fn open(
     port: Option<&str>,
     networks: &mut OpenNetworks,
+    slots: SlotPlace,
 ) -> Result<Vec<Arc<dyn Network>>, NetworkError> {
     let network = port.map_or_else(|| "ibgda".to_owned(), |port| format!("ibgda {port}"));
     let failed = |op, detail| NetworkError { network: network.clone(), op, code: None, detail };
@@ -32,7 +42,8 @@ pub fn open(
         .open(&TransportSpec::List(vec![wish]))
         .map_err(|error| failed("join hosts", error.to_string()))?;
     let above = |inner: Arc<dyn Network>| {
-        let network = DeviceNetwork::new(inner, Arc::clone(&nic), DeviceConfig::default());
+        let config = DeviceConfig { slots, ..DeviceConfig::default() };
+        let network = DeviceNetwork::new(inner, Arc::clone(&nic), config);
         Arc::new(network) as Arc<dyn Network>
     };
     Ok(hosts.networks.into_iter().map(above).collect())
@@ -108,7 +119,8 @@ mod tests {
     fn a_host_without_a_device_is_told_what_it_lacks() {
         let name = "no_such_nic";
         let mut networks = OpenNetworks::default();
-        let error = open(Some(name), &mut networks).expect_err("there is no such device");
+        let error = open(Some(name), &mut networks, SlotPlace::Auto);
+        let error = error.expect_err("there is no such device");
         assert_eq!((error.network.as_str(), error.op), ("ibgda no_such_nic", "open"));
         for check in probe().checks.iter().filter(|check| check.state == State::Missing) {
             assert!(error.detail.contains(check.name), "{}: {}", check.name, error.detail);

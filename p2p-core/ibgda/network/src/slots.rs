@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ibgda::{Peer, Waits};
+use ibgda::{GpuMemory, Peer, Waits};
 use kernels::abi::{DevicePtr, Link};
 use kernels::gpu::GpuBuffer;
 use p2p_core::PostError;
@@ -10,7 +10,6 @@ use p2p_core::bootstrap::{KernelWaits, RemoteSlots};
 
 use crate::endpoint::HostHealth;
 use crate::life::Life;
-use crate::memory::SlotMemory;
 
 /// Fields go in order: queues before the memory that the NIC reads and writes for them.
 #[derive(Debug)]
@@ -20,7 +19,7 @@ pub(crate) struct Slots {
     link: Link,
     host: HostHealth,
     waits: Arc<GpuBuffer>,
-    own: Arc<SlotMemory>,
+    own: GpuMemory,
 }
 
 impl Slots {
@@ -31,7 +30,7 @@ impl Slots {
         life: Life,
         host: HostHealth,
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
-        own: Arc<SlotMemory>,
+        own: GpuMemory,
     ) -> Result<Self, ibgda::LinkError> {
         // What failed is told by the queue's own state.
         let error = DevicePtr::NULL;

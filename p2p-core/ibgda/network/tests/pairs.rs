@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use ibgda::{Nic, NicConfig, QueueConfig, QueuePath};
 use ibgda_network::detail::{Detail, HEAD_BYTES};
-use ibgda_network::{DeviceConfig, DeviceNetwork};
-use kernels::abi::WAY_IBGDA;
+use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
+use kernels::abi::{DevicePtr, WAY_IBGDA};
 use kernels::gpu::Gpu;
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::endpoint::Endpoint;
@@ -30,7 +30,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// A process has one NIC behind the libraries, whose registrations are counted.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    // Whatever the test before has come to.
+    softnic_verbs::refuse_memory(None);
+    turn
 }
 
 fn nic() -> Arc<Nic> {
@@ -47,7 +50,21 @@ fn network(config: DeviceConfig) -> DeviceNetwork {
 
 fn config(path: QueuePath, num_queues: usize) -> DeviceConfig {
     let queue = QueueConfig { path, depth: 128, ..QueueConfig::default() };
-    DeviceConfig { num_queues, queue, wait_limit: PATIENCE }
+    DeviceConfig { num_queues, queue, slots: SlotPlace::Gpu, wait_limit: PATIENCE }
+}
+
+/// Both sides' networks, with slots at these places.
+fn networks(path: QueuePath, num_queues: usize, places: [SlotPlace; 2]) -> [DeviceNetwork; 2] {
+    places.map(|slots| network(DeviceConfig { slots, ..config(path, num_queues) }))
+}
+
+/// Memory that one GPU reaches and another does not is a GPU's.
+fn is_on_a_gpu(address: u64) -> bool {
+    let is_known = |ordinal| {
+        let gpu = Gpu::open_emulated(ordinal).expect("a GPU in software");
+        gpu.is_registered(DevicePtr(address))
+    };
+    is_known(0) != is_known(1)
 }
 
 /// What client and server bring.
@@ -82,10 +99,12 @@ fn join(networks: [&DeviceNetwork; 2]) -> [(Joined, DevicePair); 2] {
     ]
 }
 
-/// Queue pairs and registrations of the NIC that kernels post to.
-fn holdings() -> (Vec<u32>, usize) {
+/// Queue pairs and registrations of the NIC that kernels post to, and free memory of GPUs, which registered
+/// pages of hosts count against as well.
+fn holdings() -> (Vec<u32>, usize, u64) {
     let nic = softnic_verbs::nic().expect("a NIC").lock();
-    (nic.queue_pairs(), nic.num_registrations())
+    let gpu = Gpu::open_emulated(0).expect("a GPU in software");
+    (nic.queue_pairs(), nic.num_registrations(), gpu.free_bytes().expect("software"))
 }
 
 fn own_word(pair: &DevicePair, offset: u64) -> u64 {
@@ -111,9 +130,15 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
         let _nic = nic();
         holdings()
     };
-    for (path, num_queues) in [(QueuePath::Plain, 3), (QueuePath::Devx, 1), (QueuePath::Plain, 64)]
-    {
-        let networks = [network(config(path, num_queues)), network(config(path, num_queues))];
+    let (gpu, host) = (SlotPlace::Gpu, SlotPlace::Host);
+    for (path, num_queues, places) in [
+        (QueuePath::Plain, 3, [gpu, gpu]),
+        (QueuePath::Devx, 1, [gpu, host]),
+        (QueuePath::Devx, 2, [host, gpu]),
+        (QueuePath::Plain, 3, [host, host]),
+        (QueuePath::Plain, 64, [SlotPlace::Auto, SlotPlace::Auto]),
+    ] {
+        let networks = networks(path, num_queues, places);
         for network in &networks {
             assert_eq!(network.kind(), TransportKind::Ibgda);
             assert!(network.flavour().starts_with("softnic:"), "{}", network.flavour());
@@ -124,8 +149,10 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
         let pairs = join([&networks[0], &networks[1]]);
         // Those of the kernels, and the host's, at both ends.
         assert_eq!(holdings().0.len(), before.0.len() + 2 * (num_queues + 1));
-        for ((joined, pair), [own, peer]) in
-            pairs.iter().zip([[RESPONSE_BYTES, REQUEST_BYTES], [REQUEST_BYTES, RESPONSE_BYTES]])
+        for (((joined, pair), [own, peer]), place) in pairs
+            .iter()
+            .zip([[RESPONSE_BYTES, REQUEST_BYTES], [REQUEST_BYTES, RESPONSE_BYTES]])
+            .zip(places)
         {
             assert_eq!(joined.endpoint.kind(), TransportKind::Ibgda);
             // Whatever the size of device slots.
@@ -135,6 +162,14 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
             assert_eq!(link.way, WAY_IBGDA);
             assert!(link.window.0.is_multiple_of(64) && link.context != 0);
             assert!(pair.own().0.is_multiple_of(64) && pair.own_memory().len() >= own);
+            // Auto finds that the NIC can have a GPU's memory, which this process has no address of.
+            let is_in_gpu = place != SlotPlace::Host;
+            assert_eq!(pair.own_memory().host().is_none(), is_in_gpu, "{place}");
+            for slot in [pair.own(), link.window] {
+                assert_eq!(is_on_a_gpu(slot.0), is_in_gpu, "{place}");
+            }
+            // Queues are read by libmlx5, too.
+            assert!(!is_on_a_gpu(link.context), "{place}");
             let remote = pair.as_remote().expect("a way");
             remote.health().expect("in service");
         }
@@ -177,9 +212,66 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
 }
 
 #[test]
+fn slots_lie_in_the_memory_of_the_host_where_the_nic_cannot_have_a_gpus() {
+    let _turn = turn();
+    let (auto, gpu, host) = (SlotPlace::Auto, SlotPlace::Gpu, SlotPlace::Host);
+    let networks = networks(QueuePath::Plain, 2, [auto, host]);
+    let strict = network(DeviceConfig { slots: gpu, ..config(QueuePath::Plain, 2) });
+    let before = holdings();
+    softnic_verbs::refuse_memory(Some(is_on_a_gpu));
+    // More than once, though it is told once.
+    for _ in 0..2 {
+        let pairs = join([&networks[0], &networks[1]]);
+        for (_, pair) in &pairs {
+            assert!(pair.own_memory().host().is_some());
+            assert!(!is_on_a_gpu(pair.own().0) && !is_on_a_gpu(pair.link().window.0));
+        }
+        for (from, to) in [(0, 1), (1, 0)] {
+            pairs[from].1.as_remote().expect("a way").show_life(8).expect("in service");
+            until("a sign of life", || own_word(&pairs[to].1, 8) > 0);
+        }
+        drop(pairs);
+        assert_eq!(holdings(), before);
+    }
+    // Who wants nothing else is told why not.
+    let [client, _] = sides();
+    let layout = host_layout(&strict, &client);
+    let refused = strict.open_device(&layout, ROUTE, &client).expect_err("no memory of a GPU");
+    softnic_verbs::refuse_memory(None);
+    for part in ["softnic_0", "GPU memory", "nvidia_peermem"] {
+        assert!(refused.to_string().contains(part), "{part}: {refused}");
+    }
+    assert_eq!(holdings(), before);
+    // As soon as it can have it, it has it.
+    let pairs = join([&networks[0], &strict]);
+    assert!(pairs.iter().all(|(_, pair)| is_on_a_gpu(pair.own().0)));
+    drop(pairs);
+    assert_eq!(holdings(), before);
+}
+
+/// A GPU's memory that is used up is not what another place of slots is for.
+#[test]
+fn slots_that_a_gpu_has_no_room_for_are_refused() {
+    let _turn = turn();
+    let network = network(DeviceConfig { slots: SlotPlace::Auto, ..config(QueuePath::Plain, 1) });
+    let before = holdings();
+    let [client, _] = sides();
+    let layout = host_layout(&network, &client);
+    let large = DeviceSide { own_slot_bytes: 1 << 62, ..client };
+    let refused = network.open_device(&layout, ROUTE, &large).expect_err("no room");
+    assert!(refused.to_string().contains("memory of GPU 0"), "{refused}");
+    assert_eq!(holdings(), before);
+}
+
+#[test]
 fn a_failed_queue_is_told_from_then_on() {
     let _turn = turn();
-    let networks = [network(config(QueuePath::Plain, 2)), network(config(QueuePath::Plain, 2))];
+    failed_queue([SlotPlace::Gpu, SlotPlace::Gpu]);
+    failed_queue([SlotPlace::Host, SlotPlace::Host]);
+}
+
+fn failed_queue(places: [SlotPlace; 2]) {
+    let networks = networks(QueuePath::Plain, 2, places);
     let known = holdings().0;
     let pairs = join([&networks[0], &networks[1]]);
     let new: Vec<u32> = holdings().0.into_iter().filter(|qpn| !known.contains(qpn)).collect();

@@ -69,6 +69,12 @@ pub fn fail(qpn: u32, nth: u64, syndrome: Syndrome) -> io::Result<()> {
     inject(Fault::Fail { qpn, nth, syndrome })
 }
 
+/// Registers no memory at addresses of which `is_refused` says so, as a system that cannot have a GPU's
+/// pages. `None` registers all again.
+pub fn refuse_memory(is_refused: Option<IsRefused>) {
+    *REFUSED.lock().unwrap_or_else(PoisonError::into_inner) = is_refused;
+}
+
 fn inject(fault: Fault) -> io::Result<()> {
     let device = device().ok_or_else(io::Error::last_os_error)?;
     device.nic.lock().inject(fault).map_err(io::Error::other)
@@ -95,6 +101,11 @@ impl Made {
         self.next_id
     }
 }
+
+/// Whether memory at an address is refused.
+pub type IsRefused = fn(u64) -> bool;
+
+static REFUSED: Mutex<Option<IsRefused>> = Mutex::new(None);
 
 static DEVICE_STATE: OnceLock<io::Result<Device>> = OnceLock::new();
 
@@ -136,6 +147,10 @@ impl Device {
         bytes: usize,
         is_for_peers: bool,
     ) -> Result<Keys, c_int> {
+        let is_refused = *REFUSED.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_refused.is_some_and(|is_refused| is_refused(address.addr() as u64)) {
+            return Err(libc::EFAULT);
+        }
         // SAFETY: the caller keeps the memory.
         let view = unsafe { borrow(address, bytes) }.ok_or(libc::EINVAL)?;
         if !is_for_peers {

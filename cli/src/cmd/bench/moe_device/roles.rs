@@ -37,6 +37,8 @@ pub(super) struct Part {
     pub transport: String,
     #[cfg(feature = "verbs")]
     pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    #[cfg(feature = "ibgda")]
+    pub ibgda_slots: String,
     /// Thread blocks of the long kernels; 0 leaves it to them.
     pub num_blocks: u32,
 }
@@ -115,6 +117,8 @@ impl Part {
             transport,
             #[cfg(feature = "verbs")]
             verbs_config: self.verbs_config.clone(),
+            #[cfg(feature = "ibgda")]
+            ibgda_slots: self.ibgda_slots.parse()?,
         };
         args.open_for_device()
     }

@@ -1,0 +1,191 @@
+//! Where slots of kernels lie: in the GPU's memory, which is where they belong, or in page-locked memory of
+//! the host, through PCIe.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ibgda::{Access, GpuAccess, Nic, NicError, OpenPeer, PeerConfig, PeerError, Place};
+use kernels::gpu::{DeviceName, Gpu, GpuError};
+use thiserror::Error;
+
+/// Where own slots and mirrors lie. Each side chooses for itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SlotPlace {
+    /// The GPU's memory, or the host's where the NIC cannot have it, which is logged.
+    #[default]
+    Auto,
+    /// The GPU's memory, or an error.
+    Gpu,
+    /// Page-locked memory of the host.
+    Host,
+}
+
+impl SlotPlace {
+    /// Name, as [`FromStr`] reads it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Gpu => "gpu",
+            Self::Host => "host",
+        }
+    }
+}
+
+impl fmt::Display for SlotPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A text that names no place.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("`{found}` is no place of slots: expected auto, gpu or host")]
+pub struct ParsePlaceError {
+    /// What was found.
+    pub found: String,
+}
+
+impl FromStr for SlotPlace {
+    type Err = ParsePlaceError;
+
+    fn from_str(text: &str) -> Result<Self, ParsePlaceError> {
+        let places = [Self::Auto, Self::Gpu, Self::Host];
+        let found = places.into_iter().find(|place| place.name() == text);
+        found.ok_or_else(|| ParsePlaceError { found: text.to_owned() })
+    }
+}
+
+/// Queues and slots cannot be made.
+#[derive(Debug, Error)]
+pub(crate) enum PlaceError {
+    #[error("{0}")]
+    Peer(#[from] PeerError),
+    #[error("whether {gpu} keeps the order of a NIC's writes: {source}")]
+    Gpu { gpu: DeviceName, source: GpuError },
+    /// Flags could be seen before what they announce.
+    #[error(
+        "kernels of {gpu} do not see what a NIC writes into its memory in order \
+         (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING): its slots can lie in the host's memory only"
+    )]
+    Order { gpu: DeviceName },
+}
+
+impl PlaceError {
+    /// Whether slots in the host's memory would be none the worse for it.
+    const fn is_of_place(&self) -> bool {
+        matches!(self, Self::Order { .. } | Self::Peer(PeerError::Nic(NicError::GpuMemory { .. })))
+    }
+}
+
+/// Makes queues and slots, and tells once for a network where these lie, and why if not in the GPU's memory.
+pub(crate) fn open(
+    nic: &Arc<Nic>,
+    gpu: &Gpu,
+    config: PeerConfig,
+    wish: SlotPlace,
+    is_told: &AtomicBool,
+) -> Result<OpenPeer, PlaceError> {
+    open_in_order((nic, gpu), config, wish, is_told, || check_order(gpu))
+}
+
+/// `order` says whether kernels see the NIC's writes in order.
+fn open_in_order(
+    (nic, gpu): (&Arc<Nic>, &Gpu),
+    config: PeerConfig,
+    wish: SlotPlace,
+    is_told: &AtomicBool,
+    order: impl FnOnce() -> Result<(), PlaceError>,
+) -> Result<OpenPeer, PlaceError> {
+    let at = |place| Ok(OpenPeer::open(nic, &access(gpu, place), config)?);
+    let in_gpu = || order().and_then(|()| at(Place::Gpu));
+    let is_first = || !is_told.swap(true, Ordering::Relaxed);
+    let (device, name) = (nic.name(), gpu.name());
+    match wish {
+        SlotPlace::Host => at(Place::Host),
+        SlotPlace::Gpu => in_gpu(),
+        SlotPlace::Auto => match in_gpu() {
+            Err(error) if error.is_of_place() => {
+                if is_first() {
+                    tracing::warn!(nic = device, gpu = %name, %error, "slots lie in page-locked memory of the host, not in the GPU's");
+                }
+                at(Place::Host)
+            }
+            opened => {
+                if opened.is_ok() && is_first() {
+                    tracing::info!(nic = device, gpu = %name, "slots lie in the GPU's memory");
+                }
+                opened
+            }
+        },
+    }
+}
+
+fn check_order(gpu: &Gpu) -> Result<(), PlaceError> {
+    match gpu.orders_writes_of_nics() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(PlaceError::Order { gpu: gpu.name() }),
+        Err(source) => Err(PlaceError::Gpu { gpu: gpu.name(), source }),
+    }
+}
+
+/// Queues are in the host's memory wherever slots lie: libibverbs makes them there.
+fn access(gpu: &Gpu, slots: Place) -> Arc<dyn Access> {
+    let access = GpuAccess::new(gpu.clone(), Place::Host).with_slots(slots);
+    Arc::new(match gpu.name() {
+        DeviceName::Cuda(_) => access,
+        // No other NIC is beside a GPU in software.
+        DeviceName::Emulated(_) => access.with_software_nic(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use ibgda::{NicConfig, QueueConfig};
+
+    use super::*;
+
+    #[test]
+    fn a_gpu_that_sees_writes_out_of_order_has_its_slots_in_the_memory_of_the_host() {
+        let libraries = softnic_verbs::libraries().unwrap();
+        let config = NicConfig { gid_idx: Some(0), ..NicConfig::default() };
+        let nic = Nic::open(&libraries, &config).unwrap();
+        let gpu = Gpu::open_emulated(0).unwrap();
+        let queue = QueueConfig { depth: 128, ..QueueConfig::default() };
+        let (own_slot_bytes, peer_slot_bytes) = (4096, 4096);
+        let config = PeerConfig { peer: 0, num_queues: 1, queue, own_slot_bytes, peer_slot_bytes };
+        let open = |wish, is_in_order: bool| {
+            let order = || {
+                if is_in_order { Ok(()) } else { Err(PlaceError::Order { gpu: gpu.name() }) }
+            };
+            let free_bytes = gpu.free_bytes().unwrap();
+            let is_told = AtomicBool::new(false);
+            let opened = open_in_order((&nic, &gpu), config, wish, &is_told, order)?;
+            // A GPU's memory comes by pieces.
+            let is_in_gpu = free_bytes - gpu.free_bytes().unwrap() >= 2 << 20;
+            drop(opened);
+            assert_eq!(gpu.free_bytes().unwrap(), free_bytes);
+            Ok::<_, PlaceError>(is_in_gpu)
+        };
+        assert!(open(SlotPlace::Auto, true).unwrap());
+        assert!(open(SlotPlace::Gpu, true).unwrap());
+        assert!(!open(SlotPlace::Auto, false).unwrap());
+        assert!(!open(SlotPlace::Host, false).unwrap());
+        let text = open(SlotPlace::Gpu, false).unwrap_err().to_string();
+        for part in ["emulated:0", "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING", "host's"]
+        {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+
+    #[test]
+    fn places_are_read_by_their_names() {
+        for place in [SlotPlace::Auto, SlotPlace::Gpu, SlotPlace::Host] {
+            assert_eq!(place.to_string().parse(), Ok(place));
+        }
+        let error = "GPU".parse::<SlotPlace>().unwrap_err();
+        assert_eq!(error.to_string(), "`GPU` is no place of slots: expected auto, gpu or host");
+    }
+}
