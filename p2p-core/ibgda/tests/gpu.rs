@@ -30,12 +30,18 @@ fn gpu(ordinal: u32) -> Gpu {
 #[test]
 fn memory_is_aligned_zeroed_and_told_apart_by_place() {
     let _turn = turn();
+    let free_bytes = gpu(0).free_bytes().unwrap();
     for (place, is_on_gpu) in [(Place::Gpu, true), (Place::Host, false)] {
         let access = GpuAccess::new(gpu(0), place);
         for bytes in [1, 64, 4096, 65_536, (2 << 20) - 64, (2 << 20) + 64] {
             let memory = access.alloc(bytes).unwrap();
             assert_eq!((memory.bytes(), memory.is_on_gpu()), (bytes, is_on_gpu));
             assert!(memory.address() != 0 && memory.address().is_multiple_of(ALIGN_BYTES));
+            // Threads of this process have no address of what is the GPU's.
+            assert_eq!(memory.host().is_none(), is_on_gpu);
+            let shared = memory.gpu().unwrap().clone();
+            assert_eq!((shared.place(), shared.buffer().ptr().0), (place, memory.address()));
+            assert!(shared.buffer().len() >= bytes as u64);
             // There is no descriptor of host memory, nor of a GPU's without a driver.
             assert!(memory.dma_buf().is_none());
             let mut found = vec![0xff; bytes];
@@ -48,8 +54,13 @@ fn memory_is_aligned_zeroed_and_told_apart_by_place() {
             memory.read(0, &mut found).unwrap();
             assert_eq!(found[bytes - 1], 7);
             assert!(found[..bytes - 1].iter().all(|byte| *byte == 0));
+            // It stays as long as anybody has it.
+            drop(memory);
+            shared.read(bytes - 1, &mut found[..1]).unwrap();
+            assert_eq!(found[0], 7);
         }
     }
+    assert_eq!(gpu(0).free_bytes().unwrap(), free_bytes);
 }
 
 #[test]
