@@ -74,6 +74,12 @@ impl TransportKind {
     pub const fn is_network(self) -> bool {
         !matches!(self, Self::Local | Self::Shm | Self::Staged)
     }
+
+    /// Whether it joins slots of GPUs only.
+    #[must_use]
+    pub const fn needs_device(self) -> bool {
+        matches!(self, Self::Ibgda)
+    }
 }
 
 /// An operation could not be posted.

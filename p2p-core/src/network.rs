@@ -226,8 +226,12 @@ impl std::fmt::Display for Offer {
 }
 
 /// What a side with these settings offers, the best first: `kinds` in their order, and of each network
-/// kind every network there is.
-pub(crate) fn offers(kinds: &[TransportKind], networks: &[Arc<dyn Network>]) -> Vec<Offer> {
+/// kind every network there is. Without device slots, not what joins nothing else.
+pub(crate) fn offers(
+    kinds: &[TransportKind],
+    networks: &[Arc<dyn Network>],
+    has_device: bool,
+) -> Vec<Offer> {
     let mut offers = Vec::with_capacity(kinds.len());
     let is_usable = |network: &&Arc<dyn Network>| {
         let flavour = network.flavour();
@@ -238,7 +242,7 @@ pub(crate) fn offers(kinds: &[TransportKind], networks: &[Arc<dyn Network>]) -> 
         }
         is_usable
     };
-    for kind in kinds {
+    for kind in kinds.iter().filter(|kind| has_device || !kind.needs_device()) {
         if kind.is_network() {
             let of_kind = networks.iter().filter(|network| network.kind() == *kind);
             let of_kind = of_kind.filter(is_usable);

@@ -229,6 +229,8 @@ fn flavour() -> io::Result<String> {
     let namespace = std::fs::read_link("/proc/self/ns/pid")?;
     let namespace = namespace.to_string_lossy();
     let number = namespace.trim_start_matches("pid:[").trim_end_matches(']');
+    // Short, because a network above it adds to it.
+    let number = number.parse::<u64>().map_or_else(|_| number.to_owned(), |n| format!("{n:x}"));
     Ok(format!("{}-{number}", boot.chars().take(8).collect::<String>()))
 }
 

@@ -41,7 +41,7 @@ impl<'a> Attempt<'a> {
         Self {
             name,
             fallback: config.fallback.clone(),
-            all: offers(&config.transports, &config.networks),
+            all: offers(&config.transports, &config.networks, config.device.is_some()),
             left_out: Vec::new(),
             chosen: None,
             failed: Vec::new(),

@@ -71,7 +71,7 @@ pub(super) fn choose_transports(
     hello: &Hello,
 ) -> Result<Vec<Offer>, Reject> {
     let obstacle = host.obstacle_to_sharing(&hello.host);
-    let mut here = offers(&config.transports, &config.networks);
+    let mut here = offers(&config.transports, &config.networks, config.device.is_some());
     if config.device.is_some() {
         // Descriptors of GPU memory go where those of shared memory go; networks need help.
         here.retain(|offer| {

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use ibgda::nic::LinkLayer;
 use ibgda::{Nic, OpenPeer, PeerConfig, QueueConfig};
 use kernels::gpu::Gpu;
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::network::{
-    Joined, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
+    Joined, MAX_DETAIL_BYTES, Network, NetworkError, Offer, OpenSide, Route, SideDescription,
 };
 use p2p_core::slot::{SlotConfigError, SlotLayout};
 use p2p_core::{AnyEndpoint, TransportKind};
@@ -58,12 +59,10 @@ impl DeviceNetwork {
     /// Kernels post on queues of `nic`. `inner` joins the hosts, best by the same port.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, nic: Arc<Nic>, config: DeviceConfig) -> Self {
-        // Both sides need the same underneath.
-        let flavour = match inner.flavour() {
-            "" => inner.kind().name().to_owned(),
-            flavour => format!("{}:{flavour}", inner.kind().name()),
-        };
-        Self { inner, nic, config, flavour, is_place_told: AtomicBool::new(false) }
+        let is_place_told = AtomicBool::new(false);
+        let mut network = Self { inner, nic, config, flavour: String::new(), is_place_told };
+        network.flavour = flavour(network.nic.port().link, config.num_queues, &network.hosts());
+        network
     }
 
     /// The NIC that kernels post to.
@@ -73,7 +72,12 @@ impl DeviceNetwork {
     }
 
     fn name(&self) -> String {
-        format!("ibgda {} beside {}", self.nic.name(), self.flavour)
+        format!("ibgda {} beside {}", self.nic.name(), self.hosts())
+    }
+
+    /// What joins the hosts.
+    fn hosts(&self) -> Offer {
+        Offer { kind: self.inner.kind(), flavour: self.inner.flavour().to_owned() }
     }
 }
 
@@ -87,7 +91,7 @@ impl Network for DeviceNetwork {
     }
 
     fn open(&self, _layout: &SlotLayout, _route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
-        let detail = format!("it is for slots of GPUs: give a GPU, or use {}", self.flavour);
+        let detail = format!("it is for slots of GPUs: give a GPU, or use {}", self.hosts());
         Err(failed(&self.name(), "open", detail))
     }
 
@@ -198,6 +202,16 @@ impl OpenSide for Side {
     }
 }
 
+/// What both sides need alike, as in `ethx8:verbs:roce2`: link layer, number of queues, and what joins the
+/// hosts. In docs/wire-format.md.
+fn flavour(link: LinkLayer, num_queues: usize, hosts: &Offer) -> String {
+    let link = match link {
+        LinkLayer::InfiniBand => "ib",
+        LinkLayer::Ethernet => "eth",
+    };
+    format!("{link}x{num_queues}:{hosts}")
+}
+
 /// Memory for the word that ends waits.
 fn wait_word(gpu: &Gpu, name: &str) -> Result<Arc<kernels::gpu::GpuBuffer>, NetworkError> {
     let memory = gpu.alloc_host(PAGE_BYTES);
@@ -222,3 +236,26 @@ const _: () = assert!(
     HEAD_BYTES + 2 * ibgda::peer::DESCRIPTION_BYTES + 4 * (DEFAULT_QUEUES + 1)
         <= MAX_DETAIL_BYTES / 4
 );
+
+#[cfg(test)]
+mod tests {
+    use p2p_core::network::MAX_FLAVOUR_BYTES;
+
+    use super::*;
+
+    #[test]
+    fn flavours_name_link_queues_and_hosts_and_fit_an_offer() {
+        let hosts = |kind, flavour: &str| Offer { kind, flavour: flavour.to_owned() };
+        let of = |link, num_queues, hosts: &Offer| flavour(link, num_queues, hosts);
+        let verbs = hosts(TransportKind::Verbs, "roce2");
+        assert_eq!(of(LinkLayer::Ethernet, 8, &verbs), "ethx8:verbs:roce2");
+        assert_eq!(of(LinkLayer::InfiniBand, 16, &verbs), "ibx16:verbs:roce2");
+        let plain = hosts(TransportKind::SoftNic, "");
+        assert_eq!(of(LinkLayer::Ethernet, 1, &plain), "ethx1:softnic");
+        // The longest names that are in use.
+        for name in ["verbs;ofi_rxm", "tcp;ofi_rxm", "sockets"] {
+            let longest = of(LinkLayer::Ethernet, 64, &hosts(TransportKind::Libfabric, name));
+            assert!(longest.len() <= MAX_FLAVOUR_BYTES, "{longest}");
+        }
+    }
+}

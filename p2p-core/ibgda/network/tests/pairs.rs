@@ -141,7 +141,8 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
         let networks = networks(path, num_queues, places);
         for network in &networks {
             assert_eq!(network.kind(), TransportKind::Ibgda);
-            assert!(network.flavour().starts_with("softnic:"), "{}", network.flavour());
+            let begin = format!("ethx{num_queues}:softnic:");
+            assert!(network.flavour().starts_with(&begin), "{}", network.flavour());
             assert!(network.flavour().len() <= p2p_core::network::MAX_FLAVOUR_BYTES);
             assert!(network.carries_device_slots());
             assert_eq!(network.rdma_device(), Some("softnic_0"));
