@@ -132,6 +132,73 @@ fn layers_one_of_whose_queues_fails_are_complete_nevertheless() {
 }
 
 #[test]
+fn a_client_whose_nic_acknowledges_nothing_holds_up_nobody() {
+    let _turn = turn();
+    let mut rng = StdRng::seed_from_u64(printed_seed());
+    let Some(mut servers) = Servers::start(1, 1, WireDtype::Bf16) else { return };
+    let (mut right, mut direct) = (servers.caller(Way::Network), servers.caller(Way::Memory));
+    let known = servers.order(0, "queues");
+    let mut silent = servers.caller(Way::Network);
+    let mut request = || Request::random(&mut rng, &servers.model, 7);
+    for client in [&mut right, &mut silent] {
+        let request = request();
+        assert!(client.forward(&request).0 == direct.forward(&request).0);
+    }
+    // A frame whose answers are never acknowledged, and one behind it. The bound of a wait for the former is
+    // PATIENCE here, so that it cannot be missed.
+    let requests = [(); 2].map(|()| request());
+    let more: Vec<_> = (0..20).map(|_| request()).collect();
+    let its_own = but_for(&servers.order(0, "queues"), &known);
+    servers.order(0, &format!("stall {its_own}"));
+    let sent = requests.each_ref().map(|request| silent.send(request));
+    let begin = Instant::now();
+    for request in &more {
+        let (found, timing) = right.forward(request);
+        assert!(found == direct.forward(request).0, "other than over direct stores");
+        assert_eq!(timing.failovers, 0);
+    }
+    let elapsed = begin.elapsed();
+    assert!(elapsed < rig::PATIENCE / 2, "20 calls took {elapsed:?}");
+    assert_eq!((right.num_connects(), right.num_failovers("transport")), (1, 0.0));
+    drop((sent, silent));
+    let limit = Instant::now() + rig::PATIENCE;
+    while servers.order(0, "queues") != known {
+        assert!(Instant::now() < limit, "its queues are not given back");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    right.nothing_lost();
+    check_drivers();
+}
+
+#[test]
+fn a_client_whose_nic_is_given_up_is_dropped_and_comes_again() {
+    let _turn = turn();
+    let mut rng = StdRng::seed_from_u64(printed_seed());
+    let Some(mut servers) = Servers::start(1, 1, WireDtype::F8E4m3) else { return };
+    let (mut right, mut direct) = (servers.caller(Way::Network), servers.caller(Way::Memory));
+    let known = servers.order(0, "queues");
+    let mut client = servers.caller(Way::Network);
+    client.wait_for(&servers, 1);
+    let its_own = but_for(&servers.order(0, "queues"), &known);
+    servers.order(0, &format!("fail {its_own}"));
+    // Its answers get nowhere. Nothing comes behind them, and nevertheless the server notices.
+    for client in [&mut client, &mut right] {
+        let request = Request::random(&mut rng, &servers.model, MANY);
+        let (found, _) = client.forward(&request);
+        assert!(found == direct.forward(&request).0, "other than over direct stores");
+    }
+    assert_eq!((client.num_connects(), right.num_connects()), (2, 1));
+    client.nothing_lost();
+    check_drivers();
+}
+
+/// Those of `all` that are not in `known`.
+fn but_for(all: &str, known: &str) -> String {
+    let known: Vec<_> = known.split(' ').collect();
+    all.split(' ').filter(|word| !known.contains(word)).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
 fn nothing_is_left_of_clients_that_are_gone() {
     let _turn = turn();
     let mut rng = StdRng::seed_from_u64(printed_seed());

@@ -10,6 +10,7 @@ use kernels::gpu::Gpu;
 use p2p_core::network::Network;
 use p2p_core::{TransportKind, Transports};
 use softnic::SoftNetwork;
+use softnic::format::Syndrome;
 
 use crate::rig::PATIENCE;
 
@@ -92,6 +93,22 @@ pub fn num_carried(carrier: &Carrier) -> u64 {
 
 fn num_requests() -> u64 {
     softnic_verbs::nic().expect("a NIC").lock().num_requests()
+}
+
+/// Does something to the NIC of this process: `queues` says which queue pairs there are, `stall` and `fail`
+/// are for those named behind it. A failed one says that the peer acknowledged nothing.
+pub fn obey(order: &str) -> String {
+    let (what, whom) = order.split_once(' ').unwrap_or((order, ""));
+    for qpn in whom.split_whitespace().map(|qpn| qpn.parse().expect("a queue pair")) {
+        let done = match what {
+            "stall" => softnic_verbs::stall(qpn),
+            "fail" => softnic_verbs::fail(qpn, 0, Syndrome::RetryExceeded),
+            _ => panic!("`{order}` is no order"),
+        };
+        done.expect("a queue pair");
+    }
+    let known = softnic_verbs::nic().expect("a NIC").lock().queue_pairs();
+    known.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
 }
 
 /// Of servers and of this process.

@@ -7,6 +7,7 @@
 //! `SWITCHYARD_TEST_TRANSPORT`, a NIC in software by the name `softnic`, or with the feature `verbs` and
 //! that name RDMA.
 
+#[allow(dead_code, reason = "some of it is for requests that kernels post themselves")]
 mod rig;
 #[path = "../src/skip.rs"]
 mod skip;

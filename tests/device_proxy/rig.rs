@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::device::DevicePending;
+use attention_client::device::{DeviceHandle, DevicePending};
 use attention_client::{
     ClientModel, DeviceClient, DeviceError, DeviceInput, DeviceOptions, LayerTiming, MoeClient,
 };
@@ -195,6 +195,11 @@ impl Servers {
         self.servers[server].as_ref().expect("a server").signal(signal);
     }
 
+    /// What the network under test says to an order, in the server's process.
+    pub fn order(&mut self, server: usize, order: &str) -> String {
+        self.servers[server].as_mut().expect("a server").order(order)
+    }
+
     /// A client that reaches all of them one way.
     pub fn caller(&self, way: Way) -> Caller {
         self.try_caller(way).expect("servers")
@@ -303,6 +308,16 @@ impl Caller {
         self.gpu.write(to, 0, bytemuck::cast_slice(values), soon()).expect("write");
     }
 
+    /// Sends a request whose answer nobody waits for.
+    pub fn send(&mut self, request: &Request) -> DeviceHandle {
+        let input = self.load(request);
+        // SAFETY: the tensors have these sizes and live as long as the client; they are loaded anew once the
+        // stream has sent what they held.
+        let sent = unsafe { self.client.dispatch(&self.stream, request.layer, &input) };
+        self.stream.wait(soon()).expect("sent");
+        sent.expect("dispatch")
+    }
+
     pub fn begin(&mut self, request: &Request) -> DevicePending {
         let input = self.load(request);
         // SAFETY: the tensors have these sizes, outlive the call and are used for nothing else.
@@ -386,14 +401,15 @@ impl Caller {
 pub mod child {
     //! A server in a process of its own.
 
-    use std::io::{BufRead, BufReader, Write};
-    use std::process::{Child, Command, Stdio};
+    use std::io::{BufRead, BufReader, Lines, Write, stdin};
+    use std::process::{Child, ChildStdout, Command, Stdio};
 
     use super::*;
 
     /// Kills its process when dropped.
     pub struct Server {
         child: Child,
+        said: Lines<BufReader<ChildStdout>>,
         pub addr: String,
     }
 
@@ -409,13 +425,14 @@ pub mod child {
                 .stdout(Stdio::piped())
                 .spawn()
                 .expect("a child");
-            let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
-            let mut addrs = lines.map_while(Result::ok).filter_map(|line| {
-                let at = line.find(MARK)?;
-                Some(line[at + MARK.len()..].trim().to_owned())
-            });
-            let addr = addrs.next().expect("the child's address");
-            Self { child, addr }
+            let mut said = BufReader::new(child.stdout.take().expect("piped")).lines();
+            let addr = answer(&mut said);
+            Self { child, said, addr }
+        }
+
+        pub fn order(&mut self, order: &str) -> String {
+            writeln!(self.child.stdin.as_mut().expect("piped"), "{order}").expect("a child");
+            answer(&mut self.said)
         }
 
         pub fn signal(&self, signal: Signal) {
@@ -432,6 +449,14 @@ pub mod child {
             let _ = self.child.kill();
             let _ = self.child.wait();
         }
+    }
+
+    fn answer(said: &mut Lines<BufReader<ChildStdout>>) -> String {
+        let mut answers = said.map_while(Result::ok).filter_map(|line| {
+            let at = line.find(MARK)?;
+            Some(line[at + MARK.len()..].trim().to_owned())
+        });
+        answers.next().expect("the child's answer")
     }
 
     pub fn run() {
@@ -461,13 +486,18 @@ pub mod child {
             .build()
             .expect("runtime");
         let server = runtime.block_on(ExpertServer::start(config, |_| {})).expect("server");
-        println!("\n{MARK}{}", server.data_addr());
-        let _ = std::io::stdout().flush();
+        let say = |text: &str| {
+            println!("\n{MARK}{text}");
+            let _ = std::io::stdout().flush();
+        };
+        say(&server.data_addr().to_string());
         // Until the test goes.
-        let _ = std::io::stdin().read_line(&mut String::new());
+        for order in stdin().lines().map_while(Result::ok) {
+            say(&way::obey(&order));
+        }
         runtime.block_on(server.shutdown());
     }
 
     const SETTINGS: &str = "SWITCHYARD_CHILD_SERVER";
-    const MARK: &str = "child server at ";
+    const MARK: &str = "child server says ";
 }

@@ -61,3 +61,8 @@ pub fn reach(network: Arc<dyn Network>) -> (Transports, Carrier) {
 pub fn num_carried(proxy: &Carrier) -> u64 {
     proxy.stats().iter().map(|thread| thread.commands).sum()
 }
+
+/// Nothing can be done to the network.
+pub fn obey(order: &str) -> String {
+    panic!("`{order}` is no order")
+}

@@ -171,6 +171,19 @@ SY_DEVICE_COLD inline void quiet(const sy_link& link) {
             return;
 }
 
+// Of find_busy: a quiet would return at once.
+constexpr uint32_t kNoneBusy = 0xffffffffu;
+
+// The first queue from `first` on of which not all is complete, or kNoneBusy. Whoever asks again and again
+// begins with that one.
+SY_DEVICE_COLD inline uint32_t find_busy(const sy_link& link, uint32_t first) {
+    const sy_ibgda_peer& peer = peer_of(link);
+    for (uint32_t i = first; i < peer.num_qps; ++i)
+        if (!mlx5::is_quiet<kScope>(peer.qps[i], peer.bound))
+            return i;
+    return kNoneBusy;
+}
+
 SY_DEVICE_COLD inline bool has_failed(const sy_link& link) {
     const sy_ibgda_peer& peer = peer_of(link);
     for (uint32_t i = 0; i < peer.num_qps; ++i) {

@@ -197,6 +197,25 @@ template <uint32_t kWays> __device__ __forceinline__ void await_reuse(const sy_l
         ibgda::quiet(link);
 }
 
+// Whether is_reusable must be asked: of direct stores nothing is read later, and the proxy can tell by a wait
+// only, which is await_rest.
+template <uint32_t kWays> __device__ __forceinline__ bool tells_reuse(const sy_link& link) {
+    return !is_direct<kWays>(link) && link.way != SY_WAY_PROXY;
+}
+
+// Whether await_reuse would return at once, for whoever can do something else meanwhile. `busy` begins as 0
+// and is for the next call.
+__device__ __forceinline__ bool is_reusable(const sy_link& link, uint32_t& busy) {
+    busy = ibgda::find_busy(link, busy);
+    return busy == ibgda::kNoneBusy;
+}
+
+// What is left of await_reuse where tells_reuse says no, or is_reusable has said yes.
+template <uint32_t kWays> __device__ __forceinline__ void await_rest(const sy_link& link) {
+    if (!is_direct<kWays>(link) && link.way == SY_WAY_PROXY)
+        by_proxy::quiet(link);
+}
+
 // Whether the way to the peer is out of service. Some ways say what failed in an error word; a wait that
 // ends for it says so in its own. Costs a look at the completions, so waits ask now and then.
 template <uint32_t kWays> __device__ __forceinline__ bool has_failed(const sy_link& link) {

@@ -58,6 +58,9 @@ struct RecvShared {
     uint32_t group_sums[SY_MAX_EXPERTS / 32]; // entries of 32 experts each, or of as many threads
     uint8_t row_used[kRowsSmall]; // whether the row has an entry
     uint2 staged[kStagedEntries]; // row and weight, by position
+    // Of kernels for any way, and last, so that the others are laid out as without them.
+    uint32_t quiet; // clients whose answers may be stored, as a mask
+    uint32_t has_chosen; // a batch
 };
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -127,8 +130,8 @@ __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
                                            const sy_client_peer& client, uint64_t number,
                                            uint32_t num_rows) {
     const sy_frame_geometry& geometry = params.geometry;
-    // Answers will be stored over those to an earlier frame, which a NIC may still have to read.
-    comm::await_reuse<kWays>(client.response);
+    // Answers will be stored over those to an earlier frame: see watch_ways.
+    comm::await_rest<kWays>(client.response);
     comm::add_relaxed<kWays>(client.response, geometry.response_control_offset + SY_WORD_PROGRESS,
                              1);
     if (num_rows == 0)
@@ -150,8 +153,39 @@ struct Arrivals {
     bool is_dead;
 };
 
+// Between two looks at completions, which may lie in the host's memory.
+constexpr uint32_t kLookPauseNs = 200;
+
+// Looks which clients' ways are quiet, until all are or the batch is chosen. One warp, a lane per client.
+// NOTES: answers are stored over those to an earlier frame, which a NIC may still have to read. A client whose
+// NIC acknowledges nothing would hold up everybody's batch for as long as such a wait lasts, and could come
+// again: so its frame counts as one that has not come. By a warp of its own, since whoever polls for headers
+// has no registers left for such calls, nor time.
+template <uint32_t kWays>
+__device__ __forceinline__ void watch_ways(RecvShared& shared,
+                                           const sy_expert_recv_params& params) {
+    const uint32_t client_idx = threadIdx.x & 31;
+    const sy_link& link = shared.clients[client_idx].response;
+    bool is_quiet = client_idx >= params.num_clients || !comm::tells_reuse<kWays>(link);
+    uint32_t busy = 0;
+    for (;;) {
+        if (!is_quiet)
+            is_quiet = comm::is_reusable(link, busy);
+        const uint32_t quiet = __ballot_sync(kFullWarp, is_quiet);
+        if (client_idx == 0)
+            ptx::st_release_cta_shared(&shared.quiet, quiet);
+        // Lanes may see it one after the other, and leave together.
+        const bool is_over = ptx::ld_acquire_cta_shared(&shared.has_chosen) != 0;
+        if (quiet == kFullWarp || __any_sync(kFullWarp, is_over))
+            return;
+        __nanosleep(kLookPauseNs);
+    }
+}
+
 // Waits until `wanted` clients, and everybody whom `gather` tells to wait for, have a header or are known
 // to be dead. One warp, a lane per client.
+// Frames of clients whose way is not quiet have not come yet: see watch_ways.
+template <uint32_t kWays>
 __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
                                                   const sy_expert_recv_params& params,
                                                   sy_gather gather, uint32_t wanted) {
@@ -174,9 +208,12 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
     const FrameAt frame =
         frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
     uint64_t start_ns = 0, first_ns = 0, begin_ns = 0;
+    bool can_answer = !is_client || !comm::tells_reuse<kWays>(shared.clients[client_idx].response);
     for (uint32_t num_polls = 1;; ++num_polls) {
         const bool was_ready = seen.num_rows != kRowsUnknown;
-        if (is_client && !was_ready)
+        if (!can_answer)
+            can_answer = (ptx::ld_acquire_cta_shared(&shared.quiet) >> client_idx & 1) != 0;
+        if (is_client && !was_ready && can_answer)
             seen.num_rows = accepted_rows(frame);
         const bool is_ready = seen.num_rows != kRowsUnknown;
         if (is_ready && !was_ready)

@@ -411,9 +411,11 @@ __device__ __forceinline__ void find_batch(RecvShared& shared, const sy_expert_r
                                            uint64_t gather) {
     const uint32_t wanted = min(params.min_ready, params.num_clients);
     const sy_gather whom = {static_cast<uint32_t>(gather), static_cast<uint32_t>(gather >> 32)};
-    const Arrivals seen = await_headers(shared, params, whom, wanted);
+    const Arrivals seen = await_headers<kWays>(shared, params, whom, wanted);
     choose_batch<kWays>(shared, params, seen, wanted);
     __syncwarp();
+    if (kWays != comm::kDirectOnly && threadIdx.x == 0)
+        ptx::st_release_cta_shared(&shared.has_chosen, 1);
     number_rows(shared, params);
 }
 
@@ -454,6 +456,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         shared.row_code[thread_idx] = shared.bad_code[thread_idx] = 0;
     if (thread_idx == 0)
         shared.any_bad = 0, shared.inverse_top_k = inverse_of(params.geometry.top_k);
+    if (kWays != comm::kDirectOnly && thread_idx == 0)
+        shared.quiet = shared.has_chosen = 0;
     layout::TableCopy<sy_client_peer, kRecvThreads, SY_MAX_PEERS> clients;
     clients.load(params.clients, params.num_clients);
     clients.store(shared.clients, params.num_clients);
@@ -463,6 +467,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     if (rank == 0) {
         if (warp_idx == 0)
             find_batch<kWays>(shared, params, gather);
+        else if (kWays != comm::kDirectOnly && warp_idx == 1)
+            watch_ways<kWays>(shared, params);
         __syncthreads();
         // One warp's release is the block's, after its barrier.
         if (warp_idx == kRecvThreads / 32 - 1)

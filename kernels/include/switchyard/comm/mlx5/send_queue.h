@@ -224,4 +224,15 @@ template <Scope kScope> SY_DEVICE Status quiet(const sy_mlx5_qp& qp, const sy_ml
     return error != 0 ? report_error(qp, bound, error) : SY_MLX5_OK;
 }
 
+// Whether a quiet would return at once, with nothing to say but that all is well.
+template <Scope kScope> SY_DEVICE bool is_quiet(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound) {
+    const uint64_t end = ld_acquire<Scope::kGpu>(&state_of(qp).published);
+    const bool is_done =
+        ld_acquire<Scope::kGpu>(&state_of(qp).completed) >= end || poll<kScope>(qp) >= end;
+    const uint64_t error = queue_error(qp);
+    if (error != 0)
+        report_error(qp, bound, error);
+    return is_done && error == 0;
+}
+
 } // namespace switchyard::comm::mlx5
