@@ -136,10 +136,33 @@ pub enum OpenError {
     },
 }
 
-/// Opens the networks behind a wish, whose [`Wish::device`] this is. What they need beside them comes from
-/// what the process has open.
-pub type OpenOther =
-    fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>;
+/// How to open networks of another crate.
+#[derive(Clone)]
+pub struct OpenOther(Arc<OpenWish>);
+
+type OpenWish = dyn Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
+    + Send
+    + Sync;
+
+impl OpenOther {
+    /// `open` opens the networks behind a wish, whose [`Wish::device`] it is given. What they need beside
+    /// them comes from what the process has open.
+    #[must_use]
+    pub fn new(
+        open: impl Fn(Option<&str>, &mut OpenNetworks) -> Result<Vec<Arc<dyn Network>>, NetworkError>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        Self(Arc::new(open))
+    }
+}
+
+impl fmt::Debug for OpenOther {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OpenOther").finish_non_exhaustive()
+    }
+}
 
 /// The networks that a process has open, so that each is opened once whoever asks for it.
 #[derive(Debug, Default)]
@@ -208,9 +231,9 @@ impl OpenNetworks {
         if let Some((_, networks)) = self.open.iter().find(|(known, _)| known == wish) {
             return Ok(networks.clone());
         }
-        let other = self.others.iter().find(|(kind, _)| *kind == wish.kind).copied();
+        let other = self.others.iter().find(|(kind, _)| *kind == wish.kind).cloned();
         let opened = match other {
-            Some((_, open)) => Some(open(wish.device.as_deref(), self)),
+            Some((_, OpenOther(open))) => Some(open(wish.device.as_deref(), self)),
             None => self.open_network(wish),
         };
         let opened = opened.ok_or_else(|| OpenError::NotBuilt { wish: wish.clone() })?;
@@ -299,11 +322,22 @@ const CHOICES: [TransportKind; 6] = [
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
+    use crate::network::{OpenSide, Route};
+    use crate::slot::SlotLayout;
 
     #[test]
     fn lists_are_read_or_refused() {
-        for text in ["auto", "shm", "shm,verbs", "verbs:mlx5_0,libfabric:tcp;ofi_rxm,staged"] {
+        for text in [
+            "auto",
+            "shm",
+            "shm,verbs",
+            "verbs:mlx5_0,libfabric:tcp;ofi_rxm,staged",
+            "ibgda",
+            "shm,ibgda:mlx5_0:1,verbs",
+        ] {
             let spec: TransportSpec = text.parse().unwrap();
             assert_eq!(spec.to_string(), text);
         }
@@ -315,11 +349,72 @@ mod tests {
             ("verbs:", "verbs:"),
             ("auto,shm", "auto"),
             ("cuda_ipc", "cuda_ipc"),
+            ("ibgda:", "ibgda:"),
+            ("shm,IBGDA", "IBGDA"),
         ] {
             let error = text.parse::<TransportSpec>().unwrap_err();
             assert_eq!(error.found, found);
-            assert!(error.to_string().contains("local, shm, staged, verbs, libfabric"), "{error}");
+            let expected = "local, shm, staged, verbs, libfabric, ibgda";
+            assert!(error.to_string().contains(expected), "{error}");
         }
+    }
+
+    /// Nobody opens a side of it.
+    #[derive(Debug)]
+    struct Stub(String);
+
+    impl Network for Stub {
+        fn kind(&self) -> TransportKind {
+            TransportKind::Ibgda
+        }
+
+        fn flavour(&self) -> &str {
+            &self.0
+        }
+
+        fn open(&self, _: &SlotLayout, _: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
+            Err(missing("open a side"))
+        }
+    }
+
+    fn missing(op: &'static str) -> NetworkError {
+        NetworkError { network: "stub".to_owned(), op, code: None, detail: "not here".to_owned() }
+    }
+
+    #[test]
+    fn networks_of_other_crates_are_opened_once_for_each_wish_by_what_was_given() {
+        let (opened, prefix) = (Arc::new(AtomicUsize::new(0)), "of");
+        let counted = Arc::clone(&opened);
+        let open = move |device: Option<&str>, networks: &mut OpenNetworks| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            // What is underneath comes from the same place.
+            let under = networks.open(&"shm".parse().unwrap()).unwrap();
+            assert_eq!(under.kinds, [TransportKind::Shm]);
+            match device {
+                Some("nonesuch") => Err(missing("open")),
+                device => Ok(vec![Arc::new(Stub(format!("{prefix}-{}", device.unwrap_or("any"))))
+                    as Arc<dyn Network>]),
+            }
+        };
+        let mut networks = OpenNetworks::default();
+        // This build does not know it by itself.
+        let spec = "shm,ibgda:mlx5_0:1,ibgda".parse().unwrap();
+        assert!(matches!(networks.open(&spec), Err(OpenError::NotBuilt { .. })));
+        networks.others.push((TransportKind::Ibgda, OpenOther::new(open)));
+        for _ in 0..2 {
+            let found = networks.open(&spec).unwrap();
+            assert_eq!(found.kinds, [TransportKind::Shm, TransportKind::Ibgda]);
+            let flavours: Vec<_> = found.networks.iter().map(|network| network.flavour()).collect();
+            assert_eq!(flavours, ["of-mlx5_0:1", "of-any"]);
+        }
+        assert_eq!(opened.load(Ordering::Relaxed), 2);
+        let refused = networks.open(&"ibgda:nonesuch".parse().unwrap()).unwrap_err().to_string();
+        for part in ["transport ibgda:nonesuch: stub: open failed: not here", "ibgda:mlx5_0:1"] {
+            assert!(refused.contains(part), "{refused}");
+        }
+        // `auto` never asks.
+        networks.open(&TransportSpec::Auto).unwrap();
+        assert_eq!(opened.load(Ordering::Relaxed), 3);
     }
 
     #[test]

@@ -89,11 +89,75 @@ pub struct TransportArgs {
     #[cfg(feature = "verbs")]
     #[arg(long, env = "SWITCHYARD_VERBS_CONFIG", value_parser = verbs_config)]
     pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    #[cfg(feature = "ibgda")]
+    #[command(flatten)]
+    pub ibgda: IbgdaArgs,
+}
+
+/// How kernels use their queues to a peer, with the transport ibgda.
+#[cfg(feature = "ibgda")]
+#[derive(Debug, Clone, Copy, clap::Args, serde::Serialize, serde::Deserialize)]
+pub struct IbgdaArgs {
     /// Where slots of GPUs lie with ibgda: auto is the GPU's memory where the NIC can have it, and else
     /// page-locked memory of the host; gpu and host are just that.
-    #[cfg(feature = "ibgda")]
     #[arg(long, env = "SWITCHYARD_IBGDA_SLOTS", default_value_t, value_name = "auto|gpu|host")]
+    #[serde(with = "slot_place")]
     pub ibgda_slots: ibgda_network::SlotPlace,
+    /// With ibgda: queues to each peer that kernels post on, from 1 to 64. Both sides need the same number.
+    #[arg(
+        long,
+        env = "SWITCHYARD_IBGDA_QUEUES",
+        default_value_t = Self::default().ibgda_queues,
+        value_parser = clap::value_parser!(u8).range(1..=64)
+    )]
+    pub ibgda_queues: u8,
+    /// With ibgda: longest single wait of a kernel for a queue, in milliseconds. Then the peer counts as gone.
+    #[arg(
+        long,
+        env = "SWITCHYARD_IBGDA_WAIT_LIMIT_MS",
+        default_value_t = Self::default().ibgda_wait_limit_ms,
+        value_parser = clap::value_parser!(u64).range(1..=60_000)
+    )]
+    pub ibgda_wait_limit_ms: u64,
+}
+
+#[cfg(feature = "ibgda")]
+impl Default for IbgdaArgs {
+    fn default() -> Self {
+        let ibgda_network::DeviceConfig { num_queues, wait_limit, slots, .. } = Default::default();
+        Self {
+            ibgda_slots: slots,
+            ibgda_queues: u8::try_from(num_queues).unwrap_or(u8::MAX),
+            ibgda_wait_limit_ms: wait_limit.as_millis() as u64,
+        }
+    }
+}
+
+#[cfg(feature = "ibgda")]
+impl IbgdaArgs {
+    fn config(self) -> ibgda_network::DeviceConfig {
+        ibgda_network::DeviceConfig {
+            slots: self.ibgda_slots,
+            num_queues: self.ibgda_queues.into(),
+            wait_limit: std::time::Duration::from_millis(self.ibgda_wait_limit_ms),
+            ..Default::default()
+        }
+    }
+}
+
+/// A place by its name.
+#[cfg(feature = "ibgda")]
+mod slot_place {
+    use ibgda_network::SlotPlace;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(place: &SlotPlace, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(place.name())
+    }
+
+    pub(super) fn deserialize<'a, D: Deserializer<'a>>(from: D) -> Result<SlotPlace, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
 }
 
 #[cfg(feature = "verbs")]
@@ -111,7 +175,13 @@ impl TransportArgs {
             networks.verbs = config.clone();
         }
         #[cfg(feature = "ibgda")]
-        networks.others.push((TransportKind::Ibgda, ibgda_network::opener(self.ibgda_slots)));
+        {
+            use p2p_core::transports::OpenOther;
+            let config = self.ibgda.config();
+            let open =
+                OpenOther::new(move |port, networks| ibgda_network::open(port, networks, config));
+            networks.others.push((TransportKind::Ibgda, open));
+        }
         networks
     }
 

@@ -219,7 +219,7 @@ impl Bench<'_> {
             #[cfg(feature = "verbs")]
             verbs_config: self.wish.transport.verbs_config.clone(),
             #[cfg(feature = "ibgda")]
-            ibgda_slots: self.wish.transport.ibgda_slots.to_string(),
+            ibgda: self.wish.transport.ibgda,
             num_blocks,
         }
     }

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Instant;
 
 use p2p_core::endpoint::{Endpoint, Marks};
@@ -19,7 +19,8 @@ pub(crate) struct HostEndpoint {
     wait_fd: Option<OwnedFd>,
 }
 
-/// Looks at an endpoint as long as it is there.
+/// Looks at an endpoint as long as it is there. Its thread looks after others as well, so it never waits for a
+/// call of the endpoint, of which a quiet may take long: whoever is in one learns from it what is wrong.
 #[derive(Debug)]
 pub(crate) struct HostHealth(Weak<Mutex<AnyEndpoint>>);
 
@@ -40,11 +41,14 @@ impl HostEndpoint {
 }
 
 impl HostHealth {
-    /// That of the endpoint; nothing is wrong with one that is gone.
+    /// That of the endpoint; nothing is wrong with one that is gone, or known of one that is in use.
     pub(crate) fn check(&self) -> Result<(), PostError> {
         let Some(inner) = self.0.upgrade() else { return Ok(()) };
-        let inner = inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.health()
+        match inner.try_lock() {
+            Ok(inner) => inner.health(),
+            Err(TryLockError::Poisoned(inner)) => inner.into_inner().health(),
+            Err(TryLockError::WouldBlock) => Ok(()),
+        }
     }
 }
 

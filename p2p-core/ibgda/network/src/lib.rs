@@ -24,5 +24,5 @@ pub mod place;
 mod slots;
 
 pub use network::{DeviceConfig, DeviceNetwork};
-pub use open::{open, opener};
+pub use open::open;
 pub use place::SlotPlace;

@@ -6,20 +6,9 @@ use ibgda::probe::{Report, State, probe};
 use ibgda::{Libraries, Nic, NicConfig};
 use p2p_core::TransportKind;
 use p2p_core::network::{Network, NetworkError};
-use p2p_core::transports::{OpenNetworks, OpenOther, TransportSpec, Wish};
+use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
 
 use crate::network::{DeviceConfig, DeviceNetwork};
-use crate::place::SlotPlace;
-
-/// [`open`] with slots at a place, for [`OpenNetworks::others`].
-#[must_use]
-pub fn opener(slots: SlotPlace) -> OpenOther {
-    match slots {
-        SlotPlace::Auto => |port, networks| open(port, networks, SlotPlace::Auto),
-        SlotPlace::Gpu => |port, networks| open(port, networks, SlotPlace::Gpu),
-        SlotPlace::Host => |port, networks| open(port, networks, SlotPlace::Host),
-    }
-}
 
 /// Opens a port, named as `mlx5_0` or `mlx5_0:1`, or the first port of the first mlx5 device. The hosts are
 /// joined by verbs of the same port where this build has them, else by libfabric.
@@ -29,7 +18,7 @@ pub fn opener(slots: SlotPlace) -> OpenOther {
 pub fn open(
     port: Option<&str>,
     networks: &mut OpenNetworks,
-    slots: SlotPlace,
+    device: DeviceConfig,
 ) -> Result<Vec<Arc<dyn Network>>, NetworkError> {
     let network = port.map_or_else(|| "ibgda".to_owned(), |port| format!("ibgda {port}"));
     let failed = |op, detail| NetworkError { network: network.clone(), op, code: None, detail };
@@ -42,8 +31,7 @@ pub fn open(
         .open(&TransportSpec::List(vec![wish]))
         .map_err(|error| failed("join hosts", error.to_string()))?;
     let above = |inner: Arc<dyn Network>| {
-        let config = DeviceConfig { slots, ..DeviceConfig::default() };
-        let network = DeviceNetwork::new(inner, Arc::clone(&nic), config);
+        let network = DeviceNetwork::new(inner, Arc::clone(&nic), device);
         Arc::new(network) as Arc<dyn Network>
     };
     Ok(hosts.networks.into_iter().map(above).collect())
@@ -119,7 +107,7 @@ mod tests {
     fn a_host_without_a_device_is_told_what_it_lacks() {
         let name = "no_such_nic";
         let mut networks = OpenNetworks::default();
-        let error = open(Some(name), &mut networks, SlotPlace::Auto);
+        let error = open(Some(name), &mut networks, DeviceConfig::default());
         let error = error.expect_err("there is no such device");
         assert_eq!((error.network.as_str(), error.op), ("ibgda no_such_nic", "open"));
         for check in probe().checks.iter().filter(|check| check.state == State::Missing) {

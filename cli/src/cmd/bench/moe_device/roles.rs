@@ -38,7 +38,7 @@ pub(super) struct Part {
     #[cfg(feature = "verbs")]
     pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
     #[cfg(feature = "ibgda")]
-    pub ibgda_slots: String,
+    pub ibgda: crate::cmd::IbgdaArgs,
     /// Thread blocks of the long kernels; 0 leaves it to them.
     pub num_blocks: u32,
 }
@@ -118,7 +118,7 @@ impl Part {
             #[cfg(feature = "verbs")]
             verbs_config: self.verbs_config.clone(),
             #[cfg(feature = "ibgda")]
-            ibgda_slots: self.ibgda_slots.parse()?,
+            ibgda: self.ibgda,
         };
         args.open_for_device()
     }
