@@ -15,6 +15,7 @@ use kernels::abi::{
 use kernels::gpu::{Gpu, GpuBuffer, Stream};
 use kernels::plan::KernelParams;
 
+use crate::in_use::{InUse, Launches};
 use crate::memory::pattern;
 use crate::post::ErrorCompletion;
 
@@ -110,9 +111,10 @@ impl Run {
     /// Launches a kernel and waits for its end.
     ///
     /// # Safety
-    /// Pointers in `params` are to memory as large as documented, which the caller keeps.
+    /// Pointers in `params` are to memory as large as documented, which the caller keeps: as [`InUse`], where
+    /// this fails.
     unsafe fn launch<P: KernelParams>(self, gpu: &Gpu, stream: &Stream, params: P) -> Result<()> {
-        // SAFETY: the caller's promise; the launch is waited for below.
+        // SAFETY: the caller's promise; the launch is waited for below, and by `InUse` if it does not end.
         let kernel = unsafe { gpu.prepare(params)? };
         stream.launch(&kernel).with_context(|| P::NAME)?;
         // Kernels end by themselves: each of their waits has a bound, of which a few follow one another.
@@ -139,6 +141,10 @@ pub(crate) struct Client {
 }
 
 impl Client {
+    pub(crate) const fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// A client of one server, which [`set_server`](Self::set_server) tells it.
     pub(crate) fn new(gpu: &Gpu, geometry: FrameGeometry, id: u64) -> Result<Self> {
         let num_choices = u64::from(MAX_TOKENS * TOP_K);
@@ -256,6 +262,10 @@ pub(crate) struct Server {
 }
 
 impl Server {
+    pub(crate) const fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// A server of one client, which [`set_client`](Self::set_client) tells it.
     pub(crate) fn new(gpu: &Gpu, geometry: FrameGeometry) -> Result<Self> {
         let local_expert: Vec<i16> = (0..NUM_EXPERTS as i16).collect();
@@ -373,8 +383,14 @@ pub(crate) struct Direct {
     num_layers: u64,
 }
 
+impl Launches for Direct {
+    fn streams(&self) -> [&Stream; 2] {
+        [self.client.stream(), self.server.stream()]
+    }
+}
+
 impl Direct {
-    pub(crate) fn new(gpu: &Gpu, geometry: FrameGeometry, id: u64) -> Result<Self> {
+    pub(crate) fn new(gpu: &Gpu, geometry: FrameGeometry, id: u64) -> Result<InUse<Self>> {
         let (client, server) = (Client::new(gpu, geometry, id)?, Server::new(gpu, geometry)?);
         let request = Buffer::zeroed(gpu, geometry.slot_bytes)?;
         let response = Buffer::zeroed(gpu, geometry.response_slot_bytes)?;
@@ -393,7 +409,7 @@ impl Direct {
             generation: GENERATION,
             reserved: 0,
         })?;
-        Ok(Self { client, server, _slots: [request, response], num_layers: 0 })
+        Ok(InUse::new(Self { client, server, _slots: [request, response], num_layers: 0 }))
     }
 
     pub(crate) fn layer(&mut self, input: &Input, timeout: Duration) -> Result<Vec<u16>> {

@@ -18,6 +18,7 @@
 
 mod args;
 mod exchange;
+mod in_use;
 mod layer;
 mod memory;
 mod post;

@@ -311,8 +311,9 @@ impl Queue {
     pub fn error(&self) -> Result<u64, QueueError> {
         if let Some(host) = self.state.host() {
             // Posters are at work: one load, and no copy that would wait for a GPU.
-            // SAFETY: the state is aligned memory that lives as long as the queue; posters use the word
-            // atomically.
+            // SAFETY: `state` maps at least a `QueueState` for as long as `self`, at a page, so that the word
+            // is aligned and within. While posters are at work everybody accesses it atomically: here, and
+            // they by atomics of their own. What writes it otherwise has `&mut self`, and nobody posts then.
             let word = unsafe {
                 AtomicU64::from_ptr(host.as_ptr().add(offset_of!(QueueState, error)).cast())
             };

@@ -3,12 +3,13 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use ibgda::{Access, Nic, OpenPeer, Peer, PeerConfig, QueueConfig};
 use kernels::abi::{FLAG_ANY_WAY, FrameGeometry};
-use kernels::gpu::Gpu;
+use kernels::gpu::{Gpu, Stream};
 
 use super::{MEET_PATIENCE, Session};
+use crate::in_use::{InUse, Launches};
 use crate::layer::{Client, Direct, GENERATION, HIDDEN, Input, MAX_TOKENS, Run, Server, geometry};
 use crate::report::whole_text;
 use crate::stage::Stage;
@@ -28,6 +29,19 @@ pub(crate) struct Fused {
 struct Ends {
     to_server: Peer,
     to_client: Peer,
+}
+
+/// What kernels use.
+struct Parts {
+    ends: Option<Ends>,
+    client: Client,
+    server: Server,
+}
+
+impl Launches for Parts {
+    fn streams(&self) -> [&Stream; 2] {
+        [self.client.stream(), self.server.stream()]
+    }
 }
 
 impl Session {
@@ -58,12 +72,15 @@ impl Session {
 
         let client = Client::new(&fused.gpu, geometry, self.id(true))?;
         let server = Server::new(&fused.gpu, geometry)?;
-        let mut ends = self.open_fused(&fused, &geometry)?;
+        let ends = Some(self.open_fused(&fused, &geometry)?);
+        let mut parts = InUse::new(Parts { ends, client, server });
+        let Parts { ends, client, server } = &mut *parts;
+        let Some(Ends { to_server, to_client }) = ends else { bail!("there are no queues") };
         let (as_client, as_server) = (client.waits(self.timeout), server.waits(self.timeout));
-        client.set_server(ends.to_server.server(&geometry, GENERATION, as_client)?)?;
+        client.set_server(to_server.server(&geometry, GENERATION, as_client)?)?;
         let id = self.id(false);
-        server.set_client(ends.to_client.client(&geometry, id, GENERATION, as_server)?)?;
-        let qpn = ends.to_server.queues()[0].qpn();
+        server.set_client(to_client.client(&geometry, id, GENERATION, as_server)?)?;
+        let qpn = to_server.queues()[0].qpn();
         if self.stall_at == Some(Stage::Fused) {
             softnic_verbs::stall(qpn)?;
         }
@@ -73,8 +90,8 @@ impl Session {
         let run = Run { flags: FLAG_ANY_WAY, timeout: self.timeout };
         for (round, (input, expected)) in inputs.iter().zip(&expected).enumerate() {
             if round + NUM_AFTER_RESET == inputs.len() {
-                // The same queue pairs, and so the same tables.
-                ends = self.reset_fused(ends)?;
+                // The same queue pairs, and so the same tables. Every launch was waited for.
+                *ends = ends.take().map(|ends| self.reset_fused(ends)).transpose()?;
             }
             // Nobody posts before both are ready to receive.
             self.meet()?;

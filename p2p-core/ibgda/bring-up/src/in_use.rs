@@ -1,0 +1,50 @@
+//! What kernels use, as long as they may run.
+
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::time::{Duration, Instant};
+
+use kernels::gpu::Stream;
+
+/// Whoever launches kernels, with all that they use: freed only when they have ended. Their waits have bounds,
+/// so that one which does not end is lost, and what it uses stays as it is for good.
+pub(crate) struct InUse<T: Launches>(ManuallyDrop<T>);
+
+/// Has streams on which kernels run.
+pub(crate) trait Launches {
+    fn streams(&self) -> [&Stream; 2];
+}
+
+impl<T: Launches> InUse<T> {
+    pub(crate) fn new(parts: T) -> Self {
+        Self(ManuallyDrop::new(parts))
+    }
+}
+
+impl<T: Launches> Deref for InUse<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Launches> DerefMut for InUse<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
+impl<T: Launches> Drop for InUse<T> {
+    fn drop(&mut self) {
+        // Whoever launched has waited already, for longer.
+        let deadline = Instant::now() + LAST_PATIENCE;
+        if self.0.streams().into_iter().all(|stream| stream.wait(deadline).is_ok()) {
+            // SAFETY: not used after this, and no kernel runs.
+            unsafe { ManuallyDrop::drop(&mut self.0) };
+        }
+    }
+}
+
+/// With kernels that should have ended.
+const LAST_PATIENCE: Duration = Duration::from_secs(1);
