@@ -3,12 +3,25 @@
 
 #![no_main]
 
+use ibgda_network::detail::Detail;
 use libfuzzer_sys::fuzz_target;
 use p2p_core::backend::{libfabric, verbs};
 use p2p_core::fabric;
 
 fuzz_target!(|input: &[u8]| {
+    check_hosts(input);
+    fabric::fuzzing::check_detail(input);
+    ibgda::peer::check_description(input);
+    // Over a network that joins the hosts.
+    if let Ok(detail) = Detail::decode(input) {
+        assert_eq!(detail.encode().as_deref(), Ok(input));
+        check_hosts(detail.inner);
+        ibgda::peer::check_description(detail.peer);
+        ibgda::peer::check_description(detail.host);
+    }
+});
+
+fn check_hosts(input: &[u8]) {
     libfabric::fuzzing::check_detail(input);
     verbs::check_detail(input);
-    fabric::fuzzing::check_detail(input);
-});
+}

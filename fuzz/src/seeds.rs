@@ -8,6 +8,7 @@
 use std::path::Path;
 use std::{env, fs, io};
 
+use ibgda_network::detail::Detail;
 use p2p_core::backend::{libfabric, verbs};
 use p2p_core::bootstrap::wire::{
     DeviceDescription, Hello, Welcome, encode_go, encode_goodbye, encode_hello, encode_ready,
@@ -97,12 +98,18 @@ fn write_seeds() -> io::Result<()> {
 
 /// What each network says of itself in a handshake.
 fn details() -> Vec<Vec<u8>> {
-    [
-        libfabric::fuzzing::detail_samples(),
-        verbs::detail_samples(),
-        fabric::fuzzing::detail_samples(),
-    ]
-    .concat()
+    let hosts = [libfabric::fuzzing::detail_samples(), verbs::detail_samples()].concat();
+    let queues = ibgda::peer::description_samples();
+    // The queues of kernels and that of the host, on the same link.
+    let above = hosts.iter().flat_map(|inner| {
+        queues.chunks_exact(2).flat_map(move |queues| {
+            let [host, all] = queues else { unreachable!("one queue and all") };
+            [host, all].map(|peer| Detail { inner, peer, host }.encode())
+        })
+    });
+    // All queues leave no room beside some networks.
+    let above: Vec<_> = above.filter_map(Result::ok).collect();
+    [above, hosts, queues, fabric::fuzzing::detail_samples()].concat()
 }
 
 /// What peers send once they have joined, behind the byte that says what it is.

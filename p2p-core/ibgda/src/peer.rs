@@ -21,7 +21,9 @@ use kernels::mlx5::{Bound, ErrorWord, PeerHandle, QueueHandle};
 use thiserror::Error;
 
 pub use self::description::DESCRIPTION_BYTES;
-use self::description::{Description, MAX_PSN, PSN_AT, VERSION, link_code};
+use self::description::{Description, MAX_PSN, PSN_AT};
+#[cfg(fuzzing)]
+pub use self::description::{check_description, description_samples};
 pub use self::link::{LinkError, Waits};
 use crate::access::{ALIGN_BYTES, Access, AccessError, Part, Plan, SharedMemory};
 use crate::nic::{Nic, NicError, Registration, Rights};
@@ -169,22 +171,16 @@ impl OpenPeer {
     #[must_use]
     pub fn description(&self) -> Vec<u8> {
         let port = self.nic.port();
-        let mut bytes = Vec::with_capacity(DESCRIPTION_BYTES + 4 * self.queues.len());
-        bytes.push(VERSION);
-        bytes.push(link_code(port.link));
-        bytes.push(port.mtu);
-        bytes.push(u8::try_from(self.queues.len()).unwrap_or(0));
-        bytes.extend(port.lid.to_le_bytes());
-        bytes.extend([0; 2]);
-        bytes.extend(port.gid);
-        bytes.extend(self.slot.address().to_le_bytes());
-        bytes.extend((self.config.own_slot_bytes as u64).to_le_bytes());
-        bytes.extend(self.slot_key.remote_key().to_le_bytes());
-        bytes.extend(self.psn.to_le_bytes());
-        for queue in &self.queues {
-            bytes.extend(queue.qpn().to_le_bytes());
-        }
-        bytes
+        let description = Description {
+            mtu: port.mtu,
+            lid: port.lid,
+            gid: port.gid,
+            slot_address: self.slot.address(),
+            slot_key: self.slot_key.remote_key(),
+            psn: self.psn,
+            qpns: self.queues.iter().map(Queue::qpn).collect(),
+        };
+        description.encode(port.link, self.config.own_slot_bytes as u64)
     }
 
     /// Connects the queues with the peer's.

@@ -1,4 +1,5 @@
-//! What a side says of itself beside its host slot: three descriptions behind one another.
+//! What a side says of itself beside its host slot: three descriptions behind one another. Specified in
+//! `docs/wire-format.md`, "Ibgda".
 //!
 //! ```text
 //!   version 1 | 0 | bytes of the network's, the peer's and the host queue's, u16 each | those bytes
@@ -44,7 +45,7 @@ pub enum DetailError {
     },
     /// More than a handshake carries.
     #[error(
-        "the detail would have {found} bytes, at most {MAX_DETAIL_BYTES} go into a handshake: fewer queues"
+        "a detail of {found} bytes, at most {MAX_DETAIL_BYTES} go into a handshake: fewer queues"
     )]
     TooLong {
         /// Bytes.
@@ -79,6 +80,9 @@ impl<'a> Detail<'a> {
     /// [`DetailError`].
     pub fn decode(bytes: &'a [u8]) -> Result<Self, DetailError> {
         let found = bytes.len();
+        if found > MAX_DETAIL_BYTES {
+            return Err(DetailError::TooLong { found });
+        }
         let short = DetailError::Length { found, expected: HEAD_BYTES };
         let (head, rest) = bytes.split_first_chunk::<HEAD_BYTES>().ok_or(short)?;
         let [version, reserved, a, b, c, d, e, f] = *head;
@@ -143,7 +147,11 @@ mod tests {
         let fits = Detail { inner: &part, peer: &[], host: &[] };
         assert_eq!(fits.encode().map(|bytes| bytes.len()), Ok(MAX_DETAIL_BYTES));
         let long = Detail { host: &[0], ..fits };
-        assert_eq!(long.encode(), Err(DetailError::TooLong { found: MAX_DETAIL_BYTES + 1 }));
+        let too_long = DetailError::TooLong { found: MAX_DETAIL_BYTES + 1 };
+        assert_eq!(long.encode(), Err(too_long));
+        let mut bytes = fits.encode().expect("it fits");
+        bytes.push(0);
+        assert_eq!(Detail::decode(&bytes), Err(too_long));
         assert_eq!(Detail::decode(&[2; 8]), Err(DetailError::Version { found: 2 }));
         assert_eq!(
             Detail::decode(&[1, 7, 0, 0, 0, 0, 0, 0]),

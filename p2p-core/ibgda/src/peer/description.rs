@@ -20,6 +20,22 @@ pub(super) struct Description {
 }
 
 impl Description {
+    /// Specified in docs/wire-format.md. The slot at the address has `slot_bytes`.
+    pub(super) fn encode(&self, link: LinkLayer, slot_bytes: u64) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(DESCRIPTION_BYTES + 4 * self.qpns.len());
+        bytes.extend([VERSION, link_code(link), self.mtu]);
+        bytes.push(u8::try_from(self.qpns.len()).unwrap_or(0));
+        bytes.extend(self.lid.to_le_bytes());
+        bytes.extend([0; 2]);
+        bytes.extend(self.gid);
+        bytes.extend(self.slot_address.to_le_bytes());
+        bytes.extend(slot_bytes.to_le_bytes());
+        bytes.extend(self.slot_key.to_le_bytes());
+        bytes.extend(self.psn.to_le_bytes());
+        bytes.extend(self.qpns.iter().flat_map(|qpn| qpn.to_le_bytes()));
+        bytes
+    }
+
     pub(super) fn decode(
         bytes: &[u8],
         config: &PeerConfig,
@@ -125,15 +141,59 @@ impl Description {
     }
 }
 
-pub(super) const fn link_code(link: LinkLayer) -> u8 {
+const fn link_code(link: LinkLayer) -> u8 {
     match link {
         LinkLayer::InfiniBand => 1,
         LinkLayer::Ethernet => 2,
     }
 }
 
+/// Descriptions of one queue and of all, on both kinds of links, for fuzz targets.
+#[cfg(fuzzing)]
+#[must_use]
+pub fn description_samples() -> Vec<Vec<u8>> {
+    let sample = |(link, num_queues): (_, u32)| {
+        let description = Description {
+            mtu: 5,
+            lid: 20,
+            gid: [21; 16],
+            slot_address: 0x7f00_1234_5000,
+            slot_key: 22,
+            psn: 23,
+            qpns: (64..64 + num_queues).collect(),
+        };
+        description.encode(link, FUZZED_SLOT_BYTES as u64)
+    };
+    let links = [LinkLayer::InfiniBand, LinkLayer::Ethernet];
+    links.into_iter().flat_map(|link| [(link, 1), (link, 64)]).map(sample).collect()
+}
+
+/// Reads bytes as a peer's description, on both kinds of links. What can be read must be within its bounds
+/// and the same when it is written. For fuzz targets.
+#[cfg(fuzzing)]
+pub fn check_description(bytes: &[u8]) {
+    let num_queues = usize::from(bytes.get(3).copied().unwrap_or(1)).clamp(1, super::MAX_QUEUES);
+    let config = PeerConfig {
+        peer: 0,
+        num_queues,
+        queue: crate::queue::QueueConfig::default(),
+        own_slot_bytes: 64,
+        peer_slot_bytes: FUZZED_SLOT_BYTES,
+    };
+    for link in [LinkLayer::InfiniBand, LinkLayer::Ethernet] {
+        let Ok(read) = Description::decode(bytes, &config, link) else { continue };
+        assert_eq!(read.qpns.len(), num_queues);
+        assert!(read.qpns.iter().all(|qpn| (1..=0xff_ffff).contains(qpn)) && read.psn <= MAX_PSN);
+        assert!(read.slot_address.checked_add(FUZZED_SLOT_BYTES as u64).is_some());
+        assert_eq!(read.encode(link, FUZZED_SLOT_BYTES as u64), bytes);
+        assert!(read.check_successor(&read).is_err(), "it was not reset");
+    }
+}
+
+#[cfg(fuzzing)]
+const FUZZED_SLOT_BYTES: usize = 4096;
 /// Of descriptions.
-pub(super) const VERSION: u8 = 2;
+const VERSION: u8 = 2;
 /// Where a description has the number of the first packet.
 pub(super) const PSN_AT: usize = 44;
 /// Packets are counted in 24 bits.
