@@ -1,0 +1,131 @@
+//! Why a GPU could not be used.
+
+use thiserror::Error;
+
+use crate::check::CheckError;
+
+/// A GPU refused, or could not be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum GpuError {
+    /// This build has no GPU support.
+    #[error("this build has no GPU support: build with `--features cuda`")]
+    NotBuilt,
+    /// This build has no GPU in software.
+    #[error(
+        "this build has no emulated GPU: it is for tests, and comes with the feature `emulated` of switchyard-kernels"
+    )]
+    NotEmulated,
+    /// A recorded graph, an event or a buffer of another kind of GPU. A local bug.
+    #[error("a graph, an event or a buffer of one kind of GPU was given to another kind")]
+    Foreign,
+    /// The driver library is missing.
+    #[error("libcuda.so.1 is not on this host: it comes with the NVIDIA driver")]
+    NoDriver,
+    /// There is no such GPU.
+    #[error("there is no GPU {ordinal}: this process may use {count}")]
+    NoSuchGpu {
+        /// Index asked for.
+        ordinal: u32,
+        /// GPUs that this process may use.
+        count: u32,
+    },
+    /// The GPU cannot run the kernels.
+    #[error("GPU {ordinal} ({name}) has compute capability {major}.{minor}, expected 9.0 or later")]
+    TooOld {
+        /// Index.
+        ordinal: u32,
+        /// Product name.
+        name: String,
+        /// Compute capability.
+        major: u32,
+        /// Compute capability.
+        minor: u32,
+    },
+    /// A call to the driver failed.
+    #[error("{call} failed: {name} ({code})")]
+    Driver {
+        /// The call.
+        call: &'static str,
+        /// Raw code.
+        code: u32,
+        /// Name of the code.
+        name: String,
+    },
+    /// Memory of another GPU cannot be mapped by this one.
+    #[error(
+        "GPU {ordinal} has no access to memory of GPU {peer}: they need NVLink or PCIe peer access between them"
+    )]
+    NoPeerAccess {
+        /// This GPU.
+        ordinal: u32,
+        /// The one whose memory it is.
+        peer: u32,
+    },
+    /// Parameters that cannot be used. Nothing was launched.
+    #[error("{kernel}: {source}")]
+    Check {
+        /// Which kernel.
+        kernel: &'static str,
+        /// What is wrong.
+        source: CheckError,
+    },
+    /// A pointer that the GPU does not know. Nothing was launched.
+    #[error(
+        "{kernel}: {pointer} is {address:#x}, which is no memory that the driver knows: expected device memory or registered host memory"
+    )]
+    Unregistered {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Which parameter.
+        pointer: &'static str,
+        /// Its value.
+        address: u64,
+    },
+    /// A pointer to memory of another GPU. Nothing was launched.
+    #[error(
+        "{kernel}: {pointer} is {address:#x}, which is memory of GPU {owner}: expected memory of GPU {ordinal}, whose kernels would fault"
+    )]
+    OtherGpu {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Which parameter.
+        pointer: &'static str,
+        /// Its value.
+        address: u64,
+        /// Whose memory it is.
+        owner: u32,
+        /// Where the kernel was to run.
+        ordinal: u32,
+    },
+    /// Memory that is shorter than what a kernel uses of it. Nothing was launched.
+    #[error(
+        "{kernel}: the memory of {pointer} at {address:#x} ends before the {num_bytes} bytes that are used"
+    )]
+    Short {
+        /// Which kernel.
+        kernel: &'static str,
+        /// Which parameter.
+        pointer: &'static str,
+        /// Its value.
+        address: u64,
+        /// Bytes that the kernel uses.
+        num_bytes: u64,
+    },
+    /// The GPU had not finished in time.
+    #[error("{what}: the GPU had not finished at the deadline")]
+    Deadline {
+        /// What was waited for.
+        what: &'static str,
+    },
+    /// A range beyond the end of a buffer. A local bug.
+    #[error("{len} bytes at offset {offset} leave the buffer of {buffer_bytes} bytes")]
+    Range {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        len: u64,
+        /// Bytes of the buffer.
+        buffer_bytes: u64,
+    },
+}

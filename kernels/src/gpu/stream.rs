@@ -1,0 +1,196 @@
+//! Work in order: copies, launches, graphs and places to wait for.
+
+use std::time::{Duration, Instant};
+
+use super::kind::Kind;
+use super::{DeviceName, Event, GpuError, Graph, Prepared, Stream};
+use crate::abi::DevicePtr;
+use crate::plan::KernelParams;
+
+impl Stream {
+    /// Copies `bytes` between device memory, peers' memory and host memory, whichever the addresses are.
+    ///
+    /// # Safety
+    /// Both ranges are valid, and nobody writes the source or touches the destination before a
+    /// [`wait`](Self::wait) that covers this call.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub unsafe fn copy(&self, to: DevicePtr, from: DevicePtr, bytes: u64) -> Result<(), GpuError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { either!(&self.0, stream => stream.copy(to, from, bytes)) }
+    }
+
+    /// Sets `bytes` bytes to `value`.
+    ///
+    /// # Safety
+    /// The range is valid device memory.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub unsafe fn fill(&self, to: DevicePtr, value: u8, bytes: u64) -> Result<(), GpuError> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { either!(&self.0, stream => stream.fill(to, value, bytes)) }
+    }
+
+    /// Adds `value` to the 64-bit word at `flag`, released to the whole system after everything that this
+    /// stream did before.
+    ///
+    /// # Safety
+    /// `flag` is a valid address, aligned to 8 bytes, in memory that the GPU reaches.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub unsafe fn add_flag(&self, flag: DevicePtr, value: u64) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise.
+        unsafe { either!(&self.0, stream => stream.add_flag(flag, value)) }
+    }
+
+    /// Calls `action` on a thread of the driver's when everything before is done. It must be short and
+    /// use no CUDA.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn then(&self, action: impl FnOnce() + Send + 'static) -> Result<(), GpuError> {
+        either!(&self.0, stream => stream.then(Box::new(action)))
+    }
+
+    /// Launches a kernel.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn launch<P: KernelParams>(&self, kernel: &Prepared<P>) -> Result<(), GpuError> {
+        let params = bytemuck::bytes_of(&kernel.params);
+        match &self.0 {
+            Kind::Driver(stream) => kernel.plans.iter().try_for_each(|plan| {
+                // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the
+                // plan's entry takes exactly a `P`.
+                unsafe { stream.launch(P::NAME, plan, params) }
+            }),
+            // SAFETY: as above; the kernel of this name takes exactly a `P`.
+            Kind::Emulated(stream) => unsafe { stream.launch_all(P::NAME, &kernel.plans, params) },
+        }
+    }
+
+    /// Marks what the stream has done so far. Recorded within [`capture`](Self::capture) it marks that
+    /// place of each replay, when the replay comes to it: before, the event shows an older run.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn record(&self, event: &Event) -> Result<(), GpuError> {
+        match (&self.0, &event.0) {
+            (Kind::Driver(stream), Kind::Driver(event)) => stream.record(event),
+            (Kind::Emulated(stream), Kind::Emulated(event)) => stream.record(event),
+            _ => Err(GpuError::Foreign),
+        }
+    }
+
+    /// What follows in this stream begins when `event`, as last recorded, is done. Not within
+    /// [`capture`](Self::capture), and not for an event of a graph.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn wait_for(&self, event: &Event) -> Result<(), GpuError> {
+        match (&self.0, &event.0) {
+            (Kind::Driver(stream), Kind::Driver(event)) => stream.wait_for(event),
+            (Kind::Emulated(stream), Kind::Emulated(event)) => stream.wait_for(event),
+            _ => Err(GpuError::Foreign),
+        }
+    }
+
+    /// Waits until everything so far is done.
+    ///
+    /// # Errors
+    /// [`GpuError::Deadline`], [`GpuError::Driver`] when a kernel failed.
+    pub fn wait(&self, deadline: Instant) -> Result<(), GpuError> {
+        either!(&self.0, stream => stream.wait(deadline))
+    }
+
+    /// Whether everything so far is done.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`] when a kernel failed.
+    pub fn is_done(&self) -> Result<bool, GpuError> {
+        either!(&self.0, stream => stream.is_done())
+    }
+
+    /// The GPU whose stream this is.
+    #[must_use]
+    pub fn device(&self) -> DeviceName {
+        match &self.0 {
+            Kind::Driver(stream) => DeviceName::Cuda(stream.ordinal()),
+            Kind::Emulated(stream) => DeviceName::Emulated(stream.ordinal()),
+        }
+    }
+
+    /// The driver's handle of this stream, a `CUstream`; of an emulated GPU's, a number of its own.
+    #[must_use]
+    pub fn raw(&self) -> u64 {
+        either!(&self.0, stream => stream.raw())
+    }
+
+    /// Whether work given to this stream is recorded instead of run, by whomever.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn is_capturing(&self) -> Result<bool, GpuError> {
+        either!(&self.0, stream => stream.is_capturing())
+    }
+
+    /// Records what `record` launches on this stream instead of running it.
+    ///
+    /// # Errors
+    /// What `record` returns, or [`GpuError::Driver`].
+    pub fn capture(
+        &self,
+        record: impl FnOnce(&Self) -> Result<(), GpuError>,
+    ) -> Result<Graph, GpuError> {
+        either!(&self.0, stream => stream.begin_capture())?;
+        let recorded = record(self);
+        // Ended in any case: a stream that goes on capturing is of no use.
+        let graph = wrapped!(&self.0, stream => stream.end_capture(), Graph);
+        recorded?;
+        graph
+    }
+
+    /// Runs a recorded graph.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn replay(&self, graph: &Graph) -> Result<(), GpuError> {
+        match (&self.0, &graph.0) {
+            (Kind::Driver(stream), Kind::Driver(graph)) => stream.replay(graph),
+            (Kind::Emulated(stream), Kind::Emulated(graph)) => stream.replay(graph),
+            _ => Err(GpuError::Foreign),
+        }
+    }
+}
+
+impl Event {
+    /// Whether the event, as last recorded, is done. One of a graph may be, too, while a replay has not come
+    /// to it yet: a driver counts it as recorded by the launch or by the replay.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`] when a kernel before it failed.
+    pub fn is_done(&self) -> Result<bool, GpuError> {
+        either!(&self.0, event => event.is_done())
+    }
+
+    /// Time on the GPU from `earlier` to this event. Both are done.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    pub fn since(&self, earlier: &Self) -> Result<Duration, GpuError> {
+        match (&self.0, &earlier.0) {
+            (Kind::Driver(event), Kind::Driver(earlier)) => event.since(earlier),
+            (Kind::Emulated(event), Kind::Emulated(earlier)) => event.since(earlier),
+            _ => Err(GpuError::Foreign),
+        }
+    }
+}
