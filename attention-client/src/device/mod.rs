@@ -26,7 +26,9 @@
 
 mod error;
 mod lane;
+mod launch;
 mod memory;
+mod options;
 mod overdue;
 mod repair;
 mod replay;
@@ -39,19 +41,14 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::abi::{
-    CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, DispatchParams,
-    FLAG_ANY_WAY, FLAG_PDL, FrameGeometry, MAX_EXPERTS, MAX_PEERS, TAG_NONE,
-};
-use kernels::check::CheckError;
+use kernels::abi::{CombineParams, DevicePtr, DispatchParams, FrameGeometry, TAG_NONE};
 use kernels::gpu::{DeviceName, Gpu, Prepared, Stream};
-use p2p_core::SlotConfig;
 use p2p_core::bootstrap::DeviceSide;
 use prometheus::Registry;
-use protocol::WireDtype;
 use proxy::DeviceTransports;
 
 pub use error::{DeviceBuildError, DeviceError};
+pub use options::DeviceOptions;
 pub use replay::{ReplayOutcome, ReplayReport};
 pub use slots::{DeviceHandle, DevicePending};
 
@@ -61,39 +58,10 @@ use crate::client::link::AbortBit;
 use crate::client::shared::Shared;
 use crate::client::{ClientError, ClientModel, LayerReport, LayerTiming};
 use lane::{Lane, Tables};
+use launch::{CombineKey, DispatchKey};
 use memory::Memory;
+use options::geometry_of;
 use slots::{Phase, Slots};
-
-/// Settings that only a device client has.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct DeviceOptions {
-    /// Element type of requests, bf16 or fp8 with a scale per 128 values; servers must have the same.
-    /// Answers are bf16. Default bf16.
-    pub dtype: WireDtype,
-    /// Most servers at a time, 32 at most. Kernels get slower with it. Default 8.
-    pub max_servers: usize,
-    /// Thread blocks of dispatch and combine, 0 = chosen by size. Fewer leave more of the GPU to others.
-    pub num_blocks: u32,
-    /// Whether kernels may start while the one before them in the stream ends (programmatic dependent
-    /// launch). Default on.
-    pub overlap: bool,
-    /// Threads that post for kernels where servers are reached over a network. Default 0: a quarter of the
-    /// processors next to GPU and NIC, one to four.
-    pub proxy_threads: usize,
-}
-
-impl Default for DeviceOptions {
-    fn default() -> Self {
-        Self {
-            dtype: WireDtype::Bf16,
-            max_servers: 8,
-            num_blocks: 0,
-            overlap: true,
-            proxy_threads: 0,
-        }
-    }
-}
 
 /// Tensors of a call, in memory that the GPU reaches. All stay as they are until the call is finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -146,11 +114,6 @@ pub struct DeviceClient {
     shared: Arc<Shared>,
     registry: Registry,
 }
-
-/// What the parameters of a dispatch depend on.
-type DispatchKey = (usize, usize, DeviceInput);
-/// What the parameters of a combine depend on: slot, output, rows, and whether it adds.
-type CombineKey = (usize, DevicePtr, u32, bool);
 
 impl DeviceClient {
     pub(crate) fn build(
@@ -443,139 +406,6 @@ impl DeviceClient {
         self.lane.sync(&self.shared, finished, last, &self.memory.abort);
     }
 
-    /// Uploads tables in the order of `stream`, if something has changed.
-    fn refresh(&mut self, stream: &Stream) -> Result<(), DeviceError> {
-        let num_experts = self.shared.model.shape.num_experts;
-        let turn = self.num_uploads % 2;
-        if self.lane.has_changed() && self.upload_serials[turn] > self.slots.finished() {
-            // Rare: the last but one change is not on the device yet.
-            self.wait_until(stream, Instant::now() + self.bound())?;
-        }
-        let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
-        let (placements, servers) = (&tables.placements, &tables.servers);
-        if let Err(error) = self.memory.upload(stream, turn, placements, servers, fresh) {
-            self.lane.put_back(fresh);
-            return Err(error.into());
-        }
-        self.upload_serials[turn] = self.slots.last();
-        self.num_uploads += 1;
-        self.tables = Arc::new(tables);
-        Ok(())
-    }
-
-    unsafe fn launch_dispatch(
-        &mut self,
-        stream: &Stream,
-        slot: usize,
-        input: &DeviceInput,
-    ) -> Result<(), DeviceError> {
-        let call = self.slots.call(slot);
-        let key = (call.layer_idx, slot, *input);
-        if !self.dispatches.contains_key(&key) {
-            let params = self.dispatch_params(slot, (call.layer, call.layer_idx), input);
-            // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
-            let prepared = unsafe { self.memory.gpu.prepare(params)? };
-            self.check_input(input)?;
-            if self.dispatches.len() >= MAX_PREPARED {
-                self.dispatches.clear();
-            }
-            self.dispatches.insert(key, prepared);
-        }
-        self.reached.expect_work();
-        Ok(stream.launch(&self.dispatches[&key])?)
-    }
-
-    /// Looks whether kernels reach a call's tensors from their first byte to their last.
-    fn check_input(&self, input: &DeviceInput) -> Result<(), DeviceError> {
-        let rows = u64::from(input.capacity);
-        let choices = rows * u64::from(self.geometry.top_k) * 4;
-        let tensors = [
-            ("hidden_states", input.hidden_states, rows * u64::from(self.geometry.hidden) * 2),
-            ("topk_idx", input.topk_idx, choices),
-            ("topk_weights", input.topk_weights, choices),
-            ("num_tokens", input.num_tokens, 4),
-        ];
-        for (name, at, num_bytes) in tensors {
-            self.memory.gpu.check_range("dispatch", name, at, num_bytes)?;
-        }
-        Ok(())
-    }
-
-    fn dispatch_params(
-        &self,
-        slot: usize,
-        (layer, layer_idx): (u32, usize),
-        input: &DeviceInput,
-    ) -> DispatchParams {
-        DispatchParams {
-            version: DEVICE_ABI_VERSION,
-            flags: self.flags(),
-            geometry: self.geometry,
-            hidden_states: input.hidden_states,
-            topk_idx: input.topk_idx,
-            topk_weights: input.topk_weights,
-            num_tokens: input.num_tokens,
-            placement: self.memory.placement(layer_idx),
-            state: self.memory.state.ptr(),
-            handle: self.memory.slots[slot].handle.ptr(),
-            trace: DevicePtr::NULL,
-            client_id: self.lane.client_id,
-            trace_len: 0,
-            capacity: input.capacity,
-            layer,
-            num_experts: self.shared.model.shape.num_experts,
-            num_servers: self.options.max_servers as u32,
-            num_blocks: self.options.num_blocks,
-            servers: self.memory.servers(),
-        }
-    }
-
-    unsafe fn launch_combine(
-        &mut self,
-        stream: &Stream,
-        slot: usize,
-        out: DevicePtr,
-        capacity: u32,
-        adds: bool,
-    ) -> Result<(), DeviceError> {
-        let key = (slot, out, capacity, adds);
-        if !self.combines.contains_key(&key) {
-            let memory = &self.memory.slots[slot];
-            let timeout = self.shared.settings.deadline.as_nanos();
-            let params = CombineParams {
-                version: DEVICE_ABI_VERSION,
-                flags: if adds { FLAG_ADD | (self.flags() & !FLAG_PDL) } else { self.flags() },
-                geometry: self.geometry,
-                handle: memory.handle.ptr(),
-                state: self.memory.state.ptr(),
-                out,
-                token_missing: memory.token_missing.ptr(),
-                abort_mask: self.memory.abort.ptr(),
-                timeout_ns: u64::try_from(timeout).unwrap_or(u64::MAX),
-                capacity,
-                num_servers: self.options.max_servers as u32,
-                num_blocks: self.options.num_blocks,
-                reserved: 0,
-                servers: self.memory.servers(),
-            };
-            // SAFETY: as for `launch_dispatch`.
-            let prepared = unsafe { self.memory.gpu.prepare(params)? };
-            let bytes = u64::from(capacity) * u64::from(self.geometry.hidden) * 2;
-            self.memory.gpu.check_range("combine", "out", out, bytes)?;
-            if self.combines.len() >= MAX_PREPARED {
-                self.combines.clear();
-            }
-            self.combines.insert(key, prepared);
-        }
-        Ok(stream.launch(&self.combines[&key])?)
-    }
-
-    const fn flags(&self) -> u32 {
-        let overlap = if self.options.overlap { FLAG_PDL } else { 0 };
-        let ways = if self.reached.has_networks() { FLAG_ANY_WAY } else { 0 };
-        overlap | ways
-    }
-
     fn finish_inner(
         &mut self,
         stream: &Stream,
@@ -728,60 +558,10 @@ impl fmt::Debug for DeviceClient {
     }
 }
 
-fn geometry_of(
-    model: &ClientModel,
-    slot: SlotConfig,
-    options: &DeviceOptions,
-) -> Result<FrameGeometry, DeviceBuildError> {
-    let dtype = match options.dtype {
-        WireDtype::Bf16 => DTYPE_BF16,
-        WireDtype::F8E4m3 => DTYPE_F8_E4M3,
-        other => {
-            let what = format!("element type of requests {}", other.name());
-            return Err(DeviceBuildError::Shape { what, source: CheckError::Dtype });
-        }
-    };
-    if options.max_servers == 0 || options.max_servers > MAX_PEERS {
-        let what = format!("max_servers {}", options.max_servers);
-        return Err(DeviceBuildError::Shape { what, source: CheckError::Peers });
-    }
-    let shape = &model.shape;
-    if shape.num_experts as usize > MAX_EXPERTS {
-        let what = format!("{} experts per layer", shape.num_experts);
-        return Err(DeviceBuildError::Shape { what, source: CheckError::Experts });
-    }
-    let num_frames = u32::try_from(slot.num_frames).unwrap_or(u32::MAX);
-    // With one token, whatever is wrong is wrong with the shape.
-    FrameGeometry::new(shape.hidden, shape.top_k, dtype, 1, num_frames).map_err(|source| {
-        let what = format!(
-            "hidden size {}, top-{}, {} frames per slot",
-            shape.hidden, shape.top_k, slot.num_frames
-        );
-        DeviceBuildError::Shape { what, source }
-    })?;
-    let bytes = slot.slot_bytes as u64;
-    let max_tokens =
-        FrameGeometry::tokens_for_slot(shape.hidden, shape.top_k, dtype, num_frames, bytes);
-    FrameGeometry::new(shape.hidden, shape.top_k, dtype, max_tokens, num_frames).map_err(|_| {
-        DeviceBuildError::Setting {
-            setting: "slot_bytes",
-            found: bytes.to_string(),
-            expected: format!(
-                "room for {num_frames} frames of one token of hidden size {}",
-                shape.hidden
-            ),
-        }
-    })
-}
-
 fn elapsed_ns(start: Instant) -> u64 {
     start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX)
 }
 
-/// [`CombineParams::flags`]: add to what `out` holds.
-const FLAG_ADD: u32 = kernels::abi::FLAG_ADD;
-/// Parameters kept; engines use few tensors, so more means that they are new every time.
-const MAX_PREPARED: usize = 4096;
 const MARGIN: Duration = Duration::from_secs(5);
 const SPIN: Duration = Duration::from_millis(10);
 

@@ -1,0 +1,156 @@
+//! Launches of the kernels: parameters that are prepared once, and the tables that they read.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kernels::abi::{
+    CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ANY_WAY, FLAG_PDL,
+};
+use kernels::gpu::Stream;
+
+use super::{DeviceClient, DeviceError, DeviceInput};
+
+/// What the parameters of a dispatch depend on.
+pub(super) type DispatchKey = (usize, usize, DeviceInput);
+/// What the parameters of a combine depend on: slot, output, rows, and whether it adds.
+pub(super) type CombineKey = (usize, DevicePtr, u32, bool);
+
+impl DeviceClient {
+    /// Uploads tables in the order of `stream`, if something has changed.
+    pub(super) fn refresh(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        let num_experts = self.shared.model.shape.num_experts;
+        let turn = self.num_uploads % 2;
+        if self.lane.has_changed() && self.upload_serials[turn] > self.slots.finished() {
+            // Rare: the last but one change is not on the device yet.
+            self.wait_until(stream, Instant::now() + self.bound())?;
+        }
+        let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
+        let (placements, servers) = (&tables.placements, &tables.servers);
+        if let Err(error) = self.memory.upload(stream, turn, placements, servers, fresh) {
+            self.lane.put_back(fresh);
+            return Err(error.into());
+        }
+        self.upload_serials[turn] = self.slots.last();
+        self.num_uploads += 1;
+        self.tables = Arc::new(tables);
+        Ok(())
+    }
+
+    pub(super) unsafe fn launch_dispatch(
+        &mut self,
+        stream: &Stream,
+        slot: usize,
+        input: &DeviceInput,
+    ) -> Result<(), DeviceError> {
+        let call = self.slots.call(slot);
+        let key = (call.layer_idx, slot, *input);
+        if !self.dispatches.contains_key(&key) {
+            let params = self.dispatch_params(slot, (call.layer, call.layer_idx), input);
+            // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
+            let prepared = unsafe { self.memory.gpu.prepare(params)? };
+            self.check_input(input)?;
+            if self.dispatches.len() >= MAX_PREPARED {
+                self.dispatches.clear();
+            }
+            self.dispatches.insert(key, prepared);
+        }
+        self.reached.expect_work();
+        Ok(stream.launch(&self.dispatches[&key])?)
+    }
+
+    /// Looks whether kernels reach a call's tensors from their first byte to their last.
+    pub(super) fn check_input(&self, input: &DeviceInput) -> Result<(), DeviceError> {
+        let rows = u64::from(input.capacity);
+        let choices = rows * u64::from(self.geometry.top_k) * 4;
+        let tensors = [
+            ("hidden_states", input.hidden_states, rows * u64::from(self.geometry.hidden) * 2),
+            ("topk_idx", input.topk_idx, choices),
+            ("topk_weights", input.topk_weights, choices),
+            ("num_tokens", input.num_tokens, 4),
+        ];
+        for (name, at, num_bytes) in tensors {
+            self.memory.gpu.check_range("dispatch", name, at, num_bytes)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn dispatch_params(
+        &self,
+        slot: usize,
+        (layer, layer_idx): (u32, usize),
+        input: &DeviceInput,
+    ) -> DispatchParams {
+        DispatchParams {
+            version: DEVICE_ABI_VERSION,
+            flags: self.flags(),
+            geometry: self.geometry,
+            hidden_states: input.hidden_states,
+            topk_idx: input.topk_idx,
+            topk_weights: input.topk_weights,
+            num_tokens: input.num_tokens,
+            placement: self.memory.placement(layer_idx),
+            state: self.memory.state.ptr(),
+            handle: self.memory.slots[slot].handle.ptr(),
+            trace: DevicePtr::NULL,
+            client_id: self.lane.client_id,
+            trace_len: 0,
+            capacity: input.capacity,
+            layer,
+            num_experts: self.shared.model.shape.num_experts,
+            num_servers: self.options.max_servers as u32,
+            num_blocks: self.options.num_blocks,
+            servers: self.memory.servers(),
+        }
+    }
+
+    pub(super) unsafe fn launch_combine(
+        &mut self,
+        stream: &Stream,
+        slot: usize,
+        out: DevicePtr,
+        capacity: u32,
+        adds: bool,
+    ) -> Result<(), DeviceError> {
+        let key = (slot, out, capacity, adds);
+        if !self.combines.contains_key(&key) {
+            let memory = &self.memory.slots[slot];
+            let timeout = self.shared.settings.deadline.as_nanos();
+            let params = CombineParams {
+                version: DEVICE_ABI_VERSION,
+                flags: if adds { FLAG_ADD | (self.flags() & !FLAG_PDL) } else { self.flags() },
+                geometry: self.geometry,
+                handle: memory.handle.ptr(),
+                state: self.memory.state.ptr(),
+                out,
+                token_missing: memory.token_missing.ptr(),
+                abort_mask: self.memory.abort.ptr(),
+                timeout_ns: u64::try_from(timeout).unwrap_or(u64::MAX),
+                capacity,
+                num_servers: self.options.max_servers as u32,
+                num_blocks: self.options.num_blocks,
+                reserved: 0,
+                servers: self.memory.servers(),
+            };
+            // SAFETY: as for `launch_dispatch`.
+            let prepared = unsafe { self.memory.gpu.prepare(params)? };
+            let bytes = u64::from(capacity) * u64::from(self.geometry.hidden) * 2;
+            self.memory.gpu.check_range("combine", "out", out, bytes)?;
+            if self.combines.len() >= MAX_PREPARED {
+                self.combines.clear();
+            }
+            self.combines.insert(key, prepared);
+        }
+        Ok(stream.launch(&self.combines[&key])?)
+    }
+
+    const fn flags(&self) -> u32 {
+        let overlap = if self.options.overlap { FLAG_PDL } else { 0 };
+        let ways = if self.reached.has_networks() { FLAG_ANY_WAY } else { 0 };
+        overlap | ways
+    }
+}
+
+/// [`CombineParams::flags`]: add to what `out` holds.
+const FLAG_ADD: u32 = kernels::abi::FLAG_ADD;
+/// Parameters kept; engines use few tensors, so more means that they are new every time.
+const MAX_PREPARED: usize = 4096;
