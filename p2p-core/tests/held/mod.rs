@@ -29,9 +29,17 @@ pub fn resident_bytes() -> u64 {
 
 /// By how many bytes memory usually grows from one sample to the next: half of the steps are no greater.
 /// Pools grow by megabytes with some steps and not with others; what is kept every time is in all of them.
+///
+/// # Panics
+/// With fewer than [`MIN_SAMPLES`]: of one step or none nothing is usual, and the test would check nothing.
 pub fn usual_growth(samples: &[u64]) -> i64 {
+    let num_samples = samples.len();
+    assert!(num_samples >= MIN_SAMPLES, "{num_samples} samples of memory, expected {MIN_SAMPLES}");
     let mut steps: Vec<i64> =
         samples.windows(2).map(|pair| pair[1].cast_signed() - pair[0].cast_signed()).collect();
     steps.sort_unstable();
-    steps.get(steps.len().saturating_sub(1) / 2).copied().unwrap_or(0)
+    steps[(steps.len() - 1) / 2]
 }
+
+/// Three steps: the lower middle one of fewer is the least.
+pub const MIN_SAMPLES: usize = 4;
