@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "link_calls_test.hpp"
 #include "ranks.hpp"
 
 namespace {
@@ -701,6 +702,7 @@ int main(int argc, char** argv) {
     printf("seed %" PRIu64 "\n", g_seed);
     const std::pair<const char*, void (*)()> tests[] = {
         {"bad_parameters_are_refused_before_a_launch", bad_parameters_are_refused_before_a_launch},
+        {"bytes_go_to_a_slot_and_back", [] { bytes_go_to_a_slot_and_back(g_seed); }},
         {"layers_match_the_reference", layers_match_the_reference},
         {"expert_outputs_are_weighted_and_summed", expert_outputs_are_weighted_and_summed},
         {"two_frames_in_flight_keep_apart", two_frames_in_flight_keep_apart},

@@ -7,6 +7,7 @@
 #include "switchyard/impls/echo.cuh"
 #include "switchyard/impls/expert_recv.cuh"
 #include "switchyard/impls/expert_send.cuh"
+#include "switchyard/impls/link_calls.cuh"
 
 using namespace switchyard;
 
@@ -115,6 +116,13 @@ SY_HOST(combine)
 SY_HOST(expert_recv)
 SY_HOST(expert_send)
 SY_HOST(echo)
+
+// The calls of a link, by a kernel for direct stores alone or for any way.
+extern "C" void sy_host_link_calls(const impls::LinkCallsParams* params, uint32_t any_way) {
+    const auto kernel = any_way != 0 ? impls::link_calls_kernel<comm::kAnyWay>
+                                     : impls::link_calls_kernel<comm::kDirectOnly>;
+    simt::run(kernel, *params, 1, 32, false);
+}
 
 // The matrix units have no stand-in here.
 extern "C" int sy_host_plan_expert_compute(const sy_expert_compute_params* params,

@@ -1,6 +1,6 @@
-// Puts, gets and adds that a kernel posts to a NIC by itself. The same names as over a proxy (proxy.h).
-// Over direct stores there is no put and no get: fused kernels store into the peer's window and name
-// what they stored, see link.cuh.
+// Puts, gets and adds that a kernel posts to a NIC by itself. The same names as over a proxy (proxy.h), and
+// by whichever way (put_get.cuh). Fused kernels store into the peer's window, or its mirror, and name what
+// they stored, see link.cuh.
 //
 // Order on one queue: a signal or an add is seen by the peer after everything that was put before
 // it. A get may return while later puts already run; where that matters, quiet stands in between.

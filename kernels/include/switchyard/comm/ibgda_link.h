@@ -162,6 +162,26 @@ SY_DEVICE_COLD inline void put_rows_warp(const sy_link& link, uint32_t lane, boo
 
 #endif
 
+// Puts from the mirror, or gets into it, from `source_offset` on.
+template <bool kIsPut>
+SY_DEVICE_COLD void move_warp(const sy_link& link, uint32_t lane, uint64_t offset,
+                              uint64_t source_offset, uint64_t num_bytes) {
+    const sy_ibgda_peer& peer = peer_of(link);
+    const sy_mlx5_qp& qp = peer::queue_of(peer, lane);
+    const LocalBuffer local{peer.mirror + source_offset, peer.lkey};
+    const RemoteBuffer remote{peer.remote + offset, peer.rkey};
+    if (kIsPut)
+        comm::put_nbi_warp<kScope, Warp>(qp, local, remote, num_bytes, peer.bound);
+    else
+        comm::get_nbi_warp<kScope, Warp>(qp, local, remote, num_bytes, peer.bound);
+}
+
+// Waits until what a lane got is in memory: `local` is an address where something was got into.
+SY_DEVICE_COLD inline void await_gets(const sy_link& link, uint32_t lane, uint64_t local) {
+    const sy_ibgda_peer& peer = peer_of(link);
+    comm::quiet_gets<kScope>(peer::queue_of(peer, lane), LocalBuffer{local, peer.lkey}, peer.bound);
+}
+
 // Waits for all queues of the peer, up to the first that fails: a NIC that is gone costs one bound, not
 // one for every queue.
 SY_DEVICE_COLD inline void quiet(const sy_link& link) {

@@ -2,6 +2,10 @@
 // they stored; whether that goes straight to the peer or into a mirror that a NIC reads is the way's
 // business, so a further way needs no change in a fused kernel.
 //
+// The set of calls over every way: put_nbi_warp, get_nbi_warp and quiet (put_get.cuh), amo_nonfetch_add
+// and signal (here), wait_until (wait.cuh). The others here are those of fused kernels, which fill the
+// window themselves.
+//
 // Order: a signal or an add is seen by the peer only after everything that the same block stored
 // and named before it (SYNC POINT publish/accept, see docs/memory-model.md). Ways with several lanes
 // keep that by taking a block's index for its lane.

@@ -1,6 +1,6 @@
 // Puts, gets and adds that a kernel hands to a thread of the host, for NICs that it cannot drive by
-// itself. The same names as over a NIC (ibgda.h). Over direct stores there is no put and no get: fused
-// kernels store into the peer's window and name what they stored, see link.cuh.
+// itself. The same names as over a NIC (ibgda.h), and by whichever way (put_get.cuh). Fused kernels store
+// into the peer's window, or its mirror, and name what they stored, see link.cuh.
 //
 // Order on one lane: a signal or an add is seen by the peer after everything that was put before it.
 // Puts have no order among each other. Nothing is ordered across lanes.
@@ -259,16 +259,25 @@ SY_DEVICE Status put_signal_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, u
                                             word_offset, value);
 }
 
-// Starts a copy of the peer's slot to the mirror, which is complete after a quiet.
+// Starts a copy of the peer's slot to a registered region, which is complete after a quiet. `source` 0 is
+// the mirror.
+template <class Group = Warp>
+SY_DEVICE Status get_to_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
+                                 uint32_t source, uint64_t source_offset, uint64_t num_bytes) {
+    if (!detail::is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES ||
+        source >= SY_PROXY_MAX_SOURCES || source_offset > UINT32_MAX)
+        return SY_PROXY_ARGUMENT;
+    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) {
+        return detail::make_move(peer, SY_PROXY_GET, source, source_offset, offset,
+                                 static_cast<uint32_t>(num_bytes));
+    });
+}
+
+// The same to the mirror, at the same offset.
 template <class Group = Warp>
 SY_DEVICE Status get_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint64_t offset,
                               uint64_t num_bytes) {
-    if (!detail::is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES)
-        return SY_PROXY_ARGUMENT;
-    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) {
-        return detail::make_move(peer, SY_PROXY_GET, 0, offset, offset,
-                                 static_cast<uint32_t>(num_bytes));
-    });
+    return get_to_nbi_warp<Group>(peer, lane, offset, 0, offset, num_bytes);
 }
 
 // Adds to a counter of the peer, after everything that was put on this lane before.

@@ -134,6 +134,27 @@ SY_DEVICE void put_rows_warp(const sy_link& link, uint32_t lane, bool has_row, u
 
 #endif
 
+// Of one command; a longer move takes several.
+constexpr uint64_t kMaxMoveBytes = uint64_t{1} << 30;
+
+// Puts from the mirror, or gets into it, from `source_offset` on.
+template <bool kIsPut>
+SY_DEVICE void move_warp(const sy_link& link, uint32_t lane, uint64_t offset,
+                         uint64_t source_offset, uint64_t num_bytes) {
+    const sy_proxy_peer& peer = peer_of(link);
+    for (uint64_t begin = 0; begin < num_bytes; begin += kMaxMoveBytes) {
+        const uint64_t left = num_bytes - begin;
+        const uint64_t now = left < kMaxMoveBytes ? left : kMaxMoveBytes;
+        const Status status =
+            kIsPut ? put_from_nbi_warp(peer, lane, offset + begin, 0, source_offset + begin, now)
+                   : get_to_nbi_warp(peer, lane, offset + begin, 0, source_offset + begin, now);
+        if (status == SY_PROXY_ARGUMENT)
+            detail::refuse(peer, lane, offset, num_bytes);
+        if (status != SY_PROXY_OK)
+            return;
+    }
+}
+
 // Waits for all lanes of the peer that were ever used, up to the first that fails: a thread that is gone
 // costs one bound, not one for every lane.
 SY_DEVICE void quiet(const sy_link& link) {

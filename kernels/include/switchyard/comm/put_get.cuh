@@ -1,0 +1,151 @@
+// Copies to a peer and back, by whichever way: with link.cuh and wait.cuh the whole set of calls.
+//
+// An offset is one of the peer's slot. What `local` may be depends on the way:
+//
+//            put_nbi_warp                                get_nbi_warp
+//   direct   any memory of this GPU, shared one too.     any memory of this GPU, shared one too.
+//            Its own place in the window: it is there,   Its own place in the window: it is there,
+//            nothing is done.                            nothing is done.
+//   IBGDA,   any memory, shared one too: it is stored    the mirror, which is all that a NIC may write
+//   proxy    into the mirror at `offset` first. In the   here. Anything else is refused.
+//            mirror: nothing is copied.
+//
+// So code for all ways gets into `window_at(link, offset)`, waits with quiet_gets and reads there: that is
+// the mirror, or the peer's memory itself. Over direct stores what is read is then what the peer has there
+// at that moment.
+//
+// Until a quiet, or await_reuse, nobody writes the mirror where something was put from or got into. A copy
+// that leaves the slot, or one into what is no mirror, takes the way out of service, as all calls do that
+// return nothing: has_failed says so.
+//
+// NOTES: what is put is behind no earlier get, so a get is waited for before its source is put to.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/link.cuh"
+#include "switchyard/device_abi.h"
+#include "switchyard/ptx/memory.cuh"
+
+namespace switchyard::comm {
+
+namespace detail {
+
+// By a warp, 16 bytes at a time where both ends allow.
+__device__ __forceinline__ void copy_warp(uint64_t to, uint64_t from, uint64_t num_bytes) {
+    const uint32_t lane_idx = threadIdx.x & 31;
+    uint64_t done = 0;
+    if ((to | from) % sizeof(uint4) == 0) {
+        const uint64_t num_units = num_bytes / sizeof(uint4);
+        const uint4* source = at_address<const uint4>(from);
+        uint4* target = at_address<uint4>(to);
+#pragma unroll 4
+        for (uint64_t i = lane_idx; i < num_units; i += 32)
+            target[i] = source[i];
+        done = num_units * sizeof(uint4);
+    }
+    const uint8_t* source = at_address<const uint8_t>(from);
+    uint8_t* target = at_address<uint8_t>(to);
+    for (uint64_t i = done + lane_idx; i < num_bytes; i += 32)
+        target[i] = source[i];
+}
+
+__device__ __forceinline__ uint64_t slot_bytes_of(const sy_link& link) {
+    return link.way == SY_WAY_PROXY ? proxy::peer_of(link).slot_bytes
+                                    : ibgda::peer_of(link).slot_bytes;
+}
+
+__device__ __forceinline__ bool is_within(uint64_t offset, uint64_t num_bytes, uint64_t most) {
+    return offset <= most && num_bytes <= most - offset;
+}
+
+__device__ __forceinline__ void refuse_move(const sy_link& link, uint64_t offset,
+                                            uint64_t num_bytes) {
+    if (link.way == SY_WAY_PROXY)
+        proxy::detail::refuse(proxy::peer_of(link), blockIdx.x, offset, num_bytes);
+    else
+        ibgda::detail::refuse(ibgda::peer_of(link),
+                              peer::queue_of(ibgda::peer_of(link), blockIdx.x),
+                              ibgda::Send{offset, num_bytes, 0, false});
+}
+
+// Puts or gets over a way that posts. Lanes of the warp agree on all arguments.
+template <bool kIsPut>
+__device__ __noinline__ void move_posted(const sy_link& link, uint64_t offset, uint64_t local,
+                                         uint64_t num_bytes) {
+    const uint64_t slot_bytes = slot_bytes_of(link);
+    uint64_t source_offset = local - link.window;
+    const bool is_in_mirror =
+        local >= link.window && is_within(source_offset, num_bytes, slot_bytes);
+    if (!is_within(offset, num_bytes, slot_bytes) || (!kIsPut && !is_in_mirror))
+        return refuse_move(link, offset, num_bytes);
+    if (num_bytes == 0)
+        return;
+    if (kIsPut && !is_in_mirror) {
+        copy_warp(link.window + offset, local, num_bytes);
+        source_offset = offset;
+    }
+    // What all lanes stored is before the request of one.
+    __syncwarp();
+    if (link.way == SY_WAY_PROXY)
+        proxy::move_warp<kIsPut>(link, blockIdx.x, offset, source_offset, num_bytes);
+    else
+        ibgda::move_warp<kIsPut>(link, blockIdx.x, offset, source_offset, num_bytes);
+}
+
+template <uint32_t kWays, bool kIsPut>
+__device__ __forceinline__ void move_warp(const sy_link& link, uint64_t offset, uint64_t local,
+                                          uint64_t num_bytes) {
+    const uint64_t there = link.window + offset;
+    if (!is_direct<kWays>(link)) {
+        move_posted<kIsPut>(link, offset, local, num_bytes);
+        return;
+    }
+    if (local != there)
+        copy_warp(kIsPut ? there : local, kIsPut ? local : there, num_bytes);
+    __syncwarp();
+}
+
+} // namespace detail
+
+// Starts a copy of `num_bytes` at `local` to the peer's slot. What this warp signals or adds afterwards,
+// by any of its lanes, is seen by the peer after it, and so is what its block does behind a barrier
+// (SYNC POINT publish). A source outside of the mirror may be written again at once.
+template <uint32_t kWays = kDirectOnly>
+__device__ __forceinline__ void put_nbi_warp(const sy_link& link, uint64_t offset,
+                                             const void* local, uint64_t num_bytes) {
+    detail::move_warp<kWays, true>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
+}
+
+// Starts a copy of `num_bytes` of the peer's slot to `local`: of what it had published when that was
+// accepted (wait_until). It is there after quiet_gets.
+template <uint32_t kWays = kDirectOnly>
+__device__ __forceinline__ void get_nbi_warp(const sy_link& link, uint64_t offset, void* local,
+                                             uint64_t num_bytes) {
+    detail::move_warp<kWays, false>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
+}
+
+// Returns, in the thread that calls it, when all that was put, signalled and added over this link before is
+// in the peer's memory: over ways that post by whichever block, over direct stores by this thread and
+// by those whose stores a barrier made known to it. False when the way is out of service.
+template <uint32_t kWays = kDirectOnly> __device__ __forceinline__ bool quiet(const sy_link& link) {
+    if (is_direct<kWays>(link)) {
+        ptx::fence_acq_rel_sys();
+        return true;
+    }
+    await_reuse<kWays>(link);
+    return !has_failed<kWays>(link);
+}
+
+// quiet, and what this block got is here: one thread calls it, and a barrier makes it known to others.
+// `local` is where something was got into.
+// NOTES: a NIC's writes to GPU memory may be under way when their completion is seen, so that over IBGDA the
+// NIC reads `local` behind them. A proxy's thread has seen the completion, and no more is asked of it.
+template <uint32_t kWays = kDirectOnly>
+__device__ __forceinline__ bool quiet_gets(const sy_link& link, const void* local) {
+    if (!is_direct<kWays>(link) && link.way == SY_WAY_IBGDA)
+        ibgda::await_gets(link, blockIdx.x, reinterpret_cast<uint64_t>(local));
+    return quiet<kWays>(link);
+}
+
+} // namespace switchyard::comm

@@ -1,0 +1,49 @@
+// The calls of a link one after the other, by whichever way: what tests launch.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/put_get.cuh"
+#include "switchyard/comm/wait.cuh"
+#include "switchyard/device_abi.h"
+
+namespace switchyard::impls {
+
+// `LinkCalls` of kernels/tests/against_rust/library.rs says the same in Rust.
+struct LinkCallsParams {
+    sy_link link;
+    const void* source; // of the put
+    void* back; // where the same bytes are got to
+    uint64_t offset, num_bytes; // of the put and of the get
+    uint64_t word_offset, counter_offset;
+    uint64_t value;
+    const uint64_t* echo; // of this side: a word that is waited for before the get, or null
+    sy_error_word* error;
+    uint64_t timeout_ns;
+    uint32_t* good; // [3]: quiet, wait_until, quiet_gets
+};
+
+// One block of one warp: puts, adds and signals behind it, waits, and gets what it has put.
+template <uint32_t kWays>
+__global__ void __launch_bounds__(32)
+    link_calls_kernel(const __grid_constant__ LinkCallsParams params) {
+    const sy_link& link = params.link;
+    comm::put_nbi_warp<kWays>(link, params.offset, params.source, params.num_bytes);
+    // The last lane's, so that it is behind what the others have put.
+    if (threadIdx.x == 31) {
+        comm::amo_nonfetch_add<kWays>(link, params.counter_offset, params.value);
+        comm::signal<kWays>(link, params.word_offset, params.value);
+        params.good[0] = comm::quiet<kWays>(link);
+        const comm::WaitBound bound = {params.error, nullptr, nullptr,
+                                       nullptr,      nullptr, params.timeout_ns};
+        params.good[1] =
+            params.echo == nullptr ||
+            comm::wait_until<kWays>(params.echo, params.value, SY_TAG_P2P, 0, bound, &link);
+    }
+    __syncwarp();
+    comm::get_nbi_warp<kWays>(link, params.offset, params.back, params.num_bytes);
+    if (threadIdx.x == 0)
+        params.good[2] = comm::quiet_gets<kWays>(link, params.back);
+}
+
+} // namespace switchyard::impls
