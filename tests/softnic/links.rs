@@ -10,13 +10,15 @@ use ibgda::{
 };
 use kernels::abi::{
     CONTROL_BYTES, ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY,
-    FrameGeometry, ServerPeer, ServerState, WAY_IBGDA,
+    FrameGeometry, Link, ServerPeer, ServerState, WAY_IBGDA,
 };
 use rand::RngExt;
 use softnic::Fault;
 use softnic::format::Syndrome;
 
 use crate::layer::{Ways, fail_over_and_back, fresh, layer, nothing_arrives, worlds};
+use crate::library::library;
+use crate::link_calls;
 use crate::runner::Runner;
 use crate::world::{GENERATION, Input, POISON, World};
 
@@ -103,6 +105,68 @@ fn nothing_arrives_while_the_nic_stands_still() {
             net
         });
     }
+}
+
+/// A slot, and the link to it over queues of the control path.
+struct Posted {
+    link: Link,
+    at_server: Peer,
+    _at_client: Peer,
+}
+
+impl link_calls::Ends for Posted {
+    fn link(&self) -> Link {
+        self.link
+    }
+
+    fn slot_bytes(&self) -> usize {
+        self.at_server.slot().bytes()
+    }
+
+    fn slot(&self) -> *mut u8 {
+        self.at_server.slot().address() as *mut u8
+    }
+}
+
+impl Posted {
+    fn join(path: QueuePath, max_message_bytes: u32) -> Self {
+        let geometry = FrameGeometry::new(256, 4, DTYPE_BF16, 40, 2).expect("in range");
+        let libraries = softnic_verbs::libraries().expect("functions");
+        let config = NicConfig { gid_idx: Some(0), ..NicConfig::default() };
+        let nic = Nic::open(&libraries, &config).expect("a NIC");
+        let queue = QueueConfig { path, depth: 128, max_message_bytes, ..QueueConfig::default() };
+        let access: Arc<dyn Access> = Arc::new(HostAccess);
+        let slots = [geometry.response_slot_bytes as usize, geometry.slot_bytes as usize];
+        let open = |peer, [own_slot_bytes, peer_slot_bytes]: [usize; 2]| {
+            let config = PeerConfig { peer, num_queues: 2, queue, own_slot_bytes, peer_slot_bytes };
+            OpenPeer::open(&nic, &access, config).expect("slots and queues")
+        };
+        let (at_client, at_server) = (open(0, slots), open(0, [slots[1], slots[0]]));
+        let (from_client, from_server) = (at_client.description(), at_server.description());
+        let mut at_client = at_client.join(&from_server).expect("the server's description");
+        let at_server = at_server.join(&from_client).expect("the client's description");
+        let nobody = DevicePtr::NULL;
+        let waits = Waits { error: nobody, abort_mask: nobody, timeout: PATIENCE };
+        let line = at_client.server(&geometry, GENERATION, waits).expect("a link");
+        Self { link: line.request, at_server, _at_client: at_client }
+    }
+}
+
+#[test]
+fn bytes_go_to_a_slot_and_back_through_the_nic() {
+    let Some(library) = library() else { return };
+    let _turn = turn();
+    let mut rng = fresh();
+    for path in PATHS {
+        for max_message_bytes in [1024, 1 << 30] {
+            let ends = Posted::join(path, max_message_bytes);
+            link_calls::bytes_go_there_and_back(library, &mut rng, &ends);
+        }
+        link_calls::a_put_out_of_the_slot_is_refused(library, &Posted::join(path, 1024));
+        link_calls::a_get_into_other_memory_is_refused(library, &Posted::join(path, 1024));
+    }
+    let violations = softnic_verbs::violations();
+    assert!(violations.is_empty(), "{}", violations.join("; "));
 }
 
 const fn other(path: QueuePath) -> QueuePath {

@@ -6,6 +6,8 @@ mod layer;
 #[path = "../../kernels/tests/against_rust/library.rs"]
 #[allow(dead_code, reason = "the kernels' own tests use the rest")]
 mod library;
+#[path = "../../kernels/tests/against_rust/link_calls.rs"]
+mod link_calls;
 mod links;
 mod runner;
 #[path = "../src/skip.rs"]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use kernels::abi::{ClientPeer, DevicePtr, ExpertLists, FrameGeometry, ServerPeer};
+use kernels::abi::{ClientPeer, DevicePtr, ExpertLists, FrameGeometry, Link, ServerPeer};
 use kernels::plan::KernelParams;
 
 /// The kernels, run on this machine's processor.
@@ -24,6 +24,25 @@ unsafe impl Sync for Library {}
 pub fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY.get_or_init(Library::compile).as_ref()
+}
+
+/// `LinkCallsParams` of `impls/link_calls.cuh`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+#[allow(missing_docs, reason = "the names are those of the header")]
+pub struct LinkCalls {
+    pub link: Link,
+    pub source: DevicePtr,
+    pub back: DevicePtr,
+    pub offset: u64,
+    pub num_bytes: u64,
+    pub word_offset: u64,
+    pub counter_offset: u64,
+    pub value: u64,
+    pub echo: DevicePtr,
+    pub error: DevicePtr,
+    pub timeout_ns: u64,
+    pub good: DevicePtr,
 }
 
 impl Library {
@@ -53,6 +72,17 @@ impl Library {
         // SAFETY: the function takes a pointer to these parameters and returns a code.
         let run: extern "C" fn(*const P) -> c_int = unsafe { std::mem::transmute(symbol) };
         run(params)
+    }
+
+    /// The calls of a link by one warp, to their end.
+    ///
+    /// # Safety
+    /// The link is usable, and the other pointers are to memory of this process as large as the header says.
+    pub unsafe fn link_calls(&self, params: &LinkCalls, any_way: bool) {
+        let symbol = self.symbol("sy_host_link_calls");
+        // SAFETY: the function takes these parameters and a flag.
+        let run: extern "C" fn(*const LinkCalls, u32) = unsafe { std::mem::transmute(symbol) };
+        run(params, u32::from(any_way));
     }
 
     /// Code of the check; blocks, threads, whether the kernel is tuned, and whether it is for few blocks.
@@ -125,7 +155,12 @@ impl Library {
 
 /// The compiled library, kept between processes under a name made of everything that goes in.
 fn shared_object() -> Option<PathBuf> {
-    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels"));
+    // Tests of several packages, at several depths, have this file.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .map(|folder| folder.join("kernels"))
+        .find(|kernels| kernels.join("host/kernels.cpp").exists())
+        .expect("the kernels' sources");
     let mut hasher = DefaultHasher::new();
     FLAGS.hash(&mut hasher);
     for folder in ["host", "include", "cuda"] {
@@ -139,7 +174,7 @@ fn shared_object() -> Option<PathBuf> {
     // Several processes may get here at once: each makes its own, and the last name wins.
     let mine = folder.join(format!("libkernels_host-{}.tmp", std::process::id()));
     let compiled = Command::new("g++")
-        .current_dir(root)
+        .current_dir(&root)
         .args(FLAGS)
         .arg("-o")
         .arg(&mine)

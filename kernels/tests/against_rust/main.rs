@@ -13,6 +13,8 @@ mod gathering;
 mod gpu;
 mod layer;
 mod library;
+#[allow(dead_code, reason = "only ways that post refuse anything")]
+mod link_calls;
 mod refusals;
 mod runner;
 #[path = "../../../tests/src/skip.rs"]
@@ -169,6 +171,30 @@ mod of_the_driver {
     fn memory_of_another_gpu_is_told_apart_on_the_gpu() {
         Runner::gpu().iter().for_each(gpu::memory_of_another_gpu_is_told_apart);
     }
+}
+
+#[test]
+fn bytes_go_to_a_slot_and_back_over_direct_stores() {
+    /// A slot of this process is its own window.
+    struct Direct(Vec<u128>);
+    impl link_calls::Ends for Direct {
+        fn link(&self) -> kernels::abi::Link {
+            let window = kernels::abi::DevicePtr(self.slot() as u64);
+            let way = kernels::abi::WAY_DIRECT;
+            kernels::abi::Link { window, context: 0, way, reserved: 0 }
+        }
+
+        fn slot_bytes(&self) -> usize {
+            self.0.len() * 16
+        }
+
+        fn slot(&self) -> *mut u8 {
+            self.0.as_ptr().cast_mut().cast()
+        }
+    }
+    let Some(library) = library::library() else { return };
+    let slot = Direct(vec![0; 4096]);
+    link_calls::bytes_go_there_and_back(library, &mut fresh(), &slot);
 }
 
 /// Random numbers of this run.

@@ -1,0 +1,156 @@
+//! The calls of a link, by whichever way: a put of random bytes with an add and a signal behind it, and a get
+//! of what was put. Slots and mirrors are poisoned, so that what comes, comes from the call.
+
+use kernels::abi::{DevicePtr, ErrorWord, Link};
+use rand::rngs::StdRng;
+use rand::{Rng, RngExt};
+
+use crate::library::{Library, LinkCalls};
+
+/// One side's link to a slot of this process.
+pub trait Ends {
+    fn link(&self) -> Link;
+    /// Bytes of the slot, and of the mirror.
+    fn slot_bytes(&self) -> usize;
+    /// Address of the slot itself.
+    fn slot(&self) -> *mut u8;
+}
+
+/// Of the mirror and of memory that is no slot; a slot has the complement.
+const POISON: u8 = 0xa5;
+/// Two words at the end of a slot, which are zeros at first.
+const TAIL: usize = 64;
+
+/// Offsets of what is put, of a source in the mirror and of what is got: they do not meet.
+fn places(slot_bytes: usize) -> ([usize; 3], usize) {
+    let part = (slot_bytes - TAIL) / 3 / 16 * 16;
+    ([0, part, 2 * part], part)
+}
+
+/// Sources and targets of every alignment, in the mirror and elsewhere. Call it with a fresh link.
+pub fn bytes_go_there_and_back(library: &Library, rng: &mut StdRng, ends: &dyn Ends) {
+    let link = ends.link();
+    let (window, slot, slot_bytes) = (link.window.0 as *mut u8, ends.slot(), ends.slot_bytes());
+    let is_direct = window == slot;
+    let ([there, source_at, back_at], part) = places(slot_bytes);
+    let (word, counter) = (slot_bytes - 16, slot_bytes - 8);
+    let mut sum = 0u64;
+    let mut lengths = vec![0, 1, 15, 16, 17, 496, 512, 529, part - 16];
+    lengths.extend((0..8).map(|_| rng.random_range(0..part)));
+    for (at, len) in lengths.into_iter().enumerate() {
+        for (is_aligned, in_mirror) in [(true, false), (false, false), (true, true), (false, true)]
+        {
+            // Over stores the mirror is the peer's slot, and there is no other source in it.
+            let in_mirror = in_mirror && !is_direct;
+            let shift = if is_aligned { 0 } else { rng.random_range(1..16) };
+            let len = len.min(part - 16);
+            let mut bytes = vec![0; len];
+            rng.fill_bytes(&mut bytes);
+            // SAFETY: slot and mirror are that large, and nobody uses them between calls.
+            unsafe {
+                window.write_bytes(POISON, slot_bytes - TAIL);
+                slot.write_bytes(!POISON, slot_bytes - TAIL);
+            }
+            let mut elsewhere = vec![POISON; part + 32];
+            let mut got = vec![POISON; part + 32];
+            let source = if in_mirror {
+                // SAFETY: within the mirror's middle part.
+                unsafe {
+                    let source = window.add(source_at + shift);
+                    source.copy_from_nonoverlapping(bytes.as_ptr(), len);
+                    source
+                }
+            } else {
+                let begin = elsewhere.as_ptr().align_offset(16) + shift;
+                elsewhere[begin..begin + len].copy_from_slice(&bytes);
+                elsewhere[begin..].as_mut_ptr()
+            };
+            let begin = got.as_ptr().align_offset(16) + shift;
+            // SAFETY: within the mirror's last part.
+            let in_place = unsafe { window.add(back_at + shift) };
+            let back = if is_direct { got[begin..].as_mut_ptr() } else { in_place };
+            let value = rng.random::<u64>() >> 1;
+            sum = sum.wrapping_add(value);
+            let offset = there + shift;
+            let good = call(library, ends, (source, back), (offset, len), value, true);
+            let name = format!("call {at}: {len} bytes, shift {shift}, in the mirror: {in_mirror}");
+            assert_eq!(good, [1; 3], "{name}");
+            // SAFETY: what came is there since the quiet, and nobody writes any more.
+            let found = unsafe { std::slice::from_raw_parts(slot, slot_bytes) };
+            assert!(found[offset..offset + len] == bytes, "{name}: other bytes came");
+            let rest = [&found[..offset], &found[offset + len..slot_bytes - TAIL]];
+            assert!(rest.iter().all(|p| p.iter().all(|b| *b == !POISON)), "{name}: more came");
+            let words = [word, counter]
+                .map(|at| u64::from_le_bytes(found[at..at + 8].try_into().expect("eight")));
+            assert_eq!(words, [value, sum], "{name}");
+            if is_direct {
+                assert!(got[begin..begin + len] == bytes, "{name}: other bytes came back");
+                let rest = [&got[..begin], &got[begin + len..]];
+                assert!(rest.iter().all(|p| p.iter().all(|b| *b == POISON)), "{name}: more");
+            } else {
+                // SAFETY: the part of the mirror that was got into, since the quiet.
+                let mirror = unsafe { std::slice::from_raw_parts(window.add(back_at), part) };
+                assert!(mirror[shift..shift + len] == bytes, "{name}: other bytes came back");
+                let rest = [&mirror[..shift], &mirror[shift + len..]];
+                assert!(rest.iter().all(|p| p.iter().all(|b| *b == POISON)), "{name}: more");
+            }
+        }
+    }
+}
+
+/// Over a way that posts: nothing comes of a put that leaves the slot, and the way is out of service.
+pub fn a_put_out_of_the_slot_is_refused(library: &Library, ends: &dyn Ends) {
+    let slot_bytes = ends.slot_bytes();
+    let mut source = vec![1u8; 64];
+    let back = ends.link().window.0 as *mut u8;
+    // SAFETY: nobody uses the slot before the call.
+    unsafe { ends.slot().write_bytes(!POISON, slot_bytes) };
+    let range = (slot_bytes - 32, 64);
+    let good = call(library, ends, (source.as_mut_ptr(), back), range, 7, false);
+    assert_eq!((good[0], good[2]), (0, 0));
+    // SAFETY: as above.
+    let found = unsafe { std::slice::from_raw_parts(ends.slot(), slot_bytes) };
+    assert!(found.iter().all(|byte| *byte == !POISON), "something came");
+}
+
+/// Over a way that posts: what is no mirror cannot be got into. What was put before it is there.
+pub fn a_get_into_other_memory_is_refused(library: &Library, ends: &dyn Ends) {
+    let mut source = vec![1u8; 64];
+    let mut back = vec![POISON; 64];
+    let good = call(library, ends, (source.as_mut_ptr(), back.as_mut_ptr()), (0, 64), 7, false);
+    assert_eq!((good[0], good[2]), (1, 0));
+    assert!(back.iter().all(|byte| *byte == POISON), "something came back");
+}
+
+fn call(
+    library: &Library,
+    ends: &dyn Ends,
+    (source, back): (*mut u8, *mut u8),
+    (offset, num_bytes): (usize, usize),
+    value: u64,
+    awaits_word: bool,
+) -> [u32; 3] {
+    let (word, counter) = (ends.slot_bytes() - 16, ends.slot_bytes() - 8);
+    // In this process the peer's word is near.
+    let echo = if awaits_word { ends.slot().wrapping_add(word) as u64 } else { 0 };
+    let mut error: ErrorWord = bytemuck::Zeroable::zeroed();
+    let mut good = [u32::MAX; 3];
+    let link = ends.link();
+    let params = LinkCalls {
+        link,
+        source: DevicePtr(source as u64),
+        back: DevicePtr(back as u64),
+        offset: offset as u64,
+        num_bytes: num_bytes as u64,
+        word_offset: word as u64,
+        counter_offset: counter as u64,
+        value,
+        echo: DevicePtr(echo),
+        error: DevicePtr((&raw mut error) as u64),
+        timeout_ns: 60_000_000_000,
+        good: DevicePtr((&raw mut good) as u64),
+    };
+    // SAFETY: all of it is memory of this process that lives until the call returns, and of its size.
+    unsafe { library.link_calls(&params, link.way != kernels::abi::WAY_DIRECT) };
+    good
+}
