@@ -15,7 +15,7 @@ use p2p_core::TransportKind;
 use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::endpoint::Endpoint;
-use p2p_core::network::{Joined, Network, OpenSide, Route, device_layout};
+use p2p_core::network::{Joined, Network, OpenSide, Route};
 
 const REQUEST_BYTES: u64 = 8 << 20;
 const RESPONSE_BYTES: u64 = 4 << 20;
@@ -46,7 +46,12 @@ fn network() -> Option<DeviceNetwork> {
     let config = NicConfig { gid_idx: Some(0), ..NicConfig::default() };
     let nic = Nic::open(&libraries, &config).expect("a NIC");
     let queue = QueueConfig { depth: 128, ..QueueConfig::default() };
-    let config = DeviceConfig { num_queues: NUM_QUEUES, queue, wait_limit: PATIENCE };
+    let config = DeviceConfig {
+        num_queues: NUM_QUEUES,
+        queue,
+        wait_limit: PATIENCE,
+        ..DeviceConfig::default()
+    };
     Some(DeviceNetwork::new(Arc::new(inner), nic, config))
 }
 
@@ -61,7 +66,7 @@ fn sides() -> [DeviceSide; 2] {
 
 fn open(networks: [&DeviceNetwork; 2]) -> [Box<dyn OpenSide>; 2] {
     let [client, server] = sides();
-    let layout = device_layout(&client, 2).expect("a layout");
+    let layout = networks[0].device_layout(&client, 2).expect("a layout");
     [(networks[0], &client), (networks[1], &server)]
         .map(|(network, side)| network.open_device(&layout, ROUTE, side).expect("a side"))
 }
@@ -210,7 +215,8 @@ fn sides_that_never_become_pairs_leave_addresses_at_most() {
         drop(server);
         drop(client.join_device(&theirs));
     }
-    let host_slot = device_layout(&sides()[0], 2).expect("a layout").slot_bytes() as u64;
+    let host_slot =
+        networks[0].device_layout(&sides()[0], 2).expect("a layout").slot_bytes() as u64;
     let with_addresses =
         Holdings { mapped_kib: before.mapped_kib + 3 * host_slot / 1024, ..before };
     given_back(&with_addresses, "a side whose peer is gone");
