@@ -224,8 +224,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     // A stage is there. What threads copied, the matrix units see after a fence.
     // NOTES: scales that threads copied are read by others without one. Both are accesses of the generic proxy,
     // and the copies are over when `full` is: their arrival at it is triggered by their completion, and each
-    // reader waits for the phase itself, with acquire. racecheck has named the scales all the same; reasoned
-    // and not proven, see docs/experts-gpu.md.
+    // reader waits for the phase itself, with acquire. What racecheck sees of it is in docs/experts-gpu.md.
     __device__ __forceinline__ void wait_full() const {
         wait_phase(ring.full(), ring.phase);
         if (kDirect)
