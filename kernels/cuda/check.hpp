@@ -245,6 +245,8 @@ constexpr uint32_t kTokensInPairs = 96;
 
 // Fewer blocks than a GPU has multiprocessors, so that something else may run there.
 constexpr uint32_t kMostFewBlocks = 64;
+// Rows of a block from which on the answering kernels for few blocks are the faster ones.
+constexpr uint32_t kRowsForFew = 4;
 
 // For kernels that exist for few blocks as well: links are direct, and each block has `per_block` of
 // `num_units` at least.
@@ -280,7 +282,7 @@ constexpr uint32_t kMostFewBlocks = 64;
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_send_params& params) {
     const uint32_t num_blocks = choose_blocks(params.num_blocks, params.max_rows, 1024);
     return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks,
-                    params.max_rows, 8);
+                    params.max_rows, kRowsForFew);
 }
 
 // Of the kernels that multiply, which fill a multiprocessor's shared memory.
@@ -304,7 +306,8 @@ constexpr uint32_t kMostFewBlocks = 64;
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {
     const uint64_t num_units = uint64_t{params.capacity} * params.num_clients;
     const uint32_t num_blocks = choose_blocks(params.num_blocks, num_units, 1024);
-    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks, num_units, 8);
+    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks, num_units,
+                    kRowsForFew);
 }
 
 } // namespace switchyard

@@ -149,7 +149,11 @@ impl KernelParams for ExpertSendParams {
             (false, false) => SEND_BF16,
         };
         let num_blocks = choose_blocks(self.num_blocks, self.max_rows.into(), 1024);
-        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, self.max_rows.into(), 8)
+        plan(is_tuned, num_blocks, entry, self.flags).for_few(
+            self.flags,
+            self.max_rows.into(),
+            ROWS_FOR_FEW,
+        )
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -238,7 +242,7 @@ impl KernelParams for EchoParams {
         };
         let num_units = u64::from(self.capacity) * u64::from(self.num_clients);
         let num_blocks = choose_blocks(self.num_blocks, num_units, 1024);
-        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, num_units, 8)
+        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, num_units, ROWS_FOR_FEW)
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -299,6 +303,8 @@ const fn is_fp8(dtype: u32) -> bool {
 const TOKENS_IN_PAIRS: u32 = 96;
 /// Fewer blocks than a GPU has multiprocessors, so that something else may run there.
 const MOST_FEW_BLOCKS: u32 = 64;
+/// Rows of a block from which on the answering kernels for few blocks are the faster ones.
+const ROWS_FOR_FEW: u64 = 4;
 const NUM_MULTIPROCESSORS: u32 = 132;
 const GENERIC_THREADS: u32 = 256;
 const TUNED_HIDDEN: u32 = 7168;

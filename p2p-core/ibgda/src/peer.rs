@@ -284,19 +284,25 @@ impl Peer {
     /// again. Whatever the peer wrote before on that queue is then here.
     ///
     /// # Errors
-    /// [`ReceiveError`] of the first queue that has one; all have to be reset then.
+    /// [`ReceiveError`] of a queue that takes nothing more until it is reset, once no other queue has
+    /// anything.
     pub fn receive(&self, timeout: Duration) -> Result<Option<Immediate>, ReceiveError> {
         wait_for(timeout, || {
             // Each look begins behind the queue that had something last: none waits for ever.
             let first = self.next_queue.load(Ordering::Relaxed);
             let num_queues = self.queues.len();
+            let mut nothing = Ok(None);
             for queue_idx in (first..first + num_queues).map(|idx| idx % num_queues) {
-                if let Some(immediate) = self.queues[queue_idx].receive(Duration::ZERO)? {
-                    self.next_queue.store((queue_idx + 1) % num_queues, Ordering::Relaxed);
-                    return Ok(Some(immediate));
+                match self.queues[queue_idx].receive(Duration::ZERO) {
+                    Ok(Some(immediate)) => {
+                        self.next_queue.store((queue_idx + 1) % num_queues, Ordering::Relaxed);
+                        return Ok(Some(immediate));
+                    }
+                    Ok(None) => {}
+                    Err(error) => nothing = nothing.and(Err(error)),
                 }
             }
-            Ok(None)
+            nothing
         })
     }
 

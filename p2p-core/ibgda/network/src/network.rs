@@ -3,7 +3,6 @@
 use std::fmt::Display;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use ibgda::nic::LinkLayer;
@@ -51,16 +50,16 @@ pub struct DeviceNetwork {
     nic: Arc<Nic>,
     config: DeviceConfig,
     flavour: String,
-    /// Whether it was said where slots lie.
-    is_place_told: AtomicBool,
+    /// Where it was said that slots lie.
+    told: place::Told,
 }
 
 impl DeviceNetwork {
     /// Kernels post on queues of `nic`. `inner` joins the hosts, best by the same port.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, nic: Arc<Nic>, config: DeviceConfig) -> Self {
-        let is_place_told = AtomicBool::new(false);
-        let mut network = Self { inner, nic, config, flavour: String::new(), is_place_told };
+        let told = place::Told::default();
+        let mut network = Self { inner, nic, config, flavour: String::new(), told };
         network.flavour = flavour(network.nic.port().link, config.num_queues, &network.hosts());
         network
     }
@@ -132,8 +131,8 @@ impl Network for DeviceNetwork {
             own_slot_bytes: slot_bytes(device.own_slot_bytes)?,
             peer_slot_bytes: slot_bytes(device.peer_slot_bytes)?,
         };
-        let (slots, is_told) = (self.config.slots, &self.is_place_told);
-        let peer = place::open(&self.nic, &device.gpu, config, slots, is_told)
+        let (slots, told) = (self.config.slots, &self.told);
+        let peer = place::open(&self.nic, &device.gpu, config, slots, told)
             .map_err(|error| failed(&name, "open queues of kernels", error))?;
         let life = OpenLife::open(&self.nic, &self.config.queue)
             .map_err(|error| failed(&name, "open the host's queue", error))?;

@@ -76,19 +76,32 @@ pub(crate) enum PlaceError {
 impl PlaceError {
     /// Whether slots in the host's memory would be none the worse for it.
     const fn is_of_place(&self) -> bool {
-        matches!(self, Self::Order { .. } | Self::Peer(PeerError::Nic(NicError::GpuMemory { .. })))
+        matches!(
+            self,
+            Self::Gpu { .. }
+                | Self::Order { .. }
+                | Self::Peer(PeerError::Nic(NicError::GpuMemory { .. }))
+        )
     }
 }
 
-/// Makes queues and slots, and tells once for a network where these lie, and why if not in the GPU's memory.
+/// Which places slots of a network have had: each is told once, since a later pair may lie elsewhere than the
+/// first.
+#[derive(Debug, Default)]
+pub(crate) struct Told {
+    gpu: AtomicBool,
+    host: AtomicBool,
+}
+
+/// Makes queues and slots, and tells where these lie, once for a network and place, and why if not in the GPU's memory.
 pub(crate) fn open(
     nic: &Arc<Nic>,
     gpu: &Gpu,
     config: PeerConfig,
     wish: SlotPlace,
-    is_told: &AtomicBool,
+    told: &Told,
 ) -> Result<OpenPeer, PlaceError> {
-    open_in_order((nic, gpu), config, wish, is_told, || check_order(gpu))
+    open_in_order((nic, gpu), config, wish, told, || check_order(gpu))
 }
 
 /// `order` says whether kernels see the NIC's writes in order.
@@ -96,25 +109,26 @@ fn open_in_order(
     (nic, gpu): (&Arc<Nic>, &Gpu),
     config: PeerConfig,
     wish: SlotPlace,
-    is_told: &AtomicBool,
+    told: &Told,
     order: impl FnOnce() -> Result<(), PlaceError>,
 ) -> Result<OpenPeer, PlaceError> {
     let at = |place| Ok(OpenPeer::open(nic, &access(gpu, place), config)?);
     let in_gpu = || order().and_then(|()| at(Place::Gpu));
-    let is_first = || !is_told.swap(true, Ordering::Relaxed);
+    let is_first = |told: &AtomicBool| !told.swap(true, Ordering::Relaxed);
     let (device, name) = (nic.name(), gpu.name());
     match wish {
         SlotPlace::Host => at(Place::Host),
         SlotPlace::Gpu => in_gpu(),
         SlotPlace::Auto => match in_gpu() {
             Err(error) if error.is_of_place() => {
-                if is_first() {
+                let opened = at(Place::Host)?;
+                if is_first(&told.host) {
                     tracing::warn!(nic = device, gpu = %name, %error, "slots lie in page-locked memory of the host, not in the GPU's");
                 }
-                at(Place::Host)
+                Ok(opened)
             }
             opened => {
-                if opened.is_ok() && is_first() {
+                if opened.is_ok() && is_first(&told.gpu) {
                     tracing::info!(nic = device, gpu = %name, "slots lie in the GPU's memory");
                 }
                 opened
@@ -161,8 +175,7 @@ mod tests {
                 if is_in_order { Ok(()) } else { Err(PlaceError::Order { gpu: gpu.name() }) }
             };
             let free_bytes = gpu.free_bytes().unwrap();
-            let is_told = AtomicBool::new(false);
-            let opened = open_in_order((&nic, &gpu), config, wish, &is_told, order)?;
+            let opened = open_in_order((&nic, &gpu), config, wish, &Told::default(), order)?;
             // A GPU's memory comes by pieces.
             let is_in_gpu = free_bytes - gpu.free_bytes().unwrap() >= 2 << 20;
             drop(opened);

@@ -40,7 +40,7 @@ impl Session {
         for number in 0..NUM_RECEIVES {
             for queue_idx in 0..num_queues {
                 let imm = value(self.own.seed, queue_idx, round, number);
-                poster.put_imm(queue_idx, area(queue_idx), length(number), imm)?;
+                poster.put_imm(queue_idx, area(queue_idx) + place(number), length(number), imm)?;
             }
         }
         let mut num_taken = vec![0_u32; num_queues];
@@ -79,12 +79,14 @@ impl Session {
             let theirs = pattern(self.theirs.seed, salt(queue_idx, round), MOST_BYTES);
             let what =
                 format!("queue {queue_idx}, put {number}: behind its immediate data, the bytes");
-            expect(peer.slot(), area(queue_idx), &theirs[..length(number)], &what)?;
+            let (begin, bytes) = (place(number), length(number));
+            expect(peer.slot(), area(queue_idx) + begin, &theirs[begin..begin + bytes], &what)?;
         }
-        ensure!(peer.receive(Duration::ZERO)?.is_none(), "more came than the peer sent");
+        // First: receives of a queue pair that a request has failed come back, and the request is the cause.
         for queue_idx in 0..num_queues {
             poster.quiet(queue_idx)?;
         }
+        ensure!(peer.receive(Duration::ZERO)?.is_none(), "more came than the peer sent");
         self.meet()
     }
 
@@ -146,6 +148,11 @@ fn salt(queue_idx: usize, round: u32) -> u64 {
     5000 + queue_idx as u64 * 100 + u64::from(round)
 }
 
+/// Where the `number`th put of a round lies in its queue's area: each has bytes that no other one brings.
+const fn place(number: u32) -> usize {
+    number as usize * (MOST_BYTES / NUM_RECEIVES as usize)
+}
+
 /// Of the `number`th put of a round.
 const fn length(number: u32) -> usize {
     LENGTHS[number as usize % LENGTHS.len()]
@@ -158,7 +165,8 @@ fn value(seed: u64, queue_idx: usize, round: u32, number: u32) -> u32 {
 
 /// Every other one is taken by the device functions. The ring of completions has 16 or 32 entries.
 const NUM_ROUNDS: u32 = 8;
-const LENGTHS: [usize; 4] = [8, 0, 4096, 64];
+const LENGTHS: [usize; 4] = [8, 0, 256, 64];
+/// Of all puts of a queue in a round.
 const MOST_BYTES: usize = 4096;
 /// Syndrome of a request that found no receive.
 const NO_RECEIVE: u8 = 0x16;
