@@ -14,9 +14,10 @@
 // the mirror, or the peer's memory itself. Over direct stores what is read is then what the peer has there
 // at that moment.
 //
-// Until a quiet, or await_reuse, nobody writes the mirror where something was put from or got into. A copy
-// that leaves the slot, or one into what is no mirror, takes the way out of service, as all calls do that
-// return nothing: has_failed says so.
+// Until a quiet, or await_reuse, nobody writes the mirror where something was put from or got into. Over a way
+// that posts, a copy that leaves the slot, or one into what is no mirror, takes the way out of service, as all
+// calls do that return nothing: has_failed says so. Over direct stores nothing is checked: the caller stays
+// within the slot. What other lanes have stored at `local` is behind a __syncwarp of the caller's.
 //
 // NOTES: what is put is behind no earlier get, so a get is waited for before its source is put to.
 #pragma once
