@@ -149,7 +149,7 @@ void puts_flags_and_gets(int num_gpus) {
         }
 }
 
-// Every way to fail is reported with its syndrome, and after a reset the queue works.
+// Ways to fail, with six of the syndromes, are reported as such, and after a reset the queue works.
 void errors(int num_gpus) {
     struct Case {
         Job job;
