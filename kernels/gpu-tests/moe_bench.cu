@@ -1,7 +1,7 @@
 // dispatch + combine between processes, one per GPU: checked bit for bit against the host reference, then
 // timed by the GPU's clock over replayed graphs. Prints one JSON line per case.
 //
-//   moe_bench [--ranks N] [--set check|table|lists|sms|tune] [--limit SECONDS] [--seed N]
+//   moe_bench [--ranks N] [--set check|table|lists|short|sms|tune] [--limit SECONDS] [--seed N]
 //
 // A layer's time is the distance between the starts of two consecutive dispatches in one graph; a case's
 // is the median over all of them of the slowest client.
@@ -92,14 +92,15 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
         if (cache.num_tokens != test.num_tokens || cache.zipf != test.zipf ||
             cache.inputs.empty()) {
             cache.inputs.clear();
-            for (uint32_t i = 0; i < 2; ++i)
+            for (uint32_t i = 0; i < kNumInputs; ++i)
                 cache.inputs.push_back(reference::make_input(
                     {test.num_tokens, kHidden, kTopK, kExperts},
-                    seed * 4096 + test.num_tokens * 16 + comrade.rank * 2 + i, test.zipf, false));
+                    seed * 4096 + test.num_tokens * 16 + comrade.rank * kNumInputs + i, test.zipf,
+                    false));
             cache.num_tokens = test.num_tokens;
             cache.zipf = test.zipf;
         }
-        for (uint32_t i = 0; i < 2; ++i) {
+        for (uint32_t i = 0; i < kNumInputs; ++i) {
             const reference::Input& input = cache.inputs[i];
             upload(buffers.hidden_states[i], input.hidden_states.data(),
                    input.hidden_states.size() * 2);
@@ -154,9 +155,10 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
     for (uint32_t layer = 0; layer < num_layers; ++layer) {
         if (roles.client != nullptr) {
             Client& client = *roles.client;
-            client.hidden_states = buffers.hidden_states[layer & 1];
-            client.topk_idx = buffers.topk_idx[layer & 1];
-            client.topk_weights = buffers.topk_weights[layer & 1];
+            const uint32_t input = layer % kNumInputs;
+            client.hidden_states = buffers.hidden_states[input];
+            client.topk_idx = buffers.topk_idx[input];
+            client.topk_weights = buffers.topk_weights[input];
             client.out = buffers.outs + size_t{layer} * test.num_tokens * kHidden;
             client.dispatch(stream, layer & 1);
         }
@@ -182,7 +184,7 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
             const size_t values = size_t{test.num_tokens} * kHidden;
             count_wrong<<<264, 256, 0, stream>>>(
                 reinterpret_cast<const uint4*>(buffers.outs + layer * values),
-                reinterpret_cast<const uint4*>(buffers.expected[layer & 1]), values / 8,
+                reinterpret_cast<const uint4*>(buffers.expected[layer % kNumInputs]), values / 8,
                 buffers.num_wrong);
             CHECK_CUDA(cudaGetLastError());
         }
@@ -299,6 +301,14 @@ std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
                 if (topology.is_colocated())
                     add(topology, tokens, true, false, "lists", 4);
             }
+        } else if (set == "short") {
+            for (const uint32_t tokens : {1u, 8u, 32u, 128u, 256u, 1024u, 4096u}) {
+                add(topology, tokens, true, false, "echo", -1);
+                if (tokens < 4096)
+                    add(topology, tokens, true, false, "lists", -1);
+            }
+            for (const uint32_t tokens : {128u, 256u, 1024u})
+                add(topology, tokens, true, false, "echo", -1, 24, 24, 24);
         } else if (set == "tune") {
             for (const uint32_t tokens : {1u, 32u, 128u})
                 for (const int pdl : {1, 2}) {

@@ -8,6 +8,9 @@
 #include "ranks.hpp"
 
 constexpr uint32_t kMostRanks = 4;
+// Layers take turns at inputs out of step with the two frames of a ring: with the same input in the same place
+// rows of an earlier frame would be right ones, and a missing wait would not show.
+constexpr uint32_t kNumInputs = 3;
 
 struct Topology {
     const char* name;
@@ -114,9 +117,9 @@ inline void reset_response_slot(const sy_frame_geometry& geometry, uint8_t* slot
 
 // Buffers of a rank, for the largest run; runs take what they need.
 struct Buffers {
-    uint16_t *hidden_states[2], *outs, *expected[2];
-    int32_t* topk_idx[2];
-    float* topk_weights[2];
+    uint16_t *hidden_states[kNumInputs], *outs, *expected[kNumInputs];
+    int32_t* topk_idx[kNumInputs];
+    float* topk_weights[kNumInputs];
     uint32_t *num_tokens, *token_missing;
     sy_placement* placement;
     sy_client_state* client_state;
@@ -130,7 +133,7 @@ struct Buffers {
 
     Buffers(uint32_t most_tokens, uint32_t hidden, uint32_t top_k, uint32_t num_outs,
             uint32_t trace_len) {
-        for (int i = 0; i < 2; ++i) {
+        for (uint32_t i = 0; i < kNumInputs; ++i) {
             hidden_states[i] = device_alloc<uint16_t>(size_t{most_tokens} * hidden);
             expected[i] = device_alloc<uint16_t>(size_t{most_tokens} * hidden);
             topk_idx[i] = device_alloc<int32_t>(size_t{most_tokens} * top_k);

@@ -32,6 +32,11 @@ use crate::way::Place;
 fn layers_with_fp8_requests() {
     let _turn = turn();
     layers::layers(WireDtype::F8E4m3);
+    assert_ne!(
+        way::num_registrations_of_gpus(),
+        0,
+        "slots are in the GPU's memory where they can be"
+    );
     check_drivers();
 }
 
@@ -46,7 +51,9 @@ fn layers_with_bf16_requests() {
 fn layers_with_slots_in_the_memory_of_hosts() {
     let _turn = turn();
     way::place(Place::Host, Place::Host);
+    let before = way::num_registrations_of_gpus();
     layers::layers(WireDtype::F8E4m3);
+    assert_eq!(way::num_registrations_of_gpus(), before);
     check_drivers();
 }
 
@@ -55,9 +62,13 @@ fn layers_with_slots_in_the_memory_of_hosts() {
 fn layers_with_slots_of_one_side_only_in_a_gpus_memory() {
     let _turn = turn();
     way::place(Place::Host, Place::Auto);
+    let before = way::num_registrations_of_gpus();
     layers::layers(WireDtype::Bf16);
+    let between = way::num_registrations_of_gpus();
+    assert!(between > before, "the client's slots are in its GPU's memory");
     way::place(Place::Auto, Place::Host);
     layers::layers(WireDtype::F8E4m3);
+    assert_eq!(way::num_registrations_of_gpus(), between, "the client's slots are in the host's");
     check_drivers();
 }
 

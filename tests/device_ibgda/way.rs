@@ -1,6 +1,7 @@
 //! The way to servers under test: requests that kernels post by themselves, to NICs in software behind the
 //! calls of libibverbs and libmlx5. Hosts are joined by the NIC model as a transport.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ibgda::{Nic, NicConfig, QueueConfig, QueuePath};
@@ -59,6 +60,17 @@ fn is_on_a_gpu(address: u64) -> bool {
     is_known(0) != is_known(1)
 }
 
+/// Refuses nothing, and counts what is asked for of GPUs.
+fn noted(address: u64) -> bool {
+    NUM_OF_GPUS.fetch_add(u32::from(is_on_a_gpu(address)), Ordering::Relaxed);
+    false
+}
+
+/// Registrations of GPUs' memory for clients, which are in this process.
+pub fn num_registrations_of_gpus() -> u32 {
+    NUM_OF_GPUS.load(Ordering::Relaxed)
+}
+
 /// The network under test, opened anew for every party.
 #[allow(clippy::unnecessary_wraps, reason = "other ways are not on every host")]
 pub fn network() -> Option<Arc<dyn Network>> {
@@ -74,7 +86,11 @@ pub fn network() -> Option<Arc<dyn Network>> {
     // Shallow, so that queues wrap and fill, and few, so that blocks share them.
     let queue = QueueConfig { path, depth: 128, ..QueueConfig::default() };
     let place = own_place();
-    softnic_verbs::refuse_memory((place == Place::Refused).then_some(is_on_a_gpu));
+    let refused: fn(u64) -> bool = match place {
+        Place::Refused => is_on_a_gpu,
+        Place::Auto | Place::Host => noted,
+    };
+    softnic_verbs::refuse_memory(Some(refused));
     let slots = if place == Place::Host { SlotPlace::Host } else { SlotPlace::Auto };
     let config = DeviceConfig { num_queues: 3, queue, slots, wait_limit: PATIENCE };
     Some(Arc::new(DeviceNetwork::new(Arc::new(inner), nic, config)))
@@ -111,6 +127,7 @@ pub fn obey(order: &str) -> String {
     known.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
 }
 
+static NUM_OF_GPUS: AtomicU32 = AtomicU32::new(0);
 /// Of servers and of this process.
 static PLACES: Mutex<[Place; 2]> = Mutex::new([Place::Auto; 2]);
 const SLOTS: &str = "SWITCHYARD_TEST_SLOTS";

@@ -42,6 +42,12 @@ impl<T: Launches> Drop for InUse<T> {
         if self.0.streams().into_iter().all(|stream| stream.wait(deadline).is_ok()) {
             // SAFETY: not used after this, and no kernel runs.
             unsafe { ManuallyDrop::drop(&mut self.0) };
+        } else {
+            eprintln!(
+                "ibgda-bring-up: a kernel has not ended within {} s more, so its memory and queues stay as \
+                 long as this process",
+                LAST_PATIENCE.as_secs()
+            );
         }
     }
 }
