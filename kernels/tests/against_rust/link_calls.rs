@@ -33,7 +33,6 @@ pub fn bytes_go_there_and_back(library: &Library, rng: &mut StdRng, ends: &dyn E
     let (window, slot, slot_bytes) = (link.window.0 as *mut u8, ends.slot(), ends.slot_bytes());
     let is_direct = window == slot;
     let ([there, source_at, back_at], part) = places(slot_bytes);
-    let (word, counter) = (slot_bytes - 16, slot_bytes - 8);
     let mut sum = 0u64;
     let mut lengths = vec![0, 1, 15, 16, 17, 496, 512, 529, part - 16];
     lengths.extend((0..8).map(|_| rng.random_range(0..part)));
@@ -46,28 +45,22 @@ pub fn bytes_go_there_and_back(library: &Library, rng: &mut StdRng, ends: &dyn E
             let len = len.min(part - 16);
             let mut bytes = vec![0; len];
             rng.fill_bytes(&mut bytes);
-            // SAFETY: slot and mirror are that large, and nobody uses them between calls.
-            unsafe {
-                window.write_bytes(POISON, slot_bytes - TAIL);
-                slot.write_bytes(!POISON, slot_bytes - TAIL);
-            }
+            fill(window, POISON, slot_bytes - TAIL);
+            fill(slot, !POISON, slot_bytes - TAIL);
             let mut elsewhere = vec![POISON; part + 32];
             let mut got = vec![POISON; part + 32];
             let source = if in_mirror {
-                // SAFETY: within the mirror's middle part.
-                unsafe {
-                    let source = window.add(source_at + shift);
-                    source.copy_from_nonoverlapping(bytes.as_ptr(), len);
-                    source
-                }
+                let source = window.wrapping_add(source_at + shift);
+                // SAFETY: within the mirror's middle part, which nobody uses between calls.
+                unsafe { source.copy_from_nonoverlapping(bytes.as_ptr(), len) };
+                source
             } else {
                 let begin = elsewhere.as_ptr().align_offset(16) + shift;
                 elsewhere[begin..begin + len].copy_from_slice(&bytes);
                 elsewhere[begin..].as_mut_ptr()
             };
             let begin = got.as_ptr().align_offset(16) + shift;
-            // SAFETY: within the mirror's last part.
-            let in_place = unsafe { window.add(back_at + shift) };
+            let in_place = window.wrapping_add(back_at + shift);
             let back = if is_direct { got[begin..].as_mut_ptr() } else { in_place };
             let value = rng.random::<u64>() >> 1;
             sum = sum.wrapping_add(value);
@@ -75,27 +68,53 @@ pub fn bytes_go_there_and_back(library: &Library, rng: &mut StdRng, ends: &dyn E
             let good = call(library, ends, (source, back), (offset, len), value, true);
             let name = format!("call {at}: {len} bytes, shift {shift}, in the mirror: {in_mirror}");
             assert_eq!(good, [1; 3], "{name}");
-            // SAFETY: what came is there since the quiet, and nobody writes any more.
-            let found = unsafe { std::slice::from_raw_parts(slot, slot_bytes) };
+            let found = bytes_at(slot, slot_bytes);
             assert!(found[offset..offset + len] == bytes, "{name}: other bytes came");
             let rest = [&found[..offset], &found[offset + len..slot_bytes - TAIL]];
             assert!(rest.iter().all(|p| p.iter().all(|b| *b == !POISON)), "{name}: more came");
-            let words = [word, counter]
-                .map(|at| u64::from_le_bytes(found[at..at + 8].try_into().expect("eight")));
-            assert_eq!(words, [value, sum], "{name}");
+            assert_eq!(words_of(&found), [value, sum], "{name}");
             if is_direct {
                 assert!(got[begin..begin + len] == bytes, "{name}: other bytes came back");
                 let rest = [&got[..begin], &got[begin + len..]];
                 assert!(rest.iter().all(|p| p.iter().all(|b| *b == POISON)), "{name}: more");
             } else {
-                // SAFETY: the part of the mirror that was got into, since the quiet.
-                let mirror = unsafe { std::slice::from_raw_parts(window.add(back_at), part) };
+                let mirror = bytes_at(window.wrapping_add(back_at), part);
                 assert!(mirror[shift..shift + len] == bytes, "{name}: other bytes came back");
                 let rest = [&mirror[..shift], &mirror[shift + len..]];
                 assert!(rest.iter().all(|p| p.iter().all(|b| *b == POISON)), "{name}: more");
             }
         }
     }
+    no_bytes_are_moved_from_and_to_anywhere(library, rng, ends, sum);
+}
+
+/// The way stays in service, and words that follow arrive. `sum` is that of the counter before.
+fn no_bytes_are_moved_from_and_to_anywhere(
+    library: &Library,
+    rng: &mut StdRng,
+    ends: &dyn Ends,
+    mut sum: u64,
+) {
+    let (window, slot, slot_bytes) =
+        (ends.link().window.0 as *mut u8, ends.slot(), ends.slot_bytes());
+    fill(slot, !POISON, slot_bytes - TAIL);
+    let mut elsewhere = [POISON; 16];
+    let elsewhere_at = elsewhere.as_mut_ptr();
+    // Nowhere, memory that is no slot, and where the mirror ends.
+    let places = [std::ptr::null_mut(), elsewhere_at, window.wrapping_add(slot_bytes)];
+    for (source, back) in places.iter().flat_map(|a| places.map(|b| (*a, b))) {
+        for offset in [0, 17, slot_bytes] {
+            let value = rng.random::<u64>() >> 1;
+            sum = sum.wrapping_add(value);
+            let name = format!("from {source:?}, offset {offset}, to {back:?}");
+            let good = call(library, ends, (source, back), (offset, 0), value, true);
+            assert_eq!(good, [1; 3], "{name}");
+            let found = bytes_at(slot, slot_bytes);
+            assert!(found[..slot_bytes - TAIL].iter().all(|b| *b == !POISON), "{name}: bytes came");
+            assert_eq!(words_of(&found), [value, sum], "{name}");
+        }
+    }
+    assert_eq!(bytes_at(elsewhere_at, 16), [POISON; 16], "something came back");
 }
 
 /// Over a way that posts: nothing comes of a put that leaves the slot, and the way is out of service.
@@ -103,13 +122,11 @@ pub fn a_put_out_of_the_slot_is_refused(library: &Library, ends: &dyn Ends) {
     let slot_bytes = ends.slot_bytes();
     let mut source = vec![1u8; 64];
     let back = ends.link().window.0 as *mut u8;
-    // SAFETY: nobody uses the slot before the call.
-    unsafe { ends.slot().write_bytes(!POISON, slot_bytes) };
+    fill(ends.slot(), !POISON, slot_bytes);
     let range = (slot_bytes - 32, 64);
     let good = call(library, ends, (source.as_mut_ptr(), back), range, 7, false);
     assert_eq!((good[0], good[2]), (0, 0));
-    // SAFETY: as above.
-    let found = unsafe { std::slice::from_raw_parts(ends.slot(), slot_bytes) };
+    let found = bytes_at(ends.slot(), slot_bytes);
     assert!(found.iter().all(|byte| *byte == !POISON), "something came");
 }
 
@@ -120,6 +137,27 @@ pub fn a_get_into_other_memory_is_refused(library: &Library, ends: &dyn Ends) {
     let good = call(library, ends, (source.as_mut_ptr(), back.as_mut_ptr()), (0, 64), 7, false);
     assert_eq!((good[0], good[2]), (1, 0));
     assert!(back.iter().all(|byte| *byte == POISON), "something came back");
+}
+
+/// Word and counter at the end of a slot's bytes.
+fn words_of(slot: &[u8]) -> [u64; 2] {
+    [16, 8].map(|back| {
+        let at = slot.len() - back;
+        u64::from_le_bytes(slot[at..at + 8].try_into().expect("eight"))
+    })
+}
+
+/// A copy of what is there. Others write slots and mirrors, so that no reference to them may be formed.
+fn bytes_at(at: *const u8, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    // SAFETY: callers name memory of that size, and after a quiet nobody writes it.
+    unsafe { at.copy_to_nonoverlapping(bytes.as_mut_ptr(), len) };
+    bytes
+}
+
+fn fill(at: *mut u8, value: u8, len: usize) {
+    // SAFETY: callers name memory of that size, which nobody uses between calls.
+    unsafe { at.write_bytes(value, len) };
 }
 
 fn call(

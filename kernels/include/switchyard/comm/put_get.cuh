@@ -10,6 +10,9 @@
 //   proxy    into the mirror at `offset` first. In the   here. Anything else is refused.
 //            mirror: nothing is copied.
 //
+// No bytes are put from anywhere and got into anywhere: `local` is not looked at then, and only `offset` has
+// to be one of the slot or its end.
+//
 // So code for all ways gets into `window_at(link, offset)`, waits with quiet_gets and reads there: that is
 // the mirror, or the peer's memory itself. Over direct stores what is read is then what the peer has there
 // at that moment.
@@ -78,10 +81,12 @@ __device__ __noinline__ void move_posted(const sy_link& link, uint64_t offset, u
     uint64_t source_offset = local - link.window;
     const bool is_in_mirror =
         local >= link.window && is_within(source_offset, num_bytes, slot_bytes);
-    if (!is_within(offset, num_bytes, slot_bytes) || (!kIsPut && !is_in_mirror))
+    if (!is_within(offset, num_bytes, slot_bytes))
         return refuse_move(link, offset, num_bytes);
     if (num_bytes == 0)
         return;
+    if (!kIsPut && !is_in_mirror)
+        return refuse_move(link, offset, num_bytes);
     if (kIsPut && !is_in_mirror) {
         copy_warp(link.window + offset, local, num_bytes);
         source_offset = offset;
@@ -139,13 +144,16 @@ template <uint32_t kWays = kDirectOnly> __device__ __forceinline__ bool quiet(co
 }
 
 // quiet, and what this block got is here: one thread calls it, and a barrier makes it known to others.
-// `local` is where something was got into.
+// `local` is where something was got into. Anything else than a byte of the mirror stands for gets of no
+// bytes, behind which there is nothing to read.
 // NOTES: a NIC's writes to GPU memory may be under way when their completion is seen, so that over IBGDA the
 // NIC reads `local` behind them. A proxy's thread has seen the completion, and no more is asked of it.
 template <uint32_t kWays = kDirectOnly>
 __device__ __forceinline__ bool quiet_gets(const sy_link& link, const void* local) {
-    if (!is_direct<kWays>(link) && link.way == SY_WAY_IBGDA)
-        ibgda::await_gets(link, blockIdx.x, reinterpret_cast<uint64_t>(local));
+    const uint64_t address = reinterpret_cast<uint64_t>(local);
+    if (!is_direct<kWays>(link) && link.way == SY_WAY_IBGDA && address >= link.window &&
+        detail::is_within(address - link.window, 1, detail::slot_bytes_of(link)))
+        ibgda::await_gets(link, blockIdx.x, address);
     return quiet<kWays>(link);
 }
 
