@@ -4,7 +4,8 @@
 //
 //   softnic_test [--seed N] [--only NAME]
 //
-// Clients and servers are spread over the GPUs that there are: 2 -> 2 on four, 1 -> 1 on two, all on one.
+// Clients and servers are spread over the GPUs that there are, two of each on every host: on four GPUs with
+// one for each, on two with a client and a server on each, on one all together.
 // `--only processes`, which nothing else includes, needs two GPUs.
 #include <algorithm>
 #include <cinttypes>
@@ -197,12 +198,13 @@ struct Cast {
     std::string name;
 };
 
-// Who is where.
+// Who is where. A GPU's kernels run in order, all dispatches before the first that waits for them, so that
+// none waits for one that stands behind it.
 std::vector<Cast> casts(int num_gpus) {
     if (num_gpus >= 4)
         return {{{0, 1}, {2, 3}, "2to2"}, {{0}, {1, 2, 3}, "1to3"}};
     if (num_gpus >= 2)
-        return {{{0}, {1}, "1to1"}};
+        return {{{0}, {1}, "1to1"}, {{0, 1}, {0, 1}, "2to2 on two GPUs"}};
     return {{{0, 0}, {0, 0}, "2to2 on one GPU"}};
 }
 
