@@ -22,6 +22,8 @@ pub mod generate;
 pub mod layer;
 pub mod make_checkpoint;
 pub mod status;
+#[cfg(test)]
+mod tests;
 
 /// How to reach a control plane.
 #[derive(Debug, Clone, clap::Args)]
@@ -143,6 +145,20 @@ impl IbgdaArgs {
             ..Default::default()
         }
     }
+
+    /// The same as arguments of a child process.
+    fn to_args(self) -> Vec<String> {
+        [
+            "--ibgda-slots",
+            self.ibgda_slots.name(),
+            "--ibgda-queues",
+            &self.ibgda_queues.to_string(),
+            "--ibgda-wait-limit-ms",
+            &self.ibgda_wait_limit_ms.to_string(),
+        ]
+        .map(str::to_owned)
+        .to_vec()
+    }
 }
 
 /// A place by its name.
@@ -218,6 +234,8 @@ impl TransportArgs {
         {
             args.extend(["--verbs-config".to_owned(), text]);
         }
+        #[cfg(feature = "ibgda")]
+        args.extend(self.ibgda.to_args());
         args
     }
 }

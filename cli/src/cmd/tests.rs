@@ -1,0 +1,49 @@
+use std::fmt::Debug;
+
+use super::{SlotArgs, TransportArgs};
+
+/// A value of each option, none of them its default.
+fn sample(option: &str) -> &'static str {
+    match option {
+        "slot-bytes" => "16777216",
+        "slot-frames" => "3",
+        "transport" => "libfabric:tcp;ofi_rxm,shm",
+        "verbs-config" => r#"{"gid_index": 3, "traffic_class": 106}"#,
+        "ibgda-slots" => "host",
+        "ibgda-queues" => "7",
+        "ibgda-wait-limit-ms" => "1234",
+        _ => panic!("--{option} is new: hand it on in to_args, and give a value of it here"),
+    }
+}
+
+/// Every option of `A` that is given on a command line is there again behind `to_args`.
+fn survive<A: clap::Args + Debug>(to_args: impl Fn(&A) -> Vec<String>) {
+    let command = A::augment_args(clap::Command::new("child").no_binary_name(true));
+    let parse = |line: &[String]| {
+        let matches = command.clone().try_get_matches_from(line).expect("a good command line");
+        A::from_arg_matches(&matches).expect("values of these options")
+    };
+    let options: Vec<[String; 2]> = command
+        .get_arguments()
+        .map(|arg| {
+            let option = arg.get_long().expect("options have long names");
+            [format!("--{option}"), sample(option).to_owned()]
+        })
+        .collect();
+    for option in &options {
+        let (given, default) = (parse(option), parse(&[]));
+        assert_ne!(format!("{given:?}"), format!("{default:?}"), "{option:?} is the default");
+    }
+    let given = parse(&options.concat());
+    assert_eq!(format!("{:?}", parse(&to_args(&given))), format!("{given:?}"));
+}
+
+#[test]
+fn options_of_transports_reach_children() {
+    survive::<TransportArgs>(|given| given.to_args(&given.transport));
+}
+
+#[test]
+fn options_of_slots_reach_children() {
+    survive::<SlotArgs>(SlotArgs::to_args);
+}
