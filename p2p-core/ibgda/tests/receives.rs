@@ -6,6 +6,7 @@ mod mock;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ibgda::access::{AccessError, HostRange, Mapped, SharedMemory, Space};
@@ -51,11 +52,16 @@ fn pair_in(
 }
 
 /// Memory that this process reaches by copies alone, as a GPU's.
-#[derive(Debug)]
-struct HiddenAccess;
+#[derive(Debug, Default)]
+struct HiddenAccess {
+    num_writes: Arc<AtomicU64>,
+}
 
 #[derive(Debug)]
-struct HiddenMemory(Box<dyn SharedMemory>);
+struct HiddenMemory {
+    memory: Box<dyn SharedMemory>,
+    num_writes: Arc<AtomicU64>,
+}
 
 impl Access for HiddenAccess {
     fn space(&self) -> Space {
@@ -63,7 +69,8 @@ impl Access for HiddenAccess {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
-        Ok(Box::new(HiddenMemory(HostAccess.alloc(bytes)?)))
+        let num_writes = Arc::clone(&self.num_writes);
+        Ok(Box::new(HiddenMemory { memory: HostAccess.alloc(bytes)?, num_writes }))
     }
 
     unsafe fn map(
@@ -79,10 +86,10 @@ impl Access for HiddenAccess {
 
 impl SharedMemory for HiddenMemory {
     fn address(&self) -> u64 {
-        self.0.address()
+        self.memory.address()
     }
     fn bytes(&self) -> usize {
-        self.0.bytes()
+        self.memory.bytes()
     }
     fn is_on_gpu(&self) -> bool {
         false
@@ -91,10 +98,11 @@ impl SharedMemory for HiddenMemory {
         None
     }
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
-        self.0.write(offset, bytes)
+        self.num_writes.fetch_add(1, Ordering::Relaxed);
+        self.memory.write(offset, bytes)
     }
     fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
-        self.0.read(offset, bytes)
+        self.memory.read(offset, bytes)
     }
 }
 
@@ -316,7 +324,7 @@ fn receives_in_a_gpus_memory_are_posted_and_reset_by_copies() {
     for path in PATHS {
         mock.change(|state| *state = CLEAN);
         let nic = mock.nic();
-        let access: Arc<dyn Access> = Arc::new(HiddenAccess);
+        let access: Arc<dyn Access> = Arc::new(HiddenAccess::default());
         let mut peers = pair_in(&access, &nic, path, NUM_RECEIVES);
         for round in 1..8 {
             let queue = &peers[0].queues()[0];
@@ -334,6 +342,34 @@ fn receives_in_a_gpus_memory_are_posted_and_reset_by_copies() {
         }
         drop((peers, access, nic));
         mock.settle();
+    }
+}
+
+/// Each copy to a GPU's memory is waited for.
+#[test]
+fn many_receives_take_no_more_copies_than_one() {
+    let Some(mock) = Mock::open() else { return };
+    for path in PATHS {
+        let [few, many] = [1, 32_768].map(|num_receives| {
+            mock.change(|state| *state = CLEAN);
+            let (nic, hidden) = (mock.nic(), HiddenAccess::default());
+            let num_writes = Arc::clone(&hidden.num_writes);
+            let access: Arc<dyn Access> = Arc::new(hidden);
+            let peers = pair_in(&access, &nic, path, num_receives);
+            let queue = &peers[0].queues()[0];
+            let found = mock.queue(queue.qpn());
+            assert_eq!(found.num_receives, num_receives & 0xffff, "{path:?}");
+            for number in [0, num_receives - 1] {
+                // An empty segment ends a list: no bytes, `MLX5_INVALID_LKEY`.
+                let address = found.rq + u64::from(number * found.rq_stride);
+                let segment = [0, 4, 8, 12].map(|at| word(address + at));
+                assert_eq!(segment, [0, 0x100, 0, 0], "{path:?}, receive {number}");
+            }
+            drop((peers, access, nic));
+            mock.settle();
+            num_writes.load(Ordering::Relaxed)
+        });
+        assert_eq!(many, few, "{path:?}");
     }
 }
 

@@ -91,7 +91,7 @@ pub(super) struct Pieces {
     pub(super) rq: Piece,
     /// Receives that there is room for.
     pub(super) rq_depth: u32,
-    /// Bytes from one to the next.
+    /// Bytes from one to the next, at least those of one.
     pub(super) rq_stride: usize,
     /// Doorbell record of the queue pair.
     pub(super) dbrec: Piece,
@@ -197,9 +197,14 @@ impl ReceiveQueue {
     /// Writes all receives and posts as many as are to be there at any time. The queue pair is in INIT.
     pub(super) fn post(&self) -> Result<(), QueueError> {
         let Pieces { rq, rq_depth, rq_stride, dbrec, .. } = &self.pieces;
-        for number in 0..*rq_depth as usize {
-            rq.write(number * rq_stride, &EMPTY_RECEIVE)?;
+        // At once: every copy to a GPU's memory is waited for.
+        let mut receives = vec![0; *rq_depth as usize * rq_stride];
+        for receive in receives.chunks_exact_mut(*rq_stride) {
+            if let Some(segment) = receive.first_chunk_mut() {
+                *segment = EMPTY_RECEIVE;
+            }
         }
+        rq.write(0, &receives)?;
         // The receives come before the record that counts them.
         fence(Ordering::Release);
         // SYNC POINT `receive`
