@@ -81,6 +81,8 @@
 #define SY_TAG_P2P 8 /* a peer's flag in a transport measurement */
 #define SY_TAG_REFUSED 9 /* a server answered with an error status; observed: its status word */
 #define SY_TAG_WAY 10 /* observed: way of a link that the launch was not told of */
+#define SY_TAG_RECV_WAY                                                                            \
+    11 /* a client's frame, for the way back; observed: clients whose way is quiet, as a mask */
 
 /* sy_error_word.reason */
 #define SY_REASON_TIMEOUT 1

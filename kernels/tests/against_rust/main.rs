@@ -19,6 +19,7 @@ mod refusals;
 mod runner;
 #[path = "../../../tests/src/skip.rs"]
 mod skip;
+mod ways;
 mod world;
 
 use rand::SeedableRng;
@@ -29,7 +30,7 @@ use crate::runner::Runner;
 macro_rules! on {
     ($($place:ident: $runner:expr;)*) => { $(
         mod $place {
-            use super::{Runner, expiry, few, gathering, layer, refusals};
+            use super::{Runner, expiry, few, gathering, layer, refusals, ways};
 
             #[test]
             fn layers_with_fp8_requests() {
@@ -81,6 +82,12 @@ macro_rules! on {
             #[test]
             fn every_client_that_withholds_rows_of_a_batch_is_noted() {
                 let test = expiry::every_client_that_withholds_rows_of_a_batch_is_noted;
+                $runner.iter().for_each(test);
+            }
+
+            #[test]
+            fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come() {
+                let test = ways::a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come;
                 $runner.iter().for_each(test);
             }
 

@@ -151,6 +151,7 @@ struct Arrivals {
     uint32_t start; // client where the search for a layer begins
     uint32_t num_rows; // kRowsUnknown before the header is there
     bool is_dead;
+    bool can_answer; // the way back is quiet
 };
 
 // Between two looks at completions, which may lie in the host's memory.
@@ -200,6 +201,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
                      params.state->last_clients & gather.clients & all,
                      params.state->next_client,
                      kRowsUnknown,
+                     false,
                      false};
     if (is_client)
         seen.number = params.state->taken[client_idx] + 1;
@@ -208,12 +210,12 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
     const FrameAt frame =
         frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
     uint64_t start_ns = 0, first_ns = 0, begin_ns = 0;
-    bool can_answer = !is_client || !comm::tells_reuse<kWays>(shared.clients[client_idx].response);
+    seen.can_answer = !is_client || !comm::tells_reuse<kWays>(shared.clients[client_idx].response);
     for (uint32_t num_polls = 1;; ++num_polls) {
         const bool was_ready = seen.num_rows != kRowsUnknown;
-        if (!can_answer)
-            can_answer = (ptx::ld_acquire_cta_shared(&shared.quiet) >> client_idx & 1) != 0;
-        if (is_client && !was_ready && can_answer)
+        if (!seen.can_answer)
+            seen.can_answer = (ptx::ld_acquire_cta_shared(&shared.quiet) >> client_idx & 1) != 0;
+        if (is_client && !was_ready && seen.can_answer)
             seen.num_rows = accepted_rows(frame);
         const bool is_ready = seen.num_rows != kRowsUnknown;
         if (is_ready && !was_ready)
@@ -236,6 +238,26 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
     }
 }
 
+// Records why a client's frame is not in the batch, which waited for it.
+template <uint32_t kWays>
+__device__ __forceinline__ void
+note_late(const RecvShared& shared, const sy_expert_recv_params& params, const Arrivals& seen) {
+    const uint32_t client_idx = threadIdx.x & 31;
+    const uint64_t announced =
+        announced_number(frame_at(params.geometry, shared.clients[client_idx], seen.number));
+    uint32_t tag = SY_TAG_RECV_FRAME;
+    // A frame that has come since is none that the wait saw.
+    uint64_t observed = announced - (announced == seen.number ? 1 : 0), expected = seen.number;
+    if (kWays != comm::kDirectOnly && announced == seen.number && !seen.can_answer) {
+        tag = SY_TAG_RECV_WAY;
+        const uint32_t me = 1u << client_idx, all = 0xffffffffu >> (32 - params.num_clients);
+        observed = ptx::ld_acquire_cta_shared(&shared.quiet) & all & ~me;
+        expected = observed | me;
+    }
+    comm::record_error(&params.state->error, tag, client_idx,
+                       seen.is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT, observed, expected);
+}
+
 // Chooses the batch among the frames that are there. One warp, a lane per client.
 template <uint32_t kWays>
 __device__ __forceinline__ void choose_batch(RecvShared& shared,
@@ -252,13 +274,9 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     // many. Who is dead is to blame then, or everybody who did not come in time.
     const uint32_t num_ready = __popc(__ballot_sync(kFullWarp, is_ready));
     const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
-    if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted) {
-        const bool is_dead = seen.is_dead;
-        if (is_dead || num_settled < wanted)
-            comm::record_error(&params.state->error, SY_TAG_RECV_FRAME, lane_idx,
-                               is_dead ? SY_REASON_ABORT : SY_REASON_TIMEOUT,
-                               announced_number(frame_at(geometry, client, number)), number);
-    }
+    if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted &&
+        (seen.is_dead || num_settled < wanted))
+        note_late<kWays>(shared, params, seen);
 
     uint32_t layer = 0, code = 0;
     if (is_ready)
