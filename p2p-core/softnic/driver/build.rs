@@ -139,7 +139,11 @@ impl Mutant {
     }
 
     fn source(&self) -> Source {
-        if self.header == "ibgda_link.h" { Source::Link } else { Source::Calls }
+        if ["ibgda_link.h", "put_get.cuh"].contains(&self.header.as_str()) {
+            Source::Link
+        } else {
+            Source::Calls
+        }
     }
 
     fn apply(&self, comm: &Path) {
@@ -179,6 +183,8 @@ fn compile(here: &Path, include: &Path, source: Source, name: &str) {
         .flag("-fno-rtti")
         .warnings(name == "product")
         .warnings_into_errors(name == "product")
+        // Instructions of a GPU stand there as functions of the host.
+        .include(&shim)
         .include(include)
         // Inline functions of two variants must not be taken for each other by the linker.
         .define("switchyard", format!("switchyard_{name}").as_str())
@@ -187,7 +193,12 @@ fn compile(here: &Path, include: &Path, source: Source, name: &str) {
     match source {
         // Nothing of the C++ library is used.
         Source::Calls => build.cpp_link_stdlib(None).opt_level(2),
-        Source::Link => build.opt_level(1).flag("-include").flag(shim.join("simt.hpp")),
+        Source::Link => build
+            .opt_level(1)
+            // Loops of GPUs.
+            .flag("-Wno-unknown-pragmas")
+            .flag("-include")
+            .flag(shim.join("simt.hpp")),
     };
     build.compile(&format!("{prefix}_{name}"));
 }

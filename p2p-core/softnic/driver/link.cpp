@@ -1,6 +1,7 @@
-// The calls of links whose way is IBGDA, made by a warp of 32 fibres, callable from Rust. Compiled with
-// `simt.hpp` before it, as kernels that run on the host are.
+// The calls of links whose way is IBGDA, and copies over them and over stores, made by a warp of 32 fibres,
+// callable from Rust. Compiled with `simt.hpp` before it, as kernels that run on the host are.
 #include "switchyard/comm/ibgda_link.h"
+#include "switchyard/comm/put_get.cuh"
 
 #ifndef SY_LINK
 #define SY_LINK sy_link_product
@@ -19,7 +20,14 @@ struct Job {
     uint64_t stride;
     uint32_t num_words, rows;
     uint32_t* answer;
+    uint8_t* local; // of copies: source or target
+    uint8_t* stores; // of copies over stores: the peer's slot
 };
+
+// The last byte is another lane's.
+bool has_come(const uint8_t* to, const uint8_t* from, uint64_t num_bytes) {
+    return num_bytes == 0 || to[num_bytes - 1] == from[num_bytes - 1];
+}
 
 void make(const Job job) {
     const sy_link link = {job.peer->mirror, reinterpret_cast<uint64_t>(job.peer), SY_WAY_IBGDA, 0};
@@ -57,13 +65,48 @@ void make(const Job job) {
         if (lane_idx == 0)
             *job.answer = ibgda::has_failed(link);
         break;
+    case 7:
+        put_nbi_warp<kAnyWay>(link, job.offset, job.local, job.num_bytes);
+        break;
+    case 8:
+        get_nbi_warp<kAnyWay>(link, job.offset, job.local, job.num_bytes);
+        break;
+    case 9:
+        if (lane_idx == 0)
+            *job.answer = quiet<kAnyWay>(link);
+        break;
+    case 10:
+        if (lane_idx == 0)
+            *job.answer = quiet_gets<kAnyWay>(link, job.local);
+        break;
+    case 11: {
+        const sy_link direct = {reinterpret_cast<uint64_t>(job.stores), 0, SY_WAY_DIRECT, 0};
+        put_nbi_warp<kAnyWay>(direct, job.offset, job.local, job.num_bytes);
+        if (lane_idx == 0)
+            *job.answer = has_come(job.stores + job.offset, job.local, job.num_bytes);
+        break;
+    }
+    case 12: {
+        const sy_link direct = {reinterpret_cast<uint64_t>(job.stores), 0, SY_WAY_DIRECT, 0};
+        get_nbi_warp<kAnyWay>(direct, job.offset, job.local, job.num_bytes);
+        if (lane_idx == 0)
+            *job.answer = has_come(job.local, job.stores + job.offset, job.num_bytes);
+        break;
+    }
     default:
         break;
     }
 }
 
+// Copies take their block's index for the lane.
+void make_in_lane(const Job job) {
+    if (blockIdx.x == job.lane)
+        make(job);
+}
+
 } // namespace
 
 extern "C" void SY_LINK(const void* job) {
-    simt::run(make, *static_cast<const Job*>(job), 1, 32, false);
+    const Job& asked = *static_cast<const Job*>(job);
+    simt::run(make_in_lane, asked, asked.lane + 1, 32, false);
 }

@@ -1,9 +1,10 @@
 // One kernel for each thing that posters agree on by memory alone, and for each scope that a NIC may look
-// from. What a GPU runs of them must have these fences, acquires, releases and accesses in this order and
+// from; and for what copies by stores leave to order. What a GPU runs of them must have these fences, acquires, releases and accesses in this order and
 // no others, which the step `mlx5` of `cargo xtask test` compares.
 #include "switchyard/comm/ibgda.h"
 #include "switchyard/comm/mlx5/receive.h"
 #include "switchyard/comm/proxy.h"
+#include "switchyard/comm/put_get.cuh"
 
 namespace {
 
@@ -15,6 +16,7 @@ struct Params {
     sy_proxy_peer peer;
     sy_proxy_lane lane;
     sy_mlx5_rq rq;
+    sy_link link;
     Immediate* taken;
     uint64_t end;
     uint64_t* result;
@@ -64,4 +66,12 @@ extern "C" __global__ void post_a_command(const __grid_constant__ Params p) {
     lane.budget = UINT32_MAX;
     *p.result = proxy::post<Warp>(
         p.peer, lane, 1, [&](uint32_t) { return proxy::detail::head(p.peer, SY_PROXY_NOP, 0); });
+}
+
+extern "C" __global__ void put_by_stores(const __grid_constant__ Params p) {
+    put_nbi_warp(p.link, 0, p.taken, p.end);
+}
+
+extern "C" __global__ void wait_for_stores(const __grid_constant__ Params p) {
+    *p.result = quiet(p.link);
 }

@@ -23,7 +23,7 @@ const KERNELS: Source = Source { path: "p2p-core/softnic/driver/order.cu", order
 /// their names and in the order in which they stand in its text. The compiler, which is pinned, lays branches
 /// out: another one may need these lists anew. `NIC` stands for the scope that the NIC looks from, which comes
 /// second.
-const ORDERINGS: [(&str, &str, &[&str]); 10] = [
+const ORDERINGS: [(&str, &str, &[&str]); 12] = [
     ("poll_one_entry", "sys", POLL_ONE_ENTRY),
     ("poll_one_entry_of_this_gpu", "gpu", POLL_ONE_ENTRY),
     ("poll_a_ring", "sys", POLL_A_RING),
@@ -34,6 +34,8 @@ const ORDERINGS: [(&str, &str, &[&str]); 10] = [
     ("pass_the_turn", "sys", &["st.release.gpu", "st.release.cta"]),
     ("wait_for_commands", "sys", WAIT_FOR_COMMANDS),
     ("post_a_command", "sys", POST_A_COMMAND),
+    ("put_by_stores", "sys", &["bar.warp.sync"]),
+    ("wait_for_stores", "sys", &["fence.acq_rel.sys"]),
 ];
 const POLL_ONE_ENTRY: &[&str] = &[
     "ld.acquire.gpu",
@@ -147,9 +149,10 @@ const POST_A_COMMAND: &[&str] = &[
 const CQE: &str = "switchyard/comm/mlx5/cqe.h";
 const SEND_QUEUE: &str = "switchyard/comm/mlx5/send_queue.h";
 const PROXY: &str = "switchyard/comm/proxy.h";
+const PUT_GET: &str = "switchyard/comm/put_get.cuh";
 const RECEIVE: &str = "switchyard/comm/mlx5/receive.h";
 /// Headers with one thing wrong that no test on a processor can find out.
-const MUTANTS: [Mutant; 28] = [
+const MUTANTS: [Mutant; 30] = [
     of_kernels("error-read-early", CQE, "fence_acq_rel<kScope>();", 0, ";"),
     of_kernels("completion-without-fence", CQE, "fence_acq_rel<kScope>();", 1, ";"),
     of_kernels("error-of-ring-read-early", CQE, "fence_acq_rel<kScope>();", 2, ";"),
@@ -281,6 +284,8 @@ const MUTANTS: [Mutant; 28] = [
         "st_relaxed<Scope::kSys>(at_address<uint32_t>(rq.dbrec)",
     ),
     of_kernels("lanes-without-barrier", "switchyard/comm/mlx5/memory.h", "__syncwarp();", 1, ";"),
+    of_kernels("stores-without-barrier", PUT_GET, "__syncwarp();", 1, ";"),
+    of_kernels("stores-without-fence", PUT_GET, "ptx::fence_acq_rel_sys();", 0, ";"),
     Mutant {
         name: "without-first-fence",
         source: DEVICE,

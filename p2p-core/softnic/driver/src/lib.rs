@@ -184,6 +184,12 @@ pub enum Call {
     PutRows,
     Quiet,
     HasFailed,
+    PutCopy,
+    GetCopy,
+    QuietCopies,
+    QuietGets,
+    PutByStores,
+    GetByStores,
 }
 
 /// A call of a link by a warp. What it leaves unused may be anything.
@@ -210,8 +216,13 @@ pub struct Job {
     pub num_words: u32,
     /// Lanes that have a row.
     pub rows: u32,
-    /// Of [`Call::HasFailed`].
+    /// Of [`Call::HasFailed`] and of waits for copies; of copies by stores, whether the first lane sees the last
+    /// byte behind the call.
     pub answer: *mut u32,
+    /// Of copies: where they are put from or got to.
+    pub local: *mut u8,
+    /// Of copies by stores: the peer's slot.
+    pub stores: *mut u8,
 }
 
 /// The calls of links, as they are or as a mutant of them.
@@ -235,7 +246,8 @@ impl LinkDriver {
     /// Makes the call by a warp, whose lanes are fibres of this thread.
     ///
     /// # Safety
-    /// Peer, queues and, for [`Call::HasFailed`], the answer are valid.
+    /// Peer, queues and, for calls that have one, the answer are valid; so is what copies name, but for what a NIC
+    /// checks.
     pub unsafe fn run(&self, job: &Job) {
         // SAFETY: the caller's promise; the structures are the same on both sides.
         unsafe { (self.0)(std::ptr::from_ref(job).cast()) };
