@@ -16,7 +16,7 @@ use ibgda::{
     HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, Posters, QueueConfig, QueuePath, ffi,
 };
 use kernels::mlx5::{CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
-use mock::{CLEAN, Mock, MockState, compile, has_headers};
+use mock::{CLEAN, Mock, MockState, compile, has_headers, join};
 
 fn access() -> Arc<dyn Access> {
     Arc::new(HostAccess)
@@ -48,8 +48,7 @@ fn mirrored(config: &PeerConfig) -> PeerConfig {
 fn pair(nic: &Arc<Nic>, config: PeerConfig) -> (Peer, Peer) {
     let one = OpenPeer::open(nic, &access(), config).unwrap();
     let other = OpenPeer::open(nic, &access(), mirrored(&config)).unwrap();
-    let (from_one, from_other) = (one.description(), other.description());
-    (one.join(&from_other).unwrap(), other.join(&from_one).unwrap())
+    join(one, other).into()
 }
 
 fn handle(peer: &Peer) -> (PeerHandle, Vec<QueueHandle>) {

@@ -15,9 +15,8 @@ use ibgda::{
 use kernels::abi::{DTYPE_F8_E4M3, DevicePtr, FrameGeometry, WAY_IBGDA};
 use kernels::gpu::{DeviceName, Gpu};
 use kernels::mlx5::{PeerHandle, QueueHandle};
-use mock::{CLEAN, Mock};
+use mock::{CLEAN, Mock, PATHS, join, rejoin};
 
-const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 /// Addresses that nobody follows here.
 const WAITS: Waits = Waits {
     error: DevicePtr(0x1_0008),
@@ -37,9 +36,7 @@ fn pair(nic: &Arc<Nic>, queue: QueueConfig, slots: [usize; 2]) -> [Peer; 2] {
         let config = PeerConfig { peer, num_queues: 3, queue, own_slot_bytes, peer_slot_bytes };
         OpenPeer::open(nic, &access, config).unwrap()
     };
-    let (client, server) = (open(7, response, request), open(2, request, response));
-    let (from_client, from_server) = (client.description(), server.description());
-    [client.join(&from_server).unwrap(), server.join(&from_client).unwrap()]
+    join(open(7, response, request), open(2, request, response))
 }
 
 fn slots() -> [usize; 2] {
@@ -93,10 +90,7 @@ fn kernels_read_the_peer_and_its_queues_behind_a_link() {
         }
 
         // The same structure after a reset, and what is asked for anew takes its place.
-        let (client, server) = (client.reset().unwrap(), server.reset().unwrap());
-        let (from_client, from_server) = (client.description(), server.description());
-        let mut client = client.rejoin(&from_server).unwrap();
-        let _server = server.rejoin(&from_client).unwrap();
+        let [mut client, _server] = rejoin([client, server]);
         let before: PeerHandle = read(to_server.request.context);
         assert_eq!(before.bound.timeout_ns, 3_000_000);
         let nobody = Waits { error: DevicePtr::NULL, abort_mask: DevicePtr::NULL, ..WAITS };

@@ -9,9 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use ibgda::access::{Access, AccessError, Guard, HostRange, Mapped, SharedMemory, Space};
 use ibgda::{HostAccess, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath};
-use mock::{CLEAN, Mock, MockState};
+use mock::{CLEAN, Mock, MockState, PATHS, join, rejoin};
 
-const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 const SLOT_BYTES: usize = 4096;
 /// Where a description has the number of the first packet.
 const PSN_AT: usize = 44;
@@ -28,11 +27,6 @@ fn config(path: QueuePath, num_queues: usize) -> PeerConfig {
 
 fn open(nic: &Arc<Nic>, access: &Arc<dyn Access>, path: QueuePath) -> OpenPeer {
     OpenPeer::open(nic, access, config(path, 3)).unwrap()
-}
-
-fn join(one: OpenPeer, other: OpenPeer) -> [Peer; 2] {
-    let (from_one, from_other) = (one.description(), other.description());
-    [one.join(&from_other).unwrap(), other.join(&from_one).unwrap()]
 }
 
 fn pair(nic: &Arc<Nic>, path: QueuePath) -> [Peer; 2] {
@@ -96,15 +90,13 @@ impl Access for OnceAccess {
 #[test]
 fn pages_that_queues_of_many_peers_share_are_mapped_once() {
     let Some(mock) = Mock::open() else { return };
-    for path in PATHS {
-        mock.change(|state| *state = CLEAN);
-        let nic = mock.nic();
+    mock.on_both_paths(|path, nic| {
         let known = Known::default();
         // Two GPUs of one process.
         let accesses: [Arc<dyn Access>; 2] =
             std::array::from_fn(|_| Arc::new(OnceAccess(Arc::clone(&known))) as Arc<dyn Access>);
-        let first = open(&nic, &accesses[0], path);
-        let peers = join(open(&nic, &accesses[1], path), open(&nic, &accesses[0], path));
+        let first = open(nic, &accesses[0], path);
+        let peers = join(open(nic, &accesses[1], path), open(nic, &accesses[0], path));
         for queue in peers.iter().flat_map(Peer::queues) {
             let (handle, made) = (queue.handle(), mock.queue(queue.qpn()));
             assert_eq!(handle.doorbell, made.doorbell + ELSEWHERE, "{path:?}");
@@ -118,14 +110,12 @@ fn pages_that_queues_of_many_peers_share_are_mapped_once() {
         let doorbell = usize::try_from(mock.queue(peers[0].queues()[0].qpn()).doorbell).unwrap();
         let is_known = || known.lock().unwrap().contains(&(doorbell / 4096 * 4096));
         assert!(is_known(), "{path:?}");
-        drop(open(&nic, &accesses[1], path));
+        drop(open(nic, &accesses[1], path));
         assert!(is_known(), "{path:?}");
         drop(peers);
         assert!(known.lock().unwrap().is_empty(), "{path:?}: pages stay mapped");
-        drop(open(&nic, &accesses[0], path));
-        drop((accesses, nic));
-        mock.settle();
-    }
+        drop(open(nic, &accesses[0], path));
+    });
 }
 
 /// Numbers of the first packets that a peer's queues send and expect.
@@ -137,10 +127,8 @@ fn first_packets(mock: &Mock, peer: &Peer) -> Vec<(u32, u32)> {
 #[test]
 fn every_life_of_a_queue_begins_with_a_packet_number_of_its_own() {
     let Some(mock) = Mock::open() else { return };
-    for path in PATHS {
-        mock.change(|state| *state = CLEAN);
-        let nic = mock.nic();
-        let [mut one, mut other] = pair(&nic, path);
+    mock.on_both_paths(|path, nic| {
+        let [mut one, mut other] = pair(nic, path);
         let mut before = Vec::new();
         for round in 0..4 {
             let (of_one, of_other) = (first_packets(&mock, &one), first_packets(&mock, &other));
@@ -152,14 +140,9 @@ fn every_life_of_a_queue_begins_with_a_packet_number_of_its_own() {
             let sent = vec![of_one[0].0, of_other[0].0];
             assert!(sent.iter().zip(&before).all(|(now, before)| now != before), "{round}");
             before = sent;
-            let (reset, other_reset) = (one.reset().unwrap(), other.reset().unwrap());
-            let (from_one, from_other) = (reset.description(), other_reset.description());
-            one = reset.rejoin(&from_other).unwrap();
-            other = other_reset.rejoin(&from_one).unwrap();
+            [one, other] = rejoin([one, other]);
         }
-        drop((one, other, nic));
-        mock.settle();
-    }
+    });
 }
 
 #[test]
@@ -226,16 +209,12 @@ fn a_peer_that_was_not_reset_or_is_elsewhere_is_not_joined_again() {
 #[test]
 fn requests_that_wait_for_receives_end() {
     let Some(mock) = Mock::open() else { return };
-    for path in PATHS {
-        mock.change(|state| *state = CLEAN);
-        let nic = mock.nic();
-        let peers = pair(&nic, path);
+    mock.on_both_paths(|path, nic| {
+        let peers = pair(nic, path);
         for queue in peers.iter().flat_map(Peer::queues) {
             assert_eq!(mock.queue(queue.qpn()).rnr_retries, 6, "7 is for ever");
         }
-        drop((peers, nic));
-        mock.settle();
-    }
+    });
 }
 
 #[test]

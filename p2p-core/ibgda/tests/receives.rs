@@ -16,9 +16,8 @@ use ibgda::{
     ReceiveError,
 };
 use kernels::mlx5::ReceiveHandle;
-use mock::{CLEAN, Completion, Mock, MockState};
+use mock::{CLEAN, Completion, Mock, MockState, PATHS, join, rejoin};
 
-const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 /// Of each queue: not a power of two.
 const NUM_RECEIVES: u32 = 5;
 /// `MLX5_CQE_*`
@@ -46,9 +45,7 @@ fn pair_in(
     num_receives: u32,
 ) -> [Peer; 2] {
     let open = || OpenPeer::open(nic, access, config(path, num_receives)).unwrap();
-    let (one, other) = (open(), open());
-    let (from_one, from_other) = (one.description(), other.description());
-    [one.join(&from_other).unwrap(), other.join(&from_one).unwrap()]
+    join(open(), open())
 }
 
 /// Memory that this process reaches by copies alone, as a GPU's.
@@ -104,12 +101,6 @@ impl SharedMemory for HiddenMemory {
     fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
         self.memory.read(offset, bytes)
     }
-}
-
-fn rejoin([one, other]: [Peer; 2]) -> [Peer; 2] {
-    let (one, other) = (one.reset().unwrap(), other.reset().unwrap());
-    let (from_one, from_other) = (one.description(), other.description());
-    [one.rejoin(&from_other).unwrap(), other.rejoin(&from_one).unwrap()]
 }
 
 /// A big-endian word of a queue.
@@ -192,10 +183,8 @@ fn receives_are_posted_before_a_queue_pair_is_ready_to_receive() {
 #[test]
 fn every_completion_is_taken_once_through_many_wraps() {
     let Some(mock) = Mock::open() else { return };
-    for path in PATHS {
-        mock.change(|state| *state = CLEAN);
-        let nic = mock.nic();
-        let [one, other] = pair(&nic, path, NUM_RECEIVES);
+    mock.on_both_paths(|path, nic| {
+        let [one, _other] = pair(nic, path, NUM_RECEIVES);
         let queue = &one.queues()[1];
         let handle = queue.receives().unwrap();
         // The ring has 8 or 16 entries, the record of receives 16 bits.
@@ -215,9 +204,7 @@ fn every_completion_is_taken_once_through_many_wraps() {
             // What is left in the ring is of the round before.
             assert_eq!(one.receive(Duration::ZERO), Ok(None), "{number}");
         }
-        drop((one, other, nic));
-        mock.settle();
-    }
+    });
 }
 
 #[test]
@@ -265,10 +252,8 @@ fn errors_have_their_syndrome_and_a_reset_mends_them() {
         ("another receive", |cqe| cqe.counter ^= 1),
         ("a message", |cqe| cqe.opcode = 2),
     ];
-    for path in PATHS {
-        mock.change(|state| *state = CLEAN);
-        let nic = mock.nic();
-        let mut peers = pair(&nic, path, NUM_RECEIVES);
+    mock.on_both_paths(|path, nic| {
+        let mut peers = pair(nic, path, NUM_RECEIVES);
         let handle = peers[0].queues()[0].receives().unwrap();
         // Every round ends at another place of the ring, with some completions that nobody took.
         for round in 0..40_u64 {
@@ -313,19 +298,15 @@ fn errors_have_their_syndrome_and_a_reset_mends_them() {
                 assert_eq!(peers[0].receive(Duration::ZERO), Ok(None), "{what} {round}");
             }
         }
-        drop((peers, nic));
-        mock.settle();
-    }
+    });
 }
 
 #[test]
 fn receives_in_a_gpus_memory_are_posted_and_reset_by_copies() {
     let Some(mock) = Mock::open() else { return };
-    for path in PATHS {
-        mock.change(|state| *state = CLEAN);
-        let nic = mock.nic();
+    mock.on_both_paths(|path, nic| {
         let access: Arc<dyn Access> = Arc::new(HiddenAccess::default());
-        let mut peers = pair_in(&access, &nic, path, NUM_RECEIVES);
+        let mut peers = pair_in(&access, nic, path, NUM_RECEIVES);
         for round in 1..8 {
             let queue = &peers[0].queues()[0];
             let (qpn, handle) = (queue.qpn(), queue.receives().unwrap());
@@ -340,9 +321,7 @@ fn receives_in_a_gpus_memory_are_posted_and_reset_by_copies() {
             assert_eq!(word(handle.cq_dbrec), 3 * round, "{path:?}");
             assert_eq!(word(handle.dbrec), NUM_RECEIVES);
         }
-        drop((peers, access, nic));
-        mock.settle();
-    }
+    });
 }
 
 /// Each copy to a GPU's memory is waited for.
@@ -413,19 +392,15 @@ fn whatever_fails_nothing_is_left_behind() {
 #[test]
 fn a_reset_that_fails_frees_everything() {
     let Some(mock) = Mock::open() else { return };
-    for path in PATHS {
-        mock.change(|state| *state = CLEAN);
-        let nic = mock.nic();
-        let [one, other] = pair(&nic, path, NUM_RECEIVES);
+    mock.on_both_paths(|path, nic| {
+        let [one, _other] = pair(nic, path, NUM_RECEIVES);
         mock.change(|state| match path {
             QueuePath::Plain => state.num_failures = 1,
             QueuePath::Devx => state.firmware_status = 9,
         });
         assert!(one.reset().is_err());
         mock.change(|state| (state.num_failures, state.firmware_status) = (-1, 0));
-        drop((other, nic));
-        mock.settle();
-    }
+    });
 }
 
 #[test]

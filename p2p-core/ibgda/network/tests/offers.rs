@@ -1,11 +1,13 @@
 //! Which sides come together by handshake: those that are alike in what their queues need, with device slots;
 //! the others by another transport, or not at all and told why.
 
+mod rig;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ibgda::{Nic, NicConfig, QueueConfig};
+use ibgda::QueueConfig;
 use ibgda_network::{DeviceConfig, DeviceNetwork};
 use kernels::gpu::Gpu;
 use p2p_core::bootstrap::{
@@ -21,14 +23,10 @@ const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn network(num_queues: usize) -> Arc<dyn Network> {
-    let libraries = softnic_verbs::libraries().expect("functions");
-    // A NIC in software is in no list of addresses.
-    let config = NicConfig { gid_idx: Some(0), ..NicConfig::default() };
-    let nic = Nic::open(&libraries, &config).expect("a NIC");
     let inner = SoftNetwork::open(softnic::NicConfig::default()).expect("a NIC in software");
     let queue = QueueConfig { depth: 128, ..QueueConfig::default() };
     let config = DeviceConfig { num_queues, queue, ..DeviceConfig::default() };
-    Arc::new(DeviceNetwork::new(Arc::new(inner), nic, config))
+    Arc::new(DeviceNetwork::new(Arc::new(inner), rig::nic(), config))
 }
 
 /// The same on InfiniBand, as far as a handshake sees.

@@ -1,11 +1,11 @@
 //! Pairs of sides over NICs in software behind the calls of libibverbs and libmlx5: what hosts and kernels
 //! are given, what a failure looks like, and that bytes which make no sense leave nothing behind.
 
-use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+mod rig;
 
-use ibgda::{Nic, NicConfig, QueueConfig, QueuePath};
+use std::sync::Arc;
+
+use ibgda::{QueueConfig, QueuePath};
 use ibgda_network::detail::{Detail, HEAD_BYTES};
 use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 use kernels::abi::{DevicePtr, WAY_IBGDA};
@@ -16,32 +16,16 @@ use p2p_core::network::{
     Joined, MAX_DETAIL_BYTES, Network, NetworkError, OpenSide, Route, SideDescription,
 };
 use p2p_core::slot::CONTROL_BYTES;
-use p2p_core::{PostError, SlotLayout, TransportKind};
+use p2p_core::{PostError, TransportKind};
+use rig::{
+    NUM_FRAMES, PATIENCE, ROUTE, check_drivers, gpu, host_layout, join_sides, nic, open_sides,
+    own_word, sides_of, turn, until,
+};
 use softnic::SoftNetwork;
 use softnic::format::Syndrome;
 
 const REQUEST_BYTES: u64 = 8192;
 const RESPONSE_BYTES: u64 = 4160;
-const NUM_FRAMES: usize = 2;
-const ROUTE: Route =
-    Route { local: IpAddr::V4(Ipv4Addr::LOCALHOST), remote: IpAddr::V4(Ipv4Addr::LOCALHOST) };
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A process has one NIC behind the libraries, whose registrations are counted.
-fn turn() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    // Whatever the test before has come to.
-    softnic_verbs::refuse_memory(None);
-    turn
-}
-
-fn nic() -> Arc<Nic> {
-    let libraries = softnic_verbs::libraries().expect("functions");
-    // A NIC in software is in no list of addresses.
-    let config = NicConfig { gid_idx: Some(0), ..NicConfig::default() };
-    Nic::open(&libraries, &config).expect("a NIC")
-}
 
 fn network(config: DeviceConfig) -> DeviceNetwork {
     let inner = SoftNetwork::open(softnic::NicConfig::default()).expect("a NIC in software");
@@ -67,60 +51,23 @@ fn is_on_a_gpu(address: u64) -> bool {
     is_known(0) != is_known(1)
 }
 
-/// What client and server bring.
 fn sides() -> [DeviceSide; 2] {
-    let gpu = Gpu::open_emulated(0).expect("a GPU in software");
-    let side = |own_slot_bytes, peer_slot_bytes| {
-        let (gpu, shape) = (gpu.clone(), b"alike".to_vec());
-        DeviceSide { gpu, own_slot_bytes, peer_slot_bytes, shape }
-    };
-    [side(RESPONSE_BYTES, REQUEST_BYTES), side(REQUEST_BYTES, RESPONSE_BYTES)]
-}
-
-/// Of the hosts' slots.
-fn host_layout(network: &DeviceNetwork, side: &DeviceSide) -> SlotLayout {
-    network.device_layout(side, NUM_FRAMES).expect("a layout")
+    sides_of(REQUEST_BYTES, RESPONSE_BYTES)
 }
 
 fn open(networks: [&DeviceNetwork; 2]) -> [Box<dyn OpenSide>; 2] {
-    let [client, server] = sides();
-    let layout = host_layout(networks[0], &client);
-    assert_eq!(layout, host_layout(networks[1], &server));
-    [(networks[0], &client), (networks[1], &server)]
-        .map(|(network, side)| network.open_device(&layout, ROUTE, side).expect("a side"))
+    open_sides(networks, &sides())
 }
 
 fn join(networks: [&DeviceNetwork; 2]) -> [(Joined, DevicePair); 2] {
-    let [client, server] = open(networks);
-    let (of_client, of_server) = (client.description(), server.description());
-    [
-        client.join_device(&of_server).expect("the server's description"),
-        server.join_device(&of_client).expect("the client's description"),
-    ]
+    join_sides(open(networks))
 }
 
 /// Queue pairs and registrations of the NIC that kernels post to, and free memory of GPUs, which registered
 /// pages of hosts count against as well.
 fn holdings() -> (Vec<u32>, usize, u64) {
     let nic = softnic_verbs::nic().expect("a NIC").lock();
-    let gpu = Gpu::open_emulated(0).expect("a GPU in software");
-    (nic.queue_pairs(), nic.num_registrations(), gpu.free_bytes().expect("software"))
-}
-
-fn own_word(pair: &DevicePair, offset: u64) -> u64 {
-    let mut word = [0; 8];
-    let gpu = Gpu::open_emulated(0).expect("a GPU in software");
-    let deadline = Instant::now() + PATIENCE;
-    gpu.read(pair.own_memory(), offset, &mut word, deadline).expect("a word of the own slot");
-    u64::from_le_bytes(word)
-}
-
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    (nic.queue_pairs(), nic.num_registrations(), gpu().free_bytes().expect("software"))
 }
 
 #[test]
@@ -208,8 +155,7 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
         drop((client_pair, server_pair, server));
         assert_eq!(holdings(), before);
     }
-    let violations = softnic_verbs::violations();
-    assert!(violations.is_empty(), "{}", violations.join("; "));
+    check_drivers();
 }
 
 #[test]

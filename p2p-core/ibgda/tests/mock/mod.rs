@@ -6,10 +6,13 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ibgda::{Libraries, Nic, NicConfig};
+use ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
 
 #[path = "../../../../tests/src/skip.rs"]
 mod skip;
+
+/// Both ways of making queues.
+pub const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 
 /// `struct mock`
 #[repr(C)]
@@ -206,6 +209,18 @@ impl Mock {
         Nic::open(&self.libraries, &self.config()).unwrap()
     }
 
+    /// Runs a test with queues of verbs and once more with those of DevX, each with a NIC of its own, and then
+    /// settles.
+    pub fn on_both_paths(&self, mut test: impl FnMut(QueuePath, &Arc<Nic>)) {
+        for path in PATHS {
+            self.change(|state| *state = CLEAN);
+            let nic = self.nic();
+            test(path, &nic);
+            drop(nic);
+            self.settle();
+        }
+    }
+
     /// Fails unless everything was given back and nothing that came in was wrong.
     pub fn settle(&self) {
         let state = self.get();
@@ -219,6 +234,19 @@ impl Drop for Mock {
         // SAFETY: opened by `open`.
         unsafe { libc::dlclose(self.handle) };
     }
+}
+
+/// Joins both sides.
+pub fn join(one: OpenPeer, other: OpenPeer) -> [Peer; 2] {
+    let (from_one, from_other) = (one.description(), other.description());
+    [one.join(&from_other).unwrap(), other.join(&from_one).unwrap()]
+}
+
+/// Resets both and joins them again.
+pub fn rejoin([one, other]: [Peer; 2]) -> [Peer; 2] {
+    let (one, other) = (one.reset().unwrap(), other.reset().unwrap());
+    let (from_one, from_other) = (one.description(), other.description());
+    [one.rejoin(&from_other).unwrap(), other.rejoin(&from_one).unwrap()]
 }
 
 pub fn has_headers() -> bool {
