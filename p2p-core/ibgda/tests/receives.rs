@@ -51,13 +51,13 @@ fn pair_in(
 /// Memory that this process reaches by copies alone, as a GPU's.
 #[derive(Debug, Default)]
 struct HiddenAccess {
-    num_writes: Arc<AtomicU64>,
+    num_copies: Arc<AtomicU64>,
 }
 
 #[derive(Debug)]
 struct HiddenMemory {
     memory: Box<dyn SharedMemory>,
-    num_writes: Arc<AtomicU64>,
+    num_copies: Arc<AtomicU64>,
 }
 
 impl Access for HiddenAccess {
@@ -66,8 +66,8 @@ impl Access for HiddenAccess {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
-        let num_writes = Arc::clone(&self.num_writes);
-        Ok(Box::new(HiddenMemory { memory: HostAccess.alloc(bytes)?, num_writes }))
+        let num_copies = Arc::clone(&self.num_copies);
+        Ok(Box::new(HiddenMemory { memory: HostAccess.alloc(bytes)?, num_copies }))
     }
 
     unsafe fn map(
@@ -95,10 +95,11 @@ impl SharedMemory for HiddenMemory {
         None
     }
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
-        self.num_writes.fetch_add(1, Ordering::Relaxed);
+        self.num_copies.fetch_add(1, Ordering::Relaxed);
         self.memory.write(offset, bytes)
     }
     fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
+        self.num_copies.fetch_add(1, Ordering::Relaxed);
         self.memory.read(offset, bytes)
     }
 }
@@ -332,7 +333,7 @@ fn many_receives_take_no_more_copies_than_one() {
         let [few, many] = [1, 32_768].map(|num_receives| {
             mock.change(|state| *state = CLEAN);
             let (nic, hidden) = (mock.nic(), HiddenAccess::default());
-            let num_writes = Arc::clone(&hidden.num_writes);
+            let num_copies = Arc::clone(&hidden.num_copies);
             let access: Arc<dyn Access> = Arc::new(hidden);
             let peers = pair_in(&access, &nic, path, num_receives);
             let queue = &peers[0].queues()[0];
@@ -346,10 +347,35 @@ fn many_receives_take_no_more_copies_than_one() {
             }
             drop((peers, access, nic));
             mock.settle();
-            num_writes.load(Ordering::Relaxed)
+            num_copies.load(Ordering::Relaxed)
         });
         assert_eq!(many, few, "{path:?}");
     }
+}
+
+/// As after a failure, which flushes all receives.
+#[test]
+fn many_completions_take_a_reset_few_copies() {
+    let Some(mock) = Mock::open() else { return };
+    mock.on_both_paths(|path, nic| {
+        let hidden = HiddenAccess::default();
+        let num_copies = Arc::clone(&hidden.num_copies);
+        let access: Arc<dyn Access> = Arc::new(hidden);
+        let num_receives = 8192;
+        let mut peers = pair_in(&access, nic, path, num_receives);
+        let handle = peers[0].queues()[0].receives().unwrap();
+        let mut num_in_all = 0;
+        // Each begins at another place of the ring: full, empty, up to the last of a copy.
+        for num in [num_receives, 0, 1000, 2048, num_receives] {
+            (0..num).for_each(|number| mock.complete(good(&handle, u64::from(number))));
+            let before = num_copies.load(Ordering::Relaxed);
+            peers = rejoin(peers);
+            let copies = num_copies.load(Ordering::Relaxed) - before;
+            assert!(copies < 200, "{path:?}: {copies} copies for {num} completions");
+            num_in_all += num;
+            assert_eq!(word(handle.cq_dbrec), num_in_all, "{path:?}");
+        }
+    });
 }
 
 #[test]

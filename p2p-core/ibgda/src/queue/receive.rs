@@ -217,21 +217,38 @@ impl ReceiveQueue {
         let mut word = [0; 8];
         self.state.read(offset_of!(ReceiveState, cq_index), &mut word)?;
         let consumed = u64::from_le_bytes(word);
-        let depth = u64::from(self.handle.cq_depth);
-        let mut index = consumed;
-        while index < consumed + depth && self.is_written(index)? {
-            index += 1;
-        }
+        let index = consumed + self.num_written(consumed)?;
         self.pieces.dbrec.store32(DBREC_RECEIVE, 0)?;
         self.pieces.cq_dbrec.store32(0, consumer_record(index))?;
         self.state.write(0, &[0; size_of::<ReceiveState>()])?;
         Ok(self.state.write(offset_of!(ReceiveState, cq_index), &index.to_le_bytes())?)
     }
 
-    fn is_written(&self, index: u64) -> Result<bool, AccessError> {
-        let mut op_own = [0];
-        self.pieces.cq.read(self.place(index) + CQE_BYTES as usize - 1, &mut op_own)?;
-        Ok(self.is_owned(op_own[0], index))
+    /// Completions from `first` on, up to one that the NIC has not written.
+    fn num_written(&self, first: u64) -> Result<u64, AccessError> {
+        let depth = u64::from(self.handle.cq_depth);
+        let mut entries = Vec::new();
+        let mut num = 0;
+        while num < depth {
+            // Up to the ring's end, and many at once: every copy from a GPU's memory is waited for.
+            let begin = first + num;
+            let until_end = depth - (begin & (depth - 1));
+            let num_read = until_end.min(depth - num).min(MOST_READ);
+            entries.resize(usize::try_from(num_read).unwrap_or(0) * CQE_BYTES as usize, 0);
+            self.pieces.cq.read(self.place(begin), &mut entries)?;
+            let found = entries
+                .chunks_exact(CQE_BYTES as usize)
+                .zip(begin..)
+                .take_while(|(entry, index)| {
+                    entry.last().is_some_and(|op_own| self.is_owned(*op_own, *index))
+                })
+                .count() as u64;
+            num += found;
+            if found < num_read {
+                break;
+            }
+        }
+        Ok(num)
     }
 
     /// Whether a completion's last byte is of the round that `index` is in.
@@ -391,6 +408,8 @@ const CQE_RESP_ERROR: u8 = 0xe;
 /// `SY_MLX5_COMPLETION` and `SY_MLX5_DESYNC`
 const COMPLETION: u64 = 3;
 const DESYNC: u64 = 4;
+/// Completions that a reset reads at once.
+const MOST_READ: u64 = 1024;
 /// Looks before the thread gives the processor away, and before it sleeps.
 const SPINS: u32 = 1000;
 const YIELDS: u32 = 20_000;
