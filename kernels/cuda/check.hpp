@@ -213,7 +213,7 @@ template <class Params>
 }
 
 // Size of a launch. `is_tuned`: compiled for this hidden size (and top_k), else for any. `is_few`: for few blocks
-// that have much to do each.
+// that have many tokens each.
 struct LaunchPlan {
     uint32_t num_blocks, num_threads;
     bool is_tuned;
@@ -245,18 +245,6 @@ constexpr uint32_t kTokensInPairs = 96;
 
 // Fewer blocks than a GPU has multiprocessors, so that something else may run there.
 constexpr uint32_t kMostFewBlocks = 64;
-// Rows of a block from which on the answering kernels for few blocks are the faster ones.
-constexpr uint32_t kRowsForFew = 4;
-
-// For kernels that exist for few blocks as well: links are direct, and each block has `per_block` of
-// `num_units` at least.
-[[nodiscard]] inline LaunchPlan plan_few(bool is_tuned, uint32_t flags, uint32_t num_blocks,
-                                         uint64_t num_units, uint32_t per_block) {
-    LaunchPlan plan = plan_for(is_tuned, num_blocks);
-    plan.is_few = is_tuned && (flags & SY_LAUNCH_FLAG_ANY_WAY) == 0 &&
-                  num_blocks <= kMostFewBlocks && num_units >= uint64_t{per_block} * num_blocks;
-    return plan;
-}
 
 [[nodiscard]] inline LaunchPlan plan(const sy_dispatch_params& params) {
     // One more block writes headers.
@@ -271,8 +259,11 @@ constexpr uint32_t kRowsForFew = 4;
 
 [[nodiscard]] inline LaunchPlan plan(const sy_combine_params& params) {
     const uint32_t num_blocks = choose_blocks(params.num_blocks, params.capacity, 512);
-    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks,
-                    params.capacity, 2);
+    LaunchPlan plan = plan_for(params.geometry.hidden == kTunedHidden, num_blocks);
+    // Where links are direct and each block has two tokens at least.
+    plan.is_few = plan.is_tuned && (params.flags & SY_LAUNCH_FLAG_ANY_WAY) == 0 &&
+                  num_blocks <= kMostFewBlocks && params.capacity >= uint64_t{2} * num_blocks;
+    return plan;
 }
 
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_recv_params&) {
@@ -281,8 +272,7 @@ constexpr uint32_t kRowsForFew = 4;
 
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_send_params& params) {
     const uint32_t num_blocks = choose_blocks(params.num_blocks, params.max_rows, 1024);
-    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks,
-                    params.max_rows, kRowsForFew);
+    return plan_for(params.geometry.hidden == kTunedHidden, num_blocks);
 }
 
 // Of the kernels that multiply, which fill a multiprocessor's shared memory.
@@ -306,8 +296,7 @@ constexpr uint32_t kRowsForFew = 4;
 [[nodiscard]] inline LaunchPlan plan(const sy_echo_params& params) {
     const uint64_t num_units = uint64_t{params.capacity} * params.num_clients;
     const uint32_t num_blocks = choose_blocks(params.num_blocks, num_units, 1024);
-    return plan_few(params.geometry.hidden == kTunedHidden, params.flags, num_blocks, num_units,
-                    kRowsForFew);
+    return plan_for(params.geometry.hidden == kTunedHidden, num_blocks);
 }
 
 } // namespace switchyard

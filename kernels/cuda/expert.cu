@@ -12,11 +12,6 @@ namespace {
 template <bool kFp8, uint32_t kWays>
 int launch_echo(const sy_echo_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
-    if constexpr (kWays == comm::kDirectOnly)
-        if (size.is_few)
-            return launch(impls::echo_kernel<impls::FewBlocks<
-                              impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>>,
-                          params, size, stream);
     if (size.is_tuned)
         return launch(
             impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,
@@ -28,11 +23,6 @@ int launch_echo(const sy_echo_params& params, sy_stream stream) {
 template <bool kFp8, uint32_t kWays>
 int launch_send(const sy_expert_send_params& params, sy_stream stream) {
     const LaunchPlan size = plan(params);
-    if constexpr (kWays == comm::kDirectOnly)
-        if (size.is_few)
-            return launch(impls::expert_send_kernel<impls::FewBlocks<
-                              impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>>,
-                          params, size, stream);
     if (size.is_tuned)
         return launch(impls::expert_send_kernel<
                           impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>,

@@ -29,6 +29,8 @@ pub const SCALE_BLOCK: u32 = 128;
 pub const NO_EXPERT: u32 = u32::MAX;
 /// Unused route.
 pub const NO_ROUTE: u32 = u32::MAX;
+/// Word of an answer's row that has not come, where rows are stored by the server itself.
+pub const ANSWER_HOLE: u32 = u32::MAX;
 /// A route is `peer << ROUTE_SHIFT | row`.
 pub const ROUTE_SHIFT: u32 = 24;
 /// Threads of the expert stage's first kernel.
@@ -174,7 +176,7 @@ pub struct FrameGeometry {
     pub control_offset: u64,
     /// Offset in an answer of `[max_tokens]` u64 frame numbers.
     pub response_flags_offset: u64,
-    /// Offset in an answer of its rows.
+    /// Offset in an answer of its rows, of a direct link [`ANSWER_HOLE`] between frames.
     pub response_payload_offset: u64,
     /// Bytes of an answer.
     pub response_frame_bytes: u64,
@@ -264,6 +266,8 @@ pub struct ClientState {
     pub reserved: u32,
     /// Frames sent to each server, by parity of the sequence.
     pub posted: [[u64; MAX_PEERS]; 2],
+    /// Warps that wait long for a row that each server stores by itself.
+    pub awaited: [u32; MAX_PEERS],
     /// First error.
     pub error: ErrorWord,
 }
@@ -612,7 +616,7 @@ const _: () = assert!(size_of::<ReplicaSet>() == 8);
 const _: () = assert!(size_of::<Placement>() == 8208 && offset_of!(Placement, experts) == 16);
 const _: () = assert!(size_of::<ServerPeer>() == 40 && offset_of!(ServerPeer, response) == 24);
 const _: () = assert!(size_of::<ClientPeer>() == 48 && offset_of!(ClientPeer, client_id) == 32);
-const _: () = assert!(size_of::<ClientState>() == 560 && offset_of!(ClientState, error) == 528);
+const _: () = assert!(size_of::<ClientState>() == 688 && offset_of!(ClientState, error) == 656);
 const _: () = assert!(size_of::<Handle>() == 408 && offset_of!(Handle, frame_number) == 24);
 const _: () = assert!(size_of::<ServerState>() == 2368 && offset_of!(ServerState, error) == 288);
 const _: () = assert!(size_of::<Batch>() == 536 && offset_of!(Batch, row_begin) == 272);

@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 48] = [
+pub const ENTRIES: [&str; 44] = [
     P2P_PINGPONG,
     P2P_STREAM,
     DISPATCH_TUNED_FP8,
@@ -34,10 +34,6 @@ pub const ENTRIES: [&str; 48] = [
     PROXY_PRODUCE,
     PEER_COPY,
     COMBINE_TUNED_FEW,
-    SEND_TUNED_FP8_FEW,
-    SEND_TUNED_BF16_FEW,
-    ECHO_TUNED_FP8_FEW,
-    ECHO_TUNED_BF16_FEW,
     DISPATCH_TUNED_FP8_ANY,
     DISPATCH_TUNED_BF16_ANY,
     DISPATCH_FP8_ANY,
@@ -103,25 +99,8 @@ pub const DOWN_FP8: &str =
 pub const DOWN_BF16: &str =
     "_ZN10switchyard5impls18expert_gemm_kernelILb0ELb0ELb0EEEv24sy_expert_compute_params";
 
-/// The kernel that does the same with few blocks, which have much to do each.
-#[must_use]
-pub fn few_blocks(entry: &'static str) -> &'static str {
-    FEW_BLOCKS.iter().find(|(many, _)| *many == entry).map_or(entry, |(_, few)| few)
-}
-
-const FEW_BLOCKS: [(&str, &str); 5] = [
-    (COMBINE_TUNED, COMBINE_TUNED_FEW),
-    (SEND_TUNED_FP8, SEND_TUNED_FP8_FEW),
-    (SEND_TUNED_BF16, SEND_TUNED_BF16_FEW),
-    (ECHO_TUNED_FP8, ECHO_TUNED_FP8_FEW),
-    (ECHO_TUNED_BF16, ECHO_TUNED_BF16_FEW),
-];
-
+/// [`COMBINE_TUNED`] for few blocks, which have many tokens each.
 pub const COMBINE_TUNED_FEW: &str = "_ZN10switchyard5impls14combine_kernelINS0_9FewBlocksINS0_13CombineConfigILj7168ELj448ELj2EEEEEEEv17sy_combine_params";
-pub const SEND_TUNED_FP8_FEW: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_9FewBlocksINS0_12AnswerConfigILj7168ELb1ELj448ELj2EEEEEEEv21sy_expert_send_params";
-pub const SEND_TUNED_BF16_FEW: &str = "_ZN10switchyard5impls18expert_send_kernelINS0_9FewBlocksINS0_12AnswerConfigILj7168ELb0ELj448ELj2EEEEEEEv21sy_expert_send_params";
-pub const ECHO_TUNED_FP8_FEW: &str = "_ZN10switchyard5impls11echo_kernelINS0_9FewBlocksINS0_12AnswerConfigILj7168ELb1ELj448ELj2EEEEEEEv14sy_echo_params";
-pub const ECHO_TUNED_BF16_FEW: &str = "_ZN10switchyard5impls11echo_kernelINS0_9FewBlocksINS0_12AnswerConfigILj7168ELb0ELj448ELj2EEEEEEEv14sy_echo_params";
 
 /// The kernel that does the same over links of any way that is compiled in.
 #[must_use]

@@ -121,6 +121,13 @@ impl FrameGeometry {
         fits
     }
 
+    /// Where the rows of each answer lie in a response slot, as offset and length in bytes. Of a server whose
+    /// link is direct they must be full of [`ANSWER_HOLE`](crate::abi::ANSWER_HOLE) before the first request.
+    pub fn answer_rows(&self) -> impl Iterator<Item = (u64, u64)> {
+        let (frame, begin) = (self.response_frame_bytes, self.response_payload_offset);
+        (0..u64::from(self.num_frames)).map(move |place| (place * frame + begin, frame - begin))
+    }
+
     /// Bytes of a handle with its routes.
     #[must_use]
     pub const fn handle_bytes(&self) -> u64 {

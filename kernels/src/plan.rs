@@ -8,10 +8,11 @@ use crate::abi::{
 };
 use crate::check::Check;
 use crate::entries::{
-    COMBINE, COMBINE_TUNED, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16, DISPATCH_TUNED_FP8,
-    DOWN_BF16, DOWN_FP8, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8, EXPERT_RECV,
-    GATE_UP_BF16, GATE_UP_DIRECT_BF16, GATE_UP_DIRECT_FP8, GATE_UP_FP8, GATHER_BF16_TO_FP8,
-    GATHER_FP8_TO_BF16, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8, any_way, few_blocks,
+    COMBINE, COMBINE_TUNED, COMBINE_TUNED_FEW, DISPATCH_BF16, DISPATCH_FP8, DISPATCH_TUNED_BF16,
+    DISPATCH_TUNED_FP8, DOWN_BF16, DOWN_FP8, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8,
+    EXPERT_RECV, GATE_UP_BF16, GATE_UP_DIRECT_BF16, GATE_UP_DIRECT_FP8, GATE_UP_FP8,
+    GATHER_BF16_TO_FP8, GATHER_FP8_TO_BF16, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8,
+    any_way,
 };
 
 /// A launch, decided but for the stream.
@@ -23,7 +24,7 @@ pub struct LaunchPlan {
     pub num_threads: u32,
     /// Compiled for this hidden size (and top_k), else for any.
     pub is_tuned: bool,
-    /// For few blocks that have much to do each.
+    /// For few blocks that have many tokens each.
     pub is_few: bool,
     /// Name of the kernel in the embedded code.
     pub entry: &'static str,
@@ -93,7 +94,16 @@ impl KernelParams for CombineParams {
         let is_tuned = self.geometry.hidden == TUNED_HIDDEN;
         let entry = if is_tuned { COMBINE_TUNED } else { COMBINE };
         let num_blocks = choose_blocks(self.num_blocks, self.capacity.into(), 512);
-        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, self.capacity.into(), 2)
+        let mut plan = plan(is_tuned, num_blocks, entry, self.flags);
+        // Where links are direct and each block has two tokens at least.
+        plan.is_few = is_tuned
+            && self.flags & FLAG_ANY_WAY == 0
+            && num_blocks <= MOST_FEW_BLOCKS
+            && self.capacity >= 2 * num_blocks;
+        if plan.is_few {
+            plan.entry = COMBINE_TUNED_FEW;
+        }
+        plan
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -149,11 +159,7 @@ impl KernelParams for ExpertSendParams {
             (false, false) => SEND_BF16,
         };
         let num_blocks = choose_blocks(self.num_blocks, self.max_rows.into(), 1024);
-        plan(is_tuned, num_blocks, entry, self.flags).for_few(
-            self.flags,
-            self.max_rows.into(),
-            ROWS_FOR_FEW,
-        )
+        plan(is_tuned, num_blocks, entry, self.flags)
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -242,7 +248,7 @@ impl KernelParams for EchoParams {
         };
         let num_units = u64::from(self.capacity) * u64::from(self.num_clients);
         let num_blocks = choose_blocks(self.num_blocks, num_units, 1024);
-        plan(is_tuned, num_blocks, entry, self.flags).for_few(self.flags, num_units, ROWS_FOR_FEW)
+        plan(is_tuned, num_blocks, entry, self.flags)
     }
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
@@ -269,21 +275,6 @@ fn plan(is_tuned: bool, num_blocks: u32, entry: &'static str, flags: u32) -> Lau
     }
 }
 
-impl LaunchPlan {
-    /// The same by the kernel for few blocks, where links are direct and each block has `per_block` of
-    /// `num_units` at least.
-    fn for_few(mut self, flags: u32, num_units: u64, per_block: u64) -> Self {
-        self.is_few = self.is_tuned
-            && flags & FLAG_ANY_WAY == 0
-            && self.num_blocks <= MOST_FEW_BLOCKS
-            && num_units >= per_block * u64::from(self.num_blocks);
-        if self.is_few {
-            self.entry = few_blocks(self.entry);
-        }
-        self
-    }
-}
-
 /// Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
 /// per multiprocessor.
 fn choose_blocks(asked: u32, num_units: u64, units_for_two: u64) -> u32 {
@@ -303,8 +294,6 @@ const fn is_fp8(dtype: u32) -> bool {
 const TOKENS_IN_PAIRS: u32 = 96;
 /// Fewer blocks than a GPU has multiprocessors, so that something else may run there.
 const MOST_FEW_BLOCKS: u32 = 64;
-/// Rows of a block from which on the answering kernels for few blocks are the faster ones.
-const ROWS_FOR_FEW: u64 = 4;
 const NUM_MULTIPROCESSORS: u32 = 132;
 const GENERIC_THREADS: u32 = 256;
 const TUNED_HIDDEN: u32 = 7168;

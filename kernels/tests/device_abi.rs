@@ -50,7 +50,7 @@ fn header_and_rust_agree_field_by_field() {
         Placement as "sy_placement": epoch, num_experts, reserved, experts;
         ServerPeer as "sy_server_peer": request, response, generation, reserved;
         ClientPeer as "sy_client_peer": request, response, client_id, generation, reserved;
-        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, error;
+        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, awaited, error;
         Handle as "sy_handle": sequence, num_tokens, contacted, missing, refused, frame_number,
             num_rows;
         ServerState as "sy_server_state": arrivals, last_clients, taken, num_refused, num_batches,
@@ -134,6 +134,7 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_SCALE_BLOCK", abi::SCALE_BLOCK.into()),
         ("SY_NO_EXPERT", abi::NO_EXPERT.into()),
         ("SY_NO_ROUTE", abi::NO_ROUTE.into()),
+        ("SY_ANSWER_HOLE", abi::ANSWER_HOLE.into()),
         ("SY_ROUTE_SHIFT", abi::ROUTE_SHIFT.into()),
         ("SY_RANK_BITS", abi::RANK_BITS.into()),
         ("SY_COMPUTE_THREADS", abi::COMPUTE_THREADS.into()),

@@ -31,6 +31,9 @@ const LOAD_16: &str = "LDG.E.128|LD.E.128";
 /// A flag that another GPU writes, and one that it reads.
 const FLAG_LOAD: &str = "LDG.E.64.STRONG.SYS|LD.E.64.STRONG.SYS";
 const FLAG_STORE: &str = "STG.E.64.STRONG.SYS|ST.E.64.STRONG.SYS";
+/// A part of a row that tells by itself that it is there.
+const ROW_LOAD: &str = "LDG.E.128.STRONG.SYS|LD.E.128.STRONG.SYS";
+const ROW_STORE: &str = "STG.E.128.STRONG.SYS|ST.E.128.STRONG.SYS";
 const FLAG_ADD: &str = "REDG.E.ADD.64.STRONG.SYS|RED.E.ADD.64.STRONG.SYS";
 /// A command to a thread of the host, whole.
 const COMMAND: &str = "STG.E.128.STRONG.SYS|ST.E.128.STRONG.SYS";
@@ -58,7 +61,7 @@ const FILES: [(&str, &[Rule]); 7] = [
     (
         "combine",
         &[
-            rule(&["14combine_kernel"], &[LOAD_16, STORE_16, FLAG_LOAD, TO_BF16]),
+            rule(&["14combine_kernel"], &[ROW_LOAD, STORE_16, FLAG_LOAD, TO_BF16]),
             rule(&["CombineConfigIL", "ELj14EEEEE"], &[COMMAND]),
         ],
     ),
@@ -69,10 +72,10 @@ const FILES: [(&str, &[Rule]); 7] = [
             rule(&["18expert_recv_kernel"], &["UCGABAR_ARV", "UCGABAR_WAIT"]),
             rule(&["18expert_recv_kernel"], &[LOAD_16, FLAG_LOAD, SYSTEM_FENCE]),
             rule(&["18expert_recv_kernelILj14EEE"], &[COMMAND, DOORBELL]),
-            rule(&["11echo_kernel"], &[FLAG_LOAD]),
-            rule(&["AnswerConfigIL"], &[LOAD_16, STORE_16, SYSTEM_FENCE, FLAG_STORE, TO_BF16]),
+            rule(&["11echo_kernel"], &[FLAG_LOAD, SYSTEM_FENCE, FLAG_STORE]),
+            rule(&["AnswerConfigIL"], &[LOAD_16, ROW_STORE, TO_BF16]),
             rule(&["AnswerConfigIL", "ELb1ELj"], &[FROM_FP8]),
-            rule(&["AnswerConfigIL", "ELj14EEEEE"], &[COMMAND, DOORBELL]),
+            rule(&["AnswerConfigIL", "ELj14EEEEE"], &[COMMAND, DOORBELL, SYSTEM_FENCE]),
         ],
     ),
     (

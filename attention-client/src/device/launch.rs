@@ -26,7 +26,9 @@ impl DeviceClient {
         }
         let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
         let (placements, servers) = (&tables.placements, &tables.servers);
-        if let Err(error) = self.memory.upload(stream, turn, placements, servers, fresh) {
+        if let Err(error) =
+            self.memory.upload(stream, turn, &self.geometry, placements, servers, fresh)
+        {
             self.lane.put_back(fresh);
             return Err(error.into());
         }

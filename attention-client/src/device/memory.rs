@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use bytemuck::{Pod, Zeroable};
 use kernels::abi::{
-    ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_PEERS, Placement, ServerPeer,
+    ANSWER_HOLE, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_PEERS, Placement,
+    ServerPeer, WAY_DIRECT,
 };
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 
@@ -97,12 +98,13 @@ impl Memory {
         self.tables.ptr().add(Self::servers_offset(self.num_layers))
     }
 
-    /// Copies the tables to the device in the order of `stream`, and lets new servers' counts begin.
-    /// `turn` is that of a staging buffer that no earlier copy uses any more.
+    /// Copies the tables to the device in the order of `stream`, and lets new servers' counts and answers
+    /// begin. `turn` is that of a staging buffer that no earlier copy uses any more.
     pub fn upload(
         &self,
         stream: &Stream,
         turn: usize,
+        geometry: &FrameGeometry,
         placements: &[Placement],
         servers: &[ServerPeer; MAX_PEERS],
         fresh: u32,
@@ -127,6 +129,14 @@ impl Memory {
                 let at = offset_of!(ClientState, posted) + (parity * MAX_PEERS + idx) * 8;
                 // SAFETY: a word of the state; kernels that use it come later in the stream.
                 unsafe { stream.fill(self.state.at(at as u64, 8)?, 0, 8)? };
+            }
+            if servers[idx].request.way == WAY_DIRECT {
+                for (offset, bytes) in geometry.answer_rows() {
+                    let rows = servers[idx].response.add(offset);
+                    // SAFETY: the new server's slot, which is mapped as long as the seat is taken; it stores
+                    // nothing there before the first request.
+                    unsafe { stream.fill(rows, ANSWER_HOLE as u8, bytes)? };
+                }
             }
         }
         // SAFETY: both buffers have this size; the staging one stays as it is until its next turn.

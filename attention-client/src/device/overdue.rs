@@ -8,7 +8,7 @@
 use std::mem::{offset_of, size_of};
 use std::time::{Duration, Instant};
 
-use kernels::abi::{ClientState, Handle, MAX_PEERS, WORD_STATUS_OFFSET, WORD_STRIDE};
+use kernels::abi::{ClientState, Handle, WAY_DIRECT, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::{GpuError, Stream};
 
 use super::repair::bits;
@@ -113,7 +113,10 @@ impl DeviceClient {
             }
         }
         running.sort_unstable_by_key(|handle| handle.sequence);
-        let posted = self.posted()?;
+        let ClientState { posted, awaited, .. } = self.state()?;
+        let waits = |idx: usize| {
+            (self.tables.servers[idx].request.way == WAY_DIRECT).then_some(awaited[idx] != 0)
+        };
         for handle in running {
             let mut overdue = Vec::new();
             // Kernels no longer wait for whom they have given up.
@@ -122,7 +125,7 @@ impl DeviceClient {
                 let Some(link) = self.lane.link(idx) else { continue };
                 // A number that its seat has not come to was its predecessor's.
                 if number <= posted[0][idx].max(posted[1][idx])
-                    && self.owes(link, number, handle.num_rows[idx])?
+                    && self.owes(link, number, handle.num_rows[idx], waits(idx))?
                 {
                     overdue.push((idx, number));
                 }
@@ -148,24 +151,31 @@ impl DeviceClient {
         Ok(found[0])
     }
 
-    /// Frames sent to each server, by parity of the dispatch.
-    fn posted(&self) -> Result<[[u64; MAX_PEERS]; 2], GpuError> {
+    fn state(&self) -> Result<ClientState, GpuError> {
         let mut found = Vec::new();
-        let bytes = size_of::<ClientState>() as u64;
-        let from = self.memory.state.at(0, bytes)?;
+        let from = self.memory.state.at(0, size_of::<ClientState>() as u64)?;
         // SAFETY: the client's own state.
         unsafe { self.memory.fetch::<ClientState>(&self.side, from, &mut found, 1, MARGIN)? };
-        Ok(found[0].posted)
+        Ok(found[0])
     }
 
-    /// Whether a row of frame `number` is neither answered nor refused, as combine would see it.
-    fn owes(&self, link: &Link, number: u64, num_rows: u32) -> Result<bool, GpuError> {
+    /// Whether a row of frame `number` is neither answered nor refused, as combine would see it. `waits`:
+    /// whether kernels wait for rows that this server stores by itself. Such rows have no flags, and those that
+    /// came are gone once they are summed; but none of an earlier call is waited for any more.
+    fn owes(
+        &self,
+        link: &Link,
+        number: u64,
+        num_rows: u32,
+        waits: Option<bool>,
+    ) -> Result<bool, GpuError> {
         let pair = link.device.as_ref().map(|cell| cell.lock());
         let Some(pair) = pair.as_ref().and_then(|pair| pair.as_ref()) else { return Ok(false) };
         let geometry = &self.geometry;
         let place = number & u64::from(geometry.num_frames - 1);
         let status = geometry.response_control_offset + WORD_STATUS_OFFSET + place * WORD_STRIDE;
         // An empty frame is answered by the flag of its first row.
+        let is_empty = num_rows == 0;
         let num_rows = num_rows.clamp(1, geometry.max_tokens) as usize;
         let flags = place * geometry.response_frame_bytes + geometry.response_flags_offset;
         let (mut words, mut came) = (Vec::new(), Vec::new());
@@ -177,7 +187,11 @@ impl DeviceClient {
             self.memory.fetch::<u64>(&self.side, flags, &mut came, num_rows, MARGIN)?;
         }
         let is_refused = words[0] >> STATUS_SHIFT == number;
-        Ok(!is_refused && came.iter().any(|&flag| flag < number))
+        let is_late = match waits {
+            Some(waits) if !is_empty => waits,
+            _ => came.iter().any(|&flag| flag < number),
+        };
+        Ok(!is_refused && is_late)
     }
 }
 

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
 use kernels::abi::{
-    ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DispatchParams,
-    ErrorWord, FrameGeometry, Handle, Link, Placement, ServerPeer, WAY_DIRECT, WORD_STATUS_OFFSET,
-    WORD_STRIDE,
+    ANSWER_HOLE, ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3,
+    DispatchParams, ErrorWord, FrameGeometry, Handle, Link, Placement, ServerPeer, WAY_DIRECT,
+    WORD_STATUS_OFFSET, WORD_STRIDE,
 };
 use kernels::gpu::{Gpu, GpuBuffer, Prepared, Stream};
 use p2p_core::bootstrap::{
@@ -134,6 +134,11 @@ impl Client {
         let request = Link { window: client.pair.peer(), context: 0, way: WAY_DIRECT, reserved: 0 };
         let peer = ServerPeer { request, response: client.pair.own(), generation: 5, reserved: 0 };
         client.write(&client.table, bytemuck::bytes_of(&peer));
+        for (offset, bytes) in client.geometry.answer_rows() {
+            let rows = client.pair.own().add(offset);
+            // SAFETY: the client's own slot; the server stores nothing there before the first request.
+            unsafe { client.stream.fill(rows, ANSWER_HOLE as u8, bytes).expect("fill") };
+        }
         client
     }
 

@@ -427,6 +427,13 @@ inline uint32_t atomicMax(uint32_t* address, uint32_t value) {
     }
     return before;
 }
+inline uint32_t atomicMin(uint32_t* address, uint32_t value) {
+    uint32_t before = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (before > value && !__atomic_compare_exchange_n(address, &before, value, false,
+                                                          __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return before;
+}
 
 // Last: the C++ library's headers use some of these words themselves.
 #define __device__

@@ -34,6 +34,9 @@
 #define SY_RANK_BITS 22      /* entries of one expert in a batch, as a power of two */
 #define SY_NO_EXPERT UINT32_C(0xffffffff)
 #define SY_NO_ROUTE UINT32_C(0xffffffff)
+/* Word of an answer's row that has not come, where rows are stored by the server itself. No two bf16 values that a
+ * conversion made are this, since its NaN is another one. */
+#define SY_ANSWER_HOLE UINT32_C(0xffffffff)
 /* A route is peer << SY_ROUTE_SHIFT | row. */
 #define SY_ROUTE_SHIFT 24
 
@@ -48,20 +51,20 @@
 
 /* Launchers return 0 or one of these; none is returned after a kernel was launched. */
 #define SY_OK 0
-#define SY_LAUNCH_VERSION 1      /* params.version is another build's */
-#define SY_LAUNCH_NULL 2         /* a pointer that must be set is null */
-#define SY_LAUNCH_ALIGNMENT 3    /* a pointer is not aligned to 16 bytes */
-#define SY_LAUNCH_HIDDEN 4       /* hidden is 0, not a multiple of 128, or too large */
-#define SY_LAUNCH_TOP_K 5        /* top_k is 0 or above SY_MAX_DEVICE_TOP_K */
-#define SY_LAUNCH_DTYPE 6        /* dtype is neither bf16 nor fp8-e4m3 */
-#define SY_LAUNCH_PEERS 7        /* more peers than SY_MAX_PEERS, or none */
-#define SY_LAUNCH_EXPERTS 8      /* more experts than SY_MAX_EXPERTS, or none */
-#define SY_LAUNCH_TOKENS 9       /* capacity is 0 or beyond the geometry's max_tokens */
-#define SY_LAUNCH_GEOMETRY 10    /* the geometry is not the one sy_make_geometry gives */
-#define SY_LAUNCH_WAY 11         /* a link's way is not compiled in */
-#define SY_LAUNCH_BOUND 12       /* timeout_ns is 0: every wait has a bound */
-#define SY_LAUNCH_INTER 14       /* inter is 0, not a multiple of 64, or too large */
-#define SY_LAUNCH_CUDA 13        /* the driver refused the launch: ask cudaGetLastError */
+#define SY_LAUNCH_VERSION 1 /* params.version is another build's */
+#define SY_LAUNCH_NULL 2 /* a pointer that must be set is null */
+#define SY_LAUNCH_ALIGNMENT 3 /* a pointer is not aligned to 16 bytes */
+#define SY_LAUNCH_HIDDEN 4 /* hidden is 0, not a multiple of 128, or too large */
+#define SY_LAUNCH_TOP_K 5 /* top_k is 0 or above SY_MAX_DEVICE_TOP_K */
+#define SY_LAUNCH_DTYPE 6 /* dtype is neither bf16 nor fp8-e4m3 */
+#define SY_LAUNCH_PEERS 7 /* more peers than SY_MAX_PEERS, or none */
+#define SY_LAUNCH_EXPERTS 8 /* more experts than SY_MAX_EXPERTS, or none */
+#define SY_LAUNCH_TOKENS 9 /* capacity is 0 or beyond the geometry's max_tokens */
+#define SY_LAUNCH_GEOMETRY 10 /* the geometry is not the one sy_make_geometry gives */
+#define SY_LAUNCH_WAY 11 /* a link's way is not compiled in */
+#define SY_LAUNCH_BOUND 12 /* timeout_ns is 0: every wait has a bound */
+#define SY_LAUNCH_INTER 14 /* inter is 0, not a multiple of 64, or too large */
+#define SY_LAUNCH_CUDA 13 /* the driver refused the launch: ask cudaGetLastError */
 
 /* How stores reach a peer. Fixed when the peer connects. */
 #define SY_WAY_DIRECT 1 /* the peer's slot is mapped here: NVLink or the same GPU */
@@ -137,7 +140,8 @@ typedef struct sy_frame_geometry {
     uint64_t slot_bytes; /* num_frames frames and the control tail */
     uint64_t control_offset;
     uint64_t response_flags_offset; /* [max_tokens] uint64_t: frame number, one per row */
-    uint64_t response_payload_offset;
+    uint64_t
+        response_payload_offset; /* [max_tokens] rows; of a direct link SY_ANSWER_HOLE between frames */
     uint64_t response_frame_bytes;
     uint64_t response_slot_bytes;
     uint64_t response_control_offset;
@@ -188,6 +192,7 @@ typedef struct sy_client_state {
     uint32_t arrivals; /* blocks that have read `sequence`; wraps to 0 */
     uint32_t reserved;
     uint64_t posted[2][SY_MAX_PEERS]; /* frames sent to each server, by parity of the sequence */
+    uint32_t awaited[SY_MAX_PEERS]; /* warps that wait long for a row that each server stores */
     sy_error_word error;
 } sy_client_state;
 
@@ -408,7 +413,7 @@ SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fi
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
 /* Parameters stay small, whatever the number of peers: their tables are in memory. */
 SY_STATIC_ASSERT(sizeof(sy_placement) == 8208, "size of sy_placement");
-SY_STATIC_ASSERT(sizeof(sy_client_state) == 560, "size of sy_client_state");
+SY_STATIC_ASSERT(sizeof(sy_client_state) == 688, "size of sy_client_state");
 SY_STATIC_ASSERT(sizeof(sy_server_state) == 2368, "size of sy_server_state");
 SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 56, "size of sy_expert_lists");
 SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params");

@@ -19,6 +19,7 @@ mod refusals;
 mod runner;
 #[path = "../../../tests/src/skip.rs"]
 mod skip;
+mod torn;
 mod ways;
 mod world;
 
@@ -30,7 +31,7 @@ use crate::runner::Runner;
 macro_rules! on {
     ($($place:ident: $runner:expr;)*) => { $(
         mod $place {
-            use super::{Runner, expiry, few, gathering, layer, refusals, ways};
+            use super::{Runner, expiry, few, gathering, layer, refusals, torn, ways};
 
             #[test]
             fn layers_with_fp8_requests() {
@@ -92,13 +93,14 @@ macro_rules! on {
             }
 
             #[test]
-            fn few_blocks_sum_what_many_do() {
-                $runner.iter().for_each(few::few_blocks_sum_what_many_do);
+            fn a_sum_has_the_parts_that_are_not_missing_and_no_others() {
+                let test = torn::a_sum_has_the_parts_that_are_not_missing_and_no_others;
+                $runner.iter().for_each(test);
             }
 
             #[test]
-            fn warps_take_turns_more_than_once() {
-                $runner.iter().for_each(few::warps_take_turns_more_than_once);
+            fn few_blocks_sum_what_many_do() {
+                $runner.iter().for_each(few::few_blocks_sum_what_many_do);
             }
         }
     )* };

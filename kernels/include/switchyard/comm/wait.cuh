@@ -49,48 +49,66 @@ __device__ __forceinline__ uint64_t elapsed_ns(uint64_t* start_ns) {
     return now_ns - *start_ns;
 }
 
+// What a wait remembers between two looks at its bound.
+struct Patience {
+    uint64_t start_ns, last_progress;
+};
+
+__device__ __forceinline__ Patience begin_patience(const WaitBound& bound) {
+    return {0, bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0};
+}
+
+// Whether a wait must end without what was expected. It has left the reason in the error word then, unless
+// another block has given the peer up and told why.
+template <uint32_t kWays, class... Links>
+__device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, uint32_t peer,
+                                          uint64_t observed, uint64_t expected, Patience& patience,
+                                          const Links*... links) {
+    if (is_aborted(bound, peer)) {
+        record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
+        return true;
+    }
+    if (bound.given_up != nullptr && (ptx::ld_relaxed_sys(bound.given_up) >> peer & 1) != 0)
+        return true;
+    if ((has_failed<kWays>(*links) || ...)) {
+        // What failed may have been told already, in which case that stays.
+        record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
+        return true;
+    }
+    if (bound.status != nullptr) {
+        const uint64_t status = ptx::ld_relaxed_sys(bound.status);
+        if (status >> SY_STATUS_SHIFT == expected) {
+            record_error(bound.error, SY_TAG_REFUSED, peer, SY_REASON_VALUE, status, expected);
+            return true;
+        }
+    }
+    if (bound.progress != nullptr) {
+        // The bound counts silence: a peer that moves its progress word is at work.
+        const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
+        if (seen != patience.last_progress) {
+            patience.last_progress = seen;
+            patience.start_ns = 0;
+        }
+    }
+    if (elapsed_ns(&patience.start_ns) > bound.timeout_ns) {
+        record_error(bound.error, tag, peer, SY_REASON_TIMEOUT, observed, expected);
+        return true;
+    }
+    return false;
+}
+
 template <uint32_t kWays, class... Links>
 __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
                                              uint32_t peer, WaitBound bound,
                                              const Links*... links) {
-    uint64_t start_ns = 0;
-    uint64_t last_progress = bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0;
+    Patience patience = begin_patience(bound);
     for (uint32_t num_polls = 1;; ++num_polls) {
         const uint64_t observed = ptx::ld_acquire_sys(word);
         if (observed >= expected)
             return true;
-        if (num_polls % kPollsPerCheck != 0)
-            continue;
-        if (is_aborted(bound, peer)) {
-            record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
+        if (num_polls % kPollsPerCheck == 0 &&
+            has_ended<kWays>(bound, tag, peer, observed, expected, patience, links...))
             return false;
-        }
-        if (bound.given_up != nullptr && (ptx::ld_relaxed_sys(bound.given_up) >> peer & 1) != 0)
-            return false;
-        if ((has_failed<kWays>(*links) || ...)) {
-            // What failed may have been told already, in which case that stays.
-            record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
-            return false;
-        }
-        if (bound.status != nullptr) {
-            const uint64_t status = ptx::ld_relaxed_sys(bound.status);
-            if (status >> SY_STATUS_SHIFT == expected) {
-                record_error(bound.error, SY_TAG_REFUSED, peer, SY_REASON_VALUE, status, expected);
-                return false;
-            }
-        }
-        if (bound.progress != nullptr) {
-            // The bound counts silence: a peer that moves its progress word is at work.
-            const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
-            if (seen != last_progress) {
-                last_progress = seen;
-                start_ns = 0;
-            }
-        }
-        if (elapsed_ns(&start_ns) > bound.timeout_ns) {
-            record_error(bound.error, tag, peer, SY_REASON_TIMEOUT, observed, expected);
-            return false;
-        }
     }
 }
 

@@ -1,7 +1,9 @@
-// Writing answers: rows into the clients' response slots, with a flag per row.
+// Writing answers: rows into the clients' response slots.
 //
-// A flag per row instead of one per frame lets a client sum its first tokens while later ones are on
-// the way (1 to 4 us at 128 tokens). Flags are frame numbers, so none is ever reset.
+// A row that is stored by the kernel itself says so: the client keeps its slot full of words that no answer
+// has, and waits until none of them is left in the row. That saves a fence, which is a round trip over the
+// link, and lets a client sum its first tokens while later ones are on the way. By other ways a flag per row
+// follows the row. Flags are frame numbers, so none is ever reset.
 #pragma once
 
 #include <cstdint>
@@ -25,15 +27,12 @@ struct AnswerConfig {
     static constexpr uint32_t kNumThreads = kNumThreads_;
     // Two chunks of eight values per thread cover a row.
     static constexpr bool kRowPerPass = kHidden_ == 16 * kNumThreads_;
-    static constexpr bool kIsFew = false;
 };
 
-// A fence waits for the link to drain, so one covers the rows of several rounds, the more the longer the
-// run.
-template <class Config>
-__device__ __forceinline__ uint32_t rows_per_fence(uint32_t num_units, uint32_t num_blocks) {
+// Rows of several rounds are named together, the more the longer the run.
+__device__ __forceinline__ uint32_t rows_per_naming(uint32_t num_units, uint32_t num_blocks) {
     const uint32_t quarter = num_units / num_blocks / 4;
-    return min(max(quarter, Config::kIsFew ? 8u : 4u), 16u);
+    return min(max(quarter, 4u), 16u);
 }
 
 struct AnswerShared {
@@ -47,11 +46,6 @@ struct AnswerShared {
     uint32_t given_up; // clients whose frame did not come, as a mask
 };
 
-// Of blocks that answer many rows each: batches of rows, named together, that each warp has stored.
-template <class Config> struct AnswerProgress {
-    uint32_t num_stored[Config::kIsFew ? Config::kNumThreads / 32 : 1];
-};
-
 // Client of a unit. Clients take turns, so that every link is busy from the start, and the turn shifts
 // from round to round, so that no block serves one client only.
 __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_clients,
@@ -60,7 +54,8 @@ __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_c
     return (unit % num_clients + row * num_clients / num_blocks) % num_clients;
 }
 
-// publish_rows for links of any way, by one warp: the rows of a client together.
+// Names what the block has stored for links that need it. One warp after a barrier: the rows of a client
+// together.
 template <class Config>
 __device__ __forceinline__ void
 name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_t num_clients,
@@ -70,6 +65,8 @@ name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_
     const uint32_t row = unit / num_clients;
     const bool has_row = threadIdx.x < num_pending && row < shared.num_rows[client];
     for (uint32_t to = 0; to < num_clients; ++to) {
+        if (comm::is_direct<Config::kWays>(shared.clients[to].response))
+            continue;
         const bool is_mine = has_row && client == to;
         if (!__any_sync(kFullWarp, is_mine))
             continue;
@@ -80,60 +77,6 @@ name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_
                                            geometry.response_stride_bytes,
                                            layout::response_flag_at(frame, row), shared.number[to]);
     }
-}
-
-template <class Config>
-__device__ __forceinline__ void
-publish_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_t num_clients,
-             uint32_t num_blocks, uint32_t first_unit, uint32_t num_pending) {
-    __syncthreads();
-    if constexpr (Config::kWays != comm::kDirectOnly) {
-        if (threadIdx.x < 32)
-            name_rows<Config>(shared, geometry, num_clients, num_blocks, first_unit, num_pending);
-        return;
-    }
-    if (threadIdx.x >= num_pending)
-        return;
-    const uint32_t unit = first_unit + threadIdx.x * num_blocks;
-    const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
-    const uint32_t row = unit / num_clients;
-    if (row >= shared.num_rows[client])
-        return;
-    const uint64_t frame =
-        layout::response_frame(geometry, layout::ring_place(geometry, shared.number[client]));
-    comm::signal(shared.clients[client].response, layout::response_flag_at(frame, row),
-                 shared.number[client]);
-}
-
-// publish_rows of blocks that answer many rows each: warps take turns at naming a batch, and none but that one
-// waits for the others or for its fence. Number `batch_idx` of the block.
-template <class Config>
-__device__ __forceinline__ void
-publish_rows_in_turn(const AnswerShared& shared, AnswerProgress<Config>& progress,
-                     const sy_frame_geometry& geometry, uint32_t num_clients, uint32_t num_blocks,
-                     uint32_t batch_idx, uint32_t first_unit, uint32_t num_pending) {
-    constexpr uint32_t kNumWarps = Config::kNumThreads / 32;
-    const uint32_t warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x & 31;
-    __syncwarp();
-    if (lane_idx == 0)
-        ptx::st_release_cta_shared(&progress.num_stored[warp_idx], batch_idx + 1);
-    if (warp_idx != batch_idx % kNumWarps)
-        return;
-    uint32_t num_stored = batch_idx + 1;
-    do {
-        if (lane_idx < kNumWarps)
-            num_stored = ptx::ld_acquire_cta_shared(&progress.num_stored[lane_idx]);
-    } while (__any_sync(kFullWarp, num_stored <= batch_idx));
-    __syncwarp();
-    const uint32_t unit = first_unit + lane_idx * num_blocks;
-    const uint32_t client = client_of_unit(unit, num_clients, num_blocks);
-    const uint32_t row = unit / num_clients;
-    if (lane_idx >= num_pending || row >= shared.num_rows[client])
-        return;
-    const uint64_t frame =
-        layout::response_frame(geometry, layout::ring_place(geometry, shared.number[client]));
-    comm::signal(shared.clients[client].response, layout::response_flag_at(frame, row),
-                 shared.number[client]);
 }
 
 // From so many rows per block on the next row is loaded while one is stored. Of fewer rows the first one
@@ -149,32 +92,25 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
                                             const Rows& rows) {
     const uint32_t num_blocks = gridDim.x;
     const uint32_t num_units = shared.most_rows * num_clients;
-    const uint32_t most_pending = rows_per_fence<Config>(num_units, num_blocks);
+    const uint32_t most_pending = rows_per_naming(num_units, num_blocks);
     uint32_t num_pending = 0, first_pending = blockIdx.x;
-    __shared__ AnswerProgress<Config> progress;
-    uint32_t batch_idx = 0;
-    if constexpr (Config::kIsFew) {
-        if (threadIdx.x < Config::kNumThreads / 32)
-            progress.num_stored[threadIdx.x] = 0;
-        __syncthreads();
-    }
     const auto store_to = [&](uint32_t client, uint32_t row) {
         const uint64_t target =
             layout::response_row_at(geometry, shared.response_window[client], row);
         return [target](uint32_t chunk_idx, const uint4& bits) {
-            ptx::st_weak_global_v4(target + chunk_idx * 16, bits);
+            ptx::st_relaxed_sys_v4(target + chunk_idx * 16, bits);
         };
     };
-    const auto publish_if_due = [&](uint32_t unit) {
-        if (++num_pending == most_pending || unit + num_blocks >= num_units) {
-            if constexpr (Config::kIsFew)
-                publish_rows_in_turn<Config>(shared, progress, geometry, num_clients, num_blocks,
-                                             batch_idx++, first_pending, num_pending);
-            else
-                publish_rows<Config>(shared, geometry, num_clients, num_blocks, first_pending,
-                                     num_pending);
-            num_pending = 0;
-            first_pending = unit + num_blocks;
+    const auto name_if_due = [&](uint32_t unit) {
+        if constexpr (Config::kWays != comm::kDirectOnly) {
+            if (++num_pending == most_pending || unit + num_blocks >= num_units) {
+                __syncthreads();
+                if (threadIdx.x < 32)
+                    name_rows<Config>(shared, geometry, num_clients, num_blocks, first_pending,
+                                      num_pending);
+                num_pending = 0;
+                first_pending = unit + num_blocks;
+            }
         }
     };
     if constexpr (Rows::kLoadsAhead) {
@@ -193,7 +129,7 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
                     next = rows.load(next_client, next_row);
                 if (row < shared.num_rows[client])
                     rows.finish(loaded, client, row, store_to(client, row));
-                publish_if_due(unit);
+                name_if_due(unit);
             }
             return;
         }
@@ -203,7 +139,7 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
         const uint32_t row = unit / num_clients;
         if (row < shared.num_rows[client])
             rows.make(client, row, store_to(client, row));
-        publish_if_due(unit);
+        name_if_due(unit);
     }
 }
 

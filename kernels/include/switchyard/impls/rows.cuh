@@ -12,10 +12,11 @@
 
 namespace switchyard::impls {
 
-// A kernel for launches of few blocks, which have many rows or tokens each: what counts there is how little a
-// block waits between two of them.
+// A kernel for launches of few blocks, which have many tokens each: what counts there is how little a block waits
+// between two of them. Registers for that are there, since there are more multiprocessors than blocks.
 template <class Config> struct FewBlocks : Config {
     static constexpr bool kIsFew = true;
+    static constexpr uint32_t kMinBlocks = 1;
 };
 
 constexpr float kF8Max = 448.0f;

@@ -82,6 +82,10 @@ __device__ __forceinline__ void red_or_relaxed_gpu(uint32_t* address, uint32_t v
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void red_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // Counts from 0 to `last` and then wraps, so that the counter needs no reset.
 __device__ __forceinline__ uint32_t atom_inc_relaxed_gpu(uint32_t* address, uint32_t last) {
     uint32_t before;
@@ -104,6 +108,22 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_gpu(uint32_t* address, uint
 
 __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+// Four words, each by itself: no order among them.
+__device__ __forceinline__ uint4 ld_relaxed_sys_v4(uint64_t address) {
+    uint4 value;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_relaxed_sys_v4(uint64_t address, const uint4& value) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+                 : "memory");
 }
 
 // Slots are known by number, and the compiler would have to take their addresses for generic ones.

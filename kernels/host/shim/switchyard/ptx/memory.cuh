@@ -44,6 +44,9 @@ inline void red_add_relaxed_sys(uint64_t* address, uint64_t value) {
 inline void red_or_relaxed_gpu(uint32_t* address, uint32_t value) {
     __atomic_fetch_or(address, value, __ATOMIC_SEQ_CST);
 }
+inline void red_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+    __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+}
 
 inline uint32_t atom_inc_relaxed_gpu(uint32_t* address, uint32_t last) {
     uint32_t before = __atomic_load_n(address, __ATOMIC_SEQ_CST);
@@ -60,6 +63,19 @@ inline uint32_t atom_cas_relaxed_gpu(uint32_t* address, uint32_t expected, uint3
 }
 
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+// Words of slots that kernels on other threads store at the same time.
+inline uint4 ld_relaxed_sys_v4(uint64_t address) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(address);
+    const auto word = [words](int i) { return __atomic_load_n(words + i, __ATOMIC_SEQ_CST); };
+    return {word(0), word(1), word(2), word(3)};
+}
+inline void st_relaxed_sys_v4(uint64_t address, const uint4& value) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(address);
+    const uint32_t values[4] = {value.x, value.y, value.z, value.w};
+    for (int i = 0; i < 4; ++i)
+        __atomic_store_n(words + i, values[i], __ATOMIC_SEQ_CST);
+}
 
 template <class T> T load_at(uint64_t address) {
     T value;
