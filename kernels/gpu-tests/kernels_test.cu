@@ -612,11 +612,12 @@ void a_silent_server_is_named_within_the_bound() {
               "tag %u peer %u reason %u", error.tag, error.peer, error.reason);
         CHECK(handle.missing == 1 && handle.refused == 0, "missing %x", handle.missing);
         to_device(&client.state->error, sy_error_word{});
-        // The late answer still lands, and the next layer is whole.
+        // The late answer still lands, and the sum is whole. What was summed before has to come again.
         *abort_mask = 0;
         client.timeout_ns = 2'000'000'000;
         world.servers[0]->recv(world.stream);
         world.servers[0]->send(world.stream);
+        world.servers[1]->send(world.stream);
         CHECK_CUDA(cudaMemset(client.out, 0xff, size_t{24} * 1024 * 2));
         to_device(&client.handles[0]->missing, 0u);
         client.combine(world.stream);

@@ -93,9 +93,13 @@ class NicWorld {
     void connect(bool by_nic) {
         for (uint32_t c = 0; c < clients.size(); ++c) {
             CHECK_CUDA(cudaSetDevice(client_gpus[c]));
-            for (uint32_t s = 0; s < servers.size(); ++s)
+            for (uint32_t s = 0; s < servers.size(); ++s) {
                 clients[c]->servers[s].request =
                     by_nic ? requests[c][s].link : direct(servers[s]->clients[c].request);
+                // What a NIC brought stays there, and would tell of an answer that is not there yet.
+                if (!by_nic)
+                    clients[c]->poison(s);
+            }
             clients[c]->launch_flags = by_nic ? SY_LAUNCH_FLAG_ANY_WAY : 0;
             clients[c]->connect();
         }
@@ -194,8 +198,8 @@ class NicWorld {
     std::vector<std::unique_ptr<Client>> clients;
     std::vector<std::unique_ptr<Server>> servers;
     std::vector<std::unique_ptr<Nic>> nics; // by GPU, null where nobody is
-    std::vector<std::vector<Way>> requests;       // [client][server]
-    std::vector<std::vector<Way>> responses;      // [server][client]
+    std::vector<std::vector<Way>> requests; // [client][server]
+    std::vector<std::vector<Way>> responses; // [server][client]
 
   private:
     static sy_link direct(uint64_t slot) { return {slot, 0, SY_WAY_DIRECT, 0}; }

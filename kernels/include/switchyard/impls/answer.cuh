@@ -97,6 +97,7 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
     const auto store_to = [&](uint32_t client, uint32_t row) {
         const uint64_t target =
             layout::response_row_at(geometry, shared.response_window[client], row);
+        // SYNC POINT row: each word tells for itself that it is there.
         return [target](uint32_t chunk_idx, const uint4& bits) {
             ptx::st_relaxed_sys_v4(target + chunk_idx * 16, bits);
         };

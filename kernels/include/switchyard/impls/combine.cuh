@@ -8,7 +8,7 @@
 // POINT row). So every thread waits for its own share of a row, with the very load that it needs, and makes
 // holes of it again. Rows that come by a NIC or a proxy are waited for by their flags.
 //
-// NOTES: warps do not wait for each other from token to token: two ranks take 10 % longer with a barrier per
+// NOTES: warps do not wait for each other from token to token: two ranks take a sixth longer with a barrier per
 // token, at 4096 tokens. So when a server is given up, some warps may have summed a part that others lack.
 // Such a torn token is left as zeros, and all of its parts are missing; where rows are added to what is there,
 // all parts are waited for before any is summed.
@@ -163,7 +163,7 @@ struct RowPlace {
 
 template <class Config> constexpr uint32_t kChunkStride = Config::kNumThreads * 16; // bytes
 
-// Whether this thread's share of the row at `address` has holes.
+// Whether this thread's share of the row at `address` has holes. SYNC POINT row.
 template <class Config> __device__ __forceinline__ bool is_late(uint64_t address) {
     bool late = false;
 #pragma unroll
@@ -245,7 +245,8 @@ template <class Config, uint32_t kParts, bool kKeepsAddresses = true> struct Sha
     uint4 bits[kParts][kChunks];
     uint64_t addresses[kKeepsAddresses ? kParts : 1]; // 0 of such parts
 
-    // Parts from place `first` on of the token whose routes the warp's lanes have.
+    // Parts from place `first` on of the token whose routes the warp's lanes have. SYNC POINT row: words without
+    // holes are there.
     __device__ __forceinline__ void load(const sy_combine_params& params,
                                          const CombineShared& shared, uint32_t routes,
                                          uint32_t first, const RowPlace& place, uint32_t lost) {
