@@ -9,6 +9,9 @@
 //! | [`cuda_ipc`] | two processes of one host with GPUs | stores of kernels into mapped GPU memory |
 //! | [`staged`] | as [`shm`], for tests | copies from staging memory, delayed and reordered at will |
 
+#[cfg(all(any(feature = "libfabric", feature = "verbs"), not(loom)))]
+#[cfg_attr(not(feature = "libfabric"), allow(dead_code, reason = "verbs send headers alone"))]
+mod counted;
 #[cfg(not(loom))]
 pub mod cuda_ipc;
 #[cfg(all(feature = "libfabric", not(loom)))]

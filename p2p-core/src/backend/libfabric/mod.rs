@@ -24,13 +24,11 @@ mod device;
 mod endpoint;
 #[cfg(fuzzing)]
 pub mod fuzzing;
-mod inbound;
 mod keeper;
 mod lane;
 mod link;
 mod load;
 mod mail;
-mod message;
 mod outbox;
 mod owner;
 mod port;
@@ -53,6 +51,7 @@ pub use load::{LIBRARY_VARIABLE, LoadError};
 pub use rma::LibfabricFabric;
 pub use waits::WAIT_VARIABLE;
 
+use super::counted::{inbound, message};
 use crate::endpoint::TransportKind;
 use crate::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
 use crate::slot::{SlotLayout, WAITING};

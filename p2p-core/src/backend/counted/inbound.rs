@@ -13,7 +13,7 @@ use super::message::Header;
 
 /// What arrived from one peer.
 #[derive(Debug, Default)]
-pub(super) struct Inbound {
+pub(crate) struct Inbound {
     next_seq: u32,
     num_writes: u64,
     /// In order, waiting for writes.
@@ -29,7 +29,7 @@ pub(super) struct Inbound {
 /// The peer, or the network between, broke the order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub(super) enum OrderError {
+pub(crate) enum OrderError {
     #[error("message {found} came, expected {expected}: messages were lost")]
     Sequence { found: u32, expected: u32 },
     #[error("{bytes} bytes of messages wait for writes that do not come")]
@@ -38,24 +38,24 @@ pub(super) enum OrderError {
 
 impl Inbound {
     /// From a peer that may have `max_missing` mails under way.
-    pub(super) fn new(max_missing: u32) -> Self {
+    pub(crate) fn new(max_missing: u32) -> Self {
         Self { max_missing, ..Self::default() }
     }
 
     /// Sequence number of the next message or mail.
-    pub(super) const fn next_seq(&self) -> u32 {
+    pub(crate) const fn next_seq(&self) -> u32 {
         self.next_seq
     }
 
     /// Whether something that came waits for something before it that has not come.
-    pub(super) fn has_gap(&self) -> bool {
+    pub(crate) fn has_gap(&self) -> bool {
         !self.early.is_empty()
     }
 
     /// Whether `message` may be put in place now; it is kept for later otherwise. Ask
     /// [`next_ready`](Self::next_ready) afterwards.
     #[inline]
-    pub(super) fn admit(&mut self, header: &Header, message: &[u8]) -> Result<bool, OrderError> {
+    pub(crate) fn admit(&mut self, header: &Header, message: &[u8]) -> Result<bool, OrderError> {
         if header.then.is_unnumbered() {
             return Ok(true);
         }
@@ -84,17 +84,17 @@ impl Inbound {
 
     /// A write landed.
     #[inline]
-    pub(super) const fn count_write(&mut self) {
+    pub(crate) const fn count_write(&mut self) {
         self.num_writes += 1;
     }
 
     /// Writes that have landed.
-    pub(super) const fn num_writes(&self) -> u64 {
+    pub(crate) const fn num_writes(&self) -> u64 {
         self.num_writes
     }
 
     /// The next message that was kept, once all before it has come and its writes have landed.
-    pub(super) fn next_ready(&mut self) -> Option<(Header, Box<[u8]>)> {
+    pub(crate) fn next_ready(&mut self) -> Option<(Header, Box<[u8]>)> {
         while let Some(early) = self.early.pop_front_if(|(header, _)| header.seq == self.next_seq) {
             self.next_seq = self.next_seq.wrapping_add(1);
             self.held.push_back(early);
@@ -127,7 +127,7 @@ mod tests {
     use rand::{RngExt, SeedableRng};
 
     use super::*;
-    use crate::backend::libfabric::message::Then;
+    use crate::backend::counted::message::Then;
 
     fn header(seq: u32, writes: u64) -> Header {
         let (then, credit) = (Then::Nothing, Default::default());

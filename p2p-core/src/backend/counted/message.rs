@@ -16,13 +16,13 @@
 use thiserror::Error;
 
 /// Bytes before the parts.
-pub(super) const HEADER_BYTES: usize = 56;
+pub(crate) const HEADER_BYTES: usize = 56;
 /// Bytes of a part before its payload.
-pub(super) const PART_BYTES: usize = 8;
+pub(crate) const PART_BYTES: usize = 8;
 
 /// What a message asks for after its parts are in place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Then {
+pub(crate) enum Then {
     /// Nothing.
     Nothing,
     /// An addition to a flag.
@@ -50,35 +50,35 @@ pub(super) enum Then {
 
 impl Then {
     /// Whether the driver sends this by itself, outside of the numbered order.
-    pub(super) const fn is_unnumbered(self) -> bool {
+    pub(crate) const fn is_unnumbered(self) -> bool {
         matches!(self, Self::Answered { .. } | Self::Credit | Self::Farewell)
     }
 }
 
 /// The fixed part of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Header {
-    pub(super) slot: u32,
-    pub(super) seq: u32,
-    pub(super) token: u64,
-    pub(super) writes: u64,
-    pub(super) then: Then,
-    pub(super) credit: Credit,
-    pub(super) num_parts: u16,
-    pub(super) mails: u32,
+pub(crate) struct Header {
+    pub(crate) slot: u32,
+    pub(crate) seq: u32,
+    pub(crate) token: u64,
+    pub(crate) writes: u64,
+    pub(crate) then: Then,
+    pub(crate) credit: Credit,
+    pub(crate) num_parts: u16,
+    pub(crate) mails: u32,
 }
 
 /// Additions to one flag, all together. None where `total` is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Credit {
-    pub(super) offset: u32,
-    pub(super) total: u64,
+pub(crate) struct Credit {
+    pub(crate) offset: u32,
+    pub(crate) total: u64,
 }
 
 /// A message makes no sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub(super) enum MessageError {
+pub(crate) enum MessageError {
     #[error("a message of {found} bytes, expected at least {HEADER_BYTES}")]
     Short { found: usize },
     #[error("a message of unknown kind {found}")]
@@ -96,7 +96,7 @@ pub(super) enum MessageError {
 impl Header {
     /// Writes the header to the first [`HEADER_BYTES`] of `out`.
     #[inline]
-    pub(super) fn encode(&self, out: &mut [u8; HEADER_BYTES]) {
+    pub(crate) fn encode(&self, out: &mut [u8; HEADER_BYTES]) {
         let (kind, value, offset) = match self.then {
             Then::Nothing => (KIND_NOTHING, 0, 0),
             Then::Add { offset, value } => (KIND_ADD, value, offset),
@@ -120,7 +120,7 @@ impl Header {
 
     /// Reads the header of `message`.
     #[inline]
-    pub(super) fn decode(message: &[u8]) -> Result<Self, MessageError> {
+    pub(crate) fn decode(message: &[u8]) -> Result<Self, MessageError> {
         let head = message
             .first_chunk::<HEADER_BYTES>()
             .ok_or(MessageError::Short { found: message.len() })?;
@@ -149,7 +149,7 @@ impl Header {
     /// Checks the parts and the flag of `message` against a slot of `slot_bytes`, all of them before
     /// the first is used, and gives the parts to `place`.
     #[inline]
-    pub(super) fn for_each_part(
+    pub(crate) fn for_each_part(
         &self,
         message: &[u8],
         slot_bytes: usize,
@@ -183,19 +183,19 @@ impl Header {
 }
 
 /// Bytes that a part with a payload of `len` bytes takes in a message.
-pub(super) const fn part_bytes(len: usize) -> usize {
+pub(crate) const fn part_bytes(len: usize) -> usize {
     PART_BYTES + len.next_multiple_of(8)
 }
 
 /// Appends the head of a part to `out`; the caller appends the payload and pads it.
-pub(super) fn push_part_head(out: &mut Vec<u8>, offset: u32, len: u32) {
+pub(crate) fn push_part_head(out: &mut Vec<u8>, offset: u32, len: u32) {
     out.extend_from_slice(&offset.to_le_bytes());
     out.extend_from_slice(&len.to_le_bytes());
 }
 
 /// Makes `message`, which waits, stand for `newer` as well, if both only add to the same flag. False
 /// when they do not, and nothing is changed then.
-pub(super) fn merge_add(message: &mut [u8], newer: &Header) -> bool {
+pub(crate) fn merge_add(message: &mut [u8], newer: &Header) -> bool {
     let Ok(header) = Header::decode(message) else { return false };
     let (Then::Add { offset, value }, Then::Add { offset: same, value: more }) =
         (header.then, newer.then)
