@@ -48,6 +48,14 @@ resources=$(rdma resource show)
 check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
 check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
 check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_verbs
+(
+    # As for a device without atomics: the peer's driver adds to flags.
+    export SWITCHYARD_VERBS_SIGNALS=messages
+    check "conformance, flags as messages" 200 ./conformance --exact verbs::two_processes_over_verbs
+    check "conformance over three queue pairs, flags as messages" 200 \
+        ./conformance --exact verbs::two_processes_over_several_queue_pairs
+    check "conformance behind a proxy, flags as messages" 200 ./proxy_network --exact processes_over_verbs
+)
 # What ofi_rxm needs over verbs, see docs/operations.md; the first variable fits its queue into this device.
 check "conformance over libfabric's verbs;ofi_rxm" 200 \
     env FI_UNIVERSE_SIZE=8 FI_OFI_RXM_USE_SRX=1 FI_MR_CACHE_MAX_COUNT=0 \
@@ -58,6 +66,9 @@ check "layers with failover through proxies" 200 \
     env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_layers --test-threads=1
 check "fused kernels through proxies" 200 \
     env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
+check "layers through proxies, flags as messages" 200 \
+    env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
+    ./proxy_layers --test-threads=1
 second_device
 sent=$(packets rxe1)
 check "conformance over six queue pairs of two devices" 200 \

@@ -48,7 +48,7 @@ fn a_killed_peer_is_an_error_within_the_limit() {
     let (mut bystander, mut other) = pair(&network, &layout);
     for round in 0..6 {
         let side = network.open(&layout, ROUTE).unwrap();
-        let mut child = child_process(&side.description());
+        let mut child = child_process(&side.description(), &[]);
         let theirs = read_description(&mut child);
         let Joined { mut endpoint, slot } = side.join(&theirs).unwrap();
         endpoint.register(&source).unwrap();
@@ -137,17 +137,20 @@ fn peer_process() {
     std::thread::sleep(Duration::from_secs(120));
 }
 
-fn child_process(described: &SideDescription) -> Child {
+/// A process with the other side, and these variables.
+pub fn child_process(described: &SideDescription, variables: &[(&str, &str)]) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "deaths::peer_process", "--nocapture"])
         .env("P2P_VERBS_PEER", encode(described))
+        .envs(variables.iter().copied())
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap()
 }
 
-fn read_description(child: &mut Child) -> SideDescription {
+/// Has it join, and says where it is.
+pub fn read_description(child: &mut Child) -> SideDescription {
     let stdout = child.stdout.as_mut().unwrap();
     let mut reader = BufReader::new(stdout);
     let mut find = |mark: &str| loop {

@@ -10,6 +10,7 @@ mod lanes;
 mod late;
 mod perftest;
 mod refusals;
+mod signals;
 #[path = "../../../tests/src/skip.rs"]
 mod skip;
 mod stalls;

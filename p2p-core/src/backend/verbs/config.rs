@@ -21,7 +21,24 @@ pub enum PortChoice {
     Named(Vec<String>),
 }
 
-/// How to use RDMA devices. Both sides of a pair may differ in all of this.
+/// How flags and signals travel. Both sides of a pair need the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum SignalChoice {
+    /// As [`SIGNALS_VARIABLE`] says; without it by atomics where all ports have them, else by messages.
+    #[default]
+    Auto,
+    /// As atomics of the device, without this processor or the peer's.
+    Atomics,
+    /// As messages, which the peer's driver carries out: for devices without 64-bit atomics.
+    Messages,
+}
+
+/// Variable that says how flags travel where the settings leave it open: `auto`, `atomics` or `messages`.
+pub const SIGNALS_VARIABLE: &str = "SWITCHYARD_VERBS_SIGNALS";
+
+/// How to use RDMA devices. Both sides of a pair may differ in all of this but `signals`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct VerbsConfig {
@@ -52,6 +69,8 @@ pub struct VerbsConfig {
     /// Longest time in milliseconds without any completion while somebody waits for one; then the peer
     /// counts as lost. Longer than the device's own retries, which say more.
     pub stall_timeout_ms: u64,
+    /// How flags and signals travel between slots.
+    pub signals: SignalChoice,
 }
 
 impl VerbsConfig {
@@ -99,6 +118,7 @@ impl Default for VerbsConfig {
             ack_timeout: 14,
             retry_count: 7,
             stall_timeout_ms: 3000,
+            signals: SignalChoice::Auto,
         }
     }
 }

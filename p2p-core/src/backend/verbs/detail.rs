@@ -1,10 +1,10 @@
 //! What one side tells the other of its queue pairs, as bytes.
 //!
 //! ```text
-//! 0 version  1 link  2 lanes  3 zero
+//! 0 version  1 link  2 lanes  3 signals
 //! then per lane, 40 bytes, little-endian:
 //! 0 queue pair u32   4 first packet u32   8 remote key u32   12 lid u16   14 mtu u8   15 responses u8
-//! 16 gid [16]   32 zero [8]
+//! 16 gid [16]   32 receives u32   36 zero [4]
 //! ```
 
 use thiserror::Error;
@@ -30,6 +30,8 @@ pub(super) struct LaneAddress {
     pub(super) num_responses: u8,
     /// Global identifier.
     pub(super) gid: [u8; 16],
+    /// Where flags travel as messages: receives that it has posted.
+    pub(super) receives: u32,
     /// Its place in this side's address table. Does not travel.
     pub(super) gid_index: u8,
 }
@@ -39,6 +41,13 @@ pub(super) struct LaneAddress {
 pub(super) enum Link {
     InfiniBand,
     Ethernet,
+}
+
+/// How flags travel between slots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Signals {
+    Atomics,
+    Messages,
 }
 
 /// A peer's bytes make no sense.
@@ -56,11 +65,16 @@ pub(super) enum DetailError {
         "the peer's port is {found:?}, this one {own:?}; choose ports of one fabric on both sides"
     )]
     Link { found: Link, own: Link },
+    #[error(
+        "the peer's flags travel as {found:?}, this side's as {own:?}; set `signals` of the verbs settings \
+         alike on both sides"
+    )]
+    Signals { found: Signals, own: Signals },
 }
 
-pub(super) fn encode(link: Link, lanes: &[LaneAddress]) -> Vec<u8> {
+pub(super) fn encode((link, signals): (Link, Signals), lanes: &[LaneAddress]) -> Vec<u8> {
     let mut out = Vec::with_capacity(HEAD_BYTES + lanes.len() * LANE_BYTES);
-    out.extend([VERSION, link as u8, lanes.len() as u8, 0]);
+    out.extend([VERSION, link as u8, lanes.len() as u8, signals as u8]);
     for lane in lanes {
         out.extend(lane.number.to_le_bytes());
         out.extend(lane.first_packet.to_le_bytes());
@@ -68,16 +82,20 @@ pub(super) fn encode(link: Link, lanes: &[LaneAddress]) -> Vec<u8> {
         out.extend(lane.lid.to_le_bytes());
         out.extend([lane.mtu, lane.num_responses]);
         out.extend(lane.gid);
-        out.extend([0; 8]);
+        out.extend(lane.receives.to_le_bytes());
+        out.extend([0; 4]);
     }
     out
 }
 
-pub(super) fn decode(own: Link, bytes: &[u8]) -> Result<Vec<LaneAddress>, DetailError> {
+pub(super) fn decode(
+    (own, own_signals): (Link, Signals),
+    bytes: &[u8],
+) -> Result<Vec<LaneAddress>, DetailError> {
     let Some((head, lanes)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
         return Err(DetailError::Length { found: bytes.len(), expected: HEAD_BYTES });
     };
-    let [version, link, num_lanes, zero] = *head;
+    let [version, link, num_lanes, signals] = *head;
     if version != VERSION {
         return Err(DetailError::Version { found: version });
     }
@@ -92,17 +110,22 @@ pub(super) fn decode(own: Link, bytes: &[u8]) -> Result<Vec<LaneAddress>, Detail
     if !(1..=MAX_LANES).contains(&usize::from(num_lanes)) {
         return Err(DetailError::Lanes { found: num_lanes });
     }
-    if zero != 0 {
-        return Err(value("reserved", zero.into(), "0"));
+    let found = match signals {
+        0 => Signals::Atomics,
+        1 => Signals::Messages,
+        _ => return Err(value("signals", signals.into(), "0 or 1")),
+    };
+    if found != own_signals {
+        return Err(DetailError::Signals { found, own: own_signals });
     }
     let expected = usize::from(num_lanes) * LANE_BYTES;
     if lanes.len() != expected {
         return Err(DetailError::Length { found: bytes.len(), expected: HEAD_BYTES + expected });
     }
-    lanes.chunks_exact(LANE_BYTES).map(|lane| decode_lane(own, lane)).collect()
+    lanes.chunks_exact(LANE_BYTES).map(|lane| decode_lane(own, found, lane)).collect()
 }
 
-fn decode_lane(link: Link, bytes: &[u8]) -> Result<LaneAddress, DetailError> {
+fn decode_lane(link: Link, signals: Signals, bytes: &[u8]) -> Result<LaneAddress, DetailError> {
     let word =
         |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let mut gid = [0; 16];
@@ -115,6 +138,7 @@ fn decode_lane(link: Link, bytes: &[u8]) -> Result<LaneAddress, DetailError> {
         mtu: bytes[14],
         num_responses: bytes[15],
         gid,
+        receives: word(32),
         gid_index: 0,
     };
     // Two queue pairs are the fabric's own.
@@ -130,6 +154,9 @@ fn decode_lane(link: Link, bytes: &[u8]) -> Result<LaneAddress, DetailError> {
     if lane.num_responses == 0 {
         return Err(value("responses", 0, "at least 1"));
     }
+    if signals == Signals::Messages && !(MIN_RECEIVES..1 << 31).contains(&lane.receives) {
+        return Err(value("receives", lane.receives.into(), "16 to 0x7fffffff"));
+    }
     match link {
         Link::InfiniBand if lane.lid == 0 && gid == [0; 16] => {
             Err(value("lid", 0, "an address; is a subnet manager running?"))
@@ -143,6 +170,8 @@ const fn value(field: &'static str, found: u64, expected: &'static str) -> Detai
     DetailError::Value { field, found, expected }
 }
 
+/// Fewest receives with which messages get anywhere.
+pub(super) const MIN_RECEIVES: u32 = 16;
 const VERSION: u8 = 1;
 const HEAD_BYTES: usize = 4;
 const LANE_BYTES: usize = 40;
@@ -163,6 +192,7 @@ mod tests {
             mtu: 3,
             num_responses: 16,
             gid: std::array::from_fn(|idx| idx as u8 + 1),
+            receives: 16,
             gid_index: 0,
         }
     }
@@ -171,21 +201,25 @@ mod tests {
     fn what_is_written_is_read() {
         for link in [Link::InfiniBand, Link::Ethernet] {
             for num_lanes in 1..=MAX_LANES {
-                let lanes: Vec<_> = (0..num_lanes)
-                    .map(|idx| LaneAddress { number: 17 + idx as u32, ..lane() })
-                    .collect();
-                assert_eq!(decode(link, &encode(link, &lanes)), Ok(lanes));
+                for signals in [Signals::Atomics, Signals::Messages] {
+                    let way = (link, signals);
+                    let lanes: Vec<_> = (0..num_lanes)
+                        .map(|idx| LaneAddress { number: 17 + idx as u32, ..lane() })
+                        .collect();
+                    assert_eq!(decode(way, &encode(way, &lanes)), Ok(lanes));
+                }
             }
         }
     }
 
     #[test]
     fn bytes_that_make_no_sense_are_named() {
-        let good = encode(Link::Ethernet, &[lane()]);
+        let way = (Link::Ethernet, Signals::Atomics);
+        let good = encode(way, &[lane()]);
         let with = |at: usize, byte: u8| {
             let mut bytes = good.clone();
             bytes[at] = byte;
-            decode(Link::Ethernet, &bytes).unwrap_err().to_string()
+            decode(way, &bytes).unwrap_err().to_string()
         };
         assert!(with(0, 9).contains("version 9"));
         assert!(with(1, 0).contains("InfiniBand"));
@@ -193,19 +227,28 @@ mod tests {
         assert!(with(2, 0).contains("0 queue pairs"));
         assert!(with(2, 9).contains("9 queue pairs"));
         assert!(with(2, 2).contains("expected 84"));
+        assert!(with(3, 2).contains("`signals` is 0x2"));
+        let other = with(3, 1);
+        assert!(other.contains("as Messages, this side's as Atomics"), "{other}");
+        let own = (Link::Ethernet, Signals::Messages);
+        let (found, own_signals) = (Signals::Atomics, Signals::Messages);
+        let expected = DetailError::Signals { found, own: own_signals };
+        assert_eq!(decode(own, &good), Err(expected));
+        let few = encode(own, &[LaneAddress { receives: 15, ..lane() }]);
+        assert!(decode(own, &few).unwrap_err().to_string().contains("receives"));
         assert!(with(7, 1).contains("queue pair"));
         assert!(with(11, 1).contains("first packet"));
         assert!(with(18, 0).contains("mtu") && with(18, 6).contains("mtu"));
         assert!(with(19, 0).contains("responses"));
-        let nowhere = encode(Link::Ethernet, &[LaneAddress { gid: [0; 16], ..lane() }]);
-        assert!(decode(Link::Ethernet, &nowhere).is_err());
+        let nowhere = encode(way, &[LaneAddress { gid: [0; 16], ..lane() }]);
+        assert!(decode(way, &nowhere).is_err());
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
-            let _ = decode(Link::Ethernet, &bytes);
-            if let Ok(lanes) = decode(Link::InfiniBand, &bytes) {
+            let _ = decode((Link::Ethernet, Signals::Messages), &bytes);
+            if let Ok(lanes) = decode((Link::InfiniBand, Signals::Atomics), &bytes) {
                 prop_assert!(!lanes.is_empty() && lanes.len() <= MAX_LANES);
             }
         }

@@ -4,23 +4,34 @@
 //! |---|---|
 //! | put | WRITE, inline when small, in pieces when longer than a message; large ones spread over all queue pairs |
 //! | get | READ, likewise |
-//! | flag | FETCH_ADD on the first queue pair |
-//! | wake-up | WRITE_WITH_IMM without bytes, behind the flag |
+//! | flag | FETCH_ADD on the first queue pair; without atomics a SEND there, see below |
+//! | wake-up | WRITE_WITH_IMM without bytes, behind the flag; nothing where the flag is a SEND |
 //! | fence | the fence bit of the next request where reads are under way; on Soft-RoCE a wait for those |
 //! | quiet | completion of everything, after a WRITE without bytes where the last request was not signalled |
 //!
 //! A queue pair carries its writes, atomics and messages out in order, so a flag needs nothing to come
 //! after the puts ahead of it. Only what went over other queue pairs is waited for. Such waits, and
 //! those for room in a full queue, are for the peer's *device*, never for its process, and are bounded.
+//!
+//! Where flags travel as messages, the peer's driver adds to them when it takes the message out. Parts of a
+//! spread put are then counted there instead of waited for here. A question behind everything else, and its
+//! answer, tell what the peer's driver has done: `quiet` asks, and `fence` does where flags went before it.
+//! A message or counted write takes a receive of the peer. No more are under way than it has receives for, and
+//! then the next one waits until the peer says that it has taken some: for its process, that is, as long as
+//! [`stall_timeout`](super::VerbsConfig::stall_timeout) allows.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::lane::{Failed, Lane, Message};
-use super::progress::{OpKind, PeerState, Progress};
+use super::messages;
+use super::progress::{OpKind, Progress};
 use super::registration::{MemoryRegion, Rights};
+use super::state::PeerState;
+use super::status::Cause;
+use crate::backend::counted::message::Then;
 use crate::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
 use crate::wait::Driver;
@@ -39,6 +50,24 @@ pub struct VerbsEndpoint {
     is_spread: bool,
     /// Whether a fence stands between what the first lane carries and the next spread operation.
     fence_before_spread: bool,
+    /// Where flags travel as messages: what was sent.
+    sent: Option<Sent>,
+}
+
+/// Messages and counted writes to a peer so far.
+#[derive(Debug)]
+struct Sent {
+    /// How many may be under way, and how many took a receive of the peer in all, modulo 2³².
+    window: u32,
+    num_taking: u32,
+    next_seq: u32,
+    num_writes: u64,
+    /// Questions asked.
+    num_asked: u64,
+    /// Whether a message went that no answer covers.
+    is_open: bool,
+    /// Whether reads may be under way on other queue pairs than the first.
+    has_spread_reads: bool,
 }
 
 /// The peer's slot.
@@ -51,13 +80,23 @@ pub(super) struct RemoteSlot {
 }
 
 impl VerbsEndpoint {
-    pub(super) const fn new(
+    pub(super) fn new(
         lanes: Vec<Lane>,
         peer: Arc<PeerState>,
         progress: Arc<Progress>,
         remote: RemoteSlot,
         stripe_bytes: usize,
+        window: Option<u32>,
     ) -> Self {
+        let sent = window.map(|window| Sent {
+            window,
+            num_taking: 0,
+            next_seq: 0,
+            num_writes: 0,
+            num_asked: 0,
+            is_open: false,
+            has_spread_reads: false,
+        });
         Self {
             lanes,
             peer,
@@ -67,6 +106,7 @@ impl VerbsEndpoint {
             stripe_bytes,
             is_spread: false,
             fence_before_spread: false,
+            sent,
         }
     }
 
@@ -134,8 +174,9 @@ impl VerbsEndpoint {
         let source = self.source_of(op, local)?;
         let local_address = local.as_ptr().as_ptr() as u64;
         if len < self.stripe_bytes || self.lanes.len() == 1 {
+            let whole = Part { source, local_address, len, remote_address, is_counted: false };
             // SAFETY: the caller's promise; the range lies within the registration.
-            return unsafe { self.pieces(0, kind, source, local_address, len, remote_address) };
+            return unsafe { self.pieces(0, kind, whole) };
         }
         if self.fence_before_spread {
             self.settle(0)?;
@@ -149,10 +190,22 @@ impl VerbsEndpoint {
             if part == 0 {
                 break;
             }
+            let piece = Part {
+                source,
+                local_address: local_address + start as u64,
+                len: part,
+                remote_address: remote_address + start as u64,
+                is_counted: self.sent.is_some() && lane > 0 && kind == OpKind::Put,
+            };
+            if piece.is_counted {
+                self.wait_for_room(kind)?;
+            }
             // SAFETY: the caller's promise; the parts lie within the range.
-            unsafe {
-                let (local, remote) = (local_address + start as u64, remote_address + start as u64);
-                self.pieces(lane, kind, source, local, part, remote)?;
+            unsafe { self.pieces(lane, kind, piece)? };
+            if let Some(sent) = &mut self.sent {
+                sent.num_writes += u64::from(piece.is_counted);
+                sent.num_taking = sent.num_taking.wrapping_add(u32::from(piece.is_counted));
+                sent.has_spread_reads |= kind == OpKind::Get;
             }
             start += part;
         }
@@ -167,10 +220,7 @@ impl VerbsEndpoint {
         &mut self,
         lane: usize,
         kind: OpKind,
-        source: usize,
-        local_address: u64,
-        len: usize,
-        remote_address: u64,
+        Part { source, local_address, len, remote_address, is_counted }: Part,
     ) -> Result<(), PostError> {
         let lane = &mut self.lanes[lane];
         let longest = lane.max_message_bytes();
@@ -183,6 +233,7 @@ impl VerbsEndpoint {
                 bytes: bytes as u32,
                 remote_address: remote_address + start as u64,
                 is_last: start + bytes == len,
+                is_counted: is_counted && start + bytes == len,
             };
             // SAFETY: the caller's promise.
             let posted = unsafe { lane.transfer(kind, message) };
@@ -204,11 +255,141 @@ impl VerbsEndpoint {
         match settled {
             Ok(()) => {
                 self.is_spread = false;
+                if let Some(sent) = &mut self.sent {
+                    sent.has_spread_reads = false;
+                }
                 Ok(())
             }
             Err(Failed) => Err(self.failure("put")),
         }
     }
+
+    /// Sends a message behind everything before. `None` where flags do not travel so.
+    fn send(&mut self, kind: OpKind, then: Then) -> Option<Result<(), PostError>> {
+        let sent = self.sent.as_ref()?;
+        let (seq, writes) = (sent.next_seq, sent.num_writes);
+        let settled = if sent.has_spread_reads { self.settle(1) } else { Ok(()) };
+        if let Err(error) = settled.and_then(|()| self.wait_for_room(kind)) {
+            return Some(Err(error));
+        }
+        let header = messages::header(seq, writes, then, self.peer.arrivals.tell());
+        // SYNC POINT `published`, SYNC POINT `consumed`: the device completes the peer's receive after the
+        // writes that were posted before, and the peer's driver counts those of other queue pairs.
+        if self.lanes[0].send(kind, &header).is_err() {
+            return Some(Err(self.failure(kind.name())));
+        }
+        if let Some(sent) = &mut self.sent {
+            sent.next_seq = sent.next_seq.wrapping_add(1);
+            sent.num_taking = sent.num_taking.wrapping_add(1);
+            sent.is_open = true;
+        }
+        Some(Ok(()))
+    }
+
+    /// Whether the peer has a receive for another message or counted write.
+    fn has_room(&self) -> bool {
+        let under_way = |sent: &Sent| sent.num_taking.wrapping_sub(self.peer.arrivals.peer_taken());
+        self.sent.as_ref().is_none_or(|sent| under_way(sent) < sent.window)
+    }
+
+    /// Waits until it has. The peer fails when it takes nothing for longer than allowed.
+    fn wait_for_room(&self, kind: OpKind) -> Result<(), PostError> {
+        let mut seen = (self.peer.arrivals.peer_taken(), None);
+        let mut num_looks = 0u32;
+        while !self.has_room() {
+            self.progress.drive();
+            self.health()?;
+            num_looks = num_looks.wrapping_add(1);
+            // A clock costs as much as a look.
+            if !num_looks.is_multiple_of(16) {
+                continue;
+            }
+            let (now, taken) = (Instant::now(), self.peer.arrivals.peer_taken());
+            let since = if seen.0 == taken { seen.1.unwrap_or(now) } else { now };
+            seen = (taken, Some(since));
+            let limit = self.lanes[0].limit();
+            if now - since >= limit {
+                let limit_ms = limit.as_millis() as u64;
+                self.peer.health.fail(kind.name(), Cause::Still { limit_ms });
+                return Err(self.failure(kind.name()));
+            }
+            // Room comes within microseconds, unless the peer's process stands still.
+            if now - since >= YIELD {
+                std::thread::sleep(PAUSE);
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all requests are complete.
+    fn drain(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        self.health()?;
+        let address = self.remote.address;
+        let lanes = if self.is_spread { self.lanes.len() } else { 1 };
+        for lane in &mut self.lanes[..lanes] {
+            if lane.seal(address).is_err() {
+                return Err(self.failure("quiet").into());
+            }
+        }
+        for lane in &self.lanes[..lanes] {
+            match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
+                Ok(true) => {}
+                Ok(false) => {
+                    let outstanding: u64 = self.lanes.iter().map(Lane::num_outstanding).sum();
+                    return Err(QuietError::Deadline { outstanding: outstanding as usize });
+                }
+                Err(Failed) => return Err(self.failure("quiet").into()),
+            }
+        }
+        self.is_spread = false;
+        self.fence_before_spread = false;
+        if let Some(sent) = &mut self.sent {
+            sent.has_spread_reads = false;
+        }
+        Ok(())
+    }
+
+    /// Waits until the peer's driver has done what the messages before asked for.
+    fn hear(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        let Some(sent) = &self.sent else { return Ok(()) };
+        let (mut asked, mut is_open) = (sent.num_asked, sent.is_open);
+        let mut num_looks = 0u32;
+        loop {
+            if is_open && self.has_room() {
+                asked += 1;
+                self.send(OpKind::Quiet, Then::Answer { id: asked }).transpose()?;
+                is_open = false;
+                if let Some(sent) = &mut self.sent {
+                    (sent.num_asked, sent.is_open) = (asked, is_open);
+                }
+            }
+            self.progress.drive();
+            if !is_open && self.peer.arrivals.answered() >= asked {
+                return Ok(());
+            }
+            self.health()?;
+            num_looks = num_looks.wrapping_add(1);
+            // A clock costs as much as a look.
+            if num_looks.is_multiple_of(16) {
+                if Instant::now() >= deadline {
+                    return Err(QuietError::Deadline { outstanding: 1 });
+                }
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+/// What goes by one queue pair.
+#[derive(Debug, Clone, Copy)]
+struct Part {
+    source: usize,
+    local_address: u64,
+    len: usize,
+    remote_address: u64,
+    is_counted: bool,
 }
 
 impl Endpoint for VerbsEndpoint {
@@ -269,6 +450,10 @@ impl Endpoint for VerbsEndpoint {
             return Err(PostError::Misaligned { op: "add_flag", offset: dst.offset });
         }
         self.health()?;
+        let then = Then::Add { offset: dst.offset as u32, value };
+        if let Some(sent) = self.send(OpKind::AddFlag, then) {
+            return sent;
+        }
         if self.is_spread {
             self.settle(1)?;
         }
@@ -279,6 +464,17 @@ impl Endpoint for VerbsEndpoint {
 
     fn fence(&mut self) -> Result<(), PostError> {
         self.health()?;
+        if self.sent.as_ref().is_some_and(|sent| sent.is_open) {
+            // The peer's driver may take a flag out later than its device writes what comes after.
+            return match self.quiet(Instant::now() + FENCE_PATIENCE) {
+                Ok(()) => Ok(()),
+                Err(QuietError::Post(error)) => Err(error),
+                Err(error @ QuietError::Deadline { .. }) => {
+                    let code = i64::from(libc::ETIMEDOUT);
+                    Err(PostError::Transport { op: "fence", code, detail: error.to_string() })
+                }
+            };
+        }
         if self.is_spread {
             return self.settle(0);
         }
@@ -289,32 +485,26 @@ impl Endpoint for VerbsEndpoint {
 
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
         self.health()?;
-        let address = self.remote.address;
-        let lanes = if self.is_spread { self.lanes.len() } else { 1 };
-        for lane in &mut self.lanes[..lanes] {
-            if lane.seal(address).is_err() {
-                return Err(self.failure("quiet").into());
-            }
+        // The question goes first, so that its answer is under way while the rest completes.
+        let heard = self.hear(deadline);
+        let drained = self.drain(deadline);
+        heard.and(drained)
+    }
+
+    fn is_settled(&mut self) -> Result<bool, PostError> {
+        // What the peer's driver has still to do uses no memory of this side.
+        match self.drain(Instant::now()) {
+            Ok(()) => Ok(true),
+            Err(QuietError::Deadline { .. }) => Ok(false),
+            Err(QuietError::Post(error)) => Err(error),
         }
-        for lane in &self.lanes[..lanes] {
-            match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
-                Ok(true) => {}
-                Ok(false) => {
-                    let outstanding: u64 = self.lanes.iter().map(Lane::num_outstanding).sum();
-                    return Err(QuietError::Deadline { outstanding: outstanding as usize });
-                }
-                Err(Failed) => return Err(self.failure("quiet").into()),
-            }
-        }
-        self.is_spread = false;
-        self.fence_before_spread = false;
-        Ok(())
     }
 
     fn marks(&mut self) -> Result<Option<Marks>, PostError> {
         self.health()?;
-        if self.is_spread {
-            // Requests of several queue pairs have no order among each other.
+        if self.is_spread || self.sent.is_some() {
+            // Requests of several queue pairs have no order among each other, and a message that has arrived
+            // at the peer's device may wait for its driver.
             return Ok(None);
         }
         let lane = &mut self.lanes[0];
@@ -328,8 +518,11 @@ impl Endpoint for VerbsEndpoint {
 
     fn wake(&mut self, _key: SlotKey, waiting_offset: usize) -> Result<(), PostError> {
         let address = self.remote_address("wake", waiting_offset, 8)?;
-        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver does the look.
-        self.lanes[0].touch(OpKind::Wake, address).map_err(|Failed| self.failure("wake"))?;
+        // SYNC POINT `waiting`: the message follows the flag, and the peer's driver does the look. Where it
+        // adds to flags itself, it looks then.
+        if self.sent.is_none() {
+            self.lanes[0].touch(OpKind::Wake, address).map_err(|Failed| self.failure("wake"))?;
+        }
         // Also takes the peer's own wake-ups in, so that it never runs out of receives while this side
         // works without waiting.
         self.progress.drive();
@@ -341,5 +534,10 @@ impl Endpoint for VerbsEndpoint {
     }
 }
 
+/// A fence behind flags completes what was before it, and gives up after this.
+const FENCE_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a wait for room lets others run between looks, and how long it sleeps between them then.
+const YIELD: Duration = Duration::from_millis(1);
+const PAUSE: Duration = Duration::from_micros(100);
 /// Parts of a spread operation begin on pages.
 const PART_ALIGN: usize = 4096;

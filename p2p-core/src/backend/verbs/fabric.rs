@@ -18,17 +18,19 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 use super::config::VerbsConfig;
-use super::detail::{self, LaneAddress};
+use super::detail::{self, LaneAddress, Link, Signals};
 use super::devices::{
     DeviceAccess, MAX_DEVICES, keep_two_devices, key_of, keys_together, register_device,
 };
+use super::messages::Arrivals;
 use super::network::check;
 use super::owner::{CallError, Context, ProtectionDomain};
 use super::peers::{FabricLane, Flights, LeavingPlace, Peer, Peers, Request};
 use super::port::{Port, error, open_ports};
-use super::progress::{LaneState, OpKind, PeerState, Progress, RequestId, Standing};
+use super::progress::{OpKind, Progress, RequestId, Standing};
 use super::qp::{Capacity, INLINE, QueuePair, SIGNALLED, Verb, Work};
 use super::registration::{MemoryRegion, Rights};
+use super::state::{LaneState, PeerState};
 use super::status::{Cause, Health};
 use super::sys;
 use crate::endpoint::{PostError, TransportKind};
@@ -183,7 +185,12 @@ impl VerbsFabric {
             .wake
             .try_clone()
             .map_err(|e| error(&self.name, "dup", e.raw_os_error(), e.to_string()))?;
-        let state = Arc::new(PeerState { health: Health::default(), wake_self, sleeper: None });
+        let state = Arc::new(PeerState {
+            health: Health::default(),
+            wake_self,
+            sleeper: None,
+            arrivals: Arrivals::new(0),
+        });
         let mut lanes = Vec::new();
         // Port by port, over and over: so the ports meet those of a peer that has more or fewer queue
         // pairs at each.
@@ -196,7 +203,7 @@ impl VerbsFabric {
         let full = CallError { call: "counting peers", code: libc::ENOSPC };
         let peer = Peer::new(lanes, state, name);
         let id = self.peers.insert(peer).ok_or_else(|| self.failed(&full))?;
-        Ok((id, detail::encode(self.ports[0].link, &addresses)))
+        Ok((id, detail::encode(way(&self.ports[0]), &addresses)))
     }
 
     fn open_lane(
@@ -212,6 +219,7 @@ impl VerbsFabric {
             sends: self.config.send_queue_depth,
             receives: 1,
             inline_bytes: self.config.inline_bytes,
+            signals: Signals::Atomics,
         };
         let max_entries = u32::try_from(port.context.attr().max_cqe).unwrap_or(u32::MAX);
         let room = self.progress.reserve(device_idx, max_entries, wanted.num_completions());
@@ -228,9 +236,10 @@ impl VerbsFabric {
             mtu: port.mtu,
             num_responses: port.num_responses,
             gid,
+            receives: 0,
             gid_index,
         };
-        let state = Arc::new(LaneState::new(queue_pair, Arc::clone(peer)));
+        let state = Arc::new(LaneState::new(queue_pair, None, Arc::clone(peer)));
         let place = self.progress.enter(Arc::clone(&state)).map_err(failed)?;
         Ok(FabricLane {
             place: LeavingPlace { place, progress: Arc::clone(&self.progress) },
@@ -387,7 +396,7 @@ impl Fabric for VerbsFabric {
         let refuse = |detail: String| error(name, "joining a peer", None, detail);
         let entry = peers.get_mut(peer);
         let entry = entry.ok_or_else(|| refuse(format!("there is no peer {}", peer.0)))?;
-        let theirs = detail::decode(ports[0].link, bytes).map_err(|e| refuse(e.to_string()))?;
+        let theirs = detail::decode(way(&ports[0]), bytes).map_err(|e| refuse(e.to_string()))?;
         if entry.is_joined || entry.lanes.is_empty() {
             return Err(refuse(format!("peer {} is joined already, or lost", peer.0)));
         }
@@ -478,6 +487,11 @@ impl Fabric for VerbsFabric {
         let part = (self.config.stripe_bytes as u64).max(MIN_PART_BYTES);
         if num_lanes > 1 { most.min(part) } else { most }
     }
+}
+
+/// No flag goes this way, so it is always the same.
+const fn way(port: &Port) -> (Link, Signals) {
+    (port.link, Signals::Atomics)
 }
 
 const fn rights(access: Access) -> Rights {

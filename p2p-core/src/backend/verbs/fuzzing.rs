@@ -8,9 +8,13 @@ mod config;
 mod detail;
 
 use config::MAX_LANES;
-use detail::{LaneAddress, Link, decode, encode};
+use detail::{LaneAddress, Link, Signals, decode, encode};
 
-const LINKS: [Link; 2] = [Link::InfiniBand, Link::Ethernet];
+const WAYS: [(Link, Signals); 3] = [
+    (Link::InfiniBand, Signals::Atomics),
+    (Link::Ethernet, Signals::Atomics),
+    (Link::Ethernet, Signals::Messages),
+];
 
 /// Descriptions of one and of all queue pairs.
 #[must_use]
@@ -23,21 +27,19 @@ pub fn detail_samples() -> Vec<Vec<u8>> {
         mtu: 5,
         num_responses: 16,
         gid: [21; 16],
+        receives: 22,
         gid_index: 0,
     };
-    LINKS
-        .iter()
-        .flat_map(|link| [1, MAX_LANES].map(|num| encode(*link, &vec![lane; num])))
-        .collect()
+    WAYS.iter().flat_map(|way| [1, MAX_LANES].map(|num| encode(*way, &vec![lane; num]))).collect()
 }
 
 /// Reads bytes as a peer's description of its queue pairs. What can be read must be the same when it is
 /// written and read again.
 pub fn check_detail(bytes: &[u8]) {
-    for link in LINKS {
-        if let Ok(lanes) = decode(link, bytes) {
+    for way in WAYS {
+        if let Ok(lanes) = decode(way, bytes) {
             assert!((1..=MAX_LANES).contains(&lanes.len()));
-            assert_eq!(decode(link, &encode(link, &lanes)), Ok(lanes));
+            assert_eq!(decode(way, &encode(way, &lanes)), Ok(lanes));
         }
     }
 }

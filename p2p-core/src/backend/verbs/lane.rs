@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::progress::{LaneState, OpKind, Place, Progress, RequestId, Room};
+use super::progress::{OpKind, Place, Progress, RequestId, Room};
 use super::qp::{FENCE, INLINE, SIGNALLED, Verb, Work};
 use super::registration::MemoryRegion;
+use super::state::LaneState;
 use super::status::Cause;
+use crate::backend::counted::message::Header;
 use crate::region::Region;
 use crate::wait::Driver;
 
@@ -64,6 +66,8 @@ pub(super) struct Message {
     pub(super) remote_address: u64,
     /// Whether it ends the operation.
     pub(super) is_last: bool,
+    /// Whether the peer is told when it has landed.
+    pub(super) is_counted: bool,
 }
 
 /// Why a request was not posted. The peer's health says the rest.
@@ -105,6 +109,11 @@ impl Lane {
         self.max_message_bytes as usize
     }
 
+    /// Longest time without a completion.
+    pub(super) const fn limit(&self) -> Duration {
+        self.limit
+    }
+
     /// Requests posted so far.
     pub(super) const fn num_posted(&self) -> u64 {
         self.posted
@@ -120,7 +129,7 @@ impl Lane {
     /// # Safety
     /// As for [`QueuePair::post`](super::qp::QueuePair::post).
     pub(super) unsafe fn transfer(&mut self, kind: OpKind, message: Message) -> Result<(), Failed> {
-        let Message { source, local_address, bytes, remote_address, is_last } = message;
+        let Message { source, local_address, bytes, remote_address, is_last, is_counted } = message;
         let mut flags = 0;
         if kind == OpKind::Get {
             // Whoever reads waits for it.
@@ -132,7 +141,11 @@ impl Lane {
         }
         let work = Work {
             id: 0,
-            verb: if kind == OpKind::Get { Verb::Read } else { Verb::Write },
+            verb: match kind {
+                OpKind::Get => Verb::Read,
+                _ if is_counted => Verb::WriteWithImmediate,
+                _ => Verb::Write,
+            },
             flags,
             local_address,
             local_key: self.sources[source].local_key(),
@@ -166,6 +179,19 @@ impl Lane {
         // SAFETY: the old value lands in the scratch page, which nobody looks at and which stays
         // registered as long as the queue pair lives.
         unsafe { self.post(OpKind::AddFlag, work) }
+    }
+
+    /// Sends a message to the peer's driver, after everything before on this lane.
+    pub(super) fn send(&mut self, kind: OpKind, header: &Header) -> Result<(), Failed> {
+        // As for an addition by the device.
+        self.fence();
+        self.make_room(kind)?;
+        let Some(messages) = &self.state.messages else { return Err(Failed) };
+        let buffer = messages.outgoing(self.posted + 1, header);
+        let work = Work::message(0, buffer, self.state.queue_pair.capacity());
+        // SAFETY: at most as many requests are under way as there are buffers, so nobody writes this one
+        // before the request is complete; its memory goes after the queue pair.
+        unsafe { self.post(kind, work) }
     }
 
     /// A message without bytes: with `kind` Wake it takes a receive of the peer, else it only completes.
@@ -251,11 +277,8 @@ impl Lane {
     /// # Safety
     /// As for [`QueuePair::post`](super::qp::QueuePair::post).
     unsafe fn post(&mut self, kind: OpKind, mut work: Work) -> Result<(), Failed> {
+        self.make_room(kind)?;
         let depth = u64::from(self.state.queue_pair.capacity().sends);
-        if self.num_outstanding() >= depth {
-            // Down to half, so that a full queue is not met again at once.
-            self.wait(kind, depth / 2, None)?;
-        }
         let sequence = self.posted + 1;
         // Often enough that room comes free while the rest of the queue is still at work.
         if sequence - self.signalled >= depth / 4 {
@@ -282,6 +305,16 @@ impl Lane {
             }
             Err(error) => Err(self.fail(kind, Cause::Refused { code: error.code })),
         }
+    }
+
+    /// Waits until the queue takes another request.
+    fn make_room(&self, kind: OpKind) -> Result<(), Failed> {
+        let depth = u64::from(self.state.queue_pair.capacity().sends);
+        if self.num_outstanding() >= depth {
+            // Down to half, so that a full queue is not met again at once.
+            self.wait(kind, depth / 2, None)?;
+        }
+        Ok(())
     }
 
     fn fail(&self, kind: OpKind, cause: Cause) -> Failed {

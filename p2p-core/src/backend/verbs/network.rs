@@ -4,17 +4,17 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::config::{MAX_LANES, VerbsConfig};
-use super::detail::{self, LaneAddress};
+use super::config::{MAX_LANES, SIGNALS_VARIABLE, VerbsConfig};
+use super::detail::{self, LaneAddress, Link, MIN_RECEIVES, Signals};
 use super::endpoint::{RemoteSlot, VerbsEndpoint};
 use super::lane::{Lane, LaneParts};
+use super::messages::{self, Arrivals, Messages, window_of};
 use super::owner::{CallError, Context, ProtectionDomain};
 use super::port::{Port, error, open_ports};
-use super::progress::{
-    LaneState, OpKind, PeerState, Place, Progress, RequestId, Room, Sleeper, Standing,
-};
+use super::progress::{Place, Progress, Room, Standing};
 use super::qp::{Capacity, QueuePair};
 use super::registration::{MemoryRegion, Rights};
+use super::state::{LaneState, PeerState, Sleeper};
 use super::status::Health;
 use super::sys;
 use crate::endpoint::TransportKind;
@@ -35,6 +35,7 @@ struct Shared {
     name: String,
     config: VerbsConfig,
     ports: Vec<Port>,
+    signals: Signals,
     /// For each port, which of the driver's contexts it belongs to.
     context_idx: Vec<usize>,
     progress: Arc<Progress>,
@@ -44,11 +45,12 @@ impl VerbsNetwork {
     /// Opens the ports that `config` names.
     ///
     /// # Errors
-    /// [`NetworkError`], in one line: no device, no active port, no atomics.
+    /// [`NetworkError`], in one line: no device, no active port, no atomics where the settings ask for them.
     pub fn open(config: VerbsConfig) -> Result<Self, NetworkError> {
         let ports = open_ports(&config)?;
         let name = ports.iter().map(Port::name).collect::<Vec<_>>().join("+");
         check(&config, &name, &ports)?;
+        let signals = choose_signals(&config, &name, &ports)?;
         let mut contexts: Vec<Arc<Context>> = Vec::new();
         let mut context_idx = Vec::new();
         for port in &ports {
@@ -60,8 +62,9 @@ impl VerbsNetwork {
         }
         let progress = Progress::start(&name, &contexts, Standing::In)
             .map_err(|e| error(&name, e.call, Some(e.code), e.to_string()))?;
-        tracing::info!(ports = name, flavour = ports[0].flavour(), "RDMA ports opened");
-        let shared = Shared { name, config, ports, context_idx, progress };
+        let flavour = ports[0].slot_flavour(signals);
+        tracing::info!(ports = name, flavour, "RDMA ports opened");
+        let shared = Shared { name, config, ports, signals, context_idx, progress };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -78,7 +81,7 @@ impl Network for VerbsNetwork {
     }
 
     fn flavour(&self) -> &str {
-        self.shared.ports[0].flavour()
+        self.shared.ports[0].slot_flavour(self.shared.signals)
     }
 
     fn open(&self, layout: &SlotLayout, route: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
@@ -129,8 +132,25 @@ impl Shared {
             .map_err(|e| error(&self.name, "eventfd", e.raw_os_error(), e.to_string()))?;
         let waiting_offset = layout.control_offset(WAITING);
         let sleeper = Some(Sleeper { slot: slot.clone(), waiting_offset });
-        let state = Arc::new(PeerState { health: Health::default(), wake_self, sleeper });
+        let (health, arrivals) = (Health::default(), Arrivals::new(self.num_receives(layout)));
+        let state = Arc::new(PeerState { health, wake_self, sleeper, arrivals });
         Ok((slot, state))
+    }
+
+    /// Receives of every queue pair.
+    fn num_receives(&self, layout: &SlotLayout) -> u32 {
+        // A wake-up follows a flag. Between two looks of this side the peer publishes no more frames than
+        // there are, and gives back no more than that; both again once for looks that are under way.
+        let wake_ups = 4 * layout.num_frames() as u32;
+        match self.signals {
+            Signals::Atomics => wake_ups,
+            // Every flag and counted write takes one, also those that no frame bounds. Half of them are
+            // the peer's window.
+            Signals::Messages => {
+                let most = u32::try_from(max_requests(&self.ports)).unwrap_or(MIN_RECEIVES);
+                (2 * wake_ups).clamp(NUM_RECEIVES, MAX_RECEIVES).min(most)
+            }
+        }
     }
 
     fn open_lane(
@@ -146,24 +166,36 @@ impl Shared {
         let (gid_index, gid) = port.address(config, local)?;
         let wanted = Capacity {
             sends: config.send_queue_depth,
-            // A wake-up follows a flag. Between two looks of this side the peer publishes no more
-            // frames than there are, and gives back no more than that; both again once for looks that
-            // are under way.
-            receives: 4 * layout.num_frames() as u32,
+            receives: self.num_receives(layout),
             inline_bytes: config.inline_bytes,
+            signals: self.signals,
         };
         let max_entries = u32::try_from(port.context.attr().max_cqe).unwrap_or(u32::MAX);
         let room = self
             .progress
             .reserve(self.context_idx[port_idx], max_entries, wanted.num_completions())
             .map_err(failed)?;
-        let slot_key = MemoryRegion::of_region(domain, slot, Rights::All).map_err(failed)?;
-        let scratch = Region::anonymous(SCRATCH_BYTES)
-            .map_err(|e| error(&self.name, "mapping memory", None, e.to_string()))?;
+        let rights = match self.signals {
+            Signals::Atomics => Rights::All,
+            Signals::Messages => Rights::Write,
+        };
+        let slot_key = MemoryRegion::of_region(domain, slot, rights).map_err(failed)?;
+        let map = |bytes| {
+            Region::anonymous(bytes)
+                .map_err(|e| error(&self.name, "mapping memory", None, e.to_string()))
+        };
+        let scratch = map(SCRATCH_BYTES)?;
         let scratch_key =
             MemoryRegion::of_region(domain, &scratch, Rights::Local).map_err(failed)?;
         let queue_pair = QueuePair::new(domain, &room.queue, port, wanted).map_err(failed)?;
         queue_pair.initialise(port, config).map_err(failed)?;
+        let messages = match self.signals {
+            Signals::Atomics => None,
+            Signals::Messages => {
+                let memory = map(Messages::memory_bytes(wanted))?;
+                Some(Messages::new(domain, memory, wanted).map_err(failed)?)
+            }
+        };
         let address = LaneAddress {
             number: queue_pair.number(),
             first_packet: rand::random::<u32>() & 0xff_ffff,
@@ -172,9 +204,10 @@ impl Shared {
             mtu: port.mtu,
             num_responses: port.num_responses,
             gid,
+            receives: wanted.receives,
             gid_index,
         };
-        let state = Arc::new(LaneState::new(queue_pair, Arc::clone(own)));
+        let state = Arc::new(LaneState::new(queue_pair, messages, Arc::clone(own)));
         let place = self.progress.enter(Arc::clone(&state)).map_err(failed)?;
         let lane = OpenLane {
             address,
@@ -186,9 +219,8 @@ impl Shared {
             scratch_key,
             scratch,
         };
-        for _ in 0..wanted.receives {
-            let id = RequestId::new(place, OpKind::Receive, 0);
-            lane.state.queue_pair.post_receive(id.0).map_err(failed)?;
+        for idx in 0..wanted.receives {
+            lane.state.post_receive(place, idx).map_err(failed)?;
         }
         Ok(lane)
     }
@@ -245,7 +277,7 @@ impl OpenSide for VerbsSide {
             address: self.slot.as_ptr().as_ptr() as u64,
             remote_key: addresses[0].remote_key.into(),
             bytes: self.slot.len() as u64,
-            detail: detail::encode(self.shared.ports[0].link, &addresses),
+            detail: detail::encode(self.shared.way(), &addresses),
         }
     }
 
@@ -254,9 +286,10 @@ impl OpenSide for VerbsSide {
         let refuse = |detail: String| {
             error(&shared.name, "reading what the peer says of its side", None, detail)
         };
-        let theirs = detail::decode(shared.ports[0].link, &peer.detail)
-            .map_err(|e| refuse(e.to_string()))?;
+        let theirs =
+            detail::decode(shared.way(), &peer.detail).map_err(|e| refuse(e.to_string()))?;
         let remote = remote_slot(peer, slot.len(), theirs[0].remote_key, route).map_err(&refuse)?;
+        let receives = theirs.iter().map(|lane| lane.receives).min().unwrap_or(0);
         // Both sides come to the same number; what is left over goes.
         lanes.truncate(theirs.len());
         let mut joined = Vec::with_capacity(lanes.len());
@@ -286,12 +319,18 @@ impl OpenSide for VerbsSide {
             Arc::clone(&shared.progress),
             remote,
             shared.config.stripe_bytes.max(1),
+            (shared.signals == Signals::Messages).then(|| window_of(receives)),
         );
         Ok(Joined { endpoint: AnyEndpoint::Verbs(Box::new(endpoint)), slot })
     }
 }
 
 impl Shared {
+    /// What both sides must have alike.
+    fn way(&self) -> (Link, Signals) {
+        (self.ports[0].link, self.signals)
+    }
+
     fn join_failed(&self, e: &CallError, route: &Route) -> NetworkError {
         let hint = match e.code {
             libc::ENETUNREACH | libc::EHOSTUNREACH | libc::ETIMEDOUT => {
@@ -329,12 +368,7 @@ fn remote_slot(
 /// Whether devices and settings can do what endpoints rest on.
 pub(super) fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<(), NetworkError> {
     let bad = |detail: String| Err(error(name, "checking the settings", None, detail));
-    if let Some(port) =
-        ports.iter().find(|p| p.context.attr().atomic_cap == sys::ibv_atomic_cap::IBV_ATOMIC_NONE)
-    {
-        return bad(format!("{} does no 64-bit atomics, which flags need", port.name()));
-    }
-    let most = ports.iter().map(|port| port.context.attr().max_qp_wr).min().unwrap_or(0);
+    let most = max_requests(ports);
     let depth = config.send_queue_depth;
     if depth < MIN_QUEUE_DEPTH || i64::from(depth) > i64::from(most) {
         return bad(format!("send_queue_depth is {depth}, expected {MIN_QUEUE_DEPTH} to {most}"));
@@ -374,6 +408,33 @@ pub(super) fn check(config: &VerbsConfig, name: &str, ports: &[Port]) -> Result<
     Ok(())
 }
 
+/// How flags travel between slots of these ports.
+fn choose_signals(
+    config: &VerbsConfig,
+    name: &str,
+    ports: &[Port],
+) -> Result<Signals, NetworkError> {
+    let without = ports.iter().find(|port| !port.context.has_atomics()).map(Port::name);
+    let environment = std::env::var(SIGNALS_VARIABLE).ok();
+    let bad = |detail: String| error(name, "checking the settings", None, detail);
+    let signals = messages::choose(config.signals, environment.as_deref(), without.as_deref());
+    let signals = signals.map_err(bad)?;
+    let (depth, most) = (config.send_queue_depth, max_requests(ports));
+    if signals == Signals::Messages && i64::from(depth) >= i64::from(most) {
+        // The driver has one for itself. That many receives are enough, too: the depth has a minimum.
+        return Err(bad(format!("send_queue_depth is {depth}, expected less than {most}")));
+    }
+    Ok(signals)
+}
+
+/// Requests that a queue pair may hold at every port.
+fn max_requests(ports: &[Port]) -> i32 {
+    ports.iter().map(|port| port.context.attr().max_qp_wr).min().unwrap_or(0)
+}
+
+/// Receives where flags travel as messages, at least and at most, as far as the device can.
+const NUM_RECEIVES: u32 = 128;
+const MAX_RECEIVES: u32 = 4096;
 /// Where the old values of flags land.
 const SCRATCH_BYTES: usize = 4096;
 const MIN_QUEUE_DEPTH: u32 = 16;

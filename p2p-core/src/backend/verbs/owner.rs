@@ -132,6 +132,11 @@ impl Context {
         self.attr.vendor_id != SOFT_ROCE
     }
 
+    /// Whether it adds to 64-bit words of this host for peers.
+    pub(super) const fn has_atomics(&self) -> bool {
+        self.attr.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE
+    }
+
     pub(super) fn port(&self, port: u8) -> Result<sys::ibv_port_attr, CallError> {
         let mut attr = MaybeUninit::zeroed();
         // SAFETY: the context is open, `attr` is valid for writing. This is the function behind C's
@@ -382,9 +387,16 @@ impl CompletionBuffer {
     pub(super) fn filled(&self, len: usize) -> impl Iterator<Item = WorkCompletion> + '_ {
         self.entries[..len].iter().map(|entry| {
             // SAFETY: a poll that found at least `len` filled these entries. Of a failed completion
-            // only these fields are valid, and no others are read.
+            // only number, status and vendor's code are valid, and no others are used.
             let entry = unsafe { entry.assume_init_ref() };
-            WorkCompletion { id: entry.wr_id, status: entry.status, vendor: entry.vendor_err }
+            let is_success = entry.status == sys::ibv_wc_status::IBV_WC_SUCCESS;
+            WorkCompletion {
+                id: entry.wr_id,
+                status: entry.status,
+                vendor: entry.vendor_err,
+                is_message: is_success && entry.opcode == sys::ibv_wc_opcode::IBV_WC_RECV,
+                bytes: if is_success { entry.byte_len } else { 0 },
+            }
         })
     }
 }
@@ -401,6 +413,10 @@ pub(super) struct WorkCompletion {
     pub(super) id: u64,
     pub(super) status: u32,
     pub(super) vendor: u32,
+    /// Whether a receive was taken by a message, and not by a write.
+    pub(super) is_message: bool,
+    /// Bytes of the message.
+    pub(super) bytes: u32,
 }
 
 fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), i32> {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::detail::LaneAddress;
-use super::progress::{LaneState, OpKind, PeerState, Place, Progress, Room};
+use super::progress::{OpKind, Place, Progress, Room};
+use super::state::{LaneState, PeerState};
 use super::status::Cause;
 use crate::endpoint::PostError;
 use crate::fabric::{Completion, PeerId, Token};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::config::{MAX_LANES, PortChoice, VerbsConfig};
-use super::detail::{LaneAddress, Link};
+use super::detail::{LaneAddress, Link, Signals};
 use super::owner::{CallError, Context, device_names};
 use super::sys;
 use crate::network::NetworkError;
@@ -91,6 +91,15 @@ impl Port {
         match self.link {
             Link::InfiniBand => "ib",
             Link::Ethernet => "roce2",
+        }
+    }
+
+    /// What both ends of slots must have alike.
+    pub(super) const fn slot_flavour(&self, signals: Signals) -> &'static str {
+        match (self.link, signals) {
+            (_, Signals::Atomics) => self.flavour(),
+            (Link::InfiniBand, Signals::Messages) => "ib-messages",
+            (Link::Ethernet, Signals::Messages) => "roce2-messages",
         }
     }
 

@@ -8,7 +8,6 @@
 //! for all its requests at once, which is what a failure produces.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -18,11 +17,9 @@ use super::owner::{
     AsyncEvent, CallError, CompletionBuffer, CompletionChannel, CompletionQueue, Context,
     WorkCompletion, queue_pair_event,
 };
-use super::qp::QueuePair;
-use super::status::{Cause, Health};
+use super::state::LaneState;
+use super::status::Cause;
 use super::sys::ibv_wc_status::IBV_WC_SUCCESS;
-use crate::flags::{self, Contract};
-use crate::region::Region;
 use crate::wait::{Driver, signal_event};
 
 /// What an operation was. Part of the number that its completion brings back.
@@ -34,6 +31,7 @@ pub(super) enum OpKind {
     Wake = 4,
     Quiet = 5,
     Receive = 6,
+    Answer = 7,
 }
 
 impl OpKind {
@@ -45,6 +43,7 @@ impl OpKind {
             Self::Wake => "wake",
             Self::Quiet => "quiet",
             Self::Receive => "receive",
+            Self::Answer => "answer",
         }
     }
 
@@ -55,6 +54,7 @@ impl OpKind {
             3 => Self::AddFlag,
             4 => Self::Wake,
             5 => Self::Quiet,
+            7 => Self::Answer,
             _ => Self::Receive,
         }
     }
@@ -78,7 +78,7 @@ impl RequestId {
         )
     }
 
-    const fn place(self) -> Place {
+    pub(super) const fn place(self) -> Place {
         Place { idx: (self.0 >> 44) as u32, generation: (self.0 >> 36) as u8 }
     }
 
@@ -92,96 +92,6 @@ impl RequestId {
 pub(super) struct Place {
     idx: u32,
     generation: u8,
-}
-
-/// What all queue pairs of one peer share with the driver.
-#[derive(Debug)]
-pub(super) struct PeerState {
-    pub(super) health: Health,
-    /// Whoever waits for this peer sleeps on this.
-    pub(super) wake_self: OwnedFd,
-    /// The slot that the peer writes, if it has one.
-    pub(super) sleeper: Option<Sleeper>,
-}
-
-/// Where a thread says that it sleeps on a slot.
-#[derive(Debug)]
-pub(super) struct Sleeper {
-    /// This side's slot.
-    pub(super) slot: Region,
-    /// Its `WAITING` word.
-    pub(super) waiting_offset: usize,
-}
-
-impl Sleeper {
-    fn waiting_word(&self) -> &AtomicU64 {
-        // SAFETY: the offset is that of an aligned control word inside the page-aligned slot, which
-        // `self` keeps mapped, and which is only accessed atomically.
-        unsafe { AtomicU64::from_ptr(self.slot.as_ptr().add(self.waiting_offset).as_ptr().cast()) }
-    }
-}
-
-impl PeerState {
-    /// Wakes whoever sleeps on the slot.
-    fn wake_sleeper(&self) {
-        let Some(sleeper) = &self.sleeper else { return };
-        // SYNC POINT `waiting`: the completion came after the peer's flag, and the fence is between the
-        // completion and the look at the word.
-        if flags::must_wake::<Contract, _>(sleeper.waiting_word()) {
-            self.signal();
-        }
-    }
-
-    pub(super) fn signal(&self) {
-        if let Err(error) = signal_event(self.wake_self.as_fd()) {
-            tracing::error!(%error, "cannot wake a waiting thread");
-        }
-    }
-}
-
-/// What one queue pair shares with the driver.
-#[derive(Debug)]
-pub(super) struct LaneState {
-    pub(super) queue_pair: QueuePair,
-    /// Requests that are complete, counted from the first.
-    completed: AtomicU64,
-    /// Whether it is the one that failed the peer, or would have.
-    has_failed: AtomicBool,
-    pub(super) peer: Arc<PeerState>,
-}
-
-impl LaneState {
-    pub(super) const fn new(queue_pair: QueuePair, peer: Arc<PeerState>) -> Self {
-        let (completed, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
-        Self { queue_pair, completed, has_failed, peer }
-    }
-
-    /// Fails the peer for what happened here.
-    pub(super) fn fail(&self, op: &'static str, cause: Cause) {
-        self.has_failed.store(true, Ordering::Release);
-        self.peer.health.fail(op, cause);
-    }
-
-    pub(super) fn has_failed(&self) -> bool {
-        self.has_failed.load(Ordering::Acquire)
-    }
-
-    #[inline]
-    pub(super) fn completed(&self) -> u64 {
-        // SYNC POINT `completed`: acquires what the device wrote for a get, as seen by whoever polled.
-        self.completed.load(Ordering::Acquire)
-    }
-
-    /// Only ever called with the table locked.
-    fn complete(&self, sequence: u32) {
-        let before = self.completed.load(Ordering::Relaxed);
-        let advance = sequence.wrapping_sub(before as u32);
-        // Completions of one queue come in order; anything else is a stale one.
-        if advance < 1 << 31 {
-            // SYNC POINT `completed`: releases to the thread that waits.
-            self.completed.store(before + u64::from(advance), Ordering::Release);
-        }
-    }
 }
 
 /// Room for a queue pair in a completion queue, given back when dropped.
@@ -315,6 +225,8 @@ impl Progress {
                     return Err(CallError { call: "ibv_create_cq", code: libc::ENOSPC });
                 }
                 let queue = CompletionQueue::new(&self.channels[context_idx], num_entries)?;
+                // The thread that stands by may sleep already, and has not armed this one.
+                queue.arm()?;
                 table.queues.push(Queue {
                     queue,
                     channel_idx: context_idx,
@@ -462,13 +374,10 @@ fn dispatch(lanes: &[Slot], completion: WorkCompletion) {
     // Left behind by a queue pair that is gone.
     let Some(lane) = lane else { return };
     if completion.status == IBV_WC_SUCCESS {
-        if id.kind() == OpKind::Receive {
-            if let Err(error) = lane.queue_pair.post_receive(id.0) {
-                lane.peer.health.fail("receive", Cause::Refused { code: error.code });
-            }
-            lane.peer.wake_sleeper();
-        } else {
-            lane.complete(id.0 as u32);
+        match id.kind() {
+            OpKind::Receive => lane.receive(id, completion),
+            OpKind::Answer => lane.answered(place),
+            _ => lane.complete(id.0 as u32),
         }
         return;
     }
@@ -587,6 +496,7 @@ mod tests {
             OpKind::Wake,
             OpKind::Quiet,
             OpKind::Receive,
+            OpKind::Answer,
         ] {
             for (idx, generation, sequence) in
                 [(0, 0, 0u64), (MAX_LANES_IN_ALL as u32 - 1, 255, u64::MAX), (77, 3, 1 << 40 | 5)]

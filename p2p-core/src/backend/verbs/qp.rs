@@ -5,7 +5,8 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
 use super::config::VerbsConfig;
-use super::detail::LaneAddress;
+use super::detail::{LaneAddress, Signals};
+use super::messages::Buffer;
 use super::owner::{
     CallError, CompletionQueue, ProtectionDomain, check, raw_domain, raw_queue, report,
 };
@@ -18,12 +19,22 @@ pub(super) struct Capacity {
     pub(super) sends: u32,
     pub(super) receives: u32,
     pub(super) inline_bytes: u32,
+    /// How flags travel.
+    pub(super) signals: Signals,
 }
 
 impl Capacity {
+    /// Requests that the driver posts by itself: an answer at a time.
+    pub(super) const fn answers(&self) -> u32 {
+        match self.signals {
+            Signals::Atomics => 0,
+            Signals::Messages => 1,
+        }
+    }
+
     /// Completions that there can be at the same time: after a failure every request makes one.
     pub(super) const fn num_completions(&self) -> u32 {
-        self.sends + self.receives
+        self.sends + self.answers() + self.receives
     }
 }
 
@@ -57,7 +68,7 @@ impl QueuePair {
             attr.send_cq = raw_queue(queue);
             attr.recv_cq = raw_queue(queue);
             attr.qp_type = sys::ibv_qp_type::IBV_QPT_RC;
-            attr.cap.max_send_wr = wanted.sends;
+            attr.cap.max_send_wr = wanted.sends + wanted.answers();
             attr.cap.max_recv_wr = wanted.receives;
             attr.cap.max_send_sge = 1;
             attr.cap.max_recv_sge = 1;
@@ -108,8 +119,8 @@ impl QueuePair {
         self.port
     }
 
-    /// Ready for receives to be posted, and for the peer's address. The peer may then read, write and add
-    /// where it holds keys.
+    /// Ready for receives to be posted, and for the peer's address. The peer may then read and write where
+    /// it holds keys, and add where the device can and flags travel so.
     pub(super) fn initialise(&self, port: &Port, config: &VerbsConfig) -> Result<(), CallError> {
         type Mask = sys::ibv_qp_attr_mask;
         let mut attr = zeroed_attr();
@@ -117,9 +128,11 @@ impl QueuePair {
         attr.port_num = port.number;
         attr.pkey_index = config.pkey_index;
         attr.qp_access_flags = (sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE
-            | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ
-            | sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC)
+            | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ)
             .0;
+        if self.capacity.signals == Signals::Atomics && port.context.has_atomics() {
+            attr.qp_access_flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
+        }
         let mask = Mask::IBV_QP_STATE
             | Mask::IBV_QP_PKEY_INDEX
             | Mask::IBV_QP_PORT
@@ -174,13 +187,26 @@ impl QueuePair {
         check(call, code)
     }
 
-    /// Posts a receive without memory: it takes one wake-up.
+    /// Posts a receive: without memory it takes one wake-up, or the news of a counted write.
+    ///
+    /// # Safety
+    /// The buffer stays registered, and nobody else reads or writes it, until the receive completes.
     #[inline]
-    pub(super) fn post_receive(&self, id: u64) -> Result<(), CallError> {
+    pub(super) unsafe fn post_receive(
+        &self,
+        id: u64,
+        into: Option<Buffer>,
+    ) -> Result<(), CallError> {
+        let (num_sge, Buffer { address, key, bytes }) = match into {
+            Some(buffer) => (1, buffer),
+            None => (0, Buffer { address: 0, key: 0, bytes: 0 }),
+        };
+        let mut local = sys::ibv_sge { addr: address, length: bytes, lkey: key };
         let mut request =
-            sys::ibv_recv_wr { wr_id: id, next: null_mut(), sg_list: null_mut(), num_sge: 0 };
+            sys::ibv_recv_wr { wr_id: id, next: null_mut(), sg_list: &raw mut local, num_sge };
         let mut refused = null_mut();
-        // SAFETY: the queue pair lives; the request is read during the call only.
+        // SAFETY: the queue pair lives; request and element are read during the call only; the rest is
+        // the caller's promise.
         let code =
             unsafe { sys::ibv_post_recv(self.raw.as_ptr(), &raw mut request, &raw mut refused) };
         check("ibv_post_recv", code)
@@ -217,6 +243,7 @@ impl QueuePair {
                 request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
                 request.wr.rdma = sys::rdma_t { remote_addr, rkey };
             }
+            Verb::Send => request.opcode = sys::ibv_wr_opcode::IBV_WR_SEND,
             Verb::FetchAdd(compare_add) => {
                 request.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD;
                 request.wr.atomic = sys::atomic_t { remote_addr, compare_add, swap: 0, rkey };
@@ -251,11 +278,30 @@ pub(super) struct Work {
     pub(super) remote_key: u32,
 }
 
+impl Work {
+    /// Sends what `buffer` holds, and tells when that is done.
+    pub(super) const fn message(id: u64, buffer: Buffer, capacity: Capacity) -> Self {
+        let Buffer { address, key, bytes } = buffer;
+        let inline = if bytes <= capacity.inline_bytes { INLINE } else { 0 };
+        Self {
+            id,
+            verb: Verb::Send,
+            flags: SIGNALLED | inline,
+            local_address: address,
+            local_key: key,
+            bytes,
+            remote_address: 0,
+            remote_key: 0,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verb {
     Write,
     Read,
     WriteWithImmediate,
+    Send,
     FetchAdd(u64),
 }
 
@@ -323,6 +369,7 @@ mod tests {
             mtu: 5 - first,
             num_responses: 16 + first,
             gid: [first; 16],
+            receives: 0,
             gid_index: 4 + first,
         }
     }

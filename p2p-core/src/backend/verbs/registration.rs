@@ -16,24 +16,25 @@ pub(super) enum Rights {
     Local,
     /// Read.
     Read,
-    /// Read, write and add.
+    /// Read and write.
+    Write,
+    /// Read, write and, where the device can, add.
     All,
 }
 
 impl Rights {
-    const fn flags(self) -> u32 {
+    const fn flags(self, has_atomics: bool) -> u32 {
         // No relaxed ordering anywhere: a flag must not become visible before the bytes ahead of it.
         let local = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
         let read = sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
+        let write = sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
         match self {
             Self::Local => local,
             Self::Read => local | read,
-            Self::All => {
-                local
-                    | read
-                    | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
-                    | sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0
+            Self::All if has_atomics => {
+                local | read | write | sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0
             }
+            Self::Write | Self::All => local | read | write,
         }
     }
 }
@@ -123,7 +124,13 @@ impl MemoryRegion {
         // SAFETY: the domain lives; the range is mapped, by the caller's promise. The flags hold no
         // optional ones, so the plain call serves.
         let raw = unsafe {
-            sys::__ibv_reg_mr(raw_domain(domain), ptr.as_ptr().cast(), bytes, rights.flags(), 1)
+            sys::__ibv_reg_mr(
+                raw_domain(domain),
+                ptr.as_ptr().cast(),
+                bytes,
+                rights.flags(domain.context().has_atomics()),
+                1,
+            )
         };
         let raw = NonNull::new(raw).ok_or_else(|| CallError::last("ibv_reg_mr"))?;
         // SAFETY: made a moment ago.
@@ -146,7 +153,14 @@ impl MemoryRegion {
         let register = sys::reg_dmabuf_mr().ok_or(CallError { call, code: libc::EOPNOTSUPP })?;
         // SAFETY: the domain lives; the kernel checks descriptor and range.
         let raw = unsafe {
-            register(raw_domain(domain), offset, bytes, address, fd, rights.flags().cast_signed())
+            register(
+                raw_domain(domain),
+                offset,
+                bytes,
+                address,
+                fd,
+                rights.flags(domain.context().has_atomics()).cast_signed(),
+            )
         };
         let raw = NonNull::new(raw).ok_or_else(|| CallError::last(call))?;
         // SAFETY: made a moment ago.

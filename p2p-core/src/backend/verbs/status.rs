@@ -3,6 +3,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::messages::ReceiveError;
 use super::sys::ibv_wc_status as wc;
 use crate::endpoint::PostError;
 
@@ -17,6 +18,10 @@ pub(super) enum Cause {
     Refused { code: i32 },
     /// The device completed nothing for too long.
     Late { limit_ms: u64 },
+    /// The peer's process took nothing that came for too long.
+    Still { limit_ms: u64 },
+    /// The peer sent what cannot be.
+    Peer(ReceiveError),
 }
 
 /// Keeps the first failure. All that comes after follows from it.
@@ -77,6 +82,17 @@ pub(super) fn error(op: &'static str, cause: Cause, peer: &str) -> PostError {
                 i64::from(libc::ETIMEDOUT),
                 format!("towards {peer}: nothing completed for {limit_ms} ms; {check}"),
             )
+        }
+        Cause::Still { limit_ms } => {
+            let check = "its process neither polls nor sleeps on the transport: frozen, or starved of processor time; stall_timeout_ms is the limit";
+            (
+                i64::from(libc::ETIMEDOUT),
+                format!("towards {peer}: the peer took nothing for {limit_ms} ms; {check}"),
+            )
+        }
+        Cause::Peer(error) => {
+            let check = "use the same release on both sides";
+            (i64::from(libc::EPROTO), format!("towards {peer}: the peer sent {error}; {check}"))
         }
     };
     PostError::Transport { op, code, detail }
