@@ -44,6 +44,26 @@ demo() {
     echo "rxe: the demo over verbs, with a server killed, took $(($(cut -d. -f1 /proc/uptime) - begin)) s"
 }
 
+# Producers, lanes and threads of a proxy on one side; slots on the other, which compares every word.
+proxied() {
+    timeout $((120 * slow)) \
+        ./benchmark_remote --listen 127.0.0.1:7555 --transport verbs --patience-s 60 2>/tmp/receiver &
+    receiver=$!
+    waited=0
+    until grep -qs listening /tmp/receiver; do
+        waited=$((waited + 1))
+        [ $waited -lt 200 ] || { cat /tmp/receiver; echo "rxe: nobody listens"; exit 1; }
+        sleep 0.1
+    done
+    check "$1" 60 sh -c './benchmark_remote --connect 127.0.0.1:7555 --transport verbs --threads 2 --budget 16 \
+        --batch 8 --commands 2000 --checks 4 >/tmp/figures'
+    cat /tmp/figures
+    wait $receiver || { cat /tmp/receiver; echo "rxe: the receiver failed"; exit 1; }
+    for expected in '"checked":128,' '"objects":4000,'; do
+        grep -qF "$expected" /tmp/figures || { echo "rxe: the figures lack $expected"; exit 1; }
+    done
+}
+
 resources=$(rdma resource show)
 check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
 check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
@@ -55,7 +75,9 @@ check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_ve
     check "conformance over three queue pairs, flags as messages" 200 \
         ./conformance --exact verbs::two_processes_over_several_queue_pairs
     check "conformance behind a proxy, flags as messages" 200 ./proxy_network --exact processes_over_verbs
+    proxied "objects through a proxy, flags as messages"
 )
+proxied "objects through a proxy"
 # What ofi_rxm needs over verbs, see docs/operations.md; the first variable fits its queue into this device.
 check "conformance over libfabric's verbs;ofi_rxm" 200 \
     env FI_UNIVERSE_SIZE=8 FI_OFI_RXM_USE_SRX=1 FI_MR_CACHE_MAX_COUNT=0 \

@@ -83,7 +83,7 @@ fn programs() -> Result<Vec<(&'static str, PathBuf)>> {
 }
 
 /// What runs in the guest: its name there, and the target.
-const PROGRAMS: [(&str, Target); 12] = [
+const PROGRAMS: [(&str, Target); 13] = [
     ("switchyard", Target { kind: "--bin", package: "cli", name: "switchyard" }),
     ("verbs", Target { kind: "--test", package: "p2p-core", name: "verbs" }),
     ("conformance", Target { kind: "--test", package: "p2p-core", name: "conformance" }),
@@ -94,6 +94,10 @@ const PROGRAMS: [(&str, Target); 12] = [
     ("p2p_one_to_one", Target { kind: "--example", package: "p2p-core", name: "p2p_one_to_one" }),
     ("p2p_multi", Target { kind: "--example", package: "p2p-core", name: "p2p_multi" }),
     ("proxy_network", Target { kind: "--test", package: "p2p-core/proxy", name: "network" }),
+    (
+        "benchmark_remote",
+        Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_remote" },
+    ),
     ("proxy_layers", Target { kind: "--test", package: "tests", name: "proxy" }),
     ("proxy_device", Target { kind: "--test", package: "tests", name: "device-proxy" }),
 ];
