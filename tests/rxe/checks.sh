@@ -91,12 +91,18 @@ check "fused kernels through proxies" 200 \
 check "layers through proxies, flags as messages" 200 \
     env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
     ./proxy_layers --test-threads=1
+check "fused kernels through proxies, flags as messages" 200 \
+    env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
+    ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
 second_device
 sent=$(packets rxe1)
 check "conformance over six queue pairs of two devices" 200 \
     env SWITCHYARD_TEST_PORTS=rxe0+rxe1 ./conformance --exact verbs::two_processes_over_several_queue_pairs
 sent=$(($(packets rxe1) - sent))
 [ $sent -gt 500 ] || { echo "rxe: only $sent packets went by the second device"; exit 1; }
+check "conformance over six queue pairs of two devices, flags as messages" 200 \
+    env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_PORTS=rxe0+rxe1 \
+    ./conformance --exact verbs::two_processes_over_several_queue_pairs
 sent=$(packets rxe1)
 SWITCHYARD_TEST_PORTS=rxe0+rxe1 check "a fabric of two devices" 200 ./verbs --test-threads=1 lanes::
 SWITCHYARD_TEST_TRANSPORT=verbs:rxe0+rxe1 check "the message engine over two devices" 200 \
