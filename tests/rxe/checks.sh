@@ -88,9 +88,9 @@ check "layers with failover through proxies" 200 \
     env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_layers --test-threads=1
 check "fused kernels through proxies" 200 \
     env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
-check "layers through proxies, flags as messages" 200 \
+check "a server that goes, through proxies, flags as messages" 200 \
     env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
-    ./proxy_layers --test-threads=1
+    ./proxy_layers --test-threads=1 a_server_that_goes
 check "fused kernels through proxies, flags as messages" 200 \
     env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
     ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
