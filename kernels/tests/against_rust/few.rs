@@ -37,11 +37,9 @@ pub fn few_blocks_sum_what_many_do(runner: &Runner) {
             assert_eq!(params.plan().is_few, flags & FLAG_ANY_WAY == 0);
             // What was summed is no longer in the slot.
             for server in 0..3 {
+                let params = world.send_params(server, DevicePtr::NULL);
                 // SAFETY: as above.
-                assert_eq!(
-                    unsafe { runner.launch(&world.send_params(server, DevicePtr::NULL)) },
-                    0
-                );
+                assert_eq!(unsafe { runner.launch(&params) }, 0);
             }
             // SAFETY: as above.
             assert_eq!(unsafe { runner.launch(&params) }, 0);

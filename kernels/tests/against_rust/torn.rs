@@ -56,7 +56,8 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
     for flags in [0, FLAG_ADD] {
         for server in 0..3 {
             // SAFETY: as above.
-            assert_eq!(unsafe { runner.launch(&world.send_params(server, DevicePtr::NULL)) }, 0);
+            let status = unsafe { runner.launch(&world.send_params(server, DevicePtr::NULL)) };
+            assert_eq!(status, 0);
         }
         // Words of some rows have not come: the last ones, or the first, or one in the midst.
         let mut torn = Vec::new();
@@ -90,10 +91,9 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
         let missing: Vec<u32> = client.token_missing.read(0, tokens.into());
         let out: Vec<u16> = client.out.read(0, num_values as u64);
         let (mut row_of_one, mut blocks, mut names_all) = (0, BTreeSet::new(), false);
-        for token in 0..tokens as usize {
+        for (token, &lacks) in missing.iter().enumerate() {
             let servers = world.servers_of(&input, token as u32);
             let all = servers.iter().fold(0, |all, (server, _)| all | 1u32 << server);
-            let lacks = missing[token];
             assert_eq!(lacks & !all, 0, "token {token} lacks what it never had");
             if all & 0b10 != 0 {
                 let is_torn = torn.contains(&row_of_one);
