@@ -6,7 +6,7 @@ use std::mem::{offset_of, size_of};
 use bytemuck::{Pod, Zeroable};
 
 /// `version` of every parameter struct.
-pub const DEVICE_ABI_VERSION: u32 = 1;
+pub const DEVICE_ABI_VERSION: u32 = 2;
 /// `"SYDF"` as a little-endian word: the magic of a device frame's header.
 pub const DEVICE_FRAME_MAGIC: u32 = u32::from_le_bytes(*b"SYDF");
 /// Most peers of one client or server: one bit per peer in a 32-bit mask.
@@ -268,6 +268,12 @@ pub struct ClientState {
     pub posted: [[u64; MAX_PEERS]; 2],
     /// Warps that wait long for a row that each server stores by itself.
     pub awaited: [u32; MAX_PEERS],
+    /// Not 0 for a server that was given up without a refusal: the sequence of the dispatch. What lies in its
+    /// slot, or comes late, is not taken for answers to later ones until the host begins anew with another
+    /// slot and zeros here, in `posted` and in `summed`.
+    pub lost: [u64; MAX_PEERS],
+    /// Last frame that combine took, by server and place of the ring.
+    pub summed: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
     /// First error.
     pub error: ErrorWord,
 }
@@ -616,7 +622,7 @@ const _: () = assert!(size_of::<ReplicaSet>() == 8);
 const _: () = assert!(size_of::<Placement>() == 8208 && offset_of!(Placement, experts) == 16);
 const _: () = assert!(size_of::<ServerPeer>() == 40 && offset_of!(ServerPeer, response) == 24);
 const _: () = assert!(size_of::<ClientPeer>() == 48 && offset_of!(ClientPeer, client_id) == 32);
-const _: () = assert!(size_of::<ClientState>() == 688 && offset_of!(ClientState, error) == 656);
+const _: () = assert!(size_of::<ClientState>() == 2992 && offset_of!(ClientState, error) == 2960);
 const _: () = assert!(size_of::<Handle>() == 408 && offset_of!(Handle, frame_number) == 24);
 const _: () = assert!(size_of::<ServerState>() == 2368 && offset_of!(ServerState, error) == 288);
 const _: () = assert!(size_of::<Batch>() == 536 && offset_of!(Batch, row_begin) == 272);

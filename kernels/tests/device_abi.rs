@@ -50,7 +50,7 @@ fn header_and_rust_agree_field_by_field() {
         Placement as "sy_placement": epoch, num_experts, reserved, experts;
         ServerPeer as "sy_server_peer": request, response, generation, reserved;
         ClientPeer as "sy_client_peer": request, response, client_id, generation, reserved;
-        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, awaited, error;
+        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, awaited, lost, summed, error;
         Handle as "sy_handle": sequence, num_tokens, contacted, missing, refused, frame_number,
             num_rows;
         ServerState as "sy_server_state": arrivals, last_clients, taken, num_refused, num_batches,

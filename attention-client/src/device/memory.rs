@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use bytemuck::{Pod, Zeroable};
 use kernels::abi::{
-    ANSWER_HOLE, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_PEERS, Placement,
-    ServerPeer, WAY_DIRECT,
+    ANSWER_HOLE, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_FRAMES, MAX_PEERS,
+    Placement, ServerPeer, WAY_DIRECT,
 };
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 
@@ -125,10 +125,16 @@ impl Memory {
             }
         }
         for idx in (0..MAX_PEERS).filter(|idx| fresh >> idx & 1 != 0) {
-            for parity in 0..2 {
-                let at = offset_of!(ClientState, posted) + (parity * MAX_PEERS + idx) * 8;
-                // SAFETY: a word of the state; kernels that use it come later in the stream.
-                unsafe { stream.fill(self.state.at(at as u64, 8)?, 0, 8)? };
+            let per_server = MAX_FRAMES as usize * 8;
+            for (at, bytes) in [
+                (offset_of!(ClientState, posted) + idx * 8, 8),
+                (offset_of!(ClientState, posted) + (MAX_PEERS + idx) * 8, 8),
+                (offset_of!(ClientState, lost) + idx * 8, 8),
+                (offset_of!(ClientState, summed) + idx * per_server, per_server),
+            ] {
+                let (at, bytes) = (at as u64, bytes as u64);
+                // SAFETY: words of the state; kernels that use them come later in the stream.
+                unsafe { stream.fill(self.state.at(at, bytes)?, 0, bytes)? };
             }
             if servers[idx].request.way == WAY_DIRECT {
                 for (offset, bytes) in geometry.answer_rows() {

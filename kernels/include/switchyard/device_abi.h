@@ -12,7 +12,7 @@
 
 #include "switchyard/abi.h"
 
-#define SY_DEVICE_ABI_VERSION UINT32_C(1)
+#define SY_DEVICE_ABI_VERSION UINT32_C(2)
 /* "SYDF" as a little-endian word: sy_frame_header.magic of a device frame. */
 #define SY_DEVICE_FRAME_MAGIC UINT32_C(0x46445953)
 
@@ -193,6 +193,12 @@ typedef struct sy_client_state {
     uint32_t reserved;
     uint64_t posted[2][SY_MAX_PEERS]; /* frames sent to each server, by parity of the sequence */
     uint32_t awaited[SY_MAX_PEERS]; /* warps that wait long for a row that each server stores */
+    /* Not 0 for a server that was given up without a refusal: the sequence of the dispatch. What lies in its
+     * slot, or comes late, is not taken for answers to later ones until the host begins anew with another slot
+     * and zeros here, in `posted` and in `summed`. */
+    uint64_t lost[SY_MAX_PEERS];
+    uint64_t summed[SY_MAX_PEERS]
+                   [SY_MAX_FRAMES]; /* last frame that combine took, by server and place */
     sy_error_word error;
 } sy_client_state;
 
@@ -413,7 +419,7 @@ SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fi
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
 /* Parameters stay small, whatever the number of peers: their tables are in memory. */
 SY_STATIC_ASSERT(sizeof(sy_placement) == 8208, "size of sy_placement");
-SY_STATIC_ASSERT(sizeof(sy_client_state) == 688, "size of sy_client_state");
+SY_STATIC_ASSERT(sizeof(sy_client_state) == 2992, "size of sy_client_state");
 SY_STATIC_ASSERT(sizeof(sy_server_state) == 2368, "size of sy_server_state");
 SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 56, "size of sy_expert_lists");
 SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params");

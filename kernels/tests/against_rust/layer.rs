@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use bytemuck::Zeroable;
 use kernels::abi::{
-    ANSWER_HOLE, Batch, ClientState, DEVICE_FRAME_MAGIC, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
-    FrameGeometry, Handle, NO_EXPERT, NO_ROUTE, ServerState, TAG_NONE,
+    ANSWER_HOLE, Batch, ClientState, DEVICE_ABI_VERSION, DEVICE_FRAME_MAGIC, DTYPE_BF16,
+    DTYPE_F8_E4M3, DevicePtr, FrameGeometry, Handle, NO_EXPERT, NO_ROUTE, ServerState, TAG_NONE,
 };
 use kernels::geometry::route;
 use kernels::plan::KernelParams;
@@ -305,7 +305,7 @@ fn check_head(
         generation: GENERATION,
         layer,
         magic: DEVICE_FRAME_MAGIC,
-        version: 1,
+        version: DEVICE_ABI_VERSION as u16,
         kind: KIND_DISPATCH,
         dtype: g.dtype as u16,
         response_dtype: DTYPE_BF16 as u16,

@@ -99,6 +99,11 @@ macro_rules! on {
             }
 
             #[test]
+            fn answers_of_other_frames_do_not_count() {
+                $runner.iter().for_each(torn::answers_of_other_frames_do_not_count);
+            }
+
+            #[test]
             fn few_blocks_sum_what_many_do() {
                 $runner.iter().for_each(few::few_blocks_sum_what_many_do);
             }

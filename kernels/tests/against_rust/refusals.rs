@@ -1,7 +1,9 @@
 //! What a server refuses: every field of a header, entries and scales, against a judgement in Rust.
 
 use bytemuck::bytes_of_mut;
-use kernels::abi::{DEVICE_FRAME_MAGIC, DTYPE_F8_E4M3, FrameGeometry, Handle, ServerState};
+use kernels::abi::{
+    DEVICE_ABI_VERSION, DEVICE_FRAME_MAGIC, DTYPE_F8_E4M3, FrameGeometry, Handle, ServerState,
+};
 use protocol::ErrorCode;
 use protocol::abi::{Entry, FrameHeader, KIND_DISPATCH};
 use protocol::convert::MAX_SCALE;
@@ -151,7 +153,7 @@ fn judge(g: &FrameGeometry, h: &FrameHeader, client_id: u64, rows: u32) -> Optio
     if h.magic != DEVICE_FRAME_MAGIC || h.kind != KIND_DISPATCH {
         return Some(ErrorCode::BadFrame);
     }
-    if h.version != 1 {
+    if u32::from(h.version) != DEVICE_ABI_VERSION {
         return Some(ErrorCode::Version);
     }
     if (h.client_id, h.generation) != (client_id, GENERATION) {
@@ -171,7 +173,7 @@ fn judge(g: &FrameGeometry, h: &FrameHeader, client_id: u64, rows: u32) -> Optio
         generation: GENERATION,
         layer: h.layer,
         magic: DEVICE_FRAME_MAGIC,
-        version: 1,
+        version: DEVICE_ABI_VERSION as u16,
         kind: KIND_DISPATCH,
         dtype: g.dtype as u16,
         response_dtype: kernels::abi::DTYPE_BF16 as u16,

@@ -1,12 +1,13 @@
-//! Rows that come in part. Warps wait for themselves, so some have summed a row that others give up: such a
-//! token must not show.
+//! Rows that come in part, late, or for nobody. Warps wait for themselves, so some have summed a row that others
+//! give up; and a row that nobody took looks like one of a later frame. Neither must show.
 
 use std::collections::BTreeSet;
+use std::mem::offset_of;
 
 use half::bf16;
 use kernels::abi::{
     ANSWER_HOLE, ClientState, CombineParams, DTYPE_BF16, DevicePtr, FLAG_ADD, FrameGeometry,
-    Handle, TAG_NONE,
+    Handle, NO_ROUTE, ROUTE_SHIFT, TAG_COMBINE_ROW, TAG_NONE,
 };
 use kernels::plan::KernelParams;
 use protocol::convert::bf16_to_f32;
@@ -59,12 +60,13 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
             let status = unsafe { runner.launch(&world.send_params(server, DevicePtr::NULL)) };
             assert_eq!(status, 0);
         }
-        // Words of some rows have not come: the last ones, or the first, or one in the midst.
+        // Words of some rows have not come: the last ones, or the first, or one in the midst. Warps lack each of
+        // these for themselves.
         let mut torn = Vec::new();
         for row in 0..u64::from(handle.num_rows[1]) {
             let words = match rng.random_range(0..9) {
                 _ if torn.len() == 4 => 0..0,
-                0 => stride / 8..stride / 4,
+                0 => stride / 8 + 7..stride / 4,
                 1 => 0..stride / 16,
                 2 => stride / 8 + 7..stride / 8 + 8,
                 _ => 0..0,
@@ -135,7 +137,7 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
         assert_eq!(state.awaited, [0; 32], "nobody waits any more");
         // As the host does when a seat is taken anew.
         slot.fill(rows, u64::from(handle.num_rows[1]) * stride, u8::MAX);
-        client.handle.write(std::mem::offset_of!(Handle, missing) as u64, &[0u32]);
+        client.handle.write(offset_of!(Handle, missing) as u64, &[0u32]);
     }
 }
 
@@ -146,5 +148,102 @@ fn add(sums: &mut [f32], values: &[u16], weight: f32) {
         let mut part = [0f32];
         bf16_to_f32(&[bf16::from_f32(value * weight).to_bits()], &mut part);
         *sum += part[0];
+    }
+}
+
+/// What a server answers after it was given up, and what nobody summed, are no answers to later frames.
+pub fn answers_of_other_frames_do_not_count(runner: &Runner) {
+    for (hidden, tokens) in [(7168, 24), (7168, 70), (1024, 12)] {
+        for is_late in [true, false] {
+            takes_nothing_of_other_frames(runner, hidden, tokens, is_late);
+        }
+    }
+}
+
+fn takes_nothing_of_other_frames(runner: &Runner, hidden: u32, tokens: u32, is_late: bool) {
+    let mut rng = fresh();
+    let geometry = FrameGeometry::new(hidden, 3, DTYPE_BF16, tokens, 2).expect("in range");
+    let world = World::new(runner, &mut rng, geometry, 16, 1, 2);
+    world.poison();
+    let client = &world.clients[0];
+    let handle = || -> Handle { client.handle.one(0) };
+    let dispatch = || {
+        // SAFETY: the world's memory is as large as its geometry says.
+        assert_eq!(unsafe { runner.launch(&world.dispatch_params(0, 0)) }, 0);
+    };
+    let answer = |server| {
+        // SAFETY: as above.
+        unsafe {
+            assert_eq!(runner.launch(&world.recv_params(server, 1)), 0);
+            assert_eq!(runner.launch(&world.send_params(server, DevicePtr::NULL)), 0);
+        }
+    };
+    let combine = || {
+        let params = CombineParams { timeout_ns: 100_000, ..world.combine_params(0) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { runner.launch(&params) }, 0);
+    };
+    for frame in 1..=3u64 {
+        let mut input = Input::random(&mut rng, &geometry, 16, tokens);
+        input.hidden_states.fill_with(|| bf16::from_f32(rng.random_range(-4.0..4.0)).to_bits());
+        world.load(0, &input);
+        dispatch();
+        assert_eq!(handle().frame_number[1], frame);
+        answer(0);
+        match (frame, is_late) {
+            // Given up, and answered then.
+            (1, true) => {
+                combine();
+                assert_eq!(handle().missing, 0b10);
+                answer(1);
+                continue;
+            }
+            // Answered, and nobody sums it.
+            (1, false) => {
+                answer(1);
+                client.handle.write(offset_of!(Handle, missing) as u64, &[0u32]);
+                // The other server's is summed, as if it alone had been asked.
+                let contacted = handle().contacted;
+                client.handle.write(offset_of!(Handle, contacted) as u64, &[contacted & 1]);
+                let routes = size_of::<Handle>() as u64;
+                let all: Vec<u32> = client.handle.read(routes, u64::from(tokens * 3));
+                let of_one = |route: u32| route != NO_ROUTE && route >> ROUTE_SHIFT == 1;
+                let only = |route: &u32| if of_one(*route) { NO_ROUTE } else { *route };
+                client.handle.write(routes, &all.iter().map(only).collect::<Vec<u32>>());
+                combine();
+                client.handle.write(routes, &all);
+                assert_eq!(handle().missing, 0);
+                continue;
+            }
+            // In the other place of the ring, in time.
+            (2, _) => answer(1),
+            // Not at all: what is there is of the first frame.
+            _ => {}
+        }
+        combine();
+        let error = client.state.one::<ClientState>(0).error;
+        if (frame, is_late) == (2, false) {
+            assert_eq!((handle().missing, error.tag), (0, TAG_NONE));
+            continue;
+        }
+        assert_eq!(handle().missing, 0b10, "frame {frame}");
+        assert_eq!((error.tag, error.peer), (TAG_COMBINE_ROW, 1));
+        let missing: Vec<u32> = client.token_missing.read(0, tokens.into());
+        let out: Vec<u16> = client.out.read(0, u64::from(tokens * hidden));
+        for (token, &lacks) in missing.iter().enumerate() {
+            let servers = world.servers_of(&input, token as u32);
+            let goes = servers.iter().any(|(server, _)| *server == 1);
+            assert_eq!(lacks & 0b10 != 0, goes, "frame {frame} token {token}: {lacks:#b}");
+            let at = token * hidden as usize..(token + 1) * hidden as usize;
+            let mut sums = vec![0f32; hidden as usize];
+            for (_, places) in servers.iter().filter(|(server, _)| lacks >> server & 1 == 0) {
+                let weight = |place: &usize| input.topk_weights[token * 3 + place];
+                let weight = places.iter().map(weight).fold(0.0, |sum: f32, w| sum + w);
+                add(&mut sums, &input.hidden_states[at.clone()], weight);
+            }
+            let expected: Vec<u16> =
+                sums.iter().map(|sum| bf16::from_f32(*sum).to_bits()).collect();
+            assert!(out[at] == expected, "frame {frame} token {token} without {lacks:#b}");
+        }
     }
 }

@@ -46,6 +46,7 @@ struct CombineShared {
     sy_server_peer servers[SY_MAX_PEERS];
     uint64_t number[SY_MAX_PEERS];
     uint64_t frame[SY_MAX_PEERS];
+    uint32_t lost_before; // servers that an earlier kernel gave up, as a mask
     // Servers that a warp has given up, as a mask, and of each: the first token that a warp summed without it,
     // the first that all did that ever gave it up, and how many have.
     uint32_t lost;
@@ -74,12 +75,21 @@ __device__ __forceinline__ comm::WaitBound bound_of(const sy_combine_params& par
         params.timeout_ns};
 }
 
-// A server that did not answer; one that refused the frame is noted as such.
+// Later frames' combines do without the server, too.
+__device__ __forceinline__ void note_lost_for_good(const sy_combine_params& params,
+                                                   uint32_t server) {
+    ptx::st_relaxed_sys(&params.state->lost[server], params.handle->sequence);
+}
+
+// A server that did not answer. One that refused the frame is noted as such; of any other the slot is of no use
+// any more, since what it stores late would be taken for the answers of later frames.
 __device__ __forceinline__ void note_missing(const sy_combine_params& params,
                                              const comm::WaitBound& bound, uint32_t server,
                                              uint64_t number) {
     if (ptx::ld_relaxed_sys(bound.status) >> SY_STATUS_SHIFT == number)
         ptx::red_or_relaxed_gpu(&params.handle->refused, 1u << server);
+    else
+        note_lost_for_good(params, server);
     ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
 }
 
@@ -177,7 +187,7 @@ template <class Config> __device__ __forceinline__ void store_holes(uint64_t add
     const uint4 holes = make_uint4(SY_ANSWER_HOLE, SY_ANSWER_HOLE, SY_ANSWER_HOLE, SY_ANSWER_HOLE);
 #pragma unroll
     for (uint32_t j = 0; j < Config::kChunks; ++j)
-        ptx::st_weak_global_v4(address + j * kChunkStride<Config>, holes);
+        ptx::st_relaxed_sys_v4(address + j * kChunkStride<Config>, holes);
 }
 
 // Waits for a warp's share of a row. False when its server is given up.
@@ -468,7 +478,7 @@ __device__ __forceinline__ void take_tokens(const sy_combine_params& params, Com
     const uint32_t num_chunks = hidden / 8, top_k = params.geometry.top_k;
     const uint32_t lane_idx = threadIdx.x & 31;
     const uint32_t* all_routes = layout::routes_of(params.handle);
-    uint32_t lost = 0;
+    uint32_t lost = shared.lost_before;
     // The first parts of the token behind the one that is summed.
     Shares<Config, kPartsTogether> ahead;
     if constexpr (Config::kIsFew && kPass == Pass::kSum)
@@ -582,6 +592,29 @@ __device__ __noinline__ void settle(const sy_combine_params& params, const Combi
     }
 }
 
+// Whether the frame that combine took last from this place of the ring is not the one before `number`: then rows
+// of another frame lie there that nobody has summed. A frame that is summed again had its own rows there.
+template <class Config>
+__device__ __forceinline__ bool is_stale(const sy_combine_params& params,
+                                         const CombineShared& shared, uint32_t server,
+                                         uint64_t summed) {
+    const uint64_t number = shared.number[server], num_frames = params.geometry.num_frames;
+    return (params.handle->contacted >> server & 1) != 0 &&
+           (shared.lost_before >> server & 1) == 0 && tells_by_rows<Config>(shared, server) &&
+           summed != number && summed != (number > num_frames ? number - num_frames : 0);
+}
+
+// Notes a server whose rows are not taken, and why.
+__device__ __forceinline__ void note_given_up(const sy_combine_params& params,
+                                              const CombineShared& shared, uint32_t server,
+                                              uint32_t reason, uint64_t observed) {
+    if (blockIdx.x != 0)
+        return;
+    comm::record_error(&params.state->error, SY_TAG_COMBINE_ROW, server, reason, observed,
+                       shared.number[server]);
+    ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     combine_kernel(const __grid_constant__ sy_combine_params params) {
@@ -604,25 +637,59 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         routes = layout::routes_of(params.handle)[blockIdx.x * geometry.top_k + lane_idx];
     const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
     servers.store(shared.servers, params.num_servers);
-    if (thread_idx == 0)
-        shared.lost = 0;
-    if (thread_idx < params.num_servers) {
-        const uint64_t number = params.handle->frame_number[thread_idx];
-        shared.number[thread_idx] = number;
-        shared.frame[thread_idx] =
-            response + layout::response_frame(geometry, layout::ring_place(geometry, number));
-        shared.first_without[thread_idx] = kNoToken;
-        shared.all_without[thread_idx] = shared.num_without[thread_idx] = 0;
+    const bool adds = (params.flags & SY_COMBINE_FLAG_ADD) != 0;
+    uint64_t summed = 0; // what combine took last from this place of the ring
+    if (thread_idx < 32) {
+        bool was_lost = false;
+        if (thread_idx < params.num_servers) {
+            const uint64_t number = params.handle->frame_number[thread_idx];
+            const uint32_t place = layout::ring_place(geometry, number);
+            const uint64_t lost = params.state->lost[thread_idx];
+            was_lost = lost != 0 && lost != params.handle->sequence &&
+                       (params.handle->contacted >> thread_idx & 1) != 0;
+            summed = params.state->summed[thread_idx][place];
+            shared.number[thread_idx] = number;
+            shared.frame[thread_idx] = response + layout::response_frame(geometry, place);
+            shared.first_without[thread_idx] = was_lost ? 0 : kNoToken;
+            shared.all_without[thread_idx] = 0;
+            shared.num_without[thread_idx] = was_lost ? Config::kNumThreads : 0;
+        }
+        const uint32_t lost = __ballot_sync(kFullWarp, was_lost);
+        if (thread_idx == 0)
+            shared.lost = shared.lost_before = lost;
+        if (was_lost)
+            note_given_up(params, shared, thread_idx, SY_REASON_ABORT, 0);
     }
     __syncthreads();
-    const bool adds = (params.flags & SY_COMBINE_FLAG_ADD) != 0;
-    if (adds)
+    // Of a sum that begins at zero this is in time afterwards.
+    bool is_old = false; // what lay there
+    const auto give_up_stale = [&]() {
+        is_old =
+            thread_idx < params.num_servers && is_stale<Config>(params, shared, thread_idx, summed);
+        if (is_old) {
+            // Some warps may have summed what lay there, in any token.
+            atomicMin(&shared.first_without[thread_idx], 0u);
+            atomicMax(&shared.all_without[thread_idx], kNoToken);
+            atomicOr(&shared.lost, 1u << thread_idx);
+            note_given_up(params, shared, thread_idx, SY_REASON_VALUE, summed);
+            note_lost_for_good(params, thread_idx);
+        }
+    };
+    if (adds) {
+        give_up_stale();
         add_tokens<Config>(params, shared, num_tokens, routes);
-    else
+    } else {
         take_tokens<Config, Pass::kSum>(params, shared, num_tokens, routes);
+        give_up_stale();
+    }
     __syncthreads();
     if (shared.lost != 0)
         settle<Config>(params, shared, num_tokens, adds);
+    // Other blocks may still have to see that a frame is stale.
+    if (blockIdx.x == 0 && thread_idx < params.num_servers && !is_old &&
+        (params.handle->contacted >> thread_idx & 1) != 0)
+        params.state->summed[thread_idx][layout::ring_place(geometry, shared.number[thread_idx])] =
+            shared.number[thread_idx];
     // Empty frames are answered too, so that a ring place is never filled again too early.
     if (blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0 &&
