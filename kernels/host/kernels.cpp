@@ -47,13 +47,6 @@ void run(const sy_expert_recv_params& params, const LaunchPlan& size) {
 
 template <bool kFp8, uint32_t kWays>
 void run(const sy_expert_send_params& params, const LaunchPlan& size) {
-    if constexpr (kWays == comm::kDirectOnly)
-        if (size.is_few) {
-            simt::run(impls::expert_send_kernel<impls::FewBlocks<
-                          impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>>,
-                      params, size.num_blocks, size.num_threads, false);
-            return;
-        }
     const auto kernel =
         size.is_tuned
             ? impls::expert_send_kernel<
@@ -64,13 +57,6 @@ void run(const sy_expert_send_params& params, const LaunchPlan& size) {
 
 template <bool kFp8, uint32_t kWays>
 void run(const sy_echo_params& params, const LaunchPlan& size) {
-    if constexpr (kWays == comm::kDirectOnly)
-        if (size.is_few) {
-            simt::run(impls::echo_kernel<impls::FewBlocks<
-                          impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>>,
-                      params, size.num_blocks, size.num_threads, false);
-            return;
-        }
     const auto kernel =
         size.is_tuned
             ? impls::echo_kernel<impls::AnswerConfig<kTunedHidden, kFp8, kTunedThreads, kWays>>

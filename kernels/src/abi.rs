@@ -174,7 +174,8 @@ pub struct FrameGeometry {
     pub slot_bytes: u64,
     /// Offset of the control tail.
     pub control_offset: u64,
-    /// Offset in an answer of `[max_tokens]` u64 frame numbers.
+    /// Offset in an answer of `[max_tokens]` u64 frame numbers, of which direct links use the first, for empty
+    /// frames.
     pub response_flags_offset: u64,
     /// Offset in an answer of its rows, of a direct link [`ANSWER_HOLE`] between frames.
     pub response_payload_offset: u64,
@@ -420,7 +421,7 @@ pub struct CombineParams {
     pub state: DevicePtr,
     /// bf16 `[capacity, hidden]`.
     pub out: DevicePtr,
-    /// Null, or u32 `[capacity]`: servers whose part is missing, as a mask.
+    /// Null, or u32 `[capacity]`: servers whose part is missing, as a mask; all of a token that is left as zeros.
     pub token_missing: DevicePtr,
     /// Null, or u32 in mapped host memory: bit `s` = server `s` is dead.
     pub abort_mask: DevicePtr,

@@ -39,7 +39,7 @@ struct Seat {
     num_links: u64,
     /// Number of the last call that may use the last occupant.
     used_upto: u64,
-    /// Whether the kernels' counts for this seat are somebody else's.
+    /// Whether the kernels' counts for this seat are somebody else's, and the slot is not ready for answers.
     is_fresh: bool,
     /// The server refused something: others are asked first until then.
     avoid_until: Option<Instant>,

@@ -139,7 +139,8 @@ typedef struct sy_frame_geometry {
     uint64_t frame_bytes;
     uint64_t slot_bytes; /* num_frames frames and the control tail */
     uint64_t control_offset;
-    uint64_t response_flags_offset; /* [max_tokens] uint64_t: frame number, one per row */
+    /* [max_tokens] uint64_t: frame number, one per row; over direct links the first only, of an empty frame */
+    uint64_t response_flags_offset;
     uint64_t
         response_payload_offset; /* [max_tokens] rows; of a direct link SY_ANSWER_HOLE between frames */
     uint64_t response_frame_bytes;
@@ -280,7 +281,8 @@ typedef struct sy_combine_params {
     sy_handle* handle;
     sy_client_state* state;
     void* out; /* bf16 [capacity, hidden] */
-    uint32_t* token_missing; /* null, or [capacity]: mask of servers whose part is missing */
+    /* null, or [capacity]: mask of servers whose part is missing, which are all of a token that is left as zeros */
+    uint32_t* token_missing;
     const uint32_t* abort_mask; /* null, or mapped host memory: bit s = server s is dead */
     uint64_t timeout_ns; /* of silence */
     uint32_t capacity;

@@ -7,10 +7,10 @@ use anyhow::{Context, Result, ensure};
 use bytemuck::{Pod, Zeroable};
 use ibgda::Waits;
 use kernels::abi::{
-    ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_F8_E4M3, DevicePtr,
-    DispatchParams, EchoParams, ErrorWord, ExpertLists, ExpertRecvParams, ExpertSendParams,
-    FLAG_CONTACT_ALL, FrameGeometry, Handle, Link, Placement, ServerPeer, ServerState, TAG_NONE,
-    WAY_DIRECT,
+    ANSWER_HOLE, ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_F8_E4M3,
+    DevicePtr, DispatchParams, EchoParams, ErrorWord, ExpertLists, ExpertRecvParams,
+    ExpertSendParams, FLAG_CONTACT_ALL, FrameGeometry, Handle, Link, Placement, ServerPeer,
+    ServerState, TAG_NONE, WAY_DIRECT,
 };
 use kernels::gpu::{Gpu, GpuBuffer, Stream};
 use kernels::plan::KernelParams;
@@ -393,7 +393,11 @@ impl Direct {
     pub(crate) fn new(gpu: &Gpu, geometry: FrameGeometry, id: u64) -> Result<InUse<Self>> {
         let (client, server) = (Client::new(gpu, geometry, id)?, Server::new(gpu, geometry)?);
         let request = Buffer::zeroed(gpu, geometry.slot_bytes)?;
-        let response = Buffer::zeroed(gpu, geometry.response_slot_bytes)?;
+        let mut response = vec![0u8; usize::try_from(geometry.response_slot_bytes)?];
+        for (offset, bytes) in geometry.answer_rows() {
+            response[offset as usize..][..bytes as usize].fill(ANSWER_HOLE as u8);
+        }
+        let response = Buffer::of(gpu, &response)?;
         let link =
             |slot: &Buffer| Link { window: slot.at(), context: 0, way: WAY_DIRECT, reserved: 0 };
         client.set_server(ServerPeer {
