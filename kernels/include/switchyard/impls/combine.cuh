@@ -47,6 +47,7 @@ struct CombineShared {
     uint64_t number[SY_MAX_PEERS];
     uint64_t frame[SY_MAX_PEERS];
     uint32_t lost_before; // servers that an earlier kernel gave up, as a mask
+    uint32_t stale; // servers of whose last frame in this place nobody took the answer, as a mask
     // Servers that a warp has given up, as a mask, and of each: the first token that a warp summed without it,
     // the first that all did that ever gave it up, and how many have.
     uint32_t lost;
@@ -655,8 +656,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
             shared.num_without[thread_idx] = was_lost ? Config::kNumThreads : 0;
         }
         const uint32_t lost = __ballot_sync(kFullWarp, was_lost);
-        if (thread_idx == 0)
+        if (thread_idx == 0) {
             shared.lost = shared.lost_before = lost;
+            shared.stale = 0;
+        }
         if (was_lost)
             note_given_up(params, shared, thread_idx, SY_REASON_ABORT, 0);
     }
@@ -686,8 +689,8 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (shared.lost != 0)
         settle<Config>(params, shared, num_tokens, adds);
     // Other blocks may still have to see that a frame is stale.
-    if (blockIdx.x == 0 && thread_idx < params.num_servers && !is_old &&
-        (params.handle->contacted >> thread_idx & 1) != 0)
+    if (blockIdx.x == 0 && thread_idx < params.num_servers &&
+        ((params.handle->contacted & ~shared.stale) >> thread_idx & 1) != 0)
         params.state->summed[thread_idx][layout::ring_place(geometry, shared.number[thread_idx])] =
             shared.number[thread_idx];
     // Empty frames are answered too, so that a ring place is never filled again too early.
