@@ -66,7 +66,7 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
         for row in 0..u64::from(handle.num_rows[1]) {
             let words = match rng.random_range(0..9) {
                 _ if torn.len() == 4 => 0..0,
-                0 => stride / 8 + 7..stride / 4,
+                0 => stride / 16 * 3..stride / 4,
                 1 => 0..stride / 16,
                 2 => stride / 8 + 7..stride / 8 + 8,
                 _ => 0..0,

@@ -665,11 +665,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     }
     __syncthreads();
     // Of a sum that begins at zero this is in time afterwards.
-    bool is_old = false; // what lay there
     const auto give_up_stale = [&]() {
-        is_old =
-            thread_idx < params.num_servers && is_stale<Config>(params, shared, thread_idx, summed);
-        if (is_old) {
+        if (thread_idx < params.num_servers &&
+            is_stale<Config>(params, shared, thread_idx, summed)) {
+            atomicOr(&shared.stale, 1u << thread_idx);
             // Some warps may have summed what lay there, in any token.
             atomicMin(&shared.first_without[thread_idx], 0u);
             atomicMax(&shared.all_without[thread_idx], kNoToken);
