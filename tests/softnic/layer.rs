@@ -92,9 +92,7 @@ pub fn fail_over_and_back<W: Ways>(
 
     // The pair comes back with fresh queues: all frames of the old ones count as taken.
     ways.recover(&posted, VICTIM);
-    let mut state: ServerState = posted.servers[VICTIM].state.one(0);
-    state.taken[0] = handle.frame_number[VICTIM];
-    posted.servers[VICTIM].state.write(0, &[state]);
+    posted.begin_anew(0, VICTIM);
     posted.placement_memory.write(0, &[posted.placement]);
     direct.placement_memory.write(0, &[direct.placement]);
     for round in 0..3 {
@@ -126,16 +124,9 @@ pub fn nothing_arrives<W: Ways>(runner: &Runner, rng: &mut StdRng, join: impl Fn
     combine(runner, &posted, 0, FLAG_ANY_WAY);
     let handle: Handle = posted.clients[0].handle.one(0);
     assert_eq!((handle.contacted, handle.missing), (0b11, 0b11));
-    for world in [&posted, &direct] {
-        let empty = ErrorWord::default();
-        world.clients[0].state.write(offset_of!(ClientState, error) as u64, &[empty]);
-    }
     for server in 0..2 {
         ways.recover(&posted, server);
-        let mut state: ServerState = posted.servers[server].state.one(0);
-        state.taken[0] = handle.frame_number[server];
-        state.error = ErrorWord::default();
-        posted.servers[server].state.write(0, &[state]);
+        posted.begin_anew(0, server);
     }
     for round in 0..3 {
         let inputs = [Input::random(rng, &geometry, NUM_EXPERTS, NUM_TOKENS)];

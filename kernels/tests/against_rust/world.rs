@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 use kernels::abi::{
-    ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams,
-    EchoParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Link, Placement,
-    ServerPeer, ServerState, WAY_DIRECT,
+    ANSWER_HOLE, ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DevicePtr,
+    DispatchParams, EchoParams, ErrorWord, ExpertLists, ExpertRecvParams, ExpertSendParams,
+    FrameGeometry, Link, Placement, ServerPeer, ServerState, WAY_DIRECT,
 };
 use kernels::gpu::{Gpu, GpuBuffer};
 use rand::RngExt;
@@ -341,6 +341,28 @@ impl World {
             client.out.fill(0, u64::from(self.capacity) * row_bytes, POISON);
             client.token_missing.fill(0, u64::from(self.capacity) * 4, POISON);
         }
+    }
+
+    /// What a host does before a client asks a server again that it gave up, but with the same slot: all
+    /// frames of before count as taken and summed, and nothing of them is left.
+    pub fn begin_anew(&self, client: usize, server: usize) {
+        let (at_client, at_server) = (&self.clients[client], &self.servers[server]);
+        for (offset, bytes) in self.geometry.answer_rows() {
+            at_client.responses[server].fill(offset, bytes, ANSWER_HOLE as u8);
+        }
+        let mut state: ClientState = at_client.state.one(0);
+        state.lost[server] = 0;
+        let sent = state.posted[0][server].max(state.posted[1][server]);
+        let num_frames = u64::from(self.geometry.num_frames);
+        for number in sent.saturating_sub(num_frames) + 1..=sent {
+            state.summed[server][(number % num_frames) as usize] = number;
+        }
+        state.error = ErrorWord::default();
+        at_client.state.write(0, &[state]);
+        let mut state: ServerState = at_server.state.one(0);
+        state.taken[client] = sent;
+        state.error = ErrorWord::default();
+        at_server.state.write(0, &[state]);
     }
 
     pub fn load(&self, client: usize, input: &Input) {
