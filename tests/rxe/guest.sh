@@ -42,12 +42,12 @@ accel() {
         if [ -e "$bed/kvm-works" ]; then echo kvm; return; fi
         # What was only slow may work another day.
         if [ -n "$(find "$bed/kvm-silent" -mmin -60 2>/dev/null)" ]; then echo tcg; return; fi
-        timeout 30 qemu-system-x86_64 -nodefaults -no-user-config \
+        timeout 10 qemu-system-x86_64 -nodefaults -no-user-config \
             -accel kvm -m 64 -display none -no-reboot -kernel "$bed/vmlinux" -append "panic=-1 quiet" \
             </dev/null >/dev/null 2>&1
         case $? in
         0) touch "$bed/kvm-works"; echo kvm; return ;;
-        124) touch "$bed/kvm-silent"; say "KVM gave no answer in 30 s: emulating the processor" ;;
+        124) touch "$bed/kvm-silent"; say "KVM gave no answer in 10 s: emulating the processor" ;;
         *) touch "$bed/no-kvm" ;;
         esac
     fi

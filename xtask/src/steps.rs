@@ -6,6 +6,7 @@ mod rxe;
 mod scale;
 
 use std::io::{IsTerminal as _, Write as _};
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -189,7 +190,11 @@ fn unit() -> Result<Outcome> {
     let features = features();
     let features = ["--workspace", "--features", &features, "--no-fail-fast"];
     if nextest {
-        run(cargo(&["nextest", "run"]).args(features).args(["-E", rxe::ON_HOST]))
+        // Weights in .config/nextest.toml: 2 for what needs a processor, 1 for what mostly waits.
+        let threads = 2 * std::thread::available_parallelism().map_or(1, NonZero::get);
+        run(cargo(&["nextest", "run", "--test-threads", &threads.to_string()])
+            .args(features)
+            .args(["-E", rxe::ON_HOST]))
     } else {
         // Several tests count what their process holds, so nobody may be beside them.
         let reason = "cargo-nextest is missing, which gives every test a process of its own: tests run one \
