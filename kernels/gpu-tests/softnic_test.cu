@@ -46,8 +46,8 @@ void wraps(int num_gpus) {
         for (const bool is_collapsed : {true, false})
             for (const bool is_of_one_block : {false, true})
                 for (const uint32_t depth : {128u, 1024u, 32768u}) {
-                    // An add is a round trip of the host's there.
-                    if (depth != 1024 && (is_of_one_block || backend.has_copy_engines))
+                    // The depth is the same to warps of one block.
+                    if (depth != 1024 && is_of_one_block)
                         continue;
                     QueueSizes sizes;
                     sizes.sq_depth = depth;
@@ -157,14 +157,19 @@ void errors(int num_gpus) {
         uint32_t syndrome;
         bool is_injected;
     };
-    const Case cases[] = {{Job::kBadRkey, SY_MLX5_SYNDROME_REMOTE_ACCESS, false},
-                          {Job::kBadLkey, SY_MLX5_SYNDROME_LOCAL_PROTECTION, false},
-                          {Job::kBadRange, SY_MLX5_SYNDROME_REMOTE_ACCESS, false},
-                          {Job::kNoRight, SY_MLX5_SYNDROME_REMOTE_ACCESS, false},
-                          {Job::kMisaligned, SY_MLX5_SYNDROME_REMOTE_INVALID, false},
-                          {Job::kAdds, SY_MLX5_SYNDROME_RETRY_EXCEEDED, true},
-                          {Job::kAdds, SY_MLX5_SYNDROME_RNR_EXCEEDED, true},
-                          {Job::kAdds, SY_MLX5_SYNDROME_REMOTE_OP, true}};
+    std::vector<Case> cases = {{Job::kBadRkey, SY_MLX5_SYNDROME_REMOTE_ACCESS, false},
+                               {Job::kBadLkey, SY_MLX5_SYNDROME_LOCAL_PROTECTION, false},
+                               {Job::kBadRange, SY_MLX5_SYNDROME_REMOTE_ACCESS, false},
+                               {Job::kNoRight, SY_MLX5_SYNDROME_REMOTE_ACCESS, false},
+                               {Job::kMisaligned, SY_MLX5_SYNDROME_REMOTE_INVALID, false}};
+    for (const uint32_t syndrome :
+         {SY_MLX5_SYNDROME_LOCAL_LENGTH, SY_MLX5_SYNDROME_LOCAL_QP_OP,
+          SY_MLX5_SYNDROME_LOCAL_PROTECTION, SY_MLX5_SYNDROME_FLUSHED, SY_MLX5_SYNDROME_MW_BIND,
+          SY_MLX5_SYNDROME_BAD_RESPONSE, SY_MLX5_SYNDROME_LOCAL_ACCESS,
+          SY_MLX5_SYNDROME_REMOTE_INVALID, SY_MLX5_SYNDROME_REMOTE_ACCESS,
+          SY_MLX5_SYNDROME_REMOTE_OP, SY_MLX5_SYNDROME_RETRY_EXCEEDED,
+          SY_MLX5_SYNDROME_RNR_EXCEEDED, SY_MLX5_SYNDROME_REMOTE_ABORTED})
+        cases.push_back({Job::kAdds, syndrome, true});
     for (const Backend& backend : kBackends) {
         QueueSizes sizes;
         sizes.is_collapsed = false;
