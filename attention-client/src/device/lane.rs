@@ -30,13 +30,17 @@ pub(super) struct Lane {
     seen_news: u64,
     /// Whether tables made before are out of date.
     is_changed: bool,
+    /// Whether a server was turned away because calls still use its predecessor's seat.
+    is_cramped: bool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Seat {
     link: Option<Box<Link>>,
     /// Links so far, this one included.
     num_links: u64,
+    /// As kernels see it, or its last occupant: calls sent before may still have to read that one's answers.
+    peer: ServerPeer,
     /// Number of the last call that may use the last occupant.
     used_upto: u64,
     /// Whether the kernels' counts for this seat are somebody else's, and the slot is not ready for answers.
@@ -72,6 +76,20 @@ impl Tables {
     }
 }
 
+impl Seat {
+    fn empty() -> Self {
+        Self {
+            link: None,
+            num_links: 0,
+            peer: ServerPeer::zeroed(),
+            used_upto: 0,
+            is_fresh: false,
+            avoid_until: None,
+            last: None,
+        }
+    }
+}
+
 impl Lane {
     /// A lane that the control task connects, after every server was tried once.
     pub fn connect(shared: &Shared, max_servers: usize) -> std::io::Result<Self> {
@@ -87,11 +105,12 @@ impl Lane {
             client_id,
             wait,
             routing: shared.routing.load_full(),
-            seats: (0..max_servers).map(|_| Seat::default()).collect(),
+            seats: (0..max_servers).map(|_| Seat::empty()).collect(),
             news,
             // Differs from the count, so that the first look takes in what is there.
             seen_news: u64::MAX,
             is_changed: true,
+            is_cramped: false,
         })
     }
 
@@ -147,6 +166,7 @@ impl Lane {
         let Some(idx) = self.seats.iter().position(is_free) else {
             let num_seats = self.seats.len();
             let is_full = self.seats.iter().all(|seat| seat.link.is_some());
+            self.is_cramped |= !is_full;
             let detail = match is_full {
                 true => format!("all {num_seats} places for servers are taken: raise max_servers"),
                 // It is connected again, by when the calls are over.
@@ -257,16 +277,28 @@ impl Lane {
         self.seats.get(idx)?.link.as_deref()
     }
 
+    /// The link in this seat, if it is the one that was there when `tables` were made.
+    pub fn link_of(&self, idx: usize, tables: &Tables) -> Option<&Link> {
+        let seat = self.seats.get(idx)?;
+        (seat.num_links == tables.link_numbers[idx]).then_some(seat.link.as_deref()).flatten()
+    }
+
+    /// Whether a server was turned away for want of a seat since this was asked last.
+    pub const fn take_cramped(&mut self) -> bool {
+        std::mem::replace(&mut self.is_cramped, false)
+    }
+
     /// Name of the server in this seat or, when it was taken out, of the last that was there.
     pub fn server_name(&self, idx: usize) -> Option<&str> {
         let last = || Some(self.seats.get(idx)?.last.as_ref()?.0.name());
         self.link(idx).map(|link| link.server.name()).or_else(last)
     }
 
-    /// Servers in these seats answered.
-    pub fn note_carried(&self, seats: u32) {
+    /// Servers in these seats answered a call that went by `tables`.
+    pub fn note_carried(&self, seats: u32, tables: &Tables) {
         let answered = |idx: &usize| seats >> idx & 1 != 0;
-        for link in (0..self.seats.len()).filter(answered).filter_map(|idx| self.link(idx)) {
+        let seats = (0..self.seats.len()).filter(answered);
+        for link in seats.filter_map(|idx| self.link_of(idx, tables)) {
             link.state.note_carried();
         }
     }
@@ -312,16 +344,17 @@ impl Lane {
         let mut seat_of: Vec<Option<(u8, u64)>> = Vec::new();
         let (mut fresh, mut avoided) = (0, 0u32);
         for (idx, seat) in self.seats.iter_mut().enumerate() {
+            (servers[idx], link_numbers[idx]) = (seat.peer, seat.num_links);
             let Some(link) = seat.link.as_deref() else { continue };
             let pair = link.device.as_ref().map(|cell| cell.lock());
             let Some(pair) = pair.as_ref().and_then(|pair| pair.as_ref()) else { continue };
-            servers[idx] = ServerPeer {
+            seat.peer = ServerPeer {
                 request: pair.link(),
                 response: pair.own(),
                 generation: link.generation,
                 reserved: 0,
             };
-            link_numbers[idx] = seat.num_links;
+            servers[idx] = seat.peer;
             if std::mem::take(&mut seat.is_fresh) {
                 fresh |= 1 << idx;
             }

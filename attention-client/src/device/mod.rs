@@ -24,6 +24,7 @@
 //! leave the tables before the next launch, its memory is unmapped as soon as no kernel can use it, and
 //! what it still writes lands in memory that nobody reads.
 
+mod calls;
 mod error;
 mod lane;
 mod launch;
@@ -32,6 +33,7 @@ mod options;
 mod overdue;
 mod repair;
 mod replay;
+mod room;
 mod slots;
 mod split;
 
@@ -41,8 +43,8 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::abi::{CombineParams, DevicePtr, DispatchParams, FrameGeometry, TAG_NONE};
-use kernels::gpu::{DeviceName, Gpu, Prepared, Stream};
+use kernels::abi::{CombineParams, DevicePtr, DispatchParams, FrameGeometry};
+use kernels::gpu::{Gpu, Prepared, Stream};
 use p2p_core::bootstrap::DeviceSide;
 use prometheus::Registry;
 use proxy::DeviceTransports;
@@ -56,7 +58,7 @@ use crate::client::builder::{MoeClientBuilder, Started};
 use crate::client::control::Control;
 use crate::client::link::AbortBit;
 use crate::client::shared::Shared;
-use crate::client::{ClientError, ClientModel, LayerReport, LayerTiming};
+use crate::client::{ClientModel, LayerTiming};
 use lane::{Lane, Tables};
 use launch::{CombineKey, DispatchKey};
 use memory::Memory;
@@ -220,14 +222,20 @@ impl DeviceClient {
         let is_recording = stream.is_capturing()?;
         let slot = self.slots.redeem(&handle, is_recording)?;
         let call = self.slots.call(slot);
-        let (capacity, layer) = (call.input.capacity, call.layer);
-        // SAFETY: the caller's promise.
-        unsafe { self.launch_combine(stream, slot, out, capacity, false)? };
+        let (capacity, layer, is_summed) = (call.input.capacity, call.layer, call.ahead.is_some());
+        if is_summed {
+            self.hand_out(stream, slot, out)?;
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { self.launch_combine(stream, slot, out, capacity, false)? };
+        }
         if is_recording {
             self.slots.release(slot);
         } else {
             self.slots.call_mut(slot).stream = stream.raw();
-            self.memory.report(stream, slot)?;
+            if !is_summed {
+                self.memory.report(stream, slot)?;
+            }
             let call = self.slots.call_mut(slot);
             call.phase = Phase::Combined;
             call.out = out;
@@ -330,201 +338,6 @@ impl DeviceClient {
     pub const fn registry(&self) -> &Registry {
         &self.registry
     }
-
-    unsafe fn dispatch_inner(
-        &mut self,
-        stream: &Stream,
-        layer: u32,
-        input: &DeviceInput,
-        start: Instant,
-    ) -> Result<DeviceHandle, DeviceError> {
-        self.check_device(stream)?;
-        let layer_idx = self.shared.layer_idx_of(layer)?;
-        if input.capacity > self.geometry.max_tokens {
-            let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);
-            return Err(DeviceError::Capacity { capacity, max_tokens });
-        }
-        if self.replaying.is_some() {
-            return Err(DeviceError::Replaying);
-        }
-        if stream.is_capturing()? {
-            let slot = self.slots.claim_recorded(*input, layer, layer_idx)?;
-            // SAFETY: the caller's promise.
-            let launched = unsafe { self.launch_dispatch(stream, slot, input) };
-            return match launched {
-                Ok(()) => Ok(self.slots.handle(slot)),
-                Err(error) => {
-                    self.slots.release(slot);
-                    Err(error)
-                }
-            };
-        }
-        self.settle_abandoned(stream)?;
-        let slot = self.slots.claim(*input, layer, layer_idx)?;
-        self.slots.call_mut(slot).stream = stream.raw();
-        let begun = self.begin(stream, slot).and_then(|()| {
-            let input = self.without_orphans(stream, slot)?;
-            // SAFETY: the caller's promise.
-            unsafe { self.launch_dispatch(stream, slot, &input) }
-        });
-        if let Err(error) = begun {
-            self.end(slot);
-            return Err(error);
-        }
-        let call = self.slots.call_mut(slot);
-        call.started = Some(start);
-        call.timing.dispatch_ns = elapsed_ns(start);
-        Ok(self.slots.handle(slot))
-    }
-
-    /// Takes in the news, counts the call in at the servers, and brings the tables up to date.
-    fn begin(&mut self, stream: &Stream, slot: usize) -> Result<(), DeviceError> {
-        let mut used = std::mem::take(&mut self.slots.call_mut(slot).used);
-        loop {
-            self.sync();
-            if self.lane.enter(&mut used) {
-                break;
-            }
-            std::thread::yield_now();
-        }
-        self.slots.call_mut(slot).used = used;
-        self.refresh(stream)?;
-        self.slots.call_mut(slot).tables = Arc::clone(&self.tables);
-        Ok(())
-    }
-
-    /// The call's kernels have ended, or were never launched.
-    fn end(&mut self, slot: usize) {
-        self.slots.call_mut(slot).used.drain(..).for_each(lane::Used::exit);
-        self.slots.release(slot);
-    }
-
-    fn sync(&mut self) {
-        let (finished, last) = (self.slots.finished(), self.slots.last());
-        // A graph may use what it began with as long as it runs.
-        let finished = self.replaying.as_ref().map_or(finished, |run| finished.min(run.serial - 1));
-        self.lane.sync(&self.shared, finished, last, &self.memory.abort);
-    }
-
-    fn finish_inner(
-        &mut self,
-        stream: &Stream,
-        pending: DevicePending,
-    ) -> Result<LayerTiming, DeviceError> {
-        let start = Instant::now();
-        let slot = self.slots.redeem_pending(&pending)?;
-        self.check_stream(stream, self.slots.call(slot).stream)?;
-        // After an error the slot stays taken: its kernels may still run. Whatever comes next waits for it.
-        self.poll(stream)?;
-        self.wait_for_call(stream, slot)?;
-        let status = self.memory.status(slot);
-        let is_good = status.error.tag == TAG_NONE && status.handle.missing == 0;
-        self.lane.note_carried(status.handle.contacted & !status.handle.missing);
-        let repaired = if is_good { Ok(()) } else { self.repair(stream, slot, &status, start) };
-        let repaired = match repaired {
-            // As above: what was launched anew may still run.
-            Err(error @ DeviceError::Gpu(_)) => return Err(error),
-            ended => ended,
-        };
-        let call = self.slots.call_mut(slot);
-        let mut timing = call.timing;
-        timing.wait_ns = elapsed_ns(start);
-        timing.num_servers = status.handle.contacted.count_ones();
-        timing.num_frames += timing.num_servers;
-        self.last_failed.clone_from(&call.failed);
-        let (layer, epoch) = (call.layer, call.tables.epoch);
-        self.end(slot);
-        pending.disarm();
-        repaired?;
-        let num_tokens = status.handle.num_tokens as usize;
-        let metrics = &self.shared.metrics;
-        metrics.frames_out.inc_by(timing.num_frames.into());
-        metrics.frames_in.inc_by(timing.num_frames.into());
-        metrics.resent_pairs.inc_by(timing.resent_pairs);
-        metrics.observe(num_tokens, num_tokens as u64 * u64::from(self.geometry.top_k), &timing);
-        if let Some(observer) = &self.shared.observer {
-            observer(&LayerReport { layer, num_tokens, epoch, timing });
-        }
-        Ok(timing)
-    }
-
-    /// Takes up what callers dropped: the ring places of its frames must be answered before they are used
-    /// again.
-    fn settle_abandoned(&mut self, stream: &Stream) -> Result<(), DeviceError> {
-        while let Some((slot, phase)) = self.slots.next_abandoned() {
-            self.shared.metrics.abandoned.inc();
-            if phase == Phase::Dispatched {
-                let capacity = self.slots.call(slot).input.capacity;
-                let scratch = self.memory.scratch.ptr();
-                // SAFETY: the client's own memory.
-                unsafe { self.launch_combine(stream, slot, scratch, capacity, false)? };
-                self.memory.report(stream, slot)?;
-                let call = self.slots.call_mut(slot);
-                (call.phase, call.stream) = (Phase::Combined, stream.raw());
-            }
-            self.wait_for_call_again(stream, slot)?;
-            let status = self.memory.status(slot);
-            self.give_up_servers(slot, &status);
-            self.clear_error(stream, &status)?;
-            self.end(slot);
-        }
-        Ok(())
-    }
-
-    /// Kernels are launched where the client's memory is.
-    fn check_device(&self, stream: &Stream) -> Result<(), DeviceError> {
-        let (found, expected) = (stream.device(), self.memory.gpu.name());
-        if found == expected { Ok(()) } else { Err(DeviceError::Device { found, expected }) }
-    }
-
-    /// When `stream` is done, so is what was launched on the stream with handle `expected`.
-    fn check_stream(&self, stream: &Stream, expected: u64) -> Result<(), DeviceError> {
-        self.check_device(stream)?;
-        let found = stream.raw();
-        if found == expected { Ok(()) } else { Err(DeviceError::Stream { found, expected }) }
-    }
-
-    fn first_unreachable(&self) -> Option<(usize, u32)> {
-        let model = &self.shared.model;
-        let routing = &self.lane.routing;
-        let live = |&rank: &u32| self.lane.has(&routing.servers[rank as usize]);
-        (0..model.moe_layers.len())
-            .flat_map(|layer_idx| (0..model.shape.num_experts).map(move |e| (layer_idx, e)))
-            .find(|&(layer_idx, e)| !routing.replicas(layer_idx, e).iter().any(live))
-    }
-
-    fn no_replica(&self, layer_idx: usize, expert: u32, waited: Duration) -> ClientError {
-        ClientError::NoReplica {
-            layer: self.shared.model.moe_layers[layer_idx],
-            expert,
-            waited,
-            detail: self.lane.routing.describe_replicas(layer_idx, expert),
-        }
-    }
-
-    fn wait_for_news(&self, limit: Duration) -> Result<(), DeviceError> {
-        self.lane
-            .wait_for_news(limit)
-            .map_err(|source| ClientError::System { op: "wait for servers", source }.into())
-    }
-
-    /// Looks whether a stream is done for as long as a layer usually takes: a sleep would add its own length
-    /// to it. A GPU in software needs the processor itself.
-    fn poll(&self, stream: &Stream) -> Result<(), DeviceError> {
-        if matches!(self.memory.gpu.name(), DeviceName::Emulated(_)) {
-            return Ok(());
-        }
-        let until = Instant::now() + SPIN;
-        while !stream.is_done()? && Instant::now() < until {
-            std::hint::spin_loop();
-        }
-        Ok(())
-    }
-
-    /// How long kernels may take at most: their waits have bounds, but work is no silence.
-    fn bound(&self) -> Duration {
-        self.shared.settings.work_limit + self.shared.settings.deadline * 2 + MARGIN
-    }
 }
 
 impl Drop for DeviceClient {
@@ -563,7 +376,6 @@ fn elapsed_ns(start: Instant) -> u64 {
 }
 
 const MARGIN: Duration = Duration::from_secs(5);
-const SPIN: Duration = Duration::from_millis(10);
 
 const _: () = {
     const fn sent_between_threads<T: Send>() {}

@@ -100,7 +100,10 @@ impl DeviceClient {
             let is_recorded = slot >= num_frames;
             let may_wait = match is_recorded {
                 true => self.replaying.is_some(),
-                false => self.slots.call(slot).phase == Phase::Combined,
+                false => {
+                    let call = self.slots.call(slot);
+                    call.phase == Phase::Combined || call.ahead.is_some()
+                }
             };
             let handle = self.handle(slot)?;
             // What a slot holds may be of an earlier call: its report is there, or it is too long ago.
@@ -151,7 +154,7 @@ impl DeviceClient {
         Ok(found[0])
     }
 
-    fn state(&self) -> Result<ClientState, GpuError> {
+    pub(super) fn state(&self) -> Result<ClientState, GpuError> {
         let mut found = Vec::new();
         let from = self.memory.state.at(0, size_of::<ClientState>() as u64)?;
         // SAFETY: the client's own state.

@@ -6,6 +6,7 @@
 //! others, and lets the same kernels send what is left; the second combine adds to what the first one
 //! summed. A pair is thus counted exactly once: its server's row was summed, or it is sent again.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kernels::abi::{MAX_PEERS, Placement, TAG_NONE, WORD_STATUS_OFFSET, WORD_STRIDE};
@@ -43,6 +44,7 @@ impl DeviceClient {
         let stalled_from = call.started.unwrap_or(start);
         let mut placement = call.tables.placements[layer_idx];
         let mut status = *status;
+        self.wait_for_others(stream)?;
         let choices = self.read_choices(stream, &input).and_then(|choices| {
             choices.check(self.shared.model.shape.num_experts)?;
             Ok(choices)
@@ -67,13 +69,18 @@ impl DeviceClient {
             .collect();
         let mut refusals = Refusals::default();
         let mut orphans_since = None;
+        // Whether all kernels have ended since a number was drawn for the next.
+        let mut is_at_rest = true;
         let (mut adds, mut rounds) = (true, 0u32);
-        let max_rounds = self.max_rounds(slot);
         self.note_failures(slot, layer, &status, &mut refusals)?;
         loop {
             self.clear_error(stream, &status)?;
             if open.is_empty() && adds {
                 break;
+            }
+            if is_at_rest {
+                self.draw_number(stream)?;
+                is_at_rest = false;
             }
             self.reenter(stream, slot)?;
             placement = self.tables.placements[layer_idx];
@@ -87,6 +94,7 @@ impl DeviceClient {
                 let is_vain = may_drop && self.vain_wait_at == Some(self.lane.seen_news());
                 let limit = self.shared.settings.replica_wait;
                 if waited < limit && !is_vain {
+                    is_at_rest = self.make_seats(stream)?;
                     self.wait_for_news(limit - waited)?;
                     continue;
                 }
@@ -103,7 +111,7 @@ impl DeviceClient {
                 continue;
             }
             rounds += 1;
-            if rounds > max_rounds {
+            if rounds > MAX_ROUNDS {
                 return Err(self.exhausted(layer, layer_idx, rounds, &choices, &open).into());
             }
             let masked = choices.masked(&go);
@@ -120,6 +128,7 @@ impl DeviceClient {
             }
             timing.stall_ns = elapsed_ns(stalled_from);
             self.wait_for_call(stream, slot)?;
+            is_at_rest = true;
             status = self.memory.status(slot);
             self.slots.call_mut(slot).timing.num_frames += status.handle.contacted.count_ones();
             let missing = self.read_missing(stream, slot, choices.num_tokens)?;
@@ -175,8 +184,9 @@ impl DeviceClient {
     /// Takes servers out whose answer did not come, unless they refused.
     pub(super) fn give_up_servers(&mut self, slot: usize, status: &Status) {
         let last = self.slots.last();
+        let tables = Arc::clone(&self.slots.call(slot).tables);
         for idx in bits(status.handle.missing & !status.handle.refused) {
-            let Some(link) = self.lane.link(idx) else { continue };
+            let Some(link) = self.lane.link_of(idx, &tables) else { continue };
             let reason = self.lane.why_unanswered(idx, FailReason::Silent);
             // Kernels keep the first error only: it tells what they waited for and what they saw.
             let (server, error) = (link.server.name(), &status.error);
@@ -194,6 +204,7 @@ impl DeviceClient {
     ) -> Result<(), DeviceError> {
         if status.error.tag != TAG_NONE {
             self.memory.clear_error(stream)?;
+            self.slots.suspect_unsummed();
         }
         Ok(())
     }
@@ -213,8 +224,9 @@ impl DeviceClient {
             call.timing.failovers += 1;
         }
         self.give_up_servers(slot, status);
+        let tables = Arc::clone(&self.slots.call(slot).tables);
         for idx in bits(status.handle.refused) {
-            let Some(link) = self.lane.link(idx) else { continue };
+            let Some(link) = self.lane.link_of(idx, &tables) else { continue };
             let number = status.handle.frame_number[idx];
             let word = self.status_word(link, number)?;
             let code = ErrorCode::from_u32((word & 0xffff) as u32);
@@ -260,6 +272,14 @@ impl DeviceClient {
             self.memory.gpu.read(pair.own_memory(), offset, &mut word, deadline)?;
         }
         Ok(u64::from_le_bytes(word))
+    }
+
+    /// Draws the number of what is launched next. What was launched before has ended.
+    fn draw_number(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        self.slots.rest(self.slots.last() + 1);
+        self.make_room(stream)?;
+        self.slots.next();
+        Ok(())
     }
 
     /// Counts the call out at the servers that it used, and in at those that live now.
@@ -323,12 +343,6 @@ impl DeviceClient {
     fn count_missing(&mut self, slot: usize, num_pairs: usize) {
         self.slots.call_mut(slot).timing.missing_pairs += num_pairs as u64;
         self.shared.metrics.missing_pairs.inc_by(num_pairs as u64);
-    }
-
-    /// How often a call may send again: while another call's frames are outstanding, until its place in
-    /// the rings would come round.
-    fn max_rounds(&self, slot: usize) -> u32 {
-        if self.slots.others_dispatched(slot) { self.geometry.num_frames - 1 } else { MAX_ROUNDS }
     }
 
     fn exhausted(

@@ -137,17 +137,28 @@ impl DeviceClient {
         self.poll(stream)?;
         // After an error its kernels may still run: the servers stay counted in.
         self.wait_watching(stream)?;
-        let error = self.memory.status(slot).error;
         let last = self.slots.last();
+        self.slots.rest(last + 1);
+        let error = self.memory.status(slot).error;
         if error.tag == TAG_NONE {
             self.end_replay();
             return Ok(ReplayOutcome::Complete);
         }
-        let result = self.judge(&error, last);
+        let result = self.fail_lost(last).and_then(|()| self.judge(&error, last));
         self.memory.clear_error(stream)?;
         self.end_replay();
         self.sync();
         result.map(|reason| ReplayOutcome::Incomplete { reason })
+    }
+
+    /// Fails whom kernels gave up. The error word names one of them, and none would be heard again.
+    fn fail_lost(&mut self, last: u64) -> Result<(), DeviceError> {
+        let lost = self.state()?.lost;
+        for idx in (0..lost.len()).filter(|idx| lost[*idx] != 0) {
+            let reason = self.lane.why_unanswered(idx, FailReason::Silent);
+            self.lane.fail(idx, reason, last, &self.shared);
+        }
+        Ok(())
     }
 
     /// What an error in a replay means: a reason to replay again, or an error.
@@ -176,6 +187,8 @@ impl DeviceClient {
                 Ok(format!("{server} refused a frame: {}", code.name()))
             }
             TAG_NO_REPLICA => {
+                // Whoever comes may need the seat of one that the graph used.
+                self.end_replay();
                 let expert = error.observed as u32;
                 let start = Instant::now();
                 let limit = self.shared.settings.replica_wait;

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use kernels::abi::DevicePtr;
+use kernels::gpu::GpuBuffer;
 
 use super::lane::{Tables, Used};
 use super::{DeviceError, DeviceInput};
@@ -87,10 +88,15 @@ pub(super) enum Phase {
 pub(super) struct Call {
     pub phase: Phase,
     pub serial: u64,
+    /// Its kernels that were launched before this number was drawn have ended, and those to come use no
+    /// server that was taken out before.
+    pub busy_from: u64,
     pub input: DeviceInput,
     pub layer: u32,
     pub layer_idx: usize,
     pub out: DevicePtr,
+    /// Its rows, bf16 `[capacity, hidden]`, if it was summed before its caller asked for them.
+    pub ahead: Option<GpuBuffer>,
     /// Handle of the stream that has its last kernel.
     pub stream: u64,
     /// By which the tokens were sent.
@@ -98,11 +104,20 @@ pub(super) struct Call {
     /// Servers whose slots its kernels may use.
     pub used: Vec<Used>,
     pub started: Option<Instant>,
+    /// Whether what its dispatch had to complain about may have been cleared with another call's error: there is
+    /// one word for all of them.
+    pub is_suspect: bool,
     /// When its kernels must have ended, once they are waited for.
     pub until: Option<Instant>,
     pub timing: LayerTiming,
     /// Links that failed before they answered: seat, and which link of it.
     pub failed: Vec<(usize, u64)>,
+}
+
+impl Call {
+    fn is_unsummed(&self) -> bool {
+        self.phase == Phase::Dispatched && self.ahead.is_none()
+    }
 }
 
 /// See the [module](self).
@@ -129,15 +144,18 @@ impl Slots {
         let call = || Call {
             phase: Phase::Free,
             serial: 0,
+            busy_from: 0,
             input,
             layer: 0,
             layer_idx: 0,
             out: null,
+            ahead: None,
             stream: 0,
             tables: Arc::new(Tables::empty(0)),
             used: Vec::new(),
             started: None,
             until: None,
+            is_suspect: false,
             timing: LayerTiming::default(),
             failed: Vec::new(),
         };
@@ -158,20 +176,52 @@ impl Slots {
         &mut self.calls[slot]
     }
 
-    /// A free slot for a call that runs now.
+    /// A slot for a call that runs now.
+    pub fn free_slot(&self) -> Result<usize, DeviceError> {
+        let free = self.calls[..self.num_frames].iter().position(|call| call.phase == Phase::Free);
+        free.ok_or(DeviceError::Outstanding { num_frames: self.num_frames as u32 })
+    }
+
+    /// All kernels that were launched before `number` was drawn have ended: only calls that are still to be
+    /// summed need the servers of before.
+    pub fn rest(&mut self, number: u64) {
+        for call in &mut self.calls[..self.num_frames] {
+            if call.phase == Phase::Combined || call.ahead.is_some() {
+                call.busy_from = number;
+            }
+        }
+    }
+
+    /// The oldest call that has not been summed.
+    pub fn unsummed(&self) -> Option<usize> {
+        let calls = self.calls[..self.num_frames].iter().enumerate();
+        let unsummed = calls.filter(|(_, call)| call.is_unsummed());
+        unsummed.min_by_key(|(_, call)| call.serial).map(|(slot, _)| slot)
+    }
+
+    /// The error word was cleared: calls that have not been summed did not report what it said.
+    pub fn suspect_unsummed(&mut self) {
+        for call in self.calls[..self.num_frames].iter_mut().filter(|call| call.is_unsummed()) {
+            call.is_suspect = true;
+        }
+    }
+
+    /// The oldest call whose frames lie where the next dispatch's belong, and are not summed yet.
+    pub fn in_the_way(&self) -> Option<usize> {
+        let slot = self.unsummed()?;
+        let num_newer = self.next_serial + 1 - self.calls[slot].serial;
+        (num_newer >= self.num_frames as u64).then_some(slot)
+    }
+
+    /// Takes a slot for a call that runs now. Nothing is [in the way](Self::in_the_way) of it.
     pub fn claim(
         &mut self,
         input: DeviceInput,
         layer: u32,
         layer_idx: usize,
     ) -> Result<usize, DeviceError> {
-        let free = self.calls[..self.num_frames].iter().position(|call| call.phase == Phase::Free);
-        let num_frames = self.num_frames as u32;
-        let slot = free.ok_or(DeviceError::Outstanding { num_frames })?;
-        let oldest = self.dispatched().map(|call| call.serial).min();
-        if oldest.is_some_and(|oldest| self.next_serial + 1 - oldest >= self.num_frames as u64) {
-            return Err(DeviceError::Outstanding { num_frames });
-        }
+        let slot = self.free_slot()?;
+        debug_assert!(self.in_the_way().is_none());
         self.next_serial += 1;
         self.take(slot, self.next_serial, input, layer, layer_idx);
         Ok(slot)
@@ -205,7 +255,9 @@ impl Slots {
     fn take(&mut self, slot: usize, serial: u64, input: DeviceInput, layer: u32, layer_idx: usize) {
         let call = &mut self.calls[slot];
         call.phase = Phase::Dispatched;
-        (call.serial, call.input) = (serial, input);
+        call.ahead = None;
+        call.is_suspect = false;
+        (call.serial, call.busy_from, call.input) = (serial, serial, input);
         (call.layer, call.layer_idx) = (layer, layer_idx);
         (call.started, call.until) = (None, None);
         call.timing = LayerTiming::default();
@@ -274,6 +326,7 @@ impl Slots {
 
     pub fn release(&mut self, slot: usize) {
         self.calls[slot].phase = Phase::Free;
+        self.calls[slot].ahead = None;
         // A ticket that goes later means a call that is over.
         self.dropped.fetch_and(!(1 << slot), Ordering::Relaxed);
     }
@@ -299,6 +352,7 @@ impl Slots {
     pub fn keep_used(&mut self) {
         for call in &mut self.calls {
             std::mem::forget(std::mem::take(&mut call.used));
+            std::mem::forget(call.ahead.take());
         }
     }
 
@@ -307,31 +361,22 @@ impl Slots {
         self.next_serial
     }
 
-    /// A number for something that is no call but uses the servers' slots like one.
+    /// A number for something that is no call of its own but uses the servers' slots like one.
     pub const fn next(&mut self) -> u64 {
         self.next_serial += 1;
         self.next_serial
     }
 
-    /// All calls up to this number are over.
+    /// Nothing uses servers any more that were taken out when this number, or an earlier one, was the last.
     pub fn finished(&self) -> u64 {
         let open = self.calls[..self.num_frames].iter().filter(|call| call.phase != Phase::Free);
-        open.map(|call| call.serial - 1).min().unwrap_or(self.next_serial)
+        open.map(|call| call.busy_from - 1).min().unwrap_or(self.next_serial)
     }
 
     /// A stream other than `raw` that may still have kernels of a call.
     pub fn other_stream(&self, raw: u64) -> Option<u64> {
         let mut open = self.calls[..self.num_frames].iter().filter(|c| c.phase != Phase::Free);
         open.find_map(|call| (call.stream != raw).then_some(call.stream))
-    }
-
-    fn dispatched(&self) -> impl Iterator<Item = &Call> {
-        self.calls[..self.num_frames].iter().filter(|call| call.phase == Phase::Dispatched)
-    }
-
-    /// Whether another call waits for its combine.
-    pub fn others_dispatched(&self, slot: usize) -> bool {
-        self.dispatched().any(|call| call.serial != self.calls[slot].serial)
     }
 
     pub fn num_in(&self, phase: Phase) -> usize {

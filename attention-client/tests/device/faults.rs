@@ -11,13 +11,13 @@ use rustix::process::Signal;
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
-use crate::rig::{Fleet, Pair, Tensors, builder, check, forward};
+use crate::rig::{Fleet, Replicas, Tensors, builder, check, forward};
 
 /// Enough tokens that both replicas of each expert get some.
 pub const MANY: usize = 40;
 
 /// Batches that a server gives its GPU before the one at work has ended.
-const MAX_AHEAD: usize = 2;
+pub const MAX_AHEAD: usize = 2;
 
 pub fn metric(client: &DeviceClient, name: &str, label: Option<&str>) -> f64 {
     let families = client.registry().gather();
@@ -35,7 +35,7 @@ fn nothing_lost(client: &DeviceClient) {
     assert_eq!(metric(client, name, None), 0.0);
 }
 
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let limit = Instant::now() + Duration::from_secs(60);
     while !holds() {
         assert!(Instant::now() < limit, "{what}: not within a minute");
@@ -44,7 +44,7 @@ fn until(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// A call during which the first of two replicas dies without having answered.
-fn killed(rng: &mut StdRng, pair: &mut Pair, client: &mut DeviceClient, stream: &Stream) {
+fn killed(rng: &mut StdRng, pair: &mut Replicas, client: &mut DeviceClient, stream: &Stream) {
     let tensors = Tensors::new(client);
     let mut local = pair.local();
     let request = Request::random(rng, &pair.model, MANY, 4);
@@ -89,7 +89,7 @@ fn killed(rng: &mut StdRng, pair: &mut Pair, client: &mut DeviceClient, stream: 
 
 fn survives_a_death(test: &str, dtype: WireDtype) {
     let mut rng = seeded(test);
-    let Some(mut pair) = Pair::start(dtype) else { return };
+    let Some(mut pair) = Replicas::start(dtype) else { return };
     // Only the news of the death can end the wait in time.
     let mut client = pair.connect(
         builder(&pair.model)
@@ -113,7 +113,7 @@ fn a_replica_that_is_killed_with_bf16_requests() {
 #[test]
 fn a_replica_that_freezes_and_comes_back() {
     let mut rng = seeded("a_replica_that_freezes_and_comes_back");
-    let Some(pair) = Pair::start(WireDtype::F8E4m3) else { return };
+    let Some(pair) = Replicas::start(WireDtype::F8E4m3) else { return };
     let mut client = pair.connect(builder(&pair.model).deadline(Duration::from_millis(500)));
     let (tensors, mut local) = (Tensors::new(&client), pair.local());
     let stream = client.gpu().stream().expect("stream");
@@ -146,7 +146,7 @@ fn a_replica_that_freezes_and_comes_back() {
 #[test]
 fn memory_of_a_dead_server_goes_while_nobody_calls() {
     let mut rng = seeded("memory_of_a_dead_server_goes_while_nobody_calls");
-    let Some(mut pair) = Pair::start(WireDtype::F8E4m3) else { return };
+    let Some(mut pair) = Replicas::start(WireDtype::F8E4m3) else { return };
     let mut client = pair.connect(builder(&pair.model));
     let (tensors, mut local) = (Tensors::new(&client), pair.local());
     let stream = client.gpu().stream().expect("stream");

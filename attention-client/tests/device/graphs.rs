@@ -1,5 +1,6 @@
 //! Calls recorded into a caller's graph.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use attention_client::{DeviceClient, DeviceError, LocalExperts};
@@ -7,9 +8,11 @@ use kernels::abi::DevicePtr;
 use kernels::gpu::{Graph, Stream};
 use protocol::WireDtype;
 use rustix::process::Signal;
+use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
-use crate::rig::{Fleet, Pair, SLOT, Tensors, builder, check};
+use crate::faults::{MAX_AHEAD, metric, until};
+use crate::rig::{Fleet, Replicas, SLOT, Tensors, builder, check};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
 pub const NUM_TOKENS: usize = 30;
@@ -93,7 +96,7 @@ fn a_graph_is_replayed_with_other_tokens_and_other_servers() {
 fn a_graph_survives_a_server_that_freezes_or_dies() {
     let mut rng = seeded("a_graph_survives_a_server_that_freezes_or_dies");
     for signal in [None, Some(Signal::KILL)] {
-        let Some(pair) = Pair::start(DTYPE) else { return };
+        let Some(pair) = Replicas::start(DTYPE) else { return };
         let deadline = Duration::from_millis(if signal.is_some() { 20_000 } else { 500 });
         let mut client = pair.connect(builder(&pair.model).deadline(deadline));
         let mut local = pair.local();
@@ -187,4 +190,78 @@ fn recorded_and_other_calls_are_not_mixed_up() {
         client.finish(&stream, pending).expect("finish");
     }
     check(&request, &tensors.read(3), &mut fleet.local(), DTYPE);
+}
+
+/// Silent servers are found together, and used again when they go on: what they still answer then is of frames
+/// that nobody waits for.
+#[test]
+fn a_graph_survives_two_servers_that_freeze_and_go_on() {
+    let mut rng = seeded("a_graph_survives_two_servers_that_freeze_and_go_on");
+    let Some(replicas) = Replicas::of(DTYPE, 3, SLOT.num_frames) else { return };
+    let mut client =
+        replicas.connect(builder(&replicas.model).deadline(Duration::from_millis(500)));
+    let mut local = replicas.local();
+    let stream = client.gpu().stream().expect("stream");
+    let recorded = record(&mut client, &stream);
+    let mut replay = |client: &mut DeviceClient| {
+        let request = Request::random(&mut rng, &replicas.model, NUM_TOKENS, 4);
+        recorded.load(&request);
+        let report = client.replay(&stream, &recorded.graph).expect("replay");
+        recorded.check(&request, &mut local);
+        report
+    };
+    assert_eq!(replay(&mut client).attempts, 1);
+    for round in 0..2 {
+        for server in [round, 2] {
+            replicas.server(server).signal(Signal::STOP);
+        }
+        // A GPU may have been given batches before: then the first replays are answered.
+        let mut report = replay(&mut client);
+        for _ in 0..MAX_AHEAD {
+            if report.attempts == 1 {
+                report = replay(&mut client);
+            }
+        }
+        let num_silent = metric(&client, "switchyard_client_failovers_total", Some("silent"));
+        assert_eq!((report.attempts, num_silent), (2, 2.0 * (round + 1) as f64), "{report:?}");
+        for server in [round, 2] {
+            replicas.server(server).signal(Signal::CONT);
+        }
+        until("the servers are back", || {
+            replay(&mut client);
+            metric(&client, "switchyard_client_links", Some("up")) == 3.0
+        });
+        for _ in 0..3 {
+            replay(&mut client);
+        }
+    }
+}
+
+/// There is no place for the successor of the only server but its own.
+#[test]
+fn a_graph_waits_for_the_successor_of_the_only_server() {
+    let mut rng = seeded("a_graph_waits_for_the_successor_of_the_only_server");
+    let Some(mut replicas) = Replicas::of(DTYPE, 1, SLOT.num_frames) else { return };
+    replicas.max_servers = 1;
+    let (tables, watched) = watch::channel(Arc::new(replicas.table()));
+    let mut client = replicas.connect_by(builder(&replicas.model).placement_watch(watched));
+    let mut local = replicas.local();
+    let stream = client.gpu().stream().expect("stream");
+    let recorded = record(&mut client, &stream);
+    for round in 0..3 {
+        let request = Request::random(&mut rng, &replicas.model, NUM_TOKENS, 4);
+        recorded.load(&request);
+        let report = std::thread::scope(|scope| {
+            if round > 0 {
+                replicas.kill(0);
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(300));
+                    tables.send(Arc::new(replicas.restart(0))).expect("watched");
+                });
+            }
+            client.replay(&stream, &recorded.graph).expect("replay")
+        });
+        assert_eq!(report.attempts > 1, round > 0, "{report:?}");
+        recorded.check(&request, &mut local);
+    }
 }

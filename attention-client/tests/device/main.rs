@@ -15,6 +15,7 @@ mod bad_input;
 mod faults;
 mod graphs;
 mod layers;
+mod order;
 mod parts;
 mod rig;
 mod stuck;

@@ -35,6 +35,11 @@ pub fn devices() -> Option<(DeviceName, DeviceName)> {
     }
 }
 
+/// [`SLOT`], but for another number of frames of the same size.
+pub const fn slot_of(num_frames: usize) -> SlotConfig {
+    SlotConfig { slot_bytes: SLOT.slot_bytes / SLOT.num_frames * num_frames, num_frames }
+}
+
 pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
@@ -154,28 +159,47 @@ impl Fleet {
     }
 }
 
-/// Two servers that replicate each other, each in a process of its own.
-pub struct Pair {
+/// Servers that replicate each other, each in a process of its own.
+pub struct Replicas {
     servers: Vec<Option<child::Server>>,
     pub model: ClientModel,
     pub dtype: WireDtype,
+    pub num_frames: usize,
+    /// [`DeviceOptions::max_servers`] of clients.
+    pub max_servers: usize,
+    server: DeviceName,
     client: DeviceName,
     checkpoint: Arc<Checkpoint>,
     table: PlacementTable,
 }
 
-impl Pair {
+impl Replicas {
+    /// Two of them.
     pub fn start(dtype: WireDtype) -> Option<Self> {
+        Self::of(dtype, 2, SLOT.num_frames)
+    }
+
+    pub fn of(dtype: WireDtype, num_servers: usize, num_frames: usize) -> Option<Self> {
         let (server, client) = devices()?;
         let checkpoint = Arc::new(Checkpoint::open(tiny_dir()).expect("checkpoint"));
         let model = ClientModel::of(&checkpoint);
-        let layout = Layout { num_servers: 2, replicas: 2 };
-        let held = layout.held(0, model.shape.num_experts as usize);
-        let servers: Vec<_> =
-            (0..2).map(|_| Some(child::Server::start(server, dtype, &held))).collect();
+        let layout = Layout { num_servers, replicas: num_servers };
+        let start = |_| child::Server::start(server, dtype, num_frames);
+        let servers: Vec<_> = (0..num_servers).map(start).map(Some).collect();
         let addrs: Vec<String> = servers.iter().flatten().map(|s| s.addr.clone()).collect();
         let table = table_of(&model, layout, 1, &addrs);
-        Some(Self { servers, model, dtype, client, checkpoint, table })
+        let max_servers = DeviceOptions::default().max_servers;
+        Some(Self {
+            servers,
+            model,
+            dtype,
+            num_frames,
+            max_servers,
+            server,
+            client,
+            checkpoint,
+            table,
+        })
     }
 
     pub fn server(&self, server: usize) -> &child::Server {
@@ -186,11 +210,38 @@ impl Pair {
         self.servers[server] = None;
     }
 
-    /// A client with both servers connected.
+    pub fn lives(&self, server: usize) -> bool {
+        self.servers[server].is_some()
+    }
+
+    /// A successor of a server that was killed, and the placement with its address.
+    pub fn restart(&mut self, server: usize) -> PlacementTable {
+        let child = child::Server::start(self.server, self.dtype, self.num_frames);
+        let layout = Layout { num_servers: self.servers.len(), replicas: self.servers.len() };
+        let mut addrs: Vec<String> =
+            self.table.servers.iter().map(|s| s.data_addr.clone()).collect();
+        addrs[server].clone_from(&child.addr);
+        self.servers[server] = Some(child);
+        self.table = table_of(&self.model, layout, self.table.epoch + 1, &addrs);
+        self.table.clone()
+    }
+
+    pub fn table(&self) -> PlacementTable {
+        self.table.clone()
+    }
+
+    /// A client with all servers connected.
     pub fn connect(&self, builder: MoeClientBuilder) -> DeviceClient {
+        self.connect_by(builder.placement(self.table.clone()))
+    }
+
+    /// As [`connect`](Self::connect), where the placement is somebody else's matter.
+    pub fn connect_by(&self, builder: MoeClientBuilder) -> DeviceClient {
         let gpu = Gpu::open_named(self.client).expect("the client's GPU");
-        let builder = builder.placement(self.table.clone());
-        let mut client = builder.build_device(gpu, options(self.dtype)).expect("client");
+        let builder = builder.slot(slot_of(self.num_frames));
+        let mut options = options(self.dtype);
+        options.max_servers = self.max_servers;
+        let mut client = builder.build_device(gpu, options).expect("client");
         client.wait_ready(Duration::from_secs(60)).expect("servers");
         client
     }
@@ -380,11 +431,11 @@ pub mod child {
     }
 
     impl Server {
-        pub fn start(device: DeviceName, dtype: WireDtype, held: &[u32]) -> Self {
-            let held: Vec<String> = held.iter().map(u32::to_string).collect();
+        /// A server with all experts.
+        pub fn start(device: DeviceName, dtype: WireDtype, num_frames: usize) -> Self {
             let mut child = Command::new(std::env::current_exe().expect("this test"))
                 .args(["child_server", "--exact", "--nocapture"])
-                .env(SETTINGS, format!("{device} {} {}", dtype.name(), held.join(",")))
+                .env(SETTINGS, format!("{device} {} {num_frames}", dtype.name()))
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()
@@ -423,13 +474,16 @@ pub mod child {
             "fp8" => WireDtype::F8E4m3,
             _ => WireDtype::Bf16,
         };
-        let held = word().split(',').map(|expert| expert.parse().expect("expert")).collect();
+        let num_frames = word().parse().expect("a number");
+        let all = ClientModel::of(&Checkpoint::open(tiny_dir()).expect("checkpoint"));
+        let held = (0..all.shape.num_experts).collect();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()
             .expect("runtime");
-        let config = server_config("child", device, dtype, held);
+        let mut config = server_config("child", device, dtype, held);
+        config.slot = slot_of(num_frames);
         let server = runtime.block_on(ExpertServer::start(config, |_| {})).expect("server");
         println!("\n{MARK}{}", server.data_addr());
         let _ = std::io::stdout().flush();

@@ -15,7 +15,7 @@ use rustix::process::Signal;
 use crate::client_common::{Request, seeded};
 use crate::faults::{MANY, metric};
 use crate::graphs::{NUM_TOKENS, record};
-use crate::rig::{Pair, SLOT, Tensors, builder, devices, forward};
+use crate::rig::{Replicas, SLOT, Tensors, builder, devices, forward};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
 const DEADLINE: Duration = Duration::from_millis(1000);
@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(40);
 
 /// Adds to the word by which servers show life, in every response slot of this process, as servers do that
 /// are at work.
-fn with_life<R>(client: DeviceName, pair: &Pair, work: impl FnOnce() -> R) -> R {
+fn with_life<R>(client: DeviceName, pair: &Replicas, work: impl FnOnce() -> R) -> R {
     let DeviceName::Emulated(ordinal) = client else { unreachable!("asked for before") };
     let shape = pair.model.shape;
     let (frames, bytes) = (SLOT.num_frames as u32, SLOT.slot_bytes as u64);
@@ -72,13 +72,13 @@ impl Drop for Over<'_> {
     }
 }
 
-fn pair() -> Option<(Pair, DeviceName)> {
+fn pair() -> Option<(Replicas, DeviceName)> {
     let (_, client) = devices()?;
     if !matches!(client, DeviceName::Emulated(_)) {
         crate::skip::skip("emulated", "slots of a real GPU are out of this test's reach");
         return None;
     }
-    Some((Pair::start(DTYPE)?, client))
+    Some((Replicas::start(DTYPE)?, client))
 }
 
 #[test]

@@ -1,0 +1,229 @@
+//! Calls of which several are dispatched before the first is combined, while servers die and come back.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use attention_client::device::{DeviceHandle, DevicePending};
+use attention_client::{DeviceClient, LayerTiming};
+use kernels::gpu::{Event, Stream};
+use protocol::WireDtype;
+use rand::RngExt;
+use rand::rngs::StdRng;
+use rustix::process::Signal;
+use tokio::sync::watch;
+
+use crate::client_common::{Request, seeded};
+use crate::faults::{MANY, metric, until};
+use crate::rig::{Replicas, Tensors, builder, check, forward};
+
+const DTYPE: WireDtype = WireDtype::F8E4m3;
+/// Waits end by the news of a death, or not in the time of a test.
+const NEVER: Duration = Duration::from_secs(600);
+
+/// A call's tensors and where it is.
+struct Call {
+    tensors: Tensors,
+    request: Request,
+}
+
+impl Call {
+    fn new(rng: &mut StdRng, client: &DeviceClient) -> Self {
+        let request = Request::random(rng, client.model(), MANY, 4);
+        Self { tensors: Tensors::new(client), request }
+    }
+
+    fn dispatch(&self, client: &mut DeviceClient, stream: &Stream) -> DeviceHandle {
+        let input = self.tensors.load(&self.request);
+        // SAFETY: the tensors have these sizes and outlive the call.
+        unsafe { client.dispatch(stream, self.request.layer, &input).expect("dispatch") }
+    }
+
+    fn combine(
+        &self,
+        client: &mut DeviceClient,
+        stream: &Stream,
+        handle: DeviceHandle,
+    ) -> DevicePending {
+        // SAFETY: as above.
+        unsafe { client.combine(stream, handle, self.tensors.out_ptr()).expect("combine") }
+    }
+
+    fn finish(
+        &self,
+        client: &mut DeviceClient,
+        stream: &Stream,
+        pending: DevicePending,
+        replicas: &Replicas,
+    ) -> LayerTiming {
+        let timing = client.finish(stream, pending).expect("finish");
+        let found = self.tensors.read(self.request.num_tokens);
+        check(&self.request, &found, &mut replicas.local(), DTYPE);
+        // What lies behind is not touched.
+        let all = self.tensors.read(client.max_tokens() as usize);
+        assert!(all[found.len()..].iter().all(|value| value.is_nan()));
+        timing
+    }
+}
+
+/// Two replicas, the first of which stands still, and calls.
+fn beside_one_that_stands_still<const N: usize>(
+    rng: &mut StdRng,
+    replicas: &Replicas,
+    client: &mut DeviceClient,
+    stream: &Stream,
+) -> [Call; N] {
+    let calls = std::array::from_fn(|_| Call::new(rng, client));
+    let first = Call::new(rng, client);
+    forward(client, stream, &first.tensors, &first.request, &mut replicas.local(), DTYPE);
+    replicas.server(0).signal(Signal::STOP);
+    calls
+}
+
+fn die(replicas: &Replicas, client: &DeviceClient) {
+    replicas.server(0).signal(Signal::KILL);
+    until("the death is known", || metric(client, "switchyard_client_links", Some("up")) == 1.0);
+}
+
+/// What a repair sends takes the place in the rings that was meant for the next call. That one's belongs where
+/// the second call's rows still wait for their combine.
+#[test]
+fn a_repair_between_dispatches_costs_no_rows() {
+    let mut rng = seeded("a_repair_between_dispatches_costs_no_rows");
+    let Some(replicas) = Replicas::start(DTYPE) else { return };
+    let mut client = replicas.connect(builder(&replicas.model).deadline(NEVER).work_limit(NEVER));
+    let stream = client.gpu().stream().expect("stream");
+    let (client, stream) = (&mut client, &stream);
+    let [a, b, c] = beside_one_that_stands_still(&mut rng, &replicas, client, stream);
+    let (first, second) = (a.dispatch(client, stream), b.dispatch(client, stream));
+    die(&replicas, client);
+    let first = a.combine(client, stream, first);
+    a.finish(client, stream, first, &replicas);
+    let third = c.dispatch(client, stream);
+    let second = b.combine(client, stream, second);
+    b.finish(client, stream, second, &replicas);
+    let third = c.combine(client, stream, third);
+    assert_eq!(c.finish(client, stream, third, &replicas).failovers, 0);
+}
+
+/// The second dispatch goes by tables in which the first one's server is no more.
+#[test]
+fn a_server_may_be_gone_from_the_tables_before_its_rows_are_asked_for() {
+    let mut rng = seeded("a_server_may_be_gone_from_the_tables_before_its_rows_are_asked_for");
+    let Some(replicas) = Replicas::start(DTYPE) else { return };
+    let mut client = replicas.connect(builder(&replicas.model).deadline(NEVER).work_limit(NEVER));
+    let stream = client.gpu().stream().expect("stream");
+    let (client, stream) = (&mut client, &stream);
+    let [a, b] = beside_one_that_stands_still(&mut rng, &replicas, client, stream);
+    let first = a.dispatch(client, stream);
+    die(&replicas, client);
+    let second = b.dispatch(client, stream);
+    let (first, second) = (a.combine(client, stream, first), b.combine(client, stream, second));
+    a.finish(client, stream, first, &replicas);
+    assert_eq!(b.finish(client, stream, second, &replicas).failovers, 0);
+}
+
+/// The only server dies with two calls outstanding, one of which is not even to be combined yet, and there is no
+/// place for its successor but its own.
+#[test]
+fn a_successor_takes_the_only_seat_while_calls_wait_for_it() {
+    let mut rng = seeded("a_successor_takes_the_only_seat_while_calls_wait_for_it");
+    let Some(mut replicas) = Replicas::of(DTYPE, 1, 2) else { return };
+    replicas.max_servers = 1;
+    let (tables, watched) = watch::channel(Arc::new(replicas.table()));
+    let settings = builder(&replicas.model).deadline(NEVER).work_limit(NEVER);
+    let mut client = replicas.connect_by(settings.placement_watch(watched));
+    let stream = client.gpu().stream().expect("stream");
+    let (client, stream) = (&mut client, &stream);
+    let [a, b] = beside_one_that_stands_still(&mut rng, &replicas, client, stream);
+    let (first, second) = (a.dispatch(client, stream), b.dispatch(client, stream));
+    replicas.kill(0);
+    tables.send(Arc::new(replicas.restart(0))).expect("watched");
+    let first = a.combine(client, stream, first);
+    a.finish(client, stream, first, &replicas);
+    let second = b.combine(client, stream, second);
+    b.finish(client, stream, second, &replicas);
+}
+
+/// Streams of which each waits for the last one's calls.
+struct Streams {
+    streams: [Stream; 2],
+    event: Event,
+    last: usize,
+}
+
+impl Streams {
+    fn one_of(&mut self, rng: &mut StdRng) -> usize {
+        let next = rng.random_range(0..2);
+        self.streams[self.last].record(&self.event).expect("recorded");
+        self.streams[next].wait_for(&self.event).expect("ordered");
+        self.last = next;
+        next
+    }
+}
+
+#[test]
+fn random_orders_of_calls_and_deaths_give_the_right_rows() {
+    let mut rng = seeded("random_orders_of_calls_and_deaths_give_the_right_rows");
+    for num_frames in [2, 4] {
+        let Some(mut replicas) = Replicas::of(DTYPE, 2, num_frames) else { return };
+        // A successor has to wait until nobody uses its predecessor's seat.
+        replicas.max_servers = 2;
+        let (tables, watched) = watch::channel(Arc::new(replicas.table()));
+        let settings = builder(&replicas.model).deadline(NEVER).work_limit(NEVER);
+        let mut client = replicas.connect_by(settings.placement_watch(watched));
+        let streams = [(); 2].map(|()| client.gpu().stream().expect("stream"));
+        let event = client.gpu().event().expect("event");
+        let mut streams = Streams { streams, event, last: 0 };
+        let mut dispatched = VecDeque::new();
+        let mut combined = VecDeque::new();
+        let mut num_failovers = 0;
+        for _ in 0..200 {
+            match rng.random_range(0..10) {
+                0..=3 if dispatched.len() + combined.len() < num_frames => {
+                    let call = Call::new(&mut rng, &client);
+                    let on = streams.one_of(&mut rng);
+                    let handle = call.dispatch(&mut client, &streams.streams[on]);
+                    dispatched.push_back((call, handle));
+                }
+                4..=6 => {
+                    let Some((call, handle)) = dispatched.pop_front() else { continue };
+                    let on = streams.one_of(&mut rng);
+                    let pending = call.combine(&mut client, &streams.streams[on], handle);
+                    combined.push_back((call, on, pending));
+                }
+                7..=8 => {
+                    let Some((call, on, pending)) = combined.pop_front() else { continue };
+                    let stream = &streams.streams[on];
+                    num_failovers += call.finish(&mut client, stream, pending, &replicas).failovers;
+                }
+                _ => {
+                    let server = rng.random_range(0..2);
+                    if !replicas.lives(server) {
+                        let table = replicas.restart(server);
+                        tables.send(Arc::new(table)).expect("watched");
+                    } else if replicas.lives(1 - server) {
+                        replicas.server(server).signal(Signal::STOP);
+                        if dispatched.len() + combined.len() < num_frames {
+                            let call = Call::new(&mut rng, &client);
+                            let on = streams.one_of(&mut rng);
+                            let handle = call.dispatch(&mut client, &streams.streams[on]);
+                            dispatched.push_back((call, handle));
+                        }
+                        replicas.kill(server);
+                    }
+                }
+            }
+        }
+        for (call, handle) in dispatched {
+            let on = streams.one_of(&mut rng);
+            let pending = call.combine(&mut client, &streams.streams[on], handle);
+            combined.push_back((call, on, pending));
+        }
+        for (call, on, pending) in combined {
+            let stream = &streams.streams[on];
+            num_failovers += call.finish(&mut client, stream, pending, &replicas).failovers;
+        }
+        println!("{num_frames} frames: {num_failovers} failovers");
+    }
+}
