@@ -8,8 +8,8 @@ use attention_client::device::{DeviceHandle, DevicePending};
 use attention_client::{DeviceClient, LayerTiming};
 use kernels::gpu::{Event, Stream};
 use protocol::WireDtype;
-use rand::RngExt;
 use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
 use tokio::sync::watch;
 
@@ -145,20 +145,99 @@ fn a_successor_takes_the_only_seat_while_calls_wait_for_it() {
     b.finish(client, stream, second, &replicas);
 }
 
-/// Streams of which each waits for the last one's calls.
-struct Streams {
+/// Calls on two streams, each of which waits for what the other had before.
+struct Play {
+    rng: StdRng,
+    client: DeviceClient,
     streams: [Stream; 2],
     event: Event,
     last: usize,
+    num_frames: usize,
+    dispatched: VecDeque<(Call, DeviceHandle)>,
+    combined: VecDeque<(Call, usize, DevicePending)>,
+    /// Their kernels may still run.
+    abandoned: Vec<Call>,
+    num_failovers: u32,
 }
 
-impl Streams {
-    fn one_of(&mut self, rng: &mut StdRng) -> usize {
-        let next = rng.random_range(0..2);
+impl Play {
+    fn new(rng: StdRng, client: DeviceClient, num_frames: usize) -> Self {
+        let streams = [(); 2].map(|()| client.gpu().stream().expect("stream"));
+        let event = client.gpu().event().expect("event");
+        Self {
+            rng,
+            client,
+            streams,
+            event,
+            last: 0,
+            num_frames,
+            dispatched: VecDeque::new(),
+            combined: VecDeque::new(),
+            abandoned: Vec::new(),
+            num_failovers: 0,
+        }
+    }
+
+    fn choose_stream(&mut self) -> usize {
+        let next = self.rng.random_range(0..2);
         self.streams[self.last].record(&self.event).expect("recorded");
         self.streams[next].wait_for(&self.event).expect("ordered");
         self.last = next;
         next
+    }
+
+    /// Unless as many calls are outstanding as may be.
+    fn dispatch(&mut self) {
+        if self.dispatched.len() + self.combined.len() >= self.num_frames {
+            return;
+        }
+        let call = Call::new(&mut self.rng, &self.client);
+        let on = self.choose_stream();
+        let handle = call.dispatch(&mut self.client, &self.streams[on]);
+        self.dispatched.push_back((call, handle));
+    }
+
+    fn combine(&mut self) {
+        let Some((call, handle)) = self.dispatched.pop_front() else { return };
+        let on = self.choose_stream();
+        let pending = call.combine(&mut self.client, &self.streams[on], handle);
+        self.combined.push_back((call, on, pending));
+    }
+
+    fn finish(&mut self, replicas: &Replicas) {
+        let Some((call, on, pending)) = self.combined.pop_front() else { return };
+        let timing = call.finish(&mut self.client, &self.streams[on], pending, replicas);
+        self.num_failovers += timing.failovers;
+    }
+
+    fn abandon(&mut self) {
+        let call = match self.rng.random() {
+            true => self.dispatched.pop_back().map(|(call, _)| call),
+            false => self.combined.pop_front().map(|(call, ..)| call),
+        };
+        self.abandoned.extend(call);
+    }
+
+    /// One step; `false` leaves it to the servers.
+    fn step(&mut self, replicas: &Replicas) -> bool {
+        match self.rng.random_range(0..20) {
+            0..=7 => self.dispatch(),
+            8..=13 => self.combine(),
+            14..=16 => self.finish(replicas),
+            17 => self.abandon(),
+            _ => return false,
+        }
+        true
+    }
+
+    fn end(mut self, replicas: &Replicas) {
+        while !self.dispatched.is_empty() {
+            self.combine();
+        }
+        while !self.combined.is_empty() {
+            self.finish(replicas);
+        }
+        println!("{} frames: {} failovers", self.num_frames, self.num_failovers);
     }
 }
 
@@ -171,59 +250,53 @@ fn random_orders_of_calls_and_deaths_give_the_right_rows() {
         replicas.max_servers = 2;
         let (tables, watched) = watch::channel(Arc::new(replicas.table()));
         let settings = builder(&replicas.model).deadline(NEVER).work_limit(NEVER);
-        let mut client = replicas.connect_by(settings.placement_watch(watched));
-        let streams = [(); 2].map(|()| client.gpu().stream().expect("stream"));
-        let event = client.gpu().event().expect("event");
-        let mut streams = Streams { streams, event, last: 0 };
-        let mut dispatched = VecDeque::new();
-        let mut combined = VecDeque::new();
-        let mut num_failovers = 0;
+        let client = replicas.connect_by(settings.placement_watch(watched));
+        let mut play = Play::new(StdRng::from_rng(&mut rng), client, num_frames);
         for _ in 0..200 {
-            match rng.random_range(0..10) {
-                0..=3 if dispatched.len() + combined.len() < num_frames => {
-                    let call = Call::new(&mut rng, &client);
-                    let on = streams.one_of(&mut rng);
-                    let handle = call.dispatch(&mut client, &streams.streams[on]);
-                    dispatched.push_back((call, handle));
-                }
-                4..=6 => {
-                    let Some((call, handle)) = dispatched.pop_front() else { continue };
-                    let on = streams.one_of(&mut rng);
-                    let pending = call.combine(&mut client, &streams.streams[on], handle);
-                    combined.push_back((call, on, pending));
-                }
-                7..=8 => {
-                    let Some((call, on, pending)) = combined.pop_front() else { continue };
-                    let stream = &streams.streams[on];
-                    num_failovers += call.finish(&mut client, stream, pending, &replicas).failovers;
-                }
-                _ => {
-                    let server = rng.random_range(0..2);
-                    if !replicas.lives(server) {
-                        let table = replicas.restart(server);
-                        tables.send(Arc::new(table)).expect("watched");
-                    } else if replicas.lives(1 - server) {
-                        replicas.server(server).signal(Signal::STOP);
-                        if dispatched.len() + combined.len() < num_frames {
-                            let call = Call::new(&mut rng, &client);
-                            let on = streams.one_of(&mut rng);
-                            let handle = call.dispatch(&mut client, &streams.streams[on]);
-                            dispatched.push_back((call, handle));
-                        }
-                        replicas.kill(server);
-                    }
-                }
+            if play.step(&replicas) {
+                continue;
+            }
+            let server = rng.random_range(0..2);
+            if !replicas.lives(server) {
+                tables.send(Arc::new(replicas.restart(server))).expect("watched");
+            } else if replicas.lives(1 - server) {
+                replicas.server(server).signal(Signal::STOP);
+                std::thread::scope(|scope| {
+                    // A dispatch may have to wait for kernels that wait for this server.
+                    scope.spawn(|| {
+                        std::thread::sleep(Duration::from_millis(20));
+                        replicas.server(server).signal(Signal::KILL);
+                    });
+                    play.dispatch();
+                });
+                replicas.kill(server);
             }
         }
-        for (call, handle) in dispatched {
-            let on = streams.one_of(&mut rng);
-            let pending = call.combine(&mut client, &streams.streams[on], handle);
-            combined.push_back((call, on, pending));
+        play.end(&replicas);
+    }
+}
+
+#[test]
+fn random_orders_of_calls_and_freezes_give_the_right_rows() {
+    let mut rng = seeded("random_orders_of_calls_and_freezes_give_the_right_rows");
+    for num_frames in [2, 4] {
+        let Some(replicas) = Replicas::of(DTYPE, 2, num_frames) else { return };
+        let client =
+            replicas.connect(builder(&replicas.model).deadline(Duration::from_millis(300)));
+        let mut play = Play::new(StdRng::from_rng(&mut rng), client, num_frames);
+        let mut frozen = None;
+        for _ in 0..150 {
+            if play.step(&replicas) {
+                continue;
+            }
+            if let Some(server) = frozen.take() {
+                replicas.server(server).signal(Signal::CONT);
+            } else {
+                let server = rng.random_range(0..2);
+                replicas.server(server).signal(Signal::STOP);
+                frozen = Some(server);
+            }
         }
-        for (call, on, pending) in combined {
-            let stream = &streams.streams[on];
-            num_failovers += call.finish(&mut client, stream, pending, &replicas).failovers;
-        }
-        println!("{num_frames} frames: {num_failovers} failovers");
+        play.end(&replicas);
     }
 }
