@@ -12,6 +12,7 @@ mod skip;
 mod stopped;
 
 mod bad_input;
+mod crowd;
 mod faults;
 mod graphs;
 mod layers;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use attention_client::device::{DeviceHandle, DevicePending};
-use attention_client::{DeviceClient, LayerTiming};
+use attention_client::{DeviceClient, LayerTiming, LocalExperts};
 use kernels::gpu::{Event, Stream};
 use protocol::WireDtype;
 use rand::rngs::StdRng;
@@ -15,7 +15,7 @@ use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
 use crate::faults::{MANY, metric, until};
-use crate::rig::{Replicas, Tensors, builder, check, forward};
+use crate::rig::{Replicas, Tensors, builder, check, forward, soon};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
 /// Waits end by the news of a death, or not in the time of a test.
@@ -54,11 +54,11 @@ impl Call {
         client: &mut DeviceClient,
         stream: &Stream,
         pending: DevicePending,
-        replicas: &Replicas,
+        local: &mut LocalExperts,
     ) -> LayerTiming {
         let timing = client.finish(stream, pending).expect("finish");
         let found = self.tensors.read(self.request.num_tokens);
-        check(&self.request, &found, &mut replicas.local(), DTYPE);
+        check(&self.request, &found, local, DTYPE);
         // What lies behind is not touched.
         let all = self.tensors.read(client.max_tokens() as usize);
         assert!(all[found.len()..].iter().all(|value| value.is_nan()));
@@ -98,12 +98,12 @@ fn a_repair_between_dispatches_costs_no_rows() {
     let (first, second) = (a.dispatch(client, stream), b.dispatch(client, stream));
     die(&replicas, client);
     let first = a.combine(client, stream, first);
-    a.finish(client, stream, first, &replicas);
+    a.finish(client, stream, first, &mut replicas.local());
     let third = c.dispatch(client, stream);
     let second = b.combine(client, stream, second);
-    b.finish(client, stream, second, &replicas);
+    b.finish(client, stream, second, &mut replicas.local());
     let third = c.combine(client, stream, third);
-    assert_eq!(c.finish(client, stream, third, &replicas).failovers, 0);
+    assert_eq!(c.finish(client, stream, third, &mut replicas.local()).failovers, 0);
 }
 
 /// The second dispatch goes by tables in which the first one's server is no more.
@@ -119,8 +119,8 @@ fn a_server_may_be_gone_from_the_tables_before_its_rows_are_asked_for() {
     die(&replicas, client);
     let second = b.dispatch(client, stream);
     let (first, second) = (a.combine(client, stream, first), b.combine(client, stream, second));
-    a.finish(client, stream, first, &replicas);
-    assert_eq!(b.finish(client, stream, second, &replicas).failovers, 0);
+    a.finish(client, stream, first, &mut replicas.local());
+    assert_eq!(b.finish(client, stream, second, &mut replicas.local()).failovers, 0);
 }
 
 /// The only server dies with two calls outstanding, one of which is not even to be combined yet, and there is no
@@ -140,15 +140,16 @@ fn a_successor_takes_the_only_seat_while_calls_wait_for_it() {
     replicas.kill(0);
     tables.send(Arc::new(replicas.restart(0))).expect("watched");
     let first = a.combine(client, stream, first);
-    a.finish(client, stream, first, &replicas);
+    a.finish(client, stream, first, &mut replicas.local());
     let second = b.combine(client, stream, second);
-    b.finish(client, stream, second, &replicas);
+    b.finish(client, stream, second, &mut replicas.local());
 }
 
 /// Calls on two streams, each of which waits for what the other had before.
-struct Play {
+pub struct Play {
     rng: StdRng,
-    client: DeviceClient,
+    pub client: DeviceClient,
+    local: LocalExperts,
     streams: [Stream; 2],
     event: Event,
     last: usize,
@@ -161,12 +162,13 @@ struct Play {
 }
 
 impl Play {
-    fn new(rng: StdRng, client: DeviceClient, num_frames: usize) -> Self {
+    pub fn new(rng: StdRng, client: DeviceClient, local: LocalExperts, num_frames: usize) -> Self {
         let streams = [(); 2].map(|()| client.gpu().stream().expect("stream"));
         let event = client.gpu().event().expect("event");
         Self {
             rng,
             client,
+            local,
             streams,
             event,
             last: 0,
@@ -204,9 +206,10 @@ impl Play {
         self.combined.push_back((call, on, pending));
     }
 
-    fn finish(&mut self, replicas: &Replicas) {
+    fn finish(&mut self) {
         let Some((call, on, pending)) = self.combined.pop_front() else { return };
-        let timing = call.finish(&mut self.client, &self.streams[on], pending, replicas);
+        let stream = &self.streams[on];
+        let timing = call.finish(&mut self.client, stream, pending, &mut self.local);
         self.num_failovers += timing.failovers;
     }
 
@@ -219,25 +222,35 @@ impl Play {
     }
 
     /// One step; `false` leaves it to the servers.
-    fn step(&mut self, replicas: &Replicas) -> bool {
+    pub fn step(&mut self) -> bool {
         match self.rng.random_range(0..20) {
             0..=7 => self.dispatch(),
             8..=13 => self.combine(),
-            14..=16 => self.finish(replicas),
+            14..=16 => self.finish(),
             17 => self.abandon(),
             _ => return false,
         }
         true
     }
 
-    fn end(mut self, replicas: &Replicas) {
+    /// The client goes with calls outstanding. Their kernels end, but what they use is used until then.
+    pub fn leave(self) {
+        drop(self.client);
+        for stream in &self.streams {
+            stream.wait(soon()).expect("kernels");
+        }
+    }
+
+    pub fn end(mut self) {
         while !self.dispatched.is_empty() {
             self.combine();
         }
         while !self.combined.is_empty() {
-            self.finish(replicas);
+            self.finish();
         }
         println!("{} frames: {} failovers", self.num_frames, self.num_failovers);
+        // Those that were given up may still be under way.
+        self.leave();
     }
 }
 
@@ -251,9 +264,9 @@ fn random_orders_of_calls_and_deaths_give_the_right_rows() {
         let (tables, watched) = watch::channel(Arc::new(replicas.table()));
         let settings = builder(&replicas.model).deadline(NEVER).work_limit(NEVER);
         let client = replicas.connect_by(settings.placement_watch(watched));
-        let mut play = Play::new(StdRng::from_rng(&mut rng), client, num_frames);
+        let mut play = Play::new(StdRng::from_rng(&mut rng), client, replicas.local(), num_frames);
         for _ in 0..200 {
-            if play.step(&replicas) {
+            if play.step() {
                 continue;
             }
             let server = rng.random_range(0..2);
@@ -272,7 +285,7 @@ fn random_orders_of_calls_and_deaths_give_the_right_rows() {
                 replicas.kill(server);
             }
         }
-        play.end(&replicas);
+        play.end();
     }
 }
 
@@ -283,10 +296,10 @@ fn random_orders_of_calls_and_freezes_give_the_right_rows() {
         let Some(replicas) = Replicas::of(DTYPE, 2, num_frames) else { return };
         let client =
             replicas.connect(builder(&replicas.model).deadline(Duration::from_millis(300)));
-        let mut play = Play::new(StdRng::from_rng(&mut rng), client, num_frames);
+        let mut play = Play::new(StdRng::from_rng(&mut rng), client, replicas.local(), num_frames);
         let mut frozen = None;
         for _ in 0..150 {
-            if play.step(&replicas) {
+            if play.step() {
                 continue;
             }
             if let Some(server) = frozen.take() {
@@ -297,6 +310,6 @@ fn random_orders_of_calls_and_freezes_give_the_right_rows() {
                 frozen = Some(server);
             }
         }
-        play.end(&replicas);
+        play.end();
     }
 }

@@ -237,11 +237,43 @@ impl Replicas {
 
     /// As [`connect`](Self::connect), where the placement is somebody else's matter.
     pub fn connect_by(&self, builder: MoeClientBuilder) -> DeviceClient {
+        self.guest().connect_by(builder)
+    }
+
+    pub fn guest(&self) -> Guest {
+        Guest {
+            model: self.model.clone(),
+            dtype: self.dtype,
+            slot: slot_of(self.num_frames),
+            max_servers: self.max_servers,
+            client: self.client,
+            checkpoint: Arc::clone(&self.checkpoint),
+        }
+    }
+
+    pub fn local(&self) -> LocalExperts {
+        LocalExperts::new(Arc::clone(&self.checkpoint))
+    }
+}
+
+/// What it takes to be a client of [`Replicas`].
+#[derive(Clone)]
+pub struct Guest {
+    pub model: ClientModel,
+    pub dtype: WireDtype,
+    pub slot: SlotConfig,
+    max_servers: usize,
+    client: DeviceName,
+    checkpoint: Arc<Checkpoint>,
+}
+
+impl Guest {
+    /// A client with all experts in reach.
+    pub fn connect_by(&self, builder: MoeClientBuilder) -> DeviceClient {
         let gpu = Gpu::open_named(self.client).expect("the client's GPU");
-        let builder = builder.slot(slot_of(self.num_frames));
         let mut options = options(self.dtype);
         options.max_servers = self.max_servers;
-        let mut client = builder.build_device(gpu, options).expect("client");
+        let mut client = builder.slot(self.slot).build_device(gpu, options).expect("client");
         client.wait_ready(Duration::from_secs(60)).expect("servers");
         client
     }
