@@ -20,6 +20,8 @@
 //! then the next one waits until the peer says that it has taken some: for its process, that is, as long as
 //! [`stall_timeout`](super::VerbsConfig::stall_timeout) allows.
 
+mod waits;
+
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -27,10 +29,10 @@ use std::time::{Duration, Instant};
 
 use super::lane::{Failed, Lane, Message};
 use super::messages;
-use super::progress::{OpKind, Progress};
+use super::progress::Progress;
 use super::registration::{MemoryRegion, Rights};
+use super::request::OpKind;
 use super::state::PeerState;
-use super::status::Cause;
 use crate::backend::counted::message::Then;
 use crate::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use crate::region::{LocalRange, Region, RemoteRange, SlotKey};
@@ -245,25 +247,6 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Waits until the lanes from `first` on have nothing under way.
-    fn settle(&mut self, first: usize) -> Result<(), PostError> {
-        let address = self.remote.address;
-        let lanes = &mut self.lanes[first..];
-        let settled = lanes.iter_mut().try_for_each(|lane| lane.seal(address)).and_then(|()| {
-            lanes.iter().try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop))
-        });
-        match settled {
-            Ok(()) => {
-                self.is_spread = false;
-                if let Some(sent) = &mut self.sent {
-                    sent.has_spread_reads = false;
-                }
-                Ok(())
-            }
-            Err(Failed) => Err(self.failure("put")),
-        }
-    }
-
     /// Sends a message behind everything before. `None` where flags do not travel so.
     fn send(&mut self, kind: OpKind, then: Then) -> Option<Result<(), PostError>> {
         let sent = self.sent.as_ref()?;
@@ -284,101 +267,6 @@ impl VerbsEndpoint {
             sent.is_open = true;
         }
         Some(Ok(()))
-    }
-
-    /// Whether the peer has a receive for another message or counted write.
-    fn has_room(&self) -> bool {
-        let under_way = |sent: &Sent| sent.num_taking.wrapping_sub(self.peer.arrivals.peer_taken());
-        self.sent.as_ref().is_none_or(|sent| under_way(sent) < sent.window)
-    }
-
-    /// Waits until it has. The peer fails when it takes nothing for longer than allowed.
-    fn wait_for_room(&self, kind: OpKind) -> Result<(), PostError> {
-        let mut seen = (self.peer.arrivals.peer_taken(), None);
-        let mut num_looks = 0u32;
-        while !self.has_room() {
-            self.progress.drive();
-            self.health()?;
-            num_looks = num_looks.wrapping_add(1);
-            // A clock costs as much as a look.
-            if !num_looks.is_multiple_of(16) {
-                continue;
-            }
-            let (now, taken) = (Instant::now(), self.peer.arrivals.peer_taken());
-            let since = if seen.0 == taken { seen.1.unwrap_or(now) } else { now };
-            seen = (taken, Some(since));
-            let limit = self.lanes[0].limit();
-            if now - since >= limit {
-                let limit_ms = limit.as_millis() as u64;
-                self.peer.health.fail(kind.name(), Cause::Still { limit_ms });
-                return Err(self.failure(kind.name()));
-            }
-            // Room comes within microseconds, unless the peer's process stands still.
-            if now - since >= YIELD {
-                std::thread::sleep(PAUSE);
-            } else {
-                std::thread::yield_now();
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits until all requests are complete.
-    fn drain(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        self.health()?;
-        let address = self.remote.address;
-        let lanes = if self.is_spread { self.lanes.len() } else { 1 };
-        for lane in &mut self.lanes[..lanes] {
-            if lane.seal(address).is_err() {
-                return Err(self.failure("quiet").into());
-            }
-        }
-        for lane in &self.lanes[..lanes] {
-            match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
-                Ok(true) => {}
-                Ok(false) => {
-                    let outstanding: u64 = self.lanes.iter().map(Lane::num_outstanding).sum();
-                    return Err(QuietError::Deadline { outstanding: outstanding as usize });
-                }
-                Err(Failed) => return Err(self.failure("quiet").into()),
-            }
-        }
-        self.is_spread = false;
-        self.fence_before_spread = false;
-        if let Some(sent) = &mut self.sent {
-            sent.has_spread_reads = false;
-        }
-        Ok(())
-    }
-
-    /// Waits until the peer's driver has done what the messages before asked for.
-    fn hear(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        let Some(sent) = &self.sent else { return Ok(()) };
-        let (mut asked, mut is_open) = (sent.num_asked, sent.is_open);
-        let mut num_looks = 0u32;
-        loop {
-            if is_open && self.has_room() {
-                asked += 1;
-                self.send(OpKind::Quiet, Then::Answer { id: asked }).transpose()?;
-                is_open = false;
-                if let Some(sent) = &mut self.sent {
-                    (sent.num_asked, sent.is_open) = (asked, is_open);
-                }
-            }
-            self.progress.drive();
-            if !is_open && self.peer.arrivals.answered() >= asked {
-                return Ok(());
-            }
-            self.health()?;
-            num_looks = num_looks.wrapping_add(1);
-            // A clock costs as much as a look.
-            if num_looks.is_multiple_of(16) {
-                if Instant::now() >= deadline {
-                    return Err(QuietError::Deadline { outstanding: 1 });
-                }
-                std::thread::yield_now();
-            }
-        }
     }
 }
 
@@ -536,8 +424,5 @@ impl Endpoint for VerbsEndpoint {
 
 /// A fence behind flags completes what was before it, and gives up after this.
 const FENCE_PATIENCE: Duration = Duration::from_secs(5);
-/// How long a wait for room lets others run between looks, and how long it sleeps between them then.
-const YIELD: Duration = Duration::from_millis(1);
-const PAUSE: Duration = Duration::from_micros(100);
 /// Parts of a spread operation begin on pages.
 const PART_ALIGN: usize = 4096;

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::progress::{OpKind, Place, Progress, RequestId, Room};
+use super::progress::{Progress, Room};
 use super::qp::{FENCE, INLINE, SIGNALLED, Verb, Work};
 use super::registration::MemoryRegion;
+use super::request::{OpKind, Place, RequestId};
 use super::state::LaneState;
 use super::status::Cause;
 use crate::backend::counted::message::Header;

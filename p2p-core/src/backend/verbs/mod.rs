@@ -24,6 +24,7 @@ mod port;
 mod progress;
 mod qp;
 mod registration;
+mod request;
 mod state;
 mod status;
 mod sys;

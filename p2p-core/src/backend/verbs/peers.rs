@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::detail::LaneAddress;
-use super::progress::{OpKind, Place, Progress, Room};
+use super::progress::{Progress, Room};
+use super::request::{OpKind, Place};
 use super::state::{LaneState, PeerState};
 use super::status::Cause;
 use crate::endpoint::PostError;

@@ -17,82 +17,11 @@ use super::owner::{
     AsyncEvent, CallError, CompletionBuffer, CompletionChannel, CompletionQueue, Context,
     WorkCompletion, queue_pair_event,
 };
+use super::request::{MAX_LANES_IN_ALL, OpKind, Place, RequestId};
 use super::state::LaneState;
 use super::status::Cause;
 use super::sys::ibv_wc_status::IBV_WC_SUCCESS;
 use crate::wait::{Driver, signal_event};
-
-/// What an operation was. Part of the number that its completion brings back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum OpKind {
-    Put = 1,
-    Get = 2,
-    AddFlag = 3,
-    Wake = 4,
-    Quiet = 5,
-    Receive = 6,
-    Answer = 7,
-}
-
-impl OpKind {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Put => "put",
-            Self::Get => "get",
-            Self::AddFlag => "add_flag",
-            Self::Wake => "wake",
-            Self::Quiet => "quiet",
-            Self::Receive => "receive",
-            Self::Answer => "answer",
-        }
-    }
-
-    const fn from_bits(bits: u64) -> Self {
-        match bits {
-            1 => Self::Put,
-            2 => Self::Get,
-            3 => Self::AddFlag,
-            4 => Self::Wake,
-            5 => Self::Quiet,
-            7 => Self::Answer,
-            _ => Self::Receive,
-        }
-    }
-}
-
-/// Number of a request: which queue pair, what, and the low half of its place in the queue.
-///
-/// ```text
-/// 63 place in the table 44 | 43 generation 36 | 35 kind 32 | 31 sequence 0
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RequestId(pub(super) u64);
-
-impl RequestId {
-    pub(super) const fn new(place: Place, kind: OpKind, sequence: u64) -> Self {
-        Self(
-            (place.idx as u64) << 44
-                | (place.generation as u64) << 36
-                | (kind as u64) << 32
-                | (sequence & 0xffff_ffff),
-        )
-    }
-
-    pub(super) const fn place(self) -> Place {
-        Place { idx: (self.0 >> 44) as u32, generation: (self.0 >> 36) as u8 }
-    }
-
-    const fn kind(self) -> OpKind {
-        OpKind::from_bits(self.0 >> 32 & 0xf)
-    }
-}
-
-/// Place of a queue pair in the driver's table. The generation tells its successive users apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
-    idx: u32,
-    generation: u8,
-}
 
 /// Room for a queue pair in a completion queue, given back when dropped.
 #[derive(Debug)]
@@ -477,34 +406,6 @@ fn handle(progress: &Progress, context: &Context, event: AsyncEvent) {
 const FIRST_QUEUE: u32 = 4 << 10;
 /// Entries of all further ones.
 const NEXT_QUEUES: u32 = 64 << 10;
-/// As many as request numbers can tell apart.
-const MAX_LANES_IN_ALL: usize = 1 << 20;
 /// How soon the stand-in notices that the network was dropped, should the stop event fail.
 const LONGEST_SLEEP: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(5);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn request_numbers_carry_all_their_parts() {
-        for kind in [
-            OpKind::Put,
-            OpKind::Get,
-            OpKind::AddFlag,
-            OpKind::Wake,
-            OpKind::Quiet,
-            OpKind::Receive,
-            OpKind::Answer,
-        ] {
-            for (idx, generation, sequence) in
-                [(0, 0, 0u64), (MAX_LANES_IN_ALL as u32 - 1, 255, u64::MAX), (77, 3, 1 << 40 | 5)]
-            {
-                let place = Place { idx, generation };
-                let id = RequestId::new(place, kind, sequence);
-                assert_eq!((id.place(), id.kind(), id.0 as u32), (place, kind, sequence as u32));
-            }
-        }
-    }
-}

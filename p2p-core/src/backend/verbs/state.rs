@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::messages::{Arrival, Arrivals, Messages};
 use super::owner::{CallError, WorkCompletion};
-use super::progress::{OpKind, Place, RequestId};
 use super::qp::{QueuePair, Work};
+use super::request::{OpKind, Place, RequestId};
 use super::status::{Cause, Health};
 use crate::flags::{self, Contract};
 use crate::region::Region;
