@@ -244,7 +244,8 @@ impl DeviceClient {
     }
 
     /// Waits until the call's output is complete, re-sending what a failed server did not answer. `stream` is
-    /// that of its [`combine`](Self::combine).
+    /// that of its [`combine`](Self::combine). Before anything is sent again the streams of other outstanding
+    /// calls are waited for, too.
     ///
     /// The wait ends: a server that is silent for the deadline counts as failed, one that shows life but does
     /// not answer within the work limit and twice the deadline as well, and a call in which nothing is
@@ -291,7 +292,8 @@ impl DeviceClient {
         }
     }
 
-    /// Waits until there is a live replica of every expert.
+    /// Waits until there is a live replica of every expert. With calls outstanding a successor may have to wait
+    /// for them, where all of [`max_servers`](DeviceOptions::max_servers) are in use: finish them first.
     ///
     /// # Errors
     /// [`ClientError::NoReplica`] that names the first expert without: at `timeout`, or at once when all

@@ -7,12 +7,13 @@ use attention_client::{DeviceClient, DeviceError, LocalExperts};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Graph, Stream};
 use protocol::WireDtype;
+use rand::RngExt;
 use rustix::process::Signal;
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
 use crate::faults::{MAX_AHEAD, metric, until};
-use crate::rig::{Fleet, Replicas, SLOT, Tensors, builder, check};
+use crate::rig::{Fleet, Replicas, SLOT, Tensors, builder, check, forward};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
 pub const NUM_TOKENS: usize = 30;
@@ -86,7 +87,7 @@ fn a_graph_is_replayed_with_other_tokens_and_other_servers() {
     // Other calls go on beside.
     let request = Request::random(&mut rng, &fleet.model, NUM_TOKENS, 4);
     let tensors = Tensors::new(&client);
-    crate::rig::forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+    forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
     recorded.load(&request);
     client.replay(&stream, &recorded.graph).expect("replay");
     recorded.check(&request, &mut local);
@@ -264,4 +265,57 @@ fn a_graph_waits_for_the_successor_of_the_only_server() {
         assert_eq!(report.attempts > 1, round > 0, "{report:?}");
         recorded.check(&request, &mut local);
     }
+}
+
+/// Replays and other calls by turns, while servers die, freeze, go on and are replaced.
+#[test]
+fn random_replays_among_other_calls_give_the_right_rows() {
+    let mut rng = seeded("random_replays_among_other_calls_give_the_right_rows");
+    let Some(mut replicas) = Replicas::of(DTYPE, 3, SLOT.num_frames) else { return };
+    replicas.max_servers = 3;
+    let (tables, watched) = watch::channel(Arc::new(replicas.table()));
+    let settings = builder(&replicas.model).deadline(Duration::from_millis(300));
+    let mut client = replicas.connect_by(settings.placement_watch(watched));
+    let mut local = replicas.local();
+    let stream = client.gpu().stream().expect("stream");
+    let recorded = record(&mut client, &stream);
+    let tensors = Tensors::new(&client);
+    let mut frozen = None;
+    let mut num_repeated = 0;
+    for _ in 0..80 {
+        let request = Request::random(&mut rng, &replicas.model, NUM_TOKENS, 4);
+        match rng.random_range(0..8) {
+            0..=3 => {
+                recorded.load(&request);
+                let report = client.replay(&stream, &recorded.graph).expect("replay");
+                recorded.check(&request, &mut local);
+                num_repeated += report.attempts - 1;
+            }
+            4..=5 => {
+                forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+            }
+            6 => {
+                let server = rng.random_range(0..3);
+                if !replicas.lives(server) {
+                    tables.send(Arc::new(replicas.restart(server))).expect("watched");
+                } else if frozen != Some(server)
+                    && (0..3).any(|s| s != server && frozen != Some(s) && replicas.lives(s))
+                {
+                    replicas.kill(server);
+                }
+            }
+            _ => {
+                if let Some(server) = frozen.take() {
+                    replicas.server(server).signal(Signal::CONT);
+                    continue;
+                }
+                let server = rng.random_range(0..3);
+                if (0..3).filter(|s| replicas.lives(*s)).count() > 1 && replicas.lives(server) {
+                    replicas.server(server).signal(Signal::STOP);
+                    frozen = Some(server);
+                }
+            }
+        }
+    }
+    println!("{num_repeated} replays again");
 }
