@@ -40,17 +40,29 @@ impl DeviceClient {
             };
         }
         self.settle_abandoned(stream)?;
-        self.slots.free_slot()?;
+        let slot = self.slots.free_slot()?;
+        // What is wrong with the tensors shows before anything is launched.
+        // SAFETY: the caller's promise.
+        unsafe { self.prepare_dispatch(slot, (layer, layer_idx), input)? };
         self.make_room(stream)?;
         let slot = self.slots.claim(*input, layer, layer_idx)?;
         self.slots.call_mut(slot).stream = stream.raw();
+        self.memory.forget_missing(slot);
+        self.slots.call_mut(slot).reported_before = self.memory.reported(slot);
         let begun = self.begin(stream, slot).and_then(|()| {
             let input = self.without_orphans(stream, slot)?;
             // SAFETY: the caller's promise.
             unsafe { self.launch_dispatch(stream, slot, &input) }
         });
         if let Err(error) = begun {
-            self.end(slot);
+            // Tables may be on their way. If they do not arrive, whoever comes next waits for them.
+            match self.wait_until(stream, Instant::now() + self.bound()) {
+                Ok(()) => self.end(slot),
+                Err(_) => {
+                    self.slots.call_mut(slot).phase = Phase::Combined;
+                    self.slots.abandon(slot);
+                }
+            }
             return Err(error);
         }
         let call = self.slots.call_mut(slot);
@@ -105,12 +117,17 @@ impl DeviceClient {
             && !self.slots.call(slot).is_suspect;
         let answered = status.handle.contacted & !status.handle.missing;
         self.lane.note_carried(answered, &self.slots.call(slot).tables);
+        if !is_good && self.replaying.is_some() {
+            return Err(DeviceError::Replaying);
+        }
         let repaired = if is_good { Ok(()) } else { self.repair(stream, slot, &status, start) };
-        let repaired = match repaired {
+        match &repaired {
+            Ok(()) => {}
             // As above: what was launched anew may still run.
-            Err(error @ DeviceError::Gpu(_)) => return Err(error),
-            ended => ended,
-        };
+            Err(DeviceError::Gpu(_)) => return repaired.map(|()| LayerTiming::default()),
+            // Tables may be on their way.
+            Err(_) => self.wait_until(stream, Instant::now() + self.bound())?,
+        }
         let call = self.slots.call_mut(slot);
         let mut timing = call.timing;
         timing.wait_ns = elapsed_ns(start);
@@ -137,20 +154,21 @@ impl DeviceClient {
     /// again.
     pub(super) fn settle_abandoned(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         while let Some((slot, phase)) = self.slots.next_abandoned() {
-            self.shared.metrics.abandoned.inc();
             if phase == Phase::Dispatched && self.slots.call(slot).ahead.is_none() {
                 let capacity = self.slots.call(slot).input.capacity;
-                let scratch = self.memory.scratch.ptr();
-                // SAFETY: the client's own memory.
-                unsafe { self.launch_combine(stream, slot, scratch, capacity, false)? };
-                self.memory.report(stream, slot)?;
+                let rows = self.memory.rows[slot].ptr();
+                // SAFETY: the client's own memory, as large as any call's rows.
+                unsafe { self.launch_combine(stream, slot, rows, capacity, false)? };
                 let call = self.slots.call_mut(slot);
                 (call.phase, call.stream) = (Phase::Combined, stream.raw());
+                self.memory.report(stream, slot)?;
             }
+            self.wait_for_ahead(slot)?;
             self.wait_for_call_again(stream, slot)?;
             let status = self.memory.status(slot);
             self.give_up_servers(slot, &status);
             self.clear_error(stream, &status)?;
+            self.shared.metrics.abandoned.inc();
             self.end(slot);
         }
         Ok(())

@@ -45,19 +45,33 @@ impl DeviceClient {
         input: &DeviceInput,
     ) -> Result<(), DeviceError> {
         let call = self.slots.call(slot);
-        let key = (call.layer_idx, slot, *input);
-        if !self.dispatches.contains_key(&key) {
-            let params = self.dispatch_params(slot, (call.layer, call.layer_idx), input);
-            // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
-            let prepared = unsafe { self.memory.gpu.prepare(params)? };
-            self.check_input(input)?;
-            if self.dispatches.len() >= MAX_PREPARED {
-                self.dispatches.clear();
-            }
-            self.dispatches.insert(key, prepared);
-        }
+        let (layer, layer_idx) = (call.layer, call.layer_idx);
+        // SAFETY: the caller's promise.
+        unsafe { self.prepare_dispatch(slot, (layer, layer_idx), input)? };
         self.reached.expect_work();
-        Ok(stream.launch(&self.dispatches[&key])?)
+        Ok(stream.launch(&self.dispatches[&(layer_idx, slot, *input)])?)
+    }
+
+    /// Checks a dispatch, and makes its parameters where there are none yet.
+    pub(super) unsafe fn prepare_dispatch(
+        &mut self,
+        slot: usize,
+        layer: (u32, usize),
+        input: &DeviceInput,
+    ) -> Result<(), DeviceError> {
+        let key = (layer.1, slot, *input);
+        if self.dispatches.contains_key(&key) {
+            return Ok(());
+        }
+        let params = self.dispatch_params(slot, layer, input);
+        // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
+        let prepared = unsafe { self.memory.gpu.prepare(params)? };
+        self.check_input(input)?;
+        if self.dispatches.len() >= MAX_PREPARED {
+            self.dispatches.clear();
+        }
+        self.dispatches.insert(key, prepared);
+        Ok(())
     }
 
     /// Looks whether kernels reach a call's tensors from their first byte to their last.

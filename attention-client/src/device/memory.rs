@@ -25,8 +25,9 @@ pub(super) struct Memory {
     pub abort: Arc<GpuBuffer>,
     /// By slot; those of recorded calls come after those of others.
     pub slots: Vec<SlotMemory>,
-    /// Where rows of calls go that nobody waits for: `[max_tokens, hidden]`.
-    pub scratch: GpuBuffer,
+    /// By slot but for those of recorded calls, bf16 `[max_tokens, hidden]`: where the rows of a call go that
+    /// nobody has asked for.
+    pub rows: Vec<GpuBuffer>,
     /// Tokens of a full part of a call that is larger than a frame, and of the last one.
     pub counts: GpuBuffer,
     /// Page-locked: a number of tokens that was read, and `counts` on their way.
@@ -83,7 +84,9 @@ impl Memory {
             staging: [gpu.alloc_host(table_bytes)?, gpu.alloc_host(table_bytes)?],
             abort: Arc::new(gpu.alloc_host(4096)?),
             slots: (0..num_slots).map(|_| slot()).collect::<Result<_, _>>()?,
-            scratch: gpu.alloc(rows * u64::from(geometry.hidden) * 2)?,
+            rows: (0..geometry.num_frames)
+                .map(|_| gpu.alloc(rows * u64::from(geometry.hidden) * 2))
+                .collect::<Result<_, _>>()?,
             counts: gpu.alloc(8)?,
             words: gpu.alloc_host(WORDS_BYTES)?,
             num_layers,
@@ -169,6 +172,16 @@ impl Memory {
         let host = self.slots[slot].status.host();
         // SAFETY: page-locked memory of this size, and plain numbers.
         host.map_or_else(Status::zeroed, |host| unsafe { host.cast::<Status>().read_volatile() })
+    }
+
+    /// Forgets which servers the last report of a slot names; to be called when no copy of one is under way.
+    pub fn forget_missing(&self, slot: usize) {
+        let mut status = self.status(slot);
+        (status.handle.missing, status.handle.refused) = (0, 0);
+        if let Some(host) = self.slots[slot].status.host() {
+            // SAFETY: page-locked memory of this size.
+            unsafe { host.cast::<Status>().write_volatile(status) };
+        }
     }
 
     /// Number of the last dispatch of a slot whose report is there, which may be asked at any time.

@@ -232,13 +232,11 @@ impl DeviceClient {
         if is_recording {
             self.slots.release(slot);
         } else {
-            self.slots.call_mut(slot).stream = stream.raw();
+            let call = self.slots.call_mut(slot);
+            (call.phase, call.out, call.stream) = (Phase::Combined, out, stream.raw());
             if !is_summed {
                 self.memory.report(stream, slot)?;
             }
-            let call = self.slots.call_mut(slot);
-            call.phase = Phase::Combined;
-            call.out = out;
         }
         Ok(handle.into_pending(layer))
     }
@@ -296,7 +294,7 @@ impl DeviceClient {
     /// for them, where all of [`max_servers`](DeviceOptions::max_servers) are in use: finish them first.
     ///
     /// # Errors
-    /// [`ClientError::NoReplica`] that names the first expert without: at `timeout`, or at once when all
+    /// [`ClientError::NoReplica`](crate::ClientError::NoReplica) that names the first expert without: at `timeout`, or at once when all
     /// its replicas have turned the client away for a reason that waiting does not change.
     pub fn wait_ready(&mut self, timeout: Duration) -> Result<(), DeviceError> {
         let start = Instant::now();

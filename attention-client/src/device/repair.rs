@@ -203,8 +203,10 @@ impl DeviceClient {
         status: &Status,
     ) -> Result<(), DeviceError> {
         if status.error.tag != TAG_NONE {
-            self.memory.clear_error(stream)?;
             self.slots.suspect_unsummed();
+            self.memory.clear_error(stream)?;
+            // A dispatch of another stream may have something to say right after.
+            self.wait_until(stream, Instant::now() + self.bound())?;
         }
         Ok(())
     }
@@ -285,6 +287,8 @@ impl DeviceClient {
     /// Counts the call out at the servers that it used, and in at those that live now.
     fn reenter(&mut self, stream: &Stream, slot: usize) -> Result<(), DeviceError> {
         self.slots.call_mut(slot).used.drain(..).for_each(lane::Used::exit);
+        // What was missing so far is not what those lack that sit there from now on.
+        self.memory.forget_missing(slot);
         self.begin(stream, slot)
     }
 

@@ -138,7 +138,10 @@ impl DeviceClient {
         // After an error its kernels may still run: the servers stay counted in.
         self.wait_watching(stream)?;
         let last = self.slots.last();
-        self.slots.rest(last + 1);
+        if self.replaying.is_some() {
+            // All calls are on this stream, or have ended.
+            self.slots.rest(last + 1);
+        }
         let error = self.memory.status(slot).error;
         if error.tag == TAG_NONE {
             self.end_replay();
@@ -146,6 +149,8 @@ impl DeviceClient {
         }
         let result = self.fail_lost(last).and_then(|()| self.judge(&error, last));
         self.memory.clear_error(stream)?;
+        // A dispatch of another stream may have something to say right after.
+        self.wait_until(stream, Instant::now() + self.bound())?;
         self.end_replay();
         self.sync();
         result.map(|reason| ReplayOutcome::Incomplete { reason })
@@ -155,6 +160,9 @@ impl DeviceClient {
     fn fail_lost(&mut self, last: u64) -> Result<(), DeviceError> {
         let lost = self.state()?.lost;
         for idx in (0..lost.len()).filter(|idx| lost[*idx] != 0) {
+            if self.lane.link_of(idx, &self.tables).is_none() {
+                continue;
+            }
             let reason = self.lane.why_unanswered(idx, FailReason::Silent);
             self.lane.fail(idx, reason, last, &self.shared);
         }

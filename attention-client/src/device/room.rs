@@ -3,12 +3,12 @@
 //! summed before its caller says where to, into memory of its own. The same is done where its servers' seats are
 //! needed for their successors.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kernels::abi::DevicePtr;
-use kernels::gpu::Stream;
+use kernels::gpu::{GpuError, Stream};
 
-use super::slots::Phase;
+use super::slots::{Ahead, Phase};
 use super::{DeviceClient, DeviceError};
 
 impl DeviceClient {
@@ -33,15 +33,17 @@ impl DeviceClient {
         Ok(is_cramped)
     }
 
+    /// Waits for the sum, too: nothing orders the caller's other streams behind it.
     fn sum_ahead(&mut self, stream: &Stream, slot: usize) -> Result<(), DeviceError> {
         let capacity = self.slots.call(slot).input.capacity;
-        let rows = self.memory.gpu.alloc(self.bytes_of_rows(capacity.max(1)))?;
-        // SAFETY: the client's own memory, as large as the call's rows; kept until the call is over.
-        unsafe { self.launch_combine(stream, slot, rows.ptr(), capacity, false)? };
-        let call = self.slots.call_mut(slot);
-        call.ahead = Some(rows);
-        call.stream = stream.raw();
-        Ok(self.memory.report(stream, slot)?)
+        let rows = self.memory.rows[slot].ptr();
+        // SAFETY: the client's own memory, as large as any call's rows.
+        unsafe { self.launch_combine(stream, slot, rows, capacity, false)? };
+        self.slots.call_mut(slot).ahead = Some(Ahead::Begun);
+        self.memory.report(stream, slot)?;
+        self.wait_for_call(stream, slot)?;
+        self.slots.call_mut(slot).ahead = Some(Ahead::Done);
+        Ok(())
     }
 
     /// Gives the rows of a call that was summed ahead to its caller.
@@ -51,17 +53,31 @@ impl DeviceClient {
         slot: usize,
         out: DevicePtr,
     ) -> Result<(), DeviceError> {
-        let call = self.slots.call(slot);
-        let Some(rows) = call.ahead.as_ref().map(|rows| rows.ptr()) else { return Ok(()) };
-        let (capacity, summed_on) = (call.input.capacity, call.stream);
+        let capacity = self.slots.call(slot).input.capacity;
+        self.wait_for_ahead(slot)?;
         self.memory.gpu.check_range("combine", "out", out, self.bytes_of_rows(capacity))?;
-        // SAFETY: it had a call of the caller's, so it lives until that one is finished.
-        let summed_on = unsafe { self.memory.gpu.wrap_stream(summed_on)? };
-        self.wait_for_call(&summed_on, slot)?;
         // Rows beyond keep what they hold.
         let num_tokens = self.memory.status(slot).handle.num_tokens.min(capacity);
+        let rows = self.memory.rows[slot].ptr();
         // SAFETY: both are as large as the call's rows, and no kernel stores there any more.
         unsafe { stream.copy(out, rows, self.bytes_of_rows(num_tokens))? };
+        Ok(())
+    }
+
+    /// Waits for a sum that is begun. Its stream may be gone, so its report is looked at.
+    pub(super) fn wait_for_ahead(&mut self, slot: usize) -> Result<(), GpuError> {
+        let until = Instant::now() + self.bound();
+        let call = self.slots.call(slot);
+        while call.ahead == Some(Ahead::Begun) && self.memory.reported(slot) == call.reported_before
+        {
+            if Instant::now() >= until {
+                return Err(GpuError::Deadline { what: "sum of a call" });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if let Some(ahead) = &mut self.slots.call_mut(slot).ahead {
+            *ahead = Ahead::Done;
+        }
         Ok(())
     }
 
@@ -70,7 +86,7 @@ impl DeviceClient {
         for slot in 0..self.geometry.num_frames as usize {
             let call = self.slots.call(slot);
             if call.phase != Phase::Free && call.stream != stream.raw() {
-                // SAFETY: as above.
+                // SAFETY: the stream of a call lives until that is finished.
                 let other = unsafe { self.memory.gpu.wrap_stream(call.stream)? };
                 self.wait_until(&other, Instant::now() + self.bound())?;
             }

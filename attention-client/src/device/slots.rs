@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use kernels::abi::DevicePtr;
-use kernels::gpu::GpuBuffer;
 
 use super::lane::{Tables, Used};
 use super::{DeviceError, DeviceInput};
@@ -83,6 +82,14 @@ pub(super) enum Phase {
     Combined,
 }
 
+/// How far a sum is that nobody has asked for yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ahead {
+    /// It may still run.
+    Begun,
+    Done,
+}
+
 /// What a client knows of an outstanding call.
 #[derive(Debug)]
 pub(super) struct Call {
@@ -95,8 +102,10 @@ pub(super) struct Call {
     pub layer: u32,
     pub layer_idx: usize,
     pub out: DevicePtr,
-    /// Its rows, bf16 `[capacity, hidden]`, if it was summed before its caller asked for them.
-    pub ahead: Option<GpuBuffer>,
+    /// Whether it is summed before its caller asks for its rows: into memory of its slot.
+    pub ahead: Option<Ahead>,
+    /// Number of the last dispatch that its slot reported before this call.
+    pub reported_before: u64,
     /// Handle of the stream that has its last kernel.
     pub stream: u64,
     /// By which the tokens were sent.
@@ -150,6 +159,7 @@ impl Slots {
             layer_idx: 0,
             out: null,
             ahead: None,
+            reported_before: 0,
             stream: 0,
             tables: Arc::new(Tables::empty(0)),
             used: Vec::new(),
@@ -186,7 +196,7 @@ impl Slots {
     /// summed need the servers of before.
     pub fn rest(&mut self, number: u64) {
         for call in &mut self.calls[..self.num_frames] {
-            if call.phase == Phase::Combined || call.ahead.is_some() {
+            if call.phase == Phase::Combined || call.ahead == Some(Ahead::Done) {
                 call.busy_from = number;
             }
         }
@@ -326,9 +336,13 @@ impl Slots {
 
     pub fn release(&mut self, slot: usize) {
         self.calls[slot].phase = Phase::Free;
-        self.calls[slot].ahead = None;
         // A ticket that goes later means a call that is over.
         self.dropped.fetch_and(!(1 << slot), Ordering::Relaxed);
+    }
+
+    /// Nobody has a handle of the call: it is taken up like one that was dropped.
+    pub fn abandon(&self, slot: usize) {
+        self.dropped.fetch_or(1 << slot, Ordering::Release);
     }
 
     /// The oldest call that its caller dropped.
@@ -352,7 +366,6 @@ impl Slots {
     pub fn keep_used(&mut self) {
         for call in &mut self.calls {
             std::mem::forget(std::mem::take(&mut call.used));
-            std::mem::forget(call.ahead.take());
         }
     }
 

@@ -145,6 +145,80 @@ fn a_successor_takes_the_only_seat_while_calls_wait_for_it() {
     b.finish(client, stream, second, &mut replicas.local());
 }
 
+/// The second call is summed on the first one's stream, which its caller may drop then.
+#[test]
+fn a_call_needs_no_stream_but_its_own() {
+    let mut rng = seeded("a_call_needs_no_stream_but_its_own");
+    let Some(mut replicas) = Replicas::of(DTYPE, 1, 2) else { return };
+    replicas.max_servers = 1;
+    let (tables, watched) = watch::channel(Arc::new(replicas.table()));
+    let settings = builder(&replicas.model).deadline(NEVER).work_limit(NEVER);
+    let mut client = replicas.connect_by(settings.placement_watch(watched));
+    let client = &mut client;
+    let (one, other) =
+        (client.gpu().stream().expect("stream"), client.gpu().stream().expect("stream"));
+    let event = client.gpu().event().expect("event");
+    let local = &mut replicas.local();
+    let [a, b] = beside_one_that_stands_still(&mut rng, &replicas, client, &one);
+    let first = a.dispatch(client, &one);
+    one.record(&event).expect("recorded");
+    other.wait_for(&event).expect("ordered");
+    let second = b.dispatch(client, &other);
+    other.record(&event).expect("recorded");
+    one.wait_for(&event).expect("ordered");
+    replicas.kill(0);
+    tables.send(Arc::new(replicas.restart(0))).expect("watched");
+    let first = a.combine(client, &one, first);
+    a.finish(client, &one, first, local);
+    drop(one);
+    let second = b.combine(client, &other, second);
+    b.finish(client, &other, second, local);
+}
+
+/// All calls have one word for errors, which is cleared with the first.
+#[test]
+fn an_error_is_its_calls_whoever_reports_it() {
+    let mut rng = seeded("an_error_is_its_calls_whoever_reports_it");
+    let Some(replicas) = Replicas::start(DTYPE) else { return };
+    let mut client = replicas.connect(builder(&replicas.model));
+    let (client, local) = (&mut client, &mut replicas.local());
+    let stream = client.gpu().stream().expect("stream");
+    let a = Call::new(&mut rng, client);
+    let mut b = Call::new(&mut rng, client);
+    b.request.idx[7] = client.model().shape.num_experts as i32;
+    let (first, second) = (a.dispatch(client, &stream), b.dispatch(client, &stream));
+    let first = a.combine(client, &stream, first);
+    a.finish(client, &stream, first, local);
+    let second = b.combine(client, &stream, second);
+    let error = client.finish(&stream, second).unwrap_err();
+    assert!(error.to_string().contains(&b.request.idx[7].to_string()), "{error}");
+    let c = Call::new(&mut rng, client);
+    let third = c.dispatch(client, &stream);
+    let third = c.combine(client, &stream, third);
+    c.finish(client, &stream, third, local);
+}
+
+/// Nothing of a call that is refused is on its way, not even the first tables.
+#[test]
+fn a_dispatch_that_is_refused_leaves_nothing_behind() {
+    let mut rng = seeded("a_dispatch_that_is_refused_leaves_nothing_behind");
+    let Some(replicas) = Replicas::start(DTYPE) else { return };
+    let mut client = replicas.connect(builder(&replicas.model));
+    let (client, local) = (&mut client, &mut replicas.local());
+    let streams = [(); 2].map(|()| client.gpu().stream().expect("stream"));
+    let (holding, hold) = std::sync::mpsc::channel::<()>();
+    streams[0].then(move || _ = hold.recv()).expect("held");
+    let call = Call::new(&mut rng, client);
+    let mut input = call.tensors.load(&call.request);
+    input.topk_idx = kernels::abi::DevicePtr(0x1000);
+    // SAFETY: refused, since nothing lies there.
+    unsafe { client.dispatch(&streams[0], call.request.layer, &input).unwrap_err() };
+    let handle = call.dispatch(client, &streams[1]);
+    let pending = call.combine(client, &streams[1], handle);
+    call.finish(client, &streams[1], pending, local);
+    drop(holding);
+}
+
 /// Calls on two streams, each of which waits for what the other had before.
 pub struct Play {
     rng: StdRng,
