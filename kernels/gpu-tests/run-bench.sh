@@ -69,9 +69,9 @@ if has nic; then
     timeout 60 ./ibgda_bench >> "$raw" || code=1
 fi
 if has proxy; then
-    timeout 60 ./benchmark_local --gpu 0 --threads 4 --lanes 1 --batch 16,32 --budget 64 \
+    timeout 60 ./benchmark_local --json --gpu 0 --threads 4 --lanes 1 --batch 16,32 --budget 64 \
         --commands 200000 --post null,copy > "$out/proxy-local.txt" || code=1
-    timeout 60 ./benchmark_relay --near 0 --far 1 > "$out/proxy-relay.txt" || code=1
+    timeout 60 ./benchmark_relay --json --near 0 --far 1 > "$out/proxy-relay.txt" || code=1
 fi
 if has baseline; then
     if [ "$has_torch" = yes ]; then

@@ -55,8 +55,8 @@ proxied() {
         [ $waited -lt 200 ] || { cat /tmp/receiver; echo "rxe: nobody listens"; exit 1; }
         sleep 0.1
     done
-    check "$1" 60 sh -c './benchmark_remote --connect 127.0.0.1:7555 --transport verbs --threads 2 --budget 16 \
-        --batch 8 --commands 2000 --checks 4 >/tmp/figures'
+    check "$1" 60 sh -c './benchmark_remote --connect 127.0.0.1:7555 --transport verbs --json --threads 2 \
+        --budget 16 --batch 8 --commands 2000 --checks 4 >/tmp/figures'
     cat /tmp/figures
     wait $receiver || { cat /tmp/receiver; echo "rxe: the receiver failed"; exit 1; }
     for expected in '"checked":128,' '"objects":4000,'; do

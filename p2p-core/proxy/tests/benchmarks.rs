@@ -1,7 +1,14 @@
-//! `benchmark_local` as people start it: what it is told is checked before anything begins.
+//! The benchmark programs as people start them: what they are told is checked before anything begins, and
+//! they print tables, or lines of JSON.
 #![cfg(not(loom))]
 
+#[cfg(feature = "libfabric")]
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
+
 use std::process::{Command, Output};
+
+use serde_json::Value;
 
 fn benchmark(flags: &[&str]) -> Output {
     let short = [["--threads", "1"], ["--commands", "200"], ["--idle-seconds", "0"]];
@@ -40,6 +47,7 @@ fn each_value_that_cannot_be_is_named() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{flags:?}: {said}");
         assert!(said.contains(expected), "{flags:?}: {said}");
+        assert_one_line(&said);
         assert!(output.stdout.is_empty(), "{flags:?} measured something");
     }
 }
@@ -57,6 +65,7 @@ fn odd_batches_and_small_budgets_are_measured_and_compared() {
             "2",
             "--object-bytes",
             "48",
+            "--json",
         ]);
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "batch {batch}, budget {budget}: {said}");
@@ -65,7 +74,7 @@ fn odd_batches_and_small_budgets_are_measured_and_compared() {
         assert_eq!(lines.lines().count(), 5 * num_rows, "{lines}");
         let mut num_checks = 0;
         for line in lines.lines() {
-            let figures: serde_json::Value = serde_json::from_str(line).unwrap();
+            let figures: Value = serde_json::from_str(line).unwrap();
             if figures["bench"] == "check" {
                 num_checks += 1;
                 assert_eq!(
@@ -77,4 +86,166 @@ fn odd_batches_and_small_budgets_are_measured_and_compared() {
         }
         assert_eq!(num_checks, num_rows, "{lines}");
     }
+}
+
+#[test]
+fn a_table_has_a_head_and_a_line_for_each_measurement() {
+    let output = benchmark(&["--idle-seconds", "0.01", "--threads", "1,2"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    // What people see on a terminal only is not there.
+    assert!(!said.contains('\r') && said.lines().count() == 2, "{said}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].starts_with("commands from threads of this host"), "{text}");
+    // Two tables, one for each number of threads, with a head, five rows and a sentence on idle threads.
+    assert_eq!(lines.len(), 1 + 2 * 7, "{text}");
+    for (threads, table) in ["1", "2"].into_iter().zip(lines[1..].chunks(7)) {
+        for head in ["object bytes", "M objects/s", "Gbit/s", "µs p50", "µs p99", "µs max"] {
+            assert!(table[0].contains(head), "{text}");
+        }
+        let names = ["check", "rate", "round_trip", "rate", "round_trip"];
+        for (name, row) in names.into_iter().zip(&table[1..6]) {
+            let cells: Vec<&str> = row.split_whitespace().collect();
+            assert_eq!((cells.len(), cells[0], cells[2]), (13, name, threads), "{text}");
+            assert_eq!(row.chars().count(), table[0].chars().count(), "{text}");
+        }
+        assert!(table[6].starts_with(&format!("idle threads: {threads}, with 8 lanes")), "{text}");
+    }
+    assert!(lines.iter().all(|line| serde_json::from_str::<Value>(line).is_err()), "{text}");
+}
+
+/// Records of other days are read by the same names.
+#[test]
+fn lines_of_json_have_their_keys() {
+    let output = benchmark(&["--idle-seconds", "0.01", "--post", "copy", "--json"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let names: Vec<_> = lines.iter().map(|line| line["bench"].as_str().unwrap()).collect();
+    assert_eq!(names, ["check", "rate", "round_trip", "idle"]);
+    for line in &lines[..3] {
+        assert_eq!(
+            keys(line),
+            "bad batch bench budget checked gbps lanes latency mops object_bytes objects post producer threads wall_ms"
+        );
+    }
+    // Producers of the host measure the time of a batch in round trips alone.
+    assert!(lines[1]["latency"].is_null());
+    assert_eq!(keys(&lines[2]["latency"]), "max_us mean_us p50_us p99_us");
+    assert_eq!(keys(&lines[3]), "bench cpu_percent_per_thread lanes max_sleep_us threads");
+}
+
+#[test]
+fn figures_that_nobody_reads_any_more_are_no_error() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_benchmark_local"));
+    command.args(["--threads", "1", "--commands", "200", "--idle-seconds", "0"]);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = command.stdout(writer).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(!said.contains("error") && !said.contains("panic"), "{said}");
+}
+
+#[test]
+fn a_relay_without_gpus_is_an_error_of_one_line() {
+    for flags in [&["--near", "9999"][..], &["--near", "9999", "--json"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_benchmark_relay"));
+        let output = command.args(flags).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        assert_one_line(&String::from_utf8_lossy(&output.stderr));
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+#[cfg(feature = "libfabric")]
+fn both_sides_between_hosts_print_tables_or_json() {
+    if let Err(error) = proxy::bench::remote::open("libfabric") {
+        skip::skip("libfabric", &error.to_string());
+        return;
+    }
+    let [sent, received] = between_processes(&[]);
+    assert!(sent.starts_with("objects to 127.0.0.1:"), "{sent}");
+    assert!(received.starts_with("objects received over libfabric"), "{received}");
+    for (text, name, num_cells) in [(&sent, "remote", 14), (&received, "received", 6)] {
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 3, "{text}");
+        assert!(lines[1].starts_with("bench") && lines[1].ends_with("checked"), "{text}");
+        let cells: Vec<&str> = lines[2].split_whitespace().collect();
+        assert_eq!((cells.len(), cells[0]), (num_cells, name), "{text}");
+        assert_eq!(cells.last(), Some(&"32"), "{text}");
+    }
+    let [sent, received] = between_processes(&["--json"]).map(|text| {
+        assert_eq!(text.lines().count(), 1, "{text}");
+        serde_json::from_str::<Value>(&text).unwrap()
+    });
+    assert_eq!(
+        keys(&sent),
+        "batch bench budget checked checks commands gbps is_gpu latency mops object_bytes objects one producer threads transport wall_ms"
+    );
+    assert_eq!(
+        keys(&received),
+        "batch bench budget checked checks commands is_gpu object_bytes threads transport"
+    );
+    for line in [&sent, &received] {
+        assert_eq!((&line["checked"], &line["threads"]), (&32.into(), &2.into()), "{line}");
+    }
+}
+
+#[test]
+#[cfg(feature = "libfabric")]
+fn a_side_that_cannot_begin_is_an_error_of_one_line() {
+    for flags in [&["--connect", "x", "--transport", "nothing"][..], &["--listen", "nowhere"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_benchmark_remote"));
+        let output = command.args(flags).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{flags:?}");
+        assert_one_line(&String::from_utf8_lossy(&output.stderr));
+        assert!(output.stdout.is_empty());
+    }
+}
+
+/// What sender and receiver print.
+#[cfg(feature = "libfabric")]
+fn between_processes(flags: &[&str]) -> [String; 2] {
+    use std::io::{BufRead as _, BufReader};
+    use std::process::Stdio;
+
+    let program = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_benchmark_remote"));
+        command.args(flags);
+        command
+    };
+    let mut receiver = program()
+        .args(["--listen", "127.0.0.1:0", "--patience-s", "60"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(receiver.stderr.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    let address = line.trim().strip_prefix("listening on ").expect(&line);
+    let output = program()
+        .args(["--connect", address, "--threads", "2", "--object-bytes", "48", "--budget", "8"])
+        .args(["--batch", "4", "--commands", "100", "--checks", "2"])
+        .output()
+        .unwrap();
+    // Without a sender it ends by itself.
+    let received = receiver.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(received.status.success());
+    [output.stdout, received.stdout].map(|text| String::from_utf8(text).unwrap())
+}
+
+/// In alphabetical order.
+fn keys(line: &Value) -> String {
+    let mut keys: Vec<_> = line.as_object().unwrap().keys().map(String::as_str).collect();
+    keys.sort_unstable();
+    keys.join(" ")
+}
+
+fn assert_one_line(said: &str) {
+    assert!(said.starts_with("error: ") && said.lines().count() == 1, "{said}");
 }

@@ -22,7 +22,7 @@ use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDesc
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use parties::{Way, in_processes, in_threads, pair, var};
-use proxy::bench::remote::{self, Plan, RemoteFigures};
+use proxy::bench::remote::{self, Plan, Received, RemoteFigures};
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
 
@@ -174,7 +174,7 @@ fn why_a_peer_failed_is_said_as_often_as_it_is_asked() {
 fn benchmark(
     from: &dyn Network,
     to: &dyn Network,
-) -> (anyhow::Result<RemoteFigures>, anyhow::Result<()>) {
+) -> (anyhow::Result<RemoteFigures>, anyhow::Result<Received>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
@@ -197,7 +197,8 @@ const PLAN: Plan = Plan {
 fn benchmark_compares_every_object(from: &dyn Network, to: &dyn Network) {
     let (figures, received) = benchmark(from, to);
     let figures = figures.unwrap();
-    received.unwrap();
+    let received = received.unwrap();
+    assert_eq!((received.plan, received.checked), (PLAN, figures.checked));
     assert_eq!((figures.plan, figures.objects, figures.checked), (PLAN, 200, 2 * 5 * 8));
     assert!(figures.latency.is_some() && figures.one.is_some() && figures.wall_ms > 0.0);
 }

@@ -5,6 +5,7 @@ pub mod gpu;
 #[cfg(not(loom))]
 mod lines;
 pub mod local;
+pub mod output;
 mod post;
 #[cfg(feature = "cuda")]
 pub mod relay;

@@ -53,6 +53,18 @@ pub struct RemoteFigures {
     pub checked: u64,
 }
 
+/// What the receiver saw of it.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Received {
+    /// The network between.
+    pub transport: String,
+    /// What the sender did.
+    #[serde(flatten)]
+    pub plan: Plan,
+    /// Objects compared, all good.
+    pub checked: u64,
+}
+
 /// What the sides say to each other.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) enum Line {
@@ -84,7 +96,11 @@ pub(super) enum Line {
 ///
 /// # Errors
 /// Whatever the network or the sender refuses.
-pub fn receive(network: &dyn Network, listener: &TcpListener, patience: Duration) -> Result<()> {
+pub fn receive(
+    network: &dyn Network,
+    listener: &TcpListener,
+    patience: Duration,
+) -> Result<Received> {
     let mut line = Lines::new(accept(listener, patience)?)?;
     let Line::Plan(plan) = line.read()? else { bail!("the sender begins with something else") };
     plan.check()?;
@@ -92,6 +108,7 @@ pub fn receive(network: &dyn Network, listener: &TcpListener, patience: Duration
     let pairs = join(network, &mut line, &plan, &layout)?;
     let words = plan.object_bytes as usize / 8;
     let mut object = vec![0u8; plan.object_bytes as usize];
+    let (mut checked, mut wrong) = (0, 0);
     loop {
         // Providers that make progress in calls alone are driven meanwhile.
         let message = line.read_while(|| {
@@ -129,9 +146,14 @@ pub fn receive(network: &dyn Network, listener: &TcpListener, patience: Duration
                 );
                 let objects = u64::from(plan.budget) * pairs.len() as u64;
                 line.write(&Line::Checked { objects, bad, counters })?;
+                checked += objects;
+                wrong += bad;
             }
             Line::Busy => {}
-            Line::Done => return Ok(()),
+            Line::Done => {
+                ensure!(wrong == 0, "{wrong} of {checked} objects arrived wrong");
+                return Ok(Received { transport: transport(network), plan, checked });
+            }
             other => bail!("the sender says {other:?}"),
         }
     }
@@ -166,7 +188,7 @@ pub fn send(
     let Measured { checked, wall, samples, one } = measured;
     let mops = objects as f64 / wall.as_secs_f64() / 1e6;
     Ok(RemoteFigures {
-        transport: format!("{} {}", network.kind().name(), network.flavour()),
+        transport: transport(network),
         plan,
         objects,
         wall_ms: wall.as_secs_f64() * 1e3,
@@ -176,6 +198,10 @@ pub fn send(
         one: Latency::of(one),
         checked,
     })
+}
+
+fn transport(network: &dyn Network) -> String {
+    format!("{} {}", network.kind().name(), network.flavour())
 }
 
 /// What producers came to. Times in nanoseconds.

@@ -1,12 +1,14 @@
 //! Commands from producers to the threads of a proxy on one host: rate, latency, and what idle threads
 //! cost. Every run first checks each word of the payload.
 
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use clap::Parser;
 use kernels::gpu::Gpu;
 use proxy::bench::local::{Bench, Figures, PostKind, Row, Run};
+use proxy::bench::output::{self, Column, Output};
 use proxy::bench::thread_time;
 use proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
 
@@ -46,6 +48,9 @@ struct Args {
     /// How long the processor time of idle threads is measured; 0: not at all.
     #[arg(long, default_value_t = 2.0)]
     idle_seconds: f64,
+    /// Prints a line of JSON for each measurement instead of a table.
+    #[arg(long)]
+    json: bool,
 }
 
 impl Args {
@@ -71,55 +76,83 @@ impl Args {
         }
         Ok(rows)
     }
+
+    /// Measurements of `num_rows` rows for each number of threads.
+    fn num_steps(&self, num_rows: usize) -> usize {
+        // Words are compared, a GPU looks, and each post has a rate and a round trip.
+        let of_row = 1 + usize::from(self.gpu.is_some()) + 2 * self.post.len();
+        self.threads.len() * (num_rows * of_row + usize::from(self.idle_seconds > 0.0))
+    }
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    output::end(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
     let rows = args.rows()?;
     let producers = Producers::open(args.gpu)?;
+    let mut output = Output::new(args.json, args.num_steps(rows.len()));
+    let us = "µs from posting a batch to its end";
+    match args.gpu {
+        None => {
+            output.title(format_args!("commands from threads of this host to a proxy's; {us}"))?
+        }
+        Some(gpu) => output.title(format_args!(
+            "commands from GPU {gpu} to threads of a proxy; {us}, in `read` of a look at a lane"
+        ))?,
+    }
     let gpu = args.pci.clone().map(Device::Pci);
     let nic = args.nic.clone().map(Device::Rdma);
     for &num_threads in &args.threads {
         let placement = Placement::near(&Sysfs::default(), gpu.as_ref(), nic.as_ref(), num_threads);
-        eprintln!(
+        output.note(format_args!(
             "{num_threads} threads, processors {:?}: {}",
             placement.threads(),
             placement.reason()
-        );
+        ));
         let config = ProxyConfig { num_threads, placement, ..ProxyConfig::default() };
         let bench = Bench::start(&config)?;
         for row in &rows {
-            measure(&args.post, &producers, &bench, row)?;
+            measure(&args.post, &producers, &bench, row, &mut output)?;
         }
         if args.idle_seconds > 0.0 {
-            idle(&args, &bench, config.idle)?;
+            output.step("idle threads");
+            idle(args, &bench, config.idle, &mut output)?;
         }
     }
     Ok(())
 }
 
-fn measure(posts: &[PostKind], producers: &Producers, bench: &Bench, row: &Row) -> Result<()> {
-    report("check", &producers.run(bench, &row.compared())?)?;
+fn measure(
+    posts: &[PostKind],
+    producers: &Producers,
+    bench: &Bench,
+    row: &Row,
+    output: &mut Output,
+) -> Result<()> {
+    let mut report = |name: &str, run: &Run| -> Result<()> {
+        output.step(format_args!("{name}, {} threads", bench.num_threads()));
+        let figures = producers.run(bench, run)?;
+        let Figures { bad, checked, .. } = figures;
+        ensure!(bad == 0, "{bad} of {checked} objects are wrong");
+        let mut line = serde_json::to_value(figures)?;
+        line["bench"] = name.into();
+        output.row(COLUMNS, &line)
+    };
+    report("check", &row.compared())?;
     if row.is_gpu {
-        report("read", &producers.run(bench, &row.reads())?)?;
+        report("read", &row.reads())?;
     }
     for &post in posts {
-        report("rate", &producers.run(bench, &row.rate(post))?)?;
-        report("round_trip", &producers.run(bench, &row.round_trip(post))?)?;
+        report("rate", &row.rate(post))?;
+        report("round_trip", &row.round_trip(post))?;
     }
-    Ok(())
-}
-
-fn report(bench: &str, figures: &Figures) -> Result<()> {
-    anyhow::ensure!(figures.bad == 0, "{} of {} objects are wrong", figures.bad, figures.checked);
-    let mut line = serde_json::to_value(figures)?;
-    line["bench"] = bench.into();
-    println!("{line}");
     Ok(())
 }
 
 /// Processor time of threads that find nothing.
-fn idle(args: &Args, bench: &Bench, policy: IdlePolicy) -> Result<()> {
+fn idle(args: &Args, bench: &Bench, policy: IdlePolicy, output: &mut Output) -> Result<()> {
     // A peer with lanes, so that there is something to look at.
     let lanes = LaneConfig { num_lanes: 8, ..LaneConfig::default() };
     let run = Run {
@@ -142,13 +175,19 @@ fn idle(args: &Args, bench: &Bench, policy: IdlePolicy) -> Result<()> {
     std::thread::sleep(Duration::from_secs_f64(args.idle_seconds));
     let (after, _) = thread_time("sy-proxy-");
     let percent = (after - before).as_secs_f64() / args.idle_seconds / num.max(1) as f64 * 100.0;
+    let max_sleep_us = policy.max_sleep.as_micros() as u64;
     let line = serde_json::json!({
         "bench": "idle", "threads": num, "lanes": lanes.num_lanes,
-        "max_sleep_us": policy.max_sleep.as_micros() as u64,
+        "max_sleep_us": max_sleep_us,
         "cpu_percent_per_thread": percent,
     });
-    println!("{line}");
-    Ok(())
+    output.sentence(
+        format_args!(
+            "idle threads: {num}, with {} lanes each, asleep for up to {max_sleep_us} µs: {percent:.2} % of a processor each",
+            lanes.num_lanes
+        ),
+        &line,
+    )
 }
 
 /// A GPU, or threads of this host.
@@ -172,3 +211,18 @@ impl Producers {
 }
 
 const MAX_THREADS: usize = 64;
+const COLUMNS: &[Column] = &[
+    Column::text("bench", "/bench", 10),
+    Column::text("post", "/post", 5),
+    Column::number("threads", "/threads", 7),
+    Column::number("lanes", "/lanes", 5),
+    Column::number("batch", "/batch", 5),
+    Column::number("budget", "/budget", 6),
+    Column::number("object bytes", "/object_bytes", 12),
+    Column::number("M objects/s", "/mops", 11),
+    Column::number("Gbit/s", "/gbps", 9),
+    Column::number("µs p50", "/latency/p50_us", 9),
+    Column::number("µs p99", "/latency/p99_us", 9),
+    Column::number("µs max", "/latency/max_us", 9),
+    Column::number("checked", "/checked", 8),
+];

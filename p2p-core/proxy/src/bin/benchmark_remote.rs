@@ -5,11 +5,13 @@
 //! other, both with the same `--transport`.
 
 use std::net::TcpListener;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Parser;
 use kernels::gpu::Gpu;
+use proxy::bench::output::{self, Column, Output};
 use proxy::bench::remote::{self, Plan};
 use proxy::{Device, Placement, ProxyConfig, Sysfs};
 
@@ -55,16 +57,28 @@ struct Args {
     /// The RDMA device, for the choice of processors.
     #[arg(long)]
     nic: Option<String>,
+    /// Prints a line of JSON instead of a table.
+    #[arg(long)]
+    json: bool,
 }
 
-fn main() -> Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    output::end(run(&Args::parse()))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let mut output = Output::new(args.json, 1);
     let network = remote::open(&args.transport)?;
     if let Some(address) = &args.listen {
         let listener =
             TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))?;
-        eprintln!("listening on {}", listener.local_addr()?);
-        return remote::receive(&*network, &listener, Duration::from_secs(args.patience_s));
+        output.note(format_args!("listening on {}", listener.local_addr()?));
+        let patience = Duration::from_secs(args.patience_s);
+        let received = remote::receive(&*network, &listener, patience)?;
+        output.title(format_args!("objects received over {}", received.transport))?;
+        let mut line = serde_json::to_value(received)?;
+        line["bench"] = "received".into();
+        return output.row(RECEIVED, &line);
     }
     let receiver = args.connect.as_deref().context("--connect or --listen is needed")?;
     let plan = Plan {
@@ -81,10 +95,40 @@ fn main() -> Result<()> {
     let nic = args.nic.clone().map(Device::Rdma);
     let placement = Placement::near(&Sysfs::default(), pci.as_ref(), nic.as_ref(), args.threads);
     let config = ProxyConfig { num_threads: args.threads, placement, ..ProxyConfig::default() };
+    output.step(format_args!("{} threads to {receiver}", args.threads));
     let figures = remote::send(&*network, receiver, plan, &config, gpu.as_ref())?;
+    let producer = if gpu.is_some() { "gpu" } else { "host" };
+    output.title(format_args!(
+        "objects to {receiver} over {}, producers on the {producer}; µs of a batch, and of one object after the other",
+        figures.transport
+    ))?;
     let mut line = serde_json::to_value(figures)?;
     line["bench"] = "remote".into();
-    line["producer"] = if gpu.is_some() { "gpu" } else { "host" }.into();
-    println!("{line}");
-    Ok(())
+    line["producer"] = producer.into();
+    output.row(SENT, &line)
 }
+
+const SENT: &[Column] = &[
+    Column::text("bench", "/bench", 6),
+    Column::number("threads", "/threads", 7),
+    Column::number("batch", "/batch", 5),
+    Column::number("budget", "/budget", 6),
+    Column::number("object bytes", "/object_bytes", 12),
+    Column::number("M objects/s", "/mops", 11),
+    Column::number("Gbit/s", "/gbps", 8),
+    Column::number("batch µs p50", "/latency/p50_us", 12),
+    Column::number("µs p99", "/latency/p99_us", 9),
+    Column::number("µs max", "/latency/max_us", 9),
+    Column::number("one µs p50", "/one/p50_us", 10),
+    Column::number("µs p99", "/one/p99_us", 9),
+    Column::number("µs max", "/one/max_us", 9),
+    Column::number("checked", "/checked", 8),
+];
+const RECEIVED: &[Column] = &[
+    Column::text("bench", "/bench", 8),
+    Column::number("threads", "/threads", 7),
+    Column::number("batch", "/batch", 5),
+    Column::number("budget", "/budget", 6),
+    Column::number("object bytes", "/object_bytes", 12),
+    Column::number("checked", "/checked", 8),
+];
