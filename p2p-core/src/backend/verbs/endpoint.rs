@@ -14,7 +14,7 @@
 //! those for room in a full queue, are for the peer's *device*, never for its process, and are bounded.
 //!
 //! Where flags travel as messages, the peer's driver adds to them when it takes the message out. Parts of a
-//! spread put are then counted there instead of waited for here. A question behind everything else, and its
+//! spread put are then counted there instead of waited for here, unless there are more than two queue pairs. A question behind everything else, and its
 //! answer, tell what the peer's driver has done: `quiet` asks, and `fence` does where flags went before it.
 //! A message or counted write takes a receive of the peer. No more are under way than it has receives for, and
 //! then the next one waits until the peer says that it has taken some: for its process, that is, as long as
@@ -251,7 +251,10 @@ impl VerbsEndpoint {
     fn send(&mut self, kind: OpKind, then: Then) -> Option<Result<(), PostError>> {
         let sent = self.sent.as_ref()?;
         let (seq, writes) = (sent.next_seq, sent.num_writes);
-        let settled = if sent.has_spread_reads { self.settle(1) } else { Ok(()) };
+        // Counted writes have no identity: of several queue pairs, one that is fast could stand in with later
+        // writes for one that is slow. A single queue pair beside the first keeps their order.
+        let may_mix = self.is_spread && self.lanes.len() > 2;
+        let settled = if sent.has_spread_reads || may_mix { self.settle(1) } else { Ok(()) };
         if let Err(error) = settled.and_then(|()| self.wait_for_room(kind)) {
             return Some(Err(error));
         }
