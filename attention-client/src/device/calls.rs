@@ -121,13 +121,16 @@ impl DeviceClient {
             return Err(DeviceError::Replaying);
         }
         let repaired = if is_good { Ok(()) } else { self.repair(stream, slot, &status, start) };
-        match &repaired {
-            Ok(()) => {}
+        let repaired = match repaired {
             // As above: what was launched anew may still run.
-            Err(DeviceError::Gpu(_)) => return repaired.map(|()| LayerTiming::default()),
-            // Tables may be on their way.
-            Err(_) => self.wait_until(stream, Instant::now() + self.bound())?,
-        }
+            Err(error @ DeviceError::Gpu(_)) => return Err(error),
+            Err(error) => {
+                // Tables may be on their way.
+                self.wait_until(stream, Instant::now() + self.bound())?;
+                Err(error)
+            }
+            Ok(()) => Ok(()),
+        };
         let call = self.slots.call_mut(slot);
         let mut timing = call.timing;
         timing.wait_ns = elapsed_ns(start);

@@ -176,11 +176,12 @@ impl Memory {
 
     /// Forgets which servers the last report of a slot names; to be called when no copy of one is under way.
     pub fn forget_missing(&self, slot: usize) {
-        let mut status = self.status(slot);
-        (status.handle.missing, status.handle.refused) = (0, 0);
-        if let Some(host) = self.slots[slot].status.host() {
-            // SAFETY: page-locked memory of this size.
-            unsafe { host.cast::<Status>().write_volatile(status) };
+        let Some(host) = self.slots[slot].status.host() else { return };
+        for field in [offset_of!(Handle, missing), offset_of!(Handle, refused)] {
+            // SAFETY: a word of page-locked memory that holds a `Status`.
+            unsafe {
+                host.byte_add(offset_of!(Status, handle) + field).cast::<u32>().write_volatile(0)
+            };
         }
     }
 
