@@ -45,6 +45,7 @@ fn the_second_batch_allocates_nothing() {
         pool.run(&experts, &full, &mut out, &mut || {}).unwrap();
     }
     let before = PROCESS_ALLOCATIONS.load(Ordering::Relaxed);
+    assert_ne!(before, 0, "nobody counts");
     for _ in 0..100 {
         pool.run(&experts, &full, &mut out, &mut || {}).unwrap();
         pool.run(&experts, &small, &mut out, &mut || {}).unwrap();

@@ -50,7 +50,7 @@ impl ComputePool {
         isa: Isa,
     ) -> Result<Self, PoolError> {
         let kernels = Kernels::new(isa).ok_or(PoolError::Isa { isa })?;
-        let team = Team::new(num_threads, pinning.as_ref(), warm_up)?;
+        let team = Team::new(num_threads, pinning.as_ref())?;
         let scratch = (0..team.num_threads()).map(|_| CachePadded::default()).collect();
         let abort = team.abort_flag();
         let (plan, h) = (Plan::default(), Vec::new());
@@ -331,14 +331,6 @@ impl Job<'_> {
     fn weights(&self, segment: &Segment) -> Option<&ExpertWeights> {
         self.experts.get(segment.expert).map(|weights| &**weights)
     }
-}
-
-/// The GEMM library takes memory for each thread with its first product: not in the middle of a batch, whenever
-/// that thread first comes in time for one.
-fn warm_up() {
-    const LEN: usize = 16;
-    let square = [0.0; LEN * LEN];
-    gemm(&square, &square, LEN, &mut [0.0; LEN * LEN]);
 }
 
 /// One side of a multiplication.

@@ -97,13 +97,8 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl Team {
-    /// Starts `num_threads - 1` workers (0: as many threads as the process has CPUs), each of which begins with
-    /// `warm_up`.
-    pub(super) fn new(
-        num_threads: usize,
-        pinning: Option<&Pinning>,
-        warm_up: fn(),
-    ) -> Result<Self, PoolError> {
+    /// Starts `num_threads - 1` workers (0: as many threads as the process has CPUs).
+    pub(super) fn new(num_threads: usize, pinning: Option<&Pinning>) -> Result<Self, PoolError> {
         let num_threads = match num_threads {
             0 => thread::available_parallelism().map_or(1, usize::from),
             n => n,
@@ -126,7 +121,6 @@ impl Team {
                 .spawn(move || {
                     let result = cpu.map_or(Ok(()), pin_current_thread);
                     let ok = result.is_ok();
-                    warm_up();
                     if pinned.send(result).is_ok() && ok {
                         shared.worker(thread);
                     }
@@ -323,7 +317,7 @@ mod tests {
     #[test]
     fn every_piece_of_work_is_done_once_whatever_the_number_of_threads() {
         for num_threads in [1, 2, 5, 16] {
-            let mut team = Team::new(num_threads, None, || {}).unwrap();
+            let mut team = Team::new(num_threads, None).unwrap();
             assert_eq!(team.num_threads(), num_threads);
             for round in 0..200 {
                 let next = AtomicUsize::new(0);
@@ -345,7 +339,7 @@ mod tests {
 
     #[test]
     fn a_panic_of_a_worker_is_reported_and_the_team_goes_on() {
-        let mut team = Team::new(3, None, || {}).unwrap();
+        let mut team = Team::new(3, None).unwrap();
         let abort = team.abort_flag();
         let inside = AtomicUsize::new(0);
         let result = team.run(&|thread| {
@@ -365,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_panic_of_the_caller_unwinds_after_the_workers_have_left() {
-        let mut team = Team::new(3, None, || {}).unwrap();
+        let mut team = Team::new(3, None).unwrap();
         let abort = team.abort_flag();
         let inside = AtomicUsize::new(0);
         let result = catch_unwind(AssertUnwindSafe(|| {
@@ -388,7 +382,7 @@ mod tests {
     #[test]
     fn pinning_to_a_cpu_that_does_not_exist_is_an_error() {
         let pinning = Pinning { cpus: vec![0, 1_000_000] };
-        let error = Team::new(2, Some(&pinning), || {}).err();
+        let error = Team::new(2, Some(&pinning)).err();
         assert!(matches!(error, Some(PoolError::Pin { cpu: 1_000_000, .. })), "{error:?}");
     }
 }
