@@ -311,11 +311,15 @@ impl<E: Endpoint> Channel<E> {
         self.wake_peer()
     }
 
-    /// Tells the peer that this side is alive and working on what it accepted.
+    /// Tells the peer that this side is alive and working on what it accepted. Does nothing while the
+    /// transport has hardly room for what matters more: then the peer's process stands still.
     ///
     /// # Errors
     /// [`ChannelError`] when the transport fails.
     pub fn bump_progress(&mut self) -> Result<(), ChannelError> {
+        if !self.endpoint.has_room_to_spare() {
+            return Ok(());
+        }
         self.add_remote(PROGRESS, 1)
     }
 

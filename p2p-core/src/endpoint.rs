@@ -258,11 +258,33 @@ pub trait Endpoint: Send {
         self.add_flag(dst, value)
     }
 
+    /// Whether a put or a flag can be posted now without a wait for the peer's *process*. Few transports ever
+    /// wait for that, and a thread with several peers asks before it posts to one of them. A look, and true
+    /// where the transport has failed: whoever posts is told why.
+    fn has_room(&mut self) -> bool {
+        true
+    }
+
+    /// As [`has_room`](Self::has_room), for what nobody misses: half of what fits has to be left for what
+    /// somebody waits for.
+    fn has_room_to_spare(&mut self) -> bool {
+        true
+    }
+
     /// Orders everything issued before ahead of everything issued after.
     ///
     /// # Errors
     /// [`PostError`] when the transport has failed.
     fn fence(&mut self) -> Result<(), PostError>;
+
+    /// As [`fence`](Self::fence), but without a wait for the peer's process. `false`: not now, and nothing is
+    /// ordered yet; ask again.
+    ///
+    /// # Errors
+    /// As for `fence`.
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        self.fence().map(|()| true)
+    }
 
     /// Waits until everything issued before is complete.
     ///

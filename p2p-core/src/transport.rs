@@ -90,8 +90,20 @@ impl Endpoint for AnyEndpoint {
         on!(self, end => end.add_flag_lazily(dst, value))
     }
 
+    fn has_room(&mut self) -> bool {
+        on!(self, end => end.has_room())
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        on!(self, end => end.has_room_to_spare())
+    }
+
     fn fence(&mut self) -> Result<(), PostError> {
         on!(self, end => end.fence())
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        on!(self, end => end.try_fence())
     }
 
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {

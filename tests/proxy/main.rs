@@ -210,8 +210,20 @@ impl Endpoint for FaultyEndpoint {
         self.0.add_flag(dst, value)
     }
 
+    fn has_room(&mut self) -> bool {
+        self.0.has_room()
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        self.0.has_room_to_spare()
+    }
+
     fn fence(&mut self) -> Result<(), PostError> {
         self.0.fence()
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        self.0.try_fence()
     }
 
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {

@@ -345,6 +345,16 @@ impl Poster {
         Some(self.next)
     }
 
+    /// How many may be under way at a time.
+    pub(crate) const fn budget(&self) -> u64 {
+        self.budget
+    }
+
+    /// How many more can be posted now.
+    pub(crate) fn num_free(&mut self) -> u64 {
+        self.budget.saturating_sub(self.next - self.completed())
+    }
+
     /// Commands that are over.
     #[inline]
     pub fn completed(&mut self) -> u64 {

@@ -314,6 +314,14 @@ impl Endpoint for ProxyEndpoint {
         self.word("add_flag", Opcode::Add, dst.offset, value)
     }
 
+    fn has_room(&mut self) -> bool {
+        self.poster.num_free() > 0 || self.poster.error() != 0
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        self.poster.num_free() > self.poster.budget() / 2 || self.poster.error() != 0
+    }
+
     fn fence(&mut self) -> Result<(), PostError> {
         self.post("fence", &Command::new(Opcode::Fence)).map(drop)
     }

@@ -71,8 +71,8 @@ struct Lane {
     reader: Reader,
     /// Taken and not over, in order.
     under_way: VecDeque<Batch>,
-    /// A put to the relay that is to be taken next, and its first bytes, which the relay has. What stands in
-    /// the lane by now does not matter any more.
+    /// A command that there was no room for and that is to be taken next, and, of a put to the relay, the first
+    /// bytes, which the relay has. What stands in the lane by now does not matter any more.
     begun: Option<(Command, u32)>,
     recycled: u64,
     is_closed: bool,
@@ -247,7 +247,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
                 // No room: it is looked at again in the next turn.
                 Ok(false) => {
                     turn.pieces += self.issued - before;
-                    self.lanes[idx].begun = (begun > 0).then_some((command, begun));
+                    self.lanes[idx].begun = Some((command, begun));
                     break;
                 }
                 Err(cause) => return self.fail(idx, cause),
@@ -331,6 +331,10 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
         let bytes = self.window_bytes;
         let post = |source| Cause::Post { opcode, source };
+        // Other peers do not wait for this one's process.
+        if !matches!(opcode, Opcode::Quiet | Opcode::Nop) && !self.endpoint.has_room() {
+            return Ok(false);
+        }
         match opcode {
             Opcode::Put => {
                 let (dst, src) = (remote(num_bytes, bytes)?, local()?);
@@ -354,7 +358,11 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
                 *last = new;
                 self.endpoint.add_flag(dst, added).map_err(post)?;
             }
-            Opcode::Fence => self.endpoint.fence().map_err(post)?,
+            Opcode::Fence => {
+                if !self.endpoint.try_fence().map_err(post)? {
+                    return Ok(false);
+                }
+            }
             Opcode::Wake => {
                 word(bytes)?;
                 self.endpoint.wake(SlotKey, offset as usize).map_err(post)?;

@@ -5,7 +5,7 @@ mod common;
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use proxy::{
-    Command, DeviceTransports, IdlePolicy, Opcode, PeerConfig, Poster, Proxy, ProxyConfig,
+    Cause, Command, DeviceTransports, IdlePolicy, Opcode, PeerConfig, Poster, Proxy, ProxyConfig,
     ProxyError, ProxyPeer, RelayConfig, ThreadStats,
 };
 
@@ -28,6 +28,10 @@ trait Nature: std::fmt::Debug + Send {
     }
 
     fn is_settled(&mut self) -> bool {
+        true
+    }
+
+    fn has_room(&mut self) -> bool {
         true
     }
 }
@@ -62,8 +66,16 @@ impl<N: Nature> Endpoint for Actor<N> {
         Ok(())
     }
 
+    fn has_room(&mut self) -> bool {
+        self.0.has_room()
+    }
+
     fn fence(&mut self) -> Result<(), PostError> {
-        Ok(())
+        panic!("a fence may wait for the peer");
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        Ok(self.0.has_room())
     }
 
     fn quiet(&mut self, _: std::time::Instant) -> Result<(), QuietError> {
@@ -349,4 +361,60 @@ fn services_choose_the_number_of_threads() {
     let mut by_itself = DeviceTransports::new(&gpu, 0);
     by_itself.wrap(&transports).unwrap();
     assert!((1..=4).contains(&by_itself.proxy().unwrap().stats().len()));
+}
+
+/// The peer's process stands still: nothing fits that it would have to take.
+#[derive(Debug)]
+struct Full(Arc<AtomicBool>, Arc<AtomicU64>);
+
+impl Nature for Full {
+    fn add(&mut self) {
+        assert!(self.has_room(), "whoever posts now waits for the peer");
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn has_room(&mut self) -> bool {
+        !self.0.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn a_peer_that_takes_nothing_holds_up_no_other() {
+    let (is_full, added) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicU64::new(0)));
+    let (mirror, other_mirror) =
+        (Region::anonymous(4096).unwrap(), Region::anonymous(4096).unwrap());
+    let (full, free) = (lanes(1, 16, 8), lanes(1, 16, 8));
+    let stall_limit = Duration::from_secs(2);
+    let proxy = Proxy::start(&ProxyConfig { stall_limit, ..config(1) }).unwrap();
+    let nature = |is_full: &Arc<AtomicBool>| Actor(Full(Arc::clone(is_full), Arc::clone(&added)));
+    let stuck = proxy.add(nature(&is_full), peer_config(0, &full, &mirror)).unwrap();
+    let open = Arc::new(AtomicBool::new(false));
+    let other = proxy.add(nature(&open), peer_config(1, &free, &other_mirror)).unwrap();
+    let (mut poster, mut other_poster) = (full.poster(0), free.poster(0));
+    // Once an addition is first, once a fence.
+    for (round, first) in [add(), Command::new(Opcode::Fence)].into_iter().enumerate() {
+        is_full.store(true, Ordering::SeqCst);
+        let before = added.load(Ordering::SeqCst);
+        let is_flag = u64::from(round == 0);
+        let held = poster.try_post(&first).unwrap();
+        let last = poster.try_post(&add()).unwrap();
+        for _ in 0..20 {
+            let number = other_poster.try_post(&add()).unwrap();
+            wait_for("another peer", || other_poster.completed() == number);
+        }
+        assert_eq!(added.load(Ordering::SeqCst), before + 20);
+        assert!(poster.completed() < held);
+        is_full.store(false, Ordering::SeqCst);
+        wait_for("the commands that were held back", || poster.completed() == last);
+        assert_eq!(added.load(Ordering::SeqCst), before + 20 + is_flag + 1);
+    }
+    // Not for ever.
+    is_full.store(true, Ordering::SeqCst);
+    poster.try_post(&add()).unwrap();
+    wait_for("the end of patience", || poster.error() != 0);
+    let failures = stuck.take_failures();
+    assert!(matches!(failures[0].cause, Cause::Stalled { limit_ms: 2_000 }), "{}", failures[0]);
+    let number = other_poster.try_post(&add()).unwrap();
+    wait_for("another peer", || other_poster.completed() == number);
+    drop((stuck, other));
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use p2p_core::backend::verbs::{SIGNALS_VARIABLE, SignalChoice, VerbsConfig, VerbsNetwork};
-use p2p_core::endpoint::{Endpoint, PostError};
+use p2p_core::endpoint::{Endpoint, PostError, QuietError};
 use p2p_core::network::{Joined, Network};
 use p2p_core::{AnyEndpoint, Region, RemoteRange, SlotKey};
 use rand::RngExt;
@@ -166,6 +166,99 @@ fn a_peer_that_stands_still_is_waited_for_within_the_limit() {
     assert!(endpoint.quiet(Instant::now() + LIMIT).is_err() && endpoint.health().is_err());
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+/// Whoever asks first never waits for a process that stands still, and there is room for what matters.
+#[test]
+fn nobody_who_asks_waits_for_a_peer_that_stands_still() {
+    if !is_possible() {
+        return;
+    }
+    let network = network_with(SignalChoice::Messages, 1);
+    let layout = layout(SLOT_BYTES);
+    let side = network.open(&layout, ROUTE).unwrap();
+    let mut child = child_process(&side.description(), &[(SIGNALS_VARIABLE, "messages")]);
+    let theirs = read_description(&mut child);
+    let Joined { mut endpoint, slot: _slot } = side.join(&theirs).unwrap();
+    signal(&child, libc::SIGSTOP);
+    let (start, mut num_posted) = (Instant::now(), 0u64);
+    while start.elapsed() < Duration::from_millis(STALL_MS / 8) {
+        if endpoint.has_room_to_spare() {
+            add(&mut endpoint, 1).unwrap();
+            num_posted += 1;
+        }
+    }
+    // Two flags for each frame.
+    for _ in 0..2 * layout.num_frames() {
+        assert!(endpoint.has_room(), "after {num_posted}");
+        add(&mut endpoint, 1).unwrap();
+        num_posted += 1;
+    }
+    let num_expected = num_posted;
+    while endpoint.has_room() {
+        add(&mut endpoint, 1).unwrap();
+        num_posted += 1;
+        assert!(num_posted < 10_000, "the peer takes nothing");
+    }
+    assert!(num_posted > num_expected);
+    assert!(!endpoint.try_fence().unwrap());
+    assert!(matches!(endpoint.quiet(Instant::now()), Err(QuietError::Deadline { .. })));
+    assert!(!endpoint.try_fence().unwrap(), "the flags are still open");
+    assert!(start.elapsed() < Duration::from_millis(STALL_MS / 2), "{:?}", start.elapsed());
+    signal(&child, libc::SIGCONT);
+    let deadline = Instant::now() + LIMIT;
+    while !endpoint.try_fence().unwrap() {
+        assert!(Instant::now() < deadline);
+    }
+    assert!(endpoint.has_room_to_spare());
+    let found = Region::anonymous(4096).unwrap();
+    endpoint.register(&found).unwrap();
+    let remote = RemoteRange { key: SlotKey, offset: FLAG, len: 8 };
+    // SAFETY: nobody else uses the memory before the quiet.
+    unsafe { endpoint.get(found.range(0, 8).unwrap(), remote).unwrap() };
+    endpoint.quiet(Instant::now() + LIMIT).unwrap();
+    assert_eq!(word(&found, 0), num_posted);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+/// Many flags behind spread puts with nothing waited for in between: each comes behind its own put.
+#[test]
+fn flags_one_after_the_other_come_behind_their_own_puts() {
+    if !is_possible() {
+        return;
+    }
+    let network = network_with(SignalChoice::Messages, 4);
+    let (mut a, b) = pair(&network, &layout(SLOT_BYTES));
+    const BYTES: usize = 64 << 10;
+    let source = Region::anonymous(BYTES * 8).unwrap();
+    a.endpoint.register(&source).unwrap();
+    for round in 0..40u8 {
+        // Eight puts to eight places, each with a flag, all under way at the same time.
+        store(&source, &vec![round + 1; BYTES * 8]);
+        let before = word(&b.slot, FLAG);
+        for nth in 0..8 {
+            let remote = RemoteRange { key: SlotKey, offset: nth * BYTES, len: BYTES };
+            let local = source.range(nth * BYTES, BYTES).unwrap();
+            // SAFETY: the memory is registered and not written before the quiet.
+            unsafe { a.endpoint.put(remote, local).unwrap() };
+            add(&mut a.endpoint, 1).unwrap();
+        }
+        let (mut seen, deadline) = (0, Instant::now() + LIMIT);
+        while seen < 8 {
+            b.endpoint.driver().unwrap().drive();
+            b.endpoint.health().unwrap();
+            let now = (word(&b.slot, FLAG) - before) as usize;
+            let bytes = bytes_of(&b.slot);
+            for nth in seen..now {
+                let place = &bytes[nth * BYTES..(nth + 1) * BYTES];
+                assert!(place.iter().all(|byte| *byte == round + 1), "put {nth} of round {round}");
+            }
+            seen = now;
+            assert!(Instant::now() < deadline, "{seen} of 8 in round {round}");
+        }
+        a.endpoint.quiet(Instant::now() + LIMIT).unwrap();
+    }
 }
 
 fn signal(child: &Child, signal: libc::c_int) {

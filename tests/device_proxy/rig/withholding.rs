@@ -154,8 +154,20 @@ impl Endpoint for Withholding {
         self.inner.add_flag_lazily(dst, value)
     }
 
+    fn has_room(&mut self) -> bool {
+        self.inner.has_room()
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        self.inner.has_room_to_spare()
+    }
+
     fn fence(&mut self) -> Result<(), PostError> {
         self.inner.fence()
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        self.inner.try_fence()
     }
 
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {

@@ -266,7 +266,7 @@ impl RelaySender {
         let (at, room) = (self.head % bytes, num_bytes.next_multiple_of(16));
         let skipped = if at + room > bytes { bytes - at } else { 0 };
         let head = self.head + skipped + room;
-        if head - self.tail > bytes || self.is_full() {
+        if head - self.tail > bytes || self.is_full() || !endpoint.has_room() {
             return Ok(Sent::No);
         }
         let at = (self.head + skipped) % bytes;
@@ -338,7 +338,8 @@ impl RelaySender {
         endpoint: &mut E,
     ) -> Result<(), PostError> {
         let num = self.issued - self.published;
-        if num == 0 {
+        // What is not over is asked about again, whether the receiver was told or not.
+        if num == 0 || !endpoint.has_room() {
             return Ok(());
         }
         self.published = self.issued;

@@ -138,7 +138,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             driver.drive();
         }
         if self.num_under_way > 0 {
-            if !self.copier.is_done()? {
+            if !self.copier.is_done()? || !self.endpoint.has_room() {
                 return Ok(true);
             }
             let offset = self.slot.len() - CONTROL_BYTES + CONSUMED;

@@ -1,21 +1,28 @@
 //! The receiving end of one pair: what arrived in which order, without any library.
 //!
-//! A provider promises nothing about the order of a write and a message behind it, so a message says
-//! how many writes went before. It waits here until that many have landed. Nor is there an order between
-//! messages and mails, which share one sequence: a message that came before a mail waits for it here,
-//! and a mail that came before a message waits in its cell.
+//! A write and a message behind it may arrive in any order, so a message says how many writes went before.
+//! It waits here until that many have landed. Where writes keep no order among each other either, each says
+//! which message is the first behind it: one that was issued later must not stand in for one that is late.
+//! Nor is there an order between messages and mails, which share one sequence: a message that came before a
+//! mail waits for it here, and a mail that came before a message waits in its cell.
 
 use std::collections::VecDeque;
 
 use thiserror::Error;
 
-use super::message::Header;
+use super::message::{HEADER_BYTES, Header};
 
 /// What arrived from one peer.
 #[derive(Debug, Default)]
 pub(crate) struct Inbound {
     next_seq: u32,
+    /// Those that the message to come out next may need.
     num_writes: u64,
+    /// Writes that only later messages need, by the number of the first that does, modulo the length. Empty
+    /// where writes do not say.
+    later: Box<[u32]>,
+    /// Messages that came out and writes that were counted, modulo 2³².
+    num_done: u32,
     /// In order, waiting for writes.
     held: VecDeque<(Header, Box<[u8]>)>,
     /// Ahead of mails.
@@ -34,12 +41,22 @@ pub(crate) enum OrderError {
     Sequence { found: u32, expected: u32 },
     #[error("{bytes} bytes of messages wait for writes that do not come")]
     TooMuchHeld { bytes: usize },
+    #[error("a write before message {found} came, expected one before {first} to {last}")]
+    Write { found: u32, first: u32, last: u32 },
 }
 
 impl Inbound {
     /// From a peer that may have `max_missing` mails under way.
     pub(crate) fn new(max_missing: u32) -> Self {
         Self { max_missing, ..Self::default() }
+    }
+
+    /// From a peer that has at most `window` messages and writes under way that are not
+    /// [done](Self::num_done), and whose writes say where they belong.
+    pub(crate) fn with_window(window: u32) -> Self {
+        let window = window as usize;
+        let later = vec![0; (window + 1).next_power_of_two()].into();
+        Self { later, held: VecDeque::with_capacity(window), ..Self::default() }
     }
 
     /// Sequence number of the next message or mail.
@@ -73,11 +90,13 @@ impl Inbound {
             self.early.push_back((*header, message.into()));
             return Ok(false);
         }
-        self.next_seq = expected.wrapping_add(1);
         if header.writes <= self.num_writes && self.held.is_empty() {
+            self.next_seq = expected.wrapping_add(1);
+            self.move_on();
             return Ok(true);
         }
         self.keep(message.len())?;
+        self.next_seq = expected.wrapping_add(1);
         self.held.push_back((*header, message.into()));
         Ok(false)
     }
@@ -86,11 +105,49 @@ impl Inbound {
     #[inline]
     pub(crate) const fn count_write(&mut self) {
         self.num_writes += 1;
+        self.num_done = self.num_done.wrapping_add(1);
     }
 
-    /// Writes that have landed.
+    /// A write landed that was issued before message `seq` and behind the one before that.
+    pub(crate) fn count_write_before(&mut self, seq: u32) -> Result<(), OrderError> {
+        let first = self.front();
+        let (ahead, len) = (seq.wrapping_sub(first) as usize, self.later.len());
+        if ahead == 0 {
+            self.count_write();
+        } else if ahead < len {
+            let later = &mut self.later[seq as usize % len];
+            *later = later.saturating_add(1);
+        } else {
+            let last = first.wrapping_add(len as u32).wrapping_sub(1);
+            return Err(OrderError::Write { found: seq, first, last });
+        }
+        Ok(())
+    }
+
+    /// Writes that have landed, but for those that only later messages need.
     pub(crate) const fn num_writes(&self) -> u64 {
         self.num_writes
+    }
+
+    /// Messages that came out and writes that were counted so far, modulo 2³².
+    pub(crate) const fn num_done(&self) -> u32 {
+        self.num_done
+    }
+
+    /// Number of the message that comes out next.
+    fn front(&self) -> u32 {
+        self.held.front().map_or(self.next_seq, |(header, _)| header.seq)
+    }
+
+    /// A message came out: writes that the next one needs count from now on.
+    fn move_on(&mut self) {
+        self.num_done = self.num_done.wrapping_add(1);
+        let (front, len) = (self.front() as usize, self.later.len());
+        if let Some(later) = front.checked_rem(len).map(|idx| &mut self.later[idx]) {
+            let num = std::mem::take(later);
+            self.num_writes += u64::from(num);
+            self.num_done = self.num_done.wrapping_add(num);
+        }
     }
 
     /// The next message that was kept, once all before it has come and its writes have landed.
@@ -104,18 +161,24 @@ impl Inbound {
             return None;
         }
         let (header, message) = self.held.pop_front()?;
-        self.held_bytes -= message.len();
+        self.held_bytes -= held_bytes_of(message.len());
+        self.move_on();
         Some((header, message))
     }
 
-    const fn keep(&mut self, len: usize) -> Result<(), OrderError> {
-        let bytes = self.held_bytes + len;
+    fn keep(&mut self, len: usize) -> Result<(), OrderError> {
+        let bytes = self.held_bytes + held_bytes_of(len);
         if bytes > MAX_HELD_BYTES {
             return Err(OrderError::TooMuchHeld { bytes });
         }
         self.held_bytes = bytes;
         Ok(())
     }
+}
+
+/// What a message of that length counts for: its head is kept, even if none of its bytes are.
+fn held_bytes_of(len: usize) -> usize {
+    len.max(HEADER_BYTES)
 }
 
 const MAX_HELD_BYTES: usize = 1 << 20;
@@ -209,6 +272,80 @@ mod tests {
                 }
             }
             assert_eq!(next, seq, "seed {seed}");
+        }
+    }
+
+    /// Writes of several queues, each in an order of its own, and messages: one must come out behind the very
+    /// writes that were issued before it, not only as many, as soon as it can, and in order.
+    #[test]
+    fn a_later_write_never_stands_in_for_one_that_is_late() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        for _ in 0..300 {
+            let (window, num_queues) = (rng.random_range(2..20), rng.random_range(1..5));
+            let first = rng.random::<u32>();
+            let mut inbound = Inbound { next_seq: first, ..Inbound::with_window(window) };
+            let mut queues = vec![VecDeque::new(); num_queues];
+            let mut messages = VecDeque::new();
+            // Per message the writes that went before; and which have landed.
+            let (mut needed, mut landed) = (Vec::new(), Vec::new());
+            let (mut num_issued, mut placed) = (0u32, 0);
+            let mut place = |header: Header, landed: &[bool], needed: &[usize]| {
+                assert_eq!(header.seq, first.wrapping_add(placed as u32), "seed {seed}");
+                assert!(landed[..needed[placed]].iter().all(|landed| *landed), "seed {seed}");
+                placed += 1;
+            };
+            for step in 0.. {
+                let is_full = num_issued.wrapping_sub(inbound.num_done()) >= window;
+                let next = first.wrapping_add(needed.len() as u32);
+                match rng.random_range(0..4) {
+                    0 if step < 400 && !is_full => {
+                        queues[rng.random_range(0..num_queues)].push_back((landed.len(), next));
+                        landed.push(false);
+                        num_issued += 1;
+                    }
+                    1 if step < 400 && !is_full => {
+                        messages.push_back(header(next, landed.len() as u64));
+                        needed.push(landed.len());
+                        num_issued += 1;
+                    }
+                    2 => {
+                        if let Some(header) = messages.pop_front()
+                            && inbound.admit(&header, &[]).unwrap()
+                        {
+                            place(header, &landed, &needed);
+                        }
+                    }
+                    _ => {
+                        if let Some((write, seq)) =
+                            queues[rng.random_range(0..num_queues)].pop_front()
+                        {
+                            landed[write] = true;
+                            inbound.count_write_before(seq).unwrap();
+                        }
+                    }
+                }
+                while let Some((header, _)) = inbound.next_ready() {
+                    place(header, &landed, &needed);
+                }
+                if step >= 400 && messages.is_empty() && queues.iter().all(VecDeque::is_empty) {
+                    break;
+                }
+            }
+            assert_eq!(placed, needed.len(), "seed {seed}");
+            assert_eq!(inbound.num_done(), num_issued, "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn writes_of_messages_that_cannot_be_are_refused() {
+        let mut inbound = Inbound::with_window(6);
+        assert_eq!(inbound.admit(&header(0, 0), b""), Ok(true));
+        assert_eq!(inbound.count_write_before(8), Ok(()));
+        for found in [0, 9, 1 << 31, u32::MAX] {
+            let refused = Err(OrderError::Write { found, first: 1, last: 8 });
+            assert_eq!(inbound.count_write_before(found), refused);
         }
     }
 

@@ -373,9 +373,10 @@ impl Traits {
             provider: entry.provider(),
             inject_bytes: entry.inject_bytes(),
             max_message_bytes: entry.max_message_bytes(),
-            // Over verbs such a write uses up a receive, and `ofi_rxm` with shared receives takes its
-            // completion for a message.
-            counts_writes: domain.cq_data_size >= 4 && !rxm::is_over_verbs(&entry.provider()),
+            // Writes do not say which message they belong to: among those that keep no order one could stand in
+            // for another. Over verbs, besides, such a write uses up a receive, and `ofi_rxm` with shared
+            // receives takes its completion for a message.
+            counts_writes: domain.cq_data_size >= 4 && is_over_tcp(&entry.provider()),
             has_wide_notes: domain.cq_data_size >= 8,
             knows_source: entry.caps() & sys::FI_SOURCE != 0,
             num_receives: entry.num_receives(),

@@ -172,7 +172,7 @@ const fn value(field: &'static str, found: u64, expected: &'static str) -> Detai
 
 /// Fewest receives with which messages get anywhere.
 pub(super) const MIN_RECEIVES: u32 = 16;
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const HEAD_BYTES: usize = 4;
 const LANE_BYTES: usize = 40;
 const _: () = assert!(HEAD_BYTES + MAX_LANES * LANE_BYTES <= MAX_DETAIL_BYTES);

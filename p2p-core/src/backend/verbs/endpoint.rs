@@ -14,12 +14,13 @@
 //! those for room in a full queue, are for the peer's *device*, never for its process, and are bounded.
 //!
 //! Where flags travel as messages, the peer's driver adds to them when it takes the message out. Parts of a
-//! spread put are then counted there instead of waited for here, unless there are more than two queue pairs. A question behind everything else, and its
+//! spread put are then counted there instead of waited for here. A question behind everything else, and its
 //! answer, tell what the peer's driver has done: `quiet` asks, and `fence` does where flags went before it.
 //! A message or counted write takes a receive of the peer. No more are under way than it has receives for, and
 //! then the next one waits until the peer says that it has taken some: for its process, that is, as long as
 //! [`stall_timeout`](super::VerbsConfig::stall_timeout) allows.
 
+mod sent;
 mod waits;
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -27,6 +28,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use self::sent::Sent;
 use super::lane::{Failed, Lane, Message};
 use super::messages;
 use super::progress::Progress;
@@ -56,22 +58,6 @@ pub struct VerbsEndpoint {
     sent: Option<Sent>,
 }
 
-/// Messages and counted writes to a peer so far.
-#[derive(Debug)]
-struct Sent {
-    /// How many may be under way, and how many took a receive of the peer in all, modulo 2³².
-    window: u32,
-    num_taking: u32,
-    next_seq: u32,
-    num_writes: u64,
-    /// Questions asked.
-    num_asked: u64,
-    /// Whether a message went that no answer covers.
-    is_open: bool,
-    /// Whether reads may be under way on other queue pairs than the first.
-    has_spread_reads: bool,
-}
-
 /// The peer's slot.
 #[derive(Debug, Clone)]
 pub(super) struct RemoteSlot {
@@ -90,15 +76,7 @@ impl VerbsEndpoint {
         stripe_bytes: usize,
         window: Option<u32>,
     ) -> Self {
-        let sent = window.map(|window| Sent {
-            window,
-            num_taking: 0,
-            next_seq: 0,
-            num_writes: 0,
-            num_asked: 0,
-            is_open: false,
-            has_spread_reads: false,
-        });
+        let sent = window.map(Sent::new);
         Self {
             lanes,
             peer,
@@ -176,7 +154,7 @@ impl VerbsEndpoint {
         let source = self.source_of(op, local)?;
         let local_address = local.as_ptr().as_ptr() as u64;
         if len < self.stripe_bytes || self.lanes.len() == 1 {
-            let whole = Part { source, local_address, len, remote_address, is_counted: false };
+            let whole = Part { source, local_address, len, remote_address, counted: None };
             // SAFETY: the caller's promise; the range lies within the registration.
             return unsafe { self.pieces(0, kind, whole) };
         }
@@ -197,16 +175,21 @@ impl VerbsEndpoint {
                 local_address: local_address + start as u64,
                 len: part,
                 remote_address: remote_address + start as u64,
-                is_counted: self.sent.is_some() && lane > 0 && kind == OpKind::Put,
+                counted: match &self.sent {
+                    Some(sent) if lane > 0 && kind == OpKind::Put => Some(sent.next_seq),
+                    _ => None,
+                },
             };
-            if piece.is_counted {
+            let is_counted = piece.counted.is_some();
+            if is_counted {
                 self.wait_for_room(kind)?;
             }
             // SAFETY: the caller's promise; the parts lie within the range.
             unsafe { self.pieces(lane, kind, piece)? };
             if let Some(sent) = &mut self.sent {
-                sent.num_writes += u64::from(piece.is_counted);
-                sent.num_taking = sent.num_taking.wrapping_add(u32::from(piece.is_counted));
+                if is_counted {
+                    sent.count_write();
+                }
                 sent.has_spread_reads |= kind == OpKind::Get;
             }
             start += part;
@@ -222,7 +205,7 @@ impl VerbsEndpoint {
         &mut self,
         lane: usize,
         kind: OpKind,
-        Part { source, local_address, len, remote_address, is_counted }: Part,
+        Part { source, local_address, len, remote_address, counted }: Part,
     ) -> Result<(), PostError> {
         let lane = &mut self.lanes[lane];
         let longest = lane.max_message_bytes();
@@ -235,7 +218,7 @@ impl VerbsEndpoint {
                 bytes: bytes as u32,
                 remote_address: remote_address + start as u64,
                 is_last: start + bytes == len,
-                is_counted: is_counted && start + bytes == len,
+                counted: counted.filter(|_| start + bytes == len),
             };
             // SAFETY: the caller's promise.
             let posted = unsafe { lane.transfer(kind, message) };
@@ -247,14 +230,17 @@ impl VerbsEndpoint {
         Ok(())
     }
 
+    /// Whether a message went of which it is not known that the peer's driver has carried it out.
+    fn has_open_messages(&self) -> bool {
+        let answered = self.peer.arrivals.answered();
+        self.sent.as_ref().is_some_and(|sent| sent.has_open(answered))
+    }
+
     /// Sends a message behind everything before. `None` where flags do not travel so.
     fn send(&mut self, kind: OpKind, then: Then) -> Option<Result<(), PostError>> {
         let sent = self.sent.as_ref()?;
         let (seq, writes) = (sent.next_seq, sent.num_writes);
-        // Counted writes have no identity: of several queue pairs, one that is fast could stand in with later
-        // writes for one that is slow. A single queue pair beside the first keeps their order.
-        let may_mix = self.is_spread && self.lanes.len() > 2;
-        let settled = if sent.has_spread_reads || may_mix { self.settle(1) } else { Ok(()) };
+        let settled = if sent.has_spread_reads { self.settle(1) } else { Ok(()) };
         if let Err(error) = settled.and_then(|()| self.wait_for_room(kind)) {
             return Some(Err(error));
         }
@@ -265,9 +251,7 @@ impl VerbsEndpoint {
             return Some(Err(self.failure(kind.name())));
         }
         if let Some(sent) = &mut self.sent {
-            sent.next_seq = sent.next_seq.wrapping_add(1);
-            sent.num_taking = sent.num_taking.wrapping_add(1);
-            sent.is_open = true;
+            sent.count_message();
         }
         Some(Ok(()))
     }
@@ -280,7 +264,8 @@ struct Part {
     local_address: u64,
     len: usize,
     remote_address: u64,
-    is_counted: bool,
+    /// What the peer is told when it has landed: the message that comes first behind it.
+    counted: Option<u32>,
 }
 
 impl Endpoint for VerbsEndpoint {
@@ -353,9 +338,38 @@ impl Endpoint for VerbsEndpoint {
         self.lanes[0].add(address, value).map_err(|Failed| self.failure("add_flag"))
     }
 
+    fn has_room(&mut self) -> bool {
+        // The parts of a spread put take one each.
+        let Some(Sent { window, .. }) = self.sent else { return true };
+        let wanted = window.min(self.lanes.len() as u32);
+        if self.room() < wanted {
+            self.progress.drive();
+        }
+        self.room() >= wanted || self.peer.health.has_failed()
+    }
+
+    fn has_room_to_spare(&mut self) -> bool {
+        let Some(Sent { window, .. }) = self.sent else { return true };
+        if self.room() <= window / 2 {
+            self.progress.drive();
+        }
+        self.room() > window / 2 || self.peer.health.has_failed()
+    }
+
+    fn try_fence(&mut self) -> Result<bool, PostError> {
+        if !self.has_open_messages() {
+            return self.fence().map(|()| true);
+        }
+        match self.quiet(Instant::now()) {
+            Ok(()) => Ok(true),
+            Err(QuietError::Deadline { .. }) => Ok(false),
+            Err(QuietError::Post(error)) => Err(error),
+        }
+    }
+
     fn fence(&mut self) -> Result<(), PostError> {
         self.health()?;
-        if self.sent.as_ref().is_some_and(|sent| sent.is_open) {
+        if self.has_open_messages() {
             // The peer's driver may take a flag out later than its device writes what comes after.
             return match self.quiet(Instant::now() + FENCE_PATIENCE) {
                 Ok(()) => Ok(()),
@@ -378,8 +392,11 @@ impl Endpoint for VerbsEndpoint {
         self.health()?;
         // The question goes first, so that its answer is under way while the rest completes.
         let heard = self.hear(deadline);
-        let drained = self.drain(deadline);
-        heard.and(drained)
+        match (heard, self.drain(deadline)) {
+            // What has failed comes before what is late because of it.
+            (Err(QuietError::Deadline { .. }), Err(failed @ QuietError::Post(_))) => Err(failed),
+            (heard, drained) => heard.and(drained),
+        }
     }
 
     fn is_settled(&mut self) -> Result<bool, PostError> {

@@ -67,8 +67,8 @@ pub(super) struct Message {
     pub(super) remote_address: u64,
     /// Whether it ends the operation.
     pub(super) is_last: bool,
-    /// Whether the peer is told when it has landed.
-    pub(super) is_counted: bool,
+    /// Whether the peer is told when it has landed, and what.
+    pub(super) counted: Option<u32>,
 }
 
 /// Why a request was not posted. The peer's health says the rest.
@@ -130,7 +130,7 @@ impl Lane {
     /// # Safety
     /// As for [`QueuePair::post`](super::qp::QueuePair::post).
     pub(super) unsafe fn transfer(&mut self, kind: OpKind, message: Message) -> Result<(), Failed> {
-        let Message { source, local_address, bytes, remote_address, is_last, is_counted } = message;
+        let Message { source, local_address, bytes, remote_address, is_last, counted } = message;
         let mut flags = 0;
         if kind == OpKind::Get {
             // Whoever reads waits for it.
@@ -142,10 +142,10 @@ impl Lane {
         }
         let work = Work {
             id: 0,
-            verb: match kind {
-                OpKind::Get => Verb::Read,
-                _ if is_counted => Verb::WriteWithImmediate,
-                _ => Verb::Write,
+            verb: match counted {
+                _ if kind == OpKind::Get => Verb::Read,
+                Some(data) => Verb::WriteWithImmediate(data),
+                None => Verb::Write,
             },
             flags,
             local_address,
@@ -198,7 +198,7 @@ impl Lane {
     /// A message without bytes: with `kind` Wake it takes a receive of the peer, else it only completes.
     pub(super) fn touch(&mut self, kind: OpKind, remote_address: u64) -> Result<(), Failed> {
         let (verb, flags) = match kind {
-            OpKind::Wake => (Verb::WriteWithImmediate, 0),
+            OpKind::Wake => (Verb::WriteWithImmediate(0), 0),
             _ => (Verb::Write, SIGNALLED),
         };
         let work = Work {

@@ -2,8 +2,9 @@
 //!
 //! The messages, and what puts them in order, are those of libfabric (`backend::counted`). A queue pair
 //! carries a message out behind the writes that were posted before it, so those need not be counted.
-//! Parts of a spread put that go by other queue pairs end with a WRITE_WITH_IMM, which the receiving side
-//! counts, and a message waits there until as many have landed as it says.
+//! Parts of a spread put that go by other queue pairs end with a WRITE_WITH_IMM that says which message comes
+//! first behind it. The receiving side counts it, and a message waits there until as many of those before it
+//! have landed as it says.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -60,8 +61,11 @@ pub(super) fn header(seq: u32, writes: u64, then: Then, taken: u32) -> Header {
 /// before it says that it has taken some. So many that it never runs out: each of them has the peer's driver
 /// send one answer at most, and news of what it took comes once in half a window.
 pub(super) const fn window_of(num_receives: u32) -> u32 {
-    num_receives.saturating_sub(4) / 2
+    num_receives.saturating_sub(RECEIVES_BESIDE_WINDOW) / 2
 }
+
+/// For an answer and news that were under way when the window was told to be free.
+pub(super) const RECEIVES_BESIDE_WINDOW: u32 = 4;
 
 /// What one queue pair needs for messages.
 #[derive(Debug)]
@@ -193,8 +197,8 @@ pub(super) struct Arrivals {
     inbound: Mutex<Inbound>,
     /// Latest question of this side that the peer has answered.
     answered: AtomicU64,
-    /// Receives of this side that messages and writes of the peer's endpoint took, and of these, how many the
-    /// peer was told of; modulo 2³². What its driver sends by itself is not counted.
+    /// Messages and writes of the peer's endpoint that took a receive of this side and are done, and of these,
+    /// how many the peer was told of; modulo 2³². What its driver sends by itself is not counted.
     taken: AtomicU32,
     told: AtomicU32,
     /// How many may be taken before the peer has to be told.
@@ -208,8 +212,8 @@ pub(super) struct Arrivals {
 pub(super) enum Arrival<'a> {
     /// A message.
     Message(&'a [u8]),
-    /// A counted write.
-    Write,
+    /// A counted write, and the message that comes first behind it.
+    Write(u32),
 }
 
 /// A peer sent what cannot be.
@@ -222,24 +226,27 @@ pub(super) enum ReceiveError {
     Order(#[from] OrderError),
     #[error("a message with {what}, which verbs do not use")]
     Unexpected { what: &'static str },
+    #[error(
+        "that it took more messages than went to it: {under_way} under way, at most {window} can be"
+    )]
+    Taken { under_way: u32, window: u32 },
+    #[error("an answer to question {found}, {asked} were asked")]
+    Answer { found: u64, asked: u64 },
 }
 
 impl Arrivals {
     /// Of a side with so many receives at each queue pair.
     pub(super) fn new(num_receives: u32) -> Self {
+        let window = window_of(num_receives);
         Self {
-            inbound: Mutex::default(),
+            inbound: Mutex::new(Inbound::with_window(window)),
             answered: AtomicU64::new(0),
             taken: AtomicU32::new(0),
             told: AtomicU32::new(0),
-            tell_after: (window_of(num_receives) / 2).max(1),
+            // Whoever keeps half of the window free always hears of the other half.
+            tell_after: (window / 4).max(1),
             peer_taken: AtomicU32::new(0),
         }
-    }
-
-    /// A receive of this side was taken by what the peer's endpoint sent, and is posted again.
-    fn count(&self) {
-        self.taken.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Whether the peer may soon wait for news of what was taken.
@@ -250,7 +257,8 @@ impl Arrivals {
 
     /// What to tell the peer of receives. Told again, or late, does no harm.
     pub(super) fn tell(&self) -> u32 {
-        let taken = self.taken.load(Ordering::Relaxed);
+        // Behind the driver's posting of the receives.
+        let taken = self.taken.load(Ordering::Acquire);
         self.told.store(taken, Ordering::Relaxed);
         taken
     }
@@ -268,8 +276,9 @@ impl Arrivals {
         }
     }
 
-    /// Called once the receive is posted again. Does what may be done now, in order: additions to flags of a slot of `slot_bytes`, whose offsets
-    /// are sound, go to `add`. Gives the question that is to be answered, if there is one.
+    /// Called once the receive is posted again. Does what may be done now, in order: additions to flags of a
+    /// slot of `slot_bytes`, whose offsets are sound, go to `add`. Gives the question that is to be answered, if
+    /// there is one.
     pub(super) fn take(
         &self,
         arrival: Arrival<'_>,
@@ -285,10 +294,7 @@ impl Arrivals {
             Then::Nothing | Then::Answered { .. } | Then::Credit | Then::Farewell => {}
         };
         match arrival {
-            Arrival::Write => {
-                self.count();
-                inbound.count_write();
-            }
+            Arrival::Write(seq) => inbound.count_write_before(seq)?,
             Arrival::Message(message) => {
                 let header = Header::decode(message)?;
                 check(&header, message, slot_bytes)?;
@@ -301,8 +307,8 @@ impl Arrivals {
                     }
                     _ => {}
                 }
-                self.count();
-                if inbound.admit(&header, message)? {
+                // There is nothing behind a head.
+                if inbound.admit(&header, &[])? {
                     land(&header);
                 }
             }
@@ -310,6 +316,7 @@ impl Arrivals {
         while let Some((header, _)) = inbound.next_ready() {
             land(&header);
         }
+        self.taken.store(inbound.num_done(), Ordering::Release);
         Ok(question)
     }
 

@@ -8,7 +8,7 @@ use super::config::{MAX_LANES, SIGNALS_VARIABLE, VerbsConfig};
 use super::detail::{self, LaneAddress, Link, MIN_RECEIVES, Signals};
 use super::endpoint::{RemoteSlot, VerbsEndpoint};
 use super::lane::{Lane, LaneParts};
-use super::messages::{self, Arrivals, Messages, window_of};
+use super::messages::{self, Arrivals, Messages, RECEIVES_BESIDE_WINDOW, window_of};
 use super::owner::{CallError, Context, ProtectionDomain};
 use super::port::{Port, error, open_ports};
 use super::progress::{Progress, Room, Standing};
@@ -94,7 +94,7 @@ impl Network for VerbsNetwork {
             // nothing but its slot.
             let domain = ProtectionDomain::new(&port.context).map_err(|e| shared.failed(&e))?;
             for _ in 0..shared.config.queue_pairs_per_port {
-                if lanes.len() < MAX_LANES {
+                if lanes.len() < shared.num_lanes() {
                     lanes.push(shared.open_lane(
                         port_idx,
                         &domain,
@@ -138,6 +138,11 @@ impl Shared {
         Ok((slot, state))
     }
 
+    /// Queue pairs of a peer.
+    fn num_lanes(&self) -> usize {
+        (self.ports.len() * self.config.queue_pairs_per_port as usize).clamp(1, MAX_LANES)
+    }
+
     /// Receives of every queue pair.
     fn num_receives(&self, layout: &SlotLayout) -> u32 {
         // A wake-up follows a flag. Between two looks of this side the peer publishes no more frames than
@@ -145,11 +150,13 @@ impl Shared {
         let wake_ups = 4 * layout.num_frames() as u32;
         match self.signals {
             Signals::Atomics => wake_ups,
-            // Every flag and counted write takes one, also those that no frame bounds. Half of them are
-            // the peer's window.
+            // Half of them are the peer's window, and half of that is for what no frame bounds. In the rest
+            // fit for each frame two flags, and a counted write for each queue pair beside the first.
             Signals::Messages => {
                 let most = u32::try_from(max_requests(&self.ports)).unwrap_or(MIN_RECEIVES);
-                (2 * wake_ups).clamp(NUM_RECEIVES, MAX_RECEIVES).min(most)
+                let num_lanes = self.num_lanes() as u32;
+                let wanted = (wake_ups * (1 + num_lanes)).saturating_add(RECEIVES_BESIDE_WINDOW);
+                wanted.clamp(NUM_RECEIVES, MAX_RECEIVES).min(most)
             }
         }
     }

@@ -380,15 +380,17 @@ pub(super) struct CompletionBuffer {
 
 impl CompletionBuffer {
     pub(super) const fn new() -> Self {
-        Self { entries: [const { MaybeUninit::uninit() }; 32] }
+        Self { entries: [const { MaybeUninit::zeroed() }; 32] }
     }
 
     /// The first `len` entries, which a poll has just filled.
     pub(super) fn filled(&self, len: usize) -> impl Iterator<Item = WorkCompletion> + '_ {
         self.entries[..len].iter().map(|entry| {
-            // SAFETY: a poll that found at least `len` filled these entries. Of a failed completion
-            // only number, status and vendor's code are valid, and no others are used.
+            // SAFETY: integers, for which zero is valid, and zeroed to begin with: a poll need not fill in all of
+            // them. Which of them mean something is asked below.
             let entry = unsafe { entry.assume_init_ref() };
+            // SAFETY: both readings are integers, initialised as above.
+            let immediate = unsafe { entry.imm_data_invalidated_rkey_union.imm_data };
             let is_success = entry.status == sys::ibv_wc_status::IBV_WC_SUCCESS;
             WorkCompletion {
                 id: entry.wr_id,
@@ -396,6 +398,7 @@ impl CompletionBuffer {
                 vendor: entry.vendor_err,
                 is_message: is_success && entry.opcode == sys::ibv_wc_opcode::IBV_WC_RECV,
                 bytes: if is_success { entry.byte_len } else { 0 },
+                immediate: u32::from_be(immediate),
             }
         })
     }
@@ -417,6 +420,8 @@ pub(super) struct WorkCompletion {
     pub(super) is_message: bool,
     /// Bytes of the message.
     pub(super) bytes: u32,
+    /// What a write told of itself.
+    pub(super) immediate: u32,
 }
 
 fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), i32> {

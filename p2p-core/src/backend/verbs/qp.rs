@@ -239,8 +239,9 @@ impl QueuePair {
                 request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
                 request.wr.rdma = sys::rdma_t { remote_addr, rkey };
             }
-            Verb::WriteWithImmediate => {
+            Verb::WriteWithImmediate(data) => {
                 request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
+                request.imm_data_invalidated_rkey_union.imm_data = data.to_be();
                 request.wr.rdma = sys::rdma_t { remote_addr, rkey };
             }
             Verb::Send => request.opcode = sys::ibv_wr_opcode::IBV_WR_SEND,
@@ -300,7 +301,7 @@ impl Work {
 pub(super) enum Verb {
     Write,
     Read,
-    WriteWithImmediate,
+    WriteWithImmediate(u32),
     Send,
     FetchAdd(u64),
 }

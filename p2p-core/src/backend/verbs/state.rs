@@ -124,7 +124,8 @@ impl LaneState {
         let (place, idx) = (id.place(), id.0 as u32);
         let message = self.messages.as_ref().map(|messages| messages.take(idx));
         if let Err(error) = self.post_receive(place, idx) {
-            self.peer.health.fail("receive", Cause::Refused { code: error.code });
+            self.fail("receive", Cause::Refused { code: error.code });
+            self.peer.signal();
         }
         let (Some(message), Some(messages)) = (message, &self.messages) else {
             return self.peer.wake_sleeper();
@@ -132,7 +133,7 @@ impl LaneState {
         let len = message.len().min(completion.bytes as usize);
         let arrival = match completion.is_message {
             true => Arrival::Message(&message[..len]),
-            false => Arrival::Write,
+            false => Arrival::Write(completion.immediate),
         };
         if self.peer.health.has_failed() {
             return;
@@ -155,7 +156,8 @@ impl LaneState {
         // SAFETY: the buffer is that of answers, of which one is under way; its memory goes after the queue
         // pair.
         if let Err(error) = unsafe { self.queue_pair.post(&work) } {
-            self.peer.health.fail("answer", Cause::Refused { code: error.code });
+            self.fail("answer", Cause::Refused { code: error.code });
+            self.peer.signal();
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Sent, VerbsEndpoint};
+use super::VerbsEndpoint;
 use crate::backend::counted::message::Then;
 use crate::backend::verbs::lane::{Failed, Lane};
 use crate::backend::verbs::request::OpKind;
@@ -30,17 +30,21 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Whether the peer has a receive for another message or counted write.
-    pub(super) fn has_room(&self) -> bool {
-        let under_way = |sent: &Sent| sent.num_taking.wrapping_sub(self.peer.arrivals.peer_taken());
-        self.sent.as_ref().is_none_or(|sent| under_way(sent) < sent.window)
+    /// For how many more messages and counted writes the peer has a receive. A peer that claims to have taken
+    /// more than went to it fails.
+    pub(super) fn room(&self) -> u32 {
+        let Some(sent) = &self.sent else { return u32::MAX };
+        sent.room(self.peer.arrivals.peer_taken()).unwrap_or_else(|error| {
+            self.peer.health.fail("receive", Cause::Peer(error));
+            0
+        })
     }
 
-    /// Waits until it has. The peer fails when it takes nothing for longer than allowed.
+    /// Waits until it has one. The peer fails when it takes nothing for longer than allowed.
     pub(super) fn wait_for_room(&self, kind: OpKind) -> Result<(), PostError> {
         let mut seen = (self.peer.arrivals.peer_taken(), None);
         let mut num_looks = 0u32;
-        while !self.has_room() {
+        while self.room() == 0 {
             self.progress.drive();
             self.health()?;
             num_looks = num_looks.wrapping_add(1);
@@ -97,23 +101,27 @@ impl VerbsEndpoint {
 
     /// Waits until the peer's driver has done what the messages before asked for.
     pub(super) fn hear(&mut self, deadline: Instant) -> Result<(), QuietError> {
-        let Some(sent) = &self.sent else { return Ok(()) };
-        let (mut asked, mut is_open) = (sent.num_asked, sent.is_open);
         let mut num_looks = 0u32;
         loop {
-            if is_open && self.has_room() {
-                asked += 1;
-                self.send(OpKind::Quiet, Then::Answer { id: asked }).transpose()?;
-                is_open = false;
+            let Some(sent) = &self.sent else { return Ok(()) };
+            if sent.is_open && self.room() > 0 {
+                let id = sent.num_asked + 1;
+                self.send(OpKind::Quiet, Then::Answer { id }).transpose()?;
                 if let Some(sent) = &mut self.sent {
-                    (sent.num_asked, sent.is_open) = (asked, is_open);
+                    sent.count_question();
                 }
             }
             self.progress.drive();
-            if !is_open && self.peer.arrivals.answered() >= asked {
-                return Ok(());
-            }
             self.health()?;
+            let Some(sent) = &self.sent else { return Ok(()) };
+            match sent.is_answered(self.peer.arrivals.answered()) {
+                Ok(is_answered) if is_answered && !sent.is_open => return Ok(()),
+                Ok(_) => {}
+                Err(error) => {
+                    self.peer.health.fail("receive", Cause::Peer(error));
+                    self.health()?;
+                }
+            }
             num_looks = num_looks.wrapping_add(1);
             // A clock costs as much as a look.
             if num_looks.is_multiple_of(16) {

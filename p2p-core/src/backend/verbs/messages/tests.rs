@@ -1,5 +1,5 @@
 use rand::rngs::StdRng;
-use rand::seq::SliceRandom;
+use rand::seq::IteratorRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
@@ -67,10 +67,10 @@ fn a_flag_waits_for_the_writes_of_other_queue_pairs() {
     assert_eq!(added(&arrivals, Arrival::Message(&add(0, 0, 1))), Ok(vec![1]));
     assert_eq!(added(&arrivals, Arrival::Message(&add(1, 2, 2))), Ok(vec![]));
     assert_eq!(added(&arrivals, Arrival::Message(&add(2, 2, 3))), Ok(vec![]));
-    assert_eq!(added(&arrivals, Arrival::Write), Ok(vec![]));
-    assert_eq!(added(&arrivals, Arrival::Write), Ok(vec![2, 3]));
-    // Ahead of its message.
-    assert_eq!(added(&arrivals, Arrival::Write), Ok(vec![]));
+    assert_eq!(added(&arrivals, Arrival::Write(1)), Ok(vec![]));
+    // One of those behind does not stand in for the other one before.
+    assert_eq!(added(&arrivals, Arrival::Write(3)), Ok(vec![]));
+    assert_eq!(added(&arrivals, Arrival::Write(1)), Ok(vec![2, 3]));
     assert_eq!(added(&arrivals, Arrival::Message(&add(3, 3, 4))), Ok(vec![4]));
 }
 
@@ -82,7 +82,7 @@ fn questions_are_answered_behind_what_they_ask_about() {
     assert_eq!(take(Arrival::Message(&ask(0, 1, 7))), Ok(None));
     assert_eq!(take(Arrival::Message(&ask(1, 1, 8))), Ok(None));
     // One answer is enough for both.
-    assert_eq!(take(Arrival::Write), Ok(Some(8)));
+    assert_eq!(take(Arrival::Write(0)), Ok(Some(8)));
     assert_eq!(arrivals.answered(), 0);
     for (id, expected) in [(5, 5), (3, 5), (9, 9)] {
         let answer = bytes(&header(0, 0, Then::Answered { id }));
@@ -149,7 +149,7 @@ fn any_bytes_end_the_pair_or_stay_within_the_slot() {
             }
             let len = if rng.random_range(0..20) == 0 { rng.random_range(0..56) } else { 56 };
             let arrival = match rng.random_range(0..3) {
-                0 => Arrival::Write,
+                0 => Arrival::Write(rng.random_range(0..30)),
                 _ => Arrival::Message(&message[..len]),
             };
             let taken = arrivals.take(arrival, SLOT_BYTES, |offset, _| {
@@ -169,31 +169,42 @@ fn flags_of_several_queue_pairs_come_in_order_and_behind_their_writes() {
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..200 {
-        let mut kinds: Vec<bool> = (0..60).map(|_| rng.random()).collect();
-        let mut writes = 0;
-        let mut messages = Vec::new();
-        for is_write in &kinds {
-            writes += u64::from(*is_write);
-            if !is_write {
-                messages.push((writes, add(messages.len() as u32, writes, messages.len() as u64)));
+        // Queue 0 carries the messages, the others writes: of each, its place among all and the next message.
+        let num_queues = rng.random_range(2..6);
+        let mut queues = vec![std::collections::VecDeque::new(); num_queues];
+        let (mut messages, mut num_writes) = (Vec::new(), 0);
+        for _ in 0..60 {
+            let next = messages.len() as u32;
+            if rng.random() {
+                queues[rng.random_range(1..num_queues)].push_back((num_writes, next));
+                num_writes += 1;
+            } else {
+                queues[0].push_back((0, next));
+                messages.push((num_writes, add(next, num_writes as u64, u64::from(next))));
             }
         }
-        kinds.shuffle(&mut rng);
-        let (arrivals, mut landed, mut next) = (arrivals(), 0, 0);
-        let mut coming = messages.iter();
-        for is_write in kinds {
-            landed += u64::from(is_write);
-            let arrival = match is_write {
-                true => Arrival::Write,
-                false => Arrival::Message(&coming.next().unwrap().1),
+        let arrivals = Arrivals::new(2 * 60 + 4);
+        let (mut landed, mut next) = (vec![false; num_writes], 0);
+        while let Some(queue) =
+            (0..num_queues).filter(|idx| !queues[*idx].is_empty()).choose(&mut rng)
+        {
+            let (write, message) = queues[queue].pop_front().unwrap();
+            let arrival = if queue == 0 {
+                Arrival::Message(&messages[message as usize].1)
+            } else {
+                landed[write] = true;
+                Arrival::Write(message)
             };
             for value in added(&arrivals, arrival).unwrap() {
                 assert_eq!(value, next, "seed {seed}");
-                assert!(messages[next as usize].0 <= landed, "seed {seed}");
+                let before = messages[next as usize].0;
+                assert!(landed[..before].iter().all(|landed| *landed), "seed {seed}");
                 next += 1;
             }
         }
         assert_eq!(next as usize, messages.len(), "seed {seed}");
+        // What waited has not used up the window in the end.
+        assert_eq!(arrivals.tell(), 60);
     }
 }
 
