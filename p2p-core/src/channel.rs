@@ -311,16 +311,25 @@ impl<E: Endpoint> Channel<E> {
         self.wake_peer()
     }
 
-    /// Tells the peer that this side is alive and working on what it accepted. Does nothing while the
-    /// transport has hardly room for what matters more: then the peer's process stands still.
+    /// Tells the peer that this side is alive and working on what it accepted.
     ///
     /// # Errors
     /// [`ChannelError`] when the transport fails.
     pub fn bump_progress(&mut self) -> Result<(), ChannelError> {
-        if !self.endpoint.has_room_to_spare() {
-            return Ok(());
-        }
         self.add_remote(PROGRESS, 1)
+    }
+
+    /// As [`bump_progress`](Self::bump_progress), unless that might wait for the peer's process, or leave too
+    /// little room for what matters more. Whether the peer was told. For threads that serve several peers.
+    ///
+    /// # Errors
+    /// As for `bump_progress`.
+    pub fn try_bump_progress(&mut self) -> Result<bool, ChannelError> {
+        let has_room = self.endpoint.has_room_to_spare();
+        if has_room {
+            self.bump_progress()?;
+        }
+        Ok(has_room)
     }
 
     /// A number that changes whenever the peer shows life: it published, consumed or made progress.

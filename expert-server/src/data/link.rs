@@ -108,7 +108,7 @@ impl<E: Endpoint> Link<E> {
     pub(crate) fn show_progress(&mut self) {
         if self.doom.is_none()
             && (self.num_unanswered() > 0 || self.channel.has_frame())
-            && let Err(error) = self.channel.bump_progress()
+            && let Err(error) = self.channel.try_bump_progress()
         {
             self.fail(&error);
         }
