@@ -1,6 +1,10 @@
 #!/bin/sh
-# Everything that is checked in one guest. Runs inside of it, beside the binaries that the step `rxe` of
-# xtask builds; /mnt has the small model.
+# What is checked in one guest, in two parts that may run side by side in two of them:
+#
+#   checks.sh transport   the transport, conformance, proxies
+#   checks.sh services    layers through proxies, the message engine, examples, the demo
+#
+# Runs inside of the guest, beside the binaries that the step `rxe` of xtask builds; /mnt has the small model.
 set -e
 export SWITCHYARD_REQUIRE=rdma
 model=/tmp/model
@@ -34,8 +38,6 @@ second_device() {
 }
 demo() {
     begin=$(cut -d. -f1 /proc/uptime)
-    mkdir -p $model
-    cp /mnt/*.json /mnt/*.safetensors $model
     timeout $((150 * slow)) ./switchyard demo --json --model $model --transport verbs --deadline-ms 2000 --servers 3 --max-new-tokens 32 >/tmp/demo
     tr -d ' \n' </tmp/demo >/tmp/compact
     for expected in '"verified":true' '"lost_requests":0' '"duplicated_requests":0' '"killed":{'; do
@@ -65,62 +67,75 @@ proxied() {
 }
 
 resources=$(rdma resource show)
-check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
-check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
-check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_verbs
-(
-    # As for a device without atomics: the peer's driver adds to flags.
-    export SWITCHYARD_VERBS_SIGNALS=messages
-    check "conformance, flags as messages" 200 ./conformance --exact verbs::two_processes_over_verbs
-    check "conformance over three queue pairs, flags as messages" 200 \
+case $1 in
+transport)
+    check "the transport, and perftest's tools as its peers" 200 ./verbs --test-threads=1
+    check "conformance" 200 ./conformance --exact verbs::two_processes_over_verbs
+    check "conformance behind a proxy" 200 ./proxy_network --exact processes_over_verbs
+    (
+        # As for a device without atomics: the peer's driver adds to flags.
+        export SWITCHYARD_VERBS_SIGNALS=messages
+        check "conformance, flags as messages" 200 ./conformance --exact verbs::two_processes_over_verbs
+        check "conformance over three queue pairs, flags as messages" 200 \
+            ./conformance --exact verbs::two_processes_over_several_queue_pairs
+        check "conformance behind a proxy, flags as messages" 200 ./proxy_network --exact processes_over_verbs
+        proxied "objects through a proxy, flags as messages"
+    )
+    proxied "objects through a proxy"
+    # What ofi_rxm needs over verbs, see docs/operations.md; the first variable fits its queue into this device.
+    check "conformance over libfabric's verbs;ofi_rxm" 200 \
+        env FI_UNIVERSE_SIZE=8 FI_OFI_RXM_USE_SRX=1 FI_MR_CACHE_MAX_COUNT=0 \
+        SWITCHYARD_REQUIRE=rdma,libfabric SWITCHYARD_TEST_PROVIDER='verbs;ofi_rxm' \
+        ./conformance --exact two_processes_over_another_provider
+    second_device
+    sent=$(packets rxe1)
+    check "conformance over six queue pairs of two devices" 200 \
+        env SWITCHYARD_TEST_PORTS=rxe0+rxe1 ./conformance --exact verbs::two_processes_over_several_queue_pairs
+    sent=$(($(packets rxe1) - sent))
+    [ $sent -gt 500 ] || { echo "rxe: only $sent packets went by the second device"; exit 1; }
+    check "conformance over six queue pairs of two devices, flags as messages" 200 \
+        env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_PORTS=rxe0+rxe1 \
         ./conformance --exact verbs::two_processes_over_several_queue_pairs
-    check "conformance behind a proxy, flags as messages" 200 ./proxy_network --exact processes_over_verbs
-    proxied "objects through a proxy, flags as messages"
-)
-proxied "objects through a proxy"
-# What ofi_rxm needs over verbs, see docs/operations.md; the first variable fits its queue into this device.
-check "conformance over libfabric's verbs;ofi_rxm" 200 \
-    env FI_UNIVERSE_SIZE=8 FI_OFI_RXM_USE_SRX=1 FI_MR_CACHE_MAX_COUNT=0 \
-    SWITCHYARD_REQUIRE=rdma,libfabric SWITCHYARD_TEST_PROVIDER='verbs;ofi_rxm' \
-    ./conformance --exact two_processes_over_another_provider
-mkdir -p $model && cp /mnt/*.json /mnt/*.safetensors $model
-check "layers with failover through proxies" 200 \
-    env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_layers --test-threads=1
-check "fused kernels through proxies" 200 \
-    env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
-check "a server that goes, through proxies, flags as messages" 200 \
-    env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
-    ./proxy_layers --test-threads=1 a_server_that_goes
-check "fused kernels through proxies, flags as messages" 200 \
-    env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
-    ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
-second_device
-sent=$(packets rxe1)
-check "conformance over six queue pairs of two devices" 200 \
-    env SWITCHYARD_TEST_PORTS=rxe0+rxe1 ./conformance --exact verbs::two_processes_over_several_queue_pairs
-sent=$(($(packets rxe1) - sent))
-[ $sent -gt 500 ] || { echo "rxe: only $sent packets went by the second device"; exit 1; }
-check "conformance over six queue pairs of two devices, flags as messages" 200 \
-    env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_PORTS=rxe0+rxe1 \
-    ./conformance --exact verbs::two_processes_over_several_queue_pairs
-sent=$(packets rxe1)
-SWITCHYARD_TEST_PORTS=rxe0+rxe1 check "a fabric of two devices" 200 ./verbs --test-threads=1 lanes::
-SWITCHYARD_TEST_TRANSPORT=verbs:rxe0+rxe1 check "the message engine over two devices" 200 \
-    ./engine --test-threads=2 --skip large --skip killed
-sent=$(($(packets rxe1) - sent))
-[ $sent -gt 5000 ] || { echo "rxe: only $sent packets of the engine went by the second device"; exit 1; }
-rdma link del rxe1
-(
-    export SWITCHYARD_TEST_TRANSPORT=verbs
-    check "the message engine" 200 ./engine --test-threads=2 --skip large --skip killed
-    check "deaths of the engine's peers" 200 ./engine killed
-    check "the engine's benchmark" 100 ./engine_bench
-    check "many peers" 100 ./scale --nocapture
-    check "deaths of a transport's peers" 100 ./scale_kill --nocapture
-)
-check "one client, one server" 60 ./p2p_one_to_one verbs
-check "two clients, two servers" 60 ./p2p_multi 2 2 verbs 262144 2
-demo || exit 1
+    SWITCHYARD_TEST_PORTS=rxe0+rxe1 check "a fabric of two devices" 200 ./verbs --test-threads=1 lanes::
+    rdma link del rxe1
+    ;;
+services)
+    mkdir -p $model && cp /mnt/*.json /mnt/*.safetensors $model
+    check "layers with failover through proxies" 200 \
+        env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model ./proxy_layers --test-threads=1
+    check "fused kernels through proxies" 200 \
+        env SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
+        ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
+    check "a server that goes, through proxies, flags as messages" 200 \
+        env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
+        ./proxy_layers --test-threads=1 a_server_that_goes
+    check "fused kernels through proxies, flags as messages" 200 \
+        env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
+        ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
+    second_device
+    sent=$(packets rxe1)
+    SWITCHYARD_TEST_TRANSPORT=verbs:rxe0+rxe1 check "the message engine over two devices" 200 \
+        ./engine --test-threads=2 --skip large --skip killed
+    sent=$(($(packets rxe1) - sent))
+    [ $sent -gt 5000 ] || { echo "rxe: only $sent packets of the engine went by the second device"; exit 1; }
+    rdma link del rxe1
+    (
+        export SWITCHYARD_TEST_TRANSPORT=verbs
+        check "the message engine" 200 ./engine --test-threads=2 --skip large --skip killed
+        check "deaths of the engine's peers" 200 ./engine killed
+        check "the engine's benchmark" 100 ./engine_bench
+        check "many peers" 100 ./scale --nocapture
+        check "deaths of a transport's peers" 100 ./scale_kill --nocapture
+    )
+    check "one client, one server" 60 ./p2p_one_to_one verbs
+    check "two clients, two servers" 60 ./p2p_multi 2 2 verbs 262144 2
+    demo || exit 1
+    ;;
+*)
+    echo "rxe: \`$1\` is no part, expected transport or services"
+    exit 2
+    ;;
+esac
 # All that was made on the device is given back, by the processes that were killed, too: once the kernel is
 # done with them.
 waited=0
@@ -130,6 +145,6 @@ until [ "$(rdma resource show)" = "$resources" ]; do
     sleep 0.1
 done
 # Takes the device's link down, so it comes last and alone.
-SWITCHYARD_TEST_LINK=eth0 check "a link that goes down" 60 \
+[ "$1" = services ] || SWITCHYARD_TEST_LINK=eth0 check "a link that goes down" 60 \
     ./verbs --exact deaths::a_port_that_goes_down_is_noticed_without_an_operation
 [ ! -s /tmp/skipped ] || sed 's/^/rxe: SKIPPED: /' /tmp/skipped

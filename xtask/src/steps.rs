@@ -8,7 +8,7 @@ mod scale;
 use std::io::{IsTerminal as _, Write as _};
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 
 use anyhow::{Context, Result};
 
@@ -130,12 +130,13 @@ pub fn run(command: &mut Command) -> Result<Outcome> {
     if status.success() {
         return Ok(Outcome::Passed);
     }
-    let mut reason = format!("{:?} ended with {status}", command.get_program());
-    for line in told {
-        reason.push_str("\n         ");
-        reason.push_str(&line);
-    }
-    Ok(Outcome::Failed(reason))
+    Ok(failed(&format!("{:?}", command.get_program()), status, &told))
+}
+
+/// What of its output tells why something failed stands below how it ended.
+fn failed(what: &str, status: ExitStatus, told: &[String]) -> Outcome {
+    let reason = format!("{what} ended with {status}");
+    Outcome::Failed([std::slice::from_ref(&reason), told].concat().join("\n         "))
 }
 
 /// Features of the workspace's builds, beside the default ones: the proxy's tests over libfabric, which is

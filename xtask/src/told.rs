@@ -20,6 +20,30 @@ pub fn run(command: &mut Command) -> Result<(ExitStatus, Vec<String>)> {
     run_into(command, std::io::stdout(), std::io::stderr())
 }
 
+/// As [`run`], with `mark` before each line: for what runs beside something else.
+pub fn run_marked(command: &mut Command, mark: &'static str) -> Result<(ExitStatus, Vec<String>)> {
+    let (out, err) = (std::io::stdout(), std::io::stderr());
+    run_into(command, Marked { mark, to: out }, Marked { mark, to: err })
+}
+
+/// Writes whole lines, each with a mark before it.
+struct Marked<W> {
+    mark: &'static str,
+    to: W,
+}
+
+impl<W: Write> Write for Marked<W> {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        // In one piece, so that nobody else's comes in between.
+        self.to.write_all(&[b"[", self.mark.as_bytes(), b"] ", line].concat())?;
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.to.flush()
+    }
+}
+
 fn run_into(
     command: &mut Command,
     out: impl Write + Send + 'static,
@@ -128,6 +152,15 @@ mod tests {
         assert_eq!(lines, ["error: that is wrong", "test a ... FAILED"]);
         assert_eq!(out.text(), "test a ... FAILED\nfine\n");
         assert_eq!(err.text(), "error: that is wrong\n");
+    }
+
+    #[test]
+    fn lines_of_several_are_told_apart() {
+        let out = Sink::default();
+        let marked = Marked { mark: "a", to: out.clone() };
+        let mut command = Command::new("sh");
+        run_into(command.args(["-c", "echo one; echo two"]), marked, Sink::default()).unwrap();
+        assert_eq!(out.text(), "[a] one\n[a] two\n");
     }
 
     #[test]
