@@ -4,6 +4,9 @@
 //! A stream may have many calls, each of which has that time for itself: it begins anew with each step that the
 //! kernels make, and only who owes an answer to the oldest call under way is to blame. Those behind it were
 //! perhaps sent an instant ago.
+//!
+//! Warps wait for one server after the other, so a second one that is late to the same call shows only when the
+//! first has failed. Its time is over, too: it fails as soon as it is waited for.
 
 use std::mem::{offset_of, size_of};
 use std::time::{Duration, Instant};
@@ -19,11 +22,45 @@ use crate::metrics::FailReason;
 
 /// How far kernels are: as long as two looks agree, the oldest call is the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Step {
+struct Step {
     /// Dispatches that have run.
     sequence: u64,
     /// Sum of the last dispatches that slots have reported, which only grow.
     reported: u64,
+}
+
+/// A wait for kernels that goes on as long as they get on.
+#[derive(Debug)]
+pub(super) struct Watch {
+    seen: Option<Step>,
+    /// When the time of the oldest call is over.
+    until: Instant,
+    /// The newest dispatch for whose call it was over in this very step, 0 for none.
+    over_upto: u64,
+}
+
+/// A call whose time is over.
+#[derive(Debug)]
+struct Overdue {
+    /// Of its dispatch.
+    sequence: u64,
+    /// Who has not answered it, and the number of its frame there.
+    servers: Vec<(usize, u64)>,
+}
+
+impl Watch {
+    pub const fn new(until: Instant) -> Self {
+        Self { seen: None, until, over_upto: 0 }
+    }
+
+    /// When to look next.
+    pub fn next(&self) -> Instant {
+        self.until.min(Instant::now() + if self.over_upto > 0 { LOOK_AGAIN } else { LOOK })
+    }
+
+    fn begin_anew(&mut self, bound: Duration, over_upto: u64) {
+        (self.until, self.over_upto) = (Instant::now() + bound, over_upto);
+    }
 }
 
 impl DeviceClient {
@@ -47,37 +84,37 @@ impl DeviceClient {
 
     /// Waits for what `stream` has, until `until` or as long as kernels get on. Who has not answered the oldest
     /// call then has failed, and the others go on.
-    pub(super) fn wait_until(
-        &mut self,
-        stream: &Stream,
-        mut until: Instant,
-    ) -> Result<(), GpuError> {
-        let mut seen = None;
+    pub(super) fn wait_until(&mut self, stream: &Stream, until: Instant) -> Result<(), GpuError> {
+        let mut watch = Watch::new(until);
         loop {
-            match stream.wait(until.min(Instant::now() + LOOK)) {
-                Err(GpuError::Deadline { .. }) => self.look(&mut seen, &mut until)?,
+            match stream.wait(watch.next()) {
+                Err(GpuError::Deadline { .. }) => self.look(&mut watch)?,
                 ended => return ended,
             }
         }
     }
 
-    /// Puts `until` off when kernels got on since the last look, or when who held them up at `until` has failed.
+    /// Puts the end of a wait off when kernels got on since the last look, or when who held them up has failed.
     ///
     /// # Errors
     /// [`GpuError::Deadline`] when it is no server that they wait for.
-    pub(super) fn look(
-        &mut self,
-        seen: &mut Option<Step>,
-        until: &mut Instant,
-    ) -> Result<(), GpuError> {
+    pub(super) fn look(&mut self, watch: &mut Watch) -> Result<(), GpuError> {
         let step = self.step()?;
-        if seen.replace(step).is_some_and(|seen| seen != step) {
-            *until = Instant::now() + self.bound();
-        } else if *until <= Instant::now() {
-            if !self.fail_overdue(step)? {
-                return Err(GpuError::Deadline { what: "stream" });
-            }
-            *until = Instant::now() + self.bound();
+        if watch.seen.replace(step).is_some_and(|seen| seen != step) {
+            watch.begin_anew(self.bound(), 0);
+            return Ok(());
+        }
+        let is_up = watch.until <= Instant::now();
+        let upto = if is_up { u64::MAX } else { watch.over_upto };
+        let overdue = if upto > 0 { self.overdue(step, upto)? } else { None };
+        if self.step()? != step {
+            // They got on meanwhile: what was seen may be of a call whose time begins just now.
+            watch.begin_anew(self.bound(), 0);
+        } else if let Some(overdue) = overdue {
+            self.fail_overdue(&overdue);
+            watch.begin_anew(self.bound(), overdue.sequence);
+        } else if is_up {
+            return Err(GpuError::Deadline { what: "stream" });
         }
         Ok(())
     }
@@ -92,8 +129,8 @@ impl DeviceClient {
         Ok(Step { sequence: sequence[0], reported })
     }
 
-    /// Fails the servers that have not answered the oldest call under way, if any.
-    fn fail_overdue(&mut self, step: Step) -> Result<bool, GpuError> {
+    /// Who has not answered the oldest call under way, of those up to dispatch `upto`.
+    fn overdue(&self, step: Step, upto: u64) -> Result<Option<Overdue>, GpuError> {
         let num_frames = self.geometry.num_frames as usize;
         let mut running = Vec::new();
         for slot in 0..2 * num_frames {
@@ -111,17 +148,27 @@ impl DeviceClient {
                 true => step.sequence.saturating_sub(num_frames as u64),
                 false => self.memory.reported(slot),
             };
-            if may_wait && handle.sequence > after {
-                running.push(handle);
+            if may_wait && handle.sequence > after && handle.sequence <= upto {
+                running.push((handle, is_recorded));
             }
         }
-        running.sort_unstable_by_key(|handle| handle.sequence);
-        let ClientState { posted, awaited, .. } = self.state()?;
+        running.sort_unstable_by_key(|(handle, _)| handle.sequence);
+        let ClientState { posted, awaited, summed, .. } = self.state()?;
+        if upto != u64::MAX {
+            // Recorded calls report nothing: one that is summed may be over, and who is waited for the next's.
+            let is_summed = |handle: &Handle, idx: usize| {
+                let number = handle.frame_number[idx];
+                summed[idx][(number % u64::from(self.geometry.num_frames)) as usize] == number
+            };
+            running.retain(|(handle, is_recorded)| {
+                !is_recorded || !bits(handle.contacted).any(|idx| is_summed(handle, idx))
+            });
+        }
         let waits = |idx: usize| {
             (self.tables.servers[idx].request.way == WAY_DIRECT).then_some(awaited[idx] != 0)
         };
-        for handle in running {
-            let mut overdue = Vec::new();
+        for (handle, _) in running {
+            let mut servers = Vec::new();
             // Kernels no longer wait for whom they have given up.
             for idx in bits(handle.contacted & !handle.missing) {
                 let number = handle.frame_number[idx];
@@ -130,20 +177,23 @@ impl DeviceClient {
                 if number <= posted[0][idx].max(posted[1][idx])
                     && self.owes(link, number, handle.num_rows[idx], waits(idx))?
                 {
-                    overdue.push((idx, number));
+                    servers.push((idx, number));
                 }
             }
-            for &(idx, number) in &overdue {
-                let reason = self.lane.why_unanswered(idx, FailReason::Stuck);
-                let server = self.lane.link(idx).map_or("", |link| link.server.name());
-                tracing::warn!(server, frame = number, reason = reason.name(), "no answer in time");
-                self.lane.fail(idx, reason, self.slots.last(), &self.shared);
-            }
-            if !overdue.is_empty() {
-                return Ok(true);
+            if !servers.is_empty() {
+                return Ok(Some(Overdue { sequence: handle.sequence, servers }));
             }
         }
-        Ok(false)
+        Ok(None)
+    }
+
+    fn fail_overdue(&mut self, overdue: &Overdue) {
+        for &(idx, number) in &overdue.servers {
+            let reason = self.lane.why_unanswered(idx, FailReason::Stuck);
+            let server = self.lane.link(idx).map_or("", |link| link.server.name());
+            tracing::warn!(server, frame = number, reason = reason.name(), "no answer in time");
+            self.lane.fail(idx, reason, self.slots.last(), &self.shared);
+        }
     }
 
     fn handle(&self, slot: usize) -> Result<Handle, GpuError> {
@@ -200,5 +250,7 @@ impl DeviceClient {
 
 /// How often a long wait looks whether kernels get on.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
+/// The same once a server has failed, and others may be late to the same call.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Of a word by which a server refuses a frame: the frame's number is above, an error code below.
 const STATUS_SHIFT: u32 = 16;

@@ -13,7 +13,7 @@ use kernels::abi::{
 use kernels::gpu::{GpuError, Graph, Stream};
 
 use super::lane::Used;
-use super::overdue::LOOK;
+use super::overdue::{LOOK, Watch};
 use super::slots::Phase;
 use super::{DeviceClient, DeviceError, MARGIN, elapsed_ns};
 use crate::client::ClientError;
@@ -243,13 +243,13 @@ impl DeviceClient {
             Some(running) => *running.until.get_or_insert(now + bound),
             None => now + bound,
         };
-        let mut until = until.max(now + MARGIN);
+        let mut watch = Watch::new(until.max(now + MARGIN));
         let deadline = self.shared.settings.deadline;
         let mut look_at = now + deadline.min(LOOK);
-        let (mut last, mut seen) = (ErrorWord::default(), None);
+        let mut last = ErrorWord::default();
         loop {
-            match stream.wait(look_at.min(until)) {
-                Err(GpuError::Deadline { .. }) => self.look(&mut seen, &mut until)?,
+            match stream.wait(look_at.min(watch.next())) {
+                Err(GpuError::Deadline { .. }) => self.look(&mut watch)?,
                 ended => return ended,
             }
             look_at = Instant::now() + (deadline / 4 + Duration::from_millis(1)).min(LOOK);

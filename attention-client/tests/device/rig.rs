@@ -168,7 +168,8 @@ pub struct Replicas {
     /// [`DeviceOptions::max_servers`] of clients.
     pub max_servers: usize,
     server: DeviceName,
-    client: DeviceName,
+    /// GPU of clients.
+    pub client: DeviceName,
     checkpoint: Arc<Checkpoint>,
     table: PlacementTable,
 }

@@ -20,14 +20,15 @@ use crate::rig::{Replicas, SLOT, Tensors, builder, devices, forward};
 const DTYPE: WireDtype = WireDtype::F8E4m3;
 const DEADLINE: Duration = Duration::from_millis(1000);
 const WORK_LIMIT: Duration = Duration::from_millis(1500);
+/// GPU of the clients here.
+const CLIENT: u32 = 5;
 /// Longer than the client's own bound, and than what it gives kernels whose waits it has ended.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-/// Adds to the word by which servers show life, in every response slot of this process, as servers do that
-/// are at work.
-fn with_life<R>(client: DeviceName, pair: &Replicas, work: impl FnOnce() -> R) -> R {
+/// Every response slot of this process, whoever uses it, and what lies where in them.
+pub fn response_slots(client: DeviceName, replicas: &Replicas) -> (Vec<File>, FrameGeometry) {
     let DeviceName::Emulated(ordinal) = client else { unreachable!("asked for before") };
-    let shape = pair.model.shape;
+    let shape = replicas.model.shape;
     let (frames, bytes) = (SLOT.num_frames as u32, SLOT.slot_bytes as u64);
     let tokens =
         FrameGeometry::tokens_for_slot(shape.hidden, shape.top_k, DTYPE_F8_E4M3, frames, bytes);
@@ -42,6 +43,13 @@ fn with_life<R>(client: DeviceName, pair: &Replicas, work: impl FnOnce() -> R) -
         .filter_map(|path| OpenOptions::new().read(true).write(true).open(path).ok())
         .filter(|file| file.metadata().is_ok_and(|at| at.len() >= geometry.response_slot_bytes))
         .collect();
+    (slots, geometry)
+}
+
+/// Adds to the word by which servers show life, in every response slot of this process, as servers do that
+/// are at work.
+fn with_life<R>(client: DeviceName, replicas: &Replicas, work: impl FnOnce() -> R) -> R {
+    let (slots, geometry) = response_slots(client, replicas);
     assert!(slots.len() >= 2, "{} slots", slots.len());
     let at = geometry.response_control_offset + PROGRESS as u64;
     let is_over = AtomicBool::new(false);
@@ -73,12 +81,20 @@ impl Drop for Over<'_> {
 }
 
 fn pair() -> Option<(Replicas, DeviceName)> {
+    within_reach(2, CLIENT)
+}
+
+/// Servers whose answers a test can write: no other test of this process has clients on the GPU with this number.
+pub fn within_reach(num_servers: usize, ordinal: u32) -> Option<(Replicas, DeviceName)> {
     let (_, client) = devices()?;
     if !matches!(client, DeviceName::Emulated(_)) {
         crate::skip::skip("emulated", "slots of a real GPU are out of this test's reach");
         return None;
     }
-    Some((Replicas::start(DTYPE)?, client))
+    let mut replicas = Replicas::of(DTYPE, num_servers, SLOT.num_frames)?;
+    replicas.client = DeviceName::Emulated(ordinal);
+    let client = replicas.client;
+    Some((replicas, client))
 }
 
 #[test]
@@ -107,6 +123,32 @@ fn a_server_that_works_but_never_answers_has_failed_at_the_limit() {
         assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("silent")), 0.0);
         // Who answered is asked on.
         let request = Request::random(&mut rng, &pair.model, MANY, 4);
+        let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+        assert_eq!((timing.failovers, timing.num_servers), (0, 1));
+    });
+}
+
+/// Warps wait for one of them after the other, but both had their time.
+#[test]
+fn two_servers_that_never_answer_have_failed_at_one_limit() {
+    let mut rng = seeded("two_servers_that_never_answer_have_failed_at_one_limit");
+    let Some((replicas, device)) = within_reach(3, CLIENT) else { return };
+    let settings = builder(&replicas.model).deadline(DEADLINE).work_limit(WORK_LIMIT);
+    let mut client = replicas.connect(settings);
+    let (tensors, mut local) = (Tensors::new(&client), replicas.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &replicas.model, MANY, 4);
+    forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+    replicas.server(0).signal(Signal::STOP);
+    replicas.server(1).signal(Signal::STOP);
+    with_life(device, &replicas, || {
+        let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+        assert_eq!(timing.failovers, 2, "{timing:?}");
+        // The limit is what comes up to it, and five seconds.
+        let limit = WORK_LIMIT + 2 * DEADLINE + Duration::from_secs(5);
+        let waited = Duration::from_nanos(timing.wait_ns);
+        assert!(waited >= limit && waited < limit * 3 / 2, "{waited:?} of {limit:?}");
+        assert_eq!(metric(&client, "switchyard_client_failovers_total", Some("stuck")), 2.0);
         let timing = forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
         assert_eq!((timing.failovers, timing.num_servers), (0, 1));
     });
