@@ -164,9 +164,9 @@ impl DeviceClient {
                 unsafe { self.launch_combine(stream, slot, rows, capacity, false)? };
                 let call = self.slots.call_mut(slot);
                 (call.phase, call.stream) = (Phase::Combined, stream.raw());
+        self.wait_for_sums()?;
                 self.memory.report(stream, slot)?;
             }
-            self.wait_for_ahead(slot)?;
             self.wait_for_call_again(stream, slot)?;
             let status = self.memory.status(slot);
             self.give_up_servers(slot, &status);

@@ -154,7 +154,7 @@ impl Memory {
         }
     }
 
-    /// Copies what a call reports to the host, behind what `stream` has.
+    /// Copies what a call reports to the host, behind what `stream` has. Its [number](Self::reported) comes last.
     pub fn report(&self, stream: &Stream, slot: usize) -> Result<(), GpuError> {
         let memory = &self.slots[slot];
         let head = size_of::<Handle>() as u64;
@@ -162,8 +162,8 @@ impl Memory {
         // SAFETY: all ranges are within their buffers, and nobody looks at the copies before the stream
         // was waited for.
         unsafe {
-            stream.copy(memory.status.ptr(), memory.handle.ptr(), head)?;
-            stream.copy(memory.status.at(head, ERROR_BYTES)?, error, ERROR_BYTES)
+            stream.copy(memory.status.at(head, ERROR_BYTES)?, error, ERROR_BYTES)?;
+            stream.copy(memory.status.ptr(), memory.handle.ptr(), head)
         }
     }
 

@@ -220,6 +220,9 @@ impl DeviceClient {
     ) -> Result<DevicePending, DeviceError> {
         self.check_device(stream)?;
         let is_recording = stream.is_capturing()?;
+        if !is_recording {
+            self.wait_for_sums()?;
+        }
         let slot = self.slots.redeem(&handle, is_recording)?;
         let call = self.slots.call(slot);
         let (capacity, layer, is_summed) = (call.input.capacity, call.layer, call.ahead.is_some());

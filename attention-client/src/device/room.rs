@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{GpuError, Stream};
 
+use super::overdue::Watch;
 use super::slots::{Ahead, Phase};
 use super::{DeviceClient, DeviceError};
 
@@ -54,7 +55,6 @@ impl DeviceClient {
         out: DevicePtr,
     ) -> Result<(), DeviceError> {
         let capacity = self.slots.call(slot).input.capacity;
-        self.wait_for_ahead(slot)?;
         self.memory.gpu.check_range("combine", "out", out, self.bytes_of_rows(capacity))?;
         // Rows beyond keep what they hold.
         let num_tokens = self.memory.status(slot).handle.num_tokens.min(capacity);
@@ -64,25 +64,28 @@ impl DeviceClient {
         Ok(())
     }
 
-    /// Waits for a sum that is begun. Its stream may be gone, so its report is looked at.
-    pub(super) fn wait_for_ahead(&mut self, slot: usize) -> Result<(), GpuError> {
-        let until = Instant::now() + self.bound();
-        let call = self.slots.call(slot);
-        while call.ahead == Some(Ahead::Begun) && self.memory.reported(slot) == call.reported_before
-        {
-            if Instant::now() >= until {
-                return Err(GpuError::Deadline { what: "sum of a call" });
+    /// Waits for sums that were not seen to end where they were begun, before anything else of the client is
+    /// launched: nothing orders the caller's streams behind theirs, which may be gone. So it is reports that are
+    /// looked at.
+    pub(super) fn wait_for_sums(&mut self) -> Result<(), GpuError> {
+        while let Some(slot) = self.slots.begun() {
+            let mut watch = Watch::new(Instant::now() + self.bound());
+            let mut look_at = watch.next();
+            while self.memory.reported(slot) == self.slots.call(slot).reported_before {
+                std::thread::sleep(Duration::from_millis(1));
+                if Instant::now() >= look_at {
+                    self.look(&mut watch)?;
+                    look_at = watch.next();
+                }
             }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        if let Some(ahead) = &mut self.slots.call_mut(slot).ahead {
-            *ahead = Ahead::Done;
+            self.slots.call_mut(slot).ahead = Some(Ahead::Done);
         }
         Ok(())
     }
 
     /// Waits for what other streams have of outstanding calls: kernels of one client run one after the other.
     pub(super) fn wait_for_others(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        self.wait_for_sums()?;
         for slot in 0..self.geometry.num_frames as usize {
             let call = self.slots.call(slot);
             if call.phase != Phase::Free && call.stream != stream.raw() {

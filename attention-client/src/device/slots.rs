@@ -209,6 +209,13 @@ impl Slots {
         unsummed.min_by_key(|(_, call)| call.serial).map(|(slot, _)| slot)
     }
 
+    /// A call whose sum ahead is begun and was not seen to end.
+    pub fn begun(&self) -> Option<usize> {
+        let is_begun =
+            |call: &Call| call.phase == Phase::Dispatched && call.ahead == Some(Ahead::Begun);
+        self.calls[..self.num_frames].iter().position(is_begun)
+    }
+
     /// The error word was cleared: calls that have not been summed did not report what it said.
     pub fn suspect_unsummed(&mut self) {
         for call in self.calls[..self.num_frames].iter_mut().filter(|call| call.is_unsummed()) {

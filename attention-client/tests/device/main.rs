@@ -11,6 +11,7 @@ mod skip;
 #[path = "../../../tests/src/stopped.rs"]
 mod stopped;
 
+mod ahead;
 mod bad_input;
 mod crowd;
 mod faults;

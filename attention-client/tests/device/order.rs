@@ -17,29 +17,29 @@ use crate::client_common::{Request, seeded};
 use crate::faults::{MANY, metric, until};
 use crate::rig::{Replicas, Tensors, builder, check, forward, soon};
 
-const DTYPE: WireDtype = WireDtype::F8E4m3;
+pub const DTYPE: WireDtype = WireDtype::F8E4m3;
 /// Waits end by the news of a death, or not in the time of a test.
-const NEVER: Duration = Duration::from_secs(600);
+pub const NEVER: Duration = Duration::from_secs(600);
 
 /// A call's tensors and where it is.
-struct Call {
-    tensors: Tensors,
-    request: Request,
+pub struct Call {
+    pub tensors: Tensors,
+    pub request: Request,
 }
 
 impl Call {
-    fn new(rng: &mut StdRng, client: &DeviceClient) -> Self {
+    pub fn new(rng: &mut StdRng, client: &DeviceClient) -> Self {
         let request = Request::random(rng, client.model(), MANY, 4);
         Self { tensors: Tensors::new(client), request }
     }
 
-    fn dispatch(&self, client: &mut DeviceClient, stream: &Stream) -> DeviceHandle {
+    pub fn dispatch(&self, client: &mut DeviceClient, stream: &Stream) -> DeviceHandle {
         let input = self.tensors.load(&self.request);
         // SAFETY: the tensors have these sizes and outlive the call.
         unsafe { client.dispatch(stream, self.request.layer, &input).expect("dispatch") }
     }
 
-    fn combine(
+    pub fn combine(
         &self,
         client: &mut DeviceClient,
         stream: &Stream,
@@ -49,7 +49,7 @@ impl Call {
         unsafe { client.combine(stream, handle, self.tensors.out_ptr()).expect("combine") }
     }
 
-    fn finish(
+    pub fn finish(
         &self,
         client: &mut DeviceClient,
         stream: &Stream,
@@ -67,7 +67,7 @@ impl Call {
 }
 
 /// Two replicas, the first of which stands still, and calls.
-fn beside_one_that_stands_still<const N: usize>(
+pub fn beside_one_that_stands_still<const N: usize>(
     rng: &mut StdRng,
     replicas: &Replicas,
     client: &mut DeviceClient,
@@ -80,7 +80,7 @@ fn beside_one_that_stands_still<const N: usize>(
     calls
 }
 
-fn die(replicas: &Replicas, client: &DeviceClient) {
+pub fn die(replicas: &Replicas, client: &DeviceClient) {
     replicas.server(0).signal(Signal::KILL);
     until("the death is known", || metric(client, "switchyard_client_links", Some("up")) == 1.0);
 }
