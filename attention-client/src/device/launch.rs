@@ -6,7 +6,7 @@ use std::time::Instant;
 use kernels::abi::{
     CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ANY_WAY, FLAG_PDL,
 };
-use kernels::gpu::Stream;
+use kernels::gpu::{GpuError, Stream};
 
 use super::{DeviceClient, DeviceError, DeviceInput};
 
@@ -16,24 +16,30 @@ pub(super) type DispatchKey = (usize, usize, DeviceInput);
 pub(super) type CombineKey = (usize, DevicePtr, u32, bool);
 
 impl DeviceClient {
-    /// Uploads tables in the order of `stream`, if something has changed.
+    /// Uploads tables in the order of `stream`, if something has changed. There is a buffer for each call that may
+    /// be outstanding and one more, so only a repair that sees change after change while its stream stands still
+    /// waits for one.
     pub(super) fn refresh(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         let num_experts = self.shared.model.shape.num_experts;
-        let turn = self.num_uploads % 2;
-        if self.lane.has_changed() && self.upload_serials[turn] > self.slots.finished() {
-            // Rare: the last but one change is not on the device yet.
-            self.wait_until(stream, Instant::now() + self.bound())?;
+        if !self.lane.has_changed() {
+            return Ok(());
         }
+        let staging = match self.memory.free_staging()? {
+            Some(staging) => staging,
+            None => {
+                self.wait_until(stream, Instant::now() + self.bound())?;
+                let found = self.memory.free_staging()?;
+                found.ok_or(GpuError::Deadline { what: "upload of tables" })?
+            }
+        };
         let Some((tables, fresh)) = self.lane.take_tables(num_experts) else { return Ok(()) };
         let (placements, servers) = (&tables.placements, &tables.servers);
         if let Err(error) =
-            self.memory.upload(stream, turn, &self.geometry, placements, servers, fresh)
+            self.memory.upload(stream, staging, &self.geometry, placements, servers, fresh)
         {
             self.lane.put_back(fresh);
             return Err(error.into());
         }
-        self.upload_serials[turn] = self.slots.last();
-        self.num_uploads += 1;
         self.tables = Arc::new(tables);
         Ok(())
     }

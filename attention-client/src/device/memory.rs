@@ -9,7 +9,7 @@ use kernels::abi::{
     ANSWER_HOLE, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_FRAMES, MAX_PEERS,
     Placement, ServerPeer, WAY_DIRECT,
 };
-use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
+use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Stream};
 
 /// See the [module](self).
 #[derive(Debug)]
@@ -19,8 +19,8 @@ pub(super) struct Memory {
     pub state: GpuBuffer,
     /// [`Placement`] of every MoE layer, then [`ServerPeer`] `[MAX_PEERS]`.
     pub tables: GpuBuffer,
-    /// Page-locked copies of `tables` on their way, by turns.
-    pub staging: [GpuBuffer; 2],
+    /// Of `tables` on their way.
+    staging: Vec<Staging>,
     /// Word whose bits end the waits for servers.
     pub abort: Arc<GpuBuffer>,
     /// By slot; those of recorded calls come after those of others.
@@ -33,6 +33,14 @@ pub(super) struct Memory {
     /// Page-locked: a number of tokens that was read, and `counts` on their way.
     pub words: GpuBuffer,
     num_layers: usize,
+}
+
+/// A page-locked copy of the tables.
+#[derive(Debug)]
+struct Staging {
+    buffer: GpuBuffer,
+    /// Behind the last copy of it to the device.
+    copied: Event,
 }
 
 /// What one outstanding call needs.
@@ -77,11 +85,18 @@ impl Memory {
                 status: gpu.alloc_host(size_of::<Status>() as u64)?,
             })
         };
+        let staging = || {
+            Ok::<_, GpuError>(Staging {
+                buffer: gpu.alloc_host(table_bytes)?,
+                copied: gpu.event()?,
+            })
+        };
         Ok(Self {
             gpu: gpu.clone(),
             state: gpu.alloc(size_of::<ClientState>() as u64)?,
             tables: gpu.alloc(table_bytes)?,
-            staging: [gpu.alloc_host(table_bytes)?, gpu.alloc_host(table_bytes)?],
+            // Every outstanding call may have tables on their way, and so may the next one.
+            staging: (0..=geometry.num_frames).map(|_| staging()).collect::<Result<_, _>>()?,
             abort: Arc::new(gpu.alloc_host(4096)?),
             slots: (0..num_slots).map(|_| slot()).collect::<Result<_, _>>()?,
             rows: (0..geometry.num_frames)
@@ -101,18 +116,28 @@ impl Memory {
         self.tables.ptr().add(Self::servers_offset(self.num_layers))
     }
 
+    /// Which staging buffer no copy uses, if any.
+    pub fn free_staging(&self) -> Result<Option<usize>, GpuError> {
+        for (idx, staging) in self.staging.iter().enumerate() {
+            if staging.copied.is_done()? {
+                return Ok(Some(idx));
+            }
+        }
+        Ok(None)
+    }
+
     /// Copies the tables to the device in the order of `stream`, and lets new servers' counts and answers
-    /// begin. `turn` is that of a staging buffer that no earlier copy uses any more.
+    /// begin. `staging` is that of a buffer that no earlier copy uses any more.
     pub fn upload(
         &self,
         stream: &Stream,
-        turn: usize,
+        staging: usize,
         geometry: &FrameGeometry,
         placements: &[Placement],
         servers: &[ServerPeer; MAX_PEERS],
         fresh: u32,
     ) -> Result<(), GpuError> {
-        let staging = &self.staging[turn % 2];
+        let Staging { buffer: staging, copied } = &self.staging[staging];
         let parts: [(u64, &[u8]); 2] = [
             (0, bytemuck::cast_slice(placements)),
             (Self::servers_offset(self.num_layers), bytemuck::cast_slice(servers)),
@@ -148,10 +173,11 @@ impl Memory {
                 }
             }
         }
-        // SAFETY: both buffers have this size; the staging one stays as it is until its next turn.
+        // SAFETY: both buffers have this size; the staging one stays as it is until the event.
         unsafe {
-            stream.copy(self.tables.ptr(), staging.ptr(), staging.len().min(self.tables.len()))
+            stream.copy(self.tables.ptr(), staging.ptr(), staging.len().min(self.tables.len()))?;
         }
+        stream.record(copied)
     }
 
     /// Copies what a call reports to the host, behind what `stream` has. Its [number](Self::reported) comes last.

@@ -98,9 +98,6 @@ pub struct DeviceClient {
     side: Stream,
     /// Whether a graph may be running, and what it may use.
     replaying: Option<replay::Running>,
-    /// Uploads so far, and the call before which the last two were.
-    num_uploads: usize,
-    upload_serials: [u64; 2],
     /// News at which a call waited for a replica in vain.
     vain_wait_at: Option<u64>,
     /// Parts of a call that is larger than a frame, empty between calls.
@@ -163,8 +160,6 @@ impl DeviceClient {
             reached,
             side,
             replaying: None,
-            num_uploads: 0,
-            upload_serials: [0; 2],
             vain_wait_at: None,
             parts: VecDeque::new(),
             last_failed: Vec::new(),
@@ -178,6 +173,10 @@ impl DeviceClient {
 
     /// Sends the tokens of one layer to the servers that hold their experts: one kernel behind whatever
     /// `stream` has. What is launched while the stream captures becomes part of the caller's graph.
+    ///
+    /// It waits for the GPU only where an earlier call was given up, whose kernels must end first, where one whose
+    /// rows nobody has asked for lies in the way of this one's, or where experts are left out: as long as what
+    /// the stream has takes, and for an answer within the limits of [`finish`](Self::finish).
     ///
     /// # Safety
     /// The tensors are as large as [`DeviceInput`] says and stay as they are until the call is
