@@ -94,10 +94,15 @@ impl DeviceClient {
     }
 
     pub(super) fn sync(&mut self) {
-        let (finished, last) = (self.slots.finished(), self.slots.last());
-        // A graph may use what it began with as long as it runs.
-        let finished = self.replaying.as_ref().map_or(finished, |run| finished.min(run.serial - 1));
+        let (finished, last) = (self.finished(), self.slots.last());
         self.lane.sync(&self.shared, finished, last, &self.memory.abort);
+    }
+
+    /// As [`Slots::finished`](super::slots::Slots::finished), of graphs, too.
+    pub(super) fn finished(&self) -> u64 {
+        let finished = self.slots.finished();
+        // A graph may use what it began with as long as it runs.
+        self.replaying.as_ref().map_or(finished, |run| finished.min(run.serial - 1))
     }
 
     pub(super) fn finish_inner(

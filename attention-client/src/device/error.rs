@@ -84,6 +84,20 @@ pub enum DeviceError {
         /// Frames of a slot.
         num_frames: u32,
     },
+    /// A server is there, but outstanding calls use the place that it would take.
+    #[error(
+        "no live server has expert {expert} of layer {layer}, and one that is there finds no place: {num_calls} outstanding calls may use what a server before it left, and there are {max_servers} places; finish the calls, or raise max_servers"
+    )]
+    Seats {
+        /// A layer of the model.
+        layer: u32,
+        /// One of its experts.
+        expert: u32,
+        /// Servers that the client has places for.
+        max_servers: usize,
+        /// Calls that are not finished.
+        num_calls: usize,
+    },
     /// Nothing else of the client runs while a graph with its calls may run.
     #[error(
         "a graph is being replayed: call `finish_replay`, until it returns without an error of the GPU"

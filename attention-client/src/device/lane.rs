@@ -30,8 +30,9 @@ pub(super) struct Lane {
     seen_news: u64,
     /// Whether tables made before are out of date.
     is_changed: bool,
-    /// Whether a server was turned away because calls still use its predecessor's seat.
-    is_cramped: bool,
+    /// Servers that were turned away because calls still use the seats that have no link, since that was asked
+    /// last.
+    turned_away: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -88,6 +89,11 @@ impl Seat {
             last: None,
         }
     }
+
+    /// Calls up to `finished` are over.
+    const fn is_free(&self, finished: u64) -> bool {
+        self.link.is_none() && self.used_upto <= finished
+    }
 }
 
 impl Lane {
@@ -110,7 +116,7 @@ impl Lane {
             // Differs from the count, so that the first look takes in what is there.
             seen_news: u64::MAX,
             is_changed: true,
-            is_cramped: false,
+            turned_away: Vec::new(),
         })
     }
 
@@ -162,11 +168,15 @@ impl Lane {
         if let Some(idx) = self.seats.iter().position(same) {
             self.fail(idx, FailReason::Closed, last, shared);
         }
-        let is_free = |seat: &Seat| seat.link.is_none() && seat.used_upto <= finished;
-        let Some(idx) = self.seats.iter().position(is_free) else {
+        self.turned_away.retain(|uid| *uid != link.server.uid);
+        let Some(idx) = self.seats.iter().position(|seat| seat.is_free(finished)) else {
             let num_seats = self.seats.len();
             let is_full = self.seats.iter().all(|seat| seat.link.is_some());
-            self.is_cramped |= !is_full;
+            if !is_full {
+                let routing = &self.routing;
+                self.turned_away.retain(|uid| routing.servers.iter().any(|s| s.uid == *uid));
+                self.turned_away.push(link.server.uid);
+            }
             let detail = match is_full {
                 true => format!("all {num_seats} places for servers are taken: raise max_servers"),
                 // It is connected again, by when the calls are over.
@@ -283,9 +293,21 @@ impl Lane {
         (seat.num_links == tables.link_numbers[idx]).then_some(seat.link.as_deref()).flatten()
     }
 
-    /// Whether a server was turned away for want of a seat since this was asked last.
-    pub const fn take_cramped(&mut self) -> bool {
-        std::mem::replace(&mut self.is_cramped, false)
+    /// Whether a server was turned away since this was asked last because calls still use the seats that have no
+    /// link.
+    pub fn take_cramped(&mut self) -> bool {
+        !std::mem::take(&mut self.turned_away).is_empty()
+    }
+
+    /// Whether that happened to a replica of `expert`, and there is no seat for it yet. Calls up to `finished`
+    /// are over.
+    pub fn is_cramped(&self, layer_idx: usize, expert: u32, finished: u64) -> bool {
+        let routing = &self.routing;
+        let was_turned_away =
+            |&rank: &u32| self.turned_away.contains(&routing.servers[rank as usize].uid);
+        self.seats.iter().any(|seat| seat.link.is_none())
+            && !self.seats.iter().any(|seat| seat.is_free(finished))
+            && routing.replicas(layer_idx, expert).iter().any(was_turned_away)
     }
 
     /// Name of the server in this seat or, when it was taken out, of the last that was there.

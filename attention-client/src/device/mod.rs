@@ -292,12 +292,12 @@ impl DeviceClient {
         }
     }
 
-    /// Waits until there is a live replica of every expert. With calls outstanding a successor may have to wait
-    /// for them, where all of [`max_servers`](DeviceOptions::max_servers) are in use: finish them first.
+    /// Waits until there is a live replica of every expert.
     ///
     /// # Errors
     /// [`ClientError::NoReplica`](crate::ClientError::NoReplica) that names the first expert without: at `timeout`, or at once when all
-    /// its replicas have turned the client away for a reason that waiting does not change.
+    /// its replicas have turned the client away for a reason that waiting does not change. At once, too,
+    /// [`DeviceError::Seats`] when there is one, but outstanding calls use the place that it would take.
     pub fn wait_ready(&mut self, timeout: Duration) -> Result<(), DeviceError> {
         let start = Instant::now();
         loop {
@@ -308,6 +308,13 @@ impl DeviceClient {
                 return Err(self.no_replica(layer_idx, expert, waited).into());
             }
             self.wait_for_news(timeout - waited)?;
+            // Nobody can finish them meanwhile.
+            if self.lane.is_cramped(layer_idx, expert, self.finished()) {
+                let layer = self.shared.model.moe_layers[layer_idx];
+                let (max_servers, num_calls) =
+                    (self.options.max_servers, self.slots.num_outstanding());
+                return Err(DeviceError::Seats { layer, expert, max_servers, num_calls });
+            }
         }
     }
 

@@ -21,6 +21,7 @@ mod order;
 mod parts;
 mod rig;
 mod stuck;
+mod seats;
 mod without;
 
 /// Not a test: a server in a process of its own, for tests that kill or stop it.

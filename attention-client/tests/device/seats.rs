@@ -1,0 +1,111 @@
+//! Places for servers, fewer than one would like.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use attention_client::{DeviceClient, DeviceError};
+use control_api::PlacementTable;
+use tokio::sync::watch;
+
+use crate::client_common::seeded;
+use crate::faults::{metric, until};
+use crate::order::{Call, DTYPE, NEVER, beside_one_that_stands_still};
+use crate::rig::{Replicas, builder, soon};
+
+/// A client of one server that has no place for a second one.
+fn one_seat() -> Option<(Replicas, watch::Sender<Arc<PlacementTable>>, DeviceClient)> {
+    let mut replicas = Replicas::of(DTYPE, 1, 4)?;
+    replicas.max_servers = 1;
+    let (tables, watched) = watch::channel(Arc::new(replicas.table()));
+    let settings = builder(&replicas.model).deadline(NEVER).work_limit(NEVER);
+    let client = replicas.connect_by(settings.placement_watch(watched));
+    Some((replicas, tables, client))
+}
+
+/// The kernels of both have ended when the first is repaired, so its place is free. The second call's lack of
+/// answers is the dead server's then, whoever sits there.
+#[test]
+fn a_successor_takes_the_only_seat_while_combined_calls_refer_to_it() {
+    let mut rng = seeded("a_successor_takes_the_only_seat_while_combined_calls_refer_to_it");
+    let Some((mut replicas, tables, mut client)) = one_seat() else { return };
+    let client = &mut client;
+    let local = &mut replicas.local();
+    let streams = [(); 2].map(|()| client.gpu().stream().expect("stream"));
+    let event = client.gpu().event().expect("event");
+    let [a, b] = beside_one_that_stands_still(&mut rng, &replicas, client, &streams[0]);
+    let first = a.dispatch(client, &streams[0]);
+    let second = b.dispatch(client, &streams[0]);
+    let first = a.combine(client, &streams[0], first);
+    streams[0].record(&event).expect("recorded");
+    streams[1].wait_for(&event).expect("ordered");
+    let second = b.combine(client, &streams[1], second);
+    replicas.kill(0);
+    tables.send(Arc::new(replicas.restart(0))).expect("watched");
+    assert_eq!(a.finish(client, &streams[0], first, local).failovers, 1);
+    streams[1].record(&event).expect("recorded");
+    streams[0].wait_for(&event).expect("ordered");
+    // The successor is at work when it might be blamed.
+    let c = Call::new(&mut rng, client);
+    let third = c.dispatch(client, &streams[0]);
+    assert_eq!(b.finish(client, &streams[1], second, local).failovers, 1);
+    assert_eq!(metric(client, "switchyard_client_failovers_total", None), 1.0);
+    let third = c.combine(client, &streams[0], third);
+    assert_eq!(c.finish(client, &streams[0], third, local).failovers, 0);
+}
+
+/// Nobody can finish calls while the client waits for servers.
+#[test]
+fn waiting_for_a_server_that_waits_for_a_call_ends_at_once() {
+    let mut rng = seeded("waiting_for_a_server_that_waits_for_a_call_ends_at_once");
+    let Some((mut replicas, tables, mut client)) = one_seat() else { return };
+    let client = &mut client;
+    let stream = client.gpu().stream().expect("stream");
+    let [a] = beside_one_that_stands_still(&mut rng, &replicas, client, &stream);
+    let handle = a.dispatch(client, &stream);
+    replicas.kill(0);
+    until("the death is known", || metric(client, "switchyard_client_links", Some("up")) == 0.0);
+    tables.send(Arc::new(replicas.restart(0))).expect("watched");
+    let error = client.wait_ready(Duration::from_secs(30)).unwrap_err();
+    assert!(
+        matches!(error, DeviceError::Seats { max_servers: 1, num_calls: 1, .. }),
+        "{error} ({error:?})"
+    );
+    let pending = a.combine(client, &stream, handle);
+    a.finish(client, &stream, pending, &mut replicas.local());
+    client.wait_ready(Duration::from_secs(30)).expect("a server");
+}
+
+/// Each dispatch goes by other tables than the one before it, and none is on the device yet.
+#[test]
+fn dispatches_do_not_wait_for_tables_on_their_way() {
+    const NUM_FRAMES: usize = 4;
+    let mut rng = seeded("dispatches_do_not_wait_for_tables_on_their_way");
+    let Some(mut replicas) = Replicas::of(DTYPE, NUM_FRAMES + 1, NUM_FRAMES) else { return };
+    let limit = Duration::from_secs(2);
+    let settings = builder(&replicas.model).deadline(limit).work_limit(limit);
+    let mut client = replicas.connect(settings);
+    let client = &mut client;
+    let stream = client.gpu().stream().expect("stream");
+    let calls: [Call; NUM_FRAMES] = std::array::from_fn(|_| Call::new(&mut rng, client));
+    let (holding, hold) = std::sync::mpsc::channel::<()>();
+    stream.then(move || _ = hold.recv()).expect("held");
+    let handles: Vec<_> = calls
+        .iter()
+        .enumerate()
+        .map(|(server, call)| {
+            let handle = call.dispatch(client, &stream);
+            replicas.kill(server);
+            let num_left = (NUM_FRAMES - server) as f64;
+            until("the death is known", || {
+                metric(client, "switchyard_client_links", Some("up")) == num_left
+            });
+            handle
+        })
+        .collect();
+    drop(holding);
+    stream.wait(soon()).expect("dispatched");
+    for (call, handle) in calls.iter().zip(handles) {
+        let pending = call.combine(client, &stream, handle);
+        call.finish(client, &stream, pending, &mut replicas.local());
+    }
+}
