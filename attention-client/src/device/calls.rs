@@ -34,7 +34,7 @@ impl DeviceClient {
             return match launched {
                 Ok(()) => Ok(self.slots.handle(slot)),
                 Err(error) => {
-                    self.slots.release(slot);
+                    self.slots.take_back_recorded(slot);
                     Err(error)
                 }
             };
@@ -130,7 +130,10 @@ impl DeviceClient {
             // As above: what was launched anew may still run.
             Err(error @ DeviceError::Gpu(_)) => return Err(error),
             Err(error) => {
-                // Tables may be on their way.
+                // What the kernels complained about, a refusal perhaps, is no later call's. Tables may be on
+                // their way.
+                self.slots.suspect_unsummed();
+                self.memory.clear_error(stream)?;
                 self.wait_until(stream, Instant::now() + self.bound())?;
                 Err(error)
             }
@@ -161,6 +164,7 @@ impl DeviceClient {
     /// Takes up what callers dropped: the ring places of its frames must be answered before they are used
     /// again.
     pub(super) fn settle_abandoned(&mut self, stream: &Stream) -> Result<(), DeviceError> {
+        self.wait_for_sums()?;
         while let Some((slot, phase)) = self.slots.next_abandoned() {
             if phase == Phase::Dispatched && self.slots.call(slot).ahead.is_none() {
                 let capacity = self.slots.call(slot).input.capacity;
@@ -169,7 +173,6 @@ impl DeviceClient {
                 unsafe { self.launch_combine(stream, slot, rows, capacity, false)? };
                 let call = self.slots.call_mut(slot);
                 (call.phase, call.stream) = (Phase::Combined, stream.raw());
-        self.wait_for_sums()?;
                 self.memory.report(stream, slot)?;
             }
             self.wait_for_call_again(stream, slot)?;

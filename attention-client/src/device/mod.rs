@@ -219,10 +219,10 @@ impl DeviceClient {
     ) -> Result<DevicePending, DeviceError> {
         self.check_device(stream)?;
         let is_recording = stream.is_capturing()?;
+        let slot = self.slots.redeem(&handle, is_recording)?;
         if !is_recording {
             self.wait_for_sums()?;
         }
-        let slot = self.slots.redeem(&handle, is_recording)?;
         let call = self.slots.call(slot);
         let (capacity, layer, is_summed) = (call.input.capacity, call.layer, call.ahead.is_some());
         if is_summed {
@@ -252,7 +252,8 @@ impl DeviceClient {
     /// answered waits for a usable replica as long as was set.
     ///
     /// # Errors
-    /// [`DeviceError`]; the content of the output is then unspecified.
+    /// [`DeviceError`]; the content of the output is then unspecified, and the call is given up. So it is with
+    /// [`DeviceError::Replaying`], when parts must be sent again while a graph may run: finish the replay first.
     pub fn finish(
         &mut self,
         stream: &Stream,
@@ -307,7 +308,6 @@ impl DeviceClient {
             if waited >= timeout || self.lane.routing.is_hopeless(layer_idx, expert) {
                 return Err(self.no_replica(layer_idx, expert, waited).into());
             }
-            self.wait_for_news(timeout - waited)?;
             // Nobody can finish them meanwhile.
             if self.lane.is_cramped(layer_idx, expert, self.finished()) {
                 let layer = self.shared.model.moe_layers[layer_idx];
@@ -315,6 +315,7 @@ impl DeviceClient {
                     (self.options.max_servers, self.slots.num_outstanding());
                 return Err(DeviceError::Seats { layer, expert, max_servers, num_calls });
             }
+            self.wait_for_news(timeout - waited)?;
         }
     }
 

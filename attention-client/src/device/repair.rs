@@ -45,17 +45,8 @@ impl DeviceClient {
         let mut placement = call.tables.placements[layer_idx];
         let mut status = *status;
         self.wait_for_others(stream)?;
-        let choices = self.read_choices(stream, &input).and_then(|choices| {
-            choices.check(self.shared.model.shape.num_experts)?;
-            Ok(choices)
-        });
-        let mut choices = match choices {
-            Ok(choices) => choices,
-            Err(error) => {
-                self.clear_error(stream, &status)?;
-                return Err(error);
-            }
-        };
+        let mut choices = self.read_choices(stream, &input)?;
+        choices.check(self.shared.model.shape.num_experts)?;
         let num_servers = self.options.max_servers as u32;
         let missing = self.read_missing(stream, slot, choices.num_tokens)?;
         let lacks = |missing: &[u32], token: usize, server: Option<u32>| {
@@ -75,6 +66,8 @@ impl DeviceClient {
         self.note_failures(slot, layer, &status, &mut refusals)?;
         loop {
             self.clear_error(stream, &status)?;
+            // Once is enough, however often the call looks for replicas.
+            status.error.tag = TAG_NONE;
             if open.is_empty() && adds {
                 break;
             }

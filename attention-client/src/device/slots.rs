@@ -292,7 +292,13 @@ impl Slots {
         DeviceHandle { ticket }
     }
 
-    /// The slot of a handle that is the next to be combined.
+    /// What was to be recorded last was not.
+    pub fn take_back_recorded(&mut self, slot: usize) {
+        self.num_recorded -= 1;
+        self.release(slot);
+    }
+
+    /// The slot of a handle that is the next to be combined, but for those that were dropped.
     pub fn redeem(
         &mut self,
         handle: &DeviceHandle,
@@ -308,11 +314,10 @@ impl Slots {
         }
         self.check(ticket, Phase::Dispatched)?;
         let own = |slot: usize| (slot >= self.num_frames) == is_recording;
-        let waiting = self
-            .calls
-            .iter()
-            .enumerate()
-            .filter(|(slot, call)| own(*slot) && call.phase == Phase::Dispatched);
+        let dropped = self.dropped.load(Ordering::Acquire);
+        let waiting = self.calls.iter().enumerate().filter(|(slot, call)| {
+            own(*slot) && call.phase == Phase::Dispatched && dropped >> slot & 1 == 0
+        });
         match waiting.map(|(_, call)| call.serial).min() {
             Some(expected) if expected < ticket.serial => {
                 Err(DeviceError::Order { found: ticket.serial, expected })

@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
-use crate::rig::{Fleet, Replicas, Tensors, builder, check, forward};
+use crate::rig::{Fleet, Replicas, SLOT, Tensors, builder, check, forward, soon};
 
 /// Enough tokens that both replicas of each expert get some.
 pub const MANY: usize = 40;
@@ -20,7 +20,12 @@ pub const MANY: usize = 40;
 pub const MAX_AHEAD: usize = 2;
 
 pub fn metric(client: &DeviceClient, name: &str, label: Option<&str>) -> f64 {
-    let families = client.registry().gather();
+    count(client.registry(), name, label)
+}
+
+/// The same, of a client that is at work.
+fn count(registry: &prometheus::Registry, name: &str, label: Option<&str>) -> f64 {
+    let families = registry.gather();
     let family = families.iter().find(|family| family.name() == name).expect("metric");
     let chosen = family.get_metric().iter().filter(|metric| {
         label.is_none_or(|label| metric.get_label().iter().any(|pair| pair.value() == label))
@@ -183,37 +188,40 @@ fn a_successor_is_taken_in_at_run_time() {
     nothing_lost(&client);
 }
 
+/// Nor is who sits where the dead server sat blamed for what the call lacks of that one.
 #[test]
 fn a_call_whose_repair_the_gpu_does_not_end_stays_outstanding() {
     let mut rng = seeded("a_call_whose_repair_the_gpu_does_not_end_stays_outstanding");
     let dtype = WireDtype::Bf16;
-    let Some(mut fleet) = Fleet::start(1, 1, dtype) else { return };
-    let (tables, watched) = watch::channel(Arc::new(fleet.table(1)));
-    let limit = Duration::from_secs(5);
-    let settings = builder(&fleet.model).deadline(limit).work_limit(limit);
-    let mut client = fleet.connect(settings.placement_watch(watched));
-    let (tensors, mut local) = (Tensors::new(&client), fleet.local());
+    let Some(mut replicas) = Replicas::of(dtype, 1, SLOT.num_frames) else { return };
+    replicas.max_servers = 1;
+    let (tables, watched) = watch::channel(Arc::new(replicas.table()));
+    let limit = Duration::from_secs(2);
+    let settings = builder(&replicas.model).deadline(limit).work_limit(limit);
+    let mut client = replicas.connect_by(settings.placement_watch(watched));
+    let (tensors, mut local) = (Tensors::new(&client), replicas.local());
     let stream = client.gpu().stream().expect("stream");
-    let request = Request::random(&mut rng, &fleet.model, 10, 4);
+    let request = Request::random(&mut rng, &replicas.model, 10, 4);
     forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
-    fleet.stop(0);
+    replicas.server(0).signal(Signal::STOP);
     let input = tensors.load(&request);
     // SAFETY: the tensors have these sizes and outlive the call.
     let pending = unsafe {
         let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
         client.combine(&stream, handle, tensors.out_ptr()).expect("combine")
     };
-    stream.wait(Instant::now() + Duration::from_secs(60)).expect("its kernels end");
+    replicas.kill(0);
+    stream.wait(soon()).expect("its kernels end");
+    let registry = client.registry().clone();
+    let failovers = || count(&registry, "switchyard_client_failovers_total", None);
     // While the call waits for a replica, the stream gets something that does not end; then there is one.
     let (holding, hold) = std::sync::mpsc::channel::<()>();
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
+            until("the failure is noted", || failovers() == 1.0);
             std::thread::sleep(Duration::from_millis(500));
             stream.then(move || _ = hold.recv()).expect("held");
-            let successor = fleet.start_server(0);
-            fleet.addrs[0] = successor.data_addr().to_string();
-            fleet.servers[0] = Some(successor);
-            tables.send(Arc::new(fleet.table(2))).expect("watched");
+            tables.send(Arc::new(replicas.restart(0))).expect("watched");
         });
         client.finish(&stream, pending).unwrap_err()
     });
@@ -222,6 +230,7 @@ fn a_call_whose_repair_the_gpu_does_not_end_stays_outstanding() {
     // Its kernels were waited for before anything else began, and only then was it over.
     forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
     assert_eq!(metric(&client, "switchyard_client_abandoned_requests_total", None), 1.0);
+    assert_eq!(failovers(), 1.0);
 }
 
 #[test]

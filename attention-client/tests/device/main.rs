@@ -14,14 +14,15 @@ mod stopped;
 mod ahead;
 mod bad_input;
 mod crowd;
+mod exits;
 mod faults;
 mod graphs;
 mod layers;
 mod order;
 mod parts;
 mod rig;
-mod stuck;
 mod seats;
+mod stuck;
 mod without;
 
 /// Not a test: a server in a process of its own, for tests that kill or stop it.

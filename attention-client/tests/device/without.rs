@@ -76,6 +76,18 @@ fn experts_without_a_replica_are_left_out_and_the_others_scaled() {
         }
         check(&request, &tensors.read(12), &mut local, DTYPE);
     }
+    // Whoever is to be left out is looked for in the tensors, so what is wrong with them shows early; the call is
+    // over then.
+    for _ in 0..5 {
+        let mut request = Request::random(&mut rng, &fleet.model, 12, 4);
+        request.idx[3] = client.model().shape.num_experts as i32;
+        let input = tensors.load(&request);
+        // SAFETY: as above.
+        let error = unsafe { client.dispatch(&stream, request.layer, &input).unwrap_err() };
+        let is_expert =
+            |e: &DeviceError| matches!(e, DeviceError::Client(ClientError::ExpertIndex { .. }));
+        assert!(is_expert(&error), "{error}");
+    }
     // Once there is a replica again, nothing is left out.
     let successor = fleet.start_server(1);
     fleet.addrs[1] = successor.data_addr().to_string();
