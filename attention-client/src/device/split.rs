@@ -51,6 +51,14 @@ impl DeviceClient {
         let mut failed_links = Vec::new();
         let mut failed = None;
         for first in (0..num_tokens).step_by(part_tokens as usize) {
+            // Calls of the caller's own may be outstanding, too.
+            if self.slots.num_outstanding() >= self.geometry.num_frames as usize
+                && let Err(error) =
+                    self.finish_part(stream, open.pop_front(), &mut total, &mut failed_links)
+            {
+                failed = Some(error);
+                break;
+            }
             let part = self.part_of(input, first, num_tokens, part_tokens);
             let part_out = out.add(u64::from(first) * u64::from(self.geometry.hidden) * 2);
             // SAFETY: a part of the caller's tensors, and counts of the client's own.
@@ -64,13 +72,6 @@ impl DeviceClient {
                     failed = Some(error);
                     break;
                 }
-            }
-            if open.len() >= self.geometry.num_frames as usize
-                && let Err(error) =
-                    self.finish_part(stream, open.pop_front(), &mut total, &mut failed_links)
-            {
-                failed = Some(error);
-                break;
             }
         }
         while failed.is_none() && !open.is_empty() {

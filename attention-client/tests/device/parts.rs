@@ -5,7 +5,7 @@ use protocol::WireDtype;
 use rand::RngExt;
 
 use crate::client_common::{Request, seeded};
-use crate::rig::{Fleet, Tensors, check};
+use crate::rig::{Fleet, Tensors, check, forward};
 
 #[test]
 fn a_batch_larger_than_a_frame_goes_in_parts() {
@@ -51,4 +51,28 @@ fn a_batch_larger_than_a_frame_goes_in_parts() {
         drop(graph);
         assert!(matches!(refused, Some(DeviceError::Capacity { .. })), "{refused:?}");
     }
+}
+
+/// Of the frames that slots have, one is taken.
+#[test]
+fn a_batch_in_parts_leaves_a_call_of_the_callers_own_outstanding() {
+    let mut rng = seeded("a_batch_in_parts_leaves_a_call_of_the_callers_own_outstanding");
+    let dtype = WireDtype::Bf16;
+    let Some(fleet) = Fleet::start(2, 2, dtype) else { return };
+    let mut client = fleet.client();
+    let capacity = 3 * client.max_tokens();
+    let (tensors, mut local) = (Tensors::with_capacity(&client, capacity), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    let own_tensors = Tensors::new(&client);
+    let own = Request::random(&mut rng, &fleet.model, 20, 4);
+    let input = own_tensors.load(&own);
+    // SAFETY: the tensors have these sizes and outlive the call.
+    let pending = unsafe {
+        let handle = client.dispatch(&stream, own.layer, &input).expect("dispatch");
+        client.combine(&stream, handle, own_tensors.out_ptr()).expect("combine")
+    };
+    let request = Request::random(&mut rng, &fleet.model, capacity as usize, 4);
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+    client.finish(&stream, pending).expect("finish");
+    check(&own, &own_tensors.read(own.num_tokens), &mut local, dtype);
 }
