@@ -181,7 +181,8 @@ impl DeviceClient {
     /// # Safety
     /// The tensors are as large as [`DeviceInput`] says and stay as they are until the call is
     /// [finished](Self::finish), or as long as a graph with it may run. This stream and those of earlier
-    /// calls are ordered, and it lives until the call is finished. A graph with the call runs between
+    /// calls are ordered, and it lives until the call is finished. One that is given up is finished in this sense
+    /// when the next dispatch, or `begin_replay`, has returned without an error. A graph with the call runs between
     /// [`begin_replay`](Self::begin_replay) and [`finish_replay`](Self::finish_replay) only, on their stream,
     /// and never after the client is dropped.
     ///

@@ -114,11 +114,17 @@ impl DeviceClient {
         }
         self.reached.expect_work();
         self.replaying = Some(Running { serial, stream: stream.raw(), used, until: None });
-        let refreshed = self.refresh(stream);
-        if refreshed.is_err() {
+        let begun = self.refresh(stream).and_then(|()| {
+            if self.slots.num_outstanding() > 0 {
+                // What the kernels complained about in calls that are not finished is in those calls' reports.
+                self.memory.clear_error(stream)?;
+            }
+            Ok(())
+        });
+        if begun.is_err() {
             self.end_replay();
         }
-        refreshed
+        begun
     }
 
     /// To be called after the launch: waits for `stream`, that of [`begin_replay`](Self::begin_replay), and says

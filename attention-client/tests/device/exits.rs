@@ -260,6 +260,33 @@ fn a_refusal_is_no_later_calls() {
     recorded.check(&request, &mut replicas.local());
 }
 
+/// All of a client's kernels have one word for errors.
+#[test]
+fn a_replay_is_not_told_of_the_calls_beside_it() {
+    let mut rng = seeded("a_replay_is_not_told_of_the_calls_beside_it");
+    let Some(fleet) = Fleet::start(1, 1, DTYPE) else { return };
+    let (mut client, mut local) = (fleet.client(), fleet.local());
+    let client = &mut client;
+    let stream = client.gpu().stream().expect("stream");
+    let recorded = record(client, &stream);
+    let request = Request::random(&mut rng, &fleet.model, NUM_TOKENS, 4);
+    let mut call = Call::new(&mut rng, client);
+    call.request.idx[7] = client.model().shape.num_experts as i32;
+    let handle = call.dispatch(client, &stream);
+    let pending = call.combine(client, &stream, handle);
+    for _ in 0..2 {
+        recorded.load(&request);
+        let report = client.replay(&stream, &recorded.graph).expect("replay");
+        assert_eq!(report.attempts, 1);
+        recorded.check(&request, &mut local);
+    }
+    let error = client.finish(&stream, pending).unwrap_err();
+    assert!(error.to_string().contains(&call.request.idx[7].to_string()), "{error}");
+    recorded.load(&request);
+    assert_eq!(client.replay(&stream, &recorded.graph).expect("replay").attempts, 1);
+    recorded.check(&request, &mut local);
+}
+
 /// Recorded calls have their slots by turns.
 #[test]
 fn a_refused_call_takes_no_turn_of_recorded_ones() {
