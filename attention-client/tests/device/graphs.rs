@@ -1,5 +1,6 @@
 //! Calls recorded into a caller's graph.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
 use crate::faults::{MAX_AHEAD, metric, until};
+use crate::order::Call;
 use crate::rig::{Fleet, Replicas, SLOT, Tensors, builder, check, forward};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
@@ -267,7 +269,7 @@ fn a_graph_waits_for_the_successor_of_the_only_server() {
     }
 }
 
-/// Replays and other calls by turns, while servers die, freeze, go on and are replaced.
+/// Replays and other calls, of which some are not finished meanwhile, by turns, while servers die, freeze, go on and are replaced.
 #[test]
 fn random_replays_among_other_calls_give_the_right_rows() {
     let mut rng = seeded("random_replays_among_other_calls_give_the_right_rows");
@@ -279,7 +281,7 @@ fn random_replays_among_other_calls_give_the_right_rows() {
     let mut local = replicas.local();
     let stream = client.gpu().stream().expect("stream");
     let recorded = record(&mut client, &stream);
-    let tensors = Tensors::new(&client);
+    let mut combined = VecDeque::new();
     let mut frozen = None;
     let mut num_repeated = 0;
     for _ in 0..80 {
@@ -291,8 +293,15 @@ fn random_replays_among_other_calls_give_the_right_rows() {
                 recorded.check(&request, &mut local);
                 num_repeated += report.attempts - 1;
             }
+            4 if combined.len() < SLOT.num_frames => {
+                let call = Call::new(&mut rng, &client);
+                let handle = call.dispatch(&mut client, &stream);
+                let pending = call.combine(&mut client, &stream, handle);
+                combined.push_back((call, pending));
+            }
             4..=5 => {
-                forward(&mut client, &stream, &tensors, &request, &mut local, DTYPE);
+                let Some((call, pending)) = combined.pop_front() else { continue };
+                call.finish(&mut client, &stream, pending, &mut local);
             }
             6 => {
                 let server = rng.random_range(0..3);
@@ -316,6 +325,9 @@ fn random_replays_among_other_calls_give_the_right_rows() {
                 }
             }
         }
+    }
+    for (call, pending) in combined {
+        call.finish(&mut client, &stream, pending, &mut local);
     }
     println!("{num_repeated} replays again");
 }

@@ -281,18 +281,26 @@ impl Play {
     }
 
     fn finish(&mut self) {
-        let Some((call, on, pending)) = self.combined.pop_front() else { return };
+        let any = self.any_of(self.combined.len());
+        let Some((call, on, pending)) = self.combined.remove(any) else { return };
         let stream = &self.streams[on];
         let timing = call.finish(&mut self.client, stream, pending, &mut self.local);
         self.num_failovers += timing.failovers;
     }
 
     fn abandon(&mut self) {
+        let (dispatched, combined) =
+            (self.any_of(self.dispatched.len()), self.any_of(self.combined.len()));
         let call = match self.rng.random() {
-            true => self.dispatched.pop_back().map(|(call, _)| call),
-            false => self.combined.pop_front().map(|(call, ..)| call),
+            true => self.dispatched.remove(dispatched).map(|(call, _)| call),
+            false => self.combined.remove(combined).map(|(call, ..)| call),
         };
         self.abandoned.extend(call);
+    }
+
+    /// Any place among so many.
+    fn any_of(&mut self, num_calls: usize) -> usize {
+        self.rng.random_range(0..num_calls.max(1))
     }
 
     /// One step; `false` leaves it to the servers.
