@@ -7,8 +7,9 @@ use attention_client::{DeviceClient, DeviceError};
 use control_api::PlacementTable;
 use tokio::sync::watch;
 
-use crate::client_common::seeded;
+use crate::client_common::{Request, seeded};
 use crate::faults::{metric, until};
+use crate::graphs::{NUM_TOKENS, record};
 use crate::order::{Call, DTYPE, NEVER, beside_one_that_stands_still};
 use crate::rig::{Replicas, builder, soon};
 
@@ -51,6 +52,38 @@ fn a_successor_takes_the_only_seat_while_combined_calls_refer_to_it() {
     assert_eq!(metric(client, "switchyard_client_failovers_total", None), 1.0);
     let third = c.combine(client, &streams[0], third);
     assert_eq!(c.finish(client, &streams[0], third, local).failovers, 0);
+}
+
+/// So does one that a graph waits for.
+#[test]
+fn a_graph_gets_a_successor_while_a_combined_call_refers_to_its_predecessor() {
+    let test = "a_graph_gets_a_successor_while_a_combined_call_refers_to_its_predecessor";
+    let mut rng = seeded(test);
+    let Some((mut replicas, tables, mut client)) = one_seat() else { return };
+    let client = &mut client;
+    let local = &mut replicas.local();
+    let stream = client.gpu().stream().expect("stream");
+    let recorded = record(client, &stream);
+    let request = Request::random(&mut rng, &replicas.model, NUM_TOKENS, 4);
+    let [a] = beside_one_that_stands_still(&mut rng, &replicas, client, &stream);
+    let first = a.dispatch(client, &stream);
+    let first = a.combine(client, &stream, first);
+    replicas.kill(0);
+    recorded.load(&request);
+    let report = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            tables.send(Arc::new(replicas.restart(0))).expect("watched");
+        });
+        client.replay(&stream, &recorded.graph).expect("replay")
+    });
+    assert!(report.attempts > 1, "{report:?}");
+    recorded.check(&request, local);
+    assert_eq!(a.finish(client, &stream, first, local).failovers, 1);
+    assert_eq!(metric(client, "switchyard_client_failovers_total", None), 1.0);
+    recorded.load(&request);
+    assert_eq!(client.replay(&stream, &recorded.graph).expect("replay").attempts, 1);
+    recorded.check(&request, local);
 }
 
 /// Nobody can finish calls while the client waits for servers.
