@@ -305,11 +305,13 @@ impl Play {
 
     /// One step; `false` leaves it to the servers.
     pub fn step(&mut self) -> bool {
-        match self.rng.random_range(0..20) {
+        match self.rng.random_range(0..21) {
             0..=7 => self.dispatch(),
             8..=13 => self.combine(),
             14..=16 => self.finish(),
             17 => self.abandon(),
+            // Whoever comes or goes is taken in between calls, too.
+            18 => drop(self.client.wait_ready(Duration::ZERO)),
             _ => return false,
         }
         true
