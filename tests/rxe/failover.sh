@@ -46,7 +46,7 @@ wait_for() { # what, command...
 cp -r /mnt /tmp/model
 export SWITCHYARD_DEADLINE_MS=2000
 # An emulated processor may be busy with something else for so long.
-[ "$SWITCHYARD_RXE_ACCEL" != tcg ] || export SWITCHYARD_DEADLINE_MS=5000
+[ "$SWITCHYARD_RXE_ACCEL" != tcg ] || export SWITCHYARD_DEADLINE_MS=8000
 ./switchyard control-plane --listen 10.7.0.2:7070 --servers 2 --replicas 2 --lease-ttl-ms 10000 >/mnt/control.log 2>&1 &
 ./switchyard expert-server --name near --model /tmp/model --listen 10.7.0.2:7171 >/mnt/near.log 2>&1 &
 both() { ./switchyard status --json >/tmp/status && grep -q '"far"' /tmp/status && grep -q '"near"' /tmp/status; }
