@@ -276,8 +276,10 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             for (uint32_t half = 0; half < 2; ++half) {
                 const uint32_t out = tile.column * kOuts + half * 64;
                 // What is behind all rows comes as zeros.
+                // NOTES: behind those of every place that a layer's memory can have: there may be more of them
+                // than experts are counted for, and what lies in the others was never written.
                 const uint32_t row =
-                    out < num_outs ? first_row + out : params.num_local_experts * 2 * num_outs;
+                    out < num_outs ? first_row + out : SY_MAX_EXPERTS * 2 * num_outs;
                 ptx::cp_async_bulk_tensor_5d(stage.weights() + half * (kWeightBytes / 2),
                                              layer.gate_up_map, stage.full(), x, row, 0, 0, 0);
             }
@@ -514,6 +516,14 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     if (params.lists.batch->layer >= params.num_layers) {
         ptx::griddepcontrol_wait();
         return;
+    }
+    // By the thread that issues the copies.
+    // NOTES: the host writes maps anew where they are when experts are loaded, and what a multiprocessor keeps of
+    // the old ones names memory that is freed then. The order of kernels in a stream does not cover it (CUDA C++
+    // Programming Guide, tensor maps in global memory: a fence in each block before their first use).
+    if (threadIdx.x == 0) {
+        const sy_layer_weights& layer = params.layers[params.lists.batch->layer];
+        ptx::fence_proxy_tensormap_acquire_sys(kGateUp ? layer.gate_up_map : layer.down_map);
     }
     Multiplier gemm(params, shared);
     if (threadIdx.x < 128) {

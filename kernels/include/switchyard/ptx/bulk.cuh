@@ -99,6 +99,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t target, const v
                  : "memory");
 }
 
+// Before copies of this thread by a map in global memory that others, also the host, may have written since this
+// multiprocessor read it last.
+__device__ __forceinline__ void fence_proxy_tensormap_acquire_sys(const void* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+
 // Between ordinary stores and the copy engine's reads, both ways and everywhere.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
