@@ -4,7 +4,7 @@ use std::mem::{offset_of, size_of};
 
 use kernels::abi::{
     Batch, ClientPeer, DTYPE_BF16, ErrorWord, FLAG_ANY_WAY, FrameGeometry, Link, REASON_TIMEOUT,
-    ServerState, WAY_IBGDA,
+    ServerState, WAY_IBGDA, WAY_PROXY,
 };
 use kernels::mlx5::{Bound, CQ_COLLAPSED, PeerHandle, QueueHandle, QueueState};
 use rand::rngs::StdRng;
@@ -22,10 +22,16 @@ const BUSY: usize = 1;
 
 pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &Runner) {
     let mut rng = fresh();
-    for frame_is_there in [true, false] {
+    for (frame_is_there, way) in
+        [(true, WAY_IBGDA), (false, WAY_IBGDA), (true, WAY_PROXY), (false, WAY_PROXY)]
+    {
         let geometry = FrameGeometry::new(128, 2, DTYPE_BF16, 5, 2).expect("in range");
         let world = World::new(runner, &mut rng, geometry, NUM_EXPERTS, 3, 1);
-        let _way = leave_requests_under_way(runner, &world);
+        let _way = if way == WAY_IBGDA {
+            leave_requests_under_way(runner, &world)
+        } else {
+            leave_commands_under_way(runner, &world)
+        };
         for client in [0, 2].into_iter().chain(frame_is_there.then_some(BUSY)) {
             send(runner, &mut rng, &world, client);
         }
@@ -45,7 +51,7 @@ pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &R
 }
 
 /// Gives the busy client a way back whose NIC completes nothing. What is returned must outlive all kernels.
-fn leave_requests_under_way(runner: &Runner, world: &World) -> [Memory; 5] {
+fn leave_requests_under_way(runner: &Runner, world: &World) -> Vec<Memory> {
     let state = Memory::filled(runner, size_of::<QueueState>() as u64, 0);
     for count in [
         offset_of!(QueueState, reserved),
@@ -82,17 +88,44 @@ fn leave_requests_under_way(runner: &Runner, world: &World) -> [Memory; 5] {
         },
     };
     let context = Memory::of(runner, &words_of(&handle));
-    let link = Link {
-        window: mirror.address(),
-        context: context.address().0,
-        way: WAY_IBGDA,
-        reserved: 0,
-    };
+    lead_back(world, WAY_IBGDA, &mirror, &context);
+    vec![state, cq, mirror, queues, context]
+}
+
+/// The same by two lanes of a proxy whose thread takes nothing: the first has room for a quiet, the other one has
+/// none, and nobody waits for it.
+fn leave_commands_under_way(runner: &Runner, world: &World) -> Vec<Memory> {
+    const DEPTH_SHIFT: u64 = 4;
+    const BUDGET: u64 = 4;
+    let zeros = |num_words: u64| Memory::filled(runner, num_words * 8, 0);
+    let (mut lanes, mut kept) = (Vec::new(), Vec::new());
+    for num_posted in [BUDGET - 1, BUDGET] {
+        let (commands, words, state) = (zeros(2 << DEPTH_SHIFT), zeros(16), zeros(48));
+        state.write(0, &[num_posted]);
+        let addresses = [&commands, &words, &state].map(|memory| memory.address().0);
+        lanes.extend(addresses.into_iter().chain([BUDGET << 32 | DEPTH_SHIFT]));
+        kept.extend([commands, words, state]);
+    }
+    let lanes = Memory::of(runner, &lanes);
+    let slot_bytes = world.geometry.response_slot_bytes;
+    let mirror = Memory::filled(runner, slot_bytes, 0);
+    // `sy_proxy_peer`: no error word and no mask, a bound that would show, two lanes, version 2.
+    let (timeout_ns, num_lanes, version) = (10_000_000_000, 2, 2 << 32);
+    let (lanes_at, mirror_at) = (lanes.address().0, mirror.address().0);
+    let peer = [lanes_at, mirror_at, slot_bytes, 0, 0, timeout_ns, num_lanes, version];
+    let context = Memory::of(runner, &peer);
+    lead_back(world, WAY_PROXY, &mirror, &context);
+    kept.extend([lanes, mirror, context]);
+    kept
+}
+
+/// Sets the busy client's way back.
+fn lead_back(world: &World, way: u32, mirror: &Memory, context: &Memory) {
+    let link = Link { window: mirror.address(), context: context.address().0, way, reserved: 0 };
     let table = &world.servers[0].table;
     let at = (BUSY * size_of::<ClientPeer>()) as u64;
     let peer: ClientPeer = table.one(at);
     table.write(at, &[ClientPeer { response: link, ..peer }]);
-    [state, cq, mirror, queues, context]
 }
 
 /// A structure of the header as the words that it is made of.

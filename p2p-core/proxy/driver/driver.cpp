@@ -44,6 +44,10 @@ uint32_t sy_proxy_test_quiet(const sy_proxy_peer* peer, uint32_t lane) {
     return proxy::quiet(*peer, lane);
 }
 
+uint32_t sy_proxy_test_is_quiet(const sy_proxy_peer* peer, uint32_t lane) {
+    return proxy::is_quiet(*peer, lane);
+}
+
 const char* sy_proxy_test_check(const sy_proxy_lane* lane) { return sy_proxy_check_lane(lane); }
 
 const char* sy_proxy_test_check_peer(const sy_proxy_peer* peer) {
@@ -59,6 +63,7 @@ void sy_proxy_test_layout(uint64_t* out) {
         sizeof(sy_proxy_lane_state),
         offsetof(sy_proxy_lane_state, seen),
         offsetof(sy_proxy_lane_state, error),
+        offsetof(sy_proxy_lane_state, asked),
         sizeof(sy_proxy_lane),
         offsetof(sy_proxy_lane, words),
         offsetof(sy_proxy_lane, depth_shift),

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 use bytemuck::{Pod, Zeroable};
 
 /// `SY_PROXY_VERSION`
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// `SY_PROXY_MIN_DEPTH`: cells of a lane.
 pub const MIN_DEPTH: u32 = 16;
 /// `SY_PROXY_MAX_DEPTH`
@@ -59,7 +59,9 @@ pub struct LaneWords {
 pub struct LaneState {
     /// Commands given to a poster.
     pub reserved: u64,
-    pad0: [u64; 15],
+    /// Number behind the last quiet that was posted without waiting for it.
+    pub asked: u64,
+    pad0: [u64; 14],
     /// `completed` as somebody read it last.
     pub seen: u64,
     pad1: [u64; 15],

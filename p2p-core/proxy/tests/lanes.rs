@@ -34,6 +34,7 @@ fn both_sides_have_the_layout_alike() {
         size_of::<LaneState>(),
         offset_of!(LaneState, seen),
         offset_of!(LaneState, error),
+        offset_of!(LaneState, asked),
         size_of::<LaneHandle>(),
         offset_of!(LaneHandle, words),
         offset_of!(LaneHandle, depth_shift),
@@ -256,6 +257,39 @@ fn flags_come_behind_their_puts_whatever_the_transport_does() {
             });
         }
     });
+}
+
+#[test]
+fn whether_a_lane_is_quiet_is_asked_once_and_without_waiting() {
+    let Some(driver) = driver() else { return };
+    let behaviour = Arc::new(Behaviour::default());
+    behaviour.is_stalled.store(true, Ordering::SeqCst);
+    let mirror = Region::anonymous(SLOT).unwrap();
+    let lanes = lanes(3, 16, 4);
+    let posters = Posters::new(driver, &lanes, &mirror, LIMIT);
+    // Nobody takes commands yet, and still nobody waits. The second lane has no room for the question.
+    assert!(posters.is_quiet(0), "there is nothing to wait for");
+    (0..3).for_each(|_| assert_eq!(posters.add(0, 0, 1), 0));
+    (0..4).for_each(|_| assert_eq!(posters.add(1, 8, 1), 0));
+    (0..100).for_each(|_| assert!(!posters.is_quiet(0) && !posters.is_quiet(1)));
+    let proxy = Proxy::start(&config(1)).unwrap();
+    let base = mirror.as_ptr().as_ptr() as usize;
+    let endpoint = Recorder(Arc::clone(&behaviour), base);
+    let peer = proxy.add(endpoint, peer_config(0, &lanes, &mirror)).unwrap();
+    wait_for("the commands to be taken", || proxy.stats()[0].commands == 8);
+    (0..100).for_each(|_| assert!(!posters.is_quiet(0) && !posters.is_quiet(1)));
+    behaviour.is_stalled.store(false, Ordering::SeqCst);
+    wait_for("quiet lanes", || posters.is_quiet(0) && posters.is_quiet(1));
+    (0..100).for_each(|_| assert!(posters.is_quiet(0) && posters.is_quiet(1)));
+    assert_eq!(proxy.stats()[0].commands, 7 + 2, "a quiet each");
+    assert_eq!(posters.add(0, 0, 1), 0);
+    assert!(!posters.is_quiet(0), "there is something new");
+    wait_for("a quiet lane", || posters.is_quiet(0));
+    // Of one that is out of service nobody knows what has arrived.
+    behaviour.is_broken.store(true, Ordering::SeqCst);
+    assert_eq!(posters.add(1, 8, 1), 0);
+    wait_for("the failure", || !posters.is_quiet(1) && peer.has_failed());
+    assert!(!posters.is_quiet(1));
 }
 
 #[test]

@@ -54,6 +54,9 @@ __device__ __noinline__ inline void put_rows_warp(const sy_link& link, bool has_
     proxy::put_rows_warp(link, blockIdx.x, has_row, row_offset, row_bytes, word_offset, value);
 }
 __device__ __noinline__ inline void quiet(const sy_link& link) { proxy::quiet(link); }
+__device__ __noinline__ inline uint32_t find_busy(const sy_link& link, uint32_t first) {
+    return proxy::find_busy(link, first);
+}
 __device__ __noinline__ inline bool has_failed(const sy_link& link) {
     return proxy::has_failed(link, blockIdx.x);
 }
@@ -201,23 +204,18 @@ template <uint32_t kWays> __device__ __forceinline__ void await_reuse(const sy_l
         ibgda::quiet(link);
 }
 
-// Whether is_reusable must be asked: of direct stores nothing is read later, and the proxy can tell by a wait
-// only, which is await_rest.
+// Whether is_reusable must be asked: of direct stores nothing is read later.
 template <uint32_t kWays> __device__ __forceinline__ bool tells_reuse(const sy_link& link) {
-    return !is_direct<kWays>(link) && link.way != SY_WAY_PROXY;
+    return !is_direct<kWays>(link);
 }
 
 // Whether await_reuse would return at once, for whoever can do something else meanwhile. `busy` begins as 0
-// and is for the next call.
+// and is for the next call. Nobody names anything for the peer until it has said yes.
 __device__ __forceinline__ bool is_reusable(const sy_link& link, uint32_t& busy) {
-    busy = ibgda::find_busy(link, busy);
+    static_assert(proxy::kNoneBusy == ibgda::kNoneBusy, "one number");
+    busy =
+        link.way == SY_WAY_PROXY ? by_proxy::find_busy(link, busy) : ibgda::find_busy(link, busy);
     return busy == ibgda::kNoneBusy;
-}
-
-// What is left of await_reuse where tells_reuse says no, or is_reusable has said yes.
-template <uint32_t kWays> __device__ __forceinline__ void await_rest(const sy_link& link) {
-    if (!is_direct<kWays>(link) && link.way == SY_WAY_PROXY)
-        by_proxy::quiet(link);
 }
 
 // Whether the way to the peer is out of service. Some ways say what failed in an error word; a wait that

@@ -304,6 +304,52 @@ SY_DEVICE Status quiet(const sy_proxy_peer& peer, uint32_t lane) {
                                  : detail::wait_completed(peer, to, end, SY_TAG_PROXY_QUIET);
 }
 
+// Whether everything posted on the lane before is complete, as after quiet. For whoever asks again and does
+// something else meanwhile: posts a QUIET once for whatever was posted, and waits for nothing. A lane that is out
+// of service is never quiet.
+// NOTES: nobody posts on the lane meanwhile, or the room that is found here may be another's, and waited for.
+SY_DEVICE bool is_quiet(const sy_proxy_peer& peer, uint32_t lane) {
+    const sy_proxy_lane& to = detail::lane_of(peer, lane);
+    sy_proxy_lane_state& state = detail::state_of(to);
+    const uint64_t posted = ld_relaxed<Scope::kGpu>(&state.reserved);
+    if (posted == 0)
+        return true;
+    if (ld_relaxed<Scope::kGpu>(&state.error) != 0)
+        return false;
+    const bool has_asked = ld_relaxed<Scope::kGpu>(&state.asked) == posted;
+    uint64_t seen = ld_acquire<Scope::kGpu>(&state.seen);
+    if (has_asked && seen >= posted)
+        return true;
+    if (has_asked || posted - seen >= to.budget) {
+        uint64_t completed = 0, error = 0;
+        detail::load_words(at_address<const sy_proxy_lane_words>(to.words), &completed, &error);
+        if (error != 0) {
+            detail::record(peer, SY_TAG_PROXY_LANE, SY_REASON_VALUE, error, 0);
+            detail::fail(to, SY_PROXY_REFUSED);
+            return false;
+        }
+        if (completed > posted) {
+            detail::record(peer, SY_TAG_PROXY_DESYNC, SY_REASON_VALUE, completed, posted);
+            detail::fail(to, SY_PROXY_DESYNC);
+            return false;
+        }
+        if (completed > seen) {
+            // SYNC POINT recycled: as in wait_completed.
+            fence_acq_rel<Scope::kSys>();
+            red_max_release(&state.seen, completed);
+            seen = completed;
+        }
+    }
+    if (has_asked || posted - seen >= to.budget)
+        return has_asked && seen >= posted;
+    uint64_t end = 0;
+    const Status status = post<Thread>(
+        peer, to, 1, [&](uint32_t) { return detail::head(peer, SY_PROXY_QUIET, 0); }, &end);
+    if (status == SY_PROXY_OK)
+        st_relaxed<Scope::kGpu>(&state.asked, end);
+    return false;
+}
+
 // Whether the way to this peer is out of service: 0, or a SY_PROXY_* status. Looks at this end only, and
 // does not wait.
 SY_DEVICE Status failure(const sy_proxy_peer& peer) {

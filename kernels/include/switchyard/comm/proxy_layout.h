@@ -11,7 +11,7 @@
 
 #include "switchyard/device_abi.h"
 
-#define SY_PROXY_VERSION UINT32_C(1)
+#define SY_PROXY_VERSION UINT32_C(2)
 
 #define SY_PROXY_MIN_DEPTH 16
 #define SY_PROXY_MAX_DEPTH 65536
@@ -62,7 +62,8 @@ typedef struct sy_proxy_lane_words {
 /* What those who post share. In memory of the GPU, zeroed. */
 typedef struct sy_proxy_lane_state {
     uint64_t reserved; /* commands given to a poster */
-    uint8_t pad0[120];
+    uint64_t asked; /* number behind the last QUIET that was posted without waiting for it */
+    uint8_t pad0[112];
     uint64_t seen; /* `completed` as somebody read it last */
     uint8_t pad1[120];
     uint64_t error; /* 0, or the status that took the lane out of service at this end */

@@ -166,6 +166,21 @@ SY_DEVICE void quiet(const sy_link& link) {
     }
 }
 
+// Of find_busy: a quiet would return at once.
+constexpr uint32_t kNoneBusy = 0xffffffffu;
+
+// The first lane from `first` on of which not all is complete, or kNoneBusy. Whoever asks again and again begins
+// with that one. Nobody posts to the peer meanwhile.
+SY_DEVICE uint32_t find_busy(const sy_link& link, uint32_t first) {
+    const sy_proxy_peer& peer = peer_of(link);
+    uint32_t busy = kNoneBusy;
+    // All lanes, so that the answers of all are under way together.
+    for (uint32_t lane = first; lane < peer.num_lanes; ++lane)
+        if (!is_quiet(peer, lane) && busy == kNoneBusy)
+            busy = lane;
+    return busy;
+}
+
 // Looks at the word of one lane, a different one per block: reading mapped memory takes a microsecond.
 SY_DEVICE bool has_failed(const sy_link& link, uint32_t lane) {
     const sy_proxy_peer& peer = peer_of(link);

@@ -130,8 +130,6 @@ __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
                                            const sy_client_peer& client, uint64_t number,
                                            uint32_t num_rows) {
     const sy_frame_geometry& geometry = params.geometry;
-    // Answers will be stored over those to an earlier frame: see watch_ways.
-    comm::await_rest<kWays>(client.response);
     comm::add_relaxed<kWays>(client.response, geometry.response_control_offset + SY_WORD_PROGRESS,
                              1);
     if (num_rows == 0)
@@ -159,7 +157,7 @@ constexpr uint32_t kLookPauseNs = 200;
 
 // Looks which clients' ways are quiet, until all are or the batch is chosen. One warp, a lane per client.
 // NOTES: answers are stored over those to an earlier frame, which a NIC may still have to read. A client whose
-// NIC acknowledges nothing would hold up everybody's batch for as long as such a wait lasts, and could come
+// NIC acknowledges nothing, or which takes nothing from a proxy, would hold up everybody's batch for as long as such a wait lasts, and could come
 // again: so its frame counts as one that has not come. By a warp of its own, since whoever polls for headers
 // has no registers left for such calls, nor time.
 template <uint32_t kWays>

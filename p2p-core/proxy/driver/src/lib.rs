@@ -34,6 +34,7 @@ unsafe extern "C" {
     fn sy_proxy_test_add(peer: *const c_void, lane: u32, offset: u64, value: u64) -> u32;
     fn sy_proxy_test_signal(peer: *const c_void, lane: u32, offset: u64, value: u64) -> u32;
     fn sy_proxy_test_quiet(peer: *const c_void, lane: u32) -> u32;
+    fn sy_proxy_test_is_quiet(peer: *const c_void, lane: u32) -> u32;
     fn sy_proxy_test_check(lane: *const c_void) -> *const c_char;
     fn sy_proxy_test_check_peer(peer: *const c_void) -> *const c_char;
     fn sy_proxy_test_layout(out: *mut u64);
@@ -53,6 +54,8 @@ pub struct Driver {
     pub add: unsafe extern "C" fn(*const c_void, u32, u64, u64) -> u32,
     pub signal: unsafe extern "C" fn(*const c_void, u32, u64, u64) -> u32,
     pub quiet: unsafe extern "C" fn(*const c_void, u32) -> u32,
+    /// Whether a quiet would return at once: 0 or 1.
+    pub is_quiet: unsafe extern "C" fn(*const c_void, u32) -> u32,
     check: unsafe extern "C" fn(*const c_void) -> *const c_char,
     check_peer: unsafe extern "C" fn(*const c_void) -> *const c_char,
     layout: unsafe extern "C" fn(*mut u64),
@@ -73,6 +76,7 @@ impl Driver {
                 add: sy_proxy_test_add,
                 signal: sy_proxy_test_signal,
                 quiet: sy_proxy_test_quiet,
+                is_quiet: sy_proxy_test_is_quiet,
                 check: sy_proxy_test_check,
                 check_peer: sy_proxy_test_check_peer,
                 layout: sy_proxy_test_layout,
@@ -106,8 +110,8 @@ impl Driver {
 
     /// Sizes, offsets and limits of the layout, in the order of `driver.cpp`.
     #[must_use]
-    pub fn layout(&self) -> [u64; 26] {
-        let mut out = [0; 26];
+    pub fn layout(&self) -> [u64; 27] {
+        let mut out = [0; 27];
         // SAFETY: the function writes as many numbers.
         unsafe { (self.layout)(out.as_mut_ptr()) };
         out

@@ -162,6 +162,11 @@ impl Posters {
         // SAFETY: as above.
         unsafe { (self.driver.quiet)(self.handle(), lane) }
     }
+
+    pub fn is_quiet(&self, lane: u32) -> bool {
+        // SAFETY: as above.
+        unsafe { (self.driver.is_quiet)(self.handle(), lane) != 0 }
+    }
 }
 
 /// What an endpoint was asked to do.
