@@ -10,9 +10,11 @@
 //! which kernels reach over the bus. The first lanes are the kernels', of the two behind them one is for
 //! signs of life and one for whoever drives the connection from the host.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use kernels::abi::{DevicePtr, Link, WAY_PROXY};
+use kernels::abi::{DevicePtr, ErrorWord, Link, WAY_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 use p2p_core::bootstrap::{DevicePair, DeviceSide, KernelWaits, RemoteSlots};
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
@@ -25,7 +27,7 @@ use crate::host::PosterConfig;
 use crate::lane::{LaneConfig, Poster};
 use crate::locality::Device;
 use crate::network::{Behind, HalfOpen};
-use crate::threads::{Proxy, ProxyConfig, ProxyError, ProxyPeer};
+use crate::threads::{Proxy, ProxyConfig, ProxyError, ProxyPeer, STALL_LIMIT};
 
 /// A network whose slots kernels reach through a proxy. Host slots it opens as they are.
 #[derive(Debug)]
@@ -191,6 +193,7 @@ struct Memory {
     poster: GpuPoster,
     mirror_at: DevicePtr,
     mirror: Region,
+    /// What ends waits of kernels, and their [`ErrorWord`].
     waits: Arc<GpuBuffer>,
     /// The slot as the GPU reaches it. Goes before the slot.
     own: GpuBuffer,
@@ -210,14 +213,28 @@ impl Memory {
             window: 0,
             // The bit of the word that ends waits: every peer has a word of its own.
             peer: 0,
-            timeout_ns: WAIT_LIMIT_NS,
-            // What failed is told by the lane itself.
-            error: 0,
+            timeout_ns: WAIT_LIMIT.as_nanos() as u64,
+            // What the thread finds wrong is told by the lane itself; what kernels find, by this alone.
+            error: waits.ptr().0 + ERROR_OFFSET as u64,
             abort_mask: waits.ptr().0,
         };
         let poster = GpuPoster::on_first(gpu, &lanes, num_lanes, config)?;
         let own = register(gpu, &slot)?;
         Ok(Self { lanes, poster, mirror_at, mirror, waits, own, _slot: slot })
+    }
+}
+
+impl Memory {
+    /// What took a lane out of service at the kernels' end.
+    fn fault(&self) -> Option<ErrorWord> {
+        let host = self.waits.host()?;
+        // SAFETY: aligned memory of a page, alive as long as `self`; only kernels write it.
+        unsafe {
+            let word = host.as_ptr().add(ERROR_OFFSET).cast::<ErrorWord>();
+            // Its other fields may follow.
+            let tag = AtomicU32::from_ptr(word.cast()).load(Ordering::Acquire);
+            (tag != 0).then(|| word.read_volatile())
+        }
     }
 }
 
@@ -252,6 +269,11 @@ impl RemoteSlots for Slots {
     fn show_life(&self, offset: u64) -> Result<(), PostError> {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
         check(&words, "show_life")?;
+        // One at a time: a quiet is over when for a moment nothing is under way, which would never be where the
+        // way takes longer than the time between two signs. The one that is under way shows as much.
+        if words.completed() < words.posted() {
+            return Ok(());
+        }
         let offset = u32::try_from(offset).unwrap_or(u32::MAX);
         if words.try_post(&Command::word(Opcode::Add, offset, 1)).is_some() {
             self.peer.ring();
@@ -266,7 +288,13 @@ impl RemoteSlots for Slots {
             let detail = "a lane of the kernels is out of service".to_owned();
             return Err(PostError::Transport { op: "health", code: 0, detail });
         }
-        Ok(())
+        match self.memory.fault() {
+            None => Ok(()),
+            Some(word) => {
+                let detail = format!("a kernel gave a lane up: {word}");
+                Err(PostError::Transport { op: "health", code: i64::from(word.tag), detail })
+            }
+        }
     }
 }
 
@@ -286,5 +314,11 @@ const LANES: LaneConfig = LaneConfig { num_lanes: 8, depth: 128, budget: 96 };
 /// Lanes behind those of the kernels: for signs of life, and for the host's endpoint.
 const HOST_LANES: u32 = 2;
 const PAGE: u64 = 4096;
-/// Of a kernel's wait for room or for the peer to have everything: longer than the thread lets a peer stall.
-const WAIT_LIMIT_NS: u64 = 30_000_000_000;
+/// Of the [`ErrorWord`] in the page whose first word ends waits.
+const ERROR_OFFSET: usize = 64;
+
+/// Longest wait of a kernel for room, or for the peer to have everything: longer than the thread lets a peer
+/// stall, so that it ends by itself only where the peer moves too slowly. Behind it the peer counts as failed.
+pub const WAIT_LIMIT: Duration = Duration::from_secs(8);
+
+const _: () = assert!(WAIT_LIMIT.as_millis() > STALL_LIMIT.as_millis() * 3 / 2);

@@ -55,7 +55,7 @@ impl Default for ProxyConfig {
             num_threads: 1,
             batch: 32,
             idle: IdlePolicy::default(),
-            stall_limit: Duration::from_secs(5),
+            stall_limit: STALL_LIMIT,
             placement: Placement::anywhere(),
         }
     }
@@ -458,5 +458,7 @@ fn prepare_thread(cpus: Option<&CpuSet>) {
 }
 
 const MAX_WINDOW_BYTES: u64 = 1 << 32;
+/// See [`ProxyConfig::stall_limit`].
+pub(crate) const STALL_LIMIT: Duration = Duration::from_secs(5);
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const BUSY_SLEEP: Duration = Duration::from_micros(50);
