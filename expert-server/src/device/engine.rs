@@ -9,6 +9,7 @@
 //! What kernels read as tables changes only between batches: the thread lets those under way end, which
 //! takes as long as the wait for a frame at most when nothing comes, changes the tables, and goes on.
 
+mod bounds;
 mod faults;
 mod memory;
 
@@ -20,6 +21,7 @@ use std::time::{Duration, Instant};
 use kernels::abi::Batch;
 use kernels::gpu::{DeviceName, Gpu, GpuError, Stream};
 
+use self::bounds::BATCH_LIMIT;
 use self::memory::Memory;
 use super::context::{Context, GraphKey};
 use super::error::KernelFault;
@@ -69,6 +71,8 @@ pub(super) struct Engine {
     num_untold: u64,
     last_work: Instant,
     last_progress: Instant,
+    /// When a batch ended last.
+    last_ended: Instant,
     is_stopped: bool,
 }
 
@@ -122,6 +126,7 @@ impl Engine {
             num_untold: 0,
             last_work: now,
             last_progress: now,
+            last_ended: now,
             is_stopped: false,
         })
     }
@@ -303,6 +308,7 @@ impl Engine {
         for idx in 0..self.contexts.len() {
             if self.contexts[idx].launched_at.is_some() && !self.contexts[idx].is_running()? {
                 self.contexts[idx].launched_at = None;
+                self.last_ended = Instant::now();
                 self.harvest(idx)?;
                 any = true;
             }
@@ -401,19 +407,7 @@ impl Engine {
             self.has_asked = true;
         }
         self.status.set_unanswered(self.is_computing.into());
-        self.seats.iter_mut().for_each(Seat::check_way);
-        Ok(())
-    }
-
-    /// A batch that does not end means that the GPU is lost: all waits in kernels have bounds.
-    fn check_bound(&self, now: Instant) -> Result<(), DataError> {
-        let is_stuck =
-            |at: &Context| at.launched_at.is_some_and(|launched| now - launched > BATCH_LIMIT);
-        if self.contexts.iter().any(is_stuck) {
-            return Err(GpuError::Deadline { what: "a batch" }.into());
-        }
-        // A kernel that failed shows here.
-        self.stream.is_done()?;
+        self.check_ways();
         Ok(())
     }
 
@@ -442,7 +436,8 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Memory must not go from under a kernel. Their waits have bounds, so this one is short.
+        // Memory must not go from under a kernel. Their waits have bounds or are ended, so this one is short.
+        self.seats.iter().for_each(|seat| self.board.give_up(seat.id));
         let deadline = Instant::now() + DROP_LIMIT;
         let mut has_ended = true;
         for stream in [&self.stream, &self.control] {
@@ -477,8 +472,6 @@ const EMULATED_PAUSE: Duration = Duration::from_millis(1);
 const PROGRESS_PERIOD: Duration = Duration::from_millis(1);
 /// Longest sleep, so that a watcher can tell an idle thread from a dead one.
 const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
-/// Nothing that a GPU in order does takes as long.
-const BATCH_LIMIT: Duration = Duration::from_secs(30);
 const DROP_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of a frame's header, and of a row's flag.
 const HEADER_BYTES: u64 = 128;

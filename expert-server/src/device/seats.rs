@@ -118,12 +118,17 @@ impl Seat {
         }
     }
 
-    /// Ends the link when the way to the client is out of service.
-    pub(super) fn check_way(&mut self) {
+    /// Ends the link when the way to the client is out of service. True when it just did.
+    pub(super) fn check_way(&mut self) -> bool {
+        if self.doom.is_some() {
+            return false;
+        }
         if let Some(Err(error)) = self.slots.pair.as_remote().map(RemoteSlots::health) {
             tracing::warn!(link = %self.id, client = self.expect.client_id, %error, "dropping a client");
             self.end_with(DropReason::Transport);
+            return true;
         }
+        false
     }
 
     /// Whether the client's memory is out of this GPU's reach.
