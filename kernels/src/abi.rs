@@ -319,7 +319,7 @@ pub struct ServerState {
     pub reserved2: u32,
     /// First error.
     pub error: ErrorWord,
-    /// Status words of refused frames, by client and place in its ring; the host clears them with the error.
+    /// Status words of refused frames, by client and place in its ring; the host clears them with `taken`.
     pub told: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
 }
 

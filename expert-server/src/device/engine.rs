@@ -65,7 +65,10 @@ pub(super) struct Engine {
     has_asked: bool,
     gathering: Gathering,
     num_refused: u64,
+    /// Whether kernels reported something that waits for a pause between batches.
     has_fault: bool,
+    /// Since when kernels cannot report anything but a refused frame, which was counted.
+    refusal_since: Option<Instant>,
     /// When a late frame was last told of in the log, and how many were not since.
     told_late_at: Option<Instant>,
     num_untold: u64,
@@ -122,6 +125,7 @@ impl Engine {
             gathering: Gathering::new(&plan.options),
             num_refused: 0,
             has_fault: false,
+            refusal_since: None,
             told_late_at: None,
             num_untold: 0,
             last_work: now,
@@ -175,6 +179,7 @@ impl Engine {
     fn has_changes(&self) -> bool {
         !self.joining.is_empty()
             || self.has_fault
+            || self.refusal_since.is_some_and(|since| since.elapsed() >= REFUSAL_PERIOD)
             || self.seats.has_doomed()
             || self.store.tables().version != self.tables.version
     }
@@ -182,7 +187,7 @@ impl Engine {
     /// Lets the batches under way end, and changes what they must not see changing.
     fn settle(&mut self) -> Result<(), DataError> {
         self.drain()?;
-        if self.has_fault {
+        if self.has_fault || self.refusal_since.is_some() {
             self.look_at_fault()?;
         }
         self.let_go();
@@ -261,7 +266,7 @@ impl Engine {
                 continue;
             }
             let streams = (&self.gpu, &self.stream, &self.control);
-            let gather = self.gathering.wish();
+            let gather = self.gathering.wish(self.seats.taken());
             self.config.reached.expect_work();
             self.contexts[idx].launch(streams, &self.plan, &shared, key, gather)?;
             self.last_launched = Some(idx);
@@ -321,8 +326,16 @@ impl Engine {
         let batch = context.batch();
         let state = context.state_hint(&self.plan);
         self.num_ended = self.num_ended.max(state.num_batches);
-        self.has_fault |= KernelFault::of(&state.error).is_some();
-        self.has_fault |= state.num_refused != self.num_refused;
+        match KernelFault::of(&state.error) {
+            None => {}
+            // Which is counted at once, and batches go on: a client can have many a second.
+            Some(KernelFault::Refused { .. }) => {
+                self.refusal_since.get_or_insert_with(Instant::now);
+            }
+            Some(_) => self.has_fault = true,
+        }
+        self.count_refusals(&state);
+        let context = &self.contexts[idx];
         if batch.clients == 0 {
             // Nobody needs the answer at once, and a GPU in software shares this host's cores.
             if matches!(self.plan.device, DeviceName::Emulated(_)) && self.inbox.is_empty() {
@@ -472,6 +485,9 @@ const EMULATED_PAUSE: Duration = Duration::from_millis(1);
 const PROGRESS_PERIOD: Duration = Duration::from_millis(1);
 /// Longest sleep, so that a watcher can tell an idle thread from a dead one.
 const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
+/// Kernels keep their first error until there is a pause between batches. If it is a refusal, which says nothing
+/// new, that is not made more often.
+const REFUSAL_PERIOD: Duration = Duration::from_secs(1);
 const DROP_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of a frame's header, and of a row's flag.
 const HEADER_BYTES: u64 = 128;

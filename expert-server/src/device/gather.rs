@@ -55,15 +55,17 @@ impl Gathering {
         Self { most: options.gather, last_compute: Duration::ZERO, seats: [Rhythm::NEW; MAX_PEERS] }
     }
 
-    /// Whom the next batch may wait for, and how long from its begin on.
-    pub(super) fn wish(&self) -> Gather {
+    /// Whom of those in seats the next batch may wait for, and how long from its begin on.
+    pub(super) fn wish(&self, taken: u32) -> Gather {
         let within = self.most.min(self.last_compute / SHARE);
         let within_ns = u32::try_from(within.as_nanos()).unwrap_or(u32::MAX);
         if within_ns == 0 {
             return Gather::default();
         }
         let welcome = self.seats.iter().enumerate().filter(|(_, seat)| seat.paused == 0);
-        Gather { clients: welcome.fold(0, |mask, (idx, _)| mask | 1 << idx), within_ns }
+        // Who has just left was in the last batch, as kernels see it.
+        let clients = taken & welcome.fold(0, |mask, (idx, _)| mask | 1 << idx);
+        Gather { clients, within_ns }
     }
 
     /// Takes note of a batch that had these clients and waited for those that were expected.
@@ -111,17 +113,17 @@ mod tests {
     }
 
     fn waits_for(gathering: &Gathering, seat: u32) -> bool {
-        gathering.wish().clients >> seat & 1 != 0
+        gathering.wish(u32::MAX).clients >> seat & 1 != 0
     }
 
     #[test]
     fn a_wait_is_half_a_batch_at_most_and_no_longer_than_allowed() {
         let mut gathering = gathering(Duration::from_micros(150));
-        assert_eq!(gathering.wish(), Gather::default());
+        assert_eq!(gathering.wish(u32::MAX), Gather::default());
         gathering.note(1, 0, Duration::from_micros(100));
-        assert_eq!(gathering.wish(), Gather { clients: u32::MAX, within_ns: 50_000 });
+        assert_eq!(gathering.wish(u32::MAX), Gather { clients: u32::MAX, within_ns: 50_000 });
         gathering.note(1, 0, COMPUTE);
-        assert_eq!(gathering.wish(), Gather { clients: u32::MAX, within_ns: 150_000 });
+        assert_eq!(gathering.wish(u32::MAX), Gather { clients: u32::MAX, within_ns: 150_000 });
     }
 
     #[test]
@@ -130,7 +132,7 @@ mod tests {
         gathering.note(0b11, 0, COMPUTE);
         let mut waits = Vec::new();
         for batch in 0..2000u32 {
-            let expected = gathering.wish().clients & 0b11;
+            let expected = gathering.wish(u32::MAX).clients & 0b11;
             assert_eq!(expected & 1, 1, "nobody else suffers");
             if expected & 0b10 != 0 {
                 waits.push(batch);
@@ -163,11 +165,18 @@ mod tests {
     }
 
     #[test]
+    fn nobody_is_waited_for_in_an_empty_seat() {
+        let mut gathering = gathering(Duration::from_millis(1));
+        gathering.note(0b111, 0, COMPUTE);
+        assert_eq!(gathering.wish(0b101).clients, 0b101, "the client in the middle has left");
+    }
+
+    #[test]
     fn without_time_nobody_is_waited_for() {
         let mut gathering = gathering(Duration::ZERO);
         for mask in [1, 2, 3] {
             gathering.note(mask, 0, COMPUTE);
-            assert_eq!(gathering.wish(), Gather::default());
+            assert_eq!(gathering.wish(u32::MAX), Gather::default());
         }
     }
 }

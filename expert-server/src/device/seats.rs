@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
-use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, MAX_PEERS, WAY_DIRECT};
+use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, MAX_FRAMES, MAX_PEERS, WAY_DIRECT};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 use p2p_core::bootstrap::{DevicePair, KernelWaits, RemoteSlots};
 use p2p_core::slot::PROGRESS;
@@ -41,6 +41,8 @@ pub(super) struct Seat {
     pub(super) ended: oneshot::Sender<EndedSeat>,
     /// Frames up to this one have been looked at for refusals.
     judged: u64,
+    /// What the client was told of refused frames, by place, as far as it was counted.
+    told: [u64; MAX_FRAMES as usize],
     num_bad_frames: u32,
     withheld: Withheld,
     doom: Option<DropReason>,
@@ -59,6 +61,7 @@ impl Seat {
             expect,
             ended,
             judged: 0,
+            told: [0; MAX_FRAMES as usize],
             num_bad_frames: 0,
             withheld: Withheld::new(Instant::now()),
             doom: None,
@@ -85,14 +88,33 @@ impl Seat {
         }
     }
 
+    /// Status words that were not there at the last call. Each names its frame, so no two are the same.
+    pub(super) fn new_told(
+        &mut self,
+        told: &[u64; MAX_FRAMES as usize],
+    ) -> impl Iterator<Item = u64> + use<> {
+        let former = std::mem::replace(&mut self.told, *told);
+        (*told).into_iter().zip(former).filter(|(new, old)| new != old).map(|(new, _)| new)
+    }
+
     /// Counts the frames since the last call, of which `taken` is the last and the rows of `num_withheld` did
-    /// not come over the network in time.
-    pub(super) fn count_withheld(&mut self, taken: u64, num_withheld: u32, now: Instant) {
+    /// not come in time.
+    ///
+    /// Within a host rows follow their header at once, unless the client's GPU does something else in between,
+    /// and over a network something may lie there. So both are forgiven alike.
+    pub(super) fn count_withheld(
+        &mut self,
+        taken: u64,
+        num_withheld: u32,
+        max_bad_frames: u32,
+        now: Instant,
+    ) {
         let num_frames = taken.saturating_sub(self.judged);
         self.judged = taken;
         let num_whole = num_frames.saturating_sub(num_withheld.into());
         let frames = self.withheld.count(num_whole, num_withheld, now);
-        if frames >= MAX_WITHHELD {
+        let most = if self.is_remote() { u32::MAX } else { max_bad_frames.saturating_add(1) };
+        if frames >= most.min(MAX_WITHHELD) {
             tracing::warn!(link = %self.id, client = self.expect.client_id, frame = taken, frames, "dropping a client that announces rows and does not send them");
             self.end_with(DropReason::BadFrames);
         }
@@ -249,6 +271,12 @@ impl Seats {
         self.seats.iter_mut().flatten()
     }
 
+    /// Seats that somebody has, as a mask.
+    pub(super) fn taken(&self) -> u32 {
+        let seats = self.seats.iter().enumerate().filter(|(_, seat)| seat.is_some());
+        seats.fold(0, |mask, (idx, _)| mask | 1 << idx)
+    }
+
     pub(super) fn len(&self) -> usize {
         self.iter().count()
     }
@@ -347,7 +375,7 @@ impl SeatBoard {
     }
 }
 
-/// Frames that a client may announce over a network without sending their rows, one less: with so many that
+/// Frames that a client may announce without sending their rows in time, one less: with so many that
 /// are not forgiven it is dropped. In docs/operations.md.
 const MAX_WITHHELD: u32 = 8;
 /// A frame that was withheld is forgiven after this long, if one has come. Each costs a batch 20 ms, so a client

@@ -226,7 +226,7 @@ typedef struct sy_server_state {
     uint32_t next_client; /* where the search for a layer starts: nobody starves */
     uint32_t reserved2;
     sy_error_word error;
-    /* Status words of refused frames, by client and place; the host clears them with the error. */
+    /* Status words of refused frames, by client and place; the host clears them with `taken`. */
     uint64_t told[SY_MAX_PEERS][SY_MAX_FRAMES];
 } sy_server_state;
 

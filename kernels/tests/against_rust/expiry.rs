@@ -81,7 +81,7 @@ pub fn every_client_that_withholds_rows_of_a_batch_is_noted(runner: &Runner) {
         let batch: Batch = world.servers[0].list_memory.one(0);
         let served = all.iter().filter(|client| !late.contains(client));
         assert_eq!(batch.clients, served.fold(0, |mask, client| mask | 1 << client));
-        // As the host does once it has looked.
+        // What was told before stays otherwise.
         world.servers[0]
             .state
             .write(std::mem::offset_of!(ServerState, told) as u64, &[0u64; 8 * 32]);

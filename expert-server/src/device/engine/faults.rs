@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kernels::abi::ServerState;
 use protocol::ErrorCode;
 
 use super::Engine;
@@ -9,36 +10,44 @@ use crate::data::DataError;
 use crate::device::error::KernelFault;
 
 impl Engine {
-    /// Reads what kernels found wrong, counts it, and lets them report again. No batch is under way.
+    /// Reads what kernels found wrong, and lets them report again. No batch is under way.
     pub(super) fn look_at_fault(&mut self) -> Result<(), DataError> {
-        self.has_fault = false;
-        let state = self.memory.take_fault(&self.control)?;
-        let mut num_refused = state.num_refused.saturating_sub(self.num_refused);
-        self.num_refused = state.num_refused;
-        self.metrics.frames_in.inc_by(num_refused);
-        let told = KernelFault::of(&state.error);
-        match told {
+        (self.has_fault, self.refusal_since) = (false, None);
+        let error = self.memory.take_fault(&self.control)?;
+        match KernelFault::of(&error) {
             Some(fault @ KernelFault::Other { .. }) => {
                 tracing::error!(%fault, "a kernel reported an error");
             }
             // Whoever does so again and again is named and dropped below.
             Some(fault @ KernelFault::Withheld { .. }) => self.tell_late(&fault),
-            _ => {}
+            // Counted when its batch ended.
+            Some(KernelFault::Refused { .. }) | None => {}
         }
-        // Kernels keep the first error only, but note what each client was told.
+        Ok(())
+    }
+
+    /// Counts the frames that were refused until the batch ended that left `state`.
+    ///
+    /// Kernels keep the first error only, but note what each client was told.
+    pub(super) fn count_refusals(&mut self, state: &ServerState) {
+        let mut num_refused = state.num_refused.saturating_sub(self.num_refused);
+        if num_refused == 0 {
+            return;
+        }
+        self.num_refused = state.num_refused;
+        self.metrics.frames_in.inc_by(num_refused);
         let max_bad_frames = self.config.limits.max_bad_frames;
         let now = Instant::now();
         for (idx, taken) in state.taken.into_iter().enumerate() {
             let is_given_up = self.board.is_given_up(idx);
             let Some(seat) = self.seats.get_mut(idx) else { continue };
             let mut num_withheld = 0;
-            for word in state.told[idx].into_iter().filter(|word| *word != 0) {
+            for word in seat.new_told(&state.told[idx]) {
                 let code = ErrorCode::from_u32(word as u32 & 0xffff);
                 num_refused = num_refused.saturating_sub(1);
                 self.metrics.count_bad_frame(code);
                 let is_withheld = code == ErrorCode::Internal;
-                // Within the host rows follow their header at once; over a network something may lie between.
-                if is_malformed(code) || (is_withheld && !seat.is_remote()) {
+                if is_malformed(code) {
                     let (seat_idx, frame) = (idx as u32, word >> STATUS_SHIFT);
                     let fault = KernelFault::Refused { seat: seat_idx, frame, code };
                     seat.count_bad_frame(max_bad_frames, &fault);
@@ -46,13 +55,12 @@ impl Engine {
                     num_withheld += 1;
                 }
             }
-            seat.count_withheld(taken, num_withheld, now);
+            seat.count_withheld(taken, num_withheld, max_bad_frames, now);
         }
         // Beyond a ring's length within one look, which cannot be, codes would be lost; not their number.
         for _ in 0..num_refused {
             self.metrics.count_bad_frame(ErrorCode::Other(0));
         }
-        Ok(())
     }
 
     /// Says that a frame is late, not more often than somebody can read.
@@ -73,7 +81,8 @@ const STATUS_SHIFT: u32 = 16;
 /// Time between two lines of the log about late frames.
 const LATE_PERIOD: Duration = Duration::from_secs(1);
 
-/// Whether only a broken or hostile client sends such a frame.
+/// Whether only a broken or hostile client sends such a frame. Experts that are not here, and an old epoch, are
+/// nobody's fault: placements change while frames are under way.
 const fn is_malformed(code: ErrorCode) -> bool {
     matches!(
         code,
@@ -81,5 +90,6 @@ const fn is_malformed(code: ErrorCode) -> bool {
             | ErrorCode::UnknownExpert
             | ErrorCode::WrongLayer
             | ErrorCode::StaleChannel
+            | ErrorCode::Version
     )
 }

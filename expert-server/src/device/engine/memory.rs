@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use bytemuck::Zeroable;
-use kernels::abi::{ClientPeer, LayerWeights, MAX_PEERS, ServerState};
+use kernels::abi::{ClientPeer, ErrorWord, LayerWeights, MAX_FRAMES, MAX_PEERS, ServerState};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 
 use super::BATCH_LIMIT;
@@ -72,12 +72,16 @@ impl Memory {
         self.write(control, &self.layers, bytemuck::cast_slice(&weights))
     }
 
-    /// A seat's next frame is number 1.
+    /// A seat's next frame is number 1, and none was refused.
     pub(super) fn forget_client(&self, control: &Stream, seat: usize) -> Result<(), GpuError> {
-        let offset = std::mem::offset_of!(ServerState, taken) + seat * 8;
-        let word = self.state.at(offset as u64, 8)?;
-        // SAFETY: within the state, which no kernel uses now.
-        unsafe { control.fill(word, 0, 8)? };
+        let told_bytes = size_of::<[u64; MAX_FRAMES as usize]>() as u64;
+        let taken = std::mem::offset_of!(ServerState, taken) + seat * 8;
+        let told = std::mem::offset_of!(ServerState, told) + seat * told_bytes as usize;
+        for (offset, bytes) in [(taken, 8), (told, told_bytes)] {
+            let words = self.state.at(offset as u64, bytes)?;
+            // SAFETY: within the state, which no kernel uses now.
+            unsafe { control.fill(words, 0, bytes)? };
+        }
         control.wait(Instant::now() + BATCH_LIMIT)
     }
 
@@ -97,20 +101,20 @@ impl Memory {
         host.map_or(0, |host| unsafe { host.cast::<u64>().read_volatile() })
     }
 
-    /// The state, in which the error and what clients were told are cleared.
-    pub(super) fn take_fault(&self, control: &Stream) -> Result<ServerState, GpuError> {
-        let bytes = size_of::<ServerState>() as u64;
+    /// The first error since the last call.
+    pub(super) fn take_fault(&self, control: &Stream) -> Result<ErrorWord, GpuError> {
+        let bytes = size_of::<ErrorWord>() as u64;
         let offset = std::mem::offset_of!(ServerState, error) as u64;
-        let error = self.state.at(offset, bytes - offset)?;
+        let error = self.state.at(offset, bytes)?;
         // SAFETY: both have these bytes; no kernel uses the state now, and nobody the staging memory.
         unsafe {
-            control.copy(self.staging.ptr(), self.state.ptr(), bytes)?;
-            control.fill(error, 0, bytes - offset)?;
+            control.copy(self.staging.ptr(), error, bytes)?;
+            control.fill(error, 0, bytes)?;
         }
         control.wait(Instant::now() + BATCH_LIMIT)?;
-        let Some(host) = self.staging.host() else { return Ok(ServerState::zeroed()) };
+        let Some(host) = self.staging.host() else { return Ok(ErrorWord::zeroed()) };
         // SAFETY: the copy has ended.
-        Ok(unsafe { host.as_ptr().cast::<ServerState>().read_unaligned() })
+        Ok(unsafe { host.as_ptr().cast::<ErrorWord>().read_unaligned() })
     }
 
     /// Writes a table, and waits for it.

@@ -84,7 +84,7 @@ impl World {
             DeviceOptions { gather: self.gather, ..DeviceOptions::new(DeviceName::Emulated(0)) };
         let servers = self.compute.iter().map(|_| {
             let gathering = Gathering::new(&options);
-            let wishes = VecDeque::from([gathering.wish(); 2]);
+            let wishes = VecDeque::from([gathering.wish(u32::MAX); 2]);
             let (queued, last, is_busy, free_at) = (0, 0, false, 0);
             let (num_batches, num_frames) = (0, 0);
             Server { gathering, wishes, queued, last, is_busy, free_at, num_batches, num_frames }
@@ -139,7 +139,7 @@ impl Run<'_> {
                 let at = &mut self.servers[server];
                 (at.is_busy, at.free_at) = (false, now);
                 at.gathering.note(clients, expected, Duration::from_nanos(compute));
-                at.wishes.push_back(at.gathering.wish());
+                at.wishes.push_back(at.gathering.wish(u32::MAX));
                 for client in bits(clients) {
                     self.answer(now, client);
                 }
