@@ -97,25 +97,27 @@ impl DeviceStore {
         for (&layer, ids) in experts {
             let Some(table) = layers.get_mut(layer as usize) else { continue };
             let memory = LayerMemory::new(gpu, &shape, ids.len()).map_err(LoadError::gpu)?;
-            if plan.random_weights {
-                fill_randomly(&mut uploader, &shape, &memory).map_err(LoadError::gpu)?;
-            }
-            for &expert in ids {
-                let place = table.experts.len();
-                if !plan.random_weights {
-                    let what = (layer, expert);
-                    let begun = put(&mut uploader, &checkpoint, &shape, &memory, place, what);
-                    if let Err(error) = begun {
-                        settle_before_drop(&uploader, memory);
-                        return Err(error);
-                    }
+            let mut fill = || {
+                if plan.random_weights {
+                    fill_randomly(&mut uploader, &shape, &memory).map_err(LoadError::gpu)?;
                 }
-                table.experts.push(expert);
-                state.num_loaded += 1;
-                state.loaded_bytes += shape.expert_bytes();
-                progress(state);
+                for (place, &expert) in ids.iter().enumerate() {
+                    if !plan.random_weights {
+                        let what = (layer, expert);
+                        put(&mut uploader, &checkpoint, &shape, &memory, place, what)?;
+                    }
+                    state.num_loaded += 1;
+                    state.loaded_bytes += shape.expert_bytes();
+                    progress(state);
+                }
+                uploader.settle().map_err(LoadError::gpu)
+            };
+            let filled = fill();
+            if let Err(error) = filled {
+                settle_before_drop(&uploader, memory);
+                return Err(error);
             }
-            uploader.settle().map_err(LoadError::gpu)?;
+            table.experts.extend_from_slice(ids);
             table.memory = Some(Arc::new(memory));
         }
         // Nobody is served by anything older.
@@ -204,7 +206,7 @@ impl DeviceStore {
         let place = table.experts.len();
         let memory = match &table.memory {
             Some(memory) if place < memory.capacity => Arc::clone(memory),
-            memory => Arc::new(self.grow(&mut uploader, memory.as_deref(), place)?),
+            memory => Arc::new(self.grow(&mut uploader, memory.as_ref(), place)?),
         };
         let what = (layer, expert);
         let put = put(&mut uploader, &self.checkpoint, &self.shape, &memory, place, what)
@@ -231,7 +233,7 @@ impl DeviceStore {
     fn grow(
         &self,
         uploader: &mut Uploader,
-        old: Option<&LayerMemory>,
+        old: Option<&Arc<LayerMemory>>,
         num_used: usize,
     ) -> Result<LayerMemory, LoadError> {
         let capacity = (num_used + num_used.div_ceil(8).max(1)).min(self.plan.num_experts as usize);
@@ -239,15 +241,20 @@ impl DeviceStore {
         let needed_bytes = capacity as u64 * self.shape.expert_bytes();
         self.plan.check_memory(&self.gpu, "a layer's experts with one more", needed_bytes)?;
         let new = LayerMemory::new(&self.gpu, &self.shape, capacity).map_err(LoadError::gpu)?;
-        if let Some(old) = old {
+        let Some(old) = old else { return Ok(new) };
+        let mut copy = || {
             for (to, from) in new.parts().zip(old.parts()) {
                 let bytes = from.len() / old.capacity.max(1) as u64 * num_used as u64;
                 // SAFETY: both blocks have so many bytes; places in use are never written again, and
-                // nobody else knows the new block.
-                let copied = unsafe { uploader.within(to.ptr(), from.ptr(), bytes) };
-                copied.map_err(LoadError::gpu)?;
+                // nobody else knows the new block. Neither is freed before the copy has ended.
+                unsafe { uploader.within(to.ptr(), from.ptr(), bytes)? };
             }
-            uploader.settle().map_err(LoadError::gpu)?;
+            uploader.settle()
+        };
+        let copied = copy();
+        if let Err(error) = copied {
+            settle_before_drop(uploader, (new, Arc::clone(old)));
+            return Err(LoadError::gpu(error));
         }
         Ok(new)
     }
@@ -493,10 +500,10 @@ fn put(
     Ok(())
 }
 
-/// Lets weights go that were not loaded to the end: only when no copy into them is under way.
+/// Lets weights go that were not loaded to the end: only when no copy into or out of them is under way.
 fn settle_before_drop<M>(uploader: &Uploader, memory: M) {
     if let Err(error) = uploader.settle() {
-        tracing::error!(%error, "memory of weights is kept: copies into it did not end");
+        tracing::error!(%error, "memory of weights is kept: copies of it did not end");
         std::mem::forget(memory);
     }
 }

@@ -1,5 +1,6 @@
 //! Weights from mapped files to the GPU, through page-locked memory.
 
+use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
 use kernels::abi::DevicePtr;
@@ -9,7 +10,7 @@ use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 /// streams of its own, so nobody who computes waits for it.
 #[derive(Debug)]
 pub(super) struct Uploader {
-    lanes: [Lane; 2],
+    lanes: ManuallyDrop<[Lane; 2]>,
     next: usize,
 }
 
@@ -23,7 +24,7 @@ impl Uploader {
     pub(super) fn new(gpu: &Gpu) -> Result<Self, GpuError> {
         let lane =
             || Ok(Lane { stream: gpu.stream()?, staging: gpu.alloc_host(STAGING_BYTES as u64)? });
-        Ok(Self { lanes: [lane()?, lane()?], next: 0 })
+        Ok(Self { lanes: ManuallyDrop::new([lane()?, lane()?]), next: 0 })
     }
 
     /// Starts copying `data` to GPU memory at `to`, which is valid for as many bytes and which nobody
@@ -101,8 +102,11 @@ impl Drop for Uploader {
     fn drop(&mut self) {
         // The buffers must not go from under a copy.
         if let Err(error) = self.settle() {
-            tracing::error!(%error, "copies of weights did not end");
+            tracing::error!(%error, "copies of weights did not end: their buffers are kept");
+            return;
         }
+        // SAFETY: not used after this.
+        unsafe { ManuallyDrop::drop(&mut self.lanes) };
     }
 }
 
