@@ -139,6 +139,8 @@ impl Client {
             // SAFETY: the client's own slot; the server stores nothing there before the first request.
             unsafe { client.stream.fill(rows, ANSWER_HOLE as u8, bytes).expect("fill") };
         }
+        // Who leaves at once takes the slot along.
+        client.wait();
         client
     }
 
@@ -285,9 +287,9 @@ impl Client {
         self.read(self.pair.own_memory(), at)
     }
 
-    /// Says that the client is another one.
-    pub fn pretend(&mut self, client_id: u64) {
-        self.client_id = client_id;
+    /// Says that the client is another one. Gives who it was.
+    pub fn pretend(&mut self, client_id: u64) -> u64 {
+        std::mem::replace(&mut self.client_id, client_id)
     }
 
     fn wait(&self) {
