@@ -322,3 +322,6 @@ const ERROR_OFFSET: usize = 64;
 pub const WAIT_LIMIT: Duration = Duration::from_secs(8);
 
 const _: () = assert!(WAIT_LIMIT.as_millis() > STALL_LIMIT.as_millis() * 3 / 2);
+
+#[cfg(test)]
+mod tests;
