@@ -55,6 +55,7 @@ impl Fault {
                 | ErrorCode::UnknownExpert
                 | ErrorCode::WrongLayer
                 | ErrorCode::StaleChannel
+                | ErrorCode::Version
         )
     }
 }

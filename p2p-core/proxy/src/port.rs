@@ -96,6 +96,11 @@ impl Lane {
     fn is_busy(&self) -> bool {
         !self.under_way.is_empty() || self.begun.is_some()
     }
+
+    /// Whether it waits for a fence.
+    fn is_fencing(&self) -> bool {
+        self.begun.as_ref().is_some_and(|(command, _)| command.opcode == Opcode::Fence)
+    }
 }
 
 impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
@@ -177,7 +182,15 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         if self.is_closed {
             return turn;
         }
-        for idx in 0..self.lanes.len() {
+        // Each lane is first in its turn: where there is room for few commands the others get some, too. A fence
+        // that waits for the peer comes before what others post, or it might never see everything done.
+        let (num_lanes, first) = (self.lanes.len(), self.num_turns as usize);
+        let fencing = self.lanes.iter().position(Lane::is_fencing);
+        for nth in 0..num_lanes {
+            let idx = (first + nth) % num_lanes;
+            if fencing.is_some_and(|fencing| fencing != idx) {
+                continue;
+            }
             self.take(idx, batch, &mut turn);
             if self.is_closed {
                 return turn;
@@ -214,7 +227,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         let Some(closing) = &mut self.closing else { return false };
         closing.num_left = closing.num_left.saturating_sub(num_taken);
         let is_time = closing.num_left == 0 || Instant::now() >= closing.deadline;
-        if !is_time && self.has_commands() {
+        let is_unsaid = self.relay.as_ref().is_some_and(RelaySender::has_unpublished);
+        if !is_time && (self.has_commands() || is_unsaid) {
             return false;
         }
         self.is_closed = true;
@@ -332,7 +346,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         let bytes = self.window_bytes;
         let post = |source| Cause::Post { opcode, source };
         // Other peers do not wait for this one's process.
-        if !matches!(opcode, Opcode::Quiet | Opcode::Nop) && !self.endpoint.has_room() {
+        if matches!(opcode, Opcode::Put | Opcode::Add | Opcode::Signal) && !self.endpoint.has_room()
+        {
             return Ok(false);
         }
         match opcode {

@@ -34,6 +34,10 @@ trait Nature: std::fmt::Debug + Send {
     fn has_room(&mut self) -> bool {
         true
     }
+
+    fn try_fence(&mut self) -> bool {
+        self.has_room()
+    }
 }
 
 /// How long one side of a test waits for the other at most.
@@ -75,7 +79,7 @@ impl<N: Nature> Endpoint for Actor<N> {
     }
 
     fn try_fence(&mut self) -> Result<bool, PostError> {
-        Ok(self.0.has_room())
+        Ok(self.0.try_fence())
     }
 
     fn quiet(&mut self, _: std::time::Instant) -> Result<(), QuietError> {
@@ -417,4 +421,61 @@ fn a_peer_that_takes_nothing_holds_up_no_other() {
     let number = other_poster.try_post(&add()).unwrap();
     wait_for("another peer", || other_poster.completed() == number);
     drop((stuck, other));
+}
+
+/// Has room for one flag between two looks, and a fence sees what is done only if it asks three times before
+/// anything else is posted.
+#[derive(Debug, Default)]
+struct Cramped {
+    num_free: u32,
+    num_asked: u32,
+}
+
+impl Nature for Cramped {
+    fn add(&mut self) {
+        self.num_free -= 1;
+        self.num_asked = 0;
+    }
+
+    fn is_settled(&mut self) -> bool {
+        self.num_free = 1;
+        true
+    }
+
+    fn has_room(&mut self) -> bool {
+        self.num_free > 0
+    }
+
+    fn try_fence(&mut self) -> bool {
+        // A turn with nothing but this one has no look.
+        self.num_free = 1;
+        self.num_asked += 1;
+        self.num_asked > 3
+    }
+}
+
+/// One lane takes all the room there is; the others get their turn, and a fence an end.
+#[test]
+fn a_busy_lane_leaves_room_to_the_others() {
+    let (mirror, lanes) = (Region::anonymous(4096).unwrap(), lanes(3, 16, 8));
+    let proxy = Proxy::start(&config(1)).unwrap();
+    let nature = Cramped { num_free: 1, num_asked: 0 };
+    let peer = proxy.add(Actor(nature), peer_config(0, &lanes, &mirror)).unwrap();
+    let has_ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut busy = lanes.poster(0);
+            while !has_ended.load(Ordering::SeqCst) {
+                let _ = busy.try_post(&add());
+                assert_eq!(busy.error(), 0);
+            }
+        });
+        for (lane, command) in [(1, add()), (2, Command::new(Opcode::Fence))] {
+            let mut poster = lanes.poster(lane);
+            let number = poster.try_post(&command).unwrap();
+            wait_for("a lane beside a busy one", || poster.completed() == number);
+        }
+        has_ended.store(true, Ordering::SeqCst);
+    });
+    drop(peer);
 }

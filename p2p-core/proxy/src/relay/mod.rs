@@ -332,7 +332,12 @@ impl RelaySender {
         Ok(Sent::Yes)
     }
 
-    /// Tells the receiver of everything given to it.
+    /// Whether the receiver has still to be told of something.
+    pub(crate) const fn has_unpublished(&self) -> bool {
+        self.issued > self.published
+    }
+
+    /// Tells the receiver of everything given to it, unless there is no room for that.
     pub(crate) fn publish<E: Endpoint<RemoteKey = SlotKey>>(
         &mut self,
         endpoint: &mut E,

@@ -1,6 +1,7 @@
 //! The receiving end of a relay: tasks are copied out of the slot, checked, carried out and counted.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use p2p_core::endpoint::Endpoint;
 use p2p_core::flags::{self, Contract};
@@ -70,6 +71,8 @@ pub struct RelayReceiver<E, C> {
     taken: u64,
     /// Tasks of the batch under way.
     num_under_way: u64,
+    /// Since when there has been no room to acknowledge a batch.
+    cramped: Option<Instant>,
     has_ended: bool,
     copies: Vec<CopyTask>,
     words: Vec<WordTask>,
@@ -102,6 +105,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             targets,
             taken: 0,
             num_under_way: 0,
+            cramped: None,
             has_ended: false,
             copies: Vec::with_capacity(MAX_BATCH),
             words: Vec::with_capacity(MAX_BATCH),
@@ -138,9 +142,16 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
             driver.drive();
         }
         if self.num_under_way > 0 {
-            if !self.copier.is_done()? || !self.endpoint.has_room() {
+            if !self.copier.is_done()? {
                 return Ok(true);
             }
+            if !self.endpoint.has_room()
+                && self.cramped.get_or_insert_with(Instant::now).elapsed() < ROOM_LIMIT
+            {
+                return Ok(true);
+            }
+            // Without room still, the endpoint waits and fails within its own limit.
+            self.cramped = None;
             let offset = self.slot.len() - CONTROL_BYTES + CONSUMED;
             let num = std::mem::take(&mut self.num_under_way);
             self.endpoint.add_flag(RemoteRange { key: SlotKey, offset, len: 8 }, num)?;
@@ -233,3 +244,6 @@ impl<E: Endpoint<RemoteKey = SlotKey>, C: Copier> RelayReceiver<E, C> {
 
 /// Tasks carried out together.
 pub(super) const MAX_BATCH: usize = 64;
+
+/// How long a batch waits for room to be acknowledged before that is tried all the same.
+const ROOM_LIMIT: Duration = Duration::from_secs(3);

@@ -155,7 +155,7 @@ fn decode_lane(link: Link, signals: Signals, bytes: &[u8]) -> Result<LaneAddress
         return Err(value("responses", 0, "at least 1"));
     }
     if signals == Signals::Messages && !(MIN_RECEIVES..1 << 31).contains(&lane.receives) {
-        return Err(value("receives", lane.receives.into(), "16 to 0x7fffffff"));
+        return Err(value("receives", lane.receives.into(), "22 to 0x7fffffff"));
     }
     match link {
         Link::InfiniBand if lane.lid == 0 && gid == [0; 16] => {
@@ -170,8 +170,9 @@ const fn value(field: &'static str, found: u64, expected: &'static str) -> Detai
     DetailError::Value { field, found, expected }
 }
 
-/// Fewest receives with which messages get anywhere.
-pub(super) const MIN_RECEIVES: u32 = 16;
+/// Fewest receives with which messages get anywhere, also a put that is spread over all queue pairs.
+pub(super) const MIN_RECEIVES: u32 = 22;
+const _: () = assert!((MIN_RECEIVES as usize - 4) / 2 > MAX_LANES);
 const VERSION: u8 = 2;
 const HEAD_BYTES: usize = 4;
 const LANE_BYTES: usize = 40;
@@ -192,7 +193,7 @@ mod tests {
             mtu: 3,
             num_responses: 16,
             gid: std::array::from_fn(|idx| idx as u8 + 1),
-            receives: 16,
+            receives: 22,
             gid_index: 0,
         }
     }
@@ -234,7 +235,7 @@ mod tests {
         let (found, own_signals) = (Signals::Atomics, Signals::Messages);
         let expected = DetailError::Signals { found, own: own_signals };
         assert_eq!(decode(own, &good), Err(expected));
-        let few = encode(own, &[LaneAddress { receives: 15, ..lane() }]);
+        let few = encode(own, &[LaneAddress { receives: 21, ..lane() }]);
         assert!(decode(own, &few).unwrap_err().to_string().contains("receives"));
         assert!(with(7, 1).contains("queue pair"));
         assert!(with(11, 1).contains("first packet"));

@@ -235,7 +235,7 @@ pub(super) enum ReceiveError {
 }
 
 impl Arrivals {
-    /// Of a side with so many receives at each queue pair.
+    /// Of a side with so many receives for messages at each queue pair.
     pub(super) fn new(num_receives: u32) -> Self {
         let window = window_of(num_receives);
         Self {

@@ -133,7 +133,11 @@ impl Shared {
             .map_err(|e| error(&self.name, "eventfd", e.raw_os_error(), e.to_string()))?;
         let waiting_offset = layout.control_offset(WAITING);
         let sleeper = Some(Sleeper { slot: slot.clone(), waiting_offset });
-        let (health, arrivals) = (Health::default(), Arrivals::new(self.num_receives(layout)));
+        let num_receives = match self.signals {
+            Signals::Atomics => 0,
+            Signals::Messages => self.num_receives(layout),
+        };
+        let (health, arrivals) = (Health::default(), Arrivals::new(num_receives));
         let state = Arc::new(PeerState { health, wake_self, sleeper, arrivals });
         Ok((slot, state))
     }
