@@ -15,7 +15,8 @@ use super::weights::{ExpertWeights, LayerExperts, Weight};
 /// Threads and scratch memory that compute one batch at a time.
 ///
 /// Idle threads sleep. Scratch memory grows to the largest batch seen (intermediate activations
-/// are bounded to 64 MiB) and is then reused: a batch of a size seen before allocates nothing.
+/// are bounded to 64 MiB) and is then reused: a batch of a size seen before allocates nothing, but for what a GEMM
+/// library takes for itself where there are no vector kernels for the processor.
 pub struct ComputePool {
     team: Team,
     abort: AbortFlag,
