@@ -87,6 +87,8 @@ struct FetchedTile {
 
 // kDirect: rows come straight out of the slots, being of the weights' type.
 template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
+    using Held = HeldResults<kGateUp, kFp8>;
+
     static constexpr uint32_t kValueBytes = kFp8 ? 1 : 2;
     static constexpr uint32_t kPanelValues = kPanelBytes / kValueBytes;
     // Where one warp fetches: a lane that announces bytes, and copies a scale of weights like another.
@@ -202,13 +204,11 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         if (kFp8 && group_idx == 1)
             ptx::bar_arrive(kTurnBarrier, 256);
         for (uint32_t slot = 0;; ++slot) {
-            wait_phase(ring.full(), ring.phase);
-            const uint4 published = ptx::ld_shared_v4(tile_slot(slot));
-            const FetchedTile tile = {published.x, published.y, published.z, published.w};
+            const FetchedTile tile = next_tile(slot);
             if (tile.num_tokens == 0)
                 break;
             if (tile.num_tokens > 64)
-                many_tokens(tile, group_idx);
+                slot = many_tokens(tile, group_idx, slot);
             else if (tile.num_tokens > 32)
                 few_tokens<64>(tile, group_idx);
             else if (tile.num_tokens > 16)
@@ -221,6 +221,13 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     }
 
   private:
+    // Known with the first stage of it.
+    __device__ __forceinline__ FetchedTile next_tile(uint32_t slot) const {
+        wait_phase(ring.full(), ring.phase);
+        const uint4 published = ptx::ld_shared_v4(tile_slot(slot));
+        return {published.x, published.y, published.z, published.w};
+    }
+
     // A stage is there. What threads copied, the matrix units see after a fence.
     // NOTES: scales that threads copied are read by others without one. Both are accesses of the generic proxy,
     // and the copies are over when `full` is: their arrival at it is triggered by their completion, and each
@@ -414,85 +421,109 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         ptx::wgmma_commit();
     }
 
-    // Tokens are the rows: 64 of them for this warpgroup.
-    __device__ __forceinline__ void many_tokens(const FetchedTile& tile, uint32_t group_idx) {
-        const uint32_t lane_idx = threadIdx.x & 31, warp_idx = threadIdx.x / 32 & 3;
-        float sum[128];
-        if constexpr (kFp8) {
+    // The products of one step of bf16, begun.
+    __device__ __forceinline__ void begin_step(float (&sum)[128], uint32_t group_idx,
+                                               bool adds) const {
+        wait_full();
+        const uint32_t rows = ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
+        const uint32_t weights = ptx::wgmma_operand(ring.weights());
+        ptx::wgmma_fence();
 #pragma unroll
-            for (uint32_t i = 0; i < 128; ++i)
-                sum[i] = 0;
-            const uint32_t my_row = group_idx * 64 + warp_idx * 16 + lane_idx / 4;
-            for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                wait_full();
-                const uint32_t rows =
-                    ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
-                const uint32_t weights = ptx::wgmma_operand(ring.weights());
-                // Of this thread's two tokens, by the two scales of weights. Read before the
-                // turn: behind the first product, the compiler lets the others wait for them.
-                const float low = ptx::ld_shared_f32(ring.scales() + my_row * 4);
-                const float high = ptx::ld_shared_f32(ring.scales() + my_row * 4 + 32);
-                const float2 of_weights = ptx::ld_shared_f32x2(ring.weight_scales());
-                const float scale[2][2] = {{low * of_weights.x, low * of_weights.y},
-                                           {high * of_weights.x, high * of_weights.y}};
+        for (uint32_t k = 0; k < 4; ++k)
+            ptx::Wgmma<false, 256>::run(sum, rows + k * 2, weights + k * 2, adds || k != 0);
+        ptx::wgmma_commit();
+    }
+
+    // One step of fp8, the first of a tile, with what is held of the tile before, or another.
+    template <bool kFirst>
+    __device__ __forceinline__ void add_step(float (&sum)[128], uint32_t group_idx, uint32_t my_row,
+                                             const Held& held) {
+        wait_full();
+        const uint32_t rows = ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
+        const uint32_t weights = ptx::wgmma_operand(ring.weights());
+        // Of this thread's two tokens, by the two scales of weights. Read before the
+        // turn: behind the first product, the compiler lets the others wait for them.
+        const float low = ptx::ld_shared_f32(ring.scales() + my_row * 4);
+        const float high = ptx::ld_shared_f32(ring.scales() + my_row * 4 + 32);
+        const float2 of_weights = ptx::ld_shared_f32x2(ring.weight_scales());
+        const float scale[2][2] = {{low * of_weights.x, low * of_weights.y},
+                                   {high * of_weights.x, high * of_weights.y}};
 #pragma unroll
-                for (uint32_t half = 0; half < 2; ++half) {
-                    float part[64];
-                    ptx::bar_sync(kTurnBarrier + group_idx, 256);
-                    ptx::wgmma_fence();
+        for (uint32_t half = 0; half < 2; ++half) {
+            float part[64];
+            ptx::bar_sync(kTurnBarrier + group_idx, 256);
+            ptx::wgmma_fence();
 #pragma unroll
-                    for (uint32_t k = 0; k < 4; ++k) {
-                        ptx::Wgmma<true, 128>::run(
-                            part, rows + k * 2, weights + (half * (kWeightBytes / 2) + k * 32) / 16,
-                            k != 0);
-                        if (k == 2)
-                            ptx::wgmma_commit();
-                    }
+            for (uint32_t k = 0; k < 4; ++k) {
+                ptx::Wgmma<true, 128>::run(part, rows + k * 2,
+                                           weights + (half * (kWeightBytes / 2) + k * 32) / 16,
+                                           k != 0);
+                if (k == 2)
                     ptx::wgmma_commit();
-                    // The other's turn begins with the last of these products.
-                    ptx::wgmma_wait<1>();
-                    ptx::bar_arrive(kTurnBarrier + 1 - group_idx, 256);
-                    ptx::wgmma_wait<0>();
-                    if (half == 1)
-                        release(ring.empty());
-#pragma unroll
-                    for (uint32_t j = 0; j < 16; ++j) {
-                        const uint32_t which = kGateUp ? j % 2 : half;
-#pragma unroll
-                        for (uint32_t k = 0; k < 4; ++k)
-                            sum[half * 64 + j * 4 + k] += part[j * 4 + k] * scale[k / 2][which];
-                    }
-                }
             }
-        } else {
-            uint32_t before = 0;
-            for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                wait_full();
-                const uint32_t rows =
-                    ptx::wgmma_operand(ring.tokens() + group_idx * (64 * kPanelBytes));
-                const uint32_t weights = ptx::wgmma_operand(ring.weights());
-                ptx::wgmma_fence();
-#pragma unroll
-                for (uint32_t k = 0; k < 4; ++k)
-                    ptx::Wgmma<false, 256>::run(sum, rows + k * 2, weights + k * 2,
-                                                panel != 0 || k != 0);
-                ptx::wgmma_commit();
-                ptx::wgmma_wait<1>();
-                if (panel != 0)
-                    release(before);
-                before = ring.empty();
+            ptx::wgmma_commit();
+            // The other's turn begins with the last of these products.
+            ptx::wgmma_wait<1>();
+            ptx::bar_arrive(kTurnBarrier + 1 - group_idx, 256);
+            if constexpr (kFirst) {
+                if (half == 0)
+                    held.template store<0>(params, my_row);
+                else
+                    held.template store<1>(params, my_row);
             }
             ptx::wgmma_wait<0>();
-            release(before);
-        }
+            if (half == 1)
+                release(ring.empty());
 #pragma unroll
-        for (uint32_t side = 0; side < 2; ++side) {
-            const uint32_t token = group_idx * 64 + warp_idx * 16 + side * 8 + lane_idx / 4;
-            const bool is_token = token < tile.num_tokens;
-            if constexpr (kGateUp)
-                store_activation<kFp8>(params, sum, side, tile.row + token, is_token, tile.column);
-            else if (is_token)
-                store_output(params, sum, side, tile.position + token, tile.column);
+            for (uint32_t j = 0; j < 16; ++j) {
+                const uint32_t which = kGateUp ? j % 2 : half;
+#pragma unroll
+                for (uint32_t k = 0; k < 4; ++k) {
+                    const uint32_t i = j * 4 + k;
+                    const float by = scale[k / 2][which];
+                    sum[half * 64 + i] = kFirst ? part[i] * by : sum[half * 64 + i] + part[i] * by;
+                }
+            }
+        }
+        ring.next();
+    }
+
+    // Tokens are the rows: 64 of them for this warpgroup. Goes on with the next tile when that has many tokens, too,
+    // since its first products run while the results of the one before go out. Returns the last one's number.
+    __device__ __forceinline__ uint32_t many_tokens(FetchedTile tile, uint32_t group_idx,
+                                                    uint32_t slot) {
+        const uint32_t lane_idx = threadIdx.x & 31, warp_idx = threadIdx.x / 32 & 3;
+        const uint32_t my_row = group_idx * 64 + warp_idx * 16 + lane_idx / 4;
+        Held held;
+        for (;;) {
+            float sum[128];
+            if constexpr (kFp8) {
+                add_step<true>(sum, group_idx, my_row, held);
+                for (uint32_t panel = 1; panel < tokens.num_panels; ++panel)
+                    add_step<false>(sum, group_idx, my_row, held);
+            } else {
+                begin_step(sum, group_idx, false);
+                held.template store<0>(params, my_row);
+                held.template store<1>(params, my_row);
+                uint32_t before = ring.empty();
+                ring.next();
+                for (uint32_t panel = 1; panel < tokens.num_panels; ++panel, ring.next()) {
+                    begin_step(sum, group_idx, true);
+                    ptx::wgmma_wait<1>();
+                    release(before);
+                    before = ring.empty();
+                }
+                ptx::wgmma_wait<0>();
+                release(before);
+            }
+            held.take(sum, tile.row, tile.position, tile.num_tokens, tile.column);
+            tile = next_tile(slot + 1);
+            if (tile.num_tokens <= 64) { // or none
+                held.template store<0>(params, my_row);
+                held.template store<1>(params, my_row);
+                return slot;
+            }
+            ++slot;
         }
     }
 };
@@ -511,19 +542,20 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
         }
         ptx::fence_mbarrier_init();
     }
-    __syncthreads();
     // NOTES: counts and layer were there before the kernel before this one began.
-    if (params.lists.batch->layer >= params.num_layers) {
-        ptx::griddepcontrol_wait();
-        return;
-    }
-    // By the thread that issues the copies.
+    const uint32_t layer_idx = params.lists.batch->layer;
     // NOTES: the host writes maps anew where they are when experts are loaded, and what a multiprocessor keeps of
     // the old ones names memory that is freed then. The order of kernels in a stream does not cover it (CUDA C++
     // Programming Guide, tensor maps in global memory: a fence in each block before their first use).
-    if (threadIdx.x == 0) {
-        const sy_layer_weights& layer = params.layers[params.lists.batch->layer];
+    // It stands before the barrier: behind it, the compiler's code for the rest was up to 10 % slower.
+    if (threadIdx.x == 0 && layer_idx < params.num_layers) {
+        const sy_layer_weights& layer = params.layers[layer_idx];
         ptx::fence_proxy_tensormap_acquire_sys(kGateUp ? layer.gate_up_map : layer.down_map);
+    }
+    __syncthreads();
+    if (layer_idx >= params.num_layers) {
+        ptx::griddepcontrol_wait();
+        return;
     }
     Multiplier gemm(params, shared);
     if (threadIdx.x < 128) {

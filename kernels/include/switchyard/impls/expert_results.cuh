@@ -116,59 +116,103 @@ __device__ __forceinline__ void store_rows(const sy_expert_compute_params& param
                 make_uint4(values[i][0], values[i][1], values[i][2], values[i][3]);
 }
 
-// One of the two tokens that a thread has in a tile with tokens as rows: SwiGLU of its sums, 32 of
-// 128 values, into panels of the activation. `side`: 0 or 1. Whole warps.
-template <bool kFp8>
-__device__ __forceinline__ void store_activation(const sy_expert_compute_params& params,
-                                                 const float (&sum)[128], uint32_t side,
-                                                 uint32_t row, bool is_token, uint32_t column) {
-    const Panels target(params.activation, params, params.inter * (kFp8 ? 1 : 2));
-    const uint32_t quarter = threadIdx.x & 3;
-    uint32_t words[16];
-#pragma unroll
-    for (uint32_t i = 0; i < 16; ++i) {
-        const float* s = &sum[i * 8 + side * 2];
-        words[i] = float2_to_bf16x2(swiglu(s[0], s[4]), swiglu(s[1], s[5]));
-    }
-    if constexpr (kFp8) {
-        const QuantizedWords<16> quantized = quantize_words(words);
-        if (is_token) {
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                const uint32_t* codes = &quantized.codes[half * 4];
-                *reinterpret_cast<uint4*>(target.chunk(column, row, half * 4 + quarter)) =
-                    make_uint4(codes[0], codes[1], codes[2], codes[3]);
-            }
-            if (quarter == 0)
-                *target.scale(column, row) = quantized.scale;
-        }
-    } else {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-            const uint32_t panel = column * 2 + i / 2;
-            if (is_token && panel < target.num_panels)
-                *reinterpret_cast<uint4*>(target.chunk(panel, row, quarter * 2 + i % 2)) =
-                    make_uint4(words[i * 4], words[i * 4 + 1], words[i * 4 + 2], words[i * 4 + 3]);
-        }
-    }
-}
+// Results of a tile with tokens as the matrix units' rows, which wait for their stores until the next tile's first
+// products run. A thread has two tokens of it, `my_row` and the eighth after it.
+template <bool kGateUp, bool kFp8> struct HeldResults;
 
-// The same of the second product: 64 of 256 values, into the token's row of the output.
-__device__ __forceinline__ void store_output(const sy_expert_compute_params& params,
-                                             const float (&sum)[128], uint32_t side,
-                                             uint32_t position, uint32_t column) {
-    const uint32_t num_outs = params.geometry.hidden;
-    const uint32_t first_out = column * kTileWeights + (threadIdx.x & 3) * 8;
-    uint8_t* to =
-        static_cast<uint8_t*>(params.expert_out) + (uint64_t{position} * num_outs + first_out) * 2;
+// SwiGLU of the sums, 32 of 128 values of a token, for panels of the activation. Whole warps.
+template <bool kFp8> struct HeldResults<true, kFp8> {
+    static constexpr uint32_t kWords = kFp8 ? 8 : 16;
+    uint32_t words[2][kWords];
+    float scale[2];
+    uint32_t row, num_tokens = 0, column;
+
+    __device__ __forceinline__ void take(const float (&sum)[128], uint32_t first_row, uint32_t,
+                                         uint32_t tokens, uint32_t tile_column) {
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-        const float* s = &sum[i * 16 + side * 2];
-        if (i < 4 || first_out + 128 < num_outs)
-            *reinterpret_cast<uint4*>(to + i * 64) =
-                make_uint4(float2_to_bf16x2(s[0], s[1]), float2_to_bf16x2(s[4], s[5]),
-                           float2_to_bf16x2(s[8], s[9]), float2_to_bf16x2(s[12], s[13]));
+        for (uint32_t side = 0; side < 2; ++side) {
+            uint32_t values[16];
+#pragma unroll
+            for (uint32_t i = 0; i < 16; ++i) {
+                const float* s = &sum[i * 8 + side * 2];
+                values[i] = float2_to_bf16x2(swiglu(s[0], s[4]), swiglu(s[1], s[5]));
+            }
+            if constexpr (kFp8) {
+                const QuantizedWords<16> quantized = quantize_words(values);
+#pragma unroll
+                for (uint32_t i = 0; i < kWords; ++i)
+                    words[side][i] = quantized.codes[i];
+                scale[side] = quantized.scale;
+            } else {
+#pragma unroll
+                for (uint32_t i = 0; i < kWords; ++i)
+                    words[side][i] = values[i];
+            }
+        }
+        row = first_row;
+        num_tokens = tokens;
+        column = tile_column;
     }
-}
+
+    // Nothing when nothing waits.
+    template <uint32_t kSide>
+    __device__ __forceinline__ void store(const sy_expert_compute_params& params,
+                                          uint32_t my_row) const {
+        const Panels target(params.activation, params, params.inter * (kFp8 ? 1 : 2));
+        const uint32_t quarter = threadIdx.x & 3, token = my_row + kSide * 8;
+        if (token >= num_tokens)
+            return;
+#pragma unroll
+        for (uint32_t i = 0; i < kWords / 4; ++i) {
+            const uint32_t* word = &words[kSide][i * 4];
+            const uint32_t panel = kFp8 ? column : column * 2 + i / 2;
+            const uint32_t chunk = kFp8 ? i * 4 + quarter : quarter * 2 + i % 2;
+            if (kFp8 || panel < target.num_panels)
+                *reinterpret_cast<uint4*>(target.chunk(panel, row + token, chunk)) =
+                    make_uint4(word[0], word[1], word[2], word[3]);
+        }
+        if (kFp8 && quarter == 0)
+            *target.scale(column, row + token) = scale[kSide];
+    }
+};
+
+// Of the second product, 64 of 256 values of a token, for its row of the output.
+template <bool kFp8> struct HeldResults<false, kFp8> {
+    uint32_t words[64];
+    uint32_t position, num_tokens = 0, column;
+
+    __device__ __forceinline__ void take(const float (&sum)[128], uint32_t, uint32_t at,
+                                         uint32_t tokens, uint32_t tile_column) {
+#pragma unroll
+        for (uint32_t chunk = 0; chunk < 16; ++chunk) {
+            const float* s = &sum[chunk % 8 * 16 + chunk / 8 * 2];
+#pragma unroll
+            for (uint32_t k = 0; k < 4; ++k)
+                words[chunk * 4 + k] = float2_to_bf16x2(s[k * 4], s[k * 4 + 1]);
+        }
+        position = at;
+        num_tokens = tokens;
+        column = tile_column;
+    }
+
+    // Nothing when nothing waits.
+    template <uint32_t kSide>
+    __device__ __forceinline__ void store(const sy_expert_compute_params& params,
+                                          uint32_t my_row) const {
+        const uint32_t num_outs = params.geometry.hidden, token = my_row + kSide * 8;
+        const uint32_t first_out = column * kTileWeights + (threadIdx.x & 3) * 8;
+        uint8_t* to = static_cast<uint8_t*>(params.expert_out) +
+                      (uint64_t{position + token} * num_outs + first_out) * 2;
+        if (token < num_tokens) {
+#pragma unroll
+            for (uint32_t i = 0; i < 8; ++i) {
+                const uint32_t* word = &words[(kSide * 8 + i) * 4];
+                if (i < 4 || first_out + 128 < num_outs)
+                    *reinterpret_cast<uint4*>(to + i * 64) =
+                        make_uint4(word[0], word[1], word[2], word[3]);
+            }
+        }
+    }
+};
 
 } // namespace switchyard::impls
