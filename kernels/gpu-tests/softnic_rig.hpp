@@ -204,9 +204,9 @@ struct Rig {
         nic.prepare();
         nic.start();
     }
-    // Statuses of the warps, once all have ended.
-    std::vector<uint32_t> post(Job job, uint32_t num_warps, uint32_t num_posts,
-                               uint32_t num_bytes = 64, uint64_t timeout_ns = 3'000'000'000) {
+    // Begins to post on a stream; `status` has a word for each warp.
+    void launch(Job job, uint32_t num_warps, uint32_t num_posts, uint32_t num_bytes,
+                uint64_t timeout_ns, uint32_t* status, cudaStream_t stream) {
         const JobParams params = {queue.handle,
                                   {error, nullptr, timeout_ns},
                                   {reinterpret_cast<uint64_t>(source), kLocalKey},
@@ -218,6 +218,11 @@ struct Rig {
         const bool is_one = queue.sizes.is_of_one_block;
         job_kernel<<<is_one ? 1 : num_warps, is_one ? 32 * num_warps : 32, 0, stream>>>(params);
         CHECK_CUDA(cudaGetLastError());
+    }
+    // Statuses of the warps, once all have ended.
+    std::vector<uint32_t> post(Job job, uint32_t num_warps, uint32_t num_posts,
+                               uint32_t num_bytes = 64, uint64_t timeout_ns = 3'000'000'000) {
+        launch(job, num_warps, num_posts, num_bytes, timeout_ns, status, stream);
         CHECK_CUDA(cudaStreamSynchronize(stream));
         std::vector<uint32_t> statuses(num_warps);
         CHECK_CUDA(cudaMemcpy(statuses.data(), status, num_warps * 4, cudaMemcpyDeviceToHost));
