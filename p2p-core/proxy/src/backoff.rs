@@ -46,6 +46,11 @@ impl Backoff {
         self.num_looks = 0;
     }
 
+    /// Whether it may soon have something to do again, and pauses for a millisecond at most.
+    pub(crate) fn is_attentive(&self) -> bool {
+        self.idle_since.is_none_or(|since| since.elapsed() < ATTENTIVE)
+    }
+
     /// Pauses as fits. `sleep` is called when the thread may sleep so long; it looks once more first.
     pub(crate) fn pause(&mut self, longest: Duration, sleep: impl FnOnce(Duration)) {
         self.num_looks = self.num_looks.wrapping_add(1);
@@ -127,5 +132,6 @@ const STEPS: [(Duration, Duration); 4] = [
     (Duration::from_micros(500), Duration::from_micros(10)),
     (Duration::from_millis(5), Duration::from_micros(50)),
     (Duration::from_millis(50), Duration::from_micros(250)),
-    (Duration::from_secs(1), Duration::from_millis(1)),
+    (ATTENTIVE, Duration::from_millis(1)),
 ];
+const ATTENTIVE: Duration = Duration::from_secs(1);

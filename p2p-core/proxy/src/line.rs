@@ -77,6 +77,11 @@ impl<E> Line<E> {
         true
     }
 
+    /// Whether the thread has ended, or is about to.
+    pub(crate) fn is_closed(&self) -> bool {
+        lock(&self.orders).is_closed
+    }
+
     /// Ends the thread once it has done what it was asked for before.
     pub(crate) fn close(&self) {
         {

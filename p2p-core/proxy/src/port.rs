@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use p2p_core::endpoint::{Endpoint, Marks};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use p2p_core::wait::Driver;
 use p2p_core::{PostError, QuietError, Region};
 
 use crate::abi::MAX_SOURCES;
@@ -159,6 +160,11 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
     /// As [`register`](Self::register), for memory that no command may name.
     pub(crate) fn register_own(&mut self, region: &Region) -> Result<(), PostError> {
         self.endpoint.register(region)
+    }
+
+    /// What somebody has to drive for the endpoint.
+    pub(crate) fn driver(&self) -> Option<Arc<dyn Driver>> {
+        self.endpoint.driver()
     }
 
     /// Whether a turn would find something to do.

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use p2p_core::endpoint::Endpoint;
 use p2p_core::region::SlotKey;
+use p2p_core::wait::Driver;
 use p2p_core::{AnyEndpoint, PostError, Region};
 use rustix::thread::CpuSet;
 use thiserror::Error;
@@ -226,8 +227,10 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         let line = match thread {
             Some(idx) => &self.threads[idx % self.threads.len()].line,
             None => {
+                // One whose thread has panicked takes nobody any more.
                 let lines = self.threads.iter().map(|worker| &worker.line);
                 lines
+                    .filter(|line| !line.is_closed())
                     .min_by_key(|line| line.num_peers.load(Ordering::Relaxed))
                     .ok_or(ProxyError::Closed)?
             }
@@ -336,12 +339,16 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
     prepare_thread(cpus);
     let _closed = ClosedAtEnd(line);
     let mut peers: Vec<Served<E>> = Vec::new();
+    let mut drivers: Vec<Arc<dyn Driver>> = Vec::new();
     let mut backoff = Backoff::new(idle);
     // One writer: the totals are kept here and stored.
     let mut stats = ThreadStats::default();
     loop {
-        if line.has_orders.load(Ordering::Acquire) && follow(line, &mut peers) {
-            break;
+        if line.has_orders.load(Ordering::Acquire) {
+            if follow(line, &mut peers) {
+                break;
+            }
+            find_drivers(&peers, &mut drivers);
         }
         let mut num_moved = 0;
         let mut is_busy = false;
@@ -356,7 +363,10 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
             has_closed |= port.try_close(turn.taken);
         }
         if has_closed {
+            // A device ends with its last owner, which this thread is not to be.
+            drivers.clear();
             release(line, &mut peers);
+            find_drivers(&peers, &mut drivers);
         }
         stats.sweeps += 1;
         if num_moved > 0 {
@@ -368,6 +378,11 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         }
         if line.was_expecting() {
             backoff.reset();
+        }
+        // A GPU waits for what peers send and drives nothing, and whoever stands in for drivers takes those that
+        // this thread drove for its own posts to be in good hands.
+        if backoff.is_attentive() {
+            drivers.iter().for_each(|driver| driver.drive());
         }
         // What is under way has to be looked at, and often enough.
         let longest = if is_busy { BUSY_SLEEP } else { Duration::MAX };
@@ -381,6 +396,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
             line.bell.sleep(pause, || line.has_news() || peers.iter().any(has_news));
         });
     }
+    drop(drivers);
     // All at once, by turns.
     peers.iter_mut().for_each(|peer| peer.port.begin_close());
     while !peers.is_empty() {
@@ -392,6 +408,22 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         });
         if num_taken == 0 {
             std::thread::yield_now();
+        }
+    }
+}
+
+/// The drivers of all peers, each once.
+fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
+    peers: &[Served<E>],
+    drivers: &mut Vec<Arc<dyn Driver>>,
+) {
+    drivers.clear();
+    for driver in peers.iter().filter_map(|peer| peer.port.driver()) {
+        let is_same = |known: &Arc<dyn Driver>| {
+            std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(&driver))
+        };
+        if !drivers.iter().any(is_same) {
+            drivers.push(driver);
         }
     }
 }

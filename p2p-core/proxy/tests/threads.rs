@@ -14,6 +14,7 @@ use common::{config, lanes, peer_config, wait_for};
 use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use p2p_core::wait::Driver;
 use proxy::{
     Cause, Command, DeviceTransports, IdlePolicy, Opcode, PeerConfig, Poster, Proxy, ProxyConfig,
     ProxyError, ProxyPeer, RelayConfig, ThreadStats,
@@ -37,6 +38,10 @@ trait Nature: std::fmt::Debug + Send {
 
     fn try_fence(&mut self) -> bool {
         self.has_room()
+    }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        None
     }
 }
 
@@ -96,6 +101,10 @@ impl<N: Nature> Endpoint for Actor<N> {
 
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        self.0.driver()
     }
 }
 
@@ -278,6 +287,73 @@ fn a_thread_that_panics_is_said_to_have_ended() {
     let mut late = lanes.poster(0);
     assert_eq!(late.error() as u8, 12, "lanes that nobody serves say so");
     assert_eq!(late.completed(), 0);
+}
+
+#[test]
+fn a_thread_that_has_panicked_is_given_no_peers_while_another_lives() {
+    let num_added = Arc::new(AtomicU64::new(0));
+    let Rig { proxy, peer: _peer, mut poster } =
+        rig(Fragile(Arc::clone(&num_added)), &config(2));
+    poster.try_post(&add()).unwrap();
+    wait_for("the error", || poster.error() != 0);
+    let (mirror, lanes) = (Region::anonymous(4096).unwrap(), lanes(1, 16, 8));
+    let add = || {
+        let config = peer_config(1, &lanes, &mirror);
+        proxy.add(Actor(Fragile(Arc::clone(&num_added))), config)
+    };
+    // More than the thread had that ended, so that it has the fewest.
+    let others: Vec<_> = (0..8).map(|_| add().expect("the other lives")).collect();
+    drop(others);
+}
+
+/// Counts how often it is driven.
+#[derive(Debug, Default)]
+struct Wheel(AtomicU64);
+
+impl Driver for Wheel {
+    fn drive(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn may_sleep(&self) -> bool {
+        true
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+#[derive(Debug)]
+struct Driven(Arc<Wheel>);
+
+impl Nature for Driven {
+    fn driver(&self) -> Option<Arc<dyn Driver>> {
+        Some(Arc::clone(&self.0) as Arc<dyn Driver>)
+    }
+}
+
+/// A GPU that waits for a peer's answer drives nothing.
+#[test]
+fn peers_are_driven_for_while_they_have_nothing_to_post_and_let_be_in_the_end() {
+    let wheel = Arc::new(Wheel::default());
+    let drives = || wheel.0.load(Ordering::Relaxed);
+    let Rig { proxy, peer, mut poster } = rig(Driven(Arc::clone(&wheel)), &config(1));
+    poster.try_post(&add()).unwrap();
+    wait_for("the command", || poster.completed() == 1);
+    let before = drives();
+    wait_for("somebody drives", || drives() > before + 10);
+    wait_for("nobody does any more", || {
+        let (before, sweeps) = (drives(), proxy.stats()[0].sleeps);
+        std::thread::sleep(Duration::from_millis(100));
+        drives() == before && proxy.stats()[0].sleeps > sweeps
+    });
+    // Work that is expected begins it anew.
+    let before = drives();
+    proxy.expect_work();
+    wait_for("somebody drives again", || drives() > before + 10);
+    drop(peer);
+    wait_for("nobody holds it", || Arc::strong_count(&wheel) == 1);
 }
 
 /// Writes down when it is served and when it is gone. A gate says that it is at it, and waits.
