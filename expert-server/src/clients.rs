@@ -137,6 +137,8 @@ impl Host {
             drop(note);
             if let Some(ended) = ended {
                 tracing::debug!(link = %id, reason = ended.reason.name(), "a link ended");
+                // A proxy posts on for a moment, and a GPU may have to end a kernel.
+                tokio::task::spawn_blocking(move || drop(ended));
             }
         });
     }

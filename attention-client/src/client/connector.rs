@@ -236,7 +236,7 @@ impl Connector {
                     if let Ok(Retired { reason, .. }) = &given_back {
                         self.judge(&used, *reason, &liveness).await;
                     }
-                    return self.put_away(&liveness, given_back.ok());
+                    return self.put_away(&liveness, given_back.ok()).await;
                 }
                 reason = liveness.closed() => {
                     state.set_down(Down::Closed);
@@ -260,14 +260,16 @@ impl Connector {
     }
 
     /// The lane is through with the link. First the connection goes, then the memory.
-    fn put_away(&self, liveness: &Liveness, retired: Option<Retired>) -> Ended {
+    async fn put_away(&self, liveness: &Liveness, retired: Option<Retired>) -> Ended {
         let closed = liveness.closed_now();
         liveness.close();
         let Some(Retired { channel, reason }) = retired else {
             // The lane itself is gone.
             return Ended::Over;
         };
-        drop(channel);
+        // A proxy posts on for a moment, and a GPU may have to end a kernel; other links are looked after
+        // meanwhile. A successor finds the memory free.
+        let _ = tokio::task::spawn_blocking(move || drop(channel)).await;
         match (reason, closed) {
             // The lane saw it first.
             (FailReason::Closed, Some(reason)) => self.note_closed(reason),

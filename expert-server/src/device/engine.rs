@@ -267,7 +267,10 @@ impl Engine {
             }
             let streams = (&self.gpu, &self.stream, &self.control);
             let gather = self.gathering.wish(self.seats.taken());
-            self.config.reached.expect_work();
+            // Batches are launched all the time; threads that carry answers rest when nobody asks for any.
+            if self.last_work.elapsed() < ANSWERS_EXPECTED {
+                self.config.reached.expect_work();
+            }
             self.contexts[idx].launch(streams, &self.plan, &shared, key, gather)?;
             self.last_launched = Some(idx);
         }
@@ -480,6 +483,8 @@ const RECENT: usize = 16;
 const POLLS_PER_ROUND: usize = 64;
 /// Sleep between two looks when nothing has come for a while.
 const PAUSE: Duration = Duration::from_micros(50);
+/// As long as an idle thread of a proxy looks often.
+const ANSWERS_EXPECTED: Duration = Duration::from_secs(1);
 const EMULATED_PAUSE: Duration = Duration::from_millis(1);
 /// How often a waiting client sees life during a batch: well below any deadline it can have.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(1);

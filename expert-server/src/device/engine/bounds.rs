@@ -45,6 +45,8 @@ impl Engine {
         let launched = self.contexts.iter().filter_map(|context| context.launched_at);
         match age_of(launched, self.last_ended, now).map_or(Verdict::Wait, judge) {
             Verdict::Wait => {}
+            // A process that stood still, and not the GPU: batches may have ended since this looked last.
+            _ if self.harvest_ended()? => return Ok(()),
             Verdict::EndWays => self.end_ways(),
             Verdict::Lost => return Err(GpuError::Deadline { what: "a batch" }.into()),
         }
