@@ -43,6 +43,11 @@ fn tokens_of_a_server_that_is_killed_go_to_a_replica() {
 }
 
 #[test]
+fn tokens_of_a_server_that_stands_still_go_to_a_replica_at_the_deadline() {
+    layers::beside_one_that_stands_still(std::time::Duration::from_secs(5));
+}
+
+#[test]
 fn recorded_layers_whose_way_to_a_server_fails_are_complete_nevertheless() {
     let mut rng = StdRng::seed_from_u64(printed_seed());
     let Some(servers) = Servers::start(2, 2, WireDtype::F8E4m3) else { return };

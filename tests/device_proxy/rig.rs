@@ -219,20 +219,35 @@ impl Servers {
         self.connect(transports, Some(carrier))
     }
 
+    /// A client over the network under test that gives servers up which say nothing for so long.
+    pub fn caller_within(&self, deadline: Duration) -> Caller {
+        let (transports, carrier) = way::reach(way::network().expect("a network"));
+        self.connect_within(transports, Some(carrier), deadline).expect("servers")
+    }
+
     fn connect(
         &self,
         transports: Transports,
         carrier: Option<Carrier>,
     ) -> Result<Caller, DeviceError> {
+        // A loaded machine must not look like a dead server: only the end of a connection does.
+        self.connect_within(transports, carrier, Duration::from_secs(600))
+    }
+
+    fn connect_within(
+        &self,
+        transports: Transports,
+        carrier: Option<Carrier>,
+        deadline: Duration,
+    ) -> Result<Caller, DeviceError> {
         let gpu = Gpu::open_named(self.client_device).expect("the clients' GPU");
         let mut options = DeviceOptions::default();
         options.dtype = self.dtype;
-        // A loaded machine must not look like a dead server: only the end of a connection does.
         let mut client = MoeClient::builder(self.model.clone())
             .placement_watch(self.tables.subscribe())
             .slot(SLOT)
             .transports(transports)
-            .deadline(Duration::from_secs(600))
+            .deadline(deadline)
             .work_limit(Duration::from_secs(600))
             .replica_wait(PATIENCE)
             .build_device(gpu.clone(), options)

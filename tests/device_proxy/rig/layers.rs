@@ -77,6 +77,25 @@ pub fn after_a_death() {
     }
 }
 
+/// A server that stands still costs the client's deadline, and not what its way waits for acknowledgements.
+pub fn beside_one_that_stands_still(stall_limit: Duration) {
+    let mut rng = StdRng::seed_from_u64(printed_seed());
+    let Some(mut servers) = Servers::start(2, 2, WireDtype::Bf16) else { return };
+    let mut client = servers.caller_within(stall_limit / 10);
+    let mut direct = servers.caller(Way::Memory);
+    let request = Request::random(&mut rng, &servers.model, MANY);
+    assert!(client.forward(&request).0 == direct.forward(&request).0, "with both servers");
+    servers.signal(0, Signal::STOP);
+    let begin = Instant::now();
+    let (found, timing) = client.forward(&request);
+    let took = begin.elapsed();
+    servers.signal(0, Signal::CONT);
+    assert_eq!(timing.failovers, 1, "{timing:?}");
+    let off = difference(&found, &direct.forward(&request).0, &request);
+    assert!(off < 0.03, "beside the frozen one: off by {off}");
+    assert!(took < stall_limit * 4 / 5, "{took:?}, where a way waits for {stall_limit:?}");
+}
+
 /// A server that comes back is reached anew.
 pub fn with_successors() {
     let mut rng = StdRng::seed_from_u64(printed_seed());
