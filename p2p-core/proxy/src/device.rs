@@ -246,7 +246,8 @@ fn register(gpu: &Gpu, slot: &Region) -> Result<GpuBuffer, GpuError> {
 
 #[derive(Debug)]
 struct Slots {
-    /// First, so that nothing is carried any more when the memory goes.
+    /// The endpoint of the channel has it, too. Until the last of them has gone, the thread carries what was
+    /// posted: its port keeps mirror and lanes for itself, and the endpoint the slot.
     peer: Arc<ProxyPeer>,
     words: Mutex<Poster>,
     memory: Memory,
