@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use attention_client::device::DeviceHandle;
 use attention_client::{DeviceClient, DeviceError};
-use kernels::gpu::{GpuError, Stream};
+use kernels::gpu::{DeviceName, GpuError, Stream};
 
 use crate::client_common::seeded;
 use crate::faults::metric;
 use crate::order::{Call, DTYPE, beside_one_that_stands_still, die};
-use crate::rig::{Replicas, builder};
+use crate::rig::{Replicas, builder, devices};
 
 /// Three calls, and what becomes of them: the first is over, and the second, of the second stream, lies where
 /// the third one's frames belong, whose dispatch was refused because the sum of the second did not end in time.
@@ -25,8 +25,14 @@ struct Begun {
     holding: Sender<()>,
 }
 
+/// On GPUs in software only: while a call of the host holds one stream, a driver (580.159.04) does not return from
+/// an asynchronous copy that another stream is given.
 fn begun(test: &str) -> Option<Begun> {
     let mut rng = seeded(test);
+    if let (_, DeviceName::Cuda(_)) = devices()? {
+        println!("{test} holds a stream by a call of the host: on GPUs in software only");
+        return None;
+    }
     let replicas = Replicas::start(DTYPE)?;
     let limit = Duration::from_secs(2);
     let mut client = replicas.connect(builder(&replicas.model).deadline(limit).work_limit(limit));

@@ -419,9 +419,8 @@ fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
 ) {
     drivers.clear();
     for driver in peers.iter().filter_map(|peer| peer.port.driver()) {
-        let is_same = |known: &Arc<dyn Driver>| {
-            std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(&driver))
-        };
+        let is_same =
+            |known: &Arc<dyn Driver>| std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(&driver));
         if !drivers.iter().any(is_same) {
             drivers.push(driver);
         }

@@ -292,8 +292,7 @@ fn a_thread_that_panics_is_said_to_have_ended() {
 #[test]
 fn a_thread_that_has_panicked_is_given_no_peers_while_another_lives() {
     let num_added = Arc::new(AtomicU64::new(0));
-    let Rig { proxy, peer: _peer, mut poster } =
-        rig(Fragile(Arc::clone(&num_added)), &config(2));
+    let Rig { proxy, peer: _peer, mut poster } = rig(Fragile(Arc::clone(&num_added)), &config(2));
     poster.try_post(&add()).unwrap();
     wait_for("the error", || poster.error() != 0);
     let (mirror, lanes) = (Region::anonymous(4096).unwrap(), lanes(1, 16, 8));

@@ -111,13 +111,14 @@ SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& 
         uint64_t completed = 0, error = 0;
         load_words(words, &completed, &error);
         if (completed >= end) {
+            // SYNC POINT recycled: what the thread did before it said so comes before what follows. So does what
+            // it had seen, the reservation of what it says is over.
+            fence_acq_rel<Scope::kSys>();
             const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);
             if (completed > reserved) {
                 record(peer, SY_TAG_PROXY_DESYNC, SY_REASON_VALUE, completed, reserved);
                 return fail(lane, SY_PROXY_DESYNC);
             }
-            // SYNC POINT recycled: what the thread did before it said so comes before what follows.
-            fence_acq_rel<Scope::kSys>();
             red_max_release(&state.seen, completed);
             return SY_PROXY_OK;
         }
