@@ -146,6 +146,11 @@ impl LinkState {
         if let Some(abort) = &*self.abort_bit() {
             abort.set();
         }
+        self.end_waits();
+    }
+
+    /// Ends what kernels wait for on the way to the server, for good: it has been given up.
+    pub fn end_waits(&self) {
         if let Some(waits) = self.waits.get() {
             waits.end();
         }

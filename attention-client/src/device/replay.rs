@@ -267,8 +267,10 @@ impl DeviceClient {
             }
             let before = std::mem::replace(&mut last, error[0]);
             if let Some(bit) = silent_peer(&before, &last)
-                && self.lane.link(bit as usize).is_some()
+                && let Some(link) = self.lane.link(bit as usize)
             {
+                // Layers behind it still send to the server, by a way that may have no more room.
+                link.state.end_waits();
                 AbortBit { word: self.memory.abort.clone(), bit }.set();
             }
         }
