@@ -109,11 +109,11 @@ const WAIT_FOR_COMMANDS: &[&str] = &[
     "ld.relaxed.gpu",
     "ld.relaxed.sys",
     "ld.relaxed.sys",
+    // What the proxy's thread did, and had seen, before it said that commands are over.
+    "fence.acq_rel.sys",
     "ld.relaxed.gpu",
     "atom.acquire.gpu",
     "atom.relaxed.gpu",
-    // What the proxy's thread did before it said that commands are over.
-    "fence.acq_rel.sys",
     "red.release.gpu",
     "atom.acquire.gpu",
     "atom.relaxed.gpu",
@@ -130,10 +130,10 @@ const POST_A_COMMAND: &[&str] = &[
     "ld.relaxed.gpu",
     "ld.relaxed.sys",
     "ld.relaxed.sys",
+    "fence.acq_rel.sys",
     "ld.relaxed.gpu",
     "atom.acquire.gpu",
     "atom.relaxed.gpu",
-    "fence.acq_rel.sys",
     "red.release.gpu",
     "atom.acquire.gpu",
     "atom.relaxed.gpu",
@@ -152,7 +152,7 @@ const PROXY: &str = "switchyard/comm/proxy.h";
 const PUT_GET: &str = "switchyard/comm/put_get.cuh";
 const RECEIVE: &str = "switchyard/comm/mlx5/receive.h";
 /// Headers with one thing wrong that no test on a processor can find out.
-const MUTANTS: [Mutant; 30] = [
+const MUTANTS: [Mutant; 31] = [
     of_kernels("error-read-early", CQE, "fence_acq_rel<kScope>();", 0, ";"),
     of_kernels("completion-without-fence", CQE, "fence_acq_rel<kScope>();", 1, ";"),
     of_kernels("error-of-ring-read-early", CQE, "fence_acq_rel<kScope>();", 2, ";"),
@@ -230,9 +230,19 @@ const MUTANTS: [Mutant; 30] = [
         "room-given-back-before-its-fence",
         PROXY,
         "fence_acq_rel<Scope::kSys>();
-            red_max_release(&state.seen, completed);",
+            const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);",
         0,
         "red_max_release(&state.seen, completed);
+            fence_acq_rel<Scope::kSys>();
+            const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);",
+    ),
+    of_kernels(
+        "reservation-looked-at-before-the-fence",
+        PROXY,
+        "fence_acq_rel<Scope::kSys>();
+            const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);",
+        0,
+        "const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);
             fence_acq_rel<Scope::kSys>();",
     ),
     of_kernels(
