@@ -269,7 +269,9 @@ impl Connector {
         };
         // A proxy posts on for a moment, and a GPU may have to end a kernel; other links are looked after
         // meanwhile. A successor finds the memory free.
-        let _ = tokio::task::spawn_blocking(move || drop(channel)).await;
+        if let Err(error) = tokio::task::spawn_blocking(move || drop(channel)).await {
+            tracing::error!(%error, "a link's memory was not given back in order");
+        }
         match (reason, closed) {
             // The lane saw it first.
             (FailReason::Closed, Some(reason)) => self.note_closed(reason),

@@ -381,7 +381,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         }
         // A GPU waits for what peers send and drives nothing, and whoever stands in for drivers takes those that
         // this thread drove for its own posts to be in good hands.
-        if backoff.is_attentive() {
+        if !drivers.is_empty() && backoff.is_attentive() {
             drivers.iter().for_each(|driver| driver.drive());
         }
         // What is under way has to be looked at, and often enough.

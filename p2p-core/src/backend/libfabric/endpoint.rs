@@ -339,14 +339,15 @@ impl Endpoint for LibfabricEndpoint {
             }
             self.lease.device.drive();
             num_rounds += 1;
+            let is_pause = num_rounds.is_multiple_of(64);
             // Also behind the first: who only looks gives a deadline that is over.
-            if num_rounds == 1 || num_rounds.is_multiple_of(64) {
-                if Instant::now() >= deadline {
-                    let link = &self.lease.link;
-                    let unanswered = usize::from(link.answered() < self.num_asked);
-                    let outstanding = link.outstanding() + link.backlog() + unanswered;
-                    return Err(QuietError::Deadline { outstanding });
-                }
+            if (num_rounds == 1 || is_pause) && Instant::now() >= deadline {
+                let link = &self.lease.link;
+                let unanswered = usize::from(link.answered() < self.num_asked);
+                let outstanding = link.outstanding() + link.backlog() + unanswered;
+                return Err(QuietError::Deadline { outstanding });
+            }
+            if is_pause {
                 std::thread::yield_now();
             }
         }

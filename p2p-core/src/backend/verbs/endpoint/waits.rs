@@ -124,10 +124,11 @@ impl VerbsEndpoint {
             }
             num_looks = num_looks.wrapping_add(1);
             // A clock costs as much as a look. Who only looks gives a deadline that is over.
-            if num_looks == 1 || num_looks.is_multiple_of(16) {
-                if Instant::now() >= deadline {
-                    return Err(QuietError::Deadline { outstanding: 1 });
-                }
+            let is_pause = num_looks.is_multiple_of(16);
+            if (num_looks == 1 || is_pause) && Instant::now() >= deadline {
+                return Err(QuietError::Deadline { outstanding: 1 });
+            }
+            if is_pause {
                 std::thread::yield_now();
             }
         }
