@@ -56,11 +56,23 @@ struct PostParams {
     uint32_t* status;
 };
 
+// Who posts on a queue at the same time, and whether a record stands beside its doorbell.
+enum class Posters { kAnyBlocks, kOneBlock, kOwner };
+
+const char* name_of(Posters posters) {
+    return posters == Posters::kAnyBlocks  ? "any"
+           : posters == Posters::kOneBlock ? "one block"
+                                           : "owner";
+}
+
 template <Scope kScope, Kind kKind>
 __device__ Status post_once(const PostParams& params, const sy_mlx5_qp& qp) {
     if constexpr (kKind == Kind::kPutAdd)
         return put_add_nbi_warp<kScope>(qp, params.local, params.remote, params.num_bytes,
                                         params.word, 1, params.bound);
+    if constexpr (kKind == Kind::kPutSignal)
+        return put_signal_nbi_warp<kScope>(qp, params.local, params.remote, params.num_bytes,
+                                           params.word, 1, params.bound);
     return mlx5::post<kScope, Warp>(
         qp, params.bound, kWqes<kKind>, [&](uint32_t lane_idx, const mlx5::Control& control) {
             if (kKind != Kind::kLanes && lane_idx % 2 == 0)
@@ -81,6 +93,28 @@ __global__ void __launch_bounds__(512, 1) post_kernel(const __grid_constant__ Po
     if (threadIdx.x % 32 == 0) {
         params.start_ns[warp] = start_ns;
         params.end_ns[warp] = now_ns();
+        if (status != SY_MLX5_OK)
+            *params.status = status;
+    }
+}
+
+// One warp per queue, which it has to itself.
+template <Scope kScope, Kind kKind>
+__global__ void __launch_bounds__(32) own_kernel(const __grid_constant__ PostParams params) {
+    static_assert(kKind == Kind::kPutAdd || kKind == Kind::kPutSignal);
+    const sy_mlx5_qp qp = params.qps[blockIdx.x];
+    const uint64_t start_ns = now_ns();
+    OwnedQueue<kScope> queue(qp, params.bound);
+    Status status = SY_MLX5_OK;
+    for (uint32_t i = 0; i < params.posts_per_warp && status == SY_MLX5_OK; ++i)
+        status = kKind == Kind::kPutAdd
+                     ? put_add_nbi(queue, params.local, params.remote, params.num_bytes,
+                                   params.word, 1)
+                     : put_signal_nbi(queue, params.local, params.remote, params.num_bytes,
+                                      params.word, i + 1);
+    if (threadIdx.x == 0) {
+        params.start_ns[blockIdx.x] = start_ns;
+        params.end_ns[blockIdx.x] = now_ns();
         if (status != SY_MLX5_OK)
             *params.status = status;
     }
@@ -207,9 +241,10 @@ PostParams params_of(const Bench& bench, const sy_mlx5_qp* table, uint32_t num_q
     return params;
 }
 
-template <Scope kScope> void run_bell(const Bench& bench, Where where) {
+template <Scope kScope> void run_bell(const Bench& bench, Where where, bool has_record) {
     QueueSizes sizes;
     sizes.sq_depth = 1024;
+    sizes.has_record = has_record;
     SendQueue queue(where, sizes, 0x30, 0);
     sy_mlx5_qp* table = device_alloc<sy_mlx5_qp>(1);
     to_device(table, queue.handle);
@@ -223,16 +258,18 @@ template <Scope kScope> void run_bell(const Bench& bench, Where where) {
             static_cast<double>(from_device(bench.end_ns) - from_device(bench.start_ns)) * 1e-3);
     }
     std::sort(times_us.begin(), times_us.end());
-    printf("{\"bench\":\"doorbell\",\"queues\":\"%s\",\"scope\":\"%s\",\"us_per_post\":%.3f}\n",
-           name_of(where), kScope == Scope::kSys ? "sys" : "gpu",
-           times_us[2] / params.posts_per_warp);
+    printf(
+        "{\"bench\":\"doorbell\",\"queues\":\"%s\",\"scope\":\"%s\",\"record\":%d,\"us_per_post\":%.3f}\n",
+        name_of(where), kScope == Scope::kSys ? "sys" : "gpu", has_record,
+        times_us[2] / params.posts_per_warp);
     fflush(stdout);
 }
 
-// With `is_of_one_block` the warps of a queue are those of one block, and pass turns within it.
+// The warps of a queue are of as many blocks, of one block, or one that has the queue to itself.
 template <Scope kScope, Kind kKind>
 void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, Sink sink,
-         bool is_of_one_block = false) {
+         Posters posters = Posters::kAnyBlocks, bool has_record = true) {
+    const bool is_of_one_block = posters == Posters::kOneBlock;
     QueueSizes sizes;
     sizes.sq_depth = SY_MLX5_MAX_DEPTH;
     static std::vector<SendQueue> host, device;
@@ -248,6 +285,8 @@ void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, Sin
         handles.push_back(pool[i].handle);
         if (is_of_one_block)
             handles[i].flags |= SY_MLX5_ONE_BLOCK;
+        if (!has_record)
+            handles[i].flags |= SY_MLX5_NO_RECORD;
     }
     upload(table, handles.data(), num_qps * sizeof(sy_mlx5_qp));
 
@@ -273,8 +312,13 @@ void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, Sin
         }
         const PostParams params = params_of(bench, table, num_qps, posts_per_warp);
         const uint32_t num_threads = is_of_one_block ? 32 * warps_per_qp : 32;
-        post_kernel<kScope, kKind>
-            <<<num_warps * 32 / num_threads, num_threads, 0, bench.posters>>>(params);
+        if constexpr (kKind == Kind::kPutAdd || kKind == Kind::kPutSignal) {
+            if (posters == Posters::kOwner)
+                own_kernel<kScope, kKind><<<num_warps, 32, 0, bench.posters>>>(params);
+        }
+        if (posters != Posters::kOwner)
+            post_kernel<kScope, kKind>
+                <<<num_warps * 32 / num_threads, num_threads, 0, bench.posters>>>(params);
         CHECK_CUDA(cudaGetLastError());
         CHECK_CUDA(cudaStreamSynchronize(bench.posters));
         *static_cast<volatile uint32_t*>(bench.stop) = 1;
@@ -300,23 +344,38 @@ void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, Sin
     const double posts = static_cast<double>(posts_per_warp) * num_warps;
     printf(
         "{\"bench\":\"ibgda_post\",\"kind\":\"%s\",\"queues\":\"%s\",\"scope\":\"%s\",\"nic\":\"%s\","
-        "\"num_qps\":%u,\"warps_per_qp\":%u,\"one_block\":%d,\"us_per_post\":%.3f,"
+        "\"num_qps\":%u,\"warps_per_qp\":%u,\"posters\":\"%s\",\"record\":%d,\"us_per_post\":%.3f,"
         "\"posts_per_s_per_qp\":%.0f,\"wqes_per_s\":%.0f,\"status\":%u}\n",
         name_of(kKind), name_of(where), kScope == Scope::kSys ? "sys" : "gpu", name_of(sink),
-        num_qps, warps_per_qp, is_of_one_block, us / posts_per_warp, posts / num_qps / us * 1e6,
+        num_qps, warps_per_qp, name_of(posters), has_record, us / posts_per_warp, posts / num_qps / us * 1e6,
         posts * kWqes<kKind> / us * 1e6, status);
     fflush(stdout);
 }
 
 template <Scope kScope> void run_scope(Bench& bench, Where where, bool is_quick) {
-    run_bell<kScope>(bench, where);
+    run_bell<kScope>(bench, where, true);
+    run_bell<kScope>(bench, where, false);
+    for (const bool has_record : {true, false}) {
+        run<kScope, Kind::kPutAdd>(bench, where, 1, 1, Sink::kNone, Posters::kOwner, has_record);
+        for (const Sink sink : {Sink::kNone, Sink::kKernel})
+            run<kScope, Kind::kPutSignal>(bench, where, 1, 1, sink, Posters::kOwner, has_record);
+        if (where == Where::kHost)
+            run<kScope, Kind::kPutSignal>(bench, where, 1, 1, Sink::kHost, Posters::kOwner,
+                                          has_record);
+    }
+    for (const uint32_t num_qps : {8u, 32u})
+        run<kScope, Kind::kPutSignal>(bench, where, num_qps, 1, Sink::kNone, Posters::kOwner,
+                                      false);
+    for (const Posters posters : {Posters::kAnyBlocks, Posters::kOneBlock})
+        for (const uint32_t warps : {1u, 4u})
+            run<kScope, Kind::kPutSignal>(bench, where, 1, warps, Sink::kNone, posters, false);
     run<kScope, Kind::kPutAdd>(bench, where, 1, 1, Sink::kNone);
     run<kScope, Kind::kPutSignal>(bench, where, 1, 1, Sink::kNone);
     run<kScope, Kind::kPutSignal>(bench, where, 1, 1, Sink::kKernel);
     for (const uint32_t warps : {2u, 4u, 8u, 16u, 32u})
         run<kScope, Kind::kPutSignal>(bench, where, 1, warps, Sink::kNone);
     for (const uint32_t warps : {1u, 2u, 4u, 8u, 16u})
-        run<kScope, Kind::kPutSignal>(bench, where, 1, warps, Sink::kNone, true);
+        run<kScope, Kind::kPutSignal>(bench, where, 1, warps, Sink::kNone, Posters::kOneBlock);
     if (is_quick)
         return;
     run<kScope, Kind::kPutSignal>(bench, where, 1, 8, Sink::kKernel);
@@ -329,7 +388,7 @@ template <Scope kScope> void run_scope(Bench& bench, Where where, bool is_quick)
     for (const uint32_t warps : {1u, 4u})
         run<kScope, Kind::kPairs>(bench, where, 1, warps, Sink::kNone);
     for (const uint32_t warps : {1u, 4u})
-        run<kScope, Kind::kLanes>(bench, where, 8, warps, Sink::kNone, true);
+        run<kScope, Kind::kLanes>(bench, where, 8, warps, Sink::kNone, Posters::kOneBlock);
     run<kScope, Kind::kLanes>(bench, where, 8, 4, Sink::kKernel);
     if (where == Where::kHost) {
         run<kScope, Kind::kPutSignal>(bench, where, 1, 1, Sink::kHost);

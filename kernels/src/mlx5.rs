@@ -9,6 +9,8 @@ pub use crate::abi::ErrorWord;
 pub const CQ_COLLAPSED: u32 = 1;
 /// `SY_MLX5_ONE_BLOCK`: whoever posts at the same time is of one thread block.
 pub const ONE_BLOCK: u32 = 2;
+/// `SY_MLX5_NO_RECORD`: the NIC goes by the doorbell register alone.
+pub const NO_RECORD: u32 = 4;
 
 /// `sy_mlx5_qp`: a send queue as those who post on it see it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -36,7 +38,7 @@ pub struct QueueHandle {
     pub sq_depth: u32,
     /// Completions; 1 if collapsed.
     pub cq_depth: u32,
-    /// [`CQ_COLLAPSED`] and [`ONE_BLOCK`].
+    /// [`CQ_COLLAPSED`], [`ONE_BLOCK`] and [`NO_RECORD`].
     pub flags: u32,
     /// Blocks that may wait for their doorbell.
     pub batch: u32,

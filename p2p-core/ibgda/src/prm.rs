@@ -33,6 +33,8 @@ pub struct Refused {
 pub enum CapabilityKind {
     /// `cmd_hca_cap`
     General,
+    /// `cmd_hca_cap_2`, where there is one
+    General2,
     /// `atomic_caps`
     Atomic,
     /// `roce_caps`
@@ -48,6 +50,8 @@ pub struct GeneralCapabilities {
     pub log_bf_reg_bytes: u8,
     /// Logarithm of the most basic blocks of a send queue.
     pub log_max_qp_blocks: u8,
+    /// Whether there is `cmd_hca_cap_2`.
+    pub has_general_2: bool,
 }
 
 /// What of `atomic_caps` is used.
@@ -99,6 +103,8 @@ pub struct QueuePairSpec {
     pub dbrec_umem_id: u32,
     /// First byte of the record in it.
     pub dbrec_offset: u64,
+    /// Whether the NIC reads the record for requests. Receives always have one.
+    pub has_send_record: bool,
     /// Page of doorbell registers.
     pub uar_page: u32,
     /// Comes back in completions.
@@ -176,6 +182,7 @@ pub fn query_capabilities(kind: CapabilityKind) -> [u8; ANSWER_BYTES] {
         CapabilityKind::General => 0,
         CapabilityKind::Atomic => 3,
         CapabilityKind::Roce => 4,
+        CapabilityKind::General2 => 0x20,
     };
     let mut command = [0; ANSWER_BYTES];
     set(&mut command, 0, 16, 0x100);
@@ -191,7 +198,18 @@ pub fn general_capabilities(answer: &[u8; CAPABILITY_BYTES]) -> GeneralCapabilit
         cqe_version: narrow(get(answer, CAPABILITY_BITS + 0x1fc, 4)),
         log_bf_reg_bytes: narrow(get(answer, CAPABILITY_BITS + 0x26b, 5)),
         log_max_qp_blocks: narrow(get(answer, CAPABILITY_BITS + 0x88, 8)),
+        has_general_2: get(answer, CAPABILITY_BITS + 0x20, 1) == 1,
     }
+}
+
+/// Reads from the answer to [`query_capabilities`] of [`CapabilityKind::General2`] whether there are queue pairs
+/// without a record for requests, `send_dbr_mode_no_dbr_ext`.
+///
+/// This place, `send_dbr_mode` of the context and [`REGISTER_ALONE_OFFSET`] are those of rdma-core's tests
+/// (`tests/mlx5_prm_structs.py`) and of DOCA's open library, not of `mlx5_ifc.h`.
+#[must_use]
+pub fn can_do_without_record(answer: &[u8; CAPABILITY_BYTES]) -> bool {
+    get(answer, CAPABILITY_BITS + 0x2e1, 1) == 1
 }
 
 /// Reads the answer to [`query_capabilities`] of atomic capabilities.
@@ -241,6 +259,7 @@ pub fn create_queue_pair(spec: &QueuePairSpec) -> [u8; CREATE_BYTES] {
     }
     set(&mut command, QPC + 0x51, 4, u32::from(spec.log_sq_blocks));
     set(&mut command, QPC + 0x68, 24, spec.uar_page);
+    set(&mut command, QPC + 0x80, 2, u32::from(!spec.has_send_record)); // send_dbr_mode
     set(&mut command, QPC + 0x88, 24, spec.user_index);
     set(&mut command, QPC + 0x3e8, 24, spec.cqn); // cqn_snd
     let cqn_receive = spec.receives.map_or(spec.cqn, |receives| receives.cqn);
@@ -395,6 +414,8 @@ const fn status_name(status: u8) -> &'static str {
     }
 }
 
+/// Where the doorbell of queue pairs without a record for requests lies in its page of registers.
+pub const REGISTER_ALONE_OFFSET: usize = 0x600;
 /// First bit of the capabilities in their answer.
 const CAPABILITY_BITS: usize = 0x80;
 /// First bit of the queue pair's context in its commands.

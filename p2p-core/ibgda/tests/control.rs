@@ -13,9 +13,9 @@ use std::sync::Arc;
 use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
 use ibgda::peer::DESCRIPTION_BYTES;
 use ibgda::{
-    HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, Posters, QueueConfig, QueuePath, ffi,
+    Doorbell, HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, Posters, QueueConfig, QueuePath, ffi,
 };
-use kernels::mlx5::{CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
+use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState, compile, has_headers, join};
 
 fn access() -> Arc<dyn Access> {
@@ -118,6 +118,34 @@ fn both_paths_give_connected_queues_that_kernels_can_use() {
             mock.settle();
         }
     }
+}
+
+/// The firmware is told so, the doorbell is another register of the same page, posters are told, and a reset
+/// changes none of it.
+#[test]
+fn queues_without_a_doorbell_record_ring_another_register() {
+    let Some(mock) = Mock::open() else { return };
+    mock.change(|state| *state = CLEAN);
+    let nic = mock.nic();
+    let with_record = pair(&nic, peer_config(QueuePath::Devx, 2));
+    let mut config = peer_config(QueuePath::Devx, 2);
+    config.queue.doorbell = Doorbell::RegisterAlone;
+    let (one, other) = pair(&nic, config);
+    let [one, other] = mock::rejoin([one, other]);
+    let (_, expected) = handle(&with_record.0);
+    for queue in handle(&one).1.into_iter().chain(handle(&other).1) {
+        let made = mock.queue(queue.qpn);
+        assert_eq!((made.send_dbr_mode, made.state), (1, 3));
+        assert_eq!(queue.flags, CQ_COLLAPSED | ONE_BLOCK | NO_RECORD);
+        assert_eq!(queue.doorbell, made.doorbell);
+        assert_eq!((queue.doorbell % 4096, expected[0].doorbell % 4096), (0x600, 0x800));
+        assert_ne!(queue.dbrec, 0);
+    }
+    for queue in expected {
+        assert_eq!(mock.queue(queue.qpn).send_dbr_mode, 0);
+    }
+    drop((one, other, with_record, nic));
+    mock.settle();
 }
 
 /// A place in the memory of a queue.
@@ -331,6 +359,34 @@ fn what_a_host_lacks_is_named() {
     let gid = NicConfig { gid_idx: Some(9), ..mock.config() };
     let text = Nic::open(&mock.libraries, &gid).unwrap_err().to_string();
     assert!(text.contains("no address of index 9"), "{text}");
+    mock.settle();
+
+    // Queues that do without a doorbell record.
+    let alone = |path| {
+        let mut config = peer_config(path, 1);
+        config.queue.doorbell = Doorbell::RegisterAlone;
+        config
+    };
+    let no_record: [Change; 2] = [|s| s.has_no_record = 0, |s| s.has_caps_2 = 0];
+    for change in no_record {
+        mock.change(|state| *state = CLEAN);
+        mock.change(change);
+        let nic = mock.nic();
+        let num_live = mock.get().num_live;
+        let refused = OpenPeer::open(&nic, &access(), alone(QueuePath::Devx));
+        let text = refused.unwrap_err().to_string();
+        let expected = "send_dbr_mode_no_dbr_ext is 0, expected 1: a newer NIC or firmware";
+        assert!(text.contains(expected) && text.contains("mlx5_7"), "{text}");
+        assert_eq!(mock.get().num_live, num_live);
+        drop(nic);
+        mock.settle();
+    }
+    mock.change(|state| *state = CLEAN);
+    let nic = mock.nic();
+    let refused = OpenPeer::open(&nic, &access(), alone(QueuePath::Plain));
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("`send_dbr_mode` is 1, expected 0: libibverbs makes no"), "{text}");
+    drop(nic);
     mock.settle();
 
     let devx: [(&str, Change); 3] = [
@@ -662,7 +718,7 @@ fn the_vendors_headers_agree_on_every_structure() {
         comp_mask = "comp_mask",
         dmabuf_fd = "dmabuf_fd"
     );
-    same!(Uar = "struct mlx5dv_devx_uar", page_id = "page_id", reg_addr = "reg_addr");
+    same!(Uar = "struct mlx5dv_devx_uar", page_id = "page_id", reg_addr = "reg_addr", base_addr = "base_addr");
     for (name, value) in [
         ("MLX5DV_CONTEXT_FLAGS_DEVX", u64::from(ffi::CONTEXT_FLAGS_DEVX)),
         ("MLX5DV_OBJ_QP", ffi::OBJ_QP),

@@ -159,7 +159,7 @@ fn a_device_says_everything_that_queues_depend_on() {
     assert_eq!((report.checks[0].name, &report.checks[0].found[..]), ("mlx5 devices", "mlx5_7"));
     let expected = [
         ("firmware", "28.39.1002, ConnectX-7 (part 0x1021)"),
-        ("DevX", "yes: queues may lie in GPU memory"),
+        ("DevX", "yes: queues may lie in GPU memory, doorbells may do without a record"),
         ("completion format", "cqe_version 1"),
         (
             "atomics",
@@ -199,7 +199,7 @@ fn a_device_says_everything_that_queues_depend_on() {
 fn what_a_device_lacks_is_named_with_what_to_do() {
     let Some(mock) = Mock::open() else { return };
     type Change = fn(&mut MockState);
-    let cases: [(&str, State, &str, Change); 16] = [
+    let cases: [(&str, State, &str, Change); 18] = [
         (
             "firmware",
             State::Missing,
@@ -209,6 +209,8 @@ fn what_a_device_lacks_is_named_with_what_to_do() {
             },
         ),
         ("DevX", State::Partial, "UCTX_EN=1", |s| s.has_devx = 0),
+        ("DevX", State::Present, "doorbells need a record", |s| s.has_no_record = 0),
+        ("DevX", State::Present, "doorbells need a record", |s| s.has_caps_2 = 0),
         ("DevX", State::Partial, "QUERY_HCA_CAP was refused with status 0x08", |s| {
             s.firmware_status = 8;
         }),

@@ -143,6 +143,53 @@ uint32_t signal_words(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint6
         });
 }
 
+// `num_groups` groups of `num_lanes` signals by who has the queue to itself, to a ring of `num_words` words:
+// one after the other is set to `value` and what follows it. Waits with each group until it is allowed, and
+// counts those that were posted.
+uint32_t own_signals(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint64_t value,
+                     uint64_t num_groups, uint32_t num_lanes, uint64_t num_words,
+                     const uint64_t* num_allowed, uint64_t* num_posted,
+                     const sy_mlx5_bound* bound) {
+    OwnedQueue<Scope::kSys> queue(*qp, *bound);
+    for (uint64_t group = 0; group < num_groups; ++group) {
+        while (__atomic_load_n(num_allowed, __ATOMIC_ACQUIRE) <= group)
+            pause_poll();
+        const Status status =
+            queue.post(num_lanes, [&](uint32_t lane_idx, const mlx5::Control& control) {
+                const uint64_t number = group * num_lanes + lane_idx;
+                const RemoteBuffer word{first + number % num_words * 8, rkey};
+                return mlx5::make_write_inline(control, word, value + number, 8);
+            });
+        if (status != SY_MLX5_OK)
+            return status;
+        __atomic_store_n(num_posted, group + 1, __ATOMIC_RELEASE);
+    }
+    return queue.quiet();
+}
+
+// One call of each kind by who has the queue to itself, which waits until it is complete.
+uint32_t own_move(const sy_mlx5_qp* qp, uint32_t kind, uint64_t local, uint32_t lkey,
+                  uint64_t remote, uint32_t rkey, uint64_t num_bytes, uint64_t word,
+                  uint64_t value, const sy_mlx5_bound* bound) {
+    OwnedQueue<Scope::kSys> queue(*qp, *bound);
+    const LocalBuffer here{local, lkey};
+    const RemoteBuffer there{remote, rkey}, flag{word, rkey};
+    const Status status = kind == 0   ? put_nbi(queue, here, there, num_bytes)
+                          : kind == 1 ? get_nbi(queue, here, there, num_bytes)
+                          : kind == 2 ? put_add_nbi(queue, here, there, num_bytes, flag, value)
+                          : kind == 3 ? put_signal_nbi(queue, here, there, num_bytes, flag, value)
+                          : kind == 4 ? amo_nonfetch_add(queue, flag, value)
+                                      : signal(queue, flag, value);
+    return status != SY_MLX5_OK ? status : quiet(queue);
+}
+
+uint32_t put_signal(const sy_mlx5_qp* qp, uint64_t local, uint32_t lkey, uint64_t remote,
+                    uint32_t rkey, uint64_t num_bytes, uint64_t word, uint64_t value,
+                    const sy_mlx5_bound* bound) {
+    return put_signal_nbi_warp(*qp, {local, lkey}, {remote, rkey}, num_bytes, {word, rkey}, value,
+                               *bound);
+}
+
 uint32_t take_imm(const sy_mlx5_rq* rq, Immediate* taken) {
     return try_receive(*rq, taken) ? 1 : 0;
 }
@@ -182,6 +229,8 @@ const void* const kTable[] = {
     reinterpret_cast<const void*>(decode_cqe),   reinterpret_cast<const void*>(check),
     reinterpret_cast<const void*>(nop),          reinterpret_cast<const void*>(take_imm),
     reinterpret_cast<const void*>(wait_imm),     reinterpret_cast<const void*>(check_receives),
+    reinterpret_cast<const void*>(own_signals),  reinterpret_cast<const void*>(own_move),
+    reinterpret_cast<const void*>(put_signal),
 };
 
 } // namespace

@@ -57,6 +57,10 @@ extern "C" __global__ void pass_the_turn(const __grid_constant__ Params p) {
     mlx5::pass_turn(p.qp, p.end);
 }
 
+extern "C" __global__ void announce_as_the_owner(const __grid_constant__ Params p) {
+    mlx5::announce<Scope::kSys>(p.qp, p.end);
+}
+
 extern "C" __global__ void wait_for_commands(const __grid_constant__ Params p) {
     *p.result = proxy::detail::wait_completed(p.peer, p.lane, p.end, SY_TAG_PROXY_ROOM);
 }

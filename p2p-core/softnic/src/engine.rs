@@ -102,7 +102,7 @@ impl Nic {
     fn take_doorbell(&mut self, qp: &mut Qp) -> bool {
         let record = || qp.dbrec.word32(4).map_or(0, |w| u32::from_be(w.load(Ordering::Acquire)));
         let word = match self.config.doorbell {
-            DoorbellMode::Record => doorbell_word(qp.qpn, u64::from(record())),
+            DoorbellMode::Record if qp.has_record => doorbell_word(qp.qpn, u64::from(record())),
             _ => qp.doorbell.word64(0).map_or(0, |word| word.load(Ordering::Acquire)),
         };
         if word == 0 {
@@ -132,6 +132,7 @@ impl Nic {
             violation = Some(Violation::Backwards { qpn, from: known, to: end });
             advance = 0;
         } else if self.config.doorbell == DoorbellMode::Checked
+            && qp.has_record
             && record.wrapping_sub(end) > 1 << 15
         {
             violation = Some(Violation::StaleRecord { qpn, doorbell: end, record });

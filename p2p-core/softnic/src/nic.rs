@@ -45,9 +45,9 @@ pub enum DoorbellMode {
     /// The doorbell register.
     #[default]
     Register,
-    /// The register; and a doorbell record that is behind it is a violation.
+    /// The register; and a doorbell record that is behind it is a violation, for queue pairs that have one.
     Checked,
-    /// The record alone, as a NIC that lost a doorbell does.
+    /// The record alone, as a NIC that lost a doorbell does; the register for queue pairs without one.
     Record,
 }
 

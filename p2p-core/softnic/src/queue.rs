@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use p2p_core::Region;
 
-use crate::abi::{CQ_COLLAPSED, QueueHandle, QueueState, ReceiveHandle, ReceiveState};
+use crate::abi::{CQ_COLLAPSED, NO_RECORD, QueueHandle, QueueState, ReceiveHandle, ReceiveState};
 use crate::cq::CqConfig;
 use crate::format::{
     BLOCK_BYTES, CQE_BYTES, CQE_FILL, MAX_MESSAGE_BYTES, RECEIVE_BYTES, empty_receive,
@@ -24,6 +24,8 @@ pub struct QueueSizes {
     pub sq_depth: u32,
     /// Whether all completions go to one entry.
     pub is_collapsed: bool,
+    /// Whether the NIC reads a doorbell record for requests.
+    pub has_record: bool,
     /// Receives for immediate data, a power of two, or 0.
     pub recv_depth: u32,
     /// Most bytes of one request.
@@ -35,6 +37,7 @@ impl Default for QueueSizes {
         Self {
             sq_depth: 128,
             is_collapsed: false,
+            has_record: true,
             recv_depth: 0,
             max_message_bytes: MAX_MESSAGE_BYTES,
         }
@@ -105,7 +108,8 @@ impl HostQueue {
             qpn,
             sq_depth: sizes.sq_depth,
             cq_depth,
-            flags: if sizes.is_collapsed { CQ_COLLAPSED } else { 0 },
+            flags: if sizes.is_collapsed { CQ_COLLAPSED } else { 0 }
+                | if sizes.has_record { 0 } else { NO_RECORD },
             batch: 128.min(sizes.sq_depth / 4),
             max_message_bytes: sizes.max_message_bytes,
             peer: 0,
@@ -146,6 +150,7 @@ impl HostQueue {
             sq_offset: 0,
             sq_depth: sizes.sq_depth,
             dbrec_offset: layout.dbrec,
+            has_record: sizes.has_record,
             doorbell_offset: layout.doorbell,
             doorbell_region: None,
             send_cq,

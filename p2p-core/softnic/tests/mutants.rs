@@ -5,9 +5,10 @@ mod common;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Rig, RigConfig, Wait, adversarial, fresh_seed, status};
+use common::{Groups, Rig, RigConfig, Wait, adversarial, fresh_seed, status};
 use softnic::format::{CQE_BYTES, Cqe, CqeKind, Syndrome};
 use softnic::{Access, Fault, NicConfig, QueueSizes};
+use softnic::abi::QueueState;
 use softnic_driver::{Driver, Immediate};
 
 /// Mutants that no run on a processor can catch, and why.
@@ -39,7 +40,7 @@ fn symptom(variant: &'static str) -> Option<Result<(), String>> {
         let config = RigConfig { variant, sizes, nic, recv_depth: RECV_DEPTH, target_access };
         let rig = Rig::new(config)?;
         let receiving = [receives, failed_receives, foreign_receives];
-        let stages = [order, failure, foreign, late_writer, stall, contention];
+        let stages = [order, failure, foreign, owner, owned_elsewhere, late_writer, stall, contention];
         for stage in receiving.into_iter().chain(stages) {
             let result = stage(&rig, limit);
             // What the NICs saw says more than what came of it.
@@ -193,6 +194,90 @@ fn failure(rig: &Rig, limit: Duration) -> Result<(), String> {
         status::COMPLETION => Ok(()),
         status::OK => Err("a failed request passed for a good one".to_owned()),
         other => call("quiet after a failure", other),
+    }
+}
+
+/// Who has the queue to itself and who shares it, in turn; then room and the end of service.
+fn owner(rig: &Rig, limit: Duration) -> Result<(), String> {
+    const WORDS: u64 = 64;
+    let wait = Wait::new(limit);
+    let mut next = 1;
+    for _ in 0..3 {
+        let groups = Groups::new(60, 5, WORDS);
+        call("posting as the owner", rig.own_signals(next, &groups, &wait))?;
+        for word in 0..WORDS {
+            let expected = next + 299 - (299 - word) % WORDS;
+            let found = rig.target_word(word as usize * 8).load(Ordering::Acquire);
+            if found != expected {
+                return Err(format!("word {word} is {found} behind the owner's quiet"));
+            }
+        }
+        next += 300;
+        call("sharing", rig.signal_words(WORDS, next, 2, &wait))?;
+        call("quiet", rig.quiet(&wait))?;
+        if rig.target_word(WORDS as usize * 8).load(Ordering::Acquire) != next {
+            return Err("what was posted behind the owner did not arrive".to_owned());
+        }
+    }
+    // The NIC stands still: the queue fills up, and a quiet does not return.
+    let qpn = rig.queue.qpn();
+    rig.client.lock().inject(Fault::Stall { qpn }).expect("the queue");
+    let groups = Groups::new(300, 1, 300);
+    let result = std::thread::scope(|scope| {
+        let posting = scope.spawn(|| rig.own_signals(1, &groups, &Wait::new(limit)));
+        while groups.num_posted.load(Ordering::Acquire) < 128 && !posting.is_finished() {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(Duration::from_millis(2));
+        let num_posted = groups.num_posted.load(Ordering::Acquire);
+        rig.client.lock().inject(Fault::Resume { qpn }).expect("the queue");
+        (posting.join().expect("the poster"), num_posted)
+    });
+    call("posting as the owner", result.0)?;
+    if result.1 != 128 {
+        return Err(format!("{} requests were posted on a queue of 128", result.1));
+    }
+    rig.client.lock().inject(Fault::Stall { qpn }).expect("the queue");
+    match rig.own_signals(1, &Groups::new(1, 1, 1), &Wait::new(Duration::from_millis(5))) {
+        status::TIMEOUT => {}
+        found => return Err(format!("quiet of a NIC that stands still: status {found}")),
+    }
+    rig.recover();
+    // Out of service behind the first group: the third is not posted.
+    let groups = Groups::new(6, 1, 6);
+    groups.num_allowed.store(1, Ordering::Release);
+    let found = std::thread::scope(|scope| {
+        let posting = scope.spawn(|| rig.own_signals(1, &groups, &Wait::new(limit)));
+        while groups.num_posted.load(Ordering::Acquire) < 1 && !posting.is_finished() {
+            std::thread::yield_now();
+        }
+        let error = rig.state_word(std::mem::offset_of!(QueueState, error));
+        error.store(u64::from(status::ABORTED), Ordering::Release);
+        groups.num_allowed.store(6, Ordering::Release);
+        posting.join().expect("the poster")
+    });
+    match (found, groups.num_posted.load(Ordering::Acquire)) {
+        (status::ABORTED, 2) => Ok(()),
+        found => Err(format!("{found:?} behind the end of service")),
+    }
+}
+
+/// Who shares the queue is in the middle of a group: it is nobody's own.
+fn owned_elsewhere(rig: &Rig, limit: Duration) -> Result<(), String> {
+    let gate = AtomicU32::new(0);
+    let found = std::thread::scope(|scope| {
+        let sharing = scope.spawn(|| rig.gated(0, 1, 1, Some(&gate), &Wait::new(limit)));
+        let begin = Instant::now();
+        while rig.queue.reserved() == 0 && !sharing.is_finished() && begin.elapsed() < limit {
+            std::thread::yield_now();
+        }
+        let found = rig.own_signals(5, &Groups::new(1, 1, 1), &Wait::new(limit / 8));
+        gate.store(1, Ordering::Relaxed);
+        (found, sharing.join().expect("the other"))
+    });
+    match found {
+        (status::ARGUMENT, shared) => call("sharing", shared),
+        (found, _) => Err(format!("a queue in the middle of a group was given away: {found}")),
     }
 }
 

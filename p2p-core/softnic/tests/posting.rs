@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{
-    PATIENCE, Rig, RigConfig, Wait, adversarial, fill, fresh_seed, mismatch, status, strict,
+    Groups, PATIENCE, Rig, RigConfig, Wait, adversarial, fill, fresh_seed, mismatch, status, strict,
 };
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use softnic::{Access, Fault, NicConfig, QueueSizes};
+use softnic::{Access, DoorbellMode, Fault, NicConfig, QueueSizes};
+use softnic_driver::OwnMove;
 
 /// Indices have 16 bits: so many requests take them through three wraps.
 const NUM_WRAPPING: u64 = 3 * 65_536 + 100;
@@ -59,6 +60,136 @@ fn wraps(sq_depth: u32) {
         assert_eq!(rig.queue.completed(), next);
         rig.assert_clean();
     }
+}
+
+/// Who has the queue to itself, and who shares it, in turn, through three wraps; with a record and without.
+#[test]
+fn counters_wrap_for_an_owner_too() {
+    const RING: u64 = 4096;
+    let mut rng = SmallRng::seed_from_u64(fresh_seed());
+    for (sq_depth, is_collapsed, has_record) in
+        [(128, true, true), (128, false, false), (1024, true, false)]
+    {
+        let sizes = QueueSizes { has_record, ..sizes(sq_depth, is_collapsed) };
+        let nic = NicConfig { keeps_trace: true, ..strict() };
+        let Some(rig) = Rig::new(RigConfig { sizes, nic, ..RigConfig::default() }) else { return };
+        let wait = Wait::patient();
+        let mut next = 0;
+        while next < NUM_WRAPPING {
+            let num_lanes = rng.random_range(1..=32);
+            // The ring begins with the first of them.
+            let groups = Groups::new(rng.random_range(1..=2000), num_lanes, RING);
+            assert_eq!(rig.own_signals(next, &groups, &wait), status::OK, "{:?}", wait.error());
+            let num = groups.num * u64::from(num_lanes);
+            for number in num.saturating_sub(RING)..num {
+                let found = rig.target_word((number % RING) as usize * 8).load(Ordering::Acquire);
+                assert_eq!(found, next + number);
+            }
+            next += num;
+            assert_eq!(rig.signal_words(0, next, 1, &wait), status::OK);
+            next += 1;
+            assert_eq!(rig.queue.reserved(), next);
+        }
+        assert_eq!(rig.quiet(&wait), status::OK);
+        assert_eq!(rig.queue.completed(), next);
+        let client = rig.client.lock();
+        let in_order = client.executed().iter().enumerate();
+        assert!(in_order.clone().count() as u64 == next);
+        for (position, request) in in_order {
+            assert_eq!(request.position, position as u64, "a gap or a repetition");
+        }
+        drop(client);
+        rig.assert_clean();
+    }
+}
+
+/// The NIC goes by the register alone: whoever posts leaves the record as it is.
+#[test]
+fn queues_without_a_record_go_by_their_register() {
+    for doorbell in [DoorbellMode::Register, DoorbellMode::Checked, DoorbellMode::Record] {
+        let sizes = QueueSizes { has_record: false, ..sizes(128, true) };
+        let nic = NicConfig { doorbell, ..strict() };
+        let Some(rig) = Rig::new(RigConfig { sizes, nic, ..RigConfig::default() }) else { return };
+        std::thread::scope(|scope| {
+            for warp in 0..4u64 {
+                let rig = &rig;
+                scope.spawn(move || {
+                    let wait = Wait::patient();
+                    for round in 0..500 {
+                        let word = warp * 500 + round;
+                        assert_eq!(rig.signal_words(word, word + 1, 1, &wait), status::OK);
+                    }
+                    assert_eq!(rig.quiet(&wait), status::OK);
+                });
+            }
+        });
+        for word in 0..2000 {
+            assert_eq!(rig.target_word(word * 8).load(Ordering::Acquire), word as u64 + 1);
+        }
+        // SAFETY: both words of the record, which lives as long as the queue; accessed atomically.
+        let record = unsafe { AtomicU64::from_ptr(rig.queue.handle().dbrec as *mut u64) };
+        assert_eq!(record.load(Ordering::Acquire), 0);
+        rig.assert_clean();
+    }
+}
+
+/// Each call of an owner does what the same one on a shared queue does.
+#[test]
+fn an_owner_puts_gets_and_adds() {
+    const LEN: usize = 40_000;
+    const WORD: usize = 512 << 10;
+    let sizes = QueueSizes { max_message_bytes: 3000, ..sizes(128, true) };
+    let nic = adversarial(fresh_seed());
+    let Some(rig) = Rig::new(RigConfig { nic, sizes, ..RigConfig::default() }) else { return };
+    let wait = Wait::patient();
+    let moved = |kind| rig.own_move(kind, 0, LEN as u64, WORD as u64, &wait);
+    let mut expected = 0;
+    for (round, kind) in [OwnMove::Put, OwnMove::PutAdd, OwnMove::PutSignal].into_iter().enumerate()
+    {
+        fill(&rig.source, 0, LEN, round as u64);
+        assert_eq!(moved(kind), status::OK, "{kind:?}");
+        assert_eq!(mismatch(&rig.target, 0, LEN, round as u64), None, "{kind:?}");
+        // A signal sets the word to 1 as well.
+        expected = if kind == OwnMove::Put { expected } else { 1 };
+        assert_eq!(rig.target_word(WORD).load(Ordering::Acquire), expected, "{kind:?}");
+    }
+    assert_eq!(moved(OwnMove::Add), status::OK);
+    assert_eq!(rig.target_word(WORD).load(Ordering::Acquire), 2);
+    assert_eq!(moved(OwnMove::Signal), status::OK);
+    assert_eq!(rig.target_word(WORD).load(Ordering::Acquire), 1);
+    fill(&rig.target, 0, LEN, 9);
+    assert_eq!(moved(OwnMove::Get), status::OK);
+    assert_eq!(mismatch(&rig.source, 0, LEN, 9), None);
+    for kind in [OwnMove::PutAdd, OwnMove::PutSignal, OwnMove::Add, OwnMove::Signal] {
+        let found = rig.own_move(kind, 0, 8, WORD as u64 + 4, &wait);
+        assert_eq!(found, status::ARGUMENT, "{kind:?} of a word that is not aligned");
+    }
+    // The same of a queue that is shared.
+    fill(&rig.source, 0, LEN, 10);
+    assert_eq!(rig.put_signal(0, LEN as u64, WORD as u64, 77, &wait), status::OK);
+    assert_eq!(rig.quiet(&wait), status::OK);
+    assert_eq!(mismatch(&rig.target, 0, LEN, 10), None);
+    assert_eq!(rig.target_word(WORD).load(Ordering::Acquire), 77);
+    assert_eq!(rig.put_signal(0, 8, WORD as u64 + 4, 1, &wait), status::ARGUMENT);
+    rig.assert_clean();
+}
+
+/// What a request of the owner ends with is said by the quiet behind it, and by every later call.
+#[test]
+fn an_owner_learns_of_a_failed_request() {
+    let Some(rig) = Rig::new(RigConfig::default()) else { return };
+    let (qpn, syndrome) = (rig.queue.qpn(), softnic::format::Syndrome::RemoteAccess);
+    rig.client.lock().inject(Fault::Fail { qpn, nth: 3, syndrome }).unwrap();
+    let wait = Wait::patient();
+    assert_eq!(rig.own_signals(1, &Groups::new(8, 1, 8), &wait), status::COMPLETION);
+    assert_eq!(wait.error().tag, 35);
+    assert_eq!(rig.target_word(16).load(Ordering::Acquire), 3);
+    assert_eq!(rig.target_word(24).load(Ordering::Acquire), 0);
+    let groups = Groups::new(1, 1, 1);
+    assert_eq!(rig.own_signals(9, &groups, &Wait::patient()), status::COMPLETION);
+    assert_eq!(groups.num_posted.load(Ordering::Relaxed), 0);
+    rig.recover();
+    assert_eq!(rig.own_signals(9, &Groups::new(1, 1, 1), &Wait::patient()), status::OK);
 }
 
 #[test]
@@ -211,7 +342,7 @@ fn a_lost_doorbell_is_made_good_by_the_next_one() {
 
 #[test]
 fn a_nic_that_reads_the_record_alone_finds_everything() {
-    let nic = NicConfig { doorbell: softnic::DoorbellMode::Record, ..strict() };
+    let nic = NicConfig { doorbell: DoorbellMode::Record, ..strict() };
     let Some(rig) = Rig::new(RigConfig { nic, ..RigConfig::default() }) else { return };
     let wait = Wait::patient();
     for word in 0..500 {

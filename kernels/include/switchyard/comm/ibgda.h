@@ -11,11 +11,13 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/mlx5/owned_queue.h"
 #include "switchyard/comm/mlx5/send_queue.h"
 
 namespace switchyard::comm {
 
 using mlx5::LocalBuffer;
+using mlx5::OwnedQueue;
 using mlx5::RemoteBuffer;
 using mlx5::Status;
 
@@ -34,20 +36,33 @@ SY_DEVICE LocalBuffer scratch_of(const sy_mlx5_qp& qp) { return {qp.scratch, qp.
 // Beyond any memory that can be registered: a longer length is a difference that went below 0.
 constexpr uint64_t kMaxMoveBytes = uint64_t{1} << 48;
 
+// A queue that others may post on at the same time, as something to post on: so is an OwnedQueue.
+template <Scope kScope, class Group> struct SharedQueue {
+    const sy_mlx5_qp& qp;
+    const sy_mlx5_bound& bound;
+
+    template <class Build> SY_DEVICE Status post(uint32_t num_wqes, Build&& build) const {
+        return mlx5::post<kScope, Group>(qp, bound, num_wqes, static_cast<Build&&>(build));
+    }
+};
+
 // Moves `num_bytes` in as few requests as their largest size allows, and posts `num_more` further
 // ones made by `more(idx, control)` in the same group as the last of them.
-template <Scope kScope, class Group, class Make, class More>
-SY_DEVICE Status move(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, const LocalBuffer& local,
-                      const RemoteBuffer& remote, uint64_t num_bytes, Make&& make,
-                      uint32_t num_more, More&& more) {
+template <class Queue, class Make, class More>
+SY_DEVICE Status move(Queue&& queue, const LocalBuffer& local, const RemoteBuffer& remote,
+                      uint64_t num_bytes, Make&& make, uint32_t num_more, More&& more) {
     // NOTES: also keeps the sums below from wrapping, which would take a length of almost 2^64 for none:
     // nothing would be put, and the add behind it would say that it was.
     if (num_bytes > kMaxMoveBytes)
         return SY_MLX5_ARGUMENT;
-    const uint64_t chunk_bytes = qp.max_message_bytes;
+    const uint64_t chunk_bytes = queue.qp.max_message_bytes;
     uint64_t begin = 0;
     do {
-        const uint64_t num_left = (num_bytes - begin + chunk_bytes - 1) / chunk_bytes;
+        // A division costs as much as all else of a request.
+        const uint64_t num_left_bytes = num_bytes - begin;
+        const uint64_t num_left = SY_UNLIKELY(num_left_bytes > chunk_bytes)
+                                      ? (num_left_bytes + chunk_bytes - 1) / chunk_bytes
+                                      : num_left_bytes != 0;
         // One lane per request.
         const uint32_t room = 32 - num_more;
         const uint32_t num_chunks = num_left < room ? static_cast<uint32_t>(num_left) : room;
@@ -55,8 +70,8 @@ SY_DEVICE Status move(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, const Lo
         const uint32_t num_wqes = num_chunks + (is_last ? num_more : 0);
         if (num_wqes == 0)
             return SY_MLX5_OK;
-        const Status status = mlx5::post<kScope, Group>(
-            qp, bound, num_wqes, [&](uint32_t lane_idx, const mlx5::Control& control) {
+        const Status status =
+            queue.post(num_wqes, [&](uint32_t lane_idx, const mlx5::Control& control) {
                 if (lane_idx >= num_chunks)
                     return more(lane_idx - num_chunks, control);
                 const uint64_t offset = begin + lane_idx * chunk_bytes;
@@ -92,6 +107,58 @@ struct MakeNone {
     }
 };
 
+template <class Queue>
+SY_DEVICE Status put(Queue&& queue, const LocalBuffer& local, const RemoteBuffer& remote,
+                     uint64_t num_bytes) {
+    return move(queue, local, remote, num_bytes, MakeWrite{}, 0, MakeNone{});
+}
+
+template <class Queue>
+SY_DEVICE Status get(Queue&& queue, const LocalBuffer& local, const RemoteBuffer& remote,
+                     uint64_t num_bytes) {
+    return move(queue, local, remote, num_bytes, MakeRead{}, 0, MakeNone{});
+}
+
+template <class Queue>
+SY_DEVICE Status put_add(Queue&& queue, const LocalBuffer& local, const RemoteBuffer& remote,
+                         uint64_t num_bytes, const RemoteBuffer& counter, uint64_t value) {
+    if (counter.address % 8 != 0)
+        return SY_MLX5_ARGUMENT;
+    return move(queue, local, remote, num_bytes, MakeWrite{}, 1,
+                [&](uint32_t, const mlx5::Control& control) {
+                    return mlx5::make_fetch_add(control, scratch_of(queue.qp), counter, value);
+                });
+}
+
+template <class Queue>
+SY_DEVICE Status put_signal(Queue&& queue, const LocalBuffer& local, const RemoteBuffer& remote,
+                            uint64_t num_bytes, const RemoteBuffer& word, uint64_t value) {
+    if (word.address % 8 != 0)
+        return SY_MLX5_ARGUMENT;
+    return move(queue, local, remote, num_bytes, MakeWrite{}, 1,
+                [&](uint32_t, const mlx5::Control& control) {
+                    return mlx5::make_write_inline(control, word, value, 8);
+                });
+}
+
+template <class Queue>
+SY_DEVICE Status add(Queue&& queue, const RemoteBuffer& counter, uint64_t value) {
+    if (counter.address % 8 != 0)
+        return SY_MLX5_ARGUMENT;
+    return queue.post(1, [&](uint32_t, const mlx5::Control& control) {
+        return mlx5::make_fetch_add(control, scratch_of(queue.qp), counter, value);
+    });
+}
+
+template <class Queue>
+SY_DEVICE Status set(Queue&& queue, const RemoteBuffer& word, uint64_t value) {
+    if (word.address % 8 != 0)
+        return SY_MLX5_ARGUMENT;
+    return queue.post(1, [&](uint32_t, const mlx5::Control& control) {
+        return mlx5::make_write_inline(control, word, value, 8);
+    });
+}
+
 } // namespace detail
 
 // Starts a copy of local memory to the peer. The source may be reused after a quiet.
@@ -101,8 +168,7 @@ template <Scope kScope = Scope::kSys, class Group = Warp>
 SY_DEVICE Status put_nbi_warp(const sy_mlx5_qp& qp, const LocalBuffer& local,
                               const RemoteBuffer& remote, uint64_t num_bytes,
                               const sy_mlx5_bound& bound) {
-    return detail::move<kScope, Group>(qp, bound, local, remote, num_bytes, detail::MakeWrite{}, 0,
-                                       detail::MakeNone{});
+    return detail::put(detail::SharedQueue<kScope, Group>{qp, bound}, local, remote, num_bytes);
 }
 
 // Starts a copy of the peer's memory to `local`, which is complete after a quiet.
@@ -110,8 +176,7 @@ template <Scope kScope = Scope::kSys, class Group = Warp>
 SY_DEVICE Status get_nbi_warp(const sy_mlx5_qp& qp, const LocalBuffer& local,
                               const RemoteBuffer& remote, uint64_t num_bytes,
                               const sy_mlx5_bound& bound) {
-    return detail::move<kScope, Group>(qp, bound, local, remote, num_bytes, detail::MakeRead{}, 0,
-                                       detail::MakeNone{});
+    return detail::get(detail::SharedQueue<kScope, Group>{qp, bound}, local, remote, num_bytes);
 }
 
 // A put and an add to a 64-bit counter of the peer behind it, with one reservation and one
@@ -121,24 +186,26 @@ SY_DEVICE Status put_add_nbi_warp(const sy_mlx5_qp& qp, const LocalBuffer& local
                                   const RemoteBuffer& remote, uint64_t num_bytes,
                                   const RemoteBuffer& counter, uint64_t value,
                                   const sy_mlx5_bound& bound) {
-    if (counter.address % 8 != 0)
-        return SY_MLX5_ARGUMENT;
-    return detail::move<kScope, Group>(qp, bound, local, remote, num_bytes, detail::MakeWrite{}, 1,
-                                       [&](uint32_t, const mlx5::Control& control) {
-                                           return mlx5::make_fetch_add(
-                                               control, detail::scratch_of(qp), counter, value);
-                                       });
+    return detail::put_add(detail::SharedQueue<kScope, Group>{qp, bound}, local, remote, num_bytes,
+                           counter, value);
+}
+
+// A put and a word of the peer that has one writer behind it, see signal, with one reservation and one
+// doorbell.
+template <Scope kScope = Scope::kSys, class Group = Warp>
+SY_DEVICE Status put_signal_nbi_warp(const sy_mlx5_qp& qp, const LocalBuffer& local,
+                                     const RemoteBuffer& remote, uint64_t num_bytes,
+                                     const RemoteBuffer& word, uint64_t value,
+                                     const sy_mlx5_bound& bound) {
+    return detail::put_signal(detail::SharedQueue<kScope, Group>{qp, bound}, local, remote,
+                              num_bytes, word, value);
 }
 
 // Adds to a 64-bit counter of the peer, after everything that was put on this queue before.
 template <Scope kScope = Scope::kSys>
 SY_DEVICE Status amo_nonfetch_add(const sy_mlx5_qp& qp, const RemoteBuffer& counter, uint64_t value,
                                   const sy_mlx5_bound& bound) {
-    if (counter.address % 8 != 0)
-        return SY_MLX5_ARGUMENT;
-    return mlx5::post<kScope, Thread>(qp, bound, 1, [&](uint32_t, const mlx5::Control& control) {
-        return mlx5::make_fetch_add(control, detail::scratch_of(qp), counter, value);
-    });
+    return detail::add(detail::SharedQueue<kScope, Thread>{qp, bound}, counter, value);
 }
 
 // The same for a 32-bit counter.
@@ -171,11 +238,7 @@ SY_DEVICE Status amo_nonfetch_add_fields(const sy_mlx5_qp& qp, const RemoteBuffe
 template <Scope kScope = Scope::kSys>
 SY_DEVICE Status signal(const sy_mlx5_qp& qp, const RemoteBuffer& word, uint64_t value,
                         const sy_mlx5_bound& bound) {
-    if (word.address % 8 != 0)
-        return SY_MLX5_ARGUMENT;
-    return mlx5::post<kScope, Thread>(qp, bound, 1, [&](uint32_t, const mlx5::Control& control) {
-        return mlx5::make_write_inline(control, word, value, 8);
-    });
+    return detail::set(detail::SharedQueue<kScope, Thread>{qp, bound}, word, value);
 }
 
 // A put whose arrival the peer finds in its completion queue, with `imm`; it needs a posted
@@ -209,6 +272,50 @@ SY_DEVICE Status quiet_gets(const sy_mlx5_qp& qp, const LocalBuffer& local,
             return mlx5::make_dump(control, local, 1);
         });
     return status != SY_MLX5_OK ? status : mlx5::quiet<kScope>(qp, bound);
+}
+
+// The same on a queue that the caller's warp, or thread, has to itself (owned_queue.h): all lanes make each
+// call. One that posts one row after the other spends half as much on a post.
+template <Scope kScope, class Group>
+SY_DEVICE Status put_nbi(OwnedQueue<kScope, Group>& queue, const LocalBuffer& local,
+                         const RemoteBuffer& remote, uint64_t num_bytes) {
+    return detail::put(queue, local, remote, num_bytes);
+}
+
+template <Scope kScope, class Group>
+SY_DEVICE Status get_nbi(OwnedQueue<kScope, Group>& queue, const LocalBuffer& local,
+                         const RemoteBuffer& remote, uint64_t num_bytes) {
+    return detail::get(queue, local, remote, num_bytes);
+}
+
+template <Scope kScope, class Group>
+SY_DEVICE Status put_add_nbi(OwnedQueue<kScope, Group>& queue, const LocalBuffer& local,
+                             const RemoteBuffer& remote, uint64_t num_bytes,
+                             const RemoteBuffer& counter, uint64_t value) {
+    return detail::put_add(queue, local, remote, num_bytes, counter, value);
+}
+
+template <Scope kScope, class Group>
+SY_DEVICE Status put_signal_nbi(OwnedQueue<kScope, Group>& queue, const LocalBuffer& local,
+                                const RemoteBuffer& remote, uint64_t num_bytes,
+                                const RemoteBuffer& word, uint64_t value) {
+    return detail::put_signal(queue, local, remote, num_bytes, word, value);
+}
+
+template <Scope kScope, class Group>
+SY_DEVICE Status amo_nonfetch_add(OwnedQueue<kScope, Group>& queue, const RemoteBuffer& counter,
+                                  uint64_t value) {
+    return detail::add(queue, counter, value);
+}
+
+template <Scope kScope, class Group>
+SY_DEVICE Status signal(OwnedQueue<kScope, Group>& queue, const RemoteBuffer& word,
+                        uint64_t value) {
+    return detail::set(queue, word, value);
+}
+
+template <Scope kScope, class Group> SY_DEVICE Status quiet(OwnedQueue<kScope, Group>& queue) {
+    return queue.quiet();
 }
 
 // The same towards a peer's slot. `lane` is whatever goes one way: a block's index.

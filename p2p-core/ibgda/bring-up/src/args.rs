@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use ibgda::QueuePath;
+use ibgda::{Doorbell, QueuePath};
 use kernels::gpu::DeviceName;
 
 use crate::stage::{Stage, parse_range};
@@ -55,6 +55,10 @@ pub(crate) struct Options {
     /// Who makes the queue pairs: libibverbs in host memory, or commands to the firmware.
     #[arg(long, value_enum, default_value = "plain")]
     pub(crate) path: PathName,
+    /// What tells the NIC of requests: a register and a record in memory, or a register alone, which newer NICs
+    /// have; that needs `--path devx`.
+    #[arg(long, value_enum, default_value = "record")]
+    pub(crate) doorbell: DoorbellName,
     /// Queue pairs.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) queues: u32,
@@ -121,6 +125,21 @@ impl From<PathName> for QueuePath {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DoorbellName {
+    Record,
+    Register,
+}
+
+impl From<DoorbellName> for Doorbell {
+    fn from(name: DoorbellName) -> Self {
+        match name {
+            DoorbellName::Record => Self::WithRecord,
+            DoorbellName::Register => Self::RegisterAlone,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum QueueMemory {
     Host,
     Gpu,
@@ -131,6 +150,9 @@ impl Options {
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.queue_memory == QueueMemory::Gpu && self.path == PathName::Plain {
             return Err("`--queue-memory gpu` needs `--path devx`: libibverbs makes queues in the host's memory".to_owned());
+        }
+        if self.doorbell == DoorbellName::Register && self.path == PathName::Plain {
+            return Err("`--doorbell register` needs `--path devx`: libibverbs makes queues with a doorbell record".to_owned());
         }
         if self.software_nic && matches!(self.gpu, Some(DeviceName::Cuda(_))) {
             return Err("`--software-nic` reaches memory of the processor only: use it with `--gpu emulated:N` of a build with `--features emulated`, or without a GPU".to_owned());

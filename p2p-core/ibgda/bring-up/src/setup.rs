@@ -13,7 +13,7 @@ use ibgda::{
 use kernels::gpu::Gpu;
 use softnic_driver::Driver;
 
-use crate::args::{Options, QueueMemory};
+use crate::args::{DoorbellName, Options, QueueMemory};
 use crate::exchange::{Channel, Hello};
 use crate::memory::{SLOT_BYTES, SlotAccess};
 use crate::post::Poster;
@@ -196,6 +196,7 @@ impl<'a> Setup<'a> {
             queue: QueueConfig {
                 path,
                 depth: options.depth,
+                doorbell: options.doorbell.into(),
                 num_receives: NUM_RECEIVES,
                 ..QueueConfig::default()
             },
@@ -207,7 +208,11 @@ impl<'a> Setup<'a> {
             QueuePath::Plain => "by libibverbs, completions in a ring",
             QueuePath::Devx => "by commands to the firmware, completions collapsed",
         };
-        Ok((open, format!("{} of depth {}, {how}", options.queues, options.depth)))
+        let record = match options.doorbell {
+            DoorbellName::Record => "",
+            DoorbellName::Register => ", doorbells by the register alone",
+        };
+        Ok((open, format!("{} of depth {}, {how}{record}", options.queues, options.depth)))
     }
 
     /// What the stage `fused` needs. Its queues are made in the stage itself.
@@ -220,7 +225,8 @@ impl<'a> Setup<'a> {
         let access = GpuAccess::new(gpu.clone(), queues).with_slots(Place::Gpu);
         let access = if options.software_nic { access.with_software_nic() } else { access };
         let path = QueuePath::from(options.path);
-        let queue = QueueConfig { path, depth: options.depth, ..QueueConfig::default() };
+        let doorbell = options.doorbell.into();
+        let queue = QueueConfig { path, doorbell, depth: options.depth, ..QueueConfig::default() };
         Fused { nic: Arc::clone(nic), gpu, access: Arc::new(access), queue, place }
     }
 

@@ -49,11 +49,20 @@ fn every_stage_passes_on_both_paths() {
     if !can_post() {
         return;
     }
-    for (path, queues) in [("plain", "3"), ("devx", "2"), ("plain", "1")] {
+    let ways = [
+        ("plain", "record", "3"),
+        ("devx", "record", "2"),
+        ("devx", "register", "2"),
+        ("plain", "record", "1"),
+    ];
+    for (path, doorbell, queues) in ways {
         let options = ["--json", "--software-nic", "--path", path, "--queues", queues];
+        let options = [&options[..], &["--doorbell", doorbell]].concat();
         let [listener, connector] = pair(&options);
         for side in [&listener, &connector] {
             assert_eq!(side.code, Some(0), "{path}: {}\n{}", side.out, side.err);
+            let is_alone = side.detail("queues").ends_with(", doorbells by the register alone");
+            assert_eq!(is_alone, doorbell == "register", "{}", side.detail("queues"));
             let mut expected: Vec<_> =
                 STAGES.iter().map(|stage| ((*stage).to_owned(), "ok".to_owned())).collect();
             expected.push(("fused".to_owned(), "left out".to_owned()));
@@ -101,11 +110,15 @@ fn a_gpu_posts_whole_layers_on_both_paths() {
     if !can_post() {
         return;
     }
-    for (path, memory, queues) in
-        [("plain", "host", "2"), ("devx", "host", "1"), ("devx", "gpu", "3")]
-    {
+    let ways = [
+        ("plain", "record", "host", "2"),
+        ("devx", "record", "host", "1"),
+        ("devx", "register", "gpu", "3"),
+    ];
+    for (path, doorbell, memory, queues) in ways {
         let common = ["--json", "--software-nic", "--path", path, "--queues", queues];
-        let options = [&common[..], &["--queue-memory", memory, "--stage", "fused"]].concat();
+        let stage = ["--doorbell", doorbell, "--queue-memory", memory, "--stage", "fused"];
+        let options = [&common[..], &stage].concat();
         // Each side has a GPU of its own, which does not reach the other's memory.
         let (listener, address) = listen(&[&options[..], &["--gpu", "emulated:0"]].concat());
         let connector = connect(address, &[&options[..], &["--gpu", "emulated:9"]].concat()).end();
@@ -308,8 +321,9 @@ fn what_a_host_lacks_is_named_with_status_3() {
 
 #[test]
 fn wrong_usage_has_status_2() {
-    let cases: [(&[&str], &str); 10] = [
+    let cases: [(&[&str], &str); 11] = [
         (&["listen", "--queue-memory", "gpu"], "needs `--path devx`"),
+        (&["listen", "--doorbell", "register"], "needs `--path devx`"),
         (&["listen", "--software-nic", "--gpu", "0"], "`--gpu emulated:N`"),
         (&[], "Usage"),
         (&["connect"], "<ADDRESS>"),

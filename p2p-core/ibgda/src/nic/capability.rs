@@ -161,6 +161,18 @@ impl Capabilities {
         Err(self.lacks("log_max_qp_sz", found, "at least the logarithm of the queue's depth"))
     }
 
+    /// Whether DevX makes queue pairs without a doorbell record for requests.
+    ///
+    /// # Errors
+    /// [`NicError::Capability`].
+    pub fn check_register_alone(&self, caps: &DevxCapabilities) -> Result<(), NicError> {
+        if caps.can_do_without_record {
+            return Ok(());
+        }
+        let expected = "1: a newer NIC or firmware; until then queues need `Doorbell::WithRecord`";
+        Err(self.lacks("send_dbr_mode_no_dbr_ext", "0".to_owned(), expected))
+    }
+
     /// Operations of `needed`, of 4 and 8 bytes.
     fn check_atomics(&self, atomic: &AtomicCapabilities, needed: u16) -> Result<(), NicError> {
         if atomic.operations & needed != needed {
@@ -193,9 +205,12 @@ pub(super) fn query_devx(
         send_command(libraries, context, device, "QUERY_HCA_CAP", &command, &mut answer)
             .map(|()| answer)
     };
+    let general = prm::general_capabilities(&query(CapabilityKind::General)?);
     Ok(DevxCapabilities {
-        general: prm::general_capabilities(&query(CapabilityKind::General)?),
+        general,
         atomic: prm::atomic_capabilities(&query(CapabilityKind::Atomic)?),
+        can_do_without_record: general.has_general_2
+            && prm::can_do_without_record(&query(CapabilityKind::General2)?),
     })
 }
 

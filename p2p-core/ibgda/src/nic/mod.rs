@@ -173,6 +173,8 @@ pub struct DevxCapabilities {
     pub general: GeneralCapabilities,
     /// Atomic.
     pub atomic: AtomicCapabilities,
+    /// Whether there are queue pairs without a doorbell record for requests.
+    pub can_do_without_record: bool,
 }
 
 /// The port's address and limits.

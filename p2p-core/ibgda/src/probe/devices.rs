@@ -89,7 +89,10 @@ fn firmware(caps: &Capabilities) -> Check {
 fn devx(caps: &Capabilities) -> Check {
     let name = "DevX";
     match &caps.devx {
-        Ok(_) => present(name, "yes: queues may lie in GPU memory".to_owned()),
+        Ok(caps) => {
+            let record = if caps.can_do_without_record { "may do without" } else { "need" };
+            present(name, format!("yes: queues may lie in GPU memory, doorbells {record} a record"))
+        }
         Err(reason) => {
             let remedy = format!("{DEVX_ADVICE} (`mlxconfig -d DEVICE set UCTX_EN=1`)");
             partial(name, format!("{reason}; queues stay in host memory"), Some(&remedy))

@@ -1,6 +1,6 @@
 //! Whether posters can use what they are given, decided before they are.
 
-use kernels::mlx5::{CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle, ReceiveHandle};
+use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, ONE_BLOCK, PeerHandle, QueueHandle, ReceiveHandle};
 
 use super::{BLOCK_BYTES, CQE_BYTES, MAX_DEPTH, MAX_MESSAGE_BYTES, MAX_RECEIVES, MIN_DEPTH};
 
@@ -17,7 +17,7 @@ pub fn check_queue(queue: &QueueHandle) -> Option<&'static str> {
         queue.cq_depth >= queue.sq_depth && queue.cq_depth.is_power_of_two()
     };
     let checks = [
-        (queue.flags & !(CQ_COLLAPSED | ONE_BLOCK) == 0, "flags has unknown bits"),
+        (queue.flags & !(CQ_COLLAPSED | ONE_BLOCK | NO_RECORD) == 0, "flags has unknown bits"),
         ((MIN_DEPTH..=MAX_DEPTH).contains(&queue.sq_depth), "sq_depth is not from 128 to 32768"),
         (queue.sq_depth.is_power_of_two(), "sq_depth is not a power of two"),
         (

@@ -5,12 +5,12 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use kernels::mlx5::{CQ_COLLAPSED, QueueHandle, ReceiveHandle};
+use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, QueueHandle, ReceiveHandle};
 
 use super::receive::{OfReceives, Piece, Pieces, ReceiveQueue};
 use super::{
-    BLOCK_BYTES, CQE_BYTES, CQE_FILL, DBREC_BYTES, LOG_MAX_READS, QueueConfig, QueueError,
-    RECEIVE_BYTES, RNR_RETRIES, RemoteQueue,
+    BLOCK_BYTES, CQE_BYTES, CQE_FILL, DBREC_BYTES, Doorbell, LOG_MAX_READS, QueueConfig,
+    QueueError, RECEIVE_BYTES, RNR_RETRIES, RemoteQueue,
 };
 use crate::access::{
     ALIGN_BYTES, Access, AccessError, HostRange, MappedPart, PAGE_BYTES, Part, Place, Plan,
@@ -84,10 +84,23 @@ impl UarOwner {
             .ok_or_else(|| nic.last_error("mlx5dv_devx_alloc_uar", DEVX_ADVICE))
     }
 
-    fn register(&self) -> (Option<NonNull<u8>>, u32) {
+    /// The doorbell's address and the page's number.
+    fn register(&self, doorbell: Doorbell) -> Result<(NonNull<u8>, u32), QueueError> {
         // SAFETY: allocated until drop.
         let uar = unsafe { self.uar.as_ref() };
-        (NonNull::new(uar.reg_addr.cast()), uar.page_id)
+        let (what, found) = match doorbell {
+            Doorbell::WithRecord => ("uar.reg_addr", NonNull::new(uar.reg_addr.cast::<u8>())),
+            // SAFETY: every kind of register lies in a page, whose doorbells begin at 0x600.
+            Doorbell::RegisterAlone => (
+                "uar.base_addr",
+                NonNull::new(uar.base_addr.cast::<u8>())
+                    .map(|base| unsafe { base.add(prm::REGISTER_ALONE_OFFSET) }),
+            ),
+        };
+        let device = || self.nic.name().to_owned();
+        found
+            .map(|address| (address, uar.page_id))
+            .ok_or_else(|| QueueError::Layout { device: device(), what, found: 0, expected: "an address" })
     }
 }
 
@@ -113,19 +126,16 @@ pub(super) fn create(
     let caps = nic.devx()?;
     let layout = Layout::new(config);
     nic.capabilities().check_depth(&caps, config.depth.max(layout.rq_depth))?;
+    if config.doorbell == Doorbell::RegisterAlone {
+        nic.capabilities().check_register_alone(&caps)?;
+    }
     let log = |depth: u32| u8::try_from(depth.trailing_zeros()).unwrap_or(u8::MAX);
     layout.clear(&memory)?;
     layout.clear_receives(&memory)?;
     // SAFETY: the queue owns the memory longer than the registration.
     let umem = unsafe { nic.register_umem(memory.address(), memory.bytes(), memory.dma_buf()) }?;
     let uar = UarOwner::new(nic)?;
-    let (register, uar_page) = uar.register();
-    let register = register.ok_or_else(|| QueueError::Layout {
-        device: nic.name().to_owned(),
-        what: "uar.reg_addr",
-        found: 0,
-        expected: "an address",
-    })?;
+    let (register, uar_page) = uar.register(config.doorbell)?;
     // SAFETY: the page stays until the mapping, which is dropped first, is gone.
     let mapped =
         unsafe { nic.pages().map(access, register, DBREC_BYTES as usize, HostRange::Register) }?;
@@ -172,6 +182,7 @@ pub(super) fn create(
         offset: 0,
         dbrec_umem_id: umem.id(),
         dbrec_offset: layout.dbrec,
+        has_send_record: config.doorbell == Doorbell::WithRecord,
         uar_page,
         user_index: 0,
     });
@@ -187,7 +198,10 @@ pub(super) fn create(
         sq_depth: config.depth,
         // Posters see one entry, wherever the firmware counts to.
         cq_depth: 1,
-        flags: CQ_COLLAPSED,
+        flags: match config.doorbell {
+            Doorbell::WithRecord => CQ_COLLAPSED,
+            Doorbell::RegisterAlone => CQ_COLLAPSED | NO_RECORD,
+        },
         ..QueueHandle::default()
     };
     let of_receives = recv_cq.as_ref().map(|_| {

@@ -48,6 +48,16 @@ pub enum Posters {
     OneBlock,
 }
 
+/// How the NIC learns of requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Doorbell {
+    /// By the register, and by a record in memory if it lost that. Every NIC has it.
+    WithRecord,
+    /// By a register that loses nothing, so that a doorbell costs one fence of the system in place of two. NICs
+    /// that say `send_dbr_mode_no_dbr_ext`, on [`QueuePath::Devx`].
+    RegisterAlone,
+}
+
 /// Size and limits of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueConfig {
@@ -60,6 +70,8 @@ pub struct QueueConfig {
     pub batch: u32,
     /// Who posts at the same time.
     pub posters: Posters,
+    /// How the NIC learns of requests.
+    pub doorbell: Doorbell,
     /// Most bytes of one request, at most 1 GiB.
     pub max_message_bytes: u32,
     /// Local acknowledgement timeout, 4.096 µs × 2^n, from 1 to 31; 14 is 67 ms.
@@ -79,6 +91,7 @@ impl Default for QueueConfig {
             depth: 1024,
             batch: 128,
             posters: Posters::AnyBlocks,
+            doorbell: Doorbell::WithRecord,
             max_message_bytes: 1 << 30,
             // A dead peer is noticed after about half a second by the NIC alone; liveness on the
             // bootstrap connection is faster.
@@ -367,6 +380,9 @@ fn check_config(config: &QueueConfig) -> Result<(), QueueError> {
     // 0 would be for ever: nobody would learn of a dead peer.
     if config.ack_timeout == 0 || config.ack_timeout > 31 {
         return wrong("ack_timeout", u32::from(config.ack_timeout), "from 1 to 31");
+    }
+    if config.doorbell == Doorbell::RegisterAlone && config.path == QueuePath::Plain {
+        return wrong("send_dbr_mode", 1, "0: libibverbs makes no queue pair without a doorbell record");
     }
     if config.num_receives > MAX_RECEIVES {
         return wrong("num_receives", config.num_receives, "from 0 to 32768");

@@ -37,7 +37,7 @@ struct mlx5_ifc_context_bits {
     u8 mtu[3], log_msg_max[5], r5[1], log_rq_size[4], log_rq_stride[3], no_sq[1], log_sq_size[4],
         r6[6], rlky[1], ulp[4];
     u8 counter_set[8], uar_page[24];
-    u8 r7[8], user_index[24];
+    u8 send_dbr_mode[2], r7[1], full_handshake[1], cnak_reverse_sl[4], user_index[24];
     u8 r8[3], log_page_size[5], remote_qpn[24];
     struct mlx5_ifc_path_bits primary, secondary;
     u8 log_ack_req[4], r9[4], log_sra_max[3], r10[2], retry_count[3], rnr_retry[3], r11[1], fre[1],
@@ -118,6 +118,7 @@ struct mock {
     uint32_t part_id, num_ports; /* ports beyond the first are down */
     uint32_t max_blocks, log_max_blocks; /* as ibv_query_device and the firmware say */
     uint32_t rq_stride; /* bytes from receive to receive of verbs */
+    uint32_t has_caps_2, has_no_record; /* as the firmware says */
 };
 struct mock sy_mock = {.num_failures = -1,
                        .has_devx = 1,
@@ -135,7 +136,9 @@ struct mock sy_mock = {.num_failures = -1,
                        .num_ports = 1,
                        .max_blocks = 32768,
                        .log_max_blocks = 15,
-                       .rq_stride = 16};
+                       .rq_stride = 16,
+                       .has_caps_2 = 1,
+                       .has_no_record = 1};
 
 /* A queue pair as the last transition left it. */
 struct mock_queue {
@@ -148,6 +151,7 @@ struct mock_queue {
      * became ready to receive, `num_completions` what was written of them so far. */
     uint64_t rq, recv_cq, recv_cq_dbrec, num_completions;
     uint32_t rq_depth, rq_stride, recv_cq_depth, num_receives;
+    uint32_t send_dbr_mode, reserved;
 };
 
 enum { MAX = 64 };
@@ -162,7 +166,7 @@ static struct {
     uint32_t is_collapsed, depth;
 } rings[MAX];
 static uint32_t num_rings;
-static uint64_t last_register;
+static uint64_t last_page;
 
 /* As libmlx5 keeps them: doorbell records of all queues in common pages, 64 bytes each, and registers of
  * all queues in one page of verbs and one of DevX. */
@@ -600,6 +604,12 @@ int mlx5dv_devx_general_cmd(struct ibv_context* context, const void* in, size_t 
         answer[16 + 0x1f8 / 8] = (uint8_t)sy_mock.cqe_version; /* its low four bits */
         answer[16 + 0x88 / 8] = (uint8_t)sy_mock.log_max_blocks;
         answer[16 + 0x26b / 8] = 8;
+        answer[16 + 0x20 / 8] = (uint8_t)(sy_mock.has_caps_2 << 7);
+        break;
+    case 0x20 << 1 | 1:
+        EXPECT(sy_mock.has_caps_2);
+        /* Beside it is what says the same of processors within the NIC. */
+        answer[16 + 0x2e0 / 8] = sy_mock.has_no_record ? 0x40 : 0x80;
         break;
     case 3 << 1 | 1:
         answer[16 + 0x98 / 8] = (uint8_t)sy_mock.atomic_operations;
@@ -644,7 +654,7 @@ struct mlx5dv_devx_uar* mlx5dv_devx_alloc_uar(struct ibv_context* context, uint3
     uar->base_addr = registers[1];
     uar->reg_addr = (char*)uar->base_addr + 0x800;
     uar->page_id = 0x3a;
-    last_register = (uint64_t)uar->reg_addr;
+    last_page = (uint64_t)uar->base_addr;
     return uar;
 }
 void mlx5dv_devx_free_uar(struct mlx5dv_devx_uar* uar) { give(uar); }
@@ -693,6 +703,9 @@ struct mlx5dv_devx_obj* mlx5dv_devx_obj_create(struct ibv_context* context, cons
         EXPECT(GET(create, in, qpc.st) == 0 && GET(create, in, qpc.pm_state) == 3);
         EXPECT(GET(create, in, qpc.pd) == 0x5d && GET(create, in, qpc.uar_page) == 0x3a);
         EXPECT(GET(create, in, qpc.no_sq) == 0 && GET(create, in, qpc.log_rq_stride) == 0);
+        EXPECT(GET(create, in, qpc.full_handshake) == 0 && GET(create, in, qpc.user_index) == 0);
+        const uint32_t send_dbr_mode = GET(create, in, qpc.send_dbr_mode);
+        EXPECT(send_dbr_mode == 0 || (send_dbr_mode == 1 && sy_mock.has_no_record));
         EXPECT(GET(create, in, qpc.cs_req) == 0 && GET(create, in, qpc.cs_res) == 0);
         EXPECT(GET(create, in, qpc.dbr_umem_valid) == 1 && GET(create, in, wq_umem_valid) == 1);
         const uint32_t cqn = GET(create, in, qpc.cqn_snd);
@@ -718,7 +731,9 @@ struct mlx5dv_devx_obj* mlx5dv_devx_obj_create(struct ibv_context* context, cons
                                                      GET64(create, in, qpc.dbr_addr),
                                             .cq = rings[cqn % MAX].cq,
                                             .cq_dbrec = rings[cqn % MAX].cq_dbrec,
-                                            .doorbell = last_register};
+                                            .doorbell =
+                                                last_page + (send_dbr_mode == 1 ? 0x600 : 0x800),
+                                            .send_dbr_mode = send_dbr_mode};
         if (has_receives) {
             queues[index].rq = begin;
             queues[index].rq_depth = rq_depth;

@@ -42,6 +42,8 @@ pub struct MockState {
     pub max_blocks: u32,
     pub log_max_blocks: u32,
     pub rq_stride: u32,
+    pub has_caps_2: u32,
+    pub has_no_record: u32,
 }
 
 pub const CLEAN: MockState = MockState {
@@ -69,6 +71,8 @@ pub const CLEAN: MockState = MockState {
     max_blocks: 32768,
     log_max_blocks: 15,
     rq_stride: 16,
+    has_caps_2: 1,
+    has_no_record: 1,
 };
 
 /// `struct mock_queue`
@@ -110,6 +114,8 @@ pub struct MockQueue {
     pub rq_stride: u32,
     pub recv_cq_depth: u32,
     pub num_receives: u32,
+    pub send_dbr_mode: u32,
+    pub reserved: u32,
 }
 
 /// A completion of a receive, as the vendor's header has it.

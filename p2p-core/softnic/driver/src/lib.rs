@@ -110,6 +110,56 @@ pub struct Driver {
     /// The same, waiting for it.
     pub receive_imm: unsafe extern "C" fn(*const c_void, *mut Immediate, *const c_void) -> u32,
     check_receives: unsafe extern "C" fn(*const c_void) -> *const c_char,
+    /// Groups of signals to a ring of words, by who has the queue to itself; then quiet.
+    pub own_signals: unsafe extern "C" fn(
+        *const c_void,
+        u64,
+        u32,
+        u64,
+        u64,
+        u32,
+        u64,
+        *const u64,
+        *mut u64,
+        *const c_void,
+    ) -> u32,
+    /// One call of an [`OwnMove`], then quiet.
+    pub own_move: unsafe extern "C" fn(
+        *const c_void,
+        OwnMove,
+        u64,
+        u32,
+        u64,
+        u32,
+        u64,
+        u64,
+        u64,
+        *const c_void,
+    ) -> u32,
+    pub put_signal: unsafe extern "C" fn(
+        *const c_void,
+        u64,
+        u32,
+        u64,
+        u32,
+        u64,
+        u64,
+        u64,
+        *const c_void,
+    ) -> u32,
+}
+
+/// Calls by who has the queue to itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "the names are those of the calls")]
+pub enum OwnMove {
+    Put = 0,
+    Get,
+    PutAdd,
+    PutSignal,
+    Add,
+    Signal,
 }
 
 /// What a write with immediate data brought.
@@ -284,4 +334,4 @@ mod variants {
     include!(concat!(env!("OUT_DIR"), "/variants.rs"));
 }
 
-const _: () = assert!(size_of::<Driver>() == 22 * size_of::<usize>());
+const _: () = assert!(size_of::<Driver>() == 25 * size_of::<usize>());

@@ -60,7 +60,8 @@ struct Queue {
     uint32_t fail_syndrome;
     uint32_t control_bit; // its bit of the masks in Control
     // So many doorbells since the start do not arrive.
-    uint32_t num_dropped, reserved;
+    uint32_t num_dropped;
+    uint32_t has_record; // 0: no doorbell record is read for requests
     // Where immediate data goes: the peer's doorbell record and ring of completions, or 0.
     uint64_t recv_dbrec, recv_cq;
     uint32_t recv_cq_depth, recv_qpn;
@@ -341,7 +342,7 @@ SOFTNIC_BOTH Violation take_doorbell(const Queue& queue, QueueState& state, uint
         return violation;
     }
     const uint32_t known = swap(record) & 0xffff;
-    if (is_strict && ((known - end) & 0xffff) > 1 << 15) {
+    if (is_strict && queue.has_record && ((known - end) & 0xffff) > 1 << 15) {
         violation = {kStaleRecord, queue.qpn, state.produced, known};
         state.is_error = 1;
     }

@@ -55,6 +55,7 @@ class Nic {
         mine.sq_depth = handle.sq_depth;
         mine.cq_depth = handle.cq_depth;
         mine.is_collapsed = (handle.flags & SY_MLX5_CQ_COLLAPSED) != 0;
+        mine.has_record = (handle.flags & SY_MLX5_NO_RECORD) == 0;
         mine.control_bit = queues_.size() % 32;
         queues_.push_back(mine);
         return queues_.size() - 1;

@@ -20,6 +20,7 @@ struct QueueSizes {
     uint32_t sq_depth = 1024;
     bool is_collapsed = true;
     bool is_of_one_block = false;
+    bool has_record = true; // false: the NIC goes by the doorbell register alone
     uint32_t batch = 128;
     uint32_t max_message_bytes = SY_MLX5_MAX_MESSAGE_BYTES;
 };
@@ -54,7 +55,8 @@ class SendQueue {
         handle.sq_depth = sizes.sq_depth;
         handle.cq_depth = cq_depth;
         handle.flags = (sizes.is_collapsed ? SY_MLX5_CQ_COLLAPSED : 0) |
-                       (sizes.is_of_one_block ? SY_MLX5_ONE_BLOCK : 0);
+                       (sizes.is_of_one_block ? SY_MLX5_ONE_BLOCK : 0) |
+                       (sizes.has_record ? 0 : SY_MLX5_NO_RECORD);
         handle.batch = std::min(sizes.batch, sizes.sq_depth / 4);
         handle.max_message_bytes = sizes.max_message_bytes;
         handle.peer = peer;

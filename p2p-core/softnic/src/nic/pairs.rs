@@ -27,6 +27,8 @@ pub struct QpConfig {
     pub sq_depth: u32,
     /// Doorbell record, 8 bytes.
     pub dbrec_offset: usize,
+    /// Whether the NIC reads it for requests; otherwise the register alone counts.
+    pub has_record: bool,
     /// Doorbell register, 8 bytes.
     pub doorbell_offset: usize,
     /// Memory of the doorbell register, where that is not `region`.
@@ -76,6 +78,7 @@ pub(crate) struct Qp {
     pub(crate) depth: u32,
     pub(crate) sq: Part,
     pub(crate) dbrec: Part,
+    pub(crate) has_record: bool,
     pub(crate) doorbell: Part,
     pub(crate) send_cq: usize,
     pub(crate) recv_cq: Option<usize>,
@@ -135,6 +138,7 @@ impl Nic {
             depth: config.sq_depth,
             sq: place("send queue", region, config.sq_offset, sq_bytes, 64)?,
             dbrec: place("doorbell record", region, config.dbrec_offset, 8, 8)?,
+            has_record: config.has_record,
             doorbell: place("doorbell", doorbells, config.doorbell_offset, 8, 8)?,
             send_cq: config.send_cq as usize,
             recv_cq: config.recv_cq.map(|cq| cq as usize),

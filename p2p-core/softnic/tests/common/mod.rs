@@ -14,7 +14,7 @@ use softnic::{
     Access, Adversary, Domain, DoorbellMode, HostQueue, Keys, Nic, NicConfig, NicThread,
     QueueSizes, Segment,
 };
-use softnic_driver::{Driver, Immediate};
+use softnic_driver::{Driver, Immediate, OwnMove};
 
 #[path = "../../../../tests/src/skip.rs"]
 pub mod skip;
@@ -197,6 +197,68 @@ impl Rig {
         }
     }
 
+    /// Groups of signals by who has the queue to itself, to a ring of words; then quiet.
+    pub fn own_signals(&self, value: u64, groups: &Groups, wait: &Wait) -> u32 {
+        // SAFETY: as for `put_add`; the counts are atomic on both sides.
+        unsafe {
+            (self.driver.own_signals)(
+                self.handle(),
+                self.target_keys.address,
+                self.target_keys.rkey,
+                value,
+                groups.num,
+                groups.num_lanes,
+                groups.num_words,
+                groups.num_allowed.as_ptr(),
+                groups.num_posted.as_ptr(),
+                wait.as_ptr(),
+            )
+        }
+    }
+
+    /// One call by who has the queue to itself, from and to the same offset; then quiet.
+    pub fn own_move(&self, kind: OwnMove, offset: u64, bytes: u64, word: u64, wait: &Wait) -> u32 {
+        // SAFETY: as for `put_add`.
+        unsafe {
+            (self.driver.own_move)(
+                self.handle(),
+                kind,
+                self.source_keys.address + offset,
+                self.source_keys.lkey,
+                self.target_keys.address + offset,
+                self.target_keys.rkey,
+                bytes,
+                self.target_keys.address + word,
+                1,
+                wait.as_ptr(),
+            )
+        }
+    }
+
+    pub fn put_signal(&self, offset: u64, bytes: u64, word: u64, value: u64, wait: &Wait) -> u32 {
+        // SAFETY: as for `put_add`.
+        unsafe {
+            (self.driver.put_signal)(
+                self.handle(),
+                self.source_keys.address + offset,
+                self.source_keys.lkey,
+                self.target_keys.address + offset,
+                self.target_keys.rkey,
+                bytes,
+                self.target_keys.address + word,
+                value,
+                wait.as_ptr(),
+            )
+        }
+    }
+
+    /// A word of the posters' counts.
+    pub fn state_word(&self, offset: usize) -> &AtomicU64 {
+        let at = self.queue.handle().state + offset as u64;
+        // SAFETY: an aligned word of the queue's memory, accessed atomically.
+        unsafe { AtomicU64::from_ptr(at as *mut u64) }
+    }
+
     pub fn signal(&self, offset: u64, value: u64, wait: &Wait) -> u32 {
         let word = self.target_keys.address + offset;
         let rkey = self.target_keys.rkey;
@@ -259,6 +321,24 @@ impl Rig {
         let client = self.client.lock();
         assert!(client.violations().is_empty(), "{:?}", client.violations().first());
         assert!(self.server.lock().violations().is_empty());
+    }
+}
+
+/// What [`Rig::own_signals`] posts.
+pub struct Groups {
+    pub num: u64,
+    pub num_lanes: u32,
+    /// Of the ring.
+    pub num_words: u64,
+    pub num_allowed: AtomicU64,
+    pub num_posted: AtomicU64,
+}
+
+impl Groups {
+    /// All of them at once.
+    pub fn new(num: u64, num_lanes: u32, num_words: u64) -> Self {
+        let num_allowed = AtomicU64::new(num);
+        Self { num, num_lanes, num_words, num_allowed, num_posted: AtomicU64::new(0) }
     }
 }
 

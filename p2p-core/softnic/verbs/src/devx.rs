@@ -53,12 +53,13 @@ unsafe extern "C" fn mlx5dv_devx_general_cmd(
         (bytes(command, command_bytes), std::slice::from_raw_parts_mut(answer.cast(), answer_bytes))
     };
     answer.fill(0);
-    if command_bytes < 16 || answer_bytes < 16 + 64 || get(command, 0, 16) != QUERY_CAPABILITIES {
+    if command_bytes < 16 || answer_bytes < 16 + 128 || get(command, 0, 16) != QUERY_CAPABILITIES {
         return refuse_command(answer);
     }
     let capabilities = &mut answer[16..];
     match get(command, 0x30, 16) >> 1 {
         0 => {
+            put(capabilities, 0x20, 1, 1); // hca_cap_2
             put(capabilities, 0x1fc, 4, 1); // cqe_version
             put(capabilities, 0x88, 8, 15); // log_max_qp_sz
         }
@@ -66,6 +67,7 @@ unsafe extern "C" fn mlx5dv_devx_general_cmd(
             put(capabilities, 0x90, 16, 0x000f); // atomic_operations
             put(capabilities, 0xb0, 16, 0x000c); // atomic_size_qp
         }
+        0x20 => put(capabilities, 0x2e1, 1, 1), // send_dbr_mode_no_dbr_ext
         _ => return refuse_command(answer),
     }
     0
@@ -134,6 +136,11 @@ fn create_pair(command: &[u8]) -> Result<Made, c_int> {
         (domain, made.uars.get(&get(command, QPC + 0x68, 24)).cloned())
     };
     let begin = offset(command, 0x800)?;
+    let has_record = match get(command, QPC + 0x80, 2) {
+        DBR_VALID => true,
+        NO_DBR_EXT => false,
+        _ => return Err(libc::EINVAL),
+    };
     // Receives lie in front of the send queue.
     let recv_queue = (get(command, QPC + 0x565, 3) == REGULAR_RQ).then(|| RecvQueueConfig {
         offset: begin,
@@ -148,7 +155,8 @@ fn create_pair(command: &[u8]) -> Result<Made, c_int> {
         sq_offset: begin.checked_add(recv_bytes).ok_or(libc::EINVAL)?,
         sq_depth: 1 << get(command, QPC + 0x51, 4),
         dbrec_offset: offset(command, QPC + 0x500)?,
-        doorbell_offset: UAR_OFFSET,
+        has_record,
+        doorbell_offset: if has_record { UAR_OFFSET } else { UAR_ALONE_OFFSET },
         doorbell_region: Some(uar.ok_or(libc::EINVAL)?),
         send_cq: get(command, QPC + 0x3e8, 24).checked_sub(1).ok_or(libc::EINVAL)?,
         recv_cq: recv_queue.map(|_| recv_cq),
@@ -322,5 +330,10 @@ const QPC: usize = 0xc0;
 /// `rq_type` of a queue pair with receives of its own.
 const REGULAR_RQ: u32 = 0;
 const BAD_PARAMETER: u8 = 3;
+/// `send_dbr_mode`
+const DBR_VALID: u32 = 0;
+const NO_DBR_EXT: u32 = 1;
 /// Of the register within its page.
 const UAR_OFFSET: usize = 0x800;
+/// The same for queue pairs without a record for requests.
+const UAR_ALONE_OFFSET: usize = 0x600;

@@ -294,6 +294,7 @@ unsafe extern "C" fn ibv_create_qp(pd: Object, init: *mut QpInit) -> *mut Qp {
             sq_offset: places.sq,
             sq_depth: depth,
             dbrec_offset: places.dbrec,
+            has_record: true,
             doorbell_offset: places.doorbell,
             doorbell_region: None,
             send_cq,

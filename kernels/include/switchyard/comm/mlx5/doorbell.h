@@ -21,11 +21,14 @@ SY_DEVICE uint32_t dbrec_word(uint64_t end) { return be32(static_cast<uint32_t>(
 // SYNC POINT doorbell: pairs with the NIC's reads of the register, the record and the queue.
 // NOTES: the order is blocks, record, register. The first fence also covers blocks of other warps,
 // which this thread acquired with its turn. Without the second one the NIC may read a record older
-// than the doorbell, which it does when it recovers from a lost one.
+// than the doorbell, which it does when it recovers from a lost one. Where it reads no record there is
+// none to be older.
 template <Scope kScope> SY_DEVICE void ring_doorbell(const sy_mlx5_qp& qp, uint64_t end) {
     fence_acq_rel<kScope>();
-    st_relaxed<kScope>(at_address<uint32_t>(qp.dbrec) + SY_MLX5_DBREC_SEND, dbrec_word(end));
-    fence_acq_rel<kScope>();
+    if ((qp.flags & SY_MLX5_NO_RECORD) == 0) {
+        st_relaxed<kScope>(at_address<uint32_t>(qp.dbrec) + SY_MLX5_DBREC_SEND, dbrec_word(end));
+        fence_acq_rel<kScope>();
+    }
     st_mmio(at_address<uint64_t>(qp.doorbell), doorbell_word(qp.qpn, end));
 }
 

@@ -15,6 +15,10 @@
  * spares each post a fence of the GPU. Kernels that post one after the other are ordered by their
  * stream, and so need nothing more. */
 #define SY_MLX5_ONE_BLOCK UINT32_C(2)
+/* The NIC goes by the doorbell register alone and reads no record of requests (`send_dbr_mode` 1), which
+ * spares each doorbell a fence of the system. The queue pair was made so, and `doorbell` is the register
+ * that does not lose any. */
+#define SY_MLX5_NO_RECORD UINT32_C(4)
 
 /* What a call on a queue returns. Everything but OK means that the queue is out of service until
  * the host has reset it, except ARGUMENT, after which nothing was posted. Fused kernels, whose calls
@@ -102,7 +106,7 @@ typedef struct sy_ibgda_peer {
 /* Name of what is wrong with a queue, or null. The host asks before it hands the queue out. */
 static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
     const int is_collapsed = (qp->flags & SY_MLX5_CQ_COLLAPSED) != 0;
-    if ((qp->flags & ~(SY_MLX5_CQ_COLLAPSED | SY_MLX5_ONE_BLOCK)) != 0)
+    if ((qp->flags & ~(SY_MLX5_CQ_COLLAPSED | SY_MLX5_ONE_BLOCK | SY_MLX5_NO_RECORD)) != 0)
         return "flags has unknown bits";
     if (qp->sq_depth < SY_MLX5_MIN_DEPTH || qp->sq_depth > SY_MLX5_MAX_DEPTH)
         return "sq_depth is not from 128 to 32768";

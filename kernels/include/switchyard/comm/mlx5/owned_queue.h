@@ -1,0 +1,119 @@
+// Posting by a warp or a thread that has a queue to itself for as long as its kernel runs.
+//
+// Who posts alone needs no reservation and no turn: it counts by itself, writes its requests, and tells the
+// NIC. The counts that others read (`quiet`, pollers, and whoever posts after this kernel) are stored before
+// each doorbell, by plain stores that the doorbell's fence covers, so that the queue may be shared again
+// as soon as the kernel is over, and a kernel that dies leaves nothing behind that a reset would not mend.
+//
+// Meanwhile nobody else may post on the queue; everybody may poll it, and wait for it to be quiet.
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/comm/mlx5/send_queue.h"
+
+namespace switchyard::comm::mlx5 {
+
+// Tells the NIC, and whoever reads the counts, of the blocks before `end`, as the only one who does.
+// NOTES: `posted` before the doorbell, because is_plausible relies on it. Nobody is given a turn by
+// `published`, so it orders nothing here.
+template <Scope kScope> SY_DEVICE void announce(const sy_mlx5_qp& qp, uint64_t end) {
+    sy_mlx5_queue_state& state = state_of(qp);
+    st_relaxed<Scope::kGpu>(&state.reserved, end);
+    st_relaxed<Scope::kGpu>(&state.posted, end);
+    st_relaxed<Scope::kGpu>(&state.published, end);
+    ring_doorbell<kScope>(qp, end);
+}
+
+// `Group` is who posts: a Warp, all of whose lanes make every call, or a Thread.
+template <Scope kScope, class Group = Warp> class OwnedQueue {
+  public:
+    // A queue on which somebody else has blocks that are not published is not one's own: every call
+    // returns SY_MLX5_ARGUMENT then.
+    SY_DEVICE OwnedQueue(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound) : qp(qp), bound(bound) {
+        Group::leader([&] {
+            sy_mlx5_queue_state& state = state_of(qp);
+            next_ = ld_relaxed<Scope::kGpu>(&state.reserved);
+            is_foreign_ = ld_acquire<Scope::kGpu>(&state.published) != next_;
+            // The first call finds no room on a queue that is not its own.
+            room_end_ = is_foreign_
+                            ? 0
+                            : ld_acquire<Scope::kGpu>(&state.completed) + qp.sq_depth;
+            error_ = queue_error(qp);
+            return uint64_t{0};
+        });
+    }
+
+    // Posts `num_wqes` requests, at most a quarter of the queue; `build(lane, control)` gives the request
+    // of a lane. Only the last one asks for a completion. That the queue went out of service is said by the
+    // next call but one at the latest.
+    template <class Build> SY_DEVICE Status post(uint32_t num_wqes, Build&& build) {
+        const uint64_t base = Group::leader([&] { return begin(num_wqes); });
+        if (SY_UNLIKELY(base == kNone))
+            return status();
+        Group::each_lane(num_wqes, [&](uint32_t lane_idx) {
+            const uint64_t index = base + lane_idx;
+            const bool is_last = lane_idx + 1 == num_wqes;
+            const uint32_t flags = is_last ? SY_MLX5_CE_ALWAYS : SY_MLX5_CE_ERROR_ONLY;
+            const Control control{qp.qpn, static_cast<uint32_t>(index & 0xffff), flags};
+            store_wqe<kScope>(qp, index, build(lane_idx, control));
+        });
+        Group::each_lane(1, [&](uint32_t) {
+            next_ = base + num_wqes;
+            // Asked for now, and looked at by the next call: its time is not waited for.
+            error_ = queue_error(qp);
+            announce<kScope>(qp, next_);
+        });
+        return SY_MLX5_OK;
+    }
+
+    // Waits until everything that was posted is complete.
+    SY_DEVICE Status quiet() {
+        return static_cast<Status>(Group::leader([&] { return uint64_t{wait_quiet()}; }));
+    }
+
+    const sy_mlx5_qp& qp;
+    const sy_mlx5_bound& bound;
+
+  private:
+    static constexpr uint64_t kNone = UINT64_MAX;
+
+    // What follows is done by the leader, and what is kept is the leader's.
+
+    // The first of so many free blocks, or kNone, and then `status_` says why.
+    SY_DEVICE uint64_t begin(uint32_t num_blocks) {
+        const uint64_t end = next_ + num_blocks;
+        if (SY_UNLIKELY(error_ != 0 || end > room_end_)) {
+            status_ = is_foreign_   ? Status{SY_MLX5_ARGUMENT}
+                      : error_ != 0 ? report_error(qp, bound, error_)
+                                    : wait_completed<kScope>(qp, bound, SY_TAG_MLX5_SLOT,
+                                                             end - qp.sq_depth);
+            if (status_ != SY_MLX5_OK)
+                return kNone;
+            room_end_ = ld_acquire<Scope::kGpu>(&state_of(qp).completed) + qp.sq_depth;
+        }
+        return next_;
+    }
+
+    SY_DEVICE Status wait_quiet() {
+        if (is_foreign_)
+            return SY_MLX5_ARGUMENT;
+        const Status status = wait_completed<kScope>(qp, bound, SY_TAG_MLX5_QUIET, next_);
+        if (status != SY_MLX5_OK)
+            return status;
+        error_ = queue_error(qp);
+        return error_ != 0 ? report_error(qp, bound, error_) : Status{SY_MLX5_OK};
+    }
+
+    SY_DEVICE Status status() const {
+        return static_cast<Status>(Group::leader([&] { return uint64_t{status_}; }));
+    }
+
+    uint64_t next_ = 0;
+    uint64_t room_end_ = 0; // blocks before it are free
+    uint64_t error_ = 0;
+    bool is_foreign_ = false;
+    Status status_ = SY_MLX5_OK;
+};
+
+} // namespace switchyard::comm::mlx5
