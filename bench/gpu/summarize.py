@@ -77,14 +77,18 @@ def print_posting(rows):
           " each, or all of one.\n")
     for row in rows:
         if row["bench"] == "doorbell":
-            print(f"Two requests and their doorbell alone, queue in {row['queues']} memory, scope {row['scope']}:"
+            record = "" if row.get("record", 1) else ", no record"
+            print(f"Two requests and their doorbell alone, queue in {row['queues']} memory, scope {row['scope']}{record}:"
                   f" {row['us_per_post']:.2f} µs.\n")
-    print("| a post is | queues in | scope | NIC | queues | warps each | of one block | µs of a warp per post"
+    print("| a post is | queues in | scope | NIC | queues | warps each | posters | record | µs of a warp per post"
           " | posts/s per queue, M | requests/s, M |")
-    print("|---|---|---|---|---:|---:|---|---:|---:|---:|")
+    print("|---|---|---|---|---:|---:|---|---|---:|---:|---:|")
     for row in posts:
+        # Runs of before there were owners said `one_block` alone.
+        posters = row.get("posters") or ("one block" if row.get("one_block") else "any")
+        record = "yes" if row.get("record", 1) else "no"
         print(f"| {row['kind']} | {row['queues']} | {row['scope']} | {row['nic']} | {row['num_qps']}"
-              f" | {row['warps_per_qp']} | {'yes' if row.get('one_block') else 'no'} | {row['us_per_post']:.2f} | {row['posts_per_s_per_qp'] / 1e6:.2f}"
+              f" | {row['warps_per_qp']} | {posters} | {record} | {row['us_per_post']:.2f} | {row['posts_per_s_per_qp'] / 1e6:.2f}"
               f" | {row['wqes_per_s'] / 1e6:.1f} |" + ("" if row["status"] == 0 else " FAILED"))
     print("\n| a row and its flag by stores to | threads | bytes | µs |\n|---|---:|---:|---:|")
     for row in rows:

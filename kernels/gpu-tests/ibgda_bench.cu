@@ -107,11 +107,10 @@ __global__ void __launch_bounds__(32) own_kernel(const __grid_constant__ PostPar
     OwnedQueue<kScope> queue(qp, params.bound);
     Status status = SY_MLX5_OK;
     for (uint32_t i = 0; i < params.posts_per_warp && status == SY_MLX5_OK; ++i)
-        status = kKind == Kind::kPutAdd
-                     ? put_add_nbi(queue, params.local, params.remote, params.num_bytes,
-                                   params.word, 1)
-                     : put_signal_nbi(queue, params.local, params.remote, params.num_bytes,
-                                      params.word, i + 1);
+        status = kKind == Kind::kPutAdd ? put_add_nbi(queue, params.local, params.remote,
+                                                      params.num_bytes, params.word, 1)
+                                        : put_signal_nbi(queue, params.local, params.remote,
+                                                         params.num_bytes, params.word, i + 1);
     if (threadIdx.x == 0) {
         params.start_ns[blockIdx.x] = start_ns;
         params.end_ns[blockIdx.x] = now_ns();
@@ -347,8 +346,8 @@ void run(Bench& bench, Where where, uint32_t num_qps, uint32_t warps_per_qp, Sin
         "\"num_qps\":%u,\"warps_per_qp\":%u,\"posters\":\"%s\",\"record\":%d,\"us_per_post\":%.3f,"
         "\"posts_per_s_per_qp\":%.0f,\"wqes_per_s\":%.0f,\"status\":%u}\n",
         name_of(kKind), name_of(where), kScope == Scope::kSys ? "sys" : "gpu", name_of(sink),
-        num_qps, warps_per_qp, name_of(posters), has_record, us / posts_per_warp, posts / num_qps / us * 1e6,
-        posts * kWqes<kKind> / us * 1e6, status);
+        num_qps, warps_per_qp, name_of(posters), has_record, us / posts_per_warp,
+        posts / num_qps / us * 1e6, posts * kWqes<kKind> / us * 1e6, status);
     fflush(stdout);
 }
 

@@ -1,6 +1,7 @@
 // Work requests that kernels post, carried out by the NIC kernel and by copy engines: every request once and
 // in order, wraps, back-pressure, errors and what follows them, lost doorbells, dead peers, disorder, NICs of
 // two processes, and whole layers, bit for bit as over stores.
+// Queues of one owner, too, with a doorbell record and without.
 //
 //   softnic_test [--seed N] [--only NAME]
 //
@@ -12,6 +13,7 @@
 #include <string>
 
 #include "softnic_faults.hpp"
+#include "softnic_owner.hpp"
 #include "softnic_rig.hpp"
 
 namespace {
@@ -448,11 +450,17 @@ int main(int argc, char** argv) {
     const struct {
         const char* name;
         void (*run)(int);
-    } tests[] = {{"wraps", wraps},         {"puts", puts_flags_and_gets},
-                 {"immediate", immediate}, {"back_pressure", back_pressure},
-                 {"errors", errors},       {"lost_doorbells", lost_doorbells},
-                 {"dead_peer", dead_peer}, {"adversary", adversary},
-                 {"layers", layers},       {"failover", failover}};
+    } tests[] = {{"wraps", wraps},
+                 {"owner", owner},
+                 {"puts", puts_flags_and_gets},
+                 {"immediate", immediate},
+                 {"back_pressure", back_pressure},
+                 {"errors", errors},
+                 {"lost_doorbells", lost_doorbells},
+                 {"dead_peer", dead_peer},
+                 {"adversary", adversary},
+                 {"layers", layers},
+                 {"failover", failover}};
     for (const auto& test : tests) {
         if (!only.empty() && only != test.name)
             continue;

@@ -13,7 +13,8 @@ use std::sync::Arc;
 use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
 use ibgda::peer::DESCRIPTION_BYTES;
 use ibgda::{
-    Doorbell, HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, Posters, QueueConfig, QueuePath, ffi,
+    Doorbell, HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, Posters, QueueConfig,
+    QueuePath, ffi,
 };
 use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState, compile, has_headers, join};
@@ -718,7 +719,12 @@ fn the_vendors_headers_agree_on_every_structure() {
         comp_mask = "comp_mask",
         dmabuf_fd = "dmabuf_fd"
     );
-    same!(Uar = "struct mlx5dv_devx_uar", page_id = "page_id", reg_addr = "reg_addr", base_addr = "base_addr");
+    same!(
+        Uar = "struct mlx5dv_devx_uar",
+        page_id = "page_id",
+        reg_addr = "reg_addr",
+        base_addr = "base_addr"
+    );
     for (name, value) in [
         ("MLX5DV_CONTEXT_FLAGS_DEVX", u64::from(ffi::CONTEXT_FLAGS_DEVX)),
         ("MLX5DV_OBJ_QP", ffi::OBJ_QP),

@@ -25,8 +25,8 @@ template <Scope kScope> __device__ void run(const Params& p) {
         put_add_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.counter, 1, p.bound);
     status |= get_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.bound);
     status |= put_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.bound);
-    status |= put_signal_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.counter, 1,
-                                          p.bound);
+    status |=
+        put_signal_nbi_warp<kScope>(p.qp, p.local, p.remote, p.num_bytes, p.counter, 1, p.bound);
     status |= peer::put_nbi_warp<kScope>(*p.peer, blockIdx.x, 0, p.num_bytes);
     OwnedQueue<kScope> own(p.qp, p.bound);
     status |= put_nbi(own, p.local, p.remote, p.num_bytes);

@@ -169,8 +169,8 @@ uint32_t own_signals(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint64
 
 // One call of each kind by who has the queue to itself, which waits until it is complete.
 uint32_t own_move(const sy_mlx5_qp* qp, uint32_t kind, uint64_t local, uint32_t lkey,
-                  uint64_t remote, uint32_t rkey, uint64_t num_bytes, uint64_t word,
-                  uint64_t value, const sy_mlx5_bound* bound) {
+                  uint64_t remote, uint32_t rkey, uint64_t num_bytes, uint64_t word, uint64_t value,
+                  const sy_mlx5_bound* bound) {
     OwnedQueue<Scope::kSys> queue(*qp, *bound);
     const LocalBuffer here{local, lkey};
     const RemoteBuffer there{remote, rkey}, flag{word, rkey};

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Groups, Rig, RigConfig, Wait, adversarial, fresh_seed, status};
+use softnic::abi::QueueState;
 use softnic::format::{CQE_BYTES, Cqe, CqeKind, Syndrome};
 use softnic::{Access, Fault, NicConfig, QueueSizes};
-use softnic::abi::QueueState;
 use softnic_driver::{Driver, Immediate};
 
 /// Mutants that no run on a processor can catch, and why.
@@ -40,7 +40,8 @@ fn symptom(variant: &'static str) -> Option<Result<(), String>> {
         let config = RigConfig { variant, sizes, nic, recv_depth: RECV_DEPTH, target_access };
         let rig = Rig::new(config)?;
         let receiving = [receives, failed_receives, foreign_receives];
-        let stages = [order, failure, foreign, owner, owned_elsewhere, late_writer, stall, contention];
+        let stages =
+            [order, failure, foreign, owner, owned_elsewhere, late_writer, stall, contention];
         for stage in receiving.into_iter().chain(stages) {
             let result = stage(&rig, limit);
             // What the NICs saw says more than what came of it.

@@ -98,9 +98,12 @@ impl UarOwner {
             ),
         };
         let device = || self.nic.name().to_owned();
-        found
-            .map(|address| (address, uar.page_id))
-            .ok_or_else(|| QueueError::Layout { device: device(), what, found: 0, expected: "an address" })
+        found.map(|address| (address, uar.page_id)).ok_or_else(|| QueueError::Layout {
+            device: device(),
+            what,
+            found: 0,
+            expected: "an address",
+        })
     }
 }
 

@@ -382,7 +382,11 @@ fn check_config(config: &QueueConfig) -> Result<(), QueueError> {
         return wrong("ack_timeout", u32::from(config.ack_timeout), "from 1 to 31");
     }
     if config.doorbell == Doorbell::RegisterAlone && config.path == QueuePath::Plain {
-        return wrong("send_dbr_mode", 1, "0: libibverbs makes no queue pair without a doorbell record");
+        return wrong(
+            "send_dbr_mode",
+            1,
+            "0: libibverbs makes no queue pair without a doorbell record",
+        );
     }
     if config.num_receives > MAX_RECEIVES {
         return wrong("num_receives", config.num_receives, "from 0 to 32768");

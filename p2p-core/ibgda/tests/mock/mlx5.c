@@ -723,17 +723,16 @@ struct mlx5dv_devx_obj* mlx5dv_devx_obj_create(struct ibv_context* context, cons
         const uint32_t index = num_queues++ % MAX;
         object[0] = index;
         number = 0x1a0 + index;
-        queues[index] = (struct mock_queue){.qpn = number,
-                                            .depth = 1u << GET(create, in, qpc.log_sq_size),
-                                            .is_collapsed = rings[cqn % MAX].is_collapsed,
-                                            .sq = begin + 16 * (uint64_t)rq_depth,
-                                            .dbrec = address_of(GET(create, in, qpc.dbr_umem_id)) +
-                                                     GET64(create, in, qpc.dbr_addr),
-                                            .cq = rings[cqn % MAX].cq,
-                                            .cq_dbrec = rings[cqn % MAX].cq_dbrec,
-                                            .doorbell =
-                                                last_page + (send_dbr_mode == 1 ? 0x600 : 0x800),
-                                            .send_dbr_mode = send_dbr_mode};
+        queues[index] = (struct mock_queue){
+            .qpn = number,
+            .depth = 1u << GET(create, in, qpc.log_sq_size),
+            .is_collapsed = rings[cqn % MAX].is_collapsed,
+            .sq = begin + 16 * (uint64_t)rq_depth,
+            .dbrec = address_of(GET(create, in, qpc.dbr_umem_id)) + GET64(create, in, qpc.dbr_addr),
+            .cq = rings[cqn % MAX].cq,
+            .cq_dbrec = rings[cqn % MAX].cq_dbrec,
+            .doorbell = last_page + (send_dbr_mode == 1 ? 0x600 : 0x800),
+            .send_dbr_mode = send_dbr_mode};
         if (has_receives) {
             queues[index].rq = begin;
             queues[index].rq_depth = rq_depth;

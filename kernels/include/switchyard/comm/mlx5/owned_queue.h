@@ -36,9 +36,7 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
             next_ = ld_relaxed<Scope::kGpu>(&state.reserved);
             is_foreign_ = ld_acquire<Scope::kGpu>(&state.published) != next_;
             // The first call finds no room on a queue that is not its own.
-            room_end_ = is_foreign_
-                            ? 0
-                            : ld_acquire<Scope::kGpu>(&state.completed) + qp.sq_depth;
+            room_end_ = is_foreign_ ? 0 : ld_acquire<Scope::kGpu>(&state.completed) + qp.sq_depth;
             error_ = queue_error(qp);
             return uint64_t{0};
         });
@@ -84,10 +82,10 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
     SY_DEVICE uint64_t begin(uint32_t num_blocks) {
         const uint64_t end = next_ + num_blocks;
         if (SY_UNLIKELY(error_ != 0 || end > room_end_)) {
-            status_ = is_foreign_   ? Status{SY_MLX5_ARGUMENT}
-                      : error_ != 0 ? report_error(qp, bound, error_)
-                                    : wait_completed<kScope>(qp, bound, SY_TAG_MLX5_SLOT,
-                                                             end - qp.sq_depth);
+            status_ = is_foreign_ ? Status{SY_MLX5_ARGUMENT}
+                      : error_ != 0
+                          ? report_error(qp, bound, error_)
+                          : wait_completed<kScope>(qp, bound, SY_TAG_MLX5_SLOT, end - qp.sq_depth);
             if (status_ != SY_MLX5_OK)
                 return kNone;
             room_end_ = ld_acquire<Scope::kGpu>(&state_of(qp).completed) + qp.sq_depth;
