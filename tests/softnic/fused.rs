@@ -36,6 +36,7 @@ fn layers_are_the_same_as_over_stores() {
                 num_qps: 1 + at,
                 queue: QueueSizes {
                     is_collapsed: at % 2 == 0,
+                    has_record: at != 2,
                     // Some rows and runs of rows take several requests.
                     max_message_bytes: if at == 1 { 1024 } else { 1 << 30 },
                     ..QueueSizes::default()

@@ -41,6 +41,10 @@ pub(crate) enum OrderError {
     Sequence { found: u32, expected: u32 },
     #[error("{bytes} bytes of messages wait for writes that do not come")]
     TooMuchHeld { bytes: usize },
+    #[cfg_attr(
+        not(feature = "verbs"),
+        allow(dead_code, reason = "of flags as messages over verbs")
+    )]
     #[error("a write before message {found} came, expected one before {first} to {last}")]
     Write { found: u32, first: u32, last: u32 },
 }
@@ -53,6 +57,10 @@ impl Inbound {
 
     /// From a peer that has at most `window` messages and writes under way that are not
     /// [done](Self::num_done), and whose writes say where they belong.
+    #[cfg_attr(
+        not(feature = "verbs"),
+        allow(dead_code, reason = "of flags as messages over verbs")
+    )]
     pub(crate) fn with_window(window: u32) -> Self {
         let window = window as usize;
         let later = vec![0; (window + 1).next_power_of_two()].into();
@@ -109,6 +117,10 @@ impl Inbound {
     }
 
     /// A write landed that was issued before message `seq` and behind the one before that.
+    #[cfg_attr(
+        not(feature = "verbs"),
+        allow(dead_code, reason = "of flags as messages over verbs")
+    )]
     pub(crate) fn count_write_before(&mut self, seq: u32) -> Result<(), OrderError> {
         let first = self.front();
         let (ahead, len) = (seq.wrapping_sub(first) as usize, self.later.len());
@@ -130,6 +142,10 @@ impl Inbound {
     }
 
     /// Messages that came out and writes that were counted so far, modulo 2³².
+    #[cfg_attr(
+        not(feature = "verbs"),
+        allow(dead_code, reason = "of flags as messages over verbs")
+    )]
     pub(crate) const fn num_done(&self) -> u32 {
         self.num_done
     }
