@@ -23,9 +23,9 @@ __global__ void __launch_bounds__(32) owner_kernel(const __grid_constant__ Owner
     for (uint32_t i = 0; i < params.num_wraps && status == SY_MLX5_OK; ++i)
         status = queue.post(32, [&](uint32_t lane, const mlx5::Control& control) {
             const RemoteBuffer mine{p.remote + kWordAt + (1 + lane) * 8, kRemoteKey};
-            return lane < 31 ? mlx5::make_write_inline(control, mine, i + 1, 8)
-                             : mlx5::make_fetch_add(control, {p.qp.scratch, p.qp.scratch_lkey},
-                                                    word, 1);
+            return lane < 31
+                       ? mlx5::make_write_inline(control, mine, i + 1, 8)
+                       : mlx5::make_fetch_add(control, {p.qp.scratch, p.qp.scratch_lkey}, word, 1);
         });
     for (uint32_t i = 0; i < params.num_puts && status == SY_MLX5_OK; ++i)
         status = i % 2 == 0 ? put_add_nbi(queue, p.local, target, p.num_bytes, flag, 1)

@@ -60,7 +60,7 @@ SY_DEVICE Status move(Queue&& queue, const LocalBuffer& local, const RemoteBuffe
     do {
         // A division costs as much as all else of a request.
         const uint64_t num_left_bytes = num_bytes - begin;
-        const uint64_t num_left = SY_UNLIKELY(num_left_bytes > chunk_bytes)
+        const uint64_t num_left = num_left_bytes > chunk_bytes
                                       ? (num_left_bytes + chunk_bytes - 1) / chunk_bytes
                                       : num_left_bytes != 0;
         // One lane per request.

@@ -18,9 +18,6 @@
 #define SY_DEVICE_COLD
 #endif
 
-// Keeps what is seldom done out of the way of what is always done.
-#define SY_UNLIKELY(condition) (__builtin_expect(!!(condition), 0))
-
 namespace switchyard::comm {
 
 // Who observes: other warps of the block, of this GPU, or also processors, NICs and other GPUs.

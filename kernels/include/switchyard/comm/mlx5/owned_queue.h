@@ -47,7 +47,7 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
     // next call but one at the latest.
     template <class Build> SY_DEVICE Status post(uint32_t num_wqes, Build&& build) {
         const uint64_t base = Group::leader([&] { return begin(num_wqes); });
-        if (SY_UNLIKELY(base == kNone))
+        if (base == kNone)
             return status();
         Group::each_lane(num_wqes, [&](uint32_t lane_idx) {
             const uint64_t index = base + lane_idx;
@@ -81,7 +81,7 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
     // The first of so many free blocks, or kNone, and then `status_` says why.
     SY_DEVICE uint64_t begin(uint32_t num_blocks) {
         const uint64_t end = next_ + num_blocks;
-        if (SY_UNLIKELY(error_ != 0 || end > room_end_)) {
+        if (error_ != 0 || end > room_end_) {
             status_ = is_foreign_ ? Status{SY_MLX5_ARGUMENT}
                       : error_ != 0
                           ? report_error(qp, bound, error_)
