@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use ibgda::{
-    Access, HostAccess, Nic, OpenPeer, Peer, PeerConfig, PeerError, Posters, QueueConfig, QueuePath,
+    Access, Doorbell, HostAccess, Nic, OpenPeer, Peer, PeerConfig, PeerError, Posters, QueueConfig,
+    QueuePath,
 };
 use kernels::mlx5::QueueHandle;
 use p2p_core::PostError;
@@ -28,7 +29,9 @@ impl OpenLife {
             path: QueuePath::Plain,
             depth: DEPTH,
             posters: Posters::OneBlock,
+            doorbell: Doorbell::WithRecord,
             max_message_bytes: 8,
+            num_receives: 0,
             ..*like
         };
         let access: Arc<dyn Access> = Arc::new(HostAccess);

@@ -5,7 +5,7 @@ mod rig;
 
 use std::sync::Arc;
 
-use ibgda::{QueueConfig, QueuePath};
+use ibgda::{Doorbell, QueueConfig, QueuePath};
 use ibgda_network::detail::{Detail, HEAD_BYTES};
 use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 use kernels::abi::{DevicePtr, WAY_IBGDA};
@@ -68,6 +68,21 @@ fn join(networks: [&DeviceNetwork; 2]) -> [(Joined, DevicePair); 2] {
 fn holdings() -> (Vec<u32>, usize, u64) {
     let nic = softnic_verbs::nic().expect("a NIC").lock();
     (nic.queue_pairs(), nic.num_registrations(), gpu().free_bytes().expect("software"))
+}
+
+/// The host's queue is made by libibverbs, which knows no other, whatever the kernels' are.
+#[test]
+fn the_hosts_queue_has_a_record_where_those_of_kernels_have_none() {
+    let _turn = turn();
+    let [one, other] = [(), ()].map(|()| {
+        let mut config = config(QueuePath::Devx, 2);
+        config.queue.doorbell = Doorbell::RegisterAlone;
+        network(config)
+    });
+    let pairs = join([&one, &other]);
+    let from = pairs[0].1.as_remote().expect("a way");
+    from.show_life(0).expect("in service");
+    until("a sign of life", || own_word(&pairs[1].1, 0) == 1);
 }
 
 #[test]
