@@ -28,7 +28,8 @@
 #define SY_MLX5_ABORTED 2 /* the host set the peer's bit in the abort mask */
 #define SY_MLX5_COMPLETION 3 /* the NIC completed a work request with an error */
 #define SY_MLX5_DESYNC 4 /* the NIC completed what was never posted here */
-#define SY_MLX5_ARGUMENT 5 /* too long for the queue, misaligned, or outside of the peer's slot */
+#define SY_MLX5_ARGUMENT 5 /* too long for the queue, misaligned, outside of the peer's slot, or */
+/* a queue to oneself on which others have blocks that are not published */
 
 /* sy_mlx5_queue_state.error: what took the queue out of service first, 0 while nothing did.
  * The fields after the code are those of the error completion. */
