@@ -62,6 +62,9 @@ pub struct Fields {
 }
 
 type Move = unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, u64, *const c_void) -> u32;
+/// A move, and an add or a signal behind it.
+type MoveAnd =
+    unsafe extern "C" fn(*const c_void, u64, u32, u64, u32, u64, u64, u64, *const c_void) -> u32;
 type Set = unsafe extern "C" fn(*const c_void, u64, u32, u64, *const c_void) -> u32;
 
 /// One variant of the device functions. Every status is a `SY_MLX5_*`.
@@ -74,17 +77,7 @@ pub struct Driver {
     pub build: unsafe extern "C" fn(u32, *const Fields, *const u8, *mut u8),
     pub put: Move,
     pub get: Move,
-    pub put_add: unsafe extern "C" fn(
-        *const c_void,
-        u64,
-        u32,
-        u64,
-        u32,
-        u64,
-        u64,
-        u64,
-        *const c_void,
-    ) -> u32,
+    pub put_add: MoveAnd,
     pub add8: Set,
     pub add4: Set,
     pub add_fields: unsafe extern "C" fn(*const c_void, u64, u32, u64, u64, *const c_void) -> u32,
@@ -136,17 +129,7 @@ pub struct Driver {
         u64,
         *const c_void,
     ) -> u32,
-    pub put_signal: unsafe extern "C" fn(
-        *const c_void,
-        u64,
-        u32,
-        u64,
-        u32,
-        u64,
-        u64,
-        u64,
-        *const c_void,
-    ) -> u32,
+    pub put_signal: MoveAnd,
 }
 
 /// Calls by who has the queue to itself.
