@@ -380,13 +380,11 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         (params.handle->contacted >> thread_idx & 1) != 0 &&
         params.handle->num_rows[thread_idx] == 0)
         await_flag<Config>(params, shared, thread_idx, 0, SY_TAG_COMBINE_EMPTY);
-    // The next frame in this place of the ring is stored over what a NIC may still have to read.
-    // NOTES: not for a server that was given up for good: if it stands still, its way would not say for seconds that
-    // nothing more was read, and nobody reads what it makes of frames that are torn.
+    // The next frame in this place of the ring is stored over what a NIC may still have to read. Nobody reads what
+    // a server that was given up makes of frames that are torn.
     if (Config::kWays != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
-        (params.handle->contacted >> thread_idx & 1) != 0 &&
-        ptx::ld_relaxed_sys(&params.state->lost[thread_idx]) == 0)
-        comm::await_reuse<Config::kWays>(shared.servers[thread_idx].request);
+        (params.handle->contacted >> thread_idx & 1) != 0)
+        await_way<Config>(params, shared.servers[thread_idx].request, thread_idx);
     // NOTES: not before: blocks of the next dispatch would settle beside those that are at work still, two on
     // a multiprocessor, and a dispatch takes as long as its slowest block.
     if (is_ahead)

@@ -10,6 +10,7 @@
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/layout/slot.cuh"
 #include "switchyard/ptx/memory.cuh"
+#include "switchyard/ptx/sync.cuh"
 
 namespace switchyard::impls {
 
@@ -27,6 +28,8 @@ struct CombineConfig {
 };
 
 constexpr uint32_t kNoToken = 0xffffffffu;
+// Between two looks at whether a way is quiet, which may go to the host's memory.
+constexpr uint32_t kWayPauseNs = 200;
 
 struct CombineShared {
     sy_server_peer servers[SY_MAX_PEERS];
@@ -66,6 +69,31 @@ __device__ __forceinline__ comm::WaitBound bound_of(const sy_combine_params& par
 __device__ __forceinline__ void note_lost_for_good(const sy_combine_params& params,
                                                    uint32_t server) {
     ptx::st_relaxed_sys(&params.state->lost[server], params.handle->sequence);
+}
+
+// Waits until nothing that was named for a server is still to be read, unless that server is given up for good,
+// which any block may see meanwhile: if it stands still, its way would not say for seconds that nothing more was
+// read. What ends the way itself, a silence as long as a wait for rows among it, is left to the way's own wait,
+// which says what failed.
+template <class Config>
+__device__ __forceinline__ void await_way(const sy_combine_params& params, const sy_link& link,
+                                          uint32_t server) {
+    const uint64_t* lost = &params.state->lost[server];
+    if (comm::tells_reuse<Config::kWays>(link)) {
+        const uint64_t start_ns = ptx::mov_globaltimer();
+        for (uint32_t busy = 0; ptx::ld_relaxed_sys(lost) == 0;) {
+            if (comm::is_reusable(link, busy))
+                return;
+            if (comm::has_failed<Config::kWays>(link) ||
+                (params.abort_mask != nullptr &&
+                 (ptx::ld_relaxed_sys(params.abort_mask) >> server & 1) != 0) ||
+                ptx::mov_globaltimer() - start_ns >= params.timeout_ns)
+                break;
+            __nanosleep(kWayPauseNs);
+        }
+    }
+    if (ptx::ld_relaxed_sys(lost) == 0)
+        comm::await_reuse<Config::kWays>(link);
 }
 
 // A server that did not answer. One that refused the frame is noted as such; of any other the slot is of no use
