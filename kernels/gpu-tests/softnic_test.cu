@@ -1,7 +1,7 @@
 // Work requests that kernels post, carried out by the NIC kernel and by copy engines: every request once and
 // in order, wraps, back-pressure, errors and what follows them, lost doorbells, dead peers, disorder, NICs of
 // two processes, and whole layers, bit for bit as over stores.
-// Queues of one owner, too, with a doorbell record and without.
+// Queues of one owner, too, with a doorbell record and without, and the calls of links.
 //
 //   softnic_test [--seed N] [--only NAME]
 //
@@ -13,6 +13,7 @@
 #include <string>
 
 #include "softnic_faults.hpp"
+#include "softnic_links.hpp"
 #include "softnic_owner.hpp"
 #include "softnic_rig.hpp"
 
@@ -453,6 +454,7 @@ int main(int argc, char** argv) {
     } tests[] = {{"wraps", wraps},
                  {"owner", owner},
                  {"puts", puts_flags_and_gets},
+                 {"link_calls", link_calls},
                  {"immediate", immediate},
                  {"back_pressure", back_pressure},
                  {"errors", errors},

@@ -28,12 +28,47 @@ struct WorldSizes {
     Where where = Where::kHost;
     bool has_copy_engines = false; // instead of the NIC kernel; queues in host memory
     uint64_t bound_ns = 2'000'000'000;
+    // What peers may do to a slot: fused kernels read nothing of it.
+    uint32_t access = softnic::kRemoteWrite | softnic::kRemoteAtomic;
 };
 
 inline std::unique_ptr<Nic> make_nic(int gpu, bool has_copy_engines) {
     if (has_copy_engines)
         return std::make_unique<CopyNic>(gpu);
     return std::make_unique<NicKernel>(gpu);
+}
+
+// A way of the current GPU, which is the NIC's, to `slot` as that GPU reaches it. Keys, addresses and queue
+// pairs are those of the way's number `way_idx`, which no other way of this NIC has.
+inline Way make_way(Nic& nic, const WorldSizes& sizes, uint32_t way_idx, uint8_t* slot,
+                    uint64_t slot_bytes, uint32_t peer_idx, sy_error_word* error) {
+    Way way = {};
+    way.mirror = device_alloc<uint8_t>(sy_round_up(slot_bytes, kSlotAlign));
+    // Nothing of the mirror may arrive that was not stored there.
+    CHECK_CUDA(cudaMemset(way.mirror, 0xee, slot_bytes));
+    const uint32_t lkey = 0x100 + 2 * way_idx, rkey = lkey + 1;
+    // Addresses at the peer are the peer's: nothing here may take them for its own.
+    const uint64_t remote = 0x500000000000 + (uint64_t{way_idx} << 36);
+    nic.add_key(lkey, reinterpret_cast<uint64_t>(way.mirror), slot_bytes, way.mirror);
+    nic.add_key(rkey, remote, slot_bytes, slot, sizes.access);
+    for (uint32_t i = 0; i < sizes.num_qps; ++i) {
+        way.queues.emplace_back(sizes.where, sizes.queue, 0x40 + way_idx * sizes.num_qps + i,
+                                peer_idx);
+        way.numbers.push_back(nic.add_queue(way.queues.back()));
+    }
+    sy_ibgda_peer peer = {};
+    peer.qps = softnic::upload_handles(way.queues);
+    peer.mirror = reinterpret_cast<uint64_t>(way.mirror);
+    peer.remote = remote;
+    peer.slot_bytes = slot_bytes;
+    peer.lkey = lkey;
+    peer.rkey = rkey;
+    peer.num_qps = sizes.num_qps;
+    peer.bound = {error, nullptr, sizes.bound_ns};
+    sy_ibgda_peer* handle = device_alloc<sy_ibgda_peer>(1);
+    to_device(handle, peer);
+    way.link = {peer.mirror, reinterpret_cast<uint64_t>(handle), SY_WAY_IBGDA, 0};
+    return way;
 }
 
 class NicWorld {
@@ -216,36 +251,9 @@ class NicWorld {
     }
     Way make_way(int gpu, uint8_t* slot, uint64_t slot_bytes, uint32_t peer_idx,
                  sy_error_word* error) {
-        Nic& nic = nic_of(gpu);
-        Way way = {};
-        way.mirror = device_alloc<uint8_t>(sy_round_up(slot_bytes, kSlotAlign));
-        // Nothing of the mirror may arrive that was not stored there.
-        CHECK_CUDA(cudaMemset(way.mirror, 0xee, slot_bytes));
-        const uint32_t lkey = 0x100 + 2 * num_ways_, rkey = lkey + 1;
-        // Addresses at the peer are the peer's: nothing here may take them for its own.
-        const uint64_t remote = 0x500000000000 + (uint64_t{num_ways_} << 36);
-        nic.add_key(lkey, reinterpret_cast<uint64_t>(way.mirror), slot_bytes, way.mirror);
-        nic.add_key(rkey, remote, slot_bytes, slot, softnic::kRemoteWrite | softnic::kRemoteAtomic);
-        for (uint32_t i = 0; i < sizes_.num_qps; ++i) {
-            way.queues.emplace_back(sizes_.where, sizes_.queue, 0x40 + num_queues_++, peer_idx);
-            way.numbers.push_back(nic.add_queue(way.queues.back()));
-        }
-        sy_ibgda_peer peer = {};
-        peer.qps = softnic::upload_handles(way.queues);
-        peer.mirror = reinterpret_cast<uint64_t>(way.mirror);
-        peer.remote = remote;
-        peer.slot_bytes = slot_bytes;
-        peer.lkey = lkey;
-        peer.rkey = rkey;
-        peer.num_qps = sizes_.num_qps;
-        peer.bound = {error, nullptr, sizes_.bound_ns};
-        sy_ibgda_peer* handle = device_alloc<sy_ibgda_peer>(1);
-        to_device(handle, peer);
-        way.link = {peer.mirror, reinterpret_cast<uint64_t>(handle), SY_WAY_IBGDA, 0};
-        ++num_ways_;
-        return way;
+        return ::make_way(nic_of(gpu), sizes_, num_ways_++, slot, slot_bytes, peer_idx, error);
     }
     const WorldSizes sizes_;
     std::vector<cudaStream_t> streams_;
-    uint32_t num_ways_ = 0, num_queues_ = 0;
+    uint32_t num_ways_ = 0;
 };
