@@ -1,5 +1,6 @@
 // dispatch + combine between processes, one per GPU: checked bit for bit against the host reference, then
-// timed by the GPU's clock over replayed graphs. Prints one JSON line per case.
+// timed by the GPU's clock over replayed graphs. Prints one JSON line per case. With one rank a client and a
+// server are one process, and nothing goes over a link.
 //
 //   moe_bench [--ranks N] [--set check|table|lists|short|sms|tune] [--limit SECONDS] [--seed N]
 //
@@ -409,7 +410,8 @@ int main(int argc, char** argv) {
         else
             CHECK(false, "unknown argument %s", argv[i]);
     }
-    CHECK(num_ranks == 2 || num_ranks == 4, "--ranks %u: expected 2 or 4", num_ranks);
+    CHECK(num_ranks == 1 || num_ranks == 2 || num_ranks == 4, "--ranks %u: expected 1, 2 or 4",
+          num_ranks);
     const int code = run_ranks(num_ranks, limit_s, -1,
                                [&](Comrade& comrade) { return run_rank(comrade, set, seed); });
     fprintf(stderr, "moe_bench --set %s: %s\n", set.c_str(),
