@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests of the GPU data path on this host: kernels against the references in C++ and Rust, processes
-# against one another, faults, and compute-sanitizer where it is installed. Needs a driver and one GPU; with two or four GPUs
-# it runs across them. Every step has a time limit.
+# against one another, faults, and compute-sanitizer where it is installed. Needs a driver and one GPU, which clients
+# and servers share; with two or four GPUs it runs across them. Every step has a time limit.
 #
 #   run-tests.sh [SEED]
 set -u
@@ -80,7 +80,14 @@ if [ "$num_gpus" -ge 2 ]; then
     step 60 "puts between processes, every byte compared" \
         ./switchyard bench p2p --device cuda --senders 1 --receivers $((ranks - 1)) --json
 else
-    skip "layers and NICs between processes, the service, faults" "they need two GPUs"
+    step 60 "layers of a process with itself" ./moe_bench --ranks 1 --set check --seed "$seed" --limit 50
+    # The clients of `random` need a GPU that their server, which is the same process, is not on. Kernels that share
+    # one wait for each other's multiprocessors: what is else a matter of seconds may take long.
+    step 180 "servers on a GPU, clients beside them" \
+        ./rust_device_server_test --test-threads 1 --skip timing --skip random::
+    step 400 "clients on a GPU, servers beside them" ./rust_device_client_test --test-threads 1
+    step 90 "calls on a GPU allocate nothing" ./rust_device_alloc_test
+    skip "layers and NICs between processes, faults, puts" "they need two GPUs"
 fi
 rm -f step.log
 echo "$failures failed"
