@@ -4,9 +4,9 @@
     python3 bench/gpu/baseline.py [--out FILE] [--limit SECONDS] [--tokens 1,128]
 
 Hidden 7168, top-8 of 256 experts, fp8 with one f32 scale per 128 values out, bf16 back; packing before
-and summing after are part of what is timed. CUDA graphs, the slowest client's median of 200 replays (60
-from 1024 tokens on). One JSON object per line. Needs two or four GPUs, torch with NCCL; each section
-runs in processes of its own and is ended when its time is up.
+and summing after are part of what is timed. CUDA graphs, the slowest client's median of 200 replays. One
+JSON object per line. Needs two or four GPUs, torch with NCCL; each section runs in processes of its own
+and is ended when its time is up.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import time
 
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 FP8_ROW_BYTES = HIDDEN + HIDDEN // 128 * 4
+NUM_REPLAYS = 200
 # NVLink multicast stays off: on shared hosts it can take GPUs out of service.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -99,7 +100,7 @@ class World:
         dist.init_process_group("nccl", device_id=self.device,
                                 timeout=datetime.timedelta(seconds=60))
 
-    def slowest_median_us(self, step, num_replays, clients):
+    def slowest_median_us(self, step, clients):
         """Captures `step` and times its replays; the slowest client's median."""
         torch = self.torch
         side = torch.cuda.Stream()
@@ -116,7 +117,7 @@ class World:
         for _ in range(10):
             graph.replay()
         self.barrier()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_replays)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(NUM_REPLAYS)]
         for begin, end in events:
             begin.record()
             graph.replay()
@@ -157,10 +158,6 @@ def rows_by_server(topk, num_servers):
     return [(server == s).any(1).nonzero().flatten() for s in range(num_servers)]
 
 
-def num_replays(num_tokens):
-    return 200 if num_tokens < 1024 else 60
-
-
 def nccl_all_to_all(world, tokens):
     torch, dist = world.torch, world.dist
     for count in tokens:
@@ -182,7 +179,7 @@ def nccl_all_to_all(world, tokens):
             total.zero_()
             total.index_add_(0, mine, back)
 
-        us, _ = world.slowest_median_us(step, num_replays(count), range(world.size))
+        us, _ = world.slowest_median_us(step, range(world.size))
         report(world, what="nccl", shape=f"{world.size}r", tokens=count, dtype="fp8", median_us=round(us, 2),
                nccl=str(torch.cuda.nccl.version()), torch=torch.__version__)
 
@@ -227,7 +224,7 @@ def nccl_split(world, tokens):
                     exchange(dist.irecv, incoming_parts)
                     exchange(dist.isend, outgoing_parts)
 
-            us, _ = world.slowest_median_us(step, num_replays(count), range(num_clients))
+            us, _ = world.slowest_median_us(step, range(num_clients))
             report(world, what="nccl", shape=f"{num_clients}to{num_servers}", tokens=count, dtype="fp8",
                    median_us=round(us, 2))
 
@@ -268,7 +265,7 @@ def symmetric_memory(world, tokens):
             total.zero_()
             total.index_add_(0, token, back[:rows])
 
-        us, _ = world.slowest_median_us(step, num_replays(count), range(world.size))
+        us, _ = world.slowest_median_us(step, range(world.size))
         report(world, what="torch symmetric memory", shape=f"{world.size}r", tokens=count, dtype="fp8",
                median_us=round(us, 2))
 
