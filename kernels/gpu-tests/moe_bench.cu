@@ -127,15 +127,12 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
         }
         to_device(buffers.num_tokens, test.num_tokens);
         const auto rows = reference::rows_per_server(cache.inputs[0], placement, num_servers);
+        // A request's row has a flag; an answer's words tell for themselves that they are there.
+        result.request_row_bytes = geometry.row_stride_bytes + geometry.scales_per_row * 4 +
+                                   kTopK * sizeof(sy_entry) + sizeof(uint64_t);
+        result.response_row_bytes = geometry.response_stride_bytes;
         for (uint32_t s = 0; s < num_servers; ++s) {
-            result.response_row_bytes = geometry.response_stride_bytes + 8;
-            result.request_row_bytes = geometry.row_stride_bytes + geometry.scales_per_row * 4 +
-                                       kTopK * sizeof(sy_entry) + 8;
-            const uint64_t request =
-                uint64_t{rows[s]} * (geometry.row_stride_bytes + geometry.scales_per_row * 4 +
-                                     kTopK * sizeof(sy_entry));
-            const uint64_t response = uint64_t{rows[s]} * (geometry.response_stride_bytes + 8);
-            result.bytes_sent += request + response;
+            result.bytes_sent += rows[s] * (result.request_row_bytes + result.response_row_bytes);
             result.rows[s] = rows[s];
         }
         CHECK_CUDA(
