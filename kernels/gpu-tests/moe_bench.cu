@@ -331,7 +331,7 @@ std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
                 for (const uint32_t blocks : {132u, 264u})
                     add(topology, tokens, true, false, "echo", -1, blocks, blocks, blocks);
         } else if (set == "sms") {
-            for (const uint32_t tokens : {128u, 4096u})
+            for (const uint32_t tokens : {128u, 1024u, 4096u})
                 for (const uint32_t blocks : {8u, 16u, 24u, 32u, 48u, 64u, 96u, 132u})
                     add(topology, tokens, true, false, "echo", -1, blocks, blocks, blocks);
         }
