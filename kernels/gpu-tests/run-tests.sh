@@ -4,6 +4,8 @@
 # and servers share; with two or four GPUs it runs across them. Every step has a time limit.
 #
 #   run-tests.sh [SEED]
+#
+# What cannot run is SKIPPED. SWITCHYARD_REQUIRE=all, or a list of sanitizer, libfabric and gpus, makes that a failure.
 set -u
 cd "$(dirname "$0")"
 if [ programs.tar.xz -nt .unpacked ]; then
@@ -26,20 +28,39 @@ failures=0
 step() { # limit in seconds, name, command
     local limit=$1 name=$2
     shift 2
-    local start=$SECONDS
-    if timeout --kill-after=5 "$limit" "$@" > "step.log" 2>&1; then
+    local start=$SECONDS wrong=
+    timeout --kill-after=5 "$limit" "$@" > "step.log" 2>&1 || wrong="exit $?"
+    if [ -z "$wrong" ] && [ -n "${must_say:-}" ] && ! grep -qF -- "$must_say" step.log; then
+        wrong="its output lacks \"$must_say\""
+    fi
+    if [ -z "$wrong" ]; then
         echo "ok      $name ($((SECONDS - start)) s)"
     else
-        local code=$?
-        echo "FAILED  $name (exit $code)"
+        echo "FAILED  $name ($wrong)"
         tail -n 15 step.log
         failures=$((failures + 1))
     fi
 }
-skip() { echo "SKIPPED $1: $2"; }
+sanitize() { # limit in seconds, name, tool, command
+    local limit=$1 name=$2 tool=$3 summary="ERROR SUMMARY: 0 errors"
+    shift 3
+    [ "$tool" = racecheck ] && summary="RACECHECK SUMMARY: 0 hazards displayed"
+    # A sanitizer that did not attach has no findings either.
+    must_say=$summary step "$limit" "$name" compute-sanitizer --tool "$tool" --error-exitcode 9 "$@"
+}
+skip() { # resource, name, reason
+    if [[ ,$required, == *",$1,"* || ,$required, == *,all,* ]]; then
+        echo "FAILED  $2: $1 required by SWITCHYARD_REQUIRE, but $3"
+        failures=$((failures + 1))
+    else
+        echo "SKIPPED $2: $3"
+    fi
+}
 
 echo "seed $seed, $num_gpus GPUs"
-export SWITCHYARD_REQUIRE=gpu SWITCHYARD_TEST_SEED=$seed
+required=${SWITCHYARD_REQUIRE:-}
+# A test that finds no GPU here is wrong.
+export SWITCHYARD_REQUIRE=gpu${required:+,$required} SWITCHYARD_TEST_SEED=$seed
 step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
 step 60 "expert stage against double precision" ./expert_test --seed "$seed"
 # One after the other: freeing memory waits for all kernels of a process, also for those that wait for each other.
@@ -54,20 +75,18 @@ step 90 "layers through a proxy and a NIC in software" \
 if [ -n "${SWITCHYARD_LIBFABRIC_SO:-}" ] || ldconfig -p 2>/dev/null | grep -q 'libfabric\.so\.1'; then
     step 90 "layers through a proxy and libfabric" ./rust_device_proxy_test --test-threads 1
 else
-    skip "layers through a proxy and libfabric" "there is no libfabric.so.1"
+    skip libfabric "layers through a proxy and libfabric" "there is no libfabric.so.1"
 fi
 if command -v compute-sanitizer > /dev/null; then
-    step 90 "memcheck" compute-sanitizer --tool memcheck --error-exitcode 9 ./kernels_test --quick --seed "$seed"
-    step 90 "memcheck: experts" compute-sanitizer --tool memcheck --error-exitcode 9 ./expert_test --seed "$seed"
-    step 90 "memcheck from Rust" compute-sanitizer --tool memcheck --error-exitcode 9 \
-        ./rust_kernels_test on_the_gpu::echo on_the_gpu::wrong --test-threads 1
+    sanitize 90 "memcheck" memcheck ./kernels_test --quick --seed "$seed"
+    sanitize 90 "memcheck: experts" memcheck ./expert_test --seed "$seed"
+    sanitize 90 "memcheck from Rust" memcheck ./rust_kernels_test on_the_gpu::echo on_the_gpu::wrong --test-threads 1
     for test in layers_match_the_reference expert_outputs_are_weighted_and_summed \
         two_frames_in_flight_keep_apart; do
-        step 180 "racecheck: $test" compute-sanitizer --tool racecheck --error-exitcode 9 \
-            ./kernels_test --quick --seed "$seed" --only "$test"
+        sanitize 180 "racecheck: $test" racecheck ./kernels_test --quick --seed "$seed" --only "$test"
     done
 else
-    skip "memcheck, racecheck" "compute-sanitizer is not on the PATH"
+    skip sanitizer "memcheck, racecheck" "compute-sanitizer is not on the PATH"
 fi
 if [ "$num_gpus" -ge 2 ]; then
     ranks=$((num_gpus >= 4 ? 4 : 2))
@@ -87,7 +106,7 @@ else
         ./rust_device_server_test --test-threads 1 --skip timing --skip random::
     step 400 "clients on a GPU, servers beside them" ./rust_device_client_test --test-threads 1
     step 90 "calls on a GPU allocate nothing" ./rust_device_alloc_test
-    skip "layers and NICs between processes, faults, puts" "they need two GPUs"
+    skip gpus "layers and NICs between processes, faults, puts" "they need two GPUs"
 fi
 rm -f step.log
 echo "$failures failed"
