@@ -210,8 +210,8 @@ def layer_table(run, _aims):
         rate = f"{run.link:.0f} GB/s, the rate of puts from one GPU to one other"
     print("\n## dispatch + combine\n\nHidden 7168, top-8 of 256, bf16 back, one process per rank, CUDA graphs; µs, the"
           " slowest client's median; every output checked bit for bit. MB: sent by all clients and servers together in"
-          f" a layer, also what stays on a GPU. Limit: bytes over the busiest link direction at {rate}. Ratio: to the limit. NCCL and symmetric"
-          " memory: of the same sizes in fp8, uniform routing.")
+          " a layer, also what stays on a GPU. Limit: bytes over the busiest link direction at"
+          f" {rate}. Ratio: to the limit. NCCL and symmetric memory: of the same sizes in fp8, uniform routing.")
     lines = []
     for key in keys:
         found = run.layers.get(key, {})
