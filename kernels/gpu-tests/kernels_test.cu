@@ -200,27 +200,13 @@ void run_layer(const World& world, bool echo, uint32_t handle = 0) {
         client->combine(world.stream, handle);
 }
 
-void layers_match_the_reference() {
-    struct Case {
-        uint32_t hidden, top_k, num_experts, num_clients, num_servers, capacity, replicate_every;
-        uint32_t num_blocks = 0;
-    };
-    std::vector<Case> cases = {{7168, 8, 256, 4, 4, 160, 0},
-                               {7168, 8, 256, 1, 3, 130, 3},
-                               {7168, 8, 256, 3, 1, 33, 0},
-                               {2048, 8, 128, 2, 2, 64, 2},
-                               {1152, 6, 60, 2, 3, 40, 0},
-                               {512, 1, 8, 1, 2, 300, 0},
-                               {256, 16, 1024, 2, 4, 50, 5},
-                               {128, 2, 4, 1, 1, 9, 0},
-                               // More tokens than one block sends entries for, and few blocks.
-                               {7168, 8, 256, 2, 2, 600, 0},
-                               {7168, 8, 256, 1, 3, 500, 3, 24},
-                               {256, 16, 1024, 2, 4, 700, 5, 7}};
-    if (g_quick)
-        cases = {
-            {7168, 8, 64, 2, 2, 4, 3}, {384, 6, 60, 2, 3, 35, 0}, {128, 4, 8, 2, 2, 270, 0, 5}};
-    for (const Case& test : cases)
+struct LayerCase {
+    uint32_t hidden, top_k, num_experts, num_clients, num_servers, capacity, replicate_every;
+    uint32_t num_blocks = 0;
+};
+
+void match_the_reference(const std::vector<LayerCase>& cases) {
+    for (const LayerCase& test : cases)
         for (const uint32_t dtype : {SY_DTYPE_F8_E4M3, SY_DTYPE_BF16})
             for (const bool echo : {false, true}) {
                 World world(test.hidden, test.top_k, dtype, test.num_experts, test.num_clients,
@@ -249,6 +235,32 @@ void layers_match_the_reference() {
                                 expect_lists(world, inputs, s);
                 }
             }
+}
+
+void layers_match_the_reference() {
+    if (g_quick)
+        match_the_reference(
+            {{7168, 8, 64, 2, 2, 4, 3}, {384, 6, 60, 2, 3, 35, 0}, {128, 4, 8, 2, 2, 270, 0, 5}});
+    else
+        match_the_reference({{7168, 8, 256, 4, 4, 160, 0},
+                             {7168, 8, 256, 1, 3, 130, 3},
+                             {7168, 8, 256, 3, 1, 33, 0},
+                             {2048, 8, 128, 2, 2, 64, 2},
+                             {1152, 6, 60, 2, 3, 40, 0},
+                             {512, 1, 8, 1, 2, 300, 0},
+                             {256, 16, 1024, 2, 4, 50, 5},
+                             {128, 2, 4, 1, 1, 9, 0}});
+}
+
+// More tokens than one block sends entries for, and few blocks that have many each: code of its own where the hidden
+// size is 7168.
+void many_tokens_of_few_blocks_match_the_reference() {
+    if (g_quick)
+        match_the_reference({{7168, 8, 64, 1, 2, 450, 0, 24}});
+    else
+        match_the_reference({{7168, 8, 256, 2, 2, 600, 0},
+                             {7168, 8, 256, 1, 3, 500, 3, 24},
+                             {256, 16, 1024, 2, 4, 700, 5, 7}});
 }
 
 // Expert outputs are random rows in list order: expert_send must weigh and sum the right ones.
@@ -707,6 +719,8 @@ int main(int argc, char** argv) {
         {"bad_parameters_are_refused_before_a_launch", bad_parameters_are_refused_before_a_launch},
         {"bytes_go_to_a_slot_and_back", [] { bytes_go_to_a_slot_and_back(g_seed); }},
         {"layers_match_the_reference", layers_match_the_reference},
+        {"many_tokens_of_few_blocks_match_the_reference",
+         many_tokens_of_few_blocks_match_the_reference},
         {"expert_outputs_are_weighted_and_summed", expert_outputs_are_weighted_and_summed},
         {"two_frames_in_flight_keep_apart", two_frames_in_flight_keep_apart},
         {"a_captured_graph_replays_with_new_inputs", a_captured_graph_replays_with_new_inputs},

@@ -81,8 +81,8 @@ if command -v compute-sanitizer > /dev/null; then
     sanitize 90 "memcheck" memcheck ./kernels_test --quick --seed "$seed"
     sanitize 90 "memcheck: experts" memcheck ./expert_test --seed "$seed"
     sanitize 90 "memcheck from Rust" memcheck ./rust_kernels_test on_the_gpu::echo on_the_gpu::wrong --test-threads 1
-    for test in layers_match_the_reference expert_outputs_are_weighted_and_summed \
-        two_frames_in_flight_keep_apart; do
+    for test in layers_match_the_reference many_tokens_of_few_blocks_match_the_reference \
+        expert_outputs_are_weighted_and_summed two_frames_in_flight_keep_apart; do
         sanitize 180 "racecheck: $test" racecheck ./kernels_test --quick --seed "$seed" --only "$test"
     done
 else
