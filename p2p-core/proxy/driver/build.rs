@@ -1,5 +1,5 @@
-//! Compiles `driver.cpp` against the device headers. Without a C++ compiler nothing is compiled, and the
-//! tests say that they were skipped.
+//! Compiles `driver.cpp` against the device headers, and `produce.cpp`, whose warps are fibres. Without a
+//! C++ compiler nothing is compiled, and the tests say that they were skipped.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,9 @@ fn main() {
     println!("cargo:rustc-check-cfg=cfg(has_cxx)");
     let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("set by cargo"));
     let include = here.join("../../../kernels/include");
-    for input in [here.join("driver.cpp"), include.join("switchyard")] {
+    let shim = here.join("../../../kernels/host/shim");
+    let sources = ["driver.cpp", "produce.cpp"].map(|name| here.join(name));
+    for input in sources.iter().chain([&include.join("switchyard"), &shim]) {
         println!("cargo:rerun-if-changed={}", input.display());
     }
     println!("cargo:rerun-if-env-changed=CXX");
@@ -32,7 +34,24 @@ fn main() {
         .flag("-fno-rtti")
         .opt_level(2)
         .warnings_into_errors(true)
-        .include(include)
-        .file(here.join("driver.cpp"))
+        .include(&include)
+        .file(&sources[0])
         .compile("sy_proxy_driver");
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .flag("-fno-rtti")
+        .opt_level(1)
+        .warnings_into_errors(true)
+        // Loops of GPUs.
+        .flag("-Wno-unknown-pragmas")
+        .include(&shim)
+        .include(&include)
+        .flag("-include")
+        .flag(shim.join("simt.hpp"))
+        // Inline functions for fibres must not be taken for those of others by the linker.
+        .define("switchyard", "switchyard_proxy_produce")
+        .define("simt", "simt_proxy_produce")
+        .file(&sources[1])
+        .compile("sy_proxy_produce");
 }

@@ -101,13 +101,15 @@ fn a_table_has_a_head_and_a_line_for_each_measurement() {
     // Two tables, one for each number of threads, with a head, five rows and a sentence on idle threads.
     assert_eq!(lines.len(), 1 + 2 * 7, "{text}");
     for (threads, table) in ["1", "2"].into_iter().zip(lines[1..].chunks(7)) {
-        for head in ["object bytes", "M objects/s", "Gbit/s", "µs p50", "µs p99", "µs max"] {
+        for head in
+            ["object bytes", "M objects/s", "Gbit/s", "µs p50", "µs p90", "µs p99", "µs max"]
+        {
             assert!(table[0].contains(head), "{text}");
         }
         let names = ["check", "rate", "round_trip", "rate", "round_trip"];
         for (name, row) in names.into_iter().zip(&table[1..6]) {
             let cells: Vec<&str> = row.split_whitespace().collect();
-            assert_eq!((cells.len(), cells[0], cells[2]), (13, name, threads), "{text}");
+            assert_eq!((cells.len(), cells[0], cells[2]), (15, name, threads), "{text}");
             assert_eq!(row.chars().count(), table[0].chars().count(), "{text}");
         }
         assert!(table[6].starts_with(&format!("idle threads: {threads}, with 8 lanes")), "{text}");
@@ -132,7 +134,7 @@ fn lines_of_json_have_their_keys() {
     }
     // Producers of the host measure the time of a batch in round trips alone.
     assert!(lines[1]["latency"].is_null());
-    assert_eq!(keys(&lines[2]["latency"]), "max_us mean_us p50_us p99_us");
+    assert_eq!(keys(&lines[2]["latency"]), "max_us mean_us p50_us p90_us p99_us");
     assert_eq!(keys(&lines[3]), "bench cpu_percent_per_thread lanes max_sleep_us threads");
 }
 

@@ -50,6 +50,7 @@ fn every_word_of_every_object_arrives_behind_many_warps() {
             num_commands: 20_000_u64.next_multiple_of(batch.into()),
             is_round_trip: false,
             only_reads: false,
+            is_one_way: false,
         };
         let figures = bench.run_gpu(&run, &gpu).unwrap();
         assert_eq!(figures.bad, 0);

@@ -11,6 +11,41 @@ namespace switchyard::impls {
 // Batches whose posting time is remembered until they are over.
 constexpr uint32_t kProxyPending = 64;
 
+// Two more flags of producers, for the way from a push to its post. The host side of the benchmark has the same.
+// Samples are not durations but when, by this GPU's clock, each batch began to be pushed.
+constexpr uint32_t kProxyProduceStamps = 8;
+// Nothing is put: each change of the lane's count is answered with the time.
+constexpr uint32_t kProxyProduceClock = 16;
+
+// The time by this GPU's clock, each time the host has counted one further. What tells the host the time is a
+// command that it takes out of the lane and carries out nowhere.
+__device__ inline comm::proxy::Status proxy_tell_time(const sy_proxy_peer& peer,
+                                                      const sy_proxy_lane& lane, uint64_t num) {
+    const sy_proxy_lane_words* words = comm::at_address<const sy_proxy_lane_words>(lane.words);
+    // All at once: an answer that reserves its cell first would come later. The host takes each before it counts
+    // on, so that cells are free.
+    const uint64_t base =
+        comm::atom_add_relaxed(&comm::proxy::detail::state_of(lane).reserved, num);
+    uint64_t silent_since = comm::now_ns();
+    for (uint64_t i = base; i < base + num; ++i) {
+        uint64_t completed = 0, error = 0;
+        comm::proxy::detail::load_words(words, &completed, &error);
+        while (completed <= i) {
+            if (error != 0)
+                return SY_PROXY_REFUSED;
+            if (comm::now_ns() - silent_since > peer.timeout_ns)
+                return SY_PROXY_TIMEOUT;
+            comm::pause_poll();
+            comm::proxy::detail::load_words(words, &completed, &error);
+        }
+        // NOTES: behind a branch on what was loaded, or the clock might be read before the load has ended.
+        silent_since = comm::now_ns();
+        comm::proxy::detail::store(
+            lane, i, comm::proxy::detail::make_word(peer, SY_PROXY_ADD, 0, silent_since));
+    }
+    return SY_PROXY_OK;
+}
+
 // One warp posts as fast as the budget lets it.
 __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
     __shared__ uint64_t posted_at[kProxyPending];
@@ -44,6 +79,14 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
         }
         if (lane_idx == 0)
             params.elapsed_ns[blockIdx.x] = comm::now_ns() - start, params.status[blockIdx.x] = 0;
+        return;
+    }
+
+    if ((params.flags & kProxyProduceClock) != 0) {
+        if (lane_idx == 0) {
+            params.status[blockIdx.x] = proxy_tell_time(peer, lane, params.num_commands);
+            params.elapsed_ns[blockIdx.x] = comm::now_ns() - start;
+        }
         return;
     }
 
@@ -111,7 +154,7 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
                 status = comm::proxy::detail::wait_completed(peer, lane, end, SY_TAG_PROXY_ROOM);
                 if (num_samples < params.num_samples)
                     params.latency_ns[uint64_t{blockIdx.x} * params.num_samples + num_samples++] =
-                        comm::now_ns() - now;
+                        (params.flags & kProxyProduceStamps) != 0 ? now : comm::now_ns() - now;
             }
             status = __shfl_sync(0xffffffffu, status, 0);
             continue;

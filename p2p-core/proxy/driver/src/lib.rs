@@ -38,6 +38,7 @@ unsafe extern "C" {
     fn sy_proxy_test_check(lane: *const c_void) -> *const c_char;
     fn sy_proxy_test_check_peer(peer: *const c_void) -> *const c_char;
     fn sy_proxy_test_layout(out: *mut u64);
+    fn sy_proxy_test_produce(params: *const c_void);
 }
 
 /// The device functions. Each returns a `SY_PROXY_*`.
@@ -56,6 +57,8 @@ pub struct Driver {
     pub quiet: unsafe extern "C" fn(*const c_void, u32) -> u32,
     /// Whether a quiet would return at once: 0 or 1.
     pub is_quiet: unsafe extern "C" fn(*const c_void, u32) -> u32,
+    /// The producers' kernel, from its `sy_proxy_produce_params` to its end: blocks one after the other.
+    pub produce: unsafe extern "C" fn(*const c_void),
     check: unsafe extern "C" fn(*const c_void) -> *const c_char,
     check_peer: unsafe extern "C" fn(*const c_void) -> *const c_char,
     layout: unsafe extern "C" fn(*mut u64),
@@ -77,6 +80,7 @@ impl Driver {
                 signal: sy_proxy_test_signal,
                 quiet: sy_proxy_test_quiet,
                 is_quiet: sy_proxy_test_is_quiet,
+                produce: sy_proxy_test_produce,
                 check: sy_proxy_test_check,
                 check_peer: sy_proxy_test_check_peer,
                 layout: sy_proxy_test_layout,

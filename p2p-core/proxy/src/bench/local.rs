@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use p2p_core::Region;
 
-use super::{BenchEndpoint, Checks, Latency, pattern};
+use super::clock::Certainty;
+use super::{BenchEndpoint, Checks, Latency, Posts, pattern};
 use crate::abi::{MAX_DEPTH, MAX_LANES, MAX_SLOT_BYTES};
 use crate::command::{Command, Opcode};
 use crate::lane::{LaneConfig, Lanes, Poster};
@@ -61,6 +62,9 @@ pub struct Run {
     pub is_round_trip: bool,
     /// Nothing is posted: samples are of looks at a lane's words. On a GPU only.
     pub only_reads: bool,
+    /// Samples are of the way there alone, from the push of an object to its post. On a GPU only, and of round trips
+    /// of single objects.
+    pub is_one_way: bool,
 }
 
 /// What came of it.
@@ -88,8 +92,11 @@ pub struct Figures {
     pub mops: f64,
     /// Payload.
     pub gbps: f64,
-    /// From posting a batch to its end.
+    /// From posting a batch to its end; one way, to its post.
     pub latency: Option<Latency>,
+    /// One way: what is known of the two clocks.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clock: Option<Certainty>,
     /// Objects compared, and bad ones.
     pub checked: u64,
     /// Bad ones among them.
@@ -101,6 +108,8 @@ pub struct Figures {
 pub struct Bench {
     proxy: Proxy<BenchEndpoint>,
     num_threads: usize,
+    /// Where the host's clock begins.
+    pub(super) origin: Instant,
 }
 
 /// A peer of a run.
@@ -112,6 +121,8 @@ pub struct BenchPeer {
     pub target: Region,
     /// Objects found good and bad.
     pub checks: Arc<Checks>,
+    /// When objects were posted, if that is asked for.
+    pub posts: Option<Arc<Posts>>,
     /// Where producers fill objects.
     pub mirror: Region,
 }
@@ -167,6 +178,12 @@ impl Row {
         Run { is_round_trip: true, only_reads: true, ..self.run(PostKind::Null, 1, 2000) }
     }
 
+    /// Of a GPU: one after the other, each from its push to its post.
+    #[must_use]
+    pub fn one_way(&self) -> Run {
+        Run { is_one_way: true, ..self.round_trip(PostKind::Null) }
+    }
+
     fn run(&self, post: PostKind, batch: u32, commands: u64) -> Run {
         let depth = self.budget.next_power_of_two().max(64);
         Run {
@@ -179,6 +196,7 @@ impl Row {
             num_commands: commands.next_multiple_of(batch.into()),
             is_round_trip: false,
             only_reads: false,
+            is_one_way: false,
         }
     }
 }
@@ -205,6 +223,10 @@ impl Run {
             "objects of {object_bytes} bytes: expected a multiple of 16"
         );
         ensure!(
+            !self.is_one_way || (self.is_round_trip && batch == 1 && self.post == PostKind::Null),
+            "one way: expected round trips of single objects whose posts do nothing"
+        );
+        ensure!(
             self.slot_bytes() <= MAX_SLOT_BYTES,
             "slots of {} bytes ({} lanes, {num_objects} objects of {object_bytes} bytes each): expected at most {MAX_SLOT_BYTES}",
             self.slot_bytes(),
@@ -222,7 +244,11 @@ impl Run {
     /// Where the counters are.
     #[must_use]
     pub const fn counter_offset(&self) -> u64 {
-        self.lanes.num_lanes as u64 * self.num_objects as u64 * self.object_bytes as u64
+        self.lanes.num_lanes as u64 * self.lane_bytes()
+    }
+
+    const fn lane_bytes(&self) -> u64 {
+        self.num_objects as u64 * self.object_bytes as u64
     }
 
     /// Whether lanes' counters are added to, once per object.
@@ -238,7 +264,8 @@ impl Bench {
     /// # Errors
     /// What [`Proxy::start`] says.
     pub fn start(config: &ProxyConfig) -> Result<Self> {
-        Ok(Self { proxy: Proxy::start(config)?, num_threads: config.num_threads })
+        let proxy = Proxy::start(config)?;
+        Ok(Self { proxy, num_threads: config.num_threads, origin: Instant::now() })
     }
 
     /// Threads.
@@ -261,8 +288,12 @@ impl Bench {
         let target = Region::anonymous(run.slot_bytes() as usize)?;
         let checks = Arc::new(Checks::default());
         let event = Arc::new(p2p_core::wait::event_fd()?);
+        let posts = run.is_one_way.then(|| {
+            let (num_lanes, num_kept) = (run.lanes.num_lanes as usize, run.num_commands as usize);
+            Arc::new(Posts::new(self.origin, num_lanes, run.lane_bytes() as usize, num_kept))
+        });
         let endpoint = match run.post {
-            PostKind::Null => BenchEndpoint::null(),
+            PostKind::Null => posts.clone().map_or_else(BenchEndpoint::null, BenchEndpoint::timed),
             PostKind::Copy => BenchEndpoint::copy(target.clone(), &event),
             PostKind::Check => BenchEndpoint::checked(
                 target.clone(),
@@ -281,7 +312,7 @@ impl Bench {
             relay: None,
             thread: Some(idx),
         };
-        Ok(BenchPeer { peer: self.proxy.add(endpoint, config)?, target, checks, mirror })
+        Ok(BenchPeer { peer: self.proxy.add(endpoint, config)?, target, checks, posts, mirror })
     }
 
     /// Figures, once everything is over; checks counters and the peers' health.
@@ -330,6 +361,7 @@ impl Bench {
             mops,
             gbps: mops * 1e6 * f64::from(run.object_bytes) * 8.0 / 1e9,
             latency: Latency::of(samples),
+            clock: None,
             checked,
             bad,
         })
@@ -342,6 +374,7 @@ impl Bench {
     /// long.
     pub fn run_host(&self, run: &Run) -> Result<Figures> {
         run.check()?;
+        ensure!(!run.is_one_way && !run.only_reads, "producers on this host do not measure that");
         let mut peers = Vec::new();
         for idx in 0..self.num_threads {
             let mirror = Region::anonymous(run.slot_bytes() as usize)?;

@@ -1,5 +1,6 @@
 //! What the benchmarks share: stand-ins for a transport, the check of the payload, figures.
 
+pub mod clock;
 #[cfg(not(loom))]
 pub mod gpu;
 #[cfg(not(loom))]
@@ -14,7 +15,7 @@ pub mod remote;
 
 use std::time::Duration;
 
-pub use post::{BenchEndpoint, Checks};
+pub use post::{BenchEndpoint, Checks, Posts};
 
 /// Figures of latencies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
@@ -23,6 +24,8 @@ pub struct Latency {
     pub mean_us: f64,
     /// Microseconds.
     pub p50_us: f64,
+    /// Microseconds.
+    pub p90_us: f64,
     /// Microseconds.
     pub p99_us: f64,
     /// Microseconds.
@@ -43,6 +46,7 @@ impl Latency {
         Some(Self {
             mean_us: sum as f64 / samples.len() as f64 / 1e3,
             p50_us: at(0.5),
+            p90_us: at(0.9),
             p99_us: at(0.99),
             max_us: at(1.0),
         })

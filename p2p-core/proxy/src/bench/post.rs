@@ -3,7 +3,7 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use p2p_core::Region;
@@ -23,12 +23,29 @@ pub struct Checks {
     pub bad: AtomicU64,
 }
 
+/// When the objects of a peer's lanes were posted.
+#[derive(Debug)]
+pub struct Posts {
+    origin: Instant,
+    /// Of a lane's objects in the slot.
+    lane_bytes: usize,
+    lanes: Vec<PostsOfLane>,
+}
+
+#[derive(Debug)]
+struct PostsOfLane {
+    num: AtomicUsize,
+    /// Nanoseconds since the origin.
+    times: Box<[AtomicU64]>,
+}
+
 /// Takes puts and adds of a producer's lanes.
 #[derive(Debug)]
 pub struct BenchEndpoint {
     /// Memory of this host as the product reaches it.
     target: Option<(Region, MappedEndpoint)>,
     check: Option<Check>,
+    posts: Option<Arc<Posts>>,
 }
 
 #[derive(Debug)]
@@ -45,7 +62,13 @@ impl BenchEndpoint {
     /// Does nothing.
     #[must_use]
     pub const fn null() -> Self {
-        Self { target: None, check: None }
+        Self { target: None, check: None, posts: None }
+    }
+
+    /// Looks at the clock, and does nothing else.
+    #[must_use]
+    pub const fn timed(posts: Arc<Posts>) -> Self {
+        Self { target: None, check: None, posts: Some(posts) }
     }
 
     /// Copies into `target`.
@@ -53,7 +76,7 @@ impl BenchEndpoint {
     pub fn copy(target: Region, event: &Arc<OwnedFd>) -> Self {
         let (peer, own) = (Arc::clone(event), Arc::clone(event));
         let endpoint = MappedEndpoint::new(TransportKind::Local, target.clone(), peer, own);
-        Self { target: Some((target, endpoint)), check: None }
+        Self { target: Some((target, endpoint)), check: None, posts: None }
     }
 
     /// Copies into `target`, and then compares every word that came with what a producer with so many
@@ -71,6 +94,39 @@ impl BenchEndpoint {
         let words = vec![0; object_bytes];
         let check = Check { checks, object_bytes, num_objects, seen, words };
         Self { check: Some(check), ..Self::copy(target, event) }
+    }
+}
+
+impl Posts {
+    /// Room for the first `num_kept` posts of each lane; a lane's objects take `lane_bytes` of the slot.
+    #[must_use]
+    pub fn new(origin: Instant, num_lanes: usize, lane_bytes: usize, num_kept: usize) -> Self {
+        let lane = |_| PostsOfLane {
+            num: AtomicUsize::new(0),
+            times: (0..num_kept).map(|_| AtomicU64::new(0)).collect(),
+        };
+        Self { origin, lane_bytes, lanes: (0..num_lanes).map(lane).collect() }
+    }
+
+    /// When a lane's objects were posted, in their order: nanoseconds since the origin. Complete once they are over.
+    #[must_use]
+    pub fn of_lane(&self, lane: usize) -> Vec<u64> {
+        let Some(PostsOfLane { num, times }) = self.lanes.get(lane) else { return Vec::new() };
+        let num = num.load(Ordering::Relaxed).min(times.len());
+        times[..num].iter().map(|time| time.load(Ordering::Relaxed)).collect()
+    }
+
+    /// By the one thread that posts.
+    fn note(&self, offset: usize) {
+        let now = self.origin.elapsed().as_nanos() as u64;
+        let Some(PostsOfLane { num, times }) = self.lanes.get(offset / self.lane_bytes) else {
+            return;
+        };
+        let number = num.load(Ordering::Relaxed);
+        if let Some(time) = times.get(number) {
+            time.store(now, Ordering::Relaxed);
+        }
+        num.store(number + 1, Ordering::Relaxed);
     }
 }
 
@@ -105,6 +161,9 @@ impl Endpoint for BenchEndpoint {
 
     #[inline]
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
+        if let Some(posts) = &self.posts {
+            posts.note(dst.offset);
+        }
         let Some((target, endpoint)) = &mut self.target else { return Ok(()) };
         let offset = dst.offset;
         // SAFETY: the caller's promise about `src`.

@@ -275,7 +275,8 @@ fn from_gpu(
     let produced = run(&timed)?;
     let num_commands = plan.commands.min(2000);
     let one = run(&Order { num_commands, batch: 1, flags: PRODUCE_ROUND_TRIP, ..timed })?;
-    Ok(Measured { checked, wall: produced.elapsed, samples: produced.samples, one: one.samples })
+    let (samples, one) = (produced.samples.concat(), one.samples.concat());
+    Ok(Measured { checked, wall: produced.elapsed, samples, one })
 }
 
 fn peer_config(lanes: Lanes, mirror: Region, layout: &SlotLayout, idx: usize) -> PeerConfig {

@@ -79,8 +79,8 @@ impl Args {
 
     /// Measurements of `num_rows` rows for each number of threads.
     fn num_steps(&self, num_rows: usize) -> usize {
-        // Words are compared, a GPU looks, and each post has a rate and a round trip.
-        let of_row = 1 + usize::from(self.gpu.is_some()) + 2 * self.post.len();
+        // Words are compared, a GPU looks and measures one way, and each post has a rate and a round trip.
+        let of_row = 1 + 2 * usize::from(self.gpu.is_some()) + 2 * self.post.len();
         self.threads.len() * (num_rows * of_row + usize::from(self.idle_seconds > 0.0))
     }
 }
@@ -99,7 +99,7 @@ fn run(args: &Args) -> Result<()> {
             output.title(format_args!("commands from threads of this host to a proxy's; {us}"))?
         }
         Some(gpu) => output.title(format_args!(
-            "commands from GPU {gpu} to threads of a proxy; {us}, in `read` of a look at a lane"
+            "commands from GPU {gpu} to threads of a proxy; {us}, in `read` of a look at a lane, in `one_way` from the push to the post, give or take what stands in `± µs`"
         ))?,
     }
     let gpu = args.pci.clone().map(Device::Pci);
@@ -143,6 +143,7 @@ fn measure(
     report("check", &row.compared())?;
     if row.is_gpu {
         report("read", &row.reads())?;
+        report("one_way", &row.one_way())?;
     }
     for &post in posts {
         report("rate", &row.rate(post))?;
@@ -164,6 +165,7 @@ fn idle(args: &Args, bench: &Bench, policy: IdlePolicy, output: &mut Output) -> 
         num_commands: 0,
         is_round_trip: false,
         only_reads: false,
+        is_one_way: false,
     };
     let mut peers = Vec::new();
     for idx in 0..bench.num_threads() {
@@ -222,7 +224,9 @@ const COLUMNS: &[Column] = &[
     Column::number("M objects/s", "/mops", 11),
     Column::number("Gbit/s", "/gbps", 9),
     Column::number("µs p50", "/latency/p50_us", 9),
+    Column::number("µs p90", "/latency/p90_us", 9),
     Column::number("µs p99", "/latency/p99_us", 9),
     Column::number("µs max", "/latency/max_us", 9),
+    Column::number("± µs", "/clock/uncertainty_us", 7),
     Column::number("checked", "/checked", 8),
 ];

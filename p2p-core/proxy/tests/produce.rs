@@ -1,0 +1,83 @@
+//! The benchmarks' producers on a GPU in software: the kernel compiled for the host.
+#![cfg(not(loom))]
+
+mod common;
+
+use std::time::Instant;
+
+use common::config;
+use kernels::gpu::Gpu;
+use proxy::bench::clock::Clocks;
+use proxy::bench::gpu;
+use proxy::bench::local::{Bench, PostKind, Row, Run};
+
+/// A GPU in software that can produce, or `None`, loudly.
+fn software_gpu() -> Option<Gpu> {
+    let driver = common::driver()?;
+    // SAFETY: it is the kernel.
+    unsafe { gpu::set_software_kernel(driver.produce) };
+    Some(Gpu::open_emulated(0).unwrap())
+}
+
+const ROW: Row =
+    Row { num_lanes: 2, batch: 4, budget: 16, object_bytes: 48, commands: 400, is_gpu: true };
+
+#[test]
+fn what_a_gpu_in_software_produces_is_compared() {
+    let Some(gpu) = software_gpu() else { return };
+    let bench = Bench::start(&config(2)).unwrap();
+    let figures = bench.run_gpu(&ROW.compared(), &gpu).unwrap();
+    assert_eq!((figures.bad, figures.checked, figures.objects), (0, 2 * 2 * 4096, 2 * 2 * 4096));
+    for run in [ROW.rate(PostKind::Copy), ROW.round_trip(PostKind::Null), ROW.reads()] {
+        let figures = bench.run_gpu(&run, &gpu).unwrap();
+        assert!(figures.latency.is_some() && figures.clock.is_none(), "{figures:?}");
+    }
+}
+
+/// This GPU's clock is one that the host can look at, too.
+#[test]
+fn a_gpus_clock_is_as_far_ahead_as_is_found() {
+    let Some(gpu) = software_gpu() else { return };
+    let origin = Instant::now();
+    let before = gpu::offset(&gpu, origin).unwrap();
+    let begin = origin.elapsed().as_nanos() as i64;
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let end = origin.elapsed().as_nanos() as i64;
+    let clocks = Clocks::new(before, gpu::offset(&gpu, origin).unwrap());
+    let found = clocks.host(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64);
+    let uncertainty = clocks.uncertainty() as i64;
+    assert!(uncertainty > 0);
+    assert!(
+        (begin - uncertainty..=end + uncertainty).contains(&found),
+        "{found} is not within {uncertainty} of {begin} to {end}"
+    );
+}
+
+#[test]
+fn the_way_from_a_push_to_its_post_is_measured() {
+    let Some(gpu) = software_gpu() else { return };
+    let bench = Bench::start(&config(2)).unwrap();
+    let figures = bench.run_gpu(&ROW.one_way(), &gpu).unwrap();
+    assert_eq!((figures.batch, figures.objects), (1, 2 * 2 * 400));
+    let (latency, clock) = (figures.latency.unwrap(), figures.clock.unwrap());
+    // Neither before the push nor behind the end.
+    assert!(latency.p50_us > 0.0 && latency.p50_us <= latency.p90_us, "{latency:?}");
+    assert!(latency.p90_us <= latency.p99_us && latency.p99_us <= latency.max_us, "{latency:?}");
+    assert!(latency.max_us < figures.wall_ms * 1e3 + clock.uncertainty_us, "{latency:?}");
+    assert!(clock.uncertainty_us > 0.0, "{clock:?}");
+    let line = serde_json::to_value(bench.run_gpu(&ROW.one_way(), &gpu).unwrap()).unwrap();
+    assert!(line.pointer("/clock/uncertainty_us").unwrap().is_f64(), "{line}");
+}
+
+#[test]
+fn one_way_is_of_single_objects_from_a_gpu() {
+    let Some(gpu) = software_gpu() else { return };
+    let bench = Bench::start(&config(1)).unwrap();
+    let of_batches = Run { batch: 4, num_objects: 16, ..ROW.one_way() };
+    for run in [of_batches, Run { is_round_trip: false, ..ROW.one_way() }] {
+        let error = bench.run_gpu(&run, &gpu).unwrap_err().to_string();
+        assert!(error.contains("round trips of single objects"), "{error}");
+    }
+    let error = bench.run_host(&ROW.one_way()).unwrap_err().to_string();
+    assert!(error.contains("producers on this host"), "{error}");
+}
