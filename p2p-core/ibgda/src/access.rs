@@ -7,20 +7,130 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kernels::gpu::GpuError;
 use thiserror::Error;
 
 use crate::gpu::GpuMemory;
+use crate::probe::{Missing, list};
 
 /// Whoever posts cannot reach memory, or there is none.
 #[derive(Debug, Error)]
-#[error("{what} ({bytes} bytes): {detail}")]
-pub struct AccessError {
-    /// What was to be done with what.
-    pub what: String,
-    /// Bytes.
-    pub bytes: usize,
-    /// Why it failed, and what to do.
-    pub detail: String,
+#[non_exhaustive]
+pub enum AccessError {
+    /// The GPU's driver does not let the GPU reach a NIC's doorbell register, for want of options.
+    #[error("the NIC's doorbell register for the GPU ({bytes} bytes): {source}; {}", list(missing))]
+    DriverOption {
+        /// Bytes of the pages.
+        bytes: usize,
+        /// What the probe finds missing.
+        missing: Vec<Missing>,
+        /// The call and its code.
+        source: GpuError,
+    },
+    /// CUDA knows the pages already, by a registration that is not this crate's.
+    #[error(
+        "{what} ({bytes} bytes): {source}; something else in this process has registered the same pages with CUDA, which takes them once"
+    )]
+    Registered {
+        /// Which pages.
+        what: &'static str,
+        /// Bytes.
+        bytes: usize,
+        /// The call and its code.
+        source: GpuError,
+    },
+    /// A call to the GPU's driver failed for another reason.
+    #[error("{what} ({bytes} bytes): {source}")]
+    Gpu {
+        /// What was to be done with what.
+        what: String,
+        /// Bytes.
+        bytes: usize,
+        /// The call and its code.
+        source: GpuError,
+    },
+    /// The system gives no memory.
+    #[error("host memory ({bytes} bytes): {call} failed: {source}")]
+    Host {
+        /// Bytes.
+        bytes: usize,
+        /// Function.
+        call: &'static str,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// More than there are addresses for.
+    #[error("{what} ({bytes} bytes): with what it needs besides it would have over {most}")]
+    TooLarge {
+        /// What was to be made.
+        what: &'static str,
+        /// Bytes.
+        bytes: usize,
+        /// The most that there can be.
+        most: usize,
+    },
+    /// A range beyond the end. A local bug.
+    #[error("{what} ({len} bytes): at offset {offset} it leaves the {bytes} bytes")]
+    Range {
+        /// What was to be done with what.
+        what: String,
+        /// First byte.
+        offset: usize,
+        /// Bytes.
+        len: usize,
+        /// Bytes that there are.
+        bytes: usize,
+    },
+    /// Memory where the NIC and those who post cannot both use it.
+    #[error("{what} ({bytes} bytes) begins at {found:#x}, expected {expected}")]
+    Address {
+        /// Which memory.
+        what: String,
+        /// Bytes.
+        bytes: usize,
+        /// Where it begins.
+        found: u64,
+        /// Where it should.
+        expected: String,
+    },
+    /// Pages that are mapped already, but not as the same range.
+    #[error(
+        "pages from {begin:#x} on ({bytes} bytes): expected pages that are not mapped, or the same again: {known_bytes} bytes from {known:#x} on are mapped as {kind:?}"
+    )]
+    Overlap {
+        /// First byte.
+        begin: usize,
+        /// Bytes.
+        bytes: usize,
+        /// First byte of the mapped pages.
+        known: usize,
+        /// Bytes of them.
+        known_bytes: usize,
+        /// What they are mapped as.
+        kind: HostRange,
+    },
+    /// Another reason of an [`Access`] that is not of this crate.
+    #[error("{what} ({bytes} bytes): {detail}")]
+    Other {
+        /// What was to be done with what.
+        what: String,
+        /// Bytes.
+        bytes: usize,
+        /// Why it failed, and what to do.
+        detail: String,
+    },
+}
+
+/// Why there is no descriptor of the pages of memory.
+#[derive(Debug, Clone, Error)]
+#[non_exhaustive]
+pub enum NoDescriptor {
+    /// Pages of the host, which every NIC takes by their address.
+    #[error("pages of the host have no descriptor")]
+    Host,
+    /// The GPU's driver gives none.
+    #[error("the GPU's driver gives no descriptor: {0}")]
+    Driver(Arc<GpuError>),
 }
 
 /// Ordinary memory or a device register.
@@ -90,8 +200,11 @@ pub trait SharedMemory: Send + Sync + Debug {
         None
     }
 
-    /// Descriptor of the pages and where this memory begins in them, if a GPU's driver gives one.
-    fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)>;
+    /// Descriptor of the pages and where this memory begins in them.
+    ///
+    /// # Errors
+    /// [`NoDescriptor`] where it is not a GPU's, or the GPU's driver gives none.
+    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor>;
 
     /// Copies bytes to `offset`.
     ///
@@ -135,8 +248,7 @@ impl Plan {
         let end = offset.and_then(|offset| offset.checked_add(bytes));
         // The driver rounds up to whole pieces of its own.
         let (Some(offset), Some(end)) = (offset, end.filter(|end| *end <= MAX_BYTES)) else {
-            let detail = format!("with what it needs besides, a peer would have over {MAX_BYTES}");
-            return Err(AccessError { what: "memory of a peer".to_owned(), bytes, detail });
+            return Err(AccessError::TooLarge { what: "memory of a peer", bytes, most: MAX_BYTES });
         };
         self.bytes = end;
         Ok(Place { offset, bytes })
@@ -173,8 +285,7 @@ impl Part {
             return Ok(());
         }
         let what = format!("{what} memory of a peer");
-        let detail = format!("at offset {offset} it leaves the {} bytes", self.bytes);
-        Err(AccessError { what, bytes: len, detail })
+        Err(AccessError::Range { what, offset, len, bytes: self.bytes })
     }
 }
 
@@ -200,9 +311,9 @@ impl SharedMemory for Part {
         self.whole.gpu().filter(|_| self.offset == 0)
     }
 
-    fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {
+    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor> {
         let (descriptor, begin) = self.whole.dma_buf()?;
-        Some((descriptor, begin + self.offset as u64))
+        Ok((descriptor, begin + self.offset as u64))
     }
 
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
@@ -278,14 +389,12 @@ impl PageTable {
         let last = ranges.range_mut((space, 0)..(space, end)).next_back();
         if let Some((found, range)) = last.filter(|(found, range)| found.1 + range.bytes > begin) {
             if *found != key || range.bytes != len || range.kind != kind {
-                return Err(AccessError {
-                    what: format!("pages from {begin:#x} on"),
+                return Err(AccessError::Overlap {
+                    begin,
                     bytes: len,
-                    detail: format!(
-                        "expected pages that are not mapped, or the same again: {} bytes from {:#x} on \
-                         are mapped as {:?}",
-                        range.bytes, found.1, range.kind
-                    ),
+                    known: found.1,
+                    known_bytes: range.bytes,
+                    kind: range.kind,
                 });
             }
             range.num_parts += 1;
@@ -355,11 +464,11 @@ unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     fn new(bytes: usize) -> Result<Self, AccessError> {
-        let failed = |detail: String| AccessError { what: "host memory".to_owned(), bytes, detail };
+        let failed = |source| AccessError::Host { bytes, call: "mmap", source };
         let reserved_bytes = bytes
             .checked_next_multiple_of(PAGE_BYTES)
             .and_then(|bytes| bytes.checked_add(ALIGN_BYTES))
-            .ok_or_else(|| failed("too large".to_owned()))?;
+            .ok_or(AccessError::TooLarge { what: "host memory", bytes, most: MAX_BYTES })?;
         // SAFETY: a fresh private mapping.
         let reserved = unsafe {
             libc::mmap(
@@ -372,10 +481,10 @@ impl HostMemory {
             )
         };
         if reserved == libc::MAP_FAILED {
-            return Err(failed(io::Error::last_os_error().to_string()));
+            return Err(failed(io::Error::last_os_error()));
         }
         let reserved = NonNull::new(reserved.cast::<u8>())
-            .ok_or_else(|| failed("mapped at address 0".to_owned()))?;
+            .ok_or_else(|| failed(io::Error::other("mapped at address 0")))?;
         let skip = reserved.as_ptr().align_offset(ALIGN_BYTES);
         // SAFETY: there are so many bytes more than asked for.
         let start = unsafe { reserved.add(skip) };
@@ -384,8 +493,8 @@ impl HostMemory {
 
     fn range(&self, what: &str, offset: usize, len: usize) -> Result<NonNull<u8>, AccessError> {
         if offset > self.bytes || len > self.bytes - offset {
-            let detail = format!("{what} at {offset} leaves the {} bytes", self.bytes);
-            return Err(AccessError { what: "host memory".to_owned(), bytes: len, detail });
+            let what = format!("{what} host memory");
+            return Err(AccessError::Range { what, offset, len, bytes: self.bytes });
         }
         // SAFETY: within the mapping.
         Ok(unsafe { self.start.add(offset) })
@@ -409,19 +518,19 @@ impl SharedMemory for HostMemory {
         Some(self.start)
     }
 
-    fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {
-        None
+    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor> {
+        Err(NoDescriptor::Host)
     }
 
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
-        let to = self.range("a write", offset, bytes.len())?;
+        let to = self.range("a write to", offset, bytes.len())?;
         // SAFETY: within the mapping; queues are written while neither the NIC nor a poster uses them.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
     }
 
     fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
-        let from = self.range("a read", offset, bytes.len())?;
+        let from = self.range("a read from", offset, bytes.len())?;
         // SAFETY: as for `write`.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
         Ok(())

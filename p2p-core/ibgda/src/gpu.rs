@@ -9,12 +9,14 @@
 
 mod memory;
 
+use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 
 pub use self::memory::GpuMemory;
 use crate::access::{Access, AccessError, Guard, HostRange, Mapped, SharedMemory, Space};
+use crate::probe::missing_for_doorbells;
 
 /// Where queues and slots lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,13 +36,15 @@ pub struct GpuAccess {
     slots: Option<Box<Self>>,
     /// What a NIC's doorbell register is to the GPU.
     register: HostRange,
+    /// Below which `proc` is, if not `/`.
+    root: Option<PathBuf>,
 }
 
 impl GpuAccess {
     /// For kernels of `gpu`, with memory at `place`.
     #[must_use]
     pub const fn new(gpu: Gpu, place: Place) -> Self {
-        Self { gpu, place, slots: None, register: HostRange::Register }
+        Self { gpu, place, slots: None, register: HostRange::Register, root: None }
     }
 
     /// The same with slots at `place`, wherever queues lie: those of libibverbs are in host memory, and
@@ -55,6 +59,13 @@ impl GpuAccess {
     #[must_use]
     pub fn with_software_nic(self) -> Self {
         Self { register: HostRange::Memory, ..self }
+    }
+
+    /// The same on a host whose `proc` is below `root`: where errors look for options of the driver. Tests need
+    /// it.
+    #[must_use]
+    pub fn with_root(self, root: PathBuf) -> Self {
+        Self { root: Some(root), ..self }
     }
 }
 
@@ -84,28 +95,9 @@ impl Access for GpuAccess {
         let is_register = (kind, self.register) == (HostRange::Register, HostRange::Register);
         // SAFETY: the caller keeps the pages mapped.
         let mapped = unsafe { self.gpu.register_host(pages, bytes as u64, is_register) };
-        let buffer = mapped.map_err(|error| AccessError {
-            what: if is_register {
-                "the NIC's doorbell register for the GPU".to_owned()
-            } else {
-                "a queue's host memory for the GPU".to_owned()
-            },
-            bytes,
-            detail: if matches!(error, GpuError::Driver { code: ALREADY_REGISTERED, .. }) {
-                format!(
-                    "{error}; something else in this process has registered the same pages with CUDA, \
-                     which takes them once"
-                )
-            } else if is_register {
-                format!(
-                    "{error}; the options NVreg_EnableStreamMemOPs=1 and \
-                     NVreg_RegistryDwords=\"PeerMappingOverride=1;\" of the module nvidia are needed, \
-                     see `switchyard doctor`"
-                )
-            } else {
-                error.to_string()
-            },
-        })?;
+        let root = self.root.as_deref().unwrap_or(Path::new("/"));
+        let buffer =
+            mapped.map_err(|source| unreachable_pages(source, is_register, bytes, root))?;
         Ok(Mapped { address: buffer.ptr().0, guard: Some(Box::new(RegisteredPages(buffer))) })
     }
 }
@@ -115,5 +107,97 @@ struct RegisteredPages(#[allow(dead_code, reason = "held until drop")] GpuBuffer
 
 impl Guard for RegisteredPages {}
 
+/// Why the GPU does not reach pages of this process. Options of the driver are looked for where the call's code is
+/// one that their absence leads to.
+fn unreachable_pages(
+    source: GpuError,
+    is_register: bool,
+    bytes: usize,
+    root: &Path,
+) -> AccessError {
+    let what = if is_register {
+        "the NIC's doorbell register for the GPU"
+    } else {
+        "a queue's host memory for the GPU"
+    };
+    let code = match &source {
+        GpuError::Driver { code, .. } => Some(*code),
+        _ => None,
+    };
+    if code == Some(ALREADY_REGISTERED) {
+        return AccessError::Registered { what, bytes, source };
+    }
+    if is_register && code.is_some_and(|code| NOT_MAPPABLE.contains(&code)) {
+        let missing = missing_for_doorbells(root);
+        if !missing.is_empty() {
+            return AccessError::DriverOption { bytes, missing, source };
+        }
+    }
+    AccessError::Gpu { what: what.to_owned(), bytes, source }
+}
+
 /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`
 const ALREADY_REGISTERED: u32 = 712;
+/// How a driver without the options refuses registers: `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_NOT_PERMITTED` (the
+/// usual one), `CUDA_ERROR_NOT_SUPPORTED`; and GPUs in software, `EOPNOTSUPP`.
+const NOT_MAPPABLE: [u32; 4] = [1, 800, 801, 95];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::probe::Missing;
+
+    fn driver(code: u32) -> GpuError {
+        GpuError::Driver { call: "cuMemHostRegister", code, name: format!("error {code}") }
+    }
+
+    fn host_with(params: &str) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("proc/driver/nvidia");
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("params"), params).unwrap();
+        root
+    }
+
+    #[test]
+    fn exactly_the_options_that_are_missing_are_named() {
+        let (stream, peer) = (Missing::StreamMemOps, Missing::PeerMapping);
+        let cases: [(&str, &[Missing]); 4] = [
+            ("EnableStreamMemOPs: 0\nRegistryDwords: \"\"\n", &[stream, peer]),
+            ("EnableStreamMemOPs: 1\nRegistryDwords: \"\"\n", &[peer]),
+            ("EnableStreamMemOPs: 0\nRegistryDwords: \"PeerMappingOverride=1;\"\n", &[stream]),
+            ("EnableStreamMemOPs: 1\nRegistryDwords: \"PeerMappingOverride=1;\"\n", &[]),
+        ];
+        for (params, expected) in cases {
+            let root = host_with(params);
+            let error = unreachable_pages(driver(800), true, 4096, root.path());
+            let text = error.to_string();
+            for (missing, setting) in
+                [(stream, "NVreg_EnableStreamMemOPs=1"), (peer, "PeerMappingOverride=1")]
+            {
+                assert_eq!(text.contains(setting), expected.contains(&missing), "{text}");
+            }
+            assert!(text.contains("cuMemHostRegister failed: error 800 (800)"), "{text}");
+            match error {
+                AccessError::DriverOption { bytes: 4096, missing, source } => {
+                    assert_eq!(missing, expected);
+                    assert!(matches!(source, GpuError::Driver { code: 800, .. }));
+                }
+                AccessError::Gpu { .. } => assert!(expected.is_empty(), "{text}"),
+                _ => panic!("{text}"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_option_mends_names_none() {
+        let root = host_with("EnableStreamMemOPs: 0\n");
+        for (code, is_register) in [(2, true), (712, true), (712, false), (800, false)] {
+            let error = unreachable_pages(driver(code), is_register, 64, root.path());
+            let is_known = matches!(error, AccessError::Registered { .. });
+            assert_eq!(is_known, code == ALREADY_REGISTERED, "{error}");
+            let text = error.to_string();
+            assert!(!text.contains("NVreg") && text.contains(&format!("({code})")), "{text}");
+        }
+    }
+}

@@ -10,12 +10,14 @@ use std::path::PathBuf;
 use std::ptr;
 use std::sync::Arc;
 
-use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
+use ibgda::access::{Access, AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
 use ibgda::peer::DESCRIPTION_BYTES;
+use ibgda::probe::Missing;
 use ibgda::{
-    Doorbell, HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, Posters, QueueConfig,
-    QueuePath, ffi,
+    Doorbell, HostAccess, Nic, NicConfig, NicError, OpenPeer, Peer, PeerConfig, PeerError, Posters,
+    QueueConfig, QueueError, QueuePath, ffi,
 };
+use kernels::gpu::GpuError;
 use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState, compile, has_headers, join};
 
@@ -448,6 +450,13 @@ fn what_a_host_lacks_is_named() {
 const FAR_ADDRESS: u64 = 1 << 60;
 const FAR_OFFSET: u64 = 4096;
 
+/// As where the kernel modules of the driver are not the open ones.
+fn no_descriptor() -> NoDescriptor {
+    let call = "cuMemGetHandleForAddressRange";
+    let name = "CUDA_ERROR_NOT_SUPPORTED".to_owned();
+    NoDescriptor::Driver(Arc::new(GpuError::Driver { call, code: 801, name }))
+}
+
 /// Pretends that its memory is a GPU's.
 #[derive(Debug)]
 struct FarAccess {
@@ -491,9 +500,10 @@ impl SharedMemory for FarMemory {
     fn is_on_gpu(&self) -> bool {
         true
     }
-    fn dma_buf(&self) -> Option<(std::os::fd::BorrowedFd<'_>, u64)> {
+    fn dma_buf(&self) -> Result<(std::os::fd::BorrowedFd<'_>, u64), NoDescriptor> {
         use std::os::fd::AsFd;
-        self.descriptor.as_ref().map(|file| (file.as_fd(), FAR_OFFSET))
+        let descriptor = self.descriptor.as_ref().ok_or_else(no_descriptor)?;
+        Ok((descriptor.as_fd(), FAR_OFFSET))
     }
     fn write(&self, _offset: usize, _bytes: &[u8]) -> Result<(), AccessError> {
         Ok(())
@@ -522,7 +532,7 @@ fn gpu_memory_goes_by_dma_buf_then_by_address_then_says_why_not() {
         // Parts of one piece of memory, whose descriptor says where they begin in it.
         let places = [one.slot(), one.mirror()].map(|part| {
             let offset = part.address() - FAR_ADDRESS;
-            let described = part.dma_buf().map(|(_, offset)| offset);
+            let described = part.dma_buf().ok().map(|(_, offset)| offset);
             assert_eq!(described, has_descriptor.then_some(FAR_OFFSET + offset));
             offset
         });
@@ -530,15 +540,40 @@ fn gpu_memory_goes_by_dma_buf_then_by_address_then_says_why_not() {
         drop((one, other, nic));
         mock.settle();
     }
-    mock.change(|state| *state = MockState { has_dma_buf: 0, has_peer_memory: 0, ..CLEAN });
-    let nic = mock.nic();
-    let far: Arc<dyn Access> = Arc::new(FarAccess { has_descriptor: true });
-    let text = OpenPeer::open(&nic, &far, config).unwrap_err().to_string();
-    for part in ["by dma-buf: ", "by address: ", "nvidia_peermem", "65536 bytes"] {
-        assert!(text.contains(part), "{text}");
+    for (path, has_dma_buf, has_peer_memory, by_descriptor, by_address) in [
+        (QueuePath::Plain, 0, 0, "ibv_reg_dmabuf_mr", "ibv_reg_mr"),
+        // Slots can be registered there, but the firmware takes no memory for queues.
+        (QueuePath::Devx, 1, 2, "mlx5dv_devx_umem_reg_ex", "mlx5dv_devx_umem_reg"),
+    ] {
+        mock.change(|state| *state = MockState { has_dma_buf, has_peer_memory, ..CLEAN });
+        let nic = mock.nic();
+        for has_descriptor in [true, false] {
+            let far: Arc<dyn Access> = Arc::new(FarAccess { has_descriptor });
+            let error = OpenPeer::open(&nic, &far, peer_config(path, 1)).unwrap_err();
+            let text = error.to_string();
+            let first = if has_descriptor {
+                format!("by dma-buf: {by_descriptor} failed: ")
+            } else {
+                "by dma-buf: the GPU's driver gives no descriptor: cuMemGetHandleForAddressRange \
+                 failed: CUDA_ERROR_NOT_SUPPORTED (801)"
+                    .to_owned()
+            };
+            let second = format!("by address, which is nvidia_peermem's: {by_address} failed: ");
+            for part in [first.as_str(), &second] {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+            let (PeerError::Nic(error) | PeerError::Queue { source: QueueError::Nic(error), .. }) =
+                error
+            else {
+                panic!("{text}");
+            };
+            let NicError::GpuMemory { missing, .. } = error else { panic!("{text}") };
+            // Below the root of the stand-in's host is none of it.
+            assert_eq!(missing, [Missing::OpenModules, Missing::Linux, Missing::PeerMemory]);
+        }
+        drop(nic);
+        mock.settle();
     }
-    drop(nic);
-    mock.settle();
 }
 
 #[test]

@@ -43,7 +43,7 @@ fn memory_is_aligned_zeroed_and_told_apart_by_place() {
             assert_eq!((shared.place(), shared.buffer().ptr().0), (place, memory.address()));
             assert!(shared.buffer().len() >= bytes as u64);
             // There is no descriptor of host memory, nor of a GPU's without a driver.
-            assert!(memory.dma_buf().is_none());
+            assert!(memory.dma_buf().is_err());
             let mut found = vec![0xff; bytes];
             memory.read(0, &mut found).unwrap();
             assert!(found.iter().all(|byte| *byte == 0), "{place:?}, {bytes} bytes");
@@ -141,20 +141,27 @@ fn pages_of_a_queue_are_mapped_until_the_guard_goes() {
 }
 
 #[test]
-fn a_doorbell_that_cannot_be_mapped_names_the_driver_option() {
+fn a_doorbell_that_cannot_be_mapped_names_the_driver_option_that_is_missing() {
     let _turn = turn();
-    let access = GpuAccess::new(gpu(0), Place::Gpu);
+    let root = tempfile::tempdir().unwrap();
+    let params = root.path().join("proc/driver/nvidia/params");
+    std::fs::create_dir_all(params.parent().unwrap()).unwrap();
+    let access = GpuAccess::new(gpu(0), Place::Gpu).with_root(root.path().to_owned());
     let pages = Pages::new();
-    // SAFETY: the pages outlive the mapping.
-    let mapped = unsafe { access.map(pages.0, Pages::BYTES, HostRange::Register) };
-    let text = mapped.unwrap_err().to_string();
-    for part in [
-        "the NIC's doorbell register for the GPU",
-        "NVreg_EnableStreamMemOPs=1",
-        "NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
-        "switchyard doctor",
+    let options = ["NVreg_EnableStreamMemOPs=1", "NVreg_RegistryDwords=\"PeerMappingOverride=1;\""];
+    for (text, is_named) in [
+        ("EnableStreamMemOPs: 0\nRegistryDwords: \"\"\n", [true, true]),
+        ("EnableStreamMemOPs: 1\nRegistryDwords: \"\"\n", [false, true]),
+        ("EnableStreamMemOPs: 0\nRegistryDwords: \"PeerMappingOverride=1;\"\n", [true, false]),
+        ("EnableStreamMemOPs: 1\nRegistryDwords: \"PeerMappingOverride=1;\"\n", [false, false]),
     ] {
-        assert!(text.contains(part), "{part}: {text}");
+        std::fs::write(&params, text).unwrap();
+        // SAFETY: the pages outlive the mapping.
+        let mapped = unsafe { access.map(pages.0, Pages::BYTES, HostRange::Register) };
+        let text = mapped.unwrap_err().to_string();
+        assert!(text.contains("the NIC's doorbell register for the GPU (8192 bytes)"), "{text}");
+        assert_eq!(options.map(|option| text.contains(option)), is_named, "{text}");
+        assert_eq!(text.contains("switchyard doctor"), is_named != [false; 2], "{text}");
     }
 }
 
@@ -172,9 +179,12 @@ fn a_gpus_memory_without_a_descriptor_goes_by_its_address_or_says_why_not() {
     assert_eq!(register().unwrap().by(), RegisteredBy::PeerMemory);
     mock.change(|state| *state = MockState { num_failures: 0, ..*state });
     let text = register().unwrap_err().to_string();
-    for part in
-        ["4096 bytes of GPU memory", "the GPU's driver gives no descriptor", "nvidia_peermem"]
-    {
+    for part in [
+        "4096 bytes of GPU memory",
+        "the GPU's driver gives no descriptor: ",
+        "dma-buf of an emulated GPU's memory failed: ",
+        "by address, which is nvidia_peermem's: ibv_reg_mr failed: ",
+    ] {
         assert!(text.contains(part), "{text}");
     }
     mock.change(|state| state.num_failures = -1);

@@ -6,7 +6,9 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use ibgda::probe::{probe, probe_devices, probe_files};
+use ibgda::probe::{
+    Missing, missing_for_doorbells, missing_for_gpu_memory, probe, probe_devices, probe_files,
+};
 use ibgda::{Check, Libraries, Report, State};
 use mock::{CLEAN, Mock, MockState};
 
@@ -59,6 +61,30 @@ fn a_complete_host_is_ready() {
     assert!(report.checks.iter().all(|check| check.state == State::Present), "{report}");
     let text = serde_json::to_string(&report).unwrap();
     assert!(text.contains("\"state\":\"present\"") && text.contains("400 Gb/sec"), "{text}");
+}
+
+#[test]
+fn what_errors_carry_is_what_the_report_says() {
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path();
+    complete(root);
+    assert_eq!(missing_for_doorbells(root), []);
+    assert_eq!(missing_for_gpu_memory(root), []);
+    write(root, "proc/driver/nvidia/params", "EnableStreamMemOPs: 1\n");
+    assert_eq!(missing_for_doorbells(root), [Missing::PeerMapping]);
+    fs::remove_file(root.join("proc/driver/nvidia/params")).unwrap();
+    assert_eq!(missing_for_doorbells(root), [Missing::StreamMemOps, Missing::PeerMapping]);
+    // One way to memory of GPUs is enough.
+    write(root, "proc/sys/kernel/osrelease", "5.4.0\n");
+    assert_eq!(missing_for_gpu_memory(root), []);
+    write(root, "proc/modules", "mlx5_core 1 0\n");
+    assert_eq!(missing_for_gpu_memory(root), [Missing::Linux, Missing::PeerMemory]);
+    write(root, "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 535\n");
+    let all = [Missing::OpenModules, Missing::Linux, Missing::PeerMemory];
+    assert_eq!(missing_for_gpu_memory(root), all);
+    for (missing, part) in all.into_iter().zip(["open kernel modules", "5.12", "nvidia_peermem"]) {
+        assert!(missing.to_string().contains(part), "{missing}");
+    }
 }
 
 #[test]

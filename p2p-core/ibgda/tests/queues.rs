@@ -79,7 +79,8 @@ impl Access for OnceAccess {
         let mut known = self.0.lock().unwrap();
         if let Some(page) = pages.iter().find(|page| known.contains(*page)) {
             let what = format!("{kind:?} at {page:#x}");
-            return Err(AccessError { what, bytes, detail: "712: registered already".to_owned() });
+            let detail = "712: registered already".to_owned();
+            return Err(AccessError::Other { what, bytes, detail });
         }
         known.extend(&pages);
         let guard = OncePages { known: Arc::clone(&self.0), pages };

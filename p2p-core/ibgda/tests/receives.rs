@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ibgda::access::{AccessError, HostRange, Mapped, SharedMemory, Space};
+use ibgda::access::{AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
 use ibgda::queue::check_receives;
 use ibgda::{
     Access, HostAccess, Immediate, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath,
@@ -91,8 +91,8 @@ impl SharedMemory for HiddenMemory {
     fn is_on_gpu(&self) -> bool {
         false
     }
-    fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {
-        None
+    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor> {
+        Err(NoDescriptor::Host)
     }
     fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
         self.num_copies.fetch_add(1, Ordering::Relaxed);

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 
 use super::Place;
-use crate::access::{ALIGN_BYTES, Access, AccessError, HostAccess, PAGE_BYTES, SharedMemory};
+use crate::access::{
+    ALIGN_BYTES, Access, AccessError, HostAccess, NoDescriptor, PAGE_BYTES, SharedMemory,
+};
 
 /// What [`GpuAccess`](super::GpuAccess) gives. Clones share it; it is freed with the last of them.
 #[derive(Debug, Clone)]
@@ -26,8 +28,8 @@ struct Inner {
 #[derive(Debug)]
 enum Held {
     Device {
-        /// Goes before what it describes.
-        descriptor: Option<OwnedFd>,
+        /// Goes before what it describes. Why there is none is said by who needs it.
+        descriptor: Result<OwnedFd, NoDescriptor>,
         buffer: GpuBuffer,
     },
     PageLocked {
@@ -41,15 +43,10 @@ impl GpuMemory {
     /// Zeroed memory at `place` that begins at a multiple of 64 KiB.
     pub(super) fn new(gpu: &Gpu, place: Place, bytes: usize) -> Result<Self, AccessError> {
         let held = match place {
-            Place::Gpu => Held::device(gpu, bytes),
-            Place::Host => Held::page_locked(gpu, bytes),
+            Place::Gpu => Held::device(gpu, bytes)?,
+            Place::Host => Held::page_locked(gpu, bytes)?,
         };
-        let failed = |detail| AccessError {
-            what: format!("memory of GPU {}", gpu.ordinal()),
-            bytes,
-            detail,
-        };
-        Ok(Self(Arc::new(Inner { gpu: gpu.clone(), held: held.map_err(failed)?, bytes })))
+        Ok(Self(Arc::new(Inner { gpu: gpu.clone(), held, bytes })))
     }
 
     /// As the GPU reaches it, from the first byte on; at least as long.
@@ -75,44 +72,56 @@ impl GpuMemory {
             return Ok(());
         }
         let what = format!("{what} memory of GPU {}", self.0.gpu.ordinal());
-        let detail = format!("at offset {offset} it leaves the {} bytes", self.0.bytes);
-        Err(AccessError { what, bytes: len, detail })
+        Err(AccessError::Range { what, offset, len, bytes: self.0.bytes })
     }
 
-    fn failed(&self, what: &str, bytes: usize, error: &GpuError) -> AccessError {
+    fn failed(&self, what: &str, bytes: usize, source: GpuError) -> AccessError {
         let what = format!("{what} memory of GPU {}", self.0.gpu.ordinal());
-        AccessError { what, bytes, detail: error.to_string() }
+        AccessError::Gpu { what, bytes, source }
     }
 }
 
 impl Held {
-    fn device(gpu: &Gpu, bytes: usize) -> Result<Self, String> {
+    fn device(gpu: &Gpu, bytes: usize) -> Result<Self, AccessError> {
+        let what = format!("memory of GPU {}", gpu.ordinal());
         // Whole pieces of the driver's begin at multiples of their size, which descriptors of pages
         // need.
         let whole = (bytes as u64).next_multiple_of(PIECE_BYTES);
-        let buffer = gpu.alloc(whole).map_err(|error| error.to_string())?;
-        if !buffer.ptr().0.is_multiple_of(ALIGN_BYTES as u64) {
-            return Err("the driver's memory does not begin at a multiple of 64 KiB".to_owned());
+        let buffer = match gpu.alloc(whole) {
+            Ok(buffer) => buffer,
+            Err(source) => return Err(AccessError::Gpu { what, bytes, source }),
+        };
+        let found = buffer.ptr().0;
+        if !found.is_multiple_of(ALIGN_BYTES as u64) {
+            let expected = "a multiple of 64 KiB".to_owned();
+            return Err(AccessError::Address { what, bytes, found, expected });
         }
         let descriptor = buffer.dma_buf().map_err(|error| {
             tracing::debug!(%error, "no descriptor of GPU memory: the NIC gets its address");
+            NoDescriptor::Driver(Arc::new(error))
         });
-        Ok(Self::Device { descriptor: descriptor.ok(), buffer })
+        Ok(Self::Device { descriptor, buffer })
     }
 
-    fn page_locked(gpu: &Gpu, bytes: usize) -> Result<Self, String> {
-        let pages = HostAccess.alloc(bytes).map_err(|error| error.to_string())?;
-        let host = pages.host().ok_or("the host does not reach its own memory")?;
+    fn page_locked(gpu: &Gpu, bytes: usize) -> Result<Self, AccessError> {
+        let what = || format!("page-locked pages of the host for GPU {}", gpu.ordinal());
+        let pages = HostAccess.alloc(bytes)?;
+        let address = pages.address();
+        let host = pages.host().ok_or_else(|| AccessError::Address {
+            what: what(),
+            bytes,
+            found: address,
+            expected: "an address of this process".to_owned(),
+        })?;
         let whole = (bytes as u64).next_multiple_of(PAGE_BYTES as u64);
         // SAFETY: whole pages, which stay mapped until the field before them has gone.
         let buffer = unsafe { gpu.register_host(host, whole, false) };
-        let buffer = buffer.map_err(|error| format!("page-locked pages of the host: {error}"))?;
-        let (found, expected) = (buffer.ptr().0, pages.address());
-        if found != expected {
+        let buffer = buffer.map_err(|source| AccessError::Gpu { what: what(), bytes, source })?;
+        let found = buffer.ptr().0;
+        if found != address {
             // The NIC is told one address for both.
-            return Err(format!(
-                "the GPU reaches pages of the host at {found:#x}, expected {expected:#x}"
-            ));
+            let expected = format!("{address:#x}, as for this process");
+            return Err(AccessError::Address { what: what(), bytes, found, expected });
         }
         Ok(Self::PageLocked { buffer, pages })
     }
@@ -142,10 +151,11 @@ impl SharedMemory for GpuMemory {
         Some(self)
     }
 
-    fn dma_buf(&self) -> Option<(BorrowedFd<'_>, u64)> {
+    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor> {
         match &self.0.held {
-            Held::Device { descriptor, .. } => Some((descriptor.as_ref()?.as_fd(), 0)),
-            Held::PageLocked { .. } => None,
+            Held::Device { descriptor: Ok(descriptor), .. } => Ok((descriptor.as_fd(), 0)),
+            Held::Device { descriptor: Err(reason), .. } => Err(reason.clone()),
+            Held::PageLocked { .. } => Err(NoDescriptor::Host),
         }
     }
 
@@ -154,14 +164,14 @@ impl SharedMemory for GpuMemory {
         self.check_range("a write to", offset, bytes.len())?;
         let deadline = Instant::now() + COPY_TIMEOUT;
         let written = self.0.gpu.write(self.buffer(), offset as u64, bytes, deadline);
-        written.map_err(|error| self.failed("a write to", bytes.len(), &error))
+        written.map_err(|error| self.failed("a write to", bytes.len(), error))
     }
 
     fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
         self.check_range("a read from", offset, bytes.len())?;
         let (deadline, len) = (Instant::now() + COPY_TIMEOUT, bytes.len());
         let read = self.0.gpu.read(self.buffer(), offset as u64, bytes, deadline);
-        read.map_err(|error| self.failed("a read from", len, &error))
+        read.map_err(|error| self.failed("a read from", len, error))
     }
 }
 

@@ -6,8 +6,10 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use super::{Nic, NicError};
+use super::{DmaBufError, Nic, NicError};
+use crate::access::NoDescriptor;
 use crate::ffi::{self, Umem, UmemIn};
+use crate::probe::missing_for_gpu_memory;
 
 /// How a region became known to the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,30 +64,33 @@ impl Nic {
         self: &Arc<Self>,
         address: u64,
         bytes: u64,
-        dma_buf: Option<(BorrowedFd<'_>, u64)>,
+        dma_buf: Result<(BorrowedFd<'_>, u64), NoDescriptor>,
         rights: Rights,
     ) -> Result<Registration, NicError> {
         let len = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let mut first = "the GPU's driver gives no descriptor".to_owned();
-        if let Some((descriptor, offset)) = dma_buf {
-            // SAFETY: the caller keeps the memory; the descriptor is open.
-            let mr = unsafe {
-                (self.libraries.verbs.ibv_reg_dmabuf_mr)(
-                    self.pd.as_ptr(),
-                    offset,
-                    len,
-                    address,
-                    descriptor.as_raw_fd(),
-                    rights.flags(),
-                )
-            };
-            if let Some(mr) = NonNull::new(mr) {
-                let by = RegisteredBy::DmaBuf;
-                return Ok(Registration { nic: Arc::clone(self), mr, by });
+        let first = match dma_buf {
+            Ok((descriptor, offset)) => {
+                // SAFETY: the caller keeps the memory; the descriptor is open.
+                let mr = unsafe {
+                    (self.libraries.verbs.ibv_reg_dmabuf_mr)(
+                        self.pd.as_ptr(),
+                        offset,
+                        len,
+                        address,
+                        descriptor.as_raw_fd(),
+                        rights.flags(),
+                    )
+                };
+                if let Some(mr) = NonNull::new(mr) {
+                    let by = RegisteredBy::DmaBuf;
+                    return Ok(Registration { nic: Arc::clone(self), mr, by });
+                }
+                let source = io::Error::last_os_error();
+                DmaBufError::Call { call: "ibv_reg_dmabuf_mr", source }
             }
-            first = io::Error::last_os_error().to_string();
-            tracing::debug!(nic = self.name, error = first, "no registration by dma-buf");
-        }
+            Err(reason) => DmaBufError::Descriptor(reason),
+        };
+        tracing::debug!(nic = self.name, error = %first, "no registration by dma-buf");
         let pointer = ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0));
         // SAFETY: the caller keeps the memory; the kernel asks the GPU's driver for its pages.
         let mr = unsafe {
@@ -95,16 +100,23 @@ impl Nic {
             Some(mr) => {
                 Ok(Registration { nic: Arc::clone(self), mr, by: RegisteredBy::PeerMemory })
             }
-            None => Err(NicError::GpuMemory {
-                device: self.name.clone(),
-                bytes,
-                dma_buf: first,
-                by_address: io::Error::last_os_error(),
-            }),
+            None => Err(self.no_gpu_memory(bytes, first, "ibv_reg_mr")),
         }
     }
 
-    /// Makes memory known to the firmware, for queues.
+    /// Right behind the call by the address, which left its error in `errno`.
+    fn no_gpu_memory(&self, bytes: u64, dma_buf: DmaBufError, call: &'static str) -> NicError {
+        NicError::GpuMemory {
+            by_address: io::Error::last_os_error(),
+            device: self.name.clone(),
+            bytes,
+            dma_buf,
+            call,
+            missing: missing_for_gpu_memory(&self.root),
+        }
+    }
+
+    /// Makes memory known to the firmware, for queues: that of a GPU by dma-buf, then by its address.
     ///
     /// # Safety
     /// The memory stays allocated as long as the result lives.
@@ -112,33 +124,40 @@ impl Nic {
         self: &Arc<Self>,
         address: u64,
         bytes: usize,
-        dma_buf: Option<(BorrowedFd<'_>, u64)>,
+        dma_buf: Result<(BorrowedFd<'_>, u64), NoDescriptor>,
     ) -> Result<UmemOwner, NicError> {
         let access = u32::try_from(ffi::ACCESS_LOCAL_WRITE).unwrap_or(1);
         let mlx5 = &self.libraries.mlx5;
-        if let Some((descriptor, offset)) = dma_buf {
-            let mut input = UmemIn {
-                addr: ptr::with_exposed_provenance_mut(usize::try_from(offset).unwrap_or(0)),
-                size: bytes,
-                access,
-                pgsz_bitmap: !4095,
-                comp_mask: ffi::UMEM_MASK_DMABUF,
-                dmabuf_fd: descriptor.as_raw_fd(),
-            };
-            // SAFETY: the caller keeps the memory; with the mask, `addr` is an offset.
-            let umem = unsafe { (mlx5.mlx5dv_devx_umem_reg_ex)(self.context(), &raw mut input) };
-            if let Some(umem) = NonNull::new(umem) {
-                return Ok(UmemOwner { nic: Arc::clone(self), umem });
+        let first = match dma_buf {
+            Ok((descriptor, offset)) => {
+                let mut input = UmemIn {
+                    addr: ptr::with_exposed_provenance_mut(usize::try_from(offset).unwrap_or(0)),
+                    size: bytes,
+                    access,
+                    pgsz_bitmap: !4095,
+                    comp_mask: ffi::UMEM_MASK_DMABUF,
+                    dmabuf_fd: descriptor.as_raw_fd(),
+                };
+                // SAFETY: the caller keeps the memory; with the mask, `addr` is an offset.
+                let umem =
+                    unsafe { (mlx5.mlx5dv_devx_umem_reg_ex)(self.context(), &raw mut input) };
+                if let Some(umem) = NonNull::new(umem) {
+                    return Ok(UmemOwner { nic: Arc::clone(self), umem });
+                }
+                let source = io::Error::last_os_error();
+                DmaBufError::Call { call: "mlx5dv_devx_umem_reg_ex", source }
             }
-            let error = io::Error::last_os_error();
-            tracing::debug!(nic = self.name, %error, "no queue memory by dma-buf");
-        }
+            Err(reason) => DmaBufError::Descriptor(reason),
+        };
+        let call = "mlx5dv_devx_umem_reg";
         let pointer = ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap_or(0));
         // SAFETY: the caller keeps the memory.
         let umem = unsafe { (mlx5.mlx5dv_devx_umem_reg)(self.context(), pointer, bytes, access) };
-        let umem = NonNull::new(umem).ok_or_else(|| {
-            let advice = "memory of queues must be reachable by the NIC: nvidia_peermem or dma-buf";
-            self.last_error("mlx5dv_devx_umem_reg", advice)
+        let umem = NonNull::new(umem).ok_or_else(|| match first {
+            DmaBufError::Descriptor(NoDescriptor::Host) => {
+                self.last_error(call, "the limit of locked memory (ulimit -l) may be too low")
+            }
+            first => self.no_gpu_memory(bytes as u64, first, call),
         })?;
         Ok(UmemOwner { nic: Arc::clone(self), umem })
     }

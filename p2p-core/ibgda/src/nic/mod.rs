@@ -15,10 +15,11 @@ use thiserror::Error;
 
 use self::capability::{query_devx, query_limits};
 use self::open::{Closer, Opened, open_device, query_port};
-use crate::access::PageTable;
+use crate::access::{NoDescriptor, PageTable};
 use crate::ffi::{self, AhAttributes, DvAh, DvObject, DvPd, GlobalRoute, InOut};
 use crate::library::{Libraries, LibraryError};
 use crate::prm::{AtomicCapabilities, GeneralCapabilities, Refused};
+use crate::probe::{Missing, list};
 
 pub(crate) use self::capability::MAX_READS;
 pub use self::capability::{Capabilities, DeviceLimits};
@@ -129,7 +130,8 @@ pub enum NicError {
     },
     /// Memory that the NIC cannot reach.
     #[error(
-        "{device}: {bytes} bytes of GPU memory cannot be registered: by dma-buf: {dma_buf}; by address: {by_address}; load nvidia_peermem, or use the open kernel modules with Linux 5.12 or later"
+        "{device}: {bytes} bytes of GPU memory cannot be registered: by dma-buf: {dma_buf}; by address, which is nvidia_peermem's: {call} failed: {by_address}; {}",
+        list(missing)
     )]
     GpuMemory {
         /// NIC.
@@ -137,9 +139,30 @@ pub enum NicError {
         /// Bytes.
         bytes: u64,
         /// How the first way failed.
-        dma_buf: String,
+        dma_buf: DmaBufError,
+        /// The function of the second way.
+        call: &'static str,
         /// How the second way failed.
         by_address: io::Error,
+        /// What the probe finds missing of both; one of them would do.
+        missing: Vec<Missing>,
+    },
+}
+
+/// Why a NIC has not got memory by a descriptor of its pages.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DmaBufError {
+    /// There is none.
+    #[error(transparent)]
+    Descriptor(NoDescriptor),
+    /// The NIC's driver refused it.
+    #[error("{call} failed: {source}")]
+    Call {
+        /// Function.
+        call: &'static str,
+        /// The system's answer.
+        source: io::Error,
     },
 }
 
@@ -164,6 +187,8 @@ pub struct Nic {
     port: Port,
     /// What posters reach of the queues of all peers.
     pages: Arc<PageTable>,
+    /// Of the host's files.
+    root: PathBuf,
 }
 
 /// Of a NIC that takes DevX commands.
@@ -245,6 +270,7 @@ impl Nic {
             capabilities,
             port,
             pages: Arc::default(),
+            root: config.root.clone(),
         }))
     }
 

@@ -1,6 +1,7 @@
 //! What the host and its NICs have of what GPU-initiated RDMA needs, one check each.
 
 mod devices;
+mod missing;
 
 use std::fmt;
 use std::path::Path;
@@ -8,6 +9,9 @@ use std::path::Path;
 use serde::Serialize;
 
 pub use self::devices::probe_devices;
+pub(crate) use self::missing::list;
+use self::missing::{DriverOption, PARAMS, PEER_MAPPING, STREAM_MEM_OPS, Ways};
+pub use self::missing::{Missing, missing_for_doorbells, missing_for_gpu_memory};
 use crate::library::Libraries;
 
 /// What a check found.
@@ -147,20 +151,8 @@ pub fn probe_files(root: &Path) -> Report {
         modules(root),
         user_access(root),
         gpu_driver(root),
-        driver_option(
-            root,
-            "EnableStreamMemOPs",
-            |value| value == "1",
-            "EnableStreamMemOPs: 1",
-            "NVreg_EnableStreamMemOPs=1",
-        ),
-        driver_option(
-            root,
-            "RegistryDwords",
-            |value| value.contains("PeerMappingOverride=1"),
-            "RegistryDwords: \"PeerMappingOverride=1;\"",
-            "NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
-        ),
+        driver_option(root, &STREAM_MEM_OPS),
+        driver_option(root, &PEER_MAPPING),
         registration(root),
     ];
     Report { checks, devices: Vec::new() }
@@ -265,38 +257,24 @@ fn gpu_driver(root: &Path) -> Check {
     }
 }
 
-fn driver_option(
-    root: &Path,
-    option: &'static str,
-    is_right: fn(&str) -> bool,
-    expected: &str,
-    setting: &str,
-) -> Check {
-    let path = root.join("proc/driver/nvidia/params");
-    let text = std::fs::read_to_string(&path).unwrap_or_default();
-    let value = text.lines().find_map(|line| {
-        let (key, value) = line.split_once(':')?;
-        (key.trim() == option).then(|| value.trim().to_owned())
-    });
+fn driver_option(root: &Path, option: &DriverOption) -> Check {
+    let DriverOption { name, expected, setting, .. } = *option;
     let remedy = format!(
         "`options nvidia {setting}` in /etc/modprobe.d/, rebuild the initramfs, reboot; needed to \
          map the NIC's doorbell into the GPU"
     );
-    match value {
-        Some(value) if is_right(&value) => present(option, value),
-        Some(value) => missing(option, format!("{value}, expected {expected}"), &remedy),
-        None => missing(option, format!("not in {}", path.display()), &remedy),
+    match option.value(root) {
+        Some(value) if (option.is_right)(&value) => present(name, value),
+        Some(value) => missing(name, format!("{value}, expected {expected}"), &remedy),
+        None => missing(name, format!("not in {}", root.join(PARAMS).display()), &remedy),
     }
 }
 
 fn registration(root: &Path) -> Check {
     let name = "registration of GPU memory";
-    let loaded = std::fs::read_to_string(root.join("proc/modules")).unwrap_or_default();
-    let version = first_line(&root.join("proc/driver/nvidia/version")).unwrap_or_default();
-    let release = first_line(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
-    let has_dmabuf = version.contains("Open Kernel Module") && is_at_least(&release, 5, 12);
-    let has_peermem = is_loaded(&loaded, "nvidia_peermem");
-    match (has_dmabuf, has_peermem) {
+    let ways = Ways::look(root);
+    let release = &ways.release;
+    match (ways.has_dma_buf(), ways.has_peer_memory) {
         (true, _) => present(name, format!("dma-buf (open kernel modules, Linux {release})")),
         (false, true) => {
             partial(name, "nvidia_peermem; dma-buf needs the open kernel modules".to_owned(), None)

@@ -109,6 +109,7 @@ struct mock {
     int32_t fail_code;
     uint32_t has_devx, has_dma_buf, has_peer_memory, port_state, link_layer, sq_stride, cqe_version,
         atomic_operations, firmware_status;
+    /* has_peer_memory: 1, or 2 for registrations but not for queues */
     uint32_t last_error; /* line of the first thing that was wrong with what came in, 0 if none */
     uint32_t num_relaxed; /* registrations with relaxed ordering */
     uint32_t num_exposed; /* registrations that a peer may use */
@@ -623,8 +624,13 @@ int mlx5dv_devx_general_cmd(struct ibv_context* context, const void* in, size_t 
 
 struct mlx5dv_devx_umem* mlx5dv_devx_umem_reg(struct ibv_context* context, void* addr, size_t size,
                                               uint32_t access) {
-    struct mlx5dv_devx_umem* umem = make(sizeof *umem);
     (void)context;
+    /* Addresses of the far half stand for a GPU's. */
+    if ((uintptr_t)addr >> 47 && sy_mock.has_peer_memory != 1) {
+        errno = EFAULT;
+        return NULL;
+    }
+    struct mlx5dv_devx_umem* umem = make(sizeof *umem);
     EXPECT((uintptr_t)addr % 65536 == 0 && size > 0 && access == IBV_ACCESS_LOCAL_WRITE);
     if (!umem)
         return NULL;

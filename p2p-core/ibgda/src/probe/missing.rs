@@ -1,0 +1,137 @@
+//! What a host lacks, as errors carry it: the same looks as those of the report.
+
+use std::fmt;
+use std::path::Path;
+
+use super::{first_line, is_at_least, is_loaded};
+
+/// Something that a host lacks for GPUs and NICs to reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Missing {
+    /// `EnableStreamMemOPs` of the module nvidia is not 1.
+    StreamMemOps,
+    /// `RegistryDwords` of the module nvidia has no `PeerMappingOverride=1`.
+    PeerMapping,
+    /// The kernel modules of NVIDIA's driver are not the open ones, so there is no dma-buf.
+    OpenModules,
+    /// Linux is older than 5.12, so there is no dma-buf.
+    Linux,
+    /// The module `nvidia_peermem` is not loaded, so no memory of a GPU goes by its address.
+    PeerMemory,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::StreamMemOps => {
+                write!(f, "the option {} of the module nvidia", STREAM_MEM_OPS.setting)
+            }
+            Self::PeerMapping => {
+                write!(f, "the option {} of the module nvidia", PEER_MAPPING.setting)
+            }
+            Self::OpenModules => f.write_str("NVIDIA's open kernel modules, for dma-buf"),
+            Self::Linux => f.write_str("Linux 5.12 or later, for dma-buf"),
+            Self::PeerMemory => f.write_str("the module nvidia_peermem, for addresses"),
+        }
+    }
+}
+
+/// What of these a host lacks, in words.
+pub(crate) fn list(missing: &[Missing]) -> String {
+    if missing.is_empty() {
+        return "nothing that `switchyard doctor` looks at is missing".to_owned();
+    }
+    let names: Vec<String> = missing.iter().map(Missing::to_string).collect();
+    format!("missing: {}; see `switchyard doctor`", names.join(", and "))
+}
+
+/// What a GPU lacks to reach a NIC's doorbell register, by the files below `root`.
+#[must_use]
+pub fn missing_for_doorbells(root: &Path) -> Vec<Missing> {
+    [(STREAM_MEM_OPS, Missing::StreamMemOps), (PEER_MAPPING, Missing::PeerMapping)]
+        .into_iter()
+        .filter(|(option, _)| !option.value(root).is_some_and(|value| (option.is_right)(&value)))
+        .map(|(_, missing)| missing)
+        .collect()
+}
+
+/// What a NIC lacks to reach memory of a GPU, by the files below `root`: nothing where one of the two ways is
+/// there, else what both lack.
+#[must_use]
+pub fn missing_for_gpu_memory(root: &Path) -> Vec<Missing> {
+    let ways = Ways::look(root);
+    if ways.has_dma_buf() || ways.has_peer_memory {
+        return Vec::new();
+    }
+    let lacks = [
+        (ways.has_open_modules, Missing::OpenModules),
+        (ways.has_linux, Missing::Linux),
+        (ways.has_peer_memory, Missing::PeerMemory),
+    ];
+    lacks.into_iter().filter(|(is_there, _)| !is_there).map(|(_, missing)| missing).collect()
+}
+
+/// An option of the module nvidia.
+pub(super) struct DriverOption {
+    pub(super) name: &'static str,
+    pub(super) is_right: fn(&str) -> bool,
+    /// As the driver shows it.
+    pub(super) expected: &'static str,
+    /// As it is set.
+    pub(super) setting: &'static str,
+}
+
+impl DriverOption {
+    /// `None` where the driver does not show it, or is not there.
+    pub(super) fn value(&self, root: &Path) -> Option<String> {
+        let text = std::fs::read_to_string(root.join(PARAMS)).ok()?;
+        text.lines().find_map(|line| {
+            let (key, value) = line.split_once(':')?;
+            (key.trim() == self.name).then(|| value.trim().to_owned())
+        })
+    }
+}
+
+/// What there is of the two ways to register memory of a GPU.
+pub(super) struct Ways {
+    has_open_modules: bool,
+    has_linux: bool,
+    pub(super) has_peer_memory: bool,
+    pub(super) release: String,
+}
+
+impl Ways {
+    pub(super) fn look(root: &Path) -> Self {
+        let loaded = std::fs::read_to_string(root.join("proc/modules")).unwrap_or_default();
+        let version = first_line(&root.join("proc/driver/nvidia/version")).unwrap_or_default();
+        let release = first_line(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+        Self {
+            has_open_modules: version.contains("Open Kernel Module"),
+            has_linux: is_at_least(&release, 5, 12),
+            has_peer_memory: is_loaded(&loaded, "nvidia_peermem"),
+            release,
+        }
+    }
+
+    pub(super) const fn has_dma_buf(&self) -> bool {
+        self.has_open_modules && self.has_linux
+    }
+}
+
+/// What the driver was loaded with.
+pub(super) const PARAMS: &str = "proc/driver/nvidia/params";
+
+pub(super) const STREAM_MEM_OPS: DriverOption = DriverOption {
+    name: "EnableStreamMemOPs",
+    is_right: |value| value == "1",
+    expected: "EnableStreamMemOPs: 1",
+    setting: "NVreg_EnableStreamMemOPs=1",
+};
+
+pub(super) const PEER_MAPPING: DriverOption = DriverOption {
+    name: "RegistryDwords",
+    is_right: |value| value.contains("PeerMappingOverride=1"),
+    expected: "RegistryDwords: \"PeerMappingOverride=1;\"",
+    setting: "NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
+};
