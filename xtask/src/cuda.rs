@@ -104,6 +104,13 @@ impl Toolkit {
         Command::new(self.root.join("bin").join(name))
     }
 
+    /// As in `13.0.88`. `CUDA_HOME` may be any.
+    fn version(&self) -> Option<String> {
+        let text = output(self.tool("nvcc").arg("--version"))?;
+        let (_, rest) = text.split_once(", V")?;
+        rest.split_whitespace().next().map(str::to_owned)
+    }
+
     fn library_dir(&self) -> PathBuf {
         let lib64 = self.root.join("lib64");
         if lib64.join("libcudart_static.a").exists() { lib64 } else { self.root.join("lib") }
@@ -256,6 +263,12 @@ pub fn make_bundle() -> Result<Outcome> {
     }
     std::fs::create_dir_all(bundle)
         .with_context(|| format!("cannot create {}", bundle.display()))?;
+    // Before anything is compiled: the tree may be another one after that.
+    for (name, text) in [("COMMIT", commit()), ("CUDA", toolkit.version())] {
+        let text = text.unwrap_or_else(|| "unknown".to_owned());
+        std::fs::write(bundle.join(name), text + "\n")
+            .with_context(|| format!("cannot write {name}"))?;
+    }
     let sources = KERNELS
         .map(|name| (name, kernel_source(name)))
         .into_iter()
@@ -362,6 +375,21 @@ fn strip(program: &Path) -> Result<()> {
         Outcome::Failed(reason) => bail!("{}: {reason}", program.display()),
         _ => Ok(()),
     }
+}
+
+/// The commit that the tree is at, marked where anything differs from it. `None` outside of a repository.
+fn commit() -> Option<String> {
+    let commit = output(Command::new("git").args(["rev-parse", "--short", "HEAD"]))?;
+    let changes = output(Command::new("git").args(["status", "--porcelain"]))?;
+    let mark = if changes.is_empty() { "" } else { "-dirty" };
+    Some(format!("{commit}{mark}"))
+}
+
+/// What a program prints, without the last line's end. `None` where it fails.
+fn output(command: &mut Command) -> Option<String> {
+    let output = command.stderr(Stdio::inherit()).output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).trim_end().to_owned();
+    output.status.success().then_some(text)
 }
 
 fn wheel_root(venv: &Path) -> Option<PathBuf> {
