@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All tables of the GPU data path, beside NCCL and PyTorch in the same run. Needs two or four GPUs.
 #
-#   run-bench.sh [OUTPUT FOLDER]     writes raw.jsonl, summary.md, README.md and more there
+#   run-bench.sh [OUTPUT FOLDER]     writes raw.jsonl, summary.md, README.md and more there, by default into
+#                                    results/<date>-<host>
 #
 # SWITCHYARD_BENCH_SECTIONS picks some of: p2p layers sms experts service nic proxy baseline
 set -u
@@ -15,8 +16,11 @@ if [ programs.tar.xz -nt .unpacked ]; then
     }
     touch .unpacked
 fi
-out=${1:-results}
+today=$(date -u +%Y-%m-%d) host=$(uname -n)
+out=${1:-results/$today-$host}
 mkdir -p "$out"
+# Nothing of an earlier run, which the summary would take for this one's.
+rm -f "$out"/{p2p,service-*}.json "$out"/{peak,baseline}.jsonl "$out"/proxy-*.txt
 export CUDA_MODULE_LOADING=EAGER
 num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 if [ "$num_gpus" -lt 2 ]; then
@@ -29,17 +33,21 @@ raw=$out/raw.jsonl
 code=0
 sections=" ${SWITCHYARD_BENCH_SECTIONS:-p2p layers sms experts service nic proxy baseline} "
 has() { [[ $sections == *" $1 "* ]]; }
-has_torch=no
-python3 -c 'import torch' 2> /dev/null && has_torch=yes
+has_torch=no versions="no PyTorch with NCCL"
+if found=$(python3 -c 'import torch; print(torch.__version__, *torch.cuda.nccl.version())' 2> /dev/null); then
+    has_torch=yes
+    read -r torch nccl <<< "$found"
+    versions="PyTorch $torch, NCCL ${nccl// /.}"
+fi
 if has p2p; then
-    timeout 60 ./p2p_bench --ranks "$ranks" --limit 50 >> "$raw" || code=1
+    timeout 90 ./p2p_bench --ranks "$ranks" --limit 80 >> "$raw" || code=1
     timeout 90 ./switchyard bench p2p --device cuda --all-splits --json > "$out/p2p.json" || code=1
 fi
 if has layers; then
-    timeout 120 ./moe_bench --ranks "$ranks" --set table --limit 110 >> "$raw" || code=1
+    timeout 180 ./moe_bench --ranks "$ranks" --set table --limit 170 >> "$raw" || code=1
 fi
 if has sms; then
-    timeout 60 ./moe_bench --ranks "$ranks" --set sms --limit 50 >> "$raw" || code=1
+    timeout 90 ./moe_bench --ranks "$ranks" --set sms --limit 80 >> "$raw" || code=1
 fi
 if has experts; then
     rates=()
@@ -57,9 +65,10 @@ if has service; then
     # A whole layer through the service. Two clients of two servers need four GPUs: where a client and a server
     # share one, their kernels wait for each other's multiprocessors.
     splits="1:1 2:1"
-    [ "$ranks" -eq 4 ] && splits="1:3 2:2 3:1"
+    [ "$ranks" -eq 4 ] && splits="1:3 2:2 3:1 2:1"
     for split in $splits; do
-        timeout 60 ./switchyard bench moe --device cuda --preset deepseek-v3 --tokens 128 --json \
+        # Two hundred calls, each of eight layers of up to 2.8 ms.
+        timeout 90 ./switchyard bench moe --device cuda --preset deepseek-v3 --tokens 128 --seconds 5 --json \
             --clients "${split%:*}" --servers "${split#*:}" > "$out/service-${split/:/to}.json" || code=1
     done
     timeout 90 ./switchyard bench moe --device cuda --preset deepseek-v3 --tokens 128 --json \
@@ -82,9 +91,14 @@ if has baseline; then
     fi
 fi
 {
-    echo "# Run of $(date -u +%Y-%m-%d)"
+    echo "# Run of $today on $host"
     echo
-    echo "Command: \`run-bench.sh\` of the GPU bundle (\`cargo xtask gpu-bundle\`)."
+    echo "Command: \`run-bench.sh\` of the GPU bundle (\`cargo xtask gpu-bundle\`), sections${sections% }."
+    echo
+    echo "- commit: $(cat COMMIT 2> /dev/null || echo unknown)"
+    echo "- programs built with CUDA $(cat CUDA 2> /dev/null || echo unknown)"
+    echo "- $versions"
+    echo "- driver, memory, links, kernel, processors:"
     echo
     echo '```'
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
