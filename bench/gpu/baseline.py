@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""What others' dispatch and combine cost on the same GPUs: NCCL and PyTorch's symmetric memory.
+"""What others' dispatch and combine cost on the same GPUs: NCCL, PyTorch's symmetric memory, and DeepEP.
 
     python3 bench/gpu/baseline.py [--out FILE] [--limit SECONDS] [--tokens 1,128]
 
 Hidden 7168, top-8 of 256 experts, fp8 with one f32 scale per 128 values out, bf16 back; packing before
 and summing after are part of what is timed. CUDA graphs, the slowest client's median of 200 replays. One
 JSON object per line. Needs two or four GPUs, torch with NCCL; each section runs in processes of its own
-and is ended when its time is up.
+and is ended when its time is up. DeepEP is left out where Python does not find it.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ def main():
     parser.add_argument("--out")
     parser.add_argument("--limit", type=float, default=60, help="seconds per section")
     parser.add_argument("--tokens", default="1,8,32,64,128,256,1024,4096")
-    parser.add_argument("--sections", default="nccl_all_to_all,nccl_split,symmetric_memory")
+    parser.add_argument("--sections", default="nccl_all_to_all,nccl_split,symmetric_memory,deepep")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     tokens = [int(count) for count in args.tokens.split(",")]
@@ -58,6 +59,9 @@ def main():
 
 
 def run_section(name, num_ranks, args, out):
+    if name == "deepep" and importlib.util.find_spec("deep_ep") is None:
+        print("baseline deepep: not measured, since this Python has no module deep_ep", file=sys.stderr)
+        return 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -137,7 +141,7 @@ class World:
 def work(section, tokens):
     world = World()
     {"nccl_all_to_all": nccl_all_to_all, "nccl_split": nccl_split,
-     "symmetric_memory": symmetric_memory}[section](world, tokens)
+     "symmetric_memory": symmetric_memory, "deepep": deepep}[section](world, tokens)
     world.barrier()
     world.dist.destroy_process_group()
 
@@ -268,6 +272,34 @@ def symmetric_memory(world, tokens):
         us, _ = world.slowest_median_us(step, range(world.size))
         report(world, what="torch symmetric memory", shape=f"{world.size}r", tokens=count, dtype="fp8",
                median_us=round(us, 2))
+
+
+def deepep(world, tokens):
+    """DeepEP's kernels for few tokens, which quantise, and sum with weights, themselves: fp8 out and bf16 back."""
+    import deep_ep
+
+    torch, device = world.torch, world.device
+    # Its buffers hold so many rows for every expert and rank.
+    most = 128
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, HIDDEN, world.size, EXPERTS)
+    buffer = deep_ep.Buffer(world.dist.group.WORLD, 0, size, low_latency_mode=True,
+                            num_qps_per_rank=EXPERTS // world.size)
+    # What an expert stage would leave there. It is the same for every number of tokens.
+    answer = torch.randn(EXPERTS // world.size, most * world.size, HIDDEN, device=device).to(torch.bfloat16)
+    # Older versions have 64 bits, and no name for the type.
+    idx_type = getattr(deep_ep, "topk_idx_t", torch.int64)
+    for count in (count for count in tokens if count <= most):
+        topk = routing(torch, count, world.rank).to(device, idx_type)
+        weights = torch.rand(count, TOP_K, device=device)
+        x = torch.randn(count, HIDDEN, device=device).to(torch.bfloat16)
+        total = torch.empty(count, HIDDEN, device=device, dtype=torch.bfloat16)
+
+        def step():
+            handle = buffer.low_latency_dispatch(x, topk, most, EXPERTS, use_fp8=True)[2]
+            buffer.low_latency_combine(answer, topk, weights, handle, out=total)
+
+        us, _ = world.slowest_median_us(step, range(world.size))
+        report(world, what="deepep", shape=f"{world.size}r", tokens=count, dtype="fp8", median_us=round(us, 2))
 
 
 if __name__ == "__main__":

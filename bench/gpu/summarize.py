@@ -70,6 +70,7 @@ class Run:
             elif (row["dtype"], row["routing"], row["server"]) == ECHO:
                 self.curve.setdefault((row["shape"], row["tokens"]), {})[blocks[0]] = row
         self.others = {(row["what"], row["shape"], row["tokens"]): row["median_us"] for row in self.of("baseline")}
+        self.has_deepep = any(what == "deepep" for what, _, _ in self.others)
         rates = [row["gb_per_s_per_link"] for row in self.of("put_bw") if row["shape"] == "1to1"]
         rates += [] if rates else [report["store_gb_per_s"] for report in self.splits if is_split(report, 1, 1)]
         self.link = max(rates, default=0)
@@ -187,7 +188,7 @@ def layer_aims(run, aims):
             lines.append([shape, tokens, layer_cell(row), *aims.at_most(f"{shape} at {tokens}", judged_us(row),
                                                                         layer_aim(*key)), *other_cells(run, key)])
         table("shape tokens: µs: aim: met NCCL: symmetric_memory: DeepEP:", lines)
-        if not any(what == "deepep" for what, _, _ in run.others):
+        if not run.has_deepep:
             print("\nDeepEP was not measured in this run: its figures are those of DESIGN, section 7, on such a host.")
     added = [(key, found) for key, found in run.layers.items() if key[1] == 128 and ECHO in found and LISTS in found]
     if added:
@@ -417,7 +418,7 @@ def layer_aim(shape, tokens):
 
 def other_cells(run, key):
     nccl, symmetric, deepep = (run.others.get((what, *key)) for what in ("nccl", "torch symmetric memory", "deepep"))
-    return [number(nccl), number(symmetric), number(deepep) if deepep else DEEPEP_US.get(key, NONE)]
+    return [number(nccl), number(symmetric), number(deepep) if run.has_deepep else DEEPEP_US.get(key, NONE)]
 
 
 def is_bad(row):

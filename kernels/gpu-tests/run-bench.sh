@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All tables of the GPU data path, beside NCCL and PyTorch in the same run. Needs two or four GPUs.
+# All tables of the GPU data path, beside NCCL, PyTorch and, where it is installed, DeepEP in the same run. Needs two
+# or four GPUs.
 #
 #   run-bench.sh [OUTPUT FOLDER]     writes raw.jsonl, summary.md, README.md and more there, by default into
 #                                    results/<date>-<host>
