@@ -22,7 +22,7 @@ pub use client::{
     BuildError, ClientError, ClientModel, ErrorKind, Handle, LayerReport, LayerTiming, MoeClient,
     MoeClientBuilder, OnMissingExpert,
 };
-pub use device::{DeviceClient, DeviceError, DeviceInput, DeviceOptions};
+pub use device::{DeviceClient, DeviceError, DeviceInput, DeviceOptions, DeviceTensor, TensorType};
 pub use generate::{GenerateError, GenerateOptions, Generation, Generator, TokenEvent};
 pub use model::{KvCache, LogitsOf, MoeBlock, MoeObserver, MoeRecord, Qwen3Moe};
 pub use router::{Router, RouterWorkspace};

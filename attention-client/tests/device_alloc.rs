@@ -37,7 +37,7 @@ fn calls_and_replays_on_a_gpu_allocate_nothing_after_warm_up() {
         let recorded = unsafe {
             client
                 .dispatch(stream, layer, &input)
-                .and_then(|handle| client.combine(stream, handle, tensors.out_ptr()))
+                .and_then(|handle| client.combine(stream, handle, tensors.out()))
         };
         drop(recorded.expect("recorded"));
         Ok(())
@@ -57,11 +57,11 @@ fn calls_and_replays_on_a_gpu_allocate_nothing_after_warm_up() {
     });
     // SAFETY: the tensors have these sizes and outlive the calls.
     count("calls", 2, &mut || unsafe {
-        client.forward(&stream, layer, &input, tensors.out_ptr()).expect("a call");
+        client.forward(&stream, layer, &input, tensors.out()).expect("a call");
     });
     // SAFETY: as above.
     count("calls in three parts", 6, &mut || unsafe {
-        let out = large.out_ptr();
+        let out = large.out();
         client.forward(&stream, in_parts.layer, &large_input, out).expect("a call");
     });
     stream.wait(soon()).expect("idle");

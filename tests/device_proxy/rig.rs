@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use attention_client::device::{DeviceHandle, DevicePending};
 use attention_client::{
-    ClientModel, DeviceClient, DeviceError, DeviceInput, DeviceOptions, LayerTiming, MoeClient,
+    ClientModel, DeviceClient, DeviceError, DeviceInput, DeviceOptions, DeviceTensor, LayerTiming,
+    MoeClient, TensorType,
 };
 use checkpoint::Checkpoint;
 use control_api::PlacementTable;
@@ -310,13 +311,13 @@ impl Caller {
         self.write(&self.weights, &weights);
         self.write(&self.num_tokens, &[request.num_tokens as u32]);
         self.write(&self.out, &vec![POISON; self.capacity * self.hidden]);
-        DeviceInput {
-            hidden_states: self.x.ptr(),
-            topk_idx: self.idx.ptr(),
-            topk_weights: self.weights.ptr(),
-            num_tokens: self.num_tokens.ptr(),
-            capacity: self.capacity as u32,
-        }
+        DeviceInput::new(
+            self.x.ptr(),
+            self.idx.ptr(),
+            self.weights.ptr(),
+            self.num_tokens.ptr(),
+            self.capacity as u32,
+        )
     }
 
     fn write<T: bytemuck::Pod>(&self, to: &GpuBuffer, values: &[T]) {
@@ -339,7 +340,8 @@ impl Caller {
         unsafe {
             let handle = self.client.dispatch(&self.stream, request.layer, &input);
             let handle = handle.expect("dispatch");
-            self.client.combine(&self.stream, handle, self.out.ptr()).expect("combine")
+            let out = DeviceTensor::new(self.out.ptr(), TensorType::Bf16);
+            self.client.combine(&self.stream, handle, out).expect("combine")
         }
     }
 

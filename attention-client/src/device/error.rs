@@ -7,6 +7,7 @@ use kernels::gpu::{DeviceName, GpuError};
 use protocol::ErrorCode;
 use thiserror::Error;
 
+use super::TensorType;
 use crate::client::{BuildError, ClientError, ErrorKind};
 
 /// A device client could not be made.
@@ -60,6 +61,16 @@ pub enum DeviceError {
     /// The GPU refused, or arguments cannot be used; nothing was launched in the latter case.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    /// A tensor of another element type than kernels read or write. Nothing was launched.
+    #[error("{tensor} holds {found}, expected {expected}: convert it before the call")]
+    Dtype {
+        /// Which tensor of the call.
+        tensor: &'static str,
+        /// What the caller says that it holds.
+        found: TensorType,
+        /// What kernels read, or write.
+        expected: TensorType,
+    },
     /// The word with the number of tokens held more than the call's capacity.
     #[error("num_tokens holds {found}, expected at most the capacity {capacity}")]
     Tokens {

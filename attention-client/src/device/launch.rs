@@ -85,10 +85,10 @@ impl DeviceClient {
         let rows = u64::from(input.capacity);
         let choices = rows * u64::from(self.geometry.top_k) * 4;
         let tensors = [
-            ("hidden_states", input.hidden_states, rows * u64::from(self.geometry.hidden) * 2),
-            ("topk_idx", input.topk_idx, choices),
-            ("topk_weights", input.topk_weights, choices),
-            ("num_tokens", input.num_tokens, 4),
+            ("hidden_states", input.hidden_states.ptr, rows * u64::from(self.geometry.hidden) * 2),
+            ("topk_idx", input.topk_idx.ptr, choices),
+            ("topk_weights", input.topk_weights.ptr, choices),
+            ("num_tokens", input.num_tokens.ptr, 4),
         ];
         for (name, at, num_bytes) in tensors {
             self.memory.gpu.check_range("dispatch", name, at, num_bytes)?;
@@ -106,10 +106,10 @@ impl DeviceClient {
             version: DEVICE_ABI_VERSION,
             flags: self.flags(),
             geometry: self.geometry,
-            hidden_states: input.hidden_states,
-            topk_idx: input.topk_idx,
-            topk_weights: input.topk_weights,
-            num_tokens: input.num_tokens,
+            hidden_states: input.hidden_states.ptr,
+            topk_idx: input.topk_idx.ptr,
+            topk_weights: input.topk_weights.ptr,
+            num_tokens: input.num_tokens.ptr,
             placement: self.memory.placement(layer_idx),
             state: self.memory.state.ptr(),
             handle: self.memory.slots[slot].handle.ptr(),

@@ -36,6 +36,7 @@ mod replay;
 mod room;
 mod slots;
 mod split;
+mod tensor;
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -43,7 +44,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::abi::{CombineParams, DevicePtr, DispatchParams, FrameGeometry};
+use kernels::abi::{CombineParams, DispatchParams, FrameGeometry};
 use kernels::gpu::{Gpu, Prepared, Stream};
 use p2p_core::bootstrap::DeviceSide;
 use prometheus::Registry;
@@ -53,6 +54,7 @@ pub use error::{DeviceBuildError, DeviceError};
 pub use options::DeviceOptions;
 pub use replay::{ReplayOutcome, ReplayReport};
 pub use slots::{DeviceHandle, DevicePending};
+pub use tensor::{DeviceInput, DeviceTensor, TensorType};
 
 use crate::client::builder::{MoeClientBuilder, Started};
 use crate::client::control::Control;
@@ -64,21 +66,7 @@ use launch::{CombineKey, DispatchKey};
 use memory::Memory;
 use options::geometry_of;
 use slots::{Phase, Slots};
-
-/// Tensors of a call, in memory that the GPU reaches. All stay as they are until the call is finished.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DeviceInput {
-    /// bf16 `[capacity, hidden]`, aligned to 16 bytes.
-    pub hidden_states: DevicePtr,
-    /// i32 `[capacity, top_k]`, -1 = masked, aligned to 16 bytes.
-    pub topk_idx: DevicePtr,
-    /// f32 `[capacity, top_k]`, aligned to 16 bytes.
-    pub topk_weights: DevicePtr,
-    /// One u32: how many rows count, `capacity` at most. Read by the kernels when they run.
-    pub num_tokens: DevicePtr,
-    /// Rows of the tensors; at most [`DeviceClient::max_tokens`], except in [`DeviceClient::forward`].
-    pub capacity: u32,
-}
+use tensor::check_out;
 
 /// A client of GPU servers, with tensors in the memory of one GPU. See the [module](self).
 ///
@@ -216,9 +204,11 @@ impl DeviceClient {
         &mut self,
         stream: &Stream,
         handle: DeviceHandle,
-        out: DevicePtr,
+        out: DeviceTensor,
     ) -> Result<DevicePending, DeviceError> {
         self.check_device(stream)?;
+        check_out(out)?;
+        let out = out.ptr;
         let is_recording = stream.is_capturing()?;
         let slot = self.slots.redeem(&handle, is_recording)?;
         if !is_recording {
@@ -280,8 +270,10 @@ impl DeviceClient {
         stream: &Stream,
         layer: u32,
         input: &DeviceInput,
-        out: DevicePtr,
+        out: DeviceTensor,
     ) -> Result<LayerTiming, DeviceError> {
+        // Before the first of the kernels, not the last.
+        check_out(out)?;
         if input.capacity > self.geometry.max_tokens {
             // SAFETY: the caller's promise.
             return unsafe { self.forward_in_parts(stream, layer, input, out) };

@@ -15,7 +15,7 @@ use protocol::ErrorCode;
 
 use super::memory::Status;
 use super::slots::Phase;
-use super::{DeviceClient, DeviceError, DeviceInput, elapsed_ns, lane};
+use super::{DeviceClient, DeviceError, DeviceInput, DeviceTensor, TensorType, elapsed_ns, lane};
 use crate::client::{ClientError, OnMissingExpert};
 use crate::metrics::FailReason;
 
@@ -296,12 +296,14 @@ impl DeviceClient {
     ) -> Result<DeviceInput, DeviceError> {
         let memory = &self.memory.slots[slot];
         self.memory.send(stream, &memory.topk_idx, idx, self.bound())?;
-        let input = DeviceInput { topk_idx: memory.topk_idx.ptr(), ..*input };
+        let topk_idx = DeviceTensor::new(memory.topk_idx.ptr(), TensorType::I32);
+        let input = DeviceInput { topk_idx, ..*input };
         if !choices.is_scaled {
             return Ok(input);
         }
         self.memory.send(stream, &memory.topk_weights, &choices.weights, self.bound())?;
-        Ok(DeviceInput { topk_weights: memory.topk_weights.ptr(), ..input })
+        let topk_weights = DeviceTensor::new(memory.topk_weights.ptr(), TensorType::F32);
+        Ok(DeviceInput { topk_weights, ..input })
     }
 
     fn read_choices(&self, stream: &Stream, input: &DeviceInput) -> Result<Choices, DeviceError> {
@@ -311,15 +313,21 @@ impl DeviceClient {
         let mut choices = Choices { top_k, ..Choices::default() };
         // SAFETY: the caller's tensors are as large as `dispatch` promised, and kernels read them before.
         unsafe {
-            memory.fetch::<u32>(stream, input.num_tokens, &mut count, 1, bound)?;
+            memory.fetch::<u32>(stream, input.num_tokens.ptr, &mut count, 1, bound)?;
             if count[0] > input.capacity {
                 let (found, capacity) = (count[0].into(), input.capacity);
                 return Err(DeviceError::Tokens { found, capacity });
             }
             choices.num_tokens = count[0] as usize;
             let num_choices = choices.num_tokens * top_k;
-            memory.fetch(stream, input.topk_idx, &mut choices.idx, num_choices, bound)?;
-            memory.fetch(stream, input.topk_weights, &mut choices.weights, num_choices, bound)?;
+            memory.fetch(stream, input.topk_idx.ptr, &mut choices.idx, num_choices, bound)?;
+            memory.fetch(
+                stream,
+                input.topk_weights.ptr,
+                &mut choices.weights,
+                num_choices,
+                bound,
+            )?;
         }
         Ok(choices)
     }

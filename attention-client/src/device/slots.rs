@@ -143,13 +143,7 @@ pub(super) struct Slots {
 impl Slots {
     pub fn new(num_frames: usize) -> Self {
         let null = DevicePtr::NULL;
-        let input = DeviceInput {
-            hidden_states: null,
-            topk_idx: null,
-            topk_weights: null,
-            num_tokens: null,
-            capacity: 0,
-        };
+        let input = DeviceInput::new(null, null, null, null, 0);
         let call = || Call {
             phase: Phase::Free,
             serial: 0,

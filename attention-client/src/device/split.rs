@@ -3,12 +3,11 @@
 
 use std::time::Instant;
 
-use kernels::abi::DevicePtr;
 use kernels::gpu::Stream;
 
 use super::memory::WORDS_BYTES;
 use super::slots::DevicePending;
-use super::{DeviceClient, DeviceError, DeviceInput};
+use super::{DeviceClient, DeviceError, DeviceInput, DeviceTensor, TensorType};
 use crate::client::LayerTiming;
 
 impl DeviceClient {
@@ -21,9 +20,10 @@ impl DeviceClient {
         stream: &Stream,
         layer: u32,
         input: &DeviceInput,
-        out: DevicePtr,
+        out: DeviceTensor,
     ) -> Result<LayerTiming, DeviceError> {
         self.check_device(stream)?;
+        input.check_types()?;
         let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);
         // Where a part begins, tables are aligned as the kernels want them.
         let is_aligned = |rows: &u32| (rows * self.geometry.top_k).is_multiple_of(4);
@@ -60,7 +60,7 @@ impl DeviceClient {
                 break;
             }
             let part = self.part_of(input, first, num_tokens, part_tokens);
-            let part_out = out.add(u64::from(first) * u64::from(self.geometry.hidden) * 2);
+            let part_out = out.skip(u64::from(first) * u64::from(self.geometry.hidden) * 2);
             // SAFETY: a part of the caller's tensors, and counts of the client's own.
             let begun = unsafe {
                 self.dispatch(stream, layer, &part)
@@ -122,10 +122,13 @@ impl DeviceClient {
         let skip = |row_bytes: u64| u64::from(first) * row_bytes;
         let choices = skip(u64::from(self.geometry.top_k) * 4);
         DeviceInput {
-            hidden_states: input.hidden_states.add(skip(u64::from(self.geometry.hidden) * 2)),
-            topk_idx: input.topk_idx.add(choices),
-            topk_weights: input.topk_weights.add(choices),
-            num_tokens: self.memory.counts.ptr().add(if is_full { 0 } else { 4 }),
+            hidden_states: input.hidden_states.skip(skip(u64::from(self.geometry.hidden) * 2)),
+            topk_idx: input.topk_idx.skip(choices),
+            topk_weights: input.topk_weights.skip(choices),
+            num_tokens: DeviceTensor::new(
+                self.memory.counts.ptr().add(if is_full { 0 } else { 4 }),
+                TensorType::U32,
+            ),
             capacity: part_tokens.min(input.capacity - first),
         }
     }
@@ -141,7 +144,7 @@ impl DeviceClient {
     ) -> Result<u32, DeviceError> {
         let words = &self.memory.words;
         // SAFETY: one word each; the caller vouches for one of them.
-        let copied = unsafe { stream.copy(words.at(0, 4)?, input.num_tokens, 4) };
+        let copied = unsafe { stream.copy(words.at(0, 4)?, input.num_tokens.ptr, 4) };
         if let Err(error) = copied.and_then(|()| stream.wait(Instant::now() + self.bound())) {
             // The copy may still come.
             let fresh = self.memory.gpu.alloc_host(WORDS_BYTES)?;

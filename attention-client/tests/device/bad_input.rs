@@ -2,14 +2,16 @@
 
 use std::time::Duration;
 
-use attention_client::{ClientError, DeviceError, DeviceInput, MoeClient};
+use attention_client::{
+    ClientError, DeviceError, DeviceInput, DeviceTensor, MoeClient, TensorType,
+};
 use kernels::abi::DevicePtr;
-use kernels::gpu::{DeviceName, Gpu, GpuError};
+use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 use protocol::WireDtype;
 use rand::RngExt;
 
 use crate::client_common::{Request, seeded};
-use crate::rig::{Fleet, Tensors, builder, forward, options};
+use crate::rig::{Fleet, Tensors, builder, check, forward, options};
 
 #[test]
 fn tensors_that_cannot_be_used() {
@@ -23,11 +25,13 @@ fn tensors_that_cannot_be_used() {
     let good = tensors.load(&request);
     let unknown = vec![0u128; 64];
     let far = DevicePtr(unknown.as_ptr() as u64);
+    let at = |ptr: DevicePtr, tensor: DeviceTensor| DeviceTensor { ptr, ..tensor };
+    let odd = at(good.topk_weights.ptr.add(4), good.topk_weights);
     let cases: [(DeviceInput, &str); 6] = [
-        (DeviceInput { hidden_states: DevicePtr::NULL, ..good }, "null"),
-        (DeviceInput { topk_idx: far, ..good }, "topk_idx"),
-        (DeviceInput { topk_weights: good.topk_weights.add(4), ..good }, "16 bytes"),
-        (DeviceInput { num_tokens: far, ..good }, "num_tokens"),
+        (DeviceInput { hidden_states: at(DevicePtr::NULL, good.hidden_states), ..good }, "null"),
+        (DeviceInput { topk_idx: at(far, good.topk_idx), ..good }, "topk_idx"),
+        (DeviceInput { topk_weights: odd, ..good }, "16 bytes"),
+        (DeviceInput { num_tokens: at(far, good.num_tokens), ..good }, "num_tokens"),
         (DeviceInput { capacity: 0, ..good }, "capacity"),
         (DeviceInput { capacity: client.max_tokens() + 1, ..good }, "slot_bytes"),
     ];
@@ -41,10 +45,12 @@ fn tensors_that_cannot_be_used() {
         // Of a GPU whose memory kernels of this one do not reach, and shorter than it should be.
         let other = Gpu::open_emulated(own + 1).expect("a GPU").alloc(1 << 20).expect("memory");
         let short = client.gpu().alloc(64).expect("memory");
+        let states = |memory: &GpuBuffer| at(memory.ptr(), good.hidden_states);
+        let weights = at(other.ptr(), good.topk_weights);
         for (input, words) in [
-            (DeviceInput { hidden_states: other.ptr(), ..good }, "hidden_states is"),
-            (DeviceInput { topk_weights: other.ptr(), ..good }, "topk_weights is"),
-            (DeviceInput { hidden_states: short.ptr(), ..good }, "hidden_states at"),
+            (DeviceInput { hidden_states: states(&other), ..good }, "hidden_states is"),
+            (DeviceInput { topk_weights: weights, ..good }, "topk_weights is"),
+            (DeviceInput { hidden_states: states(&short), ..good }, "hidden_states at"),
         ] {
             // SAFETY: as above.
             let error = unsafe { client.dispatch(&stream, request.layer, &input) }.unwrap_err();
@@ -52,7 +58,7 @@ fn tensors_that_cannot_be_used() {
             assert!(text.contains(words) && !text.contains('\n'), "{text}");
             assert_eq!(
                 text.contains("which is memory of GPU"),
-                input.hidden_states != short.ptr(),
+                input.hidden_states.ptr != short.ptr(),
                 "{text}"
             );
         }
@@ -63,7 +69,7 @@ fn tensors_that_cannot_be_used() {
     // SAFETY: the tensors are right; only the output is not.
     let error = unsafe {
         let handle = client.dispatch(&stream, request.layer, &good).expect("dispatch");
-        client.combine(&stream, handle, far).unwrap_err()
+        client.combine(&stream, handle, at(far, tensors.out())).unwrap_err()
     };
     let is_unregistered = |e: &DeviceError| {
         matches!(e, DeviceError::Gpu(GpuError::Unregistered { pointer: "out", .. }))
@@ -73,7 +79,7 @@ fn tensors_that_cannot_be_used() {
     let mut local = fleet.local();
     tensors.write(&tensors.num_tokens, &[client.max_tokens() + 7]);
     // SAFETY: the tensors have these sizes.
-    let error = unsafe { client.forward(&stream, request.layer, &good, tensors.out_ptr()) };
+    let error = unsafe { client.forward(&stream, request.layer, &good, tensors.out()) };
     let error = error.unwrap_err();
     assert!(matches!(error, DeviceError::Tokens { .. }), "{error}");
     for bad in [-2, 16, i32::MAX, i32::MIN] {
@@ -82,7 +88,7 @@ fn tensors_that_cannot_be_used() {
         request.idx[at] = bad;
         let input = tensors.load(&request);
         // SAFETY: as above.
-        let error = unsafe { client.forward(&stream, request.layer, &input, tensors.out_ptr()) };
+        let error = unsafe { client.forward(&stream, request.layer, &input, tensors.out()) };
         match error.unwrap_err() {
             DeviceError::Client(ClientError::ExpertIndex { token, found, .. }) => {
                 assert_eq!((token, found), (at / 4, bad));
@@ -92,6 +98,76 @@ fn tensors_that_cannot_be_used() {
     }
     // None of it harmed the client.
     forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+}
+
+#[test]
+fn tensors_of_types_that_kernels_do_not_read() {
+    let mut rng = seeded("tensors_of_types_that_kernels_do_not_read");
+    let dtype = WireDtype::Bf16;
+    let Some(fleet) = Fleet::start(1, 1, dtype) else { return };
+    let mut client = fleet.client();
+    let (tensors, mut local) = (Tensors::new(&client), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &fleet.model, 5, 4);
+    let good = tensors.load(&request);
+    let of = |dtype: TensorType, tensor: DeviceTensor| DeviceTensor { dtype, ..tensor };
+    let states = |dtype| DeviceInput { hidden_states: of(dtype, good.hidden_states), ..good };
+    let idx = |dtype| DeviceInput { topk_idx: of(dtype, good.topk_idx), ..good };
+    let weights = |dtype| DeviceInput { topk_weights: of(dtype, good.topk_weights), ..good };
+    let count = |dtype| DeviceInput { num_tokens: of(dtype, good.num_tokens), ..good };
+    let num_ahead = client.max_tokens() + 1;
+    let refused = |error: DeviceError, words: &str| {
+        assert!(matches!(error, DeviceError::Dtype { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.starts_with(words) && !text.contains('\n'), "{text}");
+    };
+    // Whatever waits for the GPU would wait here.
+    let (holding, hold) = std::sync::mpsc::channel::<()>();
+    stream.then(move || _ = hold.recv()).expect("held");
+    for (input, words) in [
+        (states(TensorType::F16), "hidden_states holds f16, expected bf16"),
+        (states(TensorType::F32), "hidden_states holds f32, expected bf16"),
+        (idx(TensorType::I64), "topk_idx holds i64, expected i32"),
+        (weights(TensorType::Bf16), "topk_weights holds bf16, expected f32"),
+        (count(TensorType::I64), "num_tokens holds i64, expected u32"),
+    ] {
+        let large = DeviceInput { capacity: num_ahead, ..input };
+        // SAFETY: refused before anything is launched.
+        unsafe {
+            refused(client.dispatch(&stream, request.layer, &input).unwrap_err(), words);
+            let out = tensors.out();
+            refused(client.forward(&stream, request.layer, &large, out).unwrap_err(), words);
+        }
+    }
+    for wrong in [TensorType::F16, TensorType::F32, TensorType::I16] {
+        let out = of(wrong, tensors.out());
+        let words = format!("out holds {wrong}, expected bf16");
+        // SAFETY: as above.
+        let error = unsafe { client.forward(&stream, request.layer, &good, out) };
+        refused(error.unwrap_err(), &words);
+        let recorded = stream.capture(|stream| {
+            // SAFETY: the tensors outlive the graph, which is never launched.
+            unsafe {
+                let handle = client.dispatch(stream, request.layer, &good).expect("dispatch");
+                refused(client.combine(stream, handle, out).unwrap_err(), &words);
+            }
+            Ok(())
+        });
+        drop(recorded.expect("a graph"));
+    }
+    drop(holding);
+    // SAFETY: the tensors are right; only the output's type is not.
+    let error = unsafe {
+        let handle = client.dispatch(&stream, request.layer, &good).expect("dispatch");
+        client.combine(&stream, handle, of(TensorType::F32, tensors.out())).unwrap_err()
+    };
+    refused(error, "out holds f32");
+    // A count that engines have as i32 is as good, and none of it harmed the client.
+    let timing =
+        // SAFETY: the tensors have these sizes and outlive the call.
+        unsafe { client.forward(&stream, request.layer, &count(TensorType::I32), tensors.out()) };
+    timing.expect("forward");
+    check(&request, &tensors.read(request.num_tokens), &mut local, dtype);
 }
 
 #[test]
@@ -116,13 +192,13 @@ fn streams_that_cannot_be_used() {
     unsafe {
         let error = client.dispatch(&far, request.layer, &input).unwrap_err();
         assert!(is_device(&error), "{error}");
-        let error = client.forward(&far, request.layer, &large, tensors.out_ptr()).unwrap_err();
+        let error = client.forward(&far, request.layer, &large, tensors.out()).unwrap_err();
         assert!(is_device(&error), "{error}");
         let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
-        let error = client.combine(&far, handle, tensors.out_ptr()).unwrap_err();
+        let error = client.combine(&far, handle, tensors.out()).unwrap_err();
         assert!(is_device(&error), "{error}");
         let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
-        let pending = client.combine(&stream, handle, tensors.out_ptr()).expect("combine");
+        let pending = client.combine(&stream, handle, tensors.out()).expect("combine");
         let error = client.finish(&far, pending).unwrap_err();
         assert!(is_device(&error), "{error}");
         assert!(is_device(&client.begin_replay(&far).unwrap_err()));
@@ -138,7 +214,7 @@ fn streams_that_cannot_be_used() {
     // SAFETY: as above.
     let error = unsafe {
         let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
-        let pending = client.combine(&stream, handle, tensors.out_ptr()).expect("combine");
+        let pending = client.combine(&stream, handle, tensors.out()).expect("combine");
         client.finish(&other, pending).unwrap_err()
     };
     assert!(is_stream(&error), "{error}");

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{ClientError, DeviceClient, DeviceError, DeviceInput};
+use attention_client::{ClientError, DeviceClient, DeviceError, DeviceInput, DeviceTensor};
 use kernels::abi::{DevicePtr, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::Stream;
 use protocol::ErrorCode;
@@ -43,9 +43,21 @@ impl Exits<'_> {
         let good = call.tensors.load(&call.request);
         let layer = call.request.layer;
         for (layer, input) in [
-            (layer, DeviceInput { topk_weights: NOWHERE, ..good }),
+            (
+                layer,
+                DeviceInput {
+                    topk_weights: DeviceTensor { ptr: NOWHERE, ..good.topk_weights },
+                    ..good
+                },
+            ),
             (layer, DeviceInput { capacity: self.client.max_tokens() + 1, ..good }),
-            (layer, DeviceInput { hidden_states: DevicePtr::NULL, ..good }),
+            (
+                layer,
+                DeviceInput {
+                    hidden_states: DeviceTensor { ptr: DevicePtr::NULL, ..good.hidden_states },
+                    ..good
+                },
+            ),
             (4711, good),
         ] {
             // SAFETY: refused before anything is launched.
@@ -74,8 +86,7 @@ impl Exits<'_> {
         let stream = &self.streams[0];
         let (first, second) = (a.dispatch(self.client, stream), b.dispatch(self.client, stream));
         // SAFETY: the tensors have these sizes, and are kept until the call is settled.
-        let error =
-            unsafe { self.client.combine(stream, second, b.tensors.out_ptr()).unwrap_err() };
+        let error = unsafe { self.client.combine(stream, second, b.tensors.out()).unwrap_err() };
         assert!(matches!(error, DeviceError::Order { .. }), "{error}");
         self.num_abandoned += 1;
         let first = a.combine(self.client, stream, first);
@@ -99,8 +110,9 @@ impl Exits<'_> {
         let call = self.call();
         let stream = &self.streams[0];
         let handle = call.dispatch(self.client, stream);
+        let nowhere = DeviceTensor { ptr: NOWHERE, ..call.tensors.out() };
         // SAFETY: refused.
-        unsafe { self.client.combine(stream, handle, NOWHERE).unwrap_err() };
+        unsafe { self.client.combine(stream, handle, nowhere).unwrap_err() };
         self.num_abandoned += 1;
         self.settle(replicas);
     }
@@ -113,7 +125,7 @@ impl Exits<'_> {
         // Both have calls in the same slots.
         let (own, foreign) = (a.dispatch(self.client, stream), b.dispatch(self.other, other));
         // SAFETY: refused.
-        let error = unsafe { self.client.combine(stream, foreign, b.tensors.out_ptr()) };
+        let error = unsafe { self.client.combine(stream, foreign, b.tensors.out()) };
         assert!(is_handle(&error.unwrap_err()));
         let own = a.combine(self.client, stream, own);
         let foreign = c.dispatch(self.other, other);
@@ -124,7 +136,7 @@ impl Exits<'_> {
         let handle = c.dispatch(self.client, stream);
         let captured = stream.capture(|stream| {
             // SAFETY: refused.
-            let error = unsafe { self.client.combine(stream, handle, c.tensors.out_ptr()) };
+            let error = unsafe { self.client.combine(stream, handle, c.tensors.out()) };
             assert!(is_handle(&error.unwrap_err()));
             Ok(())
         });
@@ -297,15 +309,16 @@ fn a_refused_call_takes_no_turn_of_recorded_ones() {
     let stream = client.gpu().stream().expect("stream");
     let tensors = [(); 2].map(|()| Tensors::new(client));
     let layer = client.model().moe_layers[0];
-    let refused = DeviceInput { topk_idx: NOWHERE, ..tensors[0].input() };
+    let good = tensors[0].input();
+    let refused = DeviceInput { topk_idx: DeviceTensor { ptr: NOWHERE, ..good.topk_idx }, ..good };
     let graph = stream.capture(|stream| {
         // SAFETY: the tensors have these sizes and live as long as the graph; the others are refused.
         unsafe {
             let first = client.dispatch(stream, layer, &tensors[0].input()).expect("dispatch");
             client.dispatch(stream, layer, &refused).unwrap_err();
             let second = client.dispatch(stream, layer, &tensors[1].input()).expect("dispatch");
-            let first = client.combine(stream, first, tensors[0].out_ptr()).expect("combine");
-            let second = client.combine(stream, second, tensors[1].out_ptr()).expect("combine");
+            let first = client.combine(stream, first, tensors[0].out()).expect("combine");
+            let second = client.combine(stream, second, tensors[1].out()).expect("combine");
             assert!(first.is_recorded() && second.is_recorded());
         }
         Ok(())

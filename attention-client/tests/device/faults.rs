@@ -64,7 +64,7 @@ fn killed(rng: &mut StdRng, pair: &mut Replicas, client: &mut DeviceClient, stre
         // SAFETY: the tensors have these sizes and outlive the call.
         let pending = unsafe {
             let handle = client.dispatch(stream, request.layer, &input).expect("dispatch");
-            client.combine(stream, handle, tensors.out_ptr()).expect("combine")
+            client.combine(stream, handle, tensors.out()).expect("combine")
         };
         match stream.wait(Instant::now() + Duration::from_secs(1)) {
             Err(GpuError::Deadline { .. }) => break (request, pending),
@@ -208,7 +208,7 @@ fn a_call_whose_repair_the_gpu_does_not_end_stays_outstanding() {
     // SAFETY: the tensors have these sizes and outlive the call.
     let pending = unsafe {
         let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
-        client.combine(&stream, handle, tensors.out_ptr()).expect("combine")
+        client.combine(&stream, handle, tensors.out()).expect("combine")
     };
     replicas.kill(0);
     stream.wait(soon()).expect("its kernels end");

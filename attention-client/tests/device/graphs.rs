@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{DeviceClient, DeviceError, LocalExperts};
+use attention_client::{DeviceClient, DeviceError, DeviceTensor, LocalExperts};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Graph, Stream};
 use protocol::WireDtype;
@@ -39,7 +39,7 @@ pub fn record(client: &mut DeviceClient, stream: &Stream) -> Recorded {
                 let recorded = unsafe {
                     client
                         .dispatch(stream, layer, &tensors.input())
-                        .and_then(|handle| client.combine(stream, handle, tensors.out_ptr()))
+                        .and_then(|handle| client.combine(stream, handle, tensors.out()))
                 };
                 match recorded {
                     Ok(pending) => assert!(pending.is_recorded() && pending.layer() == layer),
@@ -147,7 +147,8 @@ fn recorded_calls_that_are_given_up_leave_room_for_others() {
             // SAFETY: as above; the output is refused.
             unsafe {
                 let handle = client.dispatch(stream, layer, &input).expect("dispatch");
-                let out = DevicePtr(unknown.as_ptr() as u64);
+                let unknown = DevicePtr(unknown.as_ptr() as u64);
+                let out = DeviceTensor { ptr: unknown, ..tensors.out() };
                 client.combine(stream, handle, out).unwrap_err();
             }
             Ok(())
@@ -176,7 +177,7 @@ fn recorded_and_other_calls_are_not_mixed_up() {
             // SAFETY: the tensors have these sizes; nothing of this is run.
             unsafe {
                 let handle = client.dispatch(stream, request.layer, &input).expect("dispatch");
-                pending = client.combine(stream, handle, tensors.out_ptr()).ok();
+                pending = client.combine(stream, handle, tensors.out()).ok();
             }
             Ok(())
         })
@@ -189,7 +190,7 @@ fn recorded_and_other_calls_are_not_mixed_up() {
         let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
         let error = client.begin_replay(&stream).unwrap_err();
         assert!(matches!(error, DeviceError::Outstanding { .. }), "{error}");
-        let pending = client.combine(&stream, handle, tensors.out_ptr()).expect("combine");
+        let pending = client.combine(&stream, handle, tensors.out()).expect("combine");
         client.finish(&stream, pending).expect("finish");
     }
     check(&request, &tensors.read(3), &mut fleet.local(), DTYPE);

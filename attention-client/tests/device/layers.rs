@@ -50,7 +50,7 @@ fn a_lone_caller_gets_the_same_bits_every_time() {
     for _ in 0..5 {
         let input = tensors.load(&request);
         // SAFETY: the tensors have these sizes and outlive the call.
-        unsafe { client.forward(&stream, request.layer, &input, tensors.out_ptr()) }.expect("call");
+        unsafe { client.forward(&stream, request.layer, &input, tensors.out()) }.expect("call");
         let out: Vec<u32> = tensors.read(20).into_iter().map(f32::to_bits).collect();
         if first.is_empty() {
             first.clone_from(&out);
@@ -80,8 +80,8 @@ fn two_calls_overlap_and_keep_their_order() {
             // Slots have two frames.
             let error = client.dispatch(&stream, requests[2].layer, &inputs[2]).unwrap_err();
             assert!(matches!(error, DeviceError::Outstanding { num_frames: 2 }), "{error}");
-            let first = client.combine(&stream, first, all[0].out_ptr()).expect("first");
-            let second = client.combine(&stream, second, all[1].out_ptr()).expect("second");
+            let first = client.combine(&stream, first, all[0].out()).expect("first");
+            let second = client.combine(&stream, second, all[1].out()).expect("second");
             client.finish(&stream, second).expect("second");
             client.finish(&stream, first).expect("first");
         }
@@ -96,7 +96,7 @@ fn two_calls_overlap_and_keep_their_order() {
     unsafe {
         let first = client.dispatch(&stream, request.layer, &input).expect("first");
         let second = client.dispatch(&stream, request.layer, &input).expect("second");
-        let error = client.combine(&stream, second, all[0].out_ptr()).unwrap_err();
+        let error = client.combine(&stream, second, all[0].out()).unwrap_err();
         assert!(matches!(error, DeviceError::Order { .. }), "{error}");
         drop(first);
     }
@@ -158,7 +158,7 @@ fn a_client_that_is_dropped_leaves_its_kernels_what_they_use() {
     // SAFETY: the tensors have these sizes and outlive the kernels, which are waited for.
     unsafe {
         let handle = client.dispatch(&stream, request.layer, &input).expect("dispatch");
-        drop(client.combine(&stream, handle, tensors.out_ptr()).expect("combine"));
+        drop(client.combine(&stream, handle, tensors.out()).expect("combine"));
     }
     drop(client);
     // Only now do its kernels begin.

@@ -46,7 +46,7 @@ impl Call {
         handle: DeviceHandle,
     ) -> DevicePending {
         // SAFETY: as above.
-        unsafe { client.combine(stream, handle, self.tensors.out_ptr()).expect("combine") }
+        unsafe { client.combine(stream, handle, self.tensors.out()).expect("combine") }
     }
 
     pub fn finish(
@@ -210,7 +210,7 @@ fn a_dispatch_that_is_refused_leaves_nothing_behind() {
     streams[0].then(move || _ = hold.recv()).expect("held");
     let call = Call::new(&mut rng, client);
     let mut input = call.tensors.load(&call.request);
-    input.topk_idx = kernels::abi::DevicePtr(0x1000);
+    input.topk_idx.ptr = kernels::abi::DevicePtr(0x1000);
     // SAFETY: refused, since nothing lies there.
     unsafe { client.dispatch(&streams[0], call.request.layer, &input).unwrap_err() };
     let handle = call.dispatch(client, &streams[1]);

@@ -23,8 +23,7 @@ fn a_batch_larger_than_a_frame_goes_in_parts() {
             let request = Request::random(&mut rng, &fleet.model, num_tokens as usize, 4);
             let input = tensors.load(&request);
             // SAFETY: the tensors have these sizes and outlive the call.
-            let timing =
-                unsafe { client.forward(&stream, request.layer, &input, tensors.out_ptr()) };
+            let timing = unsafe { client.forward(&stream, request.layer, &input, tensors.out()) };
             let timing = timing.expect("all parts");
             check(&request, &tensors.read(request.num_tokens), &mut local, dtype);
             let (parts, servers) = (num_tokens.div_ceil(most), fleet.servers.len() as u32);
@@ -38,14 +37,14 @@ fn a_batch_larger_than_a_frame_goes_in_parts() {
         let input = tensors.input();
         tensors.write(&tensors.num_tokens, &[capacity + 1]);
         // SAFETY: as above.
-        let error = unsafe { client.forward(&stream, 0, &input, tensors.out_ptr()) }.unwrap_err();
+        let error = unsafe { client.forward(&stream, 0, &input, tensors.out()) }.unwrap_err();
         let is_named = |e: &DeviceError| matches!(e, DeviceError::Tokens { found, .. } if *found == u64::from(capacity) + 1);
         assert!(is_named(&error), "{error}");
         // Only a part at a time can be recorded.
         let mut refused = None;
         let graph = stream.capture(|stream| {
             // SAFETY: as above.
-            refused = unsafe { client.forward(stream, 0, &input, tensors.out_ptr()) }.err();
+            refused = unsafe { client.forward(stream, 0, &input, tensors.out()) }.err();
             Ok(())
         });
         drop(graph);
@@ -69,7 +68,7 @@ fn a_batch_in_parts_leaves_a_call_of_the_callers_own_outstanding() {
     // SAFETY: the tensors have these sizes and outlive the call.
     let pending = unsafe {
         let handle = client.dispatch(&stream, own.layer, &input).expect("dispatch");
-        client.combine(&stream, handle, own_tensors.out_ptr()).expect("combine")
+        client.combine(&stream, handle, own_tensors.out()).expect("combine")
     };
     let request = Request::random(&mut rng, &fleet.model, capacity as usize, 4);
     forward(&mut client, &stream, &tensors, &request, &mut local, dtype);

@@ -4,13 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use attention_client::{ClientModel, DeviceClient, DeviceInput, DeviceOptions, MoeClient};
-use attention_client::{LocalExperts, MoeClientBuilder};
+use attention_client::{DeviceTensor, LocalExperts, MoeClientBuilder, TensorType};
 use checkpoint::Checkpoint;
 use control_api::PlacementTable;
 use expert_server::device::DeviceOptions as ServerDevice;
 use expert_server::{ExpertSelection, ExpertServer, Placement, RunningServer, ServerConfig};
 use half::bf16;
-use kernels::abi::DevicePtr;
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use p2p_core::SlotConfig;
 use protocol::{WireDtype, convert};
@@ -372,17 +371,17 @@ impl Tensors {
     }
 
     pub fn input(&self) -> DeviceInput {
-        DeviceInput {
-            hidden_states: self.hidden_states.ptr(),
-            topk_idx: self.topk_idx.ptr(),
-            topk_weights: self.topk_weights.ptr(),
-            num_tokens: self.num_tokens.ptr(),
-            capacity: self.capacity,
-        }
+        DeviceInput::new(
+            self.hidden_states.ptr(),
+            self.topk_idx.ptr(),
+            self.topk_weights.ptr(),
+            self.num_tokens.ptr(),
+            self.capacity,
+        )
     }
 
-    pub fn out_ptr(&self) -> DevicePtr {
-        self.out.ptr()
+    pub fn out(&self) -> DeviceTensor {
+        DeviceTensor::new(self.out.ptr(), TensorType::Bf16)
     }
 
     /// Rows of the output.
@@ -412,7 +411,7 @@ pub fn forward(
 ) -> attention_client::LayerTiming {
     let input = tensors.load(request);
     // SAFETY: the tensors have these sizes and outlive the call.
-    let timing = unsafe { client.forward(stream, request.layer, &input, tensors.out_ptr()) };
+    let timing = unsafe { client.forward(stream, request.layer, &input, tensors.out()) };
     let timing = timing.expect("forward");
     check(request, &tensors.read(request.num_tokens), local, dtype);
     timing

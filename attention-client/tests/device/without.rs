@@ -26,7 +26,7 @@ fn an_expert_without_a_replica_is_named() {
     request.idx[5] = 7;
     let input = tensors.load(&request);
     // SAFETY: the tensors have these sizes and outlive the call.
-    let error = unsafe { client.forward(&stream, request.layer, &input, tensors.out_ptr()) };
+    let error = unsafe { client.forward(&stream, request.layer, &input, tensors.out()) };
     match error.unwrap_err() {
         DeviceError::Client(ClientError::NoReplica { layer, expert, .. }) => {
             assert_eq!((layer, expert % 2), (request.layer, 1));
@@ -58,7 +58,7 @@ fn experts_without_a_replica_are_left_out_and_the_others_scaled() {
         let input = tensors.load(&request);
         // SAFETY: the tensors have these sizes and outlive the call.
         let timing = unsafe {
-            client.forward(&stream, request.layer, &input, tensors.out_ptr()).expect("forward")
+            client.forward(&stream, request.layer, &input, tensors.out()).expect("forward")
         };
         let is_gone = |expert: i32| expert >= 0 && expert % 2 == 1;
         let num_gone = request.idx.iter().filter(|&&expert| is_gone(expert)).count();
@@ -98,7 +98,7 @@ fn experts_without_a_replica_are_left_out_and_the_others_scaled() {
         let input = tensors.load(&request);
         // SAFETY: as above.
         let timing = unsafe {
-            client.forward(&stream, request.layer, &input, tensors.out_ptr()).expect("forward")
+            client.forward(&stream, request.layer, &input, tensors.out()).expect("forward")
         };
         if timing.missing_pairs == 0 && client.epoch() == 2 {
             check(&request, &tensors.read(12), &mut local, DTYPE);

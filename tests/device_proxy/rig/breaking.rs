@@ -171,11 +171,12 @@ impl Caller {
     pub fn record(&mut self, request: &Request) -> Graph {
         let input = self.load(request);
         let Self { client, stream, out, .. } = self;
+        let out = DeviceTensor::new(out.ptr(), TensorType::Bf16);
         let graph = stream.capture(|stream| {
             // SAFETY: the tensors have these sizes and live as long as the client.
             unsafe {
                 let handle = client.dispatch(stream, request.layer, &input).expect("dispatch");
-                drop(client.combine(stream, handle, out.ptr()).expect("combine"));
+                drop(client.combine(stream, handle, out).expect("combine"));
             }
             Ok(())
         });

@@ -220,8 +220,7 @@ impl Client {
                 return Ok((start.elapsed().as_secs_f64() * 1e6 / f64::from(GRAPH_LAYERS), timing));
             }
             // SAFETY: the tensors have these sizes and outlive the call.
-            let timing =
-                unsafe { client.forward(&stream, layer, &tensors.input, tensors.out.ptr()) };
+            let timing = unsafe { client.forward(&stream, layer, &tensors.input, tensors.out()) };
             timing.map(|timing| (start.elapsed().as_secs_f64() * 1e6, timing)).map_err(Error::from)
         };
         for _ in 0..WARM_UP {
@@ -307,7 +306,7 @@ fn record(
             let recorded = unsafe {
                 client
                     .dispatch(stream, layer, &tensors.input)
-                    .and_then(|handle| client.combine(stream, handle, tensors.out.ptr()))
+                    .and_then(|handle| client.combine(stream, handle, tensors.out()))
             };
             failed = failed.take().or(recorded.err());
         }

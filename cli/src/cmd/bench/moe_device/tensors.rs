@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use attention_client::{ClientModel, DeviceInput};
+use attention_client::{ClientModel, DeviceInput, DeviceTensor, TensorType};
 use checkpoint::{MakeOptions, Preset, make_checkpoint};
 use kernels::gpu::{Gpu, GpuBuffer};
 use rand::rngs::StdRng;
@@ -15,7 +15,7 @@ use rand::{RngExt, SeedableRng};
 pub(super) struct Tensors {
     _memory: Vec<GpuBuffer>,
     pub(super) input: DeviceInput,
-    pub(super) out: GpuBuffer,
+    out: GpuBuffer,
     hidden: usize,
 }
 
@@ -49,15 +49,14 @@ impl Tensors {
             upload(&weights)?,
             upload(&(tokens as u32).to_le_bytes())?,
         ];
-        let input = DeviceInput {
-            hidden_states: memory[0].ptr(),
-            topk_idx: memory[1].ptr(),
-            topk_weights: memory[2].ptr(),
-            num_tokens: memory[3].ptr(),
-            capacity: u32::try_from(tokens)?,
-        };
+        let [states, idx, weights, count] = [0, 1, 2, 3].map(|at| memory[at].ptr());
+        let input = DeviceInput::new(states, idx, weights, count, u32::try_from(tokens)?);
         let out = gpu.alloc((tokens * hidden * 2) as u64)?;
         Ok(Self { _memory: memory, input, out, hidden })
+    }
+
+    pub(super) fn out(&self) -> DeviceTensor {
+        DeviceTensor::new(self.out.ptr(), TensorType::Bf16)
     }
 
     pub(super) fn read(&self, gpu: &Gpu) -> Result<Vec<f32>> {
