@@ -343,8 +343,8 @@ def proxy(run, aims):
     rates, trips = of["rate"], of["round_trip"]
     if rates or trips or of["idle"]:
         print("\n## The proxy\n\nCommands from a GPU to threads of the host, medians. One way: from the push to the"
-              " post by two clocks, which may be wrong by ±; without it, a round trip less half a look of the GPU at the"
-              " host's memory, which is the least that the way back takes.")
+              " post by two clocks, which may be wrong by ±; without it, a round trip less half a look of the GPU at"
+              " the host's memory, which is the least that the way back takes.")
     # Of batches, budgets and lanes, which are anybody's choice, the best is what counts.
     four = sorted((row for row in rates if row["threads"] == 4), key=lambda row: row["mops"])
     best = {row["post"]: row for row in four}
