@@ -16,6 +16,7 @@ use softnic::{
 };
 use softnic_driver::{Driver, Immediate, OwnMove};
 
+pub mod raw;
 #[path = "../../../../tests/src/skip.rs"]
 pub mod skip;
 

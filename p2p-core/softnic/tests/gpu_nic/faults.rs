@@ -7,8 +7,9 @@ use softnic::format::Syndrome;
 use softnic_driver::Driver;
 use softnic_driver::gpu_nic::{Backend, Counts};
 
+use super::common::raw::word64;
 use super::common::{Wait, driver, fresh_seed, status};
-use super::world::{Gpu, Model, Names, word64};
+use super::world::{Gpu, Model, Names};
 
 /// Words that groups of requests write in turn.
 const RING: u64 = 4096;

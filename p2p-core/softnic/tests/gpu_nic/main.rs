@@ -14,6 +14,7 @@ mod world;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use common::raw::{bytes_of, word64};
 use common::{PATIENCE, fresh_seed};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
@@ -23,7 +24,7 @@ use softnic::format::{
 };
 use softnic::{Adversary, Fault};
 use softnic_driver::gpu_nic::{Backend, Counts};
-use world::{Gpu, MEMORY_BYTES, Model, NUM_RECEIVES, bytes_of, expect_alike, fill_alike, word64};
+use world::{Gpu, MEMORY_BYTES, Model, NUM_RECEIVES, expect_alike, fill_alike};
 
 /// Rounds of each comparison. `SWITCHYARD_GPU_NIC_ROUNDS` asks for more.
 const NUM_ROUNDS: usize = 150;

@@ -12,8 +12,9 @@ use softnic::Segment;
 use softnic::format::{Atomic, CE_ALWAYS, Local, Operation, Remote, Source, Syndrome, Wqe};
 use softnic_driver::gpu_nic::Backend;
 
+use super::common::raw::{bytes_of, word64};
 use super::common::{PATIENCE, fresh_seed};
-use super::world::{Gpu, MEMORY_BYTES, Model, Names, bytes_of, word64};
+use super::world::{Gpu, MEMORY_BYTES, Model, Names};
 
 const PUT_BYTES: usize = 3000;
 const SLOT_BYTES: usize = 3072;
