@@ -31,18 +31,18 @@ impl Nic {
                 Ok(Some(local.num_bytes))
             }
             Operation::Write(remote, source) => {
-                self.write(qp, position, remote, source)?;
+                self.write(qp, position, remote, source, true)?;
                 Ok(Some(source.num_bytes() as u32))
             }
             Operation::WriteImm(remote, source, imm) => {
                 self.write_imm(qp, position, remote, source, *imm)
             }
             Operation::Read(remote, pieces) => {
-                self.land_writes(qp, position);
+                self.land_writes(qp, position)?;
                 self.read(qp, position, remote, pieces).map(Some)
             }
             Operation::Atomic(remote, atomic, local) => {
-                self.land_writes(qp, position);
+                self.land_writes(qp, position)?;
                 self.atomic(qp, position, remote, *atomic, local)?;
                 Ok(Some(atomic.num_bytes()))
             }
@@ -55,6 +55,7 @@ impl Nic {
         position: u64,
         remote: &Remote,
         source: &Source,
+        may_be_late: bool,
     ) -> Result<(), Syndrome> {
         let num_bytes = source.num_bytes();
         check_length(num_bytes)?;
@@ -86,7 +87,7 @@ impl Nic {
                         None => unsafe { copy(to, from, len) },
                         Some(rng) => {
                             for (at, len) in cut(rng, to as usize, len) {
-                                if pinned.is_relaxed && rng.random_ratio(1, 2) {
+                                if may_be_late && pinned.is_relaxed && rng.random_ratio(1, 2) {
                                     let part = Local {
                                         address: piece.address + at as u64,
                                         lkey: piece.lkey,
@@ -139,8 +140,9 @@ impl Nic {
             return Ok(None);
         }
         qp.rnr_since = None;
-        self.write(qp, position, remote, source)?;
-        self.land_writes(qp, position + 1);
+        // All of it is in place when its immediate data is.
+        self.write(qp, position, remote, source, false)?;
+        self.land_writes(qp, position)?;
         let entry = remote_entry(&self.peers, peer).ok_or(Syndrome::RetryExceeded)?;
         let arrived = &entry.inbox[num_used as usize % NUM_INBOX];
         arrived.imm.store(imm, Ordering::Relaxed);

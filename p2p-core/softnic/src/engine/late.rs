@@ -3,7 +3,7 @@
 use super::reach::{local, pin, remote_domain};
 use crate::format::{Local, Remote, Syndrome};
 use crate::memory::copy;
-use crate::nic::{Nic, Qp};
+use crate::nic::{Nic, Qp, QpState};
 use crate::port::Access;
 
 /// A part of an executed request that lands later.
@@ -26,28 +26,40 @@ impl Nic {
         self.land_if(qp, |later| later.position < end);
     }
 
-    pub(super) fn land_writes(&mut self, qp: &mut Qp, end: u64) {
+    /// Every write of requests before `position` lands. Where one cannot, the request at `position` is not
+    /// executed any more.
+    pub(super) fn land_writes(&mut self, qp: &mut Qp, position: u64) -> Result<(), Syndrome> {
         self.land_if(qp, |later| {
-            later.position < end && matches!(later.effect, Effect::Write { .. })
+            later.position < position && matches!(later.effect, Effect::Write { .. })
         });
+        if qp.state == QpState::Error { Err(Syndrome::Flushed) } else { Ok(()) }
     }
 
-    fn land_if(&mut self, qp: &mut Qp, is_due: impl Fn(&Later) -> bool) {
-        let mut index = 0;
-        while index < qp.later.len() {
-            if is_due(&qp.later[index]) {
-                let later = qp.later.swap_remove(index);
-                self.land(qp, &later.effect);
-            } else {
-                index += 1;
-            }
+    /// What was put off last lands.
+    pub(super) fn land_last(&mut self, qp: &mut Qp) {
+        if let Some(later) = qp.later.pop() {
+            self.land(qp, &later);
         }
     }
 
-    /// Carries out what was put off. Keys may have been revoked since; then it is lost, as are packets
-    /// under way.
-    pub(super) fn land(&mut self, qp: &Qp, effect: &Effect) {
-        let result = match effect {
+    fn land_if(&mut self, qp: &mut Qp, is_due: impl Fn(&Later) -> bool) {
+        while let Some(index) = qp.later.iter().position(&is_due) {
+            let later = qp.later.swap_remove(index);
+            self.land(qp, &later);
+        }
+    }
+
+    /// Carries out what was put off. Keys may have been revoked since, or the peer be gone: then its request
+    /// has failed, whatever ran behind it.
+    fn land(&mut self, qp: &mut Qp, later: &Later) {
+        if let Err(syndrome) = self.carry_out(qp, &later.effect) {
+            tracing::debug!(?syndrome, qpn = qp.qpn, "a late part of a request cannot land");
+            self.fail_late(qp, later.position, syndrome);
+        }
+    }
+
+    fn carry_out(&self, qp: &Qp, effect: &Effect) -> Result<(), Syndrome> {
+        match effect {
             Effect::Land { local: to, bytes } => {
                 local(&self.memory, qp.domain, to, Access::LOCAL_WRITE)
                     // SAFETY: the range was checked.
@@ -65,10 +77,21 @@ impl Nic {
                     unsafe { copy(ours, theirs, len) }
                 })
             }
-        };
-        if let Err(syndrome) = result {
-            tracing::debug!(?syndrome, qpn = qp.qpn, "a late part of a request is lost");
         }
+    }
+
+    /// Fails the request at `position`, which is not reported yet, and those behind it: what they have done is
+    /// done, but nobody is told that it was.
+    fn fail_late(&mut self, qp: &mut Qp, position: u64, syndrome: Syndrome) {
+        qp.later.retain(|later| later.position < position);
+        for held in qp.held.iter_mut().filter(|held| held.position >= position) {
+            self.num_requests -= u64::from(held.cqe.status.is_ok());
+            let is_cause = held.position == position;
+            held.cqe.status = Err(if is_cause { syndrome } else { Syndrome::Flushed });
+            held.cqe.num_bytes = 0;
+            held.is_reported = true;
+        }
+        self.fail(qp);
     }
 
     fn move_late(
