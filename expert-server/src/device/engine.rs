@@ -10,6 +10,7 @@
 //! takes as long as the wait for a frame at most when nothing comes, changes the tables, and goes on.
 
 mod bounds;
+mod counting;
 mod faults;
 mod memory;
 
@@ -18,7 +19,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kernels::abi::Batch;
 use kernels::gpu::{DeviceName, Gpu, GpuError, Stream};
 
 use self::bounds::BATCH_LIMIT;
@@ -359,48 +359,6 @@ impl Engine {
         Ok(())
     }
 
-    fn count(&self, batch: &Batch, compute: Duration) {
-        let (metrics, geometry) = (&self.metrics, &self.plan.geometry);
-        let num_clients = batch.clients.count_ones();
-        let num_rows = u64::from(batch.num_rows);
-        metrics.frames_in.inc_by(num_clients.into());
-        metrics.frames_out.inc_by(num_clients.into());
-        let scales = u64::from(geometry.scales_per_row) * 4;
-        let entries = u64::from(geometry.top_k) * 8;
-        let row_bytes = u64::from(geometry.row_stride_bytes) + scales + entries + FLAG_BYTES;
-        metrics.bytes_in.inc_by(u64::from(num_clients) * HEADER_BYTES + num_rows * row_bytes);
-        metrics
-            .bytes_out
-            .inc_by(num_rows * (u64::from(geometry.response_stride_bytes) + FLAG_BYTES));
-        if num_rows == 0 {
-            return;
-        }
-        metrics.batches.inc();
-        metrics.tokens.inc_by(num_rows);
-        metrics.entries.inc_by(batch.num_entries.into());
-        metrics.batch_tokens.observe(num_rows as f64);
-        metrics.batch_clients.observe(num_clients.into());
-        let seconds = |ns: u32| f64::from(ns) * 1e-9;
-        let mut gather_ns = 0;
-        for (idx, waited_ns) in batch.waited_ns.into_iter().enumerate() {
-            if batch.clients >> idx & 1 != 0 {
-                metrics.queue_seconds.observe(seconds(waited_ns));
-                gather_ns = gather_ns.max(waited_ns);
-            }
-        }
-        metrics.gather_seconds.observe(seconds(gather_ns));
-        metrics.compute_seconds.observe(compute.as_secs_f64());
-        self.load.add_batch(num_rows as usize, compute);
-        let Some(table) = self.tables.layers.get(batch.layer as usize) else { return };
-        for (pair, expert) in self.expert_begin.windows(2).zip(&table.experts) {
-            let num_tokens = u64::from(pair[1].saturating_sub(pair[0]));
-            if num_tokens > 0 {
-                self.load.add_expert(batch.layer, *expert, num_tokens);
-                self.expert_tokens.add(batch.layer, *expert, num_tokens);
-            }
-        }
-    }
-
     /// Tells clients that wait while a long batch computes that the server is alive.
     fn show_progress(&mut self, now: Instant) -> Result<(), DataError> {
         if now - self.last_progress < PROGRESS_PERIOD {
@@ -494,6 +452,3 @@ const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
 /// new, that is not made more often.
 const REFUSAL_PERIOD: Duration = Duration::from_secs(1);
 const DROP_LIMIT: Duration = Duration::from_secs(10);
-/// Bytes of a frame's header, and of a row's flag.
-const HEADER_BYTES: u64 = 128;
-const FLAG_BYTES: u64 = 8;

@@ -1,0 +1,55 @@
+//! What is counted of a batch that has ended.
+
+use std::time::Duration;
+
+use kernels::abi::Batch;
+
+use super::Engine;
+
+impl Engine {
+    pub(super) fn count(&self, batch: &Batch, compute: Duration) {
+        let (metrics, geometry) = (&self.metrics, &self.plan.geometry);
+        let num_clients = batch.clients.count_ones();
+        let num_rows = u64::from(batch.num_rows);
+        metrics.frames_in.inc_by(num_clients.into());
+        metrics.frames_out.inc_by(num_clients.into());
+        let scales = u64::from(geometry.scales_per_row) * 4;
+        let entries = u64::from(geometry.top_k) * 8;
+        let row_bytes = u64::from(geometry.row_stride_bytes) + scales + entries + FLAG_BYTES;
+        metrics.bytes_in.inc_by(u64::from(num_clients) * HEADER_BYTES + num_rows * row_bytes);
+        metrics
+            .bytes_out
+            .inc_by(num_rows * (u64::from(geometry.response_stride_bytes) + FLAG_BYTES));
+        if num_rows == 0 {
+            return;
+        }
+        metrics.batches.inc();
+        metrics.tokens.inc_by(num_rows);
+        metrics.entries.inc_by(batch.num_entries.into());
+        metrics.batch_tokens.observe(num_rows as f64);
+        metrics.batch_clients.observe(num_clients.into());
+        let seconds = |ns: u32| f64::from(ns) * 1e-9;
+        let mut gather_ns = 0;
+        for (idx, waited_ns) in batch.waited_ns.into_iter().enumerate() {
+            if batch.clients >> idx & 1 != 0 {
+                metrics.queue_seconds.observe(seconds(waited_ns));
+                gather_ns = gather_ns.max(waited_ns);
+            }
+        }
+        metrics.gather_seconds.observe(seconds(gather_ns));
+        metrics.compute_seconds.observe(compute.as_secs_f64());
+        self.load.add_batch(num_rows as usize, compute);
+        let Some(table) = self.tables.layers.get(batch.layer as usize) else { return };
+        for (pair, expert) in self.expert_begin.windows(2).zip(&table.experts) {
+            let num_tokens = u64::from(pair[1].saturating_sub(pair[0]));
+            if num_tokens > 0 {
+                self.load.add_expert(batch.layer, *expert, num_tokens);
+                self.expert_tokens.add(batch.layer, *expert, num_tokens);
+            }
+        }
+    }
+}
+
+/// Bytes of a frame's header, and of a row's flag.
+const HEADER_BYTES: u64 = 128;
+const FLAG_BYTES: u64 = 8;
