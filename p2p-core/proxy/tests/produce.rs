@@ -3,21 +3,18 @@
 
 mod common;
 
-use std::time::Instant;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use common::config;
-use kernels::gpu::Gpu;
+use common::{Behaviour, Recorder, config, software_gpu};
+use p2p_core::wait::Driver;
 use proxy::bench::clock::Clocks;
-use proxy::bench::gpu;
+use proxy::bench::gpu::{self, Order};
 use proxy::bench::local::{Bench, PostKind, Row, Run};
-
-/// A GPU in software that can produce, or `None`, loudly.
-fn software_gpu() -> Option<Gpu> {
-    let driver = common::driver()?;
-    // SAFETY: it is the kernel.
-    unsafe { gpu::set_software_kernel(driver.produce) };
-    Some(Gpu::open_emulated(0).unwrap())
-}
+use proxy::gpu::GpuPoster;
+use proxy::host::PosterConfig;
+use proxy::{LaneConfig, Proxy};
 
 const ROW: Row =
     Row { num_lanes: 2, batch: 4, budget: 16, object_bytes: 48, commands: 400, is_gpu: true };
@@ -80,4 +77,58 @@ fn one_way_is_of_single_objects_from_a_gpu() {
     }
     let error = bench.run_host(&ROW.one_way()).unwrap_err().to_string();
     assert!(error.contains("producers on this host"), "{error}");
+}
+
+/// Whoever drives it is held up.
+#[derive(Debug)]
+struct Slow;
+
+impl Driver for Slow {
+    fn drive(&self) {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+
+    fn may_sleep(&self) -> bool {
+        true
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// Longer than what a wait may take: what counts is how long nothing came back.
+#[test]
+fn every_batch_of_a_long_run_is_timed() {
+    let Some(gpu) = software_gpu() else { return };
+    // More than the kernel keeps in mind at a time.
+    let config = LaneConfig { num_lanes: 1, depth: 128, budget: 128 };
+    let (mirror, address) = proxy::gpu::mirror(&gpu, common::SLOT as u64).unwrap();
+    let lanes = proxy::gpu::lanes(&gpu, config).unwrap();
+    let behaviour = Arc::new(Behaviour::default());
+    *behaviour.driver.lock().unwrap() = Some(Arc::new(Slow));
+    let proxy = Proxy::start(&common::config(1)).unwrap();
+    let recorder = Recorder(Arc::clone(&behaviour), mirror.as_ptr().as_ptr() as usize);
+    let peer = proxy.add(recorder, common::peer_config(0, &lanes, &mirror)).unwrap();
+    let poster = PosterConfig {
+        mirror: address.0,
+        slot_bytes: common::SLOT as u64,
+        window: 0,
+        peer: 0,
+        timeout_ns: 1_000_000_000,
+        error: 0,
+        abort_mask: 0,
+    };
+    let poster = GpuPoster::new(&gpu, &lanes, poster).unwrap();
+    let order = Order {
+        num_commands: 600,
+        batch: 1,
+        object_bytes: 64,
+        num_objects: 64,
+        flags: 0,
+        counter_offset: 0,
+    };
+    let produced = gpu::Producers::new(&gpu, vec![poster]).unwrap().run(&order).unwrap();
+    assert_eq!(produced.status, [0], "{:?}", peer.take_failures());
+    assert_eq!(produced.samples.iter().map(Vec::len).collect::<Vec<_>>(), [600]);
 }

@@ -95,20 +95,26 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
         if (lane_idx != 0)
             return;
         const sy_proxy_lane_words* words = comm::at_address<const sy_proxy_lane_words>(lane.words);
-        do {
+        uint64_t last = 0, silent_since = comm::now_ns();
+        for (;;) {
             uint64_t completed = 0, error = 0;
             comm::proxy::detail::load_words(words, &completed, &error);
-            const uint64_t now = comm::now_ns();
+            // NOTES: behind a branch on what was loaded, or the clock might be read before the load has ended.
+            if (completed != last)
+                last = completed, silent_since = comm::now_ns();
             while (num_pending > 0 && posted_end[oldest] <= completed) {
                 if (params.latency_ns != nullptr && num_samples < params.num_samples)
                     params.latency_ns[uint64_t{blockIdx.x} * params.num_samples + num_samples++] =
-                        now - posted_at[oldest];
+                        silent_since - posted_at[oldest];
                 oldest = (oldest + 1) % kProxyPending;
                 --num_pending;
             }
-            if (error != 0 || now - start > peer.timeout_ns)
+            // However long a run takes: what counts is how long nothing has come back.
+            if (!is_patient || num_pending < kProxyPending || error != 0 ||
+                comm::now_ns() - silent_since > peer.timeout_ns)
                 break;
-        } while (is_patient && num_pending == kProxyPending);
+            comm::pause_poll();
+        }
     };
 
     for (; begin < params.num_commands && status == SY_PROXY_OK; begin += params.batch) {

@@ -31,6 +31,15 @@ pub fn driver() -> Option<Driver> {
     driver
 }
 
+/// A GPU in software that can run the benchmarks' producers, or `None`, loudly.
+#[cfg(not(loom))]
+pub fn software_gpu() -> Option<kernels::gpu::Gpu> {
+    let driver = driver()?;
+    // SAFETY: it is the kernel.
+    unsafe { proxy::bench::gpu::set_software_kernel(driver.produce) };
+    Some(kernels::gpu::Gpu::open_emulated(0).unwrap())
+}
+
 pub fn fresh_seed() -> u64 {
     let given = std::env::var("SWITCHYARD_SEED").ok().and_then(|seed| seed.parse().ok());
     let seed = given.unwrap_or_else(rand::random);
