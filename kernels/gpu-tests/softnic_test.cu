@@ -15,6 +15,7 @@
 #include "softnic_faults.hpp"
 #include "softnic_links.hpp"
 #include "softnic_owner.hpp"
+#include "softnic_receives.hpp"
 #include "softnic_rig.hpp"
 
 namespace {
@@ -465,6 +466,7 @@ int main(int argc, char** argv) {
                  {"puts", puts_flags_and_gets},
                  {"link_calls", link_calls},
                  {"immediate", immediate},
+                 {"receives", receives},
                  {"back_pressure", back_pressure},
                  {"errors", errors},
                  {"lost_doorbells", lost_doorbells},
