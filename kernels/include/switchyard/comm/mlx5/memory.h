@@ -252,6 +252,9 @@ SY_DEVICE uint32_t floor_power_of_two(uint32_t value) {
 
 // The 32 lanes of this warp.
 struct Warp {
+    // Requests of a group, each of which a lane builds.
+    static constexpr uint32_t kMostRequests = 32;
+
     template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
         const uint32_t lane_idx = threadIdx.x & 31;
         if (lane_idx < num_lanes)
@@ -283,6 +286,8 @@ SY_DEVICE uint32_t take_lanes(uint32_t* lanes, uint32_t num, uint32_t nth) {
 #else
 
 struct Warp {
+    static constexpr uint32_t kMostRequests = UINT32_MAX;
+
     template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
         for (uint32_t lane_idx = 0; lane_idx < num_lanes; ++lane_idx)
             lane(lane_idx);
@@ -295,6 +300,8 @@ struct Warp {
 
 // A single thread that posts by itself.
 struct Thread {
+    static constexpr uint32_t kMostRequests = UINT32_MAX;
+
     template <class F> SY_DEVICE static void each_lane(uint32_t num_lanes, F&& lane) {
         for (uint32_t lane_idx = 0; lane_idx < num_lanes; ++lane_idx)
             lane(lane_idx);

@@ -42,10 +42,12 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
         });
     }
 
-    // Posts `num_wqes` requests, at most a quarter of the queue; `build(lane, control)` gives the request
-    // of a lane. Only the last one asks for a completion. That the queue went out of service is said by the
-    // next call but one at the latest.
+    // Posts `num_wqes` requests, from 1 to a quarter of the queue, and no more than a warp has lanes, or none
+    // and SY_MLX5_ARGUMENT; `build(lane, control)` gives the request of a lane. Only the last one asks for a
+    // completion. That the queue went out of service is said by the next call but one at the latest.
     template <class Build> SY_DEVICE Status post(uint32_t num_wqes, Build&& build) {
+        if (num_wqes > Group::kMostRequests)
+            return SY_MLX5_ARGUMENT;
         const uint64_t base = Group::leader([&] { return begin(num_wqes); });
         if (base == kNone)
             return status();
@@ -54,8 +56,15 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
             const bool is_last = lane_idx + 1 == num_wqes;
             const uint32_t flags = is_last ? SY_MLX5_CE_ALWAYS : SY_MLX5_CE_ERROR_ONLY;
             const Control control{qp.qpn, static_cast<uint32_t>(index & 0xffff), flags};
-            store_wqe<kScope>(qp, index, build(lane_idx, control));
+            store_built<kScope>(qp, index, lane_idx, control, build);
         });
+        if constexpr (kIsChecked<Build>) {
+            // Nothing of the group was announced.
+            const uint64_t error = Group::leader([&] { return error_ = queue_error(qp); });
+            if (error != 0)
+                return static_cast<Status>(
+                    Group::leader([&] { return uint64_t{report_error(qp, bound, error)}; }));
+        }
         Group::each_lane(1, [&](uint32_t) {
             next_ = base + num_wqes;
             // Asked for now, and looked at by the next call: its time is not waited for.
@@ -80,6 +89,10 @@ template <Scope kScope, class Group = Warp> class OwnedQueue {
 
     // The first of so many free blocks, or kNone, and then `status_` says why.
     SY_DEVICE uint64_t begin(uint32_t num_blocks) {
+        if (!is_group(qp, num_blocks)) {
+            status_ = SY_MLX5_ARGUMENT;
+            return kNone;
+        }
         const uint64_t end = next_ + num_blocks;
         if (error_ != 0 || end > room_end_) {
             status_ = is_foreign_ ? Status{SY_MLX5_ARGUMENT}

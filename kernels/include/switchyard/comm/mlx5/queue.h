@@ -22,7 +22,8 @@
 
 /* What a call on a queue returns. Everything but OK means that the queue is out of service until
  * the host has reset it, except ARGUMENT, after which nothing was posted. Fused kernels, whose calls
- * return nothing, take the queue out of service for that, too. */
+ * return nothing, take the queue out of service for that, too, and so does a post that has reserved
+ * blocks for what then was no request. */
 #define SY_MLX5_OK 0
 #define SY_MLX5_TIMEOUT 1 /* a wait reached its bound */
 #define SY_MLX5_ABORTED 2 /* the host set the peer's bit in the abort mask */

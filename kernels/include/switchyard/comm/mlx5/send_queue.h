@@ -19,6 +19,8 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "switchyard/comm/mlx5/cqe.h"
 #include "switchyard/comm/mlx5/doorbell.h"
@@ -110,11 +112,20 @@ SY_DEVICE Status wait_completed(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound
     return SY_MLX5_OK;
 }
 
-// Gives the caller `num_blocks` blocks from `*base` on, once they are free. At most a quarter of
-// the queue at a time. `*is_alone`: nobody before has blocks that are not published.
+// Whether a group has from 1 block to a quarter of the queue: more would wait for what it has not posted
+// itself. A warp's always has, since no queue is shorter than SY_MLX5_MIN_DEPTH: where the compiler knows that,
+// nothing of this is left.
+SY_DEVICE bool is_group(const sy_mlx5_qp& qp, uint32_t num_blocks) {
+    return num_blocks - 1 < SY_MLX5_MIN_DEPTH / 4 || num_blocks - 1 < qp.sq_depth / 4;
+}
+
+// Gives the caller `num_blocks` blocks from `*base` on, once they are free: at most a quarter of the queue at
+// a time, or nothing and SY_MLX5_ARGUMENT. `*is_alone`: nobody before has blocks that are not published.
 template <Scope kScope>
 SY_DEVICE Status reserve(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t num_blocks,
                          uint64_t* base, bool* is_alone) {
+    if (!is_group(qp, num_blocks))
+        return SY_MLX5_ARGUMENT;
     // Three words are asked for at once: one after the other they would take half of a post's time.
     // A reservation on a queue that is out of service does no harm.
     const uint64_t error = queue_error(qp);
@@ -190,11 +201,32 @@ SY_DEVICE Status publish(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint6
     return SY_MLX5_OK;
 }
 
-// Posts `num_wqes` requests; `build(lane, control)` gives the request of a lane. Only the last one
-// asks for a completion, which in a reliable connection stands for all before it.
+// Whether a builder's requests may be none, see CheckedWqe.
+template <class Build>
+constexpr bool kIsChecked =
+    std::is_same_v<decltype(std::declval<Build>()(uint32_t{}, std::declval<const Control&>())),
+                   CheckedWqe>;
+
+// Stores what a lane builds, or takes the queue out of service where that is no request: others may have
+// reserved behind it.
+template <Scope kScope, class Build>
+SY_DEVICE void store_built(const sy_mlx5_qp& qp, uint64_t index, uint32_t lane_idx,
+                           const Control& control, Build&& build) {
+    const auto wqe = build(lane_idx, control);
+    if constexpr (kIsChecked<Build>)
+        if (!wqe.is_good)
+            fail_queue(qp, SY_MLX5_ARGUMENT);
+    store_wqe<kScope>(qp, index, wqe);
+}
+
+// Posts `num_wqes` requests, from 1 to a quarter of the queue, and no more than a warp has lanes;
+// `build(lane, control)` gives the request of a lane. Only the last one asks for a completion, which in a
+// reliable connection stands for all before it.
 template <Scope kScope, class Group, class Build>
 SY_DEVICE Status post(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t num_wqes,
                       Build&& build) {
+    if (num_wqes > Group::kMostRequests)
+        return SY_MLX5_ARGUMENT;
     uint64_t base = 0;
     bool is_alone = false;
     const Status reserved = static_cast<Status>(Group::leader(
@@ -207,8 +239,14 @@ SY_DEVICE Status post(const sy_mlx5_qp& qp, const sy_mlx5_bound& bound, uint32_t
         const bool is_last = lane_idx + 1 == num_wqes;
         const uint32_t flags = is_last ? SY_MLX5_CE_ALWAYS : SY_MLX5_CE_ERROR_ONLY;
         const Control control{qp.qpn, static_cast<uint32_t>(index & 0xffff), flags};
-        store_wqe<kScope>(qp, index, build(lane_idx, control));
+        store_built<kScope>(qp, index, lane_idx, control, build);
     });
+    if constexpr (kIsChecked<Build>) {
+        const uint64_t error = Group::leader([&] { return queue_error(qp); });
+        if (error != 0)
+            return static_cast<Status>(
+                Group::leader([&] { return uint64_t{report_error(qp, bound, error)}; }));
+    }
     return static_cast<Status>(Group::leader(
         [&] { return uint64_t{publish<kScope>(qp, bound, base, num_wqes, is_alone)}; }));
 }

@@ -14,6 +14,11 @@ struct Wqe {
     uint32_t num_segments;
 };
 
+// A request that may be none: then it is a NOP, and post publishes nothing of the group that it belongs to.
+struct CheckedWqe : Wqe {
+    bool is_good;
+};
+
 // What the control segment says besides the opcode.
 struct Control {
     uint32_t qpn;
@@ -106,7 +111,7 @@ SY_DEVICE Wqe make_write_imm(const Control& control, const LocalBuffer& local,
     return wqe;
 }
 
-// 4 or 8 bytes out of registers, as they shall stand in the peer's memory.
+// 4 or 8 bytes, nothing else, out of registers, as they shall stand in the peer's memory.
 SY_DEVICE Wqe make_write_inline(const Control& control, const RemoteBuffer& remote, uint64_t value,
                                 uint32_t num_bytes) {
     Wqe wqe;
@@ -132,10 +137,15 @@ SY_DEVICE Wqe make_write_inline_words(const Control& control, const RemoteBuffer
     return wqe;
 }
 
-// Up to SY_MLX5_MAX_INLINE_BYTES out of memory.
-SY_DEVICE Wqe make_write_inline_bytes(const Control& control, const RemoteBuffer& remote,
-                                      const uint8_t* bytes, uint32_t num_bytes) {
-    Wqe wqe;
+// Bytes out of memory. More than SY_MLX5_MAX_INLINE_BYTES fit no block.
+SY_DEVICE CheckedWqe make_write_inline_bytes(const Control& control, const RemoteBuffer& remote,
+                                             const uint8_t* bytes, uint32_t num_bytes) {
+    CheckedWqe wqe;
+    wqe.is_good = num_bytes <= SY_MLX5_MAX_INLINE_BYTES;
+    if (!wqe.is_good) {
+        set_control(wqe, control, SY_MLX5_OPCODE_NOP, 0, 1, 0);
+        return wqe;
+    }
     const uint32_t num_segments = num_bytes <= 12 ? 3 : 4;
     set_control(wqe, control, SY_MLX5_OPCODE_WRITE, 0, num_segments, 0);
     set_remote(wqe, remote);
@@ -148,6 +158,14 @@ SY_DEVICE Wqe make_write_inline_bytes(const Control& control, const RemoteBuffer
         wqe.words[9 + word] = value;
     }
     return wqe;
+}
+
+// The same of an array, whose size the compiler looks at.
+template <uint32_t kNumBytes>
+SY_DEVICE Wqe make_write_inline_bytes(const Control& control, const RemoteBuffer& remote,
+                                      const uint8_t (&bytes)[kNumBytes]) {
+    static_assert(kNumBytes <= SY_MLX5_MAX_INLINE_BYTES, "more bytes than fit a block");
+    return make_write_inline_bytes(control, remote, bytes, kNumBytes);
 }
 
 // Adds to a 64-bit word of the peer; its old value lands at `local`.
