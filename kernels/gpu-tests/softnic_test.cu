@@ -7,12 +7,14 @@
 //
 // Clients and servers are spread over the GPUs that there are, two of each on every host: on four GPUs with
 // one for each, on two with a client and a server on each, on one all together.
-// `--only processes`, which nothing else includes, needs two GPUs.
+// `--only processes`, which needs two GPUs, and `--only process_layers`, for which one is enough, are included by
+// nothing else.
 #include <algorithm>
 #include <cinttypes>
 #include <string>
 
 #include "softnic_faults.hpp"
+#include "softnic_layers.hpp"
 #include "softnic_links.hpp"
 #include "softnic_owner.hpp"
 #include "softnic_receives.hpp"
@@ -448,6 +450,8 @@ int main(int argc, char** argv) {
     // Processes are forked, so CUDA must not have started here.
     if (only == "processes")
         return processes() ? 0 : 1;
+    if (only == "process_layers")
+        return process_layers() ? 0 : 1;
     int num_gpus = 0;
     CHECK_CUDA(cudaGetDeviceCount(&num_gpus));
     CHECK(num_gpus > 0, "no GPU");
