@@ -12,16 +12,21 @@ mod suite;
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{Behaviour, Recorder, config};
+use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
-use p2p_core::region::{RemoteRange, SlotKey};
-use p2p_core::{AnyEndpoint, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
+use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
+use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use parties::{Way, in_processes, in_threads, pair, var};
+use proxy::bench::BenchEndpoint;
 use proxy::bench::remote::{self, Plan, Received, RemoteFigures};
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
@@ -175,11 +180,20 @@ fn benchmark(
     from: &dyn Network,
     to: &dyn Network,
 ) -> (anyhow::Result<RemoteFigures>, anyhow::Result<Received>) {
+    benchmark_from(None, from, to)
+}
+
+fn benchmark_from(
+    gpu: Option<&Gpu>,
+    from: &dyn Network,
+    to: &dyn Network,
+) -> (anyhow::Result<RemoteFigures>, anyhow::Result<Received>) {
+    let plan = if gpu.is_some() { GPU_PLAN } else { PLAN };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| remote::receive(to, &listener, common::LIMIT));
-        let figures = remote::send(from, address, PLAN, &config(2), None);
+        let figures = remote::send(from, address, plan, &config(2), gpu);
         (figures, receiving.join().unwrap())
     })
 }
@@ -193,13 +207,19 @@ const PLAN: Plan = Plan {
     checks: 5,
     is_gpu: false,
 };
+const GPU_PLAN: Plan = Plan { object_bytes: 1040, batch: 4, is_gpu: true, ..PLAN };
+/// Objects of each thread in rounds, and of all threads what is left of those that are timed.
+const ROUNDS: u64 = 5 * 8;
+const LEFT: u64 = 2 * 8;
 
 fn benchmark_compares_every_object(from: &dyn Network, to: &dyn Network) {
     let (figures, received) = benchmark(from, to);
     let figures = figures.unwrap();
     let received = received.unwrap();
     assert_eq!((received.plan, received.checked), (PLAN, figures.checked));
-    assert_eq!((figures.plan, figures.objects, figures.checked), (PLAN, 200, 2 * 5 * 8));
+    // One thread's objects go one by one.
+    assert_eq!((figures.plan, figures.objects), (PLAN, 200));
+    assert_eq!(figures.checked, 2 * ROUNDS + LEFT + 8);
     assert!(figures.latency.is_some() && figures.one.is_some() && figures.wall_ms > 0.0);
 }
 
@@ -225,6 +245,144 @@ fn the_benchmark_between_hosts_notices_what_does_not_arrive() {
     assert!(error.to_string().contains("counters [0, 0], expected 1"), "{error:#}");
 }
 
+#[test]
+fn the_benchmark_between_hosts_from_a_gpu_compares_every_round() {
+    let Some(gpu) = common::software_gpu() else { return };
+    let (figures, received) = benchmark_from(Some(&gpu), &*softnic(None), &*softnic(None));
+    let (figures, received) = (figures.unwrap(), received.unwrap());
+    assert_eq!((received.plan, received.checked), (GPU_PLAN, figures.checked));
+    assert_eq!((figures.plan, figures.objects), (GPU_PLAN, 200));
+    assert_eq!(figures.checked, 2 * ROUNDS + 2 * LEFT);
+    assert!(figures.latency.is_some() && figures.one.is_some());
+}
+
+/// Slots of this process. Of a thread's puts those from number `from` on are lost, `num` of them.
+#[derive(Debug)]
+struct Losing {
+    slots: Arc<Mutex<Vec<Region>>>,
+    from: u64,
+    num: u64,
+}
+
+#[derive(Debug)]
+struct LosingSide {
+    slots: Arc<Mutex<Vec<Region>>>,
+    slot: Region,
+    number: usize,
+    lost: Range<u64>,
+}
+
+#[derive(Debug)]
+struct LosingEndpoint {
+    inner: BenchEndpoint,
+    num_puts: u64,
+    lost: Range<u64>,
+}
+
+impl Losing {
+    fn pair(from: u64, num: u64) -> [Self; 2] {
+        let slots = Arc::default();
+        [Self { slots: Arc::clone(&slots), from, num }, Self { slots, from, num }]
+    }
+}
+
+impl Network for Losing {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Staged
+    }
+
+    fn flavour(&self) -> &str {
+        "losing"
+    }
+
+    fn open(&self, layout: &SlotLayout, _: Route) -> Result<Box<dyn OpenSide>, NetworkError> {
+        let slot = Region::anonymous(layout.slot_bytes()).unwrap();
+        let mut slots = self.slots.lock().unwrap();
+        slots.push(slot.clone());
+        let (number, lost) = (slots.len() - 1, self.from..self.from + self.num);
+        Ok(Box::new(LosingSide { slots: Arc::clone(&self.slots), slot, number, lost }))
+    }
+}
+
+impl OpenSide for LosingSide {
+    fn description(&self) -> SideDescription {
+        SideDescription { address: self.number as u64, ..SideDescription::default() }
+    }
+
+    fn join(self: Box<Self>, peer: &SideDescription) -> Result<Joined, NetworkError> {
+        let target = self.slots.lock().unwrap()[peer.address as usize].clone();
+        let event = Arc::new(p2p_core::wait::event_fd().unwrap());
+        let inner = BenchEndpoint::copy(target, &event);
+        let endpoint = LosingEndpoint { inner, num_puts: 0, lost: self.lost };
+        Ok(Joined { endpoint: AnyEndpoint::Other(Box::new(endpoint)), slot: self.slot })
+    }
+}
+
+impl Endpoint for LosingEndpoint {
+    type RemoteKey = SlotKey;
+
+    fn kind(&self) -> TransportKind {
+        TransportKind::Staged
+    }
+
+    fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
+        None
+    }
+
+    unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
+        self.num_puts += 1;
+        if self.lost.contains(&(self.num_puts - 1)) {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.put(dst, src) }
+    }
+
+    unsafe fn get(&mut self, _: LocalRange, _: RemoteRange<SlotKey>) -> Result<(), PostError> {
+        unreachable!("producers only put")
+    }
+
+    fn add_flag(&mut self, dst: RemoteRange<SlotKey>, value: u64) -> Result<(), PostError> {
+        self.inner.add_flag(dst, value)
+    }
+
+    fn fence(&mut self) -> Result<(), PostError> {
+        self.inner.fence()
+    }
+
+    fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        self.inner.quiet(deadline)
+    }
+
+    fn wake(&mut self, key: SlotKey, offset: usize) -> Result<(), PostError> {
+        self.inner.wake(key, offset)
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// Any round, what is timed at the highest rate, and what goes one by one.
+#[test]
+fn the_benchmark_between_hosts_notices_what_is_lost_in_any_part() {
+    let gpu = common::software_gpu();
+    for gpu in [None, gpu.as_ref()] {
+        let timed = ROUNDS + PLAN.commands;
+        let parts = [(3, 1), (8 + 5, 1), (ROUNDS - 1, 1), (ROUNDS, 100), (timed, 100)];
+        for (from, num) in parts {
+            let [a, b] = Losing::pair(from, num);
+            let (figures, received) = benchmark_from(gpu, &a, &b);
+            let error = format!("{:#}", figures.unwrap_err());
+            assert!(error.contains("objects arrived wrong"), "{from}, {num}: {error}");
+            assert!(received.is_err());
+        }
+        let [a, b] = Losing::pair(0, 0);
+        let (figures, received) = benchmark_from(gpu, &a, &b);
+        assert_eq!(figures.unwrap().checked, received.unwrap().checked);
+    }
+}
+
 /// However long it measures: the receiver waits two minutes for a word.
 #[test]
 fn the_sender_of_a_benchmark_says_that_it_is_at_work() {
@@ -248,6 +406,11 @@ fn the_sender_of_a_benchmark_says_that_it_is_at_work() {
         assert_eq!(said.next().unwrap(), "\"Busy\"");
         assert_eq!(said.next().unwrap(), "\"Busy\"");
         behaviour.is_stalled.store(false, Ordering::SeqCst);
+        for objects in [8, 8] {
+            assert!(said.find(|line| line != "\"Busy\"").unwrap().contains("Check"));
+            writeln!(stream, "{{\"Checked\":{{\"objects\":{objects},\"bad\":0,\"counters\":[]}}}}")
+                .unwrap();
+        }
         assert_eq!(said.find(|line| line != "\"Busy\"").unwrap(), "\"Done\"");
         assert_eq!(sending.join().unwrap().unwrap().objects, 100);
     });

@@ -1,7 +1,8 @@
 //! `benchmark_remote`: producers, lanes and threads on one host, slots on another, any network between.
 //!
 //! The two sides agree on everything over one TCP connection, line by line in JSON. Before anything is
-//! timed, rounds of fresh objects are put and the receiver compares every word of them.
+//! timed, rounds of fresh objects are put, and the receiver compares every word of each round before the next. Of
+//! what is timed it compares what is left in the slots when that has ended.
 
 mod host;
 mod plan;
@@ -76,11 +77,7 @@ pub(super) enum Line {
         detail: Vec<u8>,
     },
     Joined,
-    /// Compare round so-and-so; the counters must have this value.
-    Check {
-        round: u64,
-        counter: u64,
-    },
+    Check(Check),
     Checked {
         objects: u64,
         bad: u64,
@@ -89,6 +86,19 @@ pub(super) enum Line {
     /// The sender is still at work.
     Busy,
     Done,
+}
+
+/// What is to be compared.
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+pub(super) struct Check {
+    /// Of the pattern.
+    round: u64,
+    /// Threads whose slots hold it, the first ones.
+    threads: usize,
+    /// Objects of each, the first ones.
+    objects: u32,
+    /// What all counters must have come to.
+    counter: u64,
 }
 
 /// The side that receives: serves one sender, who has `patience` to come. The listener does not block
@@ -106,8 +116,6 @@ pub fn receive(
     plan.check()?;
     let layout = plan.layout()?;
     let pairs = join(network, &mut line, &plan, &layout)?;
-    let words = plan.object_bytes as usize / 8;
-    let mut object = vec![0u8; plan.object_bytes as usize];
     let (mut checked, mut wrong) = (0, 0);
     loop {
         // Providers that make progress in calls alone are driven meanwhile.
@@ -118,21 +126,8 @@ pub fn receive(
                 .for_each(|driver| driver.drive());
         })?;
         match message {
-            Line::Check { round, counter } => {
-                let mut bad = 0;
-                for (thread, pair) in pairs.iter().enumerate() {
-                    for idx in 0..plan.budget {
-                        memory::read(&pair.slot, idx as usize * object.len(), &mut object)?;
-                        // Any round: the sender names it.
-                        let number =
-                            round.wrapping_mul(plan.budget.into()).wrapping_add(idx.into());
-                        let is_good = (0..words).all(|word| {
-                            let expected = pattern(plan.pattern_lane(thread), number, word as u64);
-                            object[8 * word..8 * word + 8] == expected.to_ne_bytes()
-                        });
-                        bad += u64::from(!is_good);
-                    }
-                }
+            Line::Check(check) => {
+                let (objects, bad) = compare(&pairs, &plan, &check)?;
                 let counters: Vec<u64> = pairs
                     .iter()
                     .map(|pair| {
@@ -141,10 +136,10 @@ pub fn receive(
                     })
                     .collect();
                 ensure!(
-                    counters.iter().all(|found| *found == counter),
-                    "counters {counters:?}, expected {counter}"
+                    counters.iter().all(|found| *found == check.counter),
+                    "counters {counters:?}, expected {}",
+                    check.counter
                 );
-                let objects = u64::from(plan.budget) * pairs.len() as u64;
                 line.write(&Line::Checked { objects, bad, counters })?;
                 checked += objects;
                 wrong += bad;
@@ -157,6 +152,38 @@ pub fn receive(
             other => bail!("the sender says {other:?}"),
         }
     }
+}
+
+/// Objects compared, and bad ones. Nothing of them stays: what does not come again is not taken for what comes next.
+fn compare(pairs: &[Joined], plan: &Plan, check: &Check) -> Result<(u64, u64)> {
+    ensure!(
+        check.threads <= pairs.len(),
+        "{} threads to compare, there are {}",
+        check.threads,
+        pairs.len()
+    );
+    ensure!(
+        check.objects <= plan.budget,
+        "{} objects to compare, there are {}",
+        check.objects,
+        plan.budget
+    );
+    let mut object = vec![0u8; plan.object_bytes as usize];
+    let nothing = vec![POISON; object.len()];
+    let mut bad = 0;
+    for (thread, pair) in pairs[..check.threads].iter().enumerate() {
+        for idx in 0..check.objects {
+            let place = idx as usize * object.len();
+            memory::read(&pair.slot, place, &mut object)?;
+            memory::write(&pair.slot, place, &nothing)?;
+            let number = plan.number(check.round, idx);
+            let is_good = object.chunks_exact(8).enumerate().all(|(word, bytes)| {
+                bytes == pattern(plan.pattern_lane(thread), number, word as u64).to_ne_bytes()
+            });
+            bad += u64::from(!is_good);
+        }
+    }
+    Ok((check.threads as u64 * u64::from(check.objects), bad))
 }
 
 /// The side that sends, through a proxy; `gpu` is who produces, if it is no thread of this host.
@@ -212,11 +239,27 @@ struct Measured {
     one: Vec<u64>,
 }
 
-/// Lets the receiver compare a round. Gives the number of objects.
-fn check(line: &mut Lines, round: u64, counter: u64) -> Result<u64> {
-    line.write(&Line::Check { round, counter })?;
+/// Fills the objects of a mirror as those of a round, while none of them is under way.
+fn fill(mirror: &Region, plan: &Plan, thread: usize, round: u64) -> Result<()> {
+    let mut object = vec![0u8; plan.object_bytes as usize];
+    for idx in 0..plan.budget {
+        let number = plan.number(round, idx);
+        for (word, bytes) in object.chunks_exact_mut(8).enumerate() {
+            let value = pattern(plan.pattern_lane(thread), number, word as u64);
+            bytes.copy_from_slice(&value.to_ne_bytes());
+        }
+        memory::write(mirror, idx as usize * object.len(), &object)?;
+    }
+    Ok(())
+}
+
+/// Lets the receiver compare. Gives the number of objects.
+fn check(line: &mut Lines, check: Check) -> Result<u64> {
+    line.write(&Line::Check(check))?;
+    let all = check.threads as u64 * u64::from(check.objects);
     match line.read()? {
-        Line::Checked { objects, bad: 0, .. } => Ok(objects),
+        Line::Checked { objects, bad: 0, .. } if objects == all => Ok(objects),
+        Line::Checked { objects, bad: 0, .. } => bail!("{objects} of {all} objects were compared"),
         Line::Checked { objects, bad, .. } => bail!("{bad} of {objects} objects arrived wrong"),
         other => bail!("the receiver says {other:?}"),
     }
@@ -232,13 +275,15 @@ fn from_gpu(
 ) -> Result<Measured> {
     let mut peers = Vec::new();
     let mut posters = Vec::new();
+    let mut mirrors = Vec::new();
     let slot_bytes = layout.slot_bytes() as u64;
     for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
         let (mirror, address) = gpu::mirror(gpu, slot_bytes)?;
         let lanes = gpu::lanes(gpu, plan.lanes())?;
         let config = producers::poster_config(address.0, slot_bytes, idx);
         posters.push(GpuPoster::new(gpu, &lanes, config)?);
-        let config = peer_config(lanes, mirror, layout, idx);
+        let config = peer_config(lanes, mirror.clone(), layout, idx);
+        mirrors.push(mirror);
         peers.push((proxy.add(endpoint, config)?, slot));
     }
     let producers = Producers::new(gpu, posters)?;
@@ -259,22 +304,33 @@ fn from_gpu(
         flags: 0,
         counter_offset: 0,
     };
-    let num_checked = u64::from(plan.checks) * u64::from(plan.budget);
     let mut checked = 0;
-    if num_checked > 0 {
+    let mut counter = 0;
+    for _ in 0..plan.checks {
         run(&Order {
-            num_commands: num_checked,
+            num_commands: plan.budget.into(),
             // A counter goes with every object.
             batch: if plan.batch.is_multiple_of(2) { plan.batch / 2 } else { 1 },
             flags: PRODUCE_FILLS,
             counter_offset: Plan::counter(layout) as u64,
             ..timed
         })?;
-        checked = check(line, u64::from(plan.checks) - 1, num_checked)?;
+        counter += u64::from(plan.budget);
+        // Each launch begins with the same number.
+        checked += check(line, plan.whole_round(0, counter))?;
     }
+    // What is timed finds its objects filled: rounds that no launch has had.
+    let fresh = |round| {
+        let mut mirrors = mirrors.iter().enumerate();
+        mirrors.try_for_each(|(thread, mirror)| fill(mirror, plan, thread, round))
+    };
+    fresh(1)?;
     let produced = run(&timed)?;
-    let num_commands = plan.commands.min(2000);
+    checked += check(line, plan.left_of(plan.commands, plan.threads, 1, counter))?;
+    fresh(2)?;
+    let num_commands = plan.num_one_by_one();
     let one = run(&Order { num_commands, batch: 1, flags: PRODUCE_ROUND_TRIP, ..timed })?;
+    checked += check(line, plan.left_of(num_commands, plan.threads, 2, counter))?;
     let (samples, one) = (produced.samples.concat(), one.samples.concat());
     Ok(Measured { checked, wall: produced.elapsed, samples, one })
 }
@@ -340,3 +396,6 @@ pub fn open(name: &str) -> Result<Arc<dyn Network>> {
         ),
     }
 }
+
+/// Of objects that were compared: nothing that is ever put, since patterns are as good as random.
+const POISON: u8 = 0xa5;

@@ -6,12 +6,10 @@ use anyhow::{Result, bail, ensure};
 use p2p_core::network::Joined;
 use p2p_core::{AnyEndpoint, Region, SlotLayout};
 
-use super::{Measured, Plan, check, peer_config};
+use super::{Measured, Plan, check, fill, peer_config};
 use crate::bench::lines::{LIMIT, Lines};
-use crate::bench::pattern;
 use crate::command::{Command, Opcode};
 use crate::lane::{Lanes, Poster};
-use crate::memory;
 use crate::threads::{Proxy, ProxyPeer};
 
 pub(super) fn from_host(
@@ -28,12 +26,20 @@ pub(super) fn from_host(
     let mut checked = 0;
     for round in 0..u64::from(plan.checks) {
         each(&mut senders, |sender| sender.round(plan, round))?;
-        checked += check(line, round, round + 1)?;
+        checked += check(line, plan.whole_round(round, round + 1))?;
     }
+    let (round, counter) = (u64::from(plan.checks), u64::from(plan.checks));
+    each(&mut senders, |sender| fill(&sender.mirror, plan, sender.idx, round))?;
     let start = Instant::now();
     let samples = each(&mut senders, |sender| sender.timed(plan))?;
     let wall = start.elapsed();
-    let one = senders.first_mut().map(|sender| sender.one_by_one(plan)).transpose()?;
+    checked += check(line, plan.left_of(plan.commands, plan.threads, round, counter))?;
+    let one_by_one = |sender: &mut Sender| {
+        fill(&sender.mirror, plan, sender.idx, round + 1)?;
+        sender.one_by_one(plan)
+    };
+    let one = senders.first_mut().map(one_by_one).transpose()?;
+    checked += check(line, plan.left_of(plan.num_one_by_one(), 1, round + 1, counter))?;
     let samples = samples.into_iter().flatten().collect();
     Ok(Measured { checked, wall, samples, one: one.unwrap_or_default() })
 }
@@ -101,13 +107,8 @@ impl Sender {
 
     /// Fresh objects, a counter behind them, and until they are there.
     fn round(&mut self, plan: &Plan, round: u64) -> Result<()> {
-        let mut object = vec![0u8; plan.object_bytes as usize];
+        fill(&self.mirror, plan, self.idx, round)?;
         for idx in 0..u64::from(plan.budget) {
-            let number = round * u64::from(plan.budget) + idx;
-            for (word, bytes) in object.chunks_exact_mut(8).enumerate() {
-                bytes.copy_from_slice(&pattern(self.idx as u64, number, word as u64).to_ne_bytes());
-            }
-            memory::write(&self.mirror, idx as usize * object.len(), &object)?;
             self.put(plan, idx)?;
         }
         let counter = self.counter;
@@ -144,7 +145,7 @@ impl Sender {
     /// Objects one after the other, each until it has arrived.
     fn one_by_one(&mut self, plan: &Plan) -> Result<Vec<u64>> {
         let mut samples = Vec::new();
-        for idx in 0..plan.commands.min(2000) {
+        for idx in 0..plan.num_one_by_one() {
             let posted = Instant::now();
             self.put(plan, idx)?;
             let end = self.post(&Command::new(Opcode::Quiet))?;

@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use p2p_core::{SlotConfig, SlotLayout};
 
+use super::Check;
 use crate::lane::LaneConfig;
 
 /// What both sides do.
@@ -18,8 +19,7 @@ pub struct Plan {
     pub batch: u32,
     /// Objects of each thread that are timed.
     pub commands: u64,
-    /// Rounds of `budget` objects whose every word is compared: those of a GPU without a pause between them,
-    /// and the last round's only.
+    /// Rounds of `budget` objects, each of which is compared before the next.
     pub checks: u32,
     /// Whether a GPU produces, and lanes are of one kind whatever the thread.
     #[serde(default)]
@@ -68,6 +68,27 @@ impl Plan {
 
     pub(super) fn counter(layout: &SlotLayout) -> usize {
         layout.control_offset(2048)
+    }
+
+    /// Number in the pattern of object `idx` of any round: the sender names it.
+    pub(super) const fn number(&self, round: u64, idx: u32) -> u64 {
+        round.wrapping_mul(self.budget as u64).wrapping_add(idx as u64)
+    }
+
+    /// Objects that are timed one after the other.
+    pub(super) fn num_one_by_one(&self) -> u64 {
+        self.commands.min(2000)
+    }
+
+    /// All objects of all threads.
+    pub(super) const fn whole_round(&self, round: u64, counter: u64) -> Check {
+        Check { round, threads: self.threads, objects: self.budget, counter }
+    }
+
+    /// What is left in the slots of `threads` threads when each has put `num` objects.
+    pub(super) fn left_of(&self, num: u64, threads: usize, round: u64, counter: u64) -> Check {
+        let objects = num.min(self.budget.into()) as u32;
+        Check { objects, threads, ..self.whole_round(round, counter) }
     }
 
     /// Lane in the pattern of what thread `thread` produces.
