@@ -35,9 +35,11 @@ struct ImmParams {
 // Waits until a word has a value, or until the bound.
 __device__ bool reaches(const uint64_t* word, uint64_t value, uint64_t timeout_ns) {
     const uint64_t start_ns = now_ns();
-    while (ld_acquire<Scope::kSys>(word) < value)
+    while (ld_acquire<Scope::kSys>(word) < value) {
         if (now_ns() - start_ns > timeout_ns)
             return false;
+        pause_poll();
+    }
     return true;
 }
 
@@ -73,11 +75,13 @@ __global__ void __launch_bounds__(32) take_kernel(const __grid_constant__ ImmPar
                 status = receive_imm(p.rq, p.bound, &taken);
             } else if (share < p.end) {
                 const uint64_t start_ns = now_ns();
-                while (!try_receive(p.rq, &taken) && status == SY_MLX5_OK)
+                while (status == SY_MLX5_OK && !try_receive(p.rq, &taken)) {
                     if (receive_error(p.rq) != 0)
                         status = SY_MLX5_ERROR_CODE(receive_error(p.rq));
                     else if (now_ns() - start_ns > p.bound.timeout_ns)
                         status = SY_MLX5_TIMEOUT;
+                    pause_poll();
+                }
             }
             if (status != SY_MLX5_OK)
                 atomicCAS(p.status, SY_MLX5_OK, status);
