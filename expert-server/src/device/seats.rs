@@ -153,6 +153,11 @@ impl Seat {
         false
     }
 
+    /// Whether kernels store answers into the client's memory by themselves: such rows have no flags.
+    fn is_stored_to(&self) -> bool {
+        self.slots.pair.link().way == WAY_DIRECT
+    }
+
     /// Whether the client's memory is out of this GPU's reach.
     pub(super) fn is_remote(&self) -> bool {
         self.slots.pair.as_remote().is_some()
@@ -273,8 +278,18 @@ impl Seats {
 
     /// Seats that somebody has, as a mask.
     pub(super) fn taken(&self) -> u32 {
-        let seats = self.seats.iter().enumerate().filter(|(_, seat)| seat.is_some());
-        seats.fold(0, |mask, (idx, _)| mask | 1 << idx)
+        self.mask_of(|_| true)
+    }
+
+    /// Seats of clients whose answers come with a flag per row, as a mask.
+    pub(super) fn flagged(&self) -> u32 {
+        self.mask_of(|seat| !seat.is_stored_to())
+    }
+
+    fn mask_of(&self, is_one: impl Fn(&Seat) -> bool) -> u32 {
+        let seats = self.seats.iter().enumerate();
+        let these = seats.filter(|(_, seat)| seat.as_ref().is_some_and(&is_one));
+        these.fold(0, |mask, (idx, _)| mask | 1 << idx)
     }
 
     pub(super) fn len(&self) -> usize {

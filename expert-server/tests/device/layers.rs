@@ -65,6 +65,9 @@ async fn two_clients(dtype: WireDtype, batches_in_flight: usize) {
     });
     let frames = metric(metrics, "switchyard_server_frames_total{direction=\"in\"}");
     assert_eq!(frames, (2 * LAYERS) as f64);
+    // Rows that are stored say by themselves that they are there: nothing comes beside them.
+    let bytes = metric(metrics, "switchyard_server_bytes_total{direction=\"out\"}");
+    assert_eq!(bytes, (num_tokens * u64::from(shape.hidden) * 2) as f64);
     assert!(metric(metrics, "switchyard_server_batches_total") <= (2 * LAYERS) as f64);
     assert!(metric(metrics, "switchyard_server_phase_seconds_count{phase=\"compute\"}") > 0.0);
     eventually("both links are gone", || server.num_links() == 0);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kernels::abi::Batch;
+use kernels::abi::{Batch, FrameGeometry};
 
 use super::Engine;
 
@@ -17,9 +17,7 @@ impl Engine {
         let entries = u64::from(geometry.top_k) * 8;
         let row_bytes = u64::from(geometry.row_stride_bytes) + scales + entries + FLAG_BYTES;
         metrics.bytes_in.inc_by(u64::from(num_clients) * HEADER_BYTES + num_rows * row_bytes);
-        metrics
-            .bytes_out
-            .inc_by(num_rows * (u64::from(geometry.response_stride_bytes) + FLAG_BYTES));
+        metrics.bytes_out.inc_by(answer_bytes(batch, geometry, self.seats.flagged()));
         if num_rows == 0 {
             return;
         }
@@ -50,6 +48,46 @@ impl Engine {
     }
 }
 
+/// Bytes of a batch's answers. A row has a flag by its side where the client is one of `flagged`.
+fn answer_bytes(batch: &Batch, geometry: &FrameGeometry, flagged: u32) -> u64 {
+    let rows_of = |client: usize| {
+        let [begin, end] = [batch.row_begin[client], batch.row_begin[client + 1]];
+        let is_there = batch.clients >> client & 1 != 0;
+        if is_there { u64::from(end.saturating_sub(begin)) } else { 0 }
+    };
+    let flag_bytes = |client: usize| if flagged >> client & 1 != 0 { FLAG_BYTES } else { 0 };
+    let row_bytes = u64::from(geometry.response_stride_bytes);
+    (0..batch.row_begin.len() - 1)
+        .map(|client| rows_of(client) * (row_bytes + flag_bytes(client)))
+        .sum()
+}
+
 /// Bytes of a frame's header, and of a row's flag.
 const HEADER_BYTES: u64 = 128;
 const FLAG_BYTES: u64 = 8;
+
+#[cfg(test)]
+mod tests {
+    use bytemuck::Zeroable;
+    use kernels::abi::DTYPE_BF16;
+
+    use super::*;
+
+    #[test]
+    fn rows_have_a_flag_by_ways_that_need_one_only() {
+        let geometry = FrameGeometry::new(256, 4, DTYPE_BF16, 16, 2).unwrap();
+        let mut batch = Batch::zeroed();
+        // Clients 0 and 2 have rows; 1 has none, and what 3 has is none of this batch's.
+        batch.clients = 0b101;
+        batch.num_rows = 7;
+        batch.row_begin = [7; _];
+        (batch.row_begin[0], batch.row_begin[1], batch.row_begin[2]) = (0, 5, 5);
+        batch.row_begin[4] = 9;
+        let row_bytes = u64::from(geometry.response_stride_bytes);
+        assert!(row_bytes >= 512);
+        assert_eq!(answer_bytes(&batch, &geometry, 0), 7 * row_bytes);
+        assert_eq!(answer_bytes(&batch, &geometry, 0b100), 7 * row_bytes + 2 * 8);
+        assert_eq!(answer_bytes(&batch, &geometry, 0b1011), 7 * row_bytes + 5 * 8);
+        assert_eq!(answer_bytes(&batch, &geometry, u32::MAX), 7 * (row_bytes + 8));
+    }
+}
