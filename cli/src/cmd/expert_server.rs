@@ -63,8 +63,8 @@ pub struct Args {
         value_parser = clap::value_parser!(u64).range(..=2000)
     )]
     device_gather_us: u64,
-    /// With a GPU: multiprocessors that the experts use, 0 for all. Fewer leave the others to whoever shares
-    /// the GPU.
+    /// With a GPU: multiprocessors that the experts use, and the kernel that answers, 0 for all. Fewer leave
+    /// the others to whoever shares the GPU.
     #[arg(
         long,
         env = "SWITCHYARD_DEVICE_BLOCKS",

@@ -154,6 +154,33 @@ impl Context {
         shared: &Shared,
         key: GraphKey,
     ) -> Result<Graph, GpuError> {
+        let (recv, compute, send) = self.params(plan, shared, key);
+        // SAFETY: the engine owns all of this memory, sized by the same plan, and frees it only after
+        // the streams are done; clients' slots and tables change only while no batch is under way.
+        let (recv, compute, send) =
+            unsafe { (gpu.prepare(recv)?, gpu.prepare(compute)?, gpu.prepare(send)?) };
+        recorder.capture(|stream| {
+            stream.launch(&recv)?;
+            stream.record(&self.received)?;
+            stream.launch(&compute)?;
+            stream.launch(&send)?;
+            stream.record(&self.answered)?;
+            let report = self.report.ptr();
+            let state_at = report.add(state_offset(plan));
+            // SAFETY: the report has room for both; it is read only while no batch is under way.
+            unsafe {
+                stream.copy(report, self.list_memory.ptr(), plan.head_bytes())?;
+                stream.copy(state_at, shared.state, size_of::<ServerState>() as u64)
+            }
+        })
+    }
+
+    fn params(
+        &self,
+        plan: &DevicePlan,
+        shared: &Shared,
+        key: GraphKey,
+    ) -> (ExpertRecvParams, ExpertComputeParams, ExpertSendParams) {
         let (geometry, lists) = (plan.geometry, self.lists);
         let num_clients = key.num_clients.max(1);
         let recv = ExpertRecvParams {
@@ -200,28 +227,11 @@ impl Context {
             expert_out: self.expert_out.ptr(),
             max_rows: key.bucket_rows,
             num_clients,
-            num_blocks: 0,
+            num_blocks: plan.options.num_blocks,
             reserved: 0,
             clients: shared.clients,
         };
-        // SAFETY: the engine owns all of this memory, sized by the same plan, and frees it only after
-        // the streams are done; clients' slots and tables change only while no batch is under way.
-        let (recv, compute, send) =
-            unsafe { (gpu.prepare(recv)?, gpu.prepare(compute)?, gpu.prepare(send)?) };
-        recorder.capture(|stream| {
-            stream.launch(&recv)?;
-            stream.record(&self.received)?;
-            stream.launch(&compute)?;
-            stream.launch(&send)?;
-            stream.record(&self.answered)?;
-            let report = self.report.ptr();
-            let state_at = report.add(state_offset(plan));
-            // SAFETY: the report has room for both; it is read only while no batch is under way.
-            unsafe {
-                stream.copy(report, self.list_memory.ptr(), plan.head_bytes())?;
-                stream.copy(state_at, shared.state, size_of::<ServerState>() as u64)
-            }
-        })
+        (recv, compute, send)
     }
 }
 
@@ -233,3 +243,49 @@ fn state_offset(plan: &DevicePlan) -> u64 {
 const IDLE_WAIT_NS: u64 = 2_000_000;
 /// Graphs kept; one more takes the place of the oldest.
 const MAX_GRAPHS: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use checkpoint::Checkpoint;
+    use kernels::gpu::DeviceName;
+    use kernels::plan::KernelParams;
+    use p2p_core::SlotConfig;
+
+    use super::*;
+    use crate::config::Limits;
+    use crate::device::DeviceOptions;
+
+    #[test]
+    fn experts_and_answers_keep_to_the_multiprocessors_that_they_are_given() {
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe");
+        let checkpoint = Checkpoint::open(dir).expect("the trained checkpoint");
+        let gpu = Gpu::open_emulated(0).expect("a GPU in software");
+        let slot = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
+        let shared = Shared {
+            state: DevicePtr::NULL,
+            clients: DevicePtr::NULL,
+            local_expert: DevicePtr::NULL,
+            layers: DevicePtr::NULL,
+            abort_mask: DevicePtr::NULL,
+            weights_dtype: kernels::abi::DTYPE_BF16,
+        };
+        let key = GraphKey { num_clients: 2, num_places: 8, bucket_rows: 2048 };
+        for (num_blocks, most) in [(0, None), (3, Some(3))] {
+            let name = DeviceName::Emulated(0);
+            let options = DeviceOptions { num_blocks, ..DeviceOptions::new(name) };
+            let limits = Limits::default();
+            let plan = DevicePlan::new(&options, slot, &limits, checkpoint.config());
+            let plan = plan.expect("a plan");
+            let context = Context::new(&gpu, &plan).expect("memory");
+            let (_, compute, send) = context.params(&plan, &shared, key);
+            let mut launches = vec![compute.plan(), send.plan()];
+            launches.extend(compute.rest());
+            for launch in launches {
+                match most {
+                    Some(most) => assert!(launch.num_blocks <= most, "{launch:?}"),
+                    None => assert!(launch.num_blocks > 100, "{launch:?}"),
+                }
+            }
+        }
+    }
+}

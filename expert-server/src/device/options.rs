@@ -21,8 +21,9 @@ pub struct DeviceOptions {
     /// Longest time that a batch waits for clients that were in the one before, and at most half of that
     /// one's length; zero waits for nobody.
     pub gather: Duration,
-    /// Multiprocessors that the products of experts use, 0 for all: fewer leave the others to whoever shares
-    /// the GPU. Do not give kernels that wait for this server more than what is left.
+    /// Multiprocessors that the products of experts use at most, and the kernel that answers, 0 for all: fewer
+    /// leave the others to whoever shares the GPU. The reception has a few of its own. Do not give kernels that
+    /// wait for this server more than what is left.
     pub num_blocks: u32,
     /// Threads that post for kernels where clients come over a network, 0 for a quarter of the processors
     /// next to GPU and NIC, one to four.
