@@ -10,7 +10,7 @@ use checkpoint::ModelConfig;
 use control_api::{Assignment, LayerAssignment};
 use p2p_core::{SlotConfig, SpinPolicy, TransportKind, Transports};
 
-use crate::device::DeviceOptions;
+use crate::device::{BatchObserver, DeviceOptions};
 
 /// Settings of one server. [`ServerConfig::new`] fills in the defaults.
 #[derive(Debug, Clone)]
@@ -57,6 +57,8 @@ pub struct ServerConfig {
     /// Counts tokens by layer and expert in the metrics, not by expert alone: as many time series
     /// as experts are held.
     pub metrics_by_layer: bool,
+    /// Told of every batch of a GPU, for measurements.
+    pub batch_observer: Option<BatchObserver>,
 }
 
 impl ServerConfig {
@@ -87,6 +89,7 @@ impl ServerConfig {
             register_timeout: Duration::from_secs(30),
             capacity_experts: None,
             metrics_by_layer: false,
+            batch_observer: None,
         }
     }
 }

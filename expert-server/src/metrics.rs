@@ -81,6 +81,7 @@ pub struct ServerMetrics {
     pub(crate) gather_seconds: Histogram,
     pub(crate) compute_seconds: Histogram,
     pub(crate) encode_seconds: Histogram,
+    pub(crate) graph_seconds: Histogram,
     pub(crate) backlog_frames: IntGauge,
     pub(crate) sleeps: IntCounter,
     expert_tokens: IntCounterVec,
@@ -197,6 +198,12 @@ impl ServerMetrics {
             gather_seconds: phases.with_label_values(&["gather"]),
             compute_seconds: phases.with_label_values(&["compute"]),
             encode_seconds: phases.with_label_values(&["encode"]),
+            graph_seconds: histogram(
+                r,
+                "switchyard_server_graph_record_seconds",
+                "Time that recording a graph of a batch took, once per number of clients, of experts and bucket of rows; batches under way go on, and none is launched meanwhile. Of servers on GPUs.",
+                &PHASE_BUCKETS,
+            )?,
             backlog_frames: gauge(
                 r,
                 "switchyard_server_backlog_frames",

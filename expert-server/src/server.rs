@@ -419,7 +419,8 @@ impl Loaded {
                 Ok((Plane::Host(data), end))
             }
             Self::Device { gpu, plan, store } => {
-                let config = DeviceConfig { limits, spin, metrics_by_layer, reached };
+                let observer = config.batch_observer.clone();
+                let config = DeviceConfig { limits, spin, metrics_by_layer, reached, observer };
                 let (data, end) = DevicePlane::start(&gpu, plan, config, store, metrics.clone())?;
                 Ok((Plane::Device(data), end))
             }

@@ -1,6 +1,6 @@
 //! One of the batches that may be under way: its memory and its recorded graphs.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kernels::abi::{
     Batch, DEVICE_ABI_VERSION, DevicePtr, ExpertComputeParams, ExpertLists, ExpertRecvParams,
@@ -17,6 +17,8 @@ pub(super) struct Context {
     graphs: Vec<(GraphKey, Graph)>,
     /// The batch is known, and is being computed.
     pub(super) received: Event,
+    /// The outputs of all experts are there, of batches that are timed so far.
+    computed: Event,
     /// All answers are on their way.
     answered: Event,
     lists: ExpertLists,
@@ -31,6 +33,8 @@ pub(super) struct Context {
     /// [`Gather`] of the batch, in host memory: recorded graphs read it when they run.
     gather: GpuBuffer,
     pub(super) launched_at: Option<Instant>,
+    /// Whether the last batch was timed as far as the end of its experts.
+    times_experts: bool,
 }
 
 /// What a recorded graph was made for.
@@ -40,6 +44,8 @@ pub(super) struct GraphKey {
     pub(super) num_places: u32,
     /// Rows for which the grids are made. More are computed as well, only not as fast.
     pub(super) bucket_rows: u32,
+    /// Whether the end of the experts is an event of its own, behind which the answers begin.
+    pub(super) times_experts: bool,
 }
 
 /// Device memory that all contexts use.
@@ -62,6 +68,7 @@ impl Context {
         Ok(Self {
             graphs: Vec::new(),
             received: gpu.event()?,
+            computed: gpu.event()?,
             answered: gpu.event()?,
             ended: gpu.event()?,
             lists,
@@ -72,11 +79,13 @@ impl Context {
             report: gpu.alloc_host(state_offset(plan) + size_of::<ServerState>() as u64)?,
             gather: gpu.alloc_host(size_of::<Gather>() as u64)?,
             launched_at: None,
+            times_experts: false,
         })
     }
 
     /// Queues a batch: whatever is ready when its turn comes, with those whom `gather` waits for, or what
-    /// comes within the bound. Graphs are recorded from `recorder`, which runs nothing meanwhile.
+    /// comes within the bound. Graphs are recorded from `recorder`, which runs nothing meanwhile. How long that
+    /// took is the result, if one had to be.
     pub(super) fn launch(
         &mut self,
         (gpu, stream, recorder): (&Gpu, &Stream, &Stream),
@@ -84,26 +93,29 @@ impl Context {
         shared: &Shared,
         key: GraphKey,
         gather: Gather,
-    ) -> Result<(), GpuError> {
+    ) -> Result<Option<Duration>, GpuError> {
         if let Some(host) = self.gather.host() {
             // SAFETY: page-locked memory of this size; the last batch that read it has ended.
             unsafe { host.cast::<Gather>().write_volatile(gather) };
         }
         let known = self.graphs.iter().position(|(of, _)| *of == key);
-        let idx = match known {
-            Some(idx) => idx,
+        let start = Instant::now();
+        let (idx, recorded_in) = match known {
+            Some(idx) => (idx, None),
             None => {
                 let graph = self.record(gpu, recorder, plan, shared, key)?;
                 if self.graphs.len() >= MAX_GRAPHS {
                     self.graphs.remove(0);
                 }
                 self.graphs.push((key, graph));
-                self.graphs.len() - 1
+                (self.graphs.len() - 1, Some(start.elapsed()))
             }
         };
         stream.replay(&self.graphs[idx].1)?;
+        self.times_experts = key.times_experts;
         self.launched_at = Some(Instant::now());
-        stream.record(&self.ended)
+        stream.record(&self.ended)?;
+        Ok(recorded_in)
     }
 
     /// Whether a batch is under way. An error means that a kernel failed.
@@ -130,8 +142,13 @@ impl Context {
     }
 
     /// Time from the end of the reception to the last answer. The batch has ended.
-    pub(super) fn compute_time(&self) -> Result<std::time::Duration, GpuError> {
+    pub(super) fn compute_time(&self) -> Result<Duration, GpuError> {
         self.answered.since(&self.received)
+    }
+
+    /// The part of it until the last expert's output was there, if the batch was timed so far.
+    pub(super) fn experts_time(&self) -> Result<Option<Duration>, GpuError> {
+        self.times_experts.then(|| self.computed.since(&self.received)).transpose()
     }
 
     fn read_report<T: bytemuck::Pod>(&self, offset: u64) -> T {
@@ -163,6 +180,9 @@ impl Context {
             stream.launch(&recv)?;
             stream.record(&self.received)?;
             stream.launch(&compute)?;
+            if key.times_experts {
+                stream.record(&self.computed)?;
+            }
             stream.launch(&send)?;
             stream.record(&self.answered)?;
             let report = self.report.ptr();
@@ -269,7 +289,8 @@ mod tests {
             abort_mask: DevicePtr::NULL,
             weights_dtype: kernels::abi::DTYPE_BF16,
         };
-        let key = GraphKey { num_clients: 2, num_places: 8, bucket_rows: 2048 };
+        let key =
+            GraphKey { num_clients: 2, num_places: 8, bucket_rows: 2048, times_experts: false };
         for (num_blocks, most) in [(0, None), (3, Some(3))] {
             let name = DeviceName::Emulated(0);
             let options = DeviceOptions { num_blocks, ..DeviceOptions::new(name) };

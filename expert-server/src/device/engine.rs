@@ -58,6 +58,7 @@ pub(super) struct Engine {
     expert_begin: Vec<u32>,
     recent_rows: [u32; RECENT],
     num_batches: usize,
+    num_launched: u32,
     /// Batches that have ended, as kernels count them.
     num_ended: u64,
     /// Whether a batch was being computed when that could last be told, and whether the GPU was asked.
@@ -119,6 +120,7 @@ impl Engine {
             expert_begin: Vec::with_capacity(plan.num_experts as usize + 1),
             recent_rows: [0; RECENT],
             num_batches: 0,
+            num_launched: 0,
             num_ended: 0,
             is_computing: false,
             has_asked: false,
@@ -253,10 +255,11 @@ impl Engine {
 
     /// Starts batches where none is under way.
     fn launch(&mut self) -> Result<(), DataError> {
-        let key = GraphKey {
+        let mut key = GraphKey {
             num_clients: self.seats.num_clients(),
             num_places: self.num_places(),
             bucket_rows: self.bucket_rows(),
+            times_experts: false,
         };
         let shared = self.memory.shared(&self.board, self.store.weights_dtype());
         for turn in 0..self.contexts.len() {
@@ -271,8 +274,14 @@ impl Engine {
             if self.last_work.elapsed() < ANSWERS_EXPECTED {
                 self.config.reached.expect_work();
             }
-            self.contexts[idx].launch(streams, &self.plan, &shared, key, gather)?;
+            let every = self.plan.options.experts_timed_every;
+            key.times_experts = every > 0 && self.num_launched.is_multiple_of(every);
+            self.num_launched = self.num_launched.wrapping_add(1);
+            let launched = self.contexts[idx].launch(streams, &self.plan, &shared, key, gather)?;
             self.last_launched = Some(idx);
+            if let Some(recorded_in) = launched {
+                self.metrics.graph_seconds.observe(recorded_in.as_secs_f64());
+            }
         }
         Ok(())
     }
@@ -349,13 +358,14 @@ impl Engine {
         let now = Instant::now();
         self.last_work = now;
         self.status.frame_taken(now);
-        let compute = context.compute_time()?;
+        let (compute, experts_time) = (context.compute_time()?, context.experts_time()?);
         let num_places = self.num_places() as usize;
         context.expert_begin(&self.plan, num_places, &mut self.expert_begin);
         self.recent_rows[self.num_batches % RECENT] = batch.num_rows;
         self.num_batches += 1;
         self.gathering.note(batch.clients, batch.expected, compute);
         self.count(&batch, compute);
+        self.report(&batch, compute, experts_time);
         Ok(())
     }
 

@@ -15,6 +15,7 @@ mod error;
 mod gather;
 mod options;
 mod plan;
+mod report;
 mod seats;
 mod store;
 mod upload;
@@ -32,6 +33,7 @@ use tokio::sync::oneshot;
 pub use error::{DeviceError, KernelFault};
 pub use options::DeviceOptions;
 pub(crate) use plan::DevicePlan;
+pub use report::{BatchObserver, BatchReport};
 pub(crate) use seats::{ClientSlots, EndedSeat};
 pub(crate) use store::DeviceStore;
 
@@ -53,6 +55,8 @@ pub(crate) struct DeviceConfig {
     pub(crate) metrics_by_layer: bool,
     /// What posts for kernels is told when there will be something to post.
     pub(crate) reached: DeviceTransports,
+    /// Told of every batch.
+    pub(crate) observer: Option<BatchObserver>,
 }
 
 /// A running data thread of a GPU. Dropping it stops the thread.

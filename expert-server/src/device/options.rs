@@ -25,6 +25,10 @@ pub struct DeviceOptions {
     /// leave the others to whoever shares the GPU. The reception has a few of its own. Do not give kernels that
     /// wait for this server more than what is left.
     pub num_blocks: u32,
+    /// One batch in so many is timed as far as the end of its experts, too, for
+    /// [`batch_observer`](crate::ServerConfig::batch_observer), 0 for none. The kernel that answers such a
+    /// batch begins behind that end, and not while it comes, so the answers are a little later.
+    pub experts_timed_every: u32,
     /// Threads that post for kernels where clients come over a network, 0 for a quarter of the processors
     /// next to GPU and NIC, one to four.
     pub proxy_threads: usize,
@@ -42,6 +46,7 @@ impl DeviceOptions {
             random_weights: false,
             gather,
             num_blocks: 0,
+            experts_timed_every: 0,
             proxy_threads: 0,
         }
     }

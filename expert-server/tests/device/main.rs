@@ -14,6 +14,7 @@ mod fp8;
 mod hostile;
 mod layers;
 mod leaving;
+mod observed;
 mod random;
 mod starting;
 mod timing;

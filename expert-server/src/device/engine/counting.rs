@@ -5,6 +5,7 @@ use std::time::Duration;
 use kernels::abi::{Batch, FrameGeometry};
 
 use super::Engine;
+use crate::device::BatchReport;
 
 impl Engine {
     pub(super) fn count(&self, batch: &Batch, compute: Duration) {
@@ -44,6 +45,26 @@ impl Engine {
                 self.load.add_expert(batch.layer, *expert, num_tokens);
                 self.expert_tokens.add(batch.layer, *expert, num_tokens);
             }
+        }
+    }
+
+    /// Tells whoever measures.
+    pub(super) fn report(
+        &self,
+        batch: &Batch,
+        server_time: Duration,
+        experts_time: Option<Duration>,
+    ) {
+        if let Some(observer) = &self.config.observer
+            && batch.num_rows > 0
+        {
+            observer.tell(&BatchReport {
+                layer: batch.layer,
+                num_clients: batch.clients.count_ones(),
+                num_rows: batch.num_rows,
+                server_time,
+                experts_time,
+            });
         }
     }
 }
