@@ -101,20 +101,61 @@ fn a_table_has_a_head_and_a_line_for_each_measurement() {
     // Two tables, one for each number of threads, with a head, five rows and a sentence on idle threads.
     assert_eq!(lines.len(), 1 + 2 * 7, "{text}");
     for (threads, table) in ["1", "2"].into_iter().zip(lines[1..].chunks(7)) {
-        for head in
-            ["object bytes", "M objects/s", "Gbit/s", "µs p50", "µs p90", "µs p99", "µs max"]
-        {
+        for head in [
+            "object bytes",
+            " objects ",
+            " ms ",
+            "M objects/s",
+            "Gbit/s",
+            "µs p50",
+            "µs p90",
+            "µs p99",
+            "µs max",
+        ] {
             assert!(table[0].contains(head), "{text}");
         }
         let names = ["check", "rate", "round_trip", "rate", "round_trip"];
         for (name, row) in names.into_iter().zip(&table[1..6]) {
             let cells: Vec<&str> = row.split_whitespace().collect();
-            assert_eq!((cells.len(), cells[0], cells[2]), (15, name, threads), "{text}");
+            assert_eq!((cells.len(), cells[0], cells[2]), (17, name, threads), "{text}");
+            assert!(cells[7].parse::<u64>().unwrap() >= 200, "{text}");
+            assert!(cells[8].parse::<f64>().unwrap() > 0.0, "{text}");
             assert_eq!(row.chars().count(), table[0].chars().count(), "{text}");
         }
         assert!(table[6].starts_with(&format!("idle threads: {threads}, with 8 lanes")), "{text}");
     }
     assert!(lines.iter().all(|line| serde_json::from_str::<Value>(line).is_err()), "{text}");
+}
+
+#[test]
+fn each_lane_has_a_row_where_that_is_asked_for() {
+    let flags = ["--per-lane", "--lanes", "2", "--threads", "2", "--post", "null"];
+    let output = benchmark(&flags);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let rows: Vec<Vec<&str>> =
+        text.lines().skip(2).map(|row| row.split_whitespace().collect()).collect();
+    // All together, and four lanes, of each of three measurements.
+    assert_eq!(rows.len(), 3 * 5, "{text}");
+    for rows in rows.chunks(5) {
+        let lanes: Vec<_> = rows.iter().map(|row| (row.len(), [row[17], row[18]])).collect();
+        let expected = [["-", "-"], ["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]];
+        assert_eq!(lanes, expected.map(|lane| (19, lane)), "{text}");
+        let objects: Vec<u64> = rows.iter().map(|row| row[7].parse().unwrap()).collect();
+        assert_eq!(objects[0], objects[1..].iter().sum::<u64>(), "{text}");
+        // Producers of the host measure the time of a batch in round trips alone.
+        assert!(rows.iter().all(|row| (row[11] != "-") == (row[0] == "round_trip")), "{text}");
+    }
+
+    let output = benchmark(&[&flags[..], &["--json"]].concat());
+    let text = String::from_utf8(output.stdout).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 3 * 5, "{text}");
+    assert_eq!(
+        keys(&lines[4]),
+        "batch bench budget lane lanes latency object_bytes objects post producer thread threads"
+    );
+    assert_eq!((&lines[4]["thread"], &lines[4]["lane"]), (&1.into(), &1.into()));
 }
 
 /// Records of other days are read by the same names.

@@ -62,6 +62,12 @@ fn the_way_from_a_push_to_its_post_is_measured() {
     assert!(latency.p90_us <= latency.p99_us && latency.p99_us <= latency.max_us, "{latency:?}");
     assert!(latency.max_us < figures.wall_ms * 1e3 + clock.uncertainty_us, "{latency:?}");
     assert!(clock.uncertainty_us > 0.0, "{clock:?}");
+    // Each lane by itself, with all of its objects.
+    let lanes: Vec<_> = figures.by_lane.iter().map(|of| (of.thread, of.lane, of.objects)).collect();
+    assert_eq!(lanes, [(0, 0, 400), (0, 1, 400), (1, 0, 400), (1, 1, 400)]);
+    let most = figures.by_lane.iter().filter_map(|of| of.latency).map(|of| of.max_us);
+    assert_eq!(most.clone().count(), 4);
+    assert_eq!(most.fold(0.0, f64::max), latency.max_us);
     let line = serde_json::to_value(bench.run_gpu(&ROW.one_way(), &gpu).unwrap()).unwrap();
     assert!(line.pointer("/clock/uncertainty_us").unwrap().is_f64(), "{line}");
 }

@@ -210,7 +210,6 @@ impl Bench {
             Some(clocks) => one_way(clocks, run, &peers, &produced.samples)?,
             None => produced.samples,
         };
-        let samples = samples.concat();
         let figures = self.figures("gpu", run, &peers, produced.elapsed, samples)?;
         Ok(Figures { clock: clocks.map(|clocks| clocks.certainty()), ..figures })
     }

@@ -101,6 +101,22 @@ pub struct Figures {
     pub checked: u64,
     /// Bad ones among them.
     pub bad: u64,
+    /// Of each lane by itself, in the order of threads and their lanes.
+    #[serde(skip)]
+    pub by_lane: Vec<LaneFigures>,
+}
+
+/// What came of one lane.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct LaneFigures {
+    /// Whose it is: the thread of the proxy.
+    pub thread: usize,
+    /// Number among those of the thread.
+    pub lane: usize,
+    /// Objects.
+    pub objects: u64,
+    /// As of all lanes together.
+    pub latency: Option<Latency>,
 }
 
 /// A proxy with one peer per thread, all of them stand-ins.
@@ -315,7 +331,7 @@ impl Bench {
         Ok(BenchPeer { peer: self.proxy.add(endpoint, config)?, target, checks, posts, mirror })
     }
 
-    /// Figures, once everything is over; checks counters and the peers' health.
+    /// Figures, once everything is over, with the latencies of each lane; checks counters and the peers' health.
     ///
     /// # Errors
     /// A failure that the proxy reported, or a counter that is wrong.
@@ -325,7 +341,7 @@ impl Bench {
         run: &Run,
         peers: &[BenchPeer],
         wall: Duration,
-        samples: Vec<u64>,
+        samples: Vec<Vec<u64>>,
     ) -> Result<Figures> {
         let mut checked = 0;
         let mut bad = 0;
@@ -346,6 +362,15 @@ impl Bench {
             }
         }
         let objects = run.num_commands * u64::from(run.lanes.num_lanes) * peers.len() as u64;
+        let num_lanes = run.lanes.num_lanes as usize;
+        let all = Latency::of(samples.concat());
+        let of_lane = |(number, samples)| LaneFigures {
+            thread: number / num_lanes,
+            lane: number % num_lanes,
+            objects: run.num_commands,
+            latency: Latency::of(samples),
+        };
+        let by_lane = samples.into_iter().enumerate().map(of_lane).collect();
         let seconds = wall.as_secs_f64();
         let mops = objects as f64 / seconds / 1e6;
         Ok(Figures {
@@ -360,10 +385,11 @@ impl Bench {
             wall_ms: seconds * 1e3,
             mops,
             gbps: mops * 1e6 * f64::from(run.object_bytes) * 8.0 / 1e9,
-            latency: Latency::of(samples),
+            latency: all,
             clock: None,
             checked,
             bad,
+            by_lane,
         })
     }
 
@@ -390,7 +416,7 @@ impl Bench {
                 .collect();
             for producer in producers {
                 match producer.join() {
-                    Ok(result) => samples.extend(result?),
+                    Ok(result) => samples.push(result?),
                     Err(_) => bail!("a producer panicked"),
                 }
             }

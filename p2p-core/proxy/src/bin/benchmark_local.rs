@@ -11,6 +11,7 @@ use proxy::bench::local::{Bench, Figures, PostKind, Row, Run};
 use proxy::bench::output::{self, Column, Output};
 use proxy::bench::thread_time;
 use proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
+use serde_json::Value;
 
 #[derive(Debug, Parser)]
 #[command(about, version)]
@@ -48,6 +49,9 @@ struct Args {
     /// How long the processor time of idle threads is measured; 0: not at all.
     #[arg(long, default_value_t = 2.0)]
     idle_seconds: f64,
+    /// Prints a further row for each lane of a measurement.
+    #[arg(long)]
+    per_lane: bool,
     /// Prints a line of JSON for each measurement instead of a table.
     #[arg(long)]
     json: bool,
@@ -114,7 +118,7 @@ fn run(args: &Args) -> Result<()> {
         let config = ProxyConfig { num_threads, placement, ..ProxyConfig::default() };
         let bench = Bench::start(&config)?;
         for row in &rows {
-            measure(&args.post, &producers, &bench, row, &mut output)?;
+            measure(args, &producers, &bench, row, &mut output)?;
         }
         if args.idle_seconds > 0.0 {
             output.step("idle threads");
@@ -125,7 +129,7 @@ fn run(args: &Args) -> Result<()> {
 }
 
 fn measure(
-    posts: &[PostKind],
+    args: &Args,
     producers: &Producers,
     bench: &Bench,
     row: &Row,
@@ -136,20 +140,35 @@ fn measure(
         let figures = producers.run(bench, run)?;
         let Figures { bad, checked, .. } = figures;
         ensure!(bad == 0, "{bad} of {checked} objects are wrong");
-        let mut line = serde_json::to_value(figures)?;
+        let mut line = serde_json::to_value(&figures)?;
         line["bench"] = name.into();
-        output.row(COLUMNS, &line)
+        if !args.per_lane {
+            return output.row(COLUMNS, &line);
+        }
+        output.row(COLUMNS_PER_LANE, &line)?;
+        figures.by_lane.iter().try_for_each(|lane| {
+            output.row(COLUMNS_PER_LANE, &of_lane(&line, serde_json::to_value(lane)?))
+        })
     };
     report("check", &row.compared())?;
     if row.is_gpu {
         report("read", &row.reads())?;
         report("one_way", &row.one_way())?;
     }
-    for &post in posts {
+    for &post in &args.post {
         report("rate", &row.rate(post))?;
         report("round_trip", &row.round_trip(post))?;
     }
     Ok(())
+}
+
+/// A lane's own figures, beside what it was measured with.
+fn of_lane(all: &Value, mut lane: Value) -> Value {
+    for key in ["bench", "producer", "post", "threads", "lanes", "batch", "budget", "object_bytes"]
+    {
+        lane[key] = all[key].clone();
+    }
+    lane
 }
 
 /// Processor time of threads that find nothing.
@@ -213,7 +232,9 @@ impl Producers {
 }
 
 const MAX_THREADS: usize = 64;
-const COLUMNS: &[Column] = &[
+const COLUMNS: &[Column] = COLUMNS_PER_LANE.split_at(COLUMNS_PER_LANE.len() - 2).0;
+/// Which lane comes last, and "-" stands there for all of them together.
+const COLUMNS_PER_LANE: &[Column] = &[
     Column::text("bench", "/bench", 10),
     Column::text("post", "/post", 5),
     Column::number("threads", "/threads", 7),
@@ -221,6 +242,8 @@ const COLUMNS: &[Column] = &[
     Column::number("batch", "/batch", 5),
     Column::number("budget", "/budget", 6),
     Column::number("object bytes", "/object_bytes", 12),
+    Column::number("objects", "/objects", 10),
+    Column::number("ms", "/wall_ms", 9),
     Column::number("M objects/s", "/mops", 11),
     Column::number("Gbit/s", "/gbps", 9),
     Column::number("µs p50", "/latency/p50_us", 9),
@@ -229,4 +252,6 @@ const COLUMNS: &[Column] = &[
     Column::number("µs max", "/latency/max_us", 9),
     Column::number("± µs", "/clock/uncertainty_us", 7),
     Column::number("checked", "/checked", 8),
+    Column::number("of thread", "/thread", 9),
+    Column::number("of lane", "/lane", 7),
 ];
