@@ -3,6 +3,8 @@
 
 #[path = "bootstrap/fallback.rs"]
 mod fallback;
+#[path = "bootstrap/slow_ends.rs"]
+mod slow_ends;
 #[path = "bootstrap/stand_in.rs"]
 mod stand_in;
 

@@ -11,6 +11,7 @@ use thiserror::Error;
 use tokio::net::{TcpStream, ToSocketAddrs, lookup_host};
 use tokio::time::{sleep, timeout};
 
+use super::aside::Aside;
 use super::attempt::Attempt;
 use super::fallback::{self, Fallback};
 use super::liveness::Liveness;
@@ -288,17 +289,18 @@ async fn connect_once(
         }));
     }
 
-    let (channel, pages, device) = if let Some(network) = network {
+    // Whatever ends the handshake from here on, this task does not wait for the end of the slots.
+    let (slots, pages) = if let Some(network) = network {
         let local = stream.local_addr().map_err(|e| broken(e.to_string()))?.ip();
         let route = Route { local, remote: remote_addr.ip() };
         let (network, theirs) = (Arc::clone(network), welcome.side.clone());
         let device = config.device;
-        let (channel, ours, pair) = blocking(move || {
+        let (slots, ours) = blocking(move || {
             let side = Opened::open(network.as_ref(), &layout, route, device.as_ref())?;
             let ours = side.description();
             let (Joined { endpoint, slot }, pair) = side.join(&theirs)?;
             let channel = Channel::new(endpoint, layout, slot, SlotKey)?;
-            Ok::<_, ConnectError>((channel, ours, pair))
+            Ok::<_, ConnectError>((Aside::new((channel, pair)), ours))
         })
         .await
         .map_err(broken)??;
@@ -319,11 +321,11 @@ async fn connect_once(
             Err(ReadError::Wire(source)) => return Err(foreign(source)),
             Err(error) => return Err(broken(error.to_string())),
         }
-        (channel, PageKind::Plain, pair)
+        (slots, PageKind::Plain)
     } else {
         let kind = welcome.offer.kind;
-        let slots = Slots { layout, disorder: config.disorder, device: config.device };
-        let shared = share(&mut stream, name, kind, &welcome, slots).await?;
+        let wanted = Wanted { layout, disorder: config.disorder, device: config.device };
+        let shared = share(&mut stream, name, kind, &welcome, wanted).await?;
         let ready = SideDescription { bytes: layout.slot_bytes() as u64, ..Default::default() };
         write_message(&mut stream, &wire::encode_ready(&ready))
             .await
@@ -331,7 +333,8 @@ async fn connect_once(
         shared
     };
     let liveness =
-        Liveness::new(stream, config.liveness_timeout, None).map_err(ConnectError::Liveness)?;
+        Liveness::new(stream, config.liveness_timeout).map_err(ConnectError::Liveness)?;
+    let (channel, device) = slots.into_inner();
     Ok(Connection {
         channel,
         liveness,
@@ -345,8 +348,11 @@ async fn connect_once(
     })
 }
 
+/// What a connection is made of.
+type Slots = (Channel<AnyEndpoint>, Option<DevicePair>);
+
 /// What is exchanged over the Unix socket.
-struct Slots {
+struct Wanted {
     layout: SlotLayout,
     disorder: Option<Disorder>,
     device: Option<DeviceSide>,
@@ -358,8 +364,8 @@ async fn share(
     name: &str,
     kind: TransportKind,
     welcome: &wire::Welcome,
-    Slots { layout, disorder, device }: Slots,
-) -> Result<(Channel<AnyEndpoint>, PageKind, Option<DevicePair>), ConnectError> {
+    Wanted { layout, disorder, device }: Wanted,
+) -> Result<(Aside<Slots>, PageKind), ConnectError> {
     let own = SharedSlot::create(&layout)?;
     let pages = own.pages();
     let meeting = pass::reach(&welcome.rendezvous).await?;
@@ -373,15 +379,16 @@ async fn share(
     let theirs = PeerSlot::open(&passed.memory, passed.wake, &layout)?;
     drop(passed.memory);
     let channel = join(layout, kind, disorder, own, theirs)?;
-    let Some(side) = device else { return Ok((channel, pages, None)) };
-    let half = DeviceHalf::create(side).await?;
+    let Some(side) = device else { return Ok((Aside::new((channel, None)), pages)) };
+    let half = Aside::new(DeviceHalf::create(side).await?);
     pass::send(&meeting, &welcome.nonce, [half.descriptor().as_fd()]).await?;
     let (nonce, [memory]) = match pass::receive_exactly(&meeting).await {
         Ok(received) => received,
         Err(error) => return Err(rejection(stream, name).await.unwrap_or(error.into())),
     };
     check_nonce(&nonce, welcome)?;
-    Ok((channel, pages, Some(half.join(memory).await?)))
+    let pair = half.into_inner().join(memory).await?;
+    Ok((Aside::new((channel, Some(pair))), pages))
 }
 
 fn check_nonce(found: &pass::Nonce, welcome: &wire::Welcome) -> Result<(), ShmError> {

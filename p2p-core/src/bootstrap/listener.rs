@@ -20,6 +20,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::admission::{Admission, Place};
+use super::aside::Aside;
 use super::liveness::Liveness;
 use super::policy::{check_device, check_slot, check_ticket, choose_transports, refusal_of};
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, Welcome, WireError};
@@ -40,6 +41,7 @@ use crate::network::{
 };
 use crate::region::SlotKey;
 use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
+use crate::transport::AnyEndpoint;
 
 /// How to listen.
 #[derive(Debug, Clone)]
@@ -409,15 +411,16 @@ async fn farewell(stream: &mut TcpStream, reject: &Reject) -> io::Result<()> {
 
 /// Everything that a handshake agreed on.
 struct Agreed {
-    channel: Channel<crate::AnyEndpoint>,
+    slots: Aside<Slots>,
     peer: PeerHello,
     left_out: String,
     reply: Vec<u8>,
     transport: Offer,
     pages: PageKind,
-    device: Option<DevicePair>,
-    permit: OwnedSemaphorePermit,
 }
+
+/// What a connection is made of. The permit comes last: a peer that is let in instead finds the memory free.
+type Slots = (Channel<AnyEndpoint>, Option<DevicePair>, OwnedSemaphorePermit);
 
 impl Agreed {
     fn into_connection(
@@ -427,15 +430,17 @@ impl Agreed {
         remote_addr: SocketAddr,
     ) -> io::Result<Connection> {
         let timeout = shared.config.liveness_timeout;
+        let liveness = Liveness::new(stream, timeout)?;
+        let (channel, device, permit) = self.slots.into_inner();
         Ok(Connection {
-            liveness: Liveness::new(stream, timeout, Some(self.permit))?,
-            channel: self.channel,
+            liveness: liveness.holding(permit),
+            channel,
             peer: self.peer,
             reply: self.reply,
             transport: self.transport,
             left_out: self.left_out,
             pages: self.pages,
-            device: self.device,
+            device,
             remote_addr,
         })
     }
@@ -484,7 +489,8 @@ where
     };
     let (offer, opened) = open_first(shared, choices, route).await?;
     if let Some((side, layout)) = opened {
-        let description = side.description();
+        let side = side.map(|side| (side, permit));
+        let description = side.0.description();
         if description.detail.len() > MAX_DETAIL_BYTES {
             return Err(no_transport(
                 &"the network's description is too long; this is a bug there",
@@ -499,27 +505,20 @@ where
         };
         write_message(stream, &wire::encode_welcome(&welcome)).await.map_err(broken)?;
         let theirs = read_ready(stream, &layout).await?;
-        let (channel, device) = blocking(move || {
+        let slots = blocking(move || {
+            let (side, permit) = side.into_inner();
             let (joined, device) = side.join(&theirs).map_err(|e| e.to_string())?;
             let Joined { endpoint, slot } = joined;
             let channel = Channel::new(endpoint, layout, slot, SlotKey);
-            channel.map(|channel| (channel, device)).map_err(|e| e.to_string())
+            channel.map(|channel| Aside::new((channel, device, permit))).map_err(|e| e.to_string())
         })
         .await
         .and_then(|result| result)
         .map_err(|e| no_transport(&e))?;
         write_message(stream, &wire::encode_go()).await.map_err(broken)?;
         let (reply, transport, pages) = (welcome.payload, welcome.offer, PageKind::Plain);
-        return Ok(Agreed {
-            channel,
-            peer: hello.peer,
-            left_out: hello.left_out,
-            reply,
-            transport,
-            pages,
-            device,
-            permit,
-        });
+        let Hello { peer, left_out, .. } = hello;
+        return Ok(Agreed { slots, peer, left_out, reply, transport, pages });
     }
 
     let own = SharedSlot::create(&layout).map_err(|e| no_transport(&e))?;
@@ -541,14 +540,17 @@ where
     pass::send(&meeting, &welcome.nonce, own.descriptors()).await.map_err(|e| no_transport(&e))?;
     let channel =
         join(layout, kind, shared.config.disorder, own, theirs).map_err(|e| no_transport(&e))?;
-    let device = match shared.config.device.clone() {
-        Some(side) => Some(exchange(side, &meeting, &welcome.nonce).await?),
-        None => None,
+    let slots = match shared.config.device.clone() {
+        Some(side) => {
+            let pair = exchange(side, &meeting, &welcome.nonce).await?;
+            pair.map(|pair| (channel, Some(pair), permit))
+        }
+        None => Aside::new((channel, None, permit)),
     };
     read_ready(stream, &layout).await?;
     let (reply, transport) = (welcome.payload, welcome.offer);
     let Hello { peer, left_out, .. } = hello;
-    Ok(Agreed { channel, peer, left_out, reply, transport, pages, device, permit })
+    Ok(Agreed { slots, peer, left_out, reply, transport, pages })
 }
 
 /// Opens a side of the first of `choices` that works here. `None` beside a transport that is no network.
@@ -556,7 +558,7 @@ async fn open_first(
     shared: &Shared,
     choices: Vec<Offer>,
     route: Route,
-) -> Result<(Offer, Option<(Opened, SlotLayout)>), Reject> {
+) -> Result<(Offer, Option<(Aside<Opened>, SlotLayout)>), Reject> {
     let mut errors = Vec::new();
     for offer in choices {
         let Some(network) = network_of(&offer, &shared.config.networks) else {
@@ -568,7 +570,9 @@ async fn open_first(
             None => Ok(shared.layout),
         };
         let open = |layout| {
-            blocking(move || Opened::open(network.as_ref(), &layout, route, device.as_ref()))
+            blocking(move || {
+                Opened::open(network.as_ref(), &layout, route, device.as_ref()).map(Aside::new)
+            })
         };
         let opened = match layout {
             Ok(layout) => open(layout).await.map(|side| side.map(|side| (side, layout))),
@@ -590,15 +594,15 @@ async fn exchange(
     side: DeviceSide,
     meeting: &UnixStream,
     nonce: &Nonce,
-) -> Result<DevicePair, Reject> {
+) -> Result<Aside<DevicePair>, Reject> {
     let refused = |e: &dyn std::fmt::Display| Reject::new(RejectCode::DEVICE, e.to_string());
     let (found, [memory]) = pass::receive_exactly(meeting).await.map_err(|e| refused(&e))?;
     if found != *nonce {
         return Err(refused(&"the descriptor of the device slot belongs to another handshake"));
     }
-    let half = DeviceHalf::create(side).await.map_err(|e| refused(&e))?;
+    let half = Aside::new(DeviceHalf::create(side).await.map_err(|e| refused(&e))?);
     let own = half.descriptor().try_clone().map_err(|e| refused(&e))?;
-    let pair = half.join(memory).await.map_err(|e| refused(&e))?;
+    let pair = Aside::new(half.into_inner().join(memory).await.map_err(|e| refused(&e))?);
     pass::send(meeting, nonce, [own.as_fd()]).await.map_err(|e| refused(&e))?;
     Ok(pair)
 }

@@ -47,19 +47,20 @@ pub struct Liveness {
 
 impl Liveness {
     /// Takes over the connection after the handshake.
-    pub(super) fn new(
-        stream: TcpStream,
-        timeout: Duration,
-        permit: Option<OwnedSemaphorePermit>,
-    ) -> io::Result<Self> {
+    pub(super) fn new(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
         let low = OwnedFd::from(stream.into_std()?);
         watch_half_open(&low, timeout)?;
         let stream = std::net::TcpStream::from(move_high(low));
         Ok(Self {
             stream: TcpStream::from_std(stream)?,
             closed_here: AtomicBool::new(false),
-            _permit: permit,
+            _permit: None,
         })
+    }
+
+    /// The peer's place is taken as long as this lives.
+    pub(super) fn holding(self, permit: OwnedSemaphorePermit) -> Self {
+        Self { _permit: Some(permit), ..self }
     }
 
     /// Waits until the connection is over. Any number of tasks may wait.

@@ -14,6 +14,7 @@
 //! The ticket is a shared secret that travels as it is: it keeps strangers out, not eavesdroppers.
 
 mod admission;
+mod aside;
 mod attempt;
 mod connect;
 mod fallback;
@@ -30,6 +31,7 @@ use thiserror::Error;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+pub use aside::Aside;
 pub use connect::{ConnectConfig, ConnectError, connect};
 pub use fallback::{FIRST_PAUSE, Fallback, LeftOut, MAX_PAUSE, MAX_USELESS_LINKS, Working};
 pub use listener::{BindError, Listener, ListenerConfig, ListenerStats};

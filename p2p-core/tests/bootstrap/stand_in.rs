@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, Condvar, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
@@ -27,6 +27,7 @@ pub struct StandIn {
     /// What of the next links carries nothing.
     num_filtered: Arc<AtomicUsize>,
     joining_ms: AtomicU64,
+    ends: Arc<Ends>,
 }
 
 impl StandIn {
@@ -39,6 +40,7 @@ impl StandIn {
             refuses: Arc::default(),
             num_filtered: Arc::new(AtomicUsize::new(usize::MAX)),
             joining_ms: AtomicU64::new(0),
+            ends: Arc::default(),
         })
     }
 
@@ -52,6 +54,19 @@ impl StandIn {
     #[allow(dead_code, reason = "not every user of this file joins slowly")]
     pub fn join_within(&self, time: Duration) {
         self.joining_ms.store(time.as_millis() as u64, Ordering::SeqCst);
+    }
+
+    /// From now on the end of a side or a link waits until it is let go on, as that of slots does for kernels.
+    #[allow(dead_code, reason = "not every user of this file has ends that last")]
+    pub fn hold_ends(&self, holds: bool) {
+        self.ends.change(|ends| ends.are_held = holds);
+    }
+
+    /// Ends that wait, and those that were not let go on within a limit.
+    #[allow(dead_code, reason = "not every user of this file has ends that last")]
+    pub fn ends(&self) -> (usize, usize) {
+        let ends = self.ends.state.lock().expect("ends");
+        (ends.num_waiting, ends.num_in_vain)
     }
 
     /// From now on this side cannot join, or can again.
@@ -89,9 +104,48 @@ impl Network for StandIn {
         SLOTS.lock().expect("slots").insert(key, slot.clone());
         let num_filtered = Arc::clone(&self.num_filtered);
         let joining = Duration::from_millis(self.joining_ms.load(Ordering::SeqCst));
-        Ok(Box::new(Side { kind: self.kind, slot, key, refusal, num_filtered, joining }))
+        let end = End(Arc::clone(&self.ends));
+        Ok(Box::new(Side { kind: self.kind, slot, key, refusal, num_filtered, joining, end }))
     }
 }
+
+#[derive(Debug, Default)]
+struct Ends {
+    state: Mutex<EndsState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct EndsState {
+    are_held: bool,
+    num_waiting: usize,
+    num_in_vain: usize,
+}
+
+impl Ends {
+    fn change(&self, change: impl FnOnce(&mut EndsState)) {
+        change(&mut self.state.lock().expect("ends"));
+        self.changed.notify_all();
+    }
+}
+
+/// Whose end may have to wait.
+#[derive(Debug)]
+struct End(Arc<Ends>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        let Ok(mut state) = self.0.state.lock() else { return };
+        state.num_waiting += 1;
+        let waited = self.0.changed.wait_timeout_while(state, END_LIMIT, |ends| ends.are_held);
+        let Ok((mut state, waited)) = waited else { return };
+        state.num_waiting -= 1;
+        state.num_in_vain += usize::from(waited.timed_out());
+    }
+}
+
+/// So that a test fails whose own threads wait, instead of waiting for good.
+const END_LIMIT: Duration = Duration::from_secs(30);
 
 /// Slots of this process by their remote keys.
 static SLOTS: LazyLock<Mutex<HashMap<u64, Region>>> = LazyLock::new(Mutex::default);
@@ -105,6 +159,7 @@ struct Side {
     refusal: Option<NetworkError>,
     num_filtered: Arc<AtomicUsize>,
     joining: Duration,
+    end: End,
 }
 
 impl OpenSide for Side {
@@ -123,7 +178,7 @@ impl OpenSide for Side {
         let _ = self.num_filtered.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
         let peer = SLOTS.lock().expect("slots").get(&theirs.remote_key).cloned();
         let peer = peer.filter(|_| !is_filtered);
-        let endpoint = AnyEndpoint::Other(Box::new(Way { kind: self.kind, peer }));
+        let endpoint = AnyEndpoint::Other(Box::new(Way { kind: self.kind, peer, _end: self.end }));
         Ok(Joined { endpoint, slot: self.slot })
     }
 }
@@ -133,6 +188,7 @@ impl OpenSide for Side {
 struct Way {
     kind: TransportKind,
     peer: Option<Region>,
+    _end: End,
 }
 
 impl Way {

@@ -1,0 +1,140 @@
+//! Memory that is not freed by whoever lets go of it.
+
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+
+use tokio::runtime::Handle;
+
+/// A value whose end may take long, such as slots of a connection: a GPU frees memory when no kernel uses any,
+/// and a proxy posts on for a moment. Whoever drops this does not wait for that: a thread of the runtime does
+/// that is for work that blocks. Only when the runtime is gone it is dropped in place.
+pub struct Aside<T: Send + 'static> {
+    value: ManuallyDrop<T>,
+    /// `None` where there is no runtime: then it goes in place.
+    runtime: Option<Handle>,
+}
+
+impl<T: Send + 'static> Aside<T> {
+    /// Of the runtime that this is called in, also by one of its threads for work that blocks.
+    #[must_use]
+    pub fn new(value: T) -> Self {
+        Self { value: ManuallyDrop::new(value), runtime: Handle::try_current().ok() }
+    }
+
+    /// Another value, which is made of this one.
+    #[must_use]
+    pub fn map<U: Send + 'static>(self, make: impl FnOnce(T) -> U) -> Aside<U> {
+        let (value, runtime) = self.into_parts();
+        Aside { value: ManuallyDrop::new(make(value)), runtime }
+    }
+
+    /// The value, whose end is the caller's matter from now on.
+    #[must_use]
+    pub fn into_inner(self) -> T {
+        self.into_parts().0
+    }
+
+    fn into_parts(self) -> (T, Option<Handle>) {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is never dropped, and not used after this.
+        (unsafe { ManuallyDrop::take(&mut this.value) }, this.runtime.take())
+    }
+}
+
+impl<T: Send + 'static> Deref for Aside<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T: Send + 'static> DerefMut for Aside<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
+impl<T: Send + 'static> Drop for Aside<T> {
+    fn drop(&mut self) {
+        // SAFETY: not used after this.
+        let value = unsafe { ManuallyDrop::take(&mut self.value) };
+        match &self.runtime {
+            Some(runtime) => drop(runtime.spawn_blocking(move || drop(value))),
+            None => drop(value),
+        }
+    }
+}
+
+impl<T: Send + fmt::Debug + 'static> fmt::Debug for Aside<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        T::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread::{self, ThreadId};
+    use std::time::Duration;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Ends when it is allowed to, and says where it did.
+    struct Slow {
+        allowed: mpsc::Receiver<()>,
+        ended: mpsc::Sender<ThreadId>,
+    }
+
+    impl Drop for Slow {
+        fn drop(&mut self) {
+            let _ = self.allowed.recv_timeout(PATIENCE);
+            let _ = self.ended.send(thread::current().id());
+        }
+    }
+
+    fn slow() -> (Slow, mpsc::Sender<()>, mpsc::Receiver<ThreadId>) {
+        let (allow, allowed) = mpsc::channel();
+        let (ended, end) = mpsc::channel();
+        (Slow { allowed, ended }, allow, end)
+    }
+
+    #[test]
+    fn who_drops_it_does_not_wait_for_its_end() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
+        let (value, allow, end) = slow();
+        let (another, allow_another, another_end) = slow();
+        // In a task, and by a thread that knows nothing of the runtime.
+        let value = runtime.block_on(async {
+            drop(Aside::new(another));
+            Aside::new(value)
+        });
+        drop(value.map(|value| (value, 7)));
+        for (allow, end) in [(allow, end), (allow_another, another_end)] {
+            assert_eq!(end.try_recv(), Err(mpsc::TryRecvError::Empty));
+            allow.send(()).expect("it waits");
+            assert_ne!(end.recv_timeout(PATIENCE).expect("its end"), thread::current().id());
+        }
+    }
+
+    #[test]
+    fn without_a_runtime_it_goes_in_place() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
+        let (late, allow_late, late_end) = slow();
+        let late = runtime.block_on(async { Aside::new(late) });
+        drop(runtime);
+        let (value, allow, end) = slow();
+        for (value, allow, end) in [(late, allow_late, late_end), (Aside::new(value), allow, end)] {
+            drop(allow);
+            drop(value);
+            assert_eq!(end.try_recv(), Ok(thread::current().id()));
+        }
+        let (value, _allow, end) = slow();
+        let value = Aside::new(value).into_inner();
+        assert_eq!(end.try_recv(), Err(mpsc::TryRecvError::Empty));
+        std::mem::forget(value);
+    }
+}
