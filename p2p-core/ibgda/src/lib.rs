@@ -34,4 +34,6 @@ pub use library::{Libraries, LibraryError};
 pub use nic::{Nic, NicConfig, NicError};
 pub use peer::{LinkError, OpenPeer, Peer, PeerConfig, PeerError, ResetPeer, Waits};
 pub use probe::{Check, DeviceReport, Report, State, probe};
-pub use queue::{Doorbell, Immediate, Posters, QueueConfig, QueueError, QueuePath, ReceiveError};
+pub use queue::{
+    Doorbell, Immediate, ParseQueueError, Posters, QueueConfig, QueueError, QueuePath, ReceiveError,
+};

@@ -381,6 +381,10 @@ fn what_a_host_lacks_is_named() {
         let expected = "send_dbr_mode_no_dbr_ext is 0, expected 1: a newer NIC or firmware";
         assert!(text.contains(expected) && text.contains("mlx5_7"), "{text}");
         assert_eq!(mock.get().num_live, num_live);
+        // It can be said before there is a peer.
+        let error = alone(QueuePath::Devx).queue.check(&nic).unwrap_err();
+        assert!(error.to_string().contains(expected), "{error}");
+        peer_config(QueuePath::Devx, 1).queue.check(&nic).unwrap();
         drop(nic);
         mock.settle();
     }

@@ -26,7 +26,8 @@ use crate::slots::Slots;
 pub struct DeviceConfig {
     /// Queues that kernels post on, from 1 to 64; both sides need the same number.
     pub num_queues: usize,
-    /// Every one of them.
+    /// Every one of them: by libibverbs, or with [`ibgda::QueuePath::Devx`] by commands to the firmware, and
+    /// then without a doorbell record where the NIC can do that. Each side chooses for itself.
     pub queue: QueueConfig,
     /// Where the slots of this side lie; the peer's may lie elsewhere.
     pub slots: SlotPlace,

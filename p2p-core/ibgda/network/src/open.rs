@@ -14,7 +14,7 @@ use crate::network::{DeviceConfig, DeviceNetwork};
 /// joined by verbs of the same port where this build has them, else by libfabric.
 ///
 /// # Errors
-/// [`NetworkError`], which says what this host lacks.
+/// [`NetworkError`], which says what this host lacks, or why its NIC makes no such queues.
 pub fn open(
     port: Option<&str>,
     networks: &mut OpenNetworks,
@@ -26,6 +26,7 @@ pub fn open(
     let lacking = |error: String| failed("open", format!("{error}; {}", missing(&probe())));
     let libraries = Libraries::open().map_err(|error| lacking(error.to_string()))?;
     let nic = Nic::open(&libraries, &config).map_err(|error| lacking(error.to_string()))?;
+    device.queue.check(&nic).map_err(|error| failed("check queues", error.to_string()))?;
     let wish = host_wish(&format!("{}:{}", nic.name(), config.port));
     let hosts = networks
         .open(&TransportSpec::List(vec![wish]))

@@ -119,6 +119,17 @@ pub(super) fn plan_ring(plan: &mut Plan, config: &QueueConfig) -> Result<Place, 
     plan.add(usize::try_from(Layout::new(config).bytes).unwrap_or(usize::MAX), ALIGN_BYTES)
 }
 
+/// Whether what the device says of itself is enough.
+pub(super) fn check(nic: &Nic, config: &QueueConfig) -> Result<(), NicError> {
+    let caps = nic.devx()?;
+    let depth = config.depth.max(Layout::new(config).rq_depth);
+    nic.capabilities().check_depth(&caps, depth)?;
+    if config.doorbell == Doorbell::RegisterAlone {
+        nic.capabilities().check_register_alone(&caps)?;
+    }
+    Ok(())
+}
+
 /// Makes a queue in `memory`, of [`plan_ring`].
 pub(super) fn create(
     nic: &Arc<Nic>,
@@ -126,12 +137,8 @@ pub(super) fn create(
     config: &QueueConfig,
     memory: Part,
 ) -> Result<(DevxQueue, QueueHandle, Option<OfReceives>), QueueError> {
-    let caps = nic.devx()?;
+    check(nic, config)?;
     let layout = Layout::new(config);
-    nic.capabilities().check_depth(&caps, config.depth.max(layout.rq_depth))?;
-    if config.doorbell == Doorbell::RegisterAlone {
-        nic.capabilities().check_register_alone(&caps)?;
-    }
     let log = |depth: u32| u8::try_from(depth.trailing_zeros()).unwrap_or(u8::MAX);
     layout.clear(&memory)?;
     layout.clear_receives(&memory)?;

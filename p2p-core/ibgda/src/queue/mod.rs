@@ -9,6 +9,7 @@
 
 mod check;
 mod devx;
+mod names;
 mod plain;
 mod receive;
 
@@ -23,6 +24,7 @@ use thiserror::Error;
 
 pub use self::check::{check_peer, check_queue, check_receives};
 use self::devx::DevxQueue;
+pub use self::names::ParseQueueError;
 use self::plain::PlainQueue;
 pub(crate) use self::receive::wait_for;
 pub use self::receive::{Immediate, ReceiveError};
@@ -98,6 +100,22 @@ impl Default for QueueConfig {
             ack_timeout: 14,
             retries: 7,
             num_receives: 0,
+        }
+    }
+}
+
+impl QueueConfig {
+    /// Whether a NIC can make such queues, as far as can be said before any is made: values, and what the
+    /// device says of itself.
+    ///
+    /// # Errors
+    /// [`QueueError::Config`], [`QueueError::Nic`].
+    pub fn check(&self, nic: &Nic) -> Result<(), QueueError> {
+        check_config(self)?;
+        nic.check_requests()?;
+        match self.path {
+            QueuePath::Plain => Ok(()),
+            QueuePath::Devx => Ok(devx::check(nic, self)?),
         }
     }
 }
@@ -385,7 +403,7 @@ fn check_config(config: &QueueConfig) -> Result<(), QueueError> {
         return wrong(
             "send_dbr_mode",
             1,
-            "0: libibverbs makes no queue pair without a doorbell record",
+            "0: libibverbs makes no queue pair without a doorbell record, only DevX does",
         );
     }
     if config.num_receives > MAX_RECEIVES {
