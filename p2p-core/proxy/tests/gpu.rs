@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kernels::gpu::{Gpu, GpuBuffer};
 use kernels::proxy::{PROXY_VERSION, ProduceParams};
 use p2p_core::Region;
-use proxy::bench::local::{Bench, PostKind, Run};
+use proxy::bench::local::{Bench, PostKind, Row, Run};
 use proxy::bench::{BenchEndpoint, relay};
 use proxy::gpu::{GpuPoster, lanes, mirror};
 use proxy::host::PosterConfig;
@@ -56,6 +56,25 @@ fn every_word_of_every_object_arrives_behind_many_warps() {
         assert_eq!(figures.bad, 0);
         assert_eq!(figures.checked, 2 * 4 * run.num_commands);
     }
+}
+
+/// The clocks contradict each other nowhere, or it would fail: nothing is posted before it was pushed.
+#[test]
+fn the_way_from_a_push_to_its_post_is_measured() {
+    let Some(gpu) = gpu() else { return };
+    let bench = Bench::start(&ProxyConfig { num_threads: 2, ..Default::default() }).unwrap();
+    let row = Row {
+        num_lanes: 2,
+        batch: 1,
+        budget: 64,
+        object_bytes: 4096,
+        commands: 10_000,
+        is_gpu: true,
+    };
+    let figures = bench.run_gpu(&row.one_way(), &gpu).unwrap();
+    println!("{:?}, {:?}", figures.latency, figures.clock);
+    assert!(figures.latency.is_some() && figures.clock.is_some());
+    assert_eq!(figures.by_lane.len(), 4);
 }
 
 /// A kernel on lanes that somebody may or may not serve.
