@@ -88,7 +88,8 @@ impl DeviceClient {
     /// among the servers. While it runs, launch nothing else of this client.
     ///
     /// # Errors
-    /// [`DeviceError`]; do not launch the graph then.
+    /// [`DeviceError`]; do not launch the graph then. If the stream does not come to the end of what was launched
+    /// on it, nothing else is launched until [`finish_replay`](Self::finish_replay) came to its end.
     pub fn begin_replay(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         self.check_device(stream)?;
         if self.replaying.is_some() {
@@ -121,7 +122,8 @@ impl DeviceClient {
             }
             Ok(())
         });
-        if begun.is_err() {
+        // Tables, and the first words of new slots, may be on their way. These stay until they have arrived.
+        if begun.is_err() && self.wait_until(stream, Instant::now() + self.bound()).is_ok() {
             self.end_replay();
         }
         begun
