@@ -473,6 +473,35 @@ fn a_network_that_joins_and_carries_nothing_is_left_out() {
     assert_eq!(fleet.servers[0].transports.lock().unwrap().len(), kinds.len());
 }
 
+/// Memory that goes late is waited for neither by the call in which its server failed, nor when the client goes.
+#[test]
+fn nobody_waits_for_the_memory_of_links_that_are_over() {
+    let mut rng = seeded("nobody_waits_for_the_memory_of_links_that_are_over");
+    let (near, far) = (stand_in(), stand_in());
+    near.filter_next(0);
+    far.filter_next(0);
+    for (act, reason) in [(Act::Die, "closed"), (Act::CorruptHeader, "invalid")] {
+        let fleet = FakeFleet::over(offered(&far), SLOT, vec![once(2, act), right()]);
+        let builder = fleet.builder().transports(offered(&near)).deadline(LIMIT);
+        let client = builder.build().unwrap();
+        client.wait_ready(LIMIT).unwrap();
+        near.hold_ends(true);
+        while failovers(&client, reason) == 0.0 {
+            let request = Request::random(&mut rng, &fleet.model, 100, 4);
+            forward(&client, &request).unwrap();
+        }
+        let until = Instant::now() + LIMIT;
+        while near.ends() == (0, 0) {
+            assert!(Instant::now() < until, "the link's memory is never let go of");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(client);
+        let (num_waiting, num_in_vain) = near.ends();
+        assert!(num_waiting > 0 && num_in_vain == 0, "{num_waiting} and {num_in_vain}");
+        near.hold_ends(false);
+    }
+}
+
 #[test]
 fn a_server_that_goes_before_anything_came_says_nothing_about_the_network() {
     let mut rng = seeded("a_server_that_goes_before_anything_came_says_nothing_about_the_network");

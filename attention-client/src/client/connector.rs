@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 use std::time::{Duration, Instant};
 
 use p2p_core::bootstrap::{
-    CloseReason, ConnectConfig, ConnectError, Connection, Fallback, Liveness, RejectCode, Working,
-    connect,
+    Aside, CloseReason, ConnectConfig, ConnectError, DevicePair, Fallback, Liveness, RejectCode,
+    Working, connect,
 };
 use p2p_core::network::Offer;
-use p2p_core::{PeerHello, WaitSet};
+use p2p_core::{AnyEndpoint, Channel, Connection, PeerHello, WaitSet};
 use protocol::{ClientHello, HelloReject, ServerHello};
 use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use super::control::{Command, Leave};
@@ -87,6 +88,15 @@ pub(crate) struct GivenUp {
     reason: CloseReason,
 }
 
+/// A server that this client can use.
+struct Connected {
+    slots: Aside<(Channel<AnyEndpoint>, Option<DevicePair>)>,
+    liveness: Liveness,
+    transport: Offer,
+    left_out: String,
+    incarnation: u64,
+}
+
 /// Why a link ended.
 enum Ended {
     /// Connect again, after a pause.
@@ -111,9 +121,9 @@ impl Connector {
             };
             let since = Instant::now();
             let ended = match connected {
-                Ok((connection, incarnation)) => {
-                    self.judge_given_up(incarnation);
-                    self.keep(generation, connection, incarnation).await
+                Ok(connected) => {
+                    self.judge_given_up(connected.incarnation);
+                    self.keep(generation, connected).await
                 }
                 Err(error) => {
                     self.shared.metrics.connects_failed.inc();
@@ -147,8 +157,7 @@ impl Connector {
         }
     }
 
-    /// A connection, and the server's incarnation.
-    async fn connect(&self, generation: u32) -> Result<(Connection, u64), String> {
+    async fn connect(&self, generation: u32) -> Result<Connected, String> {
         let settings = &self.shared.settings;
         let hello = ClientHello {
             model: self.shared.model.shape,
@@ -176,7 +185,10 @@ impl Connector {
                 self.server.refused.store(is_permanent, Ordering::Relaxed);
                 error.to_string()
             })?;
-        let reply = ServerHello::decode(&connection.reply)
+        let Connection { channel, device, liveness, transport, left_out, reply, .. } = connection;
+        // A server that is of no use is let go of like any other.
+        let slots = Aside::new((channel, device));
+        let reply = ServerHello::decode(&reply)
             .map_err(|error| format!("its reply to the handshake cannot be read: {error}"))?;
         reply.model.check_against(&self.shared.model.shape).map_err(|error| error.to_string())?;
         if reply.generation != generation {
@@ -194,12 +206,14 @@ impl Connector {
                 "the server shows progress too rarely for this deadline: long work will look like silence"
             );
         }
-        Ok((connection, reply.incarnation))
+        Ok(Connected { slots, liveness, transport, left_out, incarnation: reply.incarnation })
     }
 
     /// Hands the link to the lane and stays until it is over.
-    async fn keep(&mut self, generation: u32, connection: Connection, incarnation: u64) -> Ended {
-        let Connection { channel, liveness, device, transport, left_out, .. } = connection;
+    async fn keep(&mut self, generation: u32, connected: Connected) -> Ended {
+        let Connected { slots, liveness, transport, left_out, incarnation } = connected;
+        let (channel, device) = slots.into_inner();
+        let channel = Aside::new(channel);
         let state = Arc::new(LinkState::new(device.as_ref()));
         let state_seen = Arc::clone(&state);
         let since = Instant::now();
@@ -233,15 +247,16 @@ impl Connector {
             tokio::select! {
                 biased;
                 given_back = &mut retired => {
+                    let unmapped = release_pair(device.as_deref(), &state);
                     if let Ok(Retired { reason, .. }) = &given_back {
                         self.judge(&used, *reason, &liveness).await;
                     }
-                    return self.put_away(&liveness, given_back.ok()).await;
+                    return self.put_away(&liveness, given_back.ok(), unmapped).await;
                 }
                 reason = liveness.closed() => {
                     state.set_down(Down::Closed);
                     self.lane.news.announce();
-                    release_pair(device, state);
+                    drop(release_pair(device.as_deref(), &state));
                     self.judge(&used, FailReason::Closed, &liveness).await;
                     self.note_closed(reason);
                     return Ended::Again;
@@ -249,7 +264,7 @@ impl Connector {
                 () = told(&mut self.leave) => {
                     let _leaving = Counted::new(&self.shared.metrics.links_leaving);
                     self.leave(&state, &liveness, &mut retired).await;
-                    release_pair(device, state);
+                    drop(release_pair(device.as_deref(), &state));
                     return Ended::Over;
                 }
                 () = state.carried(), if used.working.is_none() => {
@@ -259,8 +274,14 @@ impl Connector {
         }
     }
 
-    /// The lane is through with the link. First the connection goes, then the memory.
-    async fn put_away(&self, liveness: &Liveness, retired: Option<Retired>) -> Ended {
+    /// The lane is through with the link. First the connection goes, then the memory. `unmapped` is the end of
+    /// what goes already.
+    async fn put_away(
+        &self,
+        liveness: &Liveness,
+        retired: Option<Retired>,
+        unmapped: Option<JoinHandle<()>>,
+    ) -> Ended {
         let closed = liveness.closed_now();
         liveness.close();
         let Some(Retired { channel, reason }) = retired else {
@@ -269,8 +290,11 @@ impl Connector {
         };
         // A proxy posts on for a moment, and a GPU may have to end a kernel; other links are looked after
         // meanwhile. A successor finds the memory free.
-        if let Err(error) = tokio::task::spawn_blocking(move || drop(channel)).await {
-            tracing::error!(%error, "a link's memory was not given back in order");
+        let freed = tokio::task::spawn_blocking(move || drop(channel.into_inner()));
+        for end in [Some(freed), unmapped].into_iter().flatten() {
+            if let Err(error) = end.await {
+                tracing::error!(%error, "a link's memory was not given back in order");
+            }
         }
         match (reason, closed) {
             // The lane saw it first.
@@ -393,10 +417,9 @@ impl Connector {
 
 /// Gives the GPU memory of a connection that is down back at once, unless a call may still use it: then
 /// the end of that call does. Unmapping may take milliseconds, which no other connection should wait for.
-fn release_pair(device: Option<Arc<PairCell>>, state: Arc<LinkState>) {
-    if let Some(device) = device {
-        drop(tokio::task::spawn_blocking(move || device.release_if_unused(&state)));
-    }
+fn release_pair(device: Option<&PairCell>, state: &LinkState) -> Option<JoinHandle<()>> {
+    let pair = device?.take_if_unused(state)?;
+    Some(tokio::task::spawn_blocking(move || drop(pair.into_inner())))
 }
 
 /// Completes when the connector is to leave.

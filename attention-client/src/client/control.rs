@@ -84,7 +84,11 @@ impl Control {
                 let followed = task.follow(tables, runtime.handle())?;
                 let thread = std::thread::Builder::new()
                     .name("sy-client-ctl".to_owned())
-                    .spawn(move || runtime.block_on(task.run(commands, followed, stopped)))
+                    .spawn(move || {
+                        runtime.block_on(task.run(commands, followed, stopped));
+                        // Memory that waits for kernels goes when they end, whether somebody waits or not.
+                        runtime.shutdown_timeout(MAX_STOP);
+                    })
                     .map_err(BuildError::Thread)?;
                 Some(thread)
             }
@@ -97,7 +101,7 @@ impl Drop for Control {
     fn drop(&mut self) {
         let _ = self.stop.send(true);
         if let Some(thread) = self.thread.take() {
-            // It ends within MAX_STOP; a panic of it was logged by its hook.
+            // It ends within twice MAX_STOP; a panic of it was logged by its hook.
             let _ = thread.join();
         }
     }
@@ -176,6 +180,8 @@ impl Task {
         }
         let all_ended = async { while self.connectors.join_next().await.is_some() {} };
         let _ = timeout(MAX_STOP, all_ended).await;
+        // Those that are left let go of what they hold while the runtime still has threads for that.
+        self.connectors.shutdown().await;
     }
 
     fn apply(&mut self, table: &PlacementTable) {

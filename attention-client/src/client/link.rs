@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use kernels::gpu::GpuBuffer;
-use p2p_core::bootstrap::{CloseReason, DevicePair, KernelWaits, Liveness};
+use p2p_core::bootstrap::{Aside, CloseReason, DevicePair, KernelWaits, Liveness};
 use p2p_core::{AnyEndpoint, Channel, ChannelError, Kicker};
 use tokio::sync::{Notify, oneshot};
 
@@ -82,33 +82,28 @@ fn abort_word(memory: &GpuBuffer) -> Option<&AtomicU32> {
     memory.host().map(|host| unsafe { AtomicU32::from_ptr(host.as_ptr().cast()) })
 }
 
-/// Device slots that go when neither a call nor the connection needs them.
+/// Device slots that go when neither a call nor the connection needs them. Whoever lets go of them does not wait
+/// for that: it may be the thread that is to end what kernels wait for, and memory goes when they have ended.
 #[derive(Debug)]
 pub(crate) struct PairCell {
-    pair: Mutex<Option<DevicePair>>,
+    pair: Mutex<Option<Aside<DevicePair>>>,
 }
 
 impl PairCell {
     pub fn new(pair: DevicePair) -> Self {
-        Self { pair: Mutex::new(Some(pair)) }
+        Self { pair: Mutex::new(Some(Aside::new(pair))) }
     }
 
-    /// Unmaps the slots if the link is down and no call uses it.
-    pub fn release_if_unused(&self, state: &LinkState) {
+    /// Takes the slots out if the link is down and no call uses it.
+    pub fn take_if_unused(&self, state: &LinkState) -> Option<Aside<DevicePair>> {
         // A call counts itself first and looks whether the link is down then; who takes it down looks at
         // the count afterwards. So one of the two sees the other.
         fence(Ordering::SeqCst);
-        if state.down().is_some() && state.in_flight.load(Ordering::SeqCst) == 0 {
-            self.release();
-        }
+        let is_unused = state.down().is_some() && state.in_flight.load(Ordering::SeqCst) == 0;
+        if is_unused { self.lock().take() } else { None }
     }
 
-    /// Unmaps the slots. No kernel may use them any more.
-    pub fn release(&self) {
-        drop(self.lock().take());
-    }
-
-    pub fn lock(&self) -> MutexGuard<'_, Option<DevicePair>> {
+    pub fn lock(&self) -> MutexGuard<'_, Option<Aside<DevicePair>>> {
         self.pair.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -237,7 +232,7 @@ pub(crate) const ABANDONED: u32 = u32::MAX;
 pub(crate) struct Retired {
     /// Kept until the connection is closed: a late write of the peer lands in memory that nobody
     /// reads, and the memory goes when the peer cannot write any more.
-    pub channel: Channel<AnyEndpoint>,
+    pub channel: Aside<Channel<AnyEndpoint>>,
     pub reason: FailReason,
 }
 
@@ -246,7 +241,7 @@ pub(crate) struct Retired {
 pub(crate) struct Link {
     pub server: Arc<Server>,
     pub generation: u32,
-    pub channel: Channel<AnyEndpoint>,
+    pub channel: Aside<Channel<AnyEndpoint>>,
     pub state: Arc<LinkState>,
     pub liveness: Arc<Liveness>,
     /// Slots in GPU memory, of a device client's links.
@@ -268,7 +263,7 @@ impl Link {
     pub fn new(
         server: Arc<Server>,
         generation: u32,
-        channel: Channel<AnyEndpoint>,
+        channel: Aside<Channel<AnyEndpoint>>,
         state: Arc<LinkState>,
         liveness: Arc<Liveness>,
         device: Option<Arc<PairCell>>,
@@ -384,16 +379,98 @@ impl Link {
     /// Gives the slots to the connector, which closes the connection and then frees them.
     pub fn retire(self: Box<Self>, reason: FailReason) {
         let Self { channel, retire, .. } = *self;
-        // The connector may be gone: then so is the connection, and the slots go here.
+        // The connector may be gone, or no longer listen: then so is the connection, and the slots go aside.
         let _ = retire.send(Retired { channel, reason });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+    use std::thread::{self, ThreadId};
+    use std::time::Duration;
+
+    use kernels::abi::{self, DevicePtr, WAY_DIRECT};
     use kernels::gpu::Gpu;
+    use p2p_core::PostError;
+    use p2p_core::bootstrap::{DeviceSide, RemoteSlots};
 
     use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Slots whose memory goes when it is allowed to, and say which thread waited for that.
+    #[derive(Debug)]
+    struct Slow {
+        own: GpuBuffer,
+        waits: Arc<GpuBuffer>,
+        allowed: Mutex<mpsc::Receiver<()>>,
+        freed_by: mpsc::Sender<ThreadId>,
+    }
+
+    impl RemoteSlots for Slow {
+        fn own(&self) -> &GpuBuffer {
+            &self.own
+        }
+
+        fn link(&self) -> abi::Link {
+            abi::Link { window: self.own.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+        }
+
+        fn waits(&self) -> KernelWaits {
+            KernelWaits::new(Arc::clone(&self.waits))
+        }
+
+        fn show_life(&self, _: u64) -> Result<(), PostError> {
+            Ok(())
+        }
+
+        fn health(&self) -> Result<(), PostError> {
+            Ok(())
+        }
+    }
+
+    impl Drop for Slow {
+        fn drop(&mut self) {
+            let _ = self.allowed.get_mut().map(|allowed| allowed.recv_timeout(PATIENCE));
+            let _ = self.freed_by.send(thread::current().id());
+        }
+    }
+
+    #[test]
+    fn who_lets_go_of_slots_does_not_wait_for_kernels() {
+        let gpu = Gpu::open_emulated(0).expect("a GPU in software");
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("runtime");
+        // The end of a call, or of the last that knows them.
+        for is_dropped in [false, true] {
+            let (allow, allowed) = mpsc::channel();
+            let (freed_by, freed) = mpsc::channel();
+            let own = gpu.alloc(4096).expect("memory");
+            let waits = Arc::new(gpu.alloc_host(4096).expect("memory"));
+            let slow = Slow { own, waits, allowed: Mutex::new(allowed), freed_by };
+            let (own_slot_bytes, peer_slot_bytes) = (4096, 4096);
+            let gpu = gpu.clone();
+            let side = DeviceSide { gpu, own_slot_bytes, peer_slot_bytes, shape: Vec::new() };
+            let pair = DevicePair::remote(Box::new(slow), &side);
+            let state = LinkState::new(Some(&pair));
+            let cell = runtime.block_on(async { PairCell::new(pair) });
+            assert!(cell.take_if_unused(&state).is_none(), "the link is up");
+            assert!(state.enter());
+            state.set_down(Down::Closed);
+            assert!(cell.take_if_unused(&state).is_none(), "a call uses it");
+            assert!(cell.lock().as_ref().is_some_and(|pair| pair.own() != DevicePtr::NULL));
+            state.exit();
+            if is_dropped {
+                drop(cell);
+            } else {
+                drop(cell.take_if_unused(&state));
+                assert!(cell.lock().is_none(), "nobody is kept from looking");
+            }
+            assert_eq!(freed.try_recv(), Err(mpsc::TryRecvError::Empty));
+            allow.send(()).expect("it waits");
+            assert_ne!(freed.recv_timeout(PATIENCE).expect("freed"), thread::current().id());
+        }
+    }
 
     #[test]
     fn a_link_that_left_its_seat_ends_no_waits_for_the_next_one() {

@@ -198,7 +198,7 @@ impl Lane {
         self.is_changed = true;
     }
 
-    /// Takes a server out. Its connection ends; its slots go when no call uses them.
+    /// Takes a server out. Its connection ends; its slots go when no call uses them, and not by this thread.
     pub fn fail(&mut self, idx: usize, reason: FailReason, last: u64, shared: &Shared) {
         let Some(seat) = self.seats.get_mut(idx) else { return };
         let Some(link) = seat.link.take() else { return };
@@ -232,9 +232,6 @@ impl Lane {
             _ => Down::Closed,
         });
         link.state.leave_seat();
-        if let Some(device) = &link.device {
-            device.release_if_unused(&link.state);
-        }
         link.retire(reason);
     }
 
@@ -437,15 +434,13 @@ impl Lane {
 
     /// Lets every connection go.
     pub fn close(&mut self) {
-        for seat in &mut self.seats {
-            if let Some(link) = seat.link.take() {
-                link.state.set_down(Down::Left);
-                link.state.leave_seat();
-                if let Some(device) = &link.device {
-                    device.release_if_unused(&link.state);
-                }
-                link.retire(FailReason::Left);
-            }
+        // First the waits for all of them end: the memory of one may go only when kernels wait for no other.
+        for link in self.links() {
+            link.state.set_down(Down::Left);
+        }
+        for link in self.seats.iter_mut().filter_map(|seat| seat.link.take()) {
+            link.state.leave_seat();
+            link.retire(FailReason::Left);
         }
     }
 }
@@ -461,9 +456,7 @@ impl Used {
     /// The call's kernels have ended: slots that only waited for that go now.
     pub fn exit(self) {
         self.state.exit();
-        if self.state.down().is_some() {
-            self.device.release_if_unused(&self.state);
-        }
+        drop(self.device.take_if_unused(&self.state));
     }
 }
 

@@ -348,6 +348,11 @@ impl Drop for DeviceClient {
         // Kernels of calls that nobody finished may run at any time later, when the caller's stream gets
         // to them: what they use stays for good, and their waits end at once.
         let is_idle = self.slots.num_outstanding() == 0 && self.replaying.is_none();
+        if !is_idle {
+            for bit in 0..self.options.max_servers as u32 {
+                AbortBit { word: Arc::clone(&self.memory.abort), bit }.set();
+            }
+        }
         self.lane.close();
         if is_idle {
             // SAFETY: not used after this.
@@ -357,9 +362,6 @@ impl Drop for DeviceClient {
         tracing::warn!(
             "a device client is dropped with calls outstanding: their memory is not freed"
         );
-        for bit in 0..self.options.max_servers as u32 {
-            AbortBit { word: Arc::clone(&self.memory.abort), bit }.set();
-        }
         self.slots.keep_used();
         std::mem::forget(self.replaying.take());
     }
