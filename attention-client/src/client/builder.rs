@@ -386,6 +386,7 @@ impl MoeClientBuilder {
             metrics: ClientMetrics::new(&self.registry)?,
             observer: self.observer,
             commands: commands_tx,
+            places_freed: watch::Sender::new(0),
             model: self.model,
         });
         let control =

@@ -101,6 +101,8 @@ struct Connected {
 enum Ended {
     /// Connect again, after a pause.
     Again,
+    /// Connect again when places for servers have become free more often than this.
+    Full { freed: u64 },
     /// The server left, or the client goes.
     Over,
 }
@@ -133,8 +135,14 @@ impl Connector {
                     Ended::Again
                 }
             };
-            if matches!(ended, Ended::Over) {
-                break;
+            match ended {
+                Ended::Again => {}
+                // An attempt in vain would have the server drain its batches twice, for all its clients.
+                Ended::Full { freed } => tokio::select! {
+                    () = self.place_after(freed) => {}
+                    () = told(&mut leave) => break,
+                },
+                Ended::Over => break,
             }
             if since.elapsed() > STABLE {
                 pause = FIRST_PAUSE;
@@ -155,6 +163,13 @@ impl Connector {
             self.lane.gate.arrive();
             self.lane.news.announce();
         }
+    }
+
+    /// Completes when places for servers have become free more often than `freed`.
+    async fn place_after(&self, freed: u64) {
+        let mut places = self.shared.places_freed.subscribe();
+        // Fails only when the client goes.
+        let _ = places.wait_for(|now| *now != freed).await;
     }
 
     async fn connect(&self, generation: u32) -> Result<Connected, String> {
@@ -284,7 +299,7 @@ impl Connector {
     ) -> Ended {
         let closed = liveness.closed_now();
         liveness.close();
-        let Some(Retired { channel, reason }) = retired else {
+        let Some(Retired { channel, reason, turned_away }) = retired else {
             // The lane itself is gone.
             return Ended::Over;
         };
@@ -302,7 +317,7 @@ impl Connector {
             (FailReason::Closed | FailReason::Left, _) => {}
             (fault, _) => self.suspect(fault.name()),
         }
-        Ended::Again
+        turned_away.map_or(Ended::Again, |freed| Ended::Full { freed })
     }
 
     /// Lets a server that left answer what it has, then closes the connection.

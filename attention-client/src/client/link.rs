@@ -234,6 +234,8 @@ pub(crate) struct Retired {
     /// reads, and the memory goes when the peer cannot write any more.
     pub channel: Aside<Channel<AnyEndpoint>>,
     pub reason: FailReason,
+    /// If no place was free for the link, how often one had become free.
+    pub turned_away: Option<u64>,
 }
 
 /// One slot pair to one server, owned by one lane.
@@ -378,9 +380,19 @@ impl Link {
 
     /// Gives the slots to the connector, which closes the connection and then frees them.
     pub fn retire(self: Box<Self>, reason: FailReason) {
+        self.give_back(reason, None);
+    }
+
+    /// As [`retire`](Self::retire), where all places are taken: the connector comes back when more than `freed`
+    /// have become free.
+    pub fn turn_away(self: Box<Self>, freed: u64) {
+        self.give_back(FailReason::Left, Some(freed));
+    }
+
+    fn give_back(self: Box<Self>, reason: FailReason, turned_away: Option<u64>) {
         let Self { channel, retire, .. } = *self;
         // The connector may be gone, or no longer listen: then so is the connection, and the slots go aside.
-        let _ = retire.send(Retired { channel, reason });
+        let _ = retire.send(Retired { channel, reason, turned_away });
     }
 }
 

@@ -8,7 +8,7 @@ use arc_swap::ArcSwap;
 use p2p_core::bootstrap::DeviceSide;
 use p2p_core::{SlotConfig, SpinPolicy, Transports};
 use protocol::FrameGeometry;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::builder::{ClientModel, OnMissingExpert};
 use super::control::Command;
@@ -63,6 +63,8 @@ pub(crate) struct Shared {
     pub metrics: ClientMetrics,
     pub observer: Option<LayerObserver>,
     pub commands: mpsc::UnboundedSender<Command>,
+    /// How often a place for a server became free, where there is a limit on them.
+    pub places_freed: watch::Sender<u64>,
 }
 
 impl Shared {

@@ -184,7 +184,10 @@ impl Lane {
             };
             tracing::warn!(server = link.server.name(), detail, "a server is not used");
             link.server.note_error(detail);
-            link.retire(FailReason::Left);
+            match is_full {
+                true => link.turn_away(*shared.places_freed.borrow()),
+                false => link.retire(FailReason::Left),
+            }
             return;
         };
         let bit = AbortBit { word: Arc::clone(abort), bit: idx as u32 };
@@ -233,6 +236,7 @@ impl Lane {
         });
         link.state.leave_seat();
         link.retire(reason);
+        shared.places_freed.send_modify(|freed| *freed += 1);
     }
 
     /// Lets other replicas be asked first until `until`.

@@ -1,17 +1,18 @@
 //! Places for servers, fewer than one would like.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use attention_client::{DeviceClient, DeviceError};
 use control_api::PlacementTable;
+use expert_server::RunningServer;
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
 use crate::faults::{metric, until};
 use crate::graphs::{NUM_TOKENS, record};
 use crate::order::{Call, DTYPE, NEVER, beside_one_that_stands_still};
-use crate::rig::{Replicas, builder, soon};
+use crate::rig::{Fleet, Replicas, Tensors, builder, forward, options, soon};
 
 /// A client of one server that has no place for a second one.
 fn one_seat() -> Option<(Replicas, watch::Sender<Arc<PlacementTable>>, DeviceClient)> {
@@ -141,4 +142,50 @@ fn dispatches_do_not_wait_for_tables_on_their_way() {
         let pending = call.combine(client, &stream, handle);
         call.finish(client, &stream, pending, &mut replicas.local());
     }
+}
+
+/// Each attempt costs the server's other clients two pauses between their batches.
+#[test]
+fn a_server_for_which_there_is_no_place_is_left_alone_until_there_is_one() {
+    let mut rng = seeded("a_server_for_which_there_is_no_place_is_left_alone_until_there_is_one");
+    let Some(mut fleet) = Fleet::start(2, 2, DTYPE) else { return };
+    let mut settings = options(DTYPE);
+    settings.max_servers = 1;
+    let mut client = fleet.builder().build_device(fleet.gpu(), settings).expect("client");
+    client.wait_ready(Duration::from_secs(60)).expect("a server");
+    let num_opened = |fleet: &Fleet| -> Vec<u64> {
+        let servers = fleet.servers.iter().flatten();
+        servers
+            .map(|server| {
+                let text = server.render_metrics().expect("metrics");
+                let opened = "switchyard_server_links_opened_total ";
+                let line = text.lines().find_map(|line| line.strip_prefix(opened));
+                line.expect("the metric").parse().expect("a number")
+            })
+            .collect()
+    };
+    let (stream, tensors) = (client.gpu().stream().expect("stream"), Tensors::new(&client));
+    let mut call = |client: &mut DeviceClient, fleet: &Fleet| {
+        let request = Request::random(&mut rng, &fleet.model, NUM_TOKENS, 4);
+        forward(client, &stream, &tensors, &request, &mut fleet.local(), DTYPE)
+    };
+    // The one that came second is turned away when the client looks.
+    until("both were tried", || {
+        call(&mut client, &fleet);
+        num_opened(&fleet).iter().sum::<u64>() >= 2
+    });
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_secs(4) {
+        call(&mut client, &fleet);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(num_opened(&fleet), [1, 1]);
+    let is_used = |server: &RunningServer| server.num_links() == 1;
+    let used = fleet.servers.iter().flatten().position(is_used).expect("one is used");
+    fleet.stop(used);
+    until("the other one has the place", || {
+        client.wait_ready(Duration::from_secs(60)).expect("a server");
+        num_opened(&fleet) == [2]
+    });
+    call(&mut client, &fleet);
 }
