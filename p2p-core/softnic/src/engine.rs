@@ -137,7 +137,7 @@ impl Nic {
         } else if advance > 1 << 15 {
             violation = Some(Violation::Backwards { qpn, from: known, to: end });
             advance = 0;
-        } else if self.config.doorbell == DoorbellMode::Checked
+        } else if (self.config.is_strict || self.config.doorbell == DoorbellMode::Checked)
             && qp.has_record
             && record.wrapping_sub(end) > 1 << 15
         {

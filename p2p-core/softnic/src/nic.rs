@@ -27,7 +27,8 @@ use crate::port::{Peer, Port, PortAddress};
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NicConfig {
     /// Whether what no correct driver does takes the queue pair out of service. It is noted in
-    /// [`Nic::violations`] in any case.
+    /// [`Nic::violations`] in any case, a doorbell record that is behind the register only if this is set or
+    /// [`DoorbellMode::Checked`].
     pub is_strict: bool,
     /// What it goes by.
     pub doorbell: DoorbellMode,
