@@ -154,6 +154,11 @@ impl Nic {
                 let _ = register.compare_exchange(word, 0, Ordering::AcqRel, Ordering::Relaxed);
             }
             if self.note(violation) {
+                // What such a doorbell should have told of is in the record, if anywhere, so that it comes back
+                // flushed.
+                if advance == 0 && qp.has_record {
+                    qp.produced += announced(qp, record);
+                }
                 self.fail(qp);
             }
         }
@@ -302,6 +307,13 @@ const fn remote_address(operation: &Operation) -> u64 {
         | Operation::Read(remote, _)
         | Operation::Atomic(remote, ..) => remote.address,
     }
+}
+
+/// Blocks that the record announces beyond what is known, if that can be.
+fn announced(qp: &Qp, record: u16) -> u64 {
+    let advance = u64::from(record.wrapping_sub(qp.produced as u16));
+    let fits = qp.produced + advance - qp.reported <= u64::from(qp.depth);
+    if fits { advance } else { 0 }
 }
 
 fn read_block(qp: &Qp, position: u64) -> [u8; BLOCK_BYTES] {

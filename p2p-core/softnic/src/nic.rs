@@ -122,6 +122,11 @@ impl Nic {
     }
 
     /// What drivers did wrong so far.
+    ///
+    /// Completions tell of it where they can: a request that is wrong fails, and what a wrong doorbell should
+    /// have announced comes back flushed if the doorbell record announces it. Nobody else hears of a wrong
+    /// doorbell without such a record, or of a completion queue without room: their posters wait until their
+    /// bound.
     #[must_use]
     pub fn violations(&self) -> &[Violation] {
         &self.violations

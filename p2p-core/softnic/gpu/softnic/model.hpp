@@ -318,6 +318,12 @@ SOFTNIC_BOTH Verdict judge(const Queue& queue, const QueueState& state, const Re
     return verdict;
 }
 
+// Blocks that the record announces beyond what is known, if that can be.
+SOFTNIC_BOTH uint32_t announced(const Queue& queue, const QueueState& state, uint32_t record) {
+    const uint32_t advance = (swap(record) - static_cast<uint32_t>(state.produced)) & 0xffff;
+    return state.produced + advance - state.reported <= queue.sq_depth ? advance : 0;
+}
+
 // Takes what the register says, `record` being the send word of the doorbell record, read after it: as
 // hardware does that recovers from a lost doorbell. What is wrong with it, if anything.
 SOFTNIC_BOTH Violation take_doorbell(const Queue& queue, QueueState& state, uint64_t word,
@@ -339,6 +345,9 @@ SOFTNIC_BOTH Violation take_doorbell(const Queue& queue, QueueState& state, uint
             violation = {qpn != queue.qpn ? kQueuePair : kBackwards, queue.qpn, state.produced,
                          qpn != queue.qpn ? qpn : end};
         state.is_error = 1;
+        // What such a doorbell should have told of is in the record, if anywhere, so that it comes back flushed.
+        if (queue.has_record)
+            state.produced += announced(queue, state, record);
         return violation;
     }
     const uint32_t known = swap(record) & 0xffff;

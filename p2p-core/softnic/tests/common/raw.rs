@@ -64,10 +64,14 @@ impl Raw {
 
     /// Tells of everything written.
     pub fn ring(&self) {
-        let record = (self.posted & 0xffff) as u32;
+        self.ring_as(self.handle.qpn, self.posted, self.posted);
+    }
+
+    /// Tells of blocks of a queue pair up to `end`, and in the record up to `record`.
+    pub fn ring_as(&self, qpn: u32, end: u64, record: u64) {
+        let record = (record & 0xffff) as u32;
         word32(self.handle.dbrec + 4).store(record.to_be(), Ordering::Release);
-        let word = doorbell_word(self.handle.qpn, self.posted);
-        word64(self.handle.doorbell).store(word, Ordering::Release);
+        word64(self.handle.doorbell).store(doorbell_word(qpn, end), Ordering::Release);
     }
 
     /// The next completion of a ring, if it is there.

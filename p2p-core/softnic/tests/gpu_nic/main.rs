@@ -9,6 +9,7 @@ mod common;
 mod faults;
 mod processes;
 mod requests;
+mod violations;
 mod world;
 
 use std::sync::atomic::Ordering;
