@@ -2,7 +2,7 @@
 // backend that drives copy engines (copy_nic.hpp) share, for GPUs and processors. The bytes are those that a
 // ConnectX would read; what no correct driver does is noted and takes the queue pair out of service.
 //
-// Syndromes and memory are those of the model in Rust (p2p-core/softnic/src); tests/gpu_model.rs
+// Syndromes and memory are those of the model in Rust (p2p-core/softnic/src); tests/gpu_nic
 // compares the two over random requests. Gathers of several pieces, requests of more than one block and
 // masked compare-and-swap are left to that model: no device function builds them.
 #pragma once
