@@ -380,7 +380,11 @@ fn layers_through_servers_on_gpus_are_measured_with_clients_that_share_them() {
     let report = bench_on_gpus(&["--clients", "2", "--servers", "2"]);
     let row = &report["rows"][0];
     let number = |name: &str| row[name].as_f64().unwrap_or_else(|| panic!("{name} of {row}"));
-    assert!(number("layer_us_p50") > 0.0 && number("compute_us") > 0.0, "{row}");
+    assert!(number("compute_us") > 0.0 && number("server_us") > 0.0, "{row}");
+    for (part, ratio) in [("compute_us", "ratio"), ("server_us", "server_ratio")] {
+        let expected = number("layer_us_p50") / number(part);
+        assert!((number(ratio) / expected - 1.0).abs() < 1e-6, "{row}");
+    }
     let per_batch = number("clients_per_batch");
     assert!((1.0..=2.0).contains(&per_batch), "{row}");
     assert_eq!(row["clients"].as_array().map(Vec::len), Some(2), "{row}");

@@ -45,10 +45,14 @@ struct Row {
     clients: Vec<Measured>,
     /// Median over the clients.
     layer_us_p50: f64,
-    /// Mean of a batch's time from its reception to its answer, of the slowest server.
+    /// Median of the time that a batch's experts take alone, of the slowest server.
     compute_us: f64,
     /// Layer time over that.
     ratio: f64,
+    /// Median of a batch's time from its reception to its last answer, of the slowest server.
+    server_us: f64,
+    /// Layer time over that.
+    server_ratio: f64,
     /// Mean wait of a batch since its first frame was seen, of the server that waits longest.
     gather_us: f64,
     tokens_per_s: f64,
@@ -316,13 +320,18 @@ impl Bench<'_> {
         }
         let clients =
             self.measure(&addrs, &replicas, wish.clients, tokens, wish.seconds, || Ok(()))?;
-        let (mut compute_us, mut gather_us, mut batched) = (0.0f64, 0.0f64, Vec::new());
+        let (mut compute_us, mut server_us, mut gather_us) = (0.0f64, 0.0f64, 0.0f64);
+        let mut batched = Vec::new();
         for (worker, _) in servers.iter_mut() {
             let stats: Counted = serde_json::from_value(worker.ask("stats")?)?;
             let batches = stats.batches.max(1.0);
-            compute_us = compute_us.max(stats.compute_seconds / batches * 1e6);
+            compute_us = compute_us.max(stats.compute_us);
+            server_us = server_us.max(stats.server_us);
             gather_us = gather_us.max(stats.gather_seconds / batches * 1e6);
             batched.push(stats.batch_clients / batches);
+        }
+        if compute_us == 0.0 {
+            bail!("no batch was timed as far as its experts: expected some in more --seconds");
         }
         let mut medians: Vec<f64> = clients.iter().map(|client| client.layer_us_p50).collect();
         let layer_us_p50 = percentile(&mut medians, 0.5);
@@ -332,6 +341,8 @@ impl Bench<'_> {
             layer_us_p50,
             compute_us,
             ratio: layer_us_p50 / compute_us,
+            server_us,
+            server_ratio: layer_us_p50 / server_us.max(f64::MIN_POSITIVE),
             gather_us,
             tokens_per_s,
             clients_per_batch: batched.iter().sum::<f64>() / batched.len() as f64,
@@ -400,10 +411,12 @@ fn print_report(report: &Report) {
     );
     if !report.rows.is_empty() {
         outln!(
-            "{:>6} {:>10} {:>10} {:>7} {:>12} {:>14} {:>10} {:>6}",
+            "{:>6} {:>10} {:>10} {:>7} {:>10} {:>7} {:>12} {:>14} {:>10} {:>6}",
             "tokens",
             "layer µs",
-            "compute µs",
+            "experts µs",
+            "ratio",
+            "server µs",
             "ratio",
             "tokens/s",
             "clients/batch",
@@ -413,11 +426,13 @@ fn print_report(report: &Report) {
     }
     for row in &report.rows {
         outln!(
-            "{:>6} {:>10.1} {:>10.1} {:>7.3} {:>12.0} {:>14.2} {:>10.1} {:>6}",
+            "{:>6} {:>10.1} {:>10.1} {:>7.3} {:>10.1} {:>7.3} {:>12.0} {:>14.2} {:>10.1} {:>6}",
             row.tokens,
             row.layer_us_p50,
             row.compute_us,
             row.ratio,
+            row.server_us,
+            row.server_ratio,
             row.tokens_per_s,
             row.clients_per_batch,
             row.gather_us,
