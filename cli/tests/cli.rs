@@ -443,6 +443,17 @@ fn measurements_begin_at_the_gpu_that_is_named() {
 }
 
 #[test]
+fn puts_between_gpus_are_medians_of_enough_launches() {
+    let bench = ["bench", "p2p", "--device", "emulated:0", "--max-bytes", "16", "--json"];
+    let output = run(&[&bench[..], &["--iterations", "2"]].concat(), &[]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{text}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(report[0]["launches"].as_u64().is_some_and(|launches| launches >= 21), "{report}");
+    assert_eq!(report[0]["rows"].as_array().map(Vec::len), Some(3), "{report}");
+}
+
+#[test]
 fn killing_one_of_two_gpu_servers_under_load_loses_nothing() {
     let report = bench_on_gpus(&["--servers", "2", "--kill"]);
     let killed = &report["killed"];

@@ -110,6 +110,25 @@ fn every_pair_of_gpus_in_software_exchanges_whole_messages() {
 }
 
 #[test]
+fn rates_of_large_messages_are_compared_with_that_of_stores() {
+    let config = DeviceBenchConfig {
+        senders: 1,
+        receivers: 2,
+        min_bytes: 512 << 10,
+        max_bytes: 1 << 20,
+        first: "emulated:0".parse().unwrap(),
+        launches: 2,
+        turns: 2,
+    };
+    let report = run_device(&config, &program(), |_| {}).unwrap();
+    assert_eq!(report.launches, 2);
+    let [small, large] = report.rows[..] else { panic!("{report:?}") };
+    assert_eq!(small.of_store_rate, None);
+    assert_eq!(large.of_store_rate, Some(large.gb_per_s_per_link / report.store_gb_per_s));
+    assert!(large.of_store_rate.is_some_and(|share| share > 0.0 && share.is_finite()));
+}
+
+#[test]
 fn sizes_that_kernels_cannot_put_are_refused() {
     let config = DeviceBenchConfig {
         senders: 1,

@@ -51,6 +51,8 @@ pub struct DeviceReport {
     pub store_gb_per_s: f64,
     /// Bytes of the messages that `store_gb_per_s` was measured with.
     pub store_bytes: usize,
+    /// Launches per size and pattern: what times are medians of.
+    pub launches: usize,
     /// Bytes compared, and found right.
     pub verified_bytes: u64,
     /// One row per size.
@@ -74,6 +76,9 @@ pub struct DeviceRow {
     pub gb_per_s: f64,
     /// Payload over the busiest process's link, in 10^9 bytes per second.
     pub gb_per_s_per_link: f64,
+    /// That over the rate of stores from one sender to one receiver, measured in the same run. Of messages of
+    /// 1 MiB at least, whose flags take next to nothing.
+    pub of_store_rate: Option<f64>,
 }
 
 /// Runs the benchmark, and shows every row to `progress` as soon as it is there.
@@ -135,6 +140,7 @@ pub fn run_device(
                 one_way_us_p99: percentile(&mut times, 0.99) / turns / 2.0,
                 gb_per_s: 0.0,
                 gb_per_s_per_link: 0.0,
+                of_store_rate: None,
             }),
             Pattern::Stream => {
                 let pairs = config.senders * config.receivers;
@@ -142,6 +148,9 @@ pub fn run_device(
                     row.gb_per_s = payload * pairs as f64 / p50 / 1e3;
                     row.gb_per_s_per_link =
                         row.gb_per_s / config.senders.min(config.receivers) as f64;
+                    // Stores are the first phase of all.
+                    row.of_store_rate = (row.bytes >= BANDWIDTH_BYTES)
+                        .then_some(row.gb_per_s_per_link / store_gb_per_s);
                     progress(row);
                 }
             }
@@ -155,6 +164,7 @@ pub fn run_device(
         first: config.first.to_string(),
         store_gb_per_s,
         store_bytes: config.store_bytes(),
+        launches: config.launches,
         verified_bytes: verified as u64,
         rows,
     })
@@ -537,6 +547,8 @@ const JOB_VARIABLE: &str = "SWITCHYARD_P2P_DEVICE_BENCH_JOB";
 const HOST_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const PATIENCE: Duration = Duration::from_secs(60);
 const POISON: u8 = 0xff;
+/// Messages from which on bandwidth counts, and not the time of a flag.
+const BANDWIDTH_BYTES: usize = 1 << 20;
 /// 32 times by peer, then the error word.
 const ERROR_AT: u64 = 256;
 const RESULT_BYTES: u64 = 512;

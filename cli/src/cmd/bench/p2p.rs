@@ -270,29 +270,31 @@ fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCo
             min_bytes: args.min_bytes,
             max_bytes: args.max_bytes,
             first,
-            launches: 11,
+            launches: LAUNCHES,
             turns: args.iterations,
         };
         if !global.json {
             outln!("{senders} senders → {receivers} receivers, a GPU each, from {first} on");
             outln!(
-                "{:>9} {:>14} {:>14} {:>10} {:>10}",
+                "{:>9} {:>14} {:>14} {:>10} {:>10} {:>10}",
                 "bytes",
                 "one way µs p50",
                 "p99",
                 "GB/s",
-                "per link"
+                "per link",
+                "of stores"
             );
         }
         let report = run_device(&config, &program, |row: &DeviceRow| {
             if !global.json {
                 outln!(
-                    "{:>9} {:>14.3} {:>14.3} {:>10.2} {:>10.2}",
+                    "{:>9} {:>14.3} {:>14.3} {:>10.2} {:>10.2} {:>10}",
                     row.bytes,
                     row.one_way_us_p50,
                     row.one_way_us_p99,
                     row.gb_per_s,
-                    row.gb_per_s_per_link
+                    row.gb_per_s_per_link,
+                    row.of_store_rate.map_or_else(String::new, |share| format!("{share:.3}"))
                 );
             }
         })?;
@@ -314,6 +316,8 @@ fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCo
 
 #[cfg(feature = "verbs")]
 const VERBS_CONFIG_VARIABLE: &str = "SWITCHYARD_VERBS_CONFIG";
+/// Of a size and pattern on GPUs: what medians are of.
+const LAUNCHES: usize = 21;
 /// Identifiers of flags.
 const NOT_OF_GPUS: &[&str] =
     &["slot_bytes", "slot_frames", "transport", "verbs_config", "no_pin", "seed"];
