@@ -402,6 +402,7 @@ fn flags_that_would_do_nothing_are_refused_and_variables_for_others_are_not() {
         (&["--peer-transport", "a=shm"], "--peer-transport would do nothing with --device"),
         (&["--wire-dtype", "f32"], "expected bf16 or fp8"),
         (&["--servers", "2", "--kill", "--clients", "2"], "--clients would do nothing with --kill"),
+        (&["--servers", "2", "--kills", "3"], "--kills would do nothing without --kill"),
         (&["--servers", "2", "--kill", "--tokens", "1,2"], "one number of --tokens"),
     ] {
         let output = run(&[&on_gpus[..], flags].concat(), &[]);
@@ -455,8 +456,10 @@ fn puts_between_gpus_are_medians_of_enough_launches() {
 
 #[test]
 fn killing_one_of_two_gpu_servers_under_load_loses_nothing() {
-    let report = bench_on_gpus(&["--servers", "2", "--kill"]);
+    let report = bench_on_gpus(&["--servers", "2", "--kill", "--kills", "2"]);
     let killed = &report["killed"];
+    assert_eq!(killed["stalls_us"].as_array().map(Vec::len), Some(2), "{killed}");
+    assert!(killed["stall_us_p50"].as_f64() <= killed["stall_us"].as_f64(), "{killed}");
     assert_eq!(killed["wrong"].as_u64(), Some(0), "{killed}");
     assert!(killed["after_calls_per_s"].as_f64().is_some_and(|rate| rate > 0.0), "{killed}");
     assert_eq!(killed["one_server"].as_array().map(Vec::len), Some(2), "{killed}");

@@ -59,6 +59,15 @@ pub struct Args {
     /// Lets all servers hold every expert and kills one of them under the load of one client, with --device.
     #[arg(long, env = "SWITCHYARD_KILL", value_parser = clap::builder::FalseyValueParser::new())]
     kill: bool,
+    /// Times that a server is killed, each in a run of its own, with --kill: stalls are their median and the
+    /// longest.
+    #[arg(
+        long,
+        env = "SWITCHYARD_KILLS",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u64).range(1..=100)
+    )]
+    kills: u64,
     /// Longest time that a batch waits for further clients, with --device; the servers' default without.
     #[arg(
         long,
@@ -97,6 +106,8 @@ impl Args {
             (named(&ONLY_ON_GPUS)?, "without --device cuda")
         } else if let Some(flag) = named(&NOT_ON_GPUS) {
             (flag, "with --device")
+        } else if !is_kill && is_written("kills") {
+            ("kills", "without --kill")
         } else if is_kill && is_written("clients") {
             ("clients", "with --kill, which has one client")
         } else {
@@ -276,7 +287,7 @@ fn on_device(global: &Global, args: &Args, device: DeviceName) -> Result<ExitCod
             seconds: args.seconds,
             seed: args.seed,
             dtype,
-            kill: args.kill,
+            kills: if args.kill { args.kills as usize } else { 0 },
             transport: args.client.transport.clone(),
             gather_us: args.device_gather_us,
         },
@@ -501,7 +512,7 @@ const MAX_PEERS: usize = 8;
 const MAX_TOKENS: usize = 1 << 14;
 const MAX_SECONDS: f64 = 3600.0;
 /// Identifiers of flags.
-const ONLY_ON_GPUS: [&str; 3] = ["clients", "kill", "device_gather_us"];
+const ONLY_ON_GPUS: [&str; 4] = ["clients", "kill", "kills", "device_gather_us"];
 const NOT_ON_GPUS: [&str; 7] = [
     "threads",
     "model",

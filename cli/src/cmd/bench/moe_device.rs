@@ -2,6 +2,7 @@
 //! server makes in its GPU's memory. Every client and server is a process of its own where there is a GPU
 //! for each; otherwise they are threads: servers share the first GPUs, clients the last one.
 
+mod killed;
 mod roles;
 mod tensors;
 mod worker;
@@ -18,6 +19,7 @@ use serde::Serialize;
 
 use crate::cmd::TransportArgs;
 use crate::{Global, ui};
+use killed::Killed;
 use roles::{Client, Counted, Measured, Part, Role, Server};
 use tensors::Shapes;
 use worker::{PATIENCE, Pipes, Worker};
@@ -33,10 +35,17 @@ pub(super) struct Wish {
     pub seconds: f64,
     pub seed: u64,
     pub dtype: WireDtype,
-    pub kill: bool,
+    /// Times that a server is killed; 0 measures layers.
+    pub kills: usize,
     pub transport: TransportArgs,
     /// Longest wait of a batch for further clients; the servers' default without.
     pub gather_us: Option<u64>,
+}
+
+impl Wish {
+    const fn is_kill(&self) -> bool {
+        self.kills > 0
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -60,27 +69,6 @@ struct Row {
     clients_per_batch: f64,
     /// Tokens per second beside those of one client alone.
     gain: Option<f64>,
-}
-
-#[derive(Debug, Serialize)]
-struct Killed {
-    tokens: usize,
-    /// One server of the two alone, in runs of their own before and after the other.
-    one_server: [Measured; 2],
-    /// With both, until one was killed, and after.
-    with_kill: Measured,
-    /// Mean calls per second with one server.
-    one_server_calls_per_s: f64,
-    /// After the other was killed.
-    after_calls_per_s: f64,
-    ratio: f64,
-    /// Of the second run with one server alone to the first: what is noise.
-    one_server_ratio: f64,
-    /// Longest call beyond the median.
-    stall_us: f64,
-    failovers: u32,
-    resent_pairs: u64,
-    wrong: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -129,15 +117,15 @@ pub(super) fn run(global: &Global, wish: &Wish) -> Result<ExitCode> {
         slot_bytes: 2 * (most + 1) * (config.hidden * 2 + config.hidden / 32 + 256) + (64 << 10),
         num_gpus,
         // A thread cannot be killed.
-        has_threads: wish.servers + wish.clients > num_gpus && !wish.kill,
+        has_threads: wish.servers + wish.clients > num_gpus && !wish.is_kill(),
     };
-    if num_gpus == 1 && !wish.kill {
+    if num_gpus == 1 && !wish.is_kill() {
         bail!(
             "one GPU: clients and servers need one each at least, or the ones' kernels keep the others waiting"
         );
     }
     let mut rows = Vec::new();
-    let killed = if wish.kill {
+    let killed = if wish.is_kill() {
         Some(bench.kill(most)?)
     } else {
         let mut servers = bench.start_servers(1)?;
@@ -146,7 +134,7 @@ pub(super) fn run(global: &Global, wish: &Wish) -> Result<ExitCode> {
         }
         None
     };
-    let num_clients = if wish.kill { 1 } else { wish.clients };
+    let num_clients = if wish.is_kill() { 1 } else { wish.clients };
     let report = Report {
         preset: wish.preset.name().to_owned(),
         device: wish.device.to_string(),
@@ -192,7 +180,7 @@ impl Bench<'_> {
     /// GPUs of the servers; those behind are the clients'. Processes that are to die have no GPU in common
     /// with their replicas; a client may have the first one's, which is the one that dies.
     fn server_gpus(&self) -> usize {
-        let kept = usize::from(!self.wish.kill);
+        let kept = usize::from(!self.wish.is_kill());
         self.wish.servers.min(self.num_gpus.saturating_sub(kept)).max(1)
     }
 
@@ -247,26 +235,21 @@ impl Bench<'_> {
         self.part(self.client_gpu(client), if self.has_threads { CLIENT_BLOCKS } else { 0 })
     }
 
+    fn start_server(&self, server: usize, replicas: &[Vec<u32>]) -> Result<Worker> {
+        let holds = |expert: &u32| replicas[*expert as usize].contains(&(server as u32));
+        self.start(Role::Server(Server {
+            part: self.server_part(server),
+            experts: (0..self.num_experts).filter(holds).collect(),
+            gather_us: self.wish.gather_us,
+        }))
+    }
+
     fn start_servers(&self, copies: usize) -> Result<Vec<(Worker, String)>> {
         let replicas = self.replicas(copies);
-        let started: Vec<Worker> = (0..self.wish.servers)
-            .map(|server| {
-                let holds = |expert: &u32| replicas[*expert as usize].contains(&(server as u32));
-                self.start(Role::Server(Server {
-                    part: self.server_part(server),
-                    experts: (0..self.num_experts).filter(holds).collect(),
-                    gather_us: self.wish.gather_us,
-                }))
-            })
-            .collect::<Result<_>>()?;
-        started
-            .into_iter()
-            .map(|mut worker| {
-                let addr =
-                    worker.hear(PATIENCE)?["addr"].as_str().context("no address")?.to_owned();
-                Ok((worker, addr))
-            })
-            .collect()
+        let servers = 0..self.wish.servers;
+        let started = servers.map(|server| self.start_server(server, &replicas));
+        let started: Vec<Worker> = started.collect::<Result<_>>()?;
+        started.into_iter().map(with_addr).collect()
     }
 
     /// Clients of `servers`, which all begin together. `during` runs meanwhile.
@@ -288,7 +271,7 @@ impl Bench<'_> {
                     tokens,
                     seconds,
                     seed: self.wish.seed + client as u64,
-                    checks: self.wish.kill,
+                    checks: self.wish.is_kill(),
                 }))
             })
             .collect::<Result<_>>()?;
@@ -351,43 +334,43 @@ impl Bench<'_> {
         })
     }
 
-    /// Two servers that replicate each other, one of which dies in the middle of the run.
+    /// Servers that replicate each other, one of which dies in the middle of each run.
     fn kill(&self, tokens: usize) -> Result<Killed> {
         let wish = self.wish;
-        let copies = wish.servers;
-        let mut servers = self.start_servers(copies)?;
-        let addrs: Vec<String> = servers.iter().map(|(_, addr)| addr.clone()).collect();
+        let mut servers = self.start_servers(wish.servers)?;
         let only: Vec<Vec<u32>> = vec![vec![0]; self.num_experts as usize];
-        let last = &addrs[addrs.len() - 1..];
-        let alone = || -> Result<Measured> {
-            let measured = self.measure(last, &only, 1, tokens, wish.seconds, || Ok(()))?;
+        let last = servers[servers.len() - 1].1.clone();
+        let measure_one = |addrs: &[String],
+                           replicas: &[Vec<u32>],
+                           seconds,
+                           during: &mut dyn FnMut() -> Result<()>| {
+            let measured = self.measure(addrs, replicas, 1, tokens, seconds, during)?;
             measured.into_iter().next().context("no client")
         };
+        let alone =
+            || measure_one(std::slice::from_ref(&last), &only, wish.seconds, &mut || Ok(()));
         let before = alone()?;
-        let replicas = self.replicas(copies);
-        let (mut victim, _) = servers.remove(0);
-        let measured = self.measure(&addrs, &replicas, 1, tokens, wish.seconds * 3.0, || {
-            std::thread::sleep(Duration::from_secs_f64(wish.seconds * 1.5));
-            victim.kill()
-        })?;
-        let with_kill = measured.into_iter().next().context("no client")?;
-        let one_server = [before, alone()?];
-        let rates = [one_server[0].calls_per_s, one_server[1].calls_per_s];
-        let one_server_calls_per_s = (rates[0] + rates[1]) / 2.0;
-        Ok(Killed {
-            tokens,
-            one_server_calls_per_s,
-            after_calls_per_s: with_kill.late_calls_per_s,
-            ratio: with_kill.late_calls_per_s / one_server_calls_per_s,
-            one_server_ratio: rates[1] / rates[0],
-            stall_us: with_kill.layer_us_max - with_kill.layer_us_p50,
-            failovers: with_kill.failovers,
-            resent_pairs: with_kill.resent_pairs,
-            wrong: with_kill.wrong + one_server.iter().map(|alone| alone.wrong).sum::<usize>(),
-            one_server,
-            with_kill,
-        })
+        let replicas = self.replicas(wish.servers);
+        let mut runs = Vec::with_capacity(wish.kills);
+        for run in 0..wish.kills {
+            if run > 0 {
+                servers[0] = with_addr(self.start_server(0, &replicas)?)?;
+            }
+            let addrs: Vec<String> = servers.iter().map(|(_, addr)| addr.clone()).collect();
+            let victim = &mut servers[0].0;
+            runs.push(measure_one(&addrs, &replicas, wish.seconds * 3.0, &mut || {
+                std::thread::sleep(Duration::from_secs_f64(wish.seconds * 1.5));
+                victim.kill()
+            })?);
+        }
+        Killed::of(tokens, [before, alone()?], runs)
     }
+}
+
+/// A server that was started, with where clients connect.
+fn with_addr(mut worker: Worker) -> Result<(Worker, String)> {
+    let addr = worker.hear(PATIENCE)?["addr"].as_str().context("no address")?.to_owned();
+    Ok((worker, addr))
 }
 
 fn percentile(values: &mut [f64], share: f64) -> f64 {
@@ -441,9 +424,11 @@ fn print_report(report: &Report) {
     }
     if let Some(killed) = &report.killed {
         outln!(
-            "killed one of {} replicas at {} tokens: stall {:.2} ms, {} failover(s), {} pairs sent again, {} wrong; afterwards {:.1} calls/s, {:.1} % of one server alone (whose two runs differ by {:.1} %)",
+            "killed one of {} replicas at {} tokens, {} time(s): stall {:.2} ms, {:.2} ms at most, {} failover(s), {} pairs sent again, {} wrong; afterwards {:.1} calls/s, {:.1} % of one server alone (whose two runs differ by {:.1} %)",
             report.servers,
             killed.tokens,
+            killed.stalls_us.len(),
+            killed.stall_us_p50 * 1e-3,
             killed.stall_us * 1e-3,
             killed.failovers,
             killed.resent_pairs,

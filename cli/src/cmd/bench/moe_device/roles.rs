@@ -106,6 +106,13 @@ pub(super) struct Measured {
     pub wrong: usize,
 }
 
+impl Measured {
+    /// The longest call beyond the median.
+    pub(super) fn stall_us(&self) -> f64 {
+        self.layer_us_max - self.layer_us_p50
+    }
+}
+
 impl Role {
     pub(super) fn play(self, wire: &mut dyn Wire) -> Result<()> {
         match self {
