@@ -106,6 +106,7 @@ impl Host {
             Err(error) => {
                 // It was accepted a moment ago; by now the server drains.
                 tracing::info!(%remote_addr, %error, "a client came too late");
+                tokio::task::spawn_blocking(move || drop((channel, device)));
                 return;
             }
         };
@@ -137,8 +138,12 @@ impl Host {
             drop(note);
             if let Some(ended) = ended {
                 tracing::debug!(link = %id, reason = ended.reason.name(), "a link ended");
-                // A proxy posts on for a moment, and a GPU may have to end a kernel.
-                tokio::task::spawn_blocking(move || drop(ended));
+                // A proxy posts on for a moment, and a GPU may have to end a kernel. Whoever gets the client's
+                // place finds the memory free.
+                tokio::task::spawn_blocking(move || {
+                    drop(ended);
+                    drop(liveness);
+                });
             }
         });
     }

@@ -1,10 +1,11 @@
 //! Whole servers: handshake, health, drain, and errors that say what to do.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, StartError, Ticket};
 use p2p_core::bootstrap::{ConnectConfig, ConnectError, Connection, PeerHello, connect};
-use p2p_core::{AnyEndpoint, SlotConfig};
+use p2p_core::{AnyEndpoint, RejectCode, SlotConfig, TransportKind, Transports};
 use protocol::{ClientHello, ModelShape, ServerHello, WireDtype};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -12,6 +13,7 @@ use tokio::net::TcpStream;
 use crate::common::{
     PATIENCE, Reference, Request, TestClient, metric, seeded, start_server, tiny_moe,
 };
+use crate::stand_in::StandIn;
 
 fn hello(shape: ModelShape, client_id: u64) -> PeerHello {
     let (dtype, response_dtype) = (WireDtype::F32, WireDtype::F32);
@@ -292,4 +294,54 @@ fn data_thread_ns() -> u64 {
         is_data.then(|| stat.split(' ').next()?.parse::<u64>().ok()).flatten()
     });
     cpu.sum()
+}
+
+/// Who comes next is let in when there is memory for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_place_of_a_client_is_free_when_its_memory_is() {
+    let kind = TransportKind::Verbs;
+    let network = || {
+        let network = StandIn::new(kind, "slow-to-end");
+        network.filter_next(0);
+        network
+    };
+    let (near, far) = (network(), network());
+    let transports = |network: &Arc<StandIn>| Transports {
+        kinds: vec![kind],
+        networks: vec![Arc::clone(network) as _],
+        ..Transports::default()
+    };
+    let server = start_server("alpha", ExpertSelection::All, |config| {
+        config.transports = transports(&far);
+        config.limits.max_links = 1;
+    })
+    .await;
+    let shape = Reference::open().shape;
+    let join = async |id| {
+        let Transports { kinds: transports, networks, .. } = transports(&near);
+        let config = ConnectConfig { transports, networks, ..ConnectConfig::default() };
+        connect(server.data_addr(), hello(shape, id), config).await
+    };
+    let is_full = |error: &ConnectError| error.reject().map(|r| r.code) == Some(RejectCode::FULL);
+    let first = join(1).await.expect("connected");
+    far.hold_ends(true);
+    drop(first);
+    eventually_async("its memory goes", || far.ends() != (0, 0)).await;
+    assert_eq!(server.num_links(), 0);
+    assert!(is_full(&join(2).await.expect_err("its place is taken")));
+    assert_eq!(far.ends(), (1, 0), "it was not waited for");
+    far.hold_ends(false);
+    let until = Instant::now() + PATIENCE;
+    while let Err(error) = join(2).await {
+        assert!(is_full(&error) && Instant::now() < until, "{error}");
+    }
+    server.shutdown().await;
+}
+
+async fn eventually_async(what: &str, is_so: impl Fn() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "not in time: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }

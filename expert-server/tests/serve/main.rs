@@ -3,6 +3,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
+mod stand_in;
 
 mod fleet;
 mod hostile;
