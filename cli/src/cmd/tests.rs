@@ -43,6 +43,20 @@ fn options_of_transports_reach_children() {
     survive::<TransportArgs>(|given| given.to_args(&given.transport));
 }
 
+/// Its server would drop all clients over networks before that.
+#[cfg(feature = "ibgda")]
+#[test]
+fn kernels_wait_for_no_queue_longer_than_a_batch_may_take() {
+    let parse = |limit: &str| {
+        let command = clap::Command::new("child").no_binary_name(true);
+        let command = <TransportArgs as clap::Args>::augment_args(command);
+        command.try_get_matches_from(["--ibgda-wait-limit-ms", limit]).map(drop)
+    };
+    for (limit, is_good) in [("1", true), ("9000", true), ("9001", false), ("0", false)] {
+        assert_eq!(parse(limit).is_ok(), is_good, "{limit} ms");
+    }
+}
+
 #[test]
 fn options_of_slots_reach_children() {
     survive::<SlotArgs>(SlotArgs::to_args);
