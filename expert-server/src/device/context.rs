@@ -9,12 +9,13 @@ use kernels::abi::{
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Stream};
 
 use super::plan::DevicePlan;
+use super::recent::Recent;
 
 /// Memory and graphs of one batch.
 #[derive(Debug)]
 pub(super) struct Context {
     // Graphs go before what they use.
-    graphs: Vec<(GraphKey, Graph)>,
+    graphs: Recent<GraphKey, Graph>,
     /// The batch is known, and is being computed.
     pub(super) received: Event,
     /// The outputs of all experts are there, of batches that are timed so far.
@@ -66,7 +67,7 @@ impl Context {
         let (lists, _) = plan.geometry.lists_at(base, plan.num_experts, plan.max_rows);
         let [rows, activation, expert_out] = plan.scratch_bytes();
         Ok(Self {
-            graphs: Vec::new(),
+            graphs: Recent::new(MAX_GRAPHS),
             received: gpu.event()?,
             computed: gpu.event()?,
             answered: gpu.event()?,
@@ -98,20 +99,17 @@ impl Context {
             // SAFETY: page-locked memory of this size; the last batch that read it has ended.
             unsafe { host.cast::<Gather>().write_volatile(gather) };
         }
-        let known = self.graphs.iter().position(|(of, _)| *of == key);
         let start = Instant::now();
-        let (idx, recorded_in) = match known {
-            Some(idx) => (idx, None),
-            None => {
-                let graph = self.record(gpu, recorder, plan, shared, key)?;
-                if self.graphs.len() >= MAX_GRAPHS {
-                    self.graphs.remove(0);
-                }
-                self.graphs.push((key, graph));
-                (self.graphs.len() - 1, Some(start.elapsed()))
-            }
+        let recorded_in = if self.graphs.renew(&key) {
+            None
+        } else {
+            let graph = self.record(gpu, recorder, plan, shared, key)?;
+            self.graphs.push(key, graph);
+            Some(start.elapsed())
         };
-        stream.replay(&self.graphs[idx].1)?;
+        if let Some(graph) = self.graphs.newest() {
+            stream.replay(graph)?;
+        }
         self.times_experts = key.times_experts;
         self.launched_at = Some(Instant::now());
         stream.record(&self.ended)?;
@@ -261,8 +259,9 @@ fn state_offset(plan: &DevicePlan) -> u64 {
 
 /// Longest wait of a batch for its first frame: what joining and leaving clients may have to wait for.
 const IDLE_WAIT_NS: u64 = 2_000_000;
-/// Graphs kept; one more takes the place of the oldest.
-const MAX_GRAPHS: usize = 32;
+/// Graphs kept: as many as there are numbers of clients and buckets of rows, for one number of places. One more
+/// takes the place of the one that was used longest ago. In docs/operations.md.
+const MAX_GRAPHS: usize = 192;
 
 #[cfg(test)]
 mod tests {

@@ -15,6 +15,7 @@ mod error;
 mod gather;
 mod options;
 mod plan;
+mod recent;
 mod report;
 mod seats;
 mod store;
