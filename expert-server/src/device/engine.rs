@@ -188,6 +188,8 @@ impl Engine {
 
     /// Lets the batches under way end, and changes what they must not see changing.
     fn settle(&mut self) -> Result<(), DataError> {
+        // Nobody who is to go is waited for: not who broke the rules, nor who went before the board knew it.
+        self.board.give_up_doomed(&self.seats);
         self.drain()?;
         if self.has_fault || self.refusal_since.is_some() {
             self.look_at_fault()?;

@@ -140,17 +140,15 @@ impl Seat {
         }
     }
 
-    /// Ends the link when the way to the client is out of service. True when it just did.
-    pub(super) fn check_way(&mut self) -> bool {
+    /// Ends the link when the way to the client is out of service.
+    pub(super) fn check_way(&mut self) {
         if self.doom.is_some() {
-            return false;
+            return;
         }
         if let Some(Err(error)) = self.slots.pair.as_remote().map(RemoteSlots::health) {
             tracing::warn!(link = %self.id, client = self.expect.client_id, %error, "dropping a client");
             self.end_with(DropReason::Transport);
-            return true;
         }
-        false
     }
 
     /// Whether kernels store answers into the client's memory by themselves: such rows have no flags.
@@ -352,6 +350,19 @@ impl SeatBoard {
         }
     }
 
+    /// Gives up whoever is to go and has not been yet: what lets them go waits for the kernels. Not between the
+    /// taking of a seat and [`set`](Self::set).
+    pub(super) fn give_up_doomed(&self, seats: &Seats) {
+        for (idx, seat) in seats.seats.iter().enumerate() {
+            if let Some(seat) = seat
+                && seat.doom.is_some()
+                && !self.is_given_up(idx)
+            {
+                self.give_up(seat.id);
+            }
+        }
+    }
+
     /// Whether kernels need not wait for a seat's client any more.
     pub(super) fn is_given_up(&self, seat: usize) -> bool {
         self.mask_word().is_some_and(|mask| mask.load(Ordering::SeqCst) >> seat & 1 != 0)
@@ -399,8 +410,115 @@ const FORGIVEN_EVERY: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
+    use p2p_core::backend::mapped::MappedEndpoint;
+    use p2p_core::bootstrap::DeviceSide;
+    use p2p_core::wait::event_fd;
+    use p2p_core::{PostError, Region, SlotConfig, SlotKey, SlotLayout};
+    use protocol::WireDtype;
+
     use super::*;
     use crate::data::Inbox;
+
+    /// A way to a client that is in order and takes nothing.
+    #[derive(Debug)]
+    struct Way {
+        own: GpuBuffer,
+        waits: Arc<GpuBuffer>,
+    }
+
+    impl RemoteSlots for Way {
+        fn own(&self) -> &GpuBuffer {
+            &self.own
+        }
+
+        fn link(&self) -> Link {
+            Link { window: self.own.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+        }
+
+        fn waits(&self) -> KernelWaits {
+            KernelWaits::new(Arc::clone(&self.waits))
+        }
+
+        fn show_life(&self, _: u64) -> Result<(), PostError> {
+            Ok(())
+        }
+
+        fn health(&self) -> Result<(), PostError> {
+            Ok(())
+        }
+    }
+
+    /// A client over a network, and the word that ends kernels' waits for the way to it.
+    fn remote(gpu: &Gpu, id: LinkId) -> (Seat, Arc<GpuBuffer>) {
+        let waits = Arc::new(gpu.alloc_host(4096).expect("memory"));
+        let way = Way { own: gpu.alloc(4096).expect("memory"), waits: Arc::clone(&waits) };
+        let (own_slot_bytes, peer_slot_bytes) = (4096, 4096);
+        let gpu = gpu.clone();
+        let side = DeviceSide { gpu, own_slot_bytes, peer_slot_bytes, shape: Vec::new() };
+        let pair = DevicePair::remote(Box::new(way), &side);
+        let layout = SlotLayout::new(SlotConfig::default()).expect("a layout");
+        let slot = || Region::anonymous(layout.slot_bytes()).expect("memory");
+        let event = Arc::new(event_fd().expect("an event"));
+        let kind = TransportKind::Local;
+        let endpoint = MappedEndpoint::new(kind, slot(), Arc::clone(&event), event);
+        let endpoint = AnyEndpoint::Mapped(endpoint);
+        let channel = Channel::new(endpoint, layout, slot(), SlotKey).expect("a channel");
+        let expect = DispatchExpect {
+            client_id: 1,
+            generation: 1,
+            hidden: 128,
+            num_layers: 1,
+            num_experts: 8,
+            max_tokens: 8,
+            top_k: 2,
+            dtype: WireDtype::Bf16,
+            response_dtype: WireDtype::Bf16,
+        };
+        let seat = Seat::new(id, ClientSlots { pair, channel }, expect, oneshot::channel().0);
+        (seat, waits)
+    }
+
+    /// In whichever order it comes to that.
+    #[test]
+    fn kernels_wait_for_nobody_who_is_to_go() {
+        let gpu = Gpu::open_emulated(0).expect("a GPU in software");
+        let geometry = FrameGeometry::new(256, 4, kernels::abi::DTYPE_BF16, 16, 2);
+        let mut seats = Seats::new(&gpu, &geometry.expect("a geometry")).expect("seats");
+        let board = SeatBoard::new(&gpu).expect("a board");
+        let inbox = Inbox::<()>::new();
+        let ids = [inbox.next_id(), inbox.next_id(), inbox.next_id()];
+        let [wrong, gone, right] = ids;
+        let ended = ids.map(|id| {
+            let (seat, waits) = remote(&gpu, id);
+            seats.take(seat).expect("a seat");
+            waits
+        });
+        let ended = || {
+            ended.each_ref().map(|waits| {
+                let host = waits.host().expect("host memory");
+                // SAFETY: a word of page-locked memory that lives, used atomically by all.
+                unsafe { AtomicU32::from_ptr(host.as_ptr().cast()) }.load(Ordering::SeqCst)
+            })
+        };
+        // Its connection ends when it has its seat, and the board does not know yet.
+        board.give_up(gone);
+        board.set(&seats);
+        board.give_up_doomed(&seats);
+        assert_eq!(ended(), [0, 0, 0], "nobody is to go");
+        let mut doom = |id, reason| {
+            let seat = seats.iter_mut().find(|seat| seat.id == id).expect("a seat");
+            seat.end_with(reason);
+            board.give_up_doomed(&seats);
+        };
+        doom(gone, DropReason::PeerClosed);
+        assert_eq!((ended(), board.is_given_up(1)), ([0, 1, 0], true));
+        // Its way is in order, and its connection stands.
+        doom(wrong, DropReason::BadFrames);
+        assert_eq!((ended(), board.is_given_up(0)), ([1, 1, 0], true));
+        doom(wrong, DropReason::PeerClosed);
+        assert_eq!((ended(), board.is_given_up(2)), ([1, 1, 0], false));
+        assert_eq!(seats.iter().find(|seat| seat.id == right).and_then(Seat::doom), None);
+    }
 
     #[test]
     fn withheld_frames_add_up_whatever_comes_in_between() {

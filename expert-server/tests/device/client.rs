@@ -90,8 +90,22 @@ impl Client {
         slot: SlotConfig,
     ) -> Result<Self, ConnectError> {
         let geometry = geometry_of(&shape, dtype, slot);
+        let config = config_for(gpu, &geometry);
+        Self::join_by(gpu, addr, shape, client_id, dtype, geometry, config).await
+    }
+
+    /// As [`join`](Self::join), where the way is somebody else's matter.
+    pub async fn join_by(
+        gpu: &Gpu,
+        addr: SocketAddr,
+        shape: ModelShape,
+        client_id: u64,
+        dtype: WireDtype,
+        geometry: FrameGeometry,
+        config: ConnectConfig,
+    ) -> Result<Self, ConnectError> {
         let hello = hello(shape, client_id, dtype);
-        let connection = connect(addr, hello, config_for(gpu, &geometry)).await?;
+        let connection = connect(addr, hello, config).await?;
         Ok(Self::over(gpu, geometry, shape, client_id, connection))
     }
 

@@ -17,6 +17,7 @@ mod leaving;
 mod observed;
 mod random;
 mod starting;
+mod stuck_way;
 mod timing;
 
 use expert_server::device::DeviceOptions;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::Engine;
 use crate::data::DataError;
+use crate::device::seats::Seat;
 use crate::metrics::DropReason;
 use kernels::gpu::GpuError;
 
@@ -60,19 +61,24 @@ impl Engine {
         for seat in self.seats.iter_mut() {
             if seat.is_remote() && seat.doom().is_none() {
                 tracing::warn!(link = %seat.id, client = seat.expect.client_id, limit = ?WAYS_LIMIT, "a batch does not end: dropping a client over a network, which it may wait for");
-                seat.end_with(DropReason::Transport);
-                self.board.give_up(seat.id);
             }
         }
+        self.give_up_remote(DropReason::Transport);
     }
 
-    /// Ends the links of clients to which the way is out of service, and kernels' waits for them.
+    /// Ends these links for a reason, if they have no other, and kernels' waits for them.
+    fn give_up_remote(&mut self, reason: DropReason) {
+        self.seats
+            .iter_mut()
+            .filter(|seat| seat.is_remote())
+            .for_each(|seat| seat.end_with(reason));
+        self.board.give_up_doomed(&self.seats);
+    }
+
+    /// Ends the links of clients to which the way is out of service, and kernels' waits for whoever is to go.
     pub(super) fn check_ways(&mut self) {
-        for seat in self.seats.iter_mut() {
-            if seat.check_way() {
-                self.board.give_up(seat.id);
-            }
-        }
+        self.seats.iter_mut().for_each(Seat::check_way);
+        self.board.give_up_doomed(&self.seats);
     }
 }
 
