@@ -77,7 +77,8 @@ pub(super) struct Engine {
     last_progress: Instant,
     /// When a batch ended last.
     last_ended: Instant,
-    is_stopped: bool,
+    /// When it was told to stop.
+    stopped_at: Option<Instant>,
 }
 
 impl Engine {
@@ -133,7 +134,7 @@ impl Engine {
             last_work: now,
             last_progress: now,
             last_ended: now,
-            is_stopped: false,
+            stopped_at: None,
         })
     }
 
@@ -142,7 +143,7 @@ impl Engine {
         loop {
             self.status.beat(Instant::now());
             self.obey();
-            if self.is_stopped {
+            if self.stopped_at.is_some() {
                 break;
             }
             if self.has_changes() {
@@ -173,7 +174,7 @@ impl Engine {
                         }
                     }
                 }
-                Command::Stop => self.is_stopped = true,
+                Command::Stop => _ = self.stopped_at.get_or_insert_with(Instant::now),
             }
         }
     }
@@ -311,6 +312,8 @@ impl Engine {
             if self.harvest_ended()? {
                 continue;
             }
+            // Whoever goes meanwhile is not waited for any longer, nor is anybody for long when it is to stop.
+            self.obey();
             let now = Instant::now();
             self.status.beat(now);
             self.show_progress(now)?;

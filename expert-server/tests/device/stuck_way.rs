@@ -17,7 +17,7 @@ use p2p_core::{AnyEndpoint, PostError, Region, SlotLayout, TransportKind, Transp
 use protocol::{ModelShape, WireDtype};
 
 use crate::client::{Client, Outcome, config_for, geometry_of};
-use crate::common::{PATIENCE, Reference, Request, metric, seeded};
+use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded};
 use crate::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
@@ -61,6 +61,29 @@ async fn a_client_that_is_to_go_and_takes_nothing_holds_up_nobody() {
     println!("{} of {NUM_TURNS} were waited for", network.num_stuck.load(Ordering::Relaxed));
     server.shutdown().await;
     server.wait().await.expect("a shutdown is a good end");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_does_not_wait_for_a_client_that_takes_nothing() {
+    let Some((device, gpu)) = emulated() else { return };
+    let mut rng = seeded();
+    let shape = Reference::open().shape;
+    let network = Arc::new(Stuck::default());
+    let server = server_on(device, DTYPE, ExpertSelection::All, |config| {
+        config.transports = transports(&network);
+    })
+    .await;
+    let mut client = join_over(&gpu, &server, shape, 1).await;
+    tokio::task::block_in_place(|| {
+        client.dispatch(&Request::random(&mut rng, &shape, MANY));
+        eventually("its answers wait", || network.num_stuck.load(Ordering::Relaxed) == 1);
+    });
+    // Which is itself bounded, but by less than it takes the server to give clients up otherwise.
+    server.shutdown().await;
+    let ended = tokio::time::timeout(Duration::from_secs(1), server.wait()).await;
+    ended.expect("it has ended").expect("a shutdown is a good end");
+    let dropped = "switchyard_server_links_dropped_total{reason=\"shutdown\"}";
+    assert_eq!(metric(server.metrics(), dropped), 1.0);
 }
 
 /// In software only: a real GPU's memory is out of the network's reach.

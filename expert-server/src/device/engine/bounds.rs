@@ -43,6 +43,9 @@ fn age_of(
 impl Engine {
     /// A batch that does not end means that the GPU is lost, if it is not for clients over a network.
     pub(super) fn check_bound(&mut self, now: Instant) -> Result<(), DataError> {
+        if self.stopped_at.is_some_and(|at| now.saturating_duration_since(at) > STOP_GRACE) {
+            self.give_up_remote(DropReason::Shutdown);
+        }
         let launched = self.contexts.iter().filter_map(|context| context.launched_at);
         match age_of(launched, self.last_ended, now).map_or(Verdict::Wait, judge) {
             Verdict::Wait => {}
@@ -84,6 +87,9 @@ impl Engine {
 
 /// What kernels wait for in a batch belongs to clients over a network until then. In docs/operations.md.
 const WAYS_LIMIT: Duration = Duration::from_secs(15);
+/// Time for the batches under way to end, and their answers to go, when the server is told to stop: much longer than
+/// a batch, and short of what whoever stops it waits.
+const STOP_GRACE: Duration = Duration::from_millis(500);
 /// Nothing that a GPU in order does takes as long.
 pub(super) const BATCH_LIMIT: Duration = Duration::from_secs(30);
 
