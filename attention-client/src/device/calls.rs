@@ -31,7 +31,10 @@ impl DeviceClient {
         if stream.is_capturing()? {
             let slot = self.slots.claim_recorded(*input, layer, layer_idx)?;
             // SAFETY: the caller's promise.
-            let launched = unsafe { self.launch_dispatch(stream, slot, input) };
+            let launched = unsafe {
+                self.check_dispatch(slot, (layer, layer_idx), input)
+                    .and_then(|()| self.launch_dispatch(stream, slot, input))
+            };
             return match launched {
                 Ok(()) => Ok(self.slots.handle(slot)),
                 Err(error) => {
@@ -44,7 +47,7 @@ impl DeviceClient {
         let slot = self.slots.free_slot()?;
         // What is wrong with the tensors shows before anything is launched.
         // SAFETY: the caller's promise.
-        unsafe { self.prepare_dispatch(slot, (layer, layer_idx), input)? };
+        unsafe { self.check_dispatch(slot, (layer, layer_idx), input)? };
         self.make_room(stream)?;
         let slot = self.slots.claim(*input, layer, layer_idx)?;
         self.slots.call_mut(slot).stream = stream.raw();

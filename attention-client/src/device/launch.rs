@@ -58,8 +58,24 @@ impl DeviceClient {
         Ok(stream.launch(&self.dispatches[&(layer_idx, slot, *input)])?)
     }
 
-    /// Checks a dispatch, and makes its parameters where there are none yet.
-    pub(super) unsafe fn prepare_dispatch(
+    /// Checks what a caller gives to a dispatch. Parameters are kept, and so is what was found about their
+    /// numbers; where tensors lie is looked at again, as they may have been freed since.
+    ///
+    /// # Safety
+    /// As for [`dispatch`](Self::dispatch).
+    pub(super) unsafe fn check_dispatch(
+        &mut self,
+        slot: usize,
+        layer: (u32, usize),
+        input: &DeviceInput,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.prepare_dispatch(slot, layer, input)? };
+        self.check_input(input)
+    }
+
+    /// Makes the parameters of a dispatch where there are none yet.
+    unsafe fn prepare_dispatch(
         &mut self,
         slot: usize,
         layer: (u32, usize),
@@ -72,7 +88,6 @@ impl DeviceClient {
         let params = self.dispatch_params(slot, layer, input);
         // SAFETY: the caller's promise about its tensors; the rest is the client's own memory.
         let prepared = unsafe { self.memory.gpu.prepare(params)? };
-        self.check_input(input)?;
         if self.dispatches.len() >= MAX_PREPARED {
             self.dispatches.clear();
         }
@@ -125,6 +140,15 @@ impl DeviceClient {
         }
     }
 
+    /// Looks whether kernels reach all rows of an output. Null is for the kernel's own check.
+    pub(super) fn check_rows(&self, out: DevicePtr, capacity: u32) -> Result<(), DeviceError> {
+        if !out.is_null() {
+            let num_bytes = self.bytes_of_rows(capacity);
+            self.memory.gpu.check_range("combine", "out", out, num_bytes)?;
+        }
+        Ok(())
+    }
+
     pub(super) unsafe fn launch_combine(
         &mut self,
         stream: &Stream,
@@ -155,8 +179,6 @@ impl DeviceClient {
             };
             // SAFETY: as for `launch_dispatch`.
             let prepared = unsafe { self.memory.gpu.prepare(params)? };
-            let bytes = u64::from(capacity) * u64::from(self.geometry.hidden) * 2;
-            self.memory.gpu.check_range("combine", "out", out, bytes)?;
             if self.combines.len() >= MAX_PREPARED {
                 self.combines.clear();
             }

@@ -92,7 +92,7 @@ pub struct DeviceClient {
     parts: VecDeque<DevicePending>,
     /// Links that failed in the call finished last, see [`slots::Call::failed`].
     last_failed: Vec<(usize, u64)>,
-    /// The last such call's tensors, whose pointers are known to be good.
+    /// The last such call's tensors, whose numbers are known to be good.
     checked_input: Option<DeviceInput>,
     /// For the servers that the next replay uses, empty between replays.
     spare_used: Vec<lane::Used>,
@@ -219,6 +219,7 @@ impl DeviceClient {
         if is_summed {
             self.hand_out(stream, slot, out)?;
         } else {
+            self.check_rows(out, capacity)?;
             // SAFETY: the caller's promise.
             unsafe { self.launch_combine(stream, slot, out, capacity, false)? };
         }

@@ -97,7 +97,7 @@ impl DeviceClient {
         Ok(())
     }
 
-    fn bytes_of_rows(&self, num_rows: u32) -> u64 {
+    pub(super) fn bytes_of_rows(&self, num_rows: u32) -> u64 {
         u64::from(num_rows) * u64::from(self.geometry.hidden) * 2
     }
 }

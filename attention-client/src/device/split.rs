@@ -39,9 +39,9 @@ impl DeviceClient {
             let params = self.dispatch_params(0, (layer, layer_idx), &part);
             // SAFETY: the caller's promise. Not launched: pointers are looked at before one is read.
             drop(unsafe { self.memory.gpu.prepare(params)? });
-            self.check_input(input)?;
             self.checked_input = Some(*input);
         }
+        self.check_input(input)?;
         // SAFETY: the caller's promise.
         let num_tokens = unsafe { self.read_num_tokens(stream, input)? };
         self.write_counts(stream, [part_tokens, num_tokens % part_tokens])?;

@@ -92,6 +92,12 @@ impl DeviceTensor {
 }
 
 /// Tensors of a call, in memory that the GPU reaches. All stay as they are until the call is finished.
+///
+/// Each call asks the driver whether the GPU reaches them from their first byte to their last, and the
+/// output as well; a call that is recorded asks when it is recorded, and its replays never do. So memory that
+/// was given back to the driver is refused by an error before a launch. What a driver cannot tell: memory that
+/// was freed to an allocator which keeps it, as those of engines do, or in which another tensor lies by now.
+/// That the tensors are there is the caller's promise in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceInput {
     /// bf16 `[capacity, hidden]`, aligned to 16 bytes.

@@ -101,6 +101,63 @@ fn tensors_that_cannot_be_used() {
 }
 
 #[test]
+fn tensors_that_were_freed_since_the_last_call() {
+    let mut rng = seeded("tensors_that_were_freed_since_the_last_call");
+    let dtype = WireDtype::Bf16;
+    let Some(fleet) = Fleet::start(1, 1, dtype) else { return };
+    let mut client = fleet.client();
+    if matches!(client.gpu().name(), DeviceName::Cuda(_)) {
+        println!("SKIPPED: whether a driver forgets small memory at once is not known");
+        return;
+    }
+    let (tensors, mut local) = (Tensors::new(&client), fleet.local());
+    let stream = client.gpu().stream().expect("stream");
+    let request = Request::random(&mut rng, &fleet.model, 5, 4);
+    let good = tensors.load(&request);
+    let other = Tensors::with_capacity(&client, 2 * client.max_tokens() + 3);
+    let large = other.load(&request);
+    // Twice, so that nothing of it is new; then all that a call has is freed, one after the other.
+    let bytes = |tensor: &GpuBuffer| client.gpu().alloc(tensor.len()).expect("memory");
+    let mut mine =
+        [&tensors.hidden_states, &tensors.topk_idx, &tensors.topk_weights, &tensors.num_tokens]
+            .map(|tensor| Some(bytes(tensor)));
+    let [states, idx, weights, count] =
+        mine.each_ref().map(|tensor| tensor.as_ref().expect("there").ptr());
+    let freed = DeviceInput::new(states, idx, weights, count, good.capacity);
+    let freed_count =
+        DeviceInput { num_tokens: DeviceTensor { ptr: count, ..large.num_tokens }, ..large };
+    let out = bytes(&tensors.out);
+    let freed_out = DeviceTensor { ptr: out.ptr(), ..tensors.out() };
+    for _ in 0..2 {
+        // SAFETY: the tensors have these sizes and outlive the calls.
+        unsafe {
+            client.forward(&stream, request.layer, &freed, freed_out).expect("forward");
+            client.forward(&stream, request.layer, &freed_count, other.out()).expect("forward");
+        }
+    }
+    let is_unregistered = |error: &DeviceError, name: &str| matches!(error, DeviceError::Gpu(GpuError::Unregistered { pointer, .. }) if *pointer == name);
+    drop(out);
+    // SAFETY: refused before anything is launched that needs what is gone.
+    let error = unsafe {
+        let handle = client.dispatch(&stream, request.layer, &good).expect("dispatch");
+        client.combine(&stream, handle, freed_out).unwrap_err()
+    };
+    assert!(is_unregistered(&error, "out"), "{error}");
+    let names = ["hidden_states", "topk_idx", "topk_weights", "num_tokens"];
+    for (place, name) in names.into_iter().enumerate().rev() {
+        mine[place] = None;
+        // SAFETY: as above.
+        let error = unsafe { client.dispatch(&stream, request.layer, &freed) }.unwrap_err();
+        assert!(is_unregistered(&error, name), "{name}: {error}");
+    }
+    // SAFETY: as above.
+    let error =
+        unsafe { client.forward(&stream, request.layer, &freed_count, other.out()) }.unwrap_err();
+    assert!(is_unregistered(&error, "num_tokens"), "{error}");
+    forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
+}
+
+#[test]
 fn tensors_of_types_that_kernels_do_not_read() {
     let mut rng = seeded("tensors_of_types_that_kernels_do_not_read");
     let dtype = WireDtype::Bf16;
