@@ -5,7 +5,7 @@ mod common;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{DATA_BYTES, Rig, RigConfig, Wait, status, word};
-use softnic::format::Syndrome;
+use softnic::format::{MAX_MESSAGE_BYTES, Syndrome};
 use softnic::{Access, Fault, QpState, QueueSizes, Violation};
 
 /// Completion code and syndrome of the queue's error word.
@@ -14,9 +14,11 @@ fn error_of(rig: &Rig) -> (u32, u8) {
     ((error & 0xff) as u32, (error >> 8) as u8)
 }
 
+/// Their posters do not keep to the most bytes of a request.
 fn rigs() -> impl Iterator<Item = Rig> {
     [true, false].into_iter().filter_map(|is_collapsed| {
-        let sizes = QueueSizes { is_collapsed, ..QueueSizes::default() };
+        let max_message_bytes = MAX_MESSAGE_BYTES + 4096;
+        let sizes = QueueSizes { is_collapsed, max_message_bytes, ..QueueSizes::default() };
         Rig::new(RigConfig { sizes, ..RigConfig::default() })
     })
 }
@@ -52,7 +54,7 @@ impl Put {
 #[test]
 fn what_is_wrong_with_a_request_is_what_its_completion_says() {
     type Break = fn(&mut Put, &Rig);
-    let cases: [(&str, Syndrome, bool, Break); 9] = [
+    let cases: [(&str, Syndrome, bool, Break); 12] = [
         ("unknown remote key", Syndrome::RemoteAccess, false, |put, _| put.rkey ^= 1 << 20),
         ("remote key of old", Syndrome::RemoteAccess, false, |put, _| put.rkey ^= 0x80),
         ("remote key 0", Syndrome::RemoteAccess, false, |put, _| put.rkey = 0),
@@ -66,6 +68,15 @@ fn what_is_wrong_with_a_request_is_what_its_completion_says() {
         ("address that wraps", Syndrome::RemoteAccess, false, |put, _| put.remote = u64::MAX - 3),
         ("unknown local key", Syndrome::LocalProtection, false, |put, _| put.lkey ^= 1 << 8),
         ("local range", Syndrome::LocalProtection, true, |put, _| put.num_bytes += 1 << 20),
+        ("as long as may be", Syndrome::LocalProtection, false, |put, _| {
+            put.num_bytes = MAX_MESSAGE_BYTES.into();
+        }),
+        ("put that is too long", Syndrome::LocalLength, false, |put, _| {
+            put.num_bytes = u64::from(MAX_MESSAGE_BYTES) + 1;
+        }),
+        ("get that is too long", Syndrome::LocalLength, true, |put, _| {
+            put.num_bytes = u64::from(MAX_MESSAGE_BYTES) + 1;
+        }),
     ];
     for rig in rigs() {
         for (what, expected, is_get, change) in &cases {
