@@ -178,10 +178,12 @@ impl Nic {
         Ok(qpn)
     }
 
-    /// Joins a queue pair in reset with one of another NIC, or of this one.
+    /// Joins a queue pair in reset with one of another NIC, or of this one. Whether the peer has one with this
+    /// number, and has joined it with this one, is not looked at, as hardware cannot either: otherwise requests
+    /// exceed their retries, syndrome `15`.
     ///
     /// # Errors
-    /// [`ControlError`].
+    /// [`ControlError`], [`ControlError::Unknown`] for a number that no queue pair can have.
     pub fn connect(
         &mut self,
         qpn: u32,
