@@ -79,10 +79,105 @@ impl Pair {
         self.raw.ring();
     }
 
+    /// Words of the target that are as in the source at the same place, and others.
+    fn landed(&self, offset: usize, num_bytes: usize) -> (usize, usize) {
+        let here = bytes_of(&self.source, offset, num_bytes);
+        let there = bytes_of(&self.target, offset, num_bytes);
+        let num_new = here.chunks(8).zip(there.chunks(8)).filter(|(a, b)| a == b).count();
+        (num_new, num_bytes / 8 - num_new)
+    }
+
     /// Does everything that was posted. Index and syndrome of the completions.
     fn completions(&mut self) -> Vec<(u16, Option<Syndrome>)> {
         while self.client.progress() != 0 {}
         std::iter::from_fn(|| self.raw.take()).map(|cqe| (cqe.counter, cqe.status.err())).collect()
+    }
+}
+
+/// A write to memory that keeps order is not there at once, only in its turn.
+#[test]
+fn a_write_may_be_seen_half_landed_until_it_is_complete() {
+    let first = fresh_seed();
+    let (mut num_half, mut num_none) = (0, 0);
+    for seed in (0..NUM_SEEDS).map(|nth| first.wrapping_add(nth)) {
+        let mut pair = Pair::new(seed, Access::ALL);
+        let source = Source::Gather(vec![pair.local(0, DATA_BYTES)]);
+        pair.post([(Operation::Write(pair.remote(0), source), CE_ALWAYS)]);
+        loop {
+            pair.client.progress();
+            if pair.raw.take().is_some() {
+                break;
+            }
+            let (new, old) = pair.landed(0, DATA_BYTES);
+            num_half += usize::from(new != 0 && old != 0);
+            num_none += usize::from(new == 0 && !pair.client.executed().is_empty());
+        }
+        assert_eq!(pair.landed(0, DATA_BYTES).1, 0, "seed {seed}: complete, and not there");
+    }
+    println!("{num_half} times half landed, {num_none} times not at all");
+    assert!(num_half > 0);
+}
+
+/// Whatever comes behind a write on its queue pair comes behind all of its bytes.
+#[test]
+fn whatever_follows_a_write_finds_it_whole() {
+    const HALF: usize = DATA_BYTES / 2;
+    let first = fresh_seed();
+    type Request = fn(&Pair) -> Operation;
+    let followers: [(&str, Request); 4] = [
+        ("an add", |pair| {
+            Operation::Atomic(pair.remote(HALF), Atomic::Add8(1), pair.local(HALF, 8))
+        }),
+        ("a signal", |pair| Operation::Write(pair.remote(HALF), Source::Inline(vec![0; 8]))),
+        ("a write", |pair| {
+            Operation::Write(pair.remote(HALF), Source::Gather(vec![pair.local(HALF, HALF)]))
+        }),
+        ("a read", |pair| Operation::Read(pair.remote(0), vec![pair.local(HALF, HALF)])),
+    ];
+    for (what, follower) in followers {
+        let mut num_early = 0;
+        for seed in (0..NUM_SEEDS).map(|nth| first.wrapping_add(nth)) {
+            let mut pair = Pair::new(seed, Access::ALL);
+            let source = Source::Gather(vec![pair.local(0, HALF)]);
+            let write = Operation::Write(pair.remote(0), source);
+            pair.post([(write, 0), (follower(&pair), CE_ALWAYS)]);
+            let before = bytes_of(&pair.target, HALF, HALF);
+            let own = bytes_of(&pair.source, HALF, HALF);
+            loop {
+                let work = pair.client.progress();
+                let is_seen = bytes_of(&pair.target, HALF, HALF) != before
+                    || bytes_of(&pair.source, HALF, HALF) != own;
+                let (_, missing) = pair.landed(0, HALF);
+                assert!(!is_seen || missing == 0, "{what}, seed {seed}: {missing} words later");
+                num_early += usize::from(!is_seen && missing == 0);
+                if work == 0 {
+                    break;
+                }
+            }
+            assert_eq!(pair.landed(0, HALF).1, 0);
+            if what == "a read" {
+                let brought = bytes_of(&pair.source, HALF, HALF);
+                assert_eq!(brought, bytes_of(&pair.target, 0, HALF), "seed {seed}");
+            }
+        }
+        println!("before {what}: whole {num_early} times");
+    }
+}
+
+/// The later of two writes to a place wins, word by word.
+#[test]
+fn writes_to_one_place_land_in_their_order() {
+    const HALF: usize = DATA_BYTES / 2;
+    let first = fresh_seed();
+    for seed in (0..NUM_SEEDS).map(|nth| first.wrapping_add(nth)) {
+        let mut pair = Pair::new(seed, Access::ALL);
+        let writes = [HALF, 0].map(|from| {
+            let source = Source::Gather(vec![pair.local(from, HALF)]);
+            (Operation::Write(pair.remote(0), source), CE_ALWAYS)
+        });
+        pair.post(writes);
+        assert_eq!(pair.completions(), [(0, None), (1, None)]);
+        assert_eq!(pair.landed(0, HALF).1, 0, "seed {seed}");
     }
 }
 

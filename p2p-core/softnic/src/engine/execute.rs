@@ -22,7 +22,11 @@ impl Nic {
         position: u64,
         wqe: &Wqe,
     ) -> Result<Option<u32>, Syndrome> {
-        // Everything before is to be seen before anything of this.
+        // Everything before is to be seen before anything of this, but for what memory with relaxed ordering
+        // leaves open.
+        if !matches!(wqe.operation, Operation::Nop | Operation::Dump(_)) {
+            self.land_ordered_writes(qp, position)?;
+        }
         fence(Ordering::Release);
         match &wqe.operation {
             Operation::Nop => Ok(Some(0)),
@@ -87,7 +91,7 @@ impl Nic {
                         None => unsafe { copy(to, from, len) },
                         Some(rng) => {
                             for (at, len) in cut(rng, to as usize, len) {
-                                if may_be_late && pinned.is_relaxed && rng.random_ratio(1, 2) {
+                                if may_be_late && rng.random_ratio(1, 2) {
                                     let part = Local {
                                         address: piece.address + at as u64,
                                         lkey: piece.lkey,
@@ -95,7 +99,8 @@ impl Nic {
                                     };
                                     let address = remote.address + (offset + at) as u64;
                                     let remote = Remote { address, rkey: remote.rkey };
-                                    let effect = Effect::Write { remote, local: part };
+                                    let is_relaxed = pinned.is_relaxed;
+                                    let effect = Effect::Write { remote, local: part, is_relaxed };
                                     qp.later.push(Later { position, effect });
                                 } else {
                                     // SAFETY: `cut` stays inside of the checked ranges.

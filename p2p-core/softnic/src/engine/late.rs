@@ -15,7 +15,7 @@ pub(crate) struct Later {
 
 #[derive(Debug)]
 pub(super) enum Effect {
-    Write { remote: Remote, local: Local },
+    Write { remote: Remote, local: Local, is_relaxed: bool },
     Read { remote: Remote, local: Local },
     Land { local: Local, bytes: [u8; 8] },
 }
@@ -31,6 +31,19 @@ impl Nic {
     pub(super) fn land_writes(&mut self, qp: &mut Qp, position: u64) -> Result<(), Syndrome> {
         self.land_if(qp, |later| {
             later.position < position && matches!(later.effect, Effect::Write { .. })
+        });
+        if qp.state == QpState::Error { Err(Syndrome::Flushed) } else { Ok(()) }
+    }
+
+    /// The same for writes to memory that keeps their order.
+    pub(super) fn land_ordered_writes(
+        &mut self,
+        qp: &mut Qp,
+        position: u64,
+    ) -> Result<(), Syndrome> {
+        self.land_if(qp, |later| {
+            later.position < position
+                && matches!(later.effect, Effect::Write { is_relaxed: false, .. })
         });
         if qp.state == QpState::Error { Err(Syndrome::Flushed) } else { Ok(()) }
     }
@@ -65,7 +78,7 @@ impl Nic {
                     // SAFETY: the range was checked.
                     .map(|ptr| unsafe { copy(ptr, bytes.as_ptr(), to.num_bytes as usize) })
             }
-            Effect::Write { remote, local: from } => {
+            Effect::Write { remote, local: from, .. } => {
                 self.move_late(qp, remote, from, Access::REMOTE_WRITE, |ours, theirs, len| {
                     // SAFETY: `move_late` checked both ranges.
                     unsafe { copy(theirs, ours, len) }
