@@ -50,8 +50,10 @@ pub struct RemoteFigures {
     /// Of one object after the other, until it has arrived (put and quiet); from a GPU until the object may be
     /// written again.
     pub one: Option<Latency>,
-    /// Objects compared, all good.
+    /// Objects of rounds compared, all good.
     pub checked: u64,
+    /// Of what is timed likewise.
+    pub checked_timed: u64,
 }
 
 /// What the receiver saw of it.
@@ -62,8 +64,10 @@ pub struct Received {
     /// What the sender did.
     #[serde(flatten)]
     pub plan: Plan,
-    /// Objects compared, all good.
+    /// Objects of rounds compared, all good.
     pub checked: u64,
+    /// Of what is timed likewise.
+    pub checked_timed: u64,
 }
 
 /// What the sides say to each other.
@@ -99,6 +103,8 @@ pub(super) struct Check {
     objects: u32,
     /// What all counters must have come to.
     counter: u64,
+    /// Whether it is what is left of timed objects.
+    is_timed: bool,
 }
 
 /// The side that receives: serves one sender, who has `patience` to come. The listener does not block
@@ -116,7 +122,7 @@ pub fn receive(
     plan.check()?;
     let layout = plan.layout()?;
     let pairs = join(network, &mut line, &plan, &layout)?;
-    let (mut checked, mut wrong) = (0, 0);
+    let (mut checked, mut checked_timed, mut wrong) = (0, 0, 0);
     loop {
         // Providers that make progress in calls alone are driven meanwhile.
         let message = line.read_while(|| {
@@ -141,13 +147,15 @@ pub fn receive(
                     check.counter
                 );
                 line.write(&Line::Checked { objects, bad, counters })?;
-                checked += objects;
+                *if check.is_timed { &mut checked_timed } else { &mut checked } += objects;
                 wrong += bad;
             }
             Line::Busy => {}
             Line::Done => {
-                ensure!(wrong == 0, "{wrong} of {checked} objects arrived wrong");
-                return Ok(Received { transport: transport(network), plan, checked });
+                let all = checked + checked_timed;
+                ensure!(wrong == 0, "{wrong} of {all} objects arrived wrong");
+                let transport = transport(network);
+                return Ok(Received { transport, plan, checked, checked_timed });
             }
             other => bail!("the sender says {other:?}"),
         }
@@ -212,7 +220,7 @@ pub fn send(
     drop(beats);
     line.write(&Line::Done)?;
     let objects = plan.commands * plan.threads as u64;
-    let Measured { checked, wall, samples, one } = measured;
+    let Measured { checked, checked_timed, wall, samples, one } = measured;
     let mops = objects as f64 / wall.as_secs_f64() / 1e6;
     Ok(RemoteFigures {
         transport: transport(network),
@@ -224,6 +232,7 @@ pub fn send(
         latency: Latency::of(samples),
         one: Latency::of(one),
         checked,
+        checked_timed,
     })
 }
 
@@ -234,6 +243,7 @@ fn transport(network: &dyn Network) -> String {
 /// What producers came to. Times in nanoseconds.
 struct Measured {
     checked: u64,
+    checked_timed: u64,
     wall: Duration,
     samples: Vec<u64>,
     one: Vec<u64>,
@@ -326,13 +336,13 @@ fn from_gpu(
     };
     fresh(1)?;
     let produced = run(&timed)?;
-    checked += check(line, plan.left_of(plan.commands, plan.threads, 1, counter))?;
+    let mut checked_timed = check(line, plan.left_of(plan.commands, plan.threads, 1, counter))?;
     fresh(2)?;
     let num_commands = plan.num_one_by_one();
     let one = run(&Order { num_commands, batch: 1, flags: PRODUCE_ROUND_TRIP, ..timed })?;
-    checked += check(line, plan.left_of(num_commands, plan.threads, 2, counter))?;
+    checked_timed += check(line, plan.left_of(num_commands, plan.threads, 2, counter))?;
     let (samples, one) = (produced.samples.concat(), one.samples.concat());
-    Ok(Measured { checked, wall: produced.elapsed, samples, one })
+    Ok(Measured { checked, checked_timed, wall: produced.elapsed, samples, one })
 }
 
 fn peer_config(lanes: Lanes, mirror: Region, layout: &SlotLayout, idx: usize) -> PeerConfig {

@@ -123,6 +123,7 @@ const SENT: &[Column] = &[
     Column::number("µs p99", "/one/p99_us", 9),
     Column::number("µs max", "/one/max_us", 9),
     Column::number("checked", "/checked", 8),
+    Column::number("timed checked", "/checked_timed", 13),
 ];
 const RECEIVED: &[Column] = &[
     Column::text("bench", "/bench", 8),
@@ -131,4 +132,5 @@ const RECEIVED: &[Column] = &[
     Column::number("budget", "/budget", 6),
     Column::number("object bytes", "/object_bytes", 12),
     Column::number("checked", "/checked", 8),
+    Column::number("timed checked", "/checked_timed", 13),
 ];

@@ -33,15 +33,15 @@ pub(super) fn from_host(
     let start = Instant::now();
     let samples = each(&mut senders, |sender| sender.timed(plan))?;
     let wall = start.elapsed();
-    checked += check(line, plan.left_of(plan.commands, plan.threads, round, counter))?;
+    let mut checked_timed = check(line, plan.left_of(plan.commands, plan.threads, round, counter))?;
     let one_by_one = |sender: &mut Sender| {
         fill(&sender.mirror, plan, sender.idx, round + 1)?;
         sender.one_by_one(plan)
     };
     let one = senders.first_mut().map(one_by_one).transpose()?;
-    checked += check(line, plan.left_of(plan.num_one_by_one(), 1, round + 1, counter))?;
+    checked_timed += check(line, plan.left_of(plan.num_one_by_one(), 1, round + 1, counter))?;
     let samples = samples.into_iter().flatten().collect();
-    Ok(Measured { checked, wall, samples, one: one.unwrap_or_default() })
+    Ok(Measured { checked, checked_timed, wall, samples, one: one.unwrap_or_default() })
 }
 
 /// One thread's pair and producer.

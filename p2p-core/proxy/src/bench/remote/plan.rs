@@ -82,13 +82,14 @@ impl Plan {
 
     /// All objects of all threads.
     pub(super) const fn whole_round(&self, round: u64, counter: u64) -> Check {
-        Check { round, threads: self.threads, objects: self.budget, counter }
+        let (threads, objects) = (self.threads, self.budget);
+        Check { round, threads, objects, counter, is_timed: false }
     }
 
     /// What is left in the slots of `threads` threads when each has put `num` objects.
     pub(super) fn left_of(&self, num: u64, threads: usize, round: u64, counter: u64) -> Check {
         let objects = num.min(self.budget.into()) as u32;
-        Check { objects, threads, ..self.whole_round(round, counter) }
+        Check { objects, threads, is_timed: true, ..self.whole_round(round, counter) }
     }
 
     /// Lane in the pattern of what thread `thread` produces.
