@@ -29,11 +29,11 @@ fn main() {
     let is_link = |mutant: &&Mutant| mutant.source() == Source::Link;
     let (links, calls): (Vec<&Mutant>, Vec<&Mutant>) = mutants.iter().partition(is_link);
     let mut table = String::new();
-    for (list, mutants) in [("NAMES", &calls), ("LINKS", &links)] {
-        writeln!(table, "pub(crate) const {list}: &[&str] = &[\n    \"product\",")
-            .expect("a string");
-        for mutant in mutants {
-            writeln!(table, "    \"{}\",", mutant.name).expect("a string");
+    for (list, mutants) in [("CALLS", &calls), ("LINKS", &links)] {
+        writeln!(table, "pub(crate) const {list}: &[Mutant] = &[").expect("a string");
+        for Mutant { name, symptom, .. } in mutants {
+            writeln!(table, "    Mutant {{ name: \"{name}\", symptom: \"{symptom}\" }},")
+                .expect("a string");
         }
         table.push_str("];\n");
     }
@@ -126,6 +126,7 @@ struct Mutant {
     header: String,
     find: String,
     replace: String,
+    symptom: String,
 }
 
 impl Mutant {
@@ -133,9 +134,10 @@ impl Mutant {
         let line = line.replace("\\|", "\u{1}");
         let parts: Vec<String> =
             line.split('|').map(|part| part.trim().replace('\u{1}', "|")).collect();
-        let [name, header, find, replace] = <[String; 4]>::try_from(parts)
-            .unwrap_or_else(|parts| panic!("mutants.txt: {parts:?} has not four parts"));
-        Self { name, header, find, replace }
+        let [name, header, find, replace, symptom] = <[String; 5]>::try_from(parts)
+            .unwrap_or_else(|parts| panic!("mutants.txt: {parts:?} has not five parts"));
+        assert!(!symptom.contains(['"', '\\']), "mutants.txt: {symptom} is put into a literal");
+        Self { name, header, find, replace, symptom }
     }
 
     fn source(&self) -> Source {

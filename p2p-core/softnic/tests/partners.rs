@@ -34,6 +34,13 @@ fn a_partner_that_is_not_there_or_not_ready_does_not_answer() {
         assert_eq!(put_to(&rig, partner.qpn()), NOT_ANSWERED, "one in reset");
         partner.connect(&mut rig.server.lock(), here, rig.queue.qpn() + 1).unwrap();
         assert_eq!(put_to(&rig, partner.qpn()), NOT_ANSWERED, "one of somebody else");
+        {
+            let mut server = rig.server.lock();
+            partner.reset(&mut server).unwrap();
+            partner.connect(&mut server, here, rig.queue.qpn()).unwrap();
+            partner.reset(&mut server).unwrap();
+        }
+        assert_eq!(put_to(&rig, partner.qpn()), NOT_ANSWERED, "one that was ready before");
         let qpn = partner.qpn();
         partner.destroy(&mut rig.server.lock()).unwrap();
         assert_eq!(put_to(&rig, qpn), NOT_ANSWERED, "one that is gone");

@@ -161,7 +161,7 @@ impl Driver {
     /// The variant with this name: `product`, or a mutant. `None` where there is no C++ compiler.
     #[must_use]
     pub fn variant(name: &str) -> Option<Self> {
-        assert!(variants::NAMES.contains(&name), "no variant is called {name}");
+        assert!(is_known(Self::mutants(), name), "no variant is called {name}");
         find(name)
     }
 
@@ -171,10 +171,10 @@ impl Driver {
         Self::variant("product")
     }
 
-    /// Names of all mutants.
+    /// All mutants.
     #[must_use]
-    pub fn mutants() -> &'static [&'static str] {
-        &variants::NAMES[1..]
+    pub const fn mutants() -> &'static [Mutant] {
+        variants::CALLS
     }
 
     /// What is wrong with a handle.
@@ -196,6 +196,20 @@ impl Driver {
         // SAFETY: as for `check`.
         unsafe { text_of((self.check_receives)(handle)) }
     }
+}
+
+/// A variant with one thing wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mutant {
+    /// Of the variant.
+    pub name: &'static str,
+    /// What must occur in what is found wrong with it; one of these, where ` or ` stands between them. `none`: it
+    /// cannot show.
+    pub symptom: &'static str,
+}
+
+fn is_known(mutants: &[Mutant], name: &str) -> bool {
+    name == "product" || mutants.iter().any(|mutant| mutant.name == name)
 }
 
 /// # Safety
@@ -266,14 +280,14 @@ impl LinkDriver {
     /// The variant with this name: `product`, or a mutant. `None` where there is no C++ compiler.
     #[must_use]
     pub fn variant(name: &str) -> Option<Self> {
-        assert!(variants::LINKS.contains(&name), "no variant of links is called {name}");
+        assert!(is_known(Self::mutants(), name), "no variant of links is called {name}");
         find_link(name).map(Self)
     }
 
-    /// Names of all mutants.
+    /// All mutants.
     #[must_use]
-    pub fn mutants() -> &'static [&'static str] {
-        &variants::LINKS[1..]
+    pub const fn mutants() -> &'static [Mutant] {
+        variants::LINKS
     }
 
     /// Makes the call by a warp, whose lanes are fibres of this thread.
@@ -312,7 +326,7 @@ fn find(_name: &str) -> Option<Driver> {
 
 #[cfg_attr(not(has_cxx), allow(unused_imports, dead_code, reason = "nothing was compiled"))]
 mod variants {
-    use super::c_void;
+    use super::{Mutant, c_void};
 
     include!(concat!(env!("OUT_DIR"), "/variants.rs"));
 }

@@ -12,9 +12,9 @@ use softnic::abi::{Bound, ErrorWord, ReceiveHandle, ReceiveState};
 use softnic::format::{CQE_BYTES, Cqe};
 use softnic::{
     Access, Adversary, Domain, DoorbellMode, HostQueue, Keys, Nic, NicConfig, NicThread,
-    QueueSizes, Segment,
+    QueueSizes, Segment, Violation,
 };
-use softnic_driver::{Driver, Immediate, OwnMove};
+use softnic_driver::{Driver, Immediate, Mutant, OwnMove};
 
 pub mod raw;
 #[path = "../../../../tests/src/skip.rs"]
@@ -463,36 +463,58 @@ pub fn driver(variant: &str) -> Option<Driver> {
 /// affair; what shows once is wrong.
 const MOST_TRIES: u32 = 5;
 
-/// Fails unless every mutant shows by `symptom` or is listed with the reason why it cannot. Without a C++
-/// compiler nothing is checked, which was noted.
+/// Fails unless every mutant shows by its symptom within `limit`, or is listed with the reason why it cannot.
+/// Something else that is found is none: above all an expired wait, for which a busy machine is enough, so that
+/// every further try has twice the time. Without a C++ compiler nothing is checked, which was noted.
 pub fn check_mutants(
-    names: &[&'static str],
+    mutants: &[Mutant],
     not_catchable: &[(&str, &str)],
-    symptom: impl Fn(&'static str) -> Option<Result<(), String>>,
+    limit: Duration,
+    symptom: impl Fn(&'static str, Duration) -> Option<Result<(), String>>,
 ) {
-    for name in names {
-        if let Some((_, reason)) = not_catchable.iter().find(|(listed, _)| listed == name) {
+    for Mutant { name, symptom: expected } in mutants {
+        let reason = not_catchable.iter().find(|(listed, _)| listed == name);
+        assert_eq!(*expected == "none", reason.is_some(), "{name}: cannot show, or has no reason");
+        if let Some((_, reason)) = reason {
             println!("{name}: not catchable: {reason}");
             continue;
         }
-        let mut num_tries = 0;
+        let mut others = Vec::new();
         loop {
-            num_tries += 1;
-            match symptom(name) {
-                Some(Err(found)) => {
-                    println!("{name}: {found} (try {num_tries})");
+            match symptom(name, limit * (1 << others.len())) {
+                Some(Err(found)) if shows(expected, &found) => {
+                    println!("{name}: {found} (try {})", others.len() + 1);
                     break;
                 }
-                Some(Ok(())) => {
-                    assert!(num_tries < MOST_TRIES, "mutant {name} was not noticed");
+                Some(found) => {
+                    println!("{name}: {found:?} in place of `{expected}`");
+                    others.push(found);
+                    let is_over = others.len() == MOST_TRIES as usize;
+                    assert!(!is_over, "mutant {name} never showed by `{expected}`: {others:?}");
                 }
                 None => return,
             }
         }
     }
     for (name, _) in not_catchable {
-        assert!(names.contains(name), "{name} is listed and not a mutant");
+        assert!(
+            mutants.iter().any(|mutant| mutant.name == *name),
+            "{name} is listed and not a mutant"
+        );
     }
+}
+
+/// Whether what was found is what a mutant must show by.
+pub fn shows(expected: &str, found: &str) -> bool {
+    let is_expired = |text: &str| text.contains("timeout");
+    expected.split(" or ").any(|part| found.contains(part) && is_expired(part) == is_expired(found))
+}
+
+/// The kind of a violation before what it says.
+pub fn named(violation: &Violation) -> String {
+    let debug = format!("{violation:?}");
+    let name = debug.split([' ', '{', '(']).next().unwrap_or_default();
+    format!("violation {name}: {violation}")
 }
 
 /// `SY_MLX5_*`

@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Wait, status, strict, word};
+use common::{Wait, named, status, strict, word};
 use kernels::mlx5::{Bound, PeerHandle, QueueHandle};
 use softnic::format::Syndrome;
 use softnic::{Access, Fault, HostQueue, Keys, Nic, NicConfig, NicThread, QueueSizes, Segment};
@@ -59,7 +59,7 @@ struct Rig {
 
 impl Rig {
     /// `None` without a C++ compiler, which is noted.
-    fn new(variant: &str) -> Option<Self> {
+    fn new(variant: &str, limit: Duration) -> Option<Self> {
         common::driver("product")?;
         let link = LinkDriver::variant(variant)?;
         let mut client = Nic::new(NicConfig { keeps_trace: true, ..strict() }).unwrap();
@@ -82,7 +82,7 @@ impl Rig {
             server.register(remote_domain, &target, 0, SLOT_BYTES, Access::ALL).unwrap();
         let handles = queues.iter().map(|queue| *queue.handle()).collect();
         let rig = Self {
-            limit: if variant == "product" { PRODUCT_LIMIT } else { LIMIT },
+            limit,
             link,
             queues,
             remote_queues,
@@ -161,7 +161,7 @@ impl Rig {
         self.call(job(Call::Quiet, 0), &wait);
         match wait.error().tag {
             0 => Ok(()),
-            tag => Err(format!("{what}: tag {tag}, observed {:#x}", wait.error().observed)),
+            tag => Err(format!("{what}: {}, observed {:#x}", name_of(tag), wait.error().observed)),
         }
     }
 
@@ -170,7 +170,7 @@ impl Rig {
         let start = Instant::now();
         while self.target_word(offset).load(Ordering::Acquire) != value {
             if start.elapsed() > self.limit {
-                return Err("a word does not arrive".to_owned());
+                return Err("timeout: a word does not arrive".to_owned());
             }
             std::thread::yield_now();
         }
@@ -198,6 +198,18 @@ impl Rig {
             }
         }
         Ok(())
+    }
+}
+
+/// What a tag of `SY_TAG_MLX5_*` says.
+fn name_of(tag: u32) -> String {
+    match tag {
+        0 => "no error".to_owned(),
+        32..=34 => format!("timeout, tag {tag}"),
+        35 => "completion".to_owned(),
+        36 => "desync".to_owned(),
+        37 => "argument".to_owned(),
+        other => format!("tag {other}"),
     }
 }
 
@@ -329,8 +341,8 @@ fn failures(rig: &Rig) -> Result<(), String> {
         // `SY_TAG_MLX5_ARGUMENT`
         if wait.error().tag != 37 || !rig.has_failed(&wait) {
             return Err(format!(
-                "{what}: tag {}, or the link is still in service",
-                wait.error().tag
+                "{what}: {}, or the link is still in service",
+                name_of(wait.error().tag)
             ));
         }
         rig.renew();
@@ -359,32 +371,44 @@ fn failures(rig: &Rig) -> Result<(), String> {
         let (wait, start) = (Wait::new(rig.limit), Instant::now());
         while !rig.has_failed(&wait) {
             if start.elapsed() > rig.limit {
-                return Err("a failed request is not noticed".to_owned());
+                return Err("timeout: a failed request is not noticed".to_owned());
             }
             std::thread::yield_now();
         }
         // `SY_TAG_MLX5_COMPLETION`, with the syndrome in the second byte.
         let error = wait.error();
         if (error.tag, error.observed >> 8 & 0xff) != (35, 0x15) {
-            return Err(format!("tag {}, observed {:#x}", error.tag, error.observed));
+            return Err(format!("{}, observed {:#x}", name_of(error.tag), error.observed));
         }
         rig.renew();
     }
     Ok(())
 }
 
+type Stage = (&'static str, fn(&Rig) -> Result<(), String>);
+
+const STAGES: [Stage; 7] = [
+    ("content", content),
+    ("order", order),
+    ("lanes", lanes),
+    ("failures", failures),
+    ("content of copies", moves::content),
+    ("lanes of copies", moves::lanes),
+    ("failures of copies", moves::failures),
+];
+
 /// How a variant shows that something is wrong with it. All see the same work.
-fn symptom(variant: &str) -> Option<Result<(), String>> {
-    let rig = Rig::new(variant)?;
+fn symptom(variant: &str, limit: Duration) -> Option<Result<(), String>> {
+    let rig = Rig::new(variant, limit)?;
     rig.renew();
-    for stage in [content, order, lanes, failures, moves::content, moves::lanes, moves::failures] {
+    for (name, stage) in STAGES {
         let result = stage(&rig);
         // What the NIC saw says more than what came of it.
         if let Some(violation) = rig.client.lock().violations().first() {
-            return Some(Err(violation.to_string()));
+            return Some(Err(format!("{name}: {}", named(violation))));
         }
-        if result.is_err() {
-            return Some(result);
+        if let Err(found) = result {
+            return Some(Err(format!("{name}: {found}")));
         }
     }
     Some(Ok(()))
@@ -392,12 +416,12 @@ fn symptom(variant: &str) -> Option<Result<(), String>> {
 
 #[test]
 fn the_links_themselves_show_nothing() {
-    if let Some(result) = symptom("product") {
+    if let Some(result) = symptom("product", PRODUCT_LIMIT) {
         assert_eq!(result, Ok(()));
     }
 }
 
 #[test]
 fn every_mutant_of_links_shows_or_is_listed() {
-    common::check_mutants(LinkDriver::mutants(), &NOT_CATCHABLE, symptom);
+    common::check_mutants(LinkDriver::mutants(), &NOT_CATCHABLE, LIMIT, symptom);
 }

@@ -8,7 +8,7 @@ use softnic::{Fault, Segment};
 use softnic_driver::{Call, Job};
 
 use crate::common::Wait;
-use crate::{Rig, SLOT_BYTES, WORDS_AT, job};
+use crate::{Rig, SLOT_BYTES, WORDS_AT, job, name_of};
 
 /// Memory of this side that no NIC knows, 16-byte aligned.
 #[repr(C, align(16))]
@@ -159,8 +159,8 @@ pub fn failures(rig: &Rig) -> Result<(), String> {
         let is_quiet = rig.call(moving(Call::QuietCopies, 0, inside, 0), &wait) != 0;
         // `SY_TAG_MLX5_ARGUMENT`
         if wait.error().tag != 37 || is_quiet || !rig.has_failed(&wait) {
-            let tag = wait.error().tag;
-            return Err(format!("{what}: tag {tag}, or the link is still in service"));
+            let tag = name_of(wait.error().tag);
+            return Err(format!("{what}: {tag}, or the link is still in service"));
         }
         if rig.client.lock().executed().len() != num_executed {
             return Err(format!("{what} is executed"));
@@ -189,8 +189,9 @@ fn move_and_wait(
     match wait.error() {
         error if is_good && error.tag == 0 => Ok(()),
         error => Err(format!(
-            "{call:?} of {num_bytes} bytes at {offset}: good {is_good}, tag {}, observed {:#x}",
-            error.tag, error.observed
+            "{call:?} of {num_bytes} bytes at {offset}: good {is_good}, {}, observed {:#x}",
+            name_of(error.tag),
+            error.observed
         )),
     }
 }
