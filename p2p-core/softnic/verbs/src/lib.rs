@@ -1,6 +1,9 @@
 //! A software NIC behind the functions of libibverbs and libmlx5, for rehearsals without hardware: what
 //! is posted is executed by `softnic`, between processes of one host.
 //!
+//! `SWITCHYARD_SOFTNIC_SEED`, a number, makes the NIC delay and reorder whatever a reliable connection leaves open,
+//! which everything that runs over it must bear.
+//!
 //! Memory that peers may reach must begin at a page. Its pages are replaced by ones of a shared segment,
 //! which hold the same bytes; the last page wholly.
 
@@ -8,7 +11,7 @@ mod devx;
 mod verbs;
 
 use std::collections::HashMap;
-use std::ffi::{c_int, c_void};
+use std::ffi::{OsStr, c_int, c_void};
 use std::io;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -18,7 +21,7 @@ use ibgda::{Libraries, LibraryError, ffi};
 use p2p_core::Region;
 pub use softnic::format::Syndrome;
 use softnic::{
-    ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
+    Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
 };
 
 /// The functions, over the NIC of this process. They follow the vendor's signatures, so there is one NIC for
@@ -116,6 +119,7 @@ fn device() -> Option<&'static Device> {
             is_strict: true,
             doorbell: DoorbellMode::Checked,
             rnr_timeout: RNR_TIMEOUT,
+            adversary: adversary(std::env::var_os(SEED_VARIABLE).as_deref())?,
             ..NicConfig::default()
         };
         let nic = Nic::new(config).map_err(io::Error::other)?;
@@ -127,6 +131,18 @@ fn device() -> Option<&'static Device> {
             tracing::error!(%error, "there is no software NIC");
             set_errno(libc::ENODEV);
             None
+        }
+    }
+}
+
+/// The disorder that a variable asks for, which says the seed; none without it.
+fn adversary(seed: Option<&OsStr>) -> io::Result<Option<Adversary>> {
+    let Some(text) = seed else { return Ok(None) };
+    match text.to_str().and_then(|text| text.parse().ok()) {
+        Some(seed) => Ok(Some(Adversary { seed })),
+        None => {
+            let detail = format!("{SEED_VARIABLE} is {text:?}, expected a number below 2^64");
+            Err(io::Error::new(io::ErrorKind::InvalidInput, detail))
         }
     }
 }
@@ -251,9 +267,30 @@ fn set_errno(code: c_int) {
 /// How long a write with immediate data waits for a receive. Six retries of 0.64 ms would be 4 ms; but the
 /// peer's NIC is a thread, which a busy machine may keep waiting longer.
 const RNR_TIMEOUT: Duration = Duration::from_millis(250);
+const SEED_VARIABLE: &str = "SWITCHYARD_SOFTNIC_SEED";
 const PAGE_BYTES: usize = 4096;
 /// The only address index.
 const GID_IDX: c_int = 0;
 /// Rights of peers, of which a registration has all or none.
 const PEER_RIGHTS: c_int =
     ffi::ACCESS_REMOTE_WRITE | ffi::ACCESS_REMOTE_READ | ffi::ACCESS_REMOTE_ATOMIC;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_asks_for_disorder_and_anything_else_is_refused() {
+        assert_eq!(adversary(None).unwrap(), None);
+        let seed = |text| adversary(Some(OsStr::new(text)));
+        assert_eq!(seed("0").unwrap(), Some(Adversary { seed: 0 }));
+        assert_eq!(seed("18446744073709551615").unwrap(), Some(Adversary { seed: u64::MAX }));
+        for text in ["", "-1", "yes", "18446744073709551616"] {
+            let error = seed(text).unwrap_err().to_string();
+            assert!(
+                error.contains(SEED_VARIABLE) && error.contains(&format!("{text:?}")),
+                "{error}"
+            );
+        }
+    }
+}
