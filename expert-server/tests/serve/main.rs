@@ -3,6 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[allow(dead_code, reason = "networks do more for other tests")]
 #[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
 mod stand_in;
 
