@@ -65,7 +65,7 @@ int pdl_of(const Case& test) {
     if (test.pdl >= 0)
         return test.pdl;
     const bool is_long = test.num_tokens > 128;
-    const bool has_lists = std::string(test.server) == "lists" && test.num_tokens > 32;
+    const bool has_lists = std::string(test.server) == "lists";
     if (test.topology.is_colocated() && (is_long || has_lists))
         return 4;
     return is_long ? 0 : 2;

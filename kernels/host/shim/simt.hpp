@@ -385,6 +385,14 @@ inline uint32_t __reduce_or_sync(uint32_t, uint32_t value) {
         return all;
     });
 }
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
+    return simt::exchange(value, [](const auto& at) {
+        uint32_t sum = 0;
+        for (uint32_t lane = 0; lane < 32; ++lane)
+            sum += at(lane);
+        return sum;
+    });
+}
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     return simt::exchange(value, [](const auto& at) {
         uint32_t most = 0;

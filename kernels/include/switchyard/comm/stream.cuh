@@ -2,8 +2,8 @@
 //
 // Usually a kernel waits for the one before it before it touches anything that kernels write. With
 // SY_LAUNCH_FLAG_AHEAD it works beside it instead, and joins it later: by then whatever it read must have
-// been complete from the start. That is so when the kernel before it let it start only after its own wait,
-// and nothing it wrote since is read; what peers send is waited for by flags in any case. Joining before
+// been complete from the start. That is so when the kernel before it let it start only after its own wait, or
+// started itself only after such a wait, and nothing it wrote since is read; what peers send is waited for by flags in any case. Joining before
 // its end keeps the stream's order for all kernels that follow.
 #pragma once
 

@@ -6,6 +6,7 @@
 #include "switchyard/comm/link.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
+#include "switchyard/impls/expert_head.cuh"
 #include "switchyard/impls/frames.cuh"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/layout/slot.cuh"
@@ -21,6 +22,9 @@ constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
 // Between two phases an entry is expert << kRankBits | rank within the block.
 constexpr uint32_t kRankBits = SY_RANK_BITS;
 static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
+
+// What is known of a row that was waited for ahead.
+enum RowAhead : uint8_t { kRowAway, kRowGood, kRowBad };
 
 struct RecvSnapshot {
     uint64_t number[SY_MAX_PEERS];
@@ -48,15 +52,18 @@ struct RecvShared {
     uint32_t row_code[SY_MAX_PEERS];
     uint32_t bad_code[SY_MAX_PEERS];
     uint32_t any_bad; // a code in any block
+    uint32_t is_over; // the wait for a batch, as the first block tells the others
     uint32_t inverse_top_k; // see inverse_of
     uint32_t row_begin[SY_MAX_PEERS + 1];
     uint64_t entries[SY_MAX_PEERS]; // address of the client's, less those before them in the batch
     sy_client_peer clients[SY_MAX_PEERS];
+    GoodHead good_head;
     uint32_t histogram[SY_MAX_EXPERTS];
     int16_t local_expert[SY_MAX_EXPERTS];
     uint32_t base[SY_MAX_EXPERTS];
     uint32_t group_sums[SY_MAX_EXPERTS / 32]; // entries of 32 experts each, or of as many threads
     uint8_t row_used[kRowsSmall]; // whether the row has an entry
+    uint8_t row_ahead[kRecvThreads / 16]; // RowAhead of each half warp
     uint2 staged[kStagedEntries]; // row and weight, by position
     // Of kernels for any way, and last, so that the others are laid out as without them.
     uint32_t quiet; // clients whose answers may be stored, as a mask
@@ -66,45 +73,6 @@ struct RecvShared {
 __device__ __forceinline__ void cluster_barrier() {
     ptx::barrier_cluster_arrive_release();
     ptx::barrier_cluster_wait_acquire();
-}
-
-// SY_ERROR_* of a header, 0 when it is good.
-__device__ __forceinline__ uint32_t check_header(const sy_expert_recv_params& params,
-                                                 const sy_client_peer& client, uint64_t frame,
-                                                 uint64_t min_epoch, uint32_t num_rows,
-                                                 uint32_t* layer) {
-    const sy_frame_geometry& geometry = params.geometry;
-    sy_frame_header header;
-    uint4* words = reinterpret_cast<uint4*>(&header);
-#pragma unroll
-    for (uint32_t i = 0; i < sizeof(header) / sizeof(uint4); ++i)
-        words[i] = reinterpret_cast<const uint4*>(frame)[i];
-    *layer = header.layer;
-    if (header.magic != SY_DEVICE_FRAME_MAGIC || header.kind != SY_KIND_DISPATCH)
-        return SY_ERROR_BAD_FRAME;
-    if (header.version != SY_DEVICE_ABI_VERSION)
-        return SY_ERROR_VERSION;
-    if (header.client_id != client.client_id || header.generation != client.generation)
-        return SY_ERROR_STALE_CHANNEL;
-    if (header.epoch < min_epoch)
-        return SY_ERROR_STALE_EPOCH;
-    if (header.layer >= params.num_layers)
-        return SY_ERROR_WRONG_LAYER;
-    const bool is_good =
-        num_rows <= geometry.max_tokens && header.num_tokens == num_rows &&
-        header.num_entries == num_rows * geometry.top_k && header.hidden == geometry.hidden &&
-        header.dtype == geometry.dtype && header.response_dtype == SY_DTYPE_BF16 &&
-        header.flags == 0 && header.frame_idx == 0 && header.num_frames == 1 &&
-        header.row_stride_bytes == geometry.row_stride_bytes && header.tokens_offset == 0 &&
-        header.entries_offset == geometry.entries_offset &&
-        header.scales_offset == geometry.scales_offset &&
-        header.payload_offset == geometry.payload_offset &&
-        header.total_bytes ==
-            geometry.payload_offset + uint64_t{num_rows} * geometry.row_stride_bytes &&
-        (header.header_crc | header.payload_crc | header.server_queue_ns |
-         header.server_compute_ns | header.reserved[0] | header.reserved[1] | header.reserved[2] |
-         header.reserved[3]) == 0;
-    return is_good ? 0 : SY_ERROR_BAD_FRAME;
 }
 
 // Tells a client that its frame is refused. Its combine sees the status while it waits.
@@ -143,8 +111,9 @@ __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
 // What one look at the clients found, by lane.
 struct Arrivals {
     uint64_t number;
+    uint64_t frame; // address
     uint64_t min_epoch;
-    uint64_t seen_ns; // when the frame was seen first
+    uint64_t seen_ns; // when the frame was seen first; 0 where others did not keep it waiting
     uint32_t expected; // clients that were waited for, as a mask
     uint32_t start; // client where the search for a layer begins
     uint32_t num_rows; // kRowsUnknown before the header is there
@@ -196,6 +165,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
     Arrivals seen = {0,
                      0,
                      0,
+                     0,
                      params.state->last_clients & gather.clients & all,
                      params.state->next_client,
                      kRowsUnknown,
@@ -207,6 +177,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
         seen.min_epoch = *params.min_epoch;
     const FrameAt frame =
         frame_at(params.geometry, shared.clients[is_client ? client_idx : 0], seen.number);
+    seen.frame = frame.address;
     uint64_t start_ns = 0, first_ns = 0, begin_ns = 0;
     seen.can_answer = !is_client || !comm::tells_reuse<kWays>(shared.clients[client_idx].response);
     for (uint32_t num_polls = 1;; ++num_polls) {
@@ -216,8 +187,6 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
         if (is_client && !was_ready && seen.can_answer)
             seen.num_rows = accepted_rows(frame);
         const bool is_ready = seen.num_rows != kRowsUnknown;
-        if (is_ready && !was_ready)
-            seen.seen_ns = ptx::mov_globaltimer();
         const uint32_t settled = __ballot_sync(kFullWarp, is_ready || seen.is_dead);
         const bool is_awaited =
             (seen.expected & ~settled) != 0 &&
@@ -228,6 +197,8 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
         if (params.gather_ns != 0 && __any_sync(kFullWarp, seen.num_rows != kRowsUnknown) &&
             __any_sync(kFullWarp, comm::elapsed_ns(&first_ns) > params.gather_ns))
             return seen;
+        if (is_ready && !was_ready)
+            seen.seen_ns = ptx::mov_globaltimer();
         if (num_polls % comm::kPollsPerCheck != 0)
             continue;
         seen.is_dead = is_client && comm::is_aborted(bound, client_idx);
@@ -265,40 +236,50 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     const uint32_t lane_idx = threadIdx.x;
     const bool is_client = lane_idx < params.num_clients;
     const bool is_ready = seen.num_rows != kRowsUnknown;
-    const sy_client_peer& client = shared.clients[is_client ? lane_idx : 0];
+    // First of all, for it is loads that everything else waits for.
+    uint32_t layer = 0, code = 0;
+    const uint32_t ready = __ballot_sync(kFullWarp, is_ready);
+    __syncwarp();
+    uint32_t good = good_at_sight(shared.good_head, shared.clients, params, ready, seen.frame,
+                                  seen.min_epoch, seen.num_rows, &layer);
     const uint64_t number = seen.number;
     const uint32_t place = layout::ring_place(geometry, number);
     // An idle server is no error; with min_ready above 1 and no time to gather the caller expected so
     // many. Who is dead is to blame then, or everybody who did not come in time.
-    const uint32_t num_ready = __popc(__ballot_sync(kFullWarp, is_ready));
+    const uint32_t num_ready = __popc(ready);
     const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
     if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted &&
         (seen.is_dead || num_settled < wanted))
         note_late<kWays>(shared, params, seen);
 
-    uint32_t layer = 0, code = 0;
-    if (is_ready)
-        code = check_header(params, client, client.request + layout::request_frame(geometry, place),
-                            seen.min_epoch, seen.num_rows, &layer);
-    const uint32_t good = __ballot_sync(kFullWarp, is_ready && code == 0);
+    if (good != ready) {
+        if (is_ready && (good >> lane_idx & 1) == 0)
+            code = check_header(params, shared.clients[lane_idx], seen.frame, seen.min_epoch,
+                                seen.num_rows, &layer);
+        good = __ballot_sync(kFullWarp, is_ready && code == 0);
+    }
     // The first good client from `start` on sets the layer; the others of that layer join.
     const uint32_t from_start = good & ~((1u << seen.start) - 1);
     const uint32_t leader = good == 0 ? 0 : __ffs(from_start != 0 ? from_start : good) - 1;
     const uint32_t batch_layer = __shfl_sync(kFullWarp, layer, leader);
     const bool joins = (good >> lane_idx & 1) != 0 && layer == batch_layer;
     // As many clients as the lists have room for, the leader first; the rest stay for the next batch.
-    const uint32_t rank = (lane_idx - leader) & 31;
-    uint32_t sum = joins ? seen.num_rows : 0;
-    uint32_t rows_upto = 0;
+    uint32_t most_upto = __reduce_add_sync(kFullWarp, joins ? seen.num_rows : 0);
+    bool is_taken = joins;
+    if (most_upto > params.lists.max_rows) {
+        const uint32_t rank = (lane_idx - leader) & 31;
+        const uint32_t sum = joins ? seen.num_rows : 0;
+        uint32_t rows_upto = 0;
 #pragma unroll 1
-    for (uint32_t other = 0; other < params.num_clients; ++other) {
-        const uint32_t rows = __shfl_sync(kFullWarp, sum, other);
-        if (((other - leader) & 31) <= rank)
-            rows_upto += rows;
+        for (uint32_t other = 0; other < params.num_clients; ++other) {
+            const uint32_t rows = __shfl_sync(kFullWarp, sum, other);
+            if (((other - leader) & 31) <= rank)
+                rows_upto += rows;
+        }
+        is_taken = joins && rows_upto <= params.lists.max_rows;
+        most_upto = __reduce_max_sync(kFullWarp, is_taken ? rows_upto : 0);
     }
-    const bool is_taken = joins && rows_upto <= params.lists.max_rows;
     const uint32_t taken = __ballot_sync(kFullWarp, is_taken);
-    const uint32_t most_upto = __reduce_max_sync(kFullWarp, is_taken ? rows_upto : 0);
     shared.snapshot.num_rows[lane_idx] = is_taken ? seen.num_rows : 0;
     shared.snapshot.place[lane_idx] = place;
     shared.snapshot.number[lane_idx] = number;
@@ -309,7 +290,9 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
         shared.snapshot.layer = taken != 0 ? batch_layer : 0;
         shared.snapshot.next_client = leader + 1 == params.num_clients ? 0 : leader + 1;
     }
-    const uint64_t waited_ns = is_taken ? ptx::mov_globaltimer() - seen.seen_ns : 0;
+    uint64_t waited_ns = 0;
+    if (is_taken && seen.seen_ns != 0)
+        waited_ns = ptx::mov_globaltimer() - seen.seen_ns;
     shared.snapshot.waited_ns[lane_idx] =
         static_cast<uint32_t>(min(waited_ns, uint64_t{0xffffffffu}));
     if (code != 0) {
@@ -360,7 +343,7 @@ __device__ __forceinline__ uint64_t frame_of(const RecvShared& shared,
 // Rows of the clients without a bad code, one after the other. One warp.
 __device__ __forceinline__ void number_rows(RecvShared& shared,
                                             const sy_expert_recv_params& params) {
-    const uint32_t lane_idx = threadIdx.x;
+    const uint32_t lane_idx = threadIdx.x & 31;
     const uint32_t num_rows =
         shared.bad_code[lane_idx] == 0 ? shared.snapshot.num_rows[lane_idx] : 0;
     uint32_t upto = num_rows;

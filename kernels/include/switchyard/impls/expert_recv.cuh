@@ -198,10 +198,32 @@ __device__ __forceinline__ void copy_snapshot(RecvShared& shared,
     __syncthreads();
 }
 
-// Blocks meet once when the batch is known and once when all is done, where nobody looks into another's
-// shared memory any more: a block that leaves takes it along. Of a small batch the first block makes the
-// lists, so it does not wait at the first meeting but just before it comes to the second, and of one so
-// small that it waits for the rows, too, the others leave at once.
+// What this block has found in rows, to the first one.
+__device__ __forceinline__ void hand_in_codes(RecvShared& shared) {
+    __syncthreads();
+    const uint32_t code = threadIdx.x < 32 ? shared.row_code[threadIdx.x] : 0;
+    if (code != 0)
+        ptx::red_max_shared_cluster(ptx::mapa_shared_cluster(&shared.row_code[threadIdx.x], 0),
+                                    code);
+    // Seen by whoever has met these threads at the cluster's next barrier, even if that orders nothing itself.
+    if (threadIdx.x < 32 && __any_sync(kFullWarp, code != 0))
+        ptx::fence_acq_rel_cluster();
+}
+
+// Tells all blocks' threads that look for something ahead that the batch is chosen. One warp of the first block.
+__device__ __forceinline__ void end_waits(RecvShared& shared) {
+    const uint32_t rank = threadIdx.x & 31;
+    if (rank < kRecvBlocks)
+        ptx::st_relaxed_cluster_shared(ptx::mapa_shared_cluster(&shared.is_over, rank), 1);
+    __syncwarp();
+}
+
+// Blocks meet three times: when what they share is cleared, when the batch is known, and when all is done, where
+// nobody looks into another's shared memory any more: a block that leaves takes it along. While the first block looks
+// for a batch, the others wait for the rows that clients send next: mostly these are its rows. Of a small batch the
+// first block makes the lists by itself, and the others tell it what they have found in the rows; it arrives at the
+// third meeting while it makes them, so that nobody has to wait there for another. Of a batch so small that half of
+// the first block waits for the rows, too, the others have nothing to tell.
 //
 // NOTES: an arrival that releases waits for what was stored before, and a store to a client takes a
 // microsecond. So arrivals are relaxed but where others need what was stored.
@@ -218,87 +240,135 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     clear_counts(shared, params);
     if (thread_idx < 32)
         shared.row_code[thread_idx] = shared.bad_code[thread_idx] = 0;
-    if (thread_idx == 0)
-        shared.any_bad = 0, shared.inverse_top_k = inverse_of(params.geometry.top_k);
+    if (thread_idx == 0) {
+        shared.any_bad = shared.is_over = 0;
+        shared.inverse_top_k = inverse_of(params.geometry.top_k);
+    }
     if (kWays != comm::kDirectOnly && thread_idx == 0)
         shared.quiet = shared.has_chosen = 0;
+    if (rank == 0 && thread_idx == kRecvThreads - 1)
+        make_good_head(shared.good_head, params.geometry);
     layout::TableCopy<sy_client_peer, kRecvThreads, SY_MAX_PEERS> clients;
     clients.load(params.clients, params.num_clients);
     clients.store(shared.clients, params.num_clients);
     __syncthreads();
+    // First meeting: the first block writes to what others have cleared.
+    if (rank == 0)
+        ptx::barrier_cluster_arrive_relaxed();
+    else
+        ptx::barrier_cluster_arrive_release();
     comm::follow(params.flags);
-    comm::let_next_start(params.flags);
+    // Who starts behind this kernel may rely on what was before it, so the last block says so when it has joined.
+    const auto says_late = [&] {
+        return comm::goes_ahead(params.flags) && rank == kRecvBlocks - 1;
+    };
+    if (!says_late())
+        comm::let_next_start(params.flags);
     if (rank == 0) {
+        ptx::barrier_cluster_wait_acquire();
         if (warp_idx == 0)
             find_batch<kWays>(shared, params, gather);
         else if (kWays != comm::kDirectOnly && warp_idx == 1)
             watch_ways<kWays>(shared, params);
         __syncthreads();
-        // One warp's release is the block's, after its barrier.
-        if (warp_idx == kRecvThreads / 32 - 1)
+        // Second meeting. One warp's release is the block's, after its barrier.
+        if (warp_idx == 1) {
+            end_waits(shared);
             ptx::barrier_cluster_arrive_release();
-        else
+        } else {
             ptx::barrier_cluster_arrive_relaxed();
+        }
     } else {
-        // With what is cleared above, which the first block may add to.
-        ptx::barrier_cluster_arrive_release();
+        ptx::barrier_cluster_wait_acquire();
+        await_row_ahead(shared, params, ahead_idx(rank));
+        __syncwarp();
+        ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait_acquire();
         copy_snapshot(shared, params);
+#if defined(SY_SIMT)
+        // A GPU looks for rows until it is told, which these looks, being few, would not show.
+        if (shared.is_over == 0)
+            abort();
+#endif
     }
     if (rank == kRecvBlocks - 1 && warp_idx == 0)
         note_batch<kWays>(shared, params);
-    const uint32_t num_rows = shared.snapshot.num_rows_in_all;
-    const bool is_alone = num_rows <= kRowsAlone;
-    const bool is_small = is_small_batch(num_rows, params.geometry.top_k);
+    // NOTES: read again where it is needed, rather than kept in a register.
+    const auto rows_in_all = [&] {
+        return ptx::ld_relaxed_cluster_shared(&shared.snapshot.num_rows_in_all);
+    };
+    const auto is_alone = [&] { return rows_in_all() <= kRowsAlone; };
+    const bool is_small = is_small_batch(rows_in_all(), params.geometry.top_k);
     if (rank == 0 && !is_small)
         ptx::barrier_cluster_wait_acquire();
     // Once more without the clients whose frames prove bad, which is rare.
     for (bool is_second = false;; is_second = true) {
-        if (!is_small)
+        if (!is_small) {
             sort_rows(shared, params, rank);
-        else if (rank == 0 && !is_alone)
-            sort_entries<kStagedEntries / kRecvThreads, kRecvThreads>(shared, params);
-        else if (rank == 0 && thread_idx < kListThreads)
-            sort_entries<1, kListThreads>(shared, params);
-        if (!is_second) {
-            // Neighbouring rows go to different blocks.
-            const uint32_t skipped = is_small && kRecvBlocks > 1 ? 1 : 0;
-            const uint32_t num_waiters = is_alone ? 1 : kRecvBlocks - skipped;
-            const uint32_t waiter_warp =
-                is_alone ? warp_idx - kListThreads / 32 : warp_idx * num_waiters + rank - skipped;
-            const bool waits = is_alone ? rank == 0 && thread_idx >= kListThreads : rank >= skipped;
-            if (waits)
-                await_rows(shared, params, waiter_warp * 2,
-                           is_alone ? kRowsAlone : num_waiters * kRecvThreads / 16);
-        }
-        if (is_alone) {
-            if (!is_second) {
-                if (rank == 0)
-                    ptx::barrier_cluster_wait_acquire();
+        } else if (rank == 0) {
+            // The second meeting is over by then.
+            const auto meet = [is_second] {
+                if (is_second)
+                    return;
+                ptx::barrier_cluster_wait_acquire();
                 ptx::barrier_cluster_arrive_relaxed();
+            };
+            const uint32_t num_entries = rows_in_all() * params.geometry.top_k;
+            if (!is_alone() && num_entries <= kRecvThreads) {
+                sort_entries<1, kRecvThreads>(shared, params, meet);
+            } else if (!is_alone()) {
+                sort_entries<kStagedEntries / kRecvThreads, kRecvThreads>(shared, params, meet);
+            } else if (thread_idx < kListThreads) {
+                sort_entries<1, kListThreads>(shared, params, meet);
+            } else {
+                meet();
             }
-            __syncthreads();
-            const bool is_bad = has_bad(shared);
+        }
+        const bool waits =
+            is_alone() ? rank == 0 && thread_idx >= kListThreads : rank != 0 || kRecvBlocks == 1;
+        if (!is_second && waits) {
+            RowWait<1> wait = {};
+            if (is_alone())
+                wait = rows_from<1>(shared, params, (warp_idx - kListThreads / 32) * 2, kRowsAlone,
+                                    false);
+            else if (kRecvBlocks > 1)
+                wait = rest_of_ahead(shared, params, ahead_idx(rank));
+            if (__any_sync(kFullWarp, wait.number[0] != 0))
+                take_rows(shared, params, wait);
+            if (!is_alone())
+                await_rest(shared, params, rank);
+        }
+        if (is_small && rank != 0) {
+            if (!is_alone())
+                hand_in_codes(shared);
+            ptx::barrier_cluster_arrive_relaxed();
+            if (says_late()) {
+                comm::join(params.flags);
+                comm::let_next_start(params.flags);
+            }
+            ptx::barrier_cluster_wait_acquire();
+            break;
+        }
+        if (is_small) {
             if (!is_second)
                 ptx::barrier_cluster_wait_acquire();
-            if (is_second || !is_bad)
+            __syncthreads();
+            if (is_second || !has_bad(shared))
                 break;
         } else {
-            if (!is_second) {
-                if (rank == 0 && is_small)
-                    ptx::barrier_cluster_wait_acquire();
+            if (!is_second)
                 tell_bad(shared);
-            }
             ptx::barrier_cluster_arrive_relaxed();
             ptx::barrier_cluster_wait_acquire();
             if (is_second || shared.any_bad == 0)
                 break;
         }
-        drop_bad_clients(shared, params, is_alone);
+        drop_bad_clients(shared, params, is_small);
     }
     if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0) {
-        refuse<kWays>(shared, params, thread_idx, shared.snapshot.number[thread_idx],
-                      shared.bad_code[thread_idx]);
+        const uint32_t client_idx = ptx::mov_laneid();
+        refuse<kWays>(shared, params, client_idx, shared.snapshot.number[client_idx],
+                      shared.bad_code[client_idx]);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
     comm::join(params.flags);

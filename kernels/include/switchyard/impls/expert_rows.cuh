@@ -143,12 +143,99 @@ template <uint32_t kRounds> struct RowWait {
     uint64_t number[kRounds]; // 0: no row
 };
 
-// Waits for rows and checks their scales. One warp; half a warp per row.
-template <uint32_t kRounds>
-__device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_recv_params& params,
-                                          uint32_t first_row, uint32_t stride) {
+// Whether all scales of a row are good, by this lane's share of them. Half a warp per row.
+__device__ __forceinline__ bool has_good_scales(const sy_frame_geometry& geometry, uint64_t frame,
+                                                uint32_t row) {
+    const uint32_t part_idx = threadIdx.x & 15;
+    const uint64_t at = layout::scales_at(geometry, frame, row);
+    const bool by_four = geometry.scales_per_row % 4 == 0;
+    const uint32_t num_parts = by_four ? geometry.scales_per_row / 4 : geometry.scales_per_row;
+    bool is_good = true;
+    for (uint32_t part = part_idx; part < num_parts; part += 16) {
+        float4 four = {1.0f, 1.0f, 1.0f, 1.0f};
+        if (by_four)
+            four = reinterpret_cast<const float4*>(at)[part];
+        else
+            four.x = reinterpret_cast<const float*>(at)[part];
+        is_good &= is_good_scale(four.x) && is_good_scale(four.y) && is_good_scale(four.z) &&
+                   is_good_scale(four.w);
+    }
+    return is_good;
+}
+
+// Rows that the blocks behind the first wait for before they know whether they are of the batch: one per half
+// warp, clients in turns.
+constexpr uint32_t kRowsAhead = (kRecvBlocks - 1) * kRecvThreads / 16;
+// Between two looks for such a row, and how many there are at most.
+constexpr uint32_t kAheadPauseNs = 20;
+#if defined(SY_SIMT)
+// Looks take the processor's time from whoever sends.
+constexpr uint32_t kLooksAhead = 3;
+#else
+constexpr uint32_t kLooksAhead = UINT32_MAX;
+#endif
+
+__device__ __forceinline__ bool is_row_ahead(const sy_expert_recv_params& params,
+                                             uint32_t client_idx, uint32_t row) {
+    return row * params.num_clients + client_idx < kRowsAhead;
+}
+
+// Which of them is this half warp's. Neighbours go to different blocks.
+__device__ __forceinline__ uint32_t ahead_idx(uint32_t rank) {
+    return (threadIdx.x / 32 * (kRecvBlocks - 1) + rank - 1) * 2 + (threadIdx.x >> 4 & 1);
+}
+
+// Looks for a row of the frame that a client sends next, until it is there or the batch is chosen. One warp, half
+// of it per row.
+// NOTES: what was found lies in shared memory until it is asked for, since registers are scarce meanwhile.
+__device__ __forceinline__ void await_row_ahead(RecvShared& shared,
+                                                const sy_expert_recv_params& params, uint32_t idx) {
     const sy_frame_geometry& geometry = params.geometry;
-    const uint32_t lane_idx = threadIdx.x & 31, part_idx = lane_idx & 15;
+    const uint32_t client_idx = idx % params.num_clients, row = idx / params.num_clients;
+    const uint64_t number = params.state->taken[client_idx] + 1;
+    const uint64_t frame = shared.clients[client_idx].request +
+                           layout::request_frame(geometry, layout::ring_place(geometry, number));
+    const uint64_t* flag =
+        reinterpret_cast<const uint64_t*>(layout::request_flag_at(geometry, frame, row));
+    const bool is_row = row < geometry.max_tokens;
+    bool is_there = false;
+    for (uint32_t num_looks = 0; num_looks < kLooksAhead; ++num_looks) {
+        if (is_row && !is_there)
+            is_there = ptx::ld_acquire_sys(flag) >= number;
+        if (__all_sync(kFullWarp, is_there || !is_row))
+            break;
+        if (__any_sync(kFullWarp, ptx::ld_relaxed_cluster_shared(&shared.is_over) != 0))
+            break;
+        __nanosleep(kAheadPauseNs);
+    }
+    const bool is_bad = is_there && !has_good_scales(geometry, frame, row);
+    const uint32_t my_half = 0xffffu << (threadIdx.x & 16);
+    const bool has_bad = (__ballot_sync(kFullWarp, is_bad) & my_half) != 0;
+    if ((threadIdx.x & 15) == 0)
+        shared.row_ahead[threadIdx.x / 16] = !is_there ? kRowAway : has_bad ? kRowBad : kRowGood;
+    __syncwarp();
+}
+
+// The row that a half warp has waited for ahead, if it is of the batch and was not there yet. What is wrong with it
+// is noted.
+__device__ __forceinline__ RowWait<1>
+rest_of_ahead(RecvShared& shared, const sy_expert_recv_params& params, uint32_t idx) {
+    const uint32_t client_idx = idx % params.num_clients, row = idx / params.num_clients;
+    const bool is_in = row < shared.snapshot.num_rows[client_idx];
+    const uint8_t found = shared.row_ahead[threadIdx.x / 16];
+    if (is_in && found == kRowBad)
+        atomicMax(&shared.row_code[client_idx], uint32_t{SY_ERROR_BAD_FRAME});
+    return {
+        {client_idx}, {row}, {is_in && found == kRowAway ? shared.snapshot.number[client_idx] : 0}};
+}
+
+// Rows of the batch from `first_row` on, two by two, but for those that are waited for ahead where `skips_ahead`.
+// One warp; half a warp per row.
+template <uint32_t kRounds>
+__device__ __forceinline__ RowWait<kRounds>
+rows_from(const RecvShared& shared, const sy_expert_recv_params& params, uint32_t first_row,
+          uint32_t stride, bool skips_ahead) {
+    const uint32_t lane_idx = threadIdx.x & 31;
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
     RowWait<kRounds> wait;
 #pragma unroll
@@ -158,8 +245,18 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
         const uint32_t client_idx = client_of_row(shared, params.num_clients, is_row ? row : 0);
         wait.client_idx[i] = client_idx;
         wait.row[i] = is_row ? row - shared.row_begin[client_idx] : 0;
-        wait.number[i] = is_row ? shared.snapshot.number[client_idx] : 0;
+        const bool is_ours =
+            is_row && !(skips_ahead && is_row_ahead(params, client_idx, wait.row[i]));
+        wait.number[i] = is_ours ? shared.snapshot.number[client_idx] : 0;
     }
+    return wait;
+}
+
+// Waits for rows and checks their scales. One warp; half a warp per row.
+template <uint32_t kRounds>
+__device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_recv_params& params,
+                                          RowWait<kRounds>& wait) {
+    const sy_frame_geometry& geometry = params.geometry;
     uint64_t start_ns = 0;
     for (uint32_t num_polls = 1;; ++num_polls) {
         uint64_t flags[kRounds];
@@ -201,50 +298,37 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
     }
     if (kRounds != 1)
         ptx::fence_acq_rel_sys();
-    const bool by_four = geometry.scales_per_row % 4 == 0;
-    const uint32_t num_parts = by_four ? geometry.scales_per_row / 4 : geometry.scales_per_row;
-    bool is_good[kRounds];
 #pragma unroll
-    for (uint32_t i = 0; i < kRounds; ++i)
-        is_good[i] = true;
-    for (uint32_t part = part_idx; part < num_parts; part += 16) {
-        float4 four[kRounds];
-#pragma unroll
-        for (uint32_t i = 0; i < kRounds; ++i) {
-            four[i] = {1.0f, 1.0f, 1.0f, 1.0f};
-            const uint64_t at = layout::scales_at(
-                geometry, frame_of(shared, params, wait.client_idx[i]), wait.row[i]);
-            if (wait.number[i] == 0)
-                continue;
-            if (by_four)
-                four[i] = reinterpret_cast<const float4*>(at)[part];
-            else
-                four[i].x = reinterpret_cast<const float*>(at)[part];
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kRounds; ++i)
-            is_good[i] &= is_good_scale(four[i].x) && is_good_scale(four[i].y) &&
-                          is_good_scale(four[i].z) && is_good_scale(four[i].w);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kRounds; ++i)
-        if (!is_good[i])
+    for (uint32_t i = 0; i < kRounds; ++i) {
+        const uint64_t frame = frame_of(shared, params, wait.client_idx[i]);
+        if (wait.number[i] != 0 && !has_good_scales(geometry, frame, wait.row[i]))
             atomicMax(&shared.row_code[wait.client_idx[i]], uint32_t{SY_ERROR_BAD_FRAME});
+    }
 }
 
 constexpr uint32_t kMostRounds = 2;
 
-// Waits for rows of the batch and checks their scales. This warp takes two from `first` on, a row per half,
-// and two more at every `stride`.
-__device__ __forceinline__ void await_rows(RecvShared& shared, const sy_expert_recv_params& params,
-                                           uint32_t first, uint32_t stride) {
+// Waits for the rows of the batch that nobody has waited for ahead, with the other blocks that do: those behind the
+// first, or the only one. One warp; half a warp per row.
+__device__ __forceinline__ void await_rest(RecvShared& shared, const sy_expert_recv_params& params,
+                                           uint32_t rank) {
+    constexpr uint32_t kNumBlocks = kRecvBlocks > 1 ? kRecvBlocks - 1 : 1;
+    constexpr uint32_t kStride = kNumBlocks * kRecvThreads / 16;
+    const uint32_t lane_idx = threadIdx.x & 31, num_clients = params.num_clients;
+    const uint32_t num_ahead = (kRowsAhead + num_clients - 1 - lane_idx) / num_clients;
+    const bool has_more = lane_idx < num_clients && shared.snapshot.num_rows[lane_idx] > num_ahead;
+    if (!__any_sync(kFullWarp, has_more))
+        return;
+    // The first of them. All before it are of clients that have no more.
+    const uint32_t mine = has_more ? shared.row_begin[lane_idx] + num_ahead : UINT32_MAX;
+    const uint32_t begin = ~__reduce_max_sync(kFullWarp, ~mine);
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
-    if (num_rows <= stride) {
-        if (first < num_rows)
-            take_rows<1>(shared, params, first, stride);
-    } else {
-        for (uint32_t row = first; row < num_rows; row += stride * kMostRounds)
-            take_rows<kMostRounds>(shared, params, row, stride);
+    // Neighbouring rows go to different blocks.
+    const uint32_t block_idx = kRecvBlocks > 1 ? rank - 1 : 0;
+    for (uint32_t row = begin + (threadIdx.x / 32 * kNumBlocks + block_idx) * 2; row < num_rows;
+         row += kStride * kMostRounds) {
+        RowWait<kMostRounds> wait = rows_from<kMostRounds>(shared, params, row, kStride, true);
+        take_rows(shared, params, wait);
     }
 }
 

@@ -63,8 +63,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     sy_client_peer client = {};
     if (threadIdx.x < params.num_clients)
         client = params.clients[threadIdx.x];
-    ptx::griddepcontrol_wait();
+    // Before the wait: the kernel before this one let it start only after its own wait for what was before that.
     comm::let_next_start(params.flags);
+    ptx::griddepcontrol_wait();
     const sy_frame_geometry& geometry = params.geometry;
     const sy_batch* batch = params.lists.batch;
     const uint32_t client_idx = threadIdx.x;

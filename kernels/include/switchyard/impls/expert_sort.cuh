@@ -45,11 +45,11 @@ template <uint32_t kThreads> __device__ __forceinline__ void sync_list_threads()
         ptx::bar_sync<1, kThreads>();
 }
 
-// Checks entries, counts them by expert and makes the lists. Called by the first kThreads threads; entry
-// i * kThreads + thread_idx of the batch is the thread's.
-template <uint32_t kEach, uint32_t kThreads>
+// Checks entries, counts them by expert and makes the lists. Called by the first kThreads threads, and `meet` by
+// each of them between its barriers; entry i * kThreads + thread_idx of the batch is the thread's.
+template <uint32_t kEach, uint32_t kThreads, class Meet>
 __device__ __forceinline__ void sort_entries(RecvShared& shared,
-                                             const sy_expert_recv_params& params) {
+                                             const sy_expert_recv_params& params, Meet meet) {
     const sy_expert_lists& lists = params.lists;
     const uint32_t top_k = params.geometry.top_k, num_local = params.num_local_experts;
     const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
@@ -100,6 +100,7 @@ __device__ __forceinline__ void sort_entries(RecvShared& shared,
                                                           : uint32_t{SY_ERROR_BAD_FRAME});
     }
     sync_list_threads<kThreads>();
+    meet();
 
     // Experts in groups of 32, a lane each: where an expert begins in its group, and how long the group is.
 #pragma unroll 1

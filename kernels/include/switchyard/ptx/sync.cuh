@@ -20,6 +20,13 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// threadIdx.x % 32, but read again wherever it is asked for, so that no register keeps it.
+__device__ __forceinline__ uint32_t mov_laneid() {
+    uint32_t lane_idx;
+    asm volatile("mov.u32 %0, %laneid;" : "=r"(lane_idx));
+    return lane_idx;
+}
+
 __device__ __forceinline__ uint32_t mov_cluster_ctarank() {
     uint32_t rank;
     asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
@@ -59,12 +66,32 @@ __device__ __forceinline__ uint32_t ld_shared_cluster(uint32_t address) {
     return value;
 }
 
+__device__ __forceinline__ uint32_t ld_relaxed_cluster_shared(const uint32_t* address) {
+    const uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(address));
+    uint32_t value;
+    asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];"
+                 : "=r"(value)
+                 : "r"(local)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_relaxed_cluster_shared(uint32_t address, uint32_t value) {
+    asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value)
+                 : "memory");
+}
+
 __device__ __forceinline__ void fence_acq_rel_cluster() {
     asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void red_or_shared_cluster(uint32_t address, uint32_t value) {
     asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(address), "r"(value)
+                 : "memory");
+}
+
+__device__ __forceinline__ void red_max_shared_cluster(uint32_t address, uint32_t value) {
+    asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(address), "r"(value)
                  : "memory");
 }
 

@@ -20,6 +20,7 @@ inline uint64_t mov_globaltimer() { return simt::clock_ns.fetch_add(kNsPerLook) 
 #endif
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
+inline uint32_t mov_laneid() { return threadIdx.x & 31; }
 inline uint32_t mov_cluster_ctarank() { return simt::block->rank; }
 template <uint32_t kId, uint32_t kNumThreads> void bar_sync() {
     simt::block->has_moved = true;
@@ -50,9 +51,24 @@ inline uint32_t* in_cluster(uint32_t address) {
 inline uint32_t ld_shared_cluster(uint32_t address) {
     return __atomic_load_n(in_cluster(address), __ATOMIC_SEQ_CST);
 }
+inline uint32_t ld_relaxed_cluster_shared(const uint32_t* address) {
+    const uint32_t value = __atomic_load_n(address, __ATOMIC_SEQ_CST);
+    simt::yield_polling();
+    return value;
+}
+inline void st_relaxed_cluster_shared(uint32_t address, uint32_t value) {
+    __atomic_store_n(in_cluster(address), value, __ATOMIC_SEQ_CST);
+}
 inline void fence_acq_rel_cluster() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void red_or_shared_cluster(uint32_t address, uint32_t value) {
     __atomic_fetch_or(in_cluster(address), value, __ATOMIC_SEQ_CST);
+}
+inline void red_max_shared_cluster(uint32_t address, uint32_t value) {
+    uint32_t before = __atomic_load_n(in_cluster(address), __ATOMIC_SEQ_CST);
+    while (before < value &&
+           !__atomic_compare_exchange_n(in_cluster(address), &before, value, false,
+                                        __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
 }
 
 } // namespace switchyard::ptx
