@@ -306,14 +306,16 @@ def service(run, aims):
             what = f"{report['clients']} → {report['servers']}"
             aim = aims.at_most(f"layer, {what}", ratio, SERVICE_RATIO) if tokens == 128 else [NONE] * 2
             lines.append([what, report["preset"], report["wire_dtype"], tokens, number(row["layer_us_p50"]),
-                          number(row["compute_us"]), number(ratio, 2), *aim, number(row["clients_per_batch"], 2),
+                          number(row["compute_us"]), number(ratio, 2), *aim, number(row.get("server_us")),
+                          number(row.get("server_ratio"), 2), number(row["clients_per_batch"], 2),
                           number(row["gain"], 2), min((client["calls"] for client in row["clients"]), default=NONE),
                           "yes" if report["shares_gpus"] else "no"])
     if lines:
         print("\n## A whole layer through the service\n\nMedians over each client's calls, then over the clients; a"
-              " call is a graph of eight layers. Compute: a batch's mean time from its reception to its answer, of the"
-              " slowest server. Gain: tokens per second beside those of one client alone.")
-        table("clients_→_servers preset wire tokens: layer_µs: compute_µs: ratio: aim: met clients_per_batch: gain:"
+              " call is a graph of eight layers. Compute: a batch's experts alone, of the slowest server (in records before 2026-11-24 its time from"
+              " reception to answer); server: from reception to answer. Gain: tokens per second beside those of one client alone.")
+        table("clients_→_servers preset wire tokens: layer_µs: compute_µs: ratio: aim: met server_µs: server_ratio:"
+              " clients_per_batch: gain:"
               " calls: GPUs_shared", lines)
 
 
