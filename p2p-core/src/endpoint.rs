@@ -258,6 +258,20 @@ pub trait Endpoint: Send {
         self.add_flag(dst, value)
     }
 
+    /// From here on what is posted may be kept back until [`flush`](Self::flush), so that the device is told once of
+    /// many operations. Calls that wait for operations, or look how far they are, first post what is kept back.
+    /// Whoever begins a batch ends it, whatever comes in between; until then nobody sleeps or waits for the peer
+    /// without such a call.
+    fn begin_batch(&mut self) {}
+
+    /// Ends a batch: posts what was kept back, in order.
+    ///
+    /// # Errors
+    /// [`PostError`], after which the peer is lost, as any operation of the batch would have said.
+    fn flush(&mut self) -> Result<(), PostError> {
+        Ok(())
+    }
+
     /// Whether a put or a flag can be posted now without a wait for the peer's *process*. Few transports ever
     /// wait for that, and a thread with several peers asks before it posts to one of them. A look, and true
     /// where the transport has failed: whoever posts is told why.

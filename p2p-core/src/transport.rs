@@ -90,6 +90,14 @@ impl Endpoint for AnyEndpoint {
         on!(self, end => end.add_flag_lazily(dst, value))
     }
 
+    fn begin_batch(&mut self) {
+        on!(self, end => end.begin_batch());
+    }
+
+    fn flush(&mut self) -> Result<(), PostError> {
+        on!(self, end => end.flush())
+    }
+
     fn has_room(&mut self) -> bool {
         on!(self, end => end.has_room())
     }

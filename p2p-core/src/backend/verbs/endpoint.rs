@@ -9,6 +9,9 @@
 //! | fence | the fence bit of the next request where reads are under way; on Soft-RoCE a wait for those |
 //! | quiet | completion of everything, after a WRITE without bytes where the last request was not signalled |
 //!
+//! Of a batch (`begin_batch`, `flush`) each queue pair's requests go to the device by one call for up to 32 of them.
+//! Whoever waits for any of them meanwhile has them posted first.
+//!
 //! A queue pair carries its writes, atomics and messages out in order, so a flag needs nothing to come
 //! after the puts ahead of it. Only what went over other queue pairs is waited for. Such waits, and
 //! those for room in a full queue, are for the peer's *device*, never for its process, and are bounded.
@@ -338,6 +341,16 @@ impl Endpoint for VerbsEndpoint {
         self.lanes[0].add(address, value).map_err(|Failed| self.failure("add_flag"))
     }
 
+    fn begin_batch(&mut self) {
+        self.lanes.iter_mut().for_each(Lane::begin_batch);
+    }
+
+    fn flush(&mut self) -> Result<(), PostError> {
+        // Each of them: none is to keep back what the next batch would post.
+        let ended = self.lanes.iter_mut().map(Lane::end_batch).fold(Ok(()), Result::and);
+        ended.map_err(|Failed| self.failure("flush"))
+    }
+
     fn has_room(&mut self) -> bool {
         // The parts of a spread put take one each.
         let Some(Sent { window, .. }) = self.sent else { return true };
@@ -416,7 +429,7 @@ impl Endpoint for VerbsEndpoint {
             return Ok(None);
         }
         let lane = &mut self.lanes[0];
-        if lane.seal(self.remote.address).is_err() {
+        if lane.seal(self.remote.address).and_then(|()| lane.flush()).is_err() {
             return Err(self.failure("marks"));
         }
         self.progress.drive();

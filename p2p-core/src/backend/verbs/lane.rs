@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::chain::Chain;
 use super::progress::{Progress, Room};
-use super::qp::{FENCE, INLINE, SIGNALLED, Verb, Work};
+use super::qp::{FENCE, INLINE, QueuePair, Refusal, SIGNALLED, Verb, Work};
 use super::registration::MemoryRegion;
 use super::request::{OpKind, Place, RequestId};
 use super::state::LaneState;
@@ -29,8 +30,10 @@ pub(super) struct Lane {
     max_message_bytes: u32,
     /// Longest time without a completion.
     limit: Duration,
-    /// Requests posted.
+    /// Requests posted, those that the chain keeps back among them.
     posted: u64,
+    /// What a batch keeps back.
+    chain: Chain,
     /// The last signalled one of them.
     signalled: u64,
     /// Whether the next request has to wait for the reads before it.
@@ -90,12 +93,33 @@ impl Lane {
             max_message_bytes: parts.max_message_bytes,
             limit: parts.limit,
             posted: 0,
+            chain: Chain::default(),
             signalled: 0,
             must_fence: false,
             has_reads: false,
             last_read: 0,
             keeps_fences: parts.keeps_fences,
         }
+    }
+
+    /// From here on requests may be kept back, until [`end_batch`](Self::end_batch). Waits keep none back.
+    pub(super) fn begin_batch(&mut self) {
+        self.chain.open();
+    }
+
+    /// Posts what was kept back, and from here on each request at once.
+    pub(super) fn end_batch(&mut self) -> Result<(), Failed> {
+        let flushed = self.flush();
+        self.chain.close();
+        flushed
+    }
+
+    /// Posts what was kept back.
+    pub(super) fn flush(&mut self) -> Result<(), Failed> {
+        let Self { chain, state, .. } = self;
+        // SAFETY: whoever made a request promised what it takes, until it is complete.
+        let posted = chain.flush(|works| unsafe { post_all(&state.queue_pair, works) });
+        posted.map_err(|refused| self.refused(refused))
     }
 
     pub(super) fn add_source(&mut self, source: MemoryRegion) {
@@ -128,7 +152,7 @@ impl Lane {
     /// Puts or gets one message.
     ///
     /// # Safety
-    /// As for [`QueuePair::post`](super::qp::QueuePair::post).
+    /// As for [`QueuePair::post`], also while the chain keeps it back.
     pub(super) unsafe fn transfer(&mut self, kind: OpKind, message: Message) -> Result<(), Failed> {
         let Message { source, local_address, bytes, remote_address, is_last, counted } = message;
         let mut flags = 0;
@@ -233,11 +257,12 @@ impl Lane {
     /// fails when nothing at all completes for longer than allowed: not every device notices by itself
     /// that another one is gone.
     pub(super) fn wait(
-        &self,
+        &mut self,
         kind: OpKind,
         most: u64,
         deadline: Option<Instant>,
     ) -> Result<bool, Failed> {
+        self.flush()?;
         let mut num_looks = 0u32;
         let mut begun = None;
         let mut seen = (self.state.completed(), None);
@@ -276,7 +301,7 @@ impl Lane {
     }
 
     /// # Safety
-    /// As for [`QueuePair::post`](super::qp::QueuePair::post).
+    /// As for [`QueuePair::post`], also while the chain keeps it back.
     unsafe fn post(&mut self, kind: OpKind, mut work: Work) -> Result<(), Failed> {
         self.make_room(kind)?;
         let depth = u64::from(self.state.queue_pair.capacity().sends);
@@ -295,8 +320,9 @@ impl Lane {
             self.must_fence = false;
         }
         work.id = RequestId::new(self.place, kind, sequence).0;
-        // SAFETY: the caller's promise.
-        match unsafe { self.state.queue_pair.post(&work) } {
+        let Self { chain, state, .. } = self;
+        // SAFETY: the caller's promise, and that of those who made what is kept back.
+        match chain.add(work, |works| unsafe { post_all(&state.queue_pair, works) }) {
             Ok(()) => {
                 self.posted = sequence;
                 if work.flags & SIGNALLED != 0 {
@@ -304,12 +330,12 @@ impl Lane {
                 }
                 Ok(())
             }
-            Err(error) => Err(self.fail(kind, Cause::Refused { code: error.code })),
+            Err(refused) => Err(self.refused(refused)),
         }
     }
 
     /// Waits until the queue takes another request.
-    fn make_room(&self, kind: OpKind) -> Result<(), Failed> {
+    fn make_room(&mut self, kind: OpKind) -> Result<(), Failed> {
         let depth = u64::from(self.state.queue_pair.capacity().sends);
         if self.num_outstanding() >= depth {
             // Down to half, so that a full queue is not met again at once.
@@ -318,10 +344,25 @@ impl Lane {
         Ok(())
     }
 
+    #[cold]
+    fn refused(&self, (kind, code): (OpKind, i32)) -> Failed {
+        self.fail(kind, Cause::Refused { code })
+    }
+
     fn fail(&self, kind: OpKind, cause: Cause) -> Failed {
         self.state.peer.health.fail(kind.name(), cause);
         Failed
     }
+}
+
+/// Gives requests of a lane to the device. When it refuses one: what that was, and why.
+///
+/// # Safety
+/// As for [`QueuePair::post_chain`].
+unsafe fn post_all(queue_pair: &QueuePair, works: &[Work]) -> Result<(), (OpKind, i32)> {
+    // SAFETY: the caller's promise.
+    unsafe { queue_pair.post_chain(works) }
+        .map_err(|Refusal { error, nth }| (RequestId(works[nth].id).kind(), error.code))
 }
 
 impl Drop for Lane {

@@ -10,6 +10,7 @@
 //! Not here: connection management (the handshake over TCP carries the addresses), datagrams, and
 //! GPUs posting for themselves.
 
+mod chain;
 mod config;
 mod detail;
 mod devices;

@@ -4,6 +4,7 @@ use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
+use super::chain::MAX_CHAIN;
 use super::config::VerbsConfig;
 use super::detail::{LaneAddress, Signals};
 use super::messages::Buffer;
@@ -219,18 +220,87 @@ impl QueuePair {
     /// meanwhile if it is a source (unless inline), and neither read nor written if it is a target.
     #[inline]
     pub(super) unsafe fn post(&self, work: &Work) -> Result<(), CallError> {
-        let mut local =
-            sys::ibv_sge { addr: work.local_address, length: work.bytes, lkey: work.local_key };
+        // SAFETY: the caller's promise.
+        unsafe { self.post_chain(std::slice::from_ref(work)) }.map_err(|refusal| refusal.error)
+    }
+
+    /// Posts up to [`MAX_CHAIN`] requests by one call, in order. When one is refused, those before it are posted,
+    /// and it and those behind it are not.
+    ///
+    /// # Safety
+    /// As for [`post`](Self::post), for each.
+    pub(super) unsafe fn post_chain(&self, works: &[Work]) -> Result<(), Refusal> {
+        assert!(works.len() <= MAX_CHAIN, "{} requests by one call", works.len());
+        let mut locals = [const { MaybeUninit::uninit() }; MAX_CHAIN];
+        let mut requests: [MaybeUninit<sys::ibv_send_wr>; MAX_CHAIN] =
+            [const { MaybeUninit::uninit() }; MAX_CHAIN];
+        let mut next = null_mut();
+        // From behind: each names the one after it.
+        for ((work, local), request) in works.iter().zip(&mut locals).zip(&mut requests).rev() {
+            let local = local.write(sys::ibv_sge {
+                addr: work.local_address,
+                length: work.bytes,
+                lkey: work.local_key,
+            });
+            next = &raw mut *request.write(work.request(local, next));
+        }
+        let (first, mut refused) = (next, null_mut());
+        if first.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the queue pair lives; requests and elements are read during the call only; the rest is
+        // the caller's promise.
+        let code = unsafe { sys::ibv_post_send(self.raw.as_ptr(), first, &raw mut refused) };
+        check("ibv_post_send", code).map_err(|error| {
+            let distance = refused.addr().wrapping_sub(first.addr());
+            let nth = distance / size_of::<sys::ibv_send_wr>();
+            Refusal { error, nth: if nth < works.len() { nth } else { 0 } }
+        })
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // SAFETY: created, destroyed once. The device accesses no memory for it afterwards.
+        report("ibv_destroy_qp", unsafe { sys::ibv_destroy_qp(self.raw.as_ptr()) });
+    }
+}
+
+/// A call did not take all requests.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) error: CallError,
+    /// The first that it did not take.
+    pub(super) nth: usize,
+}
+
+/// One request.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Work {
+    pub(super) id: u64,
+    pub(super) verb: Verb,
+    pub(super) flags: u32,
+    pub(super) local_address: u64,
+    pub(super) local_key: u32,
+    pub(super) bytes: u32,
+    pub(super) remote_address: u64,
+    pub(super) remote_key: u32,
+}
+
+impl Work {
+    /// As the device is told of it, ahead of `next`.
+    fn request(&self, local: &mut sys::ibv_sge, next: *mut sys::ibv_send_wr) -> sys::ibv_send_wr {
         // SAFETY: plain integers and pointers, for which zero is valid.
         let mut request: sys::ibv_send_wr = unsafe { MaybeUninit::zeroed().assume_init() };
-        request.wr_id = work.id;
-        if work.bytes > 0 {
-            request.sg_list = &raw mut local;
+        request.wr_id = self.id;
+        request.next = next;
+        if self.bytes > 0 {
+            request.sg_list = local;
             request.num_sge = 1;
         }
-        request.send_flags = work.flags;
-        let (remote_addr, rkey) = (work.remote_address, work.remote_key);
-        match work.verb {
+        request.send_flags = self.flags;
+        let (remote_addr, rkey) = (self.remote_address, self.remote_key);
+        match self.verb {
             Verb::Write => {
                 request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
                 request.wr.rdma = sys::rdma_t { remote_addr, rkey };
@@ -250,36 +320,9 @@ impl QueuePair {
                 request.wr.atomic = sys::atomic_t { remote_addr, compare_add, swap: 0, rkey };
             }
         }
-        let mut refused = null_mut();
-        // SAFETY: the queue pair lives; request and element are read during the call only; the rest is
-        // the caller's promise.
-        let code =
-            unsafe { sys::ibv_post_send(self.raw.as_ptr(), &raw mut request, &raw mut refused) };
-        check("ibv_post_send", code)
+        request
     }
-}
 
-impl Drop for QueuePair {
-    fn drop(&mut self) {
-        // SAFETY: created, destroyed once. The device accesses no memory for it afterwards.
-        report("ibv_destroy_qp", unsafe { sys::ibv_destroy_qp(self.raw.as_ptr()) });
-    }
-}
-
-/// One request.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Work {
-    pub(super) id: u64,
-    pub(super) verb: Verb,
-    pub(super) flags: u32,
-    pub(super) local_address: u64,
-    pub(super) local_key: u32,
-    pub(super) bytes: u32,
-    pub(super) remote_address: u64,
-    pub(super) remote_key: u32,
-}
-
-impl Work {
     /// Sends what `buffer` holds, and tells when that is done.
     pub(super) const fn message(id: u64, buffer: Buffer, capacity: Capacity) -> Self {
         let Buffer { address, key, bytes } = buffer;

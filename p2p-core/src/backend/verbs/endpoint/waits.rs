@@ -16,7 +16,7 @@ impl VerbsEndpoint {
         let address = self.remote.address;
         let lanes = &mut self.lanes[first..];
         let settled = lanes.iter_mut().try_for_each(|lane| lane.seal(address)).and_then(|()| {
-            lanes.iter().try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop))
+            lanes.iter_mut().try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop))
         });
         match settled {
             Ok(()) => {
@@ -41,7 +41,12 @@ impl VerbsEndpoint {
     }
 
     /// Waits until it has one. The peer fails when it takes nothing for longer than allowed.
-    pub(super) fn wait_for_room(&self, kind: OpKind) -> Result<(), PostError> {
+    pub(super) fn wait_for_room(&mut self, kind: OpKind) -> Result<(), PostError> {
+        if self.room() > 0 {
+            return Ok(());
+        }
+        // It may be what is kept back that the peer is to take.
+        self.post_held(kind)?;
         let mut seen = (self.peer.arrivals.peer_taken(), None);
         let mut num_looks = 0u32;
         while self.room() == 0 {
@@ -71,6 +76,12 @@ impl VerbsEndpoint {
         Ok(())
     }
 
+    /// Posts what a batch has kept back so far.
+    pub(super) fn post_held(&mut self, kind: OpKind) -> Result<(), PostError> {
+        let posted = self.lanes.iter_mut().try_for_each(Lane::flush);
+        posted.map_err(|Failed| self.failure(kind.name()))
+    }
+
     /// Waits until all requests are complete.
     pub(super) fn drain(&mut self, deadline: Instant) -> Result<(), QuietError> {
         self.health()?;
@@ -81,7 +92,7 @@ impl VerbsEndpoint {
                 return Err(self.failure("quiet").into());
             }
         }
-        for lane in &self.lanes[..lanes] {
+        for lane in &mut self.lanes[..lanes] {
             match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
                 Ok(true) => {}
                 Ok(false) => {
@@ -111,6 +122,7 @@ impl VerbsEndpoint {
                     sent.count_question();
                 }
             }
+            self.post_held(OpKind::Quiet)?;
             self.progress.drive();
             self.health()?;
             let Some(sent) = &self.sent else { return Ok(()) };
