@@ -188,23 +188,14 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         if self.is_closed {
             return turn;
         }
-        // Each lane is first in its turn: where there is room for few commands the others get some, too. A fence
-        // that waits for the peer comes before what others post, or it might never see everything done.
-        let (num_lanes, first) = (self.lanes.len(), self.num_turns as usize);
-        let fencing = self.lanes.iter().position(Lane::is_fencing);
-        for nth in 0..num_lanes {
-            let idx = (first + nth) % num_lanes;
-            if fencing.is_some_and(|fencing| fencing != idx) {
-                continue;
-            }
-            self.take(idx, batch, &mut turn);
-            if self.is_closed {
-                return turn;
-            }
+        // Whatever comes of taking: nothing stays behind that was begun.
+        self.endpoint.begin_batch();
+        self.take_from_lanes(batch, &mut turn);
+        let flushed = self.endpoint.flush();
+        if self.is_closed {
+            return turn;
         }
-        if let Some(relay) = &mut self.relay
-            && let Err(error) = relay.publish(&mut self.endpoint)
-        {
+        if let Err(error) = flushed {
             self.fail(self.first_busy(), Cause::Transport(error));
             return turn;
         }
@@ -217,6 +208,29 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             self.patience = None;
         }
         turn
+    }
+
+    /// Takes commands of every lane, and gives them to the endpoint and the relay, until the peer is lost.
+    fn take_from_lanes(&mut self, batch: usize, turn: &mut Turn) {
+        // Each lane is first in its turn: where there is room for few commands the others get some, too. A fence
+        // that waits for the peer comes before what others post, or it might never see everything done.
+        let (num_lanes, first) = (self.lanes.len(), self.num_turns as usize);
+        let fencing = self.lanes.iter().position(Lane::is_fencing);
+        for nth in 0..num_lanes {
+            let idx = (first + nth) % num_lanes;
+            if fencing.is_some_and(|fencing| fencing != idx) {
+                continue;
+            }
+            self.take(idx, batch, turn);
+            if self.is_closed {
+                return;
+            }
+        }
+        if let Some(relay) = &mut self.relay
+            && let Err(error) = relay.publish(&mut self.endpoint)
+        {
+            self.fail(self.first_busy(), Cause::Transport(error));
+        }
     }
 
     /// Begins to end service: the turns that come post on what was posted before, within bounds, as an

@@ -10,7 +10,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::{config, lanes, peer_config, wait_for};
+use common::{Asked, Behaviour, Recorder, config, lanes, peer_config, wait_for};
 use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
@@ -545,4 +545,89 @@ fn a_busy_lane_leaves_room_to_the_others() {
         }
     }
     drop(peer);
+}
+
+fn put(number: u32) -> Command {
+    Command::transfer(Opcode::Put, 8 * number, 0, 0, 8)
+}
+
+/// A recorder behind lanes with commands that were there before it was served.
+fn recorded(
+    behaviour: &Arc<Behaviour>,
+    commands: [&[Command]; 2],
+) -> (Proxy<Recorder>, ProxyPeer<Recorder>, [Poster; 2]) {
+    let (mirror, lanes) = (Region::anonymous(4096).unwrap(), lanes(2, 128, 128));
+    let mut posters = [lanes.poster(0), lanes.poster(1)];
+    for (poster, commands) in posters.iter_mut().zip(commands) {
+        commands.iter().for_each(|command| assert!(poster.try_post(command).is_some()));
+    }
+    let proxy = Proxy::start(&config(1)).unwrap();
+    let recorder = Recorder(Arc::clone(behaviour), mirror.as_ptr().as_ptr() as usize);
+    let peer = proxy.add(recorder, peer_config(0, &lanes, &mirror)).unwrap();
+    (proxy, peer, posters)
+}
+
+fn puts_of(behaviour: &Behaviour) -> Vec<u32> {
+    let asked = behaviour.asked.lock().unwrap();
+    let number = |asked: &Asked| match asked {
+        Asked::Put { offset, .. } => *offset as u32 / 8,
+        other => panic!("{other:?}"),
+    };
+    asked.iter().map(number).collect()
+}
+
+#[test]
+fn what_a_turn_takes_is_posted_together_and_in_order() {
+    // A turn takes up to 32 of a lane.
+    for (first, second, num_posts) in [(20, 0, 1), (20, 30, 1), (70, 0, 3), (32, 33, 2)] {
+        let behaviour = Arc::new(Behaviour::default());
+        let commands = [
+            (0..first).map(put).collect::<Vec<_>>(),
+            (0..second).map(|number| put(1000 + number)).collect(),
+        ];
+        let (_proxy, _peer, mut posters) = recorded(&behaviour, [&commands[0], &commands[1]]);
+        for (poster, commands) in posters.iter_mut().zip(&commands) {
+            wait_for("all of them", || poster.completed() == commands.len() as u64);
+        }
+        assert_eq!(behaviour.num_posts.load(Ordering::SeqCst), num_posts, "{first}, {second}");
+        let puts = puts_of(&behaviour);
+        let of = |lane: u32| puts.iter().copied().filter(move |put| put / 1000 == lane);
+        assert!(of(0).eq(0..first) && of(1).eq(1000..1000 + second), "{puts:?}");
+    }
+}
+
+/// However a turn ends, what it has begun is posted.
+#[test]
+fn nothing_that_was_begun_is_left_behind() {
+    let held = |behaviour: &Behaviour| behaviour.num_held.load(Ordering::SeqCst);
+    // The third put is refused, and with it the peer.
+    let behaviour = Arc::new(Behaviour::default());
+    behaviour.fail_at.store(3, Ordering::SeqCst);
+    let commands: Vec<_> = (0..5).map(put).collect();
+    let (_proxy, peer, posters) = recorded(&behaviour, [&commands, &[]]);
+    wait_for("the failure", || posters.iter().all(|poster| poster.error() != 0));
+    wait_for("the rest", || held(&behaviour) == 0);
+    assert_eq!(puts_of(&behaviour), [0, 1]);
+    assert_eq!(behaviour.num_posts.load(Ordering::SeqCst), 1);
+    assert!(matches!(peer.take_failures()[0].cause, Cause::Post { .. }));
+
+    // A command that leaves the source, and with it its lane.
+    let behaviour = Arc::new(Behaviour::default());
+    let bad = Command::transfer(Opcode::Put, 0, 0, 4096, 8);
+    let (_proxy, peer, mut posters) =
+        recorded(&behaviour, [&[put(0), bad, put(1)], &[put(1000), put(1001)]]);
+    wait_for("the failure", || posters[0].error() != 0);
+    wait_for("the other lane", || posters[1].completed() == 2);
+    assert_eq!(puts_of(&behaviour), [0, 1000, 1001]);
+    assert_eq!(held(&behaviour), 0);
+    assert!(matches!(peer.take_failures()[0].cause, Cause::Command(_)));
+
+    // All of it is refused: nothing is over, and both lanes hear of it.
+    let behaviour = Arc::new(Behaviour::default());
+    behaviour.refuses_batches.store(true, Ordering::SeqCst);
+    let (_proxy, peer, mut posters) = recorded(&behaviour, [&commands, &commands]);
+    wait_for("the failure", || posters.iter().all(|poster| poster.error() != 0));
+    assert_eq!(posters.each_mut().map(|poster| poster.completed()), [0, 0]);
+    let failure = peer.take_failures().remove(0);
+    assert!(failure.to_string().contains("flush: transport error -6: injected"), "{failure}");
 }

@@ -198,6 +198,12 @@ pub struct Behaviour {
     pub is_stalled: AtomicBool,
     /// Whoever asks how far it is learns that the transport failed.
     pub is_broken: AtomicBool,
+    /// Operations that a batch keeps back, calls that posted any, and whether a batch is open.
+    pub num_held: AtomicU64,
+    pub num_posts: AtomicU64,
+    pub is_batch: AtomicBool,
+    /// What a batch keeps back is refused.
+    pub refuses_batches: AtomicBool,
     /// What has to be driven.
     pub driver: Mutex<Option<Arc<dyn TransportDriver>>>,
     pub num_asked: AtomicU64,
@@ -215,12 +221,24 @@ impl Recorder {
             return Err(PostError::Transport { op, code: -5, detail: "injected".to_owned() });
         }
         self.0.asked.lock().unwrap().push(asked);
+        let is_batch = self.0.is_batch.load(Ordering::SeqCst);
+        let counted = if is_batch { &self.0.num_held } else { &self.0.num_posts };
+        counted.fetch_add(1, Ordering::SeqCst);
         Ok(())
+    }
+
+    /// Nobody looks how far it is, or goes, while something is kept back.
+    fn assert_posted(&self) {
+        assert!(!self.0.is_batch.load(Ordering::SeqCst), "a batch was left open");
+        assert_eq!(self.0.num_held.load(Ordering::SeqCst), 0, "operations were left behind");
     }
 }
 
 impl Drop for Recorder {
     fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.assert_posted();
+        }
         self.0.is_dropped.store(true, Ordering::SeqCst);
     }
 }
@@ -257,7 +275,25 @@ impl Endpoint for Recorder {
         self.ask("fence", Asked::Fence)
     }
 
+    fn begin_batch(&mut self) {
+        assert!(!self.0.is_batch.swap(true, Ordering::SeqCst), "a batch within a batch");
+    }
+
+    fn flush(&mut self) -> Result<(), PostError> {
+        assert!(self.0.is_batch.swap(false, Ordering::SeqCst), "the end of no batch");
+        if self.0.num_held.swap(0, Ordering::SeqCst) == 0 {
+            return Ok(());
+        }
+        if self.0.refuses_batches.load(Ordering::SeqCst) {
+            let detail = "injected".to_owned();
+            return Err(PostError::Transport { op: "flush", code: -6, detail });
+        }
+        self.0.num_posts.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
     fn quiet(&mut self, _: Instant) -> Result<(), QuietError> {
+        self.assert_posted();
         if self.0.is_broken.load(Ordering::SeqCst) {
             let detail = "injected".to_owned();
             return Err(PostError::Transport { op: "quiet", code: -7, detail }.into());
