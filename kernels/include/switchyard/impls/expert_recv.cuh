@@ -214,7 +214,7 @@ __device__ __forceinline__ void hand_in_codes(RecvShared& shared) {
 __device__ __forceinline__ void end_waits(RecvShared& shared) {
     const uint32_t rank = threadIdx.x & 31;
     if (rank < kRecvBlocks)
-        ptx::st_relaxed_cluster_shared(ptx::mapa_shared_cluster(&shared.is_over, rank), 1);
+        ptx::red_or_shared_cluster(ptx::mapa_shared_cluster(&shared.is_over, rank), 1);
     __syncwarp();
 }
 
@@ -286,7 +286,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         ptx::barrier_cluster_wait_acquire();
         copy_snapshot(shared, params);
 #if defined(SY_SIMT)
-        // A GPU looks for rows until it is told, which these looks, being few, would not show.
+        // A GPU looks for rows until it is told, which the few looks here would not show.
         if (shared.is_over == 0)
             abort();
 #endif

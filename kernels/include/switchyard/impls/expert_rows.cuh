@@ -166,13 +166,14 @@ __device__ __forceinline__ bool has_good_scales(const sy_frame_geometry& geometr
 // Rows that the blocks behind the first wait for before they know whether they are of the batch: one per half
 // warp, clients in turns.
 constexpr uint32_t kRowsAhead = (kRecvBlocks - 1) * kRecvThreads / 16;
-// Between two looks for such a row, and how many there are at most.
+// Between two looks for such a row, and how many there are at most: a block that has looked so often, some 20 ms,
+// waits for the first one without looking.
 constexpr uint32_t kAheadPauseNs = 20;
 #if defined(SY_SIMT)
 // Looks take the processor's time from whoever sends.
 constexpr uint32_t kLooksAhead = 3;
 #else
-constexpr uint32_t kLooksAhead = UINT32_MAX;
+constexpr uint32_t kLooksAhead = 1 << 16;
 #endif
 
 __device__ __forceinline__ bool is_row_ahead(const sy_expert_recv_params& params,
@@ -191,6 +192,7 @@ __device__ __forceinline__ uint32_t ahead_idx(uint32_t rank) {
 __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
                                                 const sy_expert_recv_params& params, uint32_t idx) {
     const sy_frame_geometry& geometry = params.geometry;
+    const uint32_t lane_idx = threadIdx.x & 31;
     const uint32_t client_idx = idx % params.num_clients, row = idx / params.num_clients;
     const uint64_t number = params.state->taken[client_idx] + 1;
     const uint64_t frame = shared.clients[client_idx].request +
@@ -204,7 +206,8 @@ __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
             is_there = ptx::ld_acquire_sys(flag) >= number;
         if (__all_sync(kFullWarp, is_there || !is_row))
             break;
-        if (__any_sync(kFullWarp, ptx::ld_relaxed_cluster_shared(&shared.is_over) != 0))
+        // By an atomic that changes nothing: the first block sets it by one meanwhile.
+        if (__any_sync(kFullWarp, lane_idx == 0 && atomicOr(&shared.is_over, 0u) != 0))
             break;
         __nanosleep(kAheadPauseNs);
     }

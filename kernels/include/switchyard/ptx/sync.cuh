@@ -76,11 +76,6 @@ __device__ __forceinline__ uint32_t ld_relaxed_cluster_shared(const uint32_t* ad
     return value;
 }
 
-__device__ __forceinline__ void st_relaxed_cluster_shared(uint32_t address, uint32_t value) {
-    asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value)
-                 : "memory");
-}
-
 __device__ __forceinline__ void fence_acq_rel_cluster() {
     asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }

@@ -56,9 +56,6 @@ inline uint32_t ld_relaxed_cluster_shared(const uint32_t* address) {
     simt::yield_polling();
     return value;
 }
-inline void st_relaxed_cluster_shared(uint32_t address, uint32_t value) {
-    __atomic_store_n(in_cluster(address), value, __ATOMIC_SEQ_CST);
-}
 inline void fence_acq_rel_cluster() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void red_or_shared_cluster(uint32_t address, uint32_t value) {
     __atomic_fetch_or(in_cluster(address), value, __ATOMIC_SEQ_CST);
