@@ -103,8 +103,17 @@ pub struct IbgdaArgs {
     /// Where slots of GPUs lie with ibgda: auto is the GPU's memory where the NIC can have it, and else
     /// page-locked memory of the host; gpu and host are just that.
     #[arg(long, env = "SWITCHYARD_IBGDA_SLOTS", default_value_t, value_name = "auto|gpu|host")]
-    #[serde(with = "slot_place")]
+    #[serde(with = "by_name")]
     pub ibgda_slots: ibgda_network::SlotPlace,
+    /// With ibgda: how queues are made, by libibverbs or by commands to the NIC's firmware.
+    #[arg(long, env = "SWITCHYARD_IBGDA_PATH", default_value_t = Self::default().ibgda_path, value_name = "plain|devx")]
+    #[serde(with = "by_name")]
+    pub ibgda_path: ibgda::QueuePath,
+    /// With ibgda: whether queues have a doorbell record. Those without, by register alone, need devx and a NIC
+    /// that can have them.
+    #[arg(long, env = "SWITCHYARD_IBGDA_DOORBELL", default_value_t = Self::default().ibgda_doorbell, value_name = "record|register")]
+    #[serde(with = "by_name")]
+    pub ibgda_doorbell: ibgda::Doorbell,
     /// With ibgda: queues to each peer that kernels post on, from 1 to 64. Both sides need the same number.
     #[arg(
         long,
@@ -128,9 +137,12 @@ pub struct IbgdaArgs {
 #[cfg(feature = "ibgda")]
 impl Default for IbgdaArgs {
     fn default() -> Self {
-        let ibgda_network::DeviceConfig { num_queues, wait_limit, slots, .. } = Default::default();
+        let ibgda_network::DeviceConfig { num_queues, queue, wait_limit, slots } =
+            Default::default();
         Self {
             ibgda_slots: slots,
+            ibgda_path: queue.path,
+            ibgda_doorbell: queue.doorbell,
             ibgda_queues: u8::try_from(num_queues).unwrap_or(u8::MAX),
             ibgda_wait_limit_ms: wait_limit.as_millis() as u64,
         }
@@ -143,8 +155,12 @@ impl IbgdaArgs {
         ibgda_network::DeviceConfig {
             slots: self.ibgda_slots,
             num_queues: self.ibgda_queues.into(),
+            queue: ibgda::QueueConfig {
+                path: self.ibgda_path,
+                doorbell: self.ibgda_doorbell,
+                ..Default::default()
+            },
             wait_limit: std::time::Duration::from_millis(self.ibgda_wait_limit_ms),
-            ..Default::default()
         }
     }
 
@@ -153,6 +169,10 @@ impl IbgdaArgs {
         [
             "--ibgda-slots",
             self.ibgda_slots.name(),
+            "--ibgda-path",
+            self.ibgda_path.name(),
+            "--ibgda-doorbell",
+            self.ibgda_doorbell.name(),
             "--ibgda-queues",
             &self.ibgda_queues.to_string(),
             "--ibgda-wait-limit-ms",
@@ -163,17 +183,26 @@ impl IbgdaArgs {
     }
 }
 
-/// A place by its name.
+/// What has a name, by it.
 #[cfg(feature = "ibgda")]
-mod slot_place {
-    use ibgda_network::SlotPlace;
+mod by_name {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer>(place: &SlotPlace, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_str(place.name())
+    pub(super) fn serialize<T: Display, S: Serializer>(
+        value: &T,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.collect_str(value)
     }
 
-    pub(super) fn deserialize<'a, D: Deserializer<'a>>(from: D) -> Result<SlotPlace, D::Error> {
+    pub(super) fn deserialize<'a, T, D>(from: D) -> Result<T, D::Error>
+    where
+        T: FromStr<Err: Display>,
+        D: Deserializer<'a>,
+    {
         String::deserialize(from)?.parse().map_err(D::Error::custom)
     }
 }

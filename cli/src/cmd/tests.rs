@@ -10,6 +10,8 @@ fn sample(option: &str) -> &'static str {
         "transport" => "libfabric:tcp;ofi_rxm,shm",
         "verbs-config" => r#"{"gid_index": 3, "traffic_class": 106}"#,
         "ibgda-slots" => "host",
+        "ibgda-path" => "devx",
+        "ibgda-doorbell" => "register",
         "ibgda-queues" => "7",
         "ibgda-wait-limit-ms" => "1234",
         _ => panic!("--{option} is new: hand it on in to_args, and give a value of it here"),
