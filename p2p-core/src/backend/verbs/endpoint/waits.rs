@@ -14,11 +14,13 @@ impl VerbsEndpoint {
     /// Waits until the lanes from `first` on have nothing under way.
     pub(super) fn settle(&mut self, first: usize) -> Result<(), PostError> {
         let address = self.remote.address;
-        let lanes = &mut self.lanes[first..];
-        let settled = lanes.iter_mut().try_for_each(|lane| lane.seal(address)).and_then(|()| {
-            lanes.iter_mut().try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop))
-        });
-        match settled {
+        if self.lanes[first..].iter_mut().try_for_each(|lane| lane.seal(address)).is_err() {
+            return Err(self.failure("put"));
+        }
+        // All of them at once, before one is waited for.
+        self.post_held(OpKind::Put)?;
+        let mut lanes = self.lanes[first..].iter_mut();
+        match lanes.try_for_each(|lane| lane.wait(OpKind::Put, 0, None).map(drop)) {
             Ok(()) => {
                 self.is_spread = false;
                 if let Some(sent) = &mut self.sent {
@@ -92,6 +94,7 @@ impl VerbsEndpoint {
                 return Err(self.failure("quiet").into());
             }
         }
+        self.post_held(OpKind::Quiet)?;
         for lane in &mut self.lanes[..lanes] {
             match lane.wait(OpKind::Quiet, 0, Some(deadline)) {
                 Ok(true) => {}
