@@ -106,7 +106,10 @@ impl Host {
             Err(error) => {
                 // It was accepted a moment ago; by now the server drains.
                 tracing::info!(%remote_addr, %error, "a client came too late");
-                tokio::task::spawn_blocking(move || drop((channel, device)));
+                tokio::task::spawn_blocking(move || {
+                    drop((channel, device));
+                    drop(liveness);
+                });
                 return;
             }
         };
