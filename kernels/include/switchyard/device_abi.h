@@ -100,9 +100,9 @@
 #define SY_LAUNCH_FLAG_PDL UINT32_C(1) /* programmatic dependent launch */
 #define SY_LAUNCH_FLAG_EARLY UINT32_C(2) /* with PDL: let dependents start at once */
 /* With PDL, for combine, echo and expert_recv: work beside the kernel before this one in the stream,
- * and join it later. Right when that kernel writes nothing that this one reads and, with EARLY, waited
- * for those before it: combine behind echo or expert_send, and echo or expert_recv behind dispatch,
- * in one graph. */
+ * and join it later. Right when that kernel writes nothing that this one reads and, with EARLY, lets
+ * others start only once what was before it is over: combine behind echo or expert_send, and echo or
+ * expert_recv behind dispatch, in one graph. */
 #define SY_LAUNCH_FLAG_AHEAD UINT32_C(32)
 #define SY_LAUNCH_FLAG_ANY_WAY UINT32_C(8) /* some link of the table is not direct */
 #define SY_DISPATCH_FLAG_CONTACT_ALL                                                               \

@@ -157,8 +157,10 @@ drop_bad_clients(RecvShared& shared, const sy_expert_recv_params& params, bool i
                                      ptx::mapa_shared_cluster(&shared.row_code[lane_idx], other)),
                                  ptx::ld_shared_cluster(ptx::mapa_shared_cluster(
                                      &shared.entry_code[lane_idx], other))));
-    // Codes must be known to all before anything is counted again.
-    if (!is_alone)
+    // Codes must be known to all before anything is counted again, and every warp must have looked for them.
+    if (is_alone)
+        __syncthreads();
+    else
         cluster_barrier();
     if (lane_idx < 32) {
         shared.bad_code[lane_idx] = code;
@@ -280,7 +282,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         }
     } else {
         ptx::barrier_cluster_wait_acquire();
-        await_row_ahead(shared, params, ahead_idx(rank));
+        await_row_ahead<kWays>(shared, params, ahead_idx(rank));
         __syncwarp();
         ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait_acquire();

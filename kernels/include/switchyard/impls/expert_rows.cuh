@@ -166,9 +166,9 @@ __device__ __forceinline__ bool has_good_scales(const sy_frame_geometry& geometr
 // Rows that the blocks behind the first wait for before they know whether they are of the batch: one per half
 // warp, clients in turns.
 constexpr uint32_t kRowsAhead = (kRecvBlocks - 1) * kRecvThreads / 16;
-// Between two looks for such a row, and how many there are at most: a block that has looked so often, some 20 ms,
-// waits for the first one without looking.
-constexpr uint32_t kAheadPauseNs = 20;
+// Between two looks for such a row: those at the host's memory take their time from what the first block looks at.
+template <uint32_t kWays> constexpr uint32_t kAheadPauseNs = kWays == comm::kDirectOnly ? 20 : 1000;
+// How many there are at most, tens of milliseconds: then a block waits for the first one without looking.
 #if defined(SY_SIMT)
 // Looks take the processor's time from whoever sends.
 constexpr uint32_t kLooksAhead = 3;
@@ -189,11 +189,13 @@ __device__ __forceinline__ uint32_t ahead_idx(uint32_t rank) {
 // Looks for a row of the frame that a client sends next, until it is there or the batch is chosen. One warp, half
 // of it per row.
 // NOTES: what was found lies in shared memory until it is asked for, since registers are scarce meanwhile.
+template <uint32_t kWays>
 __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
                                                 const sy_expert_recv_params& params, uint32_t idx) {
     const sy_frame_geometry& geometry = params.geometry;
     const uint32_t lane_idx = threadIdx.x & 31;
     const uint32_t client_idx = idx % params.num_clients, row = idx / params.num_clients;
+    // The first block may move it for a frame that it refuses, whose rows nobody asks for then.
     const uint64_t number = params.state->taken[client_idx] + 1;
     const uint64_t frame = shared.clients[client_idx].request +
                            layout::request_frame(geometry, layout::ring_place(geometry, number));
@@ -209,10 +211,12 @@ __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
         // By an atomic that changes nothing: the first block sets it by one meanwhile.
         if (__any_sync(kFullWarp, lane_idx == 0 && atomicOr(&shared.is_over, 0u) != 0))
             break;
-        __nanosleep(kAheadPauseNs);
+        __nanosleep(kAheadPauseNs<kWays>);
     }
-    const bool is_bad = is_there && !has_good_scales(geometry, frame, row);
     const uint32_t my_half = 0xffffu << (threadIdx.x & 16);
+    // Lanes may see it one after the other, and each has a share of the scales.
+    is_there = (__ballot_sync(kFullWarp, is_there) & my_half) == my_half;
+    const bool is_bad = is_there && !has_good_scales(geometry, frame, row);
     const bool has_bad = (__ballot_sync(kFullWarp, is_bad) & my_half) != 0;
     if ((threadIdx.x & 15) == 0)
         shared.row_ahead[threadIdx.x / 16] = !is_there ? kRowAway : has_bad ? kRowBad : kRowGood;
