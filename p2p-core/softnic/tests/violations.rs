@@ -132,12 +132,12 @@ fn violations_that_no_completion_can_tell_of_are_noted() {
 }
 
 /// What a receiver does wrong.
-type Spoil = fn(&Rig);
+type SpoilReceives = fn(&Rig);
 
 /// A receiver that errs is out of service: its peer is not answered.
 #[test]
 fn whoever_sends_to_receives_that_are_wrong_is_not_answered() {
-    let cases: [(&str, Spoil); 2] = [
+    let cases: [(&str, SpoilReceives); 2] = [
         ("receive", |rig| {
             rig.remote_queue.spoil_receive();
             rig.remote_queue.post_receives(1);
