@@ -52,22 +52,41 @@ impl Nic {
         let start = self.rng.as_mut().map_or(0, |rng| rng.random_range(0..num_qps.max(1)));
         for i in 0..num_qps {
             let index = (start + i) % num_qps;
-            if self.rng.as_mut().is_some_and(|rng| rng.random_ratio(1, 4)) {
-                work += 1;
-                continue;
-            }
             let Some(mut qp) = self.qps[index].take() else { continue };
-            work += self.serve(&mut qp, index);
+            if self.rng.as_mut().is_some_and(|rng| rng.random_ratio(1, 4)) {
+                // Who is passed over waits for its turn only if there is anything to do.
+                work += usize::from(!self.is_at_rest(&qp, index));
+            } else {
+                work += self.serve(&mut qp, index);
+            }
             self.qps[index] = Some(qp);
         }
         work
+    }
+
+    /// Whether serving it would do nothing.
+    fn is_at_rest(&self, qp: &Qp, index: usize) -> bool {
+        if qp.is_stalled || qp.state == QpState::Reset {
+            return true;
+        }
+        // Its peer may have refused a request, of which it does not know yet.
+        let is_refused = qp.state != QpState::Error && self.is_refused(index);
+        let word = self.doorbell_of(qp);
+        let is_rung = word != 0 && decode_doorbell(word) != (qp.qpn, qp.produced as u16);
+        let is_done = qp.held.is_empty() && qp.later.is_empty() && qp.executed >= qp.produced;
+        !is_refused && !is_rung && is_done && self.has_received_all(qp, index)
+    }
+
+    /// Whether a peer has taken a queue pair out of service.
+    fn is_refused(&self, index: usize) -> bool {
+        self.port.tables().qps[index].state.load(Ordering::Acquire) == state::ERROR
     }
 
     fn serve(&mut self, qp: &mut Qp, index: usize) -> usize {
         if qp.is_stalled || qp.state == QpState::Reset {
             return 0;
         }
-        if self.port.tables().qps[index].state.load(Ordering::Acquire) == state::ERROR {
+        if self.is_refused(index) {
             qp.state = QpState::Error;
         }
         let mut work = usize::from(self.take_doorbell(qp));
@@ -104,13 +123,19 @@ impl Nic {
         work
     }
 
+    /// What tells of requests, as the register's word. 0: nothing yet.
+    fn doorbell_of(&self, qp: &Qp) -> u64 {
+        match self.config.doorbell {
+            DoorbellMode::Record if qp.has_record => {
+                doorbell_word(qp.qpn, u64::from(record_of(qp)))
+            }
+            _ => qp.doorbell.word64(0).map_or(0, |word| word.load(Ordering::Acquire)),
+        }
+    }
+
     /// SYNC POINT `doorbell`: pairs with `ring_doorbell` of the device functions.
     fn take_doorbell(&mut self, qp: &mut Qp) -> bool {
-        let record = || qp.dbrec.word32(4).map_or(0, |w| u32::from_be(w.load(Ordering::Acquire)));
-        let word = match self.config.doorbell {
-            DoorbellMode::Record if qp.has_record => doorbell_word(qp.qpn, u64::from(record())),
-            _ => qp.doorbell.word64(0).map_or(0, |word| word.load(Ordering::Acquire)),
-        };
+        let word = self.doorbell_of(qp);
         if word == 0 {
             return false;
         }
@@ -128,7 +153,7 @@ impl Nic {
             }
             return false;
         }
-        let record = record() as u16;
+        let record = record_of(qp) as u16;
         let mut violation = None;
         let mut advance = advance;
         if qpn != qp.qpn {
@@ -307,6 +332,11 @@ const fn remote_address(operation: &Operation) -> u64 {
         | Operation::Read(remote, _)
         | Operation::Atomic(remote, ..) => remote.address,
     }
+}
+
+/// The send word of the doorbell record.
+fn record_of(qp: &Qp) -> u32 {
+    qp.dbrec.word32(4).map_or(0, |word| u32::from_be(word.load(Ordering::Acquire)))
 }
 
 /// Blocks that the record announces beyond what is known, if that can be.

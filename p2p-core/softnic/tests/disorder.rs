@@ -289,3 +289,25 @@ fn requests_that_wait_for_what_can_no_longer_land_are_not_executed() {
         assert!(num_flushed > 0);
     }
 }
+
+/// However many queue pairs there are to be passed over, a NIC without anything to do says so, and one with
+/// something to do does not.
+#[test]
+fn a_nic_of_many_queue_pairs_comes_to_rest() {
+    let mut pair = Pair::new(fresh_seed(), Access::ALL);
+    let domain = pair.client.alloc_domain();
+    let sizes = QueueSizes { recv_depth: 16, ..QueueSizes::default() };
+    let queues: Vec<HostQueue> =
+        (0..100).map(|_| HostQueue::create(&mut pair.client, domain, sizes).unwrap()).collect();
+    let own = pair.client.address();
+    for queue in &queues {
+        queue.connect(&mut pair.client, own, queue.qpn()).unwrap();
+    }
+    // Nothing to do, many times over, before a put and behind it.
+    for round in 0..20u16 {
+        assert!((0..20).all(|_| pair.client.progress() == 0), "busy with nothing");
+        let put = Operation::Write(pair.remote(0), Source::Gather(vec![pair.local(0, DATA_BYTES)]));
+        pair.post([(put, CE_ALWAYS)]);
+        assert_eq!(pair.completions(), [(round, None)]);
+    }
+}

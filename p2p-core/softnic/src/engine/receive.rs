@@ -48,11 +48,26 @@ impl Nic {
         num_arrived + num_new
     }
 
+    /// Whether all receives are known to the peer, all that arrived was reported, and nothing is to be flushed.
+    pub(super) fn has_received_all(&self, qp: &Qp, index: usize) -> bool {
+        if qp.recv_cq.is_none() {
+            return true;
+        }
+        let entry = &self.port.tables().qps[index];
+        let num_posted = entry.num_receives.load(Ordering::Relaxed);
+        let num_received = qp.num_received as u32;
+        let is_flushed =
+            qp.state != QpState::Error || num_posted == num_received.wrapping_add(qp.num_flushed);
+        posted_receives(qp) as u16 == num_posted as u16
+            && entry.num_used.load(Ordering::Acquire) == num_received
+            && is_flushed
+    }
+
     /// Tells the peer of receives that were posted. Returns how many.
     ///
     /// SYNC POINT `receive`: pairs with `take_completion` of the device functions.
     fn count_receives(&mut self, qp: &mut Qp, index: usize) -> usize {
-        let record = qp.dbrec.word32(0).map_or(0, |w| u32::from_be(w.load(Ordering::Acquire)));
+        let record = posted_receives(qp);
         let entry = &self.port.tables().qps[index];
         // The record has 16 bits.
         let known = entry.num_receives.load(Ordering::Relaxed);
@@ -82,6 +97,11 @@ impl Nic {
             }
         }
     }
+}
+
+/// Receives that were posted since reset, as the record has them.
+fn posted_receives(qp: &Qp) -> u32 {
+    qp.dbrec.word32(0).map_or(0, |word| u32::from_be(word.load(Ordering::Acquire)))
 }
 
 fn receive_completion(qp: &Qp, status: Result<CqeKind, Syndrome>, num_bytes: u32) -> Cqe {
