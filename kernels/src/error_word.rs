@@ -40,6 +40,7 @@ const fn what(tag: u32) -> &'static str {
         TAG_REFUSED => "the look at a server's status",
         10 => "the look at the way to a peer",
         11 => "the wait for the way back to a client",
+        12 => "the wait for the way to a server",
         32..=47 => "the work with a NIC's queue",
         48..=63 => "the work with a proxy's lane",
         _ => "a step that this build does not know",

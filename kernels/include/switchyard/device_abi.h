@@ -86,6 +86,8 @@
 #define SY_TAG_WAY 10 /* observed: way of a link that the launch was not told of */
 #define SY_TAG_RECV_WAY                                                                            \
     11 /* a client's frame, for the way back; observed: clients whose way is quiet, as a mask */
+#define SY_TAG_COMBINE_WAY                                                                         \
+    12 /* the way to a server, until it has read a frame; observed: a lane or queue that has not */
 
 /* sy_error_word.reason */
 #define SY_REASON_TIMEOUT 1

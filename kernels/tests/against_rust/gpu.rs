@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
 use kernels::abi::{
-    DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, ErrorWord, ExpertComputeParams,
-    FrameGeometry, Handle, LayerWeights, Link, WAY_DIRECT,
+    ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
+    ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, REASON_TIMEOUT,
+    TAG_COMBINE_ROW, WAY_DIRECT,
 };
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape};
 use kernels::p2p::{FLAG_BULK, P2pParams, StreamParams};
@@ -51,6 +52,42 @@ pub fn a_layer_replays_from_a_graph(runner: &Runner) {
         assert_eq!((handle.sequence, handle.missing, handle.refused), (replay, 0, 0));
         crate::layer::check_output(&world, 0, &input);
     }
+}
+
+/// What says that it is at work, again and again, and answers nothing.
+pub fn a_server_that_only_moves_its_progress_word_is_given_up(runner: &Runner) {
+    /// `SY_WORD_PROGRESS` of the kernels' header.
+    const WORD_PROGRESS: u64 = 256;
+    let Runner::Gpu(gpu) = runner else { return };
+    let geometry = FrameGeometry::new(256, 4, DTYPE_BF16, 8, 2).expect("in range");
+    let mut rng = fresh();
+    let world = World::new(runner, &mut rng, geometry, 16, 1, 1);
+    world.poison();
+    world.load(0, &Input::random(&mut rng, &geometry, 16, 1));
+    // 256 silences are 5.1 s.
+    let params = CombineParams { timeout_ns: 20_000_000, ..world.combine_params(0) };
+    let (stream, beats) = (gpu.stream().expect("stream"), gpu.stream().expect("stream"));
+    // SAFETY: the world's memory is as large as its geometry says and outlives the streams' work.
+    unsafe {
+        assert_eq!(runner.launch(&world.dispatch_params(0, 0)), 0);
+        stream.launch(&gpu.prepare(params).expect("combine")).expect("combine");
+    }
+    let client = &world.clients[0];
+    let word = client.responses[0].address().add(geometry.response_control_offset + WORD_PROGRESS);
+    let limit = Instant::now() + Duration::from_secs(20);
+    let mut beat = 0u8;
+    while !stream.is_done().expect("combine") && Instant::now() < limit {
+        beat = beat.wrapping_add(1);
+        // SAFETY: as above; a word of the slot's control tail.
+        unsafe { beats.fill(word, beat, 8).expect("a sign of work") };
+        beats.wait(limit).expect("a sign of work");
+    }
+    let has_ended = stream.is_done().expect("combine");
+    stream.wait(Instant::now() + Duration::from_secs(20)).expect("combine");
+    assert!(has_ended, "waited for as long as the server said that it was at work");
+    let state: ClientState = client.state.one(0);
+    assert_eq!((state.error.tag, state.error.reason), (TAG_COMBINE_ROW, REASON_TIMEOUT));
+    assert_eq!(client.handle.one::<Handle>(0).missing, 1);
 }
 
 pub fn pointers_that_the_driver_does_not_know_are_refused(runner: &Runner) {

@@ -412,6 +412,17 @@ fn check_batch(world: &World, server_idx: usize, inputs: &[Input], layer: u32) {
 
 /// The output of identity experts: per server the row times the sum of its weights, then the servers.
 pub fn check_output(world: &World, client_idx: usize, input: &Input) {
+    check_sums(world, client_idx, input);
+    let client = &world.clients[client_idx];
+    let state: ClientState = client.state.one(0);
+    assert_eq!(state.error.tag, TAG_NONE, "{:?}", state.error);
+    let handle: Handle = client.handle.one(0);
+    assert_eq!((handle.missing, handle.refused), (0, 0));
+    check_holes(world, client_idx, &handle);
+}
+
+/// What identity experts make of the input, and nothing behind it.
+pub fn check_sums(world: &World, client_idx: usize, input: &Input) {
     let (g, client) = (&world.geometry, &world.clients[client_idx]);
     let (hidden, top_k) = (g.hidden as usize, g.top_k as usize);
     let out: Vec<u16> = client.out.read(0, u64::from(world.capacity * g.hidden));
@@ -445,11 +456,6 @@ pub fn check_output(world: &World, client_idx: usize, input: &Input) {
     }
     let rest = &out[input.num_tokens as usize * hidden..];
     assert!(rest.iter().all(|bits| *bits == 0xffff), "rows behind the last token");
-    let state: ClientState = client.state.one(0);
-    assert_eq!(state.error.tag, TAG_NONE, "{:?}", state.error);
-    let handle: Handle = client.handle.one(0);
-    assert_eq!((handle.missing, handle.refused), (0, 0));
-    check_holes(world, client_idx, &handle);
 }
 
 /// Rows that were summed are as they were before they came.

@@ -93,6 +93,13 @@ macro_rules! on {
             }
 
             #[test]
+            fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline() {
+                let test =
+                    ways::a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline;
+                $runner.iter().for_each(test);
+            }
+
+            #[test]
             fn a_sum_has_the_parts_that_are_not_missing_and_no_others() {
                 let test = torn::a_sum_has_the_parts_that_are_not_missing_and_no_others;
                 $runner.iter().for_each(test);
@@ -126,6 +133,11 @@ macro_rules! with_streams {
             #[test]
             fn a_layer_replays_from_a_graph() {
                 $runner.iter().for_each(gpu::a_layer_replays_from_a_graph);
+            }
+
+            #[test]
+            fn a_server_that_only_moves_its_progress_word_is_given_up() {
+                $runner.iter().for_each(gpu::a_server_that_only_moves_its_progress_word_is_given_up);
             }
 
             #[test]

@@ -1,23 +1,25 @@
-//! Servers whose way back to a client still carries answers.
+//! Ways to a peer that still carry what was given to them, and do not get done.
 
 use std::mem::{offset_of, size_of};
 
 use kernels::abi::{
-    Batch, ClientPeer, DTYPE_BF16, ErrorWord, FLAG_ANY_WAY, FrameGeometry, Link, REASON_TIMEOUT,
-    ServerState, WAY_IBGDA, WAY_PROXY,
+    Batch, ClientPeer, ClientState, CombineParams, DTYPE_BF16, ErrorWord, FLAG_ANY_WAY,
+    FrameGeometry, Handle, Link, REASON_TIMEOUT, ServerPeer, ServerState, WAY_IBGDA, WAY_PROXY,
 };
 use kernels::mlx5::{Bound, CQ_COLLAPSED, PeerHandle, QueueHandle, QueueState};
 use rand::rngs::StdRng;
 
 use crate::fresh;
+use crate::layer::check_sums;
 use crate::runner::Runner;
 use crate::world::{Input, Memory, World};
 
-/// `SY_TAG_RECV_FRAME` and `SY_TAG_RECV_WAY` of the kernels' header.
+/// `SY_TAG_RECV_FRAME`, `SY_TAG_RECV_WAY` and `SY_TAG_COMBINE_WAY` of the kernels' header.
 const TAG_RECV_FRAME: u32 = 1;
 const TAG_RECV_WAY: u32 = 11;
+const TAG_COMBINE_WAY: u32 = 12;
 const NUM_EXPERTS: u32 = 8;
-/// The client with such a way.
+/// The client or server with such a way.
 const BUSY: usize = 1;
 
 pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &Runner) {
@@ -27,11 +29,8 @@ pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &R
     {
         let geometry = FrameGeometry::new(128, 2, DTYPE_BF16, 5, 2).expect("in range");
         let world = World::new(runner, &mut rng, geometry, NUM_EXPERTS, 3, 1);
-        let _way = if way == WAY_IBGDA {
-            leave_requests_under_way(runner, &world)
-        } else {
-            leave_commands_under_way(runner, &world)
-        };
+        let (link, _kept) = stuck_link(runner, way, geometry.response_slot_bytes);
+        lead_back(&world, link);
         for client in [0, 2].into_iter().chain(frame_is_there.then_some(BUSY)) {
             send(runner, &mut rng, &world, client);
         }
@@ -50,8 +49,75 @@ pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &R
     }
 }
 
-/// Gives the busy client a way back whose NIC completes nothing. What is returned must outlive all kernels.
-fn leave_requests_under_way(runner: &Runner, world: &World) -> Vec<Memory> {
+/// All rows of a server have come, but what was put for it is not over. The call is whole, and no later one waits
+/// for that server.
+pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(runner: &Runner) {
+    let mut rng = fresh();
+    for way in [WAY_IBGDA, WAY_PROXY] {
+        let geometry = FrameGeometry::new(128, 2, DTYPE_BF16, 5, 2).expect("in range");
+        let world = World::new(runner, &mut rng, geometry, NUM_EXPERTS, 1, 2);
+        world.poison();
+        let input = Input::random(&mut rng, &geometry, NUM_EXPERTS, world.capacity);
+        world.load(0, &input);
+        let mut dispatch = world.dispatch_params(0, 1);
+        dispatch.flags = kernels::abi::FLAG_CONTACT_ALL;
+        // SAFETY: the world's memory is as large as its geometry says.
+        assert_eq!(unsafe { runner.launch(&dispatch) }, 0);
+        for server in 0..2 {
+            // SAFETY: as above.
+            assert_eq!(unsafe { runner.launch(&world.echo_params(server)) }, 0);
+        }
+        let client = &world.clients[0];
+        let handle: Handle = client.handle.one(0);
+        // Rows that come over such a way have flags.
+        let number = handle.frame_number[BUSY];
+        let place = number % u64::from(geometry.num_frames);
+        let flags = vec![number; handle.num_rows[BUSY].max(1) as usize];
+        client.responses[BUSY].write(place * geometry.response_frame_bytes, &flags);
+        let (link, _kept) = stuck_link(runner, way, geometry.slot_bytes);
+        let at = (BUSY * size_of::<ServerPeer>()) as u64;
+        let direct: ServerPeer = client.table.one(at);
+        client.table.write(at, &[ServerPeer { request: link, ..direct }]);
+        let params = CombineParams { flags: FLAG_ANY_WAY, ..world.combine_params(0) };
+        // SAFETY: as above, and queues and lanes are only looked at.
+        assert_eq!(unsafe { runner.launch(&params) }, 0);
+
+        let state: ClientState = client.state.one(0);
+        let expected = ErrorWord {
+            tag: TAG_COMBINE_WAY,
+            peer: BUSY as u32,
+            reason: REASON_TIMEOUT,
+            reserved: 0,
+            observed: 0,
+            expected: number,
+        };
+        assert_eq!(state.error, expected, "way {way}");
+        let lost: Vec<usize> = (0..state.lost.len()).filter(|&at| state.lost[at] != 0).collect();
+        assert_eq!(lost, [BUSY], "given up for later frames");
+        let handle: Handle = client.handle.one(0);
+        assert_eq!((handle.missing, handle.refused), (1 << BUSY, 0));
+        let lacks: Vec<u32> = client.token_missing.read(0, input.num_tokens.into());
+        assert!(lacks.iter().all(|&servers| servers == 0), "no token lacks a part: {lacks:?}");
+        check_sums(&world, 0, &input);
+    }
+}
+
+/// A way that never gets done, over which `slot_bytes` may be put. What is returned beside it must outlive all
+/// kernels.
+fn stuck_link(runner: &Runner, way: u32, slot_bytes: u64) -> (Link, Vec<Memory>) {
+    let mirror = Memory::filled(runner, slot_bytes, 0);
+    let (context, mut kept) = if way == WAY_IBGDA {
+        requests_under_way(runner, &mirror, slot_bytes)
+    } else {
+        commands_under_way(runner, &mirror, slot_bytes)
+    };
+    let link = Link { window: mirror.address(), context: context.address().0, way, reserved: 0 };
+    kept.extend([mirror, context]);
+    (link, kept)
+}
+
+/// A peer behind a NIC that completes nothing.
+fn requests_under_way(runner: &Runner, mirror: &Memory, slot_bytes: u64) -> (Memory, Vec<Memory>) {
     let state = Memory::filled(runner, size_of::<QueueState>() as u64, 0);
     for count in [
         offset_of!(QueueState, reserved),
@@ -70,13 +136,12 @@ fn leave_requests_under_way(runner: &Runner, world: &World) -> Vec<Memory> {
         flags: CQ_COLLAPSED,
         ..QueueHandle::default()
     };
-    let mirror = Memory::filled(runner, world.geometry.response_slot_bytes, 0);
     let queues = Memory::of(runner, &words_of(&queue));
     let handle = PeerHandle {
         qps: queues.address().0,
         mirror: mirror.address().0,
         remote: 0,
-        slot_bytes: world.geometry.response_slot_bytes,
+        slot_bytes,
         lkey: 0,
         rkey: 0,
         num_qps: 1,
@@ -84,17 +149,15 @@ fn leave_requests_under_way(runner: &Runner, world: &World) -> Vec<Memory> {
         bound: Bound {
             error: std::ptr::null_mut(),
             abort_mask: std::ptr::null(),
-            timeout_ns: 10_000_000,
+            timeout_ns: 10_000_000_000, // would show
         },
     };
-    let context = Memory::of(runner, &words_of(&handle));
-    lead_back(world, WAY_IBGDA, &mirror, &context);
-    vec![state, cq, mirror, queues, context]
+    (Memory::of(runner, &words_of(&handle)), vec![state, cq, queues])
 }
 
-/// The same by two lanes of a proxy whose thread takes nothing: the first has room for a quiet, the other one has
+/// A peer behind two lanes of a proxy whose thread takes nothing: the first has room for a quiet, the other one has
 /// none, and nobody waits for it.
-fn leave_commands_under_way(runner: &Runner, world: &World) -> Vec<Memory> {
+fn commands_under_way(runner: &Runner, mirror: &Memory, slot_bytes: u64) -> (Memory, Vec<Memory>) {
     const DEPTH_SHIFT: u64 = 4;
     const BUDGET: u64 = 4;
     let zeros = |num_words: u64| Memory::filled(runner, num_words * 8, 0);
@@ -107,21 +170,16 @@ fn leave_commands_under_way(runner: &Runner, world: &World) -> Vec<Memory> {
         kept.extend([commands, words, state]);
     }
     let lanes = Memory::of(runner, &lanes);
-    let slot_bytes = world.geometry.response_slot_bytes;
-    let mirror = Memory::filled(runner, slot_bytes, 0);
     // `sy_proxy_peer`: no error word and no mask, a bound that would show, two lanes, version 2.
     let (timeout_ns, num_lanes, version) = (10_000_000_000, 2, 2 << 32);
     let (lanes_at, mirror_at) = (lanes.address().0, mirror.address().0);
     let peer = [lanes_at, mirror_at, slot_bytes, 0, 0, timeout_ns, num_lanes, version];
-    let context = Memory::of(runner, &peer);
-    lead_back(world, WAY_PROXY, &mirror, &context);
-    kept.extend([lanes, mirror, context]);
-    kept
+    kept.push(lanes);
+    (Memory::of(runner, &peer), kept)
 }
 
 /// Sets the busy client's way back.
-fn lead_back(world: &World, way: u32, mirror: &Memory, context: &Memory) {
-    let link = Link { window: mirror.address(), context: context.address().0, way, reserved: 0 };
+fn lead_back(world: &World, link: Link) {
     let table = &world.servers[0].table;
     let at = (BUSY * size_of::<ClientPeer>()) as u64;
     let peer: ClientPeer = table.one(at);

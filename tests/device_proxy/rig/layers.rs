@@ -84,7 +84,13 @@ pub fn beside_one_that_stands_still(stall_limit: Duration) {
     let mut client = servers.caller_within(stall_limit / 10);
     let mut direct = servers.caller(Way::Memory);
     let request = Request::random(&mut rng, &servers.model, MANY);
-    assert!(client.forward(&request).0 == direct.forward(&request).0, "with both servers");
+    // Where processors are scarce, a call may miss so short a deadline with both of them.
+    let with_both = (0..8).find_map(|_| {
+        client.wait_for(&servers, 2);
+        let (found, timing) = client.forward(&request);
+        (timing.failovers == 0).then_some(found)
+    });
+    assert!(with_both.expect("no call is in time") == direct.forward(&request).0, "with both");
     servers.signal(0, Signal::STOP);
     let begin = Instant::now();
     let (found, timing) = client.forward(&request);

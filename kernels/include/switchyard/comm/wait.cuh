@@ -51,11 +51,30 @@ __device__ __forceinline__ uint64_t elapsed_ns(uint64_t* start_ns) {
 
 // What a wait remembers between two looks at its bound.
 struct Patience {
-    uint64_t start_ns, last_progress;
+    uint64_t begin_ns, start_ns; // of the wait, and of the silence
+    uint64_t last_progress;
 };
 
 __device__ __forceinline__ Patience begin_patience(const WaitBound& bound) {
-    return {0, bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0};
+    return {0, 0, bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0};
+}
+
+// Silences after which a wait ends even if the peer says all the time that it is at work: nothing that a peer can
+// write keeps a kernel for ever.
+constexpr uint64_t kMaxSilences = 256;
+
+// Whether the peer has said nothing for as long as the bound allows. One that moves its progress word is at work.
+__device__ __forceinline__ bool is_silent(const WaitBound& bound, Patience& patience) {
+    if (bound.progress != nullptr) {
+        const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
+        if (seen != patience.last_progress) {
+            patience.last_progress = seen;
+            patience.start_ns = 0;
+        }
+        if (elapsed_ns(&patience.begin_ns) / kMaxSilences > bound.timeout_ns)
+            return true;
+    }
+    return elapsed_ns(&patience.start_ns) > bound.timeout_ns;
 }
 
 // Whether a wait must end without what was expected. It has left the reason in the error word then, unless
@@ -82,15 +101,7 @@ __device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, 
             return true;
         }
     }
-    if (bound.progress != nullptr) {
-        // The bound counts silence: a peer that moves its progress word is at work.
-        const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
-        if (seen != patience.last_progress) {
-            patience.last_progress = seen;
-            patience.start_ns = 0;
-        }
-    }
-    if (elapsed_ns(&patience.start_ns) > bound.timeout_ns) {
+    if (is_silent(bound, patience)) {
         record_error(bound.error, tag, peer, SY_REASON_TIMEOUT, observed, expected);
         return true;
     }

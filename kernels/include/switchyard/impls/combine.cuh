@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     // a server that was given up makes of frames that are torn.
     if (Config::kWays != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0)
-        await_way<Config>(params, shared.servers[thread_idx].request, thread_idx);
+        await_way<Config>(params, shared, thread_idx);
     // NOTES: not before: blocks of the next dispatch would settle beside those that are at work still, two on
     // a multiprocessor, and a dispatch takes as long as its slowest block.
     if (is_ahead)

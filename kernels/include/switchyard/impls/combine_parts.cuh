@@ -71,24 +71,30 @@ __device__ __forceinline__ void note_lost_for_good(const sy_combine_params& para
     ptx::st_relaxed_sys(&params.state->lost[server], params.handle->sequence);
 }
 
-// Waits until nothing that was named for a server is still to be read, unless that server is given up for good,
-// which any block may see meanwhile: if it stands still, its way would not say for seconds that nothing more was
-// read. What ends the way itself, a silence as long as a wait for rows among it, is left to the way's own wait,
-// which says what failed.
+// Waits until nothing that was named for a server is still to be read. A server that stands still after its last
+// row is given up like one that leaves a row out, if for later frames only: its way would not say for seconds that
+// nothing more was read. Any block may have given it up before. What ends the way itself is left to the way's own
+// wait, which says what failed.
 template <class Config>
-__device__ __forceinline__ void await_way(const sy_combine_params& params, const sy_link& link,
-                                          uint32_t server) {
+__device__ __forceinline__ void await_way(const sy_combine_params& params,
+                                          const CombineShared& shared, uint32_t server) {
+    const sy_link& link = shared.servers[server].request;
     const uint64_t* lost = &params.state->lost[server];
     if (comm::tells_reuse<Config::kWays>(link)) {
-        const uint64_t start_ns = ptx::mov_globaltimer();
+        const comm::WaitBound bound = bound_of(params, shared, server);
+        comm::Patience patience = comm::begin_patience(bound);
         for (uint32_t busy = 0; ptx::ld_relaxed_sys(lost) == 0;) {
             if (comm::is_reusable(link, busy))
                 return;
-            if (comm::has_failed<Config::kWays>(link) ||
-                (params.abort_mask != nullptr &&
-                 (ptx::ld_relaxed_sys(params.abort_mask) >> server & 1) != 0) ||
-                ptx::mov_globaltimer() - start_ns >= params.timeout_ns)
+            if (comm::has_failed<Config::kWays>(link) || comm::is_aborted(bound, server))
                 break;
+            if (comm::is_silent(bound, patience)) {
+                comm::record_error(&params.state->error, SY_TAG_COMBINE_WAY, server,
+                                   SY_REASON_TIMEOUT, busy, shared.number[server]);
+                note_lost_for_good(params, server);
+                ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
+                return;
+            }
             __nanosleep(kWayPauseNs);
         }
     }
