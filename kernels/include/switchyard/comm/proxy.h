@@ -149,17 +149,21 @@ SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& 
     }
 }
 
-// Gives the caller `num_commands` cells from `*base` on, once they are free and the budget allows.
+// Gives the caller `num_commands` cells from `*base` on, once they are free and the budget allows. Of a lane that is
+// out of service cells are counted, too, and nobody's.
+// NOTES: each of the three takes a third of a microsecond, so they leave together. What is known to be over is looked
+// at last, for the acquire holds up what comes behind it, and was stored before it is needed in any case.
 SY_DEVICE Status reserve(const sy_proxy_peer& peer, const sy_proxy_lane& lane,
                          uint32_t num_commands, uint64_t* base) {
     sy_proxy_lane_state& state = state_of(lane);
     const uint64_t error = ld_relaxed<Scope::kGpu>(&state.error);
+    *base = atom_add_relaxed(&state.reserved, num_commands);
+    const uint64_t seen = ld_acquire<Scope::kGpu>(&state.seen);
     if (error != 0)
         return static_cast<Status>(error);
-    *base = atom_add_relaxed(&state.reserved, num_commands);
     const uint64_t end = *base + num_commands;
     // NOTES: without this wait a cell is overwritten that the thread has not read.
-    if (end > lane.budget)
+    if (end > lane.budget && seen < end - lane.budget)
         return wait_completed(peer, lane, end - lane.budget, SY_TAG_PROXY_ROOM);
     return SY_PROXY_OK;
 }

@@ -318,6 +318,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
             const uint32_t num_entries = rows_in_all() * params.geometry.top_k;
             if (!is_alone() && num_entries <= kRecvThreads) {
                 sort_entries<1, kRecvThreads>(shared, params, meet);
+            } else if (!is_alone() && num_entries <= 2 * kRecvThreads) {
+                sort_entries<2, kRecvThreads>(shared, params, meet);
             } else if (!is_alone()) {
                 sort_entries<kStagedEntries / kRecvThreads, kRecvThreads>(shared, params, meet);
             } else if (thread_idx < kListThreads) {
