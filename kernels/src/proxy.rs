@@ -18,6 +18,10 @@ pub const PRODUCE_FILLS: u32 = 1;
 pub const PRODUCE_ROUND_TRIP: u32 = 2;
 /// Samples are of looks at the lane's words, nothing is posted.
 pub const PRODUCE_READS: u32 = 4;
+/// Samples are of when batches began to be pushed, by the GPU's clock.
+pub const PRODUCE_STAMPS: u32 = 8;
+/// Nothing is put, and each change of a lane's count is answered with the time.
+pub const PRODUCE_CLOCK: u32 = 16;
 /// Most entries of one copy.
 pub const MAX_COPY_ENTRIES: u32 = 4096;
 
@@ -47,7 +51,7 @@ pub struct ProduceParams {
     pub object_bytes: u32,
     /// Objects of each lane in mirror and slot, a multiple of `batch`.
     pub num_objects: u32,
-    /// [`PRODUCE_FILLS`], [`PRODUCE_ROUND_TRIP`], [`PRODUCE_READS`]
+    /// [`PRODUCE_FILLS`], [`PRODUCE_ROUND_TRIP`], [`PRODUCE_READS`], [`PRODUCE_STAMPS`], [`PRODUCE_CLOCK`]
     pub flags: u32,
     /// Latencies kept of each block.
     pub num_samples: u32,

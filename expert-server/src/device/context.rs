@@ -34,6 +34,8 @@ pub(super) struct Context {
     /// [`Gather`] of the batch, in host memory: recorded graphs read it when they run.
     gather: GpuBuffer,
     pub(super) launched_at: Option<Instant>,
+    /// Batches so far, which may wrap.
+    pub(super) num_launched: u32,
     /// Whether the last batch was timed as far as the end of its experts.
     times_experts: bool,
 }
@@ -80,6 +82,7 @@ impl Context {
             report: gpu.alloc_host(state_offset(plan) + size_of::<ServerState>() as u64)?,
             gather: gpu.alloc_host(size_of::<Gather>() as u64)?,
             launched_at: None,
+            num_launched: 0,
             times_experts: false,
         })
     }
@@ -112,6 +115,7 @@ impl Context {
         }
         self.times_experts = key.times_experts;
         self.launched_at = Some(Instant::now());
+        self.num_launched = self.num_launched.wrapping_add(1);
         stream.record(&self.ended)?;
         Ok(recorded_in)
     }

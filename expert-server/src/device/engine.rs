@@ -58,7 +58,6 @@ pub(super) struct Engine {
     expert_begin: Vec<u32>,
     recent_rows: [u32; RECENT],
     num_batches: usize,
-    num_launched: u32,
     /// Batches that have ended, as kernels count them.
     num_ended: u64,
     /// Whether a batch was being computed when that could last be told, and whether the GPU was asked.
@@ -121,7 +120,6 @@ impl Engine {
             expert_begin: Vec::with_capacity(plan.num_experts as usize + 1),
             recent_rows: [0; RECENT],
             num_batches: 0,
-            num_launched: 0,
             num_ended: 0,
             is_computing: false,
             has_asked: false,
@@ -278,9 +276,10 @@ impl Engine {
                 self.config.reached.expect_work();
             }
             let every = self.plan.options.experts_timed_every;
-            key.times_experts = every > 0 && self.num_launched.is_multiple_of(every);
-            self.num_launched = self.num_launched.wrapping_add(1);
-            let launched = self.contexts[idx].launch(streams, &self.plan, &shared, key, gather)?;
+            // Each context by its own count: of an even number one of two would never be timed.
+            let context = &mut self.contexts[idx];
+            key.times_experts = every > 0 && context.num_launched.is_multiple_of(every);
+            let launched = context.launch(streams, &self.plan, &shared, key, gather)?;
             self.last_launched = Some(idx);
             if let Some(recorded_in) = launched {
                 self.metrics.graph_seconds.observe(recorded_in.as_secs_f64());

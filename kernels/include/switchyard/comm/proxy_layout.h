@@ -188,6 +188,10 @@ typedef struct sy_proxy_produce_params {
 #define SY_PROXY_PRODUCE_ROUND_TRIP UINT32_C(2) /* each batch is over before the next */
 #define SY_PROXY_PRODUCE_READS                                                                     \
     UINT32_C(4) /* samples are of looks at the lane's words, nothing is posted */
+#define SY_PROXY_PRODUCE_STAMPS                                                                    \
+    UINT32_C(8) /* samples are when, by this GPU's clock, each batch began to be pushed */
+#define SY_PROXY_PRODUCE_CLOCK                                                                     \
+    UINT32_C(16) /* nothing is put: each change of the lane's count is answered with the time */
 
 /* Bytes of one relayed put. */
 typedef struct sy_peer_copy_entry {

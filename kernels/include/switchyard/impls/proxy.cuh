@@ -11,12 +11,6 @@ namespace switchyard::impls {
 // Batches whose posting time is remembered until they are over.
 constexpr uint32_t kProxyPending = 64;
 
-// Two more flags of producers, for the way from a push to its post. The host side of the benchmark has the same.
-// Samples are not durations but when, by this GPU's clock, each batch began to be pushed.
-constexpr uint32_t kProxyProduceStamps = 8;
-// Nothing is put: each change of the lane's count is answered with the time.
-constexpr uint32_t kProxyProduceClock = 16;
-
 // The time by this GPU's clock, each time the host has counted one further. What tells the host the time is a
 // command that it takes out of the lane and carries out nowhere.
 __device__ inline comm::proxy::Status proxy_tell_time(const sy_proxy_peer& peer,
@@ -82,7 +76,7 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
         return;
     }
 
-    if ((params.flags & kProxyProduceClock) != 0) {
+    if ((params.flags & SY_PROXY_PRODUCE_CLOCK) != 0) {
         if (lane_idx == 0) {
             params.status[blockIdx.x] = proxy_tell_time(peer, lane, params.num_commands);
             params.elapsed_ns[blockIdx.x] = comm::now_ns() - start;
@@ -160,7 +154,7 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
                 status = comm::proxy::detail::wait_completed(peer, lane, end, SY_TAG_PROXY_ROOM);
                 if (num_samples < params.num_samples)
                     params.latency_ns[uint64_t{blockIdx.x} * params.num_samples + num_samples++] =
-                        (params.flags & kProxyProduceStamps) != 0 ? now : comm::now_ns() - now;
+                        (params.flags & SY_PROXY_PRODUCE_STAMPS) != 0 ? now : comm::now_ns() - now;
             }
             status = __shfl_sync(0xffffffffu, status, 0);
             continue;

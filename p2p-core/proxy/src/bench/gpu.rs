@@ -15,12 +15,9 @@ use crate::gpu::{GpuPoster, lanes, mirror};
 use crate::host::PosterConfig;
 use crate::lane::{LaneConfig, Lanes};
 
-pub use kernels::proxy::{PRODUCE_FILLS, PRODUCE_READS, PRODUCE_ROUND_TRIP};
-
-/// `kProxyProduceStamps`: samples are of when batches began to be pushed, by the GPU's clock.
-pub const PRODUCE_STAMPS: u32 = 8;
-/// `kProxyProduceClock`: nothing is put, and each change of a lane's count is answered with the time.
-pub const PRODUCE_CLOCK: u32 = 16;
+pub use kernels::proxy::{
+    PRODUCE_CLOCK, PRODUCE_FILLS, PRODUCE_READS, PRODUCE_ROUND_TRIP, PRODUCE_STAMPS,
+};
 
 /// The producers' kernel as a function of the host, which runs it to its end.
 pub type SoftwareKernel = unsafe extern "C" fn(params: *const c_void);
