@@ -206,25 +206,26 @@ impl Context {
 
     /// How kernels of this context, which is current, reach the byte at `address`.
     fn reach(&self, address: u64) -> Reach {
-        let word = |which| {
-            let mut value = 0u64;
-            // SAFETY: none of the attributes asked for is larger; unknown addresses are answered by an error.
-            let answer =
-                unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), which, address) };
-            (answer == CUresult::CUDA_SUCCESS).then_some(value)
-        };
-        let Some(kind) = word(CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) else {
+        let mut which = [
+            CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+            CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        ];
+        let mut values = [0u64; 3];
+        let mut to = values.each_mut().map(|value| std::ptr::from_mut(value).cast());
+        // Together, since each call has its price, and this stands before every launch.
+        // SAFETY: none of the attributes is larger than its word; of unknown addresses all stay 0.
+        let answer =
+            unsafe { sys::cuPointerGetAttributes(3, which.as_mut_ptr(), to.as_mut_ptr(), address) };
+        let [kind, is_managed, owner] = values;
+        if answer != CUresult::CUDA_SUCCESS || kind == 0 {
             return Reach::Unknown;
-        };
+        }
         let is_device = kind == sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u64;
-        let is_managed = || {
-            word(CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED).is_some_and(|is| is & 1 != 0)
-        };
-        if !is_device || is_managed() {
+        if !is_device || is_managed & 1 != 0 {
             return Reach::Whole;
         }
-        let owner = word(CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
-        let owner = owner.map_or(self.ordinal, |owner| owner as u32);
+        let owner = owner as u32;
         if owner == self.ordinal {
             return Reach::Whole;
         }
@@ -234,8 +235,15 @@ impl Context {
         let answer = unsafe { sys::cuMemGetAccess(&raw mut access, &raw const location, address) };
         let read_write = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as u64;
         let is_mapped = answer == CUresult::CUDA_SUCCESS && access == read_write;
-        let which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER;
-        if is_mapped || (answer != CUresult::CUDA_SUCCESS && word(which).is_some()) {
+        let is_reached = || {
+            let mut pointer = 0u64;
+            let which = CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER;
+            // SAFETY: writes one pointer.
+            let answer =
+                unsafe { sys::cuPointerGetAttribute((&raw mut pointer).cast(), which, address) };
+            answer == CUresult::CUDA_SUCCESS
+        };
+        if is_mapped || (answer != CUresult::CUDA_SUCCESS && is_reached()) {
             return Reach::Whole;
         }
         Reach::Foreign { owner }
