@@ -1,7 +1,24 @@
-// Flags of slots in GPU memory, moved by a host: one thread each, in stream order.
+// What a host has a GPU do for it in stream order: move flags of slots in GPU memory, and tell it small things.
 #include "switchyard/ptx/memory.cuh"
 
 // SYNC POINT publish: adds after everything that the stream did before.
 extern "C" __global__ void sy_flag_add(uint64_t* flag, uint64_t value) {
     switchyard::ptx::red_add_release_sys(flag, value);
+}
+
+// Two pieces of memory to the host, in words of four bytes, by one block. The first eight bytes of the second piece
+// come last and by one store: who sees a new value there sees the rest.
+// NOTES: the copy engine does the same, and a kernel behind it in the stream waits for that. Where it has rested
+// meanwhile, this has been seen to take hundreds of microseconds.
+extern "C" __global__ void sy_tell_host(uint32_t* first_to, const uint32_t* first,
+                                        uint64_t first_words, uint32_t* last_to,
+                                        const uint32_t* last, uint64_t last_words) {
+    for (uint64_t i = threadIdx.x; i < first_words; i += blockDim.x)
+        first_to[i] = first[i];
+    for (uint64_t i = threadIdx.x + 2; i < last_words; i += blockDim.x)
+        last_to[i] = last[i];
+    __syncthreads();
+    if (threadIdx.x == 0)
+        switchyard::ptx::st_release_sys(reinterpret_cast<uint64_t*>(last_to),
+                                        *reinterpret_cast<const uint64_t*>(last));
 }

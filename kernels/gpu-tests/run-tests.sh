@@ -66,7 +66,8 @@ step 60 "expert stage against double precision" ./expert_test --seed "$seed"
 # One after the other: freeing memory waits for all kernels of a process, also for those that wait for each other.
 step 120 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 1
 # PTX is what GPUs of other architectures get; without matrix units of this one it is right, and slow.
-step 240 "the same from PTX" env CUDA_FORCE_PTX_JIT=1 CUDA_CACHE_DISABLE=1 \
+# Each test opens the GPU anew, so the cache matters.
+step 240 "the same from PTX" env CUDA_FORCE_PTX_JIT=1 CUDA_CACHE_PATH="$PWD/.ptx-cache" \
     ./rust_kernels_test on_the_gpu gpu:: --test-threads 1
 step 60 "device slots between processes" \
     env SWITCHYARD_TEST_DEVICE=cuda ./rust_cuda_ipc_test --test-threads 2
@@ -97,7 +98,7 @@ if [ "$num_gpus" -ge 2 ]; then
     step 60 "layers between $ranks processes" ./moe_bench --ranks "$ranks" --set check --seed "$seed" --limit 50
     step 90 "NICs in software of two processes" ./softnic_test --only processes --seed "$seed"
     step 120 "servers on GPUs" ./rust_device_server_test --test-threads 1 --skip timing
-    step 120 "clients on GPUs" ./rust_device_client_test --test-threads 1
+    step 300 "clients on GPUs" ./rust_device_client_test --test-threads 1
     step 60 "calls on GPUs allocate nothing" ./rust_device_alloc_test
     step 60 "a server killed, a server frozen" ./fault_test --seed "$seed" --limit 25
     step 60 "puts between processes, every byte compared" \

@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 44] = [
+pub const ENTRIES: [&str; 45] = [
     P2P_PINGPONG,
     P2P_STREAM,
     DISPATCH_TUNED_FP8,
@@ -31,6 +31,7 @@ pub const ENTRIES: [&str; 44] = [
     DOWN_FP8,
     DOWN_BF16,
     FLAG_ADD,
+    TELL_HOST,
     PROXY_PRODUCE,
     PEER_COPY,
     COMBINE_TUNED_FEW,
@@ -57,6 +58,8 @@ pub const PRODUCTS: [&str; 6] =
 
 /// The kernel that adds to a flag in stream order.
 pub const FLAG_ADD: &str = "sy_flag_add";
+/// The kernel that tells the host small things in stream order.
+pub const TELL_HOST: &str = "sy_tell_host";
 /// The producer of commands for measurements of the proxy.
 pub const PROXY_PRODUCE: &str = "sy_proxy_produce";
 /// The copy that a relay forwards with.

@@ -132,7 +132,13 @@ const FILES: [(&str, &[Rule]); 7] = [
             rule(&["15pingpong_kernel"], &["UBLKCP.G.S", "UTMACMDFLUSH"]),
         ],
     ),
-    ("flag", &[rule(&["sy_flag_add"], &[SYSTEM_FENCE, FLAG_ADD])]),
+    (
+        "flag",
+        &[
+            rule(&["sy_flag_add"], &[SYSTEM_FENCE, FLAG_ADD]),
+            rule(&["sy_tell_host"], &[SYSTEM_FENCE, FLAG_STORE]),
+        ],
+    ),
     (
         "proxy",
         &[

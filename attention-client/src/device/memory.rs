@@ -9,7 +9,7 @@ use kernels::abi::{
     ANSWER_HOLE, ClientState, DevicePtr, ErrorWord, FrameGeometry, Handle, MAX_FRAMES, MAX_PEERS,
     Placement, ServerPeer, WAY_DIRECT,
 };
-use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Stream};
+use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Piece, Stream};
 
 /// See the [module](self).
 #[derive(Debug)]
@@ -188,8 +188,10 @@ impl Memory {
         // SAFETY: all ranges are within their buffers, and nobody looks at the copies before the stream
         // was waited for.
         unsafe {
-            stream.copy(memory.status.at(head, ERROR_BYTES)?, error, ERROR_BYTES)?;
-            stream.copy(memory.status.ptr(), memory.handle.ptr(), head)
+            stream.tell(
+                Piece { to: memory.status.at(head, ERROR_BYTES)?, from: error, bytes: ERROR_BYTES },
+                Piece { to: memory.status.ptr(), from: memory.handle.ptr(), bytes: head },
+            )
         }
     }
 

@@ -203,7 +203,7 @@ fn a_call_whose_repair_the_gpu_does_not_end_stays_outstanding() {
     let stream = client.gpu().stream().expect("stream");
     let request = Request::random(&mut rng, &replicas.model, 10, 4);
     forward(&mut client, &stream, &tensors, &request, &mut local, dtype);
-    replicas.server(0).signal(Signal::STOP);
+    replicas.server(0).freeze();
     let input = tensors.load(&request);
     // SAFETY: the tensors have these sizes and outlive the call.
     let pending = unsafe {

@@ -76,7 +76,7 @@ pub fn beside_one_that_stands_still<const N: usize>(
     let calls = std::array::from_fn(|_| Call::new(rng, client));
     let first = Call::new(rng, client);
     forward(client, stream, &first.tensors, &first.request, &mut replicas.local(), DTYPE);
-    replicas.server(0).signal(Signal::STOP);
+    replicas.server(0).freeze();
     calls
 }
 

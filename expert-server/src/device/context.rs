@@ -6,7 +6,7 @@ use kernels::abi::{
     Batch, DEVICE_ABI_VERSION, DevicePtr, ExpertComputeParams, ExpertLists, ExpertRecvParams,
     ExpertSendParams, FLAG_PDL, Gather, ServerState,
 };
-use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Stream};
+use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Piece, Stream};
 
 use super::plan::DevicePlan;
 use super::recent::Recent;
@@ -191,8 +191,14 @@ impl Context {
             let state_at = report.add(state_offset(plan));
             // SAFETY: the report has room for both; it is read only while no batch is under way.
             unsafe {
-                stream.copy(report, self.list_memory.ptr(), plan.head_bytes())?;
-                stream.copy(state_at, shared.state, size_of::<ServerState>() as u64)
+                stream.tell(
+                    Piece { to: report, from: self.list_memory.ptr(), bytes: plan.head_bytes() },
+                    Piece {
+                        to: state_at,
+                        from: shared.state,
+                        bytes: size_of::<ServerState>() as u64,
+                    },
+                )
             }
         })
     }

@@ -16,7 +16,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::layer::MapShape;
-use super::{GpuError, Reach};
+use super::{GpuError, Piece, Reach};
 use crate::abi::DevicePtr;
 use crate::plan::LaunchPlan;
 
@@ -401,6 +401,20 @@ impl Stream {
 
     pub(super) unsafe fn add_flag(&self, flag: DevicePtr, value: u64) -> Result<(), GpuError> {
         self.push(Task::AddFlag { flag: flag.0, value })
+    }
+
+    pub(super) unsafe fn tell(&self, first: &Piece, last: &Piece) -> Result<(), GpuError> {
+        const LAST: u64 = 8;
+        let rest = Piece {
+            to: last.to.add(LAST),
+            from: last.from.add(LAST),
+            bytes: last.bytes.saturating_sub(LAST),
+        };
+        for piece in [first, &rest, &Piece { bytes: last.bytes.min(LAST), ..*last }] {
+            let (to, from) = (piece.to.0, piece.from.0);
+            self.push(Task::Copy { to, from, bytes: piece.bytes as usize })?;
+        }
+        Ok(())
     }
 
     pub(super) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {

@@ -36,6 +36,7 @@ use kind::Kind;
 
 pub use self::error::GpuError;
 pub use self::layer::{LayerMatrices, LayerShape, MapShape};
+pub use self::stream::Piece;
 pub use name::{DeviceName, DeviceNameError};
 
 /// A GPU with the kernels loaded. Clones share it.

@@ -7,6 +7,17 @@ use super::{DeviceName, Event, GpuError, Graph, Prepared, Stream};
 use crate::abi::DevicePtr;
 use crate::plan::KernelParams;
 
+/// Memory of a GPU and where it goes: `bytes` from `from` on to `to`.
+#[derive(Debug, Clone, Copy)]
+pub struct Piece {
+    /// In memory of the host, as the GPU reaches it.
+    pub to: DevicePtr,
+    /// In the GPU's memory.
+    pub from: DevicePtr,
+    /// A multiple of 4.
+    pub bytes: u64,
+}
+
 impl Stream {
     /// Copies `bytes` between device memory, peers' memory and host memory, whichever the addresses are.
     ///
@@ -50,6 +61,26 @@ impl Stream {
     pub unsafe fn add_flag(&self, flag: DevicePtr, value: u64) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
         unsafe { either!(&self.0, stream => stream.add_flag(flag, value)) }
+    }
+
+    /// Copies two small pieces of this GPU's memory to memory of the host that it reaches, by a kernel: what comes
+    /// next in the stream does not wait for the copy engine, which may take hundreds of microseconds where it has
+    /// rested. The first eight bytes of `last` are stored behind everything else, and at once.
+    ///
+    /// # Safety
+    /// All ranges are valid, and aligned to 8 bytes; nobody writes the sources before a [`wait`](Self::wait) that
+    /// covers this call, nor reads the destinations other than as words of four bytes, or the eight that come last.
+    ///
+    /// # Errors
+    /// [`GpuError::Driver`].
+    ///
+    /// # Panics
+    /// If a piece is not of whole words of four bytes, or `last` is shorter than 8.
+    pub unsafe fn tell(&self, first: Piece, last: Piece) -> Result<(), GpuError> {
+        assert!(first.bytes.is_multiple_of(4) && last.bytes.is_multiple_of(4), "whole words");
+        assert!(last.bytes >= 8, "what comes last");
+        // SAFETY: the caller's promise.
+        unsafe { either!(&self.0, stream => stream.tell(&first, &last)) }
     }
 
     /// Calls `action` on a thread of the driver's when everything before is done. It must be short and

@@ -9,7 +9,7 @@ use kernels::abi::{
     ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, REASON_TIMEOUT,
     TAG_COMBINE_ROW, WAY_DIRECT,
 };
-use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape};
+use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape, Piece};
 use kernels::p2p::{FLAG_BULK, P2pParams, StreamParams};
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -315,6 +315,44 @@ pub fn work_keeps_its_order_and_waits_have_a_bound(runner: &Runner) {
     stream.wait(soon()).expect("work");
     gpu.read(&device, 0, bytemuck::bytes_of_mut(&mut out), soon()).expect("read");
     assert_eq!(out[0], 0x0909_0909_0909_0909);
+}
+
+pub fn what_the_host_is_told_is_what_lay_there_in_stream_order(runner: &Runner) {
+    const BYTES: u64 = 16 << 10;
+    let Runner::Gpu(gpu) = runner else { return };
+    let soon = || Instant::now() + Duration::from_secs(20);
+    let mut rng = fresh();
+    let (device, host) =
+        (gpu.alloc(BYTES).expect("memory"), gpu.alloc_host(BYTES).expect("memory"));
+    let stream = gpu.stream().expect("stream");
+    for (first_bytes, last_bytes) in [(0, 8), (4, 12), (32, 408), (1564, 60), (1600, 5000)] {
+        let mut bytes = vec![0u8; BYTES as usize];
+        rng.fill(&mut bytes[..]);
+        gpu.write(&device, 0, &bytes, soon()).expect("write");
+        let [first, last, to_first, to_last] = [64u64, 8 << 10, 2 << 10, 9 << 10];
+        let piece = |to: u64, from: u64, bytes| Piece {
+            to: host.ptr().add(to),
+            from: device.ptr().add(from),
+            bytes,
+        };
+        // SAFETY: all ranges are within the two buffers, which outlive the wait.
+        unsafe {
+            stream.fill(host.ptr(), POISON, BYTES).expect("poison");
+            // Comes before, and what comes behind does so later.
+            stream.fill(device.ptr().add(first), 3, first_bytes).expect("fill");
+            let (a, b) = (piece(to_first, first, first_bytes), piece(to_last, last, last_bytes));
+            stream.tell(a, b).expect("told");
+            stream.fill(device.ptr(), 5, BYTES).expect("fill");
+        }
+        stream.wait(soon()).expect("work");
+        let mut found = vec![0u8; BYTES as usize];
+        gpu.read(&host, 0, &mut found, soon()).expect("read");
+        let mut expected = vec![POISON; BYTES as usize];
+        expected[to_first as usize..][..first_bytes as usize].fill(3);
+        let last = &bytes[last as usize..][..last_bytes as usize];
+        expected[to_last as usize..][..last_bytes as usize].copy_from_slice(last);
+        assert!(found == expected, "{first_bytes} and {last_bytes} bytes");
+    }
 }
 
 pub fn an_event_of_a_graph_is_done_with_the_replay(runner: &Runner) {

@@ -162,6 +162,12 @@ macro_rules! with_streams {
             }
 
             #[test]
+            fn what_the_host_is_told_is_what_lay_there_in_stream_order() {
+                let case = gpu::what_the_host_is_told_is_what_lay_there_in_stream_order;
+                $runner.iter().for_each(case);
+            }
+
+            #[test]
             fn memory_of_the_host_goes_without_waiting_for_work() {
                 $runner.iter().for_each(gpu::memory_of_the_host_goes_without_waiting_for_work);
             }

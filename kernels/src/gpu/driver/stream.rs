@@ -9,8 +9,8 @@ use cudarc::driver::sys::{self, CUresult};
 
 use super::{Context, Gpu, check, ignore};
 use crate::abi::DevicePtr;
-use crate::entries::FLAG_ADD;
-use crate::gpu::GpuError;
+use crate::entries::{FLAG_ADD, TELL_HOST};
+use crate::gpu::{GpuError, Piece};
 use crate::plan::LaunchPlan;
 
 #[derive(Debug)]
@@ -109,6 +109,17 @@ impl Stream {
         let mut arguments = [(&raw mut flag).cast::<c_void>(), (&raw mut value).cast()];
         // SAFETY: the caller's promise about the address; the kernel takes two 64-bit arguments.
         unsafe { self.start("sy_flag_add", &FLAG_ADD_PLAN, &mut arguments) }
+    }
+
+    pub(in crate::gpu) unsafe fn tell(&self, first: &Piece, last: &Piece) -> Result<(), GpuError> {
+        let mut words = [first, last].map(|piece| (piece.to.0, piece.from.0, piece.bytes / 4));
+        let mut arguments = [null_mut::<c_void>(); 6];
+        let at = words.iter_mut().flat_map(|(to, from, num)| [to, from, num]);
+        for (argument, word) in arguments.iter_mut().zip(at) {
+            *argument = std::ptr::from_mut(word).cast();
+        }
+        // SAFETY: the caller's promise about the addresses; the kernel takes six 64-bit arguments.
+        unsafe { self.start("sy_tell_host", &TELL_HOST_PLAN, &mut arguments) }
     }
 
     pub(in crate::gpu) fn then(&self, action: Box<dyn FnOnce() + Send>) -> Result<(), GpuError> {
@@ -343,5 +354,7 @@ const FLAG_ADD_PLAN: LaunchPlan = LaunchPlan {
     shared_bytes: 0,
     overlaps: false,
 };
+const TELL_HOST_PLAN: LaunchPlan =
+    LaunchPlan { num_threads: 256, entry: TELL_HOST, ..FLAG_ADD_PLAN };
 const SPIN: Duration = Duration::from_micros(200);
 const PAUSE: Duration = Duration::from_micros(20);
