@@ -6,7 +6,7 @@ use std::mem::{offset_of, size_of};
 use bytemuck::{Pod, Zeroable};
 
 /// `version` of every parameter struct.
-pub const DEVICE_ABI_VERSION: u32 = 2;
+pub const DEVICE_ABI_VERSION: u32 = 3;
 /// `"SYDF"` as a little-endian word: the magic of a device frame's header.
 pub const DEVICE_FRAME_MAGIC: u32 = u32::from_le_bytes(*b"SYDF");
 /// Most peers of one client or server: one bit per peer in a 32-bit mask.
@@ -95,6 +95,8 @@ pub const TAG_BAD_EXPERT: u32 = 5;
 pub const TAG_NUM_TOKENS: u32 = 6;
 /// [`ErrorWord::tag`]: a server refused a frame.
 pub const TAG_REFUSED: u32 = 9;
+/// `SY_TAG_COMBINE_WAY`
+pub const TAG_COMBINE_WAY: u32 = 12;
 /// [`ErrorWord::reason`]: the bound expired.
 pub const REASON_TIMEOUT: u32 = 1;
 /// [`ErrorWord::reason`]: the host ended the wait, or the way to the peer failed.
@@ -275,8 +277,22 @@ pub struct ClientState {
     pub lost: [u64; MAX_PEERS],
     /// Last frame that combine took, by server and place of the ring.
     pub summed: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
+    /// What combines know of their abort mask.
+    pub look: MaskLook,
     /// First error.
     pub error: ErrorWord,
+}
+
+/// What all that wait know of a mask in the host's memory, for which one of them asks now and then.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct MaskLook {
+    /// When one last did, by the GPU's clock in steps of 2048 ns.
+    pub asked: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Sequence of its dispatch in the upper half, the mask in the lower.
+    pub found: u64,
 }
 
 /// Head of a handle: what one dispatch tells its combine. `[max_tokens][top_k]` u32 routes follow.
@@ -623,7 +639,7 @@ const _: () = assert!(size_of::<ReplicaSet>() == 8);
 const _: () = assert!(size_of::<Placement>() == 8208 && offset_of!(Placement, experts) == 16);
 const _: () = assert!(size_of::<ServerPeer>() == 40 && offset_of!(ServerPeer, response) == 24);
 const _: () = assert!(size_of::<ClientPeer>() == 48 && offset_of!(ClientPeer, client_id) == 32);
-const _: () = assert!(size_of::<ClientState>() == 2992 && offset_of!(ClientState, error) == 2960);
+const _: () = assert!(size_of::<ClientState>() == 3008 && offset_of!(ClientState, error) == 2976);
 const _: () = assert!(size_of::<Handle>() == 408 && offset_of!(Handle, frame_number) == 24);
 const _: () = assert!(size_of::<ServerState>() == 2368 && offset_of!(ServerState, error) == 288);
 const _: () = assert!(size_of::<Batch>() == 536 && offset_of!(Batch, row_begin) == 272);

@@ -8,7 +8,7 @@ use std::process::Command;
 use kernels::abi::{
     self, Batch, ClientPeer, ClientState, CombineParams, DispatchParams, EchoParams, ErrorWord,
     ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Gather,
-    Handle, LayerWeights, Link, Placement, ReplicaSet, ServerPeer, ServerState,
+    Handle, LayerWeights, Link, MaskLook, Placement, ReplicaSet, ServerPeer, ServerState,
 };
 use kernels::gpu::LayerShape;
 
@@ -50,7 +50,8 @@ fn header_and_rust_agree_field_by_field() {
         Placement as "sy_placement": epoch, num_experts, reserved, experts;
         ServerPeer as "sy_server_peer": request, response, generation, reserved;
         ClientPeer as "sy_client_peer": request, response, client_id, generation, reserved;
-        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, awaited, lost, summed, error;
+        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, awaited, lost, summed, look, error;
+        MaskLook as "sy_mask_look": asked, reserved, found;
         Handle as "sy_handle": sequence, num_tokens, contacted, missing, refused, frame_number,
             num_rows;
         ServerState as "sy_server_state": arrivals, last_clients, taken, num_refused, num_batches,

@@ -2,6 +2,7 @@
 
 use std::mem::{offset_of, size_of};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytemuck::{Pod, Zeroable};
@@ -180,13 +181,13 @@ impl Memory {
         stream.record(copied)
     }
 
-    /// Copies what a call reports to the host, behind what `stream` has. Its [number](Self::reported) comes last.
+    /// Has a kernel tell the host what a call reports, behind what `stream` has. Its [number](Self::reported) comes last.
     pub fn report(&self, stream: &Stream, slot: usize) -> Result<(), GpuError> {
         let memory = &self.slots[slot];
         let head = size_of::<Handle>() as u64;
         let error = self.state.at(ERROR_OFFSET, ERROR_BYTES)?;
-        // SAFETY: all ranges are within their buffers, and nobody looks at the copies before the stream
-        // was waited for.
+        // SAFETY: all ranges are within their buffers, and nobody looks at what is told before the stream was
+        // waited for, or the number has come.
         unsafe {
             stream.tell(
                 Piece { to: memory.status.at(head, ERROR_BYTES)?, from: error, bytes: ERROR_BYTES },
@@ -216,11 +217,11 @@ impl Memory {
     /// Number of the last dispatch of a slot whose report is there, which may be asked at any time.
     pub fn reported(&self, slot: usize) -> u64 {
         let host = self.slots[slot].status.host();
-        // SAFETY: page-locked memory that begins with this word, which is copied as a whole.
+        // SYNC POINT told: what the kernel stored before this word is seen behind it.
+        // SAFETY: aligned, page-locked memory that begins with this word, which a kernel stores as a whole.
         host.map_or(0, |host| unsafe {
-            host.byte_add(offset_of!(Status, handle) + offset_of!(Handle, sequence))
-                .cast::<u64>()
-                .read_volatile()
+            let word = host.byte_add(offset_of!(Status, handle) + offset_of!(Handle, sequence));
+            AtomicU64::from_ptr(word.as_ptr().cast()).load(Ordering::Acquire)
         })
     }
 

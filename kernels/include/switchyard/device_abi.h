@@ -12,7 +12,7 @@
 
 #include "switchyard/abi.h"
 
-#define SY_DEVICE_ABI_VERSION UINT32_C(2)
+#define SY_DEVICE_ABI_VERSION UINT32_C(3)
 /* "SYDF" as a little-endian word: sy_frame_header.magic of a device frame. */
 #define SY_DEVICE_FRAME_MAGIC UINT32_C(0x46445953)
 
@@ -189,6 +189,13 @@ typedef struct sy_client_peer {
     uint32_t reserved;
 } sy_client_peer;
 
+/* What all that wait know of a mask in the host's memory, for which one of them asks now and then. */
+typedef struct sy_mask_look {
+    uint32_t asked; /* when one last did, by the GPU's clock in steps of 2048 ns */
+    uint32_t reserved;
+    uint64_t found; /* sequence of its dispatch << 32 | mask */
+} sy_mask_look;
+
 /* Device memory of a client, zeroed once. Only kernels write it. */
 typedef struct sy_client_state {
     uint64_t sequence; /* dispatches so far */
@@ -202,6 +209,7 @@ typedef struct sy_client_state {
     uint64_t lost[SY_MAX_PEERS];
     uint64_t summed[SY_MAX_PEERS]
                    [SY_MAX_FRAMES]; /* last frame that combine took, by server and place */
+    sy_mask_look look; /* of combines, at their abort mask */
     sy_error_word error;
 } sy_client_state;
 
@@ -423,7 +431,7 @@ SY_STATIC_ASSERT(SY_WORD_STATUS(SY_MAX_FRAMES - 1) < SY_CONTROL_BYTES, "words fi
 SY_STATIC_ASSERT(SY_MAX_FRAME_TOKENS <= (UINT32_C(1) << SY_ROUTE_SHIFT), "rows fit a route");
 /* Parameters stay small, whatever the number of peers: their tables are in memory. */
 SY_STATIC_ASSERT(sizeof(sy_placement) == 8208, "size of sy_placement");
-SY_STATIC_ASSERT(sizeof(sy_client_state) == 2992, "size of sy_client_state");
+SY_STATIC_ASSERT(sizeof(sy_client_state) == 3008, "size of sy_client_state");
 SY_STATIC_ASSERT(sizeof(sy_server_state) == 2368, "size of sy_server_state");
 SY_STATIC_ASSERT(sizeof(sy_expert_lists) == 56, "size of sy_expert_lists");
 SY_STATIC_ASSERT(sizeof(sy_dispatch_params) == 240, "size of sy_dispatch_params");

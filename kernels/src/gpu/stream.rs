@@ -63,9 +63,9 @@ impl Stream {
         unsafe { either!(&self.0, stream => stream.add_flag(flag, value)) }
     }
 
-    /// Copies two small pieces of this GPU's memory to memory of the host that it reaches, by a kernel: what comes
-    /// next in the stream does not wait for the copy engine, which may take hundreds of microseconds where it has
-    /// rested. The first eight bytes of `last` are stored behind everything else, and at once.
+    /// Copies two small pieces of this GPU's memory to memory of the host that it reaches, by a kernel, so that
+    /// what comes next in the stream does not wait for the copy engine. The first eight bytes of `last` are stored
+    /// behind everything else, and at once.
     ///
     /// # Safety
     /// All ranges are valid, and aligned to 8 bytes; nobody writes the sources before a [`wait`](Self::wait) that

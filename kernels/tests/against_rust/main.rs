@@ -136,11 +136,6 @@ macro_rules! with_streams {
             }
 
             #[test]
-            fn a_server_that_only_moves_its_progress_word_is_given_up() {
-                $runner.iter().for_each(gpu::a_server_that_only_moves_its_progress_word_is_given_up);
-            }
-
-            #[test]
             fn pointers_that_the_driver_does_not_know_are_refused() {
                 $runner.iter().for_each(gpu::pointers_that_the_driver_does_not_know_are_refused);
             }
@@ -189,6 +184,12 @@ macro_rules! with_streams {
 with_streams! { with_streams_on_the_gpu: Runner::gpu(); }
 #[cfg(feature = "emulated")]
 with_streams! { with_streams_on_an_emulated_gpu: Runner::emulated(); }
+
+#[cfg(feature = "emulated")]
+#[test]
+fn a_server_that_only_moves_its_progress_word_is_given_up() {
+    Runner::emulated().iter().for_each(gpu::a_server_that_only_moves_its_progress_word_is_given_up);
+}
 
 #[cfg(feature = "cuda")]
 mod of_the_driver {

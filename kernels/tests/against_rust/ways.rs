@@ -4,7 +4,8 @@ use std::mem::{offset_of, size_of};
 
 use kernels::abi::{
     Batch, ClientPeer, ClientState, CombineParams, DTYPE_BF16, ErrorWord, FLAG_ANY_WAY,
-    FrameGeometry, Handle, Link, REASON_TIMEOUT, ServerPeer, ServerState, WAY_IBGDA, WAY_PROXY,
+    FrameGeometry, Handle, Link, REASON_TIMEOUT, ServerPeer, ServerState, TAG_COMBINE_WAY,
+    WAY_IBGDA, WAY_PROXY,
 };
 use kernels::mlx5::{Bound, CQ_COLLAPSED, PeerHandle, QueueHandle, QueueState};
 use rand::rngs::StdRng;
@@ -14,10 +15,9 @@ use crate::layer::check_sums;
 use crate::runner::Runner;
 use crate::world::{Input, Memory, World};
 
-/// `SY_TAG_RECV_FRAME`, `SY_TAG_RECV_WAY` and `SY_TAG_COMBINE_WAY` of the kernels' header.
+/// `SY_TAG_RECV_FRAME` and `SY_TAG_RECV_WAY` of the kernels' header.
 const TAG_RECV_FRAME: u32 = 1;
 const TAG_RECV_WAY: u32 = 11;
-const TAG_COMBINE_WAY: u32 = 12;
 const NUM_EXPERTS: u32 = 8;
 /// The client or server with such a way.
 const BUSY: usize = 1;

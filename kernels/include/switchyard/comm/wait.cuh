@@ -19,6 +19,10 @@ struct WaitBound {
     const uint64_t* progress; // the peer moves it while it works, or null
     const uint64_t* status; // a refusal ends the wait when it names `expected`, or null
     uint64_t timeout_ns;
+    // Where very many wait at once, what they know of the mask together, and for which dispatch; or null: then each
+    // looks at it for itself.
+    sy_mask_look* look = nullptr;
+    const uint64_t* sequence = nullptr;
 };
 
 // Records the first error; later ones are dropped.
@@ -33,8 +37,31 @@ __device__ __noinline__ inline void record_error(sy_error_word* error, uint32_t 
     error->expected = expected;
 }
 
+// The abort mask, as one of those that wait found it within the last two microseconds or so. What an earlier dispatch
+// found says nothing: its server may have left its place to another.
+// NOTES: a combine has two thousand warps. If each asked the host's memory they would wait for each other there, long
+// after their rows have come.
+__device__ __forceinline__ uint32_t shared_mask(const uint32_t* abort_mask, sy_mask_look* look,
+                                                const uint64_t* sequence) {
+    const uint64_t dispatch = ptx::ld_relaxed_sys(sequence);
+    const auto now = static_cast<uint32_t>(ptx::mov_globaltimer() >> 11);
+    const uint32_t asked = ptx::ld_relaxed_sys(&look->asked);
+    if (asked != now && ptx::atom_cas_relaxed_gpu(&look->asked, asked, now) == asked) {
+        const uint32_t mask = ptx::ld_relaxed_sys(abort_mask);
+        ptx::st_relaxed_sys(&look->found, dispatch << 32 | mask);
+        return mask;
+    }
+    const uint64_t found = ptx::ld_relaxed_sys(&look->found);
+    return found >> 32 == static_cast<uint32_t>(dispatch) ? static_cast<uint32_t>(found) : 0;
+}
+
 __device__ __forceinline__ bool is_aborted(const WaitBound& bound, uint32_t peer) {
-    return bound.abort_mask != nullptr && (ptx::ld_relaxed_sys(bound.abort_mask) >> peer & 1) != 0;
+    if (bound.abort_mask == nullptr)
+        return false;
+    const uint32_t mask = bound.look != nullptr
+                              ? shared_mask(bound.abort_mask, bound.look, bound.sequence)
+                              : ptx::ld_relaxed_sys(bound.abort_mask);
+    return (mask >> peer & 1) != 0;
 }
 
 // Mapped host memory is microseconds away, so it is looked at once in so many polls.
@@ -51,28 +78,31 @@ __device__ __forceinline__ uint64_t elapsed_ns(uint64_t* start_ns) {
 
 // What a wait remembers between two looks at its bound.
 struct Patience {
-    uint64_t begin_ns, start_ns; // of the wait, and of the silence
-    uint64_t last_progress;
+    uint64_t start_ns, last_progress;
+    uint32_t num_moves; // of the progress word
 };
 
 __device__ __forceinline__ Patience begin_patience(const WaitBound& bound) {
-    return {0, 0, bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0};
+    return {0, bound.progress != nullptr ? ptx::ld_relaxed_sys(bound.progress) : 0, 0};
 }
 
-// Silences after which a wait ends even if the peer says all the time that it is at work: nothing that a peer can
-// write keeps a kernel for ever.
-constexpr uint64_t kMaxSilences = 256;
+// So often a wait believes a peer that says it is at work: nothing that a peer can write keeps a kernel for ever. A
+// server says so once per millisecond, and the host's limit on work comes long before.
+#if defined(SY_SIMT)
+constexpr uint32_t kMaxMoves = 1 << 9;
+#else
+constexpr uint32_t kMaxMoves = 1 << 20;
+#endif
 
 // Whether the peer has said nothing for as long as the bound allows. One that moves its progress word is at work.
 __device__ __forceinline__ bool is_silent(const WaitBound& bound, Patience& patience) {
     if (bound.progress != nullptr) {
         const uint64_t seen = ptx::ld_relaxed_sys(bound.progress);
-        if (seen != patience.last_progress) {
+        if (seen != patience.last_progress && patience.num_moves < kMaxMoves) {
             patience.last_progress = seen;
             patience.start_ns = 0;
+            ++patience.num_moves;
         }
-        if (elapsed_ns(&patience.begin_ns) / kMaxSilences > bound.timeout_ns)
-            return true;
     }
     return elapsed_ns(&patience.start_ns) > bound.timeout_ns;
 }

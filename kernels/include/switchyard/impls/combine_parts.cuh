@@ -62,7 +62,9 @@ __device__ __forceinline__ comm::WaitBound bound_of(const sy_combine_params& par
         reinterpret_cast<const uint64_t*>(control + SY_WORD_PROGRESS),
         reinterpret_cast<const uint64_t*>(
             control + SY_WORD_STATUS(layout::ring_place(params.geometry, shared.number[server]))),
-        params.timeout_ns};
+        params.timeout_ns,
+        &params.state->look,
+        &params.handle->sequence};
 }
 
 // Later frames' combines do without the server, too.
@@ -81,7 +83,8 @@ __device__ __forceinline__ void await_way(const sy_combine_params& params,
     const sy_link& link = shared.servers[server].request;
     const uint64_t* lost = &params.state->lost[server];
     if (comm::tells_reuse<Config::kWays>(link)) {
-        const comm::WaitBound bound = bound_of(params, shared, server);
+        comm::WaitBound bound = bound_of(params, shared, server);
+        bound.progress = nullptr; // it has answered
         comm::Patience patience = comm::begin_patience(bound);
         for (uint32_t busy = 0; ptx::ld_relaxed_sys(lost) == 0;) {
             if (comm::is_reusable(link, busy))
