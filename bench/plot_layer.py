@@ -48,7 +48,7 @@ def summary(results, table):
             f"| {put['bytes']:,} | {put['published_us']:.0f} | {put['links_us']:.1f} | {put['predicted_us']:.0f} | {put['ratio']:.3f} |"
         )
     out += ["", "## Dispatch and combine without experts", ""]
-    out.append("µs. *Limit*: bytes over the busiest link, both ways. DeepEP: published kernels, dispatch + combine.")
+    out.append("µs. *Limit*: bytes over the busiest link, both ways. DeepEP: published kernels, dispatch + combine. A launch of these kernels has 32 clients or servers at most: beyond that this is what links and posting would allow.")
     out += ["", "| clients | servers | servers per token | control | dispatch | combine | layer | limit | layer ÷ limit | DeepEP |"]
     out.append("|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|")
     for (clients, servers, control), row in table.items():

@@ -36,6 +36,7 @@ fn a_server_that_goes_is_replaced() {
 
 #[test]
 fn a_request_whose_post_fails_is_sent_to_a_replica() {
+    let mut num_failovers = 0;
     for nth in [1, 4, 9] {
         let Some(mut rig) = Rig::start() else { return };
         rig.replicas.forward(0..3);
@@ -45,7 +46,9 @@ fn a_request_whose_post_fails_is_sent_to_a_replica() {
         assert!(rig.fault.left.load(Ordering::SeqCst) <= 0, "the fault was not met");
         // Whether anything had to be sent again depends on what failed: a credit or a frame.
         rig.check(1);
+        num_failovers += rig.replicas.num_failovers();
     }
+    assert!(num_failovers > 0, "whatever failed, nothing was sent again");
 }
 
 /// Servers and a client behind proxies; the client's operations can fail.

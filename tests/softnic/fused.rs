@@ -64,6 +64,38 @@ fn layers_are_the_same_as_over_stores() {
     }
 }
 
+/// Each client reaches one server by stores and another by its NIC, and each server has a client of either kind in
+/// one batch.
+#[test]
+fn layers_by_stores_and_by_nics_at_once_are_the_same() {
+    let Some(runner) = Runner::host() else { return };
+    let mut rng = fresh();
+    for (hidden, top_k, tokens) in [(256, 4, 40), (7168, 8, 5)] {
+        for dtype in [DTYPE_F8_E4M3, DTYPE_BF16] {
+            let geometry = FrameGeometry::new(hidden, top_k, dtype, tokens, 2).expect("in range");
+            let sizes = Sizes { num_qps: 2, queue: QueueSizes::default(), adversary: None };
+            let (direct, mixed) = worlds(&runner, &mut rng, geometry, 24, 2, 2);
+            let net = Net::join_some(&mixed, sizes, |client, server| client != server);
+            assert_eq!(net.ways.len(), 2);
+            for round in 0..4 {
+                let inputs: [Input; 2] = std::array::from_fn(|_| {
+                    let num_tokens = rng.random_range(1..=tokens);
+                    Input::random(&mut rng, &geometry, 24, num_tokens)
+                });
+                let echoes = round == 3;
+                let expected = layer(&runner, &direct, &inputs, 0, echoes, || {});
+                let found = layer(&runner, &mixed, &inputs, FLAG_ANY_WAY, echoes, || net.settle());
+                assert!(found == expected, "hidden {hidden}, dtype {dtype}, round {round}");
+            }
+            net.assert_clean();
+            for queues in net.ways.iter().flat_map(|way| [&way.client_queues, &way.server_queues]) {
+                let num_posted: u64 = queues.iter().map(HostQueue::reserved).sum();
+                assert!(num_posted > 0, "nothing went by a NIC");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_failed_queue_is_noticed_and_its_tokens_go_to_a_replica() {
     let Some(runner) = Runner::host() else { return };
@@ -132,6 +164,11 @@ struct Net {
 impl Net {
     /// Replaces all links of a world.
     fn join(world: &World, sizes: Sizes) -> Self {
+        Self::join_some(world, sizes, |_, _| true)
+    }
+
+    /// Replaces the links between some clients and servers.
+    fn join_some(world: &World, sizes: Sizes, goes_by_nic: impl Fn(usize, usize) -> bool) -> Self {
         let members = |count: usize, salt: u64| -> Vec<Member> {
             let member = |at: usize| {
                 let adversary =
@@ -153,6 +190,9 @@ impl Net {
         let mut ways = Vec::new();
         for (c, client) in clients.iter().enumerate() {
             for (s, server) in servers.iter().enumerate() {
+                if !goes_by_nic(c, s) {
+                    continue;
+                }
                 let queues = |member: &Member| -> Vec<HostQueue> {
                     let mut nic = member.nic.lock();
                     let create = |_| HostQueue::create(&mut nic, member.domain, sizes.queue);

@@ -48,6 +48,7 @@ fn a_server_that_goes_is_replaced() {
 
 #[test]
 fn a_request_that_its_nic_gives_up_is_sent_to_a_replica() {
+    let mut num_failovers = 0;
     for syndrome in [Syndrome::RetryExceeded, Syndrome::RemoteAccess, Syndrome::LocalQpOp] {
         let mut rig = Rig::start(None);
         rig.replicas.forward(0..3);
@@ -59,7 +60,9 @@ fn a_request_that_its_nic_gives_up_is_sent_to_a_replica() {
         let num_failures = rig.client_network().nic().num_failures();
         assert!(num_failures >= 1, "the fault was not met");
         rig.check(1);
+        num_failovers += rig.replicas.num_failovers();
     }
+    assert!(num_failovers > 0, "whatever failed, nothing was sent again");
 }
 
 /// Servers and a client with a NIC each.

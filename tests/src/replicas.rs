@@ -119,6 +119,11 @@ impl Replicas {
         }
     }
 
+    /// How many requests were sent again so far.
+    pub const fn num_failovers(&self) -> u32 {
+        self.num_failovers
+    }
+
     fn layer(&mut self, round: usize) {
         let (hidden, top_k) = (self.model.shape.hidden as usize, 4);
         let num_tokens = [1, 20, 150][round % 3];

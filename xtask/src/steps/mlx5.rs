@@ -135,6 +135,8 @@ const WAIT_FOR_COMMANDS: &[&str] = &[
 const POST_A_COMMAND: &[&str] = &[
     "ld.relaxed.gpu",
     "atom.relaxed.gpu",
+    // What is known to be over, before anything that relies on it.
+    "ld.acquire.gpu",
     // While there is no room, as above.
     "ld.acquire.gpu",
     "ld.relaxed.sys",

@@ -35,11 +35,15 @@ fn every_mlx5_device_has_a_group_of_its_own_as_text() {
 │  └─ ✔ mlx5 devices       mlx5_0, mlx5_1
 ├─ gpu-initiated rdma: mlx5_0
 │  ├─ ✔ firmware           28.39.1002
-│  └─ ! DevX               no right
-│                           → CAP_NET_RAW
+│  ├─ ! DevX               no right
+│  │                        → CAP_NET_RAW
+│  └─ · run on a ConnectX  not yet: tested against software only
+│                           → ibgda-bring-up takes a pair of hosts through docs/ibgda.md
 └─ gpu-initiated rdma: mlx5_1
-   └─ · atomics            none
-                            → enable
+   ├─ · atomics            none
+   │                        → enable
+   └─ · run on a ConnectX  not yet: tested against software only
+                            → ibgda-bring-up takes a pair of hosts through docs/ibgda.md
 ";
     let (_, text) = text.split_once('\n').expect("a first line");
     assert_eq!(text, expected);
