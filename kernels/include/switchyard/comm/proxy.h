@@ -151,8 +151,8 @@ SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& 
 
 // Gives the caller `num_commands` cells from `*base` on, once they are free and the budget allows. Of a lane that is
 // out of service cells are counted, too, and nobody's.
-// NOTES: each of the three takes a third of a microsecond, so they leave together. What is known to be over is looked
-// at last, for the acquire holds up what comes behind it, and was stored before it is needed in any case.
+// NOTES: the three leave together, instead of each when the one before has come back. What is known to be over is
+// looked at last, since an acquire holds up what comes behind it.
 SY_DEVICE Status reserve(const sy_proxy_peer& peer, const sy_proxy_lane& lane,
                          uint32_t num_commands, uint64_t* base) {
     sy_proxy_lane_state& state = state_of(lane);

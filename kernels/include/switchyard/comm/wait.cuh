@@ -39,8 +39,8 @@ __device__ __noinline__ inline void record_error(sy_error_word* error, uint32_t 
 
 // The abort mask, as one of those that wait found it within the last two microseconds or so. What an earlier dispatch
 // found says nothing: its server may have left its place to another.
-// NOTES: a combine has two thousand warps. If each asked the host's memory they would wait for each other there, long
-// after their rows have come.
+// NOTES: a combine has two thousand warps, and the host's memory is a microsecond away. Layers through the service were
+// late by up to a millisecond when each asked for itself, which is the supposed reason.
 __device__ __forceinline__ uint32_t shared_mask(const uint32_t* abort_mask, sy_mask_look* look,
                                                 const uint64_t* sequence) {
     const uint64_t dispatch = ptx::ld_relaxed_sys(sequence);
