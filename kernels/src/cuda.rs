@@ -2,9 +2,9 @@
 
 use cudarc::driver::DriverError;
 use cudarc::driver::result;
-use cudarc::driver::sys::{self, CUdevice_attribute};
+use cudarc::driver::sys::{self, CUGPUDirectRDMAWritesOrdering, CUdevice_attribute};
 
-use crate::probe::{CudaState, Gpu, GpuReport};
+use crate::probe::{CudaState, Gpu, GpuReport, NicAccess};
 
 /// Replaces what the kernel driver told by what the CUDA driver knows, where it works.
 pub(crate) fn complete(mut report: GpuReport) -> GpuReport {
@@ -56,5 +56,20 @@ fn gpu(ordinal: i32) -> Result<Gpu, Failure> {
     };
     let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    Ok(Gpu { name, memory_bytes: Some(memory as u64), compute_capability: Some((major, minor)) })
+    let by_address = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED;
+    let by_dma_buf = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
+    let order = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING;
+    let owner = CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER;
+    // A driver that is older than a question has not what is asked about.
+    let nic_access = NicAccess {
+        by_address: attribute(by_address).unwrap_or(0) != 0,
+        by_dma_buf: attribute(by_dma_buf).unwrap_or(0) != 0,
+        orders_writes: attribute(order).unwrap_or(0) >= owner as u32,
+    };
+    Ok(Gpu {
+        name,
+        memory_bytes: Some(memory as u64),
+        compute_capability: Some((major, minor)),
+        nic_access: Some(nic_access),
+    })
 }

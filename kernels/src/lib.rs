@@ -35,7 +35,7 @@ pub mod plan;
 pub mod probe;
 pub mod proxy;
 
-pub use probe::{CudaState, Gpu, GpuReport, ReportLine, probe};
+pub use probe::{CudaState, Gpu, GpuReport, NicAccess, ReportLine, probe};
 
 /// Folder of the C headers, for build scripts and tests of this workspace.
 pub const INCLUDE_DIR: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/include");

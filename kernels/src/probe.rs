@@ -26,6 +26,22 @@ pub struct Gpu {
     pub memory_bytes: Option<u64>,
     /// Compute capability, major and minor; only the CUDA driver tells.
     pub compute_capability: Option<(u32, u32)>,
+    /// What a NIC may do with its memory; only the CUDA driver tells.
+    pub nic_access: Option<NicAccess>,
+}
+
+/// What the CUDA driver says of NICs that access a GPU's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct NicAccess {
+    /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED`: memory can be registered by its address, with
+    /// the module `nvidia_peermem`.
+    pub by_address: bool,
+    /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`: memory can be registered as a dma-buf.
+    pub by_dma_buf: bool,
+    /// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING` is at least `OWNER`: kernels of the GPU see
+    /// a NIC's writes in the order in which they arrive. Slots of IBGDA lie in the GPU's memory only
+    /// where this is so.
+    pub orders_writes: bool,
 }
 
 /// Whether this process can use CUDA.
@@ -77,7 +93,7 @@ impl GpuReport {
     #[must_use]
     pub fn lines(&self) -> Vec<ReportLine> {
         let mut lines = vec![self.driver_line(), self.cuda_line()];
-        lines.extend(self.gpus.iter().map(Gpu::line));
+        lines.extend(self.gpus.iter().flat_map(Gpu::lines));
         lines
     }
 
@@ -127,7 +143,7 @@ impl GpuReport {
 }
 
 impl Gpu {
-    fn line(&self) -> ReportLine {
+    fn lines(&self) -> impl Iterator<Item = ReportLine> {
         let mut found = self.name.clone();
         if let Some(bytes) = self.memory_bytes {
             found.push_str(&format!(" · {:.0} GiB", bytes as f64 / f64::from(1 << 30)));
@@ -135,7 +151,31 @@ impl Gpu {
         if let Some((major, minor)) = self.compute_capability {
             found.push_str(&format!(" · compute capability {major}.{minor}"));
         }
-        line("gpu", true, found, None)
+        let access = self.nic_access.as_ref().map(NicAccess::line);
+        std::iter::once(line("gpu", true, found, None)).chain(access)
+    }
+}
+
+impl NicAccess {
+    fn line(&self) -> ReportLine {
+        let ways = match (self.by_dma_buf, self.by_address) {
+            (true, true) => "by dma-buf and by address",
+            (true, false) => "by dma-buf",
+            (false, true) => "by address",
+            (false, false) => "in no way",
+        };
+        let order = if self.orders_writes { "in order" } else { "in any order" };
+        let found = format!("a NIC reaches its memory {ways}; its kernels see such writes {order}");
+        let remedy = match self {
+            Self { by_address: false, by_dma_buf: false, .. } => Some(
+                "dma-buf needs NVIDIA's open kernel modules and Linux 5.12, access by address the module nvidia_peermem; slots for NICs lie in the host's memory without either",
+            ),
+            Self { orders_writes: false, .. } => {
+                Some("slots of IBGDA lie in the host's memory, and kernels read them over PCIe")
+            }
+            _ => None,
+        };
+        line("gpu for nics", remedy.is_none(), found, remedy)
     }
 }
 
@@ -155,7 +195,7 @@ fn from_kernel_driver(folder: &Path) -> GpuReport {
             let entry = entry.ok()?;
             let text = fs::read_to_string(entry.path().join("information")).ok()?;
             let name = text.lines().find_map(|line| line.strip_prefix("Model:"))?.trim().to_owned();
-            let gpu = Gpu { name, memory_bytes: None, compute_capability: None };
+            let gpu = Gpu { name, memory_bytes: None, compute_capability: None, nic_access: None };
             Some((entry.file_name().to_string_lossy().into_owned(), gpu))
         })
         .collect();
@@ -210,6 +250,38 @@ mod tests {
         assert_eq!(report.kernel_driver.as_deref(), Some("1.2.3"));
         let names: Vec<&str> = report.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
         assert_eq!(names, ["NVIDIA H100", "NVIDIA H200"]);
+    }
+
+    #[test]
+    fn what_nics_may_do_with_a_gpu_s_memory_is_a_line_of_its_own() {
+        let access = |by_dma_buf, by_address, orders_writes| NicAccess {
+            by_address,
+            by_dma_buf,
+            orders_writes,
+        };
+        let lines = |nic_access| {
+            let name = "NVIDIA H200".to_owned();
+            let gpu =
+                Gpu { name, memory_bytes: None, compute_capability: Some((9, 0)), nic_access };
+            gpu.lines().collect::<Vec<_>>()
+        };
+        assert_eq!(lines(None).len(), 1);
+        let good = lines(Some(access(true, false, true)));
+        assert_eq!((good.len(), good[1].usable, &good[1].remedy), (2, true, &None));
+        assert!(good[1].found.contains("by dma-buf;"), "{}", good[1].found);
+        assert!(good[1].found.ends_with("in order"), "{}", good[1].found);
+        for (found, remedy, bad) in [
+            ("in no way", "nvidia_peermem", access(false, false, true)),
+            (
+                "by address; its kernels see such writes in any order",
+                "over PCIe",
+                access(false, true, false),
+            ),
+        ] {
+            let line = &lines(Some(bad))[1];
+            assert!(!line.usable && line.found.contains(found), "{line:?}");
+            assert!(line.remedy.as_ref().is_some_and(|text| text.contains(remedy)), "{line:?}");
+        }
     }
 
     #[test]

@@ -88,6 +88,8 @@ fn tree(groups: &[Group]) -> String {
 }
 
 fn write_tree(text: &mut String, groups: &[Group]) -> std::fmt::Result {
+    let names = groups.iter().flat_map(|group| &group.checks).map(|check| check.name.len());
+    let width = names.max().map_or(0, |longest| longest + 1);
     for (group_idx, group) in groups.iter().enumerate() {
         let last_group = group_idx + 1 == groups.len();
         writeln!(text, "{} {}", if last_group { "└─" } else { "├─" }, group.name)?;
@@ -101,10 +103,10 @@ fn write_tree(text: &mut String, groups: &[Group]) -> std::fmt::Result {
                 Verdict::Fail => "✘",
             };
             let branch = if last { "└─" } else { "├─" };
-            writeln!(text, "{indent}{branch} {mark} {:<18} {}", check.name, check.found)?;
+            writeln!(text, "{indent}{branch} {mark} {:<width$} {}", check.name, check.found)?;
             if let Some(remedy) = &check.remedy {
                 let below = if last { "   " } else { "│  " };
-                writeln!(text, "{indent}{below}   {:<18} → {remedy}", "")?;
+                writeln!(text, "{indent}{below}   {:<width$} → {remedy}", "")?;
             }
         }
     }

@@ -106,7 +106,12 @@ unsafe impl Sync for Library {}
 
 impl Library {
     fn open(name: &str, package: &'static str) -> Result<Self, LibraryError> {
-        let file = CString::new(name).unwrap_or_default();
+        // The loader takes an empty name for this program.
+        let file = CString::new(name).ok().filter(|file| !file.is_empty());
+        let Some(file) = file else {
+            let detail = "this is no name of a file".to_owned();
+            return Err(LibraryError::Open { name: name.to_owned(), detail, package });
+        };
         // SAFETY: a string that ends with 0. Constructors of the library run: it is the system's own.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         match NonNull::new(handle) {
