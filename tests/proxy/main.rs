@@ -35,7 +35,7 @@ fn a_server_that_goes_is_replaced() {
 
 #[test]
 fn a_request_whose_post_fails_is_sent_to_a_replica() {
-    for (op, nth) in [("put", 1), ("put", 3), ("add_flag", 1), ("add_flag", 4)] {
+    for (op, nth) in [("put", 2), ("add_flag", 4)] {
         let Some(mut rig) = Rig::start() else { return };
         rig.replicas.forward(0..3);
         rig.fault.set(op, nth, Loss::Refused);
@@ -49,15 +49,13 @@ fn a_request_whose_post_fails_is_sent_to_a_replica() {
 
 #[test]
 fn a_request_that_gets_lost_behind_its_post_is_sent_to_a_replica() {
-    for nth in [1, 3] {
-        let Some(mut rig) = Rig::start() else { return };
-        rig.replicas.forward(0..3);
-        rig.fault.set("put", nth, Loss::Late);
-        rig.replicas.forward(3..10);
-        assert!(rig.fault.is_met(), "put {nth}");
-        rig.check(1);
-        assert_eq!(rig.replicas.num_failovers(), 1, "put {nth}");
-    }
+    let Some(mut rig) = Rig::start() else { return };
+    rig.replicas.forward(0..3);
+    rig.fault.set("put", 1, Loss::Late);
+    rig.replicas.forward(3..10);
+    assert!(rig.fault.is_met());
+    rig.check(1);
+    assert_eq!(rig.replicas.num_failovers(), 1);
 }
 
 /// Servers and a client behind proxies; the client's operations can fail.

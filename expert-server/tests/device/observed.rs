@@ -15,7 +15,7 @@ async fn batches_are_timed_as_far_as_their_experts_where_that_is_asked_for() {
     let Some((device, gpu)) = devices() else { return };
     let mut rng = seeded();
     let (reference, dtype) = (Reference::open(), WireDtype::F8E4m3);
-    for every in [0, 1, 2] {
+    for every in [0, 1, RARELY] {
         let reports = Arc::new(Mutex::new(Vec::<BatchReport>::new()));
         let kept = Arc::clone(&reports);
         let server = server_on(device, dtype, ExpertSelection::All, |config| {
@@ -32,18 +32,21 @@ async fn batches_are_timed_as_far_as_their_experts_where_that_is_asked_for() {
             check(&reference, &request, dtype, &rows);
         }
         eventually("all batches are told", || reports.lock().expect("told").len() == NUM_LAYERS);
-        for (num_rows, report) in (1..).zip(reports.lock().expect("told").iter()) {
+        let reports = reports.lock().expect("told").clone();
+        for (num_rows, report) in (1..).zip(&reports) {
             assert_eq!((report.num_rows, report.num_clients), (num_rows, 1), "{report:?}");
-            match every {
-                0 => assert_eq!(report.experts_time, None),
-                1 => assert!(report.experts_time.is_some(), "{report:?}"),
-                // Batches without a frame count as well.
-                _ => {}
-            }
             assert!(
                 report.experts_time.is_none_or(|time| time <= report.server_time),
                 "{report:?}"
             );
+        }
+        let num_timed = reports.iter().filter(|report| report.experts_time.is_some()).count();
+        match every {
+            0 => assert_eq!(num_timed, 0),
+            1 => assert_eq!(num_timed, NUM_LAYERS),
+            // At most the first of each of the two batches that may be under way: those without a frame count,
+            // too.
+            _ => assert!(num_timed <= 2, "{reports:?}"),
         }
         server.shutdown().await;
     }
@@ -76,3 +79,5 @@ async fn graphs_are_counted_when_they_are_recorded() {
 }
 
 const NUM_LAYERS: usize = 6;
+/// More batches than there are.
+const RARELY: u32 = 1 << 30;
