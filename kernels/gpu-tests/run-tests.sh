@@ -77,6 +77,9 @@ step 150 "layers of two processes with a NIC each" ./softnic_test --only process
 export SWITCHYARD_TEST_MODEL=$PWD/tiny-moe SWITCHYARD_TEST_DEVICE=cuda SWITCHYARD_SEED=$seed
 step 90 "layers through a proxy and a NIC in software" \
     env SWITCHYARD_TEST_TRANSPORT=softnic ./rust_device_proxy_test --test-threads 1
+# Servers and clients whose kernels post requests, with slots in the host's memory: the NIC reaches no other here.
+step 120 "layers over requests that kernels post" ./rust_device_ibgda_test --test-threads 1 \
+    --skip slots_of_one_side_only --skip cannot_have_a_gpus_memory
 if [ -n "${SWITCHYARD_LIBFABRIC_SO:-}" ] || ldconfig -p 2>/dev/null | grep -q 'libfabric\.so\.1'; then
     step 90 "layers through a proxy and libfabric" ./rust_device_proxy_test --test-threads 1
 else

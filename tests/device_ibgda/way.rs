@@ -7,11 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ibgda::{Nic, NicConfig, QueueConfig, QueuePath};
 use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 use kernels::abi::DevicePtr;
-use kernels::gpu::Gpu;
+use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::network::Network;
 use p2p_core::{TransportKind, Transports};
 use softnic::SoftNetwork;
 use softnic::format::Syndrome;
+use softnic_verbs::SharedPages;
 
 use crate::rig::PATIENCE;
 
@@ -49,6 +50,11 @@ fn own_place() -> Place {
         Ok(other) => panic!("{SLOTS} is {other}"),
         Err(_) => PLACES.lock().unwrap_or_else(PoisonError::into_inner)[1],
     }
+}
+
+/// Whether GPUs are none in software. Their memory is out of the reach of a NIC that is.
+pub fn is_on_cuda() -> bool {
+    matches!(crate::rig::devices(), Some((DeviceName::Cuda(_), _)))
 }
 
 /// Memory that one GPU reaches and another does not is a GPU's.
@@ -91,9 +97,11 @@ pub fn network() -> Option<Arc<dyn Network>> {
         Place::Auto | Place::Host => noted,
     };
     softnic_verbs::refuse_memory(Some(refused));
-    let slots = if place == Place::Host { SlotPlace::Host } else { SlotPlace::Auto };
+    let slots =
+        if place == Place::Host || is_on_cuda() { SlotPlace::Host } else { SlotPlace::Auto };
     let config = DeviceConfig { num_queues: 3, queue, slots, wait_limit: PATIENCE };
-    Some(Arc::new(DeviceNetwork::new(Arc::new(inner), nic, config)))
+    let network = DeviceNetwork::new(Arc::new(inner), nic, config);
+    Some(Arc::new(network.over_software_nic(Arc::new(SharedPages))))
 }
 
 /// The network alone: there is no other way.

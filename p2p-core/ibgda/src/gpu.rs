@@ -11,11 +11,14 @@ mod memory;
 
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 
 pub use self::memory::GpuMemory;
-use crate::access::{Access, AccessError, Guard, HostRange, Mapped, SharedMemory, Space};
+use crate::access::{
+    Access, AccessError, Guard, HostAccess, HostRange, Mapped, SharedMemory, Space,
+};
 use crate::probe::missing_for_doorbells;
 
 /// Where queues and slots lie.
@@ -36,6 +39,8 @@ pub struct GpuAccess {
     slots: Option<Box<Self>>,
     /// What a NIC's doorbell register is to the GPU.
     register: HostRange,
+    /// Where page-locked memory comes from, if it is not fresh memory of the process.
+    pages: Option<Arc<dyn Access>>,
     /// Below which `proc` is, if not `/`.
     root: Option<PathBuf>,
 }
@@ -44,15 +49,24 @@ impl GpuAccess {
     /// For kernels of `gpu`, with memory at `place`.
     #[must_use]
     pub const fn new(gpu: Gpu, place: Place) -> Self {
-        Self { gpu, place, slots: None, register: HostRange::Register, root: None }
+        Self { gpu, place, slots: None, register: HostRange::Register, pages: None, root: None }
     }
 
     /// The same with slots at `place`, wherever queues lie: those of libibverbs are in host memory, and
     /// frames are best in the GPU's.
     #[must_use]
     pub fn with_slots(self, place: Place) -> Self {
-        let slots = (place != self.place).then(|| Box::new(Self::new(self.gpu.clone(), place)));
+        let of_slots = || Self { pages: self.pages.clone(), ..Self::new(self.gpu.clone(), place) };
+        let slots = (place != self.place).then(|| Box::new(of_slots()));
         Self { slots, ..self }
+    }
+
+    /// The same with page-locked memory, that of slots, too, on pages of `pages`: of a NIC in software, which
+    /// would put others in the place of the process's own.
+    #[must_use]
+    pub fn with_pages(self, pages: Arc<dyn Access>) -> Self {
+        let slots = self.slots.map(|slots| Box::new(slots.with_pages(Arc::clone(&pages))));
+        Self { slots, pages: Some(pages), ..self }
     }
 
     /// The same beside a NIC in software, whose registers are memory.
@@ -83,7 +97,8 @@ impl Access for GpuAccess {
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
-        Ok(Box::new(GpuMemory::new(&self.gpu, self.place, bytes)?))
+        let pages = self.pages.as_deref().unwrap_or(&HostAccess);
+        Ok(Box::new(GpuMemory::new(&self.gpu, self.place, pages, bytes)?))
     }
 
     unsafe fn map(

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ibgda::nic::LinkLayer;
-use ibgda::{Nic, OpenPeer, PeerConfig, QueueConfig};
+use ibgda::{Access, Nic, OpenPeer, PeerConfig, QueueConfig};
 use kernels::gpu::Gpu;
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::network::{
@@ -18,7 +18,7 @@ use p2p_core::{AnyEndpoint, TransportKind};
 use crate::detail::{Detail, HEAD_BYTES};
 use crate::endpoint::HostEndpoint;
 use crate::life::{OpenLife, Target};
-use crate::place::{self, SlotPlace};
+use crate::place::{self, Parties, SlotPlace};
 use crate::slots::Slots;
 
 /// Queues of a peer and how kernels wait for them.
@@ -53,6 +53,8 @@ pub struct DeviceNetwork {
     flavour: String,
     /// Where it was said that slots lie.
     told: place::Told,
+    /// See [`over_software_nic`](DeviceNetwork::over_software_nic).
+    pages: Option<Arc<dyn Access>>,
 }
 
 impl DeviceNetwork {
@@ -60,9 +62,16 @@ impl DeviceNetwork {
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, nic: Arc<Nic>, config: DeviceConfig) -> Self {
         let told = place::Told::default();
-        let mut network = Self { inner, nic, config, flavour: String::new(), told };
+        let mut network = Self { inner, nic, config, flavour: String::new(), told, pages: None };
         network.flavour = flavour(network.nic.port().link, config.num_queues, &network.hosts());
         network
+    }
+
+    /// The same over a NIC in software, whose registers are memory, and which reaches page-locked memory of the
+    /// host on pages of `pages`. Beside a GPU that is none in software it reaches no other.
+    #[must_use]
+    pub fn over_software_nic(self, pages: Arc<dyn Access>) -> Self {
+        Self { pages: Some(pages), ..self }
     }
 
     /// The NIC that kernels post to.
@@ -133,7 +142,8 @@ impl Network for DeviceNetwork {
             peer_slot_bytes: slot_bytes(device.peer_slot_bytes)?,
         };
         let (slots, told) = (self.config.slots, &self.told);
-        let peer = place::open(&self.nic, &device.gpu, config, slots, told)
+        let parties = Parties { nic: &self.nic, gpu: &device.gpu, pages: self.pages.as_ref() };
+        let peer = place::open(parties, config, slots, told)
             .map_err(|error| failed(&name, "open queues of kernels", error))?;
         let life = OpenLife::open(&self.nic, &self.config.queue)
             .map_err(|error| failed(&name, "open the host's queue", error))?;

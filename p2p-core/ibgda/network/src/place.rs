@@ -93,26 +93,35 @@ pub(crate) struct Told {
     host: AtomicBool,
 }
 
+/// Who posts, and where to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Parties<'a> {
+    pub(crate) nic: &'a Arc<Nic>,
+    pub(crate) gpu: &'a Gpu,
+    /// Whose pages the NIC reaches, if it is one in software.
+    pub(crate) pages: Option<&'a Arc<dyn Access>>,
+}
+
 /// Makes queues and slots, and tells where these lie, once for a network and place, and why if not in the GPU's memory.
 pub(crate) fn open(
-    nic: &Arc<Nic>,
-    gpu: &Gpu,
+    parties: Parties<'_>,
     config: PeerConfig,
     wish: SlotPlace,
     told: &Told,
 ) -> Result<OpenPeer, PlaceError> {
-    open_in_order((nic, gpu), config, wish, told, || check_order(gpu))
+    open_in_order(parties, config, wish, told, || check_order(parties.gpu))
 }
 
 /// `order` says whether kernels see the NIC's writes in order.
 fn open_in_order(
-    (nic, gpu): (&Arc<Nic>, &Gpu),
+    parties: Parties<'_>,
     config: PeerConfig,
     wish: SlotPlace,
     told: &Told,
     order: impl FnOnce() -> Result<(), PlaceError>,
 ) -> Result<OpenPeer, PlaceError> {
-    let at = |place| Ok(OpenPeer::open(nic, &access(gpu, place), config)?);
+    let Parties { nic, gpu, .. } = parties;
+    let at = |place| Ok(OpenPeer::open(nic, &access(parties, place), config)?);
     let in_gpu = || order().and_then(|()| at(Place::Gpu));
     let is_first = |told: &AtomicBool| !told.swap(true, Ordering::Relaxed);
     let (device, name) = (nic.name(), gpu.name());
@@ -146,12 +155,13 @@ fn check_order(gpu: &Gpu) -> Result<(), PlaceError> {
 }
 
 /// Queues are in the host's memory wherever slots lie: libibverbs makes them there.
-fn access(gpu: &Gpu, slots: Place) -> Arc<dyn Access> {
-    let access = GpuAccess::new(gpu.clone(), Place::Host).with_slots(slots);
-    Arc::new(match gpu.name() {
-        DeviceName::Cuda(_) => access,
+fn access(parties: Parties<'_>, slots: Place) -> Arc<dyn Access> {
+    let access = GpuAccess::new(parties.gpu.clone(), Place::Host).with_slots(slots);
+    Arc::new(match (parties.pages, parties.gpu.name()) {
+        (Some(pages), _) => access.with_software_nic().with_pages(Arc::clone(pages)),
         // No other NIC is beside a GPU in software.
-        DeviceName::Emulated(_) => access.with_software_nic(),
+        (None, DeviceName::Emulated(_)) => access.with_software_nic(),
+        (None, DeviceName::Cuda(_)) => access,
     })
 }
 
@@ -175,7 +185,13 @@ mod tests {
                 if is_in_order { Ok(()) } else { Err(PlaceError::Order { gpu: gpu.name() }) }
             };
             let free_bytes = gpu.free_bytes().unwrap();
-            let opened = open_in_order((&nic, &gpu), config, wish, &Told::default(), order)?;
+            let opened = open_in_order(
+                Parties { nic: &nic, gpu: &gpu, pages: None },
+                config,
+                wish,
+                &Told::default(),
+                order,
+            )?;
             // A GPU's memory comes by pieces.
             let is_in_gpu = free_bytes - gpu.free_bytes().unwrap() >= 2 << 20;
             drop(opened);

@@ -8,9 +8,7 @@ use std::time::{Duration, Instant};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 
 use super::Place;
-use crate::access::{
-    ALIGN_BYTES, Access, AccessError, HostAccess, NoDescriptor, PAGE_BYTES, SharedMemory,
-};
+use crate::access::{ALIGN_BYTES, Access, AccessError, NoDescriptor, PAGE_BYTES, SharedMemory};
 
 /// What [`GpuAccess`](super::GpuAccess) gives. Clones share it; it is freed with the last of them.
 #[derive(Debug, Clone)]
@@ -40,11 +38,16 @@ enum Held {
 }
 
 impl GpuMemory {
-    /// Zeroed memory at `place` that begins at a multiple of 64 KiB.
-    pub(super) fn new(gpu: &Gpu, place: Place, bytes: usize) -> Result<Self, AccessError> {
+    /// Zeroed memory at `place` that begins at a multiple of 64 KiB; that of the host comes from `pages`.
+    pub(super) fn new(
+        gpu: &Gpu,
+        place: Place,
+        pages: &dyn Access,
+        bytes: usize,
+    ) -> Result<Self, AccessError> {
         let held = match place {
             Place::Gpu => Held::device(gpu, bytes)?,
-            Place::Host => Held::page_locked(gpu, bytes)?,
+            Place::Host => Held::page_locked(gpu, pages, bytes)?,
         };
         Ok(Self(Arc::new(Inner { gpu: gpu.clone(), held, bytes })))
     }
@@ -103,9 +106,9 @@ impl Held {
         Ok(Self::Device { descriptor, buffer })
     }
 
-    fn page_locked(gpu: &Gpu, bytes: usize) -> Result<Self, AccessError> {
+    fn page_locked(gpu: &Gpu, pages: &dyn Access, bytes: usize) -> Result<Self, AccessError> {
         let what = || format!("page-locked pages of the host for GPU {}", gpu.ordinal());
-        let pages = HostAccess.alloc(bytes)?;
+        let pages = pages.alloc(bytes)?;
         let address = pages.address();
         let host = pages.host().ok_or_else(|| AccessError::Address {
             what: what(),

@@ -5,9 +5,10 @@
 //! which everything that runs over it must bear.
 //!
 //! Memory that peers may reach must begin at a page. Its pages are replaced by ones of a shared segment,
-//! which hold the same bytes; the last page wholly.
+//! which hold the same bytes; the last page wholly. Those of [`SharedPages`] are such from the beginning.
 
 mod devx;
+mod pages;
 mod verbs;
 
 use std::collections::HashMap;
@@ -23,6 +24,8 @@ pub use softnic::format::Syndrome;
 use softnic::{
     Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
 };
+
+pub use self::pages::SharedPages;
 
 /// The functions, over the NIC of this process. They follow the vendor's signatures, so there is one NIC for
 /// all that open a device; it connects queue pairs with those of other processes' NICs and with its own.
@@ -172,6 +175,12 @@ impl Device {
         if !is_for_peers {
             let access = softnic::Access::LOCAL_WRITE;
             return self.nic.lock().register_local(domain, &view, access).map_err(refuse);
+        }
+        if let Some((segment, offset)) = pages::find(address.addr(), bytes) {
+            let mut nic = self.nic.lock();
+            return nic
+                .register(domain, &segment, offset, bytes, softnic::Access::ALL)
+                .map_err(refuse);
         }
         // SAFETY: as above.
         let segment = unsafe { share(address, bytes) }?;

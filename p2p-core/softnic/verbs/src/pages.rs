@@ -1,0 +1,184 @@
+//! Pages that peers reach as they are, for whoever keeps to the pages that it has once seen.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::{self, NonNull};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use ibgda::access::{AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
+use ibgda::{Access, HostAccess};
+use softnic::Segment;
+
+/// Memory of the process on pages of shared segments from its beginning. Registration puts no others in their place,
+/// which a GPU's driver that has locked them would not notice.
+#[derive(Debug, Clone, Copy)]
+pub struct SharedPages;
+
+impl Access for SharedPages {
+    fn space(&self) -> Space {
+        HostAccess.space()
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
+        let whole = bytes.checked_next_multiple_of(ALIGN_BYTES);
+        let whole = whole.and_then(|whole| whole.checked_add(ALIGN_BYTES)).ok_or(
+            AccessError::TooLarge { what: "shared memory", bytes, most: usize::MAX - ALIGN_BYTES },
+        )?;
+        let segment = Segment::create(whole).map_err(|error| AccessError::Host {
+            bytes,
+            call: "shared memory of the software NIC",
+            source: std::io::Error::other(error),
+        })?;
+        let offset = segment.region().as_ptr().as_ptr().align_offset(ALIGN_BYTES);
+        known().push(segment.clone());
+        Ok(Box::new(Pages { segment, offset, bytes }))
+    }
+
+    unsafe fn map(
+        &self,
+        pages: NonNull<u8>,
+        bytes: usize,
+        kind: HostRange,
+    ) -> Result<Mapped, AccessError> {
+        // SAFETY: the caller's promise.
+        unsafe { HostAccess.map(pages, bytes, kind) }
+    }
+}
+
+/// The segment that has these bytes, and where in it, if [`SharedPages`] gave them.
+pub(crate) fn find(address: usize, bytes: usize) -> Option<(Segment, usize)> {
+    known().iter().find_map(|segment| {
+        let offset = address.checked_sub(segment.address(0) as usize)?;
+        let is_within = bytes <= segment.region().len().checked_sub(offset)?;
+        is_within.then(|| (segment.clone(), offset))
+    })
+}
+
+/// A piece of a segment.
+#[derive(Debug)]
+struct Pages {
+    segment: Segment,
+    offset: usize,
+    bytes: usize,
+}
+
+impl Pages {
+    fn range(&self, what: &str, offset: usize, len: usize) -> Result<NonNull<u8>, AccessError> {
+        let is_within = offset <= self.bytes && len <= self.bytes - offset;
+        let start = self.segment.region().range(self.offset, self.bytes);
+        match start.filter(|_| is_within) {
+            // SAFETY: within the range.
+            Some(range) => Ok(unsafe { range.as_ptr().add(offset) }),
+            None => {
+                let what = format!("{what} shared memory");
+                Err(AccessError::Range { what, offset, len, bytes: self.bytes })
+            }
+        }
+    }
+}
+
+impl SharedMemory for Pages {
+    fn address(&self) -> u64 {
+        self.segment.address(self.offset)
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn is_on_gpu(&self) -> bool {
+        false
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        self.range("an address in", 0, 0).ok()
+    }
+
+    fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor> {
+        Err(NoDescriptor::Host)
+    }
+
+    fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), AccessError> {
+        let to = self.range("a write to", offset, bytes.len())?;
+        // SAFETY: within the mapping; it is written while neither the NIC nor a poster uses it.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError> {
+        let from = self.range("a read from", offset, bytes.len())?;
+        // SAFETY: as for `write`.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        known().retain(|segment| segment.descriptor() != self.segment.descriptor());
+    }
+}
+
+fn known() -> MutexGuard<'static, Vec<Segment>> {
+    static KNOWN: Mutex<Vec<Segment>> = Mutex::new(Vec::new());
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`Access::alloc`] promises.
+const ALIGN_BYTES: usize = 64 << 10;
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+
+    use ibgda::{Nic, NicConfig, OpenPeer, PeerConfig, QueueConfig};
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn registration_leaves_the_pages_where_they_are() {
+        let libraries = crate::libraries().unwrap();
+        let config = NicConfig { gid_idx: Some(0), ..NicConfig::default() };
+        let nic = Nic::open(&libraries, &config).unwrap();
+        let queue = QueueConfig { depth: 128, ..QueueConfig::default() };
+        let (own_slot_bytes, peer_slot_bytes) = (3 << 12, 5 << 12);
+        let config = PeerConfig { peer: 0, num_queues: 2, queue, own_slot_bytes, peer_slot_bytes };
+        let access: Arc<dyn Access> = Arc::new(SharedPages);
+        let peer = OpenPeer::open(&nic, &access, config).unwrap();
+        let segments = known().clone();
+        assert!(!segments.is_empty());
+        // What is stored by an address of this process is what a peer finds by the descriptor.
+        for segment in &segments {
+            let file = File::open(format!("/proc/self/fd/{}", segment.descriptor())).unwrap();
+            for offset in (0..segment.region().len()).step_by(4096) {
+                let place = segment.region().range(offset, 8).unwrap().as_ptr().cast::<u64>();
+                let value = 0x5357_0000 + offset as u64;
+                // SAFETY: eight aligned bytes of the mapping; no queue of this pair is in use.
+                let former = unsafe { place.replace(value) };
+                let mut found = [0; 8];
+                file.read_exact_at(&mut found, offset as u64).unwrap();
+                assert_eq!(u64::from_ne_bytes(found), value, "at {offset:#x}");
+                // SAFETY: as above.
+                unsafe { place.write(former) };
+            }
+        }
+        drop(peer);
+        assert!(known().is_empty());
+    }
+
+    #[test]
+    fn ranges_beyond_the_end_are_refused() {
+        let pages = SharedPages.alloc(4097).unwrap();
+        assert!(pages.address().is_multiple_of(ALIGN_BYTES as u64) && pages.bytes() == 4097);
+        pages.write(4090, &[7; 7]).unwrap();
+        let mut found = [0; 8];
+        pages.read(4089, &mut found).unwrap();
+        assert_eq!(found, [0, 7, 7, 7, 7, 7, 7, 7]);
+        for (offset, len) in [(4098, 0), (4097, 1), (4096, 2), (usize::MAX, 1)] {
+            assert!(pages.write(offset, &vec![1; len]).is_err(), "{offset}, {len}");
+            assert!(pages.read(offset, &mut vec![1; len]).is_err(), "{offset}, {len}");
+        }
+        assert!(SharedPages.alloc(usize::MAX).is_err());
+    }
+}
