@@ -130,14 +130,22 @@ const ALIGN_BYTES: usize = 64 << 10;
 mod tests {
     use std::fs::File;
     use std::os::unix::fs::FileExt;
+    use std::sync::Arc;
 
     use ibgda::{Nic, NicConfig, OpenPeer, PeerConfig, QueueConfig};
-    use std::sync::Arc;
 
     use super::*;
 
+    /// What is known is the process's, so tests go one at a time.
+    static TURN: Mutex<()> = Mutex::new(());
+
+    fn turn() -> MutexGuard<'static, ()> {
+        TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     #[test]
     fn registration_leaves_the_pages_where_they_are() {
+        let _turn = turn();
         let libraries = crate::libraries().unwrap();
         let config = NicConfig { gid_idx: Some(0), ..NicConfig::default() };
         let nic = Nic::open(&libraries, &config).unwrap();
@@ -169,6 +177,7 @@ mod tests {
 
     #[test]
     fn ranges_beyond_the_end_are_refused() {
+        let _turn = turn();
         let pages = SharedPages.alloc(4097).unwrap();
         assert!(pages.address().is_multiple_of(ALIGN_BYTES as u64) && pages.bytes() == 4097);
         pages.write(4090, &[7; 7]).unwrap();
