@@ -34,7 +34,7 @@ fn a_server_that_goes_is_replaced() {
 }
 
 #[test]
-fn a_request_whose_post_fails_is_sent_to_a_replica() {
+fn a_post_that_fails_loses_and_doubles_nothing() {
     for (op, nth) in [("put", 2), ("add_flag", 4)] {
         let Some(mut rig) = Rig::start() else { return };
         rig.replicas.forward(0..3);
@@ -298,6 +298,9 @@ impl Endpoint for FaultyEndpoint {
     }
 
     fn quiet(&mut self, deadline: Instant) -> Result<(), QuietError> {
+        if self.lost()? {
+            return Err(QuietError::Deadline { outstanding: 1 });
+        }
         self.inner.quiet(deadline)
     }
 

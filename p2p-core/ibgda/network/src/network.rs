@@ -68,7 +68,7 @@ impl DeviceNetwork {
     }
 
     /// The same over a NIC in software, whose registers are memory, and which reaches page-locked memory of the
-    /// host on pages of `pages`. Beside a GPU that is none in software it reaches no other.
+    /// host on pages of `pages`. It reaches no memory of a GPU that is none in software: there slots lie in the host's.
     #[must_use]
     pub fn over_software_nic(self, pages: Arc<dyn Access>) -> Self {
         Self { pages: Some(pages), ..self }

@@ -65,6 +65,11 @@ pub(crate) enum PlaceError {
     Peer(#[from] PeerError),
     #[error("whether {gpu} keeps the order of a NIC's writes: {source}")]
     Gpu { gpu: DeviceName, source: GpuError },
+    /// It would take the GPU's addresses for the processor's.
+    #[error(
+        "a NIC in software reaches no memory of {gpu}: its slots can lie in the host's memory only"
+    )]
+    Software { gpu: DeviceName },
     /// Flags could be seen before what they announce.
     #[error(
         "kernels of {gpu} do not see what a NIC writes into its memory in order \
@@ -79,6 +84,7 @@ impl PlaceError {
         matches!(
             self,
             Self::Gpu { .. }
+                | Self::Software { .. }
                 | Self::Order { .. }
                 | Self::Peer(PeerError::Nic(NicError::GpuMemory { .. }))
         )
@@ -122,7 +128,10 @@ fn open_in_order(
 ) -> Result<OpenPeer, PlaceError> {
     let Parties { nic, gpu, .. } = parties;
     let at = |place| Ok(OpenPeer::open(nic, &access(parties, place), config)?);
-    let in_gpu = || order().and_then(|()| at(Place::Gpu));
+    let in_gpu = || {
+        check_reach(parties)?;
+        order().and_then(|()| at(Place::Gpu))
+    };
     let is_first = |told: &AtomicBool| !told.swap(true, Ordering::Relaxed);
     let (device, name) = (nic.name(), gpu.name());
     match wish {
@@ -143,6 +152,13 @@ fn open_in_order(
                 opened
             }
         },
+    }
+}
+
+fn check_reach(Parties { gpu, pages, .. }: Parties<'_>) -> Result<(), PlaceError> {
+    match gpu.name() {
+        DeviceName::Cuda(_) if pages.is_some() => Err(PlaceError::Software { gpu: gpu.name() }),
+        _ => Ok(()),
     }
 }
 

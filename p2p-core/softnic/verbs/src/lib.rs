@@ -25,6 +25,7 @@ use softnic::{
     Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
 };
 
+use self::pages::Found;
 pub use self::pages::SharedPages;
 
 /// The functions, over the NIC of this process. They follow the vendor's signatures, so there is one NIC for
@@ -176,11 +177,13 @@ impl Device {
             let access = softnic::Access::LOCAL_WRITE;
             return self.nic.lock().register_local(domain, &view, access).map_err(refuse);
         }
-        if let Some((segment, offset)) = pages::find(address.addr(), bytes) {
-            let mut nic = self.nic.lock();
-            return nic
-                .register(domain, &segment, offset, bytes, softnic::Access::ALL)
-                .map_err(refuse);
+        match pages::find(address.addr(), bytes) {
+            Found::Within(segment, offset) => {
+                let (mut nic, access) = (self.nic.lock(), softnic::Access::ALL);
+                return nic.register(domain, &segment, offset, bytes, access).map_err(refuse);
+            }
+            Found::Beyond => return Err(libc::EINVAL),
+            Found::Elsewhere => {}
         }
         // SAFETY: as above.
         let segment = unsafe { share(address, bytes) }?;

@@ -44,13 +44,26 @@ impl Access for SharedPages {
     }
 }
 
-/// The segment that has these bytes, and where in it, if [`SharedPages`] gave them.
-pub(crate) fn find(address: usize, bytes: usize) -> Option<(Segment, usize)> {
-    known().iter().find_map(|segment| {
-        let offset = address.checked_sub(segment.address(0) as usize)?;
-        let is_within = bytes <= segment.region().len().checked_sub(offset)?;
-        is_within.then(|| (segment.clone(), offset))
-    })
+/// Where bytes of the process are.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// In this segment, from this offset on.
+    Within(Segment, usize),
+    /// They begin in memory of [`SharedPages`] and go on behind its end.
+    Beyond,
+    Elsewhere,
+}
+
+pub(crate) fn find(address: usize, bytes: usize) -> Found {
+    for segment in known().iter() {
+        let region = segment.region();
+        let offset = address.wrapping_sub(region.as_ptr().addr().get());
+        if offset < region.len() {
+            let is_within = bytes <= region.len() - offset;
+            return if is_within { Found::Within(segment.clone(), offset) } else { Found::Beyond };
+        }
+    }
+    Found::Elsewhere
 }
 
 /// A piece of a segment.
@@ -66,7 +79,7 @@ impl Pages {
         let is_within = offset <= self.bytes && len <= self.bytes - offset;
         let start = self.segment.region().range(self.offset, self.bytes);
         match start.filter(|_| is_within) {
-            // SAFETY: within the range.
+            // SAFETY: within the range, which is mapped as long as this value lives.
             Some(range) => Ok(unsafe { range.as_ptr().add(offset) }),
             None => {
                 let what = format!("{what} shared memory");
@@ -173,6 +186,25 @@ mod tests {
         }
         drop(peer);
         assert!(known().is_empty());
+    }
+
+    #[test]
+    fn memory_is_found_whole_or_not_at_all() {
+        let _turn = turn();
+        let pages = SharedPages.alloc(8192).unwrap();
+        let start = pages.host().unwrap().addr().get();
+        let len = known()[0].region().len();
+        let first = known()[0].region().as_ptr().addr().get();
+        assert!(
+            matches!(find(start + 4096, 4096), Found::Within(_, at) if at == start - first + 4096)
+        );
+        assert!(matches!(find(first, len), Found::Within(_, 0)));
+        assert!(matches!(find(first, len + 1), Found::Beyond));
+        assert!(matches!(find(first + len - 1, 2), Found::Beyond));
+        assert!(matches!(find(first - 1, 1), Found::Elsewhere));
+        assert!(matches!(find(first + len, 1), Found::Elsewhere));
+        drop(pages);
+        assert!(matches!(find(start, 1), Found::Elsewhere));
     }
 
     #[test]
