@@ -14,13 +14,17 @@ pub fn few_blocks_sum_what_many_do(runner: &Runner) {
     let mut rng = fresh();
     let tokens = 24;
     let geometry = FrameGeometry::new(7168, 8, DTYPE_BF16, tokens, 2).expect("in range");
-    let world = World::new(runner, &mut rng, geometry, 16, 1, 4);
+    // A random placement may leave a server without experts.
+    let drawn = (0..20).find_map(|_| {
+        let world = World::new(runner, &mut rng, geometry, 16, 1, 4);
+        let input = Input::random(&mut rng, &geometry, 16, tokens);
+        let goes_to_all = |token| world.servers_of(&input, token).len() == 4;
+        (0..tokens).any(goes_to_all).then_some((world, input))
+    });
+    let (world, mut input) = drawn.expect("a token that goes to all of them");
     world.poison();
-    let mut input = Input::random(&mut rng, &geometry, 16, tokens);
     input.hidden_states.fill_with(|| half::bf16::from_f32(rng.random_range(-4.0..4.0)).to_bits());
     world.load(0, &input);
-    let num_parts = |token| world.servers_of(&input, token).len();
-    assert!((0..tokens).any(|token| num_parts(token) == 4), "no token goes to all of them");
     // SAFETY: the world's memory is as large as its geometry says.
     unsafe {
         assert_eq!(runner.launch(&world.dispatch_params(0, 0)), 0);

@@ -33,7 +33,7 @@ fn rig(stall_limit: Duration) -> Rig {
     let config = proxy::ProxyConfig { stall_limit, ..config(1) };
     let proxy = Proxy::start(&config).unwrap();
     let base = mirror.as_ptr().as_ptr() as usize;
-    let recorder = Recorder(Arc::clone(&behaviour), base);
+    let recorder = Recorder::new(Arc::clone(&behaviour), base);
     let peer = proxy.add(recorder, peer_config(9, &lanes, &mirror)).unwrap();
     Rig { _proxy: proxy, peer, behaviour, lanes }
 }
@@ -132,7 +132,7 @@ fn a_post_that_fails_ends_the_peer_and_no_other() {
         let others = Arc::new(Behaviour::default());
         let mirror = Region::anonymous(4096).unwrap();
         let config = peer_config(10, &other_lanes, &mirror);
-        let other = rig._proxy.add(Recorder(Arc::clone(&others), 0), config).unwrap();
+        let other = rig._proxy.add(Recorder::new(Arc::clone(&others), 0), config).unwrap();
         rig.behaviour.fail_at.store(nth, Ordering::SeqCst);
         for _ in 0..6 {
             let _ = first.try_post(&Command::word(Opcode::Add, 8, 1));

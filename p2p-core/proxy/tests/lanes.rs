@@ -162,7 +162,7 @@ fn every_command_is_carried_out_once_and_in_order() {
     let lanes = lanes(LANES, 16, 16);
     let behaviour = Arc::new(Behaviour::default());
     let proxy = Proxy::start(&config(1)).unwrap();
-    let recorder = Recorder(Arc::clone(&behaviour), mirror.as_ptr().as_ptr() as usize);
+    let recorder = Recorder::new(Arc::clone(&behaviour), mirror.as_ptr().as_ptr() as usize);
     let peer = proxy.add(recorder, peer_config(7, &lanes, &mirror)).unwrap();
     let posters = Posters::new(driver, &lanes, &mirror, LIMIT);
     std::thread::scope(|scope| {
@@ -274,7 +274,7 @@ fn whether_a_lane_is_quiet_is_asked_once_and_without_waiting() {
     (0..100).for_each(|_| assert!(!posters.is_quiet(0) && !posters.is_quiet(1)));
     let proxy = Proxy::start(&config(1)).unwrap();
     let base = mirror.as_ptr().as_ptr() as usize;
-    let endpoint = Recorder(Arc::clone(&behaviour), base);
+    let endpoint = Recorder::new(Arc::clone(&behaviour), base);
     let peer = proxy.add(endpoint, peer_config(0, &lanes, &mirror)).unwrap();
     wait_for("the commands to be taken", || proxy.stats()[0].commands == 8);
     (0..100).for_each(|_| assert!(!posters.is_quiet(0) && !posters.is_quiet(1)));
@@ -406,7 +406,7 @@ fn a_stalled_proxy_is_waited_for_and_no_longer_than_allowed() {
         std::thread::sleep(Duration::from_millis(20));
         assert!(!poster.is_finished());
         let proxy = Proxy::start(&config(1)).unwrap();
-        let recorder = Recorder(Arc::clone(&behaviour), 0);
+        let recorder = Recorder::new(Arc::clone(&behaviour), 0);
         behaviour.is_stalled.store(true, Ordering::SeqCst);
         let _peer = proxy.add(recorder, peer_config(0, &slow, &mirror)).unwrap();
         wait_for("the budget", || behaviour.num_asked.load(Ordering::SeqCst) == 8);
@@ -462,7 +462,7 @@ fn closing_a_peer_ends_its_posters() {
     let start = |lanes: &Lanes| -> (Arc<Behaviour>, ProxyPeer<Recorder>) {
         let behaviour = Arc::new(Behaviour::default());
         behaviour.is_stalled.store(true, Ordering::SeqCst);
-        let recorder = Recorder(Arc::clone(&behaviour), 0);
+        let recorder = Recorder::new(Arc::clone(&behaviour), 0);
         let peer = proxy.add(recorder, peer_config(0, lanes, &mirror)).unwrap();
         (behaviour, peer)
     };

@@ -141,7 +141,7 @@ impl OpenSide for RecordingSide {
     }
 
     fn join(self: Box<Self>, _: &SideDescription) -> Result<Joined, NetworkError> {
-        let endpoint = AnyEndpoint::Other(Box::new(Recorder(self.0, 0)));
+        let endpoint = AnyEndpoint::Other(Box::new(Recorder::new(self.0, 0)));
         Ok(Joined { endpoint, slot: self.1 })
     }
 }

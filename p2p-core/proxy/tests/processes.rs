@@ -84,7 +84,7 @@ fn commands_cross_and_a_poster_that_is_killed_concerns_nobody_else() {
     let behaviour = Arc::new(Behaviour::default());
     let mirror = Region::anonymous(SLOT).unwrap();
     let proxy = Proxy::start(&config(1)).unwrap();
-    let recorder = Recorder(Arc::clone(&behaviour), 0);
+    let recorder = Recorder::new(Arc::clone(&behaviour), 0);
     let peer = proxy.add(recorder, peer_config(0, &lanes, &mirror)).unwrap();
     let mut other = Other::start("poster", &fd);
     // In the middle of its work.
@@ -108,7 +108,7 @@ fn commands_cross_and_a_poster_that_is_killed_concerns_nobody_else() {
     let own = self::lanes(1, 16, 16);
     let others = Arc::new(Behaviour::default());
     let config = peer_config(1, &own, &mirror);
-    let _own = proxy.add(Recorder(Arc::clone(&others), 0), config).unwrap();
+    let _own = proxy.add(Recorder::new(Arc::clone(&others), 0), config).unwrap();
     let mut poster = own.poster(0);
     poster.try_post(&proxy::Command::new(proxy::Opcode::Quiet)).unwrap();
     wait_for("the own command", || poster.completed() == 1);
@@ -161,7 +161,7 @@ fn child_process() {
         }
     }
     let proxy = Proxy::start(&config(1)).unwrap();
-    let recorder = Recorder(Arc::new(Behaviour::default()), 0);
+    let recorder = Recorder::new(Arc::new(Behaviour::default()), 0);
     let _peer = proxy.add(recorder, peer_config(0, &lanes, &mirror)).unwrap();
     println!("serving");
     std::io::stdout().flush().unwrap();

@@ -114,7 +114,7 @@ fn every_batch_of_a_long_run_is_timed() {
     let behaviour = Arc::new(Behaviour::default());
     *behaviour.driver.lock().unwrap() = Some(Arc::new(Slow));
     let proxy = Proxy::start(&common::config(1)).unwrap();
-    let recorder = Recorder(Arc::clone(&behaviour), mirror.as_ptr().as_ptr() as usize);
+    let recorder = Recorder::new(Arc::clone(&behaviour), mirror.as_ptr().as_ptr() as usize);
     let peer = proxy.add(recorder, common::peer_config(0, &lanes, &mirror)).unwrap();
     let poster = PosterConfig {
         mirror: address.0,

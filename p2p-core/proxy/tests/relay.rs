@@ -332,7 +332,7 @@ fn a_turn_of_the_receiver_drives_its_transport() {
     let targets = (0..3).map(|_| Region::anonymous(TARGET).unwrap()).collect();
     let copier = HostCopier::new(slot.clone(), targets);
     let mut receiver =
-        RelayReceiver::new(&relay_config(), Recorder(behaviour, 0), slot, copier).unwrap();
+        RelayReceiver::new(&relay_config(), Recorder::new(behaviour, 0), slot, copier).unwrap();
     for turn in 1..=3 {
         assert!(!receiver.turn().unwrap());
         assert_eq!(drives.0.load(Ordering::SeqCst), turn);

@@ -562,7 +562,7 @@ fn recorded(
         commands.iter().for_each(|command| assert!(poster.try_post(command).is_some()));
     }
     let proxy = Proxy::start(&config(1)).unwrap();
-    let recorder = Recorder(Arc::clone(behaviour), mirror.as_ptr().as_ptr() as usize);
+    let recorder = Recorder::new(Arc::clone(behaviour), mirror.as_ptr().as_ptr() as usize);
     let peer = proxy.add(recorder, peer_config(0, &lanes, &mirror)).unwrap();
     (proxy, peer, posters)
 }

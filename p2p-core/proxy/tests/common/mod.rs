@@ -198,10 +198,9 @@ pub struct Behaviour {
     pub is_stalled: AtomicBool,
     /// Whoever asks how far it is learns that the transport failed.
     pub is_broken: AtomicBool,
-    /// Operations that a batch keeps back, calls that posted any, and whether a batch is open.
+    /// Operations that batches keep back, and calls that posted any.
     pub num_held: AtomicU64,
     pub num_posts: AtomicU64,
-    pub is_batch: AtomicBool,
     /// What a batch keeps back is refused.
     pub refuses_batches: AtomicBool,
     /// What has to be driven.
@@ -210,27 +209,40 @@ pub struct Behaviour {
     pub is_dropped: AtomicBool,
 }
 
-/// Writes down what it is asked to do.
+/// Writes down what it is asked to do. Several of one behaviour have batches of their own.
 #[derive(Debug)]
-pub struct Recorder(pub Arc<Behaviour>, pub usize);
+pub struct Recorder {
+    behaviour: Arc<Behaviour>,
+    /// Address of the mirror that puts are from.
+    base: usize,
+    /// How many operations the open batch keeps back, if one is open.
+    batch: Option<u64>,
+}
 
 impl Recorder {
-    fn ask(&self, op: &'static str, asked: Asked) -> Result<(), PostError> {
-        let number = self.0.num_asked.fetch_add(1, Ordering::SeqCst) + 1;
-        if number == self.0.fail_at.load(Ordering::SeqCst) {
+    pub fn new(behaviour: Arc<Behaviour>, base: usize) -> Self {
+        Self { behaviour, base, batch: None }
+    }
+
+    fn ask(&mut self, op: &'static str, asked: Asked) -> Result<(), PostError> {
+        let number = self.behaviour.num_asked.fetch_add(1, Ordering::SeqCst) + 1;
+        if number == self.behaviour.fail_at.load(Ordering::SeqCst) {
             return Err(PostError::Transport { op, code: -5, detail: "injected".to_owned() });
         }
-        self.0.asked.lock().unwrap().push(asked);
-        let is_batch = self.0.is_batch.load(Ordering::SeqCst);
-        let counted = if is_batch { &self.0.num_held } else { &self.0.num_posts };
+        self.behaviour.asked.lock().unwrap().push(asked);
+        let counted = if let Some(held) = &mut self.batch {
+            *held += 1;
+            &self.behaviour.num_held
+        } else {
+            &self.behaviour.num_posts
+        };
         counted.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 
     /// Nobody looks how far it is, or goes, while something is kept back.
     fn assert_posted(&self) {
-        assert!(!self.0.is_batch.load(Ordering::SeqCst), "a batch was left open");
-        assert_eq!(self.0.num_held.load(Ordering::SeqCst), 0, "operations were left behind");
+        assert_eq!(self.batch, None, "a batch was left open");
     }
 }
 
@@ -239,7 +251,7 @@ impl Drop for Recorder {
         if !std::thread::panicking() {
             self.assert_posted();
         }
-        self.0.is_dropped.store(true, Ordering::SeqCst);
+        self.behaviour.is_dropped.store(true, Ordering::SeqCst);
     }
 }
 
@@ -251,7 +263,7 @@ impl Endpoint for Recorder {
     }
 
     fn driver(&self) -> Option<Arc<dyn TransportDriver>> {
-        self.0.driver.lock().unwrap().clone()
+        self.behaviour.driver.lock().unwrap().clone()
     }
 
     fn direct(&self, _: SlotKey) -> Option<NonNull<u8>> {
@@ -259,7 +271,7 @@ impl Endpoint for Recorder {
     }
 
     unsafe fn put(&mut self, dst: RemoteRange<SlotKey>, src: LocalRange) -> Result<(), PostError> {
-        let from = src.as_ptr().as_ptr() as usize - self.1;
+        let from = src.as_ptr().as_ptr() as usize - self.base;
         self.ask("put", Asked::Put { offset: dst.offset, from, bytes: src.len() })
     }
 
@@ -276,29 +288,30 @@ impl Endpoint for Recorder {
     }
 
     fn begin_batch(&mut self) {
-        assert!(!self.0.is_batch.swap(true, Ordering::SeqCst), "a batch within a batch");
+        assert_eq!(self.batch.replace(0), None, "a batch within a batch");
     }
 
     fn flush(&mut self) -> Result<(), PostError> {
-        assert!(self.0.is_batch.swap(false, Ordering::SeqCst), "the end of no batch");
-        if self.0.num_held.swap(0, Ordering::SeqCst) == 0 {
+        let held = self.batch.take().expect("the end of no batch");
+        if held == 0 {
             return Ok(());
         }
-        if self.0.refuses_batches.load(Ordering::SeqCst) {
+        self.behaviour.num_held.fetch_sub(held, Ordering::SeqCst);
+        if self.behaviour.refuses_batches.load(Ordering::SeqCst) {
             let detail = "injected".to_owned();
             return Err(PostError::Transport { op: "flush", code: -6, detail });
         }
-        self.0.num_posts.fetch_add(1, Ordering::SeqCst);
+        self.behaviour.num_posts.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 
     fn quiet(&mut self, _: Instant) -> Result<(), QuietError> {
         self.assert_posted();
-        if self.0.is_broken.load(Ordering::SeqCst) {
+        if self.behaviour.is_broken.load(Ordering::SeqCst) {
             let detail = "injected".to_owned();
             return Err(PostError::Transport { op: "quiet", code: -7, detail }.into());
         }
-        if self.0.is_stalled.load(Ordering::SeqCst) {
+        if self.behaviour.is_stalled.load(Ordering::SeqCst) {
             return Err(QuietError::Deadline { outstanding: 1 });
         }
         Ok(())
