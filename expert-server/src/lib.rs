@@ -21,7 +21,6 @@
 //! `server::between_payload_and_publish`, `server::after_publish`.
 
 mod clients;
-pub mod compute;
 pub mod config;
 pub mod data;
 pub mod device;
@@ -33,6 +32,8 @@ pub mod metrics;
 mod plane;
 pub mod server;
 mod status;
+
+pub use expert_compute as compute;
 
 pub use config::{ExpertSelection, Limits, Placement, SelectionError, ServerConfig, Ticket};
 pub use error::{ServerError, StartError};

@@ -21,6 +21,24 @@ pub struct Target {
 /// Builds `targets` in one go, for the whole workspace, so that all of them share their dependencies.
 /// Says where they are, in their order.
 pub fn build(profile: &[&str], features: &str, targets: &[Target]) -> Result<Vec<PathBuf>> {
+    let text = messages(profile, features, targets)?;
+    targets.iter().map(|target| find(&text, target)).collect()
+}
+
+/// Builds `target` and says where the build script of the package in folder `package` has left what it made.
+pub fn build_script_dir(features: &str, package: &str, target: &Target) -> Result<PathBuf> {
+    let text = messages(&[], features, std::slice::from_ref(target))?;
+    let signs = ["\"reason\":\"build-script-executed\"".to_owned(), format!("/{package}#")];
+    let is_it = |line: &&str| signs.iter().all(|sign| line.contains(sign.as_str()));
+    let path = text.lines().filter(is_it).find_map(|line| {
+        let (path, _) = line.split_once("\"out_dir\":\"")?.1.split_once('"')?;
+        Some(PathBuf::from(path))
+    });
+    path.with_context(|| format!("cargo names no output of a build script of {package}"))
+}
+
+/// What cargo tells while it builds `targets`.
+fn messages(profile: &[&str], features: &str, targets: &[Target]) -> Result<String> {
     let mut command = cargo(&["build", "--quiet", "--workspace", "--features", features]);
     command.args(profile).arg("--message-format=json").stderr(Stdio::inherit());
     for target in targets {
@@ -30,8 +48,7 @@ pub fn build(profile: &[&str], features: &str, targets: &[Target]) -> Result<Vec
     if !output.status.success() {
         bail!("programs could not be built ({})", output.status);
     }
-    let text = String::from_utf8_lossy(&output.stdout);
-    targets.iter().map(|target| find(&text, target)).collect()
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Where cargo's messages say that a program is.

@@ -9,6 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 
 use crate::artifacts::{self, Target};
+use crate::parallel;
 use crate::sass::{self, Findings};
 use crate::steps::{self, Outcome, cargo, run};
 use crate::tools;
@@ -67,9 +68,8 @@ const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchy
     switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,switchyard-tests/cuda";
 /// The small model, for tests of whole layers.
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
-/// Machine code for Hopper, PTX for what comes later.
-const TARGETS: [&str; 2] =
-    ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"];
+/// Machine code for Hopper.
+const TARGET: &str = "-gencode=arch=compute_90a,code=sm_90a";
 const MAX_BUNDLE_BYTES: u64 = 40 << 20;
 
 /// An installed toolkit.
@@ -117,32 +117,20 @@ impl Toolkit {
         if lib64.join("libcudart_static.a").exists() { lib64 } else { self.root.join("lib") }
     }
 
-    /// Compiles `source` for `targets` into `object`. Returns ptxas's resource report.
-    fn compile(&self, source: &Path, object: &Path, targets: &[&str]) -> Result<String> {
-        self.compile_with(&["-O3", "-Xptxas", "-v"], source, object, targets)
-    }
-
-    fn compile_with(
-        &self,
-        options: &[&str],
-        source: &Path,
-        object: &Path,
-        targets: &[&str],
-    ) -> Result<String> {
+    /// Compiles `source` into `object`, for Hopper.
+    fn compile(&self, optimized: &str, source: &Path, object: &Path) -> Result<()> {
         let output = self
             .tool("nvcc")
-            .args(["-std=c++17", "-c"])
-            .args(options)
-            .args(targets)
+            .args(["-std=c++17", "-c", optimized, TARGET])
             .args(["-Ikernels/include", "-Ikernels/cuda", "-Ip2p-core/softnic/gpu", "-o"])
             .args([object, source])
             .output()
             .context("cannot start nvcc")?;
-        let report = String::from_utf8_lossy(&output.stderr).into_owned();
         if !output.status.success() {
+            let report = String::from_utf8_lossy(&output.stderr);
             bail!("nvcc refused {}:\n{report}", source.display());
         }
-        Ok(report)
+        Ok(())
     }
 }
 
@@ -164,10 +152,13 @@ pub fn check_kernels() -> Result<Outcome> {
         Ok(toolkit) => toolkit,
         Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
-    let objects = object_dir()?;
+    // As they are embedded: the build script has compiled them, and kept what ptxas said.
+    let features = format!("{},switchyard-kernels/cuda", steps::features());
+    let images = artifacts::build_script_dir(&features, "kernels", &RUST_TESTS[0].1)?;
     for name in KERNELS {
-        let object = objects.join(format!("{name}.o"));
-        let report = toolkit.compile(&kernel_source(name), &object, &TARGETS)?;
+        let report = images.join(format!("{name}.ptxas"));
+        let report = std::fs::read_to_string(&report)
+            .with_context(|| format!("cannot read {}", report.display()))?;
         let num_kernels = report.matches("Compiling entry function").count();
         let spills: Vec<&str> = report
             .lines()
@@ -193,17 +184,19 @@ pub fn check_kernels() -> Result<Outcome> {
         }
         println!("{name}.cu: {num_kernels} kernels, no spills");
     }
-    for name in KERNELS {
+    let path = search_path(&toolkit);
+    let findings = parallel::map(&KERNELS, |name| {
         let listing = toolkit
             .tool("cuobjdump")
             .arg("--dump-sass")
-            .arg(objects.join(format!("{name}.o")))
-            .env("PATH", search_path(&toolkit))
+            .arg(images.join(format!("{name}.fatbin")))
+            .env("PATH", &path)
             .stderr(Stdio::inherit())
             .output()
             .context("cannot start cuobjdump")?;
-        let Findings { num_kernels, exceptions, wrong } =
-            sass::check(name, &String::from_utf8_lossy(&listing.stdout));
+        Ok(sass::check(name, &String::from_utf8_lossy(&listing.stdout)))
+    })?;
+    for (name, Findings { num_kernels, exceptions, wrong }) in KERNELS.iter().zip(findings) {
         if !wrong.is_empty() {
             return Ok(Outcome::Failed(format!(
                 "{name}.cu, in its machine code:\n  {}",
@@ -216,16 +209,13 @@ pub fn check_kernels() -> Result<Outcome> {
         }
     }
     // What the bundle is made of runs elsewhere, but is known here not to compile.
-    for name in PROGRAMS {
-        toolkit.compile_with(
-            &["-O0"],
-            &program_source(name),
-            &objects.join("program.o"),
-            &TARGETS[..1],
-        )?;
-    }
+    let objects = object_dir()?;
+    parallel::map(&PROGRAMS, |name| {
+        let object = objects.join(format!("{name}.o"));
+        toolkit.compile("-O0", &program_source(name), &object)
+    })?;
     println!("the bundle's {} programs for GPUs compile", PROGRAMS.len());
-    test_rust_side()
+    test_rust_side(&features)
 }
 
 /// What [`steps::features`] is for builds without GPUs.
@@ -235,9 +225,8 @@ pub fn features() -> String {
 
 /// Builds and starts tests with the kernels embedded, whose entries the build script has found. Without a
 /// GPU they say so and are listed as skipped; on GPUs in software they run in the step `unit`.
-fn test_rust_side() -> Result<Outcome> {
-    let features = format!("{},switchyard-kernels/cuda", steps::features());
-    let command = ["test", "--workspace", "--features", &features, "--test", "against_rust"];
+fn test_rust_side(features: &str) -> Result<Outcome> {
+    let command = ["test", "--workspace", "--features", features, "--test", "against_rust"];
     match run(cargo(&command).args(["--", "gpu"]))? {
         Outcome::Failed(reason) => Ok(Outcome::Failed(format!("with feature `cuda`: {reason}"))),
         other => Ok(other),
@@ -270,15 +259,16 @@ pub fn make_bundle() -> Result<Outcome> {
         std::fs::write(bundle.join(name), text + "\n")
             .with_context(|| format!("cannot write {name}"))?;
     }
-    let sources = KERNELS
+    let sources: Vec<_> = KERNELS
         .map(|name| (name, kernel_source(name)))
         .into_iter()
-        .chain(PROGRAMS.map(|name| (name, program_source(name))));
-    for (name, source) in sources {
+        .chain(PROGRAMS.map(|name| (name, program_source(name))))
+        .collect();
+    parallel::map(&sources, |(name, source)| {
         println!("compiling {}", source.display());
         // Machine code only: every program has all kernels, and PTX would double the bundle.
-        toolkit.compile(&source, &objects.join(format!("{name}.o")), &TARGETS[..1])?;
-    }
+        toolkit.compile("-O3", source, &objects.join(format!("{name}.o")))
+    })?;
     for program in PROGRAMS {
         let status = Command::new("g++")
             .args(KERNELS.map(|name| objects.join(format!("{name}.o"))))

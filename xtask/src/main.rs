@@ -3,6 +3,7 @@
 mod artifacts;
 mod cuda;
 mod fault;
+mod parallel;
 mod sass;
 mod steps;
 mod told;

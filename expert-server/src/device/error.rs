@@ -5,6 +5,8 @@ use kernels::check::CheckError;
 use kernels::gpu::{DeviceName, GpuError};
 use protocol::{ErrorCode, WireDtype};
 
+use crate::compute::LoadError;
+
 /// Why experts cannot be served from a GPU. Nothing was launched.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -68,9 +70,23 @@ pub enum DeviceError {
     /// The threads that post for kernels could not be started.
     #[error(transparent)]
     Proxy(#[from] proxy::ProxyError),
+    /// The GPU refused weights.
+    #[error("cannot put {what} onto the GPU: {source}")]
+    Weights {
+        /// Which.
+        what: String,
+        /// The cause.
+        source: GpuError,
+    },
     /// The GPU refused something else.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+}
+
+impl From<DeviceError> for LoadError {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(Box::new(error))
+    }
 }
 
 /// What a kernel found wrong, in words.

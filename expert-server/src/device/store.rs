@@ -16,6 +16,7 @@ use checkpoint::{Checkpoint, DType, ExpertTensors, WeightView};
 use kernels::abi::{DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, LayerWeights};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, LayerMatrices, LayerShape};
 
+use super::error::DeviceError;
 use super::plan::DevicePlan;
 use super::upload::Uploader;
 use crate::compute::{LoadError, LoadProgress, WeightError};
@@ -91,15 +92,15 @@ impl DeviceStore {
         let num_experts: usize = experts.values().map(Vec::len).sum();
         let needed_bytes = num_experts as u64 * shape.expert_bytes() + plan.workspace_bytes();
         plan.check_memory(gpu, "the experts and the batches", needed_bytes)?;
-        let mut uploader = Uploader::new(gpu).map_err(LoadError::gpu)?;
+        let mut uploader = Uploader::new(gpu).map_err(refused)?;
         let mut layers = vec![LayerTable::default(); plan.num_layers as usize];
         let mut state = LoadProgress { num_loaded: 0, num_experts, loaded_bytes: 0 };
         for (&layer, ids) in experts {
             let Some(table) = layers.get_mut(layer as usize) else { continue };
-            let memory = LayerMemory::new(gpu, &shape, ids.len()).map_err(LoadError::gpu)?;
+            let memory = LayerMemory::new(gpu, &shape, ids.len()).map_err(refused)?;
             let mut fill = || {
                 if plan.random_weights {
-                    fill_randomly(&mut uploader, &shape, &memory).map_err(LoadError::gpu)?;
+                    fill_randomly(&mut uploader, &shape, &memory).map_err(refused)?;
                 }
                 for (place, &expert) in ids.iter().enumerate() {
                     if !plan.random_weights {
@@ -110,7 +111,7 @@ impl DeviceStore {
                     state.loaded_bytes += shape.expert_bytes();
                     progress(state);
                 }
-                uploader.settle().map_err(LoadError::gpu)
+                uploader.settle().map_err(refused)
             };
             let filled = fill();
             if let Err(error) = filled {
@@ -210,7 +211,7 @@ impl DeviceStore {
         };
         let what = (layer, expert);
         let put = put(&mut uploader, &self.checkpoint, &self.shape, &memory, place, what)
-            .and_then(|()| uploader.settle().map_err(LoadError::gpu));
+            .and_then(|()| uploader.settle().map_err(refused));
         if let Err(error) = put {
             settle_before_drop(&uploader, memory);
             return Err(error);
@@ -240,7 +241,7 @@ impl DeviceStore {
         let capacity = capacity.max(num_used + 1);
         let needed_bytes = capacity as u64 * self.shape.expert_bytes();
         self.plan.check_memory(&self.gpu, "a layer's experts with one more", needed_bytes)?;
-        let new = LayerMemory::new(&self.gpu, &self.shape, capacity).map_err(LoadError::gpu)?;
+        let new = LayerMemory::new(&self.gpu, &self.shape, capacity).map_err(refused)?;
         let Some(old) = old else { return Ok(new) };
         let mut copy = || {
             for (to, from) in new.parts().zip(old.parts()) {
@@ -254,7 +255,7 @@ impl DeviceStore {
         let copied = copy();
         if let Err(error) = copied {
             settle_before_drop(uploader, (new, Arc::clone(old)));
-            return Err(LoadError::gpu(error));
+            return Err(refused(error));
         }
         Ok(new)
     }
@@ -277,7 +278,7 @@ impl DeviceStore {
         let waited = self.changed.wait_timeout_while(in_service, SERVICE_LIMIT, is_old);
         if waited.unwrap_or_else(PoisonError::into_inner).1.timed_out() {
             let what = "an expert is loaded, but not yet in service: the tables";
-            return Err(LoadError::gpu(GpuError::Deadline { what }));
+            return Err(refused(GpuError::Deadline { what }));
         }
         Ok(())
     }
@@ -478,7 +479,7 @@ fn put(
         (up, &memory.gate_up, 0, place * 2 + 1),
         (down, &memory.down, 1, place),
     ] {
-        let to = at(buffer, idx, bytes).map_err(LoadError::gpu)?;
+        let to = at(buffer, idx, bytes).map_err(refused)?;
         if shape.is_fp8 {
             check_fp8(&view).map_err(|source| LoadError::Weight { layer, expert, source })?;
         } else if !matches!(view.dtype(), DType::Bf16 | DType::F16 | DType::F32 | DType::F8E4m3) {
@@ -492,12 +493,16 @@ fn put(
             let factors: Vec<u8> = factors.to_f32().iter().flat_map(|f| f.to_le_bytes()).collect();
             uploader.bytes(at(&pair[scale_idx], idx, scales)?, &factors)
         });
-        copied.map_err(|source| LoadError::Gpu {
+        copied.map_err(|source| DeviceError::Weights {
             what: format!("layer {layer} expert {expert}"),
             source,
         })?;
     }
     Ok(())
+}
+
+fn refused(source: GpuError) -> LoadError {
+    DeviceError::Weights { what: "experts".to_owned(), source }.into()
 }
 
 /// Lets weights go that were not loaded to the end: only when no copy into or out of them is under way.

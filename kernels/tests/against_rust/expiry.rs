@@ -1,8 +1,8 @@
 //! What servers leave behind when what they wait for does not come.
 
 use kernels::abi::{
-    Batch, CONTROL_BYTES, DTYPE_BF16, DTYPE_F8_E4M3, ErrorWord, FrameGeometry, Handle,
-    REASON_TIMEOUT, ServerState, TAG_NONE,
+    Batch, CONTROL_BYTES, DTYPE_BF16, DTYPE_F8_E4M3, EchoParams, ErrorWord, ExpertRecvParams,
+    FrameGeometry, Handle, REASON_TIMEOUT, ServerState, TAG_NONE,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -18,6 +18,8 @@ const WORD_HEADER: u64 = 2048;
 const CONTROL_STRIDE: u64 = 128;
 const ANNOUNCE_SHIFT: u32 = 24;
 const NUM_FRAMES: u64 = 2;
+/// What does not come is waited for by thousands of warps, one after the other where there is no GPU.
+const TIMEOUT_NS: u64 = 1_000_000;
 
 pub fn an_expired_wait_leaves_what_it_saw_in_the_error_word(runner: &Runner) {
     let mut rng = fresh();
@@ -109,8 +111,11 @@ fn serve(runner: &Runner, world: &World, is_echo: bool) {
     // SAFETY: as above.
     let code = unsafe {
         match is_echo {
-            true => runner.launch(&world.echo_params(0)),
-            false => runner.launch(&world.recv_params(0, world.clients.len() as u32)),
+            true => runner.launch(&EchoParams { timeout_ns: TIMEOUT_NS, ..world.echo_params(0) }),
+            false => {
+                let params = world.recv_params(0, world.clients.len() as u32);
+                runner.launch(&ExpertRecvParams { timeout_ns: TIMEOUT_NS, ..params })
+            }
         }
     };
     assert_eq!(code, 0);

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use super::{Outcome, cargo, run};
 use crate::cuda::Toolkit;
+use crate::parallel;
 
 const HEADER: &str = "infiniband/mlx5dv.h";
 /// Every store to a doorbell register is preceded by these, in this order.
@@ -428,14 +429,16 @@ fn check_order() -> Result<Outcome> {
         ),
         Err(reason) => return Ok(Outcome::Failed(format!("{}: {reason}", KERNELS.path))),
     }
-    for mutant in MUTANTS {
+    let found = parallel::map(&MUTANTS, |mutant| {
         let overlay = mutant.write(include)?;
         let ptx = ptx(&toolkit, &[&overlay, include], mutant.source)?;
-        let found = if mutant.source.path == KERNELS.path {
+        Ok(if mutant.source.path == KERNELS.path {
             orderings(&ptx)
         } else {
             doorbells(&ptx, mutant.source)
-        };
+        })
+    })?;
+    for (mutant, found) in MUTANTS.iter().zip(found) {
         match found {
             Err(reason) => println!("{}: found out: {reason}", mutant.name),
             Ok(_) => return Ok(Outcome::Failed(format!("{} is not noticed", mutant.name))),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use checkpoint::{Checkpoint, TensorError, TensorFile};
-use expert_server::compute::{
+use expert_compute::{
     ComputePool, ExpertGroup, ExpertStore, LayerBatch, LoadError, LoadProgress, Residency,
 };
 
@@ -124,7 +124,7 @@ fn batches_run_while_experts_come_and_go() {
 }
 
 fn block_dir(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/reference-blocks").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data/reference-blocks").join(name)
 }
 
 /// All experts of layer 0, and the tokens of the reference.

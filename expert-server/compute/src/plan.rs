@@ -140,7 +140,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::compute::{ExpertGroup, ExpertWeights, Weight, WeightBytes, WeightDtype};
+    use crate::{ExpertGroup, ExpertWeights, Weight, WeightBytes, WeightDtype};
 
     #[test]
     fn tiles_are_neither_tiny_nor_long() {

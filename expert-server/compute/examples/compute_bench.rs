@@ -13,7 +13,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
-use expert_server::compute::{
+use expert_compute::{
     BandwidthProbe, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
     WeightBytes, WeightDtype, gemm_rate,
 };

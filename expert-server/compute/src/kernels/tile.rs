@@ -2,7 +2,7 @@
 
 use super::MAX_TOKENS;
 use super::simd::{Dtype, F8_FACTOR, F32, Simd, load_some};
-use crate::compute::weights::SCALE_BLOCK;
+use crate::weights::SCALE_BLOCK;
 
 /// Dot products of a run of weight rows with a few token rows.
 pub(super) struct DotTile<'a> {

@@ -1,15 +1,13 @@
 //! The experts that this server holds, by layer, changeable while batches run.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 use std::io;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use checkpoint::{Checkpoint, DType, ExpertTensors, TensorError, WeightView};
-use kernels::gpu::GpuError;
 use memmap2::MmapMut;
-
-use crate::device::DeviceError;
 
 use super::weights::{ExpertWeights, LayerExperts, Weight, WeightBytes, WeightDtype, WeightError};
 
@@ -84,23 +82,9 @@ pub enum LoadError {
     /// The model's sizes are unusable.
     #[error(transparent)]
     Model(WeightError),
-    /// A GPU refused.
-    #[error("cannot put {what} onto the GPU: {source}")]
-    Gpu {
-        /// What was to be loaded.
-        what: String,
-        /// The cause.
-        source: GpuError,
-    },
-    /// The experts cannot be served from the GPU.
+    /// The experts cannot be served from another device than the processor.
     #[error(transparent)]
-    Device(#[from] DeviceError),
-}
-
-impl LoadError {
-    pub(crate) fn gpu(source: GpuError) -> Self {
-        Self::Gpu { what: "experts".to_owned(), source }
-    }
+    Device(Box<dyn Error + Send + Sync>),
 }
 
 /// The loaded experts of all layers. Readers take a layer's set as it is at that moment and keep

@@ -1,13 +1,13 @@
 //! A batch of a size seen before allocates nothing, on any thread.
 
-#[path = "../../tests/src/counting.rs"]
+#[path = "../../../tests/src/counting.rs"]
 mod counting;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use counting::PROCESS_ALLOCATIONS;
-use expert_server::compute::{
+use expert_compute::{
     ComputePool, ExpertGroup, ExpertWeights, LayerBatch, LayerExperts, Weight, WeightBytes,
     WeightDtype,
 };

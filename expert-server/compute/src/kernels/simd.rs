@@ -44,9 +44,9 @@ pub(super) unsafe trait Simd: Copy {
 #[cfg(target_arch = "x86_64")]
 macro_rules! kernels_of {
     ($isa:ident, $features:literal, pass_tokens: $pass_tokens:literal) => {
-        use $crate::compute::kernels::simd::{Bf16, Dtype, F8, F16, F32};
-        use $crate::compute::kernels::tile::{self, DotTile};
-        use $crate::compute::kernels::{Isa, Kernels};
+        use $crate::kernels::simd::{Bf16, Dtype, F8, F16, F32};
+        use $crate::kernels::tile::{self, DotTile};
+        use $crate::kernels::{Isa, Kernels};
 
         pub(super) const KERNELS: Kernels = Kernels {
             isa: Isa::$isa,

@@ -5,14 +5,14 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use expert_server::compute::{
+use expert_compute::{
     ComputeError, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
     WeightBytes, WeightDtype, WeightError,
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../../tests/src/skip.rs"]
 mod skip;
 
 #[test]
