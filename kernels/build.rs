@@ -62,7 +62,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Two at a time: the longest takes about half of the time that all of them take.
+/// Two at a time: often nothing else of a build is left to be done beside them.
 fn compile_all(nvcc: &Path, out: &Path) -> Result<(), String> {
     let next = AtomicUsize::new(0);
     let work = || {

@@ -160,6 +160,9 @@ pub fn check_kernels() -> Result<Outcome> {
         let report = std::fs::read_to_string(&report)
             .with_context(|| format!("cannot read {}", report.display()))?;
         let num_kernels = report.matches("Compiling entry function").count();
+        if num_kernels == 0 {
+            return Ok(Outcome::Failed(format!("{name}.cu: ptxas reported no kernel")));
+        }
         let spills: Vec<&str> = report
             .lines()
             .filter(|line| {
