@@ -9,7 +9,7 @@ use std::error::Error;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
@@ -17,7 +17,18 @@ use std::thread;
 #[allow(dead_code, reason = "the library uses the rest")]
 mod entries;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    match build() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // As it is: what nvcc reports has lines.
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn build() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
     if env::var_os("CARGO_FEATURE_EMULATED").is_some() {
         compile_emulated()?;
@@ -28,10 +39,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     for path in ["cuda", "include", "src/entries.rs"] {
         println!("cargo::rerun-if-changed={path}");
     }
-    for name in ["CUDA_HOME", "XDG_CACHE_HOME", "HOME"] {
+    let flags = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"];
+    for name in ["CUDA_HOME", "XDG_CACHE_HOME", "HOME"].into_iter().chain(flags) {
         println!("cargo::rerun-if-env-changed={name}");
     }
     let nvcc = find_nvcc()?;
+    println!("cargo::rerun-if-changed={}", nvcc.display());
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
     let mut images = Vec::new();
     let mut text = String::from("/// Code of every source file.\npub const IMAGES: [&[u8]; ");
@@ -67,14 +80,21 @@ fn compile_all(nvcc: &Path, out: &Path) -> Result<(), String> {
     let next = AtomicUsize::new(0);
     let work = || {
         while let Some(name) = SOURCES.get(next.fetch_add(1, Ordering::Relaxed)) {
-            compile(nvcc, name, out)?;
+            if let Err(error) = compile(nvcc, name, out) {
+                next.store(SOURCES.len(), Ordering::Relaxed);
+                return Err(error);
+            }
         }
         Ok(())
     };
+    if env::var("NUM_JOBS").is_ok_and(|num| num == "1") {
+        return work();
+    }
     thread::scope(|scope| {
         let beside = scope.spawn(work);
         let result = work();
-        result.and(beside.join().map_err(|_| "a thread that compiles panicked".to_owned())?)
+        let panicked = |_| Err("a thread that compiles panicked".to_owned());
+        result.and(beside.join().unwrap_or_else(panicked))
     })
 }
 

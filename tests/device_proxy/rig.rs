@@ -249,6 +249,7 @@ impl Servers {
             .slot(SLOT)
             .transports(transports)
             .deadline(deadline)
+            .connect_timeout(PATIENCE)
             .work_limit(Duration::from_secs(600))
             .replica_wait(PATIENCE)
             .build_device(gpu.clone(), options)
@@ -491,6 +492,7 @@ pub mod child {
         let mut config = ServerConfig::new(tiny_moe(), "child", Placement::Static(selection));
         config.device = Some(ServerDevice { dtype, ..ServerDevice::new(device) });
         config.slot = SLOT;
+        config.limits.handshake_timeout = PATIENCE;
         if has_network {
             let (mut transports, _) = way::reach(way::network().expect("a network"));
             // Direct stores, too, for comparison.

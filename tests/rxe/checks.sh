@@ -76,8 +76,6 @@ transport)
         # As for a device without atomics: the peer's driver adds to flags.
         export SWITCHYARD_VERBS_SIGNALS=messages
         check "conformance, flags as messages" 200 ./conformance --exact verbs::two_processes_over_verbs
-        check "conformance over three queue pairs, flags as messages" 200 \
-            ./conformance --exact verbs::two_processes_over_several_queue_pairs
         check "conformance behind a proxy, flags as messages" 200 ./proxy_network --exact processes_over_verbs
         proxied "objects through a proxy, flags as messages"
     )
@@ -111,7 +109,7 @@ services)
         ./proxy_layers --test-threads=1 a_server_that_goes
     check "fused kernels through proxies, flags as messages" 200 \
         env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
-        ./proxy_device --test-threads=1 layers_with_fp8 tokens_of
+        ./proxy_device --test-threads=1 layers_with_fp8 is_killed
     second_device
     sent=$(packets rxe1)
     SWITCHYARD_TEST_TRANSPORT=verbs:rxe0+rxe1 check "the message engine over two devices" 200 \

@@ -30,17 +30,22 @@ pub fn build_script_dir(features: &str, package: &str, target: &Target) -> Resul
     let text = messages(&[], features, std::slice::from_ref(target))?;
     let signs = ["\"reason\":\"build-script-executed\"".to_owned(), format!("/{package}#")];
     let is_it = |line: &&str| signs.iter().all(|sign| line.contains(sign.as_str()));
-    let path = text.lines().filter(is_it).find_map(|line| {
+    let paths = text.lines().filter(is_it).filter_map(|line| {
         let (path, _) = line.split_once("\"out_dir\":\"")?.1.split_once('"')?;
         Some(PathBuf::from(path))
     });
-    path.with_context(|| format!("cargo names no output of a build script of {package}"))
+    match paths.collect::<Vec<_>>().as_slice() {
+        [path] => Ok(path.clone()),
+        found => {
+            bail!("cargo names {} outputs of build scripts of {package}, not one", found.len())
+        }
+    }
 }
 
 /// What cargo tells while it builds `targets`.
 fn messages(profile: &[&str], features: &str, targets: &[Target]) -> Result<String> {
     let mut command = cargo(&["build", "--quiet", "--workspace", "--features", features]);
-    command.args(profile).arg("--message-format=json").stderr(Stdio::inherit());
+    command.args(profile).arg("--message-format=json-render-diagnostics").stderr(Stdio::inherit());
     for target in targets {
         command.args([target.kind, target.name]);
     }

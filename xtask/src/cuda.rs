@@ -155,6 +155,7 @@ pub fn check_kernels() -> Result<Outcome> {
     // As they are embedded: the build script has compiled them, and kept what ptxas said.
     let features = format!("{},switchyard-kernels/cuda", steps::features());
     let images = artifacts::build_script_dir(&features, "kernels", &RUST_TESTS[0].1)?;
+    let mut num_reported = Vec::new();
     for name in KERNELS {
         let report = images.join(format!("{name}.ptxas"));
         let report = std::fs::read_to_string(&report)
@@ -186,6 +187,7 @@ pub fn check_kernels() -> Result<Outcome> {
             return Ok(Outcome::Failed(format!("{name}.cu: {}", line.trim())));
         }
         println!("{name}.cu: {num_kernels} kernels, no spills");
+        num_reported.push(num_kernels);
     }
     let path = search_path(&toolkit);
     let findings = parallel::map(&KERNELS, |name| {
@@ -197,9 +199,18 @@ pub fn check_kernels() -> Result<Outcome> {
             .stderr(Stdio::inherit())
             .output()
             .context("cannot start cuobjdump")?;
+        if !listing.status.success() {
+            bail!("cuobjdump ended with {} at {name}.fatbin", listing.status);
+        }
         Ok(sass::check(name, &String::from_utf8_lossy(&listing.stdout)))
     })?;
-    for (name, Findings { num_kernels, exceptions, wrong }) in KERNELS.iter().zip(findings) {
+    let findings = KERNELS.iter().zip(num_reported).zip(findings);
+    for ((name, num_reported), Findings { num_kernels, exceptions, wrong }) in findings {
+        if num_kernels != num_reported {
+            return Ok(Outcome::Failed(format!(
+                "{name}.cu: cuobjdump lists {num_kernels} kernels, ptxas reported {num_reported}"
+            )));
+        }
         if !wrong.is_empty() {
             return Ok(Outcome::Failed(format!(
                 "{name}.cu, in its machine code:\n  {}",

@@ -71,12 +71,13 @@ mod tests {
     #[test]
     fn the_first_failure_ends_it() {
         let num_begun = AtomicUsize::new(0);
-        let error = map(&vec![0; 10_000], |_| {
-            let number = num_begun.fetch_add(1, Ordering::Relaxed);
-            ensure!(number < 5, "enough");
+        let items: Vec<usize> = (0..10_000).collect();
+        let error = map(&items, |item| {
+            num_begun.fetch_add(1, Ordering::Relaxed);
+            ensure!(*item < 5, "enough at {item}");
             Ok(())
         });
-        assert_eq!(error.unwrap_err().to_string(), "enough");
+        assert_eq!(error.unwrap_err().to_string(), "enough at 5");
         let most = 5 + 2 * thread::available_parallelism().map_or(1, NonZero::get);
         assert!(num_begun.into_inner() <= most);
     }

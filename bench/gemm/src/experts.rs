@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use expert_server::compute::{
+use expert_compute::{
     ExpertWeights, LayerExperts, SCALE_BLOCK, Weight, WeightBytes, WeightDtype,
 };
 

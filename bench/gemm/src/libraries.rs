@@ -1,6 +1,6 @@
 //! The libraries, each as one function: `y [num_tokens, num_rows] = x [num_tokens, len] * w^T`.
 
-use expert_server::compute::Products;
+use expert_compute::Products;
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
 

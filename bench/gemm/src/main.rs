@@ -17,7 +17,7 @@ mod libraries;
 use std::error::Error;
 use std::time::Instant;
 
-use expert_server::compute::{
+use expert_compute::{
     ComputePool, ExpertGroup, Isa, LayerBatch, LayerExperts, WeightDtype,
 };
 

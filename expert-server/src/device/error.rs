@@ -7,7 +7,7 @@ use protocol::{ErrorCode, WireDtype};
 
 use crate::compute::LoadError;
 
-/// Why experts cannot be served from a GPU. Nothing was launched.
+/// Why experts cannot be served from a GPU. No batch was launched.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {

@@ -134,10 +134,13 @@ const WAIT_FOR_COMMANDS: &[&str] = &[
     "atom.relaxed.gpu",
 ];
 const POST_A_COMMAND: &[&str] = &[
+    // What all lanes stored, and what is known to be over: before anything that relies on it.
+    "bar.warp.sync",
     "ld.relaxed.gpu",
     "atom.relaxed.gpu",
-    // What is known to be over, before anything that relies on it.
-    "ld.acquire.gpu",
+    "ld.relaxed.gpu",
+    "fence.acq_rel.sys",
+    "bar.warp.sync",
     // While there is no room, as above.
     "ld.acquire.gpu",
     "ld.relaxed.sys",
@@ -154,10 +157,9 @@ const POST_A_COMMAND: &[&str] = &[
     "atom.relaxed.gpu",
     "atom.acquire.gpu",
     "atom.relaxed.gpu",
-    // Then a barrier for each thing that lane 0 hands on, and a fence before the command.
+    // Then a barrier for each thing that lane 0 hands on.
     "bar.warp.sync",
     "bar.warp.sync",
-    "fence.acq_rel.sys",
     "st.relaxed.sys",
     "bar.warp.sync",
 ];
@@ -168,7 +170,7 @@ const PROXY: &str = "switchyard/comm/proxy.h";
 const PUT_GET: &str = "switchyard/comm/put_get.cuh";
 const RECEIVE: &str = "switchyard/comm/mlx5/receive.h";
 /// Headers with one thing wrong that no test on a processor can find out.
-const MUTANTS: [Mutant; 33] = [
+const MUTANTS: [Mutant; 34] = [
     of_kernels("error-read-early", CQE, "fence_acq_rel<kScope>();", 0, ";"),
     of_kernels("completion-without-fence", CQE, "fence_acq_rel<kScope>();", 1, ";"),
     of_kernels("error-of-ring-read-early", CQE, "fence_acq_rel<kScope>();", 2, ";"),
@@ -280,10 +282,23 @@ const MUTANTS: [Mutant; 33] = [
     of_kernels(
         "command-before-its-fence",
         PROXY,
-        "fence_acq_rel<Scope::kSys>();
+        "fence_acq_rel<Scope::kSys>(); });
+    const Status status = static_cast<Status>(Group::leader(
+        [&] { return uint64_t{detail::wait_room(peer, lane, num_commands, reserved)}; }));
+    if (status != SY_PROXY_OK)
+        return status;
+    const uint64_t base = Group::leader([&] { return reserved.base; });
+    Group::each_lane(num_commands, [&](uint32_t lane_idx) {
         detail::store(lane, base + lane_idx, build(lane_idx));",
         0,
-        "detail::store(lane, base + lane_idx, build(lane_idx));
+        "});
+    const Status status = static_cast<Status>(Group::leader(
+        [&] { return uint64_t{detail::wait_room(peer, lane, num_commands, reserved)}; }));
+    if (status != SY_PROXY_OK)
+        return status;
+    const uint64_t base = Group::leader([&] { return reserved.base; });
+    Group::each_lane(num_commands, [&](uint32_t lane_idx) {
+        detail::store(lane, base + lane_idx, build(lane_idx));
         fence_acq_rel<Scope::kSys>();",
     ),
     // Which scope a NIC looks from is the caller's to say.
@@ -325,7 +340,8 @@ const MUTANTS: [Mutant; 33] = [
         0,
         "st_relaxed<Scope::kSys>(at_address<uint32_t>(rq.dbrec)",
     ),
-    of_kernels("lanes-without-barrier", "switchyard/comm/mlx5/memory.h", "__syncwarp();", 1, ";"),
+    of_kernels("lead-without-barrier", "switchyard/comm/mlx5/memory.h", "__syncwarp();", 1, ";"),
+    of_kernels("lanes-without-barrier", "switchyard/comm/mlx5/memory.h", "__syncwarp();", 2, ";"),
     of_kernels("stores-without-barrier", PUT_GET, "__syncwarp();", 1, ";"),
     of_kernels("stores-without-fence", PUT_GET, "ptx::fence_acq_rel_sys();", 0, ";"),
     Mutant {

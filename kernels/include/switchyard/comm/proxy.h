@@ -149,26 +149,34 @@ SY_DEVICE Status wait_completed(const sy_proxy_peer& peer, const sy_proxy_lane& 
     }
 }
 
-// Gives the caller `num_commands` cells from `*base` on, once they are free and the budget allows. Of a lane that is
-// out of service cells are counted, too, and nobody's.
-// NOTES: the three leave together, instead of each when the one before has come back. What is known to be over is
-// looked at last, since an acquire holds up what comes behind it.
-SY_DEVICE Status reserve(const sy_proxy_peer& peer, const sy_proxy_lane& lane,
-                         uint32_t num_commands, uint64_t* base) {
+// Cells from `base` on, which are the caller's if the lane is in service and once they are free.
+struct Reservation {
+    uint64_t error, base, seen;
+};
+
+// Cells are counted, and nobody's, of a lane that is out of service, too.
+// NOTES: nothing here uses what it asks for, so that all of it, and the fence behind it, is under way at once.
+// That fence makes an acquire of what is known to be over.
+SY_DEVICE void reserve(const sy_proxy_lane& lane, uint32_t num_commands, Reservation* reserved) {
     sy_proxy_lane_state& state = state_of(lane);
-    const uint64_t error = ld_relaxed<Scope::kGpu>(&state.error);
-    *base = atom_add_relaxed(&state.reserved, num_commands);
-    const uint64_t seen = ld_acquire<Scope::kGpu>(&state.seen);
-    if (error != 0)
-        return static_cast<Status>(error);
-    const uint64_t end = *base + num_commands;
+    reserved->error = ld_relaxed<Scope::kGpu>(&state.error);
+    reserved->base = atom_add_relaxed(&state.reserved, num_commands);
+    reserved->seen = ld_relaxed<Scope::kGpu>(&state.seen);
+}
+
+// Waits until the cells are free and the budget allows.
+SY_DEVICE Status wait_room(const sy_proxy_peer& peer, const sy_proxy_lane& lane,
+                           uint32_t num_commands, const Reservation& reserved) {
+    if (reserved.error != 0)
+        return static_cast<Status>(reserved.error);
+    const uint64_t end = reserved.base + num_commands;
     // NOTES: without this wait a cell is overwritten that the thread has not read.
-    if (end > lane.budget && seen < end - lane.budget)
+    if (end > lane.budget && reserved.seen < end - lane.budget)
         return wait_completed(peer, lane, end - lane.budget, SY_TAG_PROXY_ROOM);
     return SY_PROXY_OK;
 }
 
-// SYNC POINT command: a command is seen after everything that the poster stored, or knew of, before.
+// Behind the fence of the SYNC POINT command.
 SY_DEVICE void store(const sy_proxy_lane& lane, uint64_t index, sy_proxy_command command) {
     const uint64_t lap = (index >> lane.depth_shift) + 1;
     command.first |= lap & 0xff;
@@ -182,19 +190,24 @@ SY_DEVICE void store(const sy_proxy_lane& lane, uint64_t index, sy_proxy_command
 // Posts `num_commands` (at most 32, and not beyond the budget); `build(lane_idx)` gives the command of a
 // lane of the warp. `*end` is the number of the command behind the last one.
 template <class Group = Warp, class Build>
-SY_DEVICE Status post(const sy_proxy_peer& peer, const sy_proxy_lane& lane, uint32_t num_commands,
-                      Build&& build, uint64_t* end = nullptr) {
+SY_DEVICE Status post(const sy_proxy_peer& peer, const sy_proxy_lane& of_lane,
+                      uint32_t num_commands, Build&& build, uint64_t* end = nullptr) {
+    // NOTES: loaded here, as callers load what they build commands of: the fence empties the nearest cache.
+    const sy_proxy_lane lane = of_lane;
     if (num_commands > lane.budget)
         return SY_PROXY_ARGUMENT;
-    uint64_t base = 0;
-    const Status status = static_cast<Status>(
-        Group::leader([&] { return uint64_t{detail::reserve(peer, lane, num_commands, &base)}; }));
+    detail::Reservation reserved = {};
+    Group::lead([&] { detail::reserve(lane, num_commands, &reserved); });
+    // SYNC POINT command: a command is seen after everything that the poster stored, or knew of, before.
+    // NOTES: by every lane that stores a command; together they cost as much as one. A wait for room has a fence of
+    // its own.
+    Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });
+    const Status status = static_cast<Status>(Group::leader(
+        [&] { return uint64_t{detail::wait_room(peer, lane, num_commands, reserved)}; }));
     if (status != SY_PROXY_OK)
         return status;
-    base = Group::leader([&] { return base; });
+    const uint64_t base = Group::leader([&] { return reserved.base; });
     Group::each_lane(num_commands, [&](uint32_t lane_idx) {
-        // NOTES: by every lane that stores a command; together they cost as much as one.
-        fence_acq_rel<Scope::kSys>();
         detail::store(lane, base + lane_idx, build(lane_idx));
     });
     if (end != nullptr)
@@ -209,10 +222,9 @@ SY_DEVICE Status put_from_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uin
     if (!detail::is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES ||
         source >= SY_PROXY_MAX_SOURCES || source_offset > UINT32_MAX)
         return SY_PROXY_ARGUMENT;
-    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) {
-        return detail::make_move(peer, SY_PROXY_PUT, source, source_offset, offset,
-                                 static_cast<uint32_t>(num_bytes));
-    });
+    const sy_proxy_command put = detail::make_move(peer, SY_PROXY_PUT, source, source_offset,
+                                                   offset, static_cast<uint32_t>(num_bytes));
+    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) { return put; });
 }
 
 // Puts what was stored at `offset` of the mirror.
@@ -231,19 +243,19 @@ SY_DEVICE Status put_word_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uin
     if (!is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES ||
         !is_inside(peer, word_offset, 8) || word_offset % 8 != 0)
         return SY_PROXY_ARGUMENT;
-    return post<Group>(peer, lane_of(peer, lane), 2, [&](uint32_t lane_idx) {
-        return lane_idx == 0 ? make_move(peer, SY_PROXY_PUT, 0, offset, offset,
-                                         static_cast<uint32_t>(num_bytes))
-                             : make_word(peer, opcode, word_offset, value);
-    });
+    const sy_proxy_command put =
+        make_move(peer, SY_PROXY_PUT, 0, offset, offset, static_cast<uint32_t>(num_bytes));
+    const sy_proxy_command word = make_word(peer, opcode, word_offset, value);
+    return post<Group>(peer, lane_of(peer, lane), 2,
+                       [&](uint32_t lane_idx) { return lane_idx == 0 ? put : word; });
 }
 
 SY_DEVICE Status post_word(const sy_proxy_peer& peer, uint32_t lane, uint32_t opcode,
                            uint64_t offset, uint64_t value) {
     if (!is_inside(peer, offset, 8) || offset % 8 != 0)
         return SY_PROXY_ARGUMENT;
-    return post<Thread>(peer, lane_of(peer, lane), 1,
-                        [&](uint32_t) { return make_word(peer, opcode, offset, value); });
+    const sy_proxy_command word = make_word(peer, opcode, offset, value);
+    return post<Thread>(peer, lane_of(peer, lane), 1, [&](uint32_t) { return word; });
 }
 
 } // namespace detail
@@ -272,10 +284,9 @@ SY_DEVICE Status get_to_nbi_warp(const sy_proxy_peer& peer, uint32_t lane, uint6
     if (!detail::is_inside(peer, offset, num_bytes) || num_bytes > SY_PROXY_MAX_BYTES ||
         source >= SY_PROXY_MAX_SOURCES || source_offset > UINT32_MAX)
         return SY_PROXY_ARGUMENT;
-    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) {
-        return detail::make_move(peer, SY_PROXY_GET, source, source_offset, offset,
-                                 static_cast<uint32_t>(num_bytes));
-    });
+    const sy_proxy_command get = detail::make_move(peer, SY_PROXY_GET, source, source_offset,
+                                                   offset, static_cast<uint32_t>(num_bytes));
+    return post<Group>(peer, detail::lane_of(peer, lane), 1, [&](uint32_t) { return get; });
 }
 
 // The same to the mirror, at the same offset.

@@ -147,8 +147,10 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
                                                         params.object_bytes)
                        : comm::proxy::detail::head(peer, SY_PROXY_NOP, 0);
         };
+        const sy_proxy_command own = build(lane_idx);
         if (status == SY_PROXY_OK)
-            status = comm::proxy::post(peer, lane, params.batch * per_object, build, &end);
+            status = comm::proxy::post(
+                peer, lane, params.batch * per_object, [&](uint32_t) { return own; }, &end);
         if ((params.flags & SY_PROXY_PRODUCE_ROUND_TRIP) != 0) {
             if (lane_idx == 0 && status == SY_PROXY_OK) {
                 status = comm::proxy::detail::wait_completed(peer, lane, end, SY_TAG_PROXY_ROOM);

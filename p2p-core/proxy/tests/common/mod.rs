@@ -296,12 +296,14 @@ impl Endpoint for Recorder {
         if held == 0 {
             return Ok(());
         }
+        let is_refused = self.behaviour.refuses_batches.load(Ordering::SeqCst);
+        // Before nothing is held any more: whoever sees that may count posts.
+        self.behaviour.num_posts.fetch_add(u64::from(!is_refused), Ordering::SeqCst);
         self.behaviour.num_held.fetch_sub(held, Ordering::SeqCst);
-        if self.behaviour.refuses_batches.load(Ordering::SeqCst) {
+        if is_refused {
             let detail = "injected".to_owned();
             return Err(PostError::Transport { op: "flush", code: -6, detail });
         }
-        self.behaviour.num_posts.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 

@@ -262,6 +262,13 @@ struct Warp {
         __syncwarp();
     }
 
+    // Lane 0 does it. Its fences, and later ones of the other lanes, cover what all lanes stored before.
+    template <class F> SY_DEVICE static void lead(F&& compute) {
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0)
+            compute();
+    }
+
     // What lane 0 computes, for all lanes.
     // NOTES: a shuffle orders no memory. The barrier before it hands on what lane 0 has acquired, and
     // brings together what the lanes have stored for whichever of them announces it next.
@@ -293,6 +300,8 @@ struct Warp {
             lane(lane_idx);
     }
 
+    template <class F> SY_DEVICE static void lead(F&& compute) { compute(); }
+
     template <class F> SY_DEVICE static uint64_t leader(F&& compute) { return compute(); }
 };
 
@@ -306,6 +315,8 @@ struct Thread {
         for (uint32_t lane_idx = 0; lane_idx < num_lanes; ++lane_idx)
             lane(lane_idx);
     }
+
+    template <class F> SY_DEVICE static void lead(F&& compute) { compute(); }
 
     template <class F> SY_DEVICE static uint64_t leader(F&& compute) { return compute(); }
 };
