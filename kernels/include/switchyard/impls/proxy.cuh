@@ -47,7 +47,8 @@ __device__ inline void proxy_produce(const sy_proxy_produce_params& params) {
     const sy_proxy_peer& first = params.peers[0];
     const sy_proxy_peer& peer = params.peers[blockIdx.x / first.num_lanes];
     const uint32_t lane_number = blockIdx.x % first.num_lanes;
-    const sy_proxy_lane& lane = comm::proxy::detail::lane_of(peer, lane_number);
+    // NOTES: a copy, which stays in registers: each post's fence empties the nearest cache.
+    const sy_proxy_lane lane = comm::proxy::detail::lane_of(peer, lane_number);
     const uint32_t lane_idx = threadIdx.x & 31;
     const uint64_t region = uint64_t{lane_number} * params.num_objects * params.object_bytes;
     uint32_t num_pending = 0, oldest = 0, num_samples = 0;
