@@ -24,7 +24,7 @@ STALL_MS, AFTER_KILL_RATIO = 10, 0.98
 # A warp's put + flag with queues in host memory, and millions of requests per second over 32 lanes and 8 queues.
 POST_US, REQUESTS_M, POST_QUEUES = 1.0, 100, 8
 PROXY_ONE_WAY_US, PROXY_RATE_M, PROXY_IDLE_PERCENT = 4, 5.9, 1
-# Measured earlier on such a host with four GPUs: DESIGN, section 7.
+# Of DeepEP, measured once on a host with four H200s.
 DEEPEP_US = {("4r", 1): "28 (normal 53)", ("4r", 128): "92 (normal 95)", ("4r", 4096): "normal 1180"}
 
 
@@ -191,7 +191,7 @@ def layer_aims(run, aims):
                                                                         layer_aim(*key)), *other_cells(run, key)])
         table("shape tokens: µs: aim: met NCCL: symmetric_memory: DeepEP:", lines)
         if not run.has_deepep:
-            print("\nDeepEP was not measured in this run: its figures are those of DESIGN, section 7, on such a host.")
+            print("\nDeepEP was not measured in this run: its figures, where there are any, were measured once on a host with four H200s.")
     added = [(key, found) for key, found in run.layers.items() if key[1] == 128 and ECHO in found and LISTS in found]
     if added:
         print("\nA real server behind it, 128 tokens: every field checked, and lists by expert.")
