@@ -109,7 +109,7 @@ services)
         ./proxy_layers --test-threads=1 a_server_that_goes
     check "fused kernels through proxies, flags as messages" 200 \
         env SWITCHYARD_VERBS_SIGNALS=messages SWITCHYARD_TEST_TRANSPORT=verbs SWITCHYARD_TEST_MODEL=$model \
-        ./proxy_device --test-threads=1 layers_with_fp8 is_killed
+        ./proxy_device --test-threads=1 layers_with_fp8 stands_still
     second_device
     sent=$(packets rxe1)
     SWITCHYARD_TEST_TRANSPORT=verbs:rxe0+rxe1 check "the message engine over two devices" 200 \

@@ -170,7 +170,7 @@ const PROXY: &str = "switchyard/comm/proxy.h";
 const PUT_GET: &str = "switchyard/comm/put_get.cuh";
 const RECEIVE: &str = "switchyard/comm/mlx5/receive.h";
 /// Headers with one thing wrong that no test on a processor can find out.
-const MUTANTS: [Mutant; 34] = [
+const MUTANTS: [Mutant; 35] = [
     of_kernels("error-read-early", CQE, "fence_acq_rel<kScope>();", 0, ";"),
     of_kernels("completion-without-fence", CQE, "fence_acq_rel<kScope>();", 1, ";"),
     of_kernels("error-of-ring-read-early", CQE, "fence_acq_rel<kScope>();", 2, ";"),
@@ -278,6 +278,18 @@ const MUTANTS: [Mutant; 34] = [
         0,
         "const uint64_t reserved = ld_relaxed<Scope::kGpu>(&state.reserved);
             fence_acq_rel<Scope::kSys>();",
+    ),
+    of_kernels(
+        "room-looked-at-behind-its-fence",
+        PROXY,
+        "Group::lead([&] { detail::reserve(lane, num_commands, &reserved); });
+    // SYNC POINT command: a command is seen after everything that the poster stored, or knew of, before.
+    // NOTES: by every lane that stores a command; together they cost as much as one. A wait for room has a fence of
+    // its own.
+    Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });",
+        0,
+        "Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });
+    Group::lead([&] { detail::reserve(lane, num_commands, &reserved); });",
     ),
     of_kernels(
         "command-before-its-fence",
