@@ -66,9 +66,8 @@ step 60 "expert stage against double precision" ./expert_test --seed "$seed"
 # One after the other: freeing memory waits for all kernels of a process, also for those that wait for each other.
 step 120 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 1
 # PTX is what GPUs of other architectures get; without matrix units of this one it is right, and slow. Each test opens
-# the GPU anew, and the driver then compiles all of it anew, for some fifteen seconds: hence a few, which run every
-# kernel of a layer.
-step 120 "layers from PTX" env CUDA_FORCE_PTX_JIT=1 \
+# the GPU anew and takes some thirteen seconds, mostly of the driver's compiler: hence a few.
+step 120 "layers from PTX" env CUDA_FORCE_PTX_JIT=1 CUDA_CACHE_PATH="$PWD/.ptx-cache" \
     ./rust_kernels_test on_the_gpu::layers_with_fp8 on_the_gpu::expert_outputs on_the_gpu::echo --test-threads 1
 step 60 "device slots between processes" \
     env SWITCHYARD_TEST_DEVICE=cuda ./rust_cuda_ipc_test --test-threads 2
