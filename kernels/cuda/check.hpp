@@ -155,6 +155,8 @@ template <class Params>
         return SY_LAUNCH_EXPERTS;
     if (uint64_t{params.lists.max_rows} * params.geometry.top_k >= 1u << SY_RANK_BITS)
         return SY_LAUNCH_TOKENS;
+    if (params.timeout_ns == 0)
+        return SY_LAUNCH_BOUND;
     if (params.rows == nullptr || params.activation == nullptr || params.expert_out == nullptr ||
         params.layers == nullptr || params.num_layers == 0)
         return SY_LAUNCH_NULL;

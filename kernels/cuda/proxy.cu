@@ -1,5 +1,6 @@
 // Kernels of the proxy, by names that need no template arguments.
 #include "switchyard/comm/proxy_link.h"
+#include "switchyard/impls/link_calls.cuh"
 #include "switchyard/impls/proxy.cuh"
 
 extern "C" __global__ void __launch_bounds__(SY_PROXY_PRODUCE_THREADS)
@@ -10,6 +11,12 @@ extern "C" __global__ void __launch_bounds__(SY_PROXY_PRODUCE_THREADS)
 extern "C" __global__ void __launch_bounds__(SY_PEER_COPY_THREADS)
     sy_peer_copy(const __grid_constant__ sy_peer_copy_params params) {
     switchyard::impls::peer_copy(params);
+}
+
+// The calls of a link, whose way may be a proxy: what tests launch.
+extern "C" __global__ void __launch_bounds__(32)
+    sy_link_calls(const __grid_constant__ switchyard::impls::LinkCallsParams params) {
+    switchyard::impls::link_calls<switchyard::comm::kAnyWay>(params);
 }
 
 // Every device function once: the check that they compile for a GPU.

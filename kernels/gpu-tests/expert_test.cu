@@ -1,6 +1,7 @@
 // The expert stage against double precision on the host, and its speed.
 //
 //   expert_test [--seed N]                        correctness, small shapes
+//   expert_test --expire [--seed N]               copies that never complete
 //   expert_test --bench [--bf16-rate TFLOP/s] [--fp8-rate TFLOP/s] [--dtype bf16|fp8] [--tokens N]
 //                                                 one JSON line per model, type and tokens per
 //                                                 expert
@@ -9,6 +10,10 @@
 #include <cmath>
 #include <string>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include "ranks.hpp"
@@ -126,6 +131,7 @@ struct Stage {
         params.num_layers = 2;
         params.num_clients = 1;
         params.weights_dtype = c.weights_dtype;
+        params.timeout_ns = 10'000'000'000;
         params.clients = table;
         CHECK_CUDA(cudaDeviceSynchronize());
     }
@@ -504,13 +510,77 @@ void refusals(uint64_t seed) {
     params = bad.params;
     params.rows = nullptr;
     CHECK(sy_launch_expert_compute(&params, nullptr) == SY_LAUNCH_NULL, "no rows");
+    params = bad.params;
+    params.timeout_ns = 0;
+    CHECK(sy_launch_expert_compute(&params, nullptr) == SY_LAUNCH_BOUND, "no bound");
+}
+
+// Boxes of half of what a stage waits for, so that no stage is ever full.
+void halve_boxes(Stage& stage, const Case& c) {
+    void* encode = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
+                                                cudaEnableDefault, &found));
+    CHECK(found == cudaDriverEntryPointSuccess, "no cuTensorMapEncodeTiled");
+    auto shape = sy_gate_up_map(c.hidden, c.inter, c.counts.size(), c.weights_dtype);
+    shape.extent[shape.rank - 1] /= 2;
+    const uint32_t element_strides[5] = {1, 1, 1, 1, 1};
+    alignas(64) CUtensorMap map;
+    const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+        &map,
+        c.weights_dtype == SY_DTYPE_F8_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        shape.rank, stage.gate_up, shape.dims, shape.strides, shape.extent, element_strides,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: %d", result);
+    upload(stage.layers[1].gate_up_map, &map, sizeof(map));
+}
+
+// Copies that never complete end the kernel with a trap, which says where it waited.
+void expire(uint32_t rows_dtype, uint32_t weights_dtype, uint64_t seed) {
+    const Case c = {256, 128, rows_dtype, weights_dtype, 100, 8, {3, 0, 130}};
+    Stage stage(c, seed);
+    halve_boxes(stage, c);
+    sy_error_word* trapped;
+    CHECK_CUDA(cudaHostAlloc(&trapped, sizeof(*trapped), cudaHostAllocMapped));
+    *trapped = {};
+    stage.params.timeout_ns = 100'000'000;
+    stage.params.trapped = trapped;
+    CHECK_LAUNCH(sy_launch_expert_compute(&stage.params, nullptr));
+    const cudaError_t error = cudaDeviceSynchronize();
+    CHECK(error == cudaErrorLaunchFailure, "%s", cudaGetErrorString(error));
+    const volatile sy_error_word& word = *trapped;
+    CHECK(word.tag == SY_TAG_PRODUCT && word.reason == SY_REASON_TIMEOUT, "tag %u, reason %u",
+          word.tag, word.reason);
+    CHECK(word.observed < 4 && word.expected < 2, "stage %" PRIu64 ", parity %" PRIu64,
+          word.observed, word.expected);
+    printf("rows %u, weights %u: block %u gave stage %" PRIu64 " up\n", rows_dtype, weights_dtype,
+           word.peer, word.observed);
+    // The context is lost, and nothing of it can be freed.
+    fflush(stdout);
+    _Exit(0);
+}
+
+// Each in a process of its own, which must be born before this one knows the driver.
+void expiries(uint64_t seed) {
+    for (const uint32_t weights : {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3})
+        for (const uint32_t rows : {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3}) {
+            const pid_t child = fork();
+            if (child == 0)
+                expire(rows, weights, seed);
+            int status = 0;
+            CHECK(child > 0 && waitpid(child, &status, 0) == child, "no child");
+            CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "rows %u, weights %u: status %#x",
+                  rows, weights, status);
+        }
 }
 
 } // namespace
 
 int main(int argc, char** argv) {
     uint64_t seed = 1;
-    bool is_bench = false;
+    bool is_bench = false, expires = false;
     std::vector<uint32_t> sizes = {1, 4, 16, 64, 256, 1024};
     std::vector<uint32_t> dtypes = {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3};
     // Dense products of 8192 cubed by a library, measured apart; a run that measures them says so.
@@ -519,6 +589,8 @@ int main(int argc, char** argv) {
         const std::string arg = argv[i];
         if (arg == "--bench")
             is_bench = true;
+        else if (arg == "--expire")
+            expires = true;
         else if (arg == "--seed" && i + 1 < argc)
             seed = strtoull(argv[++i], nullptr, 10);
         else if (arg == "--bf16-rate" && i + 1 < argc)
@@ -542,6 +614,12 @@ int main(int argc, char** argv) {
         return 0;
     }
     printf("expert_test: seed %" PRIu64 "\n", seed);
+    fflush(stdout);
+    if (expires) {
+        expiries(seed);
+        printf("expert_test: all ok\n");
+        return 0;
+    }
     correctness(seed);
     refusals(seed);
     CHECK(num_bad == 0, "%d cases are off", num_bad);

@@ -63,6 +63,7 @@ required=${SWITCHYARD_REQUIRE:-}
 export SWITCHYARD_REQUIRE=gpu${required:+,$required} SWITCHYARD_TEST_SEED=$seed
 step 60 "kernels against the host reference" ./kernels_test --seed "$seed"
 step 60 "expert stage against double precision" ./expert_test --seed "$seed"
+step 60 "products whose copies never complete" ./expert_test --expire --seed "$seed"
 # One after the other: freeing memory waits for all kernels of a process, also for those that wait for each other.
 step 120 "kernels launched from Rust, against Rust" ./rust_kernels_test on_the_gpu gpu:: --test-threads 1
 # PTX is what GPUs of other architectures get; without matrix units of this one it is right, and slow. Each test opens

@@ -114,109 +114,208 @@ __global__ void __launch_bounds__(32) take_kernel(const __grid_constant__ ImmPar
     }
 }
 
-void receive(const Backend& backend, int num_gpus) {
-    QueueSizes sizes;
-    sizes.sq_depth = 128;
-    sizes.is_collapsed = false;
-    Rig rig(backend, sizes, num_gpus);
-    // The receiver's queue pair, counts and records are on its side.
-    CHECK_CUDA(cudaSetDevice(rig.target_gpu));
-    SendQueue peer(backend.where, sizes, 0x61, 7);
+// The receiver's queue pair, counts and records, which are on its side, and warps that take.
+struct Receiver {
+    Rig& rig;
+    SendQueue peer;
     sy_mlx5_rq rq = {};
-    rq.dbrec = peer.handle.dbrec;
-    rq.cq = peer.handle.cq;
-    rq.cq_dbrec = peer.handle.cq_dbrec;
-    rq.state = reinterpret_cast<uint64_t>(device_alloc<sy_mlx5_rq_state>(1));
-    rq.qpn = peer.handle.qpn;
-    rq.cq_depth = peer.handle.cq_depth;
-    rq.num_receives = kNumReceives;
-    rq.peer = 7;
-    const char* wrong = sy_mlx5_check_rq(&rq);
-    CHECK(wrong == nullptr, "%s", wrong);
-    // As the receiver's host does when it posts receives.
-    peer.store_word(peer.handle.dbrec + 4 * SY_MLX5_DBREC_RECEIVE, __builtin_bswap32(kNumReceives));
-    uint64_t* next = device_alloc<uint64_t>(1);
-    uint32_t* num_wrong = device_alloc<uint32_t>(1);
-    uint32_t* taker_status = device_alloc<uint32_t>(1);
-    sy_error_word* taker_error = device_alloc<sy_error_word>(1);
+    uint64_t* next;
+    uint32_t *num_wrong, *status;
+    sy_error_word* error;
     cudaStream_t takers;
-    CHECK_CUDA(cudaStreamCreateWithFlags(&takers, cudaStreamNonBlocking));
-    CHECK_CUDA(cudaSetDevice(0));
-    rig.nic.set_receiver(rig.number, peer);
-    ImmParams params = {};
-    params.qp = rig.queue.handle;
-    params.rq = rq;
-    params.local = {reinterpret_cast<uint64_t>(rig.source), kLocalKey};
-    params.remote = kRemoteBase;
-    params.target = reinterpret_cast<const uint64_t*>(rig.target);
-    params.taken = softnic::allocate_mapped<uint64_t>(1);
-    params.pattern = g_seed;
-    params.next = next;
-    params.num_wrong = num_wrong;
-    // Copies that a host starts one by one take tens of microseconds each; the others take the numbers of
-    // receives around their 16 bits.
-    const uint64_t num_puts = backend.has_copy_engines ? 3000 : 65536 + 500;
-    const auto take = [&](uint64_t end, uint64_t timeout_ns) {
+    ImmParams params = {}; // of both sides
+
+    Receiver(const Backend& backend, const QueueSizes& sizes, Rig& rig)
+        : rig(rig), peer(make_peer(backend, sizes, rig)) {
+        CHECK_CUDA(cudaSetDevice(rig.target_gpu));
+        rq.dbrec = peer.handle.dbrec;
+        rq.cq = peer.handle.cq;
+        rq.cq_dbrec = peer.handle.cq_dbrec;
+        rq.state = reinterpret_cast<uint64_t>(device_alloc<sy_mlx5_rq_state>(1));
+        rq.qpn = peer.handle.qpn;
+        rq.cq_depth = peer.handle.cq_depth;
+        rq.num_receives = kNumReceives;
+        rq.peer = 7;
+        const char* wrong = sy_mlx5_check_rq(&rq);
+        CHECK(wrong == nullptr, "%s", wrong);
+        next = device_alloc<uint64_t>(1);
+        num_wrong = device_alloc<uint32_t>(1);
+        status = device_alloc<uint32_t>(1);
+        error = device_alloc<sy_error_word>(1);
+        CHECK_CUDA(cudaStreamCreateWithFlags(&takers, cudaStreamNonBlocking));
+        CHECK_CUDA(cudaSetDevice(0));
+        rig.nic.set_receiver(rig.number, peer);
+        params.qp = rig.queue.handle;
+        params.rq = rq;
+        params.local = {reinterpret_cast<uint64_t>(rig.source), kLocalKey};
+        params.remote = kRemoteBase;
+        params.target = reinterpret_cast<const uint64_t*>(rig.target);
+        params.taken = softnic::allocate_mapped<uint64_t>(1);
+        params.pattern = g_seed;
+        params.next = next;
+        params.num_wrong = num_wrong;
+        post_receives();
+    }
+    ~Receiver() { CHECK_CUDA(cudaStreamDestroy(takers)); }
+    Receiver(const Receiver&) = delete;
+    Receiver& operator=(const Receiver&) = delete;
+
+    // As the receiver's host does.
+    void post_receives() {
+        peer.store_word(peer.handle.dbrec + 4 * SY_MLX5_DBREC_RECEIVE,
+                        __builtin_bswap32(kNumReceives));
+    }
+    // As after a reset of the queue pair: nothing was taken, nothing stands in the ring.
+    void reset() {
+        CHECK_CUDA(cudaSetDevice(rig.target_gpu));
+        peer.reset();
+        to_device(reinterpret_cast<sy_mlx5_rq_state*>(rq.state), sy_mlx5_rq_state{});
+        CHECK_CUDA(cudaSetDevice(0));
+        *params.taken = 0;
+        post_receives();
+        forget();
+    }
+    void forget() {
+        to_device(status, uint32_t{SY_MLX5_OK});
+        to_device(next, uint64_t{0});
+        to_device(error, sy_error_word{});
+    }
+    // Begins to take up to number `end`.
+    void take(uint64_t end, uint64_t timeout_ns) {
         CHECK_CUDA(cudaSetDevice(rig.target_gpu));
         ImmParams mine = params;
-        mine.bound = {taker_error, nullptr, timeout_ns};
+        mine.bound = {error, nullptr, timeout_ns};
         mine.end = end;
-        mine.status = taker_status;
+        mine.status = status;
         take_kernel<<<4, 32, 0, takers>>>(mine);
         CHECK_CUDA(cudaGetLastError());
         CHECK_CUDA(cudaSetDevice(0));
-    };
+    }
+    // Begins to put up to number `end`.
+    void put(uint64_t end) {
+        ImmParams mine = params;
+        mine.bound = {rig.error, nullptr, 5'000'000'000};
+        mine.end = end;
+        mine.status = rig.status;
+        put_imm_kernel<<<1, 32, 0, rig.stream>>>(mine);
+        CHECK_CUDA(cudaGetLastError());
+    }
+    sy_mlx5_rq_state state() const {
+        return from_device(reinterpret_cast<const sy_mlx5_rq_state*>(rq.state));
+    }
+
+  private:
+    static SendQueue make_peer(const Backend& backend, const QueueSizes& sizes, const Rig& rig) {
+        CHECK_CUDA(cudaSetDevice(rig.target_gpu));
+        return SendQueue(backend.where, sizes, 0x61, 7);
+    }
+};
+
+QueueSizes receive_sizes() {
+    QueueSizes sizes;
+    sizes.sq_depth = 128;
+    sizes.is_collapsed = false;
+    return sizes;
+}
+
+void receive(const Backend& backend, int num_gpus) {
+    const QueueSizes sizes = receive_sizes();
+    Rig rig(backend, sizes, num_gpus);
+    Receiver receiver(backend, sizes, rig);
+    // Copies that a host starts one by one take tens of microseconds each; the others take the numbers of
+    // receives around their 16 bits.
+    const uint64_t num_puts = backend.has_copy_engines ? 3000 : 65536 + 500;
     // Nothing comes: they give up within their bound, and lose nothing by it.
-    take(4, 20'000'000);
-    CHECK_CUDA(cudaStreamSynchronize(takers));
-    const sy_error_word expired = from_device(taker_error);
-    CHECK(from_device(taker_status) == SY_MLX5_TIMEOUT && expired.tag == SY_TAG_MLX5_RECEIVE &&
+    receiver.take(4, 20'000'000);
+    CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
+    const sy_error_word expired = from_device(receiver.error);
+    CHECK(from_device(receiver.status) == SY_MLX5_TIMEOUT && expired.tag == SY_TAG_MLX5_RECEIVE &&
               expired.peer == 7 && expired.reason == SY_REASON_TIMEOUT && expired.expected == 1,
-          "status %u tag %u peer %u reason %u", from_device(taker_status), expired.tag,
+          "status %u tag %u peer %u reason %u", from_device(receiver.status), expired.tag,
           expired.peer, expired.reason);
-    to_device(taker_status, uint32_t{SY_MLX5_OK});
-    to_device(next, uint64_t{0});
-    to_device(taker_error, sy_error_word{});
+    receiver.forget();
     rig.begin();
     const double start_s = now_s();
-    take(num_puts, 5'000'000'000);
-    params.bound = {rig.error, nullptr, 5'000'000'000};
-    params.end = num_puts;
-    params.status = rig.status;
-    put_imm_kernel<<<1, 32, 0, rig.stream>>>(params);
-    CHECK_CUDA(cudaGetLastError());
+    receiver.take(num_puts, 5'000'000'000);
+    receiver.put(num_puts);
     CHECK_CUDA(cudaStreamSynchronize(rig.stream));
-    CHECK_CUDA(cudaStreamSynchronize(takers));
+    CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
     const double us = (now_s() - start_s) * 1e6;
     const softnic::Counts counts = rig.nic.stop();
     rig.expect_clean(counts);
     rig.expect_all({from_device(rig.status)}, SY_MLX5_OK);
-    CHECK(from_device(taker_status) == SY_MLX5_OK, "status %u, tag %u observed %" PRIx64,
-          from_device(taker_status), from_device(taker_error).tag,
-          from_device(taker_error).observed);
-    CHECK(from_device(num_wrong) == 0, "%u words, lengths or numbers are wrong",
-          from_device(num_wrong));
-    CHECK(counts.num_requests == num_puts && *params.taken == num_puts,
+    CHECK(from_device(receiver.status) == SY_MLX5_OK, "status %u, tag %u observed %" PRIx64,
+          from_device(receiver.status), from_device(receiver.error).tag,
+          from_device(receiver.error).observed);
+    const uint32_t num_wrong = from_device(receiver.num_wrong);
+    CHECK(num_wrong == 0, "%u words, lengths or numbers are wrong", num_wrong);
+    const uint64_t num_taken = *receiver.params.taken;
+    CHECK(counts.num_requests == num_puts && num_taken == num_puts,
           "%" PRIu64 " requests, %" PRIu64 " taken, expected %" PRIu64, counts.num_requests,
-          *params.taken, num_puts);
+          num_taken, num_puts);
     // Receives are given back one by one, and so is the room for their completions.
-    const auto state = from_device(reinterpret_cast<const sy_mlx5_rq_state*>(rq.state));
+    const auto state = receiver.state();
     uint32_t records[2];
-    peer.load_bytes(rq.dbrec + 4 * SY_MLX5_DBREC_RECEIVE, &records[0], 4);
-    peer.load_bytes(rq.cq_dbrec + 4 * SY_MLX5_CQ_DBREC_CONSUMER, &records[1], 4);
+    const sy_mlx5_rq& rq = receiver.rq;
+    receiver.peer.load_bytes(rq.dbrec + 4 * SY_MLX5_DBREC_RECEIVE, &records[0], 4);
+    receiver.peer.load_bytes(rq.cq_dbrec + 4 * SY_MLX5_CQ_DBREC_CONSUMER, &records[1], 4);
     CHECK(state.taken == num_puts && state.cq_index == num_puts && state.error == 0 &&
               __builtin_bswap32(records[0]) == ((num_puts + kNumReceives) & 0xffff) &&
               __builtin_bswap32(records[1]) == (num_puts & 0xffffff),
           "taken %" PRIu64 ", records %08x %08x", state.taken, records[0], records[1]);
-    CHECK_CUDA(cudaStreamDestroy(takers));
     printf("{\"test\":\"receives\",\"nic\":\"%s\",\"queues\":\"%s\",\"puts\":%" PRIu64
            ",\"us_per_put\":%.3f}\n",
            backend.name(), name_of(backend.where), num_puts, us / static_cast<double>(num_puts));
 }
 
+// A request that the receiver's side refuses takes its queue pair out of service: what came before is taken, all
+// who take are told that their receives came back flushed, again and again, and after a reset it goes on.
+void receive_flushed(const Backend& backend, int num_gpus) {
+    const QueueSizes sizes = receive_sizes();
+    Rig rig(backend, sizes, num_gpus);
+    Receiver receiver(backend, sizes, rig);
+    constexpr uint64_t kNumPuts = kNumReceives / 2;
+    for (uint32_t round = 0; round < 2; ++round) {
+        rig.begin();
+        receiver.take(kNumReceives, 5'000'000'000);
+        receiver.put(kNumPuts);
+        CHECK_CUDA(cudaStreamSynchronize(rig.stream));
+        rig.expect_all({from_device(rig.status)}, SY_MLX5_OK);
+        rig.expect_all(rig.post(Job::kBadRkey, 1, 1), SY_MLX5_COMPLETION);
+        CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
+        // Who comes later is told the same.
+        const uint32_t early = from_device(receiver.status);
+        const sy_error_word error = from_device(receiver.error);
+        receiver.forget();
+        receiver.take(1, 5'000'000'000);
+        CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
+        const uint32_t late = from_device(receiver.status);
+        rig.expect_clean(rig.nic.stop());
+        CHECK(early == SY_MLX5_COMPLETION && late == SY_MLX5_COMPLETION, "status %u, then %u",
+              early, late);
+        const auto state = receiver.state();
+        CHECK(SY_MLX5_ERROR_SYNDROME(state.error) == SY_MLX5_SYNDROME_FLUSHED &&
+                  state.taken == kNumPuts && *receiver.params.taken == kNumPuts,
+              "error %" PRIx64 ", %" PRIu64 " taken", state.error, state.taken);
+        // Of two calls, one says more than its status.
+        CHECK(error.tag == SY_TAG_NONE ||
+                  (error.tag == SY_TAG_MLX5_COMPLETION && error.peer == 7 &&
+                   error.reason == SY_REASON_VALUE && error.observed == state.error),
+              "tag %u peer %u reason %u", error.tag, error.peer, error.reason);
+        const uint32_t num_wrong = from_device(receiver.num_wrong);
+        CHECK(num_wrong == 0, "%u words, lengths or numbers are wrong", num_wrong);
+        rig.clear();
+        receiver.reset();
+    }
+    printf("{\"test\":\"receives_flushed\",\"nic\":\"%s\",\"queues\":\"%s\"}\n", backend.name(),
+           name_of(backend.where));
+}
+
 void receives(int num_gpus) {
     for (const Backend& backend : kBackends)
         receive(backend, num_gpus);
+    for (const Backend& backend : kBackends)
+        receive_flushed(backend, num_gpus);
 }
 
 } // namespace

@@ -6,7 +6,7 @@ use std::mem::{offset_of, size_of};
 use bytemuck::{Pod, Zeroable};
 
 /// `version` of every parameter struct.
-pub const DEVICE_ABI_VERSION: u32 = 3;
+pub const DEVICE_ABI_VERSION: u32 = 4;
 /// `"SYDF"` as a little-endian word: the magic of a device frame's header.
 pub const DEVICE_FRAME_MAGIC: u32 = u32::from_le_bytes(*b"SYDF");
 /// Most peers of one client or server: one bit per peer in a 32-bit mask.
@@ -97,6 +97,8 @@ pub const TAG_NUM_TOKENS: u32 = 6;
 pub const TAG_REFUSED: u32 = 9;
 /// `SY_TAG_COMBINE_WAY`
 pub const TAG_COMBINE_WAY: u32 = 12;
+/// [`ErrorWord::tag`]: a product's own copies and products.
+pub const TAG_PRODUCT: u32 = 13;
 /// [`ErrorWord::reason`]: the bound expired.
 pub const REASON_TIMEOUT: u32 = 1;
 /// [`ErrorWord::reason`]: the host ended the wait, or the way to the peer failed.
@@ -573,6 +575,11 @@ pub struct ExpertComputeParams {
     pub num_blocks: u32,
     /// [`DTYPE_BF16`] or [`DTYPE_F8_E4M3`]: of every layer.
     pub weights_dtype: u32,
+    /// Of a thread block's waits for its own copies and products, in nanoseconds. One that expires means that the GPU,
+    /// or what it was given, is out of order: the kernel traps, so that nothing behind it in the stream runs.
+    pub timeout_ns: u64,
+    /// Null, or [`ErrorWord`] in mapped host memory, which outlives a context that is lost: why a kernel trapped.
+    pub trapped: DevicePtr,
     /// [`ClientPeer`] `[num_clients]`.
     pub clients: DevicePtr,
 }
@@ -656,5 +663,5 @@ const _: () = assert!(offset_of!(ExpertSendParams, clients) == 216);
 const _: () = assert!(size_of::<EchoParams>() == 184);
 const _: () = assert!(offset_of!(EchoParams, clients) == 176);
 const _: () = assert!(size_of::<LayerWeights>() == 320);
-const _: () = assert!(size_of::<ExpertComputeParams>() == 256);
-const _: () = assert!(offset_of!(ExpertComputeParams, clients) == 248);
+const _: () = assert!(size_of::<ExpertComputeParams>() == 272);
+const _: () = assert!(offset_of!(ExpertComputeParams, clients) == 264);

@@ -162,6 +162,9 @@ impl Check for ExpertComputeParams {
         if num_entries >= 1 << RANK_BITS {
             return Err(CheckError::Tokens);
         }
+        if self.timeout_ns == 0 {
+            return Err(CheckError::Bound);
+        }
         let pointers = [self.rows, self.activation, self.expert_out, self.layers];
         set(&pointers)?;
         if self.num_layers == 0 {

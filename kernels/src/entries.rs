@@ -4,7 +4,7 @@
 //! reads this file too, and fails when one of them is not in the code.
 
 /// Every kernel that this crate launches.
-pub const ENTRIES: [&str; 45] = [
+pub const ENTRIES: [&str; 46] = [
     P2P_PINGPONG,
     P2P_STREAM,
     DISPATCH_TUNED_FP8,
@@ -34,6 +34,7 @@ pub const ENTRIES: [&str; 45] = [
     TELL_HOST,
     PROXY_PRODUCE,
     PEER_COPY,
+    LINK_CALLS,
     COMBINE_TUNED_FEW,
     DISPATCH_TUNED_FP8_ANY,
     DISPATCH_TUNED_BF16_ANY,
@@ -64,6 +65,8 @@ pub const TELL_HOST: &str = "sy_tell_host";
 pub const PROXY_PRODUCE: &str = "sy_proxy_produce";
 /// The copy that a relay forwards with.
 pub const PEER_COPY: &str = "sy_peer_copy";
+/// The calls of a link, for tests.
+pub const LINK_CALLS: &str = "sy_link_calls";
 
 pub const DISPATCH_TUNED_FP8: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb1ELj448ELj2EEEEEv18sy_dispatch_params";
 pub const DISPATCH_TUNED_BF16: &str = "_ZN10switchyard5impls15dispatch_kernelINS0_14DispatchConfigILj7168ELj8ELb0ELj448ELj2EEEEEv18sy_dispatch_params";

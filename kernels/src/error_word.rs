@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::abi::{
     ErrorWord, REASON_ABORT, REASON_TIMEOUT, TAG_BAD_EXPERT, TAG_COMBINE_EMPTY, TAG_COMBINE_ROW,
-    TAG_COMBINE_WAY, TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_REFUSED,
+    TAG_COMBINE_WAY, TAG_NO_REPLICA, TAG_NONE, TAG_NUM_TOKENS, TAG_PRODUCT, TAG_REFUSED,
 };
 
 /// Tag, peer, reason, observed and expected, in one line.
@@ -41,6 +41,7 @@ const fn what(tag: u32) -> &'static str {
         10 => "the look at the way to a peer",
         11 => "the wait for the way back to a client",
         TAG_COMBINE_WAY => "the wait for the way to a server",
+        TAG_PRODUCT => "the wait of an expert product's thread block for its own copies",
         32..=47 => "the work with a NIC's queue",
         48..=63 => "the work with a proxy's lane",
         _ => "a step that this build does not know",

@@ -8,6 +8,7 @@
 //! | [`abi`] | parameters, states and tables, field by field as in `device_abi.h` |
 //! | [`geometry`] | where the sections of device frames lie |
 //! | [`check`] | whether parameters can be used, decided before anything is launched |
+//! | [`link_calls`] | the calls of a link one after the other, for tests of ways to a peer |
 //! | [`p2p`] | measurements of puts between GPUs |
 //! | [`plan`] | which compiled kernel serves a launch, and with how many threads |
 //! | [`gpu`] | memory, streams, launches, graphs: the narrow interface to the driver |
@@ -29,6 +30,7 @@ mod entries;
 mod error_word;
 pub mod geometry;
 pub mod gpu;
+pub mod link_calls;
 pub mod mlx5;
 pub mod p2p;
 pub mod plan;

@@ -76,7 +76,7 @@ fn header_and_rust_agree_field_by_field() {
             gate_up_map, down_map;
         ExpertComputeParams as "sy_expert_compute_params": version, flags, geometry, lists, rows,
             activation, expert_out, layers, inter, num_local_experts, num_layers, num_clients,
-            num_blocks, weights_dtype, clients;
+            num_blocks, weights_dtype, timeout_ns, trapped, clients;
         EchoParams as "sy_echo_params": version, flags, geometry, state, abort_mask, timeout_ns,
             capacity, num_clients, num_blocks, reserved, clients;
     };
@@ -155,6 +155,7 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_DISPATCH_FLAG_CONTACT_ALL", abi::FLAG_CONTACT_ALL.into()),
         ("SY_CONTROL_BYTES", abi::CONTROL_BYTES),
         ("SY_TAG_NONE", abi::TAG_NONE.into()),
+        ("SY_TAG_PRODUCT", abi::TAG_PRODUCT.into()),
         ("sizeof(sy_frame_header)", kernels::geometry::HEADER_BYTES),
         ("sizeof(sy_entry)", kernels::geometry::ENTRY_BYTES),
     ]

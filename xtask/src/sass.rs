@@ -145,6 +145,7 @@ const FILES: [(&str, &[Rule]); 7] = [
             rule(&["sy_proxy_produce"], &[COMMAND, SYSTEM_FENCE]),
             rule(&["sy_proxy_all_operations"], &[COMMAND, SYSTEM_FENCE]),
             rule(&["sy_peer_copy"], &[LOAD_16, STORE_16]),
+            rule(&["sy_link_calls"], &[COMMAND, SYSTEM_FENCE]),
         ],
     ),
 ];
@@ -338,6 +339,7 @@ mod tests {
             let kernels = [
                 ("sy_proxy_all_operations", all),
                 ("sy_proxy_produce", plain),
+                ("sy_link_calls", plain),
                 ("sy_peer_copy", copy),
             ];
             check("proxy", &listing(&kernels))

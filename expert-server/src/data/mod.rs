@@ -18,6 +18,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use kernels::abi::ErrorWord;
 use kernels::gpu::GpuError;
 use p2p_core::{Channel, Endpoint, Kicker, SpinPolicy, WaitSet};
 use protocol::DispatchExpect;
@@ -99,6 +100,15 @@ pub enum DataError {
     /// The GPU failed, or did not finish a batch. Its memory is lost with the process.
     #[error("the data thread lost its GPU: {0}")]
     Gpu(#[from] GpuError),
+    /// A kernel found that the GPU, or what describes its copies, is out of order, and ended itself so that no wrong
+    /// answer is sent. Its memory is lost with the process.
+    #[error("the data thread lost its GPU: {word}; then {source}")]
+    Trapped {
+        /// What the kernel waited for.
+        word: ErrorWord,
+        /// What the GPU said of it.
+        source: GpuError,
+    },
 }
 
 /// A running data thread. Dropping it stops the thread.

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kernels::abi::{
-    Batch, DEVICE_ABI_VERSION, DevicePtr, ExpertComputeParams, ExpertLists, ExpertRecvParams,
-    ExpertSendParams, FLAG_PDL, Gather, ServerState,
+    Batch, DEVICE_ABI_VERSION, DevicePtr, ErrorWord, ExpertComputeParams, ExpertLists,
+    ExpertRecvParams, ExpertSendParams, FLAG_PDL, Gather, ServerState, TAG_NONE,
 };
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Piece, Stream};
 
@@ -33,6 +33,8 @@ pub(super) struct Context {
     report: GpuBuffer,
     /// [`Gather`] of the batch, in host memory: recorded graphs read it when they run.
     gather: GpuBuffer,
+    /// [`ErrorWord`] of a kernel that ended the GPU's context, in host memory, which outlives it.
+    trapped: GpuBuffer,
     pub(super) launched_at: Option<Instant>,
     /// Batches so far, which may wrap.
     pub(super) num_launched: u32,
@@ -81,6 +83,7 @@ impl Context {
             expert_out: gpu.alloc(expert_out)?,
             report: gpu.alloc_host(state_offset(plan) + size_of::<ServerState>() as u64)?,
             gather: gpu.alloc_host(size_of::<Gather>() as u64)?,
+            trapped: gpu.alloc_host(size_of::<ErrorWord>() as u64)?,
             launched_at: None,
             num_launched: 0,
             times_experts: false,
@@ -134,6 +137,13 @@ impl Context {
     /// it: for hints only.
     pub(super) fn state_hint(&self, plan: &DevicePlan) -> ServerState {
         self.read_report(state_offset(plan))
+    }
+
+    /// Why a kernel of this context's trapped, if one did. The GPU is lost then.
+    pub(super) fn trapped(&self) -> Option<ErrorWord> {
+        // SAFETY: page-locked memory of this size, which a kernel writes once, before it traps.
+        let word = unsafe { self.trapped.host()?.cast::<ErrorWord>().read_volatile() };
+        (word.tag != TAG_NONE).then_some(word)
     }
 
     /// Positions at which the experts' entries begin, with the end of the last.
@@ -245,6 +255,8 @@ impl Context {
             num_clients,
             num_blocks: plan.options.num_blocks,
             weights_dtype: shared.weights_dtype,
+            timeout_ns: PRODUCT_WAIT_NS,
+            trapped: self.trapped.ptr(),
             clients: shared.clients,
         };
         let send = ExpertSendParams {
@@ -269,6 +281,8 @@ fn state_offset(plan: &DevicePlan) -> u64 {
 
 /// Longest wait of a batch for its first frame: what joining and leaving clients may have to wait for.
 const IDLE_WAIT_NS: u64 = 2_000_000;
+/// Longest wait of a thread block for its own copies. None that arrives at all takes a thousandth of it.
+pub(super) const PRODUCT_WAIT_NS: u64 = 10_000_000_000;
 /// Graphs kept: as many as there are numbers of clients and buckets of rows, for one number of places. One more
 /// takes the place of the one that was used longest ago. In docs/operations.md.
 const MAX_GRAPHS: usize = 192;

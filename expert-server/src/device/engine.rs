@@ -138,6 +138,15 @@ impl Engine {
 
     /// Serves until it is told to stop.
     pub(super) fn run(mut self) -> Result<(), DataError> {
+        self.serve().map_err(|error| {
+            match (error, self.contexts.iter().find_map(Context::trapped)) {
+                (DataError::Gpu(source), Some(word)) => DataError::Trapped { word, source },
+                (error, _) => error,
+            }
+        })
+    }
+
+    fn serve(&mut self) -> Result<(), DataError> {
         loop {
             self.status.beat(Instant::now());
             self.obey();

@@ -12,7 +12,7 @@
 
 #include "switchyard/abi.h"
 
-#define SY_DEVICE_ABI_VERSION UINT32_C(3)
+#define SY_DEVICE_ABI_VERSION UINT32_C(4)
 /* "SYDF" as a little-endian word: sy_frame_header.magic of a device frame. */
 #define SY_DEVICE_FRAME_MAGIC UINT32_C(0x46445953)
 
@@ -88,6 +88,10 @@
     11 /* a client's frame, for the way back; observed: clients whose way is quiet, as a mask */
 #define SY_TAG_COMBINE_WAY                                                                         \
     12 /* the way to a server, until it has read a frame; observed: a lane or queue that has not */
+
+#define SY_TAG_PRODUCT                                                                             \
+    13 /* an expert product's own copies and products; peer: its thread block; observed: the stage
+        * that was not emptied; expected: the parity of its phase */
 
 /* sy_error_word.reason */
 #define SY_REASON_TIMEOUT 1
@@ -378,6 +382,11 @@ typedef struct sy_expert_compute_params {
     uint32_t num_clients;
     uint32_t num_blocks; /* of each kernel; 0: two per multiprocessor */
     uint32_t weights_dtype; /* SY_DTYPE_BF16 or SY_DTYPE_F8_E4M3: of every layer */
+    /* Of a thread block's waits for its own copies and products. One that expires means that the GPU, or what it was
+     * given, is out of order: the kernel traps, so that nothing behind it in the stream runs. */
+    uint64_t timeout_ns;
+    /* null, or mapped host memory, which outlives a context that is lost: why a kernel trapped */
+    sy_error_word* trapped;
     const sy_client_peer* clients; /* device memory, [num_clients], written by the host */
 } sy_expert_compute_params;
 
@@ -439,8 +448,8 @@ SY_STATIC_ASSERT(sizeof(sy_combine_params) == 208, "size of sy_combine_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_recv_params) == 272, "size of sy_expert_recv_params");
 SY_STATIC_ASSERT(sizeof(sy_expert_send_params) == 224, "size of sy_expert_send_params");
 SY_STATIC_ASSERT(sizeof(sy_layer_weights) == 320, "size of sy_layer_weights");
-SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 256, "size of sy_expert_compute_params");
-SY_STATIC_ASSERT(offsetof(sy_expert_compute_params, clients) == 248,
+SY_STATIC_ASSERT(sizeof(sy_expert_compute_params) == 272, "size of sy_expert_compute_params");
+SY_STATIC_ASSERT(offsetof(sy_expert_compute_params, clients) == 264,
                  "clients of sy_expert_compute_params");
 SY_STATIC_ASSERT(sizeof(sy_echo_params) == 184, "size of sy_echo_params");
 SY_STATIC_ASSERT(sizeof(sy_p2p_params) == 1336, "size of sy_p2p_params");

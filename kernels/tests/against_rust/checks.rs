@@ -258,6 +258,8 @@ fn good_compute(rng: &mut StdRng) -> ExpertComputeParams {
         num_clients: recv.num_clients,
         num_blocks: blocks(rng),
         weights_dtype: rng.random_range(3..5),
+        timeout_ns: rng.random_range(1..1 << 31),
+        trapped: DevicePtr::NULL,
         clients: recv.clients,
     }
 }

@@ -232,6 +232,8 @@ fn check_experts(
         num_clients: 1,
         num_blocks: 0,
         weights_dtype,
+        timeout_ns: recv.timeout_ns,
+        trapped: DevicePtr::NULL,
         clients: recv.clients,
     };
     // SAFETY: the world's memory and this function's are as large as documented.

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use kernels::abi::{ClientPeer, DevicePtr, ExpertLists, FrameGeometry, Link, ServerPeer};
+use kernels::abi::{ClientPeer, DevicePtr, ExpertLists, FrameGeometry, ServerPeer};
+use kernels::link_calls::LinkCallsParams;
 use kernels::plan::KernelParams;
 
 /// The kernels, run on this machine's processor.
@@ -24,25 +25,6 @@ unsafe impl Sync for Library {}
 pub fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY.get_or_init(Library::compile).as_ref()
-}
-
-/// `LinkCallsParams` of `impls/link_calls.cuh`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-#[allow(missing_docs, reason = "the names are those of the header")]
-pub struct LinkCalls {
-    pub link: Link,
-    pub source: DevicePtr,
-    pub back: DevicePtr,
-    pub offset: u64,
-    pub num_bytes: u64,
-    pub word_offset: u64,
-    pub counter_offset: u64,
-    pub value: u64,
-    pub echo: DevicePtr,
-    pub error: DevicePtr,
-    pub timeout_ns: u64,
-    pub good: DevicePtr,
 }
 
 impl Library {
@@ -78,10 +60,11 @@ impl Library {
     ///
     /// # Safety
     /// The link is usable, and the other pointers are to memory of this process as large as the header says.
-    pub unsafe fn link_calls(&self, params: &LinkCalls, any_way: bool) {
+    pub unsafe fn link_calls(&self, params: &LinkCallsParams, any_way: bool) {
         let symbol = self.symbol("sy_host_link_calls");
         // SAFETY: the function takes these parameters and a flag.
-        let run: extern "C" fn(*const LinkCalls, u32) = unsafe { std::mem::transmute(symbol) };
+        let run: extern "C" fn(*const LinkCallsParams, u32) =
+            unsafe { std::mem::transmute(symbol) };
         run(params, u32::from(any_way));
     }
 

@@ -2,10 +2,11 @@
 //! of what was put. Slots and mirrors are poisoned, so that what comes, comes from the call.
 
 use kernels::abi::{DevicePtr, ErrorWord, Link};
+use kernels::link_calls::LinkCallsParams;
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 
-use crate::library::{Library, LinkCalls};
+use crate::library::Library;
 
 /// One side's link to a slot of this process.
 pub trait Ends {
@@ -174,7 +175,7 @@ fn call(
     let mut error: ErrorWord = bytemuck::Zeroable::zeroed();
     let mut good = [u32::MAX; 3];
     let link = ends.link();
-    let params = LinkCalls {
+    let params = LinkCallsParams {
         link,
         source: DevicePtr(source as u64),
         back: DevicePtr(back as u64),

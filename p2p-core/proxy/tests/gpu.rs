@@ -4,11 +4,17 @@
 #[path = "../../../tests/src/skip.rs"]
 mod skip;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kernels::abi::{ErrorWord, Link, WAY_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer};
+use kernels::link_calls::LinkCallsParams;
 use kernels::proxy::{PROXY_VERSION, ProduceParams};
-use p2p_core::Region;
+use p2p_core::backend::mapped::MappedEndpoint;
+use p2p_core::backend::staged::{Disorder, StagedEndpoint};
+use p2p_core::wait::event_fd;
+use p2p_core::{Region, TransportKind};
 use proxy::bench::local::{Bench, PostKind, Row, Run};
 use proxy::bench::{BenchEndpoint, relay};
 use proxy::gpu::{GpuPoster, lanes, mirror};
@@ -75,6 +81,120 @@ fn the_way_from_a_push_to_its_post_is_measured() {
     println!("{:?}, {:?}", figures.latency, figures.clock);
     assert!(figures.latency.is_some() && figures.clock.is_some());
     assert_eq!(figures.by_lane.len(), 4);
+}
+
+/// Puts from the GPU's memory and from the mirror, with an add and a signal behind each, and gets of what was put, of
+/// every alignment, over a transport that delays and reorders all it may.
+#[test]
+fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
+    const SLOT: usize = 64 << 10;
+    const POISON: u8 = 0xa5;
+    // Two words at the end of the slot, zeros at first; before them a part to put to, one to put from, one to get to.
+    const PART: usize = (SLOT - 64) / 3 / 16 * 16;
+    let Some(gpu) = gpu() else { return };
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    let (slot, slot_at) = mirror(&gpu, SLOT as u64).unwrap();
+    let (near, near_at) = mirror(&gpu, SLOT as u64).unwrap();
+    let event = Arc::new(event_fd().unwrap());
+    let endpoint =
+        MappedEndpoint::new(TransportKind::Local, slot.clone(), Arc::clone(&event), event);
+    let disorder = Disorder { seed, max_delay: Duration::from_micros(3) };
+    let endpoint = StagedEndpoint::new(endpoint, Some(disorder));
+    let lanes = lanes(&gpu, LANES).unwrap();
+    let proxy = Proxy::start(&ProxyConfig::default()).unwrap();
+    let config = PeerConfig {
+        peer: 2,
+        lanes: lanes.clone(),
+        window_bytes: SLOT as u64,
+        sources: vec![near.clone()],
+        relay: None,
+        thread: None,
+    };
+    let _peer = proxy.add(endpoint, config).unwrap();
+    let error = gpu.alloc(size_of::<ErrorWord>() as u64).unwrap();
+    let good = gpu.alloc_host(12).unwrap();
+    let config = PosterConfig {
+        mirror: near_at.0,
+        slot_bytes: SLOT as u64,
+        window: 0,
+        peer: 2,
+        timeout_ns: LIMIT.as_nanos() as u64,
+        error: error.ptr().0,
+        abort_mask: 0,
+    };
+    let poster = GpuPoster::new(&gpu, &lanes, config).unwrap();
+    let (far_source, stream) = (gpu.alloc(PART as u64).unwrap(), gpu.stream().unwrap());
+    let fill = |region: &Region, bytes: &[u8], at: usize| {
+        assert!(at + bytes.len() <= region.len());
+        // SAFETY: within the region, as checked, and nobody uses it between calls.
+        unsafe {
+            region.as_ptr().as_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len())
+        };
+    };
+    let read = |region: &Region| {
+        let mut bytes = vec![0; SLOT];
+        // SAFETY: of this size, and behind a quiet nobody writes it.
+        unsafe { region.as_ptr().as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), SLOT) };
+        bytes
+    };
+    let mut sum = 0u64;
+    let mut lengths = vec![0, 1, 15, 16, 17, 496, 512, 529, PART - 16];
+    lengths.extend((0..20).map(|_| rng.random_range(0..PART - 16)));
+    for (len, in_mirror) in lengths.into_iter().flat_map(|len| [(len, false), (len, true)]) {
+        let shift = if rng.random() { 0 } else { rng.random_range(1..16) };
+        let mut bytes = vec![0; len];
+        rng.fill_bytes(&mut bytes);
+        fill(&near, &[POISON; SLOT - 64], 0);
+        fill(&slot, &[!POISON; SLOT - 64], 0);
+        let source = if in_mirror {
+            fill(&near, &bytes, PART + shift);
+            near_at.add((PART + shift) as u64)
+        } else {
+            gpu.write(&far_source, shift as u64, &bytes, deadline()).unwrap();
+            far_source.ptr().add(shift as u64)
+        };
+        let value = rng.random::<u64>() >> 1;
+        sum = sum.wrapping_add(value);
+        let word_at = SLOT as u64 - 16;
+        let params = LinkCallsParams {
+            link: Link {
+                window: near_at,
+                context: poster.address().0,
+                way: WAY_PROXY,
+                reserved: 0,
+            },
+            source,
+            back: near_at.add((2 * PART + shift) as u64),
+            offset: shift as u64,
+            num_bytes: len as u64,
+            word_offset: word_at,
+            counter_offset: word_at + 8,
+            value,
+            echo: slot_at.add(word_at),
+            error: error.ptr(),
+            timeout_ns: LIMIT.as_nanos() as u64,
+            good: good.ptr(),
+        };
+        // SAFETY: all of it outlives the kernel, which is waited for.
+        stream.launch(&unsafe { gpu.prepare(params).unwrap() }).unwrap();
+        stream.wait(deadline()).unwrap();
+        let name = format!("{len} bytes, shift {shift}, in the mirror: {in_mirror}");
+        // SAFETY: page-locked memory of twelve bytes, which the kernel has written.
+        let ended = unsafe { good.host().unwrap().cast::<[u32; 3]>().read_volatile() };
+        assert_eq!(ended, [1; 3], "{name}");
+        let (there, here) = (read(&slot), read(&near));
+        let expect = |found: &[u8], poison: u8| {
+            assert!(found[shift..shift + len] == bytes, "{name}: other bytes came");
+            let rest = [&found[..shift], &found[shift + len..]];
+            assert!(rest.iter().all(|part| part.iter().all(|b| *b == poison)), "{name}: more came");
+        };
+        expect(&there[..SLOT - 64], !POISON);
+        expect(&here[2 * PART..SLOT - 64], POISON);
+        let words: [u64; 2] = bytemuck::pod_read_unaligned(&there[SLOT - 16..]);
+        assert_eq!(words, [value, sum], "{name}");
+    }
 }
 
 /// A kernel on lanes that somebody may or may not serve.

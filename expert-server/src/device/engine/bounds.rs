@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::Engine;
 use crate::data::DataError;
+use crate::device::context::PRODUCT_WAIT_NS;
 use crate::device::seats::Seat;
 use crate::metrics::DropReason;
 use kernels::gpu::GpuError;
@@ -95,6 +96,8 @@ pub(super) const BATCH_LIMIT: Duration = Duration::from_secs(30);
 
 // A way that fails by its own limit names the client to blame, so it must have time to.
 const _: () = assert!(proxy::device::WAIT_LIMIT.as_millis() * 3 / 2 < WAYS_LIMIT.as_millis());
+// The kernel says what it waited for; the host cannot.
+const _: () = assert!(PRODUCT_WAIT_NS as u128 * 2 < BATCH_LIMIT.as_nanos());
 // What is ended is noticed by kernels within milliseconds.
 const _: () = assert!(WAYS_LIMIT.as_millis() + 10_000 < BATCH_LIMIT.as_millis());
 

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/expert_plain.cuh"
 #include "switchyard/impls/expert_results.cuh"
@@ -52,8 +53,16 @@ static_assert(kGemmSharedBytes == SY_PRODUCT_SHARED_BYTES, "what launchers ask f
 
 using ProductWalk = ExpertWalk<kTileTokens>;
 
-// NOTES: these waits end by themselves: what they wait for is this block's own copies and products.
-__device__ __forceinline__ void wait_phase(uint32_t barrier, uint32_t parity) {
+// Time in units of about half a millisecond: a register less than in nanoseconds.
+constexpr uint32_t kCoarseShift = 19;
+__device__ __forceinline__ uint32_t coarse_time() {
+    return static_cast<uint32_t>(ptx::mov_globaltimer() >> kCoarseShift);
+}
+
+// SYNC POINT multiply: a stage is full. Ends, because a stage that stays as it is ends its block: whoever fetches waits
+// until all stages have been multiplied, and has a bound.
+// NOTES: a bound here, too, had the compiler keep sums in memory.
+__device__ __forceinline__ void wait_full_phase(uint32_t barrier, uint32_t parity) {
     while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
     }
 }
@@ -128,13 +137,13 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                     begin_stage(first, tile, slot, panel);
         }
         wait_kernel_before();
-        for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x, ++slot) {
+        for (; tiles.seek(blockIdx.x + slot * gridDim.x, tile); ++slot) {
             if (lane_idx < kFetchingLanes) {
                 const uint32_t num_rows = (tile.num_tokens + 7) / 8 * 8;
-                const uint64_t scale = kFp8 ? weight_scale(tile, lane_idx) : 0;
+                uint64_t scale = kFp8 ? weight_scale(tile, lane_idx) : 0;
                 for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
                     if (panel >= num_begun)
-                        wait_phase(ring.empty(), ring.phase ^ 1);
+                        wait_empty(ring);
                     if (lane_idx == 0) {
                         if (panel >= num_begun)
                             begin_stage(ring, tile, slot, panel);
@@ -146,7 +155,8 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
                                                          num_rows * sizeof(float), ring.full());
                     }
                     if constexpr (kFp8) {
-                        ptx::cp_async_ca_4(ring.weight_scales() + lane_idx * 4, scale + panel * 4);
+                        ptx::cp_async_ca_4(ring.weight_scales() + lane_idx * 4, scale);
+                        scale += 4;
                         ptx::cp_async_mbarrier_arrive_noinc(ring.full());
                     }
                 }
@@ -171,15 +181,19 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         for (uint32_t i = blockIdx.x; tiles.seek(i, tile); i += gridDim.x, ++slot) {
             uint64_t source[kTileTokens / 16], scale = 0, of_weights = 0;
 #pragma unroll
-            for (uint32_t k = 0; k < kTileTokens / 16; ++k)
+            for (uint32_t k = 0; k < kTileTokens / 16; ++k) {
+                // NOTES: four at a time. With all eight under way at once registers do not suffice.
+                if (k == kTileTokens / 32)
+                    asm volatile("" ::: "memory");
                 source[k] = rows.payload(tile.position + min(first + k * 16, tile.num_tokens - 1)) +
                             chunk * 16;
+            }
             if (kFp8) {
                 scale = rows.scales(tile.position + min(thread_idx, tile.num_tokens - 1));
                 of_weights = weight_scale(tile, thread_idx & 1);
             }
             for (uint32_t panel = 0; panel < tokens.num_panels; ++panel, ring.next()) {
-                wait_phase(ring.empty(), ring.phase ^ 1);
+                wait_empty(ring);
                 if (thread_idx == 0)
                     begin_stage(ring, tile, slot, panel);
 #pragma unroll
@@ -223,7 +237,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
   private:
     // Known with the first stage of it.
     __device__ __forceinline__ FetchedTile next_tile(uint32_t slot) const {
-        wait_phase(ring.full(), ring.phase);
+        wait_full_phase(ring.full(), ring.phase);
         const uint4 published = ptx::ld_shared_v4(tile_slot(slot));
         return {published.x, published.y, published.z, published.w};
     }
@@ -233,7 +247,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
     // and the copies are over when `full` is: their arrival at it is triggered by their completion, and each
     // reader waits for the phase itself, with acquire. What racecheck sees of it is in docs/experts-gpu.md.
     __device__ __forceinline__ void wait_full() const {
-        wait_phase(ring.full(), ring.phase);
+        wait_full_phase(ring.full(), ring.phase);
         if (kDirect)
             ptx::fence_proxy_async_shared();
     }
@@ -258,15 +272,53 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         fetch_weights(stage, tile, panel);
     }
 
+    // SYNC POINT fetch: a stage has been multiplied. It comes unless the GPU, or what describes its copies, is out of
+    // order. Then nothing that this kernel computes can be used: it ends with a trap, and the answers are never sent.
+    __device__ __forceinline__ void wait_empty(const StageRing& stage) const {
+        if (ptx::mbarrier_try_wait_parity(stage.empty(), stage.phase ^ 1))
+            return;
+        const uint32_t begin = coarse_time();
+        do {
+            if (uint64_t{coarse_time() - begin} << kCoarseShift > params.timeout_ns)
+                give_up(stage);
+        } while (!ptx::mbarrier_try_wait_parity(stage.empty(), stage.phase ^ 1));
+    }
+
+    // Does not return, which the compiler must know: it keeps nothing for what could follow.
+    // NOTES: inline, though rare: around a call the compiler makes products wait for one another.
+    __device__ __forceinline__ void give_up(const StageRing& stage) const {
+        sy_error_word* trapped = params.trapped;
+        if (trapped != nullptr) {
+            if (ptx::atom_cas_relaxed_gpu(&trapped->tag, SY_TAG_NONE, SY_TAG_PRODUCT) ==
+                SY_TAG_NONE) {
+                trapped->peer = blockIdx.x;
+                trapped->reason = SY_REASON_TIMEOUT;
+                trapped->observed = stage.stage;
+                trapped->expected = stage.phase ^ 1;
+                ptx::fence_acq_rel_sys();
+            } else {
+                // A trap of this thread must not come before the first one's words are out.
+                ptx::nanosleep(1'000'000);
+            }
+        }
+        __trap();
+    }
+
     // Behind the last tile comes one without tokens. All threads that fetch.
-    __device__ __forceinline__ void finish(uint32_t slot, bool is_copying) const {
-        wait_phase(ring.empty(), ring.phase ^ 1);
+    __device__ __forceinline__ void finish(uint32_t slot, bool is_copying) {
+        wait_empty(ring);
         if (threadIdx.x == 0) {
             ptx::st_shared_v4(tile_slot(slot), make_uint4(0, 0, 0, 0));
             ptx::mbarrier_arrive(ring.full());
         }
         if (is_copying)
             ptx::mbarrier_arrive(ring.full());
+        // Who multiplies has no bound of its own.
+#pragma unroll 1
+        for (uint32_t i = 1; i < kGemmStages; ++i) {
+            ring.next();
+            wait_empty(ring);
+        }
     }
 
     __device__ __forceinline__ uint32_t tile_slot(uint32_t slot) const {

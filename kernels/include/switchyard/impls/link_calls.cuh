@@ -9,7 +9,7 @@
 
 namespace switchyard::impls {
 
-// `LinkCalls` of kernels/tests/against_rust/library.rs says the same in Rust.
+// `LinkCallsParams` of kernels/src/link_calls.rs says the same in Rust.
 struct LinkCallsParams {
     sy_link link;
     const void* source; // of the put
@@ -25,8 +25,7 @@ struct LinkCallsParams {
 
 // One block of one warp: puts, adds and signals behind it, waits, and gets what it has put.
 template <uint32_t kWays>
-__global__ void __launch_bounds__(32)
-    link_calls_kernel(const __grid_constant__ LinkCallsParams params) {
+__device__ __forceinline__ void link_calls(const LinkCallsParams& params) {
     const sy_link& link = params.link;
     comm::put_nbi_warp<kWays>(link, params.offset, params.source, params.num_bytes);
     // The last lane's, so that it is behind what the others have put.
@@ -44,6 +43,12 @@ __global__ void __launch_bounds__(32)
     comm::get_nbi_warp<kWays>(link, params.offset, params.back, params.num_bytes);
     if (threadIdx.x == 0)
         params.good[2] = comm::quiet_gets<kWays>(link, params.back);
+}
+
+template <uint32_t kWays>
+__global__ void __launch_bounds__(32)
+    link_calls_kernel(const __grid_constant__ LinkCallsParams params) {
+    link_calls<kWays>(params);
 }
 
 } // namespace switchyard::impls

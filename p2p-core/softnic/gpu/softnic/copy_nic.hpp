@@ -70,7 +70,7 @@ class CopyNic : public Nic {
         Held held;
         uint32_t imm;
         uint64_t receive; // which of the peer's receives it takes
-        bool is_reported, is_delivered;
+        bool is_reported, is_delivered, is_flushed;
     };
     struct Copy {
         uint64_t to, from;
@@ -214,7 +214,17 @@ class CopyNic : public Nic {
                  request.imm,
                  is_delivered ? state.num_received++ : 0,
                  is_reported,
-                 is_delivered});
+                 is_delivered,
+                 false});
+        if (verdict.is_refused && queue.recv_cq != 0)
+            flush_receives(queue, lane, posted);
+    }
+
+    // Completes as flushed what receives the peer has posted, behind what is delivered already.
+    static void flush_receives(const Queue& queue, Lane& lane, uint32_t posted) {
+        // More than there is room for is a matter of the record.
+        for (uint32_t i = 0; i < queue.recv_cq_depth && has_receive(lane.state, posted); ++i)
+            lane.due.push_back({{}, 0, lane.state.num_received++, false, true, true});
     }
 
     static void copy(Lane& lane, uint64_t to, uint64_t from, uint64_t num_bytes) {
@@ -288,14 +298,17 @@ class CopyNic : public Nic {
         copy_answer(lane, verdict.local, reinterpret_cast<uint64_t>(stage + 8), request.num_bytes);
     }
 
-    // Hands immediate data to the peer, behind what was written.
+    // Hands immediate data to the peer, behind what was written, or a receive back to it.
     static void deliver(const Queue& queue, const Completion& completion) {
         const uint64_t slot = completion.receive & (queue.recv_cq_depth - 1);
         uint32_t* cqe = reinterpret_cast<uint32_t*>(queue.recv_cq + slot * SY_MLX5_CQE_BYTES);
         __atomic_store_n(cqe + 9, completion.imm, __ATOMIC_RELAXED);
         __atomic_store_n(cqe + 11, swap(completion.held.num_bytes), __ATOMIC_RELAXED);
+        if (completion.is_flushed)
+            __atomic_store_n(cqe + 13, uint32_t{SY_MLX5_SYNDROME_FLUSHED} << 24, __ATOMIC_RELAXED);
         __atomic_store_n(reinterpret_cast<uint64_t*>(cqe) + 7,
-                         receive_tail_of(queue, completion.receive), __ATOMIC_RELEASE);
+                         receive_tail_of(queue, completion.receive, completion.is_flushed),
+                         __ATOMIC_RELEASE);
     }
 
     // SYNC POINT completion: body first, then the 8 bytes that end with counter and owner.

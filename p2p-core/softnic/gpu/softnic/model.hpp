@@ -281,6 +281,7 @@ SOFTNIC_BOTH uint32_t resolve(const Request& request, const Key* keys, uint32_t 
 // What becomes of a request.
 struct Verdict {
     uint32_t syndrome; // 0: carried out
+    bool is_refused; // by the peer, whose queue pair is out of service then, too
     Violation violation;
     uint64_t local, remote;
 };
@@ -312,6 +313,7 @@ SOFTNIC_BOTH Verdict judge(const Queue& queue, const QueueState& state, const Re
         return verdict;
     }
     verdict.syndrome = resolve(request, keys, num_keys, is_dead, &verdict.local, &verdict.remote);
+    verdict.is_refused = verdict.syndrome == SY_MLX5_SYNDROME_REMOTE_ACCESS;
     if (verdict.syndrome == 0 && request.opcode == SY_MLX5_OPCODE_WRITE_IMM &&
         (queue.recv_cq == 0 || !has_receive(state, posted)))
         verdict.syndrome = SY_MLX5_SYNDROME_RNR_EXCEEDED;
@@ -401,13 +403,14 @@ SOFTNIC_BOTH uint64_t tail_of(const Queue& queue, uint32_t opcode, uint64_t posi
     return static_cast<uint64_t>(last) << 32 | swap(opcode << 24 | queue.qpn);
 }
 
-// The same of the peer's completion that carries immediate data.
-SOFTNIC_BOTH uint64_t receive_tail_of(const Queue& queue, uint64_t num_received) {
+// The same of the peer's completion of a receive: with immediate data, or flushed.
+SOFTNIC_BOTH uint64_t receive_tail_of(const Queue& queue, uint64_t num_received, bool is_error) {
     Queue ring = {};
     ring.cq_depth = queue.recv_cq_depth;
     ring.qpn = queue.recv_qpn;
     const uint64_t request = tail_of(ring, 0, num_received, num_received, false);
-    return request | uint64_t{SY_MLX5_CQE_RESP_WRITE_IMM} << 60;
+    const uint64_t status = is_error ? SY_MLX5_CQE_RESP_ERROR : SY_MLX5_CQE_RESP_WRITE_IMM;
+    return request | status << 60;
 }
 
 } // namespace softnic

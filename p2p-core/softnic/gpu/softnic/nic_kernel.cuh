@@ -42,7 +42,7 @@ struct NicShared {
     uint64_t local, remote;
     Cut pieces;
     uint64_t landed_before; // requests before it have landed whole
-    uint32_t syndrome, must_stop, has_work, budget;
+    uint32_t syndrome, is_refused, must_stop, has_work, budget;
     uint32_t is_late, num_reports, is_busy;
 };
 
@@ -129,8 +129,26 @@ __device__ inline void deliver(const Queue& queue, QueueState& state, const Requ
     st_relaxed<Scope::kSys>(at_address<uint32_t>(cqe) + 11, be32(request.num_bytes));
     fence_acq_rel<Scope::kSys>();
     st_relaxed<Scope::kSys>(at_address<uint64_t>(cqe) + 7,
-                            receive_tail_of(queue, state.num_received));
+                            receive_tail_of(queue, state.num_received, false));
     ++state.num_received;
+}
+
+// Completes as flushed what receives the peer has posted. One thread.
+__device__ inline void flush_receives(const Queue& queue, QueueState& state) {
+    if (queue.recv_cq == 0)
+        return;
+    const uint32_t posted = ld_relaxed<Scope::kSys>(at_address<uint32_t>(queue.recv_dbrec));
+    // More than there is room for is a matter of the record.
+    for (uint32_t i = 0; i < queue.recv_cq_depth && has_receive(state, posted); ++i) {
+        const uint64_t cqe =
+            queue.recv_cq + (state.num_received & (queue.recv_cq_depth - 1)) * SY_MLX5_CQE_BYTES;
+        st_relaxed<Scope::kSys>(at_address<uint32_t>(cqe) + 13,
+                                uint32_t{SY_MLX5_SYNDROME_FLUSHED} << 24);
+        fence_acq_rel<Scope::kSys>();
+        st_relaxed<Scope::kSys>(at_address<uint64_t>(cqe) + 7,
+                                receive_tail_of(queue, state.num_received, true));
+        ++state.num_received;
+    }
 }
 
 // SYNC POINT doorbell: takes news of a queue. One thread.
@@ -173,6 +191,7 @@ __device__ inline void decide(const NicParams& params, NicShared& shared, const 
                                   params.num_keys, params.is_strict != 0, is_dead, posted);
     note(params, verdict.violation);
     shared.syndrome = verdict.syndrome;
+    shared.is_refused = verdict.is_refused;
     shared.local = verdict.local;
     shared.remote = verdict.remote;
     ++state.num_requests;
@@ -348,7 +367,9 @@ __device__ inline void finish(const NicParams& params, NicShared& shared, const 
     const bool is_error = shared.syndrome != 0, is_last = state.executed == state.produced;
     if (is_error)
         state.is_error = 1;
-    else if (request.opcode == SY_MLX5_OPCODE_WRITE_IMM)
+    if (shared.is_refused)
+        flush_receives(queue, state);
+    else if (!is_error && request.opcode == SY_MLX5_OPCODE_WRITE_IMM)
         deliver(queue, state, request);
     const Held held = {position, request.opcode, shared.syndrome, is_error ? 0 : request.num_bytes,
                        0};

@@ -112,7 +112,7 @@ fn compare(case: Case, rng: &mut SmallRng) -> Option<Counts> {
         }
         expect_alike(&format!("{context}: own memory"), &model.local, &gpu.local);
         expect_alike(&format!("{context}: the peer's memory"), &model.remote, &gpu.remote);
-        assert_eq!(gpu.arrivals(), model.arrivals(), "{context}");
+        assert_eq!(gpu.arrivals(num_receives), model.arrivals(), "{context}");
         let violations = &model.client.violations()[known_violations..];
         assert_eq!(counts.num_violations != 0, !violations.is_empty(), "{context} {violations:?}");
         total.num_requests += counts.num_requests;

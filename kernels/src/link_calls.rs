@@ -1,0 +1,80 @@
+//! The calls of a link one after the other: a put with an add and a signal behind it, a wait, and a get of what was
+//! put. What tests of a way to a peer launch; `include/switchyard/impls/link_calls.cuh` says the same in C++.
+
+use std::mem::{offset_of, size_of};
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::abi::{DevicePtr, Link};
+use crate::check::{Check, CheckError};
+use crate::entries::LINK_CALLS;
+use crate::plan::{KernelParams, LaunchPlan};
+
+/// `LinkCallsParams`
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub struct LinkCallsParams {
+    /// To the peer.
+    pub link: Link,
+    /// What is put. Not looked at when `num_bytes` is 0, like `back`.
+    pub source: DevicePtr,
+    /// Where the same bytes are got to: the mirror, over a way that posts.
+    pub back: DevicePtr,
+    /// Of the put and of the get, in the peer's slot.
+    pub offset: u64,
+    /// Bytes of the put and of the get.
+    pub num_bytes: u64,
+    /// Of the word in the slot that is set to `value`.
+    pub word_offset: u64,
+    /// Of the word in the slot that `value` is added to.
+    pub counter_offset: u64,
+    /// The number.
+    pub value: u64,
+    /// Null, or a word of this side that is waited for before the get.
+    pub echo: DevicePtr,
+    /// [`ErrorWord`](crate::abi::ErrorWord).
+    pub error: DevicePtr,
+    /// Bound of the wait.
+    pub timeout_ns: u64,
+    /// u32 `[3]`: whether the quiet, the wait and the get ended well.
+    pub good: DevicePtr,
+}
+
+impl Check for LinkCallsParams {
+    fn check(&self) -> Result<(), CheckError> {
+        if self.timeout_ns == 0 {
+            return Err(CheckError::Bound);
+        }
+        let needed = [self.link.window, self.error, self.good];
+        if needed.iter().any(|pointer| pointer.is_null()) { Err(CheckError::Null) } else { Ok(()) }
+    }
+}
+
+impl KernelParams for LinkCallsParams {
+    const NAME: &'static str = "link_calls";
+
+    fn plan(&self) -> LaunchPlan {
+        LaunchPlan {
+            num_blocks: 1,
+            num_threads: 32,
+            is_tuned: false,
+            is_few: false,
+            entry: LINK_CALLS,
+            shared_bytes: 0,
+            overlaps: false,
+        }
+    }
+
+    fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
+        vec![
+            ("source", self.source),
+            ("back", self.back),
+            ("echo", self.echo),
+            ("error", self.error),
+            ("good", self.good),
+        ]
+    }
+}
+
+const _: () = assert!(size_of::<LinkCallsParams>() == 112);
+const _: () = assert!(offset_of!(LinkCallsParams, good) == 104);
