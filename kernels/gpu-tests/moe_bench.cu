@@ -64,11 +64,15 @@ struct InputCache {
 int pdl_of(const Case& test) {
     if (test.pdl >= 0)
         return test.pdl;
-    const bool is_long = test.num_tokens > 128;
-    const bool has_lists = std::string(test.server) == "lists";
-    if (test.topology.is_colocated() && (is_long || has_lists))
+    const bool is_long = test.num_tokens > 128, has_lists = std::string(test.server) == "lists";
+    if (!test.topology.is_colocated())
+        return is_long ? 0 : 2;
+    // A server's first kernel beside dispatch gains where dispatch takes long, and takes its multiprocessors.
+    if (has_lists)
+        return test.num_tokens >= 1024 ? 4 : 3;
+    if (test.num_tokens > 2048)
         return 4;
-    return is_long ? 0 : 2;
+    return is_long || test.num_tokens == 1 ? 3 : 2;
 }
 
 // So that blocks of two kernels fit a multiprocessor.
@@ -76,6 +80,16 @@ constexpr uint32_t kBlocksBeside = 132;
 
 uint32_t blocks_of(const Case& test, uint32_t asked) {
     return asked == 0 && pdl_of(test) >= 3 && test.num_tokens > 128 ? kBlocksBeside : asked;
+}
+
+uint32_t dispatch_blocks_of(const Case& test) {
+    // Rows that come one after the other are looked at as they come.
+    const bool is_one_to_one = !test.topology.is_colocated() &&
+                               test.topology.clients.size() * test.topology.servers.size() == 1;
+    if (test.dispatch_blocks == 0 && is_one_to_one && std::string(test.server) == "lists" &&
+        test.num_tokens > 96 && test.num_tokens <= 256)
+        return (test.num_tokens + 7) / 8;
+    return test.dispatch_blocks;
 }
 
 uint32_t pdl_flags(const Case& test) {
@@ -146,7 +160,7 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
         roles.client->launch_flags = pdl_flags(test);
         roles.client->trace = buffers.trace;
         roles.client->trace_len = kTraceLen;
-        roles.client->dispatch_blocks = test.dispatch_blocks;
+        roles.client->dispatch_blocks = dispatch_blocks_of(test);
         roles.client->combine_blocks = blocks_of(test, test.combine_blocks);
         roles.client->timeout_ns = 3'000'000'000;
     }
@@ -379,7 +393,7 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
                 "\"bytes\":%" PRIu64 ",\"link_bytes\":%" PRIu64 ",\"wrong\":%" PRIu64
                 ",\"error\":[%u,%u]}\n",
                 test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
-                test.zipf ? "zipf" : "uniform", test.server, test.pdl, test.dispatch_blocks,
+                test.zipf ? "zipf" : "uniform", test.server, test.pdl, dispatch_blocks_of(test),
                 test.answer_blocks, test.combine_blocks, worst.num_samples, worst.median_us,
                 worst.p10_us, worst.p90_us, worst.mean_us, worst.bytes_sent,
                 link_bytes(test.topology, results), worst.num_wrong, worst.error_tag,

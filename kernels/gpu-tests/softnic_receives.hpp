@@ -119,6 +119,7 @@ struct Receiver {
     Rig& rig;
     SendQueue peer;
     sy_mlx5_rq rq = {};
+    // Of the first who take and of those who come after them.
     uint64_t* next;
     uint32_t *num_wrong, *status;
     sy_error_word* error;
@@ -138,10 +139,10 @@ struct Receiver {
         rq.peer = 7;
         const char* wrong = sy_mlx5_check_rq(&rq);
         CHECK(wrong == nullptr, "%s", wrong);
-        next = device_alloc<uint64_t>(1);
+        next = device_alloc<uint64_t>(2);
         num_wrong = device_alloc<uint32_t>(1);
-        status = device_alloc<uint32_t>(1);
-        error = device_alloc<sy_error_word>(1);
+        status = device_alloc<uint32_t>(2);
+        error = device_alloc<sy_error_word>(2);
         CHECK_CUDA(cudaStreamCreateWithFlags(&takers, cudaStreamNonBlocking));
         CHECK_CUDA(cudaSetDevice(0));
         rig.nic.set_receiver(rig.number, peer);
@@ -152,7 +153,6 @@ struct Receiver {
         params.target = reinterpret_cast<const uint64_t*>(rig.target);
         params.taken = softnic::allocate_mapped<uint64_t>(1);
         params.pattern = g_seed;
-        params.next = next;
         params.num_wrong = num_wrong;
         post_receives();
     }
@@ -175,18 +175,22 @@ struct Receiver {
         post_receives();
         forget();
     }
+    // NOTES: not while the NIC runs, which this would wait for.
     void forget() {
-        to_device(status, uint32_t{SY_MLX5_OK});
-        to_device(next, uint64_t{0});
-        to_device(error, sy_error_word{});
+        for (uint32_t turn = 0; turn < 2; ++turn) {
+            to_device(status + turn, uint32_t{SY_MLX5_OK});
+            to_device(next + turn, uint64_t{0});
+            to_device(error + turn, sy_error_word{});
+        }
     }
     // Begins to take up to number `end`.
-    void take(uint64_t end, uint64_t timeout_ns) {
+    void take(uint64_t end, uint64_t timeout_ns, uint32_t turn = 0) {
         CHECK_CUDA(cudaSetDevice(rig.target_gpu));
         ImmParams mine = params;
-        mine.bound = {error, nullptr, timeout_ns};
+        mine.bound = {error + turn, nullptr, timeout_ns};
         mine.end = end;
-        mine.status = status;
+        mine.next = next + turn;
+        mine.status = status + turn;
         take_kernel<<<4, 32, 0, takers>>>(mine);
         CHECK_CUDA(cudaGetLastError());
         CHECK_CUDA(cudaSetDevice(0));
@@ -284,13 +288,12 @@ void receive_flushed(const Backend& backend, int num_gpus) {
         rig.expect_all(rig.post(Job::kBadRkey, 1, 1), SY_MLX5_COMPLETION);
         CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
         // Who comes later is told the same.
-        const uint32_t early = from_device(receiver.status);
-        const sy_error_word error = from_device(receiver.error);
-        receiver.forget();
-        receiver.take(1, 5'000'000'000);
+        receiver.take(1, 5'000'000'000, 1);
         CHECK_CUDA(cudaStreamSynchronize(receiver.takers));
-        const uint32_t late = from_device(receiver.status);
         rig.expect_clean(rig.nic.stop());
+        const uint32_t early = from_device(receiver.status);
+        const uint32_t late = from_device(receiver.status + 1);
+        const sy_error_word error = from_device(receiver.error);
         CHECK(early == SY_MLX5_COMPLETION && late == SY_MLX5_COMPLETION, "status %u, then %u",
               early, late);
         const auto state = receiver.state();

@@ -191,8 +191,9 @@ fn unit() -> Result<Outcome> {
     let features = features();
     let features = ["--workspace", "--features", &features, "--no-fail-fast"];
     if nextest {
-        // Weights in .config/nextest.toml: 2 for what needs a processor, 1 for what mostly waits.
-        let threads = 2 * std::thread::available_parallelism().map_or(1, NonZero::get);
+        // Weights in .config/nextest.toml: 2 for what needs a processor, 1 for what mostly waits, of which one more
+        // finds room.
+        let threads = 2 * std::thread::available_parallelism().map_or(1, NonZero::get) + 1;
         let threads = threads.to_string();
         let tests = ["nextest", "run", "--test-threads", &threads];
         match run(cargo(&tests).args(features).args(["-E", rxe::ON_HOST]))? {
@@ -233,6 +234,8 @@ fn loom() -> Result<Outcome> {
         .args(packages)
         .env("RUSTFLAGS", "--cfg loom")
         .env("CARGO_TARGET_DIR", target_dir().join("loom"))
+        // Compiling takes most of the time, and what is run is over in seconds.
+        .env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "0")
         .env("LOOM_MAX_PREEMPTIONS", "3"))
 }
 

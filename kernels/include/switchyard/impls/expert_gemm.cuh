@@ -59,7 +59,7 @@ __device__ __forceinline__ uint32_t coarse_time() {
     return static_cast<uint32_t>(ptx::mov_globaltimer() >> kCoarseShift);
 }
 
-// SYNC POINT multiply: a stage is full. Ends, because a stage that stays as it is ends its block: whoever fetches waits
+// A stage is full. Ends, because a stage that stays as it is ends its block: whoever fetches waits
 // until all stages have been multiplied, and has a bound.
 // NOTES: a bound here, too, had the compiler keep sums in memory.
 __device__ __forceinline__ void wait_full_phase(uint32_t barrier, uint32_t parity) {
@@ -272,7 +272,7 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         fetch_weights(stage, tile, panel);
     }
 
-    // SYNC POINT fetch: a stage has been multiplied. It comes unless the GPU, or what describes its copies, is out of
+    // A stage has been multiplied. It comes unless the GPU, or what describes its copies, is out of
     // order. Then nothing that this kernel computes can be used: it ends with a trap, and the answers are never sent.
     __device__ __forceinline__ void wait_empty(const StageRing& stage) const {
         if (ptx::mbarrier_try_wait_parity(stage.empty(), stage.phase ^ 1))
