@@ -551,8 +551,8 @@ void expire(uint32_t rows_dtype, uint32_t weights_dtype, uint64_t seed) {
     const cudaError_t error = cudaDeviceSynchronize();
     CHECK(error == cudaErrorLaunchFailure, "%s", cudaGetErrorString(error));
     const volatile sy_error_word& word = *trapped;
-    CHECK(word.tag == SY_TAG_PRODUCT && word.reason == SY_REASON_TIMEOUT, "tag %u, reason %u",
-          word.tag, word.reason);
+    CHECK(word.tag == SY_TAG_PRODUCT && word.reason == SY_REASON_TIMEOUT && word.reserved == 0,
+          "tag %u, reason %u", word.tag, word.reason);
     CHECK(word.observed < 4 && word.expected < 2, "stage %" PRIu64 ", parity %" PRIu64,
           word.observed, word.expected);
     printf("rows %u, weights %u: block %u gave stage %" PRIu64 " up\n", rows_dtype, weights_dtype,

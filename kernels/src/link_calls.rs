@@ -5,7 +5,7 @@ use std::mem::{offset_of, size_of};
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::abi::{DevicePtr, Link};
+use crate::abi::{DevicePtr, Link, WAY_DIRECT};
 use crate::check::{Check, CheckError};
 use crate::entries::LINK_CALLS;
 use crate::plan::{KernelParams, LaunchPlan};
@@ -46,7 +46,15 @@ impl Check for LinkCallsParams {
             return Err(CheckError::Bound);
         }
         let needed = [self.link.window, self.error, self.good];
-        if needed.iter().any(|pointer| pointer.is_null()) { Err(CheckError::Null) } else { Ok(()) }
+        let moved = [self.source, self.back];
+        let has_null = |pointers: &[DevicePtr]| pointers.iter().any(|pointer| pointer.is_null());
+        if has_null(&needed)
+            || (self.num_bytes != 0 && has_null(&moved))
+            || (self.link.way != WAY_DIRECT && self.link.context == 0)
+        {
+            return Err(CheckError::Null);
+        }
+        Ok(())
     }
 }
 
@@ -67,6 +75,7 @@ impl KernelParams for LinkCallsParams {
 
     fn pointers(&self) -> Vec<(&'static str, DevicePtr)> {
         vec![
+            ("link.window", self.link.window),
             ("source", self.source),
             ("back", self.back),
             ("echo", self.echo),

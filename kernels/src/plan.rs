@@ -214,6 +214,7 @@ impl KernelParams for ExpertComputeParams {
             ("activation", self.activation),
             ("expert_out", self.expert_out),
             ("layers", self.layers),
+            ("trapped", self.trapped),
             ("clients", self.clients),
         ]
     }

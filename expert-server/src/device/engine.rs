@@ -19,6 +19,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use kernels::abi::ErrorWord;
 use kernels::gpu::{DeviceName, Gpu, GpuError, Stream};
 
 use self::bounds::BATCH_LIMIT;
@@ -138,12 +139,8 @@ impl Engine {
 
     /// Serves until it is told to stop.
     pub(super) fn run(mut self) -> Result<(), DataError> {
-        self.serve().map_err(|error| {
-            match (error, self.contexts.iter().find_map(Context::trapped)) {
-                (DataError::Gpu(source), Some(word)) => DataError::Trapped { word, source },
-                (error, _) => error,
-            }
-        })
+        let ended = self.serve();
+        ended.map_err(|error| explain(error, self.contexts.iter().find_map(Context::trapped)))
     }
 
     fn serve(&mut self) -> Result<(), DataError> {
@@ -456,6 +453,14 @@ impl Drop for Engine {
     }
 }
 
+/// What is known of a GPU's failure: `word` is of a kernel that trapped.
+fn explain(error: DataError, word: Option<ErrorWord>) -> DataError {
+    match (error, word) {
+        (DataError::Gpu(source), Some(word)) => DataError::Trapped { word, source },
+        (error, _) => error,
+    }
+}
+
 /// Row counts for which graphs are recorded, besides the largest.
 const BUCKETS: [u32; 5] = [32, 128, 512, 2048, 8192];
 /// Batches that the choice of a bucket looks back on.
@@ -475,3 +480,33 @@ const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
 /// new, that is not made more often.
 const REFUSAL_PERIOD: Duration = Duration::from_secs(1);
 const DROP_LIMIT: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use kernels::abi::{REASON_TIMEOUT, TAG_PRODUCT};
+
+    use super::*;
+
+    #[test]
+    fn what_a_kernel_said_before_it_trapped_is_told_with_the_gpus_error() {
+        let lost = || DataError::Gpu(GpuError::Deadline { what: "a batch" });
+        let word = ErrorWord {
+            tag: TAG_PRODUCT,
+            peer: 17,
+            reason: REASON_TIMEOUT,
+            reserved: 0,
+            observed: 2,
+            expected: 1,
+        };
+        let text = explain(lost(), Some(word)).to_string();
+        let said = "own copies (tag 13, peer 17) expired: observed 0x2, expected 0x1; then ";
+        assert!(
+            text.starts_with("the data thread lost its GPU: ") && text.contains(said),
+            "{text}"
+        );
+        assert!(text.ends_with(&GpuError::Deadline { what: "a batch" }.to_string()), "{text}");
+        assert!(matches!(explain(lost(), None), DataError::Gpu(_)));
+        let panicked = DataError::Panicked { message: String::new() };
+        assert!(matches!(explain(panicked, Some(word)), DataError::Panicked { .. }));
+    }
+}

@@ -155,7 +155,11 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
             gpu.write(&far_source, shift as u64, &bytes, deadline()).unwrap();
             far_source.ptr().add(shift as u64)
         };
-        let value = rng.random::<u64>() >> 1;
+        // What is left of the call before ends no wait of this one.
+        fill(&slot, &[0; 8], SLOT - 16);
+        // SAFETY: page-locked memory of twelve bytes; no kernel runs.
+        unsafe { good.host().unwrap().cast::<[u32; 3]>().write_volatile([u32::MAX; 3]) };
+        let value = rng.random_range(1..=u64::MAX >> 1);
         sum = sum.wrapping_add(value);
         let word_at = SLOT as u64 - 16;
         let params = LinkCallsParams {

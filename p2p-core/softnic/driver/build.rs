@@ -49,18 +49,26 @@ fn main() {
         mutant.apply(&headers.join("switchyard/comm"));
         compile(&here, &headers, mutant.source(), &mutant.name);
     };
-    // Often nothing else of a build is left to be done beside this.
-    let is_alone = std::env::var("NUM_JOBS").is_ok_and(|num| num == "1");
-    let (first, second) =
-        mutants.split_at(if is_alone { mutants.len() } else { mutants.len() / 2 });
-    std::thread::scope(|scope| {
-        scope.spawn(|| second.iter().for_each(make_mutant));
-        for source in [Source::Calls, Source::Link] {
-            compile(&here, &include, source, "product");
-        }
+    let make_links = || {
+        compile(&here, &include, Source::Link, "product");
+        links.iter().copied().for_each(make_mutant);
+    };
+    let make_calls = || {
+        compile(&here, &include, Source::Calls, "product");
+        calls.iter().copied().for_each(make_mutant);
         compile_gpu_nic(&here, &include);
-        first.iter().for_each(make_mutant);
-    });
+    };
+    // Often nothing else of a build is left to be done beside this.
+    // NOTES: by source, since an object is named after its source alone before it goes into an archive.
+    if std::env::var("NUM_JOBS").is_ok_and(|num| num == "1") {
+        make_links();
+        make_calls();
+    } else {
+        std::thread::scope(|scope| {
+            scope.spawn(make_links);
+            make_calls();
+        });
+    }
     for (mutants, source) in [(&calls, Source::Calls), (&links, Source::Link)] {
         let names: Vec<&str> =
             std::iter::once("product").chain(mutants.iter().map(|m| m.name.as_str())).collect();

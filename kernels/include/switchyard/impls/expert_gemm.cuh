@@ -16,13 +16,13 @@
 
 #include <cstdint>
 
-#include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
 #include "switchyard/impls/expert_plain.cuh"
 #include "switchyard/impls/expert_results.cuh"
 #include "switchyard/impls/expert_walk.cuh"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/ptx/bulk.cuh"
+#include "switchyard/ptx/memory.cuh"
 #include "switchyard/ptx/sync.cuh"
 #include "switchyard/ptx/wgmma.cuh"
 
@@ -55,6 +55,8 @@ using ProductWalk = ExpertWalk<kTileTokens>;
 
 // Time in units of about half a millisecond: a register less than in nanoseconds.
 constexpr uint32_t kCoarseShift = 19;
+// At the host's memory, a microsecond or so each.
+constexpr uint32_t kMostLooks = 4096;
 __device__ __forceinline__ uint32_t coarse_time() {
     return static_cast<uint32_t>(ptx::mov_globaltimer() >> kCoarseShift);
 }
@@ -272,8 +274,8 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
         fetch_weights(stage, tile, panel);
     }
 
-    // A stage has been multiplied. It comes unless the GPU, or what describes its copies, is out of
-    // order. Then nothing that this kernel computes can be used: it ends with a trap, and the answers are never sent.
+    // A stage has been multiplied. It comes unless the GPU, or what describes its copies, is out of order. Then nothing
+    // that this kernel computes can be used: it ends with a trap, and the answers are never sent.
     __device__ __forceinline__ void wait_empty(const StageRing& stage) const {
         if (ptx::mbarrier_try_wait_parity(stage.empty(), stage.phase ^ 1))
             return;
@@ -292,13 +294,17 @@ template <bool kFp8, bool kGateUp, bool kDirect> struct Gemm {
             if (ptx::atom_cas_relaxed_gpu(&trapped->tag, SY_TAG_NONE, SY_TAG_PRODUCT) ==
                 SY_TAG_NONE) {
                 trapped->peer = blockIdx.x;
-                trapped->reason = SY_REASON_TIMEOUT;
                 trapped->observed = stage.stage;
                 trapped->expected = stage.phase ^ 1;
                 ptx::fence_acq_rel_sys();
+                trapped->reason = SY_REASON_TIMEOUT;
+                ptx::fence_acq_rel_sys();
             } else {
-                // A trap of this thread must not come before the first one's words are out.
-                ptx::nanosleep(1'000'000);
+                // A trap of this thread must not come before the words of the first are out, also not where that is
+                // of the same warp: each look lets others of it run.
+                for (uint32_t i = 0; i < kMostLooks && ptx::ld_relaxed_sys(&trapped->reason) == 0;
+                     ++i) {
+                }
             }
         }
         __trap();

@@ -1,6 +1,7 @@
 // The calls of a link one after the other, by whichever way: what tests launch.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "switchyard/comm/put_get.cuh"
@@ -22,6 +23,9 @@ struct LinkCallsParams {
     uint64_t timeout_ns;
     uint32_t* good; // [3]: quiet, wait_until, quiet_gets
 };
+
+static_assert(sizeof(LinkCallsParams) == 112, "size of LinkCallsParams");
+static_assert(offsetof(LinkCallsParams, good) == 104, "good of LinkCallsParams");
 
 // One block of one warp: puts, adds and signals behind it, waits, and gets what it has put.
 template <uint32_t kWays>

@@ -20,11 +20,6 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Sleeps for about so long, at most a millisecond.
-__device__ __forceinline__ void nanosleep(uint32_t nanoseconds) {
-    asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds) : "memory");
-}
-
 // threadIdx.x % 32, but read again wherever it is asked for, so that no register keeps it.
 __device__ __forceinline__ uint32_t mov_laneid() {
     uint32_t lane_idx;

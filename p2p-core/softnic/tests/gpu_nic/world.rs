@@ -251,9 +251,9 @@ impl Gpu {
         self.nic.stop()
     }
 
-    /// Immediate data and bytes that arrived since the start, when so many receives were posted. Where one came back
-    /// flushed, so did all behind it.
-    pub fn arrivals(&self, num_receives: u32) -> Vec<(u32, u32)> {
+    /// Immediate data and bytes that arrived since the start, and how many receives came back flushed, of so many that
+    /// were posted: all or none of those that are left.
+    pub fn arrivals(&self, num_receives: u32) -> (Vec<(u32, u32)>, usize) {
         let first = self.raw.handle.dbrec + PEER_CQ;
         let (mut found, mut num_flushed) = (Vec::new(), 0);
         for i in 0..u64::from(NUM_RECEIVES) {
@@ -266,7 +266,7 @@ impl Gpu {
             }
         }
         assert!(num_flushed == 0 || found.len() + num_flushed == num_receives as usize);
-        found
+        (found, num_flushed)
     }
 }
 
