@@ -49,7 +49,8 @@ int main(int argc, char** argv) {
         if (child == 0) {
             close(ends[0]);
             const size_t bytes = (size_t)(gib * (1 << 30)) + 4096;
-            char* memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            char* memory =
+                mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             for (size_t at = 0; at < bytes; at += 4096)
                 memory[at] = 1;
             pthread_t thread;
@@ -65,7 +66,8 @@ int main(int argc, char** argv) {
         if (read(ends[0], &byte, 1) != 1)
             return 1;
         fcntl(ends[0], F_SETFL, O_NONBLOCK);
-        const _Atomic unsigned* word = (const _Atomic unsigned*)mutex; // glibc: the futex is the first word
+        const _Atomic unsigned* word =
+            (const _Atomic unsigned*)mutex; // glibc: the futex is the first word
         const double start = now_ms();
         kill(child, SIGKILL);
         double by_word = 0, by_end = 0;
@@ -78,8 +80,8 @@ int main(int argc, char** argv) {
                 return 2;
         }
         const double by_parent = (waitpid(child, NULL, 0), now_ms() - start);
-        printf("%.2f GiB: word %.2f ms, end of the connection %.2f ms, process gone %.2f ms\n", gib, by_word, by_end,
-               by_parent);
+        printf("%.2f GiB: word %.2f ms, end of the connection %.2f ms, process gone %.2f ms\n", gib,
+               by_word, by_end, by_parent);
         close(ends[0]);
         munmap(mutex, 4096);
     }
