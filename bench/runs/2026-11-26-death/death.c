@@ -26,10 +26,10 @@ static double now_ms(void) {
 }
 
 static void* hold(void* unused) {
-    (void)unused;
     pthread_mutex_lock(mutex);
     for (;;)
         pause();
+    return unused;
 }
 
 int main(int argc, char** argv) {
