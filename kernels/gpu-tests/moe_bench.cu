@@ -65,8 +65,10 @@ struct InputCache {
 // Two ranks with about this many tokens: few blocks of each kernel beside one another are faster than many in turn.
 // What more ranks gain was not measured.
 bool has_few_beside(const Case& test) {
-    return test.pdl < 0 && test.topology.is_colocated() && test.topology.servers.size() == 2 &&
-           std::string(test.server) == "echo" && test.num_tokens > 96 && test.num_tokens <= 128;
+    const bool is_asked = (test.dispatch_blocks | test.answer_blocks | test.combine_blocks) != 0;
+    return test.pdl < 0 && !is_asked && test.topology.is_colocated() &&
+           test.topology.servers.size() == 2 && std::string(test.server) == "echo" &&
+           test.num_tokens > 96 && test.num_tokens <= 128;
 }
 
 int pdl_of(const Case& test) {
@@ -87,7 +89,7 @@ int pdl_of(const Case& test) {
 constexpr uint32_t kBlocksBeside = 132, kFewBeside = 32;
 
 uint32_t blocks_of(const Case& test, uint32_t asked) {
-    if (asked == 0 && has_few_beside(test))
+    if (has_few_beside(test))
         return kFewBeside;
     return asked == 0 && pdl_of(test) >= 3 && test.num_tokens > 128 ? kBlocksBeside : asked;
 }
@@ -359,11 +361,9 @@ std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
                     for (const char* server : {"echo", "lists"})
                         add(topology, tokens, true, false, server, 3, blocks, blocks, blocks);
         } else if (set == "sms") {
-            // Few tokens in turn, as most kernels of a layer are: beside one another they take twice as many.
             for (const uint32_t tokens : {128u, 1024u, 4096u})
                 for (const uint32_t blocks : {8u, 16u, 24u, 32u, 48u, 64u, 96u, 132u})
-                    add(topology, tokens, true, false, "echo", tokens > 128 ? -1 : 2, blocks,
-                        blocks, blocks);
+                    add(topology, tokens, true, false, "echo", -1, blocks, blocks, blocks);
         }
     }
     return cases;

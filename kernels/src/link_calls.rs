@@ -87,3 +87,43 @@ impl KernelParams for LinkCallsParams {
 
 const _: () = assert!(size_of::<LinkCallsParams>() == 112);
 const _: () = assert!(offset_of!(LinkCallsParams, good) == 104);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::WAY_PROXY;
+
+    #[test]
+    fn what_is_needed_is_asked_for() {
+        let link = Link { window: DevicePtr(64), context: 64, way: WAY_PROXY, reserved: 0 };
+        let good = LinkCallsParams {
+            link,
+            source: DevicePtr(64),
+            back: DevicePtr(64),
+            num_bytes: 8,
+            error: DevicePtr(64),
+            timeout_ns: 1,
+            good: DevicePtr(64),
+            ..Zeroable::zeroed()
+        };
+        assert_eq!(good.check(), Ok(()));
+        let null = DevicePtr::NULL;
+        let without = [
+            LinkCallsParams { link: Link { window: null, ..link }, ..good },
+            LinkCallsParams { link: Link { context: 0, ..link }, ..good },
+            LinkCallsParams { source: null, ..good },
+            LinkCallsParams { back: null, ..good },
+            LinkCallsParams { error: null, ..good },
+            LinkCallsParams { good: null, ..good },
+        ];
+        for params in without {
+            assert_eq!(params.check(), Err(CheckError::Null), "{params:?}");
+        }
+        let unbounded = LinkCallsParams { timeout_ns: 0, ..good };
+        assert_eq!(unbounded.check(), Err(CheckError::Bound));
+        // Nothing is moved from nowhere to nowhere, and direct stores need no context.
+        let direct = Link { context: 0, way: WAY_DIRECT, ..link };
+        let idle = LinkCallsParams { link: direct, source: null, back: null, num_bytes: 0, ..good };
+        assert_eq!(idle.check(), Ok(()));
+    }
+}

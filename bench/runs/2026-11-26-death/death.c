@@ -1,7 +1,7 @@
 // How soon after a SIGKILL another process can know of it: by the end of a connection, and by the word of a robust
 // mutex that a thread of the dying process held.
 //
-//   cc -O2 -pthread death.c -o death && ./death [GiB of touched memory] [times]
+//   cc -O2 -pthread death.c -o death && ./death [GiB of touched memory] [times] [huge]
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -51,6 +51,8 @@ int main(int argc, char** argv) {
             const size_t bytes = (size_t)(gib * (1 << 30)) + 4096;
             char* memory =
                 mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (argc > 3)
+                madvise(memory, bytes, MADV_HUGEPAGE);
             for (size_t at = 0; at < bytes; at += 4096)
                 memory[at] = 1;
             pthread_t thread;

@@ -88,7 +88,6 @@
     11 /* a client's frame, for the way back; observed: clients whose way is quiet, as a mask */
 #define SY_TAG_COMBINE_WAY                                                                         \
     12 /* the way to a server, until it has read a frame; observed: a lane or queue that has not */
-
 #define SY_TAG_PRODUCT                                                                             \
     13 /* an expert product's own copies and products; peer: its thread block; observed: the stage
         * that was not emptied; expected: the parity of its phase */
