@@ -38,6 +38,11 @@ pub fn num_descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("descriptors").count()
 }
 
+/// Threads of this process.
+pub fn num_threads() -> usize {
+    std::fs::read_dir("/proc/self/task").expect("threads").count()
+}
+
 /// Seconds of processor time of this process so far: its own, and the kernel's on its behalf.
 pub fn cpu_seconds() -> (f64, f64) {
     let text = std::fs::read_to_string("/proc/self/stat").expect("times");

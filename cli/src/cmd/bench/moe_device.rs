@@ -358,10 +358,13 @@ impl Bench<'_> {
             }
             let addrs: Vec<String> = servers.iter().map(|(_, addr)| addr.clone()).collect();
             let victim = &mut servers[0].0;
-            runs.push(measure_one(&addrs, &replicas, wish.seconds * 3.0, &mut || {
+            let mut killed_at_us = 0.0;
+            let measured = measure_one(&addrs, &replicas, wish.seconds * 3.0, &mut || {
                 std::thread::sleep(Duration::from_secs_f64(wish.seconds * 1.5));
+                killed_at_us = roles::monotonic_us();
                 victim.kill()
-            })?);
+            })?;
+            runs.push((killed_at_us, measured));
         }
         Killed::of(tokens, [before, alone()?], runs)
     }
@@ -437,6 +440,14 @@ fn print_report(report: &Report) {
             killed.ratio * 100.0,
             (killed.one_server_ratio - 1.0) * 100.0
         );
+        for death in &killed.deaths {
+            outln!(
+                "  {:.2} ms into a call; sent again {:.2} ms after the kill, answered {:.2} ms later",
+                death.into_call_us * 1e-3,
+                death.sent_again_us * 1e-3,
+                death.answered_us * 1e-3
+            );
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use super::percentile;
-use super::roles::Measured;
+use super::roles::{Measured, Met};
 
 #[derive(Debug, Serialize)]
 pub(super) struct Killed {
@@ -16,6 +16,8 @@ pub(super) struct Killed {
     /// Longest call beyond the median, of each run with both.
     pub stalls_us: Vec<f64>,
     pub stall_us_p50: f64,
+    /// What the calls were about that met the deaths, in the order of the runs.
+    pub deaths: Vec<Death>,
     /// Mean calls per second with one server.
     pub one_server_calls_per_s: f64,
     /// After the other was killed, the median of the runs.
@@ -31,12 +33,38 @@ pub(super) struct Killed {
     pub wrong: usize,
 }
 
+/// From a kill until the call that met it was answered, in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(super) struct Death {
+    /// What of the call was over by the kill; below 0 where the kill came before it.
+    pub into_call_us: f64,
+    /// From the kill until the client had sent again what the dead server owed.
+    pub sent_again_us: f64,
+    /// From there until everything was answered: by one server less.
+    pub answered_us: f64,
+}
+
+impl Death {
+    fn of(killed_at_us: f64, met: &Met) -> Self {
+        Self {
+            into_call_us: killed_at_us - met.began_us,
+            sent_again_us: met.sent_again_us - killed_at_us,
+            answered_us: met.ended_us - met.sent_again_us,
+        }
+    }
+}
+
 impl Killed {
+    /// `runs` are with when the server was killed, in microseconds of
+    /// [`monotonic_us`](super::roles::monotonic_us).
     pub(super) fn of(
         tokens: usize,
         one_server: [Measured; 2],
-        runs: Vec<Measured>,
+        runs: Vec<(f64, Measured)>,
     ) -> Result<Self> {
+        let deaths = runs.iter().filter_map(|(at, run)| Some(Death::of(*at, run.met.as_ref()?)));
+        let deaths = deaths.collect();
+        let runs: Vec<Measured> = runs.into_iter().map(|(_, run)| run).collect();
         let rates = [one_server[0].calls_per_s, one_server[1].calls_per_s];
         let one_server_calls_per_s = (rates[0] + rates[1]) / 2.0;
         let mut late: Vec<f64> = runs.iter().map(|run| run.late_calls_per_s).collect();
@@ -52,6 +80,7 @@ impl Killed {
             stall_us: stalls_us.iter().copied().fold(0.0, f64::max),
             stall_us_p50: percentile(&mut stalls_us.clone(), 0.5),
             stalls_us,
+            deaths,
             failovers: runs.iter().map(|run| run.failovers).sum(),
             resent_pairs: runs.iter().map(|run| run.resent_pairs).sum(),
             wrong: num_wrong(&runs) + num_wrong(&one_server),
@@ -81,13 +110,17 @@ mod tests {
             ..Measured::default()
         };
         let alone = || [run(0.0, 0), run(0.0, 1)];
-        let runs = vec![run(30.0, 0), run(900.0, 2), run(20.0, 0)];
+        let met = Met { began_us: 1000.0, sent_again_us: 1800.0, ended_us: 2500.0 };
+        let with = |met| Measured { met, ..run(900.0, 2) };
+        let runs = vec![(7.0, run(30.0, 0)), (1300.0, with(Some(met))), (9.0, run(20.0, 0))];
         let killed = Killed::of(4, alone(), runs).expect("some");
         assert_eq!(killed.stalls_us, [30.0, 900.0, 20.0]);
         assert_eq!((killed.stall_us_p50, killed.stall_us), (30.0, 900.0));
         assert_eq!((killed.after_calls_per_s, killed.ratio), (30.0, 3.0));
         assert_eq!((killed.failovers, killed.resent_pairs, killed.wrong), (3, 24, 3));
         assert_eq!(killed.with_kill.layer_us_max, 1000.0);
+        let death = Death { into_call_us: 300.0, sent_again_us: 500.0, answered_us: 700.0 };
+        assert_eq!(killed.deaths, [death]);
         assert!(Killed::of(4, alone(), Vec::new()).is_err());
     }
 }

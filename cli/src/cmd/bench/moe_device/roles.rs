@@ -102,8 +102,31 @@ pub(super) struct Measured {
     pub failovers: u32,
     pub resent_pairs: u64,
     pub stall_us_max: f64,
+    /// The longest of the calls that met a failure.
+    pub met: Option<Met>,
     /// Outputs that lack or double something, or calls that failed.
     pub wrong: usize,
+}
+
+/// A call that met a failure, in microseconds of [`monotonic_us`].
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) struct Met {
+    pub began_us: f64,
+    /// When what nobody had answered was sent elsewhere, for the last time.
+    pub sent_again_us: f64,
+    pub ended_us: f64,
+}
+
+impl Met {
+    fn is_longer_than(&self, other: Option<&Self>) -> bool {
+        other.is_none_or(|other| self.ended_us - self.began_us > other.ended_us - other.began_us)
+    }
+}
+
+/// Microseconds of the clock that all processes of a host share.
+pub(super) fn monotonic_us() -> f64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as f64 * 1e6 + now.tv_nsec as f64 * 1e-3
 }
 
 impl Measured {
@@ -335,8 +358,17 @@ impl Span {
         let (mut times, mut late_times) = (Vec::new(), Vec::new());
         let start = Instant::now();
         while self.goes_on(start.elapsed().as_secs_f64(), times.len()) {
+            let began_us = monotonic_us();
             let (us, timing) = call()?;
             times.push(us);
+            let met = Met {
+                began_us,
+                sent_again_us: began_us + timing.stall_ns as f64 * 1e-3,
+                ended_us: began_us + us,
+            };
+            if timing.failovers > 0 && met.is_longer_than(measured.met.as_ref()) {
+                measured.met = Some(met);
+            }
             // Looking at outputs costs time of its own, so rates are of the calls.
             if start.elapsed().as_secs_f64() > self.seconds * 2.0 / 3.0 {
                 late_times.push(us);
@@ -423,6 +455,22 @@ mod tests {
         assert_eq!(measured(none, Duration::ZERO).calls, 1);
         let longer = Span { seconds: 0.02, least_calls: 1, limit: 0.0 };
         assert!(measured(longer, Duration::from_micros(100)).calls > 1);
+    }
+
+    #[test]
+    fn the_longest_call_that_met_a_failure_is_kept() {
+        let span = Span { seconds: 0.0, least_calls: 5, limit: 1e9 };
+        let mut calls = [(9e6, 0), (50.0, 1), (400.0, 2), (70.0, 1), (9e6, 0)].into_iter();
+        let call = || {
+            let (us, failovers) = calls.next().expect("five calls");
+            Ok((us, LayerTiming { failovers, stall_ns: 30_000, ..LayerTiming::default() }))
+        };
+        let before = monotonic_us();
+        let met = span.measure(call, || Ok(true)).expect("measured").met.expect("met");
+        let took = |from: f64, to: f64| (to - from).round();
+        assert_eq!(took(met.began_us, met.ended_us), 400.0);
+        assert_eq!(took(met.began_us, met.sent_again_us), 30.0);
+        assert!(before <= met.began_us && met.began_us <= monotonic_us(), "{before} {met:?}");
     }
 
     #[test]
