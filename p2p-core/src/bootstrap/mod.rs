@@ -21,6 +21,7 @@ mod fallback;
 mod listener;
 mod liveness;
 pub(crate) mod policy;
+mod sentry;
 pub mod wire;
 
 use std::fmt;
