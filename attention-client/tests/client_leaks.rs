@@ -2,10 +2,13 @@
 //! and memory it counts.
 
 mod client_common;
+#[path = "../../tests/src/descriptors.rs"]
+mod descriptors;
 
 use std::time::{Duration, Instant};
 
 use client_common::{Fleet, Request, difference, local_reference, poisoned, seeded};
+use descriptors::num_descriptors;
 use p2p_core::SlotConfig;
 
 #[test]
@@ -81,7 +84,7 @@ fn counts() -> Counts {
     let statm = std::fs::read_to_string("/proc/self/statm").expect("procfs");
     let pages = statm.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok());
     Counts {
-        descriptors: entries("/proc/self/fd"),
+        descriptors: num_descriptors("self").expect("descriptors"),
         threads: entries("/proc/self/task"),
         memory_bytes: pages.expect("resident pages") * 4096,
     }

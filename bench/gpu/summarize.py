@@ -343,7 +343,7 @@ def kills(run, aims):
               f" {killed['failovers']} failover(s), {killed['resent_pairs']} pairs sent again. One server alone gave"
               f" {killed['one_server_calls_per_s']:.1f} calls/s, in its second run {killed['one_server_ratio']:.3f} of"
               " its first.")
-        for death in killed.get("deaths", []):
+        for death in filter(None, killed.get("deaths", [])):
             into, again, answered = (death[key] * 1e-3 for key in ("into_call_us", "sent_again_us", "answered_us"))
             print(f"Killed {into:.2f} ms into a call, whose pairs were sent again {again:.2f} ms after the kill and"
                   f" answered {answered:.2f} ms later.")

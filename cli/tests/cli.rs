@@ -463,10 +463,10 @@ fn killing_one_of_two_gpu_servers_under_load_loses_nothing() {
     assert_eq!(killed["wrong"].as_u64(), Some(0), "{killed}");
     assert!(killed["after_calls_per_s"].as_f64().is_some_and(|rate| rate > 0.0), "{killed}");
     assert_eq!(killed["one_server"].as_array().map(Vec::len), Some(2), "{killed}");
-    // A death between two calls may be known by the next.
     let deaths = killed["deaths"].as_array().expect("deaths");
-    assert!(deaths.len() as u64 <= killed["failovers"].as_u64().expect("a number"), "{killed}");
-    for death in deaths {
+    assert_eq!(deaths.len(), 2, "{killed}");
+    // A death between two calls may be known by the next.
+    for death in deaths.iter().filter(|death| !death.is_null()) {
         let us = |name: &str| death[name].as_f64().expect("a time");
         assert!(us("sent_again_us") > 0.0 && us("answered_us") > 0.0, "{killed}");
     }

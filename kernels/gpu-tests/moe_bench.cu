@@ -353,9 +353,21 @@ std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
                     add(topology, tokens, true, false, "echo", pdl);
                     add(topology, tokens, true, false, "lists", pdl);
                 }
-            for (const uint32_t tokens : {256u, 4096u})
-                for (const uint32_t blocks : {132u, 264u})
-                    add(topology, tokens, true, false, "echo", -1, blocks, blocks, blocks);
+            for (const char* server : {"echo", "lists"}) {
+                add(topology, 256, true, false, server, -1, 132, 132, 132);
+                add(topology, 256, true, false, server, -1, 264, 264, 264);
+                for (const int pdl : {0, 2, 3, 4}) {
+                    add(topology, 1, true, false, server, pdl);
+                    for (const uint32_t blocks : {0u, 132u, 264u})
+                        add(topology, 4096, true, false, server, pdl, blocks, blocks, blocks);
+                }
+                // One kernel at a time.
+                for (const uint32_t blocks : {16u, 22u, 26u, 32u, 43u, 64u, 96u, 128u}) {
+                    add(topology, 128, true, false, server, -1, blocks, 0, 0);
+                    add(topology, 128, true, false, server, -1, 0, blocks, 0);
+                    add(topology, 128, true, false, server, -1, 0, 0, blocks);
+                }
+            }
             for (const uint32_t tokens : {8u, 32u, 64u, 96u, 128u, 192u, 256u, 512u})
                 for (const uint32_t blocks : {0u, 24u, 32u, 40u, 48u, 64u})
                     for (const char* server : {"echo", "lists"})

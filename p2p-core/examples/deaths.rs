@@ -6,18 +6,30 @@
 use std::error::Error;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use p2p_core::bootstrap::{
     CloseReason, ConnectConfig, Listener, ListenerConfig, PeerHello, connect,
 };
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 const LISTENER: &str = "DEATHS_LISTENER";
+const MAX_TIMES: f64 = 1e4;
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A process that does not outlive its owner.
+struct Peer(Child);
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
 
 /// What the command line says.
 #[derive(Debug, Clone)]
@@ -38,7 +50,7 @@ impl Wish {
             })
         };
         let (gib, times) = (number(0, 1.0)?, number(1, 8.0)?);
-        if times < 1.0 || times.fract() != 0.0 {
+        if !(1.0..=MAX_TIMES).contains(&times) || times.fract() != 0.0 {
             return Err(bad(&words[1]));
         }
         if !matches!(words.get(2).map(String::as_str), None | Some("huge")) || words.len() > 3 {
@@ -77,20 +89,19 @@ async fn watch(wish: &Wish) -> Result<(), Box<dyn Error>> {
     tokio::spawn(listener.serve(|_| Ok(Vec::new()), on_peer, std::future::pending()));
     let mut known_ms = Vec::with_capacity(wish.times);
     for time in 0..wish.times {
-        let mut peer = Command::new(std::env::current_exe()?)
-            .args(std::env::args().skip(1))
-            .env(LISTENER, addr.to_string())
-            .stdout(Stdio::piped())
-            .spawn()?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(std::env::args().skip(1)).env(LISTENER, addr.to_string());
+        let mut peer = Peer(command.stdout(Stdio::piped()).spawn()?);
+        // It says so when it has its end of the connection, or nothing when it ends.
+        let mut output = BufReader::new(peer.0.stdout.take().ok_or("no output")?).lines();
+        let (said, heard) = oneshot::channel();
+        std::thread::spawn(move || said.send(output.next()));
+        timeout(PATIENCE, heard).await??.ok_or("the peer ended by itself")??;
         let connection = timeout(PATIENCE, peers.recv()).await?.ok_or("nobody listens")?;
-        // Until the peer has its end of the connection, too.
-        let mut lines = BufReader::new(peer.stdout.take().ok_or("no output")?).lines();
-        lines.next().ok_or("the peer ended by itself")??;
         let start = Instant::now();
-        peer.kill()?;
+        peer.0.kill()?;
         let reason = timeout(PATIENCE, connection.liveness.closed()).await?;
         let ms = start.elapsed().as_secs_f64() * 1e3;
-        peer.wait()?;
         if reason != CloseReason::Lost {
             return Err(format!("after a kill: {reason}").into());
         }

@@ -9,6 +9,7 @@
 //! was built last.
 
 pub mod churn;
+pub mod descriptors;
 pub mod failpoints;
 pub mod idle;
 pub mod inputs;

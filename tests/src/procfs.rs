@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
+use crate::descriptors::num_descriptors;
+
 /// Descriptors, slots and memory of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct Usage {
@@ -20,7 +22,7 @@ pub struct Usage {
 /// # Errors
 /// When it is gone.
 pub fn usage(pid: u32) -> Result<Usage> {
-    let fds = std::fs::read_dir(format!("/proc/{pid}/fd"))
+    let descriptors = num_descriptors(&pid.to_string())
         .with_context(|| format!("cannot list the descriptors of process {pid}"))?;
     let status = read(pid, "status")?;
     let rss = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -30,7 +32,7 @@ pub fn usage(pid: u32) -> Result<Usage> {
         .with_context(|| format!("process {pid} has no VmRSS"))?;
     let maps = read(pid, "maps")?;
     let slots = maps.lines().filter(|line| line.contains("memfd:switchyard-slot")).count();
-    Ok(Usage { descriptors: fds.count(), slots, rss_bytes: kib << 10 })
+    Ok(Usage { descriptors, slots, rss_bytes: kib << 10 })
 }
 
 /// CPU time that process `pid` has used: utime + stime, in steps of 10 ms.

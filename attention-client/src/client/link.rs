@@ -296,8 +296,8 @@ impl Link {
         !self.pending.is_empty() || !self.queue.is_empty()
     }
 
-    /// Looks at the connection itself: one system call. The connector sees its end too, but on a
-    /// thread that has to be scheduled first.
+    /// Looks at what is known of the connection: one word, which the thread that holds it writes. The
+    /// connector sees its end too, but on another thread that has to be scheduled first.
     pub fn note_closed(&self) -> bool {
         match self.liveness.closed_now() {
             None => return false,

@@ -13,6 +13,7 @@ use tokio::net::TcpStream;
 use crate::common::{
     PATIENCE, Reference, Request, TestClient, metric, seeded, start_server, tiny_moe,
 };
+use crate::descriptors::num_descriptors;
 use crate::stand_in::StandIn;
 
 fn hello(shape: ModelShape, client_id: u64) -> PeerHello {
@@ -148,7 +149,7 @@ async fn clients_that_come_and_go_leave_no_links_behind() {
         config.limits.max_links = 20;
     })
     .await;
-    let descriptors = || std::fs::read_dir("/proc/self/fd").expect("proc").count();
+    let descriptors = || num_descriptors("self").expect("descriptors");
     let mut baseline = 0;
     for round in 0..30 {
         let mut connections = Vec::new();

@@ -38,7 +38,7 @@ pub enum CloseReason {
     Protocol,
 }
 
-/// Watches over one peer. Dropping it tells the peer that this side is gone.
+/// Watches over one peer. Dropping it tells the peer, soon, that this side is gone.
 #[derive(Debug)]
 pub struct Liveness {
     /// Its event wakes tasks of the runtime.
@@ -47,7 +47,8 @@ pub struct Liveness {
 }
 
 impl Liveness {
-    /// Takes over the connection after the handshake.
+    /// Takes over the connection after the handshake. Waits for another thread, which takes microseconds where
+    /// a processor is free, and a second at most.
     pub(super) fn new(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
         let socket = OwnedFd::from(stream.into_std()?);
         watch_half_open(&socket, timeout)?;
@@ -82,15 +83,16 @@ impl Liveness {
         self.kept.get_ref().reason()
     }
 
-    /// Says goodbye and closes the connection, both before this returns. The peer sees
-    /// [`CloseReason::Left`].
+    /// Says goodbye and closes the connection, both before this returns, unless no processor is free for that
+    /// within a second. The peer sees [`CloseReason::Left`].
     pub fn close(&self) {
         self.kept.get_ref().close();
     }
 }
 
 impl AsFd for Liveness {
-    /// Readable anew, for waiters that are edge-triggered, when the connection is over.
+    /// Readable anew, for waiters that are edge-triggered, when the connection is over. Whoever adds it to a
+    /// [`WaitSet`](crate::wait::WaitSet) removes it: this is not its only copy.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.kept.get_ref().as_fd()
     }

@@ -159,7 +159,8 @@ pub const DEFAULT_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 pub const DEFAULT_LIVENESS_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Raises this process's soft limit on open files to the hard one, and returns the limit then in
-/// force. For binaries: a peer costs three descriptors, and the usual soft limit is 1024.
+/// force. For binaries: a peer costs three descriptors, or five where no thread has a
+/// table of its own, and the usual soft limit is 1024.
 #[must_use]
 pub fn raise_descriptor_limit() -> u64 {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

@@ -9,18 +9,21 @@
 //! it. They make it likely and not certain: otherwise the connection ends late, as it would have.
 //!
 //! In the sentry's thread a number is another descriptor than elsewhere. **It must touch no descriptor but
-//! its own**: it logs nothing, and wakes no task of a runtime, which would write to a descriptor. Whoever
-//! waits does so at an event of the peer, of which the sentry has a copy.
+//! its own**: it logs nothing, wakes no task of a runtime, which would write to a descriptor, and takes no
+//! signal, whose handler might. Whoever waits does so at an event of the peer, of which the sentry has a
+//! copy.
 //!
 //! Where the system gives no table of its own (Linux before 5.9, or a filter of system calls), the sentry
-//! does the same with the table that all share.
+//! does the same with the table that all share. A process that was forked without `exec` must leave
+//! connections alone: it has no sentry, but the door to its parent's.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs::OpenOptions;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -35,25 +38,25 @@ use super::liveness::{CloseReason, why_over};
 use super::wire::encode_goodbye;
 use crate::wait::{event_fd, signal_event};
 
-/// A connection that the sentry holds. Dropping it closes the connection.
+/// A connection that the sentry holds. Dropping it closes the connection, soon.
 #[derive(Debug)]
 pub(super) struct Kept {
-    sentry: &'static Sentry,
+    sentry: Arc<Sentry>,
     id: u64,
     peer: Arc<Peer>,
     event: OwnedFd,
 }
 
 impl Kept {
-    /// Gives `socket`, which nobody else may hold, to the sentry.
+    /// Gives `socket`, which nobody else may hold, to the sentry, and waits until it has it.
     ///
     /// # Errors
-    /// The system's, when threads or descriptors are exhausted.
+    /// The system's, when threads or descriptors are exhausted; the socket is closed then.
     pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
         Self::of(Sentry::get()?, socket)
     }
 
-    fn of(sentry: &'static Sentry, socket: OwnedFd) -> io::Result<Self> {
+    fn of(sentry: Arc<Sentry>, socket: OwnedFd) -> io::Result<Self> {
         let event = event_fd()?;
         let (id, peer) = sentry.adopt(socket, event.as_fd())?;
         Ok(Self { sentry, id, peer, event })
@@ -64,19 +67,20 @@ impl Kept {
         self.peer.reason()
     }
 
-    /// Says goodbye and closes the connection, before this returns.
+    /// Says goodbye and closes the connection, before this returns if the sentry gets to run within
+    /// [`LIMIT`].
     pub(super) fn close(&self) {
-        // A sentry that is gone has closed it.
-        if self.sentry.tell(CLOSE, self.id, &[]).is_ok() {
-            self.peer.wait_closed();
+        self.sentry.order(Order::Close(self.id));
+        if self.peer.wait_while_in(Stage::Held) == Stage::Held {
+            tracing::warn!(limit = ?LIMIT, "the goodbye to a peer is late: no processor was free");
         }
+        self.peer.end(CloseReason::Local, self.event.as_fd());
     }
 }
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        // As above.
-        let _ = self.sentry.tell(DROP, self.id, &[]);
+        self.sentry.order(Order::Drop(self.id));
     }
 }
 
@@ -96,44 +100,55 @@ impl AsFd for Kept {
 /// What is known about one connection.
 #[derive(Debug, Default)]
 struct Peer {
-    /// 0, or 1 and a place in [`REASONS`].
+    /// 0, or [`code_of`] the reason.
     reason: AtomicU8,
-    is_closed: Mutex<bool>,
-    closed: Condvar,
+    stage: Mutex<Stage>,
+    changed: Condvar,
+}
+
+/// Where a connection is.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// On its way to the sentry.
+    #[default]
+    Sent,
+    Held,
+    /// The goodbye is said.
+    Closed,
+    /// The sentry could not take it, or is gone.
+    Refused(Errno),
 }
 
 impl Peer {
     fn reason(&self) -> Option<CloseReason> {
-        // Acquire: what the sentry did before is done.
+        // Acquire: what was done before the end is seen by whoever sees the end.
         let code = self.reason.load(Ordering::Acquire);
-        REASONS.get(usize::from(code).checked_sub(1)?).copied()
+        ALL_REASONS.into_iter().find(|reason| code_of(*reason) == code)
     }
 
-    /// The first reason stays. Without an event, whoever asks finds out.
-    fn end(&self, reason: CloseReason, event: Option<BorrowedFd<'_>>) {
-        let place = REASONS.iter().position(|known| *known == reason).unwrap_or(0);
-        let code = place as u8 + 1;
-        let is_first =
-            self.reason.compare_exchange(0, code, Ordering::Release, Ordering::Relaxed).is_ok();
-        if is_first && let Some(event) = event {
+    /// The first reason stays.
+    fn end(&self, reason: CloseReason, event: BorrowedFd<'_>) {
+        let code = code_of(reason);
+        if self.reason.compare_exchange(0, code, Ordering::Release, Ordering::Relaxed).is_ok() {
             // Cannot fail: it is an event, and `signal_event` empties one that is full.
             let _ = signal_event(event);
         }
     }
 
-    fn note_closed(&self) {
-        *lock(&self.is_closed) = true;
-        self.closed.notify_all();
+    fn set_stage(&self, stage: Stage) {
+        *lock(&self.stage) = stage;
+        self.changed.notify_all();
     }
 
-    fn wait_closed(&self) {
-        let limit = SENTRY_LIMIT;
-        // Past the limit the goodbye is late.
-        drop(self.closed.wait_timeout_while(lock(&self.is_closed), limit, |closed| !*closed));
+    /// The stage as soon as it is another one than `stage`, or after [`LIMIT`].
+    fn wait_while_in(&self, stage: Stage) -> Stage {
+        let is_in = |now: &mut Stage| *now == stage;
+        let waited = self.changed.wait_timeout_while(lock(&self.stage), LIMIT, is_in);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
 
-const REASONS: [CloseReason; 6] = [
+const ALL_REASONS: [CloseReason; 6] = [
     CloseReason::Lost,
     CloseReason::Left,
     CloseReason::Reset,
@@ -142,33 +157,73 @@ const REASONS: [CloseReason; 6] = [
     CloseReason::Protocol,
 ];
 
+const fn code_of(reason: CloseReason) -> u8 {
+    match reason {
+        CloseReason::Lost => 1,
+        CloseReason::Left => 2,
+        CloseReason::Reset => 3,
+        CloseReason::Unreachable => 4,
+        CloseReason::Local => 5,
+        CloseReason::Protocol => 6,
+    }
+}
+
 /// The side that all threads use.
 #[derive(Debug)]
 struct Sentry {
-    /// Messages to the sentry's thread.
+    /// Takes connections to the sentry's thread, which ends when this is closed.
     door: OwnedFd,
-    next_id: AtomicU64,
-    incoming: Arc<Mutex<HashMap<u64, Arc<Peer>>>>,
+    /// Tells it of orders.
+    wake: OwnedFd,
+    shared: Arc<Shared>,
     /// Whether the thread has a table of its own.
     is_private: bool,
     /// The kernel's number of the thread.
     #[cfg(test)]
-    tid: i32,
+    tid: u32,
+}
+
+/// What the sentry's thread and the others share besides.
+#[derive(Debug, Default)]
+struct Shared {
+    desk: Mutex<Desk>,
+    /// The thread has ended, or is about to.
+    is_gone: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Desk {
+    next_id: u64,
+    /// On their way to the sentry.
+    incoming: HashMap<u64, Arc<Peer>>,
+    orders: Vec<Order>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Order {
+    Close(u64),
+    Drop(u64),
 }
 
 impl Sentry {
     /// The process's sentry, which the first caller starts.
-    fn get() -> io::Result<&'static Self> {
-        static SENTRY: Mutex<Option<&'static Sentry>> = Mutex::new(None);
+    fn get() -> io::Result<Arc<Self>> {
+        static SENTRY: Mutex<Option<Arc<Sentry>>> = Mutex::new(None);
         let mut sentry = lock(&SENTRY);
-        if let Some(sentry) = *sentry {
-            return Ok(sentry);
+        if let Some(sentry) = &*sentry
+            && !sentry.shared.is_gone.load(Ordering::Acquire)
+        {
+            return Ok(Arc::clone(sentry));
         }
-        let started: &'static Self = Box::leak(Box::new(Self::start(leave_table)?));
-        if !started.is_private {
-            tracing::debug!("no table of descriptors for one thread: deaths may be known later");
+        let started = Arc::new(Self::start(leave_table)?);
+        if started.is_private {
+            stand_behind();
+        } else {
+            tracing::debug!(
+                "no thread of this system has descriptors of its own: a death may be known later"
+            );
         }
-        *sentry = Some(started);
+        *sentry = Some(Arc::clone(&started));
         Ok(started)
     }
 
@@ -180,81 +235,139 @@ impl Sentry {
             SocketFlags::CLOEXEC,
             None,
         )?;
-        sockopt::set_socket_timeout(&door, sockopt::Timeout::Send, Some(SENTRY_LIMIT))?;
-        let incoming = Arc::new(Mutex::default());
-        let (told, begun) = mpsc::channel();
-        let raw = inner.as_raw_fd();
-        let shared = Arc::clone(&incoming);
+        for timeout in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
+            sockopt::set_socket_timeout(&door, timeout, Some(LIMIT))?;
+        }
+        let shared = Arc::new(Shared::default());
+        let (raw, sentrys) = (inner.as_raw_fd(), Arc::clone(&shared));
         thread::Builder::new().name("sy-liveness".to_owned()).spawn(move || {
+            block_signals();
             let is_private = leave(raw);
             // SAFETY: in a table of its own the number is this thread's copy, which nothing else owns; in
             // the shared one the starting thread gives its ownership up when it hears of that.
             let door = unsafe { OwnedFd::from_raw_fd(raw) };
-            if told.send((is_private, rustix::thread::gettid())).is_ok() {
-                Room { peers: BTreeMap::new(), incoming: shared, is_private }.serve(&door);
-            }
+            Room { peers: BTreeMap::new(), shared: sentrys, is_private }.serve(door);
         })?;
-        // The thread has only to make one system call or two.
-        let (is_private, _tid) = begun.recv().map_err(io::Error::other)?;
-        if is_private {
-            drop(inner);
-        } else {
+        let begun = receive(&door, RecvFlags::CMSG_CLOEXEC);
+        if !matches!(begun, Ok((_, word, _)) if word & PRIVATE != 0) {
+            // The thread's own, or nobody knows.
             let _ = inner.into_raw_fd();
         }
-        for _ in 0..NUM_BEHIND {
-            let behind = thread::Builder::new().name("sy-behind".to_owned());
-            behind.stack_size(MIN_STACK).spawn(|| {
-                loop {
-                    thread::park();
-                }
-            })?;
+        let (kind, word, mut fds) = begun.map_err(|errno| match errno {
+            Errno::AGAIN => late(),
+            errno => errno.into(),
+        })?;
+        let number = word as u32;
+        if kind == FAILED {
+            return Err(io::Error::from_raw_os_error(number.cast_signed()));
         }
         Ok(Self {
             door,
-            next_id: AtomicU64::new(0),
-            incoming,
-            is_private,
+            // Without it there was no room for another descriptor.
+            wake: fds.pop().ok_or(Errno::MFILE)?,
+            shared,
+            is_private: word & PRIVATE != 0,
             #[cfg(test)]
-            tid: _tid.as_raw_nonzero().get(),
+            tid: number,
         })
     }
 
+    /// Waits until the sentry has the socket.
     fn adopt(&self, socket: OwnedFd, event: BorrowedFd<'_>) -> io::Result<(u64, Arc<Peer>)> {
-        // Relaxed: numbers only have to differ.
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let peer = Arc::new(Peer::default());
-        lock(&self.incoming).insert(id, Arc::clone(&peer));
-        // The socket is closed here once the message holds it.
-        if let Err(error) = self.tell(ADOPT, id, &[event, socket.as_fd()]) {
-            lock(&self.incoming).remove(&id);
-            return Err(error);
-        }
-        Ok((id, peer))
+        let id = {
+            let mut desk = lock(&self.shared.desk);
+            desk.next_id += 1;
+            let id = desk.next_id;
+            desk.incoming.insert(id, Arc::clone(&peer));
+            id
+        };
+        let sent = send(&self.door, ADOPT, id, &[socket.as_fd(), event]);
+        // The message has a copy, which must be the only one.
+        drop(socket);
+        let error = match sent.map(|()| peer.wait_while_in(Stage::Sent)) {
+            Ok(Stage::Held) => return Ok((id, peer)),
+            Ok(Stage::Refused(errno)) => errno.into(),
+            Ok(_) | Err(Errno::AGAIN) => late(),
+            Err(errno) => errno.into(),
+        };
+        lock(&self.shared.desk).incoming.remove(&id);
+        // It may have come in since.
+        self.order(Order::Drop(id));
+        Err(error)
     }
 
-    fn tell(&self, kind: u64, id: u64, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        let mut message = [0; MESSAGE_BYTES];
-        message[..8].copy_from_slice(&kind.to_ne_bytes());
-        message[8..].copy_from_slice(&id.to_ne_bytes());
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        loop {
-            match sendmsg(&self.door, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL)
-            {
-                Ok(_) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
-                Err(errno) => return Err(errno.into()),
-            }
+    fn order(&self, order: Order) {
+        lock(&self.shared.desk).orders.push(order);
+        // Cannot fail, as above. A sentry that is gone has closed everything.
+        let _ = signal_event(self.wake.as_fd());
+    }
+}
+
+fn late() -> io::Error {
+    let text = format!("no processor was free for the thread sy-liveness in {LIMIT:?}");
+    io::Error::new(io::ErrorKind::TimedOut, text)
+}
+
+/// Sends two words and descriptors.
+fn send(door: &OwnedFd, kind: u64, word: u64, fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    let mut message = [0; MESSAGE_BYTES];
+    message[..8].copy_from_slice(&kind.to_ne_bytes());
+    message[8..].copy_from_slice(&word.to_ne_bytes());
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::INVAL);
+    }
+    loop {
+        match sendmsg(door, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            sent => return sent.map(|_| ()),
         }
     }
 }
 
-/// Gives the calling thread a table of descriptors of its own, with standard input, output and error, and
-/// `kept`. Whether that worked.
+/// Receives two words, and as many descriptors as there was room for.
+fn receive(door: &OwnedFd, flags: RecvFlags) -> Result<(u64, u64, Vec<OwnedFd>), Errno> {
+    let mut message = [0; MESSAGE_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = loop {
+        match recvmsg(door, &mut [IoSliceMut::new(&mut message)], &mut control, flags) {
+            Err(Errno::INTR) => {}
+            got => break got?,
+        }
+    };
+    let mut fds = Vec::new();
+    for part in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = part {
+            fds.extend(rights);
+        }
+    }
+    if got.bytes != MESSAGE_BYTES {
+        // The other end is closed.
+        return Err(Errno::PIPE);
+    }
+    let word = |at: usize| {
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&message[at..at + 8]);
+        u64::from_ne_bytes(bytes)
+    };
+    Ok((word(0), word(8), fds))
+}
+
+/// Lets no handler of a signal run in the calling thread.
+fn block_signals() {
+    let mut all = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: the first call fills the set that the second one reads. Those of the C library itself stay.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut());
+    }
+}
+
+/// Gives the calling thread a table of descriptors of its own, with standard error, where a panic is told,
+/// and `kept`. Whether that worked.
 fn leave_table(kept: RawFd) -> bool {
     let close_range = |first: RawFd, last: libc::c_uint, flags: libc::c_uint| {
         // SAFETY: the first call leaves the shared table before it closes anything, and without it no other
@@ -266,13 +379,36 @@ fn leave_table(kept: RawFd) -> bool {
     }
     // What stays open for want of this goes with the thread.
     let _ = kept <= BEHIND_STDIO || close_range(BEHIND_STDIO, (kept - 1).cast_unsigned(), 0);
+    // Whoever reads the process's output waits for its end, which must not depend on a copy here. Nothing
+    // else may take these numbers.
+    if let Ok(null) = OpenOptions::new().read(true).write(true).open("/dev/null") {
+        for stdio in [libc::STDIN_FILENO, libc::STDOUT_FILENO] {
+            // SAFETY: numbers of this thread's table, which nothing owns.
+            unsafe { libc::dup2(null.as_raw_fd(), stdio) };
+        }
+    }
     true
+}
+
+/// Creates threads that do nothing but die after the sentry.
+fn stand_behind() {
+    for _ in 0..NUM_BEHIND {
+        let behind = thread::Builder::new().name("sy-behind".to_owned()).stack_size(MIN_STACK);
+        let idle = || {
+            loop {
+                thread::park();
+            }
+        };
+        if let Err(error) = behind.spawn(idle) {
+            tracing::debug!(%error, "too few threads: a death may be known later");
+        }
+    }
 }
 
 /// What the sentry's thread has.
 struct Room {
     peers: BTreeMap<u64, Held>,
-    incoming: Arc<Mutex<HashMap<u64, Arc<Peer>>>>,
+    shared: Arc<Shared>,
     is_private: bool,
 }
 
@@ -283,11 +419,21 @@ struct Held {
 }
 
 impl Room {
-    fn serve(&mut self, door: &OwnedFd) {
-        // An error ends the thread, and with it all connections, as `drop` tells.
-        let Ok(epoll) = epoll::create(epoll::CreateFlags::CLOEXEC) else { return };
-        let data = epoll::EventData::new_u64(DOOR);
-        if epoll::add(&epoll, door, data, epoll::EventFlags::IN).is_err() {
+    /// Works until the other end of `door` is closed. An error ends the thread, and with it all connections,
+    /// as `drop` tells; the door is closed before.
+    fn serve(mut self, door: OwnedFd) {
+        let private = if self.is_private { PRIVATE } else { 0 };
+        let (epoll, wake) = match Self::prepare(&door) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                let errno = error.raw_os_error().unwrap_or_default().unsigned_abs();
+                // Whoever started this thread waits within a bound.
+                let _ = send(&door, FAILED, private | u64::from(errno), &[]);
+                return;
+            }
+        };
+        let tid = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
+        if send(&door, BEGUN, private | u64::from(tid), &[wake.as_fd()]).is_err() {
             return;
         }
         let none = epoll::Event {
@@ -296,7 +442,7 @@ impl Room {
         };
         let mut events = [none; 32];
         loop {
-            // Works only when there is something to do, as long as the process lives.
+            // There is nothing to do without an event, as long as the process lives.
             let num_events = match epoll::wait(&epoll, &mut events[..], None) {
                 Ok(num_events) => num_events,
                 Err(Errno::INTR) => continue,
@@ -304,14 +450,27 @@ impl Room {
             };
             for event in &events[..num_events] {
                 match event.data.u64() {
-                    DOOR => match self.receive(&epoll, door) {
-                        Ok(()) | Err(Errno::AGAIN | Errno::INTR) => {}
+                    DOOR => match receive(&door, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT) {
+                        Ok((_, id, fds)) => self.adopt(&epoll, id, fds),
+                        Err(Errno::AGAIN) => {}
                         Err(_) => return,
                     },
+                    // Behind the door: orders are about what came by it.
+                    WAKE => self.obey(),
                     id => self.look(id),
                 }
             }
         }
+    }
+
+    fn prepare(door: &OwnedFd) -> io::Result<(OwnedFd, OwnedFd)> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let data = epoll::EventData::new_u64;
+        epoll::add(&epoll, door, data(DOOR), epoll::EventFlags::IN)?;
+        let wake = event_fd()?;
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, &wake, data(WAKE), flags)?;
+        Ok((epoll, wake))
     }
 
     fn look(&self, id: u64) {
@@ -319,62 +478,36 @@ impl Room {
         if let Some(held) = self.peers.get(&id)
             && let Some(reason) = why_over(&held.socket)
         {
-            held.peer.end(reason, Some(held.event.as_fd()));
+            held.peer.end(reason, held.event.as_fd());
         }
-    }
-
-    /// Takes one message.
-    fn receive(&mut self, epoll: &OwnedFd, door: &OwnedFd) -> Result<(), Errno> {
-        let mut message = [0; MESSAGE_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let got = recvmsg(door, &mut [IoSliceMut::new(&mut message)], &mut control, flags)?;
-        if got.bytes != MESSAGE_BYTES {
-            // The other end is as old as the process: it does not end.
-            return Err(Errno::PIPE);
-        }
-        let mut fds = Vec::new();
-        for part in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = part {
-                fds.extend(rights);
-            }
-        }
-        let word = |at: usize| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(&message[at..at + 8]);
-            u64::from_ne_bytes(bytes)
-        };
-        let (kind, id) = (word(0), word(8));
-        match kind {
-            ADOPT => self.adopt(epoll, id, fds),
-            CLOSE => self.close(id),
-            _ => drop(self.peers.remove(&id)),
-        }
-        Ok(())
     }
 
     fn adopt(&mut self, epoll: &OwnedFd, id: u64, fds: Vec<OwnedFd>) {
-        let Some(peer) = lock(&self.incoming).remove(&id) else { return };
+        // Whoever sent it may have given up.
+        let Some(peer) = lock(&self.shared.desk).incoming.remove(&id) else { return };
         let mut fds = fds.into_iter();
-        let (Some(event), socket) = (fds.next(), fds.next()) else {
-            // There was no room for another descriptor, and the connection is closed.
-            peer.end(CloseReason::Local, None);
-            return;
-        };
-        let Some(socket) = socket else {
-            peer.end(CloseReason::Local, Some(event.as_fd()));
-            return;
+        let (Some(socket), Some(event)) = (fds.next(), fds.next()) else {
+            return peer.set_stage(Stage::Refused(Errno::MFILE));
         };
         let socket = if self.is_private { socket } else { move_high(socket) };
         let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
-        let data = epoll::EventData::new_u64(id);
-        if epoll::add(epoll, &socket, data, flags).is_err() {
-            peer.end(CloseReason::Local, Some(event.as_fd()));
+        if let Err(errno) = epoll::add(epoll, &socket, epoll::EventData::new_u64(id), flags) {
+            return peer.set_stage(Stage::Refused(errno));
         }
+        peer.set_stage(Stage::Held);
         self.peers.insert(id, Held { socket, event, peer });
         // What came before it was watched.
         self.look(id);
+    }
+
+    fn obey(&mut self) {
+        let orders = std::mem::take(&mut lock(&self.shared.desk).orders);
+        for order in orders {
+            match order {
+                Order::Close(id) => self.close(id),
+                Order::Drop(id) => drop(self.peers.remove(&id)),
+            }
+        }
     }
 
     fn close(&self, id: u64) {
@@ -383,19 +516,21 @@ impl Room {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let _ = rustix::net::send(&held.socket, &encode_goodbye(), flags);
         let _ = rustix::net::shutdown(&held.socket, Shutdown::Both);
-        held.peer.end(CloseReason::Local, Some(held.event.as_fd()));
-        held.peer.note_closed();
+        held.peer.end(CloseReason::Local, held.event.as_fd());
+        held.peer.set_stage(Stage::Closed);
     }
 }
 
 impl Drop for Room {
     fn drop(&mut self) {
-        for held in self.peers.values() {
-            held.peer.end(CloseReason::Local, Some(held.event.as_fd()));
-            held.peer.note_closed();
+        self.shared.is_gone.store(true, Ordering::Release);
+        // The door is closed: what is not on its way by now does not get there.
+        for peer in lock(&self.shared.desk).incoming.drain().map(|(_, peer)| peer) {
+            peer.set_stage(Stage::Refused(Errno::PIPE));
         }
-        for peer in lock(&self.incoming).drain().map(|(_, peer)| peer) {
-            peer.end(CloseReason::Local, None);
+        for held in self.peers.values() {
+            held.peer.end(CloseReason::Local, held.event.as_fd());
+            held.peer.set_stage(Stage::Refused(Errno::PIPE));
         }
     }
 }
@@ -427,21 +562,27 @@ const HIGH_FD: i32 = 700;
 /// Of `<linux/close_range.h>`: not all C libraries have a name for it.
 const CLOSE_RANGE_UNSHARE: libc::c_uint = 1 << 1;
 const BEHIND_STDIO: RawFd = 3;
+/// To the sentry: a connection of this number.
 const ADOPT: u64 = 1;
-const CLOSE: u64 = 2;
-const DROP: u64 = 3;
-/// Kind and number.
+/// From the sentry, first: it has begun, and its thread is this; or it cannot, for this error.
+const BEGUN: u64 = 2;
+const FAILED: u64 = 3;
+/// Beside either number: in a table of its own.
+const PRIVATE: u64 = 1 << 32;
+/// Of a message: kind, and a number.
 const MESSAGE_BYTES: usize = 16;
 /// In place of a peer's number.
 const DOOR: u64 = u64::MAX;
-/// For the sentry to take a message, or to say goodbye. It takes microseconds, where a processor is free.
-const SENTRY_LIMIT: Duration = Duration::from_secs(1);
+const WAKE: u64 = u64::MAX - 1;
+/// For the sentry to take a connection, or to say goodbye. It takes microseconds where a processor is free.
+const LIMIT: Duration = Duration::from_secs(1);
 const MIN_STACK: usize = 64 << 10;
 
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
+    use std::path::PathBuf;
     use std::time::Instant;
 
     use super::*;
@@ -449,16 +590,16 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(20);
 
     /// Sentrys with tables of their own, and without.
-    fn sentries() -> [&'static Sentry; 2] {
+    fn sentries() -> [Arc<Sentry>; 2] {
         let leaves: [fn(RawFd) -> bool; 2] = [leave_table, |_| false];
-        leaves.map(|leave| &*Box::leak(Box::new(Sentry::start(leave).expect("a sentry"))))
+        leaves.map(|leave| Arc::new(Sentry::start(leave).expect("a sentry")))
     }
 
-    fn pair(sentry: &'static Sentry) -> (Kept, UnixStream) {
+    fn pair(sentry: &Arc<Sentry>) -> (Kept, UnixStream) {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         ours.set_nonblocking(true).expect("a socket");
         theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
-        (Kept::of(sentry, ours.into()).expect("kept"), theirs)
+        (Kept::of(Arc::clone(sentry), ours.into()).expect("kept"), theirs)
     }
 
     fn until_over(kept: &Kept) -> CloseReason {
@@ -478,9 +619,9 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_is_in_the_sentries_table_and_in_no_other() {
+    fn a_socket_is_in_the_sentrys_table_and_in_no_other() {
         let [private, shared] = sentries();
-        assert!(private.is_private, "this system has close_range(2)");
+        assert!(private.is_private, "this system has no close_range(2) with CLOSE_RANGE_UNSHARE");
         assert!(!shared.is_private);
         for sentry in [private, shared] {
             let (ours, theirs) = UnixStream::pair().expect("sockets");
@@ -489,22 +630,37 @@ mod tests {
             let copies = |folder: &str| {
                 let entries = std::fs::read_dir(folder).expect("descriptors").flatten();
                 // What is closed meanwhile is not it.
-                entries
-                    .filter(|entry| std::fs::read_link(entry.path()).is_ok_and(|at| at == name))
-                    .count()
+                let is_it = |at: PathBuf| std::fs::read_link(at).is_ok_and(|found| found == name);
+                entries.filter(|entry| is_it(entry.path())).count()
             };
-            let kept = Kept::of(sentry, ours.into()).expect("kept");
             let own = format!("/proc/self/task/{}/fd", sentry.tid);
+            let kept = Kept::of(Arc::clone(&sentry), ours.into()).expect("kept");
+            let expected = (1, usize::from(!sentry.is_private));
+            assert_eq!((copies(&own), copies("/proc/self/fd")), expected);
+            let stdio = (0..3).map(|fd| std::fs::read_link(format!("{own}/{fd}")));
+            assert!(stdio.into_iter().all(|found| found.is_ok()), "{own}");
+            drop(kept);
             let deadline = Instant::now() + PATIENCE;
-            while copies(&own) != 1 {
+            while copies(&own) != 0 {
                 assert!(Instant::now() < deadline, "{} copies", copies(&own));
                 thread::yield_now();
             }
-            assert_eq!(copies("/proc/self/fd"), usize::from(!sentry.is_private));
-            let stdio: Vec<_> =
-                (0..3).map(|fd| std::fs::read_link(format!("{own}/{fd}"))).collect();
-            assert!(stdio.iter().all(Result::is_ok), "{stdio:?}");
-            drop((kept, theirs));
+            drop(theirs);
+        }
+    }
+
+    #[test]
+    fn the_sentry_takes_no_signal() {
+        for sentry in sentries() {
+            let path = format!("/proc/self/task/{}/status", sentry.tid);
+            let status = std::fs::read_to_string(path).expect("its status");
+            let line =
+                status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a mask");
+            let blocked = u64::from_str_radix(line.trim(), 16).expect("a mask");
+            for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGCHLD, libc::SIGUSR1, libc::SIGPROF]
+            {
+                assert!(blocked >> (signal - 1) & 1 == 1, "signal {signal}: {line}");
+            }
         }
     }
 
@@ -516,7 +672,7 @@ mod tests {
                 (&[0xa5; 16], CloseReason::Protocol),
                 (&[], CloseReason::Lost),
             ] {
-                let (kept, mut theirs) = pair(sentry);
+                let (kept, mut theirs) = pair(&sentry);
                 assert_eq!((kept.reason(), count(kept.as_fd())), (None, 1));
                 theirs.write_all(bytes).expect("sent");
                 drop(theirs);
@@ -535,14 +691,14 @@ mod tests {
     #[test]
     fn a_part_of_a_goodbye_is_no_end_until_the_rest_or_the_end() {
         let [sentry, _] = sentries();
-        let (kept, mut theirs) = pair(sentry);
+        let (kept, mut theirs) = pair(&sentry);
         theirs.write_all(&encode_goodbye()[..5]).expect("sent");
         thread::sleep(Duration::from_millis(20));
         assert_eq!(kept.reason(), None);
         theirs.write_all(&encode_goodbye()[5..]).expect("sent");
         assert_eq!(until_over(&kept), CloseReason::Left);
 
-        let (kept, mut theirs) = pair(sentry);
+        let (kept, mut theirs) = pair(&sentry);
         theirs.write_all(&encode_goodbye()[..5]).expect("sent");
         drop(theirs);
         assert_eq!(until_over(&kept), CloseReason::Protocol);
@@ -551,7 +707,7 @@ mod tests {
     #[test]
     fn a_goodbye_is_sent_before_close_returns() {
         for sentry in sentries() {
-            let (kept, mut theirs) = pair(sentry);
+            let (kept, mut theirs) = pair(&sentry);
             kept.close();
             assert_eq!(kept.reason(), Some(CloseReason::Local));
             theirs.set_nonblocking(true).expect("a socket");
@@ -565,31 +721,71 @@ mod tests {
     #[test]
     fn what_is_dropped_ends_without_a_goodbye() {
         for sentry in sentries() {
-            let (kept, mut theirs) = pair(sentry);
+            let (kept, mut theirs) = pair(&sentry);
             drop(kept);
             assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
-            assert!(lock(&sentry.incoming).is_empty());
+            let desk = lock(&sentry.shared.desk);
+            assert!(desk.incoming.is_empty() && desk.orders.is_empty(), "{desk:?}");
         }
     }
 
     #[test]
     fn without_a_sentry_nothing_is_taken_and_everybody_knows() {
-        let [sentry, _] = sentries();
-        let (kept, mut theirs) = pair(sentry);
-        // What no sentry sends: it ends the thread.
-        rustix::net::send(&sentry.door, b"short", SendFlags::NOSIGNAL).expect("sent");
-        assert_eq!(until_over(&kept), CloseReason::Local);
-        assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
-        kept.close();
-        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
+        for sentry in sentries() {
+            let (kept, mut theirs) = pair(&sentry);
+            // What nobody sends: it ends the thread.
+            rustix::net::send(&sentry.door, b"short", SendFlags::NOSIGNAL).expect("sent");
+            assert_eq!(until_over(&kept), CloseReason::Local);
+            assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
+            assert!(sentry.shared.is_gone.load(Ordering::Acquire));
+            kept.close();
+            let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+            theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
+            let error = Kept::of(Arc::clone(&sentry), ours.into()).unwrap_err();
+            let expected = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
+            assert!(expected.contains(&error.kind()), "{error}");
+            assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
+        }
+    }
+
+    #[test]
+    fn a_message_without_its_descriptors_is_refused_and_the_next_is_taken() {
+        for sentry in sentries() {
+            // As it arrives where the table is full.
+            let peer = Arc::new(Peer::default());
+            lock(&sentry.shared.desk).incoming.insert(77, Arc::clone(&peer));
+            send(&sentry.door, ADOPT, 77, &[]).expect("sent");
+            assert_eq!(peer.wait_while_in(Stage::Sent), Stage::Refused(Errno::MFILE));
+            let (kept, theirs) = pair(&sentry);
+            drop(theirs);
+            assert_eq!(until_over(&kept), CloseReason::Lost);
+        }
+    }
+
+    #[test]
+    fn a_sentry_ends_with_its_last_connection_and_the_process_gets_another() {
+        let first = Sentry::get().expect("a sentry");
+        assert!(Arc::ptr_eq(&first, &Sentry::get().expect("the same")));
+        rustix::net::send(&first.door, b"short", SendFlags::NOSIGNAL).expect("sent");
         let deadline = Instant::now() + PATIENCE;
-        // The thread closes its end of the door after the connections.
-        while sentry.tell(DROP, u64::MAX, &[]).is_ok() {
+        while !first.shared.is_gone.load(Ordering::Acquire) {
             assert!(Instant::now() < deadline);
             thread::yield_now();
         }
-        assert_eq!(Kept::of(sentry, ours.into()).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        let second = Sentry::get().expect("another");
+        assert!(!Arc::ptr_eq(&first, &second));
+        let (kept, theirs) = pair(&second);
+        drop(theirs);
+        assert_eq!(until_over(&kept), CloseReason::Lost);
+
+        let [private, _] = sentries();
+        let (kept, mut theirs) = pair(&private);
+        let shared = Arc::clone(&private.shared);
+        drop((private, kept));
         assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
+        while !shared.is_gone.load(Ordering::Acquire) {
+            assert!(Instant::now() < deadline);
+            thread::yield_now();
+        }
     }
 }

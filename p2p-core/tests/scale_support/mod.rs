@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "every test uses a part of it")]
 
 pub mod crowd;
+#[path = "../../../tests/src/descriptors.rs"]
+mod descriptors;
 pub mod engines;
 #[path = "../../../tests/src/skip.rs"]
 pub mod skip;
@@ -33,9 +35,9 @@ pub fn wanted_peers(usual: usize) -> usize {
 /// Variable that names the transport under test.
 pub const TRANSPORT: &str = "SWITCHYARD_TEST_TRANSPORT";
 
-/// Open descriptors of this process.
+/// Open descriptors of this process, in all its tables.
 pub fn num_descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("descriptors").count()
+    descriptors::num_descriptors("self").expect("descriptors")
 }
 
 /// Threads of this process.

@@ -440,7 +440,7 @@ fn print_report(report: &Report) {
             killed.ratio * 100.0,
             (killed.one_server_ratio - 1.0) * 100.0
         );
-        for death in &killed.deaths {
+        for death in killed.deaths.iter().flatten() {
             outln!(
                 "  {:.2} ms into a call; sent again {:.2} ms after the kill, answered {:.2} ms later",
                 death.into_call_us * 1e-3,

@@ -16,8 +16,8 @@ pub(super) struct Killed {
     /// Longest call beyond the median, of each run with both.
     pub stalls_us: Vec<f64>,
     pub stall_us_p50: f64,
-    /// What the calls were about that met the deaths, in the order of the runs.
-    pub deaths: Vec<Death>,
+    /// What became of the call that met the death, by run; `None` where the death was known before a call.
+    pub deaths: Vec<Option<Death>>,
     /// Mean calls per second with one server.
     pub one_server_calls_per_s: f64,
     /// After the other was killed, the median of the runs.
@@ -45,12 +45,14 @@ pub(super) struct Death {
 }
 
 impl Death {
-    fn of(killed_at_us: f64, met: &Met) -> Self {
-        Self {
+    /// Of the first call that sent something again after the kill.
+    fn of(killed_at_us: f64, met: &[Met]) -> Option<Self> {
+        let met = met.iter().find(|met| met.sent_again_us > killed_at_us)?;
+        Some(Self {
             into_call_us: killed_at_us - met.began_us,
             sent_again_us: met.sent_again_us - killed_at_us,
             answered_us: met.ended_us - met.sent_again_us,
-        }
+        })
     }
 }
 
@@ -62,7 +64,7 @@ impl Killed {
         one_server: [Measured; 2],
         runs: Vec<(f64, Measured)>,
     ) -> Result<Self> {
-        let deaths = runs.iter().filter_map(|(at, run)| Some(Death::of(*at, run.met.as_ref()?)));
+        let deaths = runs.iter().map(|(killed_at_us, run)| Death::of(*killed_at_us, &run.met));
         let deaths = deaths.collect();
         let runs: Vec<Measured> = runs.into_iter().map(|(_, run)| run).collect();
         let rates = [one_server[0].calls_per_s, one_server[1].calls_per_s];
@@ -110,9 +112,11 @@ mod tests {
             ..Measured::default()
         };
         let alone = || [run(0.0, 0), run(0.0, 1)];
+        let silence = Met { began_us: 100.0, sent_again_us: 900.0, ended_us: 950.0 };
         let met = Met { began_us: 1000.0, sent_again_us: 1800.0, ended_us: 2500.0 };
         let with = |met| Measured { met, ..run(900.0, 2) };
-        let runs = vec![(7.0, run(30.0, 0)), (1300.0, with(Some(met))), (9.0, run(20.0, 0))];
+        let both = with(vec![silence, met]);
+        let runs = vec![(7.0, run(30.0, 0)), (1300.0, both), (9.0, run(20.0, 0))];
         let killed = Killed::of(4, alone(), runs).expect("some");
         assert_eq!(killed.stalls_us, [30.0, 900.0, 20.0]);
         assert_eq!((killed.stall_us_p50, killed.stall_us), (30.0, 900.0));
@@ -120,7 +124,7 @@ mod tests {
         assert_eq!((killed.failovers, killed.resent_pairs, killed.wrong), (3, 24, 3));
         assert_eq!(killed.with_kill.layer_us_max, 1000.0);
         let death = Death { into_call_us: 300.0, sent_again_us: 500.0, answered_us: 700.0 };
-        assert_eq!(killed.deaths, [death]);
+        assert_eq!(killed.deaths, [None, Some(death), None]);
         assert!(Killed::of(4, alone(), Vec::new()).is_err());
     }
 }
