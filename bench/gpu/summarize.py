@@ -345,7 +345,7 @@ def kills(run, aims):
               " its first.")
         for death in filter(None, killed.get("deaths", [])):
             into, again, answered = (death[key] * 1e-3 for key in ("into_call_us", "sent_again_us", "answered_us"))
-            print(f"Killed {into:.2f} ms into a call, whose pairs were sent again {again:.2f} ms after the kill and"
+            print(f"Killed {abs(into):.2f} ms {'into' if into >= 0 else 'before'} a call, whose pairs were sent again {again:.2f} ms after the kill and"
                   f" answered {answered:.2f} ms later.")
         table("what found: aim: met", [
             ["tokens lost or doubled, calls", wrong, *aims.cells("tokens after a kill", wrong, "0", wrong == 0)],

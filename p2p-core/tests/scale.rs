@@ -15,7 +15,7 @@ const SLOT: SlotConfig = SlotConfig { slot_bytes: 10 << 20, num_frames: 2 };
 /// Where a device must hold slots in memory from the start: what a small host has for all of them.
 const PINNED_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const NUM_USED: usize = 48;
-/// Of a peer at both ends, with a share of what the process has for all of them.
+/// Of a peer at both ends.
 const MAX_DESCRIPTORS: f64 = 10.5;
 
 /// Threads on which handshakes make slots, as many at a time as there are handshakes: their stacks are gone
@@ -72,8 +72,8 @@ async fn check() {
         provider_bytes += 2 * slot.slot_bytes as u64;
     }
     assert!(idle_bytes < provider_bytes + (64 << 10), "{idle_bytes} bytes for an idle peer");
-    // At both ends something to sleep on, what wakes the peer, the slot's file or what tells of the connection's
-    // end, and the connection with a copy of that; over a network what it adds.
+    // At both ends something to sleep on, what wakes the peer, what tells of the connection's end, and the
+    // connection with a copy of that; over a network what it adds.
     let descriptors = (num_descriptors() - empty_descriptors) as f64 / num_peers as f64;
     println!("{descriptors:.2} descriptors for an idle peer at both ends");
     assert!(descriptors <= MAX_DESCRIPTORS, "{descriptors} descriptors for an idle peer");

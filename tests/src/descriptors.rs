@@ -2,12 +2,9 @@
 //!
 //! Other crates' tests include this file by its path, as they do `skip.rs`.
 
-use std::ffi::OsString;
+use std::collections::HashSet;
 use std::io;
 use std::path::{Path, PathBuf};
-
-/// Number and target.
-type Entry = (OsString, Option<PathBuf>);
 
 /// How many descriptors `process` has open: its number, or `self`.
 ///
@@ -15,25 +12,32 @@ type Entry = (OsString, Option<PathBuf>);
 /// When it is gone, or not this user's.
 pub fn num_descriptors(process: &str) -> io::Result<usize> {
     let folder = PathBuf::from(format!("/proc/{process}"));
-    let shared = list(&folder.join("fd"))?;
+    let (num_shared, sockets) = list(&folder.join("fd"))?;
     let mut num_apart = 0;
     for thread in std::fs::read_dir(folder.join("task"))?.flatten() {
         // A thread may end meanwhile.
         let name = std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
         if name.trim() == HAS_OWN_TABLE
-            && let Ok(own) = list(&thread.path().join("fd"))
+            && let Ok((num_own, own_sockets)) = list(&thread.path().join("fd"))
         {
-            // Where the system gives none, its table is the shared one.
-            let is_shared = own.iter().all(|entry| shared.contains(entry));
-            num_apart += if is_shared { 0 } else { own.len() };
+            // It has one socket at least. Where the system gives no table, they are in the shared one.
+            num_apart += if own_sockets.is_subset(&sockets) { 0 } else { num_own };
         }
     }
-    Ok(shared.len() + num_apart)
+    Ok(num_shared + num_apart)
 }
 
-fn list(folder: &Path) -> io::Result<Vec<Entry>> {
-    let entries = std::fs::read_dir(folder)?.flatten();
-    Ok(entries.map(|entry| (entry.file_name(), std::fs::read_link(entry.path()).ok())).collect())
+/// How many descriptors a table has, and which sockets.
+fn list(folder: &Path) -> io::Result<(usize, HashSet<PathBuf>)> {
+    let (mut num_descriptors, mut sockets) = (0, HashSet::new());
+    for entry in std::fs::read_dir(folder)?.flatten() {
+        num_descriptors += 1;
+        let target = std::fs::read_link(entry.path()).unwrap_or_default();
+        if target.to_string_lossy().starts_with("socket:") {
+            sockets.insert(target);
+        }
+    }
+    Ok((num_descriptors, sockets))
 }
 
 /// The thread that holds connections (`p2p-core/src/bootstrap/sentry.rs`).

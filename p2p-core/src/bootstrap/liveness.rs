@@ -47,8 +47,8 @@ pub struct Liveness {
 }
 
 impl Liveness {
-    /// Takes over the connection after the handshake. Waits for another thread, which takes microseconds where
-    /// a processor is free, and a second at most.
+    /// Takes over the connection after the handshake. Waits for another thread to take it, which is microseconds
+    /// where a processor is free, and tens of seconds at the most.
     pub(super) fn new(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
         let socket = OwnedFd::from(stream.into_std()?);
         watch_half_open(&socket, timeout)?;

@@ -14,8 +14,8 @@
 //! copy.
 //!
 //! Where the system gives no table of its own (Linux before 5.9, or a filter of system calls), the sentry
-//! does the same with the table that all share. A process that was forked without `exec` must leave
-//! connections alone: it has no sentry, but the door to its parent's.
+//! does the same with the table that all share. A process that was forked without `exec` gets a sentry of its
+//! own for new connections; those that it inherited stay its parent's.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::OpenOptions;
@@ -23,7 +23,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -48,10 +48,11 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// Gives `socket`, which nobody else may hold, to the sentry, and waits until it has it.
+    /// Gives `socket`, which nobody else may hold for long, to the sentry, and waits until it has it.
     ///
     /// # Errors
-    /// The system's, when threads or descriptors are exhausted; the socket is closed then.
+    /// The system's, when threads or descriptors are exhausted or no processor is free for [`ADOPT_LIMIT`]; the
+    /// socket is closed then.
     pub(super) fn new(socket: OwnedFd) -> io::Result<Self> {
         Self::of(Sentry::get()?, socket)
     }
@@ -68,11 +69,11 @@ impl Kept {
     }
 
     /// Says goodbye and closes the connection, before this returns if the sentry gets to run within
-    /// [`LIMIT`].
+    /// [`CLOSE_LIMIT`].
     pub(super) fn close(&self) {
         self.sentry.order(Order::Close(self.id));
-        if self.peer.wait_while_in(Stage::Held) == Stage::Held {
-            tracing::warn!(limit = ?LIMIT, "the goodbye to a peer is late: no processor was free");
+        if self.peer.wait_while_in(Stage::Held, CLOSE_LIMIT) == Stage::Held {
+            tracing::warn!(limit = ?CLOSE_LIMIT, "the goodbye to a peer is late: no processor was free");
         }
         self.peer.end(CloseReason::Local, self.event.as_fd());
     }
@@ -140,10 +141,10 @@ impl Peer {
         self.changed.notify_all();
     }
 
-    /// The stage as soon as it is another one than `stage`, or after [`LIMIT`].
-    fn wait_while_in(&self, stage: Stage) -> Stage {
+    /// The stage as soon as it is another one than `stage`, or after `limit`.
+    fn wait_while_in(&self, stage: Stage, limit: Duration) -> Stage {
         let is_in = |now: &mut Stage| *now == stage;
-        let waited = self.changed.wait_timeout_while(lock(&self.stage), LIMIT, is_in);
+        let waited = self.changed.wait_timeout_while(lock(&self.stage), limit, is_in);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
@@ -178,6 +179,8 @@ struct Sentry {
     shared: Arc<Shared>,
     /// Whether the thread has a table of its own.
     is_private: bool,
+    /// Of the process.
+    pid: u32,
     /// The kernel's number of the thread.
     #[cfg(test)]
     tid: u32,
@@ -212,12 +215,14 @@ impl Sentry {
         let mut sentry = lock(&SENTRY);
         if let Some(sentry) = &*sentry
             && !sentry.shared.is_gone.load(Ordering::Acquire)
+            && sentry.pid == std::process::id()
         {
             return Ok(Arc::clone(sentry));
         }
         let started = Arc::new(Self::start(leave_table)?);
         if started.is_private {
-            stand_behind();
+            static BEHIND: Once = Once::new();
+            BEHIND.call_once(stand_behind);
         } else {
             tracing::debug!(
                 "no thread of this system has descriptors of its own: a death may be known later"
@@ -235,8 +240,10 @@ impl Sentry {
             SocketFlags::CLOEXEC,
             None,
         )?;
+        // No number of standard input, output or error, which may be closed.
+        let inner = rustix::io::fcntl_dupfd_cloexec(inner, BEHIND_STDIO)?;
         for timeout in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
-            sockopt::set_socket_timeout(&door, timeout, Some(LIMIT))?;
+            sockopt::set_socket_timeout(&door, timeout, Some(ADOPT_LIMIT))?;
         }
         let shared = Arc::new(Shared::default());
         let (raw, sentrys) = (inner.as_raw_fd(), Arc::clone(&shared));
@@ -250,7 +257,8 @@ impl Sentry {
         })?;
         let begun = receive(&door, RecvFlags::CMSG_CLOEXEC);
         if !matches!(begun, Ok((_, word, _)) if word & PRIVATE != 0) {
-            // The thread's own, or nobody knows.
+            // The thread's own. Where it has not said anything in time it may yet leave: then this number stays
+            // taken, as the price of not closing what is another's.
             let _ = inner.into_raw_fd();
         }
         let (kind, word, mut fds) = begun.map_err(|errno| match errno {
@@ -267,6 +275,7 @@ impl Sentry {
             wake: fds.pop().ok_or(Errno::MFILE)?,
             shared,
             is_private: word & PRIVATE != 0,
+            pid: std::process::id(),
             #[cfg(test)]
             tid: number,
         })
@@ -285,7 +294,7 @@ impl Sentry {
         let sent = send(&self.door, ADOPT, id, &[socket.as_fd(), event]);
         // The message has a copy, which must be the only one.
         drop(socket);
-        let error = match sent.map(|()| peer.wait_while_in(Stage::Sent)) {
+        let error = match sent.map(|()| peer.wait_while_in(Stage::Sent, ADOPT_LIMIT)) {
             Ok(Stage::Held) => return Ok((id, peer)),
             Ok(Stage::Refused(errno)) => errno.into(),
             Ok(_) | Err(Errno::AGAIN) => late(),
@@ -305,7 +314,7 @@ impl Sentry {
 }
 
 fn late() -> io::Error {
-    let text = format!("no processor was free for the thread sy-liveness in {LIMIT:?}");
+    let text = format!("no processor was free for the thread sy-liveness in {ADOPT_LIMIT:?}");
     io::Error::new(io::ErrorKind::TimedOut, text)
 }
 
@@ -386,6 +395,10 @@ fn leave_table(kept: RawFd) -> bool {
             // SAFETY: numbers of this thread's table, which nothing owns.
             unsafe { libc::dup2(null.as_raw_fd(), stdio) };
         }
+        if null.as_raw_fd() < BEHIND_STDIO {
+            // It was closed, and is taken now.
+            let _ = null.into_raw_fd();
+        }
     }
     true
 }
@@ -455,7 +468,7 @@ impl Room {
                         Err(Errno::AGAIN) => {}
                         Err(_) => return,
                     },
-                    // Behind the door: orders are about what came by it.
+                    // About what has come by the door: nobody orders before it is told that it has.
                     WAKE => self.obey(),
                     id => self.look(id),
                 }
@@ -574,8 +587,10 @@ const MESSAGE_BYTES: usize = 16;
 /// In place of a peer's number.
 const DOOR: u64 = u64::MAX;
 const WAKE: u64 = u64::MAX - 1;
-/// For the sentry to take a connection, or to say goodbye. It takes microseconds where a processor is free.
-const LIMIT: Duration = Duration::from_secs(1);
+/// For the sentry to begin, and to take a connection. It takes microseconds where a processor is free.
+const ADOPT_LIMIT: Duration = Duration::from_secs(10);
+/// For it to say goodbye, for which somebody may wait who has other things to do.
+const CLOSE_LIMIT: Duration = Duration::from_secs(if cfg!(test) { 20 } else { 1 });
 const MIN_STACK: usize = 64 << 10;
 
 #[cfg(test)]
@@ -637,8 +652,14 @@ mod tests {
             let kept = Kept::of(Arc::clone(&sentry), ours.into()).expect("kept");
             let expected = (1, usize::from(!sentry.is_private));
             assert_eq!((copies(&own), copies("/proc/self/fd")), expected);
-            let stdio = (0..3).map(|fd| std::fs::read_link(format!("{own}/{fd}")));
-            assert!(stdio.into_iter().all(|found| found.is_ok()), "{own}");
+            for fd in 0..3 {
+                let at = |table: &str| std::fs::read_link(format!("{table}/{fd}")).ok();
+                let expected = match (sentry.is_private, fd) {
+                    (true, 0 | 1) => Some("/dev/null".into()),
+                    _ => at("/proc/self/fd"),
+                };
+                assert_eq!(at(&own), expected, "descriptor {fd}");
+            }
             drop(kept);
             let deadline = Instant::now() + PATIENCE;
             while copies(&own) != 0 {
@@ -733,9 +754,14 @@ mod tests {
     fn without_a_sentry_nothing_is_taken_and_everybody_knows() {
         for sentry in sentries() {
             let (kept, mut theirs) = pair(&sentry);
+            let underway = Arc::new(Peer::default());
+            lock(&sentry.shared.desk).incoming.insert(77, Arc::clone(&underway));
             // What nobody sends: it ends the thread.
             rustix::net::send(&sentry.door, b"short", SendFlags::NOSIGNAL).expect("sent");
-            assert_eq!(until_over(&kept), CloseReason::Local);
+            let refused = Stage::Refused(Errno::PIPE);
+            assert_eq!(underway.wait_while_in(Stage::Sent, PATIENCE), refused);
+            assert_eq!(kept.peer.wait_while_in(Stage::Held, PATIENCE), refused);
+            assert_eq!(kept.reason(), Some(CloseReason::Local));
             assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
             assert!(sentry.shared.is_gone.load(Ordering::Acquire));
             kept.close();
@@ -749,16 +775,35 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_its_descriptors_is_refused_and_the_next_is_taken() {
+    fn a_message_without_all_descriptors_is_refused_and_the_next_is_taken() {
         for sentry in sentries() {
-            // As it arrives where the table is full.
-            let peer = Arc::new(Peer::default());
-            lock(&sentry.shared.desk).incoming.insert(77, Arc::clone(&peer));
-            send(&sentry.door, ADOPT, 77, &[]).expect("sent");
-            assert_eq!(peer.wait_while_in(Stage::Sent), Stage::Refused(Errno::MFILE));
+            // As they arrive where the table is full.
+            for num_fds in [0, 1] {
+                let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+                theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
+                let peer = Arc::new(Peer::default());
+                lock(&sentry.shared.desk).incoming.insert(77, Arc::clone(&peer));
+                send(&sentry.door, ADOPT, 77, &[ours.as_fd()][..num_fds]).expect("sent");
+                drop(ours);
+                let stage = peer.wait_while_in(Stage::Sent, PATIENCE);
+                assert_eq!(stage, Stage::Refused(Errno::MFILE));
+                assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
+            }
             let (kept, theirs) = pair(&sentry);
             drop(theirs);
             assert_eq!(until_over(&kept), CloseReason::Lost);
+        }
+    }
+
+    #[test]
+    fn what_nobody_waits_for_any_more_is_closed() {
+        for sentry in sentries() {
+            let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+            theirs.set_read_timeout(Some(PATIENCE)).expect("a socket");
+            let event = event_fd().expect("an event");
+            send(&sentry.door, ADOPT, 77, &[ours.as_fd(), event.as_fd()]).expect("sent");
+            drop(ours);
+            assert_eq!(theirs.read(&mut [0; 16]).expect("an end"), 0);
         }
     }
 

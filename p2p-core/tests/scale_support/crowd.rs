@@ -72,10 +72,10 @@ impl Crowd {
         }
     }
 
-    /// How many peers this process can hold: each end takes three descriptors and some.
+    /// How many peers this process can hold: each end takes five descriptors, and some in the handshake.
     pub fn possible(wanted: usize) -> usize {
         let limit = raise_descriptor_limit();
-        wanted.min((limit.saturating_sub(200) / 10) as usize)
+        wanted.min((limit.saturating_sub(200) / 12) as usize)
     }
 }
 

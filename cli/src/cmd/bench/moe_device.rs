@@ -441,9 +441,11 @@ fn print_report(report: &Report) {
             (killed.one_server_ratio - 1.0) * 100.0
         );
         for death in killed.deaths.iter().flatten() {
+            let is_before = death.into_call_us < 0.0;
             outln!(
-                "  {:.2} ms into a call; sent again {:.2} ms after the kill, answered {:.2} ms later",
-                death.into_call_us * 1e-3,
+                "  {:.2} ms {} a call; sent again {:.2} ms after the kill, answered {:.2} ms later",
+                death.into_call_us.abs() * 1e-3,
+                if is_before { "before" } else { "into" },
                 death.sent_again_us * 1e-3,
                 death.answered_us * 1e-3
             );

@@ -45,9 +45,12 @@ pub(super) struct Death {
 }
 
 impl Death {
-    /// Of the first call that sent something again after the kill.
+    /// Of the first call that sent something again after the kill, if it was under way by then or began soon.
     fn of(killed_at_us: f64, met: &[Met]) -> Option<Self> {
         let met = met.iter().find(|met| met.sent_again_us > killed_at_us)?;
+        if met.began_us > killed_at_us + SOON_US {
+            return None;
+        }
         Some(Self {
             into_call_us: killed_at_us - met.began_us,
             sent_again_us: met.sent_again_us - killed_at_us,
@@ -55,6 +58,9 @@ impl Death {
         })
     }
 }
+
+/// Calls follow one another, so the next one after a kill begins earlier.
+const SOON_US: f64 = 1e5;
 
 impl Killed {
     /// `runs` are with when the server was killed, in microseconds of
@@ -116,7 +122,10 @@ mod tests {
         let met = Met { began_us: 1000.0, sent_again_us: 1800.0, ended_us: 2500.0 };
         let with = |met| Measured { met, ..run(900.0, 2) };
         let both = with(vec![silence, met]);
-        let runs = vec![(7.0, run(30.0, 0)), (1300.0, both), (9.0, run(20.0, 0))];
+        // Some other failure, long after a death that was known before a call.
+        let late = Met { began_us: 2e6, sent_again_us: 2.1e6, ended_us: 2.2e6 };
+        let after = Measured { met: vec![late], ..run(20.0, 0) };
+        let runs = vec![(7.0, run(30.0, 0)), (1300.0, both), (9.0, after)];
         let killed = Killed::of(4, alone(), runs).expect("some");
         assert_eq!(killed.stalls_us, [30.0, 900.0, 20.0]);
         assert_eq!((killed.stall_us_p50, killed.stall_us), (30.0, 900.0));
