@@ -102,6 +102,14 @@ impl Source {
         }
     }
 
+    /// Of its namespaces.
+    const fn space(self) -> &'static str {
+        match self {
+            Self::Calls => "calls",
+            Self::Link => "links",
+        }
+    }
+
     /// A function from the name of a variant to what it exports.
     fn lookup(self, names: &[&str]) -> String {
         let (function, result) = match self {
@@ -204,8 +212,9 @@ fn compile(here: &Path, include: &Path, source: Source, name: &str) {
         // Instructions of a GPU stand there as functions of the host.
         .include(&shim)
         .include(include)
-        // Inline functions of two variants must not be taken for each other by the linker.
-        .define("switchyard", format!("switchyard_{name}").as_str())
+        // Inline functions of two variants must not be taken for each other by the linker, and those for plain
+        // threads not for those for fibres.
+        .define("switchyard", format!("switchyard_{}_{name}", source.space()).as_str())
         .define(symbol, format!("{prefix}_{name}").as_str())
         .file(here.join(source.file()));
     match source {
