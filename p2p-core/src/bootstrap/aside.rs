@@ -3,12 +3,14 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tokio::runtime::Handle;
 
 /// A value whose end may take long, such as slots of a connection: a GPU frees memory when no kernel uses any,
 /// and a proxy posts on for a moment. Whoever drops this does not wait for that: a thread of the runtime does
-/// that is for work that blocks. Only when the runtime is gone it is dropped in place.
+/// that is for work that blocks. Where it can have no such thread, the value stays until it has one, or goes with the
+/// last handle of the runtime; when the runtime is gone it is dropped in place.
 pub struct Aside<T: Send + 'static> {
     value: ManuallyDrop<T>,
     /// `None` where there is no runtime: then it goes in place.
@@ -61,7 +63,15 @@ impl<T: Send + 'static> Drop for Aside<T> {
         // SAFETY: not used after this.
         let value = unsafe { ManuallyDrop::take(&mut self.value) };
         match &self.runtime {
-            Some(runtime) => drop(runtime.spawn_blocking(move || drop(value))),
+            // It panics where no thread can be started, with the value in its queue.
+            Some(runtime) => {
+                let drop_there = || drop(runtime.spawn_blocking(move || drop(value)));
+                if catch_unwind(AssertUnwindSafe(drop_there)).is_err() {
+                    tracing::warn!(
+                        "no thread can be started to give memory back: it is kept until there is one"
+                    );
+                }
+            }
             None => drop(value),
         }
     }
@@ -118,6 +128,20 @@ mod tests {
             allow.send(()).expect("it waits");
             assert_ne!(end.recv_timeout(PATIENCE).expect("its end"), thread::current().id());
         }
+    }
+
+    #[test]
+    fn where_no_thread_can_be_had_it_goes_with_the_last_handle() {
+        // No address space has room for such a stack.
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .thread_stack_size(1 << 60)
+            .build()
+            .expect("runtime");
+        let (value, allow, end) = slow();
+        drop(allow);
+        runtime.block_on(async { drop(Aside::new(value)) });
+        drop(runtime);
+        end.recv_timeout(PATIENCE).expect("its end");
     }
 
     #[test]
