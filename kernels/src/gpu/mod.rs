@@ -61,6 +61,10 @@ pub struct Graph(Kind<driver::Graph, emulated::Graph>);
 
 /// How far a GPU reaches a range of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "emulated")),
+    allow(dead_code, reason = "without a GPU of either kind nothing is reached")
+)]
 enum Reach {
     Whole,
     /// It begins in memory that the GPU reaches, and leaves it.

@@ -126,9 +126,9 @@ constexpr uint32_t kLookPauseNs = 200;
 
 // Looks which clients' ways are quiet, until all are or the batch is chosen. One warp, a lane per client.
 // NOTES: answers are stored over those to an earlier frame, which a NIC may still have to read. A client whose
-// NIC acknowledges nothing, or which takes nothing from a proxy, would hold up everybody's batch for as long as such a wait lasts, and could come
-// again: so its frame counts as one that has not come. By a warp of its own, since whoever polls for headers
-// has no registers left for such calls, nor time.
+// NIC acknowledges nothing, or which takes nothing from a proxy, would hold up everybody's batch for as long as
+// such a wait lasts, and could come again: so its frame counts as one that has not come. By a warp of its own,
+// since whoever polls for headers has no registers left for such calls, nor time.
 template <uint32_t kWays>
 __device__ __forceinline__ void watch_ways(RecvShared& shared,
                                            const sy_expert_recv_params& params) {
