@@ -16,6 +16,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include "driver.hpp"
 #include "ranks.hpp"
 
 namespace {
@@ -517,22 +518,19 @@ void refusals(uint64_t seed) {
 
 // Boxes of half of what a stage waits for, so that no stage is ever full.
 void halve_boxes(Stage& stage, const Case& c) {
-    void* encode = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
-                                                cudaEnableDefault, &found));
-    CHECK(found == cudaDriverEntryPointSuccess, "no cuTensorMapEncodeTiled");
+    const auto encode =
+        driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
     auto shape = sy_gate_up_map(c.hidden, c.inter, c.counts.size(), c.weights_dtype);
     shape.extent[shape.rank - 1] /= 2;
     const uint32_t element_strides[5] = {1, 1, 1, 1, 1};
     alignas(64) CUtensorMap map;
-    const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-        &map,
-        c.weights_dtype == SY_DTYPE_F8_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        shape.rank, stage.gate_up, shape.dims, shape.strides, shape.extent, element_strides,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(&map,
+               c.weights_dtype == SY_DTYPE_F8_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+               shape.rank, stage.gate_up, shape.dims, shape.strides, shape.extent, element_strides,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: %d", result);
     upload(stage.layers[1].gate_up_map, &map, sizeof(map));
 }

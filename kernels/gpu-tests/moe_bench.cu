@@ -2,32 +2,24 @@
 // timed by the GPU's clock over replayed graphs. Prints one JSON line per case. With one rank a client and a
 // server are one process, and nothing goes over a link.
 //
-//   moe_bench [--ranks N] [--set check|table|lists|short|sms|tune] [--limit SECONDS] [--seed N]
+//   moe_bench [--ranks N] [--set check|table|lists|short|sms|few|partition|tune] [--shape 4r|2to2|...]
+//             [--limit SECONDS] [--seed N]
 //
 // A layer's time is the distance between the starts of two consecutive dispatches in one graph; a case's
-// is the median over all of them, 200 at least, of the slowest client. What is asked of a case is -1 and 0 blocks where
-// it is chosen by shape and size; "started" is what was chosen, 0 blocks where the launcher chooses.
+// is the median over all of them, 200 at least, of the slowest client. What is asked of a case is -1 and 0
+// blocks where it is chosen by shape and size; "started" is what was chosen, 0 blocks where the launcher
+// chooses. "sms" is the number of multiprocessors that all kernels share, 0 where they have the whole GPU.
+#include <map>
 #include <string>
 
+#include "moe_cases.hpp"
+#include "partition.hpp"
 #include "rank.hpp"
 
 namespace {
 
 constexpr uint32_t kHidden = 7168, kTopK = 8, kExperts = 256, kMostTokens = 4096, kMostLayers = 8;
 constexpr uint32_t kTraceLen = 4096;
-
-struct Case {
-    Topology topology;
-    uint32_t num_tokens;
-    bool fp8, zipf;
-    // "echo": one kernel at the server; "lists": expert_recv, then expert_send.
-    const char* server;
-    // 0, 1 = PDL, 2 = PDL with early start, 3 = also combine beside the server's kernel before it, 4 = also the
-    // server's first kernel beside dispatch, -1 = by size
-    int pdl;
-    uint32_t dispatch_blocks, answer_blocks, combine_blocks;
-    uint32_t num_replays;
-};
 
 struct Result {
     double median_us, p10_us, p90_us, mean_us;
@@ -61,53 +53,6 @@ struct InputCache {
     uint32_t num_servers = 0;
     bool fp8 = false;
 };
-
-// Two ranks with about this many tokens: few blocks of each kernel beside one another are faster than many in turn.
-// What more ranks gain was not measured.
-bool has_few_beside(const Case& test) {
-    const bool is_asked = (test.dispatch_blocks | test.answer_blocks | test.combine_blocks) != 0;
-    return test.pdl < 0 && !is_asked && test.topology.is_colocated() &&
-           test.topology.servers.size() == 2 && std::string(test.server) == "echo" &&
-           test.num_tokens > 96 && test.num_tokens <= 128;
-}
-
-int pdl_of(const Case& test) {
-    if (test.pdl >= 0)
-        return test.pdl;
-    const bool is_long = test.num_tokens > 128, has_lists = std::string(test.server) == "lists";
-    if (!test.topology.is_colocated())
-        return is_long ? 0 : 2;
-    // A server's first kernel beside dispatch gains where dispatch takes long, and takes its multiprocessors.
-    if (has_lists)
-        return test.num_tokens >= 1024 ? 4 : 3;
-    if (test.num_tokens > 2048)
-        return 4;
-    return is_long || test.num_tokens == 1 || has_few_beside(test) ? 3 : 2;
-}
-
-// So that blocks of two kernels fit a multiprocessor.
-constexpr uint32_t kBlocksBeside = 132, kFewBeside = 32;
-
-uint32_t blocks_of(const Case& test, uint32_t asked) {
-    if (has_few_beside(test))
-        return kFewBeside;
-    return asked == 0 && pdl_of(test) >= 3 && test.num_tokens > 128 ? kBlocksBeside : asked;
-}
-
-uint32_t dispatch_blocks_of(const Case& test) {
-    // Rows that come one after the other are looked at as they come.
-    const bool is_one_to_one = !test.topology.is_colocated() &&
-                               test.topology.clients.size() * test.topology.servers.size() == 1;
-    if (test.dispatch_blocks == 0 && is_one_to_one && std::string(test.server) == "lists" &&
-        test.num_tokens > 96 && test.num_tokens <= 256)
-        return (test.num_tokens + 7) / 8;
-    return has_few_beside(test) ? blocks_of(test, test.dispatch_blocks) : test.dispatch_blocks;
-}
-
-uint32_t pdl_flags(const Case& test) {
-    const int pdl = pdl_of(test);
-    return pdl == 0 ? 0 : pdl == 1 ? SY_LAUNCH_FLAG_PDL : SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
-}
 
 Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& test, uint64_t seed,
                 InputCache& cache, cudaStream_t stream) {
@@ -311,77 +256,7 @@ uint64_t link_bytes(const Topology& topology, const std::vector<Result>& results
     return most + most_back;
 }
 
-std::vector<Case> cases_of(const std::string& set, uint32_t num_ranks) {
-    std::vector<Case> cases;
-    const auto add = [&](const Topology& topology, uint32_t tokens, bool fp8, bool zipf,
-                         const char* server, int pdl, uint32_t dispatch_blocks = 0,
-                         uint32_t answer_blocks = 0, uint32_t combine_blocks = 0) {
-        cases.push_back({topology, tokens, fp8, zipf, server, pdl, dispatch_blocks, answer_blocks,
-                         combine_blocks, tokens > 512 ? 70u : 200u});
-    };
-    for (const Topology& topology : topologies(num_ranks)) {
-        if (set == "check") {
-            for (const uint32_t tokens : {1u, 8u, 33u, 128u, 300u})
-                for (const bool fp8 : {true, false})
-                    for (const char* server : {"echo", "lists"})
-                        add(topology, tokens, fp8, tokens == 33, server, -1);
-        } else if (set == "table") {
-            // Cases of the same input after one another.
-            for (const uint32_t tokens : {1u, 8u, 32u, 64u, 128u, 256u, 1024u, 4096u})
-                for (const bool zipf : {false, true})
-                    for (const bool fp8 : {true, false})
-                        for (const char* server : {"echo", "lists"})
-                            add(topology, tokens, fp8, zipf, server, -1);
-        } else if (set == "lists") {
-            for (const uint32_t tokens : {1u, 8u, 32u, 128u}) {
-                add(topology, tokens, true, false, "echo", -1);
-                add(topology, tokens, true, false, "lists", -1);
-                if (topology.is_colocated())
-                    add(topology, tokens, true, false, "lists", 4);
-            }
-        } else if (set == "short") {
-            for (const uint32_t tokens : {1u, 8u, 32u, 128u, 256u, 1024u, 4096u}) {
-                add(topology, tokens, true, false, "echo", -1);
-                if (tokens < 4096)
-                    add(topology, tokens, true, false, "lists", -1);
-            }
-            for (const uint32_t tokens : {128u, 256u, 1024u})
-                add(topology, tokens, true, false, "echo", -1, 24, 24, 24);
-        } else if (set == "tune") {
-            for (const uint32_t tokens : {1u, 32u, 128u})
-                for (const int pdl : {1, 2}) {
-                    add(topology, tokens, true, false, "echo", pdl);
-                    add(topology, tokens, true, false, "lists", pdl);
-                }
-            for (const char* server : {"echo", "lists"}) {
-                add(topology, 256, true, false, server, -1, 132, 132, 132);
-                add(topology, 256, true, false, server, -1, 264, 264, 264);
-                for (const int pdl : {0, 2, 3, 4}) {
-                    add(topology, 1, true, false, server, pdl);
-                    for (const uint32_t blocks : {0u, 132u, 264u})
-                        add(topology, 4096, true, false, server, pdl, blocks, blocks, blocks);
-                }
-                // One kernel at a time.
-                for (const uint32_t blocks : {16u, 22u, 26u, 32u, 43u, 64u, 96u, 128u}) {
-                    add(topology, 128, true, false, server, -1, blocks, 0, 0);
-                    add(topology, 128, true, false, server, -1, 0, blocks, 0);
-                    add(topology, 128, true, false, server, -1, 0, 0, blocks);
-                }
-            }
-            for (const uint32_t tokens : {8u, 32u, 64u, 96u, 128u, 192u, 256u, 512u})
-                for (const uint32_t blocks : {0u, 24u, 32u, 40u, 48u, 64u})
-                    for (const char* server : {"echo", "lists"})
-                        add(topology, tokens, true, false, server, 3, blocks, blocks, blocks);
-        } else if (set == "sms") {
-            for (const uint32_t tokens : {128u, 1024u, 4096u})
-                for (const uint32_t blocks : {8u, 16u, 24u, 32u, 48u, 64u, 96u, 132u})
-                    add(topology, tokens, true, false, "echo", -1, blocks, blocks, blocks);
-        }
-    }
-    return cases;
-}
-
-int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
+int run_rank(Comrade& comrade, const std::string& set, const std::string& shape, uint64_t seed) {
     select_gpu(comrade.rank);
     sy_frame_geometry bf16;
     CHECK_LAUNCH(sy_make_geometry(kHidden, kTopK, SY_DTYPE_BF16, kMostTokens, 2, &bf16));
@@ -389,10 +264,17 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
     Buffers buffers(kMostTokens, kHidden, kTopK, kMostLayers, kTraceLen);
     cudaStream_t stream;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    int device;
+    CHECK_CUDA(cudaGetDevice(&device));
+    std::map<uint32_t, Partition> partitions;
     InputCache cache;
     int num_bad = 0;
-    for (const Case& test : cases_of(set, comrade.num_ranks)) {
-        const Result mine = run_case(comrade, slots, buffers, test, seed, cache, stream);
+    for (const Case& test : cases_of(set, shape, comrade.num_ranks)) {
+        cudaStream_t used = stream;
+        if (test.num_sms != 0)
+            used =
+                partitions.try_emplace(test.num_sms, device, test.num_sms).first->second.stream();
+        const Result mine = run_case(comrade, slots, buffers, test, seed, cache, used);
         const auto all = comrade.gather(&mine, sizeof(mine));
         Result worst = {};
         std::vector<Result> results(comrade.num_ranks);
@@ -416,7 +298,7 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
             printf(
                 "{\"bench\":\"moe\",\"shape\":\"%s\",\"tokens\":%u,\"dtype\":\"%s\",\"routing\":\"%s\","
                 "\"server\":\"%s\",\"pdl\":%d,\"blocks\":[%u,%u,%u],"
-                "\"started\":{\"pdl\":%d,\"blocks\":[%u,%u,%u]},"
+                "\"started\":{\"pdl\":%d,\"blocks\":[%u,%u,%u]},\"sms\":%u,"
                 "\"samples\":%" PRIu64
                 ",\"median_us\":%.2f,\"p10_us\":%.2f,\"p90_us\":%.2f,\"mean_us\":%.2f,"
                 "\"bytes\":%" PRIu64 ",\"link_bytes\":%" PRIu64 ",\"wrong\":%" PRIu64
@@ -425,9 +307,9 @@ int run_rank(Comrade& comrade, const std::string& set, uint64_t seed) {
                 test.zipf ? "zipf" : "uniform", test.server, test.pdl, test.dispatch_blocks,
                 test.answer_blocks, test.combine_blocks, pdl_of(test), dispatch_blocks_of(test),
                 blocks_of(test, test.answer_blocks), blocks_of(test, test.combine_blocks),
-                worst.num_samples, worst.median_us, worst.p10_us, worst.p90_us, worst.mean_us,
-                worst.bytes_sent, link_bytes(test.topology, results), worst.num_wrong,
-                worst.error_tag, worst.error_peer);
+                test.num_sms, worst.num_samples, worst.median_us, worst.p10_us, worst.p90_us,
+                worst.mean_us, worst.bytes_sent, link_bytes(test.topology, results),
+                worst.num_wrong, worst.error_tag, worst.error_peer);
             fflush(stdout);
         }
         if (num_bad > 3)
@@ -442,13 +324,15 @@ int main(int argc, char** argv) {
     uint32_t num_ranks = 4;
     uint64_t seed = 1;
     double limit_s = 300;
-    std::string set = "check";
+    std::string set = "check", shape;
     for (int i = 1; i + 1 < argc; i += 2) {
         const std::string name = argv[i];
         if (name == "--ranks")
             num_ranks = static_cast<uint32_t>(atoi(argv[i + 1]));
         else if (name == "--set")
             set = argv[i + 1];
+        else if (name == "--shape")
+            shape = argv[i + 1];
         else if (name == "--limit")
             limit_s = atof(argv[i + 1]);
         else if (name == "--seed")
@@ -458,8 +342,9 @@ int main(int argc, char** argv) {
     }
     CHECK(num_ranks == 1 || num_ranks == 2 || num_ranks == 4, "--ranks %u: expected 1, 2 or 4",
           num_ranks);
-    const int code = run_ranks(num_ranks, limit_s, -1,
-                               [&](Comrade& comrade) { return run_rank(comrade, set, seed); });
+    const int code = run_ranks(num_ranks, limit_s, -1, [&](Comrade& comrade) {
+        return run_rank(comrade, set, shape, seed);
+    });
     fprintf(stderr, "moe_bench --set %s: %s\n", set.c_str(),
             code == 0     ? "all right"
             : code == 124 ? "time is up"
