@@ -19,17 +19,21 @@ use crate::world::{Input, World};
 
 pub fn a_sum_has_the_parts_that_are_not_missing_and_no_others(runner: &Runner) {
     // By the kernels for few blocks and for many, and rows of one pass, of a part of a block, and of two passes.
-    for (hidden, tokens, is_few) in
-        [(7168, 24, true), (7168, 70, false), (1024, 12, false), (4096, 12, false)]
-    {
-        one_tears(runner, hidden, tokens, is_few);
+    for (hidden, tokens, num_servers, is_few) in [
+        (7168, 24, 2, true),
+        (7168, 24, 3, true),
+        (7168, 70, 3, false),
+        (1024, 12, 3, false),
+        (4096, 12, 3, false),
+    ] {
+        one_tears(runner, hidden, tokens, num_servers, is_few);
     }
 }
 
-fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
+fn one_tears(runner: &Runner, hidden: u32, tokens: u32, num_servers: usize, is_few: bool) {
     let mut rng = fresh();
     let geometry = FrameGeometry::new(hidden, 3, DTYPE_BF16, tokens, 2).expect("in range");
-    let world = World::new(runner, &mut rng, geometry, 16, 1, 3);
+    let world = World::new(runner, &mut rng, geometry, 16, 1, num_servers);
     let mut params = world.combine_params(0);
     if !is_few && hidden == 7168 {
         params.num_blocks = 66; // two tokens for some
@@ -43,7 +47,7 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
     // SAFETY: the world's memory is as large as its geometry says.
     unsafe {
         assert_eq!(runner.launch(&world.dispatch_params(0, 0)), 0);
-        for server in 0..3 {
+        for server in 0..num_servers {
             assert_eq!(runner.launch(&world.recv_params(server, 1)), 0);
         }
     }
@@ -55,7 +59,7 @@ fn one_tears(runner: &Runner, hidden: u32, tokens: u32, is_few: bool) {
     let stride = u64::from(geometry.response_stride_bytes);
     let num_values = (tokens * hidden) as usize;
     for flags in [0, FLAG_ADD] {
-        for server in 0..3 {
+        for server in 0..num_servers {
             // SAFETY: as above.
             let status = unsafe { runner.launch(&world.send_params(server, DevicePtr::NULL)) };
             assert_eq!(status, 0);

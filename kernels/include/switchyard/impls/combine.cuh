@@ -20,129 +20,14 @@
 #include "switchyard/comm/stream.cuh"
 #include "switchyard/comm/wait.cuh"
 #include "switchyard/device_abi.h"
+#include "switchyard/impls/combine_few.cuh"
 #include "switchyard/impls/combine_parts.cuh"
+#include "switchyard/impls/combine_token.cuh"
 #include "switchyard/impls/rows.cuh"
 #include "switchyard/layout/slot.cuh"
 #include "switchyard/ptx/memory.cuh"
 
 namespace switchyard::impls {
-
-// What a warp does with its tokens.
-enum class Pass {
-    kSum, // waits for each and sums it
-    kAwait, // waits only, and notes what does not come
-    kAdd, // adds what kAwait found in all warps to what is there
-};
-
-// Parts of a token whose loads are under way together: most tokens have no more between two ranks.
-constexpr uint32_t kPartsTogether = 2;
-// The same of tokens that have more than that.
-constexpr uint32_t kMostParts = 4;
-static_assert(SY_MAX_DEVICE_TOP_K + kMostParts - 1 <= 32, "there is a lane for each place");
-
-// Adds shares of parts from place `first` on that are loaded. False when one does not come for a while.
-template <class Config, Pass kPass, class SomeShares>
-__device__ __forceinline__ bool take_parts(const sy_combine_params& params,
-                                           const CombineShared& shared, uint32_t routes,
-                                           uint32_t first, const RowPlace& place,
-                                           SomeShares& shares, float (&sum)[Config::kChunks][8]) {
-    if (kPass != Pass::kAdd && !shares.poll(params, shared, routes, first, place))
-        return false;
-    if constexpr (kPass != Pass::kAwait)
-        shares.add_to(sum);
-    return true;
-}
-
-// The same, and they are holes again then.
-template <class Config, Pass kPass, uint32_t kParts>
-__device__ __forceinline__ bool
-take_all_parts(const sy_combine_params& params, const CombineShared& shared, uint32_t routes,
-               const RowPlace& place, Shares<Config, kParts>& shares,
-               float (&sum)[Config::kChunks][8]) {
-    if (kPass != Pass::kAdd && !shares.poll(params, shared, routes, 0, place))
-        return false;
-    if constexpr (kPass != Pass::kAwait) {
-        shares.clear(shared, routes, 0);
-        shares.add_to(sum);
-    }
-    return true;
-}
-
-// take_parts for all that a token has from place `first` on.
-template <class Config, Pass kPass>
-__device__ __forceinline__ bool take_rest(const sy_combine_params& params,
-                                          const CombineShared& shared, uint32_t routes,
-                                          uint32_t num_parts, uint32_t first, const RowPlace& place,
-                                          uint32_t lost, float (&sum)[Config::kChunks][8]) {
-    for (; first < num_parts; first += kMostParts) {
-        Shares<Config, kMostParts, false> shares;
-        shares.load(params, shared, routes, first, place, lost);
-        if (!take_parts<Config, kPass>(params, shared, routes, first, place, shares, sum))
-            return false;
-    }
-    return true;
-}
-
-// Leaves holes where a token's parts were.
-template <class Config>
-__device__ __forceinline__ void
-clear_parts(const sy_combine_params& params, const CombineShared& shared, uint32_t routes,
-            uint32_t num_parts, const RowPlace& place, uint32_t lost) {
-    for (uint32_t i = 0; i < num_parts; ++i) {
-        const uint32_t route = __shfl_sync(kFullWarp, routes, static_cast<int>(i));
-        const uint32_t server = server_of(route);
-        if ((lost >> server & 1) == 0 && tells_by_rows<Config>(shared, server) && place.is_inside)
-            store_holes<Config>(place.address(params, shared, route));
-    }
-}
-
-// Adds all parts of a token. False when one does not come for a while; none has become holes then.
-// NOTES: when rows come fast, a multiprocessor is busy with these instructions, so there are as many of them as
-// a token has parts.
-template <class Config, Pass kPass>
-__device__ __forceinline__ bool take_token(const sy_combine_params& params,
-                                           const CombineShared& shared, uint32_t routes,
-                                           uint32_t num_parts, const RowPlace& place, uint32_t lost,
-                                           float (&sum)[Config::kChunks][8]) {
-    if (num_parts == 1) {
-        Shares<Config, 1> shares;
-        shares.load(params, shared, routes, 0, place, lost);
-        return take_all_parts<Config, kPass>(params, shared, routes, place, shares, sum);
-    }
-    if (num_parts == kPartsTogether) {
-        Shares<Config, kPartsTogether> shares;
-        shares.load(params, shared, routes, 0, place, lost);
-        return take_all_parts<Config, kPass>(params, shared, routes, place, shares, sum);
-    }
-    if (!take_rest<Config, kPass>(params, shared, routes, num_parts, 0, place, lost, sum))
-        return false;
-    if constexpr (kPass != Pass::kAwait)
-        clear_parts<Config>(params, shared, routes, num_parts, place, lost);
-    return true;
-}
-
-// What a sum begins with.
-template <class Config, Pass kPass>
-__device__ __forceinline__ void begin_sum(uint64_t out, const RowPlace& place,
-                                          float (&sum)[Config::kChunks][8]) {
-#pragma unroll
-    for (uint32_t j = 0; j < Config::kChunks; ++j) {
-#pragma unroll
-        for (uint32_t k = 0; k < 8; ++k)
-            sum[j][k] = 0.0f;
-        if (kPass == Pass::kAdd && place.is_inside)
-            add_chunk<false>(sum[j], ptx::ld_weak_global_v4(out + j * kChunkStride<Config>));
-    }
-}
-
-template <class Config>
-__device__ __forceinline__ void store_sum(uint64_t out, const RowPlace& place,
-                                          const float (&sum)[Config::kChunks][8]) {
-    if (place.is_inside)
-#pragma unroll
-        for (uint32_t j = 0; j < Config::kChunks; ++j)
-            ptx::st_weak_global_v4(out + j * kChunkStride<Config>, round_chunk(sum[j]));
-}
 
 // Servers without which a token cannot be summed in all warps, as a mask.
 __device__ __forceinline__ uint32_t lost_by(const CombineShared& shared, uint32_t token_idx) {
@@ -163,11 +48,6 @@ __device__ __forceinline__ void take_tokens(const sy_combine_params& params, Com
     const uint32_t lane_idx = threadIdx.x & 31;
     const uint32_t* all_routes = layout::routes_of(params.handle);
     uint32_t lost = shared.lost_before;
-    // The first parts of the token behind the one that is summed.
-    Shares<Config, kPartsTogether> ahead;
-    if constexpr (Config::kIsFew && kPass == Pass::kSum)
-        if (blockIdx.x < num_tokens)
-            ahead.load(params, shared, routes, 0, {threadIdx.x, true}, 0);
     for (uint32_t token_idx = blockIdx.x; token_idx < num_tokens; token_idx += gridDim.x) {
         const uint32_t next_idx = token_idx + gridDim.x;
         const uint32_t next_routes = lane_idx < top_k && next_idx < num_tokens
@@ -182,50 +62,17 @@ __device__ __forceinline__ void take_tokens(const sy_combine_params& params, Com
             params.token_missing[token_idx] = 0;
         const uint64_t row =
             reinterpret_cast<uint64_t>(params.out) + uint64_t{token_idx} * num_chunks * 16;
-        if constexpr (Config::kHidden != 0) {
-            const RowPlace place{threadIdx.x, true};
-            const uint64_t out = row + threadIdx.x * 16;
+        // One pass where the hidden size is known.
+        const uint32_t passes_end = Config::kHidden != 0 ? 1 : num_chunks;
+        for (uint32_t base = 0; base < passes_end; base += Config::kNumThreads) {
+            const RowPlace place{base + threadIdx.x,
+                                 Config::kHidden != 0 || base + threadIdx.x < num_chunks};
+            const uint64_t out = row + place.chunk_idx * 16;
             float sum[Config::kChunks][8];
-            begin_sum<Config, kPass>(out, place, sum);
-            bool is_done = false;
-            if constexpr (Config::kIsFew && kPass == Pass::kSum) {
-                Shares<Config, kPartsTogether> shares = ahead;
-                ahead.load(params, shared, next_routes, 0, place, 0);
-                // What came of a server that was given up meanwhile counts as lost.
-                if (lost == 0 && num_parts <= kPartsTogether)
-                    is_done =
-                        take_all_parts<Config, kPass>(params, shared, routes, place, shares, sum);
-                else if (lost == 0)
-                    is_done =
-                        take_parts<Config, kPass>(params, shared, routes, 0, place, shares, sum) &&
-                        take_rest<Config, kPass>(params, shared, routes, num_parts, kPartsTogether,
-                                                 place, 0, sum);
-                if (is_done && num_parts > kPartsTogether)
-                    clear_parts<Config>(params, shared, routes, num_parts, place, 0);
-                if (!is_done)
-                    begin_sum<Config, kPass>(out, place, sum);
-            }
-            while (!is_done && !take_token<Config, kPass>(params, shared, routes, num_parts, place,
-                                                          lost, sum)) {
-                lost = await_parts<Config>(params, shared, routes, place, token_idx, lost);
-                begin_sum<Config, kPass>(out, place, sum);
-            }
+            lost = sum_token<Config, kPass>(params, shared, routes, num_parts, place, token_idx,
+                                            lost, out, sum);
             if constexpr (kPass != Pass::kAwait)
                 store_sum<Config>(out, place, sum);
-        } else {
-            for (uint32_t base = 0; base < num_chunks; base += Config::kNumThreads) {
-                const RowPlace place{base + threadIdx.x, base + threadIdx.x < num_chunks};
-                const uint64_t out = row + place.chunk_idx * 16;
-                float sum[Config::kChunks][8];
-                begin_sum<Config, kPass>(out, place, sum);
-                while (!take_token<Config, kPass>(params, shared, routes, num_parts, place, lost,
-                                                  sum)) {
-                    lost = await_parts<Config>(params, shared, routes, place, token_idx, lost);
-                    begin_sum<Config, kPass>(out, place, sum);
-                }
-                if constexpr (kPass != Pass::kAwait)
-                    store_sum<Config>(out, place, sum);
-            }
         }
         routes = next_routes;
     }
@@ -364,7 +211,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         give_up_stale();
         add_tokens<Config>(params, shared, num_tokens, routes);
     } else {
-        take_tokens<Config, Pass::kSum>(params, shared, num_tokens, routes);
+        if constexpr (Config::kIsFew)
+            sum_few<Config>(params, shared, num_tokens, routes);
+        else
+            take_tokens<Config, Pass::kSum>(params, shared, num_tokens, routes);
         give_up_stale();
     }
     __syncthreads();
