@@ -8,6 +8,9 @@
  *
  * receive: 16 bytes in hex, a receive that takes no bytes
  *
+ * doorbell QPN END: the 8 bytes of the doorbell register and the 8 of the doorbell record when all
+ * blocks before END are written, in hex
+ *
  * value NAME: a constant of the header
  *
  * Numbers are hexadecimal. Kinds are numbered as in driver/src/lib.rs.
@@ -30,6 +33,11 @@ static void unhex(const char* text, uint8_t* bytes, size_t capacity) {
     unsigned byte;
     for (size_t i = 0; i < capacity && sscanf(text + 2 * i, "%2x", &byte) == 1; ++i)
         bytes[i] = (uint8_t)byte;
+}
+
+static void print_hex(const void* bytes, size_t num_bytes) {
+    for (size_t i = 0; i < num_bytes; ++i)
+        printf("%02x", ((const uint8_t*)bytes)[i]);
 }
 
 static void set_control(void* wqe, const struct question* q, uint8_t opcode, uint8_t opmod,
@@ -128,8 +136,7 @@ static void answer_wqe(const struct question* q) {
         puts("unknown kind");
         return;
     }
-    for (size_t i = 0; i < sizeof(wqe); ++i)
-        printf("%02x", wqe[i]);
+    print_hex(wqe, sizeof(wqe));
     putchar('\n');
 }
 
@@ -147,8 +154,20 @@ static void answer_cqe(uint8_t* bytes) {
 static void answer_receive(void) {
     struct mlx5_wqe_data_seg last;
     mlx5dv_set_data_seg(&last, 0, MLX5_INVALID_LKEY, 0);
-    for (size_t i = 0; i < sizeof(last); ++i)
-        printf("%02x", ((const uint8_t*)&last)[i]);
+    print_hex(&last, sizeof(last));
+    putchar('\n');
+}
+
+/* The register gets the first two words of a control segment, here of one without a request: an index
+ * and a queue pair. The record gets the index in its word for sends. */
+static void answer_doorbell(unsigned qpn, unsigned end) {
+    struct mlx5_wqe_ctrl_seg control;
+    uint32_t record[2] = {0, 0};
+    mlx5dv_set_ctrl_seg(&control, (uint16_t)end, 0, 0, qpn, 0, 0, 0, 0);
+    record[MLX5_SND_DBR] = htobe32((uint16_t)end);
+    print_hex(&control, 8);
+    putchar(' ');
+    print_hex(record, sizeof(record));
     putchar('\n');
 }
 
@@ -210,6 +229,8 @@ int main(void) {
         } else if (sscanf(line, "cqe %255s", text) == 1) {
             unhex(text, q.bytes, sizeof(q.bytes));
             answer_cqe(q.bytes);
+        } else if (sscanf(line, "doorbell %x %x", &q.qpn, &q.index) == 2) {
+            answer_doorbell(q.qpn, q.index);
         } else if (strncmp(line, "receive", 7) == 0) {
             answer_receive();
         } else if (sscanf(line, "value %255s", text) == 1) {

@@ -21,6 +21,9 @@ use softnic_driver::{Fields, Immediate, Kind};
 /// Requests per kind. `SWITCHYARD_ORACLE_CASES` asks for more.
 const NUM_CASES: usize = 2000;
 
+/// `SY_MLX5_DBREC_SEND` of the kernels' headers.
+const DBREC_SEND: usize = 1;
+
 /// Answers of the vendor's header. `None`, noted, where it is not installed.
 fn ask(questions: &[String]) -> Option<Vec<String>> {
     let dir = tempfile::tempdir().unwrap();
@@ -326,6 +329,7 @@ fn immediate_data_is_what_the_vendor_reads() {
 fn doorbells_follow_the_vendors_control_segment() {
     let Some(driver) = driver("product") else { return };
     let mut rng = SmallRng::seed_from_u64(fresh_seed());
+    let (mut questions, mut found) = (Vec::new(), Vec::new());
     for _ in 0..NUM_CASES {
         let (qpn, end) = (any(&mut rng) as u32 & 0xff_ffff, any(&mut rng));
         // SAFETY: numbers in, numbers out.
@@ -338,6 +342,18 @@ fn doorbells_follow_the_vendors_control_segment() {
         let wqe = Wqe { qpn, index, flags: 8, operation: Operation::Nop };
         let head: [u8; 8] = wqe.encode()[..8].try_into().unwrap();
         assert_eq!(decode_doorbell(u64::from_ne_bytes(head)), (qpn, end as u16));
+        let mut records = [0; 2];
+        records[DBREC_SEND] = record;
+        found.push(format!(
+            "{} {}",
+            hex(&word.to_ne_bytes()),
+            hex(&records.map(u32::to_ne_bytes).concat())
+        ));
+        questions.push(format!("doorbell {qpn:x} {:x}", end & 0xffff));
+    }
+    let Some(answers) = ask(&questions) else { return };
+    for ((question, found), answer) in questions.iter().zip(found).zip(answers) {
+        assert_eq!(found, answer, "{question}");
     }
 }
 

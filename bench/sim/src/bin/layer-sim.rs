@@ -119,7 +119,9 @@ fn main() -> anyhow::Result<()> {
 /// The published table: what does not depend on the size comes from its row of 1 KiB.
 fn published(layer: &LayerModel, model: &Model) -> anyhow::Result<Vec<Put>> {
     let links = |bytes| put_and_flag(8, bytes, layer, model);
-    let fixed_us = PUBLISHED_8V8[0].1 - links(PUBLISHED_8V8[0].0)?;
+    let fixed_row = PUBLISHED_8V8.iter().find(|(bytes, _)| *bytes == FIXED_FROM_BYTES);
+    let (bytes, published_us) = fixed_row.context("the published table has no row of 1 KiB")?;
+    let fixed_us = published_us - links(*bytes)?;
     PUBLISHED_8V8
         .iter()
         .map(|(bytes, published_us)| {
@@ -132,8 +134,32 @@ fn published(layer: &LayerModel, model: &Model) -> anyhow::Result<Vec<Put>> {
 }
 
 /// Bytes and microseconds of "8 vs 8" in NexVenusCL's README (GPU and NIC are not stated there).
-const PUBLISHED_8V8: [(u64, f64); 5] =
-    [(1 << 10, 58.0), (64 << 10, 65.0), (256 << 10, 104.0), (1 << 20, 233.0), (8 << 20, 1432.0)];
+const PUBLISHED_8V8: [(u64, f64); 22] = [
+    (4, 70.0),
+    (8, 70.0),
+    (16, 70.0),
+    (32, 70.0),
+    (64, 71.0),
+    (128, 56.0),
+    (256, 58.0),
+    (512, 58.0),
+    (1 << 10, 58.0),
+    (2 << 10, 62.0),
+    (4 << 10, 57.0),
+    (8 << 10, 57.0),
+    (16 << 10, 58.0),
+    (32 << 10, 61.0),
+    (64 << 10, 65.0),
+    (128 << 10, 79.0),
+    (256 << 10, 104.0),
+    (512 << 10, 147.0),
+    (1 << 20, 233.0),
+    (2 << 20, 404.0),
+    (4 << 20, 747.0),
+    (8 << 20, 1432.0),
+];
+/// The row that what does not depend on the size is taken from.
+const FIXED_FROM_BYTES: u64 = 1 << 10;
 /// Of one switch.
 const SWITCH_PORTS: usize = 64;
 /// Through one more switch and its cable.
@@ -146,12 +172,12 @@ mod tests {
     #[test]
     fn the_published_table_is_met_where_links_decide() {
         let puts = published(&LayerModel::default(), &Model::default()).unwrap();
-        // At 256 KiB more than half is the number that the table's first row gave.
+        // At 256 KiB more than half is the number that the table's row of 1 KiB gave.
         let is_link_bound = |put: &Put| put.links_us > 0.5 * put.published_us;
         let bound: Vec<u64> =
             puts.iter().filter(|put| is_link_bound(put)).map(|put| put.bytes).collect();
-        assert_eq!(bound, [1 << 20, 8 << 20]);
-        for put in puts.iter().filter(|put| put.bytes >= 256 << 10) {
+        assert_eq!(bound, [512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20]);
+        for put in puts.iter().filter(|put| put.bytes >= 128 << 10) {
             let (bytes, ratio) = (put.bytes, put.ratio);
             assert!((0.8..1.2).contains(&ratio), "{bytes} bytes: {ratio} of what was published");
         }
