@@ -19,7 +19,7 @@ impl DeviceClient {
         start: Instant,
     ) -> Result<DeviceHandle, DeviceError> {
         self.check_device(stream)?;
-        input.check_types()?;
+        input.check()?;
         let layer_idx = self.shared.layer_idx_of(layer)?;
         if input.capacity > self.geometry.max_tokens {
             let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);

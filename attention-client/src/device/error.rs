@@ -71,6 +71,22 @@ pub enum DeviceError {
         /// What kernels read, or write.
         expected: TensorType,
     },
+    /// A tensor without an address. Nothing was launched.
+    #[error("{tensor} is null, expected the address of its first element")]
+    Null {
+        /// Which tensor of the call.
+        tensor: &'static str,
+    },
+    /// A tensor that begins where kernels cannot read or write it. Nothing was launched.
+    #[error("{tensor} begins at {found:#x}, expected a multiple of {align} bytes")]
+    Alignment {
+        /// Which tensor of the call.
+        tensor: &'static str,
+        /// Its address.
+        found: u64,
+        /// What kernels need.
+        align: u64,
+    },
     /// The word with the number of tokens held more than the call's capacity.
     #[error("num_tokens holds {found}, expected at most the capacity {capacity}")]
     Tokens {

@@ -140,12 +140,10 @@ impl DeviceClient {
         }
     }
 
-    /// Looks whether kernels reach all rows of an output. Null is for the kernel's own check.
+    /// Looks whether kernels reach all rows of an output.
     pub(super) fn check_rows(&self, out: DevicePtr, capacity: u32) -> Result<(), DeviceError> {
-        if !out.is_null() {
-            let num_bytes = self.bytes_of_rows(capacity);
-            self.memory.gpu.check_range("combine", "out", out, num_bytes)?;
-        }
+        let num_bytes = self.bytes_of_rows(capacity);
+        self.memory.gpu.check_range("combine", "out", out, num_bytes)?;
         Ok(())
     }
 

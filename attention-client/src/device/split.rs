@@ -23,7 +23,7 @@ impl DeviceClient {
         out: DeviceTensor,
     ) -> Result<LayerTiming, DeviceError> {
         self.check_device(stream)?;
-        input.check_types()?;
+        input.check()?;
         let (capacity, max_tokens) = (input.capacity, self.geometry.max_tokens);
         // Where a part begins, tables are aligned as the kernels want them.
         let is_aligned = |rows: &u32| (rows * self.geometry.top_k).is_multiple_of(4);

@@ -58,6 +58,9 @@ impl fmt::Display for TensorType {
     }
 }
 
+/// Bytes that kernels move at a time.
+const ROW_ALIGN: u64 = 16;
+
 /// A tensor in memory that the GPU reaches, its elements behind one another without gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceTensor {
@@ -83,11 +86,18 @@ impl DeviceTensor {
         self,
         tensor: &'static str,
         expected: &'static [TensorType],
+        align: u64,
     ) -> Result<(), DeviceError> {
-        match expected.contains(&self.dtype) {
-            true => Ok(()),
-            false => Err(DeviceError::Dtype { tensor, found: self.dtype, expected: expected[0] }),
+        if !expected.contains(&self.dtype) {
+            return Err(DeviceError::Dtype { tensor, found: self.dtype, expected: expected[0] });
         }
+        if self.ptr.is_null() {
+            return Err(DeviceError::Null { tensor });
+        }
+        if !self.ptr.0.is_multiple_of(align) {
+            return Err(DeviceError::Alignment { tensor, found: self.ptr.0, align });
+        }
+        Ok(())
     }
 }
 
@@ -133,16 +143,17 @@ impl DeviceInput {
         }
     }
 
-    pub(super) fn check_types(&self) -> Result<(), DeviceError> {
-        self.hidden_states.check("hidden_states", &[TensorType::Bf16])?;
-        self.topk_idx.check("topk_idx", &[TensorType::I32])?;
-        self.topk_weights.check("topk_weights", &[TensorType::F32])?;
+    /// Types, and pointers as far as they say so by themselves.
+    pub(super) fn check(&self) -> Result<(), DeviceError> {
+        self.hidden_states.check("hidden_states", &[TensorType::Bf16], ROW_ALIGN)?;
+        self.topk_idx.check("topk_idx", &[TensorType::I32], ROW_ALIGN)?;
+        self.topk_weights.check("topk_weights", &[TensorType::F32], ROW_ALIGN)?;
         // A negative number is one beyond any capacity.
-        self.num_tokens.check("num_tokens", &[TensorType::U32, TensorType::I32])
+        self.num_tokens.check("num_tokens", &[TensorType::U32, TensorType::I32], 4)
     }
 }
 
 /// Checks a tensor that rows are summed into.
 pub(super) fn check_out(out: DeviceTensor) -> Result<(), DeviceError> {
-    out.check("out", &[TensorType::Bf16])
+    out.check("out", &[TensorType::Bf16], ROW_ALIGN)
 }

@@ -27,10 +27,16 @@ fn tensors_that_cannot_be_used() {
     let far = DevicePtr(unknown.as_ptr() as u64);
     let at = |ptr: DevicePtr, tensor: DeviceTensor| DeviceTensor { ptr, ..tensor };
     let odd = at(good.topk_weights.ptr.add(4), good.topk_weights);
-    let cases: [(DeviceInput, &str); 6] = [
-        (DeviceInput { hidden_states: at(DevicePtr::NULL, good.hidden_states), ..good }, "null"),
+    let null = |tensor| at(DevicePtr::NULL, tensor);
+    let half = at(good.num_tokens.ptr.add(2), good.num_tokens);
+    let cases: [(DeviceInput, &str); 10] = [
+        (DeviceInput { hidden_states: null(good.hidden_states), ..good }, "hidden_states is null"),
+        (DeviceInput { topk_idx: null(good.topk_idx), ..good }, "topk_idx is null"),
+        (DeviceInput { topk_weights: null(good.topk_weights), ..good }, "topk_weights is null"),
+        (DeviceInput { num_tokens: null(good.num_tokens), ..good }, "num_tokens is null"),
+        (DeviceInput { num_tokens: half, ..good }, "expected a multiple of 4 bytes"),
         (DeviceInput { topk_idx: at(far, good.topk_idx), ..good }, "topk_idx"),
-        (DeviceInput { topk_weights: odd, ..good }, "16 bytes"),
+        (DeviceInput { topk_weights: odd, ..good }, "topk_weights begins at"),
         (DeviceInput { num_tokens: at(far, good.num_tokens), ..good }, "num_tokens"),
         (DeviceInput { capacity: 0, ..good }, "capacity"),
         (DeviceInput { capacity: client.max_tokens() + 1, ..good }, "slot_bytes"),
@@ -75,6 +81,14 @@ fn tensors_that_cannot_be_used() {
         matches!(e, DeviceError::Gpu(GpuError::Unregistered { pointer: "out", .. }))
     };
     assert!(is_unregistered(&error), "{error}");
+    for (out, words) in [
+        (null(tensors.out()), "out is null"),
+        (at(tensors.out().ptr.add(8), tensors.out()), "out begins at"),
+    ] {
+        // SAFETY: as above.
+        let error = unsafe { client.forward(&stream, request.layer, &good, out) }.unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+    }
     // What only the kernels can see.
     let mut local = fleet.local();
     tensors.write(&tensors.num_tokens, &[client.max_tokens() + 7]);
