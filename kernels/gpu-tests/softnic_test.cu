@@ -240,8 +240,8 @@ std::vector<reference::Input> load(NicWorld& world, uint32_t num_tokens, uint64_
     return inputs;
 }
 
-// Looks at the host's memory take ten times as long on some hosts of four GPUs as on others: layers of a tenth of a
-// second by a kernel, and of seconds by copy engines, whose host starts one copy after the other.
+// On one host of four GPUs layers over queues in the host's memory took a tenth of a second by a kernel, twelve times
+// what they took on another, and seconds by copy engines. Speed is no matter of this test.
 constexpr uint64_t kCarriedBoundNs = 20'000'000'000;
 
 // Layers over the NICs are those over stores, bit for bit.

@@ -116,7 +116,7 @@ pub struct DeviceInput {
     pub topk_idx: DeviceTensor,
     /// f32 `[capacity, top_k]`, aligned to 16 bytes.
     pub topk_weights: DeviceTensor,
-    /// One u32, or i32: how many rows count, `capacity` at most. Read by the kernels when they run.
+    /// One u32, or i32, aligned to 4 bytes: how many rows count, `capacity` at most. Read by the kernels when they run.
     pub num_tokens: DeviceTensor,
     /// Rows of the tensors; at most [`DeviceClient::max_tokens`](super::DeviceClient::max_tokens), except in
     /// [`DeviceClient::forward`](super::DeviceClient::forward).

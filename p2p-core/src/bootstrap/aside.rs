@@ -140,6 +140,7 @@ mod tests {
         let (value, allow, end) = slow();
         drop(allow);
         runtime.block_on(async { drop(Aside::new(value)) });
+        assert_eq!(end.try_recv(), Err(mpsc::TryRecvError::Empty));
         drop(runtime);
         end.recv_timeout(PATIENCE).expect("its end");
     }
