@@ -6,7 +6,9 @@
 #   run-tests.sh [SEED]
 #
 # What cannot run is SKIPPED. SWITCHYARD_REQUIRE=all, or a list of sanitizer, libfabric and gpus, makes that a failure.
+# SWITCHYARD_KEEP=FILE keeps what every step printed, as the steps end.
 set -u
+keep=${SWITCHYARD_KEEP:+$(realpath -m "$SWITCHYARD_KEEP")}
 cd "$(dirname "$0")"
 if [ programs.tar.xz -nt .unpacked ]; then
     # Python where tar finds no xz.
@@ -32,6 +34,9 @@ step() { # limit in seconds, name, command
     timeout --kill-after=5 "$limit" "$@" > "step.log" 2>&1 || wrong="exit $?"
     if [ -z "$wrong" ] && [ -n "${must_say:-}" ] && ! grep -qF -- "$must_say" step.log; then
         wrong="its output lacks \"$must_say\""
+    fi
+    if [ -n "$keep" ]; then
+        { echo "== $name (${wrong:-ok})" && cat step.log; } >> "$keep" || exit 3
     fi
     if [ -z "$wrong" ]; then
         echo "ok      $name ($((SECONDS - start)) s)"
@@ -72,6 +77,8 @@ step 120 "layers from PTX" env CUDA_FORCE_PTX_JIT=1 CUDA_CACHE_PATH="$PWD/.ptx-c
     ./rust_kernels_test on_the_gpu::layers_with_fp8 on_the_gpu::expert_outputs on_the_gpu::echo --test-threads 1
 step 60 "device slots between processes" \
     env SWITCHYARD_TEST_DEVICE=cuda ./rust_cuda_ipc_test --test-threads 2
+step 60 "memory that NICs are given" \
+    env SWITCHYARD_TEST_DEVICE=cuda ./rust_ibgda_test memory:: --test-threads 1 --show-output
 step 60 "the proxy's lanes and copies" ./rust_proxy_test --test-threads 1
 step 240 "work requests over a NIC in software" ./softnic_test --seed "$seed"
 step 150 "layers of two processes with a NIC each" ./softnic_test --only process_layers --seed "$seed"
@@ -79,8 +86,11 @@ export SWITCHYARD_TEST_MODEL=$PWD/tiny-moe SWITCHYARD_TEST_DEVICE=cuda SWITCHYAR
 step 90 "layers through a proxy and a NIC in software" \
     env SWITCHYARD_TEST_TRANSPORT=softnic ./rust_device_proxy_test --test-threads 1
 # Servers and clients whose kernels post requests, with slots in the host's memory: the NIC reaches no other here.
-step 120 "layers over requests that kernels post" ./rust_device_ibgda_test --test-threads 1 \
-    --skip slots_of_one_side_only --skip cannot_have_a_gpus_memory
+for queues in plain devx; do
+    step 120 "layers over requests that kernels post, queues: $queues" \
+        env SWITCHYARD_TEST_QUEUES=$queues ./rust_device_ibgda_test --test-threads 1 \
+        --skip slots_of_one_side_only --skip cannot_have_a_gpus_memory
+done
 if [ -n "${SWITCHYARD_LIBFABRIC_SO:-}" ] || ldconfig -p 2>/dev/null | grep -q 'libfabric\.so\.1'; then
     step 90 "layers through a proxy and libfabric" ./rust_device_proxy_test --test-threads 1
 else

@@ -87,7 +87,8 @@ pub fn network() -> Option<Arc<dyn Network>> {
     let inner = SoftNetwork::open(softnic::NicConfig::default()).expect("a NIC in software");
     let path = match std::env::var("SWITCHYARD_TEST_QUEUES").as_deref() {
         Ok("devx") => QueuePath::Devx,
-        _ => QueuePath::Plain,
+        Ok("plain") | Err(_) => QueuePath::Plain,
+        Ok(other) => panic!("SWITCHYARD_TEST_QUEUES is {other}, not plain or devx"),
     };
     // Shallow, so that queues wrap and fill, and few, so that blocks share them.
     let queue = QueueConfig { path, depth: 128, ..QueueConfig::default() };

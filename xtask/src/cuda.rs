@@ -44,10 +44,11 @@ const RUST_PROGRAMS: [Target; 4] = [
     Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_remote" },
 ];
 /// Tests that go into the bundle: their names there.
-const RUST_TESTS: [(&str, Target); 8] = [
+const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_kernels_test", Target { kind: "--test", package: "kernels", name: "against_rust" }),
     ("rust_cuda_ipc_test", Target { kind: "--test", package: "p2p-core", name: "cuda_ipc" }),
     ("rust_proxy_test", Target { kind: "--test", package: "p2p-core/proxy", name: "gpu" }),
+    ("rust_ibgda_test", Target { kind: "--test", package: "p2p-core/ibgda", name: "gpu" }),
     ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
     ("rust_device_ibgda_test", Target { kind: "--test", package: "tests", name: "device-ibgda" }),
     (
