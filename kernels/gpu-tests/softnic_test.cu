@@ -240,10 +240,6 @@ std::vector<reference::Input> load(NicWorld& world, uint32_t num_tokens, uint64_
     return inputs;
 }
 
-// On one host of four GPUs layers over queues in the host's memory took a tenth of a second by a kernel, twelve times
-// what they took on another, and seconds by copy engines. Speed is no matter of this test.
-constexpr uint64_t kCarriedBoundNs = 20'000'000'000;
-
 // Layers over the NICs are those over stores, bit for bit.
 void layers(int num_gpus) {
     for (const Cast& cast : casts(num_gpus))
@@ -254,12 +250,7 @@ void layers(int num_gpus) {
                 WorldSizes sizes;
                 sizes.where = backend.where;
                 sizes.has_copy_engines = backend.has_copy_engines;
-                sizes.bound_ns = kCarriedBoundNs;
                 NicWorld world(geometry, 64, cast.clients, cast.servers, sizes);
-                for (auto& client : world.clients)
-                    client->timeout_ns = kCarriedBoundNs;
-                for (auto& server : world.servers)
-                    server->timeout_ns = kCarriedBoundNs;
                 for (const bool echoes : {false, true}) {
                     uint64_t num_requests = 0;
                     double us[2] = {0, 0};

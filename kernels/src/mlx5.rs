@@ -70,7 +70,9 @@ pub struct QueueState {
     pad3: [u8; 116],
     /// What took the queue out of service.
     pub error: u64,
-    pad4: [u8; 120],
+    /// When somebody who waits for something else last looked at completions.
+    pub looked: u64,
+    pad4: [u8; 112],
 }
 
 /// `sy_mlx5_rq`: the receives of a queue pair as those who take immediate data see them.

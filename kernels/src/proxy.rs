@@ -11,7 +11,7 @@ use crate::entries::{PEER_COPY, PROXY_PRODUCE};
 use crate::plan::{KernelParams, LaunchPlan};
 
 /// `SY_PROXY_VERSION`
-pub const PROXY_VERSION: u32 = 2;
+pub const PROXY_VERSION: u32 = 3;
 /// Every object is filled anew, for checks.
 pub const PRODUCE_FILLS: u32 = 1;
 /// Each batch is over before the next.

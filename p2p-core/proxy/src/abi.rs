@@ -5,7 +5,7 @@ use std::mem::offset_of;
 use bytemuck::{Pod, Zeroable};
 
 /// `SY_PROXY_VERSION`
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// `SY_PROXY_MIN_DEPTH`: cells of a lane.
 pub const MIN_DEPTH: u32 = 16;
 /// `SY_PROXY_MAX_DEPTH`
@@ -67,7 +67,9 @@ pub struct LaneState {
     pad1: [u64; 15],
     /// 0, or the status that took the lane out of service at this end.
     pub error: u64,
-    pad2: [u64; 15],
+    /// When somebody who waits for something else last looked at the words.
+    pub looked: u64,
+    pad2: [u64; 14],
 }
 
 /// `sy_proxy_lane`

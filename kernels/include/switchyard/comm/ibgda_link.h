@@ -204,11 +204,13 @@ SY_DEVICE_COLD inline uint32_t find_busy(const sy_link& link, uint32_t first) {
     return kNoneBusy;
 }
 
+// Looks at completions where nobody has just now. What others found is in the queue's error word.
 SY_DEVICE_COLD inline bool has_failed(const sy_link& link) {
     const sy_ibgda_peer& peer = peer_of(link);
     for (uint32_t i = 0; i < peer.num_qps; ++i) {
         const sy_mlx5_qp& qp = peer.qps[i];
-        mlx5::poll<kScope>(qp);
+        if (takes_look(&mlx5::state_of(qp).looked))
+            mlx5::poll<kScope>(qp);
         if (const uint64_t error = mlx5::queue_error(qp); error != 0) {
             mlx5::report_error(qp, peer.bound, error);
             return true;

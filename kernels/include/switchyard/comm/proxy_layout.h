@@ -11,7 +11,7 @@
 
 #include "switchyard/device_abi.h"
 
-#define SY_PROXY_VERSION UINT32_C(2)
+#define SY_PROXY_VERSION UINT32_C(3)
 
 #define SY_PROXY_MIN_DEPTH 16
 #define SY_PROXY_MAX_DEPTH 65536
@@ -67,7 +67,8 @@ typedef struct sy_proxy_lane_state {
     uint64_t seen; /* `completed` as somebody read it last */
     uint8_t pad1[120];
     uint64_t error; /* 0, or the status that took the lane out of service at this end */
-    uint8_t pad2[120];
+    uint64_t looked; /* when somebody who waits for something else last looked at the words */
+    uint8_t pad2[112];
 } sy_proxy_lane_state;
 
 typedef struct sy_proxy_lane {

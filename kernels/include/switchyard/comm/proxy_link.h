@@ -181,12 +181,15 @@ SY_DEVICE uint32_t find_busy(const sy_link& link, uint32_t first) {
     return busy;
 }
 
-// Looks at the word of one lane, a different one per block: reading mapped memory takes a microsecond.
+// Looks at the words of one lane, a different one per block, where nobody has just now. What others found is in the
+// lane's error word.
 SY_DEVICE bool has_failed(const sy_link& link, uint32_t lane) {
     const sy_proxy_peer& peer = peer_of(link);
     if (failure(peer) != SY_PROXY_OK)
         return true;
     const sy_proxy_lane& looked_at = detail::lane_of(peer, lane);
+    if (!takes_look(&detail::state_of(looked_at).looked))
+        return false;
     uint64_t completed = 0, error = 0;
     detail::load_words(at_address<const sy_proxy_lane_words>(looked_at.words), &completed, &error);
     if (error == 0)

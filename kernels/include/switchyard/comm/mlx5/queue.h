@@ -64,7 +64,8 @@ typedef struct sy_mlx5_queue_state {
     uint32_t poll_lock; /* ordinary completion queues only */
     uint8_t pad3[116];
     uint64_t error;
-    uint8_t pad4[120];
+    uint64_t looked; /* when somebody who waits for something else last looked at completions */
+    uint8_t pad4[112];
 } sy_mlx5_queue_state;
 
 typedef struct sy_mlx5_qp {
