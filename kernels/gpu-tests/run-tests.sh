@@ -77,7 +77,8 @@ step 120 "layers from PTX" env CUDA_FORCE_PTX_JIT=1 CUDA_CACHE_PATH="$PWD/.ptx-c
     ./rust_kernels_test on_the_gpu::layers_with_fp8 on_the_gpu::expert_outputs on_the_gpu::echo --test-threads 1
 step 60 "device slots between processes" \
     env SWITCHYARD_TEST_DEVICE=cuda ./rust_cuda_ipc_test --test-threads 2
-step 60 "memory that NICs are given" \
+# A filter that finds nothing passes, too.
+must_say="6 passed" step 60 "memory that NICs are given" \
     env SWITCHYARD_TEST_DEVICE=cuda ./rust_ibgda_test memory:: --test-threads 1 --show-output
 step 60 "the proxy's lanes and copies" ./rust_proxy_test --test-threads 1
 step 120 "work requests over a NIC in software" ./softnic_test --seed "$seed"

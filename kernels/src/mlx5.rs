@@ -30,6 +30,8 @@ pub struct QueueHandle {
     pub state: u64,
     /// Address of 8 bytes where the old values of adds land unread.
     pub scratch: u64,
+    /// 0, or address of a word of host memory that gets [`QueueState::error`], too.
+    pub told: u64,
     /// Local key of `scratch`.
     pub scratch_lkey: u32,
     /// Queue pair.
@@ -150,13 +152,15 @@ pub struct PeerHandle {
 }
 
 const _: () = assert!(size_of::<PeerHandle>() == 72 && offset_of!(PeerHandle, bound) == 48);
-const _: () = assert!(size_of::<QueueHandle>() == 88 && offset_of!(QueueHandle, qpn) == 60);
+const _: () = assert!(size_of::<QueueHandle>() == 96 && offset_of!(QueueHandle, qpn) == 68);
 const _: () =
-    assert!(offset_of!(QueueHandle, scratch) == 48 && offset_of!(QueueHandle, peer) == 84);
+    assert!(offset_of!(QueueHandle, scratch) == 48 && offset_of!(QueueHandle, peer) == 92);
 const _: () = assert!(size_of::<QueueState>() == 640 && offset_of!(QueueState, published) == 128);
 const _: () =
     assert!(offset_of!(QueueState, completed) == 256 && offset_of!(QueueState, error) == 512);
-const _: () = assert!(offset_of!(QueueState, cq_index) == 384);
+const _: () = assert!(offset_of!(QueueHandle, told) == 56);
+const _: () =
+    assert!(offset_of!(QueueState, cq_index) == 384 && offset_of!(QueueState, looked) == 520);
 const _: () = assert!(size_of::<Bound>() == 24);
 const _: () = assert!(size_of::<ReceiveHandle>() == 48 && offset_of!(ReceiveHandle, qpn) == 32);
 const _: () = assert!(size_of::<ReceiveState>() == 128 && offset_of!(ReceiveState, taken) == 8);

@@ -9,6 +9,7 @@ use std::time::Duration;
 use expert_server::{ExpertSelection, RunningServer};
 use kernels::abi::{DevicePtr, Link, WAY_DIRECT, WAY_PROXY};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer};
+use kernels::proxy::PROXY_VERSION;
 use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::bootstrap::{CloseReason, DevicePair, DeviceSide, KernelWaits, RemoteSlots};
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
@@ -289,7 +290,7 @@ impl Lane {
         let (depth_shift, budget) = (4, 4u64);
         let lane = [at(COMMANDS), at(WORDS), at(STATE), budget << 32 | depth_shift];
         // No error word; a bound beyond what a server waits for; one lane, and the version.
-        let (timeout_ns, num_lanes, version) = (100_000_000_000, 1, 2 << 32);
+        let (timeout_ns, num_lanes, version) = (100_000_000_000, 1, u64::from(PROXY_VERSION) << 32);
         let (mirror_at, abort_at) = (mirror.ptr().0, waits.ptr().0);
         let peer =
             [at(0), mirror_at, side.peer_slot_bytes, 0, abort_at, timeout_ns, num_lanes, version];

@@ -8,6 +8,7 @@ use kernels::abi::{
     WAY_IBGDA, WAY_PROXY,
 };
 use kernels::mlx5::{Bound, CQ_COLLAPSED, PeerHandle, QueueHandle, QueueState};
+use kernels::proxy::PROXY_VERSION;
 use rand::rngs::StdRng;
 
 use crate::fresh;
@@ -170,8 +171,8 @@ fn commands_under_way(runner: &Runner, mirror: &Memory, slot_bytes: u64) -> (Mem
         kept.extend([commands, words, state]);
     }
     let lanes = Memory::of(runner, &lanes);
-    // `sy_proxy_peer`: no error word and no mask, a bound that would show, two lanes, version 2.
-    let (timeout_ns, num_lanes, version) = (10_000_000_000, 2, 2 << 32);
+    // `sy_proxy_peer`: no error word and no mask, a bound that would show, two lanes, the version.
+    let (timeout_ns, num_lanes, version) = (10_000_000_000, 2, u64::from(PROXY_VERSION) << 32);
     let (lanes_at, mirror_at) = (lanes.address().0, mirror.address().0);
     let peer = [lanes_at, mirror_at, slot_bytes, 0, 0, timeout_ns, num_lanes, version];
     kept.push(lanes);

@@ -164,6 +164,13 @@ pub trait Access: Send + Sync + Debug {
         None
     }
 
+    /// Who gives the memory that posters alone use, counts and handles, where that of queues is far from them: a
+    /// GPU that posts on queues in the host's memory would ask across PCIe for every count. May be what
+    /// [`slots`](Self::slots) gives. `None`: it comes from here, with the queues.
+    fn counts(&self) -> Option<&dyn Access> {
+        None
+    }
+
     /// Lets posters reach whole pages of this process. Never called for pages that the space knows already.
     ///
     /// # Safety

@@ -37,6 +37,8 @@ pub struct GpuAccess {
     place: Place,
     /// Where slots lie, if not with the queues.
     slots: Option<Box<Self>>,
+    /// The GPU's own memory, for what its kernels alone use, if queues lie elsewhere.
+    counts: Option<Box<Self>>,
     /// What a NIC's doorbell register is to the GPU.
     register: HostRange,
     /// Where page-locked memory comes from, if it is not fresh memory of the process.
@@ -48,8 +50,10 @@ pub struct GpuAccess {
 impl GpuAccess {
     /// For kernels of `gpu`, with memory at `place`.
     #[must_use]
-    pub const fn new(gpu: Gpu, place: Place) -> Self {
-        Self { gpu, place, slots: None, register: HostRange::Register, pages: None, root: None }
+    pub fn new(gpu: Gpu, place: Place) -> Self {
+        let counts = (place == Place::Host).then(|| Box::new(Self::new(gpu.clone(), Place::Gpu)));
+        let register = HostRange::Register;
+        Self { gpu, place, slots: None, counts, register, pages: None, root: None }
     }
 
     /// The same with slots at `place`, wherever queues lie: those of libibverbs are in host memory, and
@@ -94,6 +98,13 @@ impl Access for GpuAccess {
 
     fn slots(&self) -> Option<&dyn Access> {
         self.slots.as_deref().map(|slots| slots as &dyn Access)
+    }
+
+    fn counts(&self) -> Option<&dyn Access> {
+        // In one piece with the slots where these are there, too.
+        let with_slots = self.slots.as_deref().filter(|slots| slots.place == Place::Gpu);
+        let counts = self.counts.as_deref()?;
+        Some(with_slots.unwrap_or(counts))
     }
 
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {

@@ -136,21 +136,34 @@ impl OpenPeer {
             }
         }
         let psn = fresh_psn(None)?;
-        let (mut plan, mut apart) = (Plan::default(), Plan::default());
-        let of_slots = if access.slots().is_some() { &mut apart } else { &mut plan };
-        let slot = of_slots.add(config.own_slot_bytes, ALIGN_BYTES)?;
-        let mirror = of_slots.add(config.peer_slot_bytes, ALIGN_BYTES)?;
         let failed = |queue_idx| move |source| PeerError::Queue { queue_idx, source };
+        let (slots, counts) = (access.slots(), access.counts());
+        let are_one = slots.zip(counts).is_some_and(|(slots, counts)| ptr::addr_eq(slots, counts));
+        let apart = counts.filter(|_| !are_one);
+        // What gives memory, queues' first, and which of these is whose.
+        let givers: Vec<_> = [Some(access.as_ref()), slots, apart].into_iter().flatten().collect();
+        let of_slots = usize::from(slots.is_some());
+        let of_counts = if counts.is_some() { of_slots + usize::from(apart.is_some()) } else { 0 };
+        let mut plans: Vec<_> = givers.iter().map(|_| Plan::default()).collect();
+        let slot = plans[of_slots].add(config.own_slot_bytes, ALIGN_BYTES)?;
+        let mirror = plans[of_slots].add(config.peer_slot_bytes, ALIGN_BYTES)?;
         let places = (0..config.num_queues)
-            .map(|idx| QueuePlace::plan(&mut plan, &config.queue).map_err(failed(idx)))
+            .map(|idx| {
+                let place = QueuePlace::plan(&mut plans[0], &config.queue);
+                let place = match of_counts {
+                    0 => place,
+                    _ => place.and_then(|place| place.with_counts(&mut plans[of_counts])),
+                };
+                place.map_err(failed(idx))
+            })
             .collect::<Result<Vec<_>, _>>()?;
-        let table = plan.add(link::table_bytes(config.num_queues), align_of::<QueueHandle>())?;
-        let memory = plan.alloc(access.as_ref())?;
-        let slots = match access.slots() {
-            Some(slots) => apart.alloc(slots)?,
-            None => memory.clone(),
-        };
-        let (slot, mirror, table) = (slots.part(slot), slots.part(mirror), memory.part(table));
+        let table_bytes = link::table_bytes(config.num_queues);
+        let table = plans[of_counts].add(table_bytes, align_of::<QueueHandle>())?;
+        let memories = plans.into_iter().zip(givers).map(|(plan, giver)| plan.alloc(giver));
+        let memories = memories.collect::<Result<Vec<_>, _>>()?;
+        let (slot, mirror) = (memories[of_slots].part(slot), memories[of_slots].part(mirror));
+        let (queues, counts) = (&memories[0], &memories[of_counts]);
+        let table = counts.part(table);
         // SAFETY: both memories are dropped after their registrations, here and in `Peer`.
         let (slot_key, mirror_key) =
             unsafe { (register(nic, &slot, Rights::Peer)?, register(nic, &mirror, Rights::Own)?) };
@@ -158,7 +171,7 @@ impl OpenPeer {
             .into_iter()
             .enumerate()
             .map(|(idx, place)| {
-                let memory = (&memory, place);
+                let memory = (queues, counts, place);
                 Queue::create(nic, access.as_ref(), &config.queue, config.peer, memory)
                     .map_err(failed(idx))
             })
@@ -181,6 +194,12 @@ impl OpenPeer {
             qpns: self.queues.iter().map(Queue::qpn).collect(),
         };
         description.encode(port.link, self.config.own_slot_bytes as u64)
+    }
+
+    /// This side's slot, which the peer will write.
+    #[must_use]
+    pub fn slot(&self) -> &dyn SharedMemory {
+        &self.slot
     }
 
     /// Connects the queues with the peer's.
@@ -393,5 +412,5 @@ fn handle_bytes(handle: &QueueHandle) -> [u8; size_of::<QueueHandle>()] {
     unsafe { std::mem::transmute::<QueueHandle, [u8; size_of::<QueueHandle>()]>(*handle) }
 }
 
-// 7 addresses and 8 words: nothing between and behind them.
-const _: () = assert!(size_of::<QueueHandle>() == 7 * 8 + 8 * 4);
+// 8 addresses and 8 words: nothing between and behind them.
+const _: () = assert!(size_of::<QueueHandle>() == 8 * 8 + 8 * 4);

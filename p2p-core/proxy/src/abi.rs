@@ -151,7 +151,7 @@ pub enum Status {
 
 const _: () = assert!(size_of::<RawCommand>() == 16 && align_of::<RawCommand>() == 16);
 const _: () = assert!(size_of::<LaneWords>() == 128 && offset_of!(LaneWords, error) == 8);
-const _: () = assert!(size_of::<LaneState>() == 384);
+const _: () = assert!(size_of::<LaneState>() == 384 && offset_of!(LaneState, looked) == 264);
 const _: () = assert!(offset_of!(LaneState, seen) == 128 && offset_of!(LaneState, error) == 256);
 const _: () = assert!(size_of::<LaneHandle>() == 32 && offset_of!(LaneHandle, budget) == 28);
 const _: () = assert!(size_of::<PeerHandle>() == 64 && offset_of!(PeerHandle, num_lanes) == 48);

@@ -219,7 +219,8 @@ __device__ __forceinline__ bool is_reusable(const sy_link& link, uint32_t& busy)
 }
 
 // Whether the way to the peer is out of service. Some ways say what failed in an error word; a wait that
-// ends for it says so in its own. Costs a look at the completions, so waits ask now and then.
+// ends for it says so in its own. Now and then it costs a look at the completions, and
+// otherwise at a few words of this GPU's memory, so waits ask once in so many polls.
 template <uint32_t kWays> __device__ __forceinline__ bool has_failed(const sy_link& link) {
     if (is_direct<kWays>(link))
         return false;

@@ -226,6 +226,7 @@ SY_STATIC_ASSERT(sizeof(sy_proxy_lane_words) == 128, "size of sy_proxy_lane_word
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane_state) == 384, "size of sy_proxy_lane_state");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, seen) == 128, "seen of sy_proxy_lane_state");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, error) == 256, "error of sy_proxy_lane_state");
+SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, looked) == 264, "looked of sy_proxy_lane_state");
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane) == 32, "size of sy_proxy_lane");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane, budget) == 28, "budget of sy_proxy_lane");
 SY_STATIC_ASSERT(sizeof(sy_proxy_peer) == 64, "size of sy_proxy_peer");

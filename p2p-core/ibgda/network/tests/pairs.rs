@@ -10,6 +10,7 @@ use ibgda_network::detail::{Detail, HEAD_BYTES};
 use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 use kernels::abi::{DevicePtr, WAY_IBGDA};
 use kernels::gpu::Gpu;
+use kernels::mlx5::{PeerHandle, QueueHandle};
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{
@@ -49,6 +50,13 @@ fn is_on_a_gpu(address: u64) -> bool {
         gpu.is_registered(DevicePtr(address))
     };
     is_known(0) != is_known(1)
+}
+
+/// What stands at an address of a GPU in software, which this process reaches as its own.
+fn in_software<T: Copy>(address: u64) -> T {
+    let at = usize::try_from(address).expect("an address");
+    // SAFETY: a table that was written whole when the link was made, and that nobody writes since.
+    unsafe { std::ptr::with_exposed_provenance::<T>(at).read() }
 }
 
 fn sides() -> [DeviceSide; 2] {
@@ -131,8 +139,20 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
             for slot in [pair.own(), link.window] {
                 assert_eq!(is_on_a_gpu(slot.0), is_in_gpu, "{place}");
             }
-            // Queues are read by libmlx5, too.
-            assert!(!is_on_a_gpu(link.context), "{place}");
+            // What kernels alone read and count is near them. What the NIC or the host reads is not.
+            let peer: PeerHandle = in_software(link.context);
+            let queue: QueueHandle = in_software(peer.qps);
+            for (address, is_near) in [
+                (link.context, true),
+                (peer.qps, true),
+                (queue.state, true),
+                (queue.told, false),
+                (queue.scratch, false),
+                (queue.sq, false),
+                (queue.cq, false),
+            ] {
+                assert_eq!(is_on_a_gpu(address), is_near, "{place}: {queue:x?}");
+            }
             let remote = pair.as_remote().expect("a way");
             remote.health().expect("in service");
         }

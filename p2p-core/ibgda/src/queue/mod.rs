@@ -189,13 +189,18 @@ pub struct Queue {
     nic: Arc<Nic>,
     config: QueueConfig,
     _scratch: Registration,
+    /// Scratch, what was taken of receives, and the counts if they are not apart, or else the word that tells
+    /// the host of an error.
     state: Part,
+    counts: Option<Part>,
 }
 
 /// Where a queue lies in a peer's memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QueuePlace {
     state: Place,
+    /// In the memory of [`Access::counts`].
+    counts: Option<Place>,
     /// On [`QueuePath::Devx`].
     ring: Option<Place>,
 }
@@ -209,12 +214,20 @@ impl QueuePlace {
             QueuePath::Plain => None,
             QueuePath::Devx => Some(devx::plan_ring(plan, config)?),
         };
-        Ok(Self { ring, state: plan.add(STATE_BYTES, PAGE_BYTES)? })
+        Ok(Self { ring, state: plan.add(STATE_BYTES, PAGE_BYTES)?, counts: None })
+    }
+
+    /// The same with the counts of posters in `plan`.
+    ///
+    /// # Errors
+    /// [`QueueError::Access`].
+    pub(crate) fn with_counts(self, plan: &mut Plan) -> Result<Self, QueueError> {
+        Ok(Self { counts: Some(plan.add(size_of::<QueueState>(), COUNTS_ALIGN)?), ..self })
     }
 }
 
 impl Queue {
-    /// Makes a queue at `place` of `memory`, not yet connected. `peer` comes back in error words.
+    /// Makes a queue at `place` of the memory of queues and of that of counts, not yet connected. `peer` comes back in error words.
     ///
     /// # Errors
     /// [`QueueError`].
@@ -223,7 +236,7 @@ impl Queue {
         access: &dyn Access,
         config: &QueueConfig,
         peer: u32,
-        (memory, place): (&Pieces, QueuePlace),
+        (memory, of_counts, place): (&Pieces, &Pieces, QueuePlace),
     ) -> Result<Self, QueueError> {
         nic.check_requests()?;
         let state = memory.part(place.state);
@@ -239,7 +252,9 @@ impl Queue {
                 (Made::Devx(made), handle, pieces)
             }
         };
-        handle.state = state.address();
+        let counts = place.counts.map(|counts| of_counts.part(counts));
+        handle.state = counts.as_ref().unwrap_or(&state).address();
+        handle.told = if counts.is_some() { state.address() } else { 0 };
         handle.scratch = state.address() + SCRATCH_OFFSET;
         handle.scratch_lkey = scratch.local_key();
         handle.batch = config.batch.min(handle.sq_depth / 4);
@@ -263,7 +278,7 @@ impl Queue {
             }
         });
         let (receives, nic, config) = (receives.transpose()?, Arc::clone(nic), *config);
-        Ok(Self { receives, made, handle, nic, config, _scratch: scratch, state })
+        Ok(Self { receives, made, handle, nic, config, _scratch: scratch, state, counts })
     }
 
     /// Number of the queue pair.
@@ -320,8 +335,9 @@ impl Queue {
     /// # Errors
     /// [`QueueError`]; the queue can then only be dropped.
     pub fn reset(&mut self) -> Result<(), QueueError> {
+        let counts = self.counts.as_ref().unwrap_or(&self.state);
         let mut word = [0; 8];
-        self.state.read(offset_of!(QueueState, cq_index), &mut word)?;
+        counts.read(offset_of!(QueueState, cq_index), &mut word)?;
         let cq_index = match &mut self.made {
             Made::Plain(made) => made.reset(&self.nic, u64::from_le_bytes(word))?,
             Made::Devx(made) => {
@@ -329,8 +345,11 @@ impl Queue {
                 0
             }
         };
-        self.state.write(0, &[0; size_of::<QueueState>()])?;
-        self.state.write(offset_of!(QueueState, cq_index), &cq_index.to_le_bytes())?;
+        counts.write(0, &[0; size_of::<QueueState>()])?;
+        counts.write(offset_of!(QueueState, cq_index), &cq_index.to_le_bytes())?;
+        if self.counts.is_some() {
+            self.state.write(0, &[0; size_of::<u64>()])?;
+        }
         self.receives.as_ref().map_or(Ok(()), ReceiveQueue::reset)
     }
 
@@ -340,18 +359,18 @@ impl Queue {
     /// # Errors
     /// [`QueueError::Access`] when the word cannot be read.
     pub fn error(&self) -> Result<u64, QueueError> {
+        // Posters leave the word in `told`, too, where their counts are apart.
+        let offset = if self.counts.is_some() { 0 } else { offset_of!(QueueState, error) };
         if let Some(host) = self.state.host() {
             // Posters are at work: one load, and no copy that would wait for a GPU.
             // SAFETY: `state` maps at least a `QueueState` for as long as `self`, at a page, so that the word
             // is aligned and within. While posters are at work everybody accesses it atomically: here, and
             // they by atomics of their own. What writes it otherwise has `&mut self`, and nobody posts then.
-            let word = unsafe {
-                AtomicU64::from_ptr(host.as_ptr().add(offset_of!(QueueState, error)).cast())
-            };
+            let word = unsafe { AtomicU64::from_ptr(host.as_ptr().add(offset).cast()) };
             return Ok(word.load(Ordering::Acquire));
         }
         let mut word = [0; 8];
-        self.state.read(offset_of!(QueueState, error), &mut word)?;
+        self.state.read(offset, &mut word)?;
         Ok(u64::from_le_bytes(word))
     }
 }
@@ -439,6 +458,8 @@ const MIN_RNR_NAK: u8 = 12;
 /// The most that end: a write with immediate data that finds no receive comes back with syndrome 16 after
 /// some 4 ms; 7 would be for ever.
 const RNR_RETRIES: u8 = 6;
+/// The words of a [`QueueState`] stand on lines of their own.
+const COUNTS_ALIGN: usize = 128;
 /// State and scratch of a queue.
 const STATE_BYTES: usize = 4096;
 /// Where the old values of adds land unread.

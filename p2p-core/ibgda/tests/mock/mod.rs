@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
 
 #[path = "../../../../tests/src/skip.rs"]
-mod skip;
+pub mod skip;
 
 /// Both ways of making queues.
 pub const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];

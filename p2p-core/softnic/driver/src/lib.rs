@@ -130,6 +130,8 @@ pub struct Driver {
         *const c_void,
     ) -> u32,
     pub put_signal: MoveAnd,
+    /// 1 if it is the caller who looks now. The word begins as 0.
+    pub look: unsafe extern "C" fn(*mut u64) -> u32,
 }
 
 /// Calls by who has the queue to itself.
@@ -331,4 +333,4 @@ mod variants {
     include!(concat!(env!("OUT_DIR"), "/variants.rs"));
 }
 
-const _: () = assert!(size_of::<Driver>() == 25 * size_of::<usize>());
+const _: () = assert!(size_of::<Driver>() == 26 * size_of::<usize>());

@@ -255,7 +255,9 @@ SY_DEVICE uint32_t floor_power_of_two(uint32_t value) {
 SY_DEVICE bool takes_look(uint64_t* looked) {
     const uint64_t now = now_ns() >> 11;
     const uint64_t last = ld_relaxed<Scope::kGpu>(looked);
-    return last != now && atom_cas_relaxed(looked, last, now) == last;
+    // Nor does one look who was held up since it read the clock. A clock that was set back two seconds counts again.
+    constexpr uint64_t kMostLate = 1 << 20;
+    return last - now > kMostLate && atom_cas_relaxed(looked, last, now) == last;
 }
 
 #if defined(__CUDACC__) || defined(SY_SIMT)
