@@ -227,7 +227,7 @@ pub trait SharedMemory: Send + Sync + Debug {
 }
 
 /// Pieces of memory that lie behind one another in one [`Access::alloc`], and so take 2 MiB together where a
-/// GPU's driver gives no less, even for the 4 KiB of a queue's state. Each is registered by itself: a key
+/// GPU's driver gives no less, even for what one queue counts. Each is registered by itself: a key
 /// leads to its own piece and not to the neighbours.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {

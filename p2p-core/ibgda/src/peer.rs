@@ -25,7 +25,7 @@ use self::description::{Description, MAX_PSN, PSN_AT};
 #[cfg(fuzzing)]
 pub use self::description::{check_description, description_samples};
 pub use self::link::{LinkError, Waits};
-use crate::access::{ALIGN_BYTES, Access, AccessError, Part, Plan, SharedMemory};
+use crate::access::{ALIGN_BYTES, Access, AccessError, Part, Pieces, Plan, SharedMemory};
 use crate::nic::{Nic, NicError, Registration, Rights};
 use crate::queue::{
     Immediate, Queue, QueueConfig, QueueError, QueuePlace, ReceiveError, RemoteQueue, check_peer,
@@ -96,6 +96,60 @@ pub enum PeerError {
     Random(#[source] io::Error),
 }
 
+/// Where everything of a peer lies.
+struct Memory {
+    queues: Pieces,
+    /// The same, where these are not apart.
+    counts: Pieces,
+    places: Vec<QueuePlace>,
+    slot: Part,
+    mirror: Part,
+    table: Part,
+}
+
+impl Memory {
+    /// Memory of queues and slots as `access` has it, and of counts and handles from `counts`.
+    fn open(
+        access: &dyn Access,
+        counts: Option<&dyn Access>,
+        config: &PeerConfig,
+    ) -> Result<Self, PeerError> {
+        let failed = |queue_idx| move |source| PeerError::Queue { queue_idx, source };
+        let slots = access.slots();
+        let are_one = slots.zip(counts).is_some_and(|(slots, counts)| ptr::addr_eq(slots, counts));
+        let apart = counts.filter(|_| !are_one);
+        // What gives memory, queues' first, and which of these is whose.
+        let givers: Vec<_> = [Some(access), slots, apart].into_iter().flatten().collect();
+        let of_slots = usize::from(slots.is_some());
+        let of_counts = if counts.is_some() { of_slots + usize::from(apart.is_some()) } else { 0 };
+        let mut plans: Vec<_> = givers.iter().map(|_| Plan::default()).collect();
+        let slot = plans[of_slots].add(config.own_slot_bytes, ALIGN_BYTES)?;
+        let mirror = plans[of_slots].add(config.peer_slot_bytes, ALIGN_BYTES)?;
+        let places = (0..config.num_queues)
+            .map(|idx| {
+                let place = QueuePlace::plan(&mut plans[0], &config.queue);
+                let place = match of_counts {
+                    0 => place,
+                    _ => place.and_then(|place| place.with_counts(&mut plans[of_counts])),
+                };
+                place.map_err(failed(idx))
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let table_bytes = link::table_bytes(config.num_queues);
+        let table = plans[of_counts].add(table_bytes, align_of::<QueueHandle>())?;
+        let memories = plans.into_iter().zip(givers).map(|(plan, giver)| plan.alloc(giver));
+        let memories = memories.collect::<Result<Vec<_>, _>>()?;
+        Ok(Self {
+            queues: memories[0].clone(),
+            counts: memories[of_counts].clone(),
+            places,
+            slot: memories[of_slots].part(slot),
+            mirror: memories[of_slots].part(mirror),
+            table: memories[of_counts].part(table),
+        })
+    }
+}
+
 /// This side before the peer's is known. Dropping it frees everything.
 #[derive(Debug)]
 pub struct OpenPeer {
@@ -137,33 +191,16 @@ impl OpenPeer {
         }
         let psn = fresh_psn(None)?;
         let failed = |queue_idx| move |source| PeerError::Queue { queue_idx, source };
-        let (slots, counts) = (access.slots(), access.counts());
-        let are_one = slots.zip(counts).is_some_and(|(slots, counts)| ptr::addr_eq(slots, counts));
-        let apart = counts.filter(|_| !are_one);
-        // What gives memory, queues' first, and which of these is whose.
-        let givers: Vec<_> = [Some(access.as_ref()), slots, apart].into_iter().flatten().collect();
-        let of_slots = usize::from(slots.is_some());
-        let of_counts = if counts.is_some() { of_slots + usize::from(apart.is_some()) } else { 0 };
-        let mut plans: Vec<_> = givers.iter().map(|_| Plan::default()).collect();
-        let slot = plans[of_slots].add(config.own_slot_bytes, ALIGN_BYTES)?;
-        let mirror = plans[of_slots].add(config.peer_slot_bytes, ALIGN_BYTES)?;
-        let places = (0..config.num_queues)
-            .map(|idx| {
-                let place = QueuePlace::plan(&mut plans[0], &config.queue);
-                let place = match of_counts {
-                    0 => place,
-                    _ => place.and_then(|place| place.with_counts(&mut plans[of_counts])),
-                };
-                place.map_err(failed(idx))
-            })
-            .collect::<Result<Vec<_>, _>>()?;
-        let table_bytes = link::table_bytes(config.num_queues);
-        let table = plans[of_counts].add(table_bytes, align_of::<QueueHandle>())?;
-        let memories = plans.into_iter().zip(givers).map(|(plan, giver)| plan.alloc(giver));
-        let memories = memories.collect::<Result<Vec<_>, _>>()?;
-        let (slot, mirror) = (memories[of_slots].part(slot), memories[of_slots].part(mirror));
-        let (queues, counts) = (&memories[0], &memories[of_counts]);
-        let table = counts.part(table);
+        let counts = access.counts();
+        let memory = match Memory::open(access.as_ref(), counts, &config) {
+            // A GPU without room has its slots with the host for that.
+            Err(PeerError::Access(error)) if counts.is_some() && access.slots().is_none() => {
+                tracing::warn!(%error, "counts and handles lie with the queues, where those who post are slower");
+                Memory::open(access.as_ref(), None, &config)?
+            }
+            memory => memory?,
+        };
+        let Memory { queues, counts, places, slot, mirror, table } = memory;
         // SAFETY: both memories are dropped after their registrations, here and in `Peer`.
         let (slot_key, mirror_key) =
             unsafe { (register(nic, &slot, Rights::Peer)?, register(nic, &mirror, Rights::Own)?) };
@@ -171,7 +208,7 @@ impl OpenPeer {
             .into_iter()
             .enumerate()
             .map(|(idx, place)| {
-                let memory = (queues, counts, place);
+                let memory = (&queues, &counts, place);
                 Queue::create(nic, access.as_ref(), &config.queue, config.peer, memory)
                     .map_err(failed(idx))
             })

@@ -5,14 +5,17 @@
 mod memory;
 mod mock;
 
-use std::ptr::NonNull;
+use std::mem::offset_of;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
 use ibgda::nic::{RegisteredBy, Rights};
 use ibgda::{GpuAccess, HostAccess, OpenPeer, PeerConfig, Place, QueueConfig, QueuePath};
+use kernels::abi::DevicePtr;
 use kernels::gpu::{DeviceName, Gpu};
-use kernels::mlx5::QueueHandle;
+use kernels::mlx5::{QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState};
 
 /// Alignment of queues, and the pieces that descriptors need.
@@ -85,6 +88,134 @@ fn a_peer_whose_doorbell_is_refused_leaves_nothing_behind() {
             drop(nic);
             mock.settle();
         }
+    }
+}
+
+/// Kernels count in their GPU's memory, and leave an error where the host looks, too.
+#[test]
+fn counts_beside_the_kernels_tell_the_host_and_are_reset_with_their_queue() {
+    const ERROR: u64 = 0x0000_1234_0000_0503;
+    let _turn = turn();
+    let Some(mock) = Mock::open() else { return };
+    for path in [QueuePath::Plain, QueuePath::Devx] {
+        mock.change(|state| *state = CLEAN);
+        let nic = mock.nic();
+        let gpu = gpu(4);
+        let free_bytes = gpu.free_bytes().unwrap();
+        let access = GpuAccess::new(gpu.clone(), Place::Host).with_software_nic();
+        let access: Arc<dyn Access> = Arc::new(access);
+        let queue = QueueConfig { path, depth: 128, ..QueueConfig::default() };
+        let (own_slot_bytes, peer_slot_bytes) = (4096, 4096);
+        let config = PeerConfig { peer: 1, num_queues: 2, queue, own_slot_bytes, peer_slot_bytes };
+        let open = || OpenPeer::open(&nic, &access, config).unwrap();
+        let [one, other] = [open(), open()];
+        let (from_one, from_other) = (one.description(), other.description());
+        let [one, other] = [one.join(&from_other).unwrap(), other.join(&from_one).unwrap()];
+        let handle = one.queues()[1].handle();
+        let is_on_gpu = |address| gpu.is_registered(DevicePtr(address));
+        let is_elsewhere = |address| self::gpu(5).is_registered(DevicePtr(address));
+        for (address, is_near) in [(handle.state, true), (handle.told, false), (handle.sq, false)] {
+            assert!(is_on_gpu(address) && is_elsewhere(address) != is_near, "{handle:x?}");
+        }
+        let word = |address: u64| {
+            let at = ptr::with_exposed_provenance_mut(usize::try_from(address).unwrap());
+            // SAFETY: an aligned word of the peer's memory, which this process reaches as GPUs in software do, and
+            // which is accessed atomically while the peer is in use.
+            unsafe { AtomicU64::from_ptr(at) }
+        };
+        let errors = || one.queues().iter().map(|queue| queue.error().unwrap()).collect::<Vec<_>>();
+        assert_eq!(errors(), [0, 0]);
+        // As `fail_queue` does.
+        let counted = handle.state + offset_of!(QueueState, error) as u64;
+        let reserved = handle.state + offset_of!(QueueState, reserved) as u64;
+        word(reserved).store(70_000, Ordering::Relaxed);
+        word(counted).store(ERROR, Ordering::Relaxed);
+        assert_eq!(errors(), [0, 0], "the host asks no GPU");
+        word(handle.told).store(ERROR, Ordering::Release);
+        assert_eq!(errors(), [0, ERROR]);
+        let reset = one.reset().unwrap();
+        for address in [reserved, counted, handle.told] {
+            assert_eq!(word(address).load(Ordering::Relaxed), 0, "{path:?} {address:x}");
+        }
+        drop((reset, other, nic));
+        mock.settle();
+        assert_eq!(gpu.free_bytes().unwrap(), free_bytes, "{path:?}");
+    }
+}
+
+/// Such a GPU has its slots with the host.
+#[test]
+fn a_gpu_without_room_for_counts_has_them_with_the_queues() {
+    let _turn = turn();
+    let Some(mock) = Mock::open() else { return };
+    mock.change(|state| *state = CLEAN);
+    let nic = mock.nic();
+    let access = GpuAccess::new(gpu(4), Place::Host).with_software_nic();
+    let access: Arc<dyn Access> = Arc::new(FullGpu(access, Full));
+    let queue = QueueConfig { depth: 128, ..QueueConfig::default() };
+    let (own_slot_bytes, peer_slot_bytes) = (4096, 4096);
+    let config = PeerConfig { peer: 1, num_queues: 1, queue, own_slot_bytes, peer_slot_bytes };
+    let open = || OpenPeer::open(&nic, &access, config).unwrap();
+    let [one, other] = [open(), open()];
+    let one = one.join(&other.description()).unwrap();
+    let handle = one.queues()[0].handle();
+    assert_eq!(handle.told, 0);
+    // A page of the host, which all GPUs know.
+    assert!(self::gpu(5).is_registered(DevicePtr(handle.state)));
+    assert_eq!(one.queues()[0].error().unwrap(), 0);
+    drop((one, other, nic));
+    mock.settle();
+}
+
+/// Pages of the host, and a GPU that has no memory left.
+#[derive(Debug)]
+struct FullGpu(GpuAccess, Full);
+
+#[derive(Debug)]
+struct Full;
+
+impl Access for FullGpu {
+    fn space(&self) -> Space {
+        self.0.space()
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
+        self.0.alloc(bytes)
+    }
+
+    fn counts(&self) -> Option<&dyn Access> {
+        Some(&self.1)
+    }
+
+    unsafe fn map(
+        &self,
+        pages: NonNull<u8>,
+        bytes: usize,
+        kind: HostRange,
+    ) -> Result<Mapped, AccessError> {
+        // SAFETY: the caller keeps the pages.
+        unsafe { self.0.map(pages, bytes, kind) }
+    }
+}
+
+impl Access for Full {
+    fn space(&self) -> Space {
+        HostAccess.space()
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError> {
+        let (what, detail) = ("memory of a GPU".to_owned(), "it is full".to_owned());
+        Err(AccessError::Other { what, bytes, detail })
+    }
+
+    unsafe fn map(
+        &self,
+        pages: NonNull<u8>,
+        bytes: usize,
+        kind: HostRange,
+    ) -> Result<Mapped, AccessError> {
+        // SAFETY: the caller keeps the pages.
+        unsafe { HostAccess.map(pages, bytes, kind) }
     }
 }
 

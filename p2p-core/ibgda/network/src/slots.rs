@@ -32,7 +32,7 @@ impl Slots {
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
         own: GpuMemory,
     ) -> Result<Self, ibgda::LinkError> {
-        // What failed is told by the queue's own state.
+        // What failed is told by the queue itself.
         let error = DevicePtr::NULL;
         let link = peer.link(Waits { error, abort_mask: waits.ptr(), timeout })?;
         Ok(Self { life: Mutex::new(life), peer, link, host, waits, own })
@@ -80,7 +80,7 @@ impl RemoteSlots for Slots {
     }
 }
 
-/// What kernels wrote into a queue's state: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
+/// What kernels say of a queue: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
 fn describe(word: u64) -> String {
     let [code, syndrome, vendor, opcode, low, high, ..] = word.to_le_bytes();
     match code {

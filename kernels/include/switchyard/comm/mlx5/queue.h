@@ -1,6 +1,6 @@
 /* A send queue as those who post on it see it, for C11, C++17 and CUDA. The host fills a sy_mlx5_qp
  * when the queue pair is connected; posters share it and change nothing but the words behind
- * `state`.
+ * `state` and `told`.
  */
 #ifndef SWITCHYARD_COMM_MLX5_QUEUE_H
 #define SWITCHYARD_COMM_MLX5_QUEUE_H
