@@ -46,14 +46,18 @@ const POLL_ONE_ENTRY: &[&str] = &[
     "fence.acq_rel.NIC",
     "ld.relaxed.NIC",
     "ld.relaxed.NIC",
+    // What takes the queue out of service, and tells the host so where counts are apart from it.
     "atom.relaxed.gpu",
+    "st.relaxed.sys",
     // Of other opcodes.
     "atom.relaxed.gpu",
+    "st.relaxed.sys",
     // Everything that a completion stands for comes behind this one, also for whoever learns of it from
     // the release at the end.
     "fence.acq_rel.NIC",
     "ld.relaxed.gpu",
     "atom.relaxed.gpu",
+    "st.relaxed.sys",
     "red.release.gpu",
 ];
 const POLL_A_RING: &[&str] = &[
@@ -67,11 +71,14 @@ const POLL_A_RING: &[&str] = &[
     "ld.relaxed.NIC",
     "ld.relaxed.NIC",
     "atom.relaxed.gpu",
+    "st.relaxed.sys",
     "atom.relaxed.gpu",
+    "st.relaxed.sys",
     // Entries are given back only when they were read.
     "fence.acq_rel.NIC",
     "ld.relaxed.gpu",
     "atom.relaxed.gpu",
+    "st.relaxed.sys",
     "st.relaxed.NIC",
     "st.relaxed.gpu",
     "st.release.gpu",
