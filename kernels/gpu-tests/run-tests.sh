@@ -81,7 +81,7 @@ step 60 "device slots between processes" \
 must_say="6 passed" step 60 "memory that NICs are given" \
     env SWITCHYARD_TEST_DEVICE=cuda ./rust_ibgda_test memory:: --test-threads 1 --show-output
 step 60 "the proxy's lanes and copies" ./rust_proxy_test --test-threads 1
-step 120 "work requests over a NIC in software" ./softnic_test --seed "$seed"
+step 180 "work requests over a NIC in software" ./softnic_test --seed "$seed"
 step 150 "layers of two processes with a NIC each" ./softnic_test --only process_layers --seed "$seed"
 export SWITCHYARD_TEST_MODEL=$PWD/tiny-moe SWITCHYARD_TEST_DEVICE=cuda SWITCHYARD_SEED=$seed
 step 90 "layers through a proxy and a NIC in software" \
