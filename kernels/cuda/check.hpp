@@ -66,6 +66,8 @@ namespace switchyard {
         lists.list_weight == nullptr || lists.row_source == nullptr ||
         lists.row_position == nullptr)
         return SY_LAUNCH_NULL;
+    if (!is_aligned(lists.row_position))
+        return SY_LAUNCH_ALIGNMENT;
     return lists.max_rows != 0 ? SY_OK : SY_LAUNCH_TOKENS;
 }
 

@@ -123,7 +123,7 @@ Result run_case(Comrade& comrade, Slots& slots, Buffers& buffers, const Case& te
     }
     if (roles.server != nullptr) {
         roles.server->launch_flags = pdl_flags(test);
-        roles.server->answer_blocks = blocks_of(test, test.answer_blocks);
+        roles.server->answer_blocks = answer_blocks_of(test);
         roles.server->timeout_ns = 3'000'000'000;
     }
     if (roles.client != nullptr && roles.server != nullptr) {
@@ -306,10 +306,10 @@ int run_rank(Comrade& comrade, const std::string& set, const std::string& shape,
                 test.topology.name, test.num_tokens, test.fp8 ? "fp8" : "bf16",
                 test.zipf ? "zipf" : "uniform", test.server, test.pdl, test.dispatch_blocks,
                 test.answer_blocks, test.combine_blocks, pdl_of(test), dispatch_blocks_of(test),
-                blocks_of(test, test.answer_blocks), blocks_of(test, test.combine_blocks),
-                test.num_sms, worst.num_samples, worst.median_us, worst.p10_us, worst.p90_us,
-                worst.mean_us, worst.bytes_sent, link_bytes(test.topology, results),
-                worst.num_wrong, worst.error_tag, worst.error_peer);
+                answer_blocks_of(test), blocks_of(test, test.combine_blocks), test.num_sms,
+                worst.num_samples, worst.median_us, worst.p10_us, worst.p90_us, worst.mean_us,
+                worst.bytes_sent, link_bytes(test.topology, results), worst.num_wrong,
+                worst.error_tag, worst.error_peer);
             fflush(stdout);
         }
         if (num_bad > 3)

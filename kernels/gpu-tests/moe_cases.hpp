@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -26,14 +27,7 @@ struct Case {
 
 bool has_lists(const Case& test) { return std::string(test.server) == "lists"; }
 
-// Two ranks with about this many tokens: few blocks of each kernel beside one another are faster than many in turn.
-// What more ranks gain was not measured.
-bool has_few_beside(const Case& test) {
-    const bool is_asked = (test.dispatch_blocks | test.answer_blocks | test.combine_blocks) != 0;
-    return test.pdl < 0 && !is_asked && test.topology.is_colocated() &&
-           test.topology.servers.size() == 2 && !has_lists(test) && test.num_tokens > 96 &&
-           test.num_tokens <= 128;
-}
+// What follows chooses where nothing is asked for, by what was fastest on four H200s.
 
 int pdl_of(const Case& test) {
     if (test.pdl >= 0)
@@ -41,35 +35,61 @@ int pdl_of(const Case& test) {
     // Of lists 4,096 tokens gain 1 to 3 %, with 1,024 it hardly matters.
     if (!test.topology.is_colocated())
         return has_lists(test) && test.num_tokens >= 1024 ? 0 : 2;
-    const bool is_many = test.topology.servers.size() > 2;
-    // A server's first kernel beside dispatch gains where dispatch takes long, and takes its multiprocessors.
-    if (has_lists(test))
-        return test.num_tokens >= (is_many ? 512 : 1024) ? 4 : 3;
-    if (test.num_tokens > 2048)
-        return 4;
-    if (is_many)
-        return test.num_tokens >= 64 ? 3 : 2;
-    return test.num_tokens > 128 || test.num_tokens == 1 || has_few_beside(test) ? 3 : 2;
+    return !has_lists(test) && test.num_tokens > 256 && test.num_tokens <= 2048 ? 3 : 4;
 }
 
 // One block per multiprocessor, which leaves room for one of another kernel. On split shapes two of the same kernel are
 // slower than one.
-constexpr uint32_t kBlocksBeside = 132, kFewBeside = 32;
+constexpr uint32_t kBlocksBeside = 132;
 
 uint32_t blocks_of(const Case& test, uint32_t asked) {
-    if (has_few_beside(test))
-        return kFewBeside;
     const bool is_beside = pdl_of(test) >= 3 || (test.pdl < 0 && !test.topology.is_colocated());
     return asked == 0 && is_beside && test.num_tokens > 128 ? kBlocksBeside : asked;
 }
 
+bool asks_nothing(const Case& test) {
+    return test.pdl < 0 && (test.dispatch_blocks | test.answer_blocks | test.combine_blocks) == 0;
+}
+
+// Of answers, so that combine's blocks find room beside them.
+uint32_t answer_blocks_of(const Case& test) {
+    constexpr uint32_t kAnswersBeside = 64;
+    const bool is_some = test.num_tokens > 48 && test.num_tokens <= 128;
+    if (asks_nothing(test) && test.topology.is_colocated() && !has_lists(test) && is_some)
+        return kAnswersBeside;
+    return blocks_of(test, test.answer_blocks);
+}
+
+// Tokens that a block of dispatch sends one after the other, 0 where the launcher chooses. Header and entries of a
+// frame leave by one block, which has its share of the link only: with fewer blocks beside it a server that makes lists
+// begins sooner.
+uint32_t tokens_per_block(const Case& test) {
+    struct Runs {
+        uint32_t num_clients, num_servers;
+        bool is_colocated;
+        uint32_t of[6];
+    };
+    static constexpr uint32_t kFrom[] = {24, 48, 96, 160, 224, 384};
+    static constexpr Runs kRuns[] = {
+        {4, 4, true, {0, 6, 9, 14, 14, 14}},   {2, 2, true, {0, 0, 4, 8, 10, 14}},
+        {2, 2, false, {0, 6, 8, 12, 14, 14}},  {1, 3, false, {4, 6, 10, 14, 8, 8}},
+        {3, 1, false, {4, 8, 12, 14, 14, 14}}, {1, 1, false, {0, 0, 8, 8, 10, 14}},
+    };
+    if (!has_lists(test) || test.num_tokens < kFrom[0] || test.num_tokens >= 1024)
+        return 0;
+    const uint32_t place =
+        std::upper_bound(std::begin(kFrom), std::end(kFrom), test.num_tokens) - kFrom - 1;
+    for (const Runs& runs : kRuns)
+        if (runs.num_clients == test.topology.clients.size() &&
+            runs.num_servers == test.topology.servers.size() &&
+            runs.is_colocated == test.topology.is_colocated())
+            return runs.of[place];
+    return 0;
+}
+
 uint32_t dispatch_blocks_of(const Case& test) {
-    // Rows that come one after the other are looked at as they come.
-    const bool is_one_to_one = test.topology.clients.size() * test.topology.servers.size() == 1;
-    if (test.dispatch_blocks == 0 && !test.topology.is_colocated() && has_lists(test) &&
-        test.num_tokens > 96 && test.num_tokens <= (is_one_to_one ? 256 : 128))
-        return (test.num_tokens + 7) / 8;
-    return has_few_beside(test) ? blocks_of(test, test.dispatch_blocks) : test.dispatch_blocks;
+    const uint32_t run = asks_nothing(test) ? tokens_per_block(test) : 0;
+    return run == 0 ? test.dispatch_blocks : (test.num_tokens + run - 1) / run;
 }
 
 uint32_t pdl_flags(const Case& test) {
@@ -132,16 +152,23 @@ std::vector<Case> cases_of(const std::string& set, const std::string& shape, uin
                                 add(topology, tokens, true, false, server, pdl, blocks, blocks,
                                     blocks);
                 // One kernel at a time.
-                for (const uint32_t blocks : {16u, 22u, 26u, 32u, 43u, 64u, 96u, 128u}) {
-                    add(topology, 128, true, false, server, -1, blocks, 0, 0);
-                    add(topology, 128, true, false, server, -1, 0, blocks, 0);
-                    add(topology, 128, true, false, server, -1, 0, 0, blocks);
-                }
+                for (const uint32_t tokens : {64u, 128u, 256u})
+                    for (const uint32_t blocks : {16u, 22u, 26u, 32u, 43u, 64u, 96u, 128u}) {
+                        add(topology, tokens, true, false, server, starts.back(), blocks, 0, 0);
+                        add(topology, tokens, true, false, server, starts.back(), 0, blocks, 0);
+                        add(topology, tokens, true, false, server, starts.back(), 0, 0, blocks);
+                    }
                 for (const uint32_t tokens : {1024u, 4096u})
                     for (const int pdl : starts)
                         for (const uint32_t blocks : {0u, 64u, 96u, 132u, 264u})
                             add(topology, tokens, true, false, server, pdl, blocks, blocks, blocks);
             }
+            // Tokens that a block of dispatch sends, where servers make lists.
+            for (const uint32_t tokens : {32u, 64u, 96u, 128u, 192u, 256u, 512u})
+                for (const uint32_t run : {4u, 6u, 8u, 9u, 10u, 12u})
+                    for (const uint32_t answers : {0u, 96u})
+                        add(topology, tokens, true, false, "lists", starts.back(),
+                            (tokens + run - 1) / run, answers, 0);
         } else if (set == "sms") {
             for (const uint32_t tokens : {128u, 1024u, 4096u})
                 for (const uint32_t blocks : {8u, 16u, 24u, 32u, 48u, 64u, 96u, 132u})

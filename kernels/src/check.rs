@@ -242,6 +242,7 @@ fn lists(lists: &ExpertLists) -> Result<(), CheckError> {
         lists.row_source,
         lists.row_position,
     ])?;
+    aligned(&[lists.row_position])?;
     if lists.max_rows == 0 { Err(CheckError::Tokens) } else { Ok(()) }
 }
 

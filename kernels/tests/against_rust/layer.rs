@@ -29,12 +29,16 @@ pub fn layers_with_bf16_requests(runner: &Runner) {
 fn run(runner: &Runner, dtype: u32) {
     let mut rng = fresh();
     // Hidden size, top-k, tokens, experts, clients, servers; the last two run the tuned kernels, and the last
-    // one those for few blocks; the first has more tokens than one block sends entries for.
+    // one those for few blocks; the first has more tokens than one block sends entries for. Those with one server have
+    // two and four entries of a row for each thread that makes lists, and four of several rows.
     let shapes = [
         (128, 4, 290, 16, 2, 2),
         (256, 4, 40, 24, 3, 2),
         (640, 3, 9, 7, 1, 3),
         (1280, 10, 20, 32, 2, 1),
+        (128, 6, 150, 16, 2, 1),
+        (128, 8, 200, 16, 2, 1),
+        (128, 5, 250, 24, 2, 1),
         (7168, 8, 5, 64, 2, 3),
         (7168, 8, 70, 64, 2, 3),
     ];
@@ -56,9 +60,12 @@ fn layer(runner: &Runner, rng: &mut StdRng, world: &World, numbers: &mut [Vec<u6
     let layer = rng.random_range(0..NUM_LAYERS);
     let mut inputs = Vec::new();
     for (client, numbers) in numbers.iter_mut().enumerate() {
-        // A server that waits for the others only must not blame who had nothing to send.
-        let num_tokens =
-            if round == 1 && client == 0 { 0 } else { rng.random_range(0..=world.capacity) };
+        let num_tokens = match round {
+            // A server that waits for the others only must not blame who had nothing to send.
+            1 if client == 0 => 0,
+            2 => world.capacity,
+            _ => rng.random_range(0..=world.capacity),
+        };
         let input = Input::random(rng, &world.geometry, world.placement.num_experts, num_tokens);
         world.load(client, &input);
         // SAFETY: the world's memory is as large as its geometry says.

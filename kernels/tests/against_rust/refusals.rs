@@ -18,7 +18,7 @@ const MIN_EPOCH: u64 = 5;
 
 pub fn headers_with_one_wrong_field_are_refused_for_it(runner: &Runner) {
     let mut rng = fresh();
-    let world = small_world(runner, &mut rng);
+    let world = world_of(runner, &mut rng, 3, 6);
     let mut seen = std::collections::BTreeSet::new();
     // Every word of the header once, and some headers without a fault.
     for number in 1..=40u64 {
@@ -44,10 +44,18 @@ pub fn headers_with_one_wrong_field_are_refused_for_it(runner: &Runner) {
 
 pub fn wrong_entries_and_scales_are_refused(runner: &Runner) {
     let mut rng = fresh();
-    let world = small_world(runner, &mut rng);
+    // One entry of each thread that makes lists, two and four of a row, four of several rows, and lists by all blocks.
+    for (top_k, tokens) in [(3, 6), (8, 100), (4, 450), (8, 450), (7, 450), (4, 900)] {
+        println!("top-k {top_k}, {tokens} tokens");
+        let world = world_of(runner, &mut rng, top_k, tokens);
+        refuse_wrong_entries(runner, &mut rng, &world);
+    }
+}
+
+fn refuse_wrong_entries(runner: &Runner, rng: &mut StdRng, world: &World) {
     let g = world.geometry;
     for number in 1..=24u64 {
-        send(runner, &mut rng, &world);
+        send(runner, rng, world);
         let slot = &world.servers[0].requests[0];
         let frame = number % 2 * g.frame_bytes;
         let rows = world.clients[0].handle.one::<Handle>(0).num_rows[0];
@@ -68,11 +76,11 @@ pub fn wrong_entries_and_scales_are_refused(runner: &Runner) {
             }
             3 => {
                 entry = Entry { expert: 0, weight: f32::NAN };
-                entry.expert = mine(&world);
+                entry.expert = mine(world);
                 Some(ErrorCode::BadFrame)
             }
             4 => {
-                entry = Entry { expert: mine(&world), weight: f32::NEG_INFINITY };
+                entry = Entry { expert: mine(world), weight: f32::NEG_INFINITY };
                 Some(ErrorCode::BadFrame)
             }
             5 => {
@@ -91,7 +99,7 @@ pub fn wrong_entries_and_scales_are_refused(runner: &Runner) {
             }
         };
         slot.write(entry_at, &[entry]);
-        expect(runner, &world, number, code);
+        expect(runner, world, number, code);
     }
 }
 
@@ -101,9 +109,9 @@ fn mine(world: &World) -> u32 {
 }
 
 /// One client, two servers, of which the second is never run.
-fn small_world(runner: &Runner, rng: &mut StdRng) -> World {
+fn world_of(runner: &Runner, rng: &mut StdRng, top_k: u32, tokens: u32) -> World {
     loop {
-        let geometry = FrameGeometry::new(256, 3, DTYPE_F8_E4M3, 6, 2).expect("in range");
+        let geometry = FrameGeometry::new(256, top_k, DTYPE_F8_E4M3, tokens, 2).expect("in range");
         let world = World::new(runner, rng, geometry, 12, 1, 2);
         world.servers[0].min_epoch.write(0, &[MIN_EPOCH]);
         let num_mine = world.servers[0].local_expert.iter().filter(|local| **local >= 0).count();
@@ -116,9 +124,9 @@ fn small_world(runner: &Runner, rng: &mut StdRng) -> World {
 /// Dispatches tokens of which some go to the first server.
 fn send(runner: &Runner, rng: &mut StdRng, world: &World) {
     let input = loop {
-        let input = Input::random(rng, &world.geometry, 12, 6);
+        let input = Input::random(rng, &world.geometry, 12, world.capacity);
         let goes = |token| world.servers_of(&input, token).iter().any(|(server, _)| *server == 0);
-        if (0..6).any(goes) {
+        if (0..world.capacity).any(goes) {
             break input;
         }
     };

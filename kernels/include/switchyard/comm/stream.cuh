@@ -24,12 +24,13 @@ __device__ __forceinline__ void let_next_start(uint32_t flags) {
         ptx::griddepcontrol_launch_dependents();
 }
 
-// First of all.
-__device__ __forceinline__ void follow(uint32_t flags) {
-    // NOTES: the wait also drops what this multiprocessor has cached of earlier kernels' memory; so does
-    // the fence.
+// First of all. `word` is any in the GPU's memory.
+// NOTES: the wait also drops what this multiprocessor has cached of earlier kernels' memory; so does a load that
+// acquires. A fence would, too, but it waits for all that other kernels on the multiprocessor have stored to peers
+// by then, as long as they store.
+__device__ __forceinline__ void follow(uint32_t flags, const uint64_t* word) {
     if (goes_ahead(flags))
-        ptx::fence_acq_rel_sys();
+        static_cast<void>(ptx::ld_acquire_sys(word));
     else
         ptx::griddepcontrol_wait();
 }

@@ -146,6 +146,10 @@ __device__ __forceinline__ void note_given_up(const sy_combine_params& params,
     ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
 }
 
+// Of so many blocks at most, combine lets the next dispatch start beside it: half a GPU has room for theirs. Of more,
+// only at its end: they would settle two on a multiprocessor, and a dispatch takes as long as its slowest block.
+constexpr uint32_t kBlocksApart = 64;
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     combine_kernel(const __grid_constant__ sy_combine_params params) {
@@ -158,8 +162,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (thread_idx < params.num_servers)
         response = params.servers[thread_idx].response;
     const bool is_ahead = comm::goes_ahead(params.flags);
-    comm::follow(params.flags);
-    if (!is_ahead)
+    const bool lets_at_once = !is_ahead || gridDim.x <= kBlocksApart;
+    comm::follow(params.flags, &params.handle->sequence);
+    if (lets_at_once)
         comm::let_next_start(params.flags);
     // All first loads leave together, this block's first routes among them. Those of a token that does not
     // exist are words of the handle all the same, and of no consequence.
@@ -235,9 +240,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     if (Config::kWays != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0)
         await_way<Config>(params, shared, thread_idx);
-    // NOTES: not before: blocks of the next dispatch would settle beside those that are at work still, two on
-    // a multiprocessor, and a dispatch takes as long as its slowest block.
-    if (is_ahead)
+    if (!lets_at_once)
         comm::let_next_start(params.flags);
     comm::join(params.flags);
 }

@@ -17,7 +17,7 @@ template <class Config, uint32_t kParts> struct FewTokens {
     // A token behind the one that is summed, and the shares of its first parts.
     struct Ahead {
         uint32_t routes;
-        Shares<Config, kParts, false> shares;
+        Shares<Config, kParts> shares;
     };
     static_assert(Config::kHidden != 0, "a pass is a row");
 
@@ -58,13 +58,15 @@ template <class Config, uint32_t kParts> struct FewTokens {
         // What came of a server that was given up meanwhile counts as lost.
         bool is_done = lost == 0 && take_parts<Config, Pass::kSum>(params, shared, mine, 0, place,
                                                                    ahead.shares, sum);
+        const Shares<Config, kParts> taken = ahead.shares; // addresses; the rest is not used
         load(ahead, token_idx + 2 * gridDim.x);
         if (is_done && num_parts > kParts)
             is_done = take_rest<Config, Pass::kSum>(params, shared, mine, num_parts, kParts, place,
                                                     0, sum);
-        if (is_done)
-            clear_parts<Config>(params, shared, mine, num_parts, place, 0);
-        else
+        if (is_done) {
+            taken.clear(shared, mine, 0);
+            clear_parts<Config>(params, shared, mine, num_parts, kParts, place, 0);
+        } else
             lost = sum_token<Config, Pass::kSum>(params, shared, mine, num_parts, place, token_idx,
                                                  lost, out, sum);
         store_sum<Config>(out, place, sum);

@@ -66,12 +66,12 @@ __device__ __forceinline__ bool take_rest(const sy_combine_params& params,
     return true;
 }
 
-// Leaves holes where a token's parts were.
+// Leaves holes where a token's parts from place `first` on were.
 template <class Config>
 __device__ __forceinline__ void
 clear_parts(const sy_combine_params& params, const CombineShared& shared, uint32_t routes,
-            uint32_t num_parts, const RowPlace& place, uint32_t lost) {
-    for (uint32_t i = 0; i < num_parts; ++i) {
+            uint32_t num_parts, uint32_t first, const RowPlace& place, uint32_t lost) {
+    for (uint32_t i = first; i < num_parts; ++i) {
         const uint32_t route = __shfl_sync(kFullWarp, routes, static_cast<int>(i));
         const uint32_t server = server_of(route);
         if ((lost >> server & 1) == 0 && tells_by_rows<Config>(shared, server) && place.is_inside)
@@ -100,7 +100,7 @@ __device__ __forceinline__ bool take_token(const sy_combine_params& params,
     if (!take_rest<Config, kPass>(params, shared, routes, num_parts, 0, place, lost, sum))
         return false;
     if constexpr (kPass != Pass::kAwait)
-        clear_parts<Config>(params, shared, routes, num_parts, place, lost);
+        clear_parts<Config>(params, shared, routes, num_parts, 0, place, lost);
     return true;
 }
 

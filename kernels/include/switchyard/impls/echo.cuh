@@ -59,6 +59,14 @@ __device__ __forceinline__ uint32_t pause_ns(uint32_t num_runs) {
     return min(num_runs * 60, 4000u);
 }
 
+// Of so few tokens a warp that has no rows to look for joins what is before and lets the next kernel start, for that
+// takes a microsecond. Of more, combine would only look for answers while rows are still to come.
+constexpr uint32_t kTokensEarly = 128;
+
+__device__ __forceinline__ bool lets_early(const sy_echo_params& params) {
+    return comm::goes_ahead(params.flags) && params.capacity <= kTokensEarly;
+}
+
 // Waits for every client's header word, which covers the entries. One warp, a lane per client.
 __device__ __forceinline__ void await_heads(AnswerShared& shared, const sy_echo_params& params) {
     const uint32_t client_idx = threadIdx.x & 31;
@@ -160,6 +168,11 @@ __device__ __forceinline__ void take_in_lockstep(AnswerShared& shared,
     const uint32_t warp_idx = threadIdx.x / 32;
     if (warp_idx == kNumWarps) {
         await_heads(shared, params);
+        __syncwarp();
+        if (lets_early(params)) {
+            comm::join(params.flags);
+            comm::let_next_start(params.flags);
+        }
     } else if (num_runs <= kNumWarps) {
         if (warp_idx < num_runs)
             await_runs<1, Config>(shared, params, warp_idx, num_runs);
@@ -187,7 +200,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     sy_client_peer client = {};
     if (threadIdx.x < params.num_clients)
         client = params.clients[threadIdx.x];
-    comm::follow(params.flags);
+    comm::follow(params.flags, &params.state->taken[0]);
     if (!comm::goes_ahead(params.flags))
         comm::let_next_start(params.flags);
     clients.store(shared.clients, params.num_clients);
@@ -206,7 +219,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     take_in_lockstep<Config>(shared, params);
     // Whoever goes ahead of this kernel may rely on what came before it.
     comm::join(params.flags);
-    if (comm::goes_ahead(params.flags))
+    if (comm::goes_ahead(params.flags) && !lets_early(params))
         comm::let_next_start(params.flags);
 
     // Every block has read the state once it arrives here: the last to arrive may advance it. The

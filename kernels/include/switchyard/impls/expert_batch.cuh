@@ -23,6 +23,10 @@ constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
 constexpr uint32_t kRankBits = SY_RANK_BITS;
 static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
 
+// Lanes that wait for a row. The blocks behind the first have enough of them for every row of a small batch from
+// clients that send alike.
+constexpr uint32_t kRowLanes = 8;
+
 // What is known of a row that was waited for ahead.
 enum RowAhead : uint8_t { kRowAway, kRowGood, kRowBad };
 
@@ -63,7 +67,7 @@ struct RecvShared {
     uint32_t base[SY_MAX_EXPERTS];
     uint32_t group_sums[SY_MAX_EXPERTS / 32]; // entries of 32 experts each, or of as many threads
     uint8_t row_used[kRowsSmall]; // whether the row has an entry
-    uint8_t row_ahead[kRecvThreads / 16]; // RowAhead of each half warp
+    uint8_t row_ahead[kRecvThreads / kRowLanes]; // RowAhead of each group of lanes
     uint2 staged[kStagedEntries]; // row and weight, by position
     // Of kernels for any way, and last, so that the others are laid out as without them.
     uint32_t quiet; // clients whose answers may be stored, as a mask

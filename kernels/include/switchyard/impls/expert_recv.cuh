@@ -259,8 +259,9 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         ptx::barrier_cluster_arrive_relaxed();
     else
         ptx::barrier_cluster_arrive_release();
-    comm::follow(params.flags);
-    // Who starts behind this kernel may rely on what was before it, so the last block says so when it has joined.
+    comm::follow(params.flags, &params.state->taken[0]);
+    // Who starts behind this kernel may rely on what was before it, so a warp of the last block says so when it has
+    // joined: before it looks for its rows, for the next kernel takes a microsecond to start.
     const auto says_late = [&] {
         return comm::goes_ahead(params.flags) && rank == kRecvBlocks - 1;
     };
@@ -301,6 +302,12 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     };
     const auto is_alone = [&] { return rows_in_all() <= kRowsAlone; };
     const bool is_small = is_small_batch(rows_in_all(), params.geometry.top_k);
+    // NOTES: of a larger batch nobody says so before the end, since combine, which starts behind the next kernel, would
+    // only look for answers meanwhile.
+    if (is_small && says_late() && warp_idx == kRecvThreads / 32 - 1) {
+        comm::join(params.flags);
+        comm::let_next_start(params.flags);
+    }
     if (rank == 0 && !is_small)
         ptx::barrier_cluster_wait_acquire();
     // Once more without the clients whose frames prove bad, which is rare.
@@ -316,16 +323,19 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
                 ptx::barrier_cluster_arrive_relaxed();
             };
             const uint32_t num_entries = rows_in_all() * params.geometry.top_k;
-            if (!is_alone() && num_entries <= kRecvThreads) {
-                sort_entries<1, kRecvThreads>(shared, params, meet);
-            } else if (!is_alone() && num_entries <= 2 * kRecvThreads) {
-                sort_entries<2, kRecvThreads>(shared, params, meet);
-            } else if (!is_alone()) {
-                sort_entries<kStagedEntries / kRecvThreads, kRecvThreads>(shared, params, meet);
-            } else if (thread_idx < kListThreads) {
-                sort_entries<1, kListThreads>(shared, params, meet);
+            if (is_alone()) {
+                if (thread_idx < kListThreads)
+                    sort_entries<1, true, kListThreads>(shared, params, meet);
+                else
+                    meet();
+            } else if (num_entries <= kRecvThreads) {
+                sort_entries<1, true, kRecvThreads>(shared, params, meet);
+            } else if (num_entries <= 2 * kRecvThreads && params.geometry.top_k % 2 == 0) {
+                sort_entries<2, true, kRecvThreads>(shared, params, meet);
+            } else if (params.geometry.top_k % kMostEach == 0) {
+                sort_entries<kMostEach, true, kRecvThreads>(shared, params, meet);
             } else {
-                meet();
+                sort_entries<kMostEach, false, kRecvThreads>(shared, params, meet);
             }
         }
         const bool waits =
@@ -333,8 +343,9 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         if (!is_second && waits) {
             RowWait<1> wait = {};
             if (is_alone())
-                wait = rows_from<1>(shared, params, (warp_idx - kListThreads / 32) * 2, kRowsAlone,
-                                    false);
+                wait =
+                    rows_from<1>(shared, params, (warp_idx - kListThreads / 32) * (32 / kRowLanes),
+                                 kRowsAlone, false);
             else if (kRecvBlocks > 1)
                 wait = rest_of_ahead(shared, params, ahead_idx(rank));
             if (__any_sync(kFullWarp, wait.number[0] != 0))
@@ -346,10 +357,6 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
             if (!is_alone())
                 hand_in_codes(shared);
             ptx::barrier_cluster_arrive_relaxed();
-            if (says_late()) {
-                comm::join(params.flags);
-                comm::let_next_start(params.flags);
-            }
             ptx::barrier_cluster_wait_acquire();
             break;
         }

@@ -136,36 +136,45 @@ constexpr uint64_t kRowBoundNs = 500'000'000;
 constexpr uint64_t kRowBoundNs = 20'000'000;
 #endif
 
-// What a warp waits for together: the rows of its two halves in this many rounds.
+// What a warp waits for together: the rows of its groups of lanes in this many rounds.
 template <uint32_t kRounds> struct RowWait {
     uint32_t client_idx[kRounds];
     uint32_t row[kRounds];
     uint64_t number[kRounds]; // 0: no row
 };
 
-// Whether all scales of a row are good, by this lane's share of them. Half a warp per row.
+// Whether all scales of a row are good, by this lane's share of them. kRowLanes neighbouring lanes per row.
 __device__ __forceinline__ bool has_good_scales(const sy_frame_geometry& geometry, uint64_t frame,
                                                 uint32_t row) {
-    const uint32_t part_idx = threadIdx.x & 15;
+    const uint32_t part_idx = threadIdx.x % kRowLanes;
     const uint64_t at = layout::scales_at(geometry, frame, row);
     const bool by_four = geometry.scales_per_row % 4 == 0;
     const uint32_t num_parts = by_four ? geometry.scales_per_row / 4 : geometry.scales_per_row;
-    bool is_good = true;
-    for (uint32_t part = part_idx; part < num_parts; part += 16) {
+    const auto load = [&](uint32_t part) {
         float4 four = {1.0f, 1.0f, 1.0f, 1.0f};
         if (by_four)
             four = reinterpret_cast<const float4*>(at)[part];
         else
             four.x = reinterpret_cast<const float*>(at)[part];
-        is_good &= is_good_scale(four.x) && is_good_scale(four.y) && is_good_scale(four.z) &&
-                   is_good_scale(four.w);
+        return four;
+    };
+    const auto is_good = [](const float4& four) {
+        return is_good_scale(four.x) && is_good_scale(four.y) && is_good_scale(four.z) &&
+               is_good_scale(four.w);
+    };
+    bool are_good = true;
+    // Two loads leave together. Where there is no second part the first one is looked at again.
+    for (uint32_t part = part_idx; part < num_parts; part += 2 * kRowLanes) {
+        const float4 first = load(part);
+        const float4 second = load(part + kRowLanes < num_parts ? part + kRowLanes : part);
+        are_good &= is_good(first) && is_good(second);
     }
-    return is_good;
+    return are_good;
 }
 
-// Rows that the blocks behind the first wait for before they know whether they are of the batch: one per half
-// warp, clients in turns.
-constexpr uint32_t kRowsAhead = (kRecvBlocks - 1) * kRecvThreads / 16;
+// Rows that the blocks behind the first wait for before they know whether they are of the batch: one per group of
+// lanes, clients in turns.
+constexpr uint32_t kRowsAhead = (kRecvBlocks - 1) * kRecvThreads / kRowLanes;
 // Between two looks for such a row: those at the host's memory take their time from what the first block looks at.
 template <uint32_t kWays> constexpr uint32_t kAheadPauseNs = kWays == comm::kDirectOnly ? 20 : 1000;
 // How many there are at most, tens of milliseconds: then a block waits for the first one without looking.
@@ -181,13 +190,15 @@ __device__ __forceinline__ bool is_row_ahead(const sy_expert_recv_params& params
     return row * params.num_clients + client_idx < kRowsAhead;
 }
 
-// Which of them is this half warp's. Neighbours go to different blocks.
+// Which of them is these lanes'. Neighbours go to different blocks.
 __device__ __forceinline__ uint32_t ahead_idx(uint32_t rank) {
-    return (threadIdx.x / 32 * (kRecvBlocks - 1) + rank - 1) * 2 + (threadIdx.x >> 4 & 1);
+    constexpr uint32_t kGroups = 32 / kRowLanes;
+    return (threadIdx.x / 32 * (kRecvBlocks - 1) + rank - 1) * kGroups +
+           threadIdx.x / kRowLanes % kGroups;
 }
 
-// Looks for a row of the frame that a client sends next, until it is there or the batch is chosen. One warp, half
-// of it per row.
+// Looks for a row of the frame that a client sends next, until it is there or the batch is chosen. One warp,
+// kRowLanes of it per row.
 // NOTES: what was found lies in shared memory until it is asked for, since registers are scarce meanwhile.
 template <uint32_t kWays>
 __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
@@ -213,23 +224,25 @@ __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
             break;
         __nanosleep(kAheadPauseNs<kWays>);
     }
-    const uint32_t my_half = 0xffffu << (threadIdx.x & 16);
+    const uint32_t group = ((1u << kRowLanes) - 1) << lane_idx / kRowLanes * kRowLanes;
     // Lanes may see it one after the other, and each has a share of the scales.
-    is_there = (__ballot_sync(kFullWarp, is_there) & my_half) == my_half;
+    is_there = (__ballot_sync(kFullWarp, is_there) & group) == group;
     const bool is_bad = is_there && !has_good_scales(geometry, frame, row);
-    const bool has_bad = (__ballot_sync(kFullWarp, is_bad) & my_half) != 0;
-    if ((threadIdx.x & 15) == 0)
-        shared.row_ahead[threadIdx.x / 16] = !is_there ? kRowAway : has_bad ? kRowBad : kRowGood;
+    const bool has_bad = (__ballot_sync(kFullWarp, is_bad) & group) != 0;
+    if (lane_idx % kRowLanes == 0)
+        shared.row_ahead[threadIdx.x / kRowLanes] = !is_there ? kRowAway
+                                                    : has_bad ? kRowBad
+                                                              : kRowGood;
     __syncwarp();
 }
 
-// The row that a half warp has waited for ahead, if it is of the batch and was not there yet. What is wrong with it
+// The row that these lanes have waited for ahead, if it is of the batch and was not there yet. What is wrong with it
 // is noted.
 __device__ __forceinline__ RowWait<1>
 rest_of_ahead(RecvShared& shared, const sy_expert_recv_params& params, uint32_t idx) {
     const uint32_t client_idx = idx % params.num_clients, row = idx / params.num_clients;
     const bool is_in = row < shared.snapshot.num_rows[client_idx];
-    const uint8_t found = shared.row_ahead[threadIdx.x / 16];
+    const uint8_t found = shared.row_ahead[threadIdx.x / kRowLanes];
     if (is_in && found == kRowBad)
         atomicMax(&shared.row_code[client_idx], uint32_t{SY_ERROR_BAD_FRAME});
     return {
@@ -237,7 +250,7 @@ rest_of_ahead(RecvShared& shared, const sy_expert_recv_params& params, uint32_t 
 }
 
 // Rows of the batch from `first_row` on, two by two, but for those that are waited for ahead where `skips_ahead`.
-// One warp; half a warp per row.
+// One warp; kRowLanes per row.
 template <uint32_t kRounds>
 __device__ __forceinline__ RowWait<kRounds>
 rows_from(const RecvShared& shared, const sy_expert_recv_params& params, uint32_t first_row,
@@ -247,7 +260,7 @@ rows_from(const RecvShared& shared, const sy_expert_recv_params& params, uint32_
     RowWait<kRounds> wait;
 #pragma unroll
     for (uint32_t i = 0; i < kRounds; ++i) {
-        const uint32_t row = first_row + (lane_idx >> 4) + i * stride;
+        const uint32_t row = first_row + lane_idx / kRowLanes + i * stride;
         const bool is_row = row < num_rows;
         const uint32_t client_idx = client_of_row(shared, params.num_clients, is_row ? row : 0);
         wait.client_idx[i] = client_idx;
@@ -259,7 +272,7 @@ rows_from(const RecvShared& shared, const sy_expert_recv_params& params, uint32_
     return wait;
 }
 
-// Waits for rows and checks their scales. One warp; half a warp per row.
+// Waits for rows and checks their scales. One warp; kRowLanes per row.
 template <uint32_t kRounds>
 __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_recv_params& params,
                                           RowWait<kRounds>& wait) {
@@ -316,11 +329,11 @@ __device__ __forceinline__ void take_rows(RecvShared& shared, const sy_expert_re
 constexpr uint32_t kMostRounds = 2;
 
 // Waits for the rows of the batch that nobody has waited for ahead, with the other blocks that do: those behind the
-// first, or the only one. One warp; half a warp per row.
+// first, or the only one. One warp; kRowLanes per row.
 __device__ __forceinline__ void await_rest(RecvShared& shared, const sy_expert_recv_params& params,
                                            uint32_t rank) {
     constexpr uint32_t kNumBlocks = kRecvBlocks > 1 ? kRecvBlocks - 1 : 1;
-    constexpr uint32_t kStride = kNumBlocks * kRecvThreads / 16;
+    constexpr uint32_t kStride = kNumBlocks * kRecvThreads / kRowLanes;
     const uint32_t lane_idx = threadIdx.x & 31, num_clients = params.num_clients;
     const uint32_t num_ahead = (kRowsAhead + num_clients - 1 - lane_idx) / num_clients;
     const bool has_more = lane_idx < num_clients && shared.snapshot.num_rows[lane_idx] > num_ahead;
@@ -332,8 +345,8 @@ __device__ __forceinline__ void await_rest(RecvShared& shared, const sy_expert_r
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
     // Neighbouring rows go to different blocks.
     const uint32_t block_idx = kRecvBlocks > 1 ? rank - 1 : 0;
-    for (uint32_t row = begin + (threadIdx.x / 32 * kNumBlocks + block_idx) * 2; row < num_rows;
-         row += kStride * kMostRounds) {
+    for (uint32_t row = begin + (threadIdx.x / 32 * kNumBlocks + block_idx) * (32 / kRowLanes);
+         row < num_rows; row += kStride * kMostRounds) {
         RowWait<kMostRounds> wait = rows_from<kMostRounds>(shared, params, row, kStride, true);
         take_rows(shared, params, wait);
     }

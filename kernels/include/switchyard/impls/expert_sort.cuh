@@ -1,4 +1,5 @@
-// The lists of a batch whose entries one block holds in registers: a thread has an entry, or up to four.
+// The lists of a batch whose entries one block holds in registers: a thread has an entry, or up to four. Neighbours
+// are best, since what is the same for a row is found once.
 //
 // What counts there is the number of instructions one after the other and of barriers, not of threads: each
 // of the latter costs some fifty clocks, a look into shared memory thirty, one into the GPU's memory three
@@ -16,13 +17,14 @@
 namespace switchyard::impls {
 
 // A batch of so many rows is one block's business altogether: half of its warps make the lists, the others
-// wait for the rows meanwhile, one per half warp.
+// wait for the rows meanwhile.
 constexpr uint32_t kListThreads = kRecvThreads / 2;
-constexpr uint32_t kRowsAlone = (kRecvThreads - kListThreads) / 16;
-static_assert(kRowsAlone * SY_MAX_DEVICE_TOP_K <= kListThreads, "an entry per thread");
+constexpr uint32_t kRowsAlone = kListThreads / SY_MAX_DEVICE_TOP_K; // an entry per thread
+static_assert(kRowsAlone <= (kRecvThreads - kListThreads) / kRowLanes, "lanes for every row");
 // A batch of so many rows, and kStagedEntries entries, has its lists made by one block.
 constexpr uint32_t kRowsSmall = RecvShared::kRowsSmall;
-static_assert(kStagedEntries % kRecvThreads == 0, "as many entries for each thread");
+constexpr uint32_t kMostEach = kStagedEntries / kRecvThreads;
+static_assert(kMostEach == 4 && kStagedEntries % kRecvThreads == 0, "four entries for each thread");
 
 __device__ __forceinline__ bool is_small_batch(uint32_t num_rows, uint32_t top_k) {
     return num_rows <= kRowsSmall && num_rows * top_k <= kStagedEntries;
@@ -46,8 +48,9 @@ template <uint32_t kThreads> __device__ __forceinline__ void sync_list_threads()
 }
 
 // Checks entries, counts them by expert and makes the lists. Called by the first kThreads threads, and `meet` by
-// each of them between its barriers; entry i * kThreads + thread_idx of the batch is the thread's.
-template <uint32_t kEach, uint32_t kThreads, class Meet>
+// each of them between its barriers. A thread has kEach entries of the batch: neighbours, all of one row, where
+// kIsOneRow, for which top_k must be a multiple of kEach; else i * kThreads + thread_idx.
+template <uint32_t kEach, bool kIsOneRow, uint32_t kThreads, class Meet>
 __device__ __forceinline__ void sort_entries(RecvShared& shared,
                                              const sy_expert_recv_params& params, Meet meet) {
     const sy_expert_lists& lists = params.lists;
@@ -55,22 +58,36 @@ __device__ __forceinline__ void sort_entries(RecvShared& shared,
     const uint32_t thread_idx = threadIdx.x, lane_idx = thread_idx & 31;
     const uint32_t num_rows = shared.row_begin[SY_MAX_PEERS];
     const uint32_t limit = num_rows * top_k, inverse = shared.inverse_top_k;
+    const auto at = [&](uint32_t i) {
+        return kIsOneRow ? thread_idx * kEach + i : thread_idx + i * kThreads;
+    };
     const auto row_of = [&](uint32_t i) {
-        return (thread_idx + i * kThreads) * inverse >> kInverseShift;
+        return at(kIsOneRow ? 0 : i) * inverse >> kInverseShift;
     };
     uint2 entries[kEach];
-    uint32_t clients[kEach];
+    uint32_t clients[kIsOneRow ? 1 : kEach];
 #pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
-        const uint32_t at = thread_idx + i * kThreads;
+    for (uint32_t i = 0; i < kEach; ++i)
         entries[i] = make_uint2(SY_NO_EXPERT, 0);
+#pragma unroll
+    for (uint32_t i = 0; i < (kIsOneRow ? 1 : kEach); ++i) {
         clients[i] = 0;
-        if (at < limit) {
-            clients[i] = client_of_row(shared, params.num_clients, row_of(i));
-            entries[i] =
-                ptx::ld_weak_global_v2(shared.entries[clients[i]] + uint64_t{at} * sizeof(uint2));
+        if (at(i) >= limit)
+            continue;
+        clients[i] = client_of_row(shared, params.num_clients, row_of(i));
+        const uint64_t source = shared.entries[clients[i]] + uint64_t{at(i)} * sizeof(uint2);
+        if constexpr (kIsOneRow && kEach > 1) {
+#pragma unroll
+            for (uint32_t j = 0; j < kEach; j += 2) {
+                const uint4 two = ptx::ld_weak_global_v4(source + j * sizeof(uint2));
+                entries[j] = make_uint2(two.x, two.y);
+                entries[j + 1] = make_uint2(two.z, two.w);
+            }
+        } else {
+            entries[i] = ptx::ld_weak_global_v2(source);
         }
     }
+    const auto client_of = [&](uint32_t i) { return clients[kIsOneRow ? 0 : i]; };
     const int16_t* table = local_experts(shared, params);
 #pragma unroll 1
     for (uint32_t i = thread_idx; i < params.num_experts; i += kThreads)
@@ -83,6 +100,7 @@ __device__ __forceinline__ void sort_entries(RecvShared& shared,
     for (uint32_t i = 0; i < kEach; ++i)
         local[i] = local_expert(shared, params, entries[i].x);
     uint32_t packed[kEach]; // expert << kRankBits | rank within the expert
+    bool is_row_used = false; // where all are of one row
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
         const bool is_used = entries[i].x != SY_NO_EXPERT;
@@ -92,13 +110,16 @@ __device__ __forceinline__ void sort_entries(RecvShared& shared,
         if (counts)
             packed[i] = static_cast<uint32_t>(local[i]) << kRankBits |
                         atomicAdd(&shared.histogram[local[i]], 1u);
-        if (is_used)
+        is_row_used |= is_used;
+        if (!kIsOneRow && is_used)
             shared.row_used[row_of(i)] = 1;
         if (is_used && !counts)
-            atomicMax(&shared.entry_code[clients[i]], local[i] < 0
-                                                          ? static_cast<uint32_t>(-local[i])
-                                                          : uint32_t{SY_ERROR_BAD_FRAME});
+            atomicMax(&shared.entry_code[client_of(i)], local[i] < 0
+                                                            ? static_cast<uint32_t>(-local[i])
+                                                            : uint32_t{SY_ERROR_BAD_FRAME});
     }
+    if (kIsOneRow && is_row_used)
+        shared.row_used[row_of(0)] = 1;
     sync_list_threads<kThreads>();
     meet();
 
@@ -134,6 +155,7 @@ __device__ __forceinline__ void sort_entries(RecvShared& shared,
     }
     const uint32_t group_begin = groups_upto - group_sum;
     const uint32_t num_entries = __shfl_sync(kFullWarp, groups_upto, num_groups - 1);
+    uint32_t positions[kEach];
 #pragma unroll
     for (uint32_t i = 0; i < kEach; ++i) {
         const bool counts = packed[i] != SY_NO_EXPERT;
@@ -141,14 +163,26 @@ __device__ __forceinline__ void sort_entries(RecvShared& shared,
         const uint32_t position = shared.base[expert] +
                                   __shfl_sync(kFullWarp, group_begin, expert / 32) +
                                   (packed[i] & ((1u << kRankBits) - 1));
-        const uint32_t at = thread_idx + i * kThreads, row = row_of(i);
+        positions[i] = counts ? position : SY_NO_EXPERT;
         if (counts)
-            shared.staged[position] = make_uint2(row, entries[i].y);
-        if (at < limit)
-            lists.row_position[at] = counts ? position : SY_NO_EXPERT;
-        if (at < limit && at == row * top_k)
+            shared.staged[position] = make_uint2(row_of(i), entries[i].y);
+    }
+    if constexpr (kIsOneRow && kEach == 4) {
+        if (at(0) < limit)
+            reinterpret_cast<uint4*>(lists.row_position)[thread_idx] =
+                make_uint4(positions[0], positions[1], positions[2], positions[3]);
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i)
+            if (at(i) < limit)
+                lists.row_position[at(i)] = positions[i];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < (kIsOneRow ? 1 : kEach); ++i) {
+        const uint32_t row = row_of(i), client_idx = client_of(i);
+        if (at(i) < limit && at(i) == row * top_k)
             lists.row_source[row] =
-                clients[i] << SY_ROUTE_SHIFT | (row - shared.row_begin[clients[i]]);
+                client_idx << SY_ROUTE_SHIFT | (row - shared.row_begin[client_idx]);
     }
     sync_list_threads<kThreads>();
 #pragma unroll 1
