@@ -394,14 +394,20 @@ void a_captured_graph_replays_with_new_inputs() {
 // Layers of a client and a server in one stream, whose kernels work beside the one before them.
 void kernels_that_go_ahead_keep_the_order() {
     constexpr uint32_t kEarly = SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
-    for (const uint32_t capacity : {1u, 64u, 600u})
+    struct Size {
+        uint32_t capacity, combine_blocks;
+    };
+    // Combine lets the next dispatch start at once with up to 64 blocks.
+    for (const Size size : {Size{1, 0}, {64, 0}, {128, 0}, {128, 24}, {600, 0}})
         for (const bool echo : {false, true}) {
+            const uint32_t capacity = size.capacity;
             World world(g_quick ? 512 : 7168, 8, SY_DTYPE_F8_E4M3, 256, 1, 1, capacity);
             Client& client = *world.clients[0];
             Server& server = *world.servers[0];
             client.flags = SY_DISPATCH_FLAG_CONTACT_ALL;
             client.launch_flags = server.launch_flags = kEarly;
             client.combine_flags = server.take_flags = SY_LAUNCH_FLAG_AHEAD;
+            client.combine_blocks = size.combine_blocks;
             cudaGraph_t graph;
             cudaGraphExec_t replay;
             CHECK_CUDA(cudaStreamBeginCapture(world.stream, cudaStreamCaptureModeThreadLocal));

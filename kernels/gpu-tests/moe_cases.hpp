@@ -27,7 +27,8 @@ struct Case {
 
 bool has_lists(const Case& test) { return std::string(test.server) == "lists"; }
 
-// What follows chooses where nothing is asked for, by what was fastest on four H200s.
+// What follows chooses where nothing is asked for (and blocks beside another kernel where only a start is), by what
+// was fastest on four H200s.
 
 int pdl_of(const Case& test) {
     if (test.pdl >= 0)
@@ -51,7 +52,7 @@ bool asks_nothing(const Case& test) {
     return test.pdl < 0 && (test.dispatch_blocks | test.answer_blocks | test.combine_blocks) == 0;
 }
 
-// Of answers, so that combine's blocks find room beside them.
+// Blocks that answer are few enough for combine's to find room beside them.
 uint32_t answer_blocks_of(const Case& test) {
     constexpr uint32_t kAnswersBeside = 64;
     const bool is_some = test.num_tokens > 48 && test.num_tokens <= 128;

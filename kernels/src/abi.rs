@@ -471,7 +471,7 @@ pub struct ExpertLists {
     pub list_weight: DevicePtr,
     /// u32 `[max_rows]`: `client << ROUTE_SHIFT | row` of its frame.
     pub row_source: DevicePtr,
-    /// u32 `[max_rows][top_k]`: position in the lists, [`NO_EXPERT`] where unused.
+    /// u32 `[max_rows][top_k]`, aligned to 16 bytes: position in the lists, [`NO_EXPERT`] where unused.
     pub row_position: DevicePtr,
     /// Rows that fit.
     pub max_rows: u32,

@@ -312,7 +312,8 @@ typedef struct sy_expert_lists {
     uint32_t* list_row; /* [max_entries] row of the batch */
     float* list_weight; /* [max_entries] */
     uint32_t* row_source; /* [max_rows] client << SY_ROUTE_SHIFT | row of its frame */
-    uint32_t* row_position; /* [max_rows][top_k] position in the lists, SY_NO_EXPERT where unused */
+    /* [max_rows][top_k] position in the lists, SY_NO_EXPERT where unused; aligned to 16 bytes */
+    uint32_t* row_position;
     uint32_t max_rows;
     uint32_t reserved;
 } sy_expert_lists;

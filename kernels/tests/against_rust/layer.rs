@@ -29,8 +29,9 @@ pub fn layers_with_bf16_requests(runner: &Runner) {
 fn run(runner: &Runner, dtype: u32) {
     let mut rng = fresh();
     // Hidden size, top-k, tokens, experts, clients, servers; the last two run the tuned kernels, and the last
-    // one those for few blocks; the first has more tokens than one block sends entries for. Those with one server have
-    // two and four entries of a row for each thread that makes lists, and four of several rows.
+    // one those for few blocks; the first has more tokens than one block sends entries for. Before them are, with
+    // one server, two and four entries of a row for each thread that makes lists, four of several rows, and more rows
+    // than are looked for ahead.
     let shapes = [
         (128, 4, 290, 16, 2, 2),
         (256, 4, 40, 24, 3, 2),
@@ -39,6 +40,7 @@ fn run(runner: &Runner, dtype: u32) {
         (128, 6, 150, 16, 2, 1),
         (128, 8, 200, 16, 2, 1),
         (128, 5, 250, 24, 2, 1),
+        (128, 4, 520, 16, 2, 1),
         (7168, 8, 5, 64, 2, 3),
         (7168, 8, 70, 64, 2, 3),
     ];
@@ -371,7 +373,7 @@ pub fn on_the_wire(g: &FrameGeometry, source: &[u16]) -> Vec<f64> {
     row.into_iter().map(f64::from).collect()
 }
 
-fn check_batch(world: &World, server_idx: usize, inputs: &[Input], layer: u32) {
+pub fn check_batch(world: &World, server_idx: usize, inputs: &[Input], layer: u32) {
     let (g, server) = (&world.geometry, &world.servers[server_idx]);
     let batch: Batch = server.list_memory.one(0);
     // Rows of the batch: clients in order, tokens in order.

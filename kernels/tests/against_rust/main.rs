@@ -70,6 +70,13 @@ macro_rules! on {
             }
 
             #[test]
+            fn who_is_refused_leaves_the_lists_of_others_right() {
+                $runner
+                    .iter()
+                    .for_each(refusals::who_is_refused_leaves_the_lists_of_others_right);
+            }
+
+            #[test]
             fn wrong_entries_and_scales_are_refused() {
                 $runner.iter().for_each(refusals::wrong_entries_and_scales_are_refused);
             }

@@ -11,6 +11,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngExt};
 
 use crate::fresh;
+use crate::layer::check_batch;
 use crate::runner::Runner;
 use crate::world::{GENERATION, Input, NUM_LAYERS, World};
 
@@ -18,7 +19,7 @@ const MIN_EPOCH: u64 = 5;
 
 pub fn headers_with_one_wrong_field_are_refused_for_it(runner: &Runner) {
     let mut rng = fresh();
-    let world = world_of(runner, &mut rng, 3, 6);
+    let world = world_of(runner, &mut rng, 256, 3, 6);
     let mut seen = std::collections::BTreeSet::new();
     // Every word of the header once, and some headers without a fault.
     for number in 1..=40u64 {
@@ -45,9 +46,19 @@ pub fn headers_with_one_wrong_field_are_refused_for_it(runner: &Runner) {
 pub fn wrong_entries_and_scales_are_refused(runner: &Runner) {
     let mut rng = fresh();
     // One entry of each thread that makes lists, two and four of a row, four of several rows, and lists by all blocks.
-    for (top_k, tokens) in [(3, 6), (8, 100), (4, 450), (8, 450), (7, 450), (4, 900)] {
-        println!("top-k {top_k}, {tokens} tokens");
-        let world = world_of(runner, &mut rng, top_k, tokens);
+    // A lane looks at one part of a row's scales, at two, and at more than two in several rounds.
+    let shapes = [
+        (256, 3, 6),
+        (2688, 8, 100),
+        (5120, 3, 20),
+        (256, 4, 450),
+        (256, 8, 450),
+        (256, 7, 450),
+        (256, 4, 1300),
+    ];
+    for (hidden, top_k, tokens) in shapes {
+        println!("hidden {hidden}, top-k {top_k}, {tokens} tokens");
+        let world = world_of(runner, &mut rng, hidden, top_k, tokens);
         refuse_wrong_entries(runner, &mut rng, &world);
     }
 }
@@ -60,8 +71,11 @@ fn refuse_wrong_entries(runner: &Runner, rng: &mut StdRng, world: &World) {
         let frame = number % 2 * g.frame_bytes;
         let rows = world.clients[0].handle.one::<Handle>(0).num_rows[0];
         let row = u64::from(rng.random_range(0..rows));
-        let entry_at = frame + g.entries_offset + row * u64::from(g.top_k) * 8;
-        let scale_at = frame + g.scales_offset + row * u64::from(g.scales_per_row) * 4;
+        let row_at = frame + g.entries_offset + row * u64::from(g.top_k) * 8;
+        let mut entry_at = row_at + u64::from(rng.random_range(0..g.top_k)) * 8;
+        let scale =
+            row * u64::from(g.scales_per_row) + rng.random_range(0..g.scales_per_row.into());
+        let scale_at = frame + g.scales_offset + scale * 4;
         let mut entry: Entry = slot.one(entry_at);
         let code = match number % 8 {
             0 => None,
@@ -93,13 +107,52 @@ fn refuse_wrong_entries(runner: &Runner, rng: &mut StdRng, world: &World) {
             }
             _ => {
                 let empty = Entry { expert: kernels::abi::NO_EXPERT, weight: 0.0 };
-                slot.write(entry_at, &vec![empty; g.top_k as usize]);
-                entry = empty;
+                slot.write(row_at, &vec![empty; g.top_k as usize]);
+                (entry_at, entry) = (row_at, empty);
                 Some(ErrorCode::BadFrame)
             }
         };
         slot.write(entry_at, &[entry]);
         expect(runner, world, number, code);
+    }
+}
+
+/// Of two clients in a batch one sends something wrong: the other is alone in the lists then.
+pub fn who_is_refused_leaves_the_lists_of_others_right(runner: &Runner) {
+    let mut rng = fresh();
+    for (top_k, tokens) in [(3, 6), (8, 60), (6, 150), (8, 200), (5, 250), (4, 520)] {
+        let geometry = FrameGeometry::new(256, top_k, DTYPE_F8_E4M3, tokens, 2).expect("in range");
+        let world = World::new(runner, &mut rng, geometry, 12, 2, 1);
+        for number in 1..=6u64 {
+            world.poison();
+            let layer = rng.random_range(0..NUM_LAYERS);
+            let mut inputs: Vec<_> =
+                (0..2).map(|_| Input::random(&mut rng, &geometry, 12, tokens)).collect();
+            for (client, input) in inputs.iter().enumerate() {
+                world.load(client, input);
+                // SAFETY: the world's memory is as large as its geometry says.
+                assert_eq!(unsafe { runner.launch(&world.dispatch_params(client, layer)) }, 0);
+            }
+            let bad = rng.random_range(0..2usize);
+            let slot = &world.servers[0].requests[bad];
+            let frame = number % 2 * geometry.frame_bytes;
+            let rows = world.clients[bad].handle.one::<Handle>(0).num_rows[0];
+            let row = u64::from(rng.random_range(0..rows));
+            if rng.random() {
+                let place = row * u64::from(top_k) + rng.random_range(0..top_k.into());
+                let wrong = Entry { expert: mine(&world), weight: f32::INFINITY };
+                slot.write(frame + geometry.entries_offset + place * 8, &[wrong]);
+            } else {
+                let place = row * u64::from(geometry.scales_per_row);
+                slot.write(frame + geometry.scales_offset + place * 4, &[-1.0f32]);
+            }
+            // SAFETY: as above.
+            assert_eq!(unsafe { runner.launch(&world.recv_params(0, 2)) }, 0);
+            let batch: kernels::abi::Batch = world.servers[0].list_memory.one(0);
+            assert_eq!(batch.clients, 1 << (1 - bad), "top-k {top_k}, {tokens} tokens, {number}");
+            inputs[bad].num_tokens = 0;
+            check_batch(&world, 0, &inputs, layer);
+        }
     }
 }
 
@@ -109,9 +162,10 @@ fn mine(world: &World) -> u32 {
 }
 
 /// One client, two servers, of which the second is never run.
-fn world_of(runner: &Runner, rng: &mut StdRng, top_k: u32, tokens: u32) -> World {
+fn world_of(runner: &Runner, rng: &mut StdRng, hidden: u32, top_k: u32, tokens: u32) -> World {
     loop {
-        let geometry = FrameGeometry::new(256, top_k, DTYPE_F8_E4M3, tokens, 2).expect("in range");
+        let geometry =
+            FrameGeometry::new(hidden, top_k, DTYPE_F8_E4M3, tokens, 2).expect("in range");
         let world = World::new(runner, rng, geometry, 12, 1, 2);
         world.servers[0].min_epoch.write(0, &[MIN_EPOCH]);
         let num_mine = world.servers[0].local_expert.iter().filter(|local| **local >= 0).count();

@@ -2,9 +2,9 @@
 //
 // Usually a kernel waits for the one before it before it touches anything that kernels write. With
 // SY_LAUNCH_FLAG_AHEAD it works beside it instead, and joins it later: by then whatever it read must have
-// been complete from the start. That is so when the kernel before it let it start only after its own wait, or
-// started itself only after such a wait, and nothing it wrote since is read; what peers send is waited for by flags in any case. Joining before
-// its end keeps the stream's order for all kernels that follow.
+// been complete from the start. That is so when the kernel before it let it start only after its own wait or
+// join, or started itself only after such a wait, and nothing it wrote since is read; what peers send is waited
+// for by flags in any case. Joining before its end keeps the stream's order for all kernels that follow.
 #pragma once
 
 #include <cstdint>
@@ -24,18 +24,18 @@ __device__ __forceinline__ void let_next_start(uint32_t flags) {
         ptx::griddepcontrol_launch_dependents();
 }
 
-// First of all. `word` is any in the GPU's memory.
-// NOTES: the wait also drops what this multiprocessor has cached of earlier kernels' memory; so does a load that
-// acquires. A fence would, too, but it waits for all that other kernels on the multiprocessor have stored to peers
-// by then, as long as they store.
-__device__ __forceinline__ void follow(uint32_t flags, const uint64_t* word) {
+// First of all.
+// NOTES: the wait also drops what this multiprocessor has cached of earlier kernels' memory; so does a fence that
+// acquires. One that releases, too, waits until all that other kernels on the multiprocessor store to peers has
+// arrived there, which may be most of a layer.
+__device__ __forceinline__ void follow(uint32_t flags) {
     if (goes_ahead(flags))
-        static_cast<void>(ptx::ld_acquire_sys(word));
+        ptx::fence_acquire_sys();
     else
         ptx::griddepcontrol_wait();
 }
 
-// Once, by every thread, before the kernel's end.
+// By every thread before the kernel's end. Again it costs nothing.
 __device__ __forceinline__ void join(uint32_t flags) {
     if (goes_ahead(flags))
         ptx::griddepcontrol_wait();

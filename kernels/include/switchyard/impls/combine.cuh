@@ -146,8 +146,9 @@ __device__ __forceinline__ void note_given_up(const sy_combine_params& params,
     ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
 }
 
-// Of so many blocks at most, combine lets the next dispatch start beside it: half a GPU has room for theirs. Of more,
-// only at its end: they would settle two on a multiprocessor, and a dispatch takes as long as its slowest block.
+// A combine that goes ahead lets the next dispatch start at once if it has so many blocks at most: then half a GPU is
+// free for dispatch's. With more, only at its end: two blocks of dispatch would settle on a multiprocessor, and it takes
+// as long as its slowest block.
 constexpr uint32_t kBlocksApart = 64;
 
 template <class Config>
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         response = params.servers[thread_idx].response;
     const bool is_ahead = comm::goes_ahead(params.flags);
     const bool lets_at_once = !is_ahead || gridDim.x <= kBlocksApart;
-    comm::follow(params.flags, &params.handle->sequence);
+    comm::follow(params.flags);
     if (lets_at_once)
         comm::let_next_start(params.flags);
     // All first loads leave together, this block's first routes among them. Those of a token that does not

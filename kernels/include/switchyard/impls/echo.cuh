@@ -59,8 +59,8 @@ __device__ __forceinline__ uint32_t pause_ns(uint32_t num_runs) {
     return min(num_runs * 60, 4000u);
 }
 
-// Of so few tokens a warp that has no rows to look for joins what is before and lets the next kernel start, for that
-// takes a microsecond. Of more, combine would only look for answers while rows are still to come.
+// Of so few tokens a warp that has no rows to look for joins what is before and lets the next kernel start, for its
+// start takes a microsecond. Of more, combine would only look for answers while rows are still to come.
 constexpr uint32_t kTokensEarly = 128;
 
 __device__ __forceinline__ bool lets_early(const sy_echo_params& params) {
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     sy_client_peer client = {};
     if (threadIdx.x < params.num_clients)
         client = params.clients[threadIdx.x];
-    comm::follow(params.flags, &params.state->taken[0]);
+    comm::follow(params.flags);
     if (!comm::goes_ahead(params.flags))
         comm::let_next_start(params.flags);
     clients.store(shared.clients, params.num_clients);

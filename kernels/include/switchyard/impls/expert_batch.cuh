@@ -23,8 +23,8 @@ constexpr uint32_t kRecvStride = kRecvBlocks * kRecvThreads;
 constexpr uint32_t kRankBits = SY_RANK_BITS;
 static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
 
-// Lanes that wait for a row. The blocks behind the first have enough of them for every row of a small batch from
-// clients that send alike.
+// Lanes that wait for a row: few enough that the blocks behind the first have such a group for every row of a small
+// batch, where clients send equally many.
 constexpr uint32_t kRowLanes = 8;
 
 // What is known of a row that was waited for ahead.

@@ -259,7 +259,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         ptx::barrier_cluster_arrive_relaxed();
     else
         ptx::barrier_cluster_arrive_release();
-    comm::follow(params.flags, &params.state->taken[0]);
+    comm::follow(params.flags);
     // Who starts behind this kernel may rely on what was before it, so a warp of the last block says so when it has
     // joined: before it looks for its rows, for the next kernel takes a microsecond to start.
     const auto says_late = [&] {

@@ -249,7 +249,7 @@ rest_of_ahead(RecvShared& shared, const sy_expert_recv_params& params, uint32_t 
         {client_idx}, {row}, {is_in && found == kRowAway ? shared.snapshot.number[client_idx] : 0}};
 }
 
-// Rows of the batch from `first_row` on, two by two, but for those that are waited for ahead where `skips_ahead`.
+// Rows of the batch from `first_row` on, but for those that are waited for ahead where `skips_ahead`.
 // One warp; kRowLanes per row.
 template <uint32_t kRounds>
 __device__ __forceinline__ RowWait<kRounds>

@@ -110,6 +110,11 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
+// Waits for no store.
+__device__ __forceinline__ void fence_acquire_sys() {
+    asm volatile("fence.acquire.sys;" ::: "memory");
+}
+
 // Four words, each by itself: no order among them.
 __device__ __forceinline__ uint4 ld_relaxed_sys_v4(uint64_t address) {
     uint4 value;

@@ -63,6 +63,7 @@ inline uint32_t atom_cas_relaxed_gpu(uint32_t* address, uint32_t expected, uint3
 }
 
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void fence_acquire_sys() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 
 // Words of slots that kernels on other threads store at the same time.
 inline uint4 ld_relaxed_sys_v4(uint64_t address) {
