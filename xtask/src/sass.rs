@@ -150,6 +150,21 @@ const FILES: [(&str, &[Rule]); 7] = [
     ),
 ];
 
+/// An instruction that kernels must not have.
+struct Ban {
+    file: &'static str,
+    names: Names,
+    instruction: &'static str,
+    reason: &'static str,
+}
+
+const BANS: [Ban; 1] = [Ban {
+    file: "combine",
+    names: &["CombineConfigIL", "ELj2EEEEE"],
+    instruction: "MEMBAR",
+    reason: "it waits for what other kernels on the multiprocessor store to peers, beside which this one works",
+}];
+
 /// Only where the way may be by requests to a NIC or by commands to a thread, which cost far more.
 const LISTS: &str = "lists of what to send, handed by address to the calls that post it";
 const EXCEPTIONS: [Exception; 4] = [
@@ -242,6 +257,13 @@ pub fn check(file: &str, listing: &str) -> Findings {
                 wrong.push(format!("{kernel}: no {choice}"));
             }
         }
+        for Ban { instruction, reason, .. } in
+            BANS.iter().filter(|ban| ban.file == file && fits(ban.names, kernel))
+        {
+            if let Some(name) = found.iter().find(|name| name.starts_with(instruction)) {
+                wrong.push(format!("{kernel}: {name}: {reason}"));
+            }
+        }
         let is_local = |name: &&String| name.starts_with("LDL") || name.starts_with("STL");
         let local: Vec<&str> = found.iter().filter(is_local).map(String::as_str).collect();
         let exception = EXCEPTIONS.iter().find(|exception| fits(exception.names, kernel));
@@ -260,9 +282,10 @@ pub fn check(file: &str, listing: &str) -> Findings {
         }
     }
     // A rule for a name that nothing has any more would say nothing.
-    for rule in rules {
-        if !kernels.iter().any(|(kernel, _)| fits(rule.names, kernel)) {
-            wrong.push(format!("no kernel has {} in its name", rule.names.join(" and ")));
+    let banned = BANS.iter().filter(|ban| ban.file == file).map(|ban| ban.names);
+    for names in rules.iter().map(|rule| rule.names).chain(banned) {
+        if !kernels.iter().any(|(kernel, _)| fits(names, kernel)) {
+            wrong.push(format!("no kernel has {} in its name", names.join(" and ")));
         }
     }
     Findings { num_kernels: kernels.len(), exceptions, wrong }
@@ -324,6 +347,22 @@ mod tests {
         let Findings { num_kernels, wrong, .. } = check("flag", &both);
         assert_eq!(num_kernels, 3);
         assert_eq!(wrong, ["sy_flag_add_2: no MEMBAR.SC.SYS|MEMBAR.ALL.SYS"]);
+    }
+
+    #[test]
+    fn what_is_banned_is_refused_where_it_is_banned_only() {
+        let plain: &[&str] = &["LDG.E.128.STRONG.SYS", "STG.E.128", "LDG.E.64.STRONG.SYS", TO_BF16];
+        let (direct, any) = (
+            "14combine_kernelI13CombineConfigILj0ELj256ELj2EEEEE",
+            "14combine_kernelI13CombineConfigILj0ELj256ELj14EEEEE",
+        );
+        let fenced: Vec<&str> = plain.iter().copied().chain(["@P4 MEMBAR.ALL.SYS"]).collect();
+        let others: Vec<&str> = fenced.iter().copied().chain(["STG.E.128.STRONG.SYS"]).collect();
+        let good = check("combine", &listing(&[(direct, plain), (any, &others)]));
+        assert_eq!(good.wrong, Vec::<String>::new());
+        let wrong = check("combine", &listing(&[(direct, &fenced), (any, &others)])).wrong;
+        assert_eq!(wrong.len(), 1, "{wrong:?}");
+        assert!(wrong[0].starts_with(&format!("{direct}: MEMBAR.ALL.SYS: ")), "{wrong:?}");
     }
 
     #[test]
