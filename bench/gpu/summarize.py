@@ -237,8 +237,8 @@ def block_curve(run, aims):
         return
     print("\n## Time against thread blocks\n\nfp8, uniform routing, µs, and the ratio to the best: of the row, or of as"
           f" many blocks as are chosen by themselves. Blocks are of each kernel. Up to 132 there is at most one per"
-          f" multiprocessor; on two ranks more than 128 tokens, and on four from 64 on, have kernels beside one"
-          f" another, with as many blocks each.")
+          f" multiprocessor; on GPUs that are client and server kernels work beside one another, with as many blocks"
+          f" each.")
     numbers = sorted({blocks for line in run.curve.values() for blocks in line})
     lines = []
     for (shape, tokens), line in run.curve.items():
