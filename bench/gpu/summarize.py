@@ -237,7 +237,7 @@ def block_curve(run, aims):
         return
     print("\n## Time against thread blocks\n\nfp8, uniform routing, µs, and the ratio to the best: of the row, or of as"
           f" many blocks as are chosen by themselves. Blocks are of each kernel. Up to 132 there is at most one per"
-          f" multiprocessor; on GPUs that are client and server kernels work beside one another, with as many blocks"
+          f" multiprocessor; on GPUs that are client and server, kernels work beside one another, with as many blocks"
           f" each.")
     numbers = sorted({blocks for line in run.curve.values() for blocks in line})
     lines = []

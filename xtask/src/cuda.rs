@@ -71,7 +71,7 @@ const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchy
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
 /// Machine code for Hopper.
 const TARGET: &str = "-gencode=arch=compute_90a,code=sm_90a";
-const MAX_BUNDLE_BYTES: u64 = 40 << 20;
+const MAX_BUNDLE_BYTES: u64 = 40_000_000;
 
 /// An installed toolkit.
 pub struct Toolkit {

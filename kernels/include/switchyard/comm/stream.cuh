@@ -35,7 +35,7 @@ __device__ __forceinline__ void follow(uint32_t flags) {
         ptx::griddepcontrol_wait();
 }
 
-// By every thread before the kernel's end. Again it costs nothing.
+// By every thread before the kernel's end. A second call costs nothing.
 __device__ __forceinline__ void join(uint32_t flags) {
     if (goes_ahead(flags))
         ptx::griddepcontrol_wait();

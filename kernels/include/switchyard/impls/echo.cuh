@@ -59,8 +59,8 @@ __device__ __forceinline__ uint32_t pause_ns(uint32_t num_runs) {
     return min(num_runs * 60, 4000u);
 }
 
-// Of so few tokens a warp that has no rows to look for joins what is before and lets the next kernel start, for its
-// start takes a microsecond. Of more, combine would only look for answers while rows are still to come.
+// With so few tokens a warp that has no rows to look for joins what is before and lets the next kernel start, since a
+// start takes a microsecond. With more, combine would only poll while rows are still to come.
 constexpr uint32_t kTokensEarly = 128;
 
 __device__ __forceinline__ bool lets_early(const sy_echo_params& params) {

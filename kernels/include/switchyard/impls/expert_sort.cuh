@@ -48,8 +48,8 @@ template <uint32_t kThreads> __device__ __forceinline__ void sync_list_threads()
 }
 
 // Checks entries, counts them by expert and makes the lists. Called by the first kThreads threads, and `meet` by
-// each of them between its barriers. A thread has kEach entries of the batch: neighbours, all of one row, where
-// kIsOneRow, for which top_k must be a multiple of kEach; else i * kThreads + thread_idx.
+// each of them between its barriers. A thread has kEach entries of the batch. Where kIsOneRow they are neighbours of one
+// row (top_k must be a multiple of kEach); otherwise those at i * kThreads + thread_idx.
 template <uint32_t kEach, bool kIsOneRow, uint32_t kThreads, class Meet>
 __device__ __forceinline__ void sort_entries(RecvShared& shared,
                                              const sy_expert_recv_params& params, Meet meet) {
