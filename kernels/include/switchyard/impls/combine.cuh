@@ -147,8 +147,8 @@ __device__ __forceinline__ void note_given_up(const sy_combine_params& params,
 }
 
 // A combine that goes ahead lets the next dispatch start at once if it has so many blocks at most: then half a GPU is
-// free for dispatch's. With more, only at its end: two blocks of dispatch would settle on a multiprocessor, and it takes
-// as long as its slowest block.
+// free for dispatch's. With more, only at its end: two blocks of dispatch would settle on a multiprocessor, and it
+// takes as long as its slowest block.
 constexpr uint32_t kBlocksApart = 64;
 
 template <class Config>

@@ -261,7 +261,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         ptx::barrier_cluster_arrive_release();
     comm::follow(params.flags);
     // Who starts behind this kernel may rely on what was before it, so a warp of the last block says so when it has
-    // joined, and does so before it looks for the rest of its rows, because the next kernel takes a microsecond to start.
+    // joined, and does so before it looks for the rest of its rows, because the next kernel takes a microsecond to
+    // start.
     const auto says_late = [&] {
         return comm::goes_ahead(params.flags) && rank == kRecvBlocks - 1;
     };
