@@ -1,7 +1,7 @@
 //! After warm-up a call allocates nothing on the caller's thread.
 
 mod client_common;
-#[path = "../../tests/src/counting.rs"]
+#[path = "../../tests/support/src/counting.rs"]
 mod counting;
 
 use std::time::Duration;

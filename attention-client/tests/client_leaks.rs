@@ -2,7 +2,7 @@
 //! and memory it counts.
 
 mod client_common;
-#[path = "../../tests/src/descriptors.rs"]
+#[path = "../../tests/support/src/descriptors.rs"]
 mod descriptors;
 
 use std::time::{Duration, Instant};

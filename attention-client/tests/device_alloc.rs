@@ -1,14 +1,14 @@
 //! After warm-up a call on a GPU allocates nothing on the caller's thread.
 
 mod client_common;
-#[path = "../../tests/src/counting.rs"]
+#[path = "../../tests/support/src/counting.rs"]
 mod counting;
 #[path = "device/rig.rs"]
 #[allow(dead_code, reason = "this binary uses a part")]
 mod rig;
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../tests/support/src/skip.rs"]
 mod skip;
-#[path = "../../tests/src/stopped.rs"]
+#[path = "../../tests/support/src/stopped.rs"]
 #[allow(dead_code, reason = "nobody is stopped here")]
 mod stopped;
 

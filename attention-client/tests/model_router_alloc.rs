@@ -1,7 +1,7 @@
 //! Routing allocates nothing once its workspace is warm. One test per binary: it owns the
 //! allocator.
 
-#[path = "../../tests/src/counting.rs"]
+#[path = "../../tests/support/src/counting.rs"]
 mod counting;
 
 use attention_client::{Router, RouterWorkspace};

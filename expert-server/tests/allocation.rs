@@ -11,7 +11,7 @@ use protocol::{
 };
 
 mod common;
-#[path = "../../tests/src/counting.rs"]
+#[path = "../../tests/support/src/counting.rs"]
 mod counting;
 
 use common::{Reference, Rig};

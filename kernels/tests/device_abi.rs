@@ -12,7 +12,7 @@ use kernels::abi::{
 };
 use kernels::gpu::LayerShape;
 
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../tests/support/src/skip.rs"]
 mod skip;
 
 /// Bytes of the field that `_` picks.

@@ -2,7 +2,7 @@
 #![cfg(not(loom))]
 
 #[cfg(feature = "libfabric")]
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../tests/support/src/skip.rs"]
 mod skip;
 
 use p2p_core::bench::{

@@ -6,7 +6,7 @@
 
 #[path = "support/bounded.rs"]
 mod bounded;
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../tests/support/src/skip.rs"]
 mod skip;
 
 use std::io::Write as _;

@@ -3,9 +3,9 @@
 //! its own. What libfabric allocates is the C library's and is not counted.
 #![cfg(all(feature = "libfabric", not(loom)))]
 
-#[path = "../../tests/src/counting.rs"]
+#[path = "../../tests/support/src/counting.rs"]
 mod counting;
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../tests/support/src/skip.rs"]
 mod skip;
 
 use std::sync::atomic::Ordering;

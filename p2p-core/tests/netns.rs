@@ -3,9 +3,9 @@
 #![cfg(all(feature = "libfabric", not(loom)))]
 
 #[allow(dead_code, reason = "other tests use the rest")]
-#[path = "../../tests/src/namespaces.rs"]
+#[path = "../../tests/support/src/namespaces.rs"]
 mod namespaces;
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../tests/support/src/skip.rs"]
 mod skip;
 
 use std::io::{BufRead, BufReader};

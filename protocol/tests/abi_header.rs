@@ -9,7 +9,7 @@ use std::process::Command;
 use protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
 use protocol::{ErrorCode, WireDtype};
 
-#[path = "../../tests/src/skip.rs"]
+#[path = "../../tests/support/src/skip.rs"]
 mod skip;
 
 /// Bytes of the field that `_` picks.

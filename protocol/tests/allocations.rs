@@ -1,7 +1,7 @@
 //! Once scratch memory has grown, encoding and decoding allocate nothing.
 
 mod common;
-#[path = "../../tests/src/counting.rs"]
+#[path = "../../tests/support/src/counting.rs"]
 mod counting;
 
 use common::guarded::Guarded;

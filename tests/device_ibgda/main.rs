@@ -9,10 +9,10 @@
 #[path = "../device_proxy/rig.rs"]
 #[allow(dead_code, reason = "some of it is for the proxy")]
 mod rig;
-#[path = "../src/skip.rs"]
+#[path = "../support/src/skip.rs"]
 #[allow(dead_code, reason = "for what is not on every host")]
 mod skip;
-#[path = "../src/stopped.rs"]
+#[path = "../support/src/stopped.rs"]
 mod stopped;
 mod way;
 

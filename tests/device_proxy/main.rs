@@ -9,9 +9,9 @@
 
 #[allow(dead_code, reason = "some of it is for requests that kernels post themselves")]
 mod rig;
-#[path = "../src/skip.rs"]
+#[path = "../support/src/skip.rs"]
 mod skip;
-#[path = "../src/stopped.rs"]
+#[path = "../support/src/stopped.rs"]
 mod stopped;
 mod way;
 

@@ -7,6 +7,6 @@ mod hostile;
 mod mutants;
 mod namespaces;
 mod rig;
-#[path = "../src/skip.rs"]
+#[path = "../support/src/skip.rs"]
 mod skip;
 mod support;

@@ -15,7 +15,7 @@ use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotLayout, Transport
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork, ThreadStats};
 use switchyard_tests::replicas::{Party, Replicas};
 
-#[path = "../src/skip.rs"]
+#[path = "../support/src/skip.rs"]
 mod skip;
 
 #[test]

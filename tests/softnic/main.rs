@@ -10,7 +10,7 @@ mod library;
 mod link_calls;
 mod links;
 mod runner;
-#[path = "../src/skip.rs"]
+#[path = "../support/src/skip.rs"]
 mod skip;
 #[path = "../../kernels/tests/against_rust/world.rs"]
 #[allow(dead_code, reason = "the kernels' own tests use the rest")]

@@ -39,16 +39,16 @@ const PROGRAMS: [&str; 7] = [
 /// Programs for users, built as they are shipped.
 const RUST_PROGRAMS: [Target; 4] = [
     Target { kind: "--bin", package: "cli", name: "switchyard" },
-    Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_local" },
-    Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_relay" },
-    Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_remote" },
+    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_local" },
+    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_relay" },
+    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
 ];
 /// Tests that go into the bundle: their names there.
 const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_kernels_test", Target { kind: "--test", package: "kernels", name: "against_rust" }),
     ("rust_cuda_ipc_test", Target { kind: "--test", package: "p2p-core", name: "cuda_ipc" }),
-    ("rust_proxy_test", Target { kind: "--test", package: "p2p-core/proxy", name: "gpu" }),
-    ("rust_ibgda_test", Target { kind: "--test", package: "p2p-core/ibgda", name: "gpu" }),
+    ("rust_proxy_test", Target { kind: "--test", package: "transports/proxy", name: "gpu" }),
+    ("rust_ibgda_test", Target { kind: "--test", package: "transports/ibgda", name: "gpu" }),
     ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
     ("rust_device_ibgda_test", Target { kind: "--test", package: "tests", name: "device-ibgda" }),
     (
@@ -123,7 +123,7 @@ impl Toolkit {
         let output = self
             .tool("nvcc")
             .args(["-std=c++17", "-c", optimized, TARGET])
-            .args(["-Ikernels/include", "-Ikernels/cuda", "-Ip2p-core/softnic/gpu", "-o"])
+            .args(["-Ikernels/include", "-Ikernels/cuda", "-Isoftnic/gpu", "-o"])
             .args([object, source])
             .output()
             .context("cannot start nvcc")?;

@@ -5,10 +5,10 @@
 #[path = "../client_common/mod.rs"]
 mod client_common;
 
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
-#[path = "../../../tests/src/stopped.rs"]
+#[path = "../../../tests/support/src/stopped.rs"]
 mod stopped;
 
 mod ahead;

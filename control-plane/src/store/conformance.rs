@@ -7,7 +7,7 @@ use control_api::{Assignment, LayerAssignment, MemberId, ModelDescriptor};
 
 use super::{FileStore, MemberRecord, MemoryStore, Phase, Revision, Snapshot, Store, StoreError};
 
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 /// A store that can be opened again, as after a restart.

@@ -1,6 +1,6 @@
 //! A batch of a size seen before allocates nothing, on any thread.
 
-#[path = "../../../tests/src/counting.rs"]
+#[path = "../../../tests/support/src/counting.rs"]
 mod counting;
 
 use std::sync::Arc;

@@ -12,7 +12,7 @@ use expert_compute::{
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 #[test]

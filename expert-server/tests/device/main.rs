@@ -5,7 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 mod assigned;

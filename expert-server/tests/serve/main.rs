@@ -3,7 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../../../tests/src/descriptors.rs"]
+#[path = "../../../tests/support/src/descriptors.rs"]
 mod descriptors;
 #[allow(dead_code, reason = "networks do more for other tests")]
 #[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]

@@ -17,7 +17,7 @@ mod library;
 mod link_calls;
 mod refusals;
 mod runner;
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 mod torn;
 mod ways;

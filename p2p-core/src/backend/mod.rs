@@ -21,7 +21,7 @@ pub mod mapped;
 #[cfg(not(loom))]
 pub mod shm;
 #[cfg(test)]
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 pub mod staged;
 #[cfg(all(feature = "verbs", not(loom)))]

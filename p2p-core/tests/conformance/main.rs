@@ -5,7 +5,7 @@
 #[path = "../support/bounded.rs"]
 mod bounded;
 mod parties;
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 mod suite;
 #[cfg(feature = "verbs")]

@@ -17,7 +17,7 @@ mod large;
 mod resets;
 mod settings;
 mod sharing;
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 mod strangers;
 mod stuck;

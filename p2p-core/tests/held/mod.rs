@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "every test uses a part of it")]
 
-#[path = "../../../tests/src/descriptors.rs"]
+#[path = "../../../tests/support/src/descriptors.rs"]
 mod descriptors;
 
 /// Open descriptors of this process, in all its tables.

@@ -6,7 +6,7 @@ mod bounded;
 #[path = "../held/mod.rs"]
 mod held;
 mod lost;
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 use std::process::{Child, Command, Stdio};

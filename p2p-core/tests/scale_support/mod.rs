@@ -3,10 +3,10 @@
 #![allow(dead_code, reason = "every test uses a part of it")]
 
 pub mod crowd;
-#[path = "../../../tests/src/descriptors.rs"]
+#[path = "../../../tests/support/src/descriptors.rs"]
 mod descriptors;
 pub mod engines;
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 pub mod skip;
 
 use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};

@@ -11,6 +11,6 @@ mod late;
 mod perftest;
 mod refusals;
 mod signals;
-#[path = "../../../tests/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 mod stalls;

@@ -16,10 +16,10 @@ const ORDER: [&str; 4] = ["fence.acq_rel", "st.relaxed", "fence.acq_rel", "st.mm
 /// The same where a NIC outside of the GPU reads queues of the host.
 const ORDER_OUTSIDE: [&str; 4] =
     ["fence.acq_rel.sys", "st.relaxed.sys", "fence.acq_rel.sys", "st.mmio.relaxed.sys"];
-const DEVICE: Source = Source { path: "p2p-core/softnic/driver/device.cu", order: ORDER };
-const LINK: Source = Source { path: "p2p-core/softnic/driver/link.cu", order: ORDER_OUTSIDE };
+const DEVICE: Source = Source { path: "softnic/driver/device.cu", order: ORDER };
+const LINK: Source = Source { path: "softnic/driver/link.cu", order: ORDER_OUTSIDE };
 /// What posters agree on by memory alone, one kernel each.
-const KERNELS: Source = Source { path: "p2p-core/softnic/driver/order.cu", order: ORDER };
+const KERNELS: Source = Source { path: "softnic/driver/order.cu", order: ORDER };
 /// The fences, acquires, releases, relaxed accesses and barriers of each of these kernels, by the begin of
 /// their names and in the order in which they stand in its text. The compiler, which is pinned, lays branches
 /// out: another one may need these lists anew. `NIC` stands for the scope that the NIC looks from, which comes

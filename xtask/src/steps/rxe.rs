@@ -111,10 +111,10 @@ const PROGRAMS: [(&str, Target); 13] = [
     ("scale_kill", Target { kind: "--test", package: "p2p-core", name: "scale_kill" }),
     ("p2p_one_to_one", Target { kind: "--example", package: "p2p-core", name: "p2p_one_to_one" }),
     ("p2p_multi", Target { kind: "--example", package: "p2p-core", name: "p2p_multi" }),
-    ("proxy_network", Target { kind: "--test", package: "p2p-core/proxy", name: "network" }),
+    ("proxy_network", Target { kind: "--test", package: "transports/proxy", name: "network" }),
     (
         "benchmark_remote",
-        Target { kind: "--bin", package: "p2p-core/proxy", name: "benchmark_remote" },
+        Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
     ),
     ("proxy_layers", Target { kind: "--test", package: "tests", name: "proxy" }),
     ("proxy_device", Target { kind: "--test", package: "tests", name: "device-proxy" }),

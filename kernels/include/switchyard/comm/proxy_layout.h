@@ -1,5 +1,5 @@
 /* Commands from kernels to the threads that post for them, for C11, C++17 and CUDA.
- * p2p-core/proxy/src/abi.rs says the same in Rust. Change nothing here without raising
+ * transports/proxy/src/abi.rs says the same in Rust. Change nothing here without raising
  * SY_PROXY_VERSION.
  *
  * A lane is a ring of commands in page-locked host memory. Whoever posts writes a whole command with
