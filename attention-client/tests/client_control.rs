@@ -5,11 +5,11 @@ mod client_common;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use attention_client::MoeClient;
 use client_common::fake::{Act, FakeFleet, Script, expected};
 use client_common::{Request, difference, not_ready_because, poisoned, seeded, table};
 use control_api::PlacementTable;
 use p2p_core::SlotConfig;
+use switchyard_attention_client::MoeClient;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 

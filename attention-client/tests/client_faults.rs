@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientError, ErrorKind, LayerTiming, MoeClient, OnMissingExpert};
 use client_common::fake::{Act, FakeFleet, Greeting, Script, Seen, expected};
 use client_common::stand_in::StandIn;
 use client_common::{Request, difference, metric, poisoned, seeded, table};
@@ -14,6 +13,9 @@ use p2p_core::bootstrap::MAX_USELESS_LINKS;
 use p2p_core::{SlotConfig, TransportKind, Transports};
 use protocol::ErrorCode;
 use rand::RngExt;
+use switchyard_attention_client::{
+    ClientError, ErrorKind, LayerTiming, MoeClient, OnMissingExpert,
+};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 20 << 10, num_frames: 2 };
 const HIDDEN: usize = 40;

@@ -8,11 +8,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{
-    ClientModel, GenerateOptions, Generator, LogitsOf, MoeClient, MoeRecord, Qwen3Moe,
-};
+use attention_client::{ClientModel, MoeClient};
 use checkpoint::{Checkpoint, TensorFile};
 use protocol::WireDtype;
+use reference_model::{GenerateOptions, Generator, LogitsOf, MoeRecord, Qwen3Moe};
 use switchyard::cluster::{ClusterOptions, LocalCluster};
 
 /// The golden values of one prompt.
@@ -88,8 +87,7 @@ fn other_wire_formats_drift_no_more_than_their_precision_explains() {
         let (mut worst_block, mut worst_logit, mut same, mut total) = (0f32, 0f32, 0, 0);
         for (prompt_idx, golden) in goldens.iter().enumerate().take(2) {
             for layer in checkpoint.config().moe_layers() {
-                let mut block =
-                    attention_client::MoeBlock::load(&checkpoint, layer).expect("block");
+                let mut block = reference_model::MoeBlock::load(&checkpoint, layer).expect("block");
                 let x = tensor(&reference, &format!("p{prompt_idx}.l{layer}.mlp_in"));
                 let mut out = vec![f32::NAN; x.len()];
                 block.forward(&x, &mut out, &mut client, None).expect("block");
@@ -148,7 +146,7 @@ fn blocks_of_other_architectures_equal_transformers_through_the_service() {
         let worst = rel_diff(&routed, &tensor(&reference, "routed_out"));
         assert!(worst <= 1e-4, "{}: routed experts differ by {worst:e}", dir.display());
 
-        let mut block = attention_client::MoeBlock::load(&checkpoint, layer).expect("block");
+        let mut block = reference_model::MoeBlock::load(&checkpoint, layer).expect("block");
         let mut out = vec![f32::NAN; x.len()];
         block.forward(&x, &mut out, &mut client, None).expect("block");
         let worst = rel_diff(&out, &tensor(&reference, "block_out"));

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use p2p_core::bootstrap::{Connection, Listener, ListenerConfig};
 use p2p_core::{SlotConfig, TransportKind, Transports};
 use protocol::{
     ClientHello, CombineMeta, DispatchExpect, DispatchScratch, ErrorCode, FrameGeometry, FrameId,
     ModelShape, ServerHello, decode_dispatch, encode_combine, encode_error,
 };
+use switchyard_attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 
 use super::{Request, table};
 

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use attention_client::{
-    ClientError, DeviceError, DeviceInput, DeviceTensor, MoeClient, TensorType,
-};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 use protocol::WireDtype;
 use rand::RngExt;
+use switchyard_attention_client::{
+    ClientError, DeviceError, DeviceInput, DeviceTensor, MoeClient, TensorType,
+};
 
 use crate::client_common::{Request, seeded};
 use crate::rig::{Fleet, Tensors, builder, check, forward, options};
@@ -308,7 +308,7 @@ fn streams_that_cannot_be_used() {
 #[test]
 fn settings_that_cannot_be_used() {
     let Some(fleet) = Fleet::start(1, 1, WireDtype::Bf16) else { return };
-    let build = |tweak: &dyn Fn(&mut attention_client::DeviceOptions)| {
+    let build = |tweak: &dyn Fn(&mut switchyard_attention_client::DeviceOptions)| {
         let mut options = options(WireDtype::Bf16);
         tweak(&mut options);
         let built = fleet.builder().build_device(fleet.gpu(), options);
@@ -330,7 +330,9 @@ fn settings_that_cannot_be_used() {
 #[test]
 fn servers_that_do_not_suit_say_why() {
     let Some(fleet) = Fleet::start(1, 1, WireDtype::Bf16) else { return };
-    let refused = |gpu: Gpu, dtype: WireDtype, builder: attention_client::MoeClientBuilder| {
+    let refused = |gpu: Gpu,
+                   dtype: WireDtype,
+                   builder: switchyard_attention_client::MoeClientBuilder| {
         let built = builder.replica_wait(Duration::from_secs(5)).build_device(gpu, options(dtype));
         let error = built.expect("client").wait_ready(Duration::from_secs(5)).unwrap_err();
         assert!(matches!(error, DeviceError::Client(ClientError::NoReplica { .. })), "{error}");

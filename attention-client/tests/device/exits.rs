@@ -4,12 +4,14 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{ClientError, DeviceClient, DeviceError, DeviceInput, DeviceTensor};
 use kernels::abi::{DevicePtr, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::Stream;
 use protocol::ErrorCode;
 use rand::rngs::StdRng;
 use rustix::process::Signal;
+use switchyard_attention_client::{
+    ClientError, DeviceClient, DeviceError, DeviceInput, DeviceTensor,
+};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{DeviceClient, DeviceError};
 use kernels::gpu::{GpuError, Stream};
 use protocol::WireDtype;
 use rand::rngs::StdRng;
 use rustix::process::Signal;
+use switchyard_attention_client::{DeviceClient, DeviceError};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::{DeviceClient, DeviceError, DeviceTensor, LocalExperts};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{Graph, Stream};
 use protocol::WireDtype;
 use rand::RngExt;
+use reference_model::LocalExperts;
 use rustix::process::Signal;
+use switchyard_attention_client::{DeviceClient, DeviceError, DeviceTensor};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};

@@ -4,13 +4,14 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attention_client::device::{DeviceHandle, DevicePending};
-use attention_client::{DeviceClient, LayerTiming, LocalExperts};
 use kernels::gpu::{Event, Stream};
 use protocol::WireDtype;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use reference_model::LocalExperts;
 use rustix::process::Signal;
+use switchyard_attention_client::device::{DeviceHandle, DevicePending};
+use switchyard_attention_client::{DeviceClient, LayerTiming};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};

@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientModel, DeviceClient, DeviceInput, DeviceOptions, MoeClient};
-use attention_client::{DeviceTensor, LocalExperts, MoeClientBuilder, TensorType};
 use checkpoint::Checkpoint;
 use control_api::PlacementTable;
 use expert_server::device::DeviceOptions as ServerDevice;
@@ -13,6 +11,11 @@ use half::bf16;
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use p2p_core::SlotConfig;
 use protocol::{WireDtype, convert};
+use reference_model::LocalExperts;
+use switchyard_attention_client::{
+    ClientModel, DeviceClient, DeviceInput, DeviceOptions, MoeClient,
+};
+use switchyard_attention_client::{DeviceTensor, MoeClientBuilder, TensorType};
 
 use crate::client_common::{Request, local_reference, table, tiny_dir};
 
@@ -408,7 +411,7 @@ pub fn forward(
     request: &Request,
     local: &mut LocalExperts,
     dtype: WireDtype,
-) -> attention_client::LayerTiming {
+) -> switchyard_attention_client::LayerTiming {
     let input = tensors.load(request);
     // SAFETY: the tensors have these sizes and outlive the call.
     let timing = unsafe { client.forward(stream, request.layer, &input, tensors.out()) };

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{DeviceClient, DeviceError};
 use control_api::PlacementTable;
 use expert_server::RunningServer;
+use switchyard_attention_client::{DeviceClient, DeviceError};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};

@@ -5,12 +5,12 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use attention_client::device::ReplayOutcome;
 use kernels::abi::{DTYPE_F8_E4M3, FrameGeometry};
 use kernels::gpu::DeviceName;
 use p2p_core::slot::PROGRESS;
 use protocol::WireDtype;
 use rustix::process::Signal;
+use switchyard_attention_client::device::ReplayOutcome;
 
 use crate::client_common::{Request, seeded};
 use crate::faults::{MANY, metric};

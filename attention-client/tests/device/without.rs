@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use attention_client::{ClientError, DeviceError, OnMissingExpert};
 use protocol::WireDtype;
 use rand::RngExt;
+use switchyard_attention_client::{ClientError, DeviceError, OnMissingExpert};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};

@@ -8,11 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use attention_client::{
-    GenerateOptions, Generation, Generator, LayerTiming, LocalExperts, MoeClient,
-};
+use attention_client::{LayerTiming, MoeClient};
 use checkpoint::Checkpoint;
 use protocol::WireDtype;
+use reference_model::{GenerateOptions, Generation, Generator, LocalExperts};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 

@@ -1,12 +1,11 @@
 //! Whole MoE blocks of several families against transformers' outputs, `data/reference-blocks`.
 
-mod model_support;
-
 use std::sync::Arc;
 
-use attention_client::{ExpertBackend, LocalExperts, MoeBlock};
 use checkpoint::{Checkpoint, TensorFile};
-use model_support::{data, difference};
+use switchyard_reference_model::{ExpertBackend, LocalExperts, MoeBlock};
+
+use crate::common::{data, difference};
 
 #[test]
 fn blocks_match_the_reference() {

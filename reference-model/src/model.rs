@@ -14,8 +14,8 @@ use thiserror::Error;
 use self::attention::{Attention, LayerCache};
 use self::layers::{Linear, Mlp, RmsNorm, Rope, Rotation, causal_mask, with_values};
 pub use self::moe::{MoeBlock, MoeBlockError, MoeObserver, MoeRecord};
-use crate::backend::{BackendError, ExpertBackend};
-use crate::router::RouterConfigError;
+use attention_client::router::RouterConfigError;
+use attention_client::{BackendError, ExpertBackend};
 
 /// Qwen3-MoE without its experts. Clones share weights.
 #[derive(Debug, Clone)]

@@ -1,17 +1,16 @@
 //! Generation: options, limits, failures, streaming.
 
-mod model_support;
-
 use std::error::Error;
 
-use attention_client::generate::FinishReason;
-use attention_client::model::ForwardError;
-use attention_client::{
-    ExpertBackend, GenerateError, GenerateOptions, Generation, Generator, LocalExperts, Tokenizer,
-};
-use model_support::{Failing, data, goldens, seed, tiny_moe};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use switchyard_reference_model::generate::FinishReason;
+use switchyard_reference_model::model::ForwardError;
+use switchyard_reference_model::{
+    ExpertBackend, GenerateError, GenerateOptions, Generation, Generator, LocalExperts, Tokenizer,
+};
+
+use crate::common::{Failing, data, goldens, seed, tiny_moe};
 
 fn generator() -> Generator<LocalExperts> {
     let checkpoint = tiny_moe();
@@ -75,7 +74,7 @@ fn a_long_prompt_runs_in_chunks_and_stays_the_same() {
     let mut model = generator.model().clone();
     let mut cache = model.new_cache();
     let mut experts = LocalExperts::new(checkpoint);
-    let last = attention_client::LogitsOf::Last;
+    let last = switchyard_reference_model::LogitsOf::Last;
     let logits = model.forward(&ids, &mut cache, last, &mut experts, None).unwrap();
     let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
     assert_eq!(generation.token_ids, [best as u32]);
@@ -138,7 +137,7 @@ impl ExpertBackend for Broken {
         _: &[i32],
         _: &[f32],
         out: &mut [f32],
-    ) -> Result<(), attention_client::BackendError> {
+    ) -> Result<(), switchyard_reference_model::BackendError> {
         out.fill(f32::NAN);
         Ok(())
     }

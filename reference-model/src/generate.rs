@@ -8,9 +8,9 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use thiserror::Error;
 
-use crate::backend::ExpertBackend;
 use crate::model::{ForwardError, KvCache, LoadError, LogitsOf, MoeObserver, Qwen3Moe};
 use crate::tokenizer::{Tokenizer, TokenizerError};
+use attention_client::ExpertBackend;
 
 /// A language model that writes text: the attention side, its tokenizer, and a backend for the
 /// experts.

@@ -1,14 +1,15 @@
 //! Routers against a naive implementation in f64 and on hand-made rows.
 
-mod model_support;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use seed::seeded;
+#[path = "client_common/seed.rs"]
+mod seed;
 
-use attention_client::router::{
+use switchyard_attention_client::router::{
     GroupScore, Groups, Normalisation, RouteError, Router, RouterConfig, RouterConfigError,
     RouterWorkspace, Scoring,
 };
-use model_support::seed;
-use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
 
 /// Scores this close may be ordered either way by f32 and f64 arithmetic.
 const TIE: f64 = 1e-6;
@@ -128,7 +129,7 @@ fn routers(rng: &mut StdRng) -> Vec<(Router, Vec<f32>)> {
 
 #[test]
 fn random_logits_agree_with_the_naive_router() {
-    let mut rng = StdRng::seed_from_u64(seed());
+    let mut rng = seeded("random_logits_agree_with_the_naive_router");
     for _ in 0..50 {
         for (router, bias) in routers(&mut rng) {
             let spread = [0.1, 1.0, 10.0, 80.0][rng.random_range(0..4)];
@@ -141,7 +142,7 @@ fn random_logits_agree_with_the_naive_router() {
 
 #[test]
 fn equal_scores_go_to_the_lowest_index() {
-    let mut rng = StdRng::seed_from_u64(seed());
+    let mut rng = seeded("equal_scores_go_to_the_lowest_index");
     for _ in 0..200 {
         // Three distinct logits over 32 experts: every row is full of exact ties.
         let logits: Vec<f32> = (0..5 * 32).map(|_| rng.random_range(0..3) as f32).collect();

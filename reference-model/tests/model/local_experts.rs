@@ -1,14 +1,13 @@
 //! The in-process reference experts and whole MoE blocks of every family.
 
-mod model_support;
-
-use attention_client::backend::LocalExpertsError;
-use attention_client::{ExpertBackend, LocalExperts, MoeBlock};
-use model_support::{Stored, difference, random_values, seed, tiny_moe, write_checkpoint};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::json;
 use std::error::Error;
+use switchyard_reference_model::LocalExpertsError;
+use switchyard_reference_model::{ExpertBackend, LocalExperts, MoeBlock};
+
+use crate::common::{Stored, difference, random_values, seed, tiny_moe, write_checkpoint};
 
 #[test]
 fn masked_entries_count_nothing_and_every_row_is_overwritten() {

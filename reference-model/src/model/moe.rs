@@ -8,8 +8,8 @@ use thiserror::Error;
 
 use super::LoadError;
 use super::layers::{Linear, Mlp, with_values};
-use crate::backend::{BackendError, ExpertBackend};
-use crate::router::{RouteError, Router, RouterWorkspace};
+use attention_client::router::{RouteError, Router, RouterWorkspace};
+use attention_client::{BackendError, ExpertBackend};
 
 /// The MoE block of one layer of a Qwen3-MoE, Mixtral, DeepSeek-V2 or DeepSeek-V3 checkpoint.
 ///

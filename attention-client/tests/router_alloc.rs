@@ -4,8 +4,8 @@
 #[path = "../../tests/support/src/counting.rs"]
 mod counting;
 
-use attention_client::{Router, RouterWorkspace};
 use counting::THREAD_ALLOCATIONS;
+use switchyard_attention_client::{Router, RouterWorkspace};
 
 #[test]
 fn routing_allocates_nothing_when_warm() {

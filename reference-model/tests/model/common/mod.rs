@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use attention_client::{BackendError, ExpertBackend};
 use checkpoint::{Checkpoint, TensorFile};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use serde_json::{Value, json};
+use switchyard_reference_model::{BackendError, ExpertBackend};
 
 /// A fresh seed, printed; `SWITCHYARD_SEED` replays one.
 pub fn seed() -> u64 {

@@ -1,21 +1,20 @@
 //! The reference model against transformers' outputs and against a naive implementation.
 
-mod model_support;
-
 use std::collections::BTreeMap;
 
-use attention_client::model::{ForwardError, LoadError};
-use attention_client::{
-    GenerateOptions, Generator, LocalExperts, LogitsOf, MoeBlock, MoeRecord, Qwen3Moe,
-};
 use checkpoint::Checkpoint;
-use model_support::naive::Naive;
-use model_support::{
-    Failing, Stored, difference, golden_tensors, goldens, seed, tiny_moe, write_checkpoint,
-};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Value, json};
+use switchyard_reference_model::model::{ForwardError, LoadError};
+use switchyard_reference_model::{
+    GenerateOptions, Generator, LocalExperts, LogitsOf, MoeBlock, MoeRecord, Qwen3Moe,
+};
+
+use crate::common::naive::Naive;
+use crate::common::{
+    Failing, Stored, data, difference, golden_tensors, goldens, seed, tiny_moe, write_checkpoint,
+};
 
 #[test]
 fn greedy_tokens_equal_the_reference_for_every_prompt() {
@@ -26,7 +25,7 @@ fn greedy_tokens_equal_the_reference_for_every_prompt() {
         let new = &golden.greedy[golden.ids.len()..];
         let options = GenerateOptions { max_new_tokens: 64, ..GenerateOptions::default() };
         let (mut streamed, mut text) = (Vec::new(), String::new());
-        let mut on_token = |event: attention_client::TokenEvent<'_>| {
+        let mut on_token = |event: switchyard_reference_model::TokenEvent<'_>| {
             assert_eq!(event.idx, streamed.len());
             streamed.push(event.id);
             text.push_str(event.text);
@@ -248,10 +247,9 @@ fn bad_input_is_a_clear_error() {
 
 #[test]
 fn settings_that_are_not_implemented_are_refused() {
-    let base: Value = serde_json::from_str(
-        &std::fs::read_to_string(model_support::data("tiny-moe/config.json")).unwrap(),
-    )
-    .unwrap();
+    let base: Value =
+        serde_json::from_str(&std::fs::read_to_string(data("tiny-moe/config.json")).unwrap())
+            .unwrap();
     let load = |changes: Value| {
         let mut config = base.clone();
         let fields = changes.as_object().unwrap().clone();
