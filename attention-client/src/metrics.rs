@@ -11,7 +11,7 @@ use prometheus::{
 };
 use protocol::ErrorCode;
 
-use crate::client::LayerTiming;
+use crate::timing::LayerTiming;
 
 /// Why a link failed: the label `reason` of `switchyard_client_failovers_total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

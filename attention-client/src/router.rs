@@ -25,6 +25,7 @@
 
 mod config;
 
+#[cfg(feature = "checkpoint")]
 use checkpoint::{Architecture, ModelConfig, TopkMethod};
 use thiserror::Error;
 
@@ -109,6 +110,7 @@ impl Router {
     }
 
     /// The router of a model. `bias` is the layer's `e_score_correction_bias`, empty if it has none.
+    #[cfg(feature = "checkpoint")]
     pub fn from_model(model: &ModelConfig, bias: Vec<f32>) -> Result<Self, RouterConfigError> {
         let router = &model.router;
         let scoring = match router.scoring {
@@ -116,7 +118,7 @@ impl Router {
             checkpoint::Scoring::Sigmoid => Scoring::Sigmoid,
         };
         if model.architecture == Architecture::DeepseekV2 && router.renormalise {
-            let architecture = model.architecture;
+            let architecture = model.architecture.class_name();
             return Err(RouterConfigError::AmbiguousNormalisation { architecture });
         }
         let score = match router.topk_method {

@@ -1,6 +1,5 @@
 //! What a router computes, and the checks that make it computable.
 
-use checkpoint::Architecture;
 use thiserror::Error;
 
 /// What a [`Router`](super::Router) computes. See the table of the [module](super).
@@ -117,7 +116,7 @@ pub enum RouterConfigError {
     )]
     AmbiguousNormalisation {
         /// The model family.
-        architecture: Architecture,
+        architecture: &'static str,
     },
     /// A value of the configuration is NaN or infinite.
     #[error("{what} is {value}, expected a finite number")]

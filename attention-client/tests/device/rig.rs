@@ -12,10 +12,8 @@ use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use p2p_core::SlotConfig;
 use protocol::{WireDtype, convert};
 use reference_model::LocalExperts;
-use switchyard_attention_client::{
-    ClientModel, DeviceClient, DeviceInput, DeviceOptions, MoeClient,
-};
-use switchyard_attention_client::{DeviceTensor, MoeClientBuilder, TensorType};
+use switchyard_attention_client::{ClientModel, DeviceClient, DeviceInput, DeviceOptions};
+use switchyard_attention_client::{DeviceClientBuilder, DeviceTensor, TensorType};
 
 use crate::client_common::{Request, local_reference, table, tiny_dir};
 
@@ -132,7 +130,7 @@ impl Fleet {
         table_of(&self.model, self.layout, epoch, &self.addrs)
     }
 
-    pub fn builder(&self) -> MoeClientBuilder {
+    pub fn builder(&self) -> DeviceClientBuilder {
         builder(&self.model).placement(self.table(1))
     }
 
@@ -144,8 +142,8 @@ impl Fleet {
         self.connect(self.builder())
     }
 
-    pub fn connect(&self, builder: MoeClientBuilder) -> DeviceClient {
-        let mut client = builder.build_device(self.gpu(), options(self.dtype)).expect("client");
+    pub fn connect(&self, builder: DeviceClientBuilder) -> DeviceClient {
+        let mut client = builder.build(self.gpu(), options(self.dtype)).expect("client");
         client.wait_ready(Duration::from_secs(60)).expect("servers");
         client
     }
@@ -234,12 +232,12 @@ impl Replicas {
     }
 
     /// A client with all servers connected.
-    pub fn connect(&self, builder: MoeClientBuilder) -> DeviceClient {
+    pub fn connect(&self, builder: DeviceClientBuilder) -> DeviceClient {
         self.connect_by(builder.placement(self.table.clone()))
     }
 
     /// As [`connect`](Self::connect), where the placement is somebody else's matter.
-    pub fn connect_by(&self, builder: MoeClientBuilder) -> DeviceClient {
+    pub fn connect_by(&self, builder: DeviceClientBuilder) -> DeviceClient {
         self.guest().connect_by(builder)
     }
 
@@ -272,11 +270,11 @@ pub struct Guest {
 
 impl Guest {
     /// A client with all experts in reach.
-    pub fn connect_by(&self, builder: MoeClientBuilder) -> DeviceClient {
+    pub fn connect_by(&self, builder: DeviceClientBuilder) -> DeviceClient {
         let gpu = Gpu::open_named(self.client).expect("the client's GPU");
         let mut options = options(self.dtype);
         options.max_servers = self.max_servers;
-        let mut client = builder.slot(self.slot).build_device(gpu, options).expect("client");
+        let mut client = builder.slot(self.slot).build(gpu, options).expect("client");
         client.wait_ready(Duration::from_secs(60)).expect("servers");
         client
     }
@@ -293,8 +291,8 @@ pub fn options(dtype: WireDtype) -> DeviceOptions {
 }
 
 /// A loaded machine must not look like a dead server, except where that is the test.
-pub fn builder(model: &ClientModel) -> MoeClientBuilder {
-    MoeClient::builder(model.clone())
+pub fn builder(model: &ClientModel) -> DeviceClientBuilder {
+    DeviceClient::builder(model.clone())
         .slot(SLOT)
         .deadline(Duration::from_secs(20))
         .replica_wait(Duration::from_secs(20))

@@ -101,7 +101,7 @@ fn waiting_for_a_server_that_waits_for_a_call_ends_at_once() {
     tables.send(Arc::new(replicas.restart(0))).expect("watched");
     let error = client.wait_ready(Duration::from_secs(30)).unwrap_err();
     assert!(
-        matches!(error, DeviceError::Seats { max_servers: 1, num_calls: 1, .. }),
+        matches!(error, DeviceError::NoPlace { max_servers: 1, num_calls: 1, .. }),
         "{error} ({error:?})"
     );
     let pending = a.combine(client, &stream, handle);
@@ -151,7 +151,7 @@ fn a_server_for_which_there_is_no_place_is_left_alone_until_there_is_one() {
     let Some(mut fleet) = Fleet::start(2, 2, DTYPE) else { return };
     let mut settings = options(DTYPE);
     settings.max_servers = 1;
-    let mut client = fleet.builder().build_device(fleet.gpu(), settings).expect("client");
+    let mut client = fleet.builder().build(fleet.gpu(), settings).expect("client");
     client.wait_ready(Duration::from_secs(60)).expect("a server");
     let num_opened = |fleet: &Fleet| -> Vec<u64> {
         let servers = fleet.servers.iter().flatten();

@@ -1,4 +1,4 @@
-//! The placement as the hot path reads it: flat arrays, and servers with their live state.
+//! The placement in the form that calls read: flat arrays, and servers with their live state.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,27 +9,27 @@ use control_api::{MemberId, ModelDescriptor, PlacementTable, ServerEntry};
 use crossbeam_queue::ArrayQueue;
 use p2p_core::bootstrap::Fallback;
 
-use crate::client::link::Link;
+use super::link::Link;
 
-/// A server as all lanes of a client share it. One per member and incarnation.
+/// A server, shared by all lanes of a client. One for each member and incarnation.
 #[derive(Debug)]
 pub(crate) struct Server {
-    /// Dense index, reused after the server is gone.
+    /// Dense index. Used again once the server is gone.
     pub idx: usize,
     /// Never reused.
     pub uid: u64,
     pub entry: ServerEntry,
     /// (token, expert) pairs sent by this client and not yet answered.
     pub outstanding: AtomicU64,
-    /// A link to it went silent and nothing was heard from it since: the last choice among replicas.
-    pub silenced: AtomicBool,
-    /// It turned us away for a reason that does not pass by itself.
-    pub refused: AtomicBool,
-    /// Which transports do not work with it, as its lanes found.
+    /// A link to it went silent, and no link has heard from it since. Such a server is the last choice.
+    pub is_silent: AtomicBool,
+    /// It refused this client for a reason that only a changed setting removes.
+    pub has_refused: AtomicBool,
+    /// Transports that do not work with it, as lanes found out.
     pub fallback: Fallback,
-    /// Why it cannot be reached, for error messages.
+    /// State of its connections in words, for error messages.
     pub last_error: ArcSwapOption<String>,
-    /// One mailbox per lane: a fresh link on its way to the lane.
+    /// One mailbox for each lane: a new link on its way to the lane.
     pub mailboxes: Box<[ArrayQueue<Box<Link>>]>,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Registry {
     servers: HashMap<ServerKey, Arc<Server>>,
 }
 
-/// What a new table changed.
+/// Effect of a new table.
 pub(crate) struct Change {
     pub routing: Routing,
     pub joined: Vec<Arc<Server>>,
@@ -73,10 +73,10 @@ impl Registry {
         Self { max_lanes, next_uid: 0, free: Vec::new(), num_slots: 0, servers: HashMap::new() }
     }
 
-    /// Takes a validated table over.
+    /// Applies a validated table.
     pub fn apply(&mut self, table: &PlacementTable, model: &ModelDescriptor) -> Change {
         let mut joined = Vec::new();
-        let mut kept = HashMap::with_capacity(table.servers.len());
+        let mut servers = HashMap::with_capacity(table.servers.len());
         let mut order = Vec::with_capacity(table.servers.len());
         for entry in &table.servers {
             let key = ServerKey {
@@ -93,13 +93,13 @@ impl Registry {
                 }
             };
             order.push(Arc::clone(&server));
-            kept.insert(key, server);
+            servers.insert(key, server);
         }
-        let left: Vec<_> = std::mem::replace(&mut self.servers, kept).into_values().collect();
+        let left: Vec<_> = std::mem::replace(&mut self.servers, servers).into_values().collect();
         Change { routing: Routing::new(table, model, order), joined, left }
     }
 
-    /// A server that left is forgotten by everybody: its index may be used again.
+    /// Frees the index of a server that left. No connector of it may be left.
     pub fn recycle(&mut self, server: &Server) {
         self.free.push(server.idx);
     }
@@ -115,8 +115,8 @@ impl Registry {
             uid: self.next_uid,
             entry: entry.clone(),
             outstanding: AtomicU64::new(0),
-            silenced: AtomicBool::new(false),
-            refused: AtomicBool::new(false),
+            is_silent: AtomicBool::new(false),
+            has_refused: AtomicBool::new(false),
             fallback: Fallback::default(),
             last_error: ArcSwapOption::empty(),
             mailboxes: (0..self.max_lanes).map(|_| ArrayQueue::new(1)).collect(),
@@ -128,7 +128,7 @@ impl Registry {
 #[derive(Debug)]
 pub(crate) struct Routing {
     pub epoch: u64,
-    /// In the table's order: the order in which partial sums are added.
+    /// In the table's order. Partial sums are added in this order.
     pub servers: Vec<Arc<Server>>,
     /// Why there is no placement, for error messages.
     pub problem: Option<String>,
@@ -172,20 +172,20 @@ impl Routing {
         (self.offsets.len() - 1) / self.num_experts.max(1)
     }
 
-    /// Indices into `servers` of those that hold an expert. `layer_idx` counts MoE layers.
+    /// Replicas of an expert, as indices into `servers`. `layer_idx` counts MoE layers.
     pub fn replicas(&self, layer_idx: usize, expert: u32) -> &[u32] {
         let pair = layer_idx * self.num_experts + expert as usize;
         &self.replicas[self.offsets[pair] as usize..self.offsets[pair + 1] as usize]
     }
 
-    /// Whether waiting for a replica of an expert is in vain until somebody changes a setting.
+    /// Returns true if all replicas of an expert refuse this client until a setting changes.
     pub fn is_hopeless(&self, layer_idx: usize, expert: u32) -> bool {
         let replicas = self.replicas(layer_idx, expert);
-        let refused = |&rank: &u32| self.servers[rank as usize].refused.load(Ordering::Relaxed);
+        let refused = |&rank: &u32| self.servers[rank as usize].has_refused.load(Ordering::Relaxed);
         !replicas.is_empty() && replicas.iter().all(refused)
     }
 
-    /// What is known about the replicas of an expert, for an error message.
+    /// State of the replicas of an expert in words, for an error message.
     pub fn describe_replicas(&self, layer_idx: usize, expert: u32) -> String {
         let replicas = self.replicas(layer_idx, expert);
         if let Some(problem) = &self.problem {
@@ -207,7 +207,7 @@ impl Routing {
         replicas.iter().map(describe).collect::<Vec<_>>().join("; ")
     }
 
-    /// Loads of all servers, to balance by.
+    /// Writes the load of every server to `loads`, for balancing.
     pub fn loads(&self, loads: &mut Vec<u64>) {
         loads.clear();
         loads.extend(self.servers.iter().map(|s| s.outstanding.load(Ordering::Relaxed)));
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(next.left[0].entry.incarnation, 1);
         assert_eq!(next.routing.servers[0].uid, first.routing.servers[1].uid);
         assert_ne!(next.routing.servers[1].uid, first.routing.servers[0].uid);
-        // Indices are reused only once the server is forgotten.
+        // An index is used again only after `recycle`.
         assert_eq!(next.joined[0].idx, 2);
         registry.recycle(&next.left[0]);
         let last =

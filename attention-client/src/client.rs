@@ -26,18 +26,13 @@
 //! This module does not know how experts are computed, who decides about placements, or what a
 //! token means.
 
-pub(crate) mod builder;
+mod builder;
 mod call;
-pub(crate) mod connector;
-pub(crate) mod control;
-mod error;
 mod lane;
-pub(crate) mod link;
 mod plan;
 mod pool;
+#[cfg(feature = "failpoints")]
 mod sabotage;
-pub(crate) mod shared;
-mod timing;
 
 use std::fmt;
 use std::sync::Arc;
@@ -46,32 +41,35 @@ use std::time::{Duration, Instant};
 use p2p_core::WaitSet;
 use prometheus::Registry;
 
-pub use builder::{ClientModel, MoeClientBuilder, OnMissingExpert};
-pub use error::{BuildError, ClientError, ErrorKind};
-pub use shared::LayerObserver;
-pub use timing::{LayerReport, LayerTiming};
+pub use builder::MoeClientBuilder;
 
 use crate::backend::{BackendError, ExpertBackend};
-use call::elapsed_ns;
-use connector::{Gate, LanePort};
-use control::{Command, Control};
+use crate::error::ClientError;
+use crate::fleet::Fleet;
+use crate::fleet::connector::{Gate, LanePort};
+use crate::fleet::control::{Command, Control};
+use crate::fleet::link::LaneEvents;
+use crate::fleet::shared::Shared;
+use crate::model::ClientModel;
+use crate::timing::{LayerReport, LayerTiming, elapsed_ns};
 use lane::Lane;
-use link::LaneNews;
 use plan::Pair;
-use pool::{Pool, Taken};
-use shared::Shared;
+use pool::{Pool, PoolEntry};
 
-/// A client of the expert service. Cheap to clone; clones share everything. Any thread may call.
+/// A client of the expert service, with tensors in host memory.
+///
+/// Clones share everything and are cheap. Any thread may call, and a call may end on another thread than it began
+/// on.
 #[derive(Debug, Clone)]
 pub struct MoeClient {
     inner: Arc<Inner>,
 }
 
-/// A dispatched layer. Give it to [`MoeClient::combine`]; dropping it gives the call up.
-#[must_use = "dropping a handle gives the call up"]
+/// A dispatched layer. Pass it to [`MoeClient::combine`]. Dropping it abandons the call.
+#[must_use = "dropping a handle abandons the call"]
 pub struct Handle<'x> {
     client: MoeClient,
-    /// `None` when no token wants an expert.
+    /// `None` when every entry of the call is masked.
     lane: Option<Box<Lane>>,
     x: &'x [f32],
     layer: u32,
@@ -80,7 +78,7 @@ pub struct Handle<'x> {
 
 #[derive(Debug)]
 struct Inner {
-    // Lanes go first: their links then tell the connectors that they are gone.
+    // Dropped in this order: lanes first, so that connectors see the end of their links.
     lanes: Pool<Box<Lane>>,
     _control: Control,
     shared: Arc<Shared>,
@@ -194,7 +192,7 @@ impl MoeClient {
                 break Err(ClientError::System { op: "wait for servers", source });
             }
         };
-        self.inner.give_lane(lane);
+        self.inner.return_lane(lane);
         result
     }
 
@@ -270,7 +268,7 @@ impl MoeClient {
         Ok(handle)
     }
 
-    /// Checks the shapes and values of a call; gives the number of tokens.
+    /// Checks the shapes and values of a call. Returns the number of tokens.
     fn check(
         &self,
         x: &[f32],
@@ -321,15 +319,15 @@ impl MoeClient {
         let shared = &self.inner.shared;
         let lanes = &self.inner.lanes;
         let lane = match lanes.take(start + shared.settings.replica_wait) {
-            Taken::Free(lane) => lane,
-            Taken::MayCreate(id) => match self.make_lane(id) {
+            PoolEntry::Free(lane) => lane,
+            PoolEntry::MayCreate(id) => match self.make_lane(id) {
                 Ok(lane) => lane,
                 Err(source) => {
                     lanes.not_created(id);
                     return Err(ClientError::System { op: "make a lane", source });
                 }
             },
-            Taken::TimedOut => {
+            PoolEntry::TimedOut => {
                 return Err(ClientError::LanesExhausted {
                     max_lanes: lanes.capacity(),
                     waited: start.elapsed(),
@@ -340,27 +338,27 @@ impl MoeClient {
         Ok(lane)
     }
 
-    /// Makes a lane and waits until every server was tried once, so that the first call already has
-    /// the choice.
+    /// Makes a lane and waits until every server was tried once, so that the first call can choose among all
+    /// replicas.
     fn make_lane(&self, id: usize) -> std::io::Result<Box<Lane>> {
         let shared = &self.inner.shared;
         let wait = WaitSet::new()?;
-        let news = Arc::new(LaneNews::new(wait.kicker()));
+        let events = Arc::new(LaneEvents::new(wait.kicker()));
         let gate = Arc::new(Gate::closed());
         let client_id = self.inner.first_client_id.wrapping_add(id as u64);
-        let port = LanePort { id, client_id, news: Arc::clone(&news), gate: Arc::clone(&gate) };
-        let lane = Box::new(Lane::new(id, client_id, wait, news, shared.routing.load_full()));
-        // Fails only when the control task is gone; then no server is ever live.
+        let port = LanePort { id, client_id, events: Arc::clone(&events), gate: Arc::clone(&gate) };
+        let lane = Box::new(Lane::new(id, client_id, wait, events, shared.routing.load_full()));
+        // Fails only when the control task is gone. Then no server is ever live.
         let _ = shared.commands.send(Command::AddLane(port));
         if let Err(error) = gate.wait_open(&lane.wait, shared.settings.replica_wait) {
-            // The first call will wait in its turn.
+            // No harm: the first call waits for its servers itself.
             tracing::warn!(%error, "cannot wait for the servers of a new lane");
         }
         shared.metrics.lanes.set(self.inner.lanes.created() as i64);
         Ok(lane)
     }
 
-    /// The first (MoE layer, expert) that `lane` can reach no replica of.
+    /// The first (MoE layer, expert) without a replica that `lane` can reach.
     fn first_unreachable(&self, lane: &Lane) -> Option<(usize, u32)> {
         let model = &self.inner.shared.model;
         let live = |&rank: &u32| lane.live_link(&lane.routing.servers[rank as usize]).is_some();
@@ -397,7 +395,7 @@ impl Handle<'_> {
         result?;
         let finished = (lane.call.timing, lane.call.pairs.len() as u64, lane.routing.epoch);
         if let Some(lane) = self.lane.take() {
-            self.client.inner.give_lane(lane);
+            self.client.inner.return_lane(lane);
         }
         Ok(finished)
     }
@@ -407,7 +405,7 @@ impl Drop for Handle<'_> {
     fn drop(&mut self) {
         if let Some(mut lane) = self.lane.take() {
             lane.abandon_call(&self.client.inner.shared);
-            self.client.inner.give_lane(lane);
+            self.client.inner.return_lane(lane);
         }
     }
 }
@@ -422,13 +420,14 @@ impl fmt::Debug for Handle<'_> {
 }
 
 impl Inner {
-    fn new(shared: Arc<Shared>, control: Control, max_lanes: usize, registry: Registry) -> Self {
-        // Each lane has an identity of its own towards servers, unlike any other client's.
+    fn new(fleet: Fleet, max_lanes: usize) -> Self {
+        let Fleet { shared, control, registry } = fleet;
+        // Servers know each lane by an identity of its own. The low 16 bits number the lanes.
         let first_client_id = rand::random::<u64>() & !0xffff;
         Self { lanes: Pool::new(max_lanes), _control: control, shared, first_client_id, registry }
     }
 
-    fn give_lane(&self, lane: Box<Lane>) {
+    fn return_lane(&self, lane: Box<Lane>) {
         self.shared.metrics.lanes_busy.dec();
         self.lanes.put(lane);
     }
@@ -449,10 +448,9 @@ impl ExpertBackend for MoeClient {
     }
 }
 
-/// How often a waiter looks by itself, should an announcement be lost.
+/// How often a waiter checks on its own, in case a wake-up is lost.
 const POLL: Duration = Duration::from_millis(20);
 
-// Any thread may call, and a call may end on another thread than it began on.
 const _: () = {
     const fn shared_between_threads<T: Send + Sync>() {}
     const fn sent_between_threads<T: Send>() {}

@@ -1,5 +1,5 @@
-//! The control side of a client: follows the placement, keeps a connector for every lane and server,
-//! and reports suspects. Nothing here is on the path of a call.
+//! The control task of a client: it follows the placement, runs a connector for every lane and server, and reports
+//! suspect servers to the control plane. Nothing here is on the path of a call.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,30 +14,31 @@ use tokio::task::{Id, JoinSet};
 use tokio::time::timeout;
 
 use super::connector::{Connector, LanePort};
-use super::error::BuildError;
+use super::placement::{Change, Registry, Routing, Server};
 use super::shared::Shared;
-use crate::placement::{Change, Registry, Routing, Server};
+use crate::error::BuildError;
 
-/// What lanes and connectors tell the control task.
+/// Requests of lanes and connectors to the control task.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// A lane was made: connect it.
+    /// Connect a new lane.
     AddLane(LanePort),
-    /// A server failed somebody.
+    /// Report a server that failed.
     Suspect { server: Arc<Server>, reason: String },
 }
 
-/// What a connector is to do.
+/// What a connector must do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Leave {
-    Stay,
-    /// The server left the placement.
-    Gracefully,
-    /// The client goes.
-    Now,
+pub(crate) enum Directive {
+    /// Keep the server connected.
+    Serve,
+    /// The server left the placement: let it answer its frames, then close the connection.
+    Drain,
+    /// The client ends: close the connection at once.
+    Stop,
 }
 
-/// Where placements come from.
+/// Where placement tables come from.
 pub(crate) enum Tables {
     Watch(watch::Receiver<Arc<PlacementTable>>),
     ControlPlane,
@@ -72,8 +73,8 @@ impl Control {
         };
         let thread = match runtime {
             Some(handle) => {
-                let followed = task.follow(tables, handle)?;
-                handle.spawn(task.run(commands, followed, stopped));
+                let feed = task.follow(tables, handle)?;
+                handle.spawn(task.run(commands, feed, stopped));
                 None
             }
             None => {
@@ -81,12 +82,12 @@ impl Control {
                     .enable_all()
                     .build()
                     .map_err(BuildError::Thread)?;
-                let followed = task.follow(tables, runtime.handle())?;
+                let feed = task.follow(tables, runtime.handle())?;
                 let thread = std::thread::Builder::new()
                     .name("sy-client-ctl".to_owned())
                     .spawn(move || {
-                        runtime.block_on(task.run(commands, followed, stopped));
-                        // Memory that waits for kernels goes when they end, whether somebody waits or not.
+                        runtime.block_on(task.run(commands, feed, stopped));
+                        // Threads that free GPU memory wait for kernels. They go on after this wait.
                         runtime.shutdown_timeout(MAX_STOP);
                     })
                     .map_err(BuildError::Thread)?;
@@ -101,16 +102,16 @@ impl Drop for Control {
     fn drop(&mut self) {
         let _ = self.stop.send(true);
         if let Some(thread) = self.thread.take() {
-            // It ends within twice MAX_STOP; a panic of it was logged by its hook.
+            // The thread ends within twice MAX_STOP. Its panic, if any, was logged by the panic hook.
             let _ = thread.join();
         }
     }
 }
 
-/// A server and the connectors that work for it.
+/// A server and its connectors.
 struct Member {
     server: Arc<Server>,
-    leave: watch::Sender<Leave>,
+    directive: watch::Sender<Directive>,
     num_connectors: usize,
     suspected_at: Option<Instant>,
 }
@@ -120,26 +121,26 @@ struct Task {
     descriptor: ModelDescriptor,
     registry: Registry,
     lanes: Vec<LanePort>,
-    /// By uid: those in the placement, and those that left and still have connectors.
+    /// By uid: servers in the placement, and servers that left and still have connectors.
     members: HashMap<u64, Member>,
     connectors: JoinSet<()>,
     owners: HashMap<Id, u64>,
     control: Option<ControlClient>,
 }
 
-/// Tables, and what keeps them coming.
-struct Followed {
+/// Placement tables, and the watch that fetches them if they come from the control plane.
+struct PlacementFeed {
     tables: watch::Receiver<Arc<PlacementTable>>,
     watch: Option<PlacementWatch>,
 }
 
 impl Task {
-    fn follow(&self, tables: Tables, handle: &Handle) -> Result<Followed, BuildError> {
+    fn follow(&self, tables: Tables, handle: &Handle) -> Result<PlacementFeed, BuildError> {
         match (tables, &self.control) {
-            (Tables::Watch(tables), _) => Ok(Followed { tables, watch: None }),
+            (Tables::Watch(tables), _) => Ok(PlacementFeed { tables, watch: None }),
             (Tables::ControlPlane, Some(control)) => {
                 let watch = PlacementWatch::spawn(control, handle, WatchOptions::default())?;
-                Ok(Followed { tables: watch.tables(), watch: Some(watch) })
+                Ok(PlacementFeed { tables: watch.tables(), watch: Some(watch) })
             }
             (Tables::ControlPlane, None) => Err(BuildError::NoPlacement),
         }
@@ -148,7 +149,7 @@ impl Task {
     async fn run(
         mut self,
         mut commands: mpsc::UnboundedReceiver<Command>,
-        Followed { mut tables, watch }: Followed,
+        PlacementFeed { mut tables, watch }: PlacementFeed,
         mut stopped: watch::Receiver<bool>,
     ) {
         let mut state = watch.as_ref().map(PlacementWatch::state);
@@ -176,11 +177,11 @@ impl Task {
             }
         }
         for member in self.members.values() {
-            member.leave.send_replace(Leave::Now);
+            member.directive.send_replace(Directive::Stop);
         }
         let all_ended = async { while self.connectors.join_next().await.is_some() {} };
         let _ = timeout(MAX_STOP, all_ended).await;
-        // Those that are left let go of what they hold while the runtime still has threads for that.
+        // Connectors that are left free their memory while the runtime still has threads for it.
         self.connectors.shutdown().await;
     }
 
@@ -208,7 +209,7 @@ impl Task {
         self.shared.routing.store(Arc::new(routing));
         for server in joined {
             let member = Member {
-                leave: watch::channel(Leave::Stay).0,
+                directive: watch::channel(Directive::Serve).0,
                 server,
                 num_connectors: 0,
                 suspected_at: None,
@@ -221,16 +222,16 @@ impl Task {
         }
         for server in left {
             if let Some(member) = self.members.get(&server.uid) {
-                member.leave.send_replace(Leave::Gracefully);
+                member.directive.send_replace(Directive::Drain);
                 self.forget_if_idle(server.uid);
             }
         }
         for lane in &self.lanes {
-            lane.news.announce();
+            lane.events.notify();
         }
     }
 
-    /// Says in error messages why there is no placement, as long as there is none.
+    /// Puts the reason why there is no placement into error messages, as long as there is none.
     fn note_problem(&self, problem: Option<String>) {
         let current = self.shared.routing.load();
         if current.servers.is_empty() {
@@ -238,16 +239,16 @@ impl Task {
             routing.epoch = current.epoch;
             routing.problem = problem;
             self.shared.routing.store(Arc::new(routing));
-            self.lanes.iter().for_each(|lane| lane.news.announce());
+            self.lanes.iter().for_each(|lane| lane.events.notify());
         }
     }
 
     fn add_lane(&mut self, lane: LanePort) {
-        let staying = |member: &&Member| *member.leave.borrow() == Leave::Stay;
+        let serving = |member: &&Member| *member.directive.borrow() == Directive::Serve;
         let uids: Vec<u64> =
-            self.members.values().filter(staying).map(|member| member.server.uid).collect();
+            self.members.values().filter(serving).map(|member| member.server.uid).collect();
         lane.gate.expect(uids.len());
-        lane.news.announce();
+        lane.events.notify();
         self.lanes.push(lane);
         for uid in uids {
             self.spawn(uid, self.lanes.len() - 1, true);
@@ -261,10 +262,10 @@ impl Task {
             shared: Arc::clone(&self.shared),
             server: Arc::clone(&member.server),
             lane: self.lanes[lane].clone(),
-            leave: member.leave.subscribe(),
+            directive: member.directive.subscribe(),
             fallback: member.server.fallback.of_one(),
             initial,
-            given_up: None,
+            suspect_transport: None,
         };
         let task = self.connectors.spawn(connector.run());
         self.owners.insert(task.id(), uid);
@@ -280,17 +281,18 @@ impl Task {
 
     fn forget_if_idle(&mut self, uid: u64) {
         let Some(member) = self.members.get(&uid) else { return };
-        if member.num_connectors == 0 && *member.leave.borrow() != Leave::Stay {
+        if member.num_connectors == 0 && *member.directive.borrow() != Directive::Serve {
             self.registry.recycle(&member.server);
             self.members.remove(&uid);
         }
     }
 
-    /// Reports a server, not more than once a second, unless it left by itself.
+    /// Reports a server to the control plane, at most once a second. A server that left the placement is not
+    /// reported.
     fn suspect(&mut self, server: &Server, reason: String) {
         let Some(member) = self.members.get_mut(&server.uid) else { return };
         let recently = member.suspected_at.is_some_and(|at| at.elapsed() < SUSPECT_PAUSE);
-        if recently || *member.leave.borrow() != Leave::Stay {
+        if recently || *member.directive.borrow() != Directive::Serve {
             return;
         }
         member.suspected_at = Some(Instant::now());
@@ -304,15 +306,16 @@ impl Task {
         };
         let member_id = server.entry.member_id.clone();
         tokio::spawn(async move {
-            // Bounded by the client's own limit. A control plane that is down finds out by itself.
+            // The client's own timeout bounds the request. A report that is lost is no loss: a dead server's lease
+            // expires anyway.
             if let Err(error) = control.suspect(&member_id, &request).await {
-                tracing::debug!(%member_id, %error, "the control plane did not take the report");
+                tracing::debug!(%member_id, %error, "the control plane did not accept the report");
             }
         });
     }
 }
 
-/// Completes when the state changes; never without one, or when there will be no more.
+/// Completes when the state changes. Never completes without a state, or once its sender is gone.
 async fn changed<T>(state: &mut Option<watch::Receiver<T>>) {
     if let Some(receiver) = state {
         if receiver.changed().await.is_ok() {

@@ -1,22 +1,23 @@
 //! What one call cost.
 
-/// Where the time of one call went. Times are nanoseconds of the caller's monotonic clock, unless
-/// they are a server's own.
+use std::time::Instant;
+
+/// Times and counts of one call. Times are nanoseconds of the caller's monotonic clock, except those that servers
+/// report.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LayerTiming {
     /// Choosing replicas, grouping, writing and publishing frames, until `dispatch` returned.
     pub dispatch_ns: u64,
-    /// In `combine`: waiting for answers, re-sending included.
+    /// In `combine`: waiting for answers, retries included.
     pub wait_ns: u64,
     /// In `combine`: copying answers out of the slots and summing them.
     pub combine_ns: u64,
-    /// Longest time that an answered frame waited in its server before it was computed, as the
-    /// servers report it.
+    /// Longest time that an answered frame waited in its server's queue, as the servers report it.
     pub server_queue_ns: u64,
     /// Longest time that a server computed an answered frame, as the servers report it.
     pub server_compute_ns: u64,
-    /// What failures cost this call: from the last sign of life of each failed server until its
-    /// unanswered tokens were sent elsewhere, summed over the failures. 0 without failures.
+    /// Time lost to failures: from the last sign of life of each failed server until its unanswered tokens were
+    /// resent, summed over the failures. 0 without failures.
     pub stall_ns: u64,
     /// Frames published.
     pub num_frames: u32,
@@ -24,7 +25,7 @@ pub struct LayerTiming {
     pub num_servers: u32,
     /// Links that failed with tokens of this call unanswered.
     pub failovers: u32,
-    /// (token, expert) pairs sent again.
+    /// (token, expert) pairs resent.
     pub resent_pairs: u64,
     /// (token, expert) pairs left out for want of a live replica.
     pub missing_pairs: u64,
@@ -38,15 +39,20 @@ impl LayerTiming {
     }
 }
 
-/// A finished call, as an observer sees it.
+/// A finished call, for an observer.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerReport {
     /// MoE layer.
     pub layer: u32,
     /// Tokens of the call.
     pub num_tokens: usize,
-    /// Epoch of the placement that the tokens were sent by last.
+    /// Epoch of the placement at the call's last dispatch or retry.
     pub epoch: u64,
-    /// Where the time went.
+    /// Times and counts of the call.
     pub timing: LayerTiming,
+}
+
+/// Nanoseconds since `start`.
+pub(crate) fn elapsed_ns(start: Instant) -> u64 {
+    start.elapsed().as_nanos().try_into().unwrap_or(u64::MAX)
 }
