@@ -1,15 +1,17 @@
-//! The seam between a model and its experts.
+//! The interface between a model and its experts.
 
 use thiserror::Error;
 
-/// Something that computes the routed experts of a layer: a client of the expert service, or
-/// the experts of a checkpoint in this process.
+/// Computes the routed experts of a layer: a client of the expert service, or the experts of a checkpoint in this
+/// process.
 pub trait ExpertBackend {
-    /// For every token the sum over its chosen experts `e` of `weight_e * expert_e(x)`.
+    /// Computes for every token the sum over its chosen experts `e` of `weight_e * expert_e(x)`.
     ///
-    /// `x` is `[num_tokens, hidden]`; `topk_idx` and `topk_weights` are `[num_tokens, top_k]`, and
-    /// an index of -1 masks its entry. Every value of `out` `[num_tokens, hidden]` is overwritten;
-    /// after an error its content is unspecified. Zero tokens are no error.
+    /// `x` is `[num_tokens, hidden]`. `topk_idx` and `topk_weights` are `[num_tokens, top_k]`, and an index of -1 masks
+    /// its entry. Every value of `out` `[num_tokens, hidden]` is overwritten. Zero tokens are no error.
+    ///
+    /// # Errors
+    /// [`BackendError`]; the content of `out` is then unspecified.
     fn forward(
         &mut self,
         layer: u32,
@@ -46,7 +48,7 @@ impl<B: ExpertBackend + ?Sized> ExpertBackend for Box<B> {
     }
 }
 
-/// The experts of a layer could not be computed.
+/// Failure of an [`ExpertBackend`] at a layer.
 #[derive(Debug, Error)]
 #[error("the experts of layer {layer} could not be computed: {source}")]
 pub struct BackendError {
@@ -55,7 +57,7 @@ pub struct BackendError {
 }
 
 impl BackendError {
-    /// The failure `source` of a backend at `layer`.
+    /// An error of a backend at `layer`, caused by `source`.
     pub fn new(
         layer: u32,
         source: impl Into<Box<dyn std::error::Error + Send + Sync>>,

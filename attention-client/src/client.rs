@@ -1,5 +1,4 @@
-//! The attention side of a MoE layer as a service: tokens out to the servers that hold their experts,
-//! weighted sums back, whatever fails in between.
+//! The CPU client: tokens out to the servers that hold their experts, weighted sums back, retries on failure.
 //!
 //! ```text
 //!   caller ── dispatch ──▶ lane ── link ═══ slot pair ═══▶ server 0
@@ -8,23 +7,19 @@
 //!   control task ── placement, connecting, liveness ───────┘
 //! ```
 //!
-//! A *lane* has a link to every server and serves one call at a time, so that a call takes no lock
-//! and, once its buffers have grown, allocates nothing. Calls that overlap use different lanes. The
-//! *control task* runs beside: it follows the placement, connects lanes with servers, watches the
-//! connections and reports failures.
+//! A *lane* has a link to every server and serves one call at a time. So a call takes no lock and allocates nothing
+//! once its buffers have grown. Calls that overlap use different lanes. The *control task* follows the placement,
+//! connects lanes with servers, watches the connections and reports failures.
 //!
-//! A link fails on the first of: its connection closes, the transport reports an error, the peer's
-//! flags or answers are impossible, or nothing is heard for the deadline while answers are
-//! outstanding. Its slots are then never read again, what it had not answered is sent to replicas,
-//! and the layer is finished. Experts keep no state, so sending again is always safe; answers are
-//! summed only when they match an open frame, so nothing counts twice.
+//! A link fails when its connection closes, when the transport reports an error, when the peer's flags or answers
+//! are impossible, or when the peer is silent for the deadline while answers are outstanding. The client never reads
+//! its slots again, resends its unanswered tokens to replicas, and finishes the layer. Experts keep no state, so a
+//! retry is always safe. Answers count only if they match an open frame, so none counts twice.
 //!
-//! Partial sums are added in the order of the placement's servers, and a caller that is alone gets
-//! the same grouping every time: its results are reproducible to the bit as long as placement and
-//! servers stay the same.
+//! Partial sums are added in the order of the placement's servers, and a caller that is alone gets the same grouping
+//! every time. Its results are reproducible to the bit as long as placement and servers stay the same.
 //!
-//! This module does not know how experts are computed, who decides about placements, or what a
-//! token means.
+//! This module does not know how experts are computed, who decides about placements, or what a token means.
 
 mod builder;
 mod call;
@@ -88,19 +83,50 @@ struct Inner {
 
 impl MoeClient {
     /// Settings for a client of the experts of `model`.
+    ///
+    /// ```no_run
+    /// use std::time::Duration;
+    /// use switchyard_attention_client::{ClientModel, MoeClient, WireDtype};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let (url, token) = ("http://127.0.0.1:7070", Some("secret".to_owned()));
+    /// let model = ClientModel::fetch(url, token.clone(), 24, Duration::from_secs(5))?;
+    /// let client = MoeClient::builder(model)
+    ///     .control_plane(url, token.clone())
+    ///     .ticket(token)
+    ///     .wire_dtype(WireDtype::Bf16)
+    ///     .build()?;
+    /// client.wait_ready(Duration::from_secs(30))?;
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn builder(model: ClientModel) -> MoeClientBuilder {
         MoeClientBuilder::new(model)
     }
 
-    /// Sends the tokens of one layer to the servers that hold their experts, and returns without
-    /// waiting for answers. What does not fit into the slots is sent by [`combine`](Self::combine).
+    /// Sends the tokens of one layer to the servers that hold their experts, and returns without waiting for
+    /// answers. [`combine`](Self::combine) sends tokens that do not fit into the slots yet.
     ///
-    /// `x` is `[num_tokens, hidden]`; `topk_idx` and `topk_weights` are `[num_tokens, k]` for a `k`
-    /// up to the model's top-k. An index of -1 masks its entry; an expert may stand twice in a row
-    /// and then counts with both weights. Zero tokens are no error and cause no traffic.
+    /// `x` is `[num_tokens, hidden]`. `topk_idx` and `topk_weights` are `[num_tokens, k]`, where `k` is at most the
+    /// model's top-k. An index of -1 masks its entry. An expert that occurs twice in a row counts with both weights.
+    /// Zero tokens are no error and cause no traffic.
     ///
-    /// Each outstanding handle takes a lane. Without a free one the call waits as long as it would
-    /// for a replica.
+    /// Each outstanding handle takes a lane. Without a free lane the call blocks for `replica_wait` at most. A new
+    /// lane blocks until every server was tried once, for as long at most.
+    ///
+    /// ```no_run
+    /// # use switchyard_attention_client::{ClientError, MoeClient};
+    /// # fn shared_expert(_: &[f32]) {}
+    /// fn moe_layer(client: &MoeClient, layer: u32, x: &[f32]) -> Result<Vec<f32>, ClientError> {
+    ///     let num_tokens = x.len() / client.hidden();
+    ///     let (topk_idx, topk_weights) = (vec![5; num_tokens], vec![1.0; num_tokens]); // top-1
+    ///     let handle = client.dispatch(layer, x, &topk_idx, &topk_weights)?;
+    ///     shared_expert(x); // while servers compute
+    ///     let mut out = vec![0.0; x.len()];
+    ///     client.combine(handle, &mut out)?;
+    ///     Ok(out)
+    /// }
+    /// ```
     ///
     /// # Errors
     /// [`ClientError`]; nothing is outstanding then.
@@ -121,9 +147,21 @@ impl MoeClient {
 
     /// Waits for the answers to `handle` and writes the sums to `out` `[num_tokens, hidden]`.
     ///
-    /// The wait ends: a server that is silent for the deadline, or makes no step for the limit on
-    /// work, counts as failed; one that fails or refuses again and again is asked after growing
-    /// pauses; and a call in which nothing is answered waits for a usable replica as long as was set.
+    /// The wait is bounded. A server that is silent for the deadline counts as failed. So does a server that neither
+    /// takes nor answers a frame within the work limit. A server that fails or refuses repeatedly gets a growing
+    /// backoff. A call without any answer waits for a usable replica for `replica_wait`.
+    ///
+    /// ```no_run
+    /// # use switchyard_attention_client::{ClientError, Handle, MoeClient};
+    /// fn finish(client: &MoeClient, handle: Handle<'_>) -> Result<Vec<f32>, ClientError> {
+    ///     let mut out = vec![0.0; handle.num_tokens() * client.hidden()];
+    ///     let timing = client.combine(handle, &mut out)?;
+    ///     if timing.failovers > 0 {
+    ///         eprintln!("failed servers cost {} us", timing.stall_ns / 1000);
+    ///     }
+    ///     Ok(out)
+    /// }
+    /// ```
     ///
     /// # Errors
     /// [`ClientError`]; the content of `out` is then unspecified.
@@ -153,6 +191,16 @@ impl MoeClient {
 
     /// [`dispatch`](Self::dispatch) and [`combine`](Self::combine) in one.
     ///
+    /// ```no_run
+    /// # use switchyard_attention_client::{ClientError, MoeClient};
+    /// fn one_token(client: &MoeClient, layer: u32, x: &[f32]) -> Result<Vec<f32>, ClientError> {
+    ///     let mut out = vec![0.0; client.hidden()];
+    ///     // Experts 3 and 7; the third entry is masked.
+    ///     client.forward(layer, x, &[3, 7, -1], &[0.6, 0.4, 0.0], &mut out)?;
+    ///     Ok(out)
+    /// }
+    /// ```
+    ///
     /// # Errors
     /// [`ClientError`]; the content of `out` is then unspecified.
     pub fn forward(
@@ -167,11 +215,11 @@ impl MoeClient {
         self.combine(handle, out)
     }
 
-    /// Waits until a lane is connected with a live replica of every expert.
+    /// Waits until a lane is connected with a live replica of every expert, for `timeout` at most.
     ///
     /// # Errors
-    /// [`ClientError::NoReplica`] that names the first expert without: at `timeout`, or at once when all
-    /// its replicas have turned the client away for a reason that waiting does not change.
+    /// [`ClientError::NoReplica`] names the first expert without a replica: at `timeout`, or at once when all its
+    /// replicas refuse this client until a setting changes. Its text says what is known about each replica.
     pub fn wait_ready(&self, timeout: Duration) -> Result<(), ClientError> {
         let start = Instant::now();
         let shared = &self.inner.shared;
@@ -196,7 +244,7 @@ impl MoeClient {
         result
     }
 
-    /// Whose experts this client asks for.
+    /// The model that this client asks experts of.
     #[must_use]
     pub fn model(&self) -> &ClientModel {
         &self.inner.shared.model
@@ -214,7 +262,7 @@ impl MoeClient {
         self.inner.shared.routing.load().epoch
     }
 
-    /// Names of the servers that hold an expert by the placement in force.
+    /// Names of the servers that hold an expert, by the placement in force. Empty if there is no such layer or expert.
     #[must_use]
     pub fn replicas(&self, layer: u32, expert: u32) -> Vec<String> {
         let shared = &self.inner.shared;
@@ -229,7 +277,16 @@ impl MoeClient {
         }
     }
 
-    /// The registry that holds the client's metrics.
+    /// The registry with the client's metrics. The client binds no port: the engine exports them.
+    ///
+    /// ```no_run
+    /// # use switchyard_attention_client::MoeClient;
+    /// use switchyard_attention_client::prometheus::TextEncoder;
+    ///
+    /// fn metrics_page(client: &MoeClient) -> Result<String, Box<dyn std::error::Error>> {
+    ///     Ok(TextEncoder::new().encode_to_string(&client.registry().gather())?)
+    /// }
+    /// ```
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.inner.registry
@@ -375,7 +432,7 @@ impl Handle<'_> {
         self.num_tokens
     }
 
-    /// The call's timing, pairs and epoch.
+    /// Returns the call's timing, number of pairs and epoch.
     fn finish(&mut self, out: &mut [f32]) -> Result<(LayerTiming, u64, u64), ClientError> {
         let shared = Arc::clone(&self.client.inner.shared);
         let expected = self.num_tokens * shared.geometry.hidden();

@@ -1,4 +1,4 @@
-//! What a CPU client and a GPU client have in common: the servers of a placement and the connections to them.
+//! The servers of a placement and the connections to them: the common part of the CPU client and the GPU client.
 //!
 //! ```text
 //!   control task ── follows the placement, reports suspects

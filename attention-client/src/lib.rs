@@ -30,9 +30,9 @@
 //! use switchyard_attention_client::{ClientModel, MoeClient};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let (url, token) = ("http://127.0.0.1:7070", None);
+//! let (url, token) = ("http://127.0.0.1:7070", None::<String>);
 //! let model = ClientModel::fetch(url, token.clone(), 24, Duration::from_secs(5))?;
-//! let client = MoeClient::builder(model).control_plane(url, token).build()?;
+//! let client = MoeClient::builder(model).control_plane(url, token.clone()).ticket(token).build()?;
 //! client.wait_ready(Duration::from_secs(30))?;
 //!
 //! let x = vec![0.5; client.hidden()]; // one token
@@ -43,6 +43,8 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! `examples/standalone-client` in the repository is a program of its own that does this.
 
 pub mod backend;
 pub mod client;

@@ -1,4 +1,4 @@
-//! What one call cost.
+//! Times and counts of one call.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! From a prompt to text, token by token.
+//! Text generation: from a prompt to text, token by token.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,8 +12,7 @@ use crate::model::{ForwardError, KvCache, LoadError, LogitsOf, MoeObserver, Qwen
 use crate::tokenizer::{Tokenizer, TokenizerError};
 use attention_client::ExpertBackend;
 
-/// A language model that writes text: the attention side, its tokenizer, and a backend for the
-/// experts.
+/// A language model that generates text: the attention side, its tokenizer, and a backend for the experts.
 #[derive(Debug)]
 pub struct Generator<B> {
     model: Qwen3Moe,
@@ -21,13 +20,12 @@ pub struct Generator<B> {
     backend: B,
 }
 
-/// How to generate.
+/// Options of a generation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerateOptions {
-    /// Most tokens to generate; clipped to what the context leaves room for.
+    /// Most tokens to generate. Clipped to the room in the context.
     pub max_new_tokens: usize,
-    /// 0 always takes the likeliest token; above, tokens are drawn from
-    /// `softmax(logits / temperature)`.
+    /// At 0 the likeliest token is taken. Above 0, tokens are drawn from `softmax(logits / temperature)`.
     pub temperature: f32,
     /// Seed of the draws. The same seed draws the same tokens from the same logits.
     pub seed: u64,
@@ -49,7 +47,7 @@ pub struct TokenEvent<'a> {
     pub idx: usize,
     /// The token.
     pub id: u32,
-    /// Text that is complete now and was not before; empty while a character is unfinished.
+    /// Text that this token completes. Empty while a character is unfinished.
     pub text: &'a str,
     /// Time since the generation started.
     pub elapsed: Duration,
@@ -65,17 +63,17 @@ pub struct Generation {
     pub token_ids: Vec<u32>,
     /// Text of the new tokens.
     pub text: String,
-    /// Why it ended.
+    /// Reason for the end.
     pub finish_reason: FinishReason,
     /// `max_new_tokens` as used. Below the requested number when the context leaves no more room.
     pub max_new_tokens: usize,
     /// Whether `max_new_tokens` was clipped to the context.
     pub clipped: bool,
-    /// How long it took.
+    /// Times of the generation.
     pub timings: Timings,
 }
 
-/// Why a generation ended.
+/// Reason for the end of a generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FinishReason {
@@ -87,24 +85,24 @@ pub enum FinishReason {
     ContextFull,
 }
 
-/// Where the time of a generation went.
+/// Times of a generation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Timings {
-    /// The prompt, up to its logits.
+    /// Time for the prompt, up to its logits.
     pub prefill: Duration,
-    /// Every forward pass after that, each over one token; one fewer than there are new tokens.
+    /// Time of each later forward pass, over one token each. One pass fewer than new tokens.
     pub decode: Vec<Duration>,
 }
 
 impl Timings {
-    /// Tokens per second after the prompt; `None` when there was no such pass.
+    /// Tokens per second after the prompt; `None` without such a pass.
     pub fn tokens_per_s(&self) -> Option<f64> {
         let seconds = self.decode.iter().sum::<Duration>().as_secs_f64();
         (seconds > 0.0).then(|| self.decode.len() as f64 / seconds)
     }
 }
 
-/// A generator that cannot be opened.
+/// Failure of [`Generator::open`].
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenGeneratorError {
@@ -116,52 +114,33 @@ pub enum OpenGeneratorError {
     Tokenizer(#[from] TokenizerError),
 }
 
-/// A generation that failed.
+/// Failure of a generation.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum GenerateError {
-    /// There is nothing to continue.
+    /// The prompt has no tokens.
     #[error("the prompt is empty, expected at least one token")]
     EmptyPrompt,
     /// The context has no room for the prompt and a new token.
     #[error(
         "the prompt has {prompt_tokens} tokens, but the context of the model holds {context}, new tokens included: shorten the prompt"
     )]
-    PromptTooLong {
-        /// Tokens of the prompt.
-        prompt_tokens: usize,
-        /// Longest context of the model.
-        context: usize,
-    },
-    /// The temperature is no temperature.
+    PromptTooLong { prompt_tokens: usize, context: usize },
+    /// The temperature is negative or not a number.
     #[error("the temperature is {found}, expected 0 or a positive number")]
-    Temperature {
-        /// The value.
-        found: f32,
-    },
+    Temperature { found: f32 },
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
     /// The model or its backend failed.
     #[error("after {generated} new tokens: {source}")]
-    Forward {
-        /// Tokens that were generated, and reported, before.
-        generated: usize,
-        /// What failed, with the layer.
-        source: ForwardError,
-    },
-    /// No token can be chosen.
+    Forward { generated: usize, source: ForwardError },
+    /// A logit is NaN or +inf, so no token can be chosen.
     #[error(
         "after {generated} new tokens: the logit of token {id} is {value}; the weights or the experts' outputs are broken"
     )]
-    BadLogit {
-        /// Tokens that were generated, and reported, before.
-        generated: usize,
-        /// Index of the logit.
-        id: usize,
-        /// NaN or +inf.
-        value: f32,
-    },
+    BadLogit { generated: usize, id: usize, value: f32 },
 }
 
 impl<B: ExpertBackend> Generator<B> {
@@ -171,7 +150,7 @@ impl<B: ExpertBackend> Generator<B> {
         Ok(Self::new(Qwen3Moe::load(checkpoint)?, tokenizer, backend))
     }
 
-    /// Puts the parts together.
+    /// A generator of these parts.
     pub fn new(model: Qwen3Moe, tokenizer: Tokenizer, backend: B) -> Self {
         Self { model, tokenizer, backend }
     }
@@ -196,7 +175,10 @@ impl<B: ExpertBackend> Generator<B> {
         &mut self.backend
     }
 
-    /// Continues `prompt`; `on_token` is called for every new token as soon as it is known.
+    /// Continues `prompt`. Calls `on_token` for every new token at once.
+    ///
+    /// # Errors
+    /// [`GenerateError`]. Tokens that were reported before stay valid.
     pub fn generate(
         &mut self,
         prompt: &str,
@@ -206,7 +188,7 @@ impl<B: ExpertBackend> Generator<B> {
         self.generate_observed(prompt, options, on_token, None)
     }
 
-    /// As [`generate`](Self::generate); `observer` sees every MoE block on the way.
+    /// As [`generate`](Self::generate). `observer` sees every MoE block.
     pub fn generate_observed(
         &mut self,
         prompt: &str,
@@ -272,7 +254,7 @@ impl<B: ExpertBackend> Generator<B> {
         }
     }
 
-    /// How many of `wanted` tokens fit behind the prompt.
+    /// Number of new tokens, `wanted` at most, that fit into the context after the prompt.
     fn room(&self, prompt_tokens: usize, wanted: usize) -> Result<usize, GenerateError> {
         let context = self.model.config().max_positions;
         match context.checked_sub(prompt_tokens) {
@@ -291,7 +273,7 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The logits after the last of `tokens`, of which there is at least one.
+    /// The logits after the last of `tokens`. There must be at least one token.
     fn run(
         &mut self,
         tokens: &[u32],
@@ -324,7 +306,7 @@ impl Sampler {
         Ok(Self { temperature: f64::from(found), rng: StdRng::seed_from_u64(options.seed) })
     }
 
-    /// The token for `logits` `[vocab]`; among equally likely ones the lowest id.
+    /// Chooses a token by `logits` `[vocab]`. Among equally likely tokens the lowest id wins.
     fn choose(&mut self, logits: &[f32], generated: usize) -> Result<u32, GenerateError> {
         let mut best = 0;
         for (id, &value) in logits.iter().enumerate() {
@@ -347,12 +329,12 @@ impl Sampler {
                 return Ok(id as u32);
             }
         }
-        // Only reached by rounding.
+        // Reached only through rounding.
         Ok(best as u32)
     }
 }
 
-/// Tokens of a prompt that run through the model at once; bounds the memory of attention scores.
+/// Tokens of a prompt in one forward pass. Bounds the memory of attention scores.
 const PREFILL_TOKENS: usize = 512;
 
 #[cfg(test)]

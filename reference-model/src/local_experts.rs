@@ -7,44 +7,43 @@ use attention_client::{BackendError, ExpertBackend};
 use checkpoint::{Checkpoint, TensorError};
 use thiserror::Error;
 
-/// Computes experts in this process, straight from a checkpoint.
+/// Computes experts in this process, straight from a checkpoint. The reference for other backends.
 ///
-/// The reference that other backends are measured against: weights of any stored dtype are widened
-/// to f32 (fp8 with its block scales), products are summed in f64, tokens are taken one by one.
-/// An expert's f32 weights stay in memory from its first use on.
+/// Weights of any stored dtype are widened to f32 (fp8 with its block scales). Products are summed in f64, one token
+/// at a time. An expert's f32 weights stay in memory after its first use.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use switchyard_reference_model::{Checkpoint, ExpertBackend, LocalExperts};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let checkpoint = Arc::new(Checkpoint::open("data/tiny-moe")?);
+/// let x = vec![0.5; checkpoint.config().hidden]; // one token
+/// let mut out = vec![0.0; x.len()];
+/// LocalExperts::new(checkpoint).forward(1, &x, &[0, 3], &[0.7, 0.3], &mut out)?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct LocalExperts {
     checkpoint: Arc<Checkpoint>,
     loaded: HashMap<(u32, u32), Expert>,
 }
 
-/// Failure of [`LocalExperts`]; the source of its [`BackendError`].
+/// Failure of [`LocalExperts`]. It is the source of its [`BackendError`].
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum LocalExpertsError {
     /// The weights cannot be read.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// Slices whose lengths do not fit together.
+    /// Slices whose lengths do not match.
     #[error("{what} has {found} values, expected {expected}")]
-    Length {
-        /// Which slice.
-        what: &'static str,
-        /// Its length.
-        found: usize,
-        /// What the other slices ask for.
-        expected: String,
-    },
+    Length { what: &'static str, found: usize, expected: String },
     /// A top-k entry that is neither an expert nor the mask.
     #[error("topk_idx of token {token} is {found}, expected -1 or 0 to {}", num_experts - 1)]
-    Expert {
-        /// Row of `topk_idx`.
-        token: usize,
-        /// The entry.
-        found: i32,
-        /// Experts of a layer.
-        num_experts: u32,
-    },
+    Expert { token: usize, found: i32, num_experts: u32 },
 }
 
 impl LocalExperts {

@@ -1,7 +1,6 @@
-//! The attention side of Qwen3-MoE in f32 on the CPU; experts come from an [`ExpertBackend`].
+//! The attention side of Qwen3-MoE in f32 on the CPU. Experts come from an [`ExpertBackend`].
 //!
-//! A reference model: right first, simple second. It reads the embedding, attention, norms, gates
-//! and dense layers of a checkpoint, never an expert.
+//! It reads the embedding, attention, norms, gates and dense layers of a checkpoint, but no expert.
 
 mod attention;
 mod layers;
@@ -29,16 +28,16 @@ pub struct Qwen3Moe {
     rope: Rope,
 }
 
-/// Keys and values of the tokens that a model has seen. Belongs to one text and one model.
+/// Keys and values of the tokens that a model has seen. A cache belongs to one text and one model.
 ///
-/// A forward pass that fails leaves it as it was: the same tokens can be tried again.
+/// A failed forward pass leaves it unchanged, so the same tokens can be tried again.
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<LayerCache>,
     len: usize,
 }
 
-/// Which positions of a forward pass get logits.
+/// Positions of a forward pass that get logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogitsOf {
     /// The last token's only: `[vocab]`.
@@ -47,33 +46,24 @@ pub enum LogitsOf {
     All,
 }
 
-/// A model that cannot be loaded.
+/// Failure to load a model.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum LoadError {
     /// The checkpoint holds another kind of model.
     #[error(
         "the reference model runs {} only, but the checkpoint is {found}; its MoE layers can be served and checked one by one",
         Architecture::Qwen3Moe
     )]
-    Architecture {
-        /// What the checkpoint holds.
-        found: Architecture,
-    },
+    Architecture { found: Architecture },
     /// A setting that the reference model does not implement.
     #[error("{setting} is {found}, but the reference model implements {expected} only")]
-    Unsupported {
-        /// Name in `config.json`.
-        setting: &'static str,
-        /// Its value.
-        found: String,
-        /// What is implemented.
-        expected: &'static str,
-    },
+    Unsupported { setting: &'static str, found: String, expected: &'static str },
     /// A tensor is missing, has another shape or another dtype.
     #[error(transparent)]
     Tensor(#[from] TensorError),
-    /// The router's settings cannot work.
+    /// The router's settings are invalid.
     #[error("router: {0}")]
     Router(#[from] RouterConfigError),
     /// The tensor library failed.
@@ -84,11 +74,12 @@ pub enum LoadError {
 /// Failure of a forward pass.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum ForwardError {
     /// The experts of a layer could not be computed. The error names the layer.
     #[error(transparent)]
     Backend(#[from] BackendError),
-    /// The MoE block of a layer failed otherwise.
+    /// The MoE block of a layer failed for another reason.
     #[error(transparent)]
     MoeBlock(MoeBlockError),
     /// The tokens do not fit the context.
@@ -96,43 +87,19 @@ pub enum ForwardError {
         "{new} tokens after {cached} cached ones make {}, but the context holds {context}",
         cached + new
     )]
-    ContextFull {
-        /// Tokens in the cache.
-        cached: usize,
-        /// Tokens given.
-        new: usize,
-        /// Longest context of the model.
-        context: usize,
-    },
+    ContextFull { cached: usize, new: usize, context: usize },
     /// A token id that the model does not have.
     #[error("token {position} has id {id}, but the vocabulary has {vocab} entries")]
-    TokenOutOfRange {
-        /// Index in the tokens given.
-        position: usize,
-        /// The id.
-        id: u32,
-        /// Size of the vocabulary.
-        vocab: usize,
-    },
+    TokenOutOfRange { position: usize, id: u32, vocab: usize },
     /// No token was given.
     #[error("no tokens given, expected at least one")]
     NoTokens,
     /// The cache belongs to a model with another number of layers.
     #[error("the cache has {found} layers, expected {expected}: it belongs to another model")]
-    ForeignCache {
-        /// Layers of the cache.
-        found: usize,
-        /// Layers of the model.
-        expected: usize,
-    },
+    ForeignCache { found: usize, expected: usize },
     /// The tensor library failed.
     #[error("{part}: {source}")]
-    Library {
-        /// Where in the model.
-        part: String,
-        /// What went wrong.
-        source: Box<candle_core::Error>,
-    },
+    Library { part: String, source: Box<candle_core::Error> },
 }
 
 impl From<candle_core::Error> for LoadError {
@@ -187,7 +154,7 @@ impl Qwen3Moe {
         })
     }
 
-    /// The configuration it was loaded with.
+    /// The configuration of the checkpoint.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -198,8 +165,11 @@ impl Qwen3Moe {
         KvCache { layers, len: 0 }
     }
 
-    /// Runs `tokens` after those in `cache`, which then holds them too. Returns logits, `[vocab]`
-    /// or `[num_tokens, vocab]`. An `observer` sees every MoE block.
+    /// Runs `tokens` after the tokens in `cache`, and adds them to it. Returns logits, `[vocab]` or
+    /// `[num_tokens, vocab]`. An `observer` sees every MoE block.
+    ///
+    /// # Errors
+    /// [`ForwardError`]; the cache is unchanged then.
     pub fn forward(
         &mut self,
         tokens: &[u32],
@@ -217,7 +187,7 @@ impl Qwen3Moe {
         let mut x = self.embed(tokens).map_err(at("embedding"))?;
         for (idx, (layer, cache)) in self.layers.iter_mut().zip(&mut cache.layers).enumerate() {
             let step = Step { first, rotation: &rotation, mask: mask.as_ref() };
-            // A reborrow by hand: `as_deref_mut` cannot shorten the trait object's lifetime.
+            // Not `as_deref_mut`: it cannot shorten the trait object's lifetime.
             let observer = observer.as_mut().map(|o| &mut **o as &mut dyn MoeObserver);
             x = layer.forward(&x, step, cache, backend, observer).map_err(|e| e.at(idx))?;
         }
@@ -263,17 +233,17 @@ impl Qwen3Moe {
 }
 
 impl KvCache {
-    /// Tokens held.
+    /// Number of tokens.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether no token is held.
+    /// Returns true if there is no token.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Forgets all tokens but the first `len`.
+    /// Removes all tokens but the first `len`.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
@@ -331,7 +301,7 @@ impl Layer {
     }
 }
 
-/// What all layers share in one forward pass.
+/// Inputs of one forward pass that all layers share.
 #[derive(Clone, Copy)]
 struct Step<'a> {
     first: usize,
@@ -339,7 +309,7 @@ struct Step<'a> {
     mask: Option<&'a Tensor>,
 }
 
-/// A [`ForwardError`] that does not know its layer yet.
+/// A [`ForwardError`] without its layer.
 #[derive(Debug, Error)]
 enum LayerError {
     #[error(transparent)]
@@ -358,7 +328,7 @@ impl LayerError {
     }
 }
 
-/// The attention settings of a model that this module can run.
+/// The attention settings of a model, if this module supports it.
 fn supported(config: &ModelConfig) -> Result<&AttentionConfig, LoadError> {
     let found = config.architecture;
     let attention = match &config.attention {

@@ -1,4 +1,4 @@
-//! Text to tokens and back, with streaming decode.
+//! From text to tokens and back, with streaming decode.
 
 use std::path::{Path, PathBuf};
 
@@ -10,16 +10,15 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
 }
 
-/// Turns token ids into text as they come; see [`Tokenizer::stream`].
+/// Decodes token ids one by one; see [`Tokenizer::stream`].
 ///
-/// The pieces that [`push`](Self::push) and [`finish`](Self::finish) return, put together, are
-/// the decoded text. No piece ends inside a UTF-8 character: bytes of an unfinished character are
-/// held back until the tokens that complete it arrive, or until `finish`, which shows them as
-/// U+FFFD.
+/// [`push`](Self::push) and [`finish`](Self::finish) return pieces of the decoded text. No piece ends inside a UTF-8
+/// character: the stream keeps the bytes of an unfinished character until later tokens complete it. `finish` returns
+/// them as U+FFFD.
 #[derive(Debug)]
 pub struct TokenStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The tokens that still matter: decoders look at neighbours (leading spaces, byte runs).
+    /// Recent tokens: the text of a token depends on its neighbours (leading spaces, byte runs).
     window: Vec<u32>,
     /// Bytes of the decoded window that have been returned, or belong to the context.
     emitted_bytes: usize,
@@ -27,34 +26,20 @@ pub struct TokenStream<'a> {
     settled: usize,
 }
 
-/// Failure to open a tokenizer or to use it.
+/// Failure of a tokenizer.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum TokenizerError {
-    /// The file is missing or is no tokenizer.
+    /// The file is missing or no tokenizer.
     #[error("cannot read the tokenizer {}: expected a Hugging Face tokenizer.json", path.display())]
-    Open {
-        /// The file.
-        path: PathBuf,
-        /// What went wrong.
-        source: tokenizers::Error,
-    },
+    Open { path: PathBuf, source: tokenizers::Error },
     /// The text cannot be tokenised.
     #[error("cannot tokenise a text of {bytes} bytes")]
-    Encode {
-        /// Length of the text.
-        bytes: usize,
-        /// What went wrong.
-        source: tokenizers::Error,
-    },
+    Encode { bytes: usize, source: tokenizers::Error },
     /// The tokens cannot be decoded.
     #[error("cannot decode {tokens} tokens")]
-    Decode {
-        /// Number of tokens.
-        tokens: usize,
-        /// What went wrong.
-        source: tokenizers::Error,
-    },
+    Decode { tokens: usize, source: tokenizers::Error },
 }
 
 impl Tokenizer {
@@ -78,16 +63,15 @@ impl Tokenizer {
             .map_err(|source| TokenizerError::Encode { bytes: text.len(), source })
     }
 
-    /// The text of `ids`, without special tokens. Bytes that are no UTF-8 become U+FFFD, unknown
-    /// ids nothing.
+    /// The text of `ids`, without special tokens. Bytes that are no UTF-8 become U+FFFD. Unknown ids are left out.
     pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.inner
             .decode(ids, true)
             .map_err(|source| TokenizerError::Decode { tokens: ids.len(), source })
     }
 
-    /// A stream for the tokens that follow `context`. The context is not returned again; it only
-    /// decides how the first tokens read (a leading space, for instance).
+    /// A stream for the tokens that follow `context`. The context is not returned; it only affects the text of the
+    /// first tokens, for instance by a leading space.
     pub fn stream(&self, context: &[u32]) -> Result<TokenStream<'_>, TokenizerError> {
         let window = context[context.len().saturating_sub(CONTEXT_TOKENS)..].to_vec();
         let emitted_bytes = self.decode(&window)?.len();
@@ -96,13 +80,12 @@ impl Tokenizer {
 }
 
 impl TokenStream<'_> {
-    /// The text that `id` adds and that no later token can change; often one word, sometimes
-    /// empty.
+    /// Adds token `id`. Returns the text that no later token can change: often one word, sometimes empty.
     pub fn push(&mut self, id: u32) -> Result<String, TokenizerError> {
         self.window.push(id);
         let text = self.tokenizer.decode(&self.window)?;
-        // Decoders write U+FFFD for an incomplete character; a byte-fallback decoder writes one
-        // for every byte of the run. All of them wait.
+        // Decoders write U+FFFD for an incomplete character. A byte-fallback decoder writes one for every byte of the
+        // run. The stream keeps all of them back.
         let stable = text.trim_end_matches(char::REPLACEMENT_CHARACTER);
         let whole = stable.len() == text.len();
         let overlong = self.window.len() >= MAX_WINDOW_TOKENS;
@@ -111,8 +94,8 @@ impl TokenStream<'_> {
         }
         let piece = self.emit(&text);
         if overlong || !piece.is_empty() {
-            // Everything so far is out. The tokens before the last settled point can go, those
-            // after it stay as context.
+            // All text so far is returned. Tokens before the last settled point are removed; later ones stay as
+            // context.
             let oldest = self.window.len().saturating_sub(CONTEXT_TOKENS);
             self.window.drain(..if overlong { oldest } else { self.settled });
             self.settled = self.window.len();
@@ -121,7 +104,7 @@ impl TokenStream<'_> {
         Ok(piece)
     }
 
-    /// What is still held back, when no more tokens come.
+    /// Returns the rest of the text, after the last token.
     pub fn finish(&mut self) -> Result<String, TokenizerError> {
         let text = self.tokenizer.decode(&self.window)?;
         Ok(self.emit(&text))
@@ -131,7 +114,7 @@ impl TokenStream<'_> {
         if text.len() <= self.emitted_bytes {
             return String::new();
         }
-        // A boundary unless a decoder rewrote what it had given before.
+        // Not a boundary if the decoder changed text that it had returned before.
         let start = text.ceil_char_boundary(self.emitted_bytes);
         self.emitted_bytes = text.len();
         text[start..].to_owned()
@@ -140,6 +123,6 @@ impl TokenStream<'_> {
 
 /// Tokens of the prompt, or of broken output, that a stream keeps as context.
 const CONTEXT_TOKENS: usize = 8;
-/// Tokens that may pass without one of them ending a character. Text does that for three tokens at
-/// most, broken output for as long as it likes; beyond this it is shown as it is.
+/// Most tokens in a row that may end inside a character. Valid text has at most three. Beyond this limit the output
+/// is broken, and the stream returns it as it is.
 const MAX_WINDOW_TOKENS: usize = 256;

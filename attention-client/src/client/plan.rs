@@ -55,7 +55,7 @@ pub(crate) struct Plan {
     cursors: Vec<Cursor>,
 }
 
-/// Where the tokens and entries of one server go.
+/// Positions for the tokens and entries of one server.
 #[derive(Debug, Clone, Copy)]
 struct Cursor {
     num_tokens: u32,

@@ -245,7 +245,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Removes the servers that did not answer a call, except those that refused.
+    /// Removes the servers that did not answer a call. Servers that refused stay.
     pub fn fail_unanswered(&mut self, call: usize, status: &Status) {
         let last = self.calls.last();
         let tables = Arc::clone(&self.calls.get(call).tables);

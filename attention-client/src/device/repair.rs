@@ -147,7 +147,8 @@ impl Repair {
         Ok(())
     }
 
-    /// The call's input without experts that an earlier call waited for in vain, if calls may go on without them.
+    /// The call's input. After a futile wait for a replica, and if calls may drop experts, it lacks the experts without
+    /// a live replica.
     pub fn without_orphans(
         &self,
         executor: &mut Executor,

@@ -211,7 +211,7 @@ impl Replays {
     }
 }
 
-/// What a replay sees of its kernels and servers.
+/// Waits of a replay, and removal of failed servers.
 impl Executor {
     /// Removes all servers that kernels gave up. The error word names only one of them.
     fn fail_lost(&mut self, last: u64) -> Result<(), DeviceError> {

@@ -94,7 +94,7 @@ impl Watch {
     }
 }
 
-/// What a watch sees of the kernels.
+/// Looks at the kernels and their servers.
 impl Executor {
     fn progress(&self) -> Result<Progress, GpuError> {
         let mut sequence = Vec::new();

@@ -74,7 +74,7 @@ pub(crate) struct Connector {
     pub server: Arc<Server>,
     pub lane: LanePort,
     pub directive: watch::Receiver<Directive>,
-    /// This lane's view of which transports work with the server. Lanes share the findings.
+    /// Transports that do not work with the server, as this lane knows. Lanes share their findings.
     pub fallback: Fallback,
     /// True while the lane waits for the first attempt.
     pub initial: bool,
@@ -99,7 +99,7 @@ struct ServerConnection {
     incarnation: u64,
 }
 
-/// What a connector does after a link.
+/// The next step of a connector after a link.
 enum NextStep {
     /// Connect again, after a pause.
     Reconnect,

@@ -27,7 +27,7 @@ pub(crate) enum Command {
     Suspect { server: Arc<Server>, reason: String },
 }
 
-/// What a connector must do.
+/// An order to a connector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Directive {
     /// Keep the server connected.
@@ -38,7 +38,7 @@ pub(crate) enum Directive {
     Stop,
 }
 
-/// Where placement tables come from.
+/// The source of placement tables.
 pub(crate) enum Tables {
     Watch(watch::Receiver<Arc<PlacementTable>>),
     ControlPlane,

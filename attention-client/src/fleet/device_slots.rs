@@ -11,7 +11,7 @@ pub(crate) use p2p_core::bootstrap::{DevicePair, DeviceSide};
 
 use super::link::LinkState;
 
-/// What a GPU client gives to the handshakes of its fleet.
+/// The GPU client's part in the handshakes of its fleet.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceSupport {
     /// This side's offer.

@@ -21,7 +21,7 @@ use crate::error::BuildError;
 use crate::metrics::ClientMetrics;
 use crate::model::ClientModel;
 
-/// What a call does about an expert that no live server holds.
+/// Policy of a call for an expert that no live server holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnMissingExpert {
@@ -71,7 +71,7 @@ impl Settings {
     }
 }
 
-/// Where the placement comes from.
+/// The source of the placement.
 enum Source {
     None,
     Table(Box<PlacementTable>),
@@ -321,7 +321,7 @@ macro_rules! fleet_setters {
             self
         }
 
-        /// What a call does about an expert that no live server holds. Default: the call fails.
+        /// Policy of a call for an expert that no live server holds. Default: the call fails.
         pub fn on_missing_expert(mut self, policy: $crate::OnMissingExpert) -> Self {
             self.fleet.settings.on_missing = policy;
             self

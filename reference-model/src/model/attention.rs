@@ -128,5 +128,5 @@ impl LayerCache {
     }
 }
 
-/// Positions that a cache has room for at first.
+/// Initial capacity of a cache, in positions.
 const MIN_CAPACITY: usize = 64;

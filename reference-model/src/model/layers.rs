@@ -1,4 +1,4 @@
-//! Weights of an attention side and the operations that need no state.
+//! Weights of the attention side, and operations without state.
 
 use candle_core::{Device, Storage, Tensor};
 use checkpoint::{Checkpoint, ExpertTensors, WeightView};
@@ -71,7 +71,7 @@ impl RmsNorm {
     }
 }
 
-/// `down(silu(gate(x)) * up(x))`: a dense MLP, or the expert that every token visits.
+/// `down(silu(gate(x)) * up(x))`: a dense MLP, or a shared expert.
 #[derive(Debug, Clone)]
 pub(super) struct Mlp {
     gate: Linear,

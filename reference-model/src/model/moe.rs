@@ -1,4 +1,4 @@
-//! The MoE block: gate, router, shared experts here; routed experts through a backend.
+//! The MoE block: gate, router and shared experts. A backend computes the routed experts.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ pub struct MoeBlock {
     workspace: Workspace,
 }
 
-/// What passed through an MoE block.
+/// Input, choices and output of one pass through an MoE block.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct MoeRecord<'a> {
@@ -44,9 +44,9 @@ pub struct MoeRecord<'a> {
     pub backend_time: Duration,
 }
 
-/// Sees every MoE block that succeeds. Closures over a [`MoeRecord`] are observers.
+/// Observes MoE blocks. Closures over a [`MoeRecord`] are observers.
 pub trait MoeObserver {
-    /// Called once per block, after its output is complete.
+    /// Called once for each block that succeeds, after its output is complete.
     fn moe_block(&mut self, record: &MoeRecord<'_>);
 }
 
@@ -59,38 +59,20 @@ impl<F: FnMut(&MoeRecord<'_>)> MoeObserver for F {
 /// Failure of an MoE block.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages explain the fields")]
 pub enum MoeBlockError {
     /// The backend failed. Its error names the layer.
     #[error(transparent)]
     Backend(#[from] BackendError),
-    /// The gate's logits cannot be routed.
+    /// The router cannot use the gate's logits.
     #[error("layer {layer}: {source}")]
-    Route {
-        /// Decoder layer of the block.
-        layer: u32,
-        /// What is wrong with the logits.
-        source: RouteError,
-    },
+    Route { layer: u32, source: RouteError },
     /// A slice of the wrong length.
     #[error("layer {layer}: {what} has {found} values, expected {expected}")]
-    Length {
-        /// Decoder layer of the block.
-        layer: u32,
-        /// Which slice.
-        what: &'static str,
-        /// Its length.
-        found: usize,
-        /// The length that fits.
-        expected: usize,
-    },
+    Length { layer: u32, what: &'static str, found: usize, expected: usize },
     /// The tensor library failed.
     #[error("layer {layer}: {source}")]
-    Tensor {
-        /// Decoder layer of the block.
-        layer: u32,
-        /// What went wrong.
-        source: Box<candle_core::Error>,
-    },
+    Tensor { layer: u32, source: Box<candle_core::Error> },
 }
 
 impl MoeBlockError {
@@ -100,7 +82,7 @@ impl MoeBlockError {
 }
 
 impl MoeBlock {
-    /// The block of `layer`; reads the gate, its bias and the shared experts.
+    /// Loads the block of `layer`: the gate, its bias and the shared experts.
     pub fn load(checkpoint: &Checkpoint, layer: u32) -> Result<Self, LoadError> {
         let config = checkpoint.config();
         let tensors = checkpoint.router(layer)?;
@@ -137,8 +119,11 @@ impl MoeBlock {
         Ok((&self.workspace.topk_idx, &self.workspace.topk_weights))
     }
 
-    /// The whole block for `x` `[num_tokens, hidden]`; `out` has the same shape and is
-    /// overwritten. The residual is the caller's. An `observer` sees input and output.
+    /// Runs the block for `x` `[num_tokens, hidden]` and overwrites `out`, of the same shape. The caller adds the
+    /// residual. An `observer` sees input and output.
+    ///
+    /// # Errors
+    /// [`MoeBlockError`]; the content of `out` is then unspecified.
     pub fn forward(
         &mut self,
         x: &[f32],
