@@ -20,7 +20,8 @@
 //! releases exclude them (transformers issue 45440), and so does this module.
 //!
 //! Equal scores are resolved in favour of the lowest expert index (and the lowest group index),
-//! so that a result never depends on the machine. `torch.topk` does not define the order of equal scores. Chosen experts are listed by descending score.
+//! so that a result never depends on the machine. `torch.topk` does not define the order of equal
+//! scores. Chosen experts are listed by descending score.
 
 mod config;
 

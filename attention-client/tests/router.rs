@@ -14,7 +14,7 @@ use switchyard_attention_client::router::{
 /// Scores this close may be ordered either way by f32 and f64 arithmetic.
 const TIE: f64 = 1e-6;
 
-/// What a token's row ought to give, the long way: full sorts, f64.
+/// Expected scores of a token's row, computed by full sorts in f64.
 struct Naive {
     /// Unbiased scores.
     scores: Vec<f64>,

@@ -77,11 +77,12 @@ impl Plan {
         self.expert_rank.resize(num_experts, NONE);
     }
 
-    /// Distributes `pairs`, ascending by token, over the servers of `routing`: every expert to
-    /// replica for which `usable` returns a penalty, the one with the least penalty and then the least load. Frames hold at most `max_tokens` tokens. Appends to `tokens` and `entries`.
+    /// Distributes `pairs`, ascending by token, over the servers of `routing`. Each expert goes to one replica for
+    /// which `usable` returns a penalty: the one with the least penalty, and among these with the least load. Frames
+    /// have at most `max_tokens` tokens. Appends to `tokens` and `entries`.
     ///
-    /// The choice depends on nothing but the arguments and the servers' loads, so a caller that is
-    /// alone gets the same grouping, and thereby the same rounding, every time.
+    /// The choice depends only on the arguments and the servers' loads. So a caller that is alone gets the same
+    /// grouping, and thereby the same rounding, every time.
     pub fn assign(
         &mut self,
         routing: &Routing,

@@ -39,6 +39,8 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
+    /// A gate that opens after [`expect`](Self::expect) and as many calls of [`arrive`](Self::arrive) as it said, in
+    /// any order.
     pub fn closed() -> Self {
         Self { missing: AtomicIsize::new(isize::MAX / 2) }
     }
@@ -408,7 +410,7 @@ impl Connector {
                     Err(_) => return self.note_useless(transport, reason.name()),
                 }
             }
-            // No failure, or bytes that came over the link.
+            // Not a failure of the transport.
             _ => None,
         };
         if let Some(reason @ CloseReason::Left) = closed

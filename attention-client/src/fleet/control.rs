@@ -39,7 +39,7 @@ pub(crate) enum Directive {
 }
 
 /// The source of placement tables.
-pub(crate) enum Tables {
+pub(crate) enum TableSource {
     Watch(watch::Receiver<Arc<PlacementTable>>),
     ControlPlane,
 }
@@ -55,7 +55,7 @@ impl Control {
     pub fn start(
         shared: &Arc<Shared>,
         commands: mpsc::UnboundedReceiver<Command>,
-        tables: Tables,
+        tables: TableSource,
         control: Option<ControlClient>,
         max_lanes: usize,
         runtime: Option<&Handle>,
@@ -135,14 +135,14 @@ struct PlacementFeed {
 }
 
 impl Task {
-    fn follow(&self, tables: Tables, handle: &Handle) -> Result<PlacementFeed, BuildError> {
+    fn follow(&self, tables: TableSource, handle: &Handle) -> Result<PlacementFeed, BuildError> {
         match (tables, &self.control) {
-            (Tables::Watch(tables), _) => Ok(PlacementFeed { tables, watch: None }),
-            (Tables::ControlPlane, Some(control)) => {
+            (TableSource::Watch(tables), _) => Ok(PlacementFeed { tables, watch: None }),
+            (TableSource::ControlPlane, Some(control)) => {
                 let watch = PlacementWatch::spawn(control, handle, WatchOptions::default())?;
                 Ok(PlacementFeed { tables: watch.tables(), watch: Some(watch) })
             }
-            (Tables::ControlPlane, None) => Err(BuildError::NoPlacement),
+            (TableSource::ControlPlane, None) => Err(BuildError::NoPlacement),
         }
     }
 

@@ -167,7 +167,8 @@ impl Routing {
         routing
     }
 
-    /// MoE layers.
+    /// Number of MoE layers.
+    #[cfg(feature = "device")]
     pub fn num_layers(&self) -> usize {
         (self.offsets.len() - 1) / self.num_experts.max(1)
     }

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
 use super::Fleet;
-use super::control::{Control, Tables};
+use super::control::{Control, TableSource};
 use super::device_slots::DeviceSupport;
 use super::placement::Routing;
 use super::shared::{LayerObserver, Shared};
@@ -173,11 +173,11 @@ impl FleetBuilder {
             (Source::None, _) | (Source::ControlPlane, None) => {
                 return Err(BuildError::NoPlacement);
             }
-            (Source::ControlPlane, Some(_)) => Tables::ControlPlane,
-            (Source::Watch(tables), _) => Tables::Watch(tables),
+            (Source::ControlPlane, Some(_)) => TableSource::ControlPlane,
+            (Source::Watch(tables), _) => TableSource::Watch(tables),
             (Source::Table(table), _) => {
                 check_table(&table, &descriptor)?;
-                Tables::Watch(watch::channel(Arc::new(*table)).1)
+                TableSource::Watch(watch::channel(Arc::new(*table)).1)
             }
         };
         let num_layers = self.model.shape.num_layers as usize;

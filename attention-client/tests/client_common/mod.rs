@@ -1,4 +1,4 @@
-//! What the tests of the client share: random requests, real servers, scripted servers.
+//! Common parts of the client's tests: random requests, real servers, scripted servers.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 pub mod fake;
@@ -70,7 +70,7 @@ pub fn tiny_dir() -> PathBuf {
     elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
 }
 
-/// What real servers must compute, by another program.
+/// Expected output of real servers, by another program.
 pub fn local_reference(request: &Request, local: &mut LocalExperts) -> Vec<f32> {
     let mut out = poisoned(request.x.len());
     local

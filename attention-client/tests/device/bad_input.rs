@@ -1,4 +1,4 @@
-//! What cannot be used is refused by one clear error, before anything is launched.
+//! Unusable input is refused by one clear error, before anything is launched.
 
 use std::time::Duration;
 
@@ -89,7 +89,7 @@ fn tensors_that_cannot_be_used() {
         let error = unsafe { client.forward(&stream, request.layer, &good, out) }.unwrap_err();
         assert!(error.to_string().contains(words), "{error}");
     }
-    // What only the kernels can see.
+    // Errors that only the kernels can see.
     let mut local = fleet.local();
     tensors.write(&tensors.num_tokens, &[client.max_tokens() + 7]);
     // SAFETY: the tensors have these sizes.

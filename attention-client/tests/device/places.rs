@@ -15,7 +15,7 @@ use crate::order::{Call, DTYPE, NEVER, beside_one_that_stands_still};
 use crate::rig::{Fleet, Replicas, Tensors, builder, forward, options, soon};
 
 /// A client of one server that has no place for a second one.
-fn one_seat() -> Option<(Replicas, watch::Sender<Arc<PlacementTable>>, DeviceClient)> {
+fn one_place() -> Option<(Replicas, watch::Sender<Arc<PlacementTable>>, DeviceClient)> {
     let mut replicas = Replicas::of(DTYPE, 1, 4)?;
     replicas.max_servers = 1;
     let (tables, watched) = watch::channel(Arc::new(replicas.table()));
@@ -24,12 +24,12 @@ fn one_seat() -> Option<(Replicas, watch::Sender<Arc<PlacementTable>>, DeviceCli
     Some((replicas, tables, client))
 }
 
-/// The kernels of both have ended when the first is repaired, so its place is free. The second call's lack of
-/// answers is the dead server's then, whoever sits there.
+/// The kernels of both calls have ended when the first is repaired, so the place is free. Then the missing answers of
+/// the second call are the dead server's, not those of the new server in its place.
 #[test]
-fn a_successor_takes_the_only_seat_while_combined_calls_refer_to_it() {
-    let mut rng = seeded("a_successor_takes_the_only_seat_while_combined_calls_refer_to_it");
-    let Some((mut replicas, tables, mut client)) = one_seat() else { return };
+fn a_new_server_takes_the_only_place_while_combined_calls_refer_to_it() {
+    let mut rng = seeded("a_new_server_takes_the_only_place_while_combined_calls_refer_to_it");
+    let Some((mut replicas, tables, mut client)) = one_place() else { return };
     let client = &mut client;
     let local = &mut replicas.local();
     let streams = [(); 2].map(|()| client.gpu().stream().expect("stream"));
@@ -60,7 +60,7 @@ fn a_successor_takes_the_only_seat_while_combined_calls_refer_to_it() {
 fn a_graph_gets_a_successor_while_a_combined_call_refers_to_its_predecessor() {
     let test = "a_graph_gets_a_successor_while_a_combined_call_refers_to_its_predecessor";
     let mut rng = seeded(test);
-    let Some((mut replicas, tables, mut client)) = one_seat() else { return };
+    let Some((mut replicas, tables, mut client)) = one_place() else { return };
     let client = &mut client;
     let local = &mut replicas.local();
     let stream = client.gpu().stream().expect("stream");
@@ -87,11 +87,11 @@ fn a_graph_gets_a_successor_while_a_combined_call_refers_to_its_predecessor() {
     recorded.check(&request, local);
 }
 
-/// Nobody can finish calls while the client waits for servers.
+/// The caller cannot finish calls while the client waits for servers.
 #[test]
 fn waiting_for_a_server_that_waits_for_a_call_ends_at_once() {
     let mut rng = seeded("waiting_for_a_server_that_waits_for_a_call_ends_at_once");
-    let Some((mut replicas, tables, mut client)) = one_seat() else { return };
+    let Some((mut replicas, tables, mut client)) = one_place() else { return };
     let client = &mut client;
     let stream = client.gpu().stream().expect("stream");
     let [a] = beside_one_that_stands_still(&mut rng, &replicas, client, &stream);

@@ -20,7 +20,7 @@ use crate::client_common::{Request, local_reference, table, tiny_dir};
 /// Some dozens of tokens of the tiny model.
 pub const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 
-/// Where servers run, and where the client does. `None` skips a test loudly.
+/// GPUs of the servers, and of the client. `None` skips a test loudly.
 pub fn devices() -> Option<(DeviceName, DeviceName)> {
     let name = std::env::var("SWITCHYARD_TEST_DEVICE").unwrap_or_else(|_| "emulated".to_owned());
     if name == "emulated" {
@@ -44,7 +44,7 @@ pub fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
-/// What servers hold: expert `e` lies on `replicas` servers from `e % num_servers` on.
+/// Layout of the experts: expert `e` lies on `replicas` servers from `e % num_servers` on.
 #[derive(Debug, Clone, Copy)]
 pub struct Layout {
     pub num_servers: usize,
@@ -236,7 +236,7 @@ impl Replicas {
         self.connect_by(builder.placement(self.table.clone()))
     }
 
-    /// As [`connect`](Self::connect), where the placement is somebody else's matter.
+    /// As [`connect`](Self::connect), but the caller sets the placement.
     pub fn connect_by(&self, builder: DeviceClientBuilder) -> DeviceClient {
         self.guest().connect_by(builder)
     }
@@ -257,7 +257,7 @@ impl Replicas {
     }
 }
 
-/// What it takes to be a client of [`Replicas`].
+/// Settings for clients of [`Replicas`].
 #[derive(Clone)]
 pub struct Guest {
     pub model: ClientModel,
@@ -345,7 +345,7 @@ impl Tensors {
         }
     }
 
-    /// Loads a request. What lies behind its tokens, and the output, is poison.
+    /// Loads a request. Memory behind its tokens, and the output, is poison.
     pub fn load(&self, request: &Request) -> DeviceInput {
         let k = request.idx.len().checked_div(request.num_tokens).unwrap_or(self.top_k);
         assert!(k <= self.top_k && request.num_tokens <= self.capacity as usize);
@@ -418,7 +418,7 @@ pub fn forward(
     timing
 }
 
-/// What arrives at a server, in f32.
+/// The values that arrive at a server, in f32.
 pub fn on_the_wire(x: &[f32], dtype: WireDtype) -> Vec<f32> {
     let rounded: Vec<f32> = x.iter().map(|v| bf16::from_f32(*v).to_f32()).collect();
     if dtype != WireDtype::F8E4m3 {
