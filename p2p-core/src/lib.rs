@@ -22,14 +22,11 @@
 //! | [`engine`] | messages, one-sided reads and writes, and notifications over any fabric |
 //! | [`transports`] | which transports a process offers |
 //! | [`bootstrap`] | handshake over TCP, slots made and exchanged, liveness |
-//! | [`mod@bench`] | latency and bandwidth between processes |
 //! | [`host`] | whether two processes can share memory |
 //!
 //! The memory model, with every SYNC POINT, is in `docs/memory-model.md`.
 
 pub mod backend;
-#[cfg(not(loom))]
-pub mod bench;
 #[cfg(not(loom))]
 pub mod bootstrap;
 pub mod channel;

@@ -30,7 +30,6 @@
 //! - Commands go to the thread by a bounded queue; after warm-up transfers allocate nothing, but for the
 //!   bytes of notifications.
 
-pub mod bench;
 mod codec;
 mod config;
 mod connection;

@@ -106,7 +106,7 @@ const PROGRAMS: [(&str, Target); 13] = [
     ("verbs", Target { kind: "--test", package: "p2p-core", name: "verbs" }),
     ("conformance", Target { kind: "--test", package: "p2p-core", name: "conformance" }),
     ("engine", Target { kind: "--test", package: "p2p-core", name: "engine" }),
-    ("engine_bench", Target { kind: "--test", package: "p2p-core", name: "engine_bench" }),
+    ("engine_bench", Target { kind: "--test", package: "bench/harness", name: "engine_bench" }),
     ("scale", Target { kind: "--test", package: "p2p-core", name: "scale" }),
     ("scale_kill", Target { kind: "--test", package: "p2p-core", name: "scale_kill" }),
     ("p2p_one_to_one", Target { kind: "--example", package: "p2p-core", name: "p2p_one_to_one" }),
@@ -122,6 +122,7 @@ const PROGRAMS: [(&str, Target); 13] = [
 /// The feature `verbs` of every package that has it.
 pub(super) const FEATURES: &[&str] = &[
     "switchyard/verbs",
+    "switchyard-bench-harness/verbs",
     "switchyard-p2p-core/verbs",
     "switchyard-proxy/verbs",
     "switchyard-tests/verbs",

@@ -4,12 +4,12 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
-use clap::parser::ValueSource;
-use kernels::gpu::{DeviceName, Gpu};
-use p2p_core::bench::{
+use bench_harness::engine::EngineBenchConfig;
+use bench_harness::p2p::{
     BenchConfig, BenchRow, ChildProgram, DeviceBenchConfig, DeviceReport, DeviceRow, run_device,
 };
-use p2p_core::engine::bench::EngineBenchConfig;
+use clap::parser::ValueSource;
+use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::transports::Wish;
 use p2p_core::{OpenNetworks, SlotConfig, TransportKind, TransportSpec};
 
@@ -137,7 +137,7 @@ fn transport(text: &str) -> Result<Transport, String> {
 
 /// Runs this process's part where it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
-    p2p_core::bench::child_main_with(|| {
+    bench_harness::p2p::child_main_with(|| {
         #[allow(unused_mut, reason = "depends on the features")]
         let mut networks = OpenNetworks::default();
         #[cfg(feature = "verbs")]
@@ -146,9 +146,9 @@ pub fn child() -> Option<ExitCode> {
         }
         networks
     })
-    .or_else(p2p_core::bench::device_child_main)
+    .or_else(bench_harness::p2p::device_child_main)
     .or_else(|| {
-        p2p_core::engine::bench::child_main_with(|| EngineBenchConfig {
+        bench_harness::engine::child_main_with(|| EngineBenchConfig {
             #[cfg(feature = "verbs")]
             verbs: verbs_of_parent(),
             ..EngineBenchConfig::default()
@@ -205,7 +205,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         outln!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
     }
     let spinner = ui::spinner(global.json, "measuring");
-    let report = p2p_core::bench::run(&config, &program, |row: &BenchRow| {
+    let report = bench_harness::p2p::run(&config, &program, |row: &BenchRow| {
         if !global.json {
             spinner.suspend(|| {
                 outln!(

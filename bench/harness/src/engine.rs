@@ -13,14 +13,14 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use thiserror::Error;
 
-use super::{
+use crate::p2p::ChildProgram;
+#[cfg(feature = "verbs")]
+use p2p_core::backend::verbs::{VerbsConfig, VerbsFabric};
+use p2p_core::engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, OpError, Span, open_fabric,
 };
 #[cfg(feature = "verbs")]
-use crate::backend::verbs::{VerbsConfig, VerbsFabric};
-use crate::bench::ChildProgram;
-#[cfg(feature = "verbs")]
-use crate::fabric::Fabric;
+use p2p_core::fabric::Fabric;
 
 /// Which way the bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -273,7 +273,7 @@ fn measure(
 }
 
 fn finish(
-    under_way: &mut std::collections::VecDeque<(Instant, super::Transfer)>,
+    under_way: &mut std::collections::VecDeque<(Instant, p2p_core::engine::Transfer)>,
     samples: &mut Vec<f64>,
 ) -> Result<(), EngineBenchError> {
     if let Some((began, transfer)) = under_way.pop_front() {

@@ -1,8 +1,7 @@
 //! The engine's benchmark as a program: every byte of every row is compared.
-#![cfg(not(loom))]
 
-use p2p_core::bench::ChildProgram;
-use p2p_core::engine::bench::{EngineBenchConfig, Mode, child_main, run};
+use switchyard_bench_harness::engine::{EngineBenchConfig, Mode, child_main, run};
+use switchyard_bench_harness::p2p::ChildProgram;
 
 /// The process that the others start. Does nothing when run on its own.
 #[test]
@@ -36,7 +35,7 @@ fn every_size_and_number_of_ranges_is_reported() {
         let device = transport.split(':').next().unwrap();
         assert!(report.transport.starts_with(device), "{}", report.transport);
         assert_eq!(report.verified_bytes, 301_001 * 136);
-        let is_sound = |row: &p2p_core::engine::bench::EngineBenchRow| {
+        let is_sound = |row: &switchyard_bench_harness::engine::EngineBenchRow| {
             row.gb_per_s > 0.0 && row.us_p99 >= row.us_p50 && row.iterations == 5
         };
         assert!(report.rows.iter().all(is_sound));

@@ -1,14 +1,13 @@
 //! The benchmark as a program: every byte of every iteration is compared, whoever runs it.
-#![cfg(not(loom))]
 
 #[cfg(feature = "libfabric")]
-#[path = "../../tests/support/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
-use p2p_core::bench::{
+use p2p_core::{SlotConfig, TransportKind};
+use switchyard_bench_harness::p2p::{
     BenchConfig, ChildProgram, DeviceBenchConfig, child_main, device_child_main, run, run_device,
 };
-use p2p_core::{SlotConfig, TransportKind};
 
 /// The processes that the others start. Does nothing when run on its own.
 #[test]

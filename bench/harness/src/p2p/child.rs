@@ -11,11 +11,13 @@ use tokio::sync::mpsc;
 use super::clock::{Clock, percentile};
 use super::message::{Inbox, Pattern, Spin, messages_per_window, num_chunks, text, try_put};
 use super::{BenchConfig, iterations, sizes};
-use crate::bootstrap::{ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect};
-use crate::endpoint::{Endpoint, TransportKind};
-use crate::network::Network;
-use crate::slot::SlotConfig;
-use crate::transports::{OpenNetworks, TransportSpec, Wish};
+use p2p_core::bootstrap::{
+    ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
+};
+use p2p_core::endpoint::{Endpoint, TransportKind};
+use p2p_core::network::Network;
+use p2p_core::slot::SlotConfig;
+use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
 
 /// Variable that makes a process a child of the benchmark.
 pub(super) const JOB_VARIABLE: &str = "SWITCHYARD_P2P_BENCH_JOB";

@@ -25,8 +25,8 @@ use thiserror::Error;
 pub use child::{child_main, child_main_with};
 pub use device::{DeviceBenchConfig, DeviceReport, DeviceRow, device_child_main, run_device};
 
-use crate::endpoint::TransportKind;
-use crate::slot::{SlotConfig, SlotConfigError, SlotLayout};
+use p2p_core::endpoint::TransportKind;
+use p2p_core::slot::{SlotConfig, SlotConfigError, SlotLayout};
 
 /// What to measure.
 #[derive(Debug, Clone)]

@@ -17,10 +17,12 @@ use tokio::sync::mpsc;
 use super::child::{runtime, say, wait_for_go};
 use super::clock::percentile;
 use super::{BenchError, ChildProgram, Process};
-use crate::backend::cuda_ipc::{DevicePair, DeviceSide};
-use crate::bootstrap::{ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect};
-use crate::endpoint::TransportKind;
-use crate::slot::SlotConfig;
+use p2p_core::backend::cuda_ipc::{DevicePair, DeviceSide};
+use p2p_core::bootstrap::{
+    ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
+};
+use p2p_core::endpoint::TransportKind;
+use p2p_core::slot::SlotConfig;
 
 /// What to measure.
 #[derive(Debug, Clone, PartialEq, Eq)]

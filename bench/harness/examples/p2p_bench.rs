@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 
 use p2p_core::TransportSpec;
-use p2p_core::bench::{BenchConfig, ChildProgram, child_main, run};
+use switchyard_bench_harness::p2p::{BenchConfig, ChildProgram, child_main, run};
 
 fn main() -> ExitCode {
     if let Some(done) = child_main() {

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::channel::{Channel, RxFrame};
-use crate::transport::AnyEndpoint;
-use crate::wait::Driver;
+use p2p_core::channel::{Channel, RxFrame};
+use p2p_core::transport::AnyEndpoint;
+use p2p_core::wait::Driver;
 
 /// What a process knows about all payloads: message `number` is a window of one random buffer.
 pub(super) struct Pattern {
