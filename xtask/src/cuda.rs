@@ -39,9 +39,9 @@ const PROGRAMS: [&str; 7] = [
 /// Programs for users, built as they are shipped.
 const RUST_PROGRAMS: [Target; 4] = [
     Target { kind: "--bin", package: "cli", name: "switchyard" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_local" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_relay" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_local" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_relay" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_remote" },
 ];
 /// Tests that go into the bundle: their names there.
 const RUST_TESTS: [(&str, Target); 9] = [
@@ -65,8 +65,9 @@ const RUST_TESTS: [(&str, Target); 9] = [
     ),
 ];
 /// The feature `cuda` of every package that has it.
-const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-expert-server/cuda,\
-    switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,switchyard-tests/cuda";
+const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-bench-harness/cuda,\
+    switchyard-expert-server/cuda,switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,\
+    switchyard-tests/cuda";
 /// The small model, for tests of whole layers.
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
 /// Machine code for Hopper.
@@ -308,7 +309,7 @@ pub fn make_bundle() -> Result<Outcome> {
         strip(&bundle.join(program))?;
     }
     // Without RDMA, whose library would have to be on every GPU host.
-    let features = format!("switchyard-proxy/libfabric,{FEATURES}");
+    let features = format!("switchyard-bench-harness/libfabric,{FEATURES}");
     println!("compiling the tests in Rust");
     let tests = artifacts::build(&[], &features, &RUST_TESTS.map(|(_, target)| target))?;
     println!("compiling the programs in Rust");

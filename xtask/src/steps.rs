@@ -146,7 +146,7 @@ fn failed(what: &str, status: ExitStatus, told: &[String]) -> Outcome {
 /// other features of dependencies, and builds all of them once more.
 pub fn features() -> String {
     let rdma = if rxe::can_build() { rxe::FEATURES } else { &[] };
-    let all: Vec<&str> = [["switchyard-proxy/libfabric"].as_slice(), rdma].concat();
+    let all: Vec<&str> = [["switchyard-bench-harness/libfabric"].as_slice(), rdma].concat();
     all.join(",")
 }
 

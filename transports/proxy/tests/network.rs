@@ -19,6 +19,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use bench_harness::proxy::BenchEndpoint;
+use bench_harness::proxy::remote::{self, Plan, Received, RemoteFigures};
 use common::{Behaviour, Recorder, config};
 use kernels::gpu::Gpu;
 use p2p_core::endpoint::Endpoint;
@@ -26,8 +28,6 @@ use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDesc
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use parties::{Way, in_processes, in_threads, pair, var};
-use proxy::bench::BenchEndpoint;
-use proxy::bench::remote::{self, Plan, Received, RemoteFigures};
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
 

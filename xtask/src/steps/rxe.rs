@@ -114,7 +114,7 @@ const PROGRAMS: [(&str, Target); 13] = [
     ("proxy_network", Target { kind: "--test", package: "transports/proxy", name: "network" }),
     (
         "benchmark_remote",
-        Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
+        Target { kind: "--bin", package: "bench/harness", name: "benchmark_remote" },
     ),
     ("proxy_layers", Target { kind: "--test", package: "tests", name: "proxy" }),
     ("proxy_device", Target { kind: "--test", package: "tests", name: "device-proxy" }),

@@ -7,10 +7,10 @@ use p2p_core::network::Joined;
 use p2p_core::{AnyEndpoint, Region, SlotLayout};
 
 use super::{Measured, Plan, check, fill, peer_config};
-use crate::bench::lines::{LIMIT, Lines};
-use crate::command::{Command, Opcode};
-use crate::lane::{Lanes, Poster};
-use crate::threads::{Proxy, ProxyPeer};
+use crate::proxy::lines::{LIMIT, Lines};
+use proxy::command::{Command, Opcode};
+use proxy::lane::{Lanes, Poster};
+use proxy::threads::{Proxy, ProxyPeer};
 
 pub(super) fn from_host(
     proxy: &Proxy,

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use p2p_core::{SlotConfig, SlotLayout};
 
 use super::Check;
-use crate::lane::LaneConfig;
+use proxy::lane::LaneConfig;
 
 /// What both sides do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

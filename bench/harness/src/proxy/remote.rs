@@ -24,10 +24,10 @@ use self::host::from_host;
 use super::gpu::{self as producers, Order, PRODUCE_FILLS, PRODUCE_ROUND_TRIP, Producers};
 use super::lines::{CONNECT_LIMIT, Lines, PAUSE, accept, connect};
 use super::{Latency, pattern};
-use crate::gpu::{self, GpuPoster};
-use crate::lane::Lanes;
-use crate::memory;
-use crate::threads::{PeerConfig, Proxy, ProxyConfig};
+use proxy::gpu::{self, GpuPoster};
+use proxy::lane::Lanes;
+use proxy::memory;
+use proxy::threads::{PeerConfig, Proxy, ProxyConfig};
 
 /// What came of it.
 #[derive(Debug, Clone, serde::Serialize)]

@@ -12,11 +12,11 @@ use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
 
 use super::pattern;
-use crate::command::{Command, Opcode};
-use crate::gpu::mirror;
-use crate::lane::{LaneConfig, Lanes};
-use crate::relay::{Copier, CopyTask, GpuCopier, GpuTarget, RelayConfig, RelayReceiver};
-use crate::threads::{PeerConfig, Proxy, ProxyConfig};
+use proxy::command::{Command, Opcode};
+use proxy::gpu::mirror;
+use proxy::lane::{LaneConfig, Lanes};
+use proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, RelayConfig, RelayReceiver};
+use proxy::threads::{PeerConfig, Proxy, ProxyConfig};
 
 /// Figures of one size.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
@@ -108,7 +108,7 @@ pub fn behind_proxy(near: &Gpu, far: &Gpu, num_objects: u32) -> Result<(u32, f64
     let lanes = Lanes::anonymous(LaneConfig { num_lanes: 1, depth: 1024, budget: 512 })?;
     let source = Region::anonymous((OBJECT_BYTES * u64::from(num_objects)) as usize)?;
     let words: Vec<u64> = (0..source.len() as u64 / 8).map(|idx| pattern(3, 1, idx)).collect();
-    crate::memory::write(&source, 0, bytemuck::cast_slice(&words))?;
+    proxy::memory::write(&source, 0, bytemuck::cast_slice(&words))?;
     let mut poster = lanes.poster(0);
     let config = PeerConfig {
         peer: 0,

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use p2p_core::Region;
 
-use super::clock::Certainty;
+use super::gpu_clock::Certainty;
 use super::{BenchEndpoint, Checks, Latency, Posts, pattern};
-use crate::abi::{MAX_DEPTH, MAX_LANES, MAX_SLOT_BYTES};
-use crate::command::{Command, Opcode};
-use crate::lane::{LaneConfig, Lanes, Poster};
-use crate::threads::{PeerConfig, Proxy, ProxyConfig, ProxyPeer};
+use proxy::abi::{MAX_DEPTH, MAX_LANES, MAX_SLOT_BYTES};
+use proxy::command::{Command, Opcode};
+use proxy::lane::{LaneConfig, Lanes, Poster};
+use proxy::threads::{PeerConfig, Proxy, ProxyConfig, ProxyPeer};
 
 /// What a post is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
@@ -353,7 +353,7 @@ impl Bench {
             bad += peer.checks.bad.load(Ordering::Relaxed);
             for lane in 0..run.lanes.num_lanes {
                 let offset = run.counter_offset() as usize + 8 * lane as usize;
-                let word = crate::memory::word(&peer.target, offset).context("a counter")?;
+                let word = proxy::memory::word(&peer.target, offset).context("a counter")?;
                 let found = word.load(Ordering::Acquire);
                 let expected = if run.counts() { run.num_commands } else { 0 };
                 if found != expected {
@@ -437,7 +437,7 @@ fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
     let wait = |poster: &mut Poster, number: u64| {
         while poster.completed() < number {
             if poster.error() != 0 {
-                bail!("lane {lane}: {}", crate::failure::describe_error(poster.error()));
+                bail!("lane {lane}: {}", proxy::failure::describe_error(poster.error()));
             }
             if Instant::now() > deadline {
                 bail!("lane {lane}: {} of {number} over in time", poster.completed());
@@ -469,7 +469,7 @@ fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
                     let value = pattern(lane.into(), begin + idx, word_idx as u64);
                     word.copy_from_slice(&value.to_ne_bytes());
                 }
-                crate::memory::write(&peer.mirror, place(idx) as usize, &words)?;
+                proxy::memory::write(&peer.mirror, place(idx) as usize, &words)?;
             }
         }
         let posted = Instant::now();

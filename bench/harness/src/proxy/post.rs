@@ -12,7 +12,7 @@ use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 
 use super::pattern;
-use crate::memory;
+use proxy::memory;
 
 /// What a checking endpoint has found.
 #[derive(Debug, Default)]

@@ -1,6 +1,5 @@
 //! The benchmark programs as people start them: what they are told is checked before anything begins, and
 //! they print tables, or lines of JSON.
-#![cfg(not(loom))]
 
 #[cfg(feature = "libfabric")]
 #[path = "../../../tests/support/src/skip.rs"]
@@ -205,7 +204,7 @@ fn a_relay_without_gpus_is_an_error_of_one_line() {
 #[test]
 #[cfg(feature = "libfabric")]
 fn both_sides_between_hosts_print_tables_or_json() {
-    if let Err(error) = proxy::bench::remote::open("libfabric") {
+    if let Err(error) = switchyard_bench_harness::proxy::remote::open("libfabric") {
         skip::skip("libfabric", &error.to_string());
         return;
     }

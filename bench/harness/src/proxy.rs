@@ -1,16 +1,13 @@
 //! What the benchmarks share: stand-ins for a transport, the check of the payload, figures.
 
-pub mod clock;
-#[cfg(not(loom))]
 pub mod gpu;
-#[cfg(not(loom))]
+pub mod gpu_clock;
 mod lines;
 pub mod local;
 pub mod output;
 mod post;
 #[cfg(feature = "cuda")]
 pub mod relay;
-#[cfg(not(loom))]
 pub mod remote;
 
 use std::time::Duration;

@@ -7,11 +7,11 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use clap::Parser;
 use kernels::gpu::Gpu;
-use proxy::bench::local::{Bench, Figures, PostKind, Row, Run};
-use proxy::bench::output::{self, Column, Output};
-use proxy::bench::thread_time;
 use proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
 use serde_json::Value;
+use switchyard_bench_harness::proxy::local::{Bench, Figures, PostKind, Row, Run};
+use switchyard_bench_harness::proxy::output::{self, Column, Output};
+use switchyard_bench_harness::proxy::thread_time;
 
 #[derive(Debug, Parser)]
 #[command(about, version)]
@@ -221,11 +221,7 @@ impl Producers {
 
     fn run(&self, bench: &Bench, run: &Run) -> Result<Figures> {
         match &self.0 {
-            #[cfg(not(loom))]
             Some(gpu) => bench.run_gpu(run, gpu),
-            // Built along with the model checker's tests, and never run there.
-            #[cfg(loom)]
-            Some(_) => anyhow::bail!("a model checker has no GPUs"),
             None => bench.run_host(run),
         }
     }

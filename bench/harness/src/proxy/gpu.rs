@@ -8,12 +8,12 @@ use anyhow::{Context, Result, bail, ensure};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use kernels::proxy::{PROXY_VERSION, ProduceParams};
 
-use super::clock::{Clocks, Exchange, Offset};
+use super::gpu_clock::{Clocks, Exchange, Offset};
 use super::local::{Bench, BenchPeer, Figures, Run};
-use crate::abi::PeerHandle;
-use crate::gpu::{GpuPoster, lanes, mirror};
-use crate::host::PosterConfig;
-use crate::lane::{LaneConfig, Lanes};
+use proxy::abi::PeerHandle;
+use proxy::gpu::{GpuPoster, lanes, mirror};
+use proxy::host::PosterConfig;
+use proxy::lane::{LaneConfig, Lanes};
 
 pub use kernels::proxy::{
     PRODUCE_CLOCK, PRODUCE_FILLS, PRODUCE_READS, PRODUCE_ROUND_TRIP, PRODUCE_STAMPS,
