@@ -14,13 +14,14 @@ use rand::{Rng, SeedableRng};
 use thiserror::Error;
 
 use crate::p2p::ChildProgram;
-#[cfg(feature = "verbs")]
-use p2p_core::backend::verbs::{VerbsConfig, VerbsFabric};
-use p2p_core::engine::{
+use message_engine::engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, OpError, Span, open_fabric,
 };
 #[cfg(feature = "verbs")]
 use p2p_core::fabric::Fabric;
+use p2p_core::fabric::FabricOpener;
+#[cfg(feature = "verbs")]
+use verbs_transport::{VerbsConfig, VerbsFabric};
 
 /// Which way the bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -30,6 +31,13 @@ pub enum Mode {
     Write,
     /// Out of it.
     Read,
+}
+
+/// The fabrics of this build beside `tcp` and `cma`.
+#[must_use]
+pub fn fabrics() -> Vec<FabricOpener> {
+    let libfabric = std::iter::once(libfabric_transport::fabric_opener());
+    libfabric.chain(verbs_transport::fabric_opener()).collect()
 }
 
 /// What to measure.
@@ -273,7 +281,7 @@ fn measure(
 }
 
 fn finish(
-    under_way: &mut std::collections::VecDeque<(Instant, p2p_core::engine::Transfer)>,
+    under_way: &mut std::collections::VecDeque<(Instant, message_engine::engine::Transfer)>,
     samples: &mut Vec<f64>,
 ) -> Result<(), EngineBenchError> {
     if let Some((began, transfer)) = under_way.pop_front() {
@@ -322,7 +330,7 @@ fn start(config: &EngineBenchConfig) -> Result<Engine, EngineBenchError> {
             };
             VerbsFabric::open(config).map(|fabric| Box::new(fabric) as Box<dyn Fabric>)
         }
-        _ => open_fabric(&config.transport, Some(local.bind.ip())),
+        _ => open_fabric(&config.transport, Some(local.bind.ip()), &fabrics()),
     };
     let fabric = fabric.map_err(|error| peer("open the transport", error))?;
     Engine::start(EngineConfig { fabrics: vec![fabric], ..local })

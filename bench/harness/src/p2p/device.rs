@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use super::child::{runtime, say, wait_for_go};
 use super::clock::percentile;
 use super::{BenchError, ChildProgram, Process};
-use p2p_core::backend::cuda_ipc::{DevicePair, DeviceSide};
+use cuda_ipc::{DevicePair, DeviceSide, GpuMemory};
 use p2p_core::bootstrap::{
     ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
 };
@@ -318,7 +318,7 @@ fn take_part(job: &Job) -> Result<(), String> {
             let connect_config = ConnectConfig {
                 slot: HOST_SLOT,
                 transports: vec![TransportKind::Shm],
-                device: Some(side.clone()),
+                device: Some(GpuMemory::offer(side.clone())),
                 timeout: PATIENCE,
                 ..ConnectConfig::default()
             };
@@ -398,7 +398,7 @@ async fn meet_senders(count: usize, side: DeviceSide) -> Result<Vec<Connection>,
     let config = ListenerConfig {
         slot: HOST_SLOT,
         transports: vec![TransportKind::Shm],
-        device: Some(side),
+        device: Some(GpuMemory::offer(side)),
         handshake_timeout: PATIENCE,
         ..ListenerConfig::default()
     };
@@ -424,6 +424,11 @@ async fn meet_senders(count: usize, side: DeviceSide) -> Result<Vec<Connection>,
     Ok(connections)
 }
 
+/// The device slots of a connection.
+fn pair_of(connection: &Connection) -> Option<&DevicePair> {
+    connection.device.as_ref()?.downcast_ref()
+}
+
 impl Party {
     fn pairs(&self, phase: &Phase) -> Result<Vec<&DevicePair>, String> {
         let count = match phase.pattern {
@@ -431,17 +436,16 @@ impl Party {
             Pattern::Store => 1,
             _ => self.connections.len(),
         };
-        let pair = |connection: &'_ Connection| connection.device.is_some();
-        if !self.connections.iter().all(pair) {
+        if self.connections.iter().any(|connection| pair_of(connection).is_none()) {
             return Err("a connection came without device slots".to_owned());
         }
-        Ok(self.connections.iter().take(count).filter_map(|c| c.device.as_ref()).collect())
+        Ok(self.connections.iter().take(count).filter_map(pair_of).collect())
     }
 
     /// Poisons the part of the slots that the next launch writes, and clears counters and results.
     fn reset(&self, phase: &Phase) -> Result<(), String> {
         for connection in &self.connections {
-            let Some(pair) = &connection.device else { continue };
+            let Some(pair) = pair_of(connection) else { continue };
             // SAFETY: both ranges are in this side's slot; peers store again only after everybody is set.
             unsafe {
                 self.stream.fill(pair.own(), POISON, phase.bytes as u64).map_err(text)?;
