@@ -6,7 +6,7 @@ mod lines;
 pub mod local;
 pub mod output;
 mod post;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "relay")]
 pub mod relay;
 pub mod remote;
 

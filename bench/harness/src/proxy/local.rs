@@ -325,7 +325,6 @@ impl Bench {
             lanes,
             window_bytes: run.slot_bytes(),
             sources: vec![mirror.clone()],
-            relay: None,
             thread: Some(idx),
         };
         Ok(BenchPeer { peer: self.proxy.add(endpoint, config)?, target, checks, posts, mirror })

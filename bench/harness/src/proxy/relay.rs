@@ -110,15 +110,9 @@ pub fn behind_proxy(near: &Gpu, far: &Gpu, num_objects: u32) -> Result<(u32, f64
     let words: Vec<u64> = (0..source.len() as u64 / 8).map(|idx| pattern(3, 1, idx)).collect();
     proxy::memory::write(&source, 0, bytemuck::cast_slice(&words))?;
     let mut poster = lanes.poster(0);
-    let config = PeerConfig {
-        peer: 0,
-        lanes,
-        window_bytes: 0,
-        sources: vec![source],
-        relay: Some((relay, here.clone())),
-        thread: None,
-    };
-    let peer = proxy.add(end(&there, 0), config)?;
+    let config =
+        PeerConfig { peer: 0, lanes, window_bytes: 0, sources: vec![source], thread: None };
+    let peer = proxy.add_with_relay(end(&there, 0), config, &relay, here.clone())?;
     let start = Instant::now();
     let counter = (SLOT_BYTES - 8) as u32;
     let mut num_posted = 0;

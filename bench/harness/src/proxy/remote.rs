@@ -351,7 +351,6 @@ fn peer_config(lanes: Lanes, mirror: Region, layout: &SlotLayout, idx: usize) ->
         lanes,
         window_bytes: layout.slot_bytes() as u64,
         sources: vec![mirror],
-        relay: None,
         thread: Some(idx),
     }
 }
