@@ -14,6 +14,7 @@ use rand::{Rng, SeedableRng};
 use thiserror::Error;
 
 use crate::p2p::ChildProgram;
+use crate::stats::percentile;
 #[cfg(feature = "verbs")]
 use p2p_core::backend::verbs::{VerbsConfig, VerbsFabric};
 use p2p_core::engine::{
@@ -257,15 +258,13 @@ fn measure(
         finish(&mut under_way, &mut samples)?;
     }
     let elapsed = start.elapsed().as_secs_f64();
-    samples.sort_by(f64::total_cmp);
-    let at = |fraction: f64| samples[((timed as f64 * fraction).ceil() as usize).max(1) - 1];
     let gb_per_s = (total * timed as u64) as f64 / elapsed / 1e9;
     Ok(EngineBenchRow {
         bytes,
         num_iovs,
         iterations: timed,
-        us_p50: at(0.5),
-        us_p99: at(0.99),
+        us_p50: percentile(&mut samples, 0.5),
+        us_p99: percentile(&mut samples, 0.99),
         us_mean: elapsed * 1e6 / timed as f64,
         gb_per_s,
         gbps: gb_per_s * 8.0,

@@ -4,8 +4,12 @@
 //! |---|---|
 //! | [`p2p`] | latency and bandwidth of puts and flags between processes, and between GPUs |
 //! | [`proxy`] | commands from kernels or threads of this host, through the threads of a proxy |
+//! | [`clock`] | no measurement: the clocks that all of them read |
+//! | [`stats`] | no measurement: percentiles |
 //! | [`engine`] | latency and bandwidth of one-sided transfers of the message engine |
 
+pub mod clock;
 pub mod engine;
 pub mod p2p;
 pub mod proxy;
+pub mod stats;

@@ -11,7 +11,6 @@
 //! receiver's reading of the payload.
 
 mod child;
-mod clock;
 mod device;
 mod message;
 
@@ -25,6 +24,7 @@ use thiserror::Error;
 pub use child::{child_main, child_main_with};
 pub use device::{DeviceBenchConfig, DeviceReport, DeviceRow, device_child_main, run_device};
 
+use crate::stats::median;
 use p2p_core::endpoint::TransportKind;
 use p2p_core::slot::{SlotConfig, SlotConfigError, SlotLayout};
 
@@ -226,7 +226,7 @@ pub fn run(
             row.one_way_us_p99 = row.one_way_us_p99.max(sender.number("p99", "a percentile")?);
             row.gb_per_s += sender.number("gbps", "a bandwidth")?;
         }
-        row.one_way_us_p50 = clock::percentile(&mut p50, 0.5);
+        row.one_way_us_p50 = median(&mut p50);
         progress(&row);
         rows.push(row);
     }

@@ -1,7 +1,6 @@
 //! What the benchmarks share: stand-ins for a transport, the check of the payload, figures.
 
 pub mod gpu;
-pub mod gpu_clock;
 mod lines;
 pub mod local;
 pub mod output;
@@ -13,42 +12,6 @@ pub mod remote;
 use std::time::Duration;
 
 pub use post::{BenchEndpoint, Checks, Posts};
-
-/// Figures of latencies.
-#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
-pub struct Latency {
-    /// Microseconds.
-    pub mean_us: f64,
-    /// Microseconds.
-    pub p50_us: f64,
-    /// Microseconds.
-    pub p90_us: f64,
-    /// Microseconds.
-    pub p99_us: f64,
-    /// Microseconds.
-    pub max_us: f64,
-}
-
-impl Latency {
-    /// Of samples in nanoseconds, in any order.
-    #[must_use]
-    pub fn of(mut samples: Vec<u64>) -> Option<Self> {
-        if samples.is_empty() {
-            return None;
-        }
-        samples.sort_unstable();
-        let us = |ns: u64| ns as f64 / 1e3;
-        let at = |part: f64| us(samples[((samples.len() - 1) as f64 * part) as usize]);
-        let sum: u64 = samples.iter().sum();
-        Some(Self {
-            mean_us: sum as f64 / samples.len() as f64 / 1e3,
-            p50_us: at(0.5),
-            p90_us: at(0.9),
-            p99_us: at(0.99),
-            max_us: at(1.0),
-        })
-    }
-}
 
 /// Processor time of this process's threads whose name begins with `prefix`, and their number.
 #[must_use]

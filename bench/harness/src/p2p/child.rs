@@ -8,9 +8,10 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
-use super::clock::{Clock, percentile};
 use super::message::{Inbox, Pattern, Spin, messages_per_window, num_chunks, text, try_put};
 use super::{BenchConfig, iterations, sizes};
+use crate::clock::Clock;
+use crate::stats::percentile;
 use p2p_core::bootstrap::{
     ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
 };

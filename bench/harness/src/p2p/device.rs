@@ -15,8 +15,8 @@ use kernels::p2p::{P2pParams, PingPongParams, StreamParams};
 use tokio::sync::mpsc;
 
 use super::child::{runtime, say, wait_for_go};
-use super::clock::percentile;
 use super::{BenchError, ChildProgram, Process};
+use crate::stats::percentile;
 use p2p_core::backend::cuda_ipc::{DevicePair, DeviceSide};
 use p2p_core::bootstrap::{
     ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,

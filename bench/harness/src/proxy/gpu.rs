@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use kernels::proxy::{PROXY_VERSION, ProduceParams};
 
-use super::gpu_clock::{Clocks, Exchange, Offset};
 use super::local::{Bench, BenchPeer, Figures, Run};
+use crate::clock::gpu::{Clocks, Exchange, Offset};
 use proxy::abi::PeerHandle;
 use proxy::gpu::{GpuPoster, lanes, mirror};
 use proxy::host::PosterConfig;

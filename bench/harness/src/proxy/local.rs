@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use p2p_core::Region;
 
-use super::gpu_clock::Certainty;
-use super::{BenchEndpoint, Checks, Latency, Posts, pattern};
+use super::{BenchEndpoint, Checks, Posts, pattern};
+use crate::clock::gpu::Certainty;
+use crate::stats::Latency;
 use proxy::abi::{MAX_DEPTH, MAX_LANES, MAX_SLOT_BYTES};
 use proxy::command::{Command, Opcode};
 use proxy::lane::{LaneConfig, Lanes, Poster};

@@ -184,7 +184,7 @@ fn say(text: &str) {
 #[error("nobody reads standard output any more")]
 struct NobodyReads;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use serde_json::json;
 

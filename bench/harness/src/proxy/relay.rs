@@ -12,6 +12,7 @@ use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
 
 use super::pattern;
+use crate::stats::median;
 use proxy::command::{Command, Opcode};
 use proxy::gpu::mirror;
 use proxy::lane::{LaneConfig, Lanes};
@@ -60,8 +61,7 @@ pub fn copies(near: &Gpu, far: &Gpu, num_batches: usize) -> Result<Vec<CopyFigur
                 }
                 times.push(start.elapsed().as_secs_f64());
             }
-            times.sort_by(f64::total_cmp);
-            let median = times[times.len() / 2];
+            let median = median(&mut times);
             let mut found = vec![0; bytes as usize];
             for task in &tasks {
                 far.read(&target.own, task.target_offset, &mut found, deadline())?;

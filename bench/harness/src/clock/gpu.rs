@@ -115,7 +115,7 @@ const fn gcd(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
