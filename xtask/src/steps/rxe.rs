@@ -109,8 +109,11 @@ const PROGRAMS: [(&str, Target); 13] = [
     ("engine_bench", Target { kind: "--test", package: "bench/harness", name: "engine_bench" }),
     ("scale", Target { kind: "--test", package: "p2p-core", name: "scale" }),
     ("scale_kill", Target { kind: "--test", package: "p2p-core", name: "scale_kill" }),
-    ("p2p_one_to_one", Target { kind: "--example", package: "p2p-core", name: "p2p_one_to_one" }),
-    ("p2p_multi", Target { kind: "--example", package: "p2p-core", name: "p2p_multi" }),
+    (
+        "p2p_one_to_one",
+        Target { kind: "--example", package: "bench/harness", name: "p2p_one_to_one" },
+    ),
+    ("p2p_multi", Target { kind: "--example", package: "bench/harness", name: "p2p_multi" }),
     ("proxy_network", Target { kind: "--test", package: "transports/proxy", name: "network" }),
     (
         "benchmark_remote",
