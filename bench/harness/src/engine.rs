@@ -1,9 +1,10 @@
 //! Latency and bandwidth of one-sided transfers between two processes.
 //!
-//! [`run`] starts the target as a process of its own: the program that calls it is executed again and
-//! must call [`child_main`] first thing. For every row the destination is poisoned, transfers of
-//! `num_iovs` ranges each run back to back, and then every byte of the destination is compared with what
-//! the source holds, which is new for every row; only the transfers are timed.
+//! [`run`] starts the target as a process of its own. It executes the calling program again, so that program must
+//! call [`child_main`] before anything else.
+//!
+//! For each row the source gets new payload and the destination is poisoned. Transfers of `num_iovs` ranges each run
+//! back to back. Then every byte of the destination is compared with the source. Only the transfers are timed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -23,33 +24,33 @@ use p2p_core::engine::{
 #[cfg(feature = "verbs")]
 use p2p_core::fabric::Fabric;
 
-/// Which way the bytes go.
+/// Direction of the transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// Into the target's memory.
+    /// From the initiator into the target's memory.
     Write,
-    /// Out of it.
+    /// From the target's memory to the initiator.
     Read,
 }
 
-/// What to measure.
+/// Settings of [`run`].
 #[derive(Debug, Clone)]
 pub struct EngineBenchConfig {
     /// Transport, as [`open_fabric`] takes it.
     pub transport: String,
-    /// How to use RDMA devices. The target process is told by [`child_main_with`].
+    /// How to use RDMA devices. The target process gets its own settings by [`child_main_with`].
     #[cfg(feature = "verbs")]
     pub verbs: VerbsConfig,
-    /// Which way.
+    /// Direction of the transfers.
     pub mode: Mode,
-    /// Bytes of one range, each a row per number of ranges.
+    /// Bytes of one range. There is a row for each size and each number of ranges.
     pub sizes: Vec<u64>,
     /// Ranges in one transfer.
     pub num_iovs: Vec<usize>,
     /// Timed transfers per row; 0 chooses by size.
     pub iterations: usize,
-    /// Transfers under way at a time.
+    /// Largest number of transfers in flight.
     pub depth: usize,
     /// Seed of the payload.
     pub seed: u64,
@@ -71,22 +72,22 @@ impl Default for EngineBenchConfig {
     }
 }
 
-/// The result of [`run`].
+/// Result of [`run`].
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct EngineBenchReport {
     /// Transport in use, with its flavour.
     pub transport: String,
-    /// Which way the bytes went.
+    /// Direction of the transfers.
     pub mode: Mode,
-    /// Transfers under way at a time.
+    /// Largest number of transfers in flight.
     pub depth: usize,
-    /// Bytes compared, and found right.
+    /// Bytes compared. All were right.
     pub verified_bytes: u64,
     /// One row per size and number of ranges.
     pub rows: Vec<EngineBenchRow>,
 }
 
-/// The measurements of one size and number of ranges.
+/// Figures of one size and number of ranges.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct EngineBenchRow {
     /// Bytes of one range.
@@ -95,9 +96,9 @@ pub struct EngineBenchRow {
     pub num_iovs: usize,
     /// Timed transfers.
     pub iterations: usize,
-    /// Median time of a transfer in microseconds, from its start to the knowledge of its end.
+    /// Median time of a transfer in microseconds, from its start until its end is known.
     pub us_p50: f64,
-    /// 99th percentile of the same.
+    /// 99th percentile of the same time.
     pub us_p99: f64,
     /// Time of all transfers divided by their number, in microseconds.
     pub us_mean: f64,
@@ -107,52 +108,34 @@ pub struct EngineBenchRow {
     pub gbps: f64,
 }
 
-/// A benchmark could not be run.
+/// A benchmark failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are part of the messages")]
 pub enum EngineBenchError {
-    /// A setting makes no sense.
+    /// A setting is out of range.
     #[error("{what} is {found}, expected {expected}")]
-    Config {
-        /// Which setting.
-        what: &'static str,
-        /// Value found.
-        found: u64,
-        /// What is allowed.
-        expected: &'static str,
-    },
-    /// A process could not be started, or did not do its part.
+    Config { what: &'static str, found: u64, expected: &'static str },
+    /// A process could not be started, or failed.
     #[error("{what}: {detail}")]
-    Peer {
-        /// What was tried.
-        what: &'static str,
-        /// How it failed.
-        detail: String,
-    },
+    Peer { what: &'static str, detail: String },
     /// A transfer failed.
     #[error(transparent)]
     Transfer(#[from] OpError),
-    /// Bytes are not what they should be.
+    /// The destination has wrong bytes.
     #[error("{num_wrong} of {bytes} bytes are wrong after transfers of {num_iovs} ranges")]
-    Wrong {
-        /// Bytes that differ.
-        num_wrong: u64,
-        /// Bytes compared.
-        bytes: u64,
-        /// Ranges of a transfer.
-        num_iovs: usize,
-    },
+    Wrong { num_wrong: u64, bytes: u64, num_iovs: usize },
 }
 
-/// Does the work of a child process of [`run`], if this is one: then the program should exit with
-/// success, or failure on `Some(false)`. To be called before anything else.
+/// Runs this process's part if it is a child of [`run`], and returns whether it succeeded. The program should then
+/// exit. Returns `None` in any other process. Call it before anything else.
 #[must_use]
 pub fn child_main() -> Option<bool> {
     child_main_with(EngineBenchConfig::default)
 }
 
-/// As [`child_main`], with settings for transports, which are asked for only if this is a child. Those of
-/// the measurement itself do not count.
+/// As [`child_main`], with settings for transports. Calls `settings` in a child only, and ignores the settings of the
+/// measurement itself.
 #[must_use]
 pub fn child_main_with(settings: impl FnOnce() -> EngineBenchConfig) -> Option<bool> {
     let transport = std::env::var(TARGET_VARIABLE).ok()?;
@@ -163,10 +146,10 @@ pub fn child_main_with(settings: impl FnOnce() -> EngineBenchConfig) -> Option<b
     Some(served.is_ok())
 }
 
-/// Runs the benchmark, and shows every row to `progress` as soon as it is there.
+/// Runs the benchmark. Calls `progress` with each row as soon as it is complete.
 ///
 /// # Errors
-/// [`EngineBenchError`]; the other process is ended then.
+/// [`EngineBenchError`]. The other process has ended when it returns.
 pub fn run(
     config: &EngineBenchConfig,
     program: &ChildProgram,
@@ -189,8 +172,8 @@ pub fn run(
         verified_bytes: 0,
         rows: Vec::new(),
     };
-    tell(&connection, &Order { what: ALLOCATE, bytes: most, seed: 0 })?;
-    let descriptor = Descriptor::from_bytes(&hear(&engine)?)
+    send_order(&connection, &Order { what: ALLOCATE, bytes: most, seed: 0 })?;
+    let descriptor = Descriptor::from_bytes(&receive(&engine)?)
         .map_err(|error| peer("read the target's descriptor", error))?;
     for (row_idx, (bytes, num_iovs)) in rows(config).enumerate() {
         let total = bytes * num_iovs as u64;
@@ -200,8 +183,8 @@ pub fn run(
             Mode::Read => (POISON, FILL),
         };
         prepare(&memory, here, total, seed)?;
-        tell(&connection, &Order { what: there, bytes: total, seed })?;
-        hear(&engine)?;
+        send_order(&connection, &Order { what: there, bytes: total, seed })?;
+        receive(&engine)?;
         let span = |idx: usize| memory.span(idx as u64 * bytes, bytes).map_err(OpError::from);
         let local = (0..num_iovs).map(span).collect::<Result<Vec<_>, _>>()?;
         let part = |idx: usize| descriptor.sub(idx as u64 * bytes, bytes);
@@ -210,8 +193,8 @@ pub fn run(
         let row = measure(config, &connection, &local, &remote)?;
         let num_wrong = match config.mode {
             Mode::Write => {
-                tell(&connection, &Order { what: COMPARE, bytes: total, seed })?;
-                count_of(&hear(&engine)?)
+                send_order(&connection, &Order { what: COMPARE, bytes: total, seed })?;
+                count_of(&receive(&engine)?)
             }
             Mode::Read => compare(&memory, total, seed)?,
         };
@@ -328,12 +311,12 @@ fn start(config: &EngineBenchConfig) -> Result<Engine, EngineBenchError> {
         .map_err(|error| peer("start an engine", error))
 }
 
-/// The target: does what it is told by notifications until its standard input ends.
+/// Runs the target: carries out the orders that arrive as notifications, until standard input ends.
 fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
     let engine = start(config)?;
     let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
     println!("\n{LINE_PREFIX}{hex}");
-    // The parent's end, however it comes, is the end of its pipe.
+    // The pipe ends with the parent, even if the parent is killed.
     std::thread::spawn(|| {
         let _ = std::io::stdin().lines().count();
         std::process::exit(0);
@@ -342,7 +325,7 @@ fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
         engine.accept(soon()).map_err(|error| peer("wait for the initiator", error))?;
     let mut memory = None;
     loop {
-        let order = Order::decode(&hear(&engine)?);
+        let order = Order::decode(&receive(&engine)?);
         let Order { what, bytes, seed } = order;
         let region: &MemoryRegion = match (&memory, what) {
             (_, ALLOCATE) => {
@@ -354,8 +337,8 @@ fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
         };
         let answer = match what {
             ALLOCATE => {
-                let told = connection.advertise(&region.whole()).map_err(OpError::from)?;
-                told.to_bytes().to_vec()
+                let descriptor = connection.advertise(&region.whole()).map_err(OpError::from)?;
+                descriptor.to_bytes().to_vec()
             }
             COMPARE => compare(region, bytes, seed)?.to_le_bytes().to_vec(),
             _ => {
@@ -367,7 +350,7 @@ fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
     }
 }
 
-/// Fills memory with what belongs to `seed`, or with what belongs to none.
+/// Fills memory with the payload of `seed` for the order `FILL`, and with another payload otherwise.
 fn prepare(
     memory: &MemoryRegion,
     what: u64,
@@ -409,7 +392,7 @@ fn each_block(
     Ok(())
 }
 
-/// What the target is to do.
+/// An order for the target.
 struct Order {
     what: u64,
     bytes: u64,
@@ -423,22 +406,22 @@ impl Order {
     }
 }
 
-fn tell(connection: &Connection, order: &Order) -> Result<(), EngineBenchError> {
+fn send_order(connection: &Connection, order: &Order) -> Result<(), EngineBenchError> {
     let words = [order.what, order.bytes, order.seed].map(u64::to_le_bytes);
     connection.notify(words.as_flattened(), soon())?;
     Ok(())
 }
 
-fn hear(engine: &Engine) -> Result<Vec<u8>, EngineBenchError> {
-    let heard = engine.next_notification(soon());
-    Ok(heard.map_err(|error| peer("wait for the other process", error))?.bytes)
+fn receive(engine: &Engine) -> Result<Vec<u8>, EngineBenchError> {
+    let received = engine.next_notification(soon());
+    Ok(received.map_err(|error| peer("wait for the other process", error))?.bytes)
 }
 
 fn count_of(bytes: &[u8]) -> u64 {
     bytes.first_chunk().map_or(u64::MAX, |word| u64::from_le_bytes(*word))
 }
 
-/// The target's process, ended when dropped.
+/// The target's process. Dropping it kills the process.
 struct Target {
     child: Child,
     metadata: Vec<u8>,

@@ -1,4 +1,7 @@
-//! What the benchmarks share: stand-ins for a transport, the check of the payload, figures.
+//! Commands from kernels or from threads of this host, through the threads of a proxy.
+//!
+//! Modules for the programs `benchmark_local`, `benchmark_remote` and `benchmark_relay`, and what they share: endpoints
+//! in place of a transport, the payload, and output.
 
 pub mod gpu;
 mod lines;
@@ -13,7 +16,7 @@ use std::time::Duration;
 
 pub use post::{BenchEndpoint, Checks, Posts};
 
-/// Processor time of this process's threads whose name begins with `prefix`, and their number.
+/// Returns the processor time of this process's threads whose names begin with `prefix`, and their number.
 #[must_use]
 pub fn thread_time(prefix: &str) -> (Duration, usize) {
     let mut total = Duration::ZERO;
@@ -23,7 +26,7 @@ pub fn thread_time(prefix: &str) -> (Duration, usize) {
         if !read("comm").starts_with(prefix) {
             continue;
         }
-        // Nanoseconds on a processor come first.
+        // The first word is the time on a processor in nanoseconds.
         let text = read("schedstat");
         let ns = text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0);
         total += Duration::from_nanos(ns);
@@ -32,7 +35,7 @@ pub fn thread_time(prefix: &str) -> (Duration, usize) {
     (total, num)
 }
 
-/// Word `word_idx` of object `number` of a lane: `SY_PROXY_PATTERN`.
+/// Returns word `word_idx` of object `number` of a lane, as `SY_PROXY_PATTERN` does in C++.
 #[must_use]
 pub const fn pattern(lane: u64, number: u64, word_idx: u64) -> u64 {
     number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
