@@ -13,11 +13,12 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
-use expert_compute::{
+use expert_server::compute::{
     BandwidthProbe, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
     WeightBytes, WeightDtype, gemm_rate,
 };
 use memmap2::{Advice, MmapMut};
+use switchyard_bench_harness::stats::{median, percentile};
 
 struct Preset {
     name: &'static str,
@@ -322,26 +323,21 @@ fn measure(
         shares.push(rate / bandwidth);
         before = after;
     }
-    let seconds = quantile(&mut times, 0.5);
+    let seconds = median(&mut times);
     let flops = 6.0 * (preset.hidden * preset.inter * tokens * active) as f64;
     Ok(Row {
         preset: preset.name,
         dtype: preset.dtype,
         tokens,
         seconds,
-        gb_per_s: quantile(&mut rates, 0.5),
-        read_gb_per_s: quantile(&mut bandwidths, 0.5),
-        of_bandwidth: quantile(&mut shares, 0.5),
-        of_bandwidth_p10: quantile(&mut shares, 0.1),
-        of_bandwidth_p90: quantile(&mut shares, 0.9),
+        gb_per_s: median(&mut rates),
+        read_gb_per_s: median(&mut bandwidths),
+        of_bandwidth: median(&mut shares),
+        of_bandwidth_p10: percentile(&mut shares, 0.1),
+        of_bandwidth_p90: percentile(&mut shares, 0.9),
         gflop_per_s: flops / seconds / 1e9,
         of_gemm: 0.0,
     })
-}
-
-fn quantile(values: &mut [f64], share: f64) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[((values.len() - 1) as f64 * share).round() as usize]
 }
 
 /// What one measurement of the bandwidth reads, and about what one run of batches does.

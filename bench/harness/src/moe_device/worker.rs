@@ -1,8 +1,8 @@
-//! Who plays a role: a process of its own, or a thread of this one. They speak JSON lines, or as much
-//! through channels.
+//! Workers: processes of their own or threads of this process, each with one role. Processes exchange lines of
+//! JSON through pipes, threads the same values through channels.
 //!
-//! A GPU serves processes by turns, and a client's kernels wait for answers: a server and a client that
-//! share a GPU as processes would wait out each other's turns. So roles that share one are threads.
+//! A GPU serves processes in turns, and a client's kernels wait for answers. A server and a client that share a GPU
+//! as processes would each wait for the end of the other's turn. So roles that share a GPU are threads.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -13,24 +13,33 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 
+use super::OpenTransports;
 use super::roles::Role;
 
-/// The way from a role to whoever started it.
+/// The connection from a role to the parent that started it.
 pub(super) trait Wire {
-    /// Says something. Whoever started the role may be gone; then nobody listens.
-    fn tell(&mut self, value: &Value);
+    /// Sends a value to the parent. Does nothing if the parent is gone.
+    fn send(&mut self, value: &Value);
 
-    /// The next thing that is asked; `None` when there will be nothing more.
-    fn next_line(&mut self) -> Result<Option<String>>;
+    /// Waits for the parent's next request. Returns `None` if the parent is gone.
+    fn receive(&mut self) -> Result<Option<String>>;
 }
 
-/// A role that is being played, until this is dropped.
+/// A running role. Dropping it ends the process, or waits up to [`PATIENCE`] for the thread.
 pub(super) enum Worker {
-    Process { child: Child, lines: Receiver<std::io::Result<String>>, input: ChildStdin },
-    Thread { input: Option<Sender<String>>, told: Receiver<Value>, thread: Option<JoinHandle<()>> },
+    Process {
+        child: Child,
+        lines: Receiver<std::io::Result<String>>,
+        input: ChildStdin,
+    },
+    Thread {
+        input: Option<Sender<String>>,
+        output: Receiver<Value>,
+        thread: Option<JoinHandle<()>>,
+    },
 }
 
-/// Standard input and output of a child.
+/// Standard input and output of a child process.
 pub(super) struct Pipes;
 
 struct Channels {
@@ -60,18 +69,19 @@ impl Worker {
     }
 
     /// Starts a thread for a role.
-    pub(super) fn thread(role: Role) -> Result<Self> {
+    pub(super) fn thread(role: Role, open: OpenTransports) -> Result<Self> {
         let (input, lines) = channel();
-        let (out, told) = channel();
-        let body = move || play(Ok(role), &mut Channels { input: lines, out });
+        let (out, output) = channel();
+        let body = move || run_role(Ok(role), &mut Channels { input: lines, out }, open);
         let thread = std::thread::Builder::new()
             .name("sy-bench-role".to_owned())
             .spawn(move || drop(body()))
             .context("cannot start a thread of the benchmark")?;
-        Ok(Self::Thread { input: Some(input), told, thread: Some(thread) })
+        Ok(Self::Thread { input: Some(input), output, thread: Some(thread) })
     }
 
-    pub(super) fn say(&mut self, line: &str) -> Result<()> {
+    /// Sends a request.
+    pub(super) fn send(&mut self, line: &str) -> Result<()> {
         match self {
             Self::Process { input, .. } => writeln!(input, "{line}").context(GONE),
             Self::Thread { input, .. } => {
@@ -81,8 +91,8 @@ impl Worker {
         }
     }
 
-    /// The next thing that the role tells, within `limit`.
-    pub(super) fn hear(&mut self, limit: Duration) -> Result<Value> {
+    /// Waits up to `limit` for the role's next value.
+    pub(super) fn receive(&mut self, limit: Duration) -> Result<Value> {
         let late = |error| match error {
             RecvTimeoutError::Timeout => {
                 anyhow!("a part of the benchmark was silent for {limit:?}")
@@ -95,7 +105,7 @@ impl Worker {
                 serde_json::from_str(&line)
                     .with_context(|| format!("a process of the benchmark wrote {line:?}"))?
             }
-            Self::Thread { told, .. } => told.recv_timeout(limit).map_err(late)?,
+            Self::Thread { output, .. } => output.recv_timeout(limit).map_err(late)?,
         };
         match value["error"].as_str() {
             Some(error) => bail!("a part of the benchmark: {error}"),
@@ -103,12 +113,13 @@ impl Worker {
         }
     }
 
+    /// Sends a request and waits up to [`PATIENCE`] for the answer.
     pub(super) fn ask(&mut self, line: &str) -> Result<Value> {
-        self.say(line)?;
-        self.hear(PATIENCE)
+        self.send(line)?;
+        self.receive(PATIENCE)
     }
 
-    /// Ends a process as a crash would.
+    /// Ends a process by SIGKILL.
     pub(super) fn kill(&mut self) -> Result<()> {
         match self {
             Self::Process { child, .. } => child.kill().context("cannot kill a server"),
@@ -135,7 +146,7 @@ impl Drop for Worker {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 if let Some(thread) = thread.take() {
-                    // What went wrong in it was told.
+                    // It has sent its error, if any.
                     let _ = thread.join();
                 }
             }
@@ -144,43 +155,47 @@ impl Drop for Worker {
 }
 
 impl Wire for Pipes {
-    fn tell(&mut self, value: &Value) {
+    fn send(&mut self, value: &Value) {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{value}");
         let _ = out.flush();
     }
 
-    fn next_line(&mut self) -> Result<Option<String>> {
+    fn receive(&mut self) -> Result<Option<String>> {
         Ok(std::io::stdin().lines().next().transpose()?)
     }
 }
 
 impl Wire for Channels {
-    fn tell(&mut self, value: &Value) {
+    fn send(&mut self, value: &Value) {
         let _ = self.out.send(value.clone());
     }
 
-    fn next_line(&mut self) -> Result<Option<String>> {
+    fn receive(&mut self) -> Result<Option<String>> {
         Ok(self.input.recv().ok())
     }
 }
 
-/// This process's role, where it is a child.
+/// Returns this process's role if it is a child.
 pub(super) fn own_role() -> Option<Result<Role>> {
     let text = std::env::var(ROLE).ok()?;
     Some(serde_json::from_str(&text).map_err(Into::into))
 }
 
-/// Plays a role, and tells how it failed if it did.
-pub(super) fn play(role: Result<Role>, wire: &mut dyn Wire) -> Result<()> {
-    let done = role.and_then(|role| role.play(wire));
+/// Runs a role, and sends its error if it fails.
+pub(super) fn run_role(
+    role: Result<Role>,
+    wire: &mut dyn Wire,
+    open: OpenTransports,
+) -> Result<()> {
+    let done = role.and_then(|role| role.run(wire, open));
     if let Err(error) = &done {
-        wire.tell(&json!({ "error": format!("{error:#}") }));
+        wire.send(&json!({ "error": format!("{error:#}") }));
     }
     done
 }
 
 const ROLE: &str = "SWITCHYARD_BENCH_MOE_ROLE";
 const GONE: &str = "a part of the benchmark is gone";
-/// For what takes no time by itself: begin, loading, counts, end.
+/// Longest wait for a step that is not timed: start, loading, counts, end.
 pub(super) const PATIENCE: Duration = Duration::from_secs(300);

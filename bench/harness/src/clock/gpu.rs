@@ -1,54 +1,55 @@
-//! A GPU's clock against this host's: how far apart they are, and how surely that is known.
+//! A GPU's clock and the host's: their offset, and the uncertainty of the offset.
 //!
-//! The two are shown to each other in exchanges: the host looks at its clock, moves a word, the GPU sees that, looks
-//! at its own and says what it shows, and the host, once it has seen the answer, looks again. The GPU's look lay
-//! between the host's, so whoever takes it for the middle is wrong by half of the exchange at most.
+//! The offset comes from exchanges. The host reads its clock and changes a word. The GPU sees the change, reads its own
+//! clock and answers with its time. The host sees the answer and reads its clock again. The GPU's reading lies between
+//! the host's two, so the assumption that it lies in the middle is wrong by half of the exchange at most.
 
 /// One exchange, in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exchange {
-    /// The host's clock before it moved the word.
+    /// The host's clock before it changed the word.
     pub before: u64,
-    /// The GPU's clock when it had seen that.
+    /// The GPU's clock after it saw the change.
     pub gpu: u64,
-    /// The host's clock when it had the answer.
+    /// The host's clock after it saw the answer.
     pub after: u64,
 }
 
-/// How far the GPU's clock is ahead, from exchanges one after the other.
+/// Offset of the GPU's clock from the host's, by a series of exchanges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Offset {
-    /// What the GPU's clock showed in the shortest exchange.
+    /// Time of the GPU in the shortest exchange.
     gpu: u64,
-    /// By how much the host's showed less.
+    /// Nanoseconds by which the GPU's clock is ahead of the host's.
     ahead: i64,
-    /// Half of that exchange.
+    /// Half of the shortest exchange.
     half: u64,
-    /// In what steps the GPU's clock goes.
+    /// Step of the GPU's clock in nanoseconds.
     step: u64,
 }
 
-/// Both clocks over a run, from exchanges before it and behind it.
+/// Both clocks during a run, by exchanges before it and after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clocks {
     before: Offset,
     after: Offset,
 }
 
-/// How surely times of the GPU were taken for times of the host.
+/// Uncertainty of a conversion of the GPU's times to the host's.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct Certainty {
-    /// By so much at most is each of them wrong: half of the shortest exchange, before the run or behind it,
-    /// whichever was longer, and a step of the GPU's clock.
+    /// Largest error of a converted time: half of the shortest exchange, before the run or after it, whichever is
+    /// longer, plus a step of the GPU's clock.
     pub uncertainty_us: f64,
-    /// By so much the GPU's clock gained on the host's in between, which is taken off as if it had come evenly.
+    /// Time that the GPU's clock gained on the host's during the run. Conversion assumes an even gain.
     pub drift_us: f64,
-    /// In what steps the GPU's clock goes.
+    /// Step of the GPU's clock.
     pub step_us: f64,
 }
 
 impl Offset {
-    /// The shortest exchange says most. `None` without any, and where the host's clock ran backwards.
+    /// Returns the offset by the shortest exchange, whose error is the smallest. Returns `None` without a valid
+    /// exchange. An exchange in which the host's clock ran backwards is not valid.
     #[must_use]
     pub fn of(exchanges: &[Exchange]) -> Option<Self> {
         let took = |exchange: &Exchange| exchange.after.checked_sub(exchange.before);
@@ -67,13 +68,13 @@ impl Offset {
 }
 
 impl Clocks {
-    /// Of a run between the two.
+    /// Returns the clocks of a run between the two series of exchanges.
     #[must_use]
     pub const fn new(before: Offset, after: Offset) -> Self {
         Self { before, after }
     }
 
-    /// What the host's clock showed when the GPU's showed `gpu`, by up to the uncertainty.
+    /// Converts a time of the GPU to nanoseconds of the host, within the uncertainty.
     #[must_use]
     pub fn host(&self, gpu: u64) -> i64 {
         let (Offset { gpu: begin, ahead, .. }, Offset { gpu: end, .. }) = (self.before, self.after);
@@ -83,13 +84,13 @@ impl Clocks {
         gpu.cast_signed().wrapping_sub(ahead).wrapping_sub(gained)
     }
 
-    /// How wrong times of the host can be at most, nanoseconds.
+    /// Returns the largest error of a converted time in nanoseconds.
     #[must_use]
     pub fn uncertainty(&self) -> u64 {
         self.before.half.max(self.after.half) + self.step()
     }
 
-    /// For records.
+    /// Returns the uncertainty in microseconds, for reports.
     #[must_use]
     pub fn certainty(&self) -> Certainty {
         Certainty {
@@ -115,13 +116,13 @@ const fn gcd(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    /// A GPU's clock that is ahead and runs at its own pace, in steps.
+    /// A GPU's clock with an offset, a rate of its own, and steps.
     #[derive(Debug, Clone, Copy)]
     struct Gpu {
         ahead: u64,
@@ -147,10 +148,9 @@ mod tests {
     }
 
     proptest! {
-        /// However long either way takes, no time of the GPU is taken for one that is further from the host's
-        /// than was said.
+        /// Whatever the two directions of an exchange take, the error of a conversion stays within the uncertainty.
         #[test]
-        fn no_time_is_further_off_than_was_said(
+        fn the_error_of_a_conversion_stays_within_the_uncertainty(
             ahead in 0_u64..2_000_000_000_000_000_000,
             per_million in -50_i64..50,
             step in prop::sample::select(vec![1_u64, 32, 1024]),
@@ -164,12 +164,12 @@ mod tests {
             let after = Offset::of(&gpu.exchanges(begin + run, &ways)).unwrap();
             let clocks = Clocks::new(before, after);
             let least = ways.iter().map(|(there, back)| there + back).min().unwrap();
-            // A rounding beside it.
-            let said = clocks.uncertainty() as i64 + 2;
-            prop_assert!(said >= (least / 2 + step) as i64);
+            // Two more for rounding.
+            let limit = clocks.uncertainty() as i64 + 2;
+            prop_assert!(limit >= (least / 2 + step) as i64);
             let host = begin + (run as f64 * at) as u64;
             let found = clocks.host(gpu.shows(host));
-            prop_assert!((found - host as i64).abs() <= said, "{found} for {host}, {said} were said");
+            prop_assert!((found - host as i64).abs() <= limit, "{found} for {host}, at most {limit} off");
         }
     }
 
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn without_an_exchange_nothing_is_known() {
+    fn without_a_valid_exchange_there_is_no_offset() {
         assert_eq!(Offset::of(&[]), None);
         assert_eq!(Offset::of(&[Exchange { before: 2, gpu: 1, after: 1 }]), None);
     }

@@ -355,12 +355,12 @@ impl RelaySender {
     }
 
     /// Tasks that are done.
-    pub(crate) fn look(&mut self) -> Result<u64, RelayError> {
+    pub(crate) fn look(&mut self) -> Result<u64, Cause> {
         // The slot was checked to be long enough.
         let word = memory::word(&self.slot, self.layout.control + CONSUMED);
         let done = word.map_or(self.done, flags::observe::<Contract>);
         if done > self.issued || done < self.done {
-            return Err(RelayError::Desync { done, issued: self.issued });
+            return Err(RelayError::Desync { done, issued: self.issued }.into());
         }
         self.done = done;
         while let Some((_, head)) = self.pieces.front().filter(|(task, _)| *task <= done) {

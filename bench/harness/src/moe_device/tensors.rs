@@ -1,4 +1,4 @@
-//! What clients send, and a checkpoint that has shapes only.
+//! Tensors of a client in GPU memory, and a checkpoint that has shapes only.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -66,8 +66,8 @@ impl Tensors {
         Ok(words.iter().map(|w| f32::from_bits(u32::from(u16::from_le_bytes(*w)) << 16)).collect())
     }
 
-    /// Whether the output is the same but for the order of its sums: an expert more or less shows as an
-    /// eighth of a token.
+    /// Returns true if the output equals `expected` up to the order of its sums. An expert too many or too few
+    /// changes a token by an eighth.
     pub(super) fn is_like(&self, gpu: &Gpu, expected: &[f32]) -> Result<bool> {
         let found = self.read(gpu)?;
         Ok(found.chunks_exact(self.hidden).zip(expected.chunks_exact(self.hidden)).all(
@@ -81,7 +81,7 @@ impl Tensors {
     }
 }
 
-/// A checkpoint of holes, removed when dropped.
+/// A checkpoint whose files are sparse. The folder is removed when this is dropped.
 pub(super) struct Shapes<'a> {
     dir: &'a Path,
 }

@@ -1,6 +1,6 @@
 //! Speed of encoding and decoding frames on one thread.
 //!
-//! `cargo run --release -p switchyard-protocol --example frame_bench [-- --json]`
+//! `cargo run --release -p switchyard-bench-harness --example frame_bench [-- --json]`
 //!
 //! Rows of 7168 values, 64 to a frame, top-8. GB/s are of f32 on the caller's side, 4 bytes a value,
 //! so that the element types can be compared; `wire_gb_per_s` counts the bytes of the frame. Each
@@ -15,6 +15,8 @@ use protocol::{
     DispatchExpect, DispatchMeta, DispatchScratch, Entry, FrameGeometry, FrameId, TokenRef,
     WireDtype, decode_dispatch, encode_dispatch,
 };
+use switchyard_bench_harness::clock::us;
+use switchyard_bench_harness::stats::median;
 
 const HIDDEN: usize = 7168;
 const NUM_TOKENS: usize = 64;
@@ -132,7 +134,7 @@ fn measure(dtype: WireDtype, checksum: bool) -> Row {
         let begin = Instant::now();
         frame_bytes = encode_dispatch(&mut view, &meta, &xs[round % NUM_FRAMES], &tokens, &entries)
             .expect("fits");
-        encode_us.push(begin.elapsed().as_secs_f64() * 1e6);
+        encode_us.push(us(begin.elapsed()));
         // Another frame than the one just written, so that the rows come from further away.
         if round < NUM_FRAMES {
             continue;
@@ -144,7 +146,7 @@ fn measure(dtype: WireDtype, checksum: bool) -> Row {
         let begin = Instant::now();
         let mut dispatch = decode_dispatch(view, &expect, &mut scratch).expect("sound");
         dispatch.read_rows_f32(0..NUM_TOKENS, &mut out).expect("sound");
-        decode_us.push(begin.elapsed().as_secs_f64() * 1e6);
+        decode_us.push(us(begin.elapsed()));
         assert!(std::hint::black_box(&out).iter().all(|value| value.abs() < 4.0));
     }
     Row {
@@ -154,9 +156,4 @@ fn measure(dtype: WireDtype, checksum: bool) -> Row {
         decode_us: median(&mut decode_us),
         frame_bytes,
     }
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }

@@ -1,19 +1,27 @@
-//! A clock that costs a few nanoseconds to read.
+//! The clocks that measurements read.
+//!
+//! [`Clock`] times intervals within a process, down to nanoseconds. [`monotonic_us`] gives times that all
+//! processes of a host can compare. [`gpu`] converts times of a GPU's clock to times of the host.
+
+pub mod gpu;
 
 use std::time::{Duration, Instant};
 
-/// Reads the processor's time stamp counter where it runs at one rate, and the system's clock
-/// elsewhere.
+/// A clock that costs a few nanoseconds to read.
+///
+/// It reads the processor's time stamp counter if that runs at one rate, and the system's clock otherwise.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Clock {
+pub struct Clock {
     us_per_tick: f64,
     by_counter: bool,
     origin: Instant,
 }
 
 impl Clock {
-    /// Takes 20 ms where there is a counter to be compared with the system's clock.
-    pub(super) fn calibrated() -> Self {
+    /// Compares the time stamp counter with the system's clock for 20 ms. Returns at once on a processor without
+    /// a steady counter.
+    #[must_use]
+    pub fn calibrated() -> Self {
         let origin = Instant::now();
         let mut clock = Self { us_per_tick: 1e-3, by_counter: counter_is_steady(), origin };
         if clock.by_counter {
@@ -25,8 +33,10 @@ impl Clock {
         clock
     }
 
+    /// Reads the clock. Only differences have a meaning: [`us_between`](Self::us_between).
     #[inline]
-    pub(super) fn ticks(&self) -> u64 {
+    #[must_use]
+    pub fn ticks(&self) -> u64 {
         #[cfg(target_arch = "x86_64")]
         if self.by_counter {
             // SAFETY: every x86-64 processor has the instruction.
@@ -35,18 +45,26 @@ impl Clock {
         self.origin.elapsed().as_nanos() as u64
     }
 
-    /// Microseconds between two readings.
+    /// Returns the microseconds between two readings, or 0 if `to` is the earlier one.
     #[inline]
-    pub(super) fn us_between(&self, from: u64, to: u64) -> f64 {
+    #[must_use]
+    pub fn us_between(&self, from: u64, to: u64) -> f64 {
         to.saturating_sub(from) as f64 * self.us_per_tick
     }
 }
 
-/// The value that `fraction` of `samples` do not exceed. Sorts them; 0 for none.
-pub(super) fn percentile(samples: &mut [f64], fraction: f64) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    let rank = (samples.len() as f64 * fraction).ceil() as usize;
-    samples.get(rank.saturating_sub(1)).copied().unwrap_or(0.0)
+/// Returns the time in microseconds by the clock that all processes of a host share.
+#[must_use]
+pub fn monotonic_us() -> f64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as f64 * 1e6 + now.tv_nsec as f64 * 1e-3
+}
+
+/// Returns a duration in microseconds.
+#[inline]
+#[must_use]
+pub fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
 }
 
 fn counter_is_steady() -> bool {
@@ -63,20 +81,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_samples() {
-        let mut samples: Vec<f64> = (1..=100).rev().map(f64::from).collect();
-        assert_eq!(percentile(&mut samples, 0.5), 50.0);
-        assert_eq!(percentile(&mut samples, 0.99), 99.0);
-        assert_eq!(percentile(&mut [7.0], 0.99), 7.0);
-        assert_eq!(percentile(&mut [], 0.5), 0.0);
-    }
-
-    #[test]
     fn the_clock_agrees_with_the_system() {
         let clock = Clock::calibrated();
         let (start, from) = (Instant::now(), clock.ticks());
         std::thread::sleep(Duration::from_millis(5));
         let (inside, outside) = (clock.us_between(from, clock.ticks()), start.elapsed());
-        assert!(inside > 4000.0 && inside <= outside.as_secs_f64() * 1.1e6, "{inside} µs");
+        assert!(inside > 4000.0 && inside <= us(outside) * 1.1, "{inside} µs");
     }
 }
