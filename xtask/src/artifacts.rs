@@ -5,7 +5,7 @@ use std::process::Stdio;
 
 use anyhow::{Context, Result, bail};
 
-use crate::steps::cargo;
+use crate::process::cargo;
 
 /// A program of the workspace.
 #[derive(Clone, Copy)]

@@ -10,9 +10,9 @@ use anyhow::{Context, Result, bail};
 
 use crate::artifacts::{self, Target};
 use crate::parallel;
+use crate::process::{Outcome, cargo, run};
 use crate::sass::{self, Findings};
-use crate::steps::{self, Outcome, cargo, run};
-use crate::tools;
+use crate::{features, tools};
 
 /// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.
 const WHEELS: [&str; 7] = [
@@ -64,9 +64,6 @@ const RUST_TESTS: [(&str, Target); 9] = [
         Target { kind: "--test", package: "attention-client", name: "device_alloc" },
     ),
 ];
-/// The feature `cuda` of every package that has it.
-const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-expert-server/cuda,\
-    switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,switchyard-tests/cuda";
 /// The small model, for tests of whole layers.
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
 /// Machine code for Hopper.
@@ -154,7 +151,7 @@ pub fn check_kernels() -> Result<Outcome> {
         Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
     // As they are embedded: the build script has compiled them, and kept what ptxas said.
-    let features = format!("{},switchyard-kernels/cuda", steps::features());
+    let features = features::with_kernels();
     let images = artifacts::build_script_dir(&features, "kernels", &RUST_TESTS[0].1)?;
     let mut num_reported = Vec::new();
     for name in KERNELS {
@@ -233,11 +230,6 @@ pub fn check_kernels() -> Result<Outcome> {
     test_rust_side(&features)
 }
 
-/// What [`steps::features`] is for builds without GPUs.
-pub fn features() -> String {
-    format!("{},{FEATURES}", steps::features())
-}
-
 /// Builds and starts tests with the kernels embedded, whose entries the build script has found. Without a
 /// GPU they say so and are listed as skipped; on GPUs in software they run in the step `unit`.
 fn test_rust_side(features: &str) -> Result<Outcome> {
@@ -307,8 +299,7 @@ pub fn make_bundle() -> Result<Outcome> {
         }
         strip(&bundle.join(program))?;
     }
-    // Without RDMA, whose library would have to be on every GPU host.
-    let features = format!("switchyard-proxy/libfabric,{FEATURES}");
+    let features = features::of_bundle();
     println!("compiling the tests in Rust");
     let tests = artifacts::build(&[], &features, &RUST_TESTS.map(|(_, target)| target))?;
     println!("compiling the programs in Rust");

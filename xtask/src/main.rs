@@ -3,18 +3,24 @@
 mod artifacts;
 mod cuda;
 mod fault;
+mod features;
+mod output;
 mod parallel;
+mod process;
+mod rules;
 mod sass;
+mod source;
 mod steps;
-mod told;
 mod tools;
+mod tree;
 
 use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Parser, Subcommand};
 
-use crate::steps::{Outcome, Step};
+use crate::process::{Outcome, is_required, skipped_inside_tests};
+use crate::steps::Step;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Developer commands of Switchyard")]
@@ -42,6 +48,15 @@ enum Command {
     },
     /// Lists the steps of `test`.
     Steps,
+    /// Checks what each crate may depend on, and that modules form no new cycles.
+    Rules {
+        /// Removes from xtask/rules-known.txt the breaches that are gone.
+        #[arg(long)]
+        write: bool,
+        /// Prints all breaches in the form of xtask/rules-known.txt.
+        #[arg(long, conflicts_with = "write")]
+        list: bool,
+    },
     /// Formats Rust, C, C++ and CUDA as `test` wants them.
     Fmt,
     /// Installs the CUDA compiler from pinned packages and prints where it is.
@@ -74,6 +89,8 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Command::Fault { layers, seed, out, rig } => fault::run(layers, seed, out, &rig),
+        Command::Rules { list: true, .. } => single(rules::list),
+        Command::Rules { write, .. } => single(|| rules::run(write)),
         Command::Fmt => single(steps::fmt::apply),
         Command::CudaToolkit => single(cuda::install_toolkit),
         Command::GpuBundle => single(cuda::make_bundle),
@@ -82,8 +99,8 @@ fn main() -> ExitCode {
 }
 
 /// Runs one command from the workspace root.
-fn single(run: fn() -> anyhow::Result<Outcome>) -> ExitCode {
-    match steps::enter_workspace().and_then(|()| run()) {
+fn single(run: impl FnOnce() -> anyhow::Result<Outcome>) -> ExitCode {
+    match process::enter_workspace().and_then(|()| run()) {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed(reason) | Outcome::Skipped(reason)) => {
             eprintln!("xtask: {reason}");
@@ -104,7 +121,7 @@ fn test(only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
             return ExitCode::from(2);
         }
     }
-    if let Err(error) = steps::enter_workspace() {
+    if let Err(error) = process::enter_workspace() {
         eprintln!("xtask: {error:#}");
         return ExitCode::from(2);
     }
@@ -131,7 +148,7 @@ fn summary(results: &[(&Step, Outcome, f64)]) -> ExitCode {
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     println!("\n==> summary");
     for (step, outcome, seconds) in results {
-        let required = steps::is_required(step.name);
+        let required = is_required(step.name);
         let (word, reason) = match outcome {
             Outcome::Passed => ("ok", String::new()),
             Outcome::Failed(reason) => ("FAILED", format!(": {reason}")),
@@ -147,8 +164,8 @@ fn summary(results: &[(&Step, Outcome, f64)]) -> ExitCode {
         }
         println!("{word:<8} {:<10} {seconds:>6.1} s{reason}", step.name);
     }
-    for (resource, reason) in steps::skipped_inside_tests() {
-        if steps::is_required(&resource) {
+    for (resource, reason) in skipped_inside_tests() {
+        if is_required(&resource) {
             failed += 1;
             println!("FAILED   {resource}: required by SWITCHYARD_REQUIRE, but {reason}");
         } else {

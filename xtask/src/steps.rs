@@ -5,24 +5,14 @@ mod mlx5;
 mod rxe;
 mod scale;
 
-use std::io::{IsTerminal as _, Write as _};
 use std::num::NonZero;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::{cuda, told, tools};
-
-/// How a step ended.
-pub enum Outcome {
-    /// Everything held.
-    Passed,
-    /// Something did not hold.
-    Failed(String),
-    /// It could not run here, for this reason.
-    Skipped(String),
-}
+use crate::process::{Outcome, cargo, note_skip, run, target_dir};
+use crate::{cuda, features, rules, tools};
 
 /// One step.
 pub struct Step {
@@ -40,6 +30,7 @@ pub fn all() -> Vec<Step> {
     vec![
         step("packages", "system packages that the tests need", tools::install_packages),
         step("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
+        step("rules", "dependencies of each crate, cycles among modules", rules::check),
         step("clippy", "lints, warnings as errors", clippy),
         step("deny", "licences, sources and bans of dependencies", deny),
         step("unit", "unit, conformance, end-to-end and fault tests", unit),
@@ -59,106 +50,15 @@ pub fn all() -> Vec<Step> {
     ]
 }
 
-/// Makes the workspace root the current directory, wherever cargo was called.
-pub fn enter_workspace() -> Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no parent")?;
-    std::env::set_current_dir(root).with_context(|| format!("cannot enter {}", root.display()))?;
-    let log = skip_log();
-    if log.exists() {
-        std::fs::remove_file(&log).with_context(|| format!("cannot remove {}", log.display()))?;
-    }
-    Ok(())
-}
-
-/// Whether `SWITCHYARD_REQUIRE` names `what` (or `all`).
-pub fn is_required(what: &str) -> bool {
-    std::env::var("SWITCHYARD_REQUIRE")
-        .is_ok_and(|list| list.split(',').any(|item| item == what || item == "all"))
-}
-
-/// What single tests could not run: `(resource, reason)`, as they noted in the skip log.
-pub fn skipped_inside_tests() -> Vec<(String, String)> {
-    let Ok(text) = std::fs::read_to_string(skip_log()) else { return Vec::new() };
-    let mut rows: Vec<_> = text
-        .lines()
-        .filter_map(|line| line.split_once('\t'))
-        .map(|(resource, reason)| (resource.to_owned(), reason.to_owned()))
-        .collect();
-    rows.sort();
-    rows.dedup();
-    rows
-}
-
-/// Notes that a part of a step did not run, as single tests do.
-fn note_skip(resource: &str, reason: &str) -> Result<()> {
-    let path = skip_log();
-    let mut log = std::fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(&path)
-        .with_context(|| format!("cannot open {}", path.display()))?;
-    writeln!(log, "{resource}\t{reason}")
-        .with_context(|| format!("cannot write to {}", path.display()))
-}
-
-fn skip_log() -> PathBuf {
-    target_dir().join("skipped-tests.tsv")
-}
-
-/// Where cargo builds.
-pub fn target_dir() -> PathBuf {
-    let root = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("."));
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
-}
-
-/// The cargo that runs this.
-pub fn cargo(args: &[&str]) -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(args).env("SWITCHYARD_SKIP_LOG", skip_log());
-    command
-}
-
-/// Runs a command to its end; its output goes to ours. What of it tells why it failed is in the outcome, too,
-/// where nobody has watched.
-pub fn run(command: &mut Command) -> Result<Outcome> {
-    let (status, told) = if std::io::stdout().is_terminal() {
-        let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
-        (status, Vec::new())
-    } else {
-        told::run(command)?
-    };
-    if status.success() {
-        return Ok(Outcome::Passed);
-    }
-    Ok(failed(&format!("{:?}", command.get_program()), status, &told))
-}
-
-/// What of its output tells why something failed stands below how it ended.
-fn failed(what: &str, status: ExitStatus, told: &[String]) -> Outcome {
-    let reason = format!("{what} ended with {status}");
-    Outcome::Failed([std::slice::from_ref(&reason), told].concat().join("\n         "))
-}
-
-/// Features of the workspace's builds, beside the default ones: the proxy's tests over libfabric, which is
-/// opened at run time, and RDMA where its headers are.
-///
-/// All steps build for the whole workspace with these, or with more: for a single package cargo chooses
-/// other features of dependencies, and builds all of them once more.
-pub fn features() -> String {
-    let rdma = if rxe::can_build() { rxe::FEATURES } else { &[] };
-    let all: Vec<&str> = [["switchyard-proxy/libfabric"].as_slice(), rdma].concat();
-    all.join(",")
-}
-
 /// Lints with every feature that can be built here. What stands in for a feature that is left out is
 /// compiled by the steps `unit` and `doc`.
 fn clippy() -> Result<Outcome> {
-    let mut features = features();
+    let mut features = features::all();
     match cuda::Toolkit::find()? {
-        Ok(_) => features = cuda::features(),
+        Ok(_) => features = features::with_cuda(),
         Err(reason) => note_skip("cuda", &format!("not linted: {reason}"))?,
     }
-    if !rxe::can_build() {
+    if !features::can_build_verbs() {
         note_skip("verbs", "not linted: headers of libibverbs or librdmacm are missing")?;
     }
     let lints = ["clippy", "--workspace", "--features", &features, "--all-targets"];
@@ -188,7 +88,7 @@ fn deny() -> Result<Outcome> {
 
 fn unit() -> Result<Outcome> {
     let nextest = cargo(&["nextest", "--version"]).output().is_ok_and(|out| out.status.success());
-    let features = features();
+    let features = features::all();
     let features = ["--workspace", "--features", &features, "--no-fail-fast"];
     if nextest {
         // Weights in .config/nextest.toml: 2 for what needs a processor, 1 for what mostly waits, of which one more
@@ -219,7 +119,7 @@ fn unit() -> Result<Outcome> {
 }
 
 fn doc() -> Result<Outcome> {
-    let features = features();
+    let features = features::all();
     match run(&mut cargo(&["test", "--workspace", "--features", &features, "--doc"]))? {
         Outcome::Passed => {}
         other => return Ok(other),
@@ -304,7 +204,7 @@ fn verify_units() -> Result<Outcome> {
 /// With the binary of the steps before: one of the release profile would be minutes of compiling for the
 /// same checks.
 fn demo() -> Result<Outcome> {
-    let features = features();
+    let features = features::all();
     let build = ["build", "--quiet", "--workspace", "--features", &features, "--bin", "switchyard"];
     // The features that tests add to dependencies count only when some test is built, too.
     if let Outcome::Failed(reason) = run(cargo(&build).args(["--test", "cli"]))? {

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::steps::{Outcome, run};
+use crate::process::{Outcome, run};
 
 /// Debian package, and a program or file by which to tell that it is there.
 const PACKAGES: [(&str, &str); 21] = [

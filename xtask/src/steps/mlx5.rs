@@ -6,9 +6,9 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use super::{Outcome, cargo, run};
 use crate::cuda::Toolkit;
 use crate::parallel;
+use crate::process::{Outcome, cargo, run};
 
 const HEADER: &str = "infiniband/mlx5dv.h";
 /// Every store to a doorbell register is preceded by these, in this order.
@@ -431,7 +431,7 @@ pub(super) fn check() -> Result<Outcome> {
             "{HEADER} is missing: install Debian's package `libibverbs-dev`"
         )));
     }
-    let features = super::features();
+    let features = crate::features::all();
     let test = ["test", "-q", "--workspace", "--features", &features, "--test", "oracle"];
     match run(cargo(&test).env("SWITCHYARD_ORACLE_CASES", "50000"))? {
         Outcome::Passed => Ok(order),

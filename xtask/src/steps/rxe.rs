@@ -5,12 +5,12 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use super::{Outcome, features};
 use crate::artifacts::{self, Target};
-use crate::{told, tools};
+use crate::process::{Outcome, run_with_prefix};
+use crate::{features, tools};
 
 /// Programs and files without which there is no test bed, by Debian package.
-const NEEDED: [(&str, &str); 12] = [
+const NEEDED: [(&str, &str); 10] = [
     ("qemu-system-x86", "qemu-system-x86_64"),
     ("busybox-static", "busybox"),
     ("ibverbs-providers", "/etc/libibverbs.d/rxe.driver"),
@@ -20,8 +20,6 @@ const NEEDED: [(&str, &str); 12] = [
     ("iproute2", "rdma"),
     ("kmod", "/sbin/depmod"),
     ("cpio", "cpio"),
-    ("libibverbs-dev", "/usr/include/infiniband/verbs.h"),
-    ("librdmacm-dev", "/usr/include/rdma/rdma_cma.h"),
     ("libfabric1", LIBFABRIC),
 ];
 /// Ends what hangs. Everything takes minutes; emulated on a busy host it may take its time.
@@ -32,6 +30,7 @@ const LIBFABRIC: &str = "/usr/lib/x86_64-linux-gnu/libfabric.so.1";
 pub(super) fn check() -> Result<Outcome> {
     let missing: Vec<&str> = NEEDED
         .iter()
+        .chain(&features::VERBS_HEADERS)
         .filter(|(_, sign)| !tools::is_here(sign))
         .map(|(package, _)| *package)
         .collect();
@@ -46,10 +45,10 @@ pub(super) fn check() -> Result<Outcome> {
         .stdout(Stdio::null())
         .output()
         .context("cannot start tests/rxe/build.sh")?;
-    let told = String::from_utf8_lossy(&bed.stderr);
-    print!("{told}");
+    let messages = String::from_utf8_lossy(&bed.stderr);
+    print!("{messages}");
     if !bed.status.success() {
-        let reason = told.lines().last().unwrap_or("tests/rxe/build.sh failed").to_owned();
+        let reason = messages.lines().last().unwrap_or("tests/rxe/build.sh failed").to_owned();
         return Ok(Outcome::Skipped(reason));
     }
     let programs = programs()?;
@@ -68,35 +67,20 @@ pub(super) fn check() -> Result<Outcome> {
     failover.arg(switchyard).arg(MODEL);
     // Much of a guest's time is waiting, so two side by side take less than one after the other.
     let (transport, services) = std::thread::scope(|scope| {
-        let services = scope.spawn(|| run_marked(&mut guest("services"), "services"));
-        (run_marked(&mut guest("transport"), "transport"), services.join())
+        let services = scope.spawn(|| run_with_prefix(&mut guest("services"), "services"));
+        (run_with_prefix(&mut guest("transport"), "transport"), services.join())
     });
     let services = services.map_err(|_| anyhow::anyhow!("the thread beside panicked"))?;
     for outcome in [transport?, services?] {
         let Outcome::Passed = outcome else { return Ok(outcome) };
     }
     // Two guests by itself: whoever gets no processor for some seconds is given up there.
-    run_marked(&mut failover, "failover")
-}
-
-/// Runs what runs beside something else.
-fn run_marked(command: &mut Command, mark: &'static str) -> Result<Outcome> {
-    let (status, told) = told::run_marked(command, mark)?;
-    if status.success() {
-        return Ok(Outcome::Passed);
-    }
-    Ok(super::failed(&format!("{mark} in its guest"), status, &told))
-}
-
-/// Whether the headers are here that the feature `verbs` needs.
-pub(super) fn can_build() -> bool {
-    let is_header = |sign: &&str| sign.starts_with("/usr/include");
-    NEEDED.iter().map(|(_, sign)| *sign).filter(is_header).all(tools::is_here)
+    run_with_prefix(&mut failover, "failover")
 }
 
 /// Builds what runs in the guest: the names there, and where they are, the product first.
 fn programs() -> Result<Vec<(&'static str, PathBuf)>> {
-    let paths = artifacts::build(&[], &features(), &PROGRAMS.map(|(_, target)| target))?;
+    let paths = artifacts::build(&[], &features::all(), &PROGRAMS.map(|(_, target)| target))?;
     Ok(PROGRAMS.iter().map(|(name, _)| *name).zip(paths).collect())
 }
 
@@ -118,13 +102,6 @@ const PROGRAMS: [(&str, Target); 13] = [
     ),
     ("proxy_layers", Target { kind: "--test", package: "tests", name: "proxy" }),
     ("proxy_device", Target { kind: "--test", package: "tests", name: "device-proxy" }),
-];
-/// The feature `verbs` of every package that has it.
-pub(super) const FEATURES: &[&str] = &[
-    "switchyard/verbs",
-    "switchyard-p2p-core/verbs",
-    "switchyard-proxy/verbs",
-    "switchyard-tests/verbs",
 ];
 /// Tests that need no device; the others run in the guests only.
 pub(super) const ON_HOST: &str =
