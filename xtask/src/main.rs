@@ -7,6 +7,7 @@ mod features;
 mod output;
 mod parallel;
 mod process;
+mod prose;
 mod rules;
 mod sass;
 mod source;
@@ -57,6 +58,18 @@ enum Command {
         #[arg(long, conflicts_with = "write")]
         list: bool,
     },
+    /// Counts breaches of the rules of plain English in comments and Markdown.
+    Prose {
+        /// Lists the flaws of a folder instead, `.` for files at the root.
+        #[arg(long, value_name = "FOLDER")]
+        list: Option<String>,
+        /// Lowers the ceilings in xtask/prose-ceilings.toml to the counts.
+        #[arg(long, conflicts_with = "list")]
+        write: bool,
+        /// With --write: also raises ceilings, for text that moved from another folder.
+        #[arg(long, requires = "write")]
+        raise: bool,
+    },
     /// Formats Rust, C, C++ and CUDA as `test` wants them.
     Fmt,
     /// Installs the CUDA compiler from pinned packages and prints where it is.
@@ -91,6 +104,10 @@ fn main() -> ExitCode {
         Command::Fault { layers, seed, out, rig } => fault::run(layers, seed, out, &rig),
         Command::Rules { list: true, .. } => single(rules::list),
         Command::Rules { write, .. } => single(|| rules::run(write)),
+        Command::Prose { list: Some(folder), .. } => single(|| prose::list(&folder)),
+        Command::Prose { write: false, .. } => single(prose::check),
+        Command::Prose { raise: false, .. } => single(|| prose::run(prose::Mode::Lower)),
+        Command::Prose { .. } => single(|| prose::run(prose::Mode::Set)),
         Command::Fmt => single(steps::fmt::apply),
         Command::CudaToolkit => single(cuda::install_toolkit),
         Command::GpuBundle => single(cuda::make_bundle),

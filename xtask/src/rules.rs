@@ -36,7 +36,7 @@ pub fn list() -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// Checks the workspace. With `write` it removes from the list of known breaches those that are gone.
+/// Checks the workspace. With `write` it removes entries without a breach from the list.
 pub fn run(write: bool) -> Result<Outcome> {
     let files = tree::read(&["*.rs", "*Cargo.toml"])?;
     let list = std::fs::read_to_string(KNOWN).with_context(|| format!("cannot read {KNOWN}"))?;

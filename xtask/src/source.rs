@@ -19,7 +19,7 @@ pub struct Comment {
     pub text: String,
 }
 
-/// What a comment is for.
+/// Purpose of a comment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// `///`, `//!`, `/** */` and `/*! */`.

@@ -12,13 +12,13 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result};
 
 use crate::process::{Outcome, cargo, note_skip, run, target_dir};
-use crate::{cuda, features, rules, tools};
+use crate::{cuda, features, prose, rules, tools};
 
 /// One step.
 pub struct Step {
     /// Name, as taken by `--only` and `SWITCHYARD_REQUIRE`.
     pub name: &'static str,
-    /// What it checks.
+    /// Its purpose.
     pub about: &'static str,
     /// Runs it.
     pub run: fn() -> Result<Outcome>,
@@ -31,6 +31,11 @@ pub fn all() -> Vec<Step> {
         step("packages", "system packages that the tests need", tools::install_packages),
         step("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
         step("rules", "dependencies of each crate, cycles among modules", rules::check),
+        step(
+            "prose",
+            "plain English in comments and Markdown: counts and their ceilings",
+            prose::check,
+        ),
         step("clippy", "lints, warnings as errors", clippy),
         step("deny", "licences, sources and bans of dependencies", deny),
         step("unit", "unit, conformance, end-to-end and fault tests", unit),

@@ -6,8 +6,8 @@
 //! cycle p2p-core backend: cma ring wait
 //! ```
 //!
-//! The first line allows a crate's dependency on another, the second references between two sides of a crate, the
-//! third a cycle among the children of a module (`.` is the crate's root) or among fewer of them.
+//! The first line allows a crate's dependency on another. The second allows references between two sides of a
+//! crate. The third allows a cycle among the children of a module, or among fewer of them; `.` is the crate's root.
 
 use std::collections::BTreeSet;
 

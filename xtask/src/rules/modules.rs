@@ -152,7 +152,7 @@ impl Modules {
                 Some(path) if num_imports < 8 && path != segments => {
                     let path = [path.as_slice(), &rest[idx + 1..]].concat();
                     let target = self.resolve(&place, &path, num_imports + 1);
-                    // What comes from another crate is reached through the module that imports it.
+                    // An import from another crate: the path leads to the module that has it.
                     target.or_else(|| (!(is_relative && idx == 0)).then_some(place))
                 }
                 _ => (!(is_relative && idx == 0)).then_some(place),

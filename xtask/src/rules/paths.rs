@@ -5,7 +5,7 @@ use crate::source::Source;
 /// A file's declarations and paths.
 #[derive(Debug, Default)]
 pub struct Outline {
-    /// Modules declared here: inside of which inline modules, and the name.
+    /// Modules declared here.
     pub modules: Vec<Module>,
     /// Paths in `use` items.
     pub uses: Vec<Use>,
