@@ -160,7 +160,9 @@ impl<'a> Crate<'a> {
             }
             let module = module_of(inner);
             for child in outline.modules.iter().filter(|child| child.is_test) {
-                tests.insert([module.as_slice(), &child.within, &[child.name.clone()]].concat());
+                tests.insert(
+                    [module.as_slice(), &child.within, std::slice::from_ref(&child.name)].concat(),
+                );
             }
             sources.push((path.clone(), module, outline));
         }
