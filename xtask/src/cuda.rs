@@ -12,6 +12,7 @@ use crate::artifacts::{self, Target};
 use crate::parallel;
 use crate::process::{Outcome, cargo, run};
 use crate::sass::{self, Findings};
+use crate::steps::Form;
 use crate::{features, tools};
 
 /// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.
@@ -143,16 +144,15 @@ pub fn install_toolkit() -> Result<Outcome> {
     })
 }
 
-/// The step `kernels`: compiles every kernel, finds no spills, and in each of them the instructions that are
-/// meant to be there.
-pub fn check_kernels() -> Result<Outcome> {
+/// The step `kernels`: compiles every kernel, and checks that none spills registers and that each has the
+/// instructions that it needs. The long form also links tests with the kernels embedded.
+pub fn check_kernels(form: Form) -> Result<Outcome> {
     let toolkit = match Toolkit::find()? {
         Ok(toolkit) => toolkit,
         Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
-    // As they are embedded: the build script has compiled them, and kept what ptxas said.
-    let features = features::with_kernels();
-    let images = artifacts::build_script_dir(&features, "kernels", &RUST_TESTS[0].1)?;
+    // The library's build script compiles them for embedding, and keeps the reports of ptxas.
+    let images = artifacts::build_script_dir("switchyard-kernels", "cuda", "kernels")?;
     let mut num_reported = Vec::new();
     for name in KERNELS {
         let report = images.join(format!("{name}.ptxas"));
@@ -220,18 +220,21 @@ pub fn check_kernels() -> Result<Outcome> {
             println!("{name}.cu: local memory in {num} of them: {reason}");
         }
     }
-    // What the bundle is made of runs elsewhere, but is known here not to compile.
+    // Programs of the bundle run elsewhere; here they must compile.
     let objects = object_dir()?;
     parallel::map(&PROGRAMS, |name| {
         let object = objects.join(format!("{name}.o"));
         toolkit.compile("-O0", &program_source(name), &object)
     })?;
     println!("the bundle's {} programs for GPUs compile", PROGRAMS.len());
-    test_rust_side(&features)
+    match form {
+        Form::Short => Ok(Outcome::Passed),
+        Form::Long => test_rust_side(&features::with_kernels()),
+    }
 }
 
-/// Builds and starts tests with the kernels embedded, whose entries the build script has found. Without a
-/// GPU they say so and are listed as skipped; on GPUs in software they run in the step `unit`.
+/// Builds and starts tests with the kernels embedded. Without a GPU they are listed as skipped; the step `unit` runs
+/// them on GPUs in software.
 fn test_rust_side(features: &str) -> Result<Outcome> {
     let command = ["test", "--workspace", "--features", features, "--test", "against_rust"];
     match run(cargo(&command).args(["--", "gpu"]))? {

@@ -1,4 +1,4 @@
-//! Developer commands. `cargo xtask test` is everything that must hold before a change lands.
+//! Developer commands. `cargo xtask test` checks everything that must hold before a change lands.
 
 mod artifacts;
 mod cuda;
@@ -21,7 +21,7 @@ use std::time::Instant;
 use clap::{Parser, Subcommand};
 
 use crate::process::{Outcome, is_required, skipped_inside_tests};
-use crate::steps::Step;
+use crate::steps::{Form, Step};
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Developer commands of Switchyard")]
@@ -32,11 +32,14 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Runs every check and test. On Debian or Ubuntu as root it installs what the tests need.
+    /// Runs every check and test. On Debian or Ubuntu as root it installs the packages that they need.
     ///
-    /// What cannot run is listed as SKIPPED at the end. `SWITCHYARD_REQUIRE=all`, or a comma-separated
-    /// list of step or resource names, turns skips into failures.
+    /// Steps and tests that cannot run are listed as SKIPPED at the end. `SWITCHYARD_REQUIRE=all`, or a
+    /// comma-separated list of step or resource names, turns skips into failures.
     Test {
+        /// Runs the long forms of the steps (see `cargo xtask steps`).
+        #[arg(long)]
+        all: bool,
         /// Runs only these steps (see `cargo xtask steps`).
         #[arg(long, value_delimiter = ',')]
         only: Vec<String>,
@@ -47,7 +50,7 @@ enum Command {
         #[arg(long)]
         fail_fast: bool,
     },
-    /// Lists the steps of `test`.
+    /// Lists the steps of `test`, with what their long forms add.
     Steps,
     /// Checks what each crate may depend on, and that modules form no new cycles.
     Rules {
@@ -96,8 +99,11 @@ enum Command {
 fn main() -> ExitCode {
     match Args::parse().command {
         Command::Steps => {
-            for step in steps::all() {
+            for step in &steps::ALL {
                 println!("{:<10} {}", step.name, step.about);
+                if !step.about_long.is_empty() {
+                    println!("{:<10} with --all: {}", "", step.about_long);
+                }
             }
             ExitCode::SUCCESS
         }
@@ -111,7 +117,10 @@ fn main() -> ExitCode {
         Command::Fmt => single(steps::fmt::apply),
         Command::CudaToolkit => single(cuda::install_toolkit),
         Command::GpuBundle => single(cuda::make_bundle),
-        Command::Test { only, skip, fail_fast } => test(&only, &skip, fail_fast),
+        Command::Test { all, only, skip, fail_fast } => {
+            let form = if all { Form::Long } else { Form::Short };
+            test(form, &only, &skip, fail_fast)
+        }
     }
 }
 
@@ -130,8 +139,8 @@ fn single(run: impl FnOnce() -> anyhow::Result<Outcome>) -> ExitCode {
     }
 }
 
-fn test(only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
-    let steps = steps::all();
+fn test(form: Form, only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
+    let steps = &steps::ALL;
     for name in only.iter().chain(skip) {
         if !steps.iter().any(|step| step.name == name) {
             eprintln!("xtask: no step is called `{name}`: `cargo xtask steps` lists them");
@@ -143,14 +152,14 @@ fn test(only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
         return ExitCode::from(2);
     }
     let mut results: Vec<(&Step, Outcome, f64)> = Vec::new();
-    for step in &steps {
+    for step in steps {
         let name = step.name.to_owned();
         if (!only.is_empty() && !only.contains(&name)) || skip.contains(&name) {
             continue;
         }
         println!("\n==> {}: {}", step.name, step.about);
         let start = Instant::now();
-        let outcome = (step.run)().unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
+        let outcome = step.run(form).unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
         let stop = fail_fast && matches!(outcome, Outcome::Failed(_));
         results.push((step, outcome, start.elapsed().as_secs_f64()));
         if stop {
@@ -160,7 +169,7 @@ fn test(only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
     summary(&results)
 }
 
-/// Prints one line per step, what was skipped inside the test suites, and the closing count.
+/// Prints a line for each step, the skips inside of test suites, and the counts.
 fn summary(results: &[(&Step, Outcome, f64)]) -> ExitCode {
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     println!("\n==> summary");
