@@ -9,10 +9,6 @@
 
 #[allow(dead_code, reason = "some of it is for requests that kernels post themselves")]
 mod rig;
-#[path = "../support/src/skip.rs"]
-mod skip;
-#[path = "../support/src/stopped.rs"]
-mod stopped;
 mod way;
 
 use std::sync::Arc;
@@ -20,7 +16,7 @@ use std::sync::Arc;
 use protocol::WireDtype;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use switchyard_tests::inputs::printed_seed;
+use test_support::{printed_seed, skip, stopped};
 
 use crate::rig::breaking::BreakingNetwork;
 use crate::rig::layers::{self, MANY};
@@ -136,8 +132,4 @@ fn sides_without_a_common_way_say_so() {
     }
 }
 
-/// Not a test: a server in a process of its own.
-#[test]
-fn child_server() {
-    child::run();
-}
+test_support::child_processes! { "server" => child::run }

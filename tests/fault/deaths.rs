@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use switchyard_tests::failpoints;
-use switchyard_tests::procfs;
 use switchyard_tests::worker::metric_by_label;
+use test_support::procfs;
 
 use crate::support::{PATIENCE, Setup, binary, runtime, steady};
 

@@ -8,23 +8,27 @@ use std::time::{Duration, Instant};
 
 use p2p_core::OpenNetworks;
 use rand::RngExt;
-use switchyard_tests::inputs::{printed_seed, tiny_moe};
-use switchyard_tests::namespaces::{Site, Star};
 use switchyard_tests::worker::{is_whole, metric};
+use test_support::model::tiny_moe;
+use test_support::namespaces::{Site, Star};
+use test_support::{child, printed_seed, skip};
 
-use crate::skip::skip;
 use crate::support::{PATIENCE, Setup, binary};
 
-/// Name of the star, in the process that runs in its hub.
-const INSIDE: &str = "SWITCHYARD_TEST_IN_NAMESPACES";
+/// Name of the star, for the process that runs in its hub.
+const STAR: &str = "SWITCHYARD_TEST_STAR";
 const TRANSPORT: &str = "libfabric:tcp;ofi_rxm";
 const NUM_SERVERS: usize = 2;
 
 #[test]
 fn servers_whose_links_go_down_are_replaced_and_come_back() {
-    let name = "namespaces::servers_whose_links_go_down_are_replaced_and_come_back";
-    let Some(star) = enter(name) else { return };
-    let mut setup = Fleet::start(star, Duration::from_secs(3), Duration::from_millis(500));
+    run_in_hub("cut-links");
+}
+
+/// The process of that test in the hub.
+pub fn cut_links() {
+    let mut setup =
+        Fleet::start(star_of_parent(), Duration::from_secs(3), Duration::from_millis(500));
     setup.compute(30);
     // The second one can only be missed if the first one computes again.
     for server in 0..NUM_SERVERS {
@@ -54,9 +58,12 @@ fn servers_whose_links_go_down_are_replaced_and_come_back() {
 
 #[test]
 fn lost_packets_between_hosts_cost_no_token() {
-    let name = "namespaces::lost_packets_between_hosts_cost_no_token";
-    let Some(star) = enter(name) else { return };
-    let mut setup = Fleet::start(star, Duration::from_secs(10), Duration::from_secs(2));
+    run_in_hub("lose-packets");
+}
+
+/// The process of that test in the hub.
+pub fn lose_packets() {
+    let mut setup = Fleet::start(star_of_parent(), Duration::from_secs(10), Duration::from_secs(2));
     setup.compute(10);
     if let Err(error) = setup.cluster.star.lose(1) {
         return skip("netns", &format!("packets cannot be lost here: {error}"));
@@ -70,36 +77,29 @@ fn lost_packets_between_hosts_cost_no_token() {
     setup.assert_accounts();
 }
 
-/// The star, for the process in its hub; everybody else makes one, runs the test `name` there, and has
-/// nothing more to do.
-fn enter(name: &str) -> Option<Star> {
-    if let Ok(star) = std::env::var(INSIDE) {
-        return Some(Star::of_parent(&star, NUM_SERVERS));
-    }
+fn star_of_parent() -> Star {
+    Star::of_parent(&std::env::var(STAR).expect("the star's name"), NUM_SERVERS)
+}
+
+/// Makes a star and runs a process of this binary in its hub.
+fn run_in_hub(name: &str) {
     if let Err(error) = OpenNetworks::default().open(&TRANSPORT.parse().expect("a transport")) {
-        skip("libfabric", &error.to_string());
-        return None;
+        return skip("libfabric", &error.to_string());
     }
     let star = match Star::lay(NUM_SERVERS) {
         Ok(star) => star,
-        Err(error) => {
-            skip("netns", &error);
-            return None;
-        }
+        Err(error) => return skip("netns", &error),
     };
     let this = std::env::current_exe().expect("the path of this test");
     let output = star
         .command(Site::Hub, this.to_str().expect("a path of Unicode"))
-        .args(["--exact", name, "--nocapture"])
-        .env(INSIDE, star.name())
+        .envs(child::variables(name))
+        .env(STAR, star.name())
         .output()
         .expect("ip starts");
     println!("{}", String::from_utf8_lossy(&output.stdout));
     println!("{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}", output.status);
-    let passed = String::from_utf8_lossy(&output.stdout).contains("1 passed");
-    assert!(passed, "the test did not run in its namespace");
-    None
 }
 
 /// Failovers for any reason.

@@ -13,8 +13,10 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde_json::Value;
 use switchyard::cluster::{ClusterOptions, LocalCluster};
-use switchyard_tests::inputs::{InputPool, TOLERANCE, difference, printed_seed, tiny_moe};
+use switchyard_tests::inputs::{InputPool, TOLERANCE, difference};
 use switchyard_tests::worker::{metric, metric_by_label};
+use test_support::model::tiny_moe;
+use test_support::printed_seed;
 
 /// Longest wait for anything: generous, because it only ever ends a failure.
 pub const PATIENCE: Duration = Duration::from_secs(90);

@@ -15,9 +15,6 @@ use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotLayout, Transport
 use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork, ThreadStats};
 use switchyard_tests::replicas::{Party, Replicas};
 
-#[path = "../support/src/skip.rs"]
-mod skip;
-
 #[test]
 fn layers_are_computed_through_the_proxies() {
     let Some(mut rig) = Rig::start() else { return };
@@ -101,7 +98,7 @@ fn transport() -> Option<Arc<dyn Network>> {
         return match VerbsNetwork::open(VerbsConfig::default()) {
             Ok(network) => Some(Arc::new(network)),
             Err(error) => {
-                skip::skip("rdma", &error.to_string());
+                test_support::skip("rdma", &error.to_string());
                 None
             }
         };
@@ -110,7 +107,7 @@ fn transport() -> Option<Arc<dyn Network>> {
     match FabricNetwork::open(provider) {
         Ok(network) => Some(Arc::new(network)),
         Err(error) => {
-            skip::skip("libfabric", &error.to_string());
+            test_support::skip("libfabric", &error.to_string());
             None
         }
     }

@@ -10,8 +10,6 @@ mod library;
 mod link_calls;
 mod links;
 mod runner;
-#[path = "../support/src/skip.rs"]
-mod skip;
 #[path = "../../kernels/tests/against_rust/world.rs"]
 #[allow(dead_code, reason = "the kernels' own tests use the rest")]
 mod world;
@@ -23,6 +21,7 @@ use p2p_core::{TransportKind, Transports};
 use softnic::format::Syndrome;
 use softnic::{Adversary, DoorbellMode, Fault, NicConfig, SoftNetwork};
 use switchyard_tests::replicas::{Party, Replicas};
+use test_support::skip;
 
 #[test]
 fn layers_are_computed_through_the_nics() {

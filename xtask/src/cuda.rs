@@ -10,9 +10,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::artifacts::{self, Target};
 use crate::parallel;
-use crate::process::{Outcome, cargo, run};
+use crate::process::{Form, Outcome, cargo, run};
 use crate::sass::{self, Findings};
-use crate::steps::Form;
 use crate::{features, tools};
 
 /// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.

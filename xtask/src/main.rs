@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use clap::{Parser, Subcommand};
 
-use crate::process::{Outcome, is_required, skipped_inside_tests};
-use crate::steps::{Form, Step};
+use crate::process::{Form, Outcome, is_required, skipped_inside_tests};
+use crate::steps::Step;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Developer commands of Switchyard")]

@@ -18,6 +18,25 @@ pub enum Outcome {
     Skipped(String),
 }
 
+/// How much of a step runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// Without `--all`.
+    Short,
+    /// With `--all`.
+    Long,
+}
+
+impl Form {
+    /// Chooses between two values.
+    pub fn pick<T>(self, short: T, long: T) -> T {
+        match self {
+            Self::Short => short,
+            Self::Long => long,
+        }
+    }
+}
+
 /// Makes the workspace's root the current directory, wherever cargo was called, and starts a new skip log.
 pub fn enter_workspace() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no parent")?;

@@ -1,4 +1,4 @@
-//! `cargo xtask rules`: what each crate may depend on, and cycles among modules.
+//! `cargo xtask rules`: dependencies of each crate, cycles among modules, and the names of SYNC POINTs.
 //!
 //! The rules are a [table]. A breach is named with file and line. Breaches that exist today are in a [list](known)
 //! that only shrinks.
@@ -7,6 +7,7 @@ mod known;
 mod manifest;
 mod modules;
 mod paths;
+mod sync_points;
 mod table;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,6 +22,8 @@ use self::table::{Ours, Rule};
 use crate::process::Outcome;
 use crate::tree;
 
+const FILES: [&str; 7] =
+    ["*.rs", "*Cargo.toml", "*.cu", "*.cuh", "*.h", "*.hpp", "docs/memory-model.md"];
 const KNOWN: &str = "xtask/rules-known.txt";
 
 /// The step `rules`.
@@ -30,7 +33,7 @@ pub fn check() -> Result<Outcome> {
 
 /// `cargo xtask rules --list`: every breach, as an entry of the list of known ones.
 pub fn list() -> Result<Outcome> {
-    let breaches = breaches(&tree::read(&["*.rs", "*Cargo.toml"])?)?;
+    let breaches = breaches(&tree::read(&FILES)?)?;
     let known: BTreeSet<Known> = breaches.into_iter().filter_map(|breach| breach.known).collect();
     known.iter().for_each(|entry| println!("{entry}"));
     Ok(Outcome::Passed)
@@ -38,7 +41,7 @@ pub fn list() -> Result<Outcome> {
 
 /// Checks the workspace. With `write` it removes entries without a breach from the list.
 pub fn run(write: bool) -> Result<Outcome> {
-    let files = tree::read(&["*.rs", "*Cargo.toml"])?;
+    let files = tree::read(&FILES)?;
     let list = std::fs::read_to_string(KNOWN).with_context(|| format!("cannot read {KNOWN}"))?;
     let breaches = breaches(&files)?;
     if write {
@@ -47,7 +50,8 @@ pub fn run(write: bool) -> Result<Outcome> {
             .with_context(|| format!("cannot write {KNOWN}"))?;
         return run(false);
     }
-    let errors = errors(&breaches, &list)?;
+    let mut errors = errors(&breaches, &list)?;
+    errors.extend(sync_points::errors(&files)?);
     for error in &errors {
         println!("{error}");
     }
@@ -56,7 +60,7 @@ pub fn run(write: bool) -> Result<Outcome> {
             println!("no new breach; {KNOWN} lists {}", known_count(&list));
             Outcome::Passed
         }
-        num => Outcome::Failed(format!("{num} breaches of the folder rules; first: {}", errors[0])),
+        num => Outcome::Failed(format!("{num} breaches of the rules; first: {}", errors[0])),
     })
 }
 

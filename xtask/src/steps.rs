@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::process::{Outcome, cargo, note_skip, run, target_dir};
+use crate::process::{Form, Outcome, cargo, note_skip, run, target_dir};
 use crate::{cuda, features, prose, rules, tools};
 
 /// One step.
@@ -24,15 +24,6 @@ pub struct Step {
     pub about_long: &'static str,
     /// Runs it.
     pub run: Run,
-}
-
-/// How much of a step runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
-    /// Without `--all`.
-    Short,
-    /// With `--all`.
-    Long,
 }
 
 /// The function of a step.
@@ -66,28 +57,22 @@ impl Step {
     }
 }
 
-impl Form {
-    /// Chooses between two values.
-    pub fn pick<T>(self, short: T, long: T) -> T {
-        match self {
-            Self::Short => short,
-            Self::Long => long,
-        }
-    }
-}
-
 /// All steps, in their order: cheap ones first.
 pub const ALL: [Step; 16] = [
     Step::new("packages", "system packages that the tests need", tools::install_packages),
     Step::new("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
-    Step::new("rules", "dependencies of each crate, cycles among modules", rules::check),
+    Step::new(
+        "rules",
+        "dependencies of crates, cycles among modules, names of SYNC POINTs",
+        rules::check,
+    ),
     Step::new("prose", "plain English in comments and Markdown: counts and ceilings", prose::check),
     Step::new("clippy", "lints, warnings as errors", clippy),
     Step::new("deny", "licences, sources and bans of dependencies", deny),
     Step::by_form(
         "unit",
         "unit, conformance, end-to-end and fault tests",
-        "tests with all their repetitions, examples, services over NICs that delay and reorder",
+        "tests with all their repetitions, and examples",
         unit,
     ),
     Step::new("doc", "documentation tests and links", doc),
@@ -192,7 +177,7 @@ fn unit(form: Form) -> Result<Outcome> {
         tests
     };
     let outcome = run(tests().args(["-E", rxe::ON_HOST]))?;
-    if form == Form::Short || !matches!(outcome, Outcome::Passed) {
+    if !matches!(outcome, Outcome::Passed) {
         return Ok(outcome);
     }
     // Orders that the standard leaves to the NIC, and the other kind of queues.

@@ -1,16 +1,15 @@
 //! The step `rxe`: the verbs transport on Soft-RoCE devices in QEMU guests.
 //!
-//! The short form runs in one guest, and checks only claims that need a device: data, flags in both forms, deaths, a
-//! tool of perftest as the peer, and the demo. The long form runs every test that can use verbs.
+//! The short form runs in one guest and checks only claims that need a device. These are data, flags in both forms,
+//! deaths, a tool of perftest as the peer, and the demo. The long form runs every test that can use verbs.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use super::Form;
 use crate::artifacts::{self, Target};
-use crate::process::{Outcome, run_with_prefix};
+use crate::process::{Form, Outcome, run_with_prefix};
 use crate::{features, tools};
 
 /// Programs and files that the test bed needs, by Debian package.

@@ -3,9 +3,8 @@
 
 use anyhow::Result;
 
-use super::Form;
 use crate::features;
-use crate::process::{Outcome, cargo, run};
+use crate::process::{Form, Outcome, cargo, run};
 
 pub(super) fn check(form: Form) -> Result<Outcome> {
     let tests = ["--test", "scale", "--test", "scale_storm", "--test", "scale_kill"];

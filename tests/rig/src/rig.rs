@@ -11,10 +11,10 @@ use attention_client::MoeClient;
 use checkpoint::Checkpoint;
 use control_api::{ControlClient, PlacementWatch, WatchOptions};
 use switchyard::cluster::{ClusterOptions, LocalCluster};
+use test_support::procfs;
 
 use crate::failpoints;
 use crate::inputs::InputPool;
-use crate::procfs;
 use crate::report::{EventRecord, LayerRecord, Report, Rule, Times, by_kind};
 use crate::schedule::{Bounds, Event, Kind, Weights, schedule};
 use crate::worker::{Shared, is_whole, metric, metric_by_label, work};

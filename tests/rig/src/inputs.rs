@@ -1,6 +1,5 @@
 //! Random requests with the outputs that they must have.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -123,24 +122,10 @@ pub fn difference(found: &[f32], expected: &[f32]) -> f32 {
     worst.fold(0.0f32, |max, d| if d.is_nan() { f32::INFINITY } else { max.max(d) }) / scale
 }
 
-/// The trained checkpoint of the repository; in a virtual machine `SWITCHYARD_TEST_MODEL` says where it is.
-#[must_use]
-pub fn tiny_moe() -> PathBuf {
-    let given = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
-    given.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe")))
-}
-
-/// A seed from `SWITCHYARD_SEED`, or a fresh one; printed, so that a failure can be replayed.
-#[must_use]
-pub fn printed_seed() -> u64 {
-    let given = std::env::var("SWITCHYARD_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = given.unwrap_or_else(rand::random::<u64>);
-    println!("SWITCHYARD_SEED={seed}");
-    seed
-}
-
 #[cfg(test)]
 mod tests {
+    use test_support::model::tiny_moe;
+
     use super::*;
 
     #[test]

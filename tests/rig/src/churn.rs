@@ -15,9 +15,9 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
 use switchyard::cluster::{ClusterOptions, LocalCluster};
+use test_support::procfs::{self, Usage};
 
 use crate::inputs::{InputPool, TOLERANCE, difference};
-use crate::procfs::{self, Usage};
 
 /// What to run.
 #[derive(Debug, Clone)]

@@ -11,9 +11,9 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
 use switchyard::cluster::{ClusterOptions, LocalCluster};
+use test_support::procfs;
 
 use crate::inputs::InputPool;
-use crate::procfs;
 
 /// One process over one span.
 #[derive(Debug, Clone, Serialize)]

@@ -10,7 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use switchyard_tests::rig::RigOptions;
-use switchyard_tests::{churn, failpoints, idle, inputs, rig, victim};
+use switchyard_tests::{churn, failpoints, idle, rig, victim};
+use test_support::model::tiny_moe;
 
 /// Runs layers through a cluster of processes while servers are killed, frozen, drained and restarted,
 /// and compares every output with an independent oracle.
@@ -183,7 +184,7 @@ fn start(args: Args) -> Result<bool> {
         Some(binary) => binary,
         None => std::env::current_exe().context("cannot tell the path of this binary")?,
     };
-    let model = common.model.unwrap_or_else(inputs::tiny_moe);
+    let model = common.model.unwrap_or_else(tiny_moe);
     let seed = common.seed.unwrap_or_else(rand::random::<u64>);
     eprintln!("seed {seed}");
     match command {

@@ -11,9 +11,11 @@ use expert_server::{ExpertSelection, ExpertServer, Placement, RunningServer, Ser
 use p2p_core::{SlotConfig, Transports};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use test_support::model::tiny_moe;
+use test_support::printed_seed;
 use tokio::runtime::Runtime;
 
-use crate::inputs::{difference, printed_seed, tiny_moe};
+use crate::inputs::difference;
 
 /// Servers of a [`Replicas`].
 pub const NUM_SERVERS: usize = 3;
