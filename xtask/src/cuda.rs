@@ -14,7 +14,7 @@ use crate::process::{Form, Outcome, cargo, run};
 use crate::sass::{self, Findings};
 use crate::{features, tools};
 
-/// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.
+/// nvcc does not pin its own dependencies, and a newer nvvm makes ptxas fail. So all of them have a version here.
 const WHEELS: [&str; 7] = [
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-nvvm==13.0.88",
@@ -98,12 +98,12 @@ impl Toolkit {
         Ok(root.map(|root| Self { root }).ok_or_else(|| "the CUDA wheels have no nvcc".to_owned()))
     }
 
-    /// One of its programs.
+    /// A program of the toolkit.
     pub fn tool(&self, name: &str) -> Command {
         Command::new(self.root.join("bin").join(name))
     }
 
-    /// As in `13.0.88`. `CUDA_HOME` may be any.
+    /// Such as `13.0.88`. A toolkit in `CUDA_HOME` may have any version.
     fn version(&self) -> Option<String> {
         let text = output(self.tool("nvcc").arg("--version"))?;
         let (_, rest) = text.split_once(", V")?;
@@ -178,7 +178,7 @@ pub fn check_kernels(form: Form) -> Result<Outcome> {
         if !wrong.is_empty() {
             return Ok(Outcome::Failed(format!("{name}.cu:\n  {}", wrong.join("\n  "))));
         }
-        // ptxas says so when it makes asynchronous products wait for one another.
+        // With this line ptxas reports that asynchronous products wait for one another.
         if let Some(line) = report.lines().find(|line| line.contains("Potential Performance Loss"))
         {
             return Ok(Outcome::Failed(format!("{name}.cu: {}", line.trim())));
@@ -255,14 +255,14 @@ pub fn make_bundle() -> Result<Outcome> {
     std::fs::create_dir_all(&objects)
         .with_context(|| format!("cannot create {}", objects.display()))?;
     let bundle = Path::new("target/gpu-bundle");
-    // Nothing of an earlier bundle stays.
+    // No file of an earlier bundle stays.
     if bundle.exists() {
         std::fs::remove_dir_all(bundle)
             .with_context(|| format!("cannot remove {}", bundle.display()))?;
     }
     std::fs::create_dir_all(bundle)
         .with_context(|| format!("cannot create {}", bundle.display()))?;
-    // Before anything is compiled: the tree may be another one after that.
+    // Before anything is compiled: the tree may change meanwhile.
     for (name, text) in [("COMMIT", commit()), ("CUDA", toolkit.version())] {
         let text = text.unwrap_or_else(|| "unknown".to_owned());
         std::fs::write(bundle.join(name), text + "\n")
@@ -338,8 +338,8 @@ pub fn make_bundle() -> Result<Outcome> {
     })
 }
 
-/// Puts programs into one archive, which the scripts unpack where they run. All of them hold the same kernels
-/// and libraries, which a window over the whole archive stores once.
+/// Packs programs into one archive, which the scripts unpack on the GPU host. All programs contain the same kernels and
+/// libraries; a window over the whole archive stores these once.
 fn pack(bundle: &Path, programs: &[&str]) -> Result<Outcome> {
     if !tools::on_path("xz") {
         let reason = "xz is missing: install Debian's package `xz-utils`";
@@ -376,7 +376,7 @@ fn strip(program: &Path) -> Result<()> {
     }
 }
 
-/// The commit that the tree is at, marked where anything differs from it. `None` outside of a repository.
+/// The commit of the tree, with a mark if anything differs from it. `None` outside of a repository.
 fn commit() -> Option<String> {
     let commit = output(Command::new("git").args(["rev-parse", "--short", "HEAD"]))?;
     let changes = output(Command::new("git").args(["status", "--porcelain"]))?;
@@ -384,7 +384,7 @@ fn commit() -> Option<String> {
     Some(format!("{commit}{mark}"))
 }
 
-/// What a program prints, without the last line's end. `None` where it fails.
+/// The output of a program, without the last line's end. `None` if it fails.
 fn output(command: &mut Command) -> Option<String> {
     let output = command.stderr(Stdio::inherit()).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).trim_end().to_owned();

@@ -1,4 +1,4 @@
-//! The steps of `cargo xtask test`, in order: cheap and telling first.
+//! The steps of `cargo xtask test`, in their order.
 
 pub mod fmt;
 mod mlx5;
@@ -129,7 +129,7 @@ fn clippy() -> Result<Outcome> {
     run(cargo(&lints).args(["--", "-D", "warnings"]))
 }
 
-/// Known vulnerabilities are looked up where their database can be fetched.
+/// Also looks for known vulnerabilities if their database can be fetched.
 fn deny() -> Result<Outcome> {
     let program = match tools::cargo_tool("cargo-deny", "0.20.2")? {
         Ok(program) => program,
