@@ -1,4 +1,4 @@
-//! Processes that die, or stand still, at the worst moments.
+//! Processes that die, or stop, at the worst moments.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -64,10 +64,10 @@ fn a_client_killed_between_any_two_steps_harms_no_other_and_leaves_nothing_behin
     let links_before = steady("links", || num_links(&runtime, &metrics));
     let pids = [0, 1].map(|idx| setup.cluster.server_pid(idx).expect("a process"));
     let descriptors = || pids.map(|pid| procfs::usage(pid).expect("usage").descriptors);
-    // The scrape above, for one, holds a descriptor of the server for a moment longer.
+    // A scrape, for example, holds a descriptor of the server for a moment longer.
     let before = steady("descriptors", descriptors);
     for round in 0..6 {
-        // The third is only passed when a server fails, which none does here.
+        // A client passes the third only after a server has failed. Here none does.
         let point = failpoints::OF_CLIENTS[round % 2];
         let count = setup.rng.random_range(1..30);
         let mut victim = spawn_victim(&mut setup, point, count);

@@ -1,5 +1,5 @@
-//! Client, replicas and control plane on hosts of their own, as far as network namespaces make them, over
-//! libfabric's `tcp;ofi_rxm`: links that go down, and packets that get lost.
+//! Client, replicas and control plane in network namespaces of their own, over libfabric's `tcp;ofi_rxm`. Links go down
+//! and packets get lost.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -30,7 +30,7 @@ pub fn cut_links() {
     let mut setup =
         Fleet::start(star_of_parent(), Duration::from_secs(3), Duration::from_millis(500));
     setup.compute(30);
-    // The second one can only be missed if the first one computes again.
+    // The client misses the second server only if the first one computes again.
     for server in 0..NUM_SERVERS {
         let star = setup.cluster.star.clone();
         let delay = Duration::from_micros(setup.rng.random_range(0..20_000));
@@ -138,7 +138,7 @@ impl Fleet {
                 .arg(tiny_moe());
             Process::start(server, &token)
         }));
-        // Nobody serves before all have registered.
+        // No server serves before all have registered.
         processes[1..].iter().for_each(|server| server.wait("serving"));
         let transports = OpenNetworks::default()
             .open(&TRANSPORT.parse().expect("a transport"))
@@ -168,7 +168,7 @@ impl Process {
             .expect("a process starts");
         let stdout = child.stdout.take().expect("its output");
         let (sender, events) = channel();
-        // To the end, or the process would find its pipe broken.
+        // To the end: otherwise the process would find its pipe broken.
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 drop(sender.send(line));
@@ -194,11 +194,11 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // One that has ended cannot be killed, and that is fine.
+        // A process that has ended cannot be killed, and need not be.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Enough for some of them to be frames and answers.
+/// So many that some of them carry frames and answers.
 const NUM_LOST: u64 = 40;

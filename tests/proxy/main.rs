@@ -1,5 +1,5 @@
-//! Dispatch and combine with failover, every operation of client and servers through lanes and threads of
-//! a proxy, over libfabric; with the feature `verbs` and `SWITCHYARD_TEST_TRANSPORT=verbs` over RDMA.
+//! Dispatch and combine with failover. Every operation of client and servers goes through lanes and threads of a proxy
+//! over libfabric, or with the feature `verbs` and `SWITCHYARD_TEST_TRANSPORT=verbs` over RDMA.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -26,7 +26,7 @@ fn layers_are_computed_through_the_proxies() {
 fn a_server_that_goes_is_replaced() {
     let Some(mut rig) = Rig::start() else { return };
     rig.replicas.lose_a_server();
-    // It may have owed an answer or not.
+    // An answer of it may be missing or not.
     rig.check(1);
 }
 
@@ -37,9 +37,8 @@ fn a_post_that_fails_loses_and_doubles_nothing() {
         rig.replicas.forward(0..3);
         rig.fault.set(op, nth, Loss::Refused);
         rig.replicas.forward(3..10);
-        assert!(rig.fault.is_met(), "{op} {nth}");
-        // A client that hears of it before the frame is out has sent nothing twice; nothing may wait for a
-        // credit.
+        assert!(rig.fault.has_happened(), "{op} {nth}");
+        // A client that learns of it before the frame is out has sent nothing twice. No call may wait for a credit.
         rig.check(1);
     }
 }
@@ -50,7 +49,7 @@ fn a_request_that_gets_lost_behind_its_post_is_sent_to_a_replica() {
     rig.replicas.forward(0..3);
     rig.fault.set("put", 1, Loss::Late);
     rig.replicas.forward(3..10);
-    assert!(rig.fault.is_met());
+    assert!(rig.fault.has_happened());
     rig.check(1);
     assert_eq!(rig.replicas.num_failovers(), 1);
 }
@@ -58,13 +57,13 @@ fn a_request_that_gets_lost_behind_its_post_is_sent_to_a_replica() {
 /// Servers and a client behind proxies; the client's operations can fail.
 struct Rig {
     replicas: Replicas,
-    /// The client's.
+    /// The client's proxy.
     proxy: Arc<Proxy>,
     fault: Arc<Fault>,
 }
 
 impl Rig {
-    /// `None`, loudly, where the transport is not.
+    /// `None`, with a skip, if the transport is missing.
     fn start() -> Option<Self> {
         let fault = Arc::new(Fault::default());
         let mut proxy_of_client = None;
@@ -130,9 +129,10 @@ struct Fault(Mutex<Option<(&'static str, u32, Loss)>>);
 /// How it fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Loss {
-    /// It is not taken.
+    /// The transport refuses it.
     Refused,
-    /// It is, and nothing arrives from there on, which is said [`LATE`] afterwards: as completions do.
+    /// The transport accepts it, and nothing arrives from then on. The error comes [`LATE`] afterwards, like that of a
+    /// completion.
     Late,
 }
 
@@ -145,8 +145,8 @@ impl Fault {
         *self.0.lock().expect("whole") = Some((op, nth, loss));
     }
 
-    /// Whether nothing is left to fail.
-    fn is_met(&self) -> bool {
+    /// Whether the fault has happened.
+    fn has_happened(&self) -> bool {
         self.0.lock().expect("whole").is_none()
     }
 
@@ -177,7 +177,7 @@ struct FaultySide(Box<dyn OpenSide>, Arc<Fault>);
 struct FaultyEndpoint {
     inner: AnyEndpoint,
     fault: Arc<Fault>,
-    /// Since when nothing arrives.
+    /// Time since which nothing arrives.
     lost: Option<Instant>,
 }
 
@@ -209,7 +209,7 @@ impl OpenSide for FaultySide {
 }
 
 impl FaultyEndpoint {
-    /// Whether the operation is to be done.
+    /// Whether the operation is carried out.
     fn count(&mut self, op: &'static str) -> Result<bool, PostError> {
         match self.fault.count(op) {
             Some(Loss::Refused) => return Err(injected(op)),

@@ -1,4 +1,4 @@
-//! Random requests with the outputs that they must have.
+//! Random requests with their expected outputs.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub struct Input {
     pub num_tokens: usize,
     /// `[num_tokens, hidden]`.
     pub x: Vec<f32>,
-    /// `[num_tokens, top_k]`, −1 masked; some experts stand twice in a row.
+    /// `[num_tokens, top_k]`, −1 masked; some experts occur twice in a row.
     pub idx: Vec<i32>,
     /// `[num_tokens, top_k]`.
     pub weights: Vec<f32>,
@@ -74,7 +74,7 @@ impl InputPool {
         Ok(())
     }
 
-    /// Any of the requests.
+    /// A random one of the requests.
     pub fn pick(&self, rng: &mut StdRng) -> &Input {
         &self.inputs[rng.random_range(0..self.inputs.len())]
     }
@@ -110,8 +110,8 @@ fn random_input(
     Ok(Input { layer, num_tokens, x, idx, weights, expected })
 }
 
-/// Largest difference between `found` and `expected`, relative to the largest magnitude expected. What
-/// is not a number, or not of the right length, is infinitely far off.
+/// Largest difference between `found` and `expected`, relative to the largest magnitude expected. Infinite if a value
+/// is not a number or the lengths differ.
 #[must_use]
 pub fn difference(found: &[f32], expected: &[f32]) -> f32 {
     if found.len() != expected.len() {
