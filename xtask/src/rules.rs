@@ -23,7 +23,7 @@ use crate::process::Outcome;
 use crate::tree;
 
 const FILES: [&str; 7] =
-    ["*.rs", "*Cargo.toml", "*.cu", "*.cuh", "*.h", "*.hpp", "docs/memory-model.md"];
+    ["*.rs", "*Cargo.toml", "*.cu", "*.cuh", "*.h", "*.hpp", "docs/*memory-model.md"];
 const KNOWN: &str = "xtask/rules-known.txt";
 
 /// The step `rules`.

@@ -65,7 +65,7 @@ pub const RULES: &[Rule] = &[
     only("expert-server/compute", &["checkpoint"]),
     Rule {
         ours: Ours::AllBut(&["control-plane", "attention-client", "reference-model", "cli"]),
-        apart: &[("data", "device")],
+        apart: &[("cpu", "device"), ("data", "device")],
         ..only("expert-server", &[])
     },
     Rule { forbids_unsafe: true, ..only("control-plane", &["control-plane/api", "httpd"]) },
