@@ -1,10 +1,12 @@
-//! Helpers for the tests of all crates. Nothing here depends on another crate of Switchyard.
+//! Helpers for the tests of all crates. Only the feature `endpoint` depends on another crate of Switchyard, p2p-core.
 //!
 //! Rigs of whole services are in `switchyard-tests` (`tests/rig`).
 
 pub mod allocations;
 pub mod child;
 pub mod descriptors;
+#[cfg(feature = "endpoint")]
+pub mod endpoint;
 pub mod eventually;
 pub mod long;
 pub mod model;
