@@ -38,7 +38,7 @@ impl Withheld {
             let is_first = num_connections.fetch_add(1, Ordering::SeqCst) == 0;
             let num_frames = Arc::clone(&num_frames);
             let (last, words) = (0, HashMap::new());
-            is_first.then(|| Withholding { odd, last, num_frames, control_offset, words })
+            is_first.then_some(Withholding { odd, last, num_frames, control_offset, words })
         }))
     }
 
