@@ -3,7 +3,7 @@
 #[path = "allocations.rs"]
 mod allocations;
 
-pub use self::allocations::{PROCESS_ALLOCATIONS, THREAD_ALLOCATIONS};
+pub use self::allocations::*;
 
 #[global_allocator]
 static COUNTING: allocations::CountingAllocator = allocations::CountingAllocator;
