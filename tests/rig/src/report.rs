@@ -1,4 +1,4 @@
-//! What a run of the rig found.
+//! The report of a run of the rig.
 
 use std::collections::BTreeMap;
 
@@ -7,12 +7,12 @@ use serde::Serialize;
 
 use crate::schedule::{Event, Kind};
 
-/// Something that must not happen.
+/// A breach of a rule.
 #[derive(Debug, Clone, Serialize)]
 pub struct Violation {
     /// Stable name of the rule that was broken.
     pub rule: Rule,
-    /// What was found, with what was expected.
+    /// The observed value, with the expected one.
     pub detail: String,
 }
 
@@ -30,7 +30,7 @@ pub enum Rule {
     NoPanic,
     /// The client's own accounts of lost, doubled, stale and malformed answers stay at zero.
     Accounts,
-    /// Layers go on being finished.
+    /// Layers continue to finish.
     Progress,
     /// The cluster becomes whole again.
     Recovery,
@@ -38,7 +38,7 @@ pub enum Rule {
     Epochs,
     /// A drain moves no token by failover.
     QuietDrain,
-    /// A process that is asked to start or leave does.
+    /// A process starts or leaves on request.
     Lifecycle,
 }
 
@@ -72,7 +72,7 @@ pub struct LayerRecord {
     pub begin_ns: u64,
     /// Since the start of the run, nanoseconds.
     pub end_ns: u64,
-    /// The client's own figure: from the last sign of life of a failed server to the sending elsewhere.
+    /// The client's own figure: from the last sign of life of a failed server to the resend.
     pub stall_ns: u64,
     /// Links that failed with tokens of this layer unanswered.
     pub failovers: u32,
@@ -82,10 +82,10 @@ pub struct LayerRecord {
     pub overlapped: bool,
 }
 
-/// One event as it came about.
+/// One event as it happened.
 #[derive(Debug, Clone, Copy)]
 pub struct EventRecord {
-    /// What was planned.
+    /// The event of the schedule.
     pub event: Event,
     /// The moment of the signal, nanoseconds since the start of the run.
     pub at_ns: u64,
@@ -101,25 +101,25 @@ pub struct EventRecord {
 pub struct KindReport {
     /// Kind.
     pub kind: Kind,
-    /// How many happened.
+    /// Number of events.
     pub events: usize,
-    /// How many hit at least one layer in flight, so that tokens had to be sent again.
+    /// Events that hit at least one layer in flight, so that tokens were resent.
     pub events_that_hit: usize,
     /// Layers hit.
     pub layers_hit: usize,
     /// Wall time of the layers hit, beyond the median of undisturbed layers. Overlapped layers are left
     /// out.
     pub stall: Times,
-    /// The part of [`stall`](Self::stall) after the killed process was gone: how long a process takes to
-    /// die is the kernel's affair, and nobody can tell before.
+    /// The part of [`stall`](Self::stall) after the killed process was gone. The kernel decides how long a process takes
+    /// to die, and no peer can notice before.
     pub stall_after_death: Times,
     /// From the signal until the killed process was gone.
     pub died_after: Times,
     /// The client's own figure for the layers hit.
     pub client_stall: Times,
-    /// Most that a stall should take, milliseconds, where there is such a demand.
+    /// Limit of a stall, milliseconds, for kinds that have one.
     pub limit_ms: Option<f64>,
-    /// How many of [`stall`](Self::stall) were within it.
+    /// Stalls within that limit.
     pub within_limit: Option<usize>,
     /// From the signal until the cluster was whole again.
     pub whole_after: Times,
@@ -130,17 +130,17 @@ pub struct KindReport {
 pub struct Report {
     /// Replays the schedule and the inputs.
     pub seed: u64,
-    /// Whether nothing happened that must not.
+    /// Whether no rule was broken.
     pub sound: bool,
-    /// What happened that must not; the first few of each rule.
+    /// Breaches, the first few of each rule.
     pub violations: Vec<Violation>,
-    /// All of them.
+    /// Number of all breaches.
     pub num_violations: usize,
     /// Layers finished and checked.
     pub layers: u64,
-    /// Tokens of these.
+    /// Tokens of these layers.
     pub tokens: u64,
-    /// Calls that failed as they must while an expert had no replica.
+    /// Calls that failed, as expected, while an expert had no replica.
     pub expected_errors: u64,
     /// Calls that were given up on purpose.
     pub abandoned: u64,
@@ -156,7 +156,7 @@ pub struct Report {
     pub deadline_ms: u64,
     /// Wall time of undisturbed layers.
     pub steady: Times,
-    /// How many of them took 10 ms more than the median: what the machine does to layers without any fault.
+    /// Undisturbed layers that took 10 ms more than the median: delays of the machine, without any fault.
     pub steady_beyond_10_ms: usize,
     /// By kind of event.
     pub kinds: Vec<KindReport>,
@@ -172,7 +172,7 @@ pub struct Report {
     pub schedule: Vec<Event>,
 }
 
-/// Limits that are demanded of stalls.
+/// Limits of stalls.
 #[must_use]
 pub fn limit_ms(kind: Kind, deadline_ms: u64) -> Option<f64> {
     match kind {
@@ -182,7 +182,7 @@ pub fn limit_ms(kind: Kind, deadline_ms: u64) -> Option<f64> {
     }
 }
 
-/// Sums up events and layers; the second result counts failovers that no event explains.
+/// Sums up events and layers. The second result counts failovers that no event explains.
 #[must_use]
 pub fn by_kind(
     events: &[EventRecord],
@@ -246,7 +246,7 @@ pub fn by_kind(
 }
 
 impl Report {
-    /// For people.
+    /// The report as text.
     #[must_use]
     pub fn as_text(&self) -> String {
         let mut text = format!(

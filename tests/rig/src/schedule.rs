@@ -1,4 +1,4 @@
-//! What goes wrong, when, and for whom: all determined by one seed.
+//! The faults of a run, their times and their servers, all determined by one seed.
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -40,25 +40,25 @@ impl Kind {
     ];
 }
 
-/// How often each kind is drawn, relative to the others; 0 is never. In the order of [`Kind::ALL`].
+/// Weight of each kind, in the order of [`Kind::ALL`]. A kind with weight 0 never happens.
 pub type Weights = [u32; Kind::ALL.len()];
 
 /// One event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Event {
-    /// What happens.
+    /// Kind of the event.
     pub kind: Kind,
-    /// To which server; for an outage, the only one that is spared.
+    /// The server that it happens to. For an outage, the only server that is spared.
     pub server_idx: usize,
-    /// Layers that must have been finished since the cluster was whole again.
+    /// Layers that must finish first, after the cluster is whole again.
     pub gap_layers: u64,
     /// Pause before the event, so that it falls anywhere within a layer.
     pub delay_us: u64,
-    /// How long the state lasts.
+    /// Length of the fault.
     pub hold_ms: u64,
 }
 
-/// What bounds the events.
+/// Limits of the events.
 #[derive(Debug, Clone, Copy)]
 pub struct Bounds {
     /// Servers of the cluster.
@@ -69,7 +69,7 @@ pub struct Bounds {
     pub deadline_ms: u64,
     /// Lease of a member.
     pub lease_ms: u64,
-    /// How long the control plane stays away at most.
+    /// Longest absence of the control plane.
     pub control_hold_ms: u64,
 }
 
@@ -117,7 +117,7 @@ fn hold_ms(rng: &mut StdRng, kind: Kind, bounds: &Bounds) -> u64 {
     match kind {
         Kind::Kill | Kind::Outage => rng.random_range(0..300),
         Kind::Restart | Kind::Drain => 0,
-        // From unnoticed to well beyond.
+        // From unnoticed to well beyond the deadline.
         Kind::Freeze => rng.random_range(bounds.deadline_ms / 2..=bounds.deadline_ms * 3),
         Kind::Expire => rng.random_range(bounds.lease_ms * 3 / 2..=bounds.lease_ms * 5 / 2),
         Kind::Control | Kind::ControlAndKill => {

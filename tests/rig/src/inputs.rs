@@ -1,6 +1,5 @@
-//! Random requests with the outputs that they must have.
+//! Random requests with their expected outputs.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -21,7 +20,7 @@ pub struct Input {
     pub num_tokens: usize,
     /// `[num_tokens, hidden]`.
     pub x: Vec<f32>,
-    /// `[num_tokens, top_k]`, −1 masked; some experts stand twice in a row.
+    /// `[num_tokens, top_k]`, −1 masked; some experts occur twice in a row.
     pub idx: Vec<i32>,
     /// `[num_tokens, top_k]`.
     pub weights: Vec<f32>,
@@ -75,7 +74,7 @@ impl InputPool {
         Ok(())
     }
 
-    /// Any of the requests.
+    /// A random one of the requests.
     pub fn pick(&self, rng: &mut StdRng) -> &Input {
         &self.inputs[rng.random_range(0..self.inputs.len())]
     }
@@ -111,8 +110,8 @@ fn random_input(
     Ok(Input { layer, num_tokens, x, idx, weights, expected })
 }
 
-/// Largest difference between `found` and `expected`, relative to the largest magnitude expected. What
-/// is not a number, or not of the right length, is infinitely far off.
+/// Largest difference between `found` and `expected`, relative to the largest magnitude expected. Infinite if a value
+/// is not a number or the lengths differ.
 #[must_use]
 pub fn difference(found: &[f32], expected: &[f32]) -> f32 {
     if found.len() != expected.len() {
@@ -123,24 +122,10 @@ pub fn difference(found: &[f32], expected: &[f32]) -> f32 {
     worst.fold(0.0f32, |max, d| if d.is_nan() { f32::INFINITY } else { max.max(d) }) / scale
 }
 
-/// The trained checkpoint of the repository; in a virtual machine `SWITCHYARD_TEST_MODEL` says where it is.
-#[must_use]
-pub fn tiny_moe() -> PathBuf {
-    let given = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
-    given.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe")))
-}
-
-/// A seed from `SWITCHYARD_SEED`, or a fresh one; printed, so that a failure can be replayed.
-#[must_use]
-pub fn printed_seed() -> u64 {
-    let given = std::env::var("SWITCHYARD_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = given.unwrap_or_else(rand::random::<u64>);
-    println!("SWITCHYARD_SEED={seed}");
-    seed
-}
-
 #[cfg(test)]
 mod tests {
+    use test_support::model::tiny_moe;
+
     use super::*;
 
     #[test]

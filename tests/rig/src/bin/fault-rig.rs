@@ -1,4 +1,4 @@
-//! `fault-rig`: layers under faults, clients that come and go, idle cost.
+//! `fault-rig`: layers under faults, clients that connect and leave, idle cost.
 //!
 //! Called as `fault-rig expert-server …` or `fault-rig control-plane …` it is the `switchyard` command
 //! with failpoints armed by `SWITCHYARD_TEST_FAILPOINTS`.
@@ -10,13 +10,13 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use switchyard_tests::rig::RigOptions;
-use switchyard_tests::{churn, failpoints, idle, inputs, rig, victim};
+use switchyard_tests::{churn, failpoints, idle, rig, victim};
+use test_support::model::tiny_moe;
 
 /// Runs layers through a cluster of processes while servers are killed, frozen, drained and restarted,
 /// and compares every output with an independent oracle.
 ///
-/// Exit codes: 0 nothing happened that must not, 1 something did, 2 wrong usage, 3 the run could not be
-/// made.
+/// Exit codes: 0 no rule was broken, 1 a rule was broken, 2 wrong usage, 3 the run could not be made.
 #[derive(Debug, Parser)]
 #[command(name = "fault-rig", max_term_width = 100, args_override_self = true)]
 struct Args {
@@ -33,10 +33,10 @@ struct Common {
     /// Prints one JSON object instead of text.
     #[arg(long, global = true)]
     json: bool,
-    /// Determines inputs and schedule; a fresh one by default, always printed.
+    /// Seed of inputs and schedule; a fresh one by default, always printed.
     #[arg(long, global = true)]
     seed: Option<u64>,
-    /// The binary that servers and control plane are started from; this one by default.
+    /// The binary of servers and control plane; this one by default.
     #[arg(long, global = true)]
     binary: Option<PathBuf>,
     /// Checkpoint folder; the small model of the repository by default.
@@ -45,7 +45,7 @@ struct Common {
     /// Failpoints of this process: `client|NAME=ACTION;…`.
     #[arg(long, global = true, default_value = "", hide_default_value = true)]
     client_failpoints: String,
-    /// Ends this process when the one that started it ends.
+    /// Ends this process when its parent ends.
     #[arg(long, global = true, hide = true)]
     exit_with_parent: bool,
 }
@@ -70,13 +70,13 @@ struct RunArgs {
     /// Most tokens of a layer.
     #[arg(long, default_value_t = 64)]
     max_tokens: usize,
-    /// Silence after which a client gives a server up, milliseconds.
+    /// Silence after which a client gives up a server, milliseconds.
     #[arg(long, default_value_t = 100)]
     deadline_ms: u64,
     /// Lease of a member, milliseconds.
     #[arg(long, default_value_t = 1500)]
     lease_ttl_ms: u64,
-    /// How long the control plane stays away at most, milliseconds.
+    /// Longest absence of the control plane, milliseconds.
     #[arg(long, default_value_t = 2000)]
     control_hold_ms: u64,
     /// Weight of: a server is killed, and started again after a while.
@@ -116,13 +116,13 @@ struct RunArgs {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Clients connect and leave; descriptors and memory must be back where they were.
+    /// Clients connect and leave; descriptors and memory must return to their level before.
     Churn {
         /// Clients that connect and leave.
         #[arg(long, default_value_t = 10_000)]
         connections: usize,
     },
-    /// CPU time of servers and control plane that have nothing to do.
+    /// CPU time of idle servers and their control plane.
     Idle {
         /// Length of each measurement, seconds.
         #[arg(long, default_value_t = 10)]
@@ -166,7 +166,7 @@ fn node() -> ExitCode {
     switchyard::run()
 }
 
-/// Whether nothing happened that must not.
+/// Whether no rule was broken.
 fn start(args: Args) -> Result<bool> {
     let Args { command, common, run } = args;
     if common.exit_with_parent {
@@ -183,7 +183,7 @@ fn start(args: Args) -> Result<bool> {
         Some(binary) => binary,
         None => std::env::current_exe().context("cannot tell the path of this binary")?,
     };
-    let model = common.model.unwrap_or_else(inputs::tiny_moe);
+    let model = common.model.unwrap_or_else(tiny_moe);
     let seed = common.seed.unwrap_or_else(rand::random::<u64>);
     eprintln!("seed {seed}");
     match command {

@@ -1,4 +1,4 @@
-//! Client threads of the rig, and what they share with its driver.
+//! Client threads of the rig, and their state shared with its driver.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,22 +13,22 @@ use rand::{RngExt, SeedableRng};
 use crate::inputs::{Input, InputPool, TOLERANCE, difference};
 use crate::report::{LayerRecord, Rule, Violation};
 
-/// What driver and workers share.
+/// State that driver and workers share.
 #[derive(Debug)]
 pub struct Shared {
     /// The requests.
     pub pool: InputPool,
-    /// Under test.
+    /// The client under test.
     pub client: MoeClient,
     /// Zero of all times.
     pub started: Instant,
     /// Layers finished and checked.
     pub layers: AtomicU64,
-    /// Whether some experts may be without replica just now.
+    /// Whether some experts may have no replica at the moment.
     pub outage: AtomicBool,
     /// Tells workers to end.
     pub stop: AtomicBool,
-    /// Calls that failed as they must.
+    /// Calls that failed as expected.
     pub expected_errors: AtomicU64,
     /// Calls given up on purpose.
     pub abandoned: AtomicU64,
@@ -37,12 +37,12 @@ pub struct Shared {
 
 #[derive(Debug, Default)]
 struct Violations {
-    kept: Vec<Violation>,
+    first: Vec<Violation>,
     num: usize,
 }
 
 impl Shared {
-    /// Nothing has happened yet.
+    /// The state at the start of a run.
     #[must_use]
     pub fn new(pool: InputPool, client: MoeClient) -> Self {
         Self {
@@ -68,20 +68,20 @@ impl Shared {
     pub fn violated(&self, rule: Rule, detail: String) {
         let mut violations = self.violations.lock().unwrap_or_else(PoisonError::into_inner);
         violations.num += 1;
-        if violations.kept.iter().filter(|kept| kept.rule == rule).count() < MAX_KEPT {
-            violations.kept.push(Violation { rule, detail });
+        if violations.first.iter().filter(|first| first.rule == rule).count() < MAX_OF_RULE {
+            violations.first.push(Violation { rule, detail });
         }
     }
 
-    /// The violations kept, and the number of all.
+    /// The first violations of each rule, and the number of all.
     #[must_use]
     pub fn violations(&self) -> (Vec<Violation>, usize) {
         let violations = self.violations.lock().unwrap_or_else(PoisonError::into_inner);
-        (violations.kept.clone(), violations.num)
+        (violations.first.clone(), violations.num)
     }
 }
 
-/// Runs layers until it is told to stop. `seed` determines what it asks for.
+/// Runs layers until [`Shared::stop`] is set. `seed` determines the requests.
 #[must_use]
 pub fn work(shared: &Shared, seed: u64) -> Vec<LayerRecord> {
     let mut rng = StdRng::seed_from_u64(seed);
@@ -122,7 +122,7 @@ fn step(
     let handle = dispatch(shared, first);
     let second_handle = second.map(|input| dispatch(shared, input));
     let mut finish = |input: &Input, handle: Result<_, ClientError>, out: &mut Vec<f32>| {
-        // Poisoned, so that what is not written cannot look right.
+        // Poisoned, so that values that are not written cannot look right.
         out.clear();
         out.resize(input.x.len(), f32::NAN);
         match handle.and_then(|handle| shared.client.combine(handle, out)) {
@@ -209,8 +209,8 @@ pub fn metric(client: &MoeClient, name: &str) -> f64 {
     metric_by_label(client, name).values().sum()
 }
 
-/// Whether a client has a live link to each of `num_servers` servers in every lane, and every expert all of
-/// its `replicas`.
+/// Whether a client has a live link to each of `num_servers` servers in every lane, and every expert has all its
+/// `replicas`.
 #[must_use]
 pub fn is_whole(client: &MoeClient, num_servers: usize, replicas: usize) -> bool {
     let model = client.model();
@@ -230,5 +230,5 @@ pub fn is_whole(client: &MoeClient, num_servers: usize, replicas: usize) -> bool
 
 const ABANDONED_SHARE: f64 = 0.03;
 const OVERLAPPED_SHARE: f64 = 0.1;
-/// Violations kept of each rule: a broken build breaks the same rule thousands of times.
-const MAX_KEPT: usize = 5;
+/// Violations of one rule in a report: a broken build breaks the same rule thousands of times.
+const MAX_OF_RULE: usize = 5;

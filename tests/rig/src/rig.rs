@@ -1,4 +1,4 @@
-//! Real processes, real signals: runs layers while things go wrong, and checks every output.
+//! Real processes and real signals: runs layers during faults, and checks every output.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,18 +11,18 @@ use attention_client::MoeClient;
 use checkpoint::Checkpoint;
 use control_api::{ControlClient, PlacementWatch, WatchOptions};
 use switchyard::cluster::{ClusterOptions, LocalCluster};
+use test_support::procfs;
 
 use crate::failpoints;
 use crate::inputs::InputPool;
-use crate::procfs;
 use crate::report::{EventRecord, LayerRecord, Report, Rule, Times, by_kind};
 use crate::schedule::{Bounds, Event, Kind, Weights, schedule};
 use crate::worker::{Shared, is_whole, metric, metric_by_label, work};
 
-/// What to run.
+/// Options of a run.
 #[derive(Debug, Clone)]
 pub struct RigOptions {
-    /// The binary that control plane and servers are started from.
+    /// The binary of control plane and servers.
     pub binary: PathBuf,
     /// Checkpoint folder.
     pub model: PathBuf,
@@ -30,7 +30,7 @@ pub struct RigOptions {
     pub layers: u64,
     /// Average number of layers between events.
     pub layers_per_event: u64,
-    /// Determines inputs and schedule.
+    /// Seed of inputs and schedule.
     pub seed: u64,
     /// Expert servers.
     pub servers: usize,
@@ -44,15 +44,15 @@ pub struct RigOptions {
     pub deadline: Duration,
     /// Lease of a member.
     pub lease_ttl: Duration,
-    /// How long the control plane stays away at most.
+    /// Longest absence of the control plane.
     pub control_hold: Duration,
-    /// How often each kind of event is drawn.
+    /// Weight of each kind of event.
     pub weights: Weights,
     /// Failpoints of servers, see [`failpoints`].
     pub server_failpoints: String,
     /// Ends the run at the first violation.
     pub stop_at_first: bool,
-    /// Ends the run after this time, whatever is left to do.
+    /// Ends the run after this time, even if layers are left.
     pub max_time: Duration,
 }
 
@@ -84,7 +84,7 @@ impl RigOptions {
 /// Runs the schedule. Call it on a thread that lives as long as the run: the kernel ties children to it.
 ///
 /// # Errors
-/// When the cluster does not come up; a broken rule is no error but part of the report.
+/// When the cluster does not come up. A broken rule is no error but part of the report.
 pub fn run(options: &RigOptions) -> Result<Report> {
     let checkpoint = Arc::new(Checkpoint::open(&options.model)?);
     let pool = InputPool::new(&checkpoint, options.seed, NUM_INPUTS, options.max_tokens)?;
@@ -102,7 +102,7 @@ pub fn run(options: &RigOptions) -> Result<Report> {
         cluster_options.server_env.push(list);
     }
     let cluster = LocalCluster::start(cluster_options, &mut |_| {})?;
-    // While nobody holds an expert there is nothing to wait for.
+    // While no server holds an expert there is nothing to wait for.
     let outages = options.weights[Kind::Outage as usize] > 0;
     let client = MoeClient::builder(pool.model.clone())
         .control_plane(cluster.control_url(), Some(cluster.token().to_owned()))
@@ -157,13 +157,13 @@ struct Driver<'a> {
     options: &'a RigOptions,
     shared: &'a Shared,
     cluster: LocalCluster,
-    /// When the event in hand killed a server, and when that was gone.
+    /// The time at which the current event killed a server, and at which that was gone.
     death_ns: Option<(u64, u64)>,
     happened: Vec<EventRecord>,
 }
 
 impl Driver<'_> {
-    /// Lets the events happen, each on a cluster that is whole, then waits for the rest of the layers.
+    /// Carries out the events, each on a whole cluster, then waits for the rest of the layers.
     fn drive(&mut self, events: &[Event]) {
         self.wait_whole();
         self.wait_layers(self.options.layers_per_event);
@@ -257,7 +257,7 @@ impl Driver<'_> {
     }
 
     /// Waits until the client has a live link to every server in every lane and every expert has all its
-    /// replicas: only then may the next thing go wrong.
+    /// replicas: only then may the next fault happen.
     fn wait_whole(&self) {
         let begin = Instant::now();
         let mut in_a_row = 0;
@@ -275,7 +275,7 @@ impl Driver<'_> {
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        // A call that began before may still fail as it must.
+        // A call that began before may still fail, as expected.
         if self.shared.outage.load(Ordering::Acquire) {
             std::thread::sleep(2 * OUTAGE_WAIT);
             self.shared.outage.store(false, Ordering::Release);
@@ -302,8 +302,8 @@ impl Driver<'_> {
         }
     }
 
-    /// Whoever leaves in good order takes no token with him. Silence is another matter: a busy machine
-    /// can make any server look frozen.
+    /// A server that leaves in good order loses no token. Silence does not count: a busy machine can make any server
+    /// look frozen.
     fn judge_drain(&self, before: &BTreeMap<String, f64>) {
         let after = metric_by_label(&self.shared.client, FAILOVERS);
         for (reason, count) in after.iter().filter(|(reason, _)| *reason != "silent") {
@@ -437,7 +437,7 @@ fn sum_up(
 }
 
 const FAILOVERS: &str = "switchyard_client_failovers_total";
-/// Counters that no fault of a server may move: what a retired slot holds is never read.
+/// Counters that no fault of a server may move: a retired slot is never read.
 const ACCOUNTS: [&str; 4] = [
     "switchyard_client_lost_requests_total",
     "switchyard_client_duplicated_requests_total",

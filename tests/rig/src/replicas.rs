@@ -1,5 +1,5 @@
-//! Servers in this process with two replicas of every expert, and a client that verifies every answer:
-//! what is run on a transport under test.
+//! Servers in this process with two replicas of every expert, and a client that verifies every answer, over a transport
+//! under test.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,18 +11,20 @@ use expert_server::{ExpertSelection, ExpertServer, Placement, RunningServer, Ser
 use p2p_core::{SlotConfig, Transports};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use test_support::model::tiny_moe;
+use test_support::printed_seed;
 use tokio::runtime::Runtime;
 
-use crate::inputs::{difference, printed_seed, tiny_moe};
+use crate::inputs::difference;
 
 /// Servers of a [`Replicas`].
 pub const NUM_SERVERS: usize = 3;
 /// Small enough that most requests take many frames.
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-/// For servers to be ready, and for one to be found in another's place.
+/// Longest wait for servers to be ready, and for a replacement.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Whose transports are asked for.
+/// A member that gets transports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Party {
     /// The server of this index.
@@ -44,10 +46,10 @@ pub struct Replicas {
 }
 
 impl Replicas {
-    /// Starts all of them, with the transports that `transports` gives each. `None` when it gives none.
+    /// Starts all of them, each with its transports from `transports`. `None` if that returns `None`.
     ///
     /// # Panics
-    /// When anything else is amiss, as all methods do.
+    /// When anything else fails, as all methods do.
     pub fn start(mut transports: impl FnMut(Party) -> Option<Transports>) -> Option<Self> {
         let rng = StdRng::seed_from_u64(printed_seed());
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -88,12 +90,12 @@ impl Replicas {
         Some(Self { runtime, servers, client, model, local, rng, num_failovers: 0 })
     }
 
-    /// Random layers, one a round, each compared with the same experts computed in this process.
+    /// Computes random layers, one a round, and compares each with the same experts computed in this process.
     pub fn forward(&mut self, rounds: std::ops::Range<usize>) {
         rounds.for_each(|round| self.layer(round));
     }
 
-    /// A server leaves in the middle of layers: at most one request has to be sent again.
+    /// Stops a server in the middle of layers: the client resends at most one request.
     pub fn lose_a_server(&mut self) {
         self.layer(0);
         let server = self.servers[1].take().expect("a server");
@@ -107,7 +109,7 @@ impl Replicas {
         leaving.join().expect("the server");
     }
 
-    /// Nothing may be lost or counted twice, and requests be sent again `most_failovers` times.
+    /// Checks that nothing was lost or counted twice, and that at most `most_failovers` requests were resent.
     pub fn check(&self, most_failovers: u32) {
         assert!(self.num_failovers <= most_failovers, "{} failovers", self.num_failovers);
         for name in ["lost", "duplicated"] {
@@ -119,7 +121,7 @@ impl Replicas {
         }
     }
 
-    /// How many requests were sent again so far.
+    /// Number of requests resent so far.
     pub const fn num_failovers(&self) -> u32 {
         self.num_failovers
     }
@@ -148,7 +150,7 @@ impl Replicas {
 /// The placement of epoch 1: servers at `addrs`, and the same replicas of the experts in every layer.
 ///
 /// # Panics
-/// Never: the names are good ones.
+/// Never: the names are valid.
 #[must_use]
 pub fn table(model: &ClientModel, addrs: Vec<String>, replicas: &[Vec<u32>]) -> PlacementTable {
     let servers = addrs.into_iter().enumerate().map(|(idx, data_addr)| ServerEntry {

@@ -2,8 +2,7 @@
 //!
 //! A list of entries `TARGET|NAME=ACTION`, separated by semicolons or lines. The target is the name of an
 //! expert server, `client`, or `*`. The action is one of the crate `fail` (`return`, `sleep(20)`,
-//! `5%pause`, …), or `kill(N)`: the process kills itself with SIGKILL when it passes the point for the
-//! N-th time.
+//! `5%pause`, …), or `kill(N)`: the process kills itself with SIGKILL when it passes the point the N-th time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -69,7 +68,7 @@ fn kill_at(name: &str, count: u64) -> Result<()> {
     let passed = AtomicU64::new(0);
     let pass = move || {
         if passed.fetch_add(1, Ordering::Relaxed) + 1 == count {
-            // Not an exit: nothing may be tidied up. There is nobody left to hear of a failure.
+            // Not an exit: the process must not clean up. No code is left to handle a failure.
             let _ = kill_process(getpid(), Signal::KILL);
         }
     };

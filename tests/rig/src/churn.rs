@@ -1,4 +1,4 @@
-//! Clients that come and go, and what they leave behind.
+//! Clients that connect and leave, and the resources that they leave behind.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,29 +15,29 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
 use switchyard::cluster::{ClusterOptions, LocalCluster};
+use test_support::procfs::{self, Usage};
 
 use crate::inputs::{InputPool, TOLERANCE, difference};
-use crate::procfs::{self, Usage};
 
-/// What to run.
+/// Options of a run.
 #[derive(Debug, Clone)]
 pub struct ChurnOptions {
-    /// The binary that control plane and server are started from.
+    /// The binary of control plane and server.
     pub binary: PathBuf,
     /// Checkpoint folder.
     pub model: PathBuf,
     /// Clients that connect and leave.
     pub connections: usize,
-    /// Of them at the same time.
+    /// Connections at the same time.
     pub at_once: usize,
-    /// Every so many connections a whole client comes, computes a layer, and leaves.
+    /// Number of connections for each whole client, which computes a layer and leaves.
     pub client_every: usize,
-    /// Determines the layers.
+    /// Seed of the layers.
     pub seed: u64,
 }
 
 impl ChurnOptions {
-    /// `connections` clients, 16 at a time, a whole one among 200.
+    /// `connections` clients, 16 at a time, one of 200 a whole client.
     #[must_use]
     pub const fn new(binary: PathBuf, model: PathBuf, connections: usize, seed: u64) -> Self {
         Self { binary, model, connections, at_once: 16, client_every: 200, seed }
@@ -47,18 +47,18 @@ impl ChurnOptions {
 /// Usage of one process.
 #[derive(Debug, Clone, Serialize)]
 pub struct ProcessReport {
-    /// Name.
+    /// Name of the process.
     pub name: String,
-    /// After the first connections, when pools and allocators have what they need.
+    /// After the first connections, when pools and allocators have grown.
     pub before: Usage,
     /// After the last.
     pub after: Usage,
 }
 
-/// What was found.
+/// Result of a run.
 #[derive(Debug, Clone, Serialize)]
 pub struct ChurnReport {
-    /// Whether every process is back where it was.
+    /// Whether every process has returned its resources.
     pub sound: bool,
     /// Clients that connected and left.
     pub connections: usize,
@@ -71,7 +71,7 @@ pub struct ChurnReport {
 }
 
 impl ChurnReport {
-    /// For people.
+    /// The report as text.
     #[must_use]
     pub fn as_text(&self) -> String {
         let mut text = format!(
@@ -91,7 +91,7 @@ impl ChurnReport {
     }
 }
 
-/// Lets clients come and go, half of them without a goodbye.
+/// Lets clients connect and leave, half of them without closing the connection properly.
 ///
 /// # Errors
 /// When the cluster does not come up, a connection fails, or an output is wrong.
@@ -153,7 +153,7 @@ pub fn run(options: &ChurnOptions) -> Result<ChurnReport> {
     })
 }
 
-/// What client `client_id` says to a server of `model` whose secret is `token`.
+/// The hello and configuration of client `client_id` for a server of `model` with the secret `token`.
 #[must_use]
 pub fn handshake(model: &ClientModel, token: &str, client_id: u64) -> (PeerHello, ConnectConfig) {
     let hello = ClientHello {
@@ -214,7 +214,7 @@ impl Crowd {
         Ok(())
     }
 
-    /// A whole client: it follows the placement, computes a layer, and leaves.
+    /// Runs a whole client: it follows the placement, computes a layer, and leaves.
     fn compute_once(&mut self) -> Result<()> {
         let client = MoeClient::builder(self.pool.model.clone())
             .control_plane(self.control_url.clone(), Some(self.token.clone()))
@@ -232,7 +232,7 @@ impl Crowd {
     }
 }
 
-/// Usage once it does not shrink any more, or is back at `target`.
+/// Usage once it no longer shrinks, or has returned to `target`.
 fn settled(processes: &[(&str, u32)], target: Option<&[Usage]>) -> Result<Vec<Usage>> {
     let begin = Instant::now();
     let mut last: Vec<Usage> = Vec::new();
@@ -251,8 +251,7 @@ fn settled(processes: &[(&str, u32)], target: Option<&[Usage]>) -> Result<Vec<Us
     }
 }
 
-/// Descriptors, slots and memory as before. What an allocator keeps for later is no leak; one slot of a client
-/// would be.
+/// Whether descriptors, slots and memory are as before. Memory that an allocator keeps is no leak, a client's slot is.
 fn is_back(before: &Usage, after: &Usage) -> bool {
     after.descriptors <= before.descriptors + DESCRIPTOR_SLACK
         && after.slots <= before.slots

@@ -1,4 +1,4 @@
-//! A client whose only purpose is to die at a failpoint.
+//! A client that dies at a failpoint.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::inputs::InputPool;
 /// Computes layers until a failpoint kills the process.
 ///
 /// # Errors
-/// When nothing has killed it after a while, or a call fails.
+/// When no failpoint has killed it after 20 s, or a call fails.
 pub fn run(control_url: &str, model: &Path, seed: u64) -> Result<()> {
     let token = std::env::var("SWITCHYARD_TOKEN").context("SWITCHYARD_TOKEN is not set")?;
     let checkpoint = Arc::new(Checkpoint::open(model)?);

@@ -1,4 +1,4 @@
-//! What a cluster costs that has nothing to do.
+//! The cost of an idle cluster.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,16 +11,16 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
 use switchyard::cluster::{ClusterOptions, LocalCluster};
+use test_support::procfs;
 
 use crate::inputs::InputPool;
-use crate::procfs;
 
 /// One process over one span.
 #[derive(Debug, Clone, Serialize)]
 pub struct IdleReport {
-    /// Which process.
+    /// Name of the process.
     pub name: String,
-    /// Whether a client was connected, which had computed before and now did nothing.
+    /// Whether a client was connected, idle after its calls.
     pub with_client: bool,
     /// CPU time over wall time of one core, percent.
     pub core_percent: f64,
@@ -63,7 +63,7 @@ fn measure(
     span: Duration,
     with_client: bool,
 ) -> Result<Vec<IdleReport>> {
-    // What starting up left to do is no idling.
+    // Work that starting up left is no idling.
     std::thread::sleep(Duration::from_secs(2));
     let times =
         || processes.iter().map(|(_, pid)| procfs::cpu_time(*pid)).collect::<Result<Vec<_>>>();

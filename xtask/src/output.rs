@@ -1,8 +1,8 @@
-//! Passes on what a command prints, and keeps the lines that tell why it failed, for the summary: of a long
-//! log often only the end is at hand.
+//! Passes on a command's output, and keeps the lines that explain a failure. The summary repeats them, because of a
+//! long log often only the end is kept.
 //!
-//! What the command leaves running may print on for two seconds after its end; then its output may be lost.
-//! Lines of its two outputs may change places with each other.
+//! A process that the command leaves behind may print for two more seconds; its output may be lost after that.
+//! Lines of the two outputs may change places with each other.
 
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Read, Write};
@@ -14,28 +14,30 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-/// Runs a command to its end. Its output goes to ours; with it come the last lines of it that tell of a
-/// failure.
+/// Runs a command to its end. Returns its status and the last lines of its output that name a failure.
 pub fn run(command: &mut Command) -> Result<(ExitStatus, Vec<String>)> {
     run_into(command, std::io::stdout(), std::io::stderr())
 }
 
-/// As [`run`], with `mark` before each line: for what runs beside something else.
-pub fn run_marked(command: &mut Command, mark: &'static str) -> Result<(ExitStatus, Vec<String>)> {
+/// As [`run`], with `prefix` before each line.
+pub fn run_with_prefix(
+    command: &mut Command,
+    prefix: &'static str,
+) -> Result<(ExitStatus, Vec<String>)> {
     let (out, err) = (std::io::stdout(), std::io::stderr());
-    run_into(command, Marked { mark, to: out }, Marked { mark, to: err })
+    run_into(command, Prefixed { prefix, to: out }, Prefixed { prefix, to: err })
 }
 
-/// Writes whole lines, each with a mark before it.
-struct Marked<W> {
-    mark: &'static str,
+/// Writes whole lines, each with a prefix.
+struct Prefixed<W> {
+    prefix: &'static str,
     to: W,
 }
 
-impl<W: Write> Write for Marked<W> {
+impl<W: Write> Write for Prefixed<W> {
     fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
-        // In one piece, so that nobody else's comes in between.
-        self.to.write_all(&[b"[", self.mark.as_bytes(), b"] ", line].concat())?;
+        // One write, so that no other output comes in between.
+        self.to.write_all(&[b"[", self.prefix.as_bytes(), b"] ", line].concat())?;
         Ok(line.len())
     }
 
@@ -54,47 +56,49 @@ fn run_into(
         .stderr(Stdio::piped())
         .spawn()
         .with_context(|| format!("cannot start {command:?}"))?;
-    let kept = Arc::new(Mutex::new(Kept::default()));
+    let failures = Arc::new(Mutex::new(Failures::default()));
     let (ended, ends) = mpsc::channel();
     if let Some(pipe) = child.stdout.take() {
-        let (kept, ended) = (Arc::clone(&kept), ended.clone());
-        thread::spawn(move || pass_on(pipe, out, &kept, &ended));
+        let (failures, ended) = (Arc::clone(&failures), ended.clone());
+        thread::spawn(move || forward(pipe, out, &failures, &ended));
     }
     if let Some(pipe) = child.stderr.take() {
-        let kept = Arc::clone(&kept);
-        thread::spawn(move || pass_on(pipe, err, &kept, &ended));
+        let failures = Arc::clone(&failures);
+        thread::spawn(move || forward(pipe, err, &failures, &ended));
     }
     let status = child.wait().with_context(|| format!("cannot wait for {command:?}"))?;
     let deadline = Instant::now() + Duration::from_secs(2);
     for _ in 0..2 {
-        // Whoever it left behind may hold its output open.
+        // A process that the command left behind may hold its output open.
         let _ = ends.recv_timeout(deadline.saturating_duration_since(Instant::now()));
     }
-    let lines = kept.lock().unwrap_or_else(PoisonError::into_inner).lines.drain(..).collect();
+    let lines = failures.lock().unwrap_or_else(PoisonError::into_inner).lines.drain(..).collect();
     Ok((status, lines))
 }
 
-fn pass_on(pipe: impl Read, mut out: impl Write, kept: &Mutex<Kept>, ended: &Sender<()>) {
+fn forward(pipe: impl Read, mut out: impl Write, failures: &Mutex<Failures>, ended: &Sender<()>) {
     let mut pipe = BufReader::new(pipe);
     let mut line = Vec::new();
     while pipe.read_until(b'\n', &mut line).is_ok_and(|len| len > 0) {
-        // There is nobody to tell if our own output is closed.
+        // If our own output is closed, there is no place for an error either.
         let _ = out.write_all(&line).and_then(|()| out.flush());
-        kept.lock()
+        failures
+            .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .look_at(&String::from_utf8_lossy(&line));
         line.clear();
     }
-    // Who waited for it may have gone on.
+    // The receiver is gone after its two seconds.
     let _ = ended.send(());
 }
 
+/// The last lines that name a failure, each once.
 #[derive(Default)]
-struct Kept {
+struct Failures {
     lines: VecDeque<String>,
 }
 
-impl Kept {
+impl Failures {
     fn look_at(&mut self, line: &str) {
         let line = without_colours(line);
         let line = line.trim();
@@ -103,7 +107,7 @@ impl Kept {
         }
         let line: String = line.chars().filter(|c| !c.is_control()).take(MAX_CHARS).collect();
         // Runners name a failed test once more at their end.
-        self.lines.retain(|kept| *kept != line);
+        self.lines.retain(|earlier| *earlier != line);
         self.lines.push_back(line);
         if self.lines.len() > MAX_LINES {
             self.lines.pop_front();
@@ -121,7 +125,7 @@ fn without_colours(line: &str) -> String {
     })
 }
 
-/// What tells of a failure: of nextest, of libtest, of panics, of compilers, of our scripts.
+/// Signs of a failure: of nextest, of libtest, of panics, of compilers, of our scripts.
 const SIGNS: [&str; 9] = [
     "FAIL ",
     "FAILED",
@@ -141,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_that_tell_of_a_failure_are_kept() {
+    fn lines_that_name_a_failure_are_kept() {
         let script = "echo 'test a ... FAILED'; echo fine; echo 'error: that is wrong' >&2; exit 3";
         let mut command = Command::new("sh");
         let (out, err) = (Sink::default(), Sink::default());
@@ -155,24 +159,24 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_several_are_told_apart() {
+    fn lines_of_commands_side_by_side_have_a_prefix() {
         let out = Sink::default();
-        let marked = Marked { mark: "a", to: out.clone() };
+        let prefixed = Prefixed { prefix: "a", to: out.clone() };
         let mut command = Command::new("sh");
-        run_into(command.args(["-c", "echo one; echo two"]), marked, Sink::default()).unwrap();
+        run_into(command.args(["-c", "echo one; echo two"]), prefixed, Sink::default()).unwrap();
         assert_eq!(out.text(), "[a] one\n[a] two\n");
     }
 
     #[test]
     fn the_last_lines_are_kept_each_once() {
-        let mut kept = Kept::default();
+        let mut failures = Failures::default();
         for i in [0, 1, 2, 3, 4, 5, 6, 7, 4] {
-            kept.look_at(&format!("\u{1b}[31;1mFAIL\u{1b}[0m [ 0.{i}s] test {i}\n"));
+            failures.look_at(&format!("\u{1b}[31;1mFAIL\u{1b}[0m [ 0.{i}s] test {i}\n"));
         }
         let line = |i: u32| format!("FAIL [ 0.{i}s] test {i}");
-        assert_eq!(kept.lines, [2, 3, 5, 6, 7, 4].map(line));
-        kept.look_at(&format!("\u{1b}[91merror\u{1b}[0m\u{1b}[1m: {}", "x".repeat(1000)));
-        assert_eq!(kept.lines.back().map(String::len), Some(MAX_CHARS));
+        assert_eq!(failures.lines, [2, 3, 5, 6, 7, 4].map(line));
+        failures.look_at(&format!("\u{1b}[91merror\u{1b}[0m\u{1b}[1m: {}", "x".repeat(1000)));
+        assert_eq!(failures.lines.back().map(String::len), Some(MAX_CHARS));
     }
 
     #[test]
@@ -183,7 +187,7 @@ mod tests {
             run_into(Command::new("sh").args(["-c", script]), out.clone(), Sink::default())
                 .unwrap();
         assert!(status.success() && lines.is_empty());
-        // Who waited for the end of its output has waited for its death.
+        // If the run had waited for the end of the output, the child would be dead.
         let ended = Command::new("kill").arg(out.text().trim()).status().unwrap();
         assert!(ended.success(), "the child has died");
     }
