@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 use tempfile::TempDir;
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use attention_client::{ClientModel, ExpertBackend, MoeClient};
 use checkpoint::Checkpoint;
 use control_api::ControlClient;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 
 #[test]
 fn dashboards_and_rules_name_only_metrics_and_labels_that_exist() {

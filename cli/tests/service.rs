@@ -13,7 +13,7 @@ use attention_client::{
 };
 use checkpoint::{Checkpoint, TensorFile};
 use protocol::WireDtype;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 
 /// The golden values of one prompt.
 struct Golden {

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::time::Instant;
 
 use p2p_core::{ReadView, WriteView};
-use protocol::{
+use switchyard_protocol::{
     DispatchExpect, DispatchMeta, DispatchScratch, Entry, FrameGeometry, FrameId, TokenRef,
     WireDtype, decode_dispatch, encode_dispatch,
 };

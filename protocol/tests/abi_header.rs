@@ -6,8 +6,8 @@ use std::mem::offset_of;
 use std::path::Path;
 use std::process::Command;
 
-use protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
-use protocol::{ErrorCode, WireDtype};
+use switchyard_protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
+use switchyard_protocol::{ErrorCode, WireDtype};
 
 #[path = "../../tests/support/src/skip.rs"]
 mod skip;

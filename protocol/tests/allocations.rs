@@ -7,7 +7,7 @@ mod counting;
 use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, fresh_rng};
 use counting::THREAD_ALLOCATIONS;
-use protocol::{
+use switchyard_protocol::{
     DispatchScratch, ErrorCode, Response, ResponseScratch, WireDtype, decode_dispatch,
     decode_response, encode_combine, encode_dispatch, encode_error,
 };

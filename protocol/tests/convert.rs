@@ -4,7 +4,7 @@ mod common;
 
 use common::{e4m3_nearest, e4m3_value, fresh_rng};
 use half::{bf16, f16};
-use protocol::convert::{
+use switchyard_protocol::convert::{
     MAX_SCALE, MIN_SCALE, bf16_to_f32, f8_code, f8_to_f32, f8_value, f16_to_f32, f32_to_bf16,
     f32_to_f8, f32_to_f16,
 };

@@ -3,7 +3,7 @@
 mod common;
 
 use proptest::prelude::*;
-use protocol::{
+use switchyard_protocol::{
     ClientHello, HelloDecodeError, HelloReject, ModelShape, ServerHello, WireDtype, hello,
 };
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, fresh_rng, reseal};
-use protocol::{
+use switchyard_protocol::{
     DispatchScratch, Response, ResponseScratch, WireDtype, decode_dispatch, decode_response,
 };
 use rand::RngExt;
@@ -113,7 +113,7 @@ fn a_response_frame_that_changes_while_it_is_read_harms_nobody() {
             reseal(&mut hostile, |header| match field {
                 0 => header.num_tokens = 1 << 31,
                 1 => header.row_stride_bytes = u32::MAX - 15,
-                _ => header.kind = protocol::abi::KIND_ERROR,
+                _ => header.kind = switchyard_protocol::abi::KIND_ERROR,
             });
             frames.push(hostile);
         }

@@ -7,7 +7,7 @@ use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, covered};
 use p2p_core::ReadView;
 use proptest::prelude::*;
-use protocol::{
+use switchyard_protocol::{
     DispatchExpect, DispatchScratch, ErrorCode, FrameError, Response, ResponseScratch, WireDtype,
     decode_dispatch, decode_response, encode_error, peek_id, response_id,
 };
@@ -199,11 +199,11 @@ proptest! {
         let request = Request::random(&mut rng, 130, dtype, false, 6);
         let mut damaged = request.frame();
         damages.iter().for_each(|damage| damage.apply(&mut damaged));
-        if damaged.len() >= protocol::abi::HEADER_BYTES {
+        if damaged.len() >= switchyard_protocol::abi::HEADER_BYTES {
             common::reseal(&mut damaged, |header| {
-                header.magic = protocol::abi::FRAME_MAGIC;
-                header.version = protocol::abi::FRAME_VERSION;
-                header.kind = protocol::abi::KIND_DISPATCH;
+                header.magic = switchyard_protocol::abi::FRAME_MAGIC;
+                header.version = switchyard_protocol::abi::FRAME_VERSION;
+                header.kind = switchyard_protocol::abi::KIND_DISPATCH;
                 header.reserved = [0; 4];
             });
         }
@@ -213,7 +213,7 @@ proptest! {
         let answer = Answer::random(&mut rng, 130, dtype, false, 3);
         let mut damaged = answer.frame();
         damages.iter().for_each(|damage| damage.apply(&mut damaged));
-        if damaged.len() >= protocol::abi::HEADER_BYTES {
+        if damaged.len() >= switchyard_protocol::abi::HEADER_BYTES {
             common::reseal(&mut damaged, |header| header.reserved = [0; 4]);
         }
         let _ = read_response(memory.hold(&damaged), &answer);

@@ -4,9 +4,9 @@ mod common;
 
 use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, fresh_rng, header_of, reseal};
-use protocol::abi::{ErrorBody, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES};
-use protocol::convert::MAX_SCALE;
-use protocol::{
+use switchyard_protocol::abi::{ErrorBody, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES};
+use switchyard_protocol::convert::MAX_SCALE;
+use switchyard_protocol::{
     DispatchScratch, ErrorCode, FrameError, Response, ResponseScratch, WireDtype, decode_dispatch,
     decode_response, encode_error, peek_id,
 };
@@ -16,14 +16,14 @@ fn request(dtype: WireDtype) -> Request {
     let mut request = Request::random(&mut fresh_rng(), 200, dtype, true, 12);
     request.x = vec![1.5; 200 * 3];
     request.tokens = [(0, 0, 2), (1, 2, 1), (2, 3, 4)]
-        .map(|(token, entry_begin, entry_count)| protocol::TokenRef {
+        .map(|(token, entry_begin, entry_count)| switchyard_protocol::TokenRef {
             token,
             entry_begin,
             entry_count,
         })
         .into();
     request.entries =
-        [3, 4, 5, 6, 7, 8, 9].map(|expert| protocol::Entry { expert, weight: 0.5 }).into();
+        [3, 4, 5, 6, 7, 8, 9].map(|expert| switchyard_protocol::Entry { expert, weight: 0.5 }).into();
     request
 }
 

@@ -4,7 +4,7 @@ mod common;
 
 use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, covered, fresh_rng, geometry, header_of};
-use protocol::{
+use switchyard_protocol::{
     DispatchMeta, DispatchScratch, EncodeError, Entry, ErrorCode, FrameError, FrameGeometry,
     FrameId, Response, ResponseScratch, TokenRef, WireDtype, decode_dispatch, decode_response,
     encode_combine, encode_dispatch, encode_error, peek_id, response_id,

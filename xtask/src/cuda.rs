@@ -65,7 +65,7 @@ const RUST_TESTS: [(&str, Target); 9] = [
     ),
 ];
 /// The feature `cuda` of every package that has it.
-const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-expert-server/cuda,\
+const FEATURES: &str = "switchyard-cli/cuda,switchyard-attention-client/cuda,switchyard-expert-server/cuda,\
     switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,switchyard-tests/cuda";
 /// The small model, for tests of whole layers.
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);

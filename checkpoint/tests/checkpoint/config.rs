@@ -1,6 +1,6 @@
 //! `config.json` in all its spellings.
 
-use checkpoint::{Architecture, Checkpoint, ConfigError, ModelConfig, Preset, Scoring, TopkMethod};
+use switchyard_checkpoint::{Architecture, Checkpoint, ConfigError, ModelConfig, Preset, Scoring, TopkMethod};
 use serde_json::{Value, json};
 
 use crate::support::{config_text, data, tiny};

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use checkpoint::{Checkpoint, DType, OpenError, Preset, TensorError, TensorFile, TensorFileError};
+use switchyard_checkpoint::{Checkpoint, DType, OpenError, Preset, TensorError, TensorFile, TensorFileError};
 use rand::RngExt;
 use rand::rngs::StdRng;
 

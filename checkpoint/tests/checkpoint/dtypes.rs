@@ -1,6 +1,6 @@
 //! The dtypes that experts are stored in.
 
-use checkpoint::{Checkpoint, DType, Preset};
+use switchyard_checkpoint::{Checkpoint, DType, Preset};
 use rand::RngExt;
 
 use crate::support::{Tensor, all_tensors, config_text, rng, tiny, write_single};

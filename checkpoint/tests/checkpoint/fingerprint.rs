@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use checkpoint::{Checkpoint, DType, Fingerprint, Preset};
+use switchyard_checkpoint::{Checkpoint, DType, Fingerprint, Preset};
 use serde_json::{Value, json};
 
 use crate::support::{all_tensors, config_text, tiny, write_sharded, write_single};

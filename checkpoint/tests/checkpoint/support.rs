@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use checkpoint::{Checkpoint, DType, MakeOptions, Preset, make_checkpoint};
+use switchyard_checkpoint::{Checkpoint, DType, MakeOptions, Preset, make_checkpoint};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};

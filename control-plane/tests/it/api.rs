@@ -4,7 +4,7 @@ use control_api::{
     ControlClient, ControlError, DrainRequest, LeaseRequest, LoadReport, MemberId, MemberState,
     SuspectRequest, code,
 };
-use control_plane::{BindError, Server, ServerConfig};
+use switchyard_control_plane::{BindError, Server, ServerConfig};
 
 use super::*;
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use control_api::{DrainRequest, LeaseRequest, MemberState, code};
-use control_plane::BindError;
-use control_plane::clock::MonotonicClock;
-use control_plane::store::{MemoryStore, Revision, Snapshot, Store, StoreError};
+use switchyard_control_plane::BindError;
+use switchyard_control_plane::clock::MonotonicClock;
+use switchyard_control_plane::store::{MemoryStore, Revision, Snapshot, Store, StoreError};
 
 use super::*;
 
@@ -67,7 +67,7 @@ async fn a_damaged_state_is_refused_not_forgotten() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&path, &bytes).unwrap();
-    let err = control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
+    let err = switchyard_control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
     assert!(matches!(err, BindError::Store(StoreError::Corrupt { .. })), "{err}");
     assert!(err.to_string().contains("state.snapshot is damaged"), "{err}");
     assert_eq!(std::fs::read(&path).unwrap(), bytes);
@@ -77,7 +77,7 @@ async fn a_damaged_state_is_refused_not_forgotten() {
 async fn two_control_planes_cannot_share_a_directory() {
     let dir = tempfile::tempdir().unwrap();
     let plane = Plane::start(durable_config(dir.path())).await;
-    let err = control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
+    let err = switchyard_control_plane::Server::bind(durable_config(dir.path())).await.unwrap_err();
     assert!(matches!(err, BindError::Store(StoreError::InUse { .. })), "{err}");
     plane.stop().await;
 }
@@ -90,7 +90,7 @@ async fn the_state_of_another_model_is_named() {
     plane.stop().await;
     let mut config = durable_config(dir.path());
     config.model_fingerprint = Some("feedfeedfeedfeed".to_owned());
-    let err = control_plane::Server::bind(config.clone()).await.unwrap_err().to_string();
+    let err = switchyard_control_plane::Server::bind(config.clone()).await.unwrap_err().to_string();
     assert!(err.contains("feedfeedfeedfeed") && err.contains("0123456789abcdef"), "{err}");
     config.model_fingerprint = Some(model().fingerprint);
     Plane::start(config).await.stop().await;
@@ -128,7 +128,7 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     let mut config = config();
     config.lease_ttl = Duration::from_secs(60);
     let clock = Arc::new(MonotonicClock::new());
-    let server = control_plane::Server::bind_with(config, Box::new(store), clock);
+    let server = switchyard_control_plane::Server::bind_with(config, Box::new(store), clock);
     let plane = Plane::run(server.await.unwrap());
     let client = plane.client();
     let member = serve(&client, "a", 1).await;
@@ -168,7 +168,7 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
 async fn a_control_plane_that_has_been_replaced_stops() {
     let store = MemoryStore::new();
     let clock = Arc::new(MonotonicClock::new());
-    let server = control_plane::Server::bind_with(config(), Box::new(store.clone()), clock);
+    let server = switchyard_control_plane::Server::bind_with(config(), Box::new(store.clone()), clock);
     let plane = Plane::run(server.await.unwrap());
     let mut rival = store.clone();
     let (snapshot, revision) = rival.load().unwrap();

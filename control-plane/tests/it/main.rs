@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use control_api::{Assignment, ControlClient, ModelDescriptor, ReadyRequest, RegisterRequest};
-use control_plane::{RunError, Server, ServerConfig};
+use switchyard_control_plane::{RunError, Server, ServerConfig};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 

@@ -7,11 +7,11 @@ use bytemuck::{bytes_of, pod_read_unaligned};
 use guarded::Guarded;
 use half::{bf16, f16};
 use p2p_core::WriteView;
-use protocol::abi::{
+use switchyard_protocol::abi::{
     ENTRY_BYTES, ERROR_BODY_BYTES, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES, KIND_DISPATCH,
     KIND_ERROR, TOKEN_BYTES,
 };
-use protocol::{
+use switchyard_protocol::{
     CombineExpect, CombineMeta, DispatchExpect, DispatchMeta, EncodeError, Entry, FrameGeometry,
     FrameId, ServerTimes, TokenRef, WireDtype, encode_combine, encode_dispatch,
 };

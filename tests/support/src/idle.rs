@@ -10,7 +10,7 @@ use checkpoint::Checkpoint;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde::Serialize;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 
 use crate::inputs::InputPool;
 use crate::procfs;

@@ -121,7 +121,7 @@ const PROGRAMS: [(&str, Target); 13] = [
 ];
 /// The feature `verbs` of every package that has it.
 pub(super) const FEATURES: &[&str] = &[
-    "switchyard/verbs",
+    "switchyard-cli/verbs",
     "switchyard-p2p-core/verbs",
     "switchyard-proxy/verbs",
     "switchyard-tests/verbs",
