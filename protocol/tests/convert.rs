@@ -4,11 +4,11 @@ mod common;
 
 use common::{e4m3_nearest, e4m3_value, fresh_rng};
 use half::{bf16, f16};
+use rand::RngExt;
 use switchyard_protocol::convert::{
     MAX_SCALE, MIN_SCALE, bf16_to_f32, f8_code, f8_to_f32, f8_value, f16_to_f32, f32_to_bf16,
     f32_to_f8, f32_to_f16,
 };
-use rand::RngExt;
 
 #[test]
 fn every_e4m3_code_has_its_value_and_comes_back() {

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, fresh_rng, reseal};
+use rand::RngExt;
+use rand::rngs::StdRng;
 use switchyard_protocol::{
     DispatchScratch, Response, ResponseScratch, WireDtype, decode_dispatch, decode_response,
 };
-use rand::RngExt;
-use rand::rngs::StdRng;
 
 /// Decodes again and again for a while, at least `MIN_ROUNDS` times, while a thread writes one frame
 /// after the other over the memory, now and then with a random word among them.

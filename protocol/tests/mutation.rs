@@ -7,12 +7,12 @@ use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, covered};
 use p2p_core::ReadView;
 use proptest::prelude::*;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
 use switchyard_protocol::{
     DispatchExpect, DispatchScratch, ErrorCode, FrameError, Response, ResponseScratch, WireDtype,
     decode_dispatch, decode_response, encode_error, peek_id, response_id,
 };
-use rand::SeedableRng;
-use rand::rngs::StdRng;
 
 /// One piece of damage. Positions are parts of the frame's length, so that they fit any frame.
 #[derive(Debug, Clone)]

@@ -22,8 +22,9 @@ fn request(dtype: WireDtype) -> Request {
             entry_count,
         })
         .into();
-    request.entries =
-        [3, 4, 5, 6, 7, 8, 9].map(|expert| switchyard_protocol::Entry { expert, weight: 0.5 }).into();
+    request.entries = [3, 4, 5, 6, 7, 8, 9]
+        .map(|expert| switchyard_protocol::Entry { expert, weight: 0.5 })
+        .into();
     request
 }
 

@@ -4,12 +4,12 @@ mod common;
 
 use common::guarded::Guarded;
 use common::{Answer, MEMORY_BYTES, Request, covered, fresh_rng, geometry, header_of};
+use rand::RngExt;
 use switchyard_protocol::{
     DispatchMeta, DispatchScratch, EncodeError, Entry, ErrorCode, FrameError, FrameGeometry,
     FrameId, Response, ResponseScratch, TokenRef, WireDtype, decode_dispatch, decode_response,
     encode_combine, encode_dispatch, encode_error, peek_id, response_id,
 };
-use rand::RngExt;
 
 #[test]
 fn dispatch_frames_of_random_shapes_round_trip() {

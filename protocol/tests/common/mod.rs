@@ -7,6 +7,8 @@ use bytemuck::{bytes_of, pod_read_unaligned};
 use guarded::Guarded;
 use half::{bf16, f16};
 use p2p_core::WriteView;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use switchyard_protocol::abi::{
     ENTRY_BYTES, ERROR_BODY_BYTES, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES, KIND_DISPATCH,
     KIND_ERROR, TOKEN_BYTES,
@@ -15,8 +17,6 @@ use switchyard_protocol::{
     CombineExpect, CombineMeta, DispatchExpect, DispatchMeta, EncodeError, Entry, FrameGeometry,
     FrameId, ServerTimes, TokenRef, WireDtype, encode_combine, encode_dispatch,
 };
-use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
 
 /// Value of an E4M3 code: sign, four exponent bits with bias 7, three mantissa bits; all ones is NaN.
 pub fn e4m3_value(code: u8) -> f64 {
