@@ -10,7 +10,7 @@
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let checkpoint = checkpoint::Checkpoint::open("/models/Qwen3-30B-A3B")?;
+//! let checkpoint = switchyard_checkpoint::Checkpoint::open("/models/Qwen3-30B-A3B")?;
 //! println!("{}: {}", checkpoint.config().architecture, checkpoint.fingerprint());
 //! for layer in checkpoint.config().moe_layers() {
 //!     let gate = checkpoint.expert(layer, 0)?.gate;

@@ -8,6 +8,9 @@ mod ui;
 pub mod cluster;
 mod cmd;
 
+// The error type of this crate's signatures.
+pub use anyhow;
+
 use std::process::ExitCode;
 
 use clap::builder::FalseyValueParser;

@@ -30,3 +30,7 @@ mod table;
 pub use config::{ConfigError, Limits, ServerConfig};
 pub use planner::{PlannerConfigError, SeatPlanner};
 pub use server::{BindError, RunError, Server};
+
+// Types of other crates in the signatures of this one.
+pub use control_api::{Assignment, LayerAssignment, MemberId, ModelDescriptor};
+pub use prometheus;

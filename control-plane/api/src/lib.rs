@@ -24,9 +24,12 @@ pub use error::{ApiError, ConfigError, ControlError, code};
 pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};
 pub use placement::{LayerPlacement, PlacementError, PlacementTable, ServerEntry};
 pub use types::{
-    Assignment, ClusterStatus, DrainRequest, ExpertLoad, LayerAssignment, LeaseRequest,
+    Assignment, ClusterStatus, DrainRequest, ExpertLoad, InvalidMemberId, LayerAssignment, LeaseRequest,
     LeaseResponse, LoadReport, MemberCounts, MemberId, MemberInfo, MemberList, MemberState,
     ModelDescriptor, ReadyRequest, RegisterRequest, RegisterResponse, StoreStatus, SuspectRequest,
     SuspectResponse, TransportLinks,
 };
 pub use watch::{PlacementWatch, WatchOptions, WatchState, WatchStatus};
+
+// `tokio::runtime::Handle` and `tokio::sync::watch::Receiver` are in the signatures of this crate.
+pub use tokio;
