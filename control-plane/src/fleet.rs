@@ -583,5 +583,4 @@ impl Fleet {
 const MAX_SUPERSEDED: usize = 8;
 
 #[cfg(test)]
-#[path = "fleet_tests.rs"]
 mod tests;

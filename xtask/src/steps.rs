@@ -307,7 +307,7 @@ fn demo() -> Result<Outcome> {
     let features = features();
     let build = ["build", "--quiet", "--workspace", "--features", &features, "--bin", "switchyard"];
     // The features that tests add to dependencies count only when some test is built, too.
-    if let Outcome::Failed(reason) = run(cargo(&build).args(["--test", "cli"]))? {
+    if let Outcome::Failed(reason) = run(cargo(&build).args(["--test", "it"]))? {
         return Ok(Outcome::Failed(reason));
     }
     let output = Command::new(target_dir().join("debug/switchyard"))

@@ -168,7 +168,8 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
 async fn a_control_plane_that_has_been_replaced_stops() {
     let store = MemoryStore::new();
     let clock = Arc::new(MonotonicClock::new());
-    let server = switchyard_control_plane::Server::bind_with(config(), Box::new(store.clone()), clock);
+    let server =
+        switchyard_control_plane::Server::bind_with(config(), Box::new(store.clone()), clock);
     let plane = Plane::run(server.await.unwrap());
     let mut rival = store.clone();
     let (snapshot, revision) = rival.load().unwrap();

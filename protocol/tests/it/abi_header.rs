@@ -9,7 +9,7 @@ use std::process::Command;
 use switchyard_protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
 use switchyard_protocol::{ErrorCode, WireDtype};
 
-#[path = "../../tests/support/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 /// Bytes of the field that `_` picks.

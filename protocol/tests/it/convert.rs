@@ -1,8 +1,6 @@
 //! Conversions against independent definitions, over all codes and dense samples of values.
 
-mod common;
-
-use common::{e4m3_nearest, e4m3_value, fresh_rng};
+use crate::common::{e4m3_nearest, e4m3_value, fresh_rng};
 use half::{bf16, f16};
 use rand::RngExt;
 use switchyard_protocol::convert::{

@@ -1,7 +1,7 @@
 //! Real checkpoints through real processes, against outputs of Hugging Face transformers.
 
 #[cfg(feature = "libfabric")]
-#[path = "../../tests/support/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 use std::path::PathBuf;

@@ -1,12 +1,10 @@
 //! A peer that goes on writing while its frame is decoded can spoil its own rows and nothing else.
 
-mod common;
-
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, fresh_rng, reseal};
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng, reseal};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use switchyard_protocol::{
@@ -121,7 +119,7 @@ fn a_response_frame_that_changes_while_it_is_read_harms_nobody() {
         let expected: Vec<u32> = answer
             .rows
             .chunks(136)
-            .flat_map(|row| common::through_wire(dtype, row))
+            .flat_map(|row| crate::common::through_wire(dtype, row))
             .map(f32::to_bits)
             .collect();
         let (mut sound_frames, mut refused) = (0u64, 0u64);

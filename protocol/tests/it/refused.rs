@@ -1,9 +1,7 @@
 //! Every check of a decoder, one wrong field at a time in a frame whose checksums are right.
 
-mod common;
-
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, fresh_rng, header_of, reseal};
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng, header_of, reseal};
 use switchyard_protocol::abi::{ErrorBody, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES};
 use switchyard_protocol::convert::MAX_SCALE;
 use switchyard_protocol::{
@@ -275,7 +273,7 @@ fn responses_to_something_else_are_stale_and_the_rest_is_refused() {
 fn error_frames_are_checked_like_the_others() {
     let mut rng = fresh_rng();
     let answer = Answer::random(&mut rng, 8, WireDtype::F32, false, 1);
-    let frame = common::frame(|view| {
+    let frame = crate::common::frame(|view| {
         encode_error(view, &answer.meta.id, ErrorCode::Overloaded, [5, 6], "too much")
     });
     let decode = |frame: &[u8]| {

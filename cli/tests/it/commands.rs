@@ -1,6 +1,5 @@
 //! Bad input gets one clear line and a non-zero exit; good input gets what the help promises.
 
-#[path = "cli/transports.rs"]
 mod transports;
 
 use std::io::{BufRead, BufReader, Write};

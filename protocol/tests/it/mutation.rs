@@ -1,10 +1,8 @@
 //! Frames with random damage: no panic, no access beyond the frame, and no change of a byte that a
 //! checksum covers goes unnoticed.
 
-mod common;
-
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, covered};
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, covered};
 use p2p_core::ReadView;
 use proptest::prelude::*;
 use rand::SeedableRng;
@@ -169,7 +167,7 @@ proptest! {
         let answer = Answer::random(&mut rng, hidden, dtype, checksum, 3);
         let sound = if is_error {
             let id = answer.meta.id;
-            common::frame(|view| encode_error(view, &id, ErrorCode::Internal, [seed, 1], "näh"))
+            crate::common::frame(|view| encode_error(view, &id, ErrorCode::Internal, [seed, 1], "näh"))
         } else {
             answer.frame()
         };
@@ -200,7 +198,7 @@ proptest! {
         let mut damaged = request.frame();
         damages.iter().for_each(|damage| damage.apply(&mut damaged));
         if damaged.len() >= switchyard_protocol::abi::HEADER_BYTES {
-            common::reseal(&mut damaged, |header| {
+            crate::common::reseal(&mut damaged, |header| {
                 header.magic = switchyard_protocol::abi::FRAME_MAGIC;
                 header.version = switchyard_protocol::abi::FRAME_VERSION;
                 header.kind = switchyard_protocol::abi::KIND_DISPATCH;
@@ -214,7 +212,7 @@ proptest! {
         let mut damaged = answer.frame();
         damages.iter().for_each(|damage| damage.apply(&mut damaged));
         if damaged.len() >= switchyard_protocol::abi::HEADER_BYTES {
-            common::reseal(&mut damaged, |header| header.reserved = [0; 4]);
+            crate::common::reseal(&mut damaged, |header| header.reserved = [0; 4]);
         }
         let _ = read_response(memory.hold(&damaged), &answer);
     }
@@ -222,7 +220,7 @@ proptest! {
 
 #[test]
 fn every_single_bit_of_a_covered_byte_matters() {
-    let mut rng = common::fresh_rng();
+    let mut rng = crate::common::fresh_rng();
     let mut memory = Guarded::new(MEMORY_BYTES);
     for dtype in WireDtype::ALL {
         let request = Request::random(&mut rng, 130, dtype, true, 3);

@@ -1,7 +1,5 @@
 //! Hellos: round trips, damage, and what two models have to say about each other.
 
-mod common;
-
 use proptest::prelude::*;
 use switchyard_protocol::{
     ClientHello, HelloDecodeError, HelloReject, ModelShape, ServerHello, WireDtype, hello,

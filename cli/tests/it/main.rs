@@ -1,0 +1,5 @@
+//! The `switchyard` binary as a user runs it.
+
+mod commands;
+mod observability;
+mod service;
