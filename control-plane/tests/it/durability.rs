@@ -1,4 +1,4 @@
-//! What survives a restart, a kill and a full disk.
+//! State after a restart, a kill and a full disk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,7 +35,7 @@ async fn a_restart_keeps_cluster_members_and_order_of_epochs() {
     plane.stop().await;
 }
 
-/// A registration that was answered is on disk: a kill right after it loses nothing.
+/// A registration is on disk before its response is sent, so a kill right after it loses nothing.
 #[tokio::test]
 async fn an_answered_registration_survives_a_kill() {
     let dir = tempfile::tempdir().unwrap();
@@ -45,7 +45,7 @@ async fn an_answered_registration_survives_a_kill() {
     for i in 0..20 {
         let name = format!("m{i}");
         let member = client.register(&request(&name, i)).await.unwrap().member_id;
-        // What a kill at this moment would leave behind.
+        // The state that a kill at this moment would leave.
         std::fs::copy(dir.path().join("state.snapshot"), copy.path().join("state.snapshot"))
             .unwrap();
         let heir = Plane::start(durable_config(copy.path())).await;
@@ -143,7 +143,7 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     assert_eq!(err.code(), Some(code::STORE_READ_ONLY));
     let status = client.status().await.unwrap().store;
     assert!(!status.writable && status.error.is_some());
-    // Everything else goes on: heartbeats, known processes, deaths, new epochs.
+    // Everything else works: heartbeats, known processes, expirations, new epochs.
     let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
     client.renew(&member, &lease).await.unwrap();
     assert_eq!(client.register(&request("a", 1)).await.unwrap().member_id, member);
@@ -163,7 +163,7 @@ async fn a_full_disk_makes_it_read_only_until_there_is_space() {
     plane.stop().await;
 }
 
-/// A store that somebody else writes.
+/// A store that another process writes.
 #[tokio::test]
 async fn a_control_plane_that_has_been_replaced_stops() {
     let store = MemoryStore::new();
@@ -174,8 +174,7 @@ async fn a_control_plane_that_has_been_replaced_stops() {
     let mut rival = store.clone();
     let (snapshot, revision) = rival.load().unwrap();
     rival.save(&snapshot.unwrap(), revision).unwrap();
-    // The registration cannot become durable; whether its refusal still comes out does not
-    // matter.
+    // The registration cannot become durable. Its refusal may or may not arrive.
     let _ = plane.client().register(&request("a", 1)).await;
     let outcome = tokio::time::timeout(BOUND, plane.task).await.unwrap().unwrap();
     assert!(matches!(outcome, Err(RunError::Store(StoreError::Conflict { .. }))), "{outcome:?}");
