@@ -1,4 +1,4 @@
-//! Checkpoints that we make ourselves.
+//! Generated checkpoints.
 
 use std::fs;
 
