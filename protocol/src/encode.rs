@@ -48,7 +48,7 @@ pub struct DispatchMeta {
     pub dtype: WireDtype,
     /// Element type wanted in the response.
     pub response_dtype: WireDtype,
-    /// Whether to add a checksum of the rows.
+    /// True to add a checksum of the rows.
     pub payload_checksum: bool,
 }
 
@@ -71,7 +71,7 @@ pub struct CombineMeta {
     pub hidden: usize,
     /// Element type of this frame.
     pub dtype: WireDtype,
-    /// Whether to add a checksum of the rows.
+    /// True to add a checksum of the rows.
     pub payload_checksum: bool,
     /// Time at the server.
     pub times: ServerTimes,

@@ -56,7 +56,7 @@ impl Rows<'_> {
         self.server_times
     }
 
-    /// Whether the frame has a checksum of its rows.
+    /// Returns true if the frame has a checksum of its rows.
     #[must_use]
     pub const fn has_checksum(&self) -> bool {
         self.expected_crc.is_some()

@@ -250,7 +250,7 @@ enum Goal {
     Leave,
 }
 
-/// What the member wants from the control plane.
+/// Goal of the member and its loaded experts.
 #[derive(Clone, Debug, Default)]
 struct Intent {
     goal: Goal,

@@ -284,7 +284,7 @@ fn draining_leaves_the_placement_and_keeps_the_lease() {
 }
 
 #[test]
-fn a_pause_of_the_control_plane_expires_nobody() {
+fn a_pause_of_the_control_plane_expires_no_member() {
     let mut world = World::new();
     let a = world.serve("a", 1);
     world.advance(Duration::from_secs(1));

@@ -20,7 +20,7 @@ fn allow_files(wanted: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_thousand_silent_or_dripping_peers_delay_nobody_and_are_culled() {
+async fn a_thousand_silent_or_dripping_peers_delay_no_request_and_are_closed() {
     allow_files(4 * NUM_PEERS as u64);
     let mut config = config();
     config.lease_ttl = Duration::from_secs(60);

@@ -143,7 +143,7 @@ async fn kills_lose_nothing_and_issue_no_epoch_twice() {
 
 /// A control plane that was stopped for several leases expires no member when it continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_frozen_control_plane_expires_nobody() {
+async fn a_frozen_control_plane_expires_no_member() {
     let dir = tempfile::tempdir().unwrap();
     let process = Process::start(dir.path(), "127.0.0.1:0");
     let client = process.client();

@@ -184,7 +184,7 @@ async fn expiry_reaches_the_watch() {
 
 /// A new cluster that stays incomplete is accepted after the grace period.
 #[tokio::test]
-async fn the_patience_with_a_new_cluster_ends() {
+async fn the_grace_period_of_a_new_cluster_ends() {
     let mut config = patient_config();
     config.num_servers = 1;
     config.replicas = 1;

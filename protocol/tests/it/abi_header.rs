@@ -1,4 +1,4 @@
-//! `abi.h` compiled by the C and C++ compilers of this machine says the same as `abi.rs`.
+//! `abi.h`, compiled by the C and C++ compilers of this machine, agrees with `abi.rs`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -127,7 +127,7 @@ fn program(layout: &[String]) -> String {
     )
 }
 
-/// What the program prints, or `None` without the compiler.
+/// The output of the program, or `None` without the compiler.
 fn compile_and_run(
     compiler: &str,
     standard: &str,

@@ -1,4 +1,4 @@
-//! Frames and hellos against independent references, with damage, and beside a peer that keeps writing.
+//! Frames and hellos: against independent references, with damage, and with a peer that keeps writing.
 
 mod abi_header;
 mod allocations;

@@ -1,5 +1,5 @@
-//! Frames with random damage: no panic, no access beyond the frame, and no change of a byte that a
-//! checksum covers goes unnoticed.
+//! Frames with random damage. Decoders never panic, never read beyond the frame, and detect every change of
+//! a byte that a checksum covers.
 
 use crate::common::guarded::Guarded;
 use crate::common::{Answer, MEMORY_BYTES, Request, covered};
@@ -12,18 +12,18 @@ use switchyard_protocol::{
     decode_dispatch, decode_response, encode_error, peek_id, response_id,
 };
 
-/// One piece of damage. Positions are parts of the frame's length, so that they fit any frame.
+/// One kind of damage. Positions are fractions of the frame's length, so that they fit any frame.
 #[derive(Debug, Clone)]
 enum Damage {
     /// Flips one bit.
     Bit(prop::sample::Index, u8),
-    /// Replaces a naturally aligned word of the header or the tables, where the numbers are.
+    /// Replaces a naturally aligned word of the header or the tables.
     Word(prop::sample::Index, u32),
     /// Overwrites a run of bytes.
     Run(prop::sample::Index, Vec<u8>),
     /// Copies one part of the frame over another.
     Copy(prop::sample::Index, prop::sample::Index, usize),
-    /// Cuts the frame.
+    /// Truncates the frame.
     Truncate(prop::sample::Index),
 }
 
@@ -82,7 +82,7 @@ impl Damage {
     }
 }
 
-/// Whether the damage reached a byte that a checksum covers, or took one away.
+/// Returns true if the damage changed or removed a byte that a checksum covers.
 fn reaches_covered_bytes(sound: &[u8], damaged: &[u8]) -> bool {
     covered(sound)
         .iter()
@@ -205,7 +205,7 @@ proptest! {
                 header.reserved = [0; 4];
             });
         }
-        // Whatever passes, passes with every promise kept: `read_dispatch` asserts them.
+        // `read_dispatch` asserts every guarantee of a decoded frame.
         let _ = read_dispatch(memory.hold(&damaged), &request.expect);
 
         let answer = Answer::random(&mut rng, 130, dtype, false, 3);

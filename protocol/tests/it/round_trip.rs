@@ -1,4 +1,4 @@
-//! Frames over random shapes come back as what was sent, converted as the standards say.
+//! Decoded frames of random shapes equal the sent values, converted as the standards define.
 
 use crate::common::guarded::Guarded;
 use crate::common::{Answer, MEMORY_BYTES, Request, covered, fresh_rng, geometry, header_of};
@@ -75,7 +75,7 @@ fn combine_frames_of_random_shapes_round_trip() {
             .flat_map(|row| crate::common::through_wire(dtype, row))
             .collect();
         assert_eq!(found, expected, "{dtype} hidden {hidden}");
-        // Once more by adding each row to ones.
+        // Again, by adding each row to ones.
         for (row_idx, row) in expected.chunks(hidden).enumerate() {
             let mut sum = vec![1f32; hidden];
             rows.add_row_f32(row_idx, &mut sum).expect("rows");
@@ -171,7 +171,7 @@ fn the_bytes_of_a_frame_are_as_documented() {
     assert_eq!(frame.len(), 288);
     assert_eq!(frame[..168], expected);
     assert_eq!((&frame[256..262], &frame[272..278]), (&rows[..6], &rows[6..]));
-    // The rest is padding, which nobody writes.
+    // The rest is padding, which the encoder does not write.
     let covered = covered(&frame);
     for (at, byte) in frame.iter().enumerate() {
         assert!(covered[at] || *byte == crate::common::POISON, "byte {at}");
@@ -260,7 +260,7 @@ fn rows_out_of_turn_are_refused_only_with_a_checksum() {
         let out_of_turn = rows.read_rows_f32(1..2, &mut out[..20]);
         assert_eq!(matches!(out_of_turn, Err(FrameError::RowOrder { .. })), checksum);
         assert!(rows.read_rows_f32(0..2, &mut out[..40]).is_ok());
-        // Starting over is allowed.
+        // Reading from row 0 again is allowed.
         assert!(rows.read_rows_f32(0..1, &mut out[..20]).is_ok());
         assert!(rows.read_rows_f32(1..3, &mut out[20..]).is_ok());
         for rows_asked in [2..4, 3..4, 0..usize::MAX, usize::MAX..usize::MAX] {
