@@ -2,4 +2,5 @@
 
 mod commands;
 mod observability;
+mod reference;
 mod service;
