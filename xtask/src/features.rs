@@ -12,14 +12,14 @@ pub const VERBS_HEADERS: [(&str, &str); 2] = [
 ];
 /// The feature `verbs` of every package that has it.
 const VERBS: [&str; 4] = [
-    "switchyard/verbs",
+    "switchyard-cli/verbs",
     "switchyard-verbs/rdma",
     "switchyard-bench-harness/verbs",
     "switchyard-tests/verbs",
 ];
 /// The feature `cuda` of every package that has it.
 const CUDA: [&str; 8] = [
-    "switchyard/cuda",
+    "switchyard-cli/cuda",
     "switchyard-attention-client/cuda",
     "switchyard-bench-harness/cuda",
     "switchyard-cuda-ipc/cuda",

@@ -2,16 +2,15 @@
 //!
 //! `cargo run --release -p switchyard-bench-harness --example frame_bench [-- --json]`
 //!
-//! Rows of 7168 values, 64 to a frame, top-8. GB/s are of f32 on the caller's side, 4 bytes a value,
-//! so that the element types can be compared; `wire_gb_per_s` counts the bytes of the frame. Each
-//! figure is the median of many frames, which go round 8 frames of memory, so that neither side
-//! lives in the innermost cache.
+//! Rows of 7168 values, 64 per frame, top-8. GB/s count the caller's f32 values, 4 bytes each, so that element
+//! types can be compared. `wire_gb_per_s` counts the bytes of the frame. Each figure is the median of many
+//! frames. The frames cycle through 8 frames of memory, so that neither side stays in the innermost cache.
 
 use std::ptr::NonNull;
 use std::time::Instant;
 
 use p2p_core::{ReadView, WriteView};
-use protocol::{
+use switchyard_protocol::{
     DispatchExpect, DispatchMeta, DispatchScratch, Entry, FrameGeometry, FrameId, TokenRef,
     WireDtype, decode_dispatch, encode_dispatch,
 };

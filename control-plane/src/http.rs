@@ -1,4 +1,4 @@
-//! The HTTP face: routes, authentication, time limits, errors as JSON.
+//! The HTTP interface: routes, authentication, timeouts, errors as JSON.
 
 mod error;
 mod openapi;
@@ -23,7 +23,7 @@ use crate::config::Limits;
 use crate::coordinator::Coordinator;
 use error::HttpError;
 
-/// What every handler can reach.
+/// State shared by all handlers.
 #[derive(Clone, Debug)]
 pub(crate) struct App {
     pub(crate) coordinator: Arc<Coordinator>,
@@ -31,7 +31,7 @@ pub(crate) struct App {
     /// Digest of the token, if one is required.
     token: Option<[u8; 32]>,
     watch_permits: Arc<Semaphore>,
-    /// Turns true at shutdown: watches end, readiness is taken back.
+    /// Turns true at shutdown: watches end, and `/readyz` fails.
     pub(crate) shutdown: tokio::sync::watch::Receiver<bool>,
 }
 
@@ -48,15 +48,18 @@ impl App {
     }
 }
 
-/// One route, listed so that a test can hold it against the OpenAPI document.
+/// One route. A test compares the list of routes with the OpenAPI document.
 struct Route {
-    #[cfg_attr(not(test), expect(dead_code, reason = "the handler knows its method by itself"))]
+    #[cfg_attr(
+        not(test),
+        expect(dead_code, reason = "only the test reads it: the handler includes its method")
+    )]
     method: Method,
     path: &'static str,
     handler: MethodRouter<App>,
 }
 
-/// The whole interface.
+/// The router with all routes.
 pub(crate) fn router(app: App) -> Router {
     let mut router = Router::new();
     for route in routes::all() {
@@ -64,8 +67,9 @@ pub(crate) fn router(app: App) -> Router {
     }
     let not_found =
         || async { HttpError::new(code::NOT_FOUND, "no such route; see /openapi.json") };
-    let wrong_method =
-        || async { HttpError::new(code::METHOD_NOT_ALLOWED, "this route has other methods") };
+    let wrong_method = || async {
+        HttpError::new(code::METHOD_NOT_ALLOWED, "this route does not support this method")
+    };
     router
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
@@ -75,14 +79,14 @@ pub(crate) fn router(app: App) -> Router {
         .with_state(app)
 }
 
-/// Lets in who may come in, and bounds the time that a request may take, body included.
+/// Checks the token and bounds the time of a request, including its body.
 async fn guard(State(app): State<App>, request: Request, next: Next) -> Response {
     let expected = app.token.as_ref().filter(|_| is_protected(request.uri().path()));
     let admission = expected.map_or(Ok(()), |expected| authorize(request.headers(), expected));
     if let Err(refusal) = admission {
         return refusal.into_response();
     }
-    // What is announced to be too large need not be waited for.
+    // Refuse a body that is announced as too large without reading it.
     let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok());
     let announced = announced.and_then(|length| length.parse::<u64>().ok());
     if announced.is_some_and(|length| length > app.limits.max_body_bytes as u64) {
@@ -109,7 +113,7 @@ async fn measure(State(app): State<App>, request: Request, next: Next) -> Respon
     response
 }
 
-/// Everything but the probes, the metrics and the description of the interface.
+/// Returns true for all paths except the probes, the metrics and the OpenAPI document.
 fn is_protected(path: &str) -> bool {
     !matches!(path, "/healthz" | "/readyz" | "/metrics" | "/openapi.json")
 }
@@ -123,8 +127,8 @@ fn authorize(headers: &HeaderMap, expected: &[u8; 32]) -> Result<(), HttpError> 
     if !scheme.eq_ignore_ascii_case(BEARER) {
         return refuse("not a bearer token: send the header `Authorization: Bearer TOKEN`");
     }
-    // Digests of equal length, compared without an early exit: the time taken says nothing about
-    // the token.
+    // Compare digests of equal length without an early exit, so that the time does not depend on the
+    // token.
     let found: [u8; 32] = Sha256::digest(token).into();
     let difference = found.iter().zip(expected).fold(0, |sum, (a, b)| sum | (a ^ b));
     if std::hint::black_box(difference) != 0 {

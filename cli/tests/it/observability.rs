@@ -1,4 +1,4 @@
-//! Every metric that the dashboard and the rules name exists in a live cluster, with its labels.
+//! Metrics and labels in the dashboard and the rules exist in a live cluster.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -9,11 +9,29 @@ use std::time::Duration;
 use attention_client::{ClientModel, ExpertBackend, MoeClient};
 use checkpoint::Checkpoint;
 use control_api::ControlClient;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
+
+/// A metric family of a process.
+#[derive(Debug, Default)]
+pub struct Family {
+    /// `counter`, `gauge` or `histogram`.
+    pub kind: String,
+    pub help: String,
+    /// Names of its labels, without `le`.
+    pub labels: BTreeSet<String>,
+}
+
+/// Metric families by name.
+pub type Families = BTreeMap<String, Family>;
 
 #[test]
 fn dashboards_and_rules_name_only_metrics_and_labels_that_exist() {
-    let live = live_metrics();
+    let mut live = BTreeMap::<String, BTreeSet<String>>::new();
+    for (_, families) in live_metrics() {
+        for (name, family) in families {
+            live.entry(name).or_default().extend(family.labels);
+        }
+    }
     let mut checked = 0;
     for (place, expression) in expressions() {
         for (metric, labels) in uses(&expression) {
@@ -47,8 +65,8 @@ fn the_scan_finds_names_and_labels() {
     );
 }
 
-/// Metric families of every process of a cluster that has served, and their label names.
-fn live_metrics() -> BTreeMap<String, BTreeSet<String>> {
+/// Metric families of client, expert servers and control plane of a cluster that has served a layer.
+pub fn live_metrics() -> [(&'static str, Families); 3] {
     let dir = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"));
     let checkpoint = Checkpoint::open(&dir).expect("checkpoint");
     let mut options = ClusterOptions::new(&dir).expect("options");
@@ -68,35 +86,53 @@ fn live_metrics() -> BTreeMap<String, BTreeSet<String>> {
     ExpertBackend::forward(&mut client, 0, &vec![0.5; hidden], &[0, 1], &[0.5, 0.5], &mut out)
         .expect("layer");
 
-    let mut live = BTreeMap::<String, BTreeSet<String>>::new();
-    for family in client.registry().gather() {
-        let labels = live.entry(family.name().to_owned()).or_default();
-        let pairs = family.get_metric().iter().flat_map(|metric| metric.get_label());
-        labels.extend(pairs.map(|pair| pair.name().to_owned()));
-    }
+    let text = prometheus::TextEncoder::new().encode_to_string(&client.registry().gather());
+    let mut of_client = Families::new();
+    parse_exposition(&text.expect("exposition"), &mut of_client);
     let control = ControlClient::new(&cluster.control_url(), token).expect("control client");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("rt");
     let members = runtime.block_on(control.members()).expect("members");
     assert_eq!(members.len(), 2);
-    let servers = members.iter().filter_map(|member| member.metrics_addr.clone());
-    let control_addr = cluster.control_url().trim_start_matches("http://").to_owned();
-    for addr in servers.chain([control_addr]) {
-        parse_exposition(&get(&addr, "/metrics"), &mut live);
+    let mut of_servers = Families::new();
+    for addr in members.iter().filter_map(|member| member.metrics_addr.as_ref()) {
+        parse_exposition(&get(addr, "/metrics"), &mut of_servers);
     }
-    live
+    let mut of_control = Families::new();
+    let control_url = cluster.control_url();
+    parse_exposition(&get(control_url.trim_start_matches("http://"), "/metrics"), &mut of_control);
+    [("Client", of_client), ("Expert server", of_servers), ("Control plane", of_control)]
 }
 
-/// Families with samples, from Prometheus' text format. A counter by reason must be there before
-/// anything went wrong, or its first event would look to Prometheus as if there had been none.
-fn parse_exposition(text: &str, live: &mut BTreeMap<String, BTreeSet<String>>) {
-    for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
+/// Reads families with samples from Prometheus' text format. A counter by reason must have a sample before
+/// its first event, because Prometheus misses the first event of a new series.
+fn parse_exposition(text: &str, live: &mut Families) {
+    let mut about = BTreeMap::<&str, (&str, &str)>::new();
+    for line in text.lines().filter(|line| !line.is_empty()) {
+        if let Some((name, help)) = line.strip_prefix("# HELP ").and_then(|l| l.split_once(' ')) {
+            about.entry(name).or_default().1 = help;
+            continue;
+        }
+        if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|l| l.split_once(' ')) {
+            about.entry(name).or_default().0 = kind;
+            continue;
+        }
         let name_end = line.find(['{', ' ']).unwrap_or(line.len());
-        let labels = live.entry(family(&line[..name_end])).or_default();
+        let sample = &line[..name_end];
+        let name = family(sample);
+        // Only histograms have such suffixes.
+        let is_histogram = about.get(name.as_str()).is_some_and(|(kind, _)| *kind == "histogram");
+        let name = if is_histogram { name } else { sample.to_owned() };
+        let (kind, help) = about.get(name.as_str()).copied().unwrap_or_default();
+        let family = live.entry(name).or_default();
+        (family.kind, family.help) = (kind.to_owned(), help.to_owned());
+        let labels = &mut family.labels;
         if let Some(body) =
             line[name_end..].strip_prefix('{').and_then(|rest| rest.split_once("} "))
         {
             let names = body.0.split("\",").filter_map(|pair| pair.split_once("=\""));
-            labels.extend(names.map(|(name, _)| name.trim_start_matches(',').to_owned()));
+            let names = names.map(|(name, _)| name.trim_start_matches(',').to_owned());
+            // `le` belongs to the buckets of a histogram, not to the family.
+            labels.extend(names.filter(|name| name != "le"));
         }
     }
 }
@@ -109,7 +145,7 @@ fn family(name: &str) -> String {
         .to_owned()
 }
 
-/// PromQL of the dashboard's panels and of the rules, with where each stands.
+/// PromQL of the dashboard's panels and of the rules, each with its place.
 fn expressions() -> Vec<(String, String)> {
     let deploy = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy"));
     let path = deploy.join("grafana/dashboards/switchyard.json");
@@ -144,7 +180,6 @@ fn uses(expression: &str) -> Vec<(String, BTreeSet<String>)> {
     for part in expression.split("by (").skip(1) {
         let list = part.split(')').next().unwrap_or_default();
         let names = list.split(',').map(|name| name.trim().to_owned());
-        // `le` belongs to the buckets of a histogram, not to the family.
         grouped.extend(names.filter(|name| name != "le"));
     }
     let mut found = Vec::new();

@@ -1,15 +1,13 @@
-//! Frames over random shapes come back as what was sent, converted as the standards say.
+//! Decoded frames of random shapes equal the sent values, converted as the standards define.
 
-mod common;
-
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, covered, fresh_rng, geometry, header_of};
-use protocol::{
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, covered, fresh_rng, geometry, header_of};
+use rand::RngExt;
+use switchyard_protocol::{
     DispatchMeta, DispatchScratch, EncodeError, Entry, ErrorCode, FrameError, FrameGeometry,
     FrameId, Response, ResponseScratch, TokenRef, WireDtype, decode_dispatch, decode_response,
     encode_combine, encode_dispatch, encode_error, peek_id, response_id,
 };
-use rand::RngExt;
 
 #[test]
 fn dispatch_frames_of_random_shapes_round_trip() {
@@ -71,10 +69,13 @@ fn combine_frames_of_random_shapes_round_trip() {
         assert_eq!(rows.server_times(), answer.meta.times);
         let mut found = vec![f32::NAN; num_tokens * hidden];
         rows.read_rows_f32(0..num_tokens, &mut found).expect("rows");
-        let expected: Vec<f32> =
-            answer.rows.chunks(hidden).flat_map(|row| common::through_wire(dtype, row)).collect();
+        let expected: Vec<f32> = answer
+            .rows
+            .chunks(hidden)
+            .flat_map(|row| crate::common::through_wire(dtype, row))
+            .collect();
         assert_eq!(found, expected, "{dtype} hidden {hidden}");
-        // Once more by adding each row to ones.
+        // Again, by adding each row to ones.
         for (row_idx, row) in expected.chunks(hidden).enumerate() {
             let mut sum = vec![1f32; hidden];
             rows.add_row_f32(row_idx, &mut sum).expect("rows");
@@ -95,7 +96,8 @@ fn error_frames_round_trip_and_long_messages_are_cut_between_characters() {
             .chain([(format!("x{}", "€".repeat(99)), 238)])
     {
         let (code, detail) = (ErrorCode::from_u32(rng.random_range(0..20)), rng.random());
-        let frame = common::frame(|v| encode_error(v, &answer.meta.id, code, detail, &message));
+        let frame =
+            crate::common::frame(|v| encode_error(v, &answer.meta.id, code, detail, &message));
         let view = memory.hold(&frame);
         assert_eq!(response_id(view, &mut scratch), Ok(answer.meta.id));
         match decode_response(view, &answer.expect, &mut scratch).expect("sound") {
@@ -132,7 +134,7 @@ fn the_bytes_of_a_frame_are_as_documented() {
         TokenRef { token: 0, entry_begin: 4, entry_count: 2 },
     ];
     let entries = [5, 6, 7, 8, 9, 10].map(|expert| Entry { expert, weight: expert as f32 });
-    let frame = common::frame(|view| encode_dispatch(view, &meta, &x, &tokens, &entries));
+    let frame = crate::common::frame(|view| encode_dispatch(view, &meta, &x, &tokens, &entries));
 
     let mut expected = Vec::new();
     expected.extend(0x0102_0304_0506_0708u64.to_le_bytes());
@@ -169,10 +171,10 @@ fn the_bytes_of_a_frame_are_as_documented() {
     assert_eq!(frame.len(), 288);
     assert_eq!(frame[..168], expected);
     assert_eq!((&frame[256..262], &frame[272..278]), (&rows[..6], &rows[6..]));
-    // The rest is padding, which nobody writes.
+    // The rest is padding, which the encoder does not write.
     let covered = covered(&frame);
     for (at, byte) in frame.iter().enumerate() {
-        assert!(covered[at] || *byte == common::POISON, "byte {at}");
+        assert!(covered[at] || *byte == crate::common::POISON, "byte {at}");
     }
 }
 
@@ -228,7 +230,7 @@ fn as_many_tokens_as_the_geometry_says_fit() {
         let num_tokens = geometry.max_tokens();
         let mut rng = fresh_rng();
         let request = Request::random(&mut rng, hidden, dtype, true, 1);
-        let x = common::random_values(&mut rng, (num_tokens + 1) * hidden);
+        let x = crate::common::random_values(&mut rng, (num_tokens + 1) * hidden);
         let entries = vec![Entry { expert: 1, weight: 0.5 }; (num_tokens + 1) * top_k];
         let tokens: Vec<TokenRef> = (0..=num_tokens as u32)
             .map(|token| TokenRef { token, entry_begin: token * 2, entry_count: 2 })
@@ -258,7 +260,7 @@ fn rows_out_of_turn_are_refused_only_with_a_checksum() {
         let out_of_turn = rows.read_rows_f32(1..2, &mut out[..20]);
         assert_eq!(matches!(out_of_turn, Err(FrameError::RowOrder { .. })), checksum);
         assert!(rows.read_rows_f32(0..2, &mut out[..40]).is_ok());
-        // Starting over is allowed.
+        // Reading from row 0 again is allowed.
         assert!(rows.read_rows_f32(0..1, &mut out[..20]).is_ok());
         assert!(rows.read_rows_f32(1..3, &mut out[20..]).is_ok());
         for rows_asked in [2..4, 3..4, 0..usize::MAX, usize::MAX..usize::MAX] {

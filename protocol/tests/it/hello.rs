@@ -1,9 +1,7 @@
-//! Hellos: round trips, damage, and what two models have to say about each other.
-
-mod common;
+//! Hellos: round trips, damage, and the comparison of models.
 
 use proptest::prelude::*;
-use protocol::{
+use switchyard_protocol::{
     ClientHello, HelloDecodeError, HelloReject, ModelShape, ServerHello, WireDtype, hello,
 };
 
@@ -108,7 +106,7 @@ fn names_are_cut_between_characters_and_cleared_of_control_characters() {
     assert_eq!(name, "é".repeat(hello::MAX_NAME_BYTES / 2));
     let nasty = ClientHello { name: "a\x1b[31mb\nc".into(), ..example() };
     assert_eq!(ClientHello::decode(&nasty.encode()).expect("own bytes").name, "a [31mb c");
-    // From a peer that does not clear them they are refused.
+    // A decoder refuses control characters from a peer that does not replace them.
     let mut bytes = example().encode();
     *bytes.last_mut().expect("name") = 0x1b;
     assert_eq!(ClientHello::decode(&bytes), Err(HelloDecodeError::Name { at: 5 }));

@@ -1,13 +1,12 @@
 //! Once scratch memory has grown, encoding and decoding allocate nothing.
 
-mod common;
-#[path = "../../tests/support/src/counting.rs"]
+#[path = "../../../tests/support/src/counting.rs"]
 mod counting;
 
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, fresh_rng};
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng};
 use counting::THREAD_ALLOCATIONS;
-use protocol::{
+use switchyard_protocol::{
     DispatchScratch, ErrorCode, Response, ResponseScratch, WireDtype, decode_dispatch,
     decode_response, encode_combine, encode_dispatch, encode_error,
 };

@@ -1,4 +1,4 @@
-//! One module per command, and the flags that several share.
+//! One module per command, and the options that commands share.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -27,20 +27,20 @@ pub mod status;
 #[cfg(test)]
 mod tests;
 
-/// How to reach a control plane.
+/// Options for reaching a control plane.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ControlArgs {
-    /// URL of the control plane, as in http://10.0.0.5:7070.
+    /// URL of the control plane, such as http://10.0.0.5:7070.
     #[arg(long, env = "SWITCHYARD_CONTROL_PLANE", value_name = "URL")]
     pub control_plane: Option<String>,
-    /// Bearer token of the cluster. Prefer the environment variable: arguments are visible to
-    /// every user of the host.
+    /// Bearer token of the cluster. Prefer the environment variable: other users of the host can see
+    /// arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
     pub token: Option<String>,
 }
 
 impl ControlArgs {
-    /// The URL, or an error that says how to give one.
+    /// The URL, or an error that explains how to set it.
     pub fn required_url(&self) -> Result<&str> {
         self.control_plane
             .as_deref()
@@ -48,19 +48,21 @@ impl ControlArgs {
     }
 }
 
-/// Slot geometry; both ends of a connection must agree.
+/// Slot geometry. Client and server must use the same.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SlotArgs {
-    /// Bytes of a slot: the memory that one peer may write in another.
+    /// Size of a slot in bytes. A slot is the memory of a process that one peer may write. Clients and
+    /// servers need the same value.
     #[arg(long, env = "SWITCHYARD_SLOT_BYTES", default_value_t = p2p_core::slot::DEFAULT_SLOT_BYTES)]
     pub slot_bytes: usize,
-    /// Frames in a slot: how many can be filled while one is computed.
+    /// Number of frames per slot. A client can fill the other frames while the server computes one. Clients
+    /// and servers need the same value.
     #[arg(long, env = "SWITCHYARD_SLOT_FRAMES", default_value_t = p2p_core::slot::DEFAULT_NUM_FRAMES)]
     pub slot_frames: usize,
 }
 
 impl SlotArgs {
-    /// The checked configuration.
+    /// The validated configuration.
     pub fn config(&self) -> Result<p2p_core::SlotConfig> {
         let config =
             p2p_core::SlotConfig { slot_bytes: self.slot_bytes, num_frames: self.slot_frames };
@@ -81,42 +83,44 @@ impl SlotArgs {
     }
 }
 
-/// Which transports to offer, the best first.
+/// Transports to offer.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct TransportArgs {
-    /// auto, or a list of shm, staged, verbs[:PORTS], libfabric[:PROVIDER] and, between GPUs, ibgda[:PORT],
-    /// the best first. PORTS are mlx5_0:1+mlx5_1, or those near=0000:3b:00.0 or on node=1; PORT is one as
-    /// mlx5_0:1.
-    #[arg(long, env = "SWITCHYARD_TRANSPORT", default_value_t)]
+    /// Transports in order of preference: auto, or a comma-separated list of shm, staged, verbs[:PORTS],
+    /// libfabric[:PROVIDER] and, between GPUs, ibgda[:PORT]. PORTS is a list such as mlx5_0:1+mlx5_1,
+    /// near=0000:3b:00.0 (ports near a PCI device) or node=1 (ports of a NUMA node). PORT is one port, such
+    /// as mlx5_0:1.
+    #[arg(long, env = "SWITCHYARD_TRANSPORT", value_name = "LIST", default_value_t)]
     pub transport: TransportSpec,
-    /// How to use RDMA devices, as JSON, as in {"gid_index": 3, "traffic_class": 106}.
+    /// Settings of RDMA devices as JSON, such as {"gid_index": 3, "traffic_class": 106}.
     #[cfg(feature = "verbs")]
-    #[arg(long, env = "SWITCHYARD_VERBS_CONFIG", value_parser = verbs_config)]
+    #[arg(long, env = "SWITCHYARD_VERBS_CONFIG", value_name = "JSON", value_parser = verbs_config)]
     pub verbs_config: Option<verbs_transport::VerbsConfig>,
     #[cfg(feature = "ibgda")]
     #[command(flatten)]
     pub ibgda: IbgdaArgs,
 }
 
-/// How kernels use their queues to a peer, with the transport ibgda.
+/// Settings of the transport ibgda.
 #[cfg(feature = "ibgda")]
 #[derive(Debug, Clone, Copy, clap::Args, serde::Serialize, serde::Deserialize)]
 pub struct IbgdaArgs {
-    /// Where slots of GPUs lie with ibgda: auto is the GPU's memory where the NIC can have it, and else
-    /// page-locked memory of the host; gpu and host are just that.
+    /// ibgda: memory of the slots. gpu: memory of the GPU. host: page-locked memory of the host. auto: memory
+    /// of the GPU if the NIC can access it, otherwise of the host.
     #[arg(long, env = "SWITCHYARD_IBGDA_SLOTS", default_value_t, value_name = "auto|gpu|host")]
     #[serde(with = "by_name")]
     pub ibgda_slots: ibgda_network::SlotPlace,
-    /// With ibgda: how queues are made, by libibverbs or by commands to the NIC's firmware.
+    /// ibgda: method of creating queues. plain: libibverbs. devx: commands to the NIC's firmware.
     #[arg(long, env = "SWITCHYARD_IBGDA_PATH", default_value_t = Self::default().ibgda_path, value_name = "plain|devx")]
     #[serde(with = "by_name")]
     pub ibgda_path: ibgda::QueuePath,
-    /// With ibgda: whether queues have a doorbell record. Those without, by register alone, need devx and a NIC
-    /// that can have them.
+    /// ibgda: doorbell of the queues. record: with a doorbell record in memory. register: by register only,
+    /// which needs devx and a NIC that supports it.
     #[arg(long, env = "SWITCHYARD_IBGDA_DOORBELL", default_value_t = Self::default().ibgda_doorbell, value_name = "record|register")]
     #[serde(with = "by_name")]
     pub ibgda_doorbell: ibgda::Doorbell,
-    /// With ibgda: queues to each peer that kernels post on, from 1 to 64. Both sides need the same number.
+    /// ibgda: queues per peer on which kernels post requests, 1 to 64. Clients and servers need the same
+    /// value.
     #[arg(
         long,
         env = "SWITCHYARD_IBGDA_QUEUES",
@@ -124,13 +128,14 @@ pub struct IbgdaArgs {
         value_parser = clap::value_parser!(u8).range(1..=64)
     )]
     pub ibgda_queues: u8,
-    /// With ibgda: longest single wait of a kernel for a queue, in milliseconds. Then the peer counts as gone.
+    /// ibgda: longest single wait of a kernel for a queue, in milliseconds, 1 to 9000. After it, the peer
+    /// counts as failed.
     #[arg(
         long,
         env = "SWITCHYARD_IBGDA_WAIT_LIMIT_MS",
         default_value_t = Self::default().ibgda_wait_limit_ms,
-        // A server gives up clients over networks whose batch does not end for 15 s: a way that fails by itself
-        // names the one to blame before.
+        // A server drops all clients over networks when a batch does not end within 15 s. A shorter wait
+        // reports the failed peer before that.
         value_parser = clap::value_parser!(u64).range(1..=9_000)
     )]
     pub ibgda_wait_limit_ms: u64,
@@ -185,7 +190,7 @@ impl IbgdaArgs {
     }
 }
 
-/// What has a name, by it.
+/// Serialises a value by its name.
 #[cfg(feature = "ibgda")]
 mod by_name {
     use std::fmt::Display;
@@ -215,7 +220,7 @@ pub fn verbs_config(text: &str) -> Result<verbs_transport::VerbsConfig, String> 
 }
 
 impl TransportArgs {
-    /// Nothing open yet, with the settings given here.
+    /// The networks with these settings. None is open yet.
     pub fn networks(&self) -> OpenNetworks {
         #[cfg(feature = "verbs")]
         let verbs = self.verbs_config.clone().unwrap_or_default();
@@ -243,7 +248,7 @@ impl TransportArgs {
         networks
     }
 
-    /// Opens what was asked for, for slots of hosts.
+    /// Opens the transports for slots in host memory.
     pub fn open(&self, networks: &mut OpenNetworks) -> Result<Transports> {
         for_hosts(&self.transport).context("--transport")?;
         self.open_any(networks)
@@ -257,8 +262,8 @@ impl TransportArgs {
         Ok(transports)
     }
 
-    /// As [`open`](Self::open), for slots of GPUs: `auto` is what there is within a host, because with a
-    /// network in sight kernels have to look which way to go.
+    /// As [`open`](Self::open), for slots in GPU memory. `auto` is only the transports within a host: with a
+    /// network, kernels would have to check the path of each peer.
     pub fn open_for_device(&self) -> Result<Transports> {
         match &self.transport {
             TransportSpec::Auto => Ok(vec![TransportKind::Local, TransportKind::Shm].into()),
@@ -282,7 +287,7 @@ impl TransportArgs {
     }
 }
 
-/// Whether slots of hosts can go this way.
+/// Refuses transports that cannot carry slots in host memory.
 fn for_hosts(spec: &TransportSpec) -> Result<()> {
     let TransportSpec::List(wishes) = spec else { return Ok(()) };
     let only_gpus = wishes.iter().find(|wish| wish.kind == TransportKind::Ibgda);
@@ -291,7 +296,7 @@ fn for_hosts(spec: &TransportSpec) -> Result<()> {
     })
 }
 
-/// Transports towards one server.
+/// Transports to one server.
 #[derive(Debug, Clone)]
 pub struct PeerTransport {
     server: String,
@@ -303,37 +308,37 @@ impl std::str::FromStr for PeerTransport {
 
     fn from_str(text: &str) -> Result<Self> {
         let (server, spec) = text.split_once('=').with_context(|| {
-            format!("`{text}` is not NAME=TRANSPORTS, as in server-1=libfabric")
+            format!("`{text}` is not NAME=TRANSPORTS, such as server-1=libfabric")
         })?;
         Ok(Self { server: server.to_owned(), spec: spec.parse()? })
     }
 }
 
-/// A cluster to start for one command, where no control plane is given.
+/// A local cluster for one command, for use without --control-plane.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LocalArgs {
-    /// Expert servers to start here.
+    /// Number of expert servers to start on this host for this command. Ignored with --control-plane.
     #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 4)]
     pub servers: usize,
-    /// Servers that hold each expert.
+    /// Replicas of each expert, on distinct servers. Ignored with --control-plane.
     #[arg(long, env = "SWITCHYARD_REPLICAS", default_value_t = 2)]
     pub replicas: usize,
 }
 
-/// The checkpoint to use: the one given, or the small model of this repository.
+/// The given checkpoint, or else the small model of this repository.
 pub fn model_or_tiny(model: Option<PathBuf>) -> Result<PathBuf> {
     if let Some(model) = model {
         return Ok(model);
     }
     let here = PathBuf::from("data/tiny-moe");
-    // A binary that was built from a checkout finds the checkout's model from anywhere.
+    // The model in the checkout that this binary was built from.
     let built_from = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe"));
-    // Where the container image has it.
+    // The model in the container image.
     let installed = PathBuf::from("/usr/share/switchyard/tiny-moe");
     [here, built_from, installed]
         .into_iter()
         .find(|dir| dir.join("config.json").is_file())
-        .context("no --model given, and data/tiny-moe is not here: give a checkpoint folder")
+        .context("no --model given, and there is no folder data/tiny-moe: give a checkpoint folder")
 }
 
 /// Completes on the first SIGTERM or SIGINT.
@@ -349,23 +354,25 @@ pub fn shutdown_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
     })
 }
 
-/// How a client talks to servers.
+/// Options of a client.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ClientArgs {
-    /// Number format of tokens on the wire: f32, f16, bf16 or fp8.
+    /// Number format of tokens sent to servers: f32, f16, bf16 or fp8.
     #[arg(long, env = "SWITCHYARD_WIRE_DTYPE", default_value = "f32")]
     pub wire_dtype: WireDtype,
-    /// Number format of answers on the wire; that of tokens by default, and bf16 where that is fp8.
+    /// Number format of results sent back: f32, f16, bf16 or fp8. Default: the format of tokens, or bf16 if
+    /// that is fp8.
     #[arg(long, env = "SWITCHYARD_RESPONSE_DTYPE")]
     pub response_dtype: Option<WireDtype>,
-    /// Silence after which a server counts as failed.
+    /// Timeout in milliseconds: a server that sends neither results nor progress for this time counts as
+    /// failed, and its tokens are resent to another replica.
     #[arg(long, env = "SWITCHYARD_DEADLINE_MS", default_value_t = 100)]
     pub deadline_ms: u64,
     #[command(flatten)]
     pub slot: SlotArgs,
     #[command(flatten)]
     pub transport: TransportArgs,
-    /// Transports towards one server, instead of --transport: NAME=TRANSPORTS. Can be given often.
+    /// Transports to the server NAME, instead of --transport. May be given several times.
     #[arg(
         long,
         env = "SWITCHYARD_PEER_TRANSPORT",
@@ -414,17 +421,17 @@ impl ClientArgs {
     }
 }
 
-/// A client together with the cluster that was started for it, if one was.
+/// A client, and the local cluster that was started for it, if any.
 #[derive(Debug)]
 pub struct Service {
     /// The client; dropped before the cluster.
     pub client: MoeClient,
-    /// The cluster, unless the user has one.
+    /// The local cluster; `None` with `--control-plane`.
     _cluster: Option<LocalCluster>,
 }
 
 impl Service {
-    /// Connects to the given control plane, or starts a cluster for this command.
+    /// Connects to the given control plane, or starts a local cluster.
     pub fn open(
         global: &Global,
         checkpoint: &Checkpoint,
@@ -454,17 +461,17 @@ impl Service {
     }
 }
 
-/// The client's own counts of what must never happen.
+/// The client's counters of errors that must never happen.
 #[derive(Debug, Clone, Copy)]
 pub struct Counters {
-    /// Calls with unanswered pairs at their end.
+    /// Calls that returned without the results of some (token, expert) pairs.
     pub lost: u64,
-    /// Calls with pairs counted twice at their end.
+    /// Calls that counted some (token, expert) pairs twice.
     pub duplicated: u64,
 }
 
 impl Counters {
-    /// As they are now.
+    /// The current values.
     pub fn read(client: &MoeClient) -> Self {
         let families = client.registry().gather();
         let value = |name: &str| {
@@ -481,8 +488,8 @@ impl Counters {
     }
 }
 
-/// Asks a control plane, before anything is connected, whether it is there, lets us in, and serves the
-/// model that we have.
+/// Checks, before connecting to servers, that the control plane is reachable, accepts the token, and serves
+/// the model of the checkpoint.
 fn check_cluster(checkpoint: &Checkpoint, url: &str, token: Option<String>) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -513,5 +520,5 @@ pub fn start_cluster(global: &Global, options: ClusterOptions) -> Result<LocalCl
     Ok(cluster)
 }
 
-/// Servers that are up connect within milliseconds; the rest is for hosts under load.
+/// Running servers connect within milliseconds. The rest is for hosts under load.
 pub const READY_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,4 +1,4 @@
-//! `abi.h` compiled by the C and C++ compilers of this machine says the same as `abi.rs`.
+//! `abi.h`, compiled by the C and C++ compilers of this machine, agrees with `abi.rs`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -6,10 +6,10 @@ use std::mem::offset_of;
 use std::path::Path;
 use std::process::Command;
 
-use protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
-use protocol::{ErrorCode, WireDtype};
+use switchyard_protocol::abi::{self, Entry, ErrorBody, FrameHeader, TokenRange};
+use switchyard_protocol::{ErrorCode, WireDtype};
 
-#[path = "../../tests/support/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 /// Bytes of the field that `_` picks.
@@ -127,7 +127,7 @@ fn program(layout: &[String]) -> String {
     )
 }
 
-/// What the program prints, or `None` without the compiler.
+/// The output of the program, or `None` without the compiler.
 fn compile_and_run(
     compiler: &str,
     standard: &str,

@@ -1,12 +1,10 @@
-//! Every check of a decoder, one wrong field at a time in a frame whose checksums are right.
+//! Every check of a decoder: one wrong field at a time in a frame with valid checksums.
 
-mod common;
-
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, fresh_rng, header_of, reseal};
-use protocol::abi::{ErrorBody, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES};
-use protocol::convert::MAX_SCALE;
-use protocol::{
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng, header_of, reseal};
+use switchyard_protocol::abi::{ErrorBody, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES};
+use switchyard_protocol::convert::MAX_SCALE;
+use switchyard_protocol::{
     DispatchScratch, ErrorCode, FrameError, Response, ResponseScratch, WireDtype, decode_dispatch,
     decode_response, encode_error, peek_id,
 };
@@ -16,14 +14,15 @@ fn request(dtype: WireDtype) -> Request {
     let mut request = Request::random(&mut fresh_rng(), 200, dtype, true, 12);
     request.x = vec![1.5; 200 * 3];
     request.tokens = [(0, 0, 2), (1, 2, 1), (2, 3, 4)]
-        .map(|(token, entry_begin, entry_count)| protocol::TokenRef {
+        .map(|(token, entry_begin, entry_count)| switchyard_protocol::TokenRef {
             token,
             entry_begin,
             entry_count,
         })
         .into();
-    request.entries =
-        [3, 4, 5, 6, 7, 8, 9].map(|expert| protocol::Entry { expert, weight: 0.5 }).into();
+    request.entries = [3, 4, 5, 6, 7, 8, 9]
+        .map(|expert| switchyard_protocol::Entry { expert, weight: 0.5 })
+        .into();
     request
 }
 
@@ -33,14 +32,14 @@ fn refusal(request: &Request, frame: &[u8]) -> FrameError {
     decode_dispatch(memory.hold(frame), &request.expect, &mut scratch).expect_err("must be refused")
 }
 
-/// Refusal of a frame in which only the header was changed.
+/// Error for a frame with a changed header.
 fn refusal_with(request: &Request, change: impl FnOnce(&mut FrameHeader)) -> FrameError {
     let mut frame = request.frame();
     reseal(&mut frame, change);
     refusal(request, &frame)
 }
 
-/// Refusal of a frame in which 4 bytes at `offset` were replaced.
+/// Error for a frame with 4 replaced bytes at `offset`.
 fn refusal_at(request: &Request, offset: usize, value: u32) -> FrameError {
     let mut frame = request.frame();
     frame[offset..offset + 4].copy_from_slice(&value.to_le_bytes());
@@ -139,7 +138,7 @@ fn sections_must_follow_one_another_within_the_frame() {
         let error = refusal_with(&request, change);
         assert_eq!(names(&error), section, "{error}");
     }
-    // Shorter than what the rows need.
+    // Shorter than the rows need.
     let error = refusal_with(&request, |h| h.total_bytes -= 1);
     assert_eq!(names(&error), "payload", "{error}");
 }
@@ -244,7 +243,7 @@ fn responses_to_something_else_are_stale_and_the_rest_is_refused() {
         let error = refusal(&change);
         assert!(error.is_stale() && names(&error) == field, "{error}");
     }
-    // The answer to an older, smaller request is stale before it is of the wrong size.
+    // The response to an older, smaller request is reported as stale, not as having the wrong size.
     let error = refusal(&|h| {
         h.sequence ^= 1;
         h.num_tokens = 2;
@@ -274,7 +273,7 @@ fn responses_to_something_else_are_stale_and_the_rest_is_refused() {
 fn error_frames_are_checked_like_the_others() {
     let mut rng = fresh_rng();
     let answer = Answer::random(&mut rng, 8, WireDtype::F32, false, 1);
-    let frame = common::frame(|view| {
+    let frame = crate::common::frame(|view| {
         encode_error(view, &answer.meta.id, ErrorCode::Overloaded, [5, 6], "too much")
     });
     let decode = |frame: &[u8]| {
@@ -299,7 +298,7 @@ fn error_frames_are_checked_like_the_others() {
     assert!(decode(&reseal_body(&|body| body.message_len = u32::MAX)).is_err());
     let error = decode(&reseal_body(&|body| body.message[3] = 0xff)).expect_err("not UTF-8");
     assert_eq!(error, FrameError::ErrorMessage { at: 3 });
-    // Zeros behind the message are UTF-8 as well, but the length says where it ends.
+    // Zeros after the message are UTF-8 as well, but the length determines its end.
     assert_eq!(decode(&reseal_body(&|body| body.message_len = 3)).as_deref(), Ok("too"));
 
     type Change = fn(&mut FrameHeader);

@@ -1,14 +1,12 @@
 //! Conversions against independent definitions, over all codes and dense samples of values.
 
-mod common;
-
-use common::{e4m3_nearest, e4m3_value, fresh_rng};
+use crate::common::{e4m3_nearest, e4m3_value, fresh_rng};
 use half::{bf16, f16};
-use protocol::convert::{
+use rand::RngExt;
+use switchyard_protocol::convert::{
     MAX_SCALE, MIN_SCALE, bf16_to_f32, f8_code, f8_to_f32, f8_value, f16_to_f32, f32_to_bf16,
     f32_to_f8, f32_to_f16,
 };
-use rand::RngExt;
 
 #[test]
 fn every_e4m3_code_has_its_value_and_comes_back() {
@@ -55,12 +53,12 @@ fn e4m3_saturates_and_keeps_nan() {
 
 #[test]
 fn e4m3_agrees_with_the_nearest_code_over_all_exponents() {
-    // A prime step visits every exponent and sign with ever different mantissas.
+    // A prime step visits every exponent and sign with different mantissas.
     for bits in (0..u64::from(u32::MAX)).step_by(4099) {
         let value = f32::from_bits(bits as u32);
         assert_eq!(f8_code(value), e4m3_nearest(value), "{value:e} {bits:#x}");
     }
-    // All of the range that is not flushed or saturated, more densely.
+    // Denser samples of the range that is neither flushed nor saturated.
     for bits in (0x3a00_0000u32..0x43f0_0000).step_by(251) {
         let value = f32::from_bits(bits);
         assert_eq!(f8_code(value), e4m3_nearest(value), "{value:e} {bits:#x}");
@@ -87,8 +85,8 @@ fn blocks_are_scaled_to_the_largest_value_and_lose_at_most_half_a_step() {
                 let at = block_idx * 128 + at;
                 assert_eq!(codes[at], e4m3_nearest(value * (1.0 / scale)));
                 assert_eq!(back[at], (e4m3_value(codes[at]) as f32) * scale);
-                // Half a step is 2^-4 of a normal number, 2^-10 of the scale below; a little more
-                // for the rounding of the scale and its reciprocal.
+                // Half a step is 2^-4 of a normal number, and 2^-10 of the scale for a subnormal one, plus
+                // a margin for the rounding of the scale and its reciprocal.
                 let bound = (f64::from(value.abs()) / 16.0).max(f64::from(scale) / 1024.0);
                 let error = (f64::from(back[at]) - f64::from(*value)).abs();
                 assert!(error <= bound * (1.0 + 1e-5), "{value:e} came back as {:e}", back[at]);
@@ -161,7 +159,7 @@ fn halves_agree_with_scalar_conversions() {
     }
 }
 
-/// The midpoint above a code and its neighbours: where ties are.
+/// The midpoint above a code and its neighbours, where ties occur.
 fn around_f16(code: u16) -> [f32; 3] {
     let (value, next) = (f16::from_bits(code), f16::from_bits(code.wrapping_add(1)));
     let middle = (value.to_f32_const() + next.to_f32_const()) / 2.0;

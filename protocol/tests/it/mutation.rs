@@ -1,31 +1,29 @@
-//! Frames with random damage: no panic, no access beyond the frame, and no change of a byte that a
-//! checksum covers goes unnoticed.
+//! Frames with random damage. Decoders never panic, never read beyond the frame, and detect every change of
+//! a byte that a checksum covers.
 
-mod common;
-
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, covered};
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, covered};
 use p2p_core::ReadView;
 use proptest::prelude::*;
-use protocol::{
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use switchyard_protocol::{
     DispatchExpect, DispatchScratch, ErrorCode, FrameError, Response, ResponseScratch, WireDtype,
     decode_dispatch, decode_response, encode_error, peek_id, response_id,
 };
-use rand::SeedableRng;
-use rand::rngs::StdRng;
 
-/// One piece of damage. Positions are parts of the frame's length, so that they fit any frame.
+/// One kind of damage. Positions are fractions of the frame's length, so that they fit any frame.
 #[derive(Debug, Clone)]
 enum Damage {
     /// Flips one bit.
     Bit(prop::sample::Index, u8),
-    /// Replaces a naturally aligned word of the header or the tables, where the numbers are.
+    /// Replaces a naturally aligned word of the header or the tables.
     Word(prop::sample::Index, u32),
     /// Overwrites a run of bytes.
     Run(prop::sample::Index, Vec<u8>),
     /// Copies one part of the frame over another.
     Copy(prop::sample::Index, prop::sample::Index, usize),
-    /// Cuts the frame.
+    /// Truncates the frame.
     Truncate(prop::sample::Index),
 }
 
@@ -84,7 +82,7 @@ impl Damage {
     }
 }
 
-/// Whether the damage reached a byte that a checksum covers, or took one away.
+/// Returns true if the damage changed or removed a byte that a checksum covers.
 fn reaches_covered_bytes(sound: &[u8], damaged: &[u8]) -> bool {
     covered(sound)
         .iter()
@@ -169,7 +167,7 @@ proptest! {
         let answer = Answer::random(&mut rng, hidden, dtype, checksum, 3);
         let sound = if is_error {
             let id = answer.meta.id;
-            common::frame(|view| encode_error(view, &id, ErrorCode::Internal, [seed, 1], "näh"))
+            crate::common::frame(|view| encode_error(view, &id, ErrorCode::Internal, [seed, 1], "näh"))
         } else {
             answer.frame()
         };
@@ -199,22 +197,22 @@ proptest! {
         let request = Request::random(&mut rng, 130, dtype, false, 6);
         let mut damaged = request.frame();
         damages.iter().for_each(|damage| damage.apply(&mut damaged));
-        if damaged.len() >= protocol::abi::HEADER_BYTES {
-            common::reseal(&mut damaged, |header| {
-                header.magic = protocol::abi::FRAME_MAGIC;
-                header.version = protocol::abi::FRAME_VERSION;
-                header.kind = protocol::abi::KIND_DISPATCH;
+        if damaged.len() >= switchyard_protocol::abi::HEADER_BYTES {
+            crate::common::reseal(&mut damaged, |header| {
+                header.magic = switchyard_protocol::abi::FRAME_MAGIC;
+                header.version = switchyard_protocol::abi::FRAME_VERSION;
+                header.kind = switchyard_protocol::abi::KIND_DISPATCH;
                 header.reserved = [0; 4];
             });
         }
-        // Whatever passes, passes with every promise kept: `read_dispatch` asserts them.
+        // `read_dispatch` asserts every guarantee of a decoded frame.
         let _ = read_dispatch(memory.hold(&damaged), &request.expect);
 
         let answer = Answer::random(&mut rng, 130, dtype, false, 3);
         let mut damaged = answer.frame();
         damages.iter().for_each(|damage| damage.apply(&mut damaged));
-        if damaged.len() >= protocol::abi::HEADER_BYTES {
-            common::reseal(&mut damaged, |header| header.reserved = [0; 4]);
+        if damaged.len() >= switchyard_protocol::abi::HEADER_BYTES {
+            crate::common::reseal(&mut damaged, |header| header.reserved = [0; 4]);
         }
         let _ = read_response(memory.hold(&damaged), &answer);
     }
@@ -222,7 +220,7 @@ proptest! {
 
 #[test]
 fn every_single_bit_of_a_covered_byte_matters() {
-    let mut rng = common::fresh_rng();
+    let mut rng = crate::common::fresh_rng();
     let mut memory = Guarded::new(MEMORY_BYTES);
     for dtype in WireDtype::ALL {
         let request = Request::random(&mut rng, 130, dtype, true, 3);

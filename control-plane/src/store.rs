@@ -1,8 +1,8 @@
-//! Where the control plane's state survives a restart.
+//! Durable state of the control plane.
 //!
-//! A store holds one snapshot and replaces it atomically, guarded by a revision: exactly what a
-//! transaction on one key of etcd offers, so that engine fits behind the same trait. Leader
-//! election and watches are the engine's business.
+//! A store holds one snapshot and replaces it atomically, guarded by a revision. A transaction on one
+//! key of etcd offers the same, so etcd fits behind the same trait. Leader election and watches are
+//! outside of the trait.
 
 mod file;
 mod memory;
@@ -17,17 +17,17 @@ use std::path::PathBuf;
 use control_api::{MemberId, ModelDescriptor};
 use serde::{Deserialize, Serialize};
 
-pub use crate::member::{MemberRecord, Phase, Superseded};
+pub use crate::member::{MemberRecord, Phase, Predecessor};
 pub use file::FileStore;
 pub use memory::MemoryStore;
 
-/// Everything that must survive a restart. Leases are not in it: after a restart every leased
-/// member gets one fresh time to live.
+/// State that survives a restart. It contains no leases: after a restart every leased member gets one
+/// fresh time to live.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshot {
     /// Identity of the cluster.
     pub cluster_id: String,
-    /// No epoch above this has been issued by anybody who has seen this snapshot or an older one.
+    /// Upper bound of all epochs issued by a control plane that loaded this snapshot or an older one.
     pub reserved_epoch: u64,
     /// The model, once a member has registered.
     pub model: Option<ModelDescriptor>,
@@ -36,12 +36,12 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// The state of a cluster that is just being founded.
+    /// The state of a new cluster.
     pub fn fresh(cluster_id: String) -> Self {
         Self { cluster_id, reserved_epoch: 0, model: None, members: Vec::new() }
     }
 
-    /// Checks what a control plane relies on beyond the types.
+    /// Checks the invariants that the types do not express.
     fn check(&self) -> Result<(), String> {
         if self.cluster_id.is_empty() {
             return Err("no cluster id".to_owned());
@@ -61,83 +61,55 @@ impl Snapshot {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Revision(pub u64);
 
-/// A place for one snapshot. Methods may block on I/O and are called off the async threads.
+/// Storage for one snapshot. Methods may block on I/O; the control plane calls them on blocking threads.
 pub trait Store: fmt::Debug + Send + 'static {
     /// Short name for status and logs, such as `snapshot`.
     fn kind(&self) -> &'static str;
 
-    /// The stored snapshot and its revision; `None` and revision 0 for a fresh store. Never
-    /// passes off damaged contents as a fresh store.
+    /// The stored snapshot and its revision; `None` and revision 0 for a new store. Damaged contents are
+    /// an error, never a new store.
     fn load(&mut self) -> Result<(Option<Snapshot>, Revision), StoreError>;
 
-    /// Replaces the snapshot if `expected` is still its revision. On success the snapshot is
-    /// durable and the new revision is higher. On an error either the old or the new snapshot
-    /// is stored, never a mixture, and the same write may be tried again; after
-    /// [`StoreError::Conflict`] another control plane is in charge and this one must stop.
+    /// Replaces the snapshot if its revision is still `expected`. On success the snapshot is durable and
+    /// the new revision is higher.
+    ///
+    /// # Errors
+    /// After an error the store holds either the old or the new snapshot, never a mixture, and the caller
+    /// may retry the same write. After [`StoreError::Conflict`] another control plane is in charge and
+    /// this one must stop.
     fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError>;
 }
 
-/// Why a store could not be read or written.
+/// Error of a read or write of the store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name every field")]
 pub enum StoreError {
     /// Another process uses the same data.
     #[error(
         "data directory {} is in use by another control plane: stop it or choose another directory",
         path.display()
     )]
-    InUse {
-        /// The directory.
-        path: PathBuf,
-    },
+    InUse { path: PathBuf },
     /// The contents are damaged.
     #[error(
-        "{} is damaged ({reason}): restore it from a backup, or move it away to found a new \
-         cluster, which clients and members will join anew",
+        "{} is damaged ({reason}): restore it from a backup, or move it away to start a new \
+         cluster, which clients and members then join",
         path.display()
     )]
-    Corrupt {
-        /// The file.
-        path: PathBuf,
-        /// What does not fit.
-        reason: String,
-    },
-    /// The contents were written by a newer version.
+    Corrupt { path: PathBuf, reason: String },
+    /// A newer version wrote the contents.
     #[error("{} has format {found}, this version reads {supported}: use the version that wrote it", path.display())]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// Format of the file.
-        found: u32,
-        /// Format that this version reads.
-        supported: u32,
-    },
-    /// Somebody else has written in between.
+    Format { path: PathBuf, found: u32, supported: u32 },
+    /// Another process has written in between.
     #[error(
         "the stored state has revision {found}, expected {expected}: another control plane is in charge"
     )]
-    Conflict {
-        /// Revision that the writer had seen last.
-        expected: u64,
-        /// Revision found.
-        found: u64,
-    },
+    Conflict { expected: u64, found: u64 },
     /// No space or quota left.
-    #[error("no space left to write {}: free some, writing resumes by itself", path.display())]
-    Full {
-        /// The file.
-        path: PathBuf,
-        /// What the operating system says.
-        source: io::Error,
-    },
+    #[error("no space left to write {}: free some space, and writing resumes by itself", path.display())]
+    Full { path: PathBuf, source: io::Error },
     /// Any other failure of the operating system.
     #[error("{operation} {} failed: {source}", path.display())]
-    Io {
-        /// Name of the call.
-        operation: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// What the operating system says.
-        source: io::Error,
-    },
+    Io { operation: &'static str, path: PathBuf, source: io::Error },
 }

@@ -1,4 +1,4 @@
-//! Memory that ends at an unreadable page, so that one byte too far is a fault.
+//! Memory that ends at an unreadable page, so that an access of one byte beyond it faults.
 
 use std::ptr::NonNull;
 

@@ -5,7 +5,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
-use crate::planner::SeatPlanner;
+use crate::planner::BalancedPlanner;
 
 const TTL: Duration = Duration::from_secs(3);
 const PERIOD: Duration = Duration::from_millis(100);
@@ -43,7 +43,7 @@ impl World {
     }
 
     fn with(settings: FleetSettings, snapshot: Option<Snapshot>) -> Self {
-        let planner = Box::new(SeatPlanner::new(4, 2).unwrap());
+        let planner = Box::new(BalancedPlanner::new(4, 2).unwrap());
         let now = Duration::from_secs(1000);
         let mut world = Self { fleet: Fleet::new(settings, planner, snapshot, now), now };
         world.save();
@@ -52,13 +52,13 @@ impl World {
     }
 
     fn save(&mut self) {
-        while self.fleet.wants_save() {
+        while self.fleet.needs_save() {
             let (snapshot, revision) = self.fleet.snapshot();
-            self.fleet.saved(&snapshot, revision);
+            self.fleet.mark_saved(&snapshot, revision);
         }
     }
 
-    /// Lets time pass tick by tick.
+    /// Advances the clock tick by tick.
     fn advance(&mut self, by: Duration) {
         let end = self.now + by;
         while self.now < end {
@@ -175,7 +175,7 @@ fn a_silent_member_expires_and_may_come_back_as_the_same() {
     let err = world.renew(&a.member_id, 1).unwrap_err();
     assert!(matches!(err, Refusal::LeaseExpired { .. }), "{err}");
 
-    // Another member takes the seat meanwhile; the returning one keeps what it has loaded.
+    // Another member gets the partition meanwhile. The returning one keeps its loaded experts.
     world.serve("b", 2);
     let again = world.register("a", 1);
     assert_eq!((&again.member_id, &again.assignment), (&a.member_id, &a.assignment));
@@ -205,7 +205,7 @@ fn a_suspected_member_must_renew_within_a_heartbeat() {
     world.suspect(&live.member_id, Some(2));
     world.advance(Duration::from_millis(900));
     world.renew(&live.member_id, 2).unwrap();
-    // Reporting again does not buy time.
+    // A second report does not move the deadline.
     assert_eq!(world.suspect(&dead.member_id, None), Duration::from_millis(400));
     world.advance(Duration::from_millis(400));
     assert_eq!(world.state("dead"), Some(MemberState::Expired));
@@ -214,7 +214,7 @@ fn a_suspected_member_must_renew_within_a_heartbeat() {
     assert!(world.fleet.take_events().contains(&expired));
     world.advance(Duration::from_millis(500));
     assert_eq!(world.state("live"), Some(MemberState::Serving));
-    // A report about a process that is gone already says nothing about its successor.
+    // A report about an earlier process does not affect its successor.
     assert_eq!(world.suspect(&live.member_id, Some(77)), Duration::ZERO);
     assert_eq!(world.suspect(&dead.member_id, None), Duration::ZERO);
 }
@@ -224,7 +224,7 @@ fn another_model_is_refused_with_both_fingerprints() {
     let mut world = World::new();
     let mut other = World::request("b", 2);
     other.model.fingerprint = "deadbeefdeadbeef".to_owned();
-    // Nothing is fixed before the first member.
+    // The first member determines the model.
     world.register("a", 1);
     let text = world.fleet.register(other.clone(), world.now).unwrap_err().to_string();
     assert!(text.contains("deadbeefdeadbeef") && text.contains("00aabbccddeeff11"), "{text}");
@@ -241,7 +241,7 @@ fn another_model_is_refused_with_both_fingerprints() {
 }
 
 #[test]
-fn a_restarted_process_takes_its_name_and_seat_over() {
+fn a_restarted_process_takes_its_name_and_partition_over() {
     let mut world = World::new();
     let old = world.serve("a", 1);
     world.serve("b", 5);
@@ -271,11 +271,11 @@ fn draining_leaves_the_placement_and_keeps_the_lease() {
     world.fleet.refresh();
     assert_eq!(world.epoch(), epoch + 1);
     assert!(world.fleet.table().servers.iter().all(|server| server.name != "a"));
-    // A late report of readiness does not call it back.
+    // A late `ready` does not return it to the placement.
     world.ready(&a, 1);
     assert_eq!(world.renew(&a.member_id, 1).unwrap().state, MemberState::Draining);
     assert_eq!(world.epoch(), epoch + 1);
-    // Its seat is free for the next.
+    // The next member gets its partition.
     let c = world.register("c", 3);
     assert_ne!(c.assignment, b.assignment);
     world.fleet.leave(&a.member_id).unwrap();
@@ -284,11 +284,11 @@ fn draining_leaves_the_placement_and_keeps_the_lease() {
 }
 
 #[test]
-fn a_pause_of_the_control_plane_expires_nobody() {
+fn a_pause_of_the_control_plane_expires_no_member() {
     let mut world = World::new();
     let a = world.serve("a", 1);
     world.advance(Duration::from_secs(1));
-    // Stopped for ten leases: nobody could renew.
+    // Stopped for ten leases: no member could renew.
     world.now += TTL * 10;
     world.fleet.tick(world.now, PERIOD);
     assert_eq!(world.state("a"), Some(MemberState::Serving));
@@ -405,7 +405,7 @@ fn a_restart_restores_members_with_one_fresh_lease() {
 fn without_promised_epochs_the_table_waits() {
     let mut world = World::new();
     let a = world.serve("a", 1);
-    // The store fails from now on. Changes go on until the supply ends.
+    // The store fails from here on. Changes continue until no reserved epoch is left.
     let mut epoch = world.epoch();
     for i in 0..5000u64 {
         if i % 2 == 0 {
@@ -418,21 +418,21 @@ fn without_promised_epochs_the_table_waits() {
         assert!(world.epoch() == epoch || world.epoch() == epoch + 1);
         epoch = world.epoch();
     }
-    assert!(world.fleet.is_held_back);
-    assert!(world.fleet.take_events().contains(&FleetEvent::PlacementHeldBack));
-    // It heals, and the change that waited comes out.
+    assert!(world.fleet.is_blocked);
+    assert!(world.fleet.take_events().contains(&FleetEvent::PlacementBlocked));
+    // The store recovers, and the waiting change is published.
     let was_empty = world.fleet.table().servers.is_empty();
     world.fleet.members.get_mut("a").unwrap().record.phase =
         if was_empty { Phase::Serving } else { Phase::Draining };
-    world.fleet.touch();
+    world.fleet.mark_changed();
     assert!(world.fleet.refresh().is_none());
     world.save();
     world.fleet.refresh();
     assert!(world.epoch() > epoch && world.fleet.table().servers.is_empty() != was_empty);
 }
 
-/// Random operations, deaths of the control plane and lost writes. For one cluster an epoch must
-/// never stand for two tables, and the table must always be one that a client can trust.
+/// Random operations, crashes of the control plane and lost writes. In one cluster no epoch may have two
+/// tables, and every table must be valid.
 #[test]
 fn no_history_issues_an_epoch_twice() {
     let seed: u64 = rand::random();
@@ -442,12 +442,12 @@ fn no_history_issues_an_epoch_twice() {
         let mut disk: Vec<Snapshot> = Vec::new();
         let mut issued: HashMap<u64, Arc<PlacementTable>> = HashMap::new();
         let mut newest = 0;
-        let planner = || Box::new(SeatPlanner::new(4, 2).unwrap());
+        let planner = || Box::new(BalancedPlanner::new(4, 2).unwrap());
         let now = Duration::ZERO;
         let mut world = World { fleet: Fleet::new(settings(), planner(), None, now), now };
         let founding = world.fleet.snapshot();
         disk.push(founding.0.clone());
-        world.fleet.saved(&founding.0, founding.1);
+        world.fleet.mark_saved(&founding.0, founding.1);
         for _ in 0..600 {
             let name = format!("m{}", rng.random_range(0..6u32));
             let known = world.fleet.members.get(&name);
@@ -455,7 +455,7 @@ fn no_history_issues_an_epoch_twice() {
             match (rng.random_range(0..12u32), known) {
                 (0..=2, _) => {
                     let request = World::request(&name, rng.random_range(0..20));
-                    // Refusals are part of the history.
+                    // Refusals are expected.
                     let _ = world.fleet.register(request, world.now);
                 }
                 (3..=5, Some((id, incarnation))) => {
@@ -470,10 +470,10 @@ fn no_history_issues_an_epoch_twice() {
                 (10, _) => {
                     let (snapshot, revision) = world.fleet.snapshot();
                     disk.push(snapshot.clone());
-                    world.fleet.saved(&snapshot, revision);
+                    world.fleet.mark_saved(&snapshot, revision);
                 }
                 (11, _) if rng.random_bool(0.2) => {
-                    // Killed: before, or between a write and hearing of it; or the write is lost.
+                    // Killed before a write or before its confirmation, or the write is lost.
                     match rng.random_range(0..3u32) {
                         0 => disk.push(world.fleet.snapshot().0),
                         1 if disk.len() > 1 => drop(disk.pop()),
@@ -483,7 +483,7 @@ fn no_history_issues_an_epoch_twice() {
                     world.fleet = Fleet::new(settings(), planner(), Some(last), world.now);
                     let (snapshot, revision) = world.fleet.snapshot();
                     disk.push(snapshot.clone());
-                    world.fleet.saved(&snapshot, revision);
+                    world.fleet.mark_saved(&snapshot, revision);
                 }
                 _ => {
                     world.now += PERIOD;

@@ -1,7 +1,7 @@
-//! Real checkpoints through real processes, against outputs of Hugging Face transformers.
+//! Checkpoints served by processes, against results of Hugging Face transformers.
 
 #[cfg(feature = "libfabric")]
-#[path = "../../tests/support/src/skip.rs"]
+#[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use attention_client::{
 };
 use checkpoint::{Checkpoint, TensorFile};
 use protocol::WireDtype;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 
 /// The golden values of one prompt.
 struct Golden {
@@ -175,7 +175,7 @@ fn a_client_keeps_the_epoch_of_a_placement_without_servers() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let epoch = client.epoch();
-    // The news that the stream is open follows the table.
+    // The client learns after the table that the stream is open.
     let said = format!("epoch {epoch}, 0 servers");
     loop {
         let error =
@@ -188,7 +188,7 @@ fn a_client_keeps_the_epoch_of_a_placement_without_servers() {
     assert_eq!(client.epoch(), epoch);
 }
 
-/// A text, a kill in the middle of it, and nothing but a network between the processes.
+/// Generates a text and kills a server meanwhile, with a network transport between the processes.
 #[cfg(feature = "libfabric")]
 #[test]
 fn the_demo_goes_over_libfabric() {
@@ -248,7 +248,7 @@ fn connect(
         .ticket(token)
         .wire_dtype(wire)
         .response_dtype(response)
-        // A loaded test machine must not turn slowness into failovers: nothing dies here.
+        // A long timeout, so that a slow test machine causes no failovers.
         .deadline(Duration::from_secs(10))
         .build()
         .expect("client");

@@ -1,6 +1,5 @@
-//! Bad input gets one clear line and a non-zero exit; good input gets what the help promises.
+//! Wrong input causes one clear error line and a non-zero exit code; valid input works as documented.
 
-#[path = "cli/transports.rs"]
 mod transports;
 
 use std::io::{BufRead, BufReader, Write};
@@ -10,7 +9,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
-use switchyard::cluster::{ClusterOptions, LocalCluster};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
 use tempfile::TempDir;
 
 #[test]
@@ -72,7 +71,7 @@ fn a_log_that_cannot_be_written_does_not_stop_a_server() {
     for _ in 0..3 {
         let mut garbage = std::net::TcpStream::connect(&addr).expect("the listener is there");
         garbage.write_all(&[0xa5; 300]).expect("write");
-        // Until the listener has closed it; what it says does not matter here.
+        // Read until the listener closes the connection. The contents do not matter here.
         let mut answer = Vec::new();
         let _ = std::io::Read::read_to_end(&mut garbage, &mut answer);
     }
@@ -129,11 +128,11 @@ fn what_a_child_of_a_local_cluster_says_is_the_error() {
         let model = dir.path().to_str().expect("path");
         let args = ["generate", "--prompt", "x", "--servers", "2", "--model", model];
         let line = fails(&args, &[]);
-        assert!(!line.contains("it said") && !line.contains("exit status"), "{line}");
+        assert!(!line.contains("standard error:") && !line.contains("exit status"), "{line}");
         assert_eq!(line.matches("error: ").count(), 1, "{line}");
         line
     };
-    // What this process opens itself it names itself.
+    // Errors of files that this process opens itself.
     let dir = copy_of_tiny();
     let weights = dir.path().join("model.safetensors");
     let whole = std::fs::metadata(&weights).expect("metadata").len();
@@ -145,7 +144,7 @@ fn what_a_child_of_a_local_cluster_says_is_the_error() {
     let dir = copy_of_tiny();
     edit_config(dir.path(), "Qwen3MoeForCausalLM", "GPT9ForCausalLM");
     assert!(generate(&dir).contains("GPT9ForCausalLM"));
-    // Experts are only looked at by servers.
+    // Only servers check the experts.
     let dir = copy_of_tiny();
     edit_config(dir.path(), "\"moe_intermediate_size\": 64", "\"moe_intermediate_size\": 96");
     let line = generate(&dir);
@@ -159,7 +158,7 @@ fn a_server_that_fails_ends_the_start_of_a_cluster_with_its_own_words() {
     options.server_env.push(("SWITCHYARD_SLOT_BYTES".to_owned(), "1000".to_owned()));
     let error = LocalCluster::start(options, &mut |_| {}).expect_err("small slots").to_string();
     assert!(error.starts_with("server-") && error.contains("1000"), "{error}");
-    assert!(!error.contains("it said") && !error.contains('\n'), "{error}");
+    assert!(!error.contains("standard error:") && !error.contains('\n'), "{error}");
 }
 
 #[test]
@@ -170,7 +169,7 @@ fn a_port_taken_from_a_child_is_named() {
     let _taken = TcpListener::bind(&addr).expect("bind");
     let error = cluster.restart_control().expect_err("the port is taken").to_string();
     assert!(error.starts_with("control-plane: ") && error.contains(&addr), "{error}");
-    assert!(error.contains("in use") && !error.contains("it said"), "{error}");
+    assert!(error.contains("in use") && !error.contains("standard error:"), "{error}");
 }
 
 #[test]
@@ -219,7 +218,7 @@ fn prompts_and_flags_that_cannot_work_are_explained() {
     }
     let line = fails(&["bench", "p2p", "--device", "emulated:0", "--min-bytes", "12"], &[]);
     assert!(line.contains("min_bytes is 12") && line.contains("a multiple of 16"), "{line}");
-    // The next one has no number.
+    // There is no GPU with a higher number for the second process.
     let line = fails(&["bench", "p2p", "--device", "emulated:4294967295"], &[]);
     assert!(line.contains("GPU"), "{line}");
     let line = fails(&["status"], &[]);
@@ -245,7 +244,7 @@ fn peers_that_do_not_fit_the_cluster_are_turned_away_with_both_values() {
     let line = fails(&[&generate[..], &["--slot-bytes", "1048576"]].concat(), &token);
     assert!(line.contains("1048576") && line.contains("10485760"), "{line}");
 
-    // Another model: same shapes, one number of the arithmetic changed.
+    // Another model: same shapes, one different parameter.
     let dir = copy_of_tiny();
     edit_config(dir.path(), "\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-05");
     let path = dir.path().to_str().expect("path");
@@ -352,7 +351,7 @@ fn a_demo_whose_text_is_not_the_reference_says_so() {
     let model = dir.path().to_str().expect("path");
     let demo = ["demo", "--no-kill", "--servers", "2", "--max-new-tokens", "4", "--json"];
     let line = fails(&[&demo[..], &["--model", model]].concat(), &[]);
-    assert!(line.contains("not sound") && line.contains("token 3 of 4"), "{line}");
+    assert!(line.contains("the run failed") && line.contains("token 3 of 4"), "{line}");
 }
 
 #[test]
@@ -374,7 +373,7 @@ fn made_checkpoints_serve_and_full_folders_are_left_alone() {
     }
 }
 
-/// On GPUs in software: that every part of the benchmark plays together, not how fast.
+/// On emulated GPUs: checks that all parts of the benchmark work together, not their speed.
 #[test]
 fn layers_through_servers_on_gpus_are_measured_with_clients_that_share_them() {
     let report = bench_on_gpus(&["--clients", "2", "--servers", "2"]);
@@ -390,7 +389,7 @@ fn layers_through_servers_on_gpus_are_measured_with_clients_that_share_them() {
     assert_eq!(row["clients"].as_array().map(Vec::len), Some(2), "{row}");
     assert!(number("gain") > 0.0, "{row}");
     let num_failovers = row["clients"][0]["failovers"].as_u64();
-    assert_eq!(num_failovers, Some(0), "nobody dies here: {row}");
+    assert_eq!(num_failovers, Some(0), "no server fails here: {row}");
 }
 
 #[test]
@@ -414,7 +413,7 @@ fn flags_that_would_do_nothing_are_refused_and_variables_for_others_are_not() {
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(2) && text.contains("without --device"), "{text}");
     }
-    // They are the servers', whose commands are run from the same shell; what is wrong here is another flag.
+    // These variables may be meant for servers started from the same shell. The error here is another flag.
     let others = [
         ("SWITCHYARD_DEVICE", "cpu"),
         ("SWITCHYARD_CLIENTS", "2"),
@@ -429,7 +428,7 @@ fn flags_that_would_do_nothing_are_refused_and_variables_for_others_are_not() {
 fn measurements_begin_at_the_gpu_that_is_named() {
     let others = ["bench", "moe", "--preset", "mini-deepseek-v3", "--tokens", "2", "--json"];
     let how = ["--seconds", "0.2", "--device"];
-    // Of eight GPUs in software only one is left.
+    // Only one of the eight emulated GPUs is left.
     let output = run(&[&others[..], &how, &["emulated:7"]].concat(), &[]);
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("one GPU"), "{text}");
@@ -465,7 +464,7 @@ fn killing_one_of_two_gpu_servers_under_load_loses_nothing() {
     assert_eq!(killed["one_server"].as_array().map(Vec::len), Some(2), "{killed}");
     let deaths = killed["deaths"].as_array().expect("deaths");
     assert_eq!(deaths.len(), 2, "{killed}");
-    // A death between two calls may be known by the next.
+    // The call after a death between two calls may already know of it.
     for death in deaths.iter().filter(|death| !death.is_null()) {
         let us = |name: &str| death[name].as_f64().expect("a time");
         assert!(us("sent_again_us") > 0.0 && us("answered_us") > 0.0, "{killed}");
@@ -492,7 +491,7 @@ fn run(args: &[&str], env: &[(&str, &str)]) -> Output {
         .spawn()
         .expect("start");
     let deadline = Instant::now() + Duration::from_secs(90);
-    // Both pipes are drained by threads, so that the child never blocks on a full one.
+    // Threads drain both pipes, so that the child never blocks on a full one.
     let drain = |stream: Box<dyn std::io::Read + Send>| {
         std::thread::spawn(move || {
             let (mut stream, mut bytes) = (stream, Vec::new());

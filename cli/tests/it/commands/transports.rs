@@ -1,8 +1,8 @@
-//! What the command says of transports, and which flags go with which.
+//! Errors about transports, and about options that do not fit together.
 
 use super::{fails, run};
 
-/// What `bench p2p` says of a mistake in usage.
+/// The usage error of `bench p2p`.
 fn refusal(args: &[&str]) -> String {
     let output = run(&[&["bench", "p2p"], args].concat(), &[]);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -34,7 +34,7 @@ fn flags_of_another_measurement_are_refused_by_name() {
         let text = refusal(&["--device", "cuda", flag, value]);
         assert!(text.contains(&format!("{flag} would do nothing with --device")), "{text}");
     }
-    // Variables may be meant for other commands.
+    // Environment variables may be meant for other commands.
     let args = ["bench", "p2p", "--transport", "cma", "--sizes", "4K", "--num-iovs", "1", "--json"];
     let output = run(&args, &[("SWITCHYARD_SLOT_FRAMES", "3"), ("SWITCHYARD_ITERATIONS", "5")]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -53,7 +53,7 @@ fn settings_of_verbs_are_taken_with_verbs_only() {
         assert!(text.contains("--verbs-config would do nothing"), "{text}");
     }
     refusal(&["--transport", "verbs", "--verbs-config", r#"{"gid": 3}"#]);
-    // No such port anywhere: the text got as far as the devices, by slots and by the engine.
+    // No host has this port. The error shows that slots and the message engine looked for it.
     for more in [&[][..], &["--sizes", "1K"]] {
         let args = ["bench", "p2p", "--transport", "verbs:nonesuch", "--verbs-config", config];
         let line = fails(&[&args, more].concat(), &[]);
@@ -77,7 +77,7 @@ fn requests_posted_by_kernels_need_a_gpu_and_a_device_and_the_error_says_what_is
             assert!(line.contains(check.name) && line.contains(&check.found), "{line}");
         }
     }
-    // Wherever its slots would lie.
+    // For every place of the slots.
     for place in ["auto", "gpu", "host"] {
         let line = fails(&[&on_gpu[..], &named, &["--ibgda-slots", place]].concat(), &[]);
         assert!(line.contains("ibgda nonesuch: open failed"), "{line}");
@@ -88,7 +88,7 @@ fn requests_posted_by_kernels_need_a_gpu_and_a_device_and_the_error_says_what_is
     assert!(text.contains("`bar1` is no place of slots: expected auto, gpu or host"), "{text}");
     let line = fails(&on_gpu, &[("SWITCHYARD_TRANSPORT", "ibgda:mlx5_0+mlx5_1")]);
     assert!(line.contains("not one port of one device"), "{line}");
-    // Slots of hosts.
+    // Slots in host memory.
     let line = fails(&server, &[("SWITCHYARD_TRANSPORT", "shm,ibgda")]);
     assert!(line.contains("ibgda is for slots of GPUs: give --device cuda:N"), "{line}");
     let line = fails(&["demo", "--transport", "ibgda"], &[]);
@@ -110,6 +110,6 @@ fn doctor_looks_for_libfabric_as_the_transport_does() {
     let (verdict, found) = check(&[("SWITCHYARD_LIBFABRIC_SO", "/nonexistent/libfabric.so")]);
     assert_eq!(verdict, "absent");
     assert!(found.contains("/nonexistent/libfabric.so"), "{found}");
-    // It needs no tool of the system's administrator.
+    // The check needs no tool from PATH.
     assert_eq!(check(&[("PATH", "/nonexistent")]), check(&[]));
 }

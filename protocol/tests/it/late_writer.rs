@@ -1,26 +1,24 @@
-//! A peer that goes on writing while its frame is decoded can spoil its own rows and nothing else.
-
-mod common;
+//! A peer that writes while its frame is decoded can damage only its own rows.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::guarded::Guarded;
-use common::{Answer, MEMORY_BYTES, Request, fresh_rng, reseal};
-use protocol::{
-    DispatchScratch, Response, ResponseScratch, WireDtype, decode_dispatch, decode_response,
-};
+use crate::common::guarded::Guarded;
+use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng, reseal};
 use rand::RngExt;
 use rand::rngs::StdRng;
+use switchyard_protocol::{
+    DispatchScratch, Response, ResponseScratch, WireDtype, decode_dispatch, decode_response,
+};
 
-/// Decodes again and again for a while, at least `MIN_ROUNDS` times, while a thread writes one frame
-/// after the other over the memory, now and then with a random word among them.
+/// Decodes repeatedly, at least `MIN_ROUNDS` times, while a thread overwrites the memory with one frame
+/// after another, sometimes with a random word in between.
 fn with_late_writer(rng: &mut StdRng, frames: &[Vec<u8>], mut decode: impl FnMut(&Guarded, usize)) {
     let len = frames.iter().map(Vec::len).max().expect("frames").next_multiple_of(8);
     let mut memory = Guarded::new(MEMORY_BYTES);
     memory.write(len).put_bytes(0, &frames[0]).expect("fits");
-    // The writer's words are atomic, so that in this process, too, it is the reader's copies that
-    // race, and they race with nothing that Rust knows of in the real case of another process.
+    // The writer writes atomic words, so only the reader's copies race. In a real system the writer is
+    // another process, so the race is outside of Rust's memory model.
     let words = memory.tail(len).as_ptr().expose_provenance();
     let num_words = len / 8;
     let stop = AtomicBool::new(false);
@@ -59,12 +57,12 @@ fn with_late_writer(rng: &mut StdRng, frames: &[Vec<u8>], mut decode: impl FnMut
 }
 
 #[test]
-fn a_dispatch_frame_that_changes_while_it_is_read_harms_nobody() {
+fn a_dispatch_frame_that_changes_while_it_is_read_harms_no_other_data() {
     let mut rng = fresh_rng();
     for dtype in WireDtype::ALL {
         let request = Request::random(&mut rng, 136, dtype, false, 8);
         let sound = request.frame();
-        // Frames with one hostile number each, under right checksums.
+        // Frames with one hostile value each and valid checksums.
         let mut frames = vec![sound.clone(), Request { ..request.clone() }.frame()];
         for field in 0..4 {
             let mut hostile = sound.clone();
@@ -102,7 +100,7 @@ fn a_dispatch_frame_that_changes_while_it_is_read_harms_nobody() {
 }
 
 #[test]
-fn a_response_frame_that_changes_while_it_is_read_harms_nobody() {
+fn a_response_frame_that_changes_while_it_is_read_harms_no_other_data() {
     let mut rng = fresh_rng();
     for dtype in WireDtype::ALL {
         let answer = Answer::random(&mut rng, 136, dtype, true, 5);
@@ -113,15 +111,15 @@ fn a_response_frame_that_changes_while_it_is_read_harms_nobody() {
             reseal(&mut hostile, |header| match field {
                 0 => header.num_tokens = 1 << 31,
                 1 => header.row_stride_bytes = u32::MAX - 15,
-                _ => header.kind = protocol::abi::KIND_ERROR,
+                _ => header.kind = switchyard_protocol::abi::KIND_ERROR,
             });
             frames.push(hostile);
         }
-        // With a checksum, what is read without an error is what was sent.
+        // With a checksum, rows that are read without an error are the rows that were sent.
         let expected: Vec<u32> = answer
             .rows
             .chunks(136)
-            .flat_map(|row| common::through_wire(dtype, row))
+            .flat_map(|row| crate::common::through_wire(dtype, row))
             .map(f32::to_bits)
             .collect();
         let (mut sound_frames, mut refused) = (0u64, 0u64);

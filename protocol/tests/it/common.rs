@@ -1,4 +1,4 @@
-//! What the tests share: guarded memory, random frames, and FP8 as the standard defines it.
+//! Shared by the tests: guarded memory, random frames, and FP8 as the standard defines it.
 #![allow(dead_code, reason = "every test uses a part of it")]
 
 pub mod guarded;
@@ -7,16 +7,16 @@ use bytemuck::{bytes_of, pod_read_unaligned};
 use guarded::Guarded;
 use half::{bf16, f16};
 use p2p_core::WriteView;
-use protocol::abi::{
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use switchyard_protocol::abi::{
     ENTRY_BYTES, ERROR_BODY_BYTES, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES, KIND_DISPATCH,
     KIND_ERROR, TOKEN_BYTES,
 };
-use protocol::{
+use switchyard_protocol::{
     CombineExpect, CombineMeta, DispatchExpect, DispatchMeta, EncodeError, Entry, FrameGeometry,
     FrameId, ServerTimes, TokenRef, WireDtype, encode_combine, encode_dispatch,
 };
-use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
 
 /// Value of an E4M3 code: sign, four exponent bits with bias 7, three mantissa bits; all ones is NaN.
 pub fn e4m3_value(code: u8) -> f64 {
@@ -30,7 +30,7 @@ pub fn e4m3_value(code: u8) -> f64 {
     }
 }
 
-/// The nearest E4M3 code by comparing distances; of two equally near the one with an even code.
+/// The nearest E4M3 code by comparing distances. Of two equally near codes, the even one.
 /// Saturates; NaN and infinity become NaN.
 pub fn e4m3_nearest(value: f32) -> u8 {
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
@@ -61,7 +61,7 @@ pub fn e4m3_nearest(value: f32) -> u8 {
     sign | nearest
 }
 
-/// `row` as it should look after the way through `dtype`, by independent scalar conversions.
+/// The expected `row` after encoding and decoding with `dtype`, by independent scalar conversions.
 pub fn through_wire(dtype: WireDtype, row: &[f32]) -> Vec<f32> {
     match dtype {
         WireDtype::F32 => row.to_vec(),
@@ -80,7 +80,7 @@ pub fn through_wire(dtype: WireDtype, row: &[f32]) -> Vec<f32> {
     }
 }
 
-/// A random request with everything that goes with it.
+/// A random request with its tables and expectations.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub meta: DispatchMeta,
@@ -117,7 +117,7 @@ impl Request {
             if rng.random_bool(0.3) {
                 continue;
             }
-            // Sometimes leave a hole, as where another server's entries lie in one list.
+            // Sometimes leave a gap, as when entries of another server are in the same list.
             let hole = if rng.random_bool(0.2) { 2 } else { 0 };
             entries.extend(random_entries(rng, hole, num_experts));
             let entry_begin = entries.len() as u32;
@@ -149,7 +149,7 @@ impl Request {
         frame(|view| encode_dispatch(view, &self.meta, &self.x, &self.tokens, &self.entries))
     }
 
-    /// The rows that a server should see.
+    /// The rows that a server should read.
     pub fn expected_rows(&self) -> Vec<f32> {
         let hidden = self.meta.hidden;
         let rows =
@@ -158,7 +158,7 @@ impl Request {
     }
 }
 
-/// A random answer with everything that goes with it.
+/// A random response with its expectations.
 #[derive(Debug, Clone)]
 pub struct Answer {
     pub meta: CombineMeta,
@@ -167,7 +167,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Draws an answer of `num_tokens` rows of `hidden` values.
+    /// Draws a response of `num_tokens` rows of `hidden` values.
     pub fn random(
         rng: &mut StdRng,
         hidden: usize,
@@ -199,13 +199,13 @@ impl Answer {
         Self { meta, rows: random_values(rng, num_tokens * hidden), expect }
     }
 
-    /// The answer as a frame.
+    /// The response as a frame.
     pub fn frame(&self) -> Vec<u8> {
         frame(|view| encode_combine(view, &self.meta, &self.rows))
     }
 }
 
-/// Runs an encoder on poisoned memory and returns exactly the bytes it says it used.
+/// Runs an encoder on poisoned memory and returns the bytes that it reports as used.
 pub fn frame(encode: impl FnOnce(&mut WriteView<'_>) -> Result<usize, EncodeError>) -> Vec<u8> {
     let mut memory = Guarded::new(MEMORY_BYTES);
     memory.write(MEMORY_BYTES).put_bytes(0, &[POISON; MEMORY_BYTES]).expect("in range");
@@ -222,8 +222,7 @@ pub fn header_of(frame: &[u8]) -> FrameHeader {
     pod_read_unaligned(&frame[..HEADER_BYTES])
 }
 
-/// Changes the header and writes the checksum that then is right, so that only the changed field can
-/// be what a decoder complains about.
+/// Changes the header and updates its checksum, so that a decoder can refuse the changed field only.
 pub fn reseal(frame: &mut [u8], change: impl FnOnce(&mut FrameHeader)) {
     let mut header = header_of(frame);
     change(&mut header);
@@ -236,7 +235,7 @@ pub fn reseal(frame: &mut [u8], change: impl FnOnce(&mut FrameHeader)) {
     frame[..HEADER_BYTES].copy_from_slice(bytes_of(&header));
 }
 
-/// Where the tables lie that `header_crc` covers.
+/// Positions of the tables that `header_crc` covers.
 pub fn covered_tables(header: &FrameHeader) -> Vec<std::ops::Range<usize>> {
     if header.kind == KIND_ERROR {
         return Vec::new();
@@ -254,7 +253,7 @@ pub fn covered_tables(header: &FrameHeader) -> Vec<std::ops::Range<usize>> {
     .into()
 }
 
-/// For every byte of a sound frame whether a checksum covers it.
+/// For every byte of a valid frame, whether a checksum covers it.
 pub fn covered(frame: &[u8]) -> Vec<bool> {
     let header = header_of(frame);
     let mut covered = vec![false; frame.len()];
@@ -275,7 +274,7 @@ pub fn covered(frame: &[u8]) -> Vec<bool> {
     covered
 }
 
-/// Activations as they occur: mostly moderate, some tiny, some large, some zero.
+/// Realistic activations: mostly moderate, some tiny, some large, some zero.
 pub fn random_values(rng: &mut StdRng, len: usize) -> Vec<f32> {
     (0..len)
         .map(|_| {
@@ -317,5 +316,5 @@ pub fn geometry(request: &Request) -> FrameGeometry {
 
 /// Bytes of the memory that frames are written to.
 pub const MEMORY_BYTES: usize = 256 << 10;
-/// What that memory holds before.
+/// Initial value of each byte of that memory.
 pub const POISON: u8 = 0xa5;
