@@ -23,6 +23,7 @@
 
 mod builder;
 mod call;
+mod exchange;
 mod lane;
 mod plan;
 mod pool;
@@ -41,9 +42,9 @@ pub use builder::MoeClientBuilder;
 use crate::backend::{BackendError, ExpertBackend};
 use crate::error::ClientError;
 use crate::fleet::Fleet;
-use crate::fleet::connector::{Gate, LanePort};
-use crate::fleet::control::{Command, Control};
-use crate::fleet::link::LaneEvents;
+use crate::fleet::command::Command;
+use crate::fleet::control::Control;
+use crate::fleet::lane_port::{Gate, LaneEvents, LanePort};
 use crate::fleet::shared::Shared;
 use crate::model::ClientModel;
 use crate::timing::{LayerReport, LayerTiming, elapsed_ns};

@@ -48,6 +48,7 @@ mod peers;
 mod repair;
 mod replay;
 mod tensor;
+mod tensor_type;
 mod watch;
 
 use std::fmt;
@@ -67,7 +68,8 @@ pub use calls::{DeviceHandle, DevicePending};
 pub use error::{DeviceBuildError, DeviceError};
 pub use options::DeviceOptions;
 pub use replay::{ReplayOutcome, ReplayReport};
-pub use tensor::{DeviceInput, DeviceTensor, TensorType};
+pub use tensor::{DeviceInput, DeviceTensor};
+pub use tensor_type::TensorType;
 
 use crate::fleet::control::Control;
 use crate::model::ClientModel;

@@ -10,9 +10,11 @@
 //!
 //! This module knows neither client: it imports nothing from `client` or `device`.
 
-pub(crate) mod connector;
+pub(crate) mod builder;
+pub(crate) mod command;
+mod connector;
 pub(crate) mod control;
-pub(crate) mod device_slots;
+pub(crate) mod lane_port;
 pub(crate) mod link;
 pub(crate) mod placement;
 pub(crate) mod settings;

@@ -122,6 +122,8 @@ impl Host {
             tracing::info!(%remote_addr, client = expect.client_id, transport = kind.name(), left_out, "a client cannot use a better transport");
             self.data.load().note_left_out(kind, left_out)
         });
+        // Another kind of pair than this server offered cannot come; `attach` then refuses the client.
+        let device = device.and_then(|slots| slots.downcast().ok());
         let Some((id, mut ended)) = self.data.attach(channel, device, expect) else {
             tracing::error!(%remote_addr, "a client of another kind was let in");
             return;

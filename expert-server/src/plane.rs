@@ -4,7 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use p2p_core::bootstrap::DevicePair;
+use kernels::slots::DevicePair;
 use p2p_core::{AnyEndpoint, Channel};
 use protocol::DispatchExpect;
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::Checkpoint;
 use control_api::{Assignment, LeaseKeeper, RegisterRequest};
+use cuda_ipc::GpuMemory;
 use kernels::gpu::Gpu;
 use p2p_core::SlotConfig;
 use p2p_core::bootstrap::{Listener, ListenerConfig};
@@ -536,7 +537,7 @@ fn listener_config(
         slot: HOST_SLOT,
         transports: transports.kinds,
         networks: transports.networks,
-        device: Some(plan.side(gpu)),
+        device: Some(GpuMemory::offer(plan.side(gpu))),
         max_peers: plan.max_clients,
         ..common
     })

@@ -8,7 +8,7 @@ use protocol::WireDtype;
 
 use super::{Inner, MoeClient};
 use crate::error::BuildError;
-use crate::fleet::settings::{FleetBuilder, fleet_setters};
+use crate::fleet::builder::{FleetBuilder, fleet_setters};
 use crate::model::ClientModel;
 
 /// Makes a [`MoeClient`]. See [`MoeClient::builder`].

@@ -1,24 +1,16 @@
-//! One call: its pairs and frames, the sum of the answers, and retries after failures.
+//! The state of one call: its pairs and frames, and what failed and must be resent.
 
-use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use p2p_core::wait::wait_until;
-use protocol::{CombineExpect, ErrorCode, Response, decode_response};
+use protocol::ErrorCode;
 
-use super::lane::{Lane, LinkFault};
-use super::plan::{Pair, Penalty, Plan, PlannedFrame};
+use super::plan::{Pair, Plan, PlannedFrame};
 #[cfg(feature = "failpoints")]
 use super::sabotage;
 use crate::error::ClientError;
-use crate::fail_point;
-use crate::fleet::link::ABANDONED;
-use crate::fleet::placement::Server;
-use crate::fleet::settings::OnMissingExpert;
-use crate::fleet::shared::Shared;
-use crate::metrics::FailReason;
-use crate::timing::{LayerTiming, elapsed_ns};
+use crate::fleet::link::Server;
+use crate::timing::LayerTiming;
 
 /// State of a lane's current call. Buffers are kept from call to call.
 #[derive(Debug, Default)]
@@ -35,26 +27,26 @@ pub(crate) struct Call {
     pub orphans: Vec<Pair>,
     pub timing: LayerTiming,
     /// Pairs to resend.
-    retry: Vec<Pair>,
+    pub retry: Vec<Pair>,
     /// Pairs that are left out for want of a replica.
-    missing: Vec<Pair>,
+    pub missing: Vec<Pair>,
     /// By [`Server::idx`].
-    backoff: Vec<Backoff>,
-    batch: Vec<Pair>,
-    contacted: Vec<u64>,
+    pub backoff: Vec<Backoff>,
+    pub batch: Vec<Pair>,
+    pub contacted: Vec<u64>,
     /// Index of the first frame that is not summed yet.
-    next_sum: usize,
-    pairs_answered: u64,
+    pub next_sum: usize,
+    pub pairs_answered: u64,
     /// Start of the current wait for a replica. An answer to any frame ends it.
-    orphans_since: Option<Instant>,
+    pub orphans_since: Option<Instant>,
     /// Time of the last assignment of pairs to servers.
-    planned_at: Option<Instant>,
+    pub planned_at: Option<Instant>,
     /// Last sign of life of the first failed server whose tokens are not all resent.
-    stall_from: Option<Instant>,
-    rounds: u32,
-    bad_frames: u32,
-    fatal: Option<ClientError>,
-    watched_at: Option<Instant>,
+    pub stall_from: Option<Instant>,
+    pub rounds: u32,
+    pub bad_frames: u32,
+    pub fatal: Option<ClientError>,
+    pub watched_at: Option<Instant>,
 }
 
 /// One frame of a call.
@@ -80,10 +72,10 @@ pub(crate) enum FrameState {
 
 /// Failures and refusals of a server in this call, and the backoff that follows from them.
 #[derive(Debug, Clone, Copy, Default)]
-struct Backoff {
-    failures: u32,
-    refusals: u32,
-    not_before: Option<Instant>,
+pub(crate) struct Backoff {
+    pub failures: u32,
+    pub refusals: u32,
+    pub not_before: Option<Instant>,
 }
 
 impl Call {
@@ -168,17 +160,17 @@ impl Call {
     }
 
     /// Returns true once every pair is answered or left out.
-    fn is_complete(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.retry.is_empty() && self.orphans.is_empty() && self.next_sum == self.frames.len()
     }
 
     /// Earliest end of a backoff, for orphans.
-    fn next_retry(&self, now: Instant) -> Option<Instant> {
+    pub fn next_retry(&self, now: Instant) -> Option<Instant> {
         self.backoff.iter().filter_map(|t| t.not_before).filter(|at| *at > now).min()
     }
 
     /// Returns true if a backoff has ended since the last assignment of pairs, or if none is running.
-    fn may_retry(&self, now: Instant) -> bool {
+    pub fn may_retry(&self, now: Instant) -> bool {
         let has_ended_since =
             |at: Instant| at <= now && self.planned_at.is_none_or(|last| last < at);
         self.backoff.iter().filter_map(|t| t.not_before).any(has_ended_since)
@@ -186,409 +178,8 @@ impl Call {
     }
 }
 
-impl Lane {
-    /// Plans the call and publishes its frames, as far as there is credit.
-    pub fn begin_call(&mut self, shared: &Shared, x: &[f32]) -> Result<(), ClientError> {
-        self.sync(shared);
-        // Answers to abandoned calls hold frames of the rings.
-        self.take_answers(shared);
-        self.plan_batch(shared, Batch::First)?;
-        self.pump(shared, x)
-    }
-
-    /// Waits for all answers and sums them into `out`.
-    pub fn finish_call(
-        &mut self,
-        shared: &Shared,
-        x: &[f32],
-        out: &mut [f32],
-    ) -> Result<(), ClientError> {
-        let start = Instant::now();
-        out.fill(0.0);
-        let mut combine_ns = 0;
-        loop {
-            let helps = self.sync(shared);
-            let answers_start = Instant::now();
-            if self.take_answers(shared) {
-                self.sum_answers(shared.geometry.hidden(), out);
-                combine_ns += elapsed_ns(answers_start);
-            }
-            if let Some(error) = self.call.fatal.take() {
-                return Err(error);
-            }
-            let now = Instant::now();
-            self.fail_closed(shared);
-            self.check_life(shared, now);
-            self.replan(shared, x, helps, now)?;
-            self.pump(shared, x)?;
-            self.sum_answers(shared.geometry.hidden(), out);
-            if self.call.is_complete() {
-                break;
-            }
-            if !self.call.retry.is_empty() {
-                continue;
-            }
-            self.wait_for_events(shared, now)?;
-        }
-        let renormalise_start = Instant::now();
-        self.call.renormalise(shared.geometry.hidden(), out);
-        combine_ns += elapsed_ns(renormalise_start);
-        self.call.timing.combine_ns = combine_ns;
-        self.call.timing.wait_ns = elapsed_ns(start).saturating_sub(combine_ns);
-        self.check_accounts(shared)
-    }
-
-    /// Reads all answers that have arrived. Returns true if any was for this call.
-    fn take_answers(&mut self, shared: &Shared) -> bool {
-        let mut any = false;
-        for idx in 0..self.links.len() {
-            match self.take_answers_of(idx, shared) {
-                Ok(found) => any |= found,
-                Err(fault) => self.fail_link(idx, fault, shared),
-            }
-        }
-        any
-    }
-
-    pub fn take_answers_of(&mut self, idx: usize, shared: &Shared) -> Result<bool, LinkFault> {
-        let Some(link) = self.links[idx].as_deref_mut() else { return Ok(false) };
-        let mut any = false;
-        // Bounded: a peer that publishes faster than this loop reads must not hold the call here.
-        for _ in 0..MAX_ANSWERS_AT_ONCE {
-            let Some(rx) = link.channel.try_next()? else { break };
-            let view = link.channel.view(&rx);
-            let mut answered = None;
-            for (position, open) in link.open.iter().enumerate() {
-                let expect = CombineExpect {
-                    client_id: self.client_id,
-                    generation: link.generation,
-                    sequence: open.sequence,
-                    layer: open.layer,
-                    frame_idx: open.frame_idx,
-                    num_tokens: open.num_tokens as usize,
-                    hidden: shared.geometry.hidden(),
-                    dtype: shared.geometry.response_dtype(),
-                };
-                #[cfg(feature = "failpoints")]
-                let expect = sabotage::expect_any(view, expect, &mut self.scratch);
-                match decode_response(view, &expect, &mut self.scratch) {
-                    Err(error) if error.is_stale() => continue,
-                    Err(error) => return Err(LinkFault::new(FailReason::Invalid, error)),
-                    Ok(Response::Rows(mut rows)) => {
-                        if open.frame != ABANDONED {
-                            let times = rows.server_times();
-                            let timing = &mut self.call.timing;
-                            timing.server_queue_ns =
-                                timing.server_queue_ns.max(times.queue_ns.into());
-                            timing.server_compute_ns =
-                                timing.server_compute_ns.max(times.compute_ns.into());
-                            let mut buffer = self.buffers.pop().unwrap_or_default();
-                            buffer.resize(rows.num_rows() * rows.hidden(), 0.0);
-                            if let Err(error) = rows.read_rows_f32(0..rows.num_rows(), &mut buffer)
-                            {
-                                self.buffers.push(buffer);
-                                return Err(LinkFault::new(FailReason::Invalid, error));
-                            }
-                            self.call.answered(open.frame, buffer, &link.server);
-                            any = true;
-                        }
-                        let bytes = shared.geometry.response_bytes(open.num_tokens as usize);
-                        shared.metrics.bytes_in.inc_by(bytes as u64);
-                    }
-                    Ok(Response::Error(error)) => {
-                        shared.metrics.count_error_frame(error.code);
-                        link.server.note_error(error);
-                        if open.frame != ABANDONED {
-                            let refusal = (error.code, error.message);
-                            self.call.refused_by(open.frame, &link.server, refusal);
-                            any = true;
-                        }
-                    }
-                }
-                answered = Some(position);
-                break;
-            }
-            fail_point!("client::after_response_before_credit");
-            shared.metrics.frames_in.inc();
-            match answered {
-                Some(position) => link.remove_open(position, Instant::now()),
-                None => {
-                    shared.metrics.stale_responses.inc();
-                    tracing::debug!(
-                        server = link.server.name(),
-                        generation = link.generation,
-                        "dropped a response that matches no open frame"
-                    );
-                }
-            }
-            link.return_frame()?;
-        }
-        Ok(any)
-    }
-
-    /// Adds answered frames to `out` in order, up to the first that is not answered.
-    fn sum_answers(&mut self, hidden: usize, out: &mut [f32]) {
-        #[cfg(feature = "failpoints")]
-        let first_sequence = self.call.frames.first().map(|frame| frame.sequence);
-        while let Some(frame) = self.call.frames.get_mut(self.call.next_sum) {
-            match std::mem::replace(&mut frame.state, FrameState::Done) {
-                FrameState::Done => {}
-                FrameState::Answered(buffer) => {
-                    let first = frame.plan.first_token as usize;
-                    let tokens =
-                        &self.call.plan.tokens[first..first + frame.plan.num_tokens as usize];
-                    for (token, row) in tokens.iter().zip(buffer.chunks_exact(hidden)) {
-                        let begin = token.token as usize * hidden;
-                        let sum = &mut out[begin..begin + hidden];
-                        sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
-                        #[cfg(feature = "failpoints")]
-                        if first_sequence != Some(frame.sequence)
-                            && sabotage::is_on(sabotage::DOUBLE_COUNT)
-                        {
-                            sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
-                        }
-                    }
-                    self.buffers.push(buffer);
-                }
-                open => {
-                    frame.state = open;
-                    return;
-                }
-            }
-            self.call.next_sum += 1;
-        }
-    }
-
-    /// Retires links without a sign of life, and links that exceed the work limit.
-    fn check_life(&mut self, shared: &Shared, now: Instant) {
-        let deadline = shared.settings.deadline;
-        // After a gap between two looks, an unchanged counter proves nothing: the caller may have been away.
-        let was_away = self.call.watched_at.is_none_or(|at| now - at > deadline / 2);
-        self.call.watched_at = Some(now);
-        for idx in 0..self.links.len() {
-            let Some(link) = self.links[idx].as_deref_mut() else { continue };
-            if !link.is_active() {
-                continue;
-            }
-            link.observe_life(now);
-            if was_away && let Some(grace) = now.checked_sub(deadline / 2) {
-                link.last_life = link.last_life.max(grace);
-            }
-            let fault = if now.duration_since(link.last_life) > deadline {
-                let detail =
-                    format!("{} showed no sign of life for {deadline:?}", link.server.name());
-                LinkFault::new(FailReason::Silent, detail)
-            } else if now.duration_since(link.last_step) > shared.settings.work_limit {
-                let limit = shared.settings.work_limit;
-                let detail =
-                    format!("{} works but gave no answer in {limit:?}", link.server.name());
-                LinkFault::new(FailReason::Stuck, detail)
-            } else {
-                continue;
-            };
-            self.fail_link(idx, fault, shared);
-        }
-    }
-
-    /// Resends pairs of failed frames, and orphans that may have a replica now.
-    fn replan(
-        &mut self,
-        shared: &Shared,
-        x: &[f32],
-        helps: bool,
-        now: Instant,
-    ) -> Result<(), ClientError> {
-        // The end of a backoff may give orphans a replica too.
-        let orphans_may_go = !self.call.orphans.is_empty() && (helps || self.call.may_retry(now));
-        if !self.call.retry.is_empty() || orphans_may_go {
-            fail_point!("client::before_resend");
-            self.plan_batch(shared, Batch::Retry)?;
-            self.pump(shared, x)?;
-        }
-        if self.call.orphans.is_empty() {
-            if self.call.retry.is_empty()
-                && let Some(from) = self.call.stall_from.take()
-            {
-                self.call.timing.stall_ns += elapsed_ns(from);
-            }
-            return Ok(());
-        }
-        let since = *self.call.orphans_since.get_or_insert(now);
-        let waited = now.duration_since(since);
-        let may_drop = shared.settings.on_missing == OnMissingExpert::DropAndRenormalise;
-        let is_futile = may_drop && self.futile_wait_at == Some(self.seen_events());
-        if waited < shared.settings.replica_wait && !is_futile {
-            return Ok(());
-        }
-        match shared.settings.on_missing {
-            OnMissingExpert::Fail => Err(self.no_replica(waited)),
-            OnMissingExpert::DropAndRenormalise => {
-                self.futile_wait_at = Some(self.seen_events());
-                let num_missing = self.call.orphans.len() as u64;
-                self.call.timing.missing_pairs += num_missing;
-                shared.metrics.missing_pairs.inc_by(num_missing);
-                let Call { missing, orphans, .. } = &mut self.call;
-                missing.append(orphans);
-                self.call.orphans_since = None;
-                Ok(())
-            }
-        }
-    }
-
-    fn no_replica(&self, waited: Duration) -> ClientError {
-        let Some(pair) = self.call.orphans.first() else {
-            return ClientError::Accounting { layer: self.call.layer, found: 0, expected: 0 };
-        };
-        ClientError::NoReplica {
-            layer: self.call.layer,
-            expert: pair.expert,
-            waited,
-            detail: self.routing.describe_replicas(self.call.layer_idx, pair.expert),
-        }
-    }
-
-    /// Assigns pairs to servers and queues their frames at the links.
-    fn plan_batch(&mut self, shared: &Shared, batch: Batch) -> Result<(), ClientError> {
-        let now = Instant::now();
-        self.call.planned_at = Some(now);
-        let sequence = self.next_sequence();
-        let mut pairs = std::mem::take(&mut self.call.batch);
-        pairs.clear();
-        match batch {
-            Batch::First => pairs.extend_from_slice(&self.call.pairs),
-            Batch::Retry => {
-                self.call.rounds += u32::from(!self.call.retry.is_empty());
-                pairs.append(&mut self.call.retry);
-                pairs.append(&mut self.call.orphans);
-                pairs.sort_unstable_by_key(|pair| (pair.token, pair.expert));
-            }
-        }
-        if self.call.rounds > MAX_ROUNDS {
-            return Err(ClientError::Attempts {
-                layer: self.call.layer,
-                expert: pairs.first().map_or(0, |pair| pair.expert),
-                attempts: self.call.rounds,
-                last: pairs.first().map_or_else(String::new, |pair| {
-                    self.routing.describe_replicas(self.call.layer_idx, pair.expert)
-                }),
-            });
-        }
-        let mut plan = std::mem::take(&mut self.call.plan);
-        plan.assign(
-            &self.routing,
-            self.call.layer_idx,
-            &pairs,
-            shared.geometry.max_tokens(),
-            |rank| self.penalty(rank, now),
-        );
-        self.call.batch = pairs;
-        for planned in &plan.frames {
-            let server = &self.routing.servers[planned.rank as usize];
-            server.outstanding.fetch_add(planned.num_entries.into(), Ordering::Relaxed);
-            if !self.call.contacted.contains(&server.uid) {
-                self.call.contacted.push(server.uid);
-                self.call.timing.num_servers += 1;
-            }
-            let frame = self.call.frames.len() as u32;
-            self.call.frames.push(Frame {
-                plan: *planned,
-                epoch: self.routing.epoch,
-                sequence,
-                state: FrameState::Queued,
-            });
-            if let Some(link) = self.links[server.idx].as_deref_mut() {
-                link.enqueue(frame, now);
-            }
-        }
-        self.call.orphans.extend_from_slice(&plan.orphans);
-        self.call.plan = plan;
-        self.reserve_buffers(shared.geometry.hidden());
-        Ok(())
-    }
-
-    /// Penalty of a server that the call may use; `None` if it may not.
-    fn penalty(&self, rank: u32, now: Instant) -> Option<Penalty> {
-        let server = &self.routing.servers[rank as usize];
-        self.live_link(server)?;
-        let backoff = self.call.backoff.get(server.idx).copied().unwrap_or_default();
-        if backoff.not_before.is_some_and(|at| at > now) {
-            return None;
-        }
-        Some(Penalty {
-            failures: backoff.failures + backoff.refusals,
-            is_silent: server.is_silent.load(Ordering::Relaxed),
-        })
-    }
-
-    /// Makes row buffers for all frames of the call in advance, up to `MAX_RESERVED_VALUES`. The number of buffers
-    /// in use depends on the order of the answers; allocation then does not.
-    fn reserve_buffers(&mut self, hidden: usize) {
-        let frames = self.call.frames.iter().map(|frame| frame.plan.num_tokens as usize);
-        let (num_frames, largest) = (frames.len(), frames.max().unwrap_or(0));
-        if num_frames.saturating_mul(largest * hidden) > MAX_RESERVED_VALUES {
-            return;
-        }
-        if self.buffers.len() < num_frames {
-            self.buffers.resize_with(num_frames, Vec::new);
-        }
-        for buffer in &mut self.buffers {
-            buffer.reserve((largest * hidden).saturating_sub(buffer.len()));
-        }
-    }
-
-    /// Sleeps until an answer, credit, an event of the control side, or the next check is due.
-    fn wait_for_events(&mut self, shared: &Shared, now: Instant) -> Result<(), ClientError> {
-        let mut until = now + shared.settings.tick();
-        if let Some(at) = self.call.next_retry(now) {
-            until = until.min(at);
-        }
-        let (links, events) = (&self.links, &self.events);
-        let seen = self.seen_events();
-        let active = || links.iter().flatten().filter(|link| link.is_active());
-        // A closed connection ends the sleep too. So connections are checked after a sleep without an answer.
-        let polls_asleep = Cell::new(0);
-        let may_be_closed = || {
-            polls_asleep.set(polls_asleep.get() + u32::from(polls_asleep.get() > 0));
-            polls_asleep.get() > 2
-        };
-        let found = wait_until(
-            &self.wait,
-            shared.settings.spin,
-            until,
-            || {
-                let is_due = events.count() != seen || active().any(|link| link.has_work());
-                let is_due = is_due || (may_be_closed() && active().any(|link| link.note_closed()));
-                is_due.then_some(())
-            },
-            |on| {
-                polls_asleep.set(u32::from(on));
-                active().for_each(
-                    |link| {
-                        if on { link.channel.arm() } else { link.channel.disarm() }
-                    },
-                );
-            },
-        );
-        found.map(|_| ()).map_err(|source| ClientError::System { op: "wait for answers", source })
-    }
-
-    /// Checks that every pair counts exactly once. A failure is a bug of this file.
-    fn check_accounts(&mut self, shared: &Shared) -> Result<(), ClientError> {
-        let found = self.call.pairs_answered + self.call.missing.len() as u64;
-        let expected = self.call.pairs.len() as u64;
-        if found == expected {
-            return Ok(());
-        }
-        let counter =
-            if found < expected { &shared.metrics.lost } else { &shared.metrics.duplicated };
-        counter.inc();
-        tracing::error!(layer = self.call.layer, found, expected, "pairs do not add up");
-        Err(ClientError::Accounting { layer: self.call.layer, found, expected })
-    }
-}
-
 impl Call {
-    fn answered(&mut self, frame: u32, buffer: Vec<f32>, server: &Server) {
+    pub fn answered(&mut self, frame: u32, buffer: Vec<f32>, server: &Server) {
         let frame = &mut self.frames[frame as usize];
         self.pairs_answered += u64::from(frame.plan.num_entries);
         self.orphans_since = None;
@@ -596,7 +187,7 @@ impl Call {
         release_load(server, frame.plan.num_entries);
     }
 
-    fn refused_by(&mut self, frame: u32, server: &Server, (code, message): (ErrorCode, &str)) {
+    pub fn refused_by(&mut self, frame: u32, server: &Server, (code, message): (ErrorCode, &str)) {
         let bad_frame = code == ErrorCode::BadFrame;
         self.bad_frames += u32::from(bad_frame);
         // The frame may have been damaged in transit, so one retry is worth it.
@@ -617,7 +208,7 @@ impl Call {
 
     /// Scales each token that lacks experts, so that the remaining weights have the sum of all weights. Outputs are
     /// linear in the weights, so scaling the sum at the end is enough.
-    fn renormalise(&mut self, hidden: usize, out: &mut [f32]) {
+    pub fn renormalise(&mut self, hidden: usize, out: &mut [f32]) {
         self.missing.sort_unstable_by_key(|pair| pair.token);
         for group in self.missing.chunk_by(|a, b| a.token == b.token) {
             let token = group[0].token;
@@ -636,11 +227,6 @@ impl Call {
     }
 }
 
-enum Batch {
-    First,
-    Retry,
-}
-
 fn release_load(server: &Server, num_entries: u32) {
     server.outstanding.fetch_sub(num_entries.into(), Ordering::Relaxed);
 }
@@ -651,8 +237,3 @@ const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const FREE_FAILURES: u32 = 3;
 /// Backoff after that many failures. It doubles with every further failure, up to 16 times this.
 const FAILURE_PAUSE: Duration = Duration::from_millis(20);
-/// Retry budget of a call. No known fault comes near it.
-const MAX_ROUNDS: u32 = 1000;
-const MAX_ANSWERS_AT_ONCE: usize = 64;
-/// 64 MiB of f32.
-const MAX_RESERVED_VALUES: usize = 16 << 20;

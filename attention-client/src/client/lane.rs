@@ -16,8 +16,9 @@ use super::call::{Call, FrameState};
 use super::sabotage;
 use crate::error::ClientError;
 use crate::fail_point;
-use crate::fleet::link::{ABANDONED, LaneEvents, Link, OpenFrame};
-use crate::fleet::placement::{Routing, Server};
+use crate::fleet::lane_port::LaneEvents;
+use crate::fleet::link::{ABANDONED, Link, OpenFrame, Server};
+use crate::fleet::placement::Routing;
 use crate::fleet::shared::Shared;
 use crate::metrics::FailReason;
 
@@ -276,6 +277,24 @@ impl Lane {
         }
         link.server.note_error(fault.detail);
         link.retire(fault.reason);
+    }
+
+    /// Resends the link's frames like those of a failed link, but goes on reading its slot.
+    #[cfg(feature = "failpoints")]
+    fn fail_but_read_on(&mut self, idx: usize) {
+        let Some(link) = self.links[idx].as_deref_mut() else { return };
+        for open in link.open.iter().filter(|open| open.frame != ABANDONED) {
+            self.call.frame_failed(open.frame, &link.server);
+        }
+        // Later answers match no open frame. Only the count of such answers shows that the slot is still read.
+        link.open.clear();
+        for frame in link.queue.drain(..) {
+            self.call.frame_unsent(frame, &link.server);
+        }
+        self.call.link_failed(link.server.idx, link.last_life);
+        link.server.is_silent.store(true, Ordering::Relaxed);
+        // Keeps the link from failing again for its silence.
+        link.last_life = Instant::now() + std::time::Duration::from_secs(3600);
     }
 
     /// Abandons the current call. Links keep its published frames open, and drop the answers when they arrive.

@@ -2,14 +2,8 @@
 //!
 //! Only builds with the feature `failpoints` contain this module.
 
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
-
 use p2p_core::ReadView;
 use protocol::{CombineExpect, ResponseScratch};
-
-use super::lane::Lane;
-use crate::fleet::link::ABANDONED;
 
 /// Adds a resent row twice. The accounts do not notice.
 pub(super) const DOUBLE_COUNT: &str = "client::sabotage_double_count";
@@ -41,23 +35,4 @@ pub(super) fn expect_any(
         expect.frame_idx = id.frame_idx;
     }
     expect
-}
-
-impl Lane {
-    /// Resends the link's frames like those of a failed link, but goes on reading its slot.
-    pub(super) fn fail_but_read_on(&mut self, idx: usize) {
-        let Some(link) = self.links[idx].as_deref_mut() else { return };
-        for open in link.open.iter().filter(|open| open.frame != ABANDONED) {
-            self.call.frame_failed(open.frame, &link.server);
-        }
-        // Later answers match no open frame. Only the count of such answers shows that the slot is still read.
-        link.open.clear();
-        for frame in link.queue.drain(..) {
-            self.call.frame_unsent(frame, &link.server);
-        }
-        self.call.link_failed(link.server.idx, link.last_life);
-        link.server.is_silent.store(true, Ordering::Relaxed);
-        // Keeps the link from failing again for its silence.
-        link.last_life = Instant::now() + Duration::from_secs(3600);
-    }
 }

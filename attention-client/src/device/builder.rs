@@ -4,7 +4,9 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
+use cuda_ipc::GpuMemory;
 use kernels::gpu::Gpu;
+use kernels::slots::DeviceSide;
 use p2p_core::SlotConfig;
 use proxy::DeviceTransports;
 
@@ -17,8 +19,8 @@ use super::options::geometry_of;
 use super::peers::{Peers, Tables};
 use super::{DeviceBuildError, DeviceClient, DeviceOptions};
 use crate::fleet::Fleet;
-use crate::fleet::device_slots::{DeviceSide, DeviceSupport};
-use crate::fleet::settings::{FleetBuilder, fleet_setters};
+use crate::fleet::builder::{FleetBuilder, fleet_setters};
+use crate::fleet::settings::DeviceSupport;
 use crate::model::ClientModel;
 
 /// Makes a [`DeviceClient`]. See [`DeviceClient::builder`].
@@ -54,7 +56,8 @@ impl DeviceClientBuilder {
             shape: geometry.describe().into_bytes(),
         };
         let settings = &mut fleet.settings;
-        settings.device = Some(DeviceSupport { side, slots_of: LinkSlots::boxed });
+        let memory = GpuMemory::offer(side);
+        settings.device = Some(DeviceSupport { memory, link_of: LinkSlots::boxed });
         settings.slot = HOST_SLOT;
         settings.transports = transports.wrap(&settings.transports)?;
         for (_, peer_transports) in &mut settings.peer_transports {

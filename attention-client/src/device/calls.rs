@@ -137,6 +137,17 @@ impl Call {
     }
 }
 
+/// A replay that may be running.
+#[derive(Debug)]
+pub(super) struct Replay {
+    pub serial: u64,
+    pub uses: Vec<LinkUse>,
+    /// Handle of the stream.
+    pub stream: u64,
+    /// End of the first wait for its kernels.
+    pub until: Option<Instant>,
+}
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Calls {

@@ -8,7 +8,7 @@ use kernels::gpu::{DeviceName, GpuError};
 use protocol::ErrorCode;
 use thiserror::Error;
 
-use super::TensorType;
+use super::tensor_type::TensorType;
 use crate::error::{BuildError, ClientError, ErrorKind};
 
 /// Failure of [`DeviceClientBuilder::build`](super::DeviceClientBuilder::build).

@@ -6,14 +6,11 @@ use std::time::{Duration, Instant};
 use kernels::abi::{DevicePtr, TAG_NONE};
 use kernels::gpu::{DeviceName, GpuError, Stream};
 
-use super::calls::{Calls, EarlySum, Phase};
+use super::calls::{Calls, EarlySum, Phase, Replay};
 use super::launcher::Launcher;
 use super::link::AbortBit;
 use super::memory::Status;
-use super::peers::{LinkUse, Peers, Tables};
-use super::repair::bits;
-use super::replay::Replay;
-use super::watch::Watch;
+use super::peers::{LinkUse, Peers, Tables, bits};
 use super::{DeviceError, DeviceInput};
 use crate::fleet::shared::Shared;
 use crate::metrics::FailReason;
@@ -191,26 +188,6 @@ impl Executor {
         Ok(())
     }
 
-    /// Waits for early sums whose end was not seen, before the client launches anything else.
-    ///
-    /// The caller's streams are not ordered behind the streams of these sums, which may be gone. So this looks at
-    /// reports instead of streams.
-    pub fn wait_for_early_sums(&mut self) -> Result<(), GpuError> {
-        while let Some(call) = self.calls.running_early_sum() {
-            let mut watch = Watch::new(Instant::now() + self.bound());
-            let mut look_at = watch.next();
-            while self.launcher.memory.reported(call) == self.calls.get(call).reported_before {
-                std::thread::sleep(Duration::from_millis(1));
-                if Instant::now() >= look_at {
-                    watch.look(self)?;
-                    look_at = watch.next();
-                }
-            }
-            self.calls.get_mut(call).early_sum = Some(EarlySum::Done);
-        }
-        Ok(())
-    }
-
     /// Waits for outstanding calls on other streams: the kernels of one client run one after the other.
     pub fn wait_for_others(&mut self, stream: &Stream) -> Result<(), DeviceError> {
         self.wait_for_early_sums()?;
@@ -283,18 +260,6 @@ impl Executor {
         let (now, bound) = (Instant::now(), self.bound());
         let until = *self.calls.get_mut(call).until.get_or_insert(now + bound);
         self.wait_until(stream, until.max(now + MARGIN))
-    }
-
-    /// Waits for everything on `stream`, until `until` or as long as kernels make progress. Then a server that has
-    /// not answered the oldest call has failed, and the wait goes on without it.
-    pub fn wait_until(&mut self, stream: &Stream, until: Instant) -> Result<(), GpuError> {
-        let mut watch = Watch::new(until);
-        loop {
-            match stream.wait(watch.next()) {
-                Err(GpuError::Deadline { .. }) => watch.look(self)?,
-                ended => return ended,
-            }
-        }
     }
 
     /// Polls a stream for as long as a layer usually takes. A sleep would add its own length to it. Returns at once

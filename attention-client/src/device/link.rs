@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kernels::abi::{self, DevicePtr};
 use kernels::gpu::GpuBuffer;
-use p2p_core::bootstrap::{Aside, KernelWaits, RemoteSlots};
+use kernels::slots::{DevicePair, KernelWaits, RemoteSlots};
+use p2p_core::bootstrap::Aside;
+use p2p_core::device::DeviceSlots;
 
-use crate::fleet::device_slots::{DevicePair, DeviceSlots};
-use crate::fleet::link::{Link, LinkState};
+use crate::fleet::link::{DeviceLink, Link, LinkState};
 
 /// Bit of a peer in a word of host memory. A set bit ends the waits of kernels for that peer.
 #[derive(Debug)]
@@ -57,9 +58,9 @@ impl LinkSlots {
         Self { pair: Mutex::new(Some(Aside::new(pair))), abort: Mutex::new(None), waits }
     }
 
-    /// For [`DeviceSupport`](crate::fleet::device_slots::DeviceSupport).
-    pub fn boxed(pair: DevicePair) -> Arc<dyn DeviceSlots> {
-        Arc::new(Self::new(pair))
+    /// For [`DeviceSupport::link_of`](crate::fleet::settings::DeviceSupport::link_of).
+    pub fn boxed(slots: DeviceSlots) -> Option<Arc<dyn DeviceLink>> {
+        Some(Arc::new(Self::new(slots.downcast().ok()?)))
     }
 
     /// The slots of a link, if it has any.
@@ -110,10 +111,8 @@ impl LinkSlots {
         self.abort_bit().take();
     }
 
-    /// See [`DeviceSlots::take_if_unused`].
+    /// See [`DeviceLink::take_if_unused`].
     pub fn take_if_unused(&self, state: &LinkState) -> Option<Aside<DevicePair>> {
-        // A call counts itself first and then looks whether the link is down. `set_down` is followed by this look
-        // at the count. So one of the two sees the other.
         fence(Ordering::SeqCst);
         let is_unused = state.down().is_some() && state.in_flight.load(Ordering::SeqCst) == 0;
         if is_unused { self.lock().take() } else { None }
@@ -124,7 +123,7 @@ impl LinkSlots {
     }
 }
 
-impl DeviceSlots for LinkSlots {
+impl DeviceLink for LinkSlots {
     fn link_down(&self) {
         if let Some(abort) = &*self.abort_bit() {
             abort.set();
@@ -147,11 +146,9 @@ mod tests {
 
     use kernels::abi::WAY_DIRECT;
     use kernels::gpu::Gpu;
-    use p2p_core::PostError;
-    use p2p_core::bootstrap::RemoteSlots;
+    use kernels::slots::{DeviceSide, PathError};
 
     use super::*;
-    use crate::fleet::device_slots::DeviceSide;
     use crate::fleet::link::LinkEnd;
 
     const PATIENCE: Duration = Duration::from_secs(60);
@@ -178,11 +175,11 @@ mod tests {
             KernelWaits::new(Arc::clone(&self.waits))
         }
 
-        fn show_life(&self, _: u64) -> Result<(), PostError> {
+        fn show_life(&self, _: u64) -> Result<(), PathError> {
             Ok(())
         }
 
-        fn health(&self) -> Result<(), PostError> {
+        fn health(&self) -> Result<(), PathError> {
             Ok(())
         }
     }

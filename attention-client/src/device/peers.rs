@@ -13,10 +13,10 @@ use p2p_core::WaitSet;
 
 use super::link::{AbortBit, LinkSlots};
 use crate::error::ClientError;
-use crate::fleet::connector::{Gate, LanePort};
-use crate::fleet::control::Command;
-use crate::fleet::link::{LaneEvents, Link, LinkEnd, LinkState};
-use crate::fleet::placement::{Routing, Server};
+use crate::fleet::command::Command;
+use crate::fleet::lane_port::{Gate, LaneEvents, LanePort};
+use crate::fleet::link::{Link, LinkEnd, LinkState, Server};
+use crate::fleet::placement::Routing;
 use crate::fleet::shared::Shared;
 use crate::metrics::FailReason;
 
@@ -497,6 +497,11 @@ impl LinkUse {
         self.state.exit();
         drop(self.slots.take_if_unused(&self.state));
     }
+}
+
+/// Indices of the set bits of a mask of places.
+pub(super) fn bits(mask: u32) -> impl Iterator<Item = usize> {
+    (0..MAX_PEERS).filter(move |idx| mask >> idx & 1 != 0)
 }
 
 /// The word of host memory whose bits end the waits of kernels.

@@ -8,14 +8,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::abi::{MAX_PEERS, TAG_NONE, WORD_STATUS_OFFSET, WORD_STRIDE};
+use kernels::abi::{TAG_NONE, WORD_STATUS_OFFSET, WORD_STRIDE};
 use kernels::gpu::{GpuError, Stream};
 use protocol::ErrorCode;
 
 use super::choices::Choices;
 use super::executor::Executor;
 use super::memory::Status;
-use super::peers::Peer;
+use super::peers::{Peer, bits};
 use super::{DeviceError, DeviceInput, DeviceTensor, TensorType};
 use crate::error::ClientError;
 use crate::fleet::settings::OnMissingExpert;
@@ -330,11 +330,6 @@ impl Refusals {
     fn backoff(&self) -> Duration {
         FIRST_BACKOFF * (1 << self.count.min(6))
     }
-}
-
-/// Indices of the set bits of a mask of places.
-pub(super) fn bits(mask: u32) -> impl Iterator<Item = usize> {
-    (0..MAX_PEERS).filter(move |idx| mask >> idx & 1 != 0)
 }
 
 /// Half of the backoff after the first refusal. It doubles with every refusal.

@@ -13,7 +13,7 @@ use kernels::abi::{
 use kernels::gpu::{GpuError, Stream};
 
 use super::DeviceError;
-use super::calls::Phase;
+use super::calls::{Phase, Replay};
 use super::executor::{Executor, MARGIN};
 use super::link::AbortBit;
 use super::memory::ERROR_OFFSET;
@@ -42,17 +42,6 @@ pub struct ReplayReport {
     pub attempts: u32,
     /// Time from the start of the first replay to the start of the last, 0 without failures.
     pub stall_ns: u64,
-}
-
-/// A replay that may be running.
-#[derive(Debug)]
-pub(super) struct Replay {
-    pub serial: u64,
-    pub uses: Vec<LinkUse>,
-    /// Handle of the stream.
-    stream: u64,
-    /// End of the first wait for its kernels.
-    until: Option<Instant>,
 }
 
 /// Starts and finishes replays.

@@ -14,12 +14,11 @@ use std::mem::{offset_of, size_of};
 use std::time::{Duration, Instant};
 
 use kernels::abi::{ClientState, Handle, WAY_DIRECT, WORD_STATUS_OFFSET, WORD_STRIDE};
-use kernels::gpu::GpuError;
+use kernels::gpu::{GpuError, Stream};
 
-use super::calls::Phase;
+use super::calls::{EarlySum, Phase};
 use super::executor::{Executor, MARGIN};
-use super::peers::Peer;
-use super::repair::bits;
+use super::peers::{Peer, bits};
 use crate::metrics::FailReason;
 
 /// Progress of kernels. While two looks agree, the oldest running call is the same.
@@ -94,8 +93,40 @@ impl Watch {
     }
 }
 
-/// Looks at the kernels and their servers.
+/// Waits for kernels, and looks at their progress and their servers.
 impl Executor {
+    /// Waits for everything on `stream`, until `until` or as long as kernels make progress. Then a server that has
+    /// not answered the oldest call has failed, and the wait goes on without it.
+    pub fn wait_until(&mut self, stream: &Stream, until: Instant) -> Result<(), GpuError> {
+        let mut watch = Watch::new(until);
+        loop {
+            match stream.wait(watch.next()) {
+                Err(GpuError::Deadline { .. }) => watch.look(self)?,
+                ended => return ended,
+            }
+        }
+    }
+
+    /// Waits for early sums whose end was not seen, before the client launches anything else.
+    ///
+    /// The caller's streams are not ordered behind the streams of these sums, which may be gone. So this looks at
+    /// reports instead of streams.
+    pub fn wait_for_early_sums(&mut self) -> Result<(), GpuError> {
+        while let Some(call) = self.calls.running_early_sum() {
+            let mut watch = Watch::new(Instant::now() + self.bound());
+            let mut look_at = watch.next();
+            while self.launcher.memory.reported(call) == self.calls.get(call).reported_before {
+                std::thread::sleep(Duration::from_millis(1));
+                if Instant::now() >= look_at {
+                    watch.look(self)?;
+                    look_at = watch.next();
+                }
+            }
+            self.calls.get_mut(call).early_sum = Some(EarlySum::Done);
+        }
+        Ok(())
+    }
+
     fn progress(&self) -> Result<Progress, GpuError> {
         let mut sequence = Vec::new();
         let from = self.launcher.memory.state.at(offset_of!(ClientState, sequence) as u64, 8)?;

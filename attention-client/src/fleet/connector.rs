@@ -2,74 +2,26 @@
 //! over with a higher generation when the link ends.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use p2p_core::bootstrap::{
     Aside, CloseReason, ConnectConfig, ConnectError, Fallback, Liveness, RejectCode, Working,
     connect,
 };
+use p2p_core::device::DeviceSlots;
 use p2p_core::network::Offer;
-use p2p_core::{AnyEndpoint, Channel, Connection, PeerHello, WaitSet};
+use p2p_core::{AnyEndpoint, Channel, Connection, PeerHello};
 use protocol::{ClientHello, HelloReject, ServerHello};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use super::control::{Command, Directive};
-use super::device_slots::DevicePair;
-use super::link::{LaneEvents, Link, LinkEnd, LinkReturn, LinkState};
-use super::placement::Server;
+use super::command::{Command, Directive};
+use super::lane_port::LanePort;
+use super::link::{Link, LinkEnd, LinkReturn, LinkState, Server};
 use super::shared::Shared;
 use crate::metrics::FailReason;
-
-/// A lane as the control side knows it.
-#[derive(Debug, Clone)]
-pub(crate) struct LanePort {
-    pub id: usize,
-    pub client_id: u64,
-    pub events: Arc<LaneEvents>,
-    pub gate: Arc<Gate>,
-}
-
-/// Opens once every server of a new lane was tried.
-#[derive(Debug)]
-pub(crate) struct Gate {
-    missing: AtomicIsize,
-}
-
-impl Gate {
-    /// A gate that opens after [`expect`](Self::expect) and as many calls of [`arrive`](Self::arrive) as it said, in
-    /// any order.
-    pub fn closed() -> Self {
-        Self { missing: AtomicIsize::new(isize::MAX / 2) }
-    }
-
-    pub fn expect(&self, num_servers: usize) {
-        self.missing.fetch_add(num_servers as isize - isize::MAX / 2, Ordering::Release);
-    }
-
-    pub fn arrive(&self) {
-        self.missing.fetch_sub(1, Ordering::Release);
-    }
-
-    /// Blocks on `wait` until the gate is open, for `limit` at most.
-    pub fn wait_open(&self, wait: &WaitSet, limit: Duration) -> std::io::Result<()> {
-        let until = Instant::now() + limit;
-        while !self.is_open() {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            wait.block(left.min(GATE_POLL))?;
-        }
-        Ok(())
-    }
-
-    fn is_open(&self) -> bool {
-        self.missing.load(Ordering::Acquire) <= 0
-    }
-}
 
 pub(crate) struct Connector {
     pub shared: Arc<Shared>,
@@ -94,7 +46,7 @@ pub(crate) struct SuspectTransport {
 
 /// A connection to a server that this client can use.
 struct ServerConnection {
-    slots: Aside<(Channel<AnyEndpoint>, Option<DevicePair>)>,
+    slots: Aside<(Channel<AnyEndpoint>, Option<DeviceSlots>)>,
     liveness: Liveness,
     transport: Offer,
     left_out: String,
@@ -194,7 +146,7 @@ impl Connector {
             transports: offered.kinds.clone(),
             networks: offered.networks.clone(),
             fallback: self.fallback.clone(),
-            device: settings.device.as_ref().map(|device| device.side.clone()),
+            device: settings.device.as_ref().map(|device| Arc::clone(&device.memory)),
             timeout: settings.connect_timeout,
             ..ConnectConfig::default()
         };
@@ -241,7 +193,7 @@ impl Connector {
         let (channel, device) = slots.into_inner();
         let channel = Aside::new(channel);
         let support = self.shared.settings.device.as_ref();
-        let device = device.zip(support).map(|(pair, support)| (support.slots_of)(pair));
+        let device = device.zip(support).and_then(|(slots, support)| (support.link_of)(slots));
         let state = Arc::new(LinkState::new(device));
         let link_state = Arc::clone(&state);
         let since = Instant::now();
@@ -499,6 +451,4 @@ const SHORT_LIFE: Duration = Duration::from_secs(10);
 const CLOSE_DELAY: Duration = Duration::from_millis(100);
 const GRACE: Duration = Duration::from_millis(100);
 const POLL: Duration = Duration::from_millis(5);
-/// How often a waiter checks a gate on its own, in case a wake-up is lost.
-const GATE_POLL: Duration = Duration::from_millis(20);
 const MAX_LEAVE: Duration = Duration::from_secs(30);

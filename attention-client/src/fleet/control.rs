@@ -13,30 +13,13 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{Id, JoinSet};
 use tokio::time::timeout;
 
-use super::connector::{Connector, LanePort};
-use super::placement::{Change, Registry, Routing, Server};
+use super::command::{Command, Directive};
+use super::connector::Connector;
+use super::lane_port::LanePort;
+use super::link::Server;
+use super::placement::{Change, Registry, Routing};
 use super::shared::Shared;
 use crate::error::BuildError;
-
-/// Requests of lanes and connectors to the control task.
-#[derive(Debug)]
-pub(crate) enum Command {
-    /// Connect a new lane.
-    AddLane(LanePort),
-    /// Report a server that failed.
-    Suspect { server: Arc<Server>, reason: String },
-}
-
-/// An order to a connector.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Directive {
-    /// Keep the server connected.
-    Serve,
-    /// The server left the placement: let it answer its frames, then close the connection.
-    Drain,
-    /// The client ends: close the connection at once.
-    Stop,
-}
 
 /// The source of placement tables.
 pub(crate) enum TableSource {

@@ -1,39 +1,64 @@
-//! A connection to one server, as the lane that owns it sees it.
+//! Servers, and connections to them as the lanes that own them see them.
 
+use std::any::Any;
 use std::collections::VecDeque;
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Instant;
 
-use p2p_core::bootstrap::{Aside, CloseReason, Liveness};
-use p2p_core::{AnyEndpoint, Channel, ChannelError, Kicker};
+use arc_swap::ArcSwapOption;
+use control_api::ServerEntry;
+use crossbeam_queue::ArrayQueue;
+use p2p_core::bootstrap::{Aside, CloseReason, Fallback, Liveness};
+use p2p_core::{AnyEndpoint, Channel, ChannelError};
 use tokio::sync::{Notify, oneshot};
 
-use super::device_slots::DeviceSlots;
-use super::placement::Server;
 use crate::metrics::FailReason;
 
-/// Counts events of the control side that a lane must look at, and wakes the lane.
+/// A server, shared by all lanes of a client. One for each member and incarnation.
 #[derive(Debug)]
-pub(crate) struct LaneEvents {
-    count: AtomicU64,
-    kicker: Kicker,
+pub(crate) struct Server {
+    /// Dense index. Used again once the server is gone.
+    pub idx: usize,
+    /// Never reused.
+    pub uid: u64,
+    pub entry: ServerEntry,
+    /// (token, expert) pairs sent by this client and not yet answered.
+    pub outstanding: AtomicU64,
+    /// A link to it went silent, and no link has heard from it since. Such a server is the last choice.
+    pub is_silent: AtomicBool,
+    /// It refused this client for a reason that only a changed setting removes.
+    pub has_refused: AtomicBool,
+    /// Transports that do not work with it, as lanes found out.
+    pub fallback: Fallback,
+    /// State of its connections in words, for error messages.
+    pub last_error: ArcSwapOption<String>,
+    /// One mailbox for each lane: a new link on its way to the lane.
+    pub mailboxes: Box<[ArrayQueue<Box<Link>>]>,
 }
 
-impl LaneEvents {
-    pub fn new(kicker: Kicker) -> Self {
-        Self { count: AtomicU64::new(0), kicker }
+impl Server {
+    pub fn name(&self) -> &str {
+        &self.entry.name
     }
 
-    /// Counts an event and wakes the lane. Everything stored before is visible to a lane that sees the count.
-    pub fn notify(&self) {
-        self.count.fetch_add(1, Ordering::Release);
-        self.kicker.kick();
+    pub fn note_error(&self, error: impl ToString) {
+        self.last_error.store(Some(Arc::new(error.to_string())));
     }
+}
 
-    pub fn count(&self) -> u64 {
-        self.count.load(Ordering::Acquire)
-    }
+/// The part of a link that lies in GPU memory, as far as a fleet must know it. The GPU client knows the rest.
+pub(crate) trait DeviceLink: Any + Debug + Send + Sync {
+    /// The link is down: ends what kernels wait for. Any thread may call, more than once.
+    fn link_down(&self);
+
+    /// Takes the memory out if the link is down and no call uses it. Dropping the result frees the memory and may
+    /// take milliseconds.
+    ///
+    /// A call counts itself in `in_flight` first, and then looks whether the link is down. This function runs after
+    /// the link went down, and then looks at the count. With a fence in between, one of the two sees the other.
+    fn take_if_unused(&self, state: &LinkState) -> Option<Box<dyn Send>>;
 }
 
 /// State of a link that its lane and its connector share.
@@ -48,16 +73,16 @@ pub(crate) struct LinkState {
     /// Notified once, when `carried` is set.
     first_carried: Notify,
     /// Slots in GPU memory, of a GPU client's link.
-    device: Option<Arc<dyn DeviceSlots>>,
+    device: Option<Arc<dyn DeviceLink>>,
 }
 
 impl LinkState {
-    pub fn new(device: Option<Arc<dyn DeviceSlots>>) -> Self {
+    pub fn new(device: Option<Arc<dyn DeviceLink>>) -> Self {
         Self { device, ..Self::default() }
     }
 
     /// Slots in GPU memory, of a GPU client's link.
-    pub fn device(&self) -> Option<&Arc<dyn DeviceSlots>> {
+    pub fn device(&self) -> Option<&Arc<dyn DeviceLink>> {
         self.device.as_ref()
     }
 
@@ -81,7 +106,7 @@ impl LinkState {
     /// Ends the link, unless it has ended before. The first reason stays.
     pub fn set_down(&self, reason: LinkEnd) {
         let _ = self.end.compare_exchange(0, reason as u8, Ordering::AcqRel, Ordering::Relaxed);
-        // Pairs with the fence in `enter`: see `DeviceSlots::take_if_unused`.
+        // Pairs with the fence in `enter`: see `DeviceLink::take_if_unused`.
         fence(Ordering::SeqCst);
         if let Some(device) = &self.device {
             device.link_down();

@@ -9,39 +9,7 @@ use control_api::{MemberId, ModelDescriptor, PlacementTable, ServerEntry};
 use crossbeam_queue::ArrayQueue;
 use p2p_core::bootstrap::Fallback;
 
-use super::link::Link;
-
-/// A server, shared by all lanes of a client. One for each member and incarnation.
-#[derive(Debug)]
-pub(crate) struct Server {
-    /// Dense index. Used again once the server is gone.
-    pub idx: usize,
-    /// Never reused.
-    pub uid: u64,
-    pub entry: ServerEntry,
-    /// (token, expert) pairs sent by this client and not yet answered.
-    pub outstanding: AtomicU64,
-    /// A link to it went silent, and no link has heard from it since. Such a server is the last choice.
-    pub is_silent: AtomicBool,
-    /// It refused this client for a reason that only a changed setting removes.
-    pub has_refused: AtomicBool,
-    /// Transports that do not work with it, as lanes found out.
-    pub fallback: Fallback,
-    /// State of its connections in words, for error messages.
-    pub last_error: ArcSwapOption<String>,
-    /// One mailbox for each lane: a new link on its way to the lane.
-    pub mailboxes: Box<[ArrayQueue<Box<Link>>]>,
-}
-
-impl Server {
-    pub fn name(&self) -> &str {
-        &self.entry.name
-    }
-
-    pub fn note_error(&self, error: impl ToString) {
-        self.last_error.store(Some(Arc::new(error.to_string())));
-    }
-}
+use super::link::Server;
 
 /// Identity of a server in the registry.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -7,7 +7,7 @@ use arc_swap::ArcSwap;
 use protocol::FrameGeometry;
 use tokio::sync::{mpsc, watch};
 
-use super::control::Command;
+use super::command::Command;
 use super::placement::Routing;
 use super::settings::Settings;
 use crate::error::ClientError;

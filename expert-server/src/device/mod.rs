@@ -1,7 +1,7 @@
 //! Experts on a GPU: the same service as [`data`](crate::data), with slots, weights and arithmetic in
 //! GPU memory and no host in the path of a token.
 //!
-//! A client that connects exchanges device slots in the handshake (`p2p_core::bootstrap::DeviceSide`);
+//! A client that connects exchanges device slots in the handshake (`kernels::slots::DeviceSide`);
 //! its kernels then store frames into the server's memory and the server's kernels store answers into
 //! its own. The data thread only keeps batches under way, changes tables between them, and counts.
 //!

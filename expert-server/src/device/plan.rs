@@ -9,8 +9,8 @@ use kernels::abi::{
 };
 use kernels::check::CheckError;
 use kernels::gpu::{DeviceName, Gpu};
+use kernels::slots::DeviceSide;
 use p2p_core::SlotConfig;
-use p2p_core::bootstrap::DeviceSide;
 use protocol::WireDtype;
 
 use super::error::DeviceError;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use bytemuck::Zeroable;
 use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, MAX_FRAMES, MAX_PEERS, WAY_DIRECT};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
-use p2p_core::bootstrap::{DevicePair, KernelWaits, RemoteSlots};
+use kernels::slots::{DevicePair, KernelWaits, RemoteSlots};
 use p2p_core::slot::PROGRESS;
 use p2p_core::{AnyEndpoint, Channel, TransportKind};
 use protocol::DispatchExpect;
@@ -410,10 +410,10 @@ const FORGIVEN_EVERY: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
+    use kernels::slots::{DeviceSide, PathError};
     use p2p_core::backend::mapped::MappedEndpoint;
-    use p2p_core::bootstrap::DeviceSide;
     use p2p_core::wait::event_fd;
-    use p2p_core::{PostError, Region, SlotConfig, SlotKey, SlotLayout};
+    use p2p_core::{Region, SlotConfig, SlotKey, SlotLayout};
     use protocol::WireDtype;
 
     use super::*;
@@ -439,11 +439,11 @@ mod tests {
             KernelWaits::new(Arc::clone(&self.waits))
         }
 
-        fn show_life(&self, _: u64) -> Result<(), PostError> {
+        fn show_life(&self, _: u64) -> Result<(), PathError> {
             Ok(())
         }
 
-        fn health(&self) -> Result<(), PostError> {
+        fn health(&self) -> Result<(), PathError> {
             Ok(())
         }
     }

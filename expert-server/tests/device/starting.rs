@@ -1,10 +1,12 @@
 //! What cannot work is said in one line, before anything is launched.
 
 use checkpoint::{MakeOptions, Preset, make_checkpoint};
+use cuda_ipc::GpuMemory;
 use expert_server::device::{DeviceError, DeviceOptions};
 use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, StartError};
 use kernels::gpu::{DeviceName, Gpu};
-use p2p_core::bootstrap::{ConnectConfig, DeviceSide, connect};
+use kernels::slots::DeviceSide;
+use p2p_core::bootstrap::{ConnectConfig, connect};
 use p2p_core::{RejectCode, SlotConfig};
 use protocol::WireDtype;
 
@@ -109,7 +111,11 @@ async fn clients_that_cannot_share_memory_with_the_server_are_told_why() {
             peer_slot_bytes: geometry.slot_bytes,
             shape: geometry.describe().into_bytes(),
         };
-        let config = ConnectConfig { slot: HOST_SLOT, device: Some(side), ..Default::default() };
+        let config = ConnectConfig {
+            slot: HOST_SLOT,
+            device: Some(GpuMemory::offer(side)),
+            ..Default::default()
+        };
         let message = said(dtype, config).await;
         assert!(message.contains("GPU 0 has no access to memory of GPU 9"), "{message}");
     }
