@@ -1,5 +1,8 @@
 //! What an expert server is told at its start.
 
+pub(crate) mod device;
+pub(crate) mod observer;
+
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;

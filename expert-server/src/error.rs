@@ -10,7 +10,7 @@ use protocol::GeometryError;
 
 use crate::compute::LoadError;
 use crate::config::SelectionError;
-use crate::data::DataError;
+use crate::cpu::DataError;
 use crate::device::DeviceError;
 
 /// Why a server does not start.

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`server`] | a whole server: start, drain, stop |
 //! | [`config`] | what it is told at its start |
-//! | [`data`] | the data thread: links, batches, answers |
+//! | [`cpu`] | the data thread: links, batches, answers |
 //! | [`compute`] | the arithmetic of experts on CPUs |
 //! | [`device`] | slots, weights and arithmetic on a GPU instead |
 //! | [`metrics`] | every metric |
@@ -22,11 +22,12 @@
 
 mod clients;
 pub mod config;
-pub mod data;
+pub mod cpu;
 pub mod device;
 mod error;
 mod experts;
 mod http;
+mod inbox;
 mod members;
 pub mod metrics;
 mod plane;

@@ -8,7 +8,7 @@ use p2p_core::bootstrap::DevicePair;
 use p2p_core::{AnyEndpoint, Channel};
 use protocol::DispatchExpect;
 
-use crate::data::{DataPlane, LinkId};
+use crate::cpu::{DataPlane, LinkId};
 use crate::device::{ClientSlots, DevicePlane};
 use crate::metrics::DropReason;
 use crate::status::{DataStatus, LoadCounters};

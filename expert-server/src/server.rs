@@ -21,7 +21,7 @@ use tokio::task::JoinHandle;
 use crate::clients::{Frames, Host, geometry, serve_clients};
 use crate::compute::{ExpertStore, LoadError, LoadProgress, Residency};
 use crate::config::{Placement, ServerConfig, check_assignment};
-use crate::data::{DataConfig, DataError, DataPlane};
+use crate::cpu::{DataConfig, DataError, DataPlane};
 use crate::device::{DeviceConfig, DeviceError, DevicePlan, DevicePlane, DeviceStore};
 use crate::error::{ServerError, StartError};
 use crate::experts::Experts;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use expert_server::data::DataError;
+use expert_server::cpu::DataError;
 use expert_server::{ExpertSelection, ServerError};
 use p2p_core::bootstrap::{ConnectConfig, PeerHello, connect};
 use protocol::{ClientHello, WireDtype};

@@ -9,7 +9,7 @@ use kernels::abi::{
 use kernels::gpu::{Event, Gpu, GpuBuffer, GpuError, Graph, Piece, Stream};
 
 use super::plan::DevicePlan;
-use super::recent::Recent;
+use super::lru::Recent;
 
 /// Memory and graphs of one batch.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use kernels::abi::{Gather, MAX_PEERS};
 
-use super::options::DeviceOptions;
+use crate::device::DeviceOptions;
 
 /// Learns from the last batches whom the next ones wait for.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use p2p_core::bootstrap::DeviceSide;
 use protocol::WireDtype;
 
 use super::error::DeviceError;
-use super::options::DeviceOptions;
+use crate::device::DeviceOptions;
 use crate::config::Limits;
 
 /// Sizes of a server on a GPU.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, DType, f32_from_e4m3};
 use expert_server::compute::{ExpertStore, Residency};
-use expert_server::data::{DataConfig, DataError, DataPlane, EndedLink, LinkId};
+use expert_server::cpu::{DataConfig, DataError, DataPlane, EndedLink, LinkId};
 use expert_server::{
     ExpertSelection, ExpertServer, Limits, Placement, RunningServer, ServerConfig, ServerMetrics,
 };

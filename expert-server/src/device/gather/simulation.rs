@@ -12,7 +12,7 @@ use kernels::gpu::DeviceName;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use super::super::options::DeviceOptions;
+use crate::device::DeviceOptions;
 use super::Gathering;
 
 /// Times are ns.

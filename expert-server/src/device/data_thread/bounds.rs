@@ -7,9 +7,9 @@
 use std::time::{Duration, Instant};
 
 use super::Engine;
-use crate::data::DataError;
+use crate::cpu::DataError;
 use crate::device::context::PRODUCT_WAIT_NS;
-use crate::device::seats::Seat;
+use crate::device::client_table::Seat;
 use crate::metrics::DropReason;
 use kernels::gpu::GpuError;
 

@@ -28,10 +28,10 @@ use super::context::{Context, GraphKey};
 use super::error::KernelFault;
 use super::gather::Gathering;
 use super::plan::DevicePlan;
-use super::seats::{EndedSeat, Seat, SeatBoard, Seats};
+use super::client_table::{EndedSeat, Seat, SeatBoard, Seats};
 use super::store::{DeviceStore, Tables};
 use super::{Command, DeviceConfig};
-use crate::data::{DataError, ExpertTokens, Inbox};
+use crate::cpu::{DataError, ExpertTokens, Inbox};
 use crate::metrics::{DropReason, ServerMetrics};
 use crate::status::{DataStatus, LoadCounters};
 

@@ -9,7 +9,7 @@ use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 use super::BATCH_LIMIT;
 use crate::device::context::Shared;
 use crate::device::plan::DevicePlan;
-use crate::device::seats::SeatBoard;
+use crate::device::client_table::SeatBoard;
 use crate::device::store::{DeviceStore, Tables};
 
 /// Tables and state in GPU memory, with their copies in host memory.

@@ -17,7 +17,7 @@ pub struct BatchReport {
     /// From the end of the reception to the last answer: what the metrics call `compute`.
     pub server_time: Duration,
     /// The part of it until the last expert's output was there, of batches that
-    /// [`experts_timed_every`](super::DeviceOptions::experts_timed_every) chooses.
+    /// [`experts_timed_every`](crate::device::DeviceOptions::experts_timed_every) chooses.
     pub experts_time: Option<Duration>,
 }
 
@@ -31,7 +31,7 @@ impl BatchObserver {
         Self(Arc::new(observer))
     }
 
-    pub(super) fn tell(&self, report: &BatchReport) {
+    pub(crate) fn tell(&self, report: &BatchReport) {
         (self.0)(report);
     }
 }

@@ -9,8 +9,7 @@
 
 mod answer;
 mod batch;
-mod engine;
-mod inbox;
+mod data_thread;
 mod link;
 
 use std::fmt;
@@ -28,9 +27,9 @@ use crate::compute::{ComputePool, ExpertStore, Pinning, PoolError, pin_current_t
 use crate::config::Limits;
 use crate::metrics::{DropReason, ServerMetrics};
 use crate::status::{DataStatus, LoadCounters};
-use engine::Engine;
-pub(crate) use engine::ExpertTokens;
-pub(crate) use inbox::Inbox;
+use data_thread::Engine;
+pub(crate) use data_thread::ExpertTokens;
+pub(crate) use crate::inbox::Inbox;
 
 /// Settings of a data thread.
 #[derive(Debug, Clone)]
@@ -64,7 +63,7 @@ impl<E: Endpoint> fmt::Debug for EndedLink<E> {
 
 /// Number of a link, never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct LinkId(u64);
+pub struct LinkId(pub(crate) u64);
 
 impl LinkId {
     pub(crate) const fn number(self) -> u64 {

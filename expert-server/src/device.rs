@@ -1,4 +1,4 @@
-//! Experts on a GPU: the same service as [`data`](crate::data), with slots, weights and arithmetic in
+//! Experts on a GPU: the same service as [`cpu`](crate::cpu), with slots, weights and arithmetic in
 //! GPU memory and no host in the path of a token.
 //!
 //! A client that connects exchanges device slots in the handshake (`p2p_core::bootstrap::DeviceSide`);
@@ -10,14 +10,12 @@
 //! batches under way have ended.
 
 mod context;
-mod engine;
+mod data_thread;
 mod error;
 mod gather;
-mod options;
 mod plan;
-mod recent;
-mod report;
-mod seats;
+mod lru;
+mod client_table;
 mod store;
 mod upload;
 
@@ -32,18 +30,18 @@ use proxy::DeviceTransports;
 use tokio::sync::oneshot;
 
 pub use error::{DeviceError, KernelFault};
-pub use options::DeviceOptions;
+pub use crate::config::device::DeviceOptions;
 pub(crate) use plan::DevicePlan;
-pub use report::{BatchObserver, BatchReport};
-pub(crate) use seats::{ClientSlots, EndedSeat};
+pub use crate::config::observer::{BatchObserver, BatchReport};
+pub(crate) use client_table::{ClientSlots, EndedSeat};
 pub(crate) use store::DeviceStore;
 
 use crate::config::Limits;
-use crate::data::{DataError, Inbox, LinkId, run_to_end};
+use crate::cpu::{DataError, Inbox, LinkId, run_to_end};
 use crate::metrics::ServerMetrics;
 use crate::status::{DataStatus, LoadCounters};
-use engine::Engine;
-use seats::{Seat, SeatBoard};
+use data_thread::Engine;
+use client_table::{Seat, SeatBoard};
 
 /// Settings of the data thread of a GPU.
 #[derive(Debug)]

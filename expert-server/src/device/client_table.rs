@@ -14,7 +14,7 @@ use p2p_core::{AnyEndpoint, Channel, TransportKind};
 use protocol::DispatchExpect;
 use tokio::sync::oneshot;
 
-use crate::data::LinkId;
+use crate::cpu::LinkId;
 use crate::metrics::DropReason;
 
 /// A link that has ended. Dropping it unmaps the client's slot.
@@ -417,7 +417,7 @@ mod tests {
     use protocol::WireDtype;
 
     use super::*;
-    use crate::data::Inbox;
+    use crate::cpu::Inbox;
 
     /// A way to a client that is in order and takes nothing.
     #[derive(Debug)]

@@ -6,7 +6,7 @@ use kernels::abi::ServerState;
 use protocol::ErrorCode;
 
 use super::Engine;
-use crate::data::DataError;
+use crate::cpu::DataError;
 use crate::device::error::KernelFault;
 
 impl Engine {

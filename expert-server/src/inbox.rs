@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 use crossbeam_queue::SegQueue;
 
-use super::LinkId;
+use crate::cpu::LinkId;
 
 /// Commands for a data thread. Waking it is up to the sender.
 pub(crate) struct Inbox<C> {
