@@ -1,139 +1,73 @@
-//! The data thread: it owns every client's link, and is the only one that touches them.
+//! The data thread on CPUs. It owns every client's link, and no other thread touches the links.
 //!
-//! Each round it takes the frames that are ready, merges those of one layer into a batch, computes
-//! it and publishes one answer per frame, in order. It takes no lock, and allocates nothing once its
-//! buffers have grown. Links come and go through a queue; with nothing to do it sleeps.
+//! In each round the thread takes the frames that are ready, merges those of one layer into a batch, computes the
+//! batch and publishes one answer per frame, in order. It takes no lock, and allocates nothing once its buffers
+//! have grown. Links are attached and detached through a queue. Without work the thread sleeps.
 //!
-//! A frame is copied out of the client's slot, checked, and only then used; its credit goes back
-//! before the batch is computed, so that the client can fill the next frame meanwhile.
+//! A frame is copied out of the client's slot and checked before it is used. Its credit goes back before the
+//! batch is computed, so that the client can fill the next frame meanwhile.
 
 mod answer;
+mod backend;
 mod batch;
 mod data_thread;
 mod link;
 
-use std::fmt;
-use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use kernels::abi::ErrorWord;
-use kernels::gpu::GpuError;
-use p2p_core::{Channel, Endpoint, Kicker, SpinPolicy, WaitSet};
+use p2p_core::bootstrap::DevicePair;
+use p2p_core::{AnyEndpoint, Channel, Endpoint, Kicker, SpinPolicy, WaitSet};
 use protocol::DispatchExpect;
 use tokio::sync::oneshot;
 
-use crate::compute::{ComputePool, ExpertStore, Pinning, PoolError, pin_current_thread};
+pub(crate) use self::backend::CpuBackend;
+use self::data_thread::DataThread;
+use crate::compute::{ComputePool, ExpertStore, Pinning, pin_current_thread};
 use crate::config::Limits;
-use crate::metrics::{DropReason, ServerMetrics};
+use crate::error::DataError;
+use crate::inbox::Inbox;
+use crate::metrics::ServerMetrics;
+use crate::plane::{ClosedLink, DataPlane, LinkEnd, LinkId, ThreadEnd, link_end, run_to_end};
 use crate::status::{DataStatus, LoadCounters};
-use data_thread::Engine;
-pub(crate) use data_thread::ExpertTokens;
-pub(crate) use crate::inbox::Inbox;
 
-/// Settings of a data thread.
+/// Settings of a data thread on CPUs.
 #[derive(Debug, Clone)]
-pub struct DataConfig {
+pub struct CpuConfig {
     /// Compute threads, the data thread included; 0 takes as many as the process has CPUs.
     pub num_threads: usize,
-    /// CPUs of the compute threads, the data thread's first; empty leaves them to the system.
+    /// CPUs of the compute threads, the data thread's first; with an empty list the system chooses.
     pub cpus: Vec<usize>,
-    /// Bounds on what clients can take.
+    /// Bounds on the resources that clients can use.
     pub limits: Limits,
-    /// How long to poll before sleeping.
+    /// Time for which the thread polls before it sleeps.
     pub spin: SpinPolicy,
-    /// Counts tokens by layer and expert in the metrics, not by expert alone.
+    /// Counts tokens by layer and expert in the metrics, instead of by expert alone.
     pub metrics_by_layer: bool,
 }
 
-/// A link that has ended. The receiver drops the channel, which unmaps its slots: the data thread
-/// has better things to do.
-pub struct EndedLink<E: Endpoint> {
-    /// Why.
-    pub reason: DropReason,
-    /// The channel, which nobody uses any more.
-    pub channel: Channel<E>,
-}
-
-impl<E: Endpoint> fmt::Debug for EndedLink<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EndedLink").field("reason", &self.reason).finish_non_exhaustive()
-    }
-}
-
-/// Number of a link, never used twice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct LinkId(pub(crate) u64);
-
-impl LinkId {
-    pub(crate) const fn number(self) -> u64 {
-        self.0
-    }
-}
-
-impl fmt::Display for LinkId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// The data thread could not start, or ended on its own.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DataError {
-    /// The system refused what the thread needs.
-    #[error("cannot start the data thread: {0}")]
-    Start(#[source] io::Error),
-    /// The compute threads could not be started.
-    #[error(transparent)]
-    Pool(#[from] PoolError),
-    /// A bug. The thread is gone, and with it every link.
-    #[error("the data thread panicked: {message}")]
-    Panicked {
-        /// What it said.
-        message: String,
-    },
-    /// Waiting failed.
-    #[error("the data thread cannot wait for its clients: {0}")]
-    Wait(#[source] io::Error),
-    /// The GPU failed, or did not finish a batch. Its memory is lost with the process.
-    #[error("the data thread lost its GPU: {0}")]
-    Gpu(#[from] GpuError),
-    /// A kernel found that the GPU, or what describes its copies, is out of order, and ended itself so that no wrong
-    /// answer is sent. Its memory is lost with the process.
-    #[error("the data thread lost its GPU: {word}; then {source}")]
-    Trapped {
-        /// What the kernel waited for.
-        word: ErrorWord,
-        /// What the GPU said of it.
-        source: GpuError,
-    },
-}
-
-/// A running data thread. Dropping it stops the thread.
+/// The handle to a data thread on CPUs. Dropping it stops the thread.
 #[derive(Debug)]
-pub struct DataPlane<E: Endpoint> {
+pub struct CpuPlane<E: Endpoint> {
     inbox: Arc<Inbox<Command<E>>>,
     kicker: Kicker,
     status: Arc<DataStatus>,
     load: Arc<LoadCounters>,
 }
 
-impl<E: Endpoint + 'static> DataPlane<E>
+impl<E: Endpoint + 'static> CpuPlane<E>
 where
     E::RemoteKey: 'static,
 {
-    /// Starts the thread. The receiver gets its end: `Ok` after [`stop`](Self::stop), an error when
-    /// it ended on its own, and then every link is closed.
+    /// Starts the thread, and blocks until it runs on its CPU. The receiver gets the thread's end: `Ok` after
+    /// [`stop`](Self::stop), or an error when the thread ended on its own. Every link is closed then.
     ///
     /// # Errors
     /// [`DataError`] when a thread cannot be started or pinned.
-    #[allow(clippy::type_complexity, reason = "a handle and the channel of its end")]
     pub fn start(
         store: Arc<ExpertStore>,
-        config: DataConfig,
+        config: CpuConfig,
         metrics: ServerMetrics,
-    ) -> Result<(Self, oneshot::Receiver<Result<(), DataError>>), DataError> {
+    ) -> Result<(Self, ThreadEnd), DataError> {
         let model = store.checkpoint().config();
         let load =
             Arc::new(LoadCounters::new(model.num_layers as usize, model.num_experts as usize));
@@ -144,7 +78,7 @@ where
         let pinning = (!config.cpus.is_empty()).then(|| Pinning { cpus: config.cpus.clone() });
         let pool = ComputePool::new(config.num_threads, pinning)?;
         let own_cpu = config.cpus.first().copied();
-        let engine = Engine::new(
+        let data_thread = DataThread::new(
             store,
             config,
             metrics,
@@ -164,7 +98,7 @@ where
             if pinned.send(pinning).is_err() || !is_ok {
                 return;
             }
-            run_to_end(move || engine.run(), &thread_status, &thread_inbox, ended);
+            run_to_end(move || data_thread.run(), &thread_status, &thread_inbox, ended);
         };
         std::thread::Builder::new()
             .name("switchyard-data".to_owned())
@@ -175,35 +109,28 @@ where
         Ok((Self { inbox, kicker, status, load }, end))
     }
 
-    /// Hands a fresh channel to the data thread, with what its frames must look like. The receiver gets the channel back when the link
-    /// has ended, for whatever reason; a closed receiver means that the thread is gone.
+    /// Hands a new channel to the data thread, with the properties that its frames must have. The receiver gets
+    /// the channel back when the link has closed, for any reason. A closed receiver means that the thread has
+    /// ended.
     pub fn attach(
         &self,
         channel: Channel<E>,
         expect: DispatchExpect,
-    ) -> (LinkId, oneshot::Receiver<EndedLink<E>>) {
+    ) -> (LinkId, oneshot::Receiver<ClosedLink<Channel<E>>>) {
         let id = self.inbox.next_id();
-        let (ended, end) = oneshot::channel();
-        self.send(Command::Attach { id, channel, expect, ended });
+        let (closed, end) = oneshot::channel();
+        self.send(Command::Attach { id, channel, expect, closed });
         (id, end)
     }
 
-    /// Ends a link whose client is gone. Without effect on one that has ended.
+    /// Closes the link of a client that is gone. Has no effect on a closed link.
     pub fn detach(&self, id: LinkId) {
         self.send(Command::Detach { id });
     }
 
-    /// Ends every link and the thread.
+    /// Closes every link and ends the thread.
     pub fn stop(&self) {
         self.send(Command::Stop);
-    }
-
-    pub(crate) fn status(&self) -> &Arc<DataStatus> {
-        &self.status
-    }
-
-    pub(crate) fn load(&self) -> &Arc<LoadCounters> {
-        &self.load
     }
 
     fn send(&self, command: Command<E>) {
@@ -212,50 +139,54 @@ where
     }
 }
 
-impl<E: Endpoint> Drop for DataPlane<E> {
+impl DataPlane for CpuPlane<AnyEndpoint> {
+    fn attach(
+        &self,
+        channel: Channel<AnyEndpoint>,
+        device: Option<DevicePair>,
+        expect: DispatchExpect,
+    ) -> Option<(LinkId, LinkEnd)> {
+        if device.is_some() {
+            return None;
+        }
+        let (id, end) = Self::attach(self, channel, expect);
+        Some((id, link_end(end)))
+    }
+
+    fn detach(&self, id: LinkId) {
+        Self::detach(self, id);
+    }
+
+    fn stop(&self) {
+        Self::stop(self);
+    }
+
+    fn status(&self) -> &Arc<DataStatus> {
+        &self.status
+    }
+
+    fn load(&self) -> &Arc<LoadCounters> {
+        &self.load
+    }
+}
+
+impl<E: Endpoint> Drop for CpuPlane<E> {
     fn drop(&mut self) {
         self.inbox.push(Command::Stop);
         self.kicker.kick();
     }
 }
 
-/// What the data thread can be told.
+/// Commands to the data thread.
 enum Command<E: Endpoint> {
     Attach {
         id: LinkId,
         channel: Channel<E>,
         expect: DispatchExpect,
-        ended: oneshot::Sender<EndedLink<E>>,
+        closed: oneshot::Sender<ClosedLink<Channel<E>>>,
     },
     Detach {
         id: LinkId,
     },
     Stop,
-}
-
-/// The body of a data thread: runs it, and tells everybody of its end.
-///
-/// The engine moves in and is dropped on the way out, and with it every link: whoever waits for an
-/// answer then sees its connection close, not silence.
-pub(crate) fn run_to_end<C>(
-    run: impl FnOnce() -> Result<(), DataError>,
-    status: &DataStatus,
-    inbox: &Inbox<C>,
-    ended: oneshot::Sender<Result<(), DataError>>,
-) {
-    let result = catch_unwind(AssertUnwindSafe(run));
-    status.set_over();
-    inbox.close();
-    let result = result.unwrap_or_else(|panic| {
-        let message = panic_message(panic.as_ref());
-        tracing::error!(%message, "the data thread panicked");
-        Err(DataError::Panicked { message })
-    });
-    // Nobody may be left to hear it.
-    let _ = ended.send(result);
-}
-
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "?".to_owned())
 }

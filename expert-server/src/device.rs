@@ -1,21 +1,26 @@
-//! Experts on a GPU: the same service as [`cpu`](crate::cpu), with slots, weights and arithmetic in
-//! GPU memory and no host in the path of a token.
+//! The data thread on a GPU. It offers the service of [`cpu`](crate::cpu), with slots, weights and arithmetic in
+//! GPU memory. No token passes through the host.
 //!
-//! A client that connects exchanges device slots in the handshake (`p2p_core::bootstrap::DeviceSide`);
-//! its kernels then store frames into the server's memory and the server's kernels store answers into
-//! its own. The data thread only keeps batches under way, changes tables between them, and counts.
+//! Client and server exchange device slots in the handshake. The client's kernels then store frames into the
+//! server's memory, and the server's kernels store answers into the client's. The data thread keeps batches under
+//! way, changes tables between batches, and counts.
 //!
-//! A client that dies ends nothing but its own link: the task that watches its connection sets its bit
-//! in a mask that running kernels poll, so none of them waits for it, and its slot is unmapped once the
+//! The death of a client ends only its own link. The task that watches the connection sets the client's bit in a
+//! mask that running kernels poll, so no kernel waits for the client any more. Its slot is unmapped once the
 //! batches under way have ended.
 
+mod abort;
+mod backend;
+mod client;
+mod client_table;
 mod context;
 mod data_thread;
-mod error;
+mod fault;
 mod gather;
-mod plan;
+mod late_frames;
 mod lru;
-mod client_table;
+mod plan;
+mod slots;
 mod store;
 mod upload;
 
@@ -24,70 +29,71 @@ use std::sync::{Arc, OnceLock};
 use std::thread::Thread;
 
 use kernels::gpu::Gpu;
-use p2p_core::SpinPolicy;
+use p2p_core::bootstrap::DevicePair;
+use p2p_core::{AnyEndpoint, Channel, SpinPolicy};
 use protocol::DispatchExpect;
 use proxy::DeviceTransports;
 use tokio::sync::oneshot;
 
-pub use error::{DeviceError, KernelFault};
+pub(crate) use self::backend::DeviceBackend;
 pub use crate::config::device::DeviceOptions;
-pub(crate) use plan::DevicePlan;
 pub use crate::config::observer::{BatchObserver, BatchReport};
-pub(crate) use client_table::{ClientSlots, EndedSeat};
-pub(crate) use store::DeviceStore;
+pub use crate::error::device::DeviceError;
 
+use self::abort::AbortMask;
+use self::client::Client;
+use self::data_thread::DataThread;
+use self::plan::DevicePlan;
+use self::slots::ClientSlots;
+use self::store::DeviceStore;
 use crate::config::Limits;
-use crate::cpu::{DataError, Inbox, LinkId, run_to_end};
+use crate::error::DataError;
+use crate::inbox::Inbox;
 use crate::metrics::ServerMetrics;
+use crate::plane::{DataPlane, LinkEnd, LinkId, ThreadEnd, link_end, run_to_end};
 use crate::status::{DataStatus, LoadCounters};
-use data_thread::Engine;
-use client_table::{Seat, SeatBoard};
 
-/// Settings of the data thread of a GPU.
+/// Settings of the data thread on a GPU.
 #[derive(Debug)]
-pub(crate) struct DeviceConfig {
-    /// Bounds on what clients can take.
-    pub(crate) limits: Limits,
-    /// How long to poll before sleeping between looks.
-    pub(crate) spin: SpinPolicy,
-    /// Counts tokens by layer and expert in the metrics, not by expert alone.
-    pub(crate) metrics_by_layer: bool,
-    /// What posts for kernels is told when there will be something to post.
-    pub(crate) reached: DeviceTransports,
-    /// Told of every batch.
-    pub(crate) observer: Option<BatchObserver>,
+struct DeviceConfig {
+    /// Bounds on the resources that clients can use.
+    limits: Limits,
+    /// Time without work after which the thread sleeps between two polls.
+    spin: SpinPolicy,
+    /// Counts tokens by layer and expert in the metrics, instead of by expert alone.
+    metrics_by_layer: bool,
+    /// The proxy's threads. The data thread announces answers to them.
+    transports: DeviceTransports,
+    observer: Option<BatchObserver>,
 }
 
-/// A running data thread of a GPU. Dropping it stops the thread.
-pub(crate) struct DevicePlane {
-    shared: Arc<Shared>,
-    board: Arc<SeatBoard>,
+/// The handle to a data thread on a GPU. Dropping it stops the thread.
+struct DevicePlane {
+    mailbox: Arc<Mailbox>,
+    aborts: Arc<AbortMask>,
     status: Arc<DataStatus>,
     load: Arc<LoadCounters>,
 }
 
-/// The way to the thread.
-struct Shared {
+/// Delivers commands to the thread and wakes it.
+struct Mailbox {
     inbox: Arc<Inbox<Command>>,
     thread: OnceLock<Thread>,
 }
 
-/// What the data thread can be told.
+/// Commands to the data thread.
 enum Command {
-    Attach(Box<Seat>),
+    Attach(Box<Client>),
     Detach(LinkId),
     Stop,
 }
 
-/// How the thread ends: `Ok` after [`DevicePlane::stop`].
-type ThreadEnd = oneshot::Receiver<Result<(), DataError>>;
-
 impl DevicePlane {
-    /// Starts the thread. With its end every link is closed.
+    /// Starts the thread. Every link closes when it ends.
     ///
     /// # Errors
-    /// [`DataError`] when the GPU refuses memory, or a thread cannot be started.
-    pub(crate) fn start(
+    /// [`DataError`] when the GPU refuses memory, or the thread cannot be started.
+    fn start(
         gpu: &Gpu,
         plan: DevicePlan,
         config: DeviceConfig,
@@ -95,17 +101,17 @@ impl DevicePlane {
         metrics: ServerMetrics,
     ) -> Result<(Self, ThreadEnd), DataError> {
         let load = LoadCounters::new(plan.num_layers as usize, plan.num_experts as usize);
-        let load = Arc::new(load.on(plan.device.to_string()));
+        let load = Arc::new(load.with_device(plan.device.to_string()));
         let status = Arc::new(DataStatus::new());
         let inbox = Arc::new(Inbox::new());
-        let board = Arc::new(SeatBoard::new(gpu)?);
-        let shared = Arc::new(Shared { inbox: Arc::clone(&inbox), thread: OnceLock::new() });
-        let engine = Engine::new(
+        let aborts = Arc::new(AbortMask::new(gpu)?);
+        let mailbox = Arc::new(Mailbox { inbox: Arc::clone(&inbox), thread: OnceLock::new() });
+        let data_thread = DataThread::new(
             gpu,
             plan,
             config,
             Arc::clone(&store),
-            Arc::clone(&board),
+            Arc::clone(&aborts),
             Arc::clone(&inbox),
             Arc::clone(&status),
             Arc::clone(&load),
@@ -113,53 +119,52 @@ impl DevicePlane {
         )?;
         let (ended, end) = oneshot::channel();
         let thread_status = Arc::clone(&status);
-        let body = move || run_to_end(move || engine.run(), &thread_status, &inbox, ended);
+        let body = move || run_to_end(move || data_thread.run(), &thread_status, &inbox, ended);
         let thread = std::thread::Builder::new()
             .name("switchyard-gpu".to_owned())
             .spawn(body)
             .map_err(DataError::Start)?;
-        // Set once, here.
-        let _ = shared.thread.set(thread.thread().clone());
-        let wakes = Arc::downgrade(&shared);
+        // Cannot be set yet: this is the only place that sets it.
+        let _ = mailbox.thread.set(thread.thread().clone());
+        let weak = Arc::downgrade(&mailbox);
         store.on_change(Box::new(move || {
-            if let Some(shared) = wakes.upgrade() {
-                shared.kick();
+            if let Some(mailbox) = weak.upgrade() {
+                mailbox.wake();
             }
         }));
-        Ok((Self { shared, board, status, load }, end))
+        Ok((Self { mailbox, aborts, status, load }, end))
     }
+}
 
-    /// Hands a client's slots to the data thread, with what its frames must say. The receiver gets them
-    /// back when the link has ended, for whatever reason; a closed receiver means that the thread is
-    /// gone.
-    pub(crate) fn attach(
+impl DataPlane for DevicePlane {
+    fn attach(
         &self,
-        slots: ClientSlots,
+        channel: Channel<AnyEndpoint>,
+        device: Option<DevicePair>,
         expect: DispatchExpect,
-    ) -> (LinkId, oneshot::Receiver<EndedSeat>) {
-        let id = self.shared.inbox.next_id();
-        let (ended, end) = oneshot::channel();
-        self.shared.send(Command::Attach(Box::new(Seat::new(id, slots, expect, ended))));
-        (id, end)
+    ) -> Option<(LinkId, LinkEnd)> {
+        let slots = ClientSlots::new(device?, channel);
+        let id = self.mailbox.inbox.next_id();
+        let (closed, end) = oneshot::channel();
+        self.mailbox.send(Command::Attach(Box::new(Client::new(id, slots, expect, closed))));
+        Some((id, link_end(end)))
     }
 
-    /// Ends a link whose client is gone: running kernels stop waiting for it at once. Without effect on
-    /// one that has ended.
-    pub(crate) fn detach(&self, id: LinkId) {
-        self.board.give_up(id);
-        self.shared.send(Command::Detach(id));
+    /// Running kernels stop waiting for the client at once.
+    fn detach(&self, id: LinkId) {
+        self.aborts.abort(id);
+        self.mailbox.send(Command::Detach(id));
     }
 
-    /// Ends every link and the thread.
-    pub(crate) fn stop(&self) {
-        self.shared.send(Command::Stop);
+    fn stop(&self) {
+        self.mailbox.send(Command::Stop);
     }
 
-    pub(crate) fn status(&self) -> &Arc<DataStatus> {
+    fn status(&self) -> &Arc<DataStatus> {
         &self.status
     }
 
-    pub(crate) fn load(&self) -> &Arc<LoadCounters> {
+    fn load(&self) -> &Arc<LoadCounters> {
         &self.load
     }
 }
@@ -176,13 +181,13 @@ impl Drop for DevicePlane {
     }
 }
 
-impl Shared {
+impl Mailbox {
     fn send(&self, command: Command) {
         self.inbox.push(command);
-        self.kick();
+        self.wake();
     }
 
-    fn kick(&self) {
+    fn wake(&self) {
         if let Some(thread) = self.thread.get() {
             thread.unpark();
         }

@@ -1,13 +1,13 @@
-//! The way to a data thread, without locks.
+//! The queue of commands to a data thread, without locks.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
 use crossbeam_queue::SegQueue;
 
-use crate::cpu::LinkId;
+use crate::plane::LinkId;
 
-/// Commands for a data thread. Waking it is up to the sender.
+/// Commands for a data thread. The sender wakes the thread.
 pub(crate) struct Inbox<C> {
     commands: SegQueue<C>,
     next_id: AtomicU64,
@@ -20,9 +20,9 @@ impl<C> Inbox<C> {
         Self { commands: SegQueue::new(), next_id, is_closed }
     }
 
-    /// A fresh number for a link.
+    /// A new number for a link.
     pub(crate) fn next_id(&self) -> LinkId {
-        LinkId(self.next_id.fetch_add(1, Ordering::Relaxed))
+        LinkId::new(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -33,9 +33,11 @@ impl<C> Inbox<C> {
         self.commands.pop()
     }
 
-    /// Commands to a thread that is gone are dropped, and with them the channels of links that would
-    /// otherwise wait for ever. Sequentially consistent, so that either the one who pushes sees the end
-    /// or the one who closes sees the command.
+    /// Queues a command, or drops it when the thread is gone. Dropping an attach command closes its channel,
+    /// so that no client waits for an answer.
+    ///
+    /// `push` and [`close`](Self::close) are sequentially consistent: either the sender sees that the inbox is
+    /// closed, or the closing thread sees the command.
     pub(crate) fn push(&self, command: C) {
         self.commands.push(command);
         fence(Ordering::SeqCst);

@@ -2,6 +2,7 @@
 
 mod engine;
 mod moe;
+#[cfg(feature = "device")]
 mod moe_device;
 mod p2p;
 
@@ -30,7 +31,11 @@ enum Bench {
 
 /// Runs this process's part where it is a child of `bench p2p` or `bench moe --device`.
 pub fn child() -> Option<ExitCode> {
-    moe_device::child().or_else(p2p::child)
+    #[cfg(feature = "device")]
+    if let Some(code) = moe_device::child() {
+        return Some(code);
+    }
+    p2p::child()
 }
 
 /// Refuses flags that were given in vain.

@@ -246,6 +246,7 @@ impl TransportArgs {
         Ok(transports)
     }
 
+    #[cfg(feature = "device")]
     /// As [`open`](Self::open), for slots of GPUs: `auto` is what there is within a host, because with a
     /// network in sight kernels have to look which way to go.
     pub fn open_for_device(&self) -> Result<Transports> {
@@ -491,6 +492,14 @@ fn check_cluster(checkpoint: &Checkpoint, url: &str, token: Option<String>) -> R
         );
     }
     Ok(())
+}
+
+/// The error of `--device` in a build without GPU support.
+#[cfg(not(feature = "device"))]
+fn no_device(name: kernels::gpu::DeviceName) -> anyhow::Error {
+    anyhow::anyhow!(
+        "cannot use {name}: this build has no GPU support; build with `--features device`"
+    )
 }
 
 /// Starts a cluster with a progress bar.

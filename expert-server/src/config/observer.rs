@@ -1,27 +1,28 @@
-//! What a batch took, for whoever measures a server from within its process: metrics have sums and buckets,
-//! not medians.
+//! Reports of single batches, for measurements within a server's process. Metrics have sums and buckets, from
+//! which no median can be computed.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A batch with rows that has ended, as an observer sees it. Times are the GPU's.
+/// One batch with rows that has ended. Times are measured by the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchReport {
     /// MoE layer.
     pub layer: u32,
-    /// Clients in it.
+    /// Clients in the batch.
     pub num_clients: u32,
     /// Tokens of all clients.
     pub num_rows: u32,
-    /// From the end of the reception to the last answer: what the metrics call `compute`.
+    /// Time from the end of the reception to the last answer: the phase `compute` of the metrics.
     pub server_time: Duration,
-    /// The part of it until the last expert's output was there, of batches that
-    /// [`experts_timed_every`](crate::device::DeviceOptions::experts_timed_every) chooses.
+    /// Time from the end of the reception to the last expert's output, in batches that
+    /// [`experts_timed_every`](crate::device::DeviceOptions::experts_timed_every) selects.
     pub experts_time: Option<Duration>,
 }
 
-/// Is told of every batch of a GPU with rows, by the thread that keeps batches under way: it must be short.
+/// A function that receives a report of every batch with rows. The data thread of the GPU calls it, so it must be
+/// short.
 #[derive(Clone)]
 pub struct BatchObserver(Arc<dyn Fn(&BatchReport) + Send + Sync>);
 
@@ -31,7 +32,7 @@ impl BatchObserver {
         Self(Arc::new(observer))
     }
 
-    pub(crate) fn tell(&self, report: &BatchReport) {
+    pub(crate) fn report(&self, report: &BatchReport) {
         (self.0)(report);
     }
 }

@@ -1,19 +1,19 @@
-//! What a frame is answered with.
+//! Answers to frames: rows, or an error.
 
 use p2p_core::WriteView;
 use protocol::{CombineMeta, ErrorCode, FrameError, FrameId, encode_combine, encode_error};
 
-/// Why a frame gets no rows.
+/// The reason why a frame gets no rows.
 #[derive(Debug, Clone)]
 pub(crate) struct Fault {
     pub(crate) code: ErrorCode,
-    /// Numbers that belong to the code.
+    /// Details of the code, as the protocol defines them.
     pub(crate) detail: [u64; 2],
     pub(crate) message: String,
 }
 
 impl Fault {
-    /// The experts that a frame needs are elsewhere.
+    /// A frame needs an expert that is not loaded here.
     pub(crate) fn not_my_expert(layer: u32, expert: u32) -> Self {
         Self {
             code: ErrorCode::NotMyExpert,
@@ -31,7 +31,7 @@ impl Fault {
         }
     }
 
-    /// The client wrote into a frame that it had published.
+    /// The client wrote into a frame after it had published it.
     pub(crate) fn changed_layer(published: u32, found: u32) -> Self {
         Self {
             code: ErrorCode::BadFrame,
@@ -42,12 +42,12 @@ impl Fault {
         }
     }
 
-    /// The frame is fine, this server is not.
+    /// The server failed on a valid frame.
     pub(crate) fn internal(message: String) -> Self {
         Self { code: ErrorCode::Internal, detail: [0; 2], message }
     }
 
-    /// Whether only a broken or hostile client sends such a frame.
+    /// Returns true if only a broken or hostile client sends such a frame.
     pub(crate) const fn is_malformed(&self) -> bool {
         matches!(
             self.code,
@@ -66,7 +66,7 @@ impl From<FrameError> for Fault {
     }
 }
 
-/// The answer to one frame, with its rows wherever they are.
+/// The answer to one frame. Borrows its rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Answer<'a> {
     Rows { meta: &'a CombineMeta, rows: &'a [f32] },
@@ -74,8 +74,8 @@ pub(crate) enum Answer<'a> {
 }
 
 impl Answer<'_> {
-    /// Writes the answer's frame and returns the bytes used. Rows that do not fit turn into an error
-    /// frame, which always fits; 0 only if even that does not.
+    /// Writes the answer's frame and returns the bytes used. Rows that do not fit become an error frame.
+    /// Returns 0 if the error frame does not fit either.
     pub(crate) fn encode(&self, view: &mut WriteView<'_>) -> usize {
         let (id, failed) = match self {
             Self::Rows { meta, rows } => match encode_combine(view, meta, rows) {
@@ -101,66 +101,66 @@ fn encode_fault(
     encode_error(view, id, fault.code, fault.detail, &fault.message)
 }
 
-/// An answer that waits for the client's credit, with rows of its own.
+/// An answer that waits for the client's credit. Owns its rows.
 #[derive(Debug)]
-pub(crate) struct Waiting {
-    body: WaitingBody,
+pub(crate) struct QueuedAnswer {
+    body: QueuedBody,
 }
 
 #[derive(Debug)]
-enum WaitingBody {
+enum QueuedBody {
     Rows { meta: CombineMeta, rows: Vec<f32> },
     Fault { id: FrameId, fault: Fault },
 }
 
-impl Waiting {
-    /// Copies the answer into `buffer`, whose memory is reused.
+impl QueuedAnswer {
+    /// Copies the answer into `buffer`.
     pub(crate) fn new(answer: Answer<'_>, mut buffer: Vec<f32>) -> Self {
         let body = match answer {
             Answer::Rows { meta, rows } => {
                 buffer.clear();
                 buffer.extend_from_slice(rows);
-                WaitingBody::Rows { meta: *meta, rows: buffer }
+                QueuedBody::Rows { meta: *meta, rows: buffer }
             }
-            Answer::Fault { id, fault } => WaitingBody::Fault { id: *id, fault: fault.clone() },
+            Answer::Fault { id, fault } => QueuedBody::Fault { id: *id, fault: fault.clone() },
         };
         Self { body }
     }
 
     pub(crate) fn as_answer(&self) -> Answer<'_> {
         match &self.body {
-            WaitingBody::Rows { meta, rows } => Answer::Rows { meta, rows },
-            WaitingBody::Fault { id, fault } => Answer::Fault { id, fault },
+            QueuedBody::Rows { meta, rows } => Answer::Rows { meta, rows },
+            QueuedBody::Fault { id, fault } => Answer::Fault { id, fault },
         }
     }
 
-    /// The memory, for the next one that waits.
+    /// The buffer, for the next queued answer.
     pub(crate) fn into_buffer(self) -> Option<Vec<f32>> {
         match self.body {
-            WaitingBody::Rows { rows, .. } => Some(rows),
-            WaitingBody::Fault { .. } => None,
+            QueuedBody::Rows { rows, .. } => Some(rows),
+            QueuedBody::Fault { .. } => None,
         }
     }
 }
 
-/// Buffers of answers that no longer wait, for those that will.
+/// Buffers for the rows of queued answers, reused.
 #[derive(Debug, Default)]
-pub(crate) struct Spare {
+pub(crate) struct BufferPool {
     buffers: Vec<Vec<f32>>,
 }
 
-impl Spare {
+impl BufferPool {
     pub(crate) fn take(&mut self) -> Vec<f32> {
         self.buffers.pop().unwrap_or_default()
     }
 
-    pub(crate) fn keep(&mut self, buffer: Option<Vec<f32>>) {
+    pub(crate) fn put(&mut self, buffer: Option<Vec<f32>>) {
         if let Some(buffer) = buffer
-            && self.buffers.len() < MAX_SPARE
+            && self.buffers.len() < MAX_BUFFERS
         {
             self.buffers.push(buffer);
         }
     }
 }
 
-const MAX_SPARE: usize = 16;
+const MAX_BUFFERS: usize = 16;

@@ -1,19 +1,19 @@
-//! Merging frames of one layer into one batch sorted by expert.
+//! Merges frames of one layer into one batch, sorted by expert.
 
 use protocol::{Entry, TokenRange};
 
 use crate::compute::{ExpertGroup, LayerBatch};
 
-/// Grows to the largest batch seen and is then reused.
+/// Builds batches. Its buffers grow to the largest batch and are reused.
 #[derive(Debug)]
 pub(crate) struct BatchBuilder {
     hidden: usize,
     num_tokens: usize,
     x: Vec<f32>,
     out: Vec<f32>,
-    /// (token, expert) pairs in order of arrival.
-    arrived: Vec<Arrived>,
-    /// Per expert: first its number of entries, then where its next entry goes.
+    /// (token, expert) pairs in the order of frames.
+    entries: Vec<RoutedEntry>,
+    /// Per expert: first the number of its entries, then the position of its next entry.
     cursor: Vec<u32>,
     groups: Vec<ExpertGroup>,
     entry_token: Vec<u32>,
@@ -21,7 +21,7 @@ pub(crate) struct BatchBuilder {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Arrived {
+struct RoutedEntry {
     expert: u32,
     token: u32,
     weight: f32,
@@ -34,7 +34,7 @@ impl BatchBuilder {
             num_tokens: 0,
             x: Vec::new(),
             out: Vec::new(),
-            arrived: Vec::new(),
+            entries: Vec::new(),
             cursor: vec![0; num_experts],
             groups: Vec::with_capacity(num_experts),
             entry_token: Vec::new(),
@@ -44,7 +44,7 @@ impl BatchBuilder {
 
     pub(crate) fn clear(&mut self) {
         self.num_tokens = 0;
-        self.arrived.clear();
+        self.entries.clear();
     }
 
     pub(crate) const fn num_tokens(&self) -> usize {
@@ -52,11 +52,11 @@ impl BatchBuilder {
     }
 
     pub(crate) const fn num_entries(&self) -> usize {
-        self.arrived.len()
+        self.entries.len()
     }
 
-    /// Room for the rows `[num_rows, hidden]` of one more frame. They belong to the batch once
-    /// [`commit`](Self::commit) is called, and are forgotten otherwise.
+    /// Memory for the rows `[num_rows, hidden]` of one more frame. [`commit`](Self::commit) adds them to the
+    /// batch; without it the next call returns the same memory.
     pub(crate) fn rows_mut(&mut self, num_rows: usize) -> &mut [f32] {
         let begin = self.num_tokens * self.hidden;
         let end = begin + num_rows * self.hidden;
@@ -66,8 +66,8 @@ impl BatchBuilder {
         &mut self.x[begin..end]
     }
 
-    /// Adds a frame whose rows have been written. The tables have been checked: every expert is
-    /// below `num_experts`, every range within `entries`. Returns its first row.
+    /// Adds a frame after its rows are written, and returns its first row. The caller has checked the tables:
+    /// every expert is below `num_experts`, every range is within `entries`.
     pub(crate) fn commit(&mut self, tokens: &[TokenRange], entries: &[Entry]) -> usize {
         let first_row = self.num_tokens;
         for (row, range) in tokens.iter().enumerate() {
@@ -75,17 +75,17 @@ impl BatchBuilder {
             let of_token = entries.get(begin..begin + range.entry_count as usize);
             let token = (first_row + row) as u32;
             for &Entry { expert, weight } in of_token.unwrap_or_default() {
-                self.arrived.push(Arrived { expert, token, weight });
+                self.entries.push(RoutedEntry { expert, token, weight });
             }
         }
         self.num_tokens += tokens.len();
         first_row
     }
 
-    /// Sorts the entries by expert; entries of one expert keep their order of arrival.
+    /// Sorts the entries by expert. Entries of one expert keep their order.
     pub(crate) fn sort(&mut self) {
         self.cursor.fill(0);
-        for entry in &self.arrived {
+        for entry in &self.entries {
             self.cursor[entry.expert as usize] += 1;
         }
         self.groups.clear();
@@ -98,9 +98,9 @@ impl BatchBuilder {
                 begin = end;
             }
         }
-        self.entry_token.resize(self.arrived.len(), 0);
-        self.entry_weight.resize(self.arrived.len(), 0.0);
-        for &Arrived { expert, token, weight } in &self.arrived {
+        self.entry_token.resize(self.entries.len(), 0);
+        self.entry_weight.resize(self.entries.len(), 0.0);
+        for &RoutedEntry { expert, token, weight } in &self.entries {
             let at = &mut self.cursor[expert as usize];
             self.entry_token[*at as usize] = token;
             self.entry_weight[*at as usize] = weight;
@@ -108,12 +108,12 @@ impl BatchBuilder {
         }
     }
 
-    /// Experts of the sorted batch with their entries.
+    /// The experts of the sorted batch, each with its range of entries.
     pub(crate) fn groups(&self) -> &[ExpertGroup] {
         &self.groups
     }
 
-    /// The sorted batch, and room for its output.
+    /// The sorted batch, and memory for its output `[num_tokens, hidden]`.
     pub(crate) fn layer_batch(&mut self) -> (LayerBatch<'_>, &mut [f32]) {
         let values = self.num_tokens * self.hidden;
         if self.out.len() < values {
@@ -128,7 +128,7 @@ impl BatchBuilder {
         (batch, &mut self.out[..values])
     }
 
-    /// Output rows `[num_rows, hidden]` from `first_row` on.
+    /// Output rows `[num_rows, hidden]`, from `first_row` on.
     pub(crate) fn out_rows(&self, first_row: usize, num_rows: usize) -> &[f32] {
         &self.out[first_row * self.hidden..(first_row + num_rows) * self.hidden]
     }

@@ -1,25 +1,25 @@
-//! The rounds of the data thread.
+//! The loop of the data thread: take frames, merge a batch, compute, answer.
 
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::ModelConfig;
-use fail::fail_point;
 use p2p_core::{Endpoint, WaitSet};
-use prometheus::IntCounter;
 use protocol::{CombineMeta, DispatchScratch, FrameId, decode_dispatch, peek_id};
 
-use super::answer::{Answer, Fault, Spare};
+use super::answer::{Answer, BufferPool, Fault};
 use super::batch::BatchBuilder;
-use super::link::{Link, Pending};
-use super::{Command, DataConfig, DataError, Inbox};
+use super::link::{Link, PendingFrame};
+use super::{Command, CpuConfig};
 use crate::compute::{ComputePool, ExpertStore, LayerExperts};
-use crate::metrics::{DropReason, ServerMetrics};
+use crate::error::DataError;
+use crate::inbox::Inbox;
+use crate::metrics::{DropReason, ExpertTokenCounters, ServerMetrics};
 use crate::status::{DataStatus, LoadCounters};
 
-pub(super) struct Engine<E: Endpoint> {
-    config: DataConfig,
+pub(super) struct DataThread<E: Endpoint> {
+    config: CpuConfig,
     store: Arc<ExpertStore>,
     pool: ComputePool,
     wait: WaitSet,
@@ -27,34 +27,34 @@ pub(super) struct Engine<E: Endpoint> {
     status: Arc<DataStatus>,
     load: Arc<LoadCounters>,
     metrics: ServerMetrics,
-    expert_tokens: ExpertTokens,
+    expert_tokens: ExpertTokenCounters,
     links: Vec<Link<E>>,
     scratch: DispatchScratch,
     batch: BatchBuilder,
-    parts: Vec<Part>,
-    spare: Spare,
+    items: Vec<BatchItem>,
+    buffers: BufferPool,
     last_progress: Instant,
     is_stopped: bool,
 }
 
-/// One frame of a batch, to be answered after it, in order.
+/// One frame of a batch. Frames are answered in the order of the batch.
 #[derive(Debug)]
-struct Part {
+struct BatchItem {
     link_idx: usize,
-    body: PartBody,
+    body: ItemBody,
 }
 
 #[derive(Debug)]
-enum PartBody {
+enum ItemBody {
     Rows { meta: CombineMeta, first_row: usize, num_rows: usize, taken_at: Instant },
     Fault { id: FrameId, fault: Fault },
 }
 
-impl<E: Endpoint> Engine<E> {
-    #[allow(clippy::too_many_arguments, reason = "the parts of the one thread, put together once")]
+impl<E: Endpoint> DataThread<E> {
+    #[allow(clippy::too_many_arguments, reason = "all parts of the thread, assembled once")]
     pub(super) fn new(
         store: Arc<ExpertStore>,
-        config: DataConfig,
+        config: CpuConfig,
         metrics: ServerMetrics,
         pool: ComputePool,
         wait: WaitSet,
@@ -66,7 +66,7 @@ impl<E: Endpoint> Engine<E> {
         let (hidden, num_experts) = (model.hidden, model.num_experts);
         let num_layers = config.metrics_by_layer.then_some(model.num_layers);
         Self {
-            expert_tokens: ExpertTokens::new(&metrics, num_layers, num_experts),
+            expert_tokens: ExpertTokenCounters::new(&metrics, num_layers, num_experts),
             batch: BatchBuilder::new(hidden, num_experts as usize),
             config,
             store,
@@ -78,62 +78,62 @@ impl<E: Endpoint> Engine<E> {
             metrics,
             links: Vec::new(),
             scratch: DispatchScratch::default(),
-            parts: Vec::new(),
-            spare: Spare::default(),
+            items: Vec::new(),
+            buffers: BufferPool::default(),
             last_progress: Instant::now(),
             is_stopped: false,
         }
     }
 
-    /// Serves until it is told to stop.
+    /// Serves until a stop command.
     pub(super) fn run(mut self) -> Result<(), DataError> {
         loop {
-            self.obey();
+            self.apply_commands();
             if self.is_stopped {
                 break;
             }
             self.take_frames();
             if let Some(layer) = self.choose_layer() {
-                self.serve(layer);
+                self.serve_batch(layer);
                 self.flush();
-            } else if !self.flush() && !self.has_doomed() {
+            } else if !self.flush() && !self.has_closing_links() {
                 self.idle().map_err(DataError::Wait)?;
             }
-            self.drop_doomed();
+            self.remove_closed_links();
         }
         for mut link in std::mem::take(&mut self.links) {
-            link.end_with(DropReason::Shutdown);
-            self.end(link);
+            link.close_with(DropReason::Shutdown);
+            self.close(link);
         }
-        self.note_links();
+        self.publish_links();
         Ok(())
     }
 
-    /// Takes in new links and the ends of old ones.
-    fn obey(&mut self) {
+    /// Applies the commands of control tasks: new links, links to close, a stop.
+    fn apply_commands(&mut self) {
         while let Some(command) = self.inbox.pop() {
             match command {
-                Command::Attach { id, channel, expect, ended } => {
+                Command::Attach { id, channel, expect, closed } => {
                     let max_backlog = self.config.limits.max_backlog_frames;
-                    let mut link = Link::new(id, channel, expect, max_backlog, ended);
+                    let mut link = Link::new(id, channel, expect, max_backlog, closed);
                     if let Err(error) = self.wait.attach(link.channel.endpoint()) {
-                        // Without it the client would wait for ever whenever this thread sleeps.
+                        // A sleeping thread would never notice this client's frames.
                         tracing::error!(link = %id, %error, "cannot wait for a client");
-                        link.end_with(DropReason::Transport);
+                        link.close_with(DropReason::Transport);
                     }
                     self.metrics.links_opened.inc();
                     self.links.push(link);
-                    self.note_links();
+                    self.publish_links();
                 }
                 Command::Detach { id } => {
                     if let Some(link) = self.links.iter_mut().find(|link| link.id == id) {
-                        link.end_with(DropReason::PeerClosed);
+                        link.close_with(DropReason::PeerClosed);
                     }
                 }
                 Command::Stop => self.is_stopped = true,
             }
         }
-        self.drop_doomed();
+        self.remove_closed_links();
     }
 
     /// Takes every frame that is ready.
@@ -151,57 +151,57 @@ impl<E: Endpoint> Engine<E> {
                 };
                 let taken_at = Instant::now();
                 let layer = peek_id(link.channel.view(&frame)).map_or(u32::MAX, |id| id.layer);
-                link.pending.push_back(Pending { frame, layer, taken_at });
+                link.pending.push_back(PendingFrame { frame, layer, taken_at });
                 self.metrics.frames_in.inc();
                 self.status.frame_taken(taken_at);
-                fail_point!("server::after_accept");
+                failpoint!("server::after_accept");
             }
         }
     }
 
-    /// The layer whose oldest frame waits longest, among frames whose turn it is.
+    /// The layer of the frame that has waited longest, among the frames that may go into a batch.
     fn choose_layer(&self) -> Option<u32> {
-        let heads = self.links.iter().filter_map(Link::next_up);
+        let heads = self.links.iter().filter_map(Link::next_frame);
         heads.min_by_key(|pending| pending.taken_at).map(|pending| pending.layer)
     }
 
-    /// One batch, from slots to slots.
-    fn serve(&mut self, layer: u32) {
+    /// Gathers, computes and answers one batch.
+    fn serve_batch(&mut self, layer: u32) {
         let begin = Instant::now();
         self.status.beat(begin);
-        // A drain must see during the whole batch that frames wait.
+        // Set before the batch, so that a drain sees during the batch that frames are unanswered.
         self.status.set_unanswered(self.links.iter().map(Link::num_unanswered).sum());
-        // One state of the layer for checks and arithmetic, whatever is loaded meanwhile.
+        // One version of the layer for checks and arithmetic, even if an expert is loaded meanwhile.
         let experts = self.store.layer(layer);
         self.gather(layer, experts.as_deref());
         self.batch.sort();
         let gathered = Instant::now();
-        fail_point!("server::before_compute");
+        failpoint!("server::before_compute");
         let outcome = match &experts {
             Some(experts) if self.batch.num_tokens() > 0 => self.compute(experts),
             _ => Ok(()),
         };
         let computed = Instant::now();
-        fail_point!("server::after_compute");
+        failpoint!("server::after_compute");
         self.answer(begin, computed - gathered, outcome.err());
         self.count_batch(layer, begin, gathered, computed);
     }
 
-    /// Copies the frames of `layer` whose turn it is into the batch, and gives their credit back.
+    /// Copies the next frames of `layer` into the batch, and gives their credit back.
     fn gather(&mut self, layer: u32, experts: Option<&LayerExperts>) {
         self.batch.clear();
-        self.parts.clear();
+        self.items.clear();
         let limits = self.config.limits;
-        // The link that waits longest goes first, so that it is in whatever the limits are.
+        // The link that has waited longest comes first, so that the limits never exclude it.
         let heads = self.links.iter().enumerate();
-        let heads = heads.filter_map(|(idx, link)| link.next_up().map(|head| (idx, head)));
+        let heads = heads.filter_map(|(idx, link)| link.next_frame().map(|head| (idx, head)));
         let first = heads.filter(|(_, head)| head.layer == layer).min_by_key(|(_, h)| h.taken_at);
         let first = first.map_or(0, |(idx, _)| idx);
         for link_idx in (first..self.links.len()).chain(0..first) {
             while self.batch.num_tokens() < limits.max_batch_tokens
                 && self.batch.num_entries() < limits.max_batch_entries
                 && let link = &mut self.links[link_idx]
-                && link.next_up().is_some_and(|head| head.layer == layer)
+                && link.next_frame().is_some_and(|head| head.layer == layer)
                 && let Some(pending) = link.pending.pop_front()
             {
                 let body = copy_frame(
@@ -213,17 +213,17 @@ impl<E: Endpoint> Engine<E> {
                     &mut self.batch,
                     &self.metrics,
                 );
-                fail_point!("server::after_copy_before_release");
+                failpoint!("server::after_copy_before_release");
                 link.release();
-                fail_point!("server::after_release");
+                failpoint!("server::after_release");
                 link.num_in_batch += 1;
-                if let PartBody::Fault { fault, .. } = &body {
+                if let ItemBody::Fault { fault, .. } = &body {
                     self.metrics.count_bad_frame(fault.code);
                     if fault.is_malformed() {
                         link.count_bad_frame(limits.max_bad_frames, &fault.message);
                     }
                 }
-                self.parts.push(Part { link_idx, body });
+                self.items.push(BatchItem { link_idx, body });
                 self.show_progress(Instant::now());
             }
         }
@@ -235,7 +235,7 @@ impl<E: Endpoint> Engine<E> {
         let mut on_tick = || {
             let now = Instant::now();
             if now - *last_progress >= PROGRESS_PERIOD {
-                fail_point!("server::in_tick");
+                failpoint!("server::in_tick");
                 *last_progress = now;
                 status.beat(now);
                 links.iter_mut().for_each(Link::show_progress);
@@ -247,15 +247,15 @@ impl<E: Endpoint> Engine<E> {
         })
     }
 
-    /// Answers every frame of the batch, per link in the order of its frames.
+    /// Answers every frame of the batch, each link's in their order.
     fn answer(&mut self, begin: Instant, compute: Duration, failure: Option<Fault>) {
-        for part_idx in 0..self.parts.len() {
+        for item_idx in 0..self.items.len() {
             self.show_progress(Instant::now());
-            let part = &mut self.parts[part_idx];
-            let link = &mut self.links[part.link_idx];
+            let item = &mut self.items[item_idx];
+            let link = &mut self.links[item.link_idx];
             link.num_in_batch -= 1;
-            let answer = match &mut part.body {
-                PartBody::Rows { meta, first_row, num_rows, taken_at } => match &failure {
+            let answer = match &mut item.body {
+                ItemBody::Rows { meta, first_row, num_rows, taken_at } => match &failure {
                     None => {
                         meta.times.queue_ns = saturating_ns(begin - *taken_at);
                         meta.times.compute_ns = saturating_ns(compute);
@@ -266,9 +266,9 @@ impl<E: Endpoint> Engine<E> {
                         Answer::Fault { id: &meta.id, fault }
                     }
                 },
-                PartBody::Fault { id, fault } => Answer::Fault { id, fault },
+                ItemBody::Fault { id, fault } => Answer::Fault { id, fault },
             };
-            link.answer(answer, &mut self.spare, &self.metrics);
+            link.answer(answer, &mut self.buffers, &self.metrics);
         }
     }
 
@@ -276,12 +276,12 @@ impl<E: Endpoint> Engine<E> {
         let metrics = &self.metrics;
         let mut num_clients = 0u32;
         let mut last_link = usize::MAX;
-        for part in &self.parts {
-            if let PartBody::Rows { taken_at, .. } = part.body {
+        for item in &self.items {
+            if let ItemBody::Rows { taken_at, .. } = item.body {
                 metrics.queue_seconds.observe((begin - taken_at).as_secs_f64());
-                // Frames of one link stand together.
-                num_clients += u32::from(part.link_idx != last_link);
-                last_link = part.link_idx;
+                // Frames of one link are adjacent.
+                num_clients += u32::from(item.link_idx != last_link);
+                last_link = item.link_idx;
             }
         }
         let num_tokens = self.batch.num_tokens();
@@ -304,25 +304,25 @@ impl<E: Endpoint> Engine<E> {
         }
     }
 
-    /// Publishes answers that waited for credit. True if any went out, or a client waited too long.
+    /// Publishes answers that wait for credit. Returns true if it published any, or if a link is to close.
     fn flush(&mut self) -> bool {
         let mut has_changed = false;
         for link in &mut self.links {
             if link.is_stalled() {
-                has_changed |= link.flush(&mut self.spare, &self.metrics);
+                has_changed |= link.flush(&mut self.buffers, &self.metrics);
                 let now = Instant::now();
                 let deadline = link.credit_deadline(now, self.config.limits.credit_timeout);
                 if deadline.is_some_and(|deadline| deadline <= now) {
-                    tracing::warn!(link = %link.id, client = link.expect.client_id, "dropping a client that takes no answers");
-                    link.end_with(DropReason::NoCredit);
+                    tracing::warn!(link = %link.id, client = link.expect.client_id, "dropping a client that gives no credit for answers");
+                    link.close_with(DropReason::NoCredit);
                 }
-                has_changed |= link.doom().is_some();
+                has_changed |= link.is_closing();
             }
         }
         has_changed
     }
 
-    /// Lets clients that wait for anything see life, now and then.
+    /// Shows waiting clients that this thread is alive, at most once per period.
     fn show_progress(&mut self, now: Instant) {
         if now - self.last_progress >= PROGRESS_PERIOD {
             self.last_progress = now;
@@ -331,7 +331,7 @@ impl<E: Endpoint> Engine<E> {
         }
     }
 
-    /// Polls for a while, then sleeps until a client or a command wakes this thread.
+    /// Polls for the spin time, then sleeps until a client or a command wakes this thread.
     fn idle(&mut self) -> io::Result<()> {
         let begin = Instant::now();
         self.status.beat(begin);
@@ -371,43 +371,43 @@ impl<E: Endpoint> Engine<E> {
         result
     }
 
-    /// Whether a round would do anything.
+    /// Returns true if a round has something to do.
     fn has_work(&mut self) -> bool {
         if !self.inbox.is_empty() {
             return true;
         }
         let frames = self.links.iter().any(Link::has_frame);
-        // A link whose answers wait has news only if credit came: its frames cannot move on before.
+        // A link with a full backlog has work only once credit has come, because its frames wait for that.
         frames || self.flush()
     }
 
-    fn has_doomed(&self) -> bool {
-        self.links.iter().any(|link| link.doom().is_some())
+    fn has_closing_links(&self) -> bool {
+        self.links.iter().any(|link| link.is_closing())
     }
 
-    fn drop_doomed(&mut self) {
+    fn remove_closed_links(&mut self) {
         let mut idx = 0;
         while let Some(link) = self.links.get(idx) {
-            if link.doom().is_some() {
+            if link.is_closing() {
                 let link = self.links.swap_remove(idx);
-                self.end(link);
-                self.note_links();
+                self.close(link);
+                self.publish_links();
             } else {
                 idx += 1;
             }
         }
     }
 
-    fn end(&mut self, link: Link<E>) {
+    fn close(&mut self, link: Link<E>) {
         if let Err(error) = self.wait.detach(link.channel.endpoint()) {
-            tracing::debug!(link = %link.id, %error, "a link's descriptor was not in the wait set");
+            tracing::debug!(link = %link.id, %error, "the wait set did not have the descriptor of a link");
         }
-        let reason = link.doom().unwrap_or(DropReason::Shutdown);
+        let reason = link.close_reason().unwrap_or(DropReason::Shutdown);
         self.metrics.count_dropped(reason);
-        link.end(reason, &mut self.spare, &self.metrics);
+        link.close(reason, &mut self.buffers, &self.metrics);
     }
 
-    fn note_links(&self) {
+    fn publish_links(&self) {
         self.status.set_links(self.links.len());
         self.metrics.links.set(self.links.len() as i64);
         self.load.set_links(self.links.iter().map(|link| link.channel.kind()));
@@ -417,25 +417,25 @@ impl<E: Endpoint> Engine<E> {
 /// Copies one frame into the batch, checking every field of the copy.
 fn copy_frame<E: Endpoint>(
     link: &Link<E>,
-    pending: &Pending,
+    pending: &PendingFrame,
     model: &ModelConfig,
     experts: Option<&LayerExperts>,
     scratch: &mut DispatchScratch,
     batch: &mut BatchBuilder,
     metrics: &ServerMetrics,
-) -> PartBody {
+) -> ItemBody {
     let view = link.channel.view(&pending.frame);
     let mut dispatch = match decode_dispatch(view, &link.expect, scratch) {
         Ok(dispatch) => dispatch,
         Err(error) => {
             let id = peek_id(view).unwrap_or(link.own_id());
-            return PartBody::Fault { id, fault: error.into() };
+            return ItemBody::Fault { id, fault: error.into() };
         }
     };
     let id = dispatch.id();
     if id.layer != pending.layer {
         let fault = Fault::changed_layer(pending.layer, id.layer);
-        return PartBody::Fault { id, fault };
+        return ItemBody::Fault { id, fault };
     }
     let missing = dispatch.entries().iter().map(|entry| entry.expert);
     let mut missing = missing.filter(|&e| experts.is_none_or(|experts| experts.get(e).is_none()));
@@ -444,58 +444,25 @@ fn copy_frame<E: Endpoint>(
             true => Fault::not_my_expert(id.layer, expert),
             false => Fault::no_moe_layer(id.layer),
         };
-        return PartBody::Fault { id, fault };
+        return ItemBody::Fault { id, fault };
     }
     let num_rows = dispatch.num_tokens();
     if let Err(error) = dispatch.read_rows_f32(0..num_rows, batch.rows_mut(num_rows)) {
-        return PartBody::Fault { id, fault: error.into() };
+        return ItemBody::Fault { id, fault: error.into() };
     }
     let first_row = batch.commit(dispatch.tokens(), dispatch.entries());
     metrics.bytes_in.inc_by(dispatch.total_bytes());
     let meta = dispatch.response_meta();
-    PartBody::Rows { meta, first_row, num_rows, taken_at: pending.taken_at }
-}
-
-/// Tokens per expert, resolved once.
-#[derive(Debug)]
-pub(crate) struct ExpertTokens {
-    num_experts: usize,
-    by_layer: bool,
-    /// `[layer, expert]` or, without layers, `[expert]`.
-    counters: Vec<IntCounter>,
-}
-
-impl ExpertTokens {
-    pub(crate) fn new(metrics: &ServerMetrics, num_layers: Option<u32>, num_experts: u32) -> Self {
-        let layers: Vec<Option<u32>> = match num_layers {
-            Some(num_layers) => (0..num_layers).map(Some).collect(),
-            None => vec![None],
-        };
-        let counters = layers.into_iter().flat_map(|layer| {
-            (0..num_experts).map(move |expert| metrics.expert_tokens(layer, expert))
-        });
-        Self {
-            num_experts: num_experts as usize,
-            by_layer: num_layers.is_some(),
-            counters: counters.collect(),
-        }
-    }
-
-    pub(crate) fn add(&self, layer: u32, expert: u32, num_tokens: u64) {
-        let layer_idx = if self.by_layer { layer as usize } else { 0 };
-        if let Some(counter) = self.counters.get(layer_idx * self.num_experts + expert as usize) {
-            counter.inc_by(num_tokens);
-        }
-    }
+    ItemBody::Rows { meta, first_row, num_rows, taken_at: pending.taken_at }
 }
 
 fn saturating_ns(duration: Duration) -> u32 {
     u32::try_from(duration.as_nanos()).unwrap_or(u32::MAX)
 }
 
-/// How often a waiting client sees life: well below any deadline it can have.
+/// Period of progress marks for waiting clients: well below any deadline that a client can have.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(1);
-/// Longest sleep, so that a watcher can tell an idle thread from a dead one.
+/// Longest sleep, so that a monitor can tell an idle thread from a dead one.
 const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
-/// Looks at every link between two looks at the clock.
+/// Polls of all links between two readings of the clock.
 const POLLS_PER_CLOCK: usize = 32;

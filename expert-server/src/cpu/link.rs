@@ -3,19 +3,18 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use fail::fail_point;
 use p2p_core::{Channel, ChannelError, Endpoint, RxFrame};
 use protocol::{DispatchExpect, FrameId};
 use tokio::sync::oneshot;
 
-use super::answer::{Answer, Spare, Waiting};
-use super::{EndedLink, LinkId};
+use super::answer::{Answer, BufferPool, QueuedAnswer};
 use crate::metrics::{DropReason, ServerMetrics};
+use crate::plane::{ClosedLink, LinkId};
 
-/// A frame that was taken and waits for its batch. Its bytes are still in the slot, and still the
-/// client's to change: `layer` is a hint until the frame is copied and checked.
+/// A frame that was taken and waits for its batch. Its bytes are still in the slot, where the client can change
+/// them. So `layer` is a hint until the frame is copied and checked.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Pending {
+pub(crate) struct PendingFrame {
     pub(crate) frame: RxFrame,
     pub(crate) layer: u32,
     pub(crate) taken_at: Instant,
@@ -24,21 +23,21 @@ pub(crate) struct Pending {
 pub(crate) struct Link<E: Endpoint> {
     pub(crate) id: LinkId,
     pub(crate) channel: Channel<E>,
-    /// What every frame of the client must look like.
+    /// Properties that every frame of the client must have.
     pub(crate) expect: DispatchExpect,
     /// Frames taken, oldest first.
-    pub(crate) pending: VecDeque<Pending>,
+    pub(crate) pending: VecDeque<PendingFrame>,
     /// Answers that wait for credit, oldest first.
-    backlog: VecDeque<Waiting>,
+    backlog: VecDeque<QueuedAnswer>,
     max_backlog: usize,
     /// Frames copied into the batch that is being computed.
     pub(crate) num_in_batch: usize,
-    /// Since when the client has given no credit for the backlog.
+    /// Begin of the time without credit for the backlog.
     stalled_since: Option<Instant>,
     num_bad_frames: u32,
-    /// Set when the link is to end after this round.
-    doom: Option<DropReason>,
-    ended: oneshot::Sender<EndedLink<E>>,
+    /// Set when the link is to close after this round.
+    close_reason: Option<DropReason>,
+    closed: oneshot::Sender<ClosedLink<Channel<E>>>,
 }
 
 impl<E: Endpoint> Link<E> {
@@ -47,10 +46,10 @@ impl<E: Endpoint> Link<E> {
         channel: Channel<E>,
         expect: DispatchExpect,
         max_backlog: usize,
-        ended: oneshot::Sender<EndedLink<E>>,
+        closed: oneshot::Sender<ClosedLink<Channel<E>>>,
     ) -> Self {
         let num_frames = channel.layout().num_frames();
-        // A whole ring of requests can go into one batch.
+        // All frames of a slot can be in one batch.
         let max_backlog = max_backlog.max(num_frames);
         Self {
             id,
@@ -62,12 +61,12 @@ impl<E: Endpoint> Link<E> {
             num_in_batch: 0,
             stalled_since: None,
             num_bad_frames: 0,
-            doom: None,
-            ended,
+            close_reason: None,
+            closed,
         }
     }
 
-    /// Identity for the answer to a frame that has none.
+    /// Identity for the answer to a frame without a readable one.
     pub(crate) const fn own_id(&self) -> FrameId {
         FrameId {
             epoch: 0,
@@ -80,23 +79,23 @@ impl<E: Endpoint> Link<E> {
         }
     }
 
-    /// Whether a frame arrived: one load.
+    /// Returns true if a frame has arrived. Costs one load.
     #[inline]
     pub(crate) fn has_frame(&self) -> bool {
-        self.channel.has_frame() && self.doom.is_none()
+        self.channel.has_frame() && !self.is_closing()
     }
 
-    /// Whether answers wait for credit.
+    /// Returns true if answers wait for credit.
     #[inline]
     pub(crate) fn is_stalled(&self) -> bool {
         !self.backlog.is_empty()
     }
 
-    /// The next frame, if it may go into a batch: its answer must have a place in the backlog, should
-    /// the client give no credit.
-    pub(crate) fn next_up(&self) -> Option<&Pending> {
+    /// The next frame, if it may go into a batch. The backlog must have room for its answer, in case the client
+    /// gives no credit.
+    pub(crate) fn next_frame(&self) -> Option<&PendingFrame> {
         let has_room = self.backlog.len() + self.num_in_batch < self.max_backlog;
-        if has_room && self.doom.is_none() { self.pending.front() } else { None }
+        if has_room && !self.is_closing() { self.pending.front() } else { None }
     }
 
     /// Frames taken and not answered.
@@ -104,9 +103,9 @@ impl<E: Endpoint> Link<E> {
         self.pending.len() + self.num_in_batch + self.backlog.len()
     }
 
-    /// Shows a client that waits for an answer that this thread is alive.
+    /// Shows a client that waits for an answer that the data thread is alive.
     pub(crate) fn show_progress(&mut self) {
-        if self.doom.is_none()
+        if !self.is_closing()
             && (self.num_unanswered() > 0 || self.channel.has_frame())
             && let Err(error) = self.channel.try_bump_progress()
         {
@@ -114,21 +113,21 @@ impl<E: Endpoint> Link<E> {
         }
     }
 
-    /// Gives the credit of the oldest held frame back.
+    /// Gives back the credit of the oldest frame that was taken.
     pub(crate) fn release(&mut self) {
         if let Err(error) = self.channel.release() {
             self.fail(&error);
         }
     }
 
-    /// Publishes `answer`, or keeps it until the client gives credit.
+    /// Publishes `answer`, or queues it until the client gives credit.
     pub(crate) fn answer(
         &mut self,
         answer: Answer<'_>,
-        spare: &mut Spare,
+        buffers: &mut BufferPool,
         metrics: &ServerMetrics,
     ) {
-        if self.doom.is_some() {
+        if self.is_closing() {
             return;
         }
         if self.backlog.is_empty() {
@@ -138,41 +137,42 @@ impl<E: Endpoint> Link<E> {
                 Err(error) => return self.fail(&error),
             }
         }
-        self.backlog.push_back(Waiting::new(answer, spare.take()));
+        self.backlog.push_back(QueuedAnswer::new(answer, buffers.take()));
         metrics.backlog_frames.inc();
     }
 
-    /// Publishes what waits, as far as there is credit. True if anything went out.
-    pub(crate) fn flush(&mut self, spare: &mut Spare, metrics: &ServerMetrics) -> bool {
-        let mut went_out = false;
-        while self.doom.is_none()
-            && let Some(waiting) = self.backlog.pop_front()
+    /// Publishes queued answers while there is credit. Returns true if it published any.
+    pub(crate) fn flush(&mut self, buffers: &mut BufferPool, metrics: &ServerMetrics) -> bool {
+        let mut has_published = false;
+        while !self.is_closing()
+            && let Some(queued) = self.backlog.pop_front()
         {
-            match self.try_publish(waiting.as_answer(), metrics) {
+            match self.try_publish(queued.as_answer(), metrics) {
                 Ok(true) => {
-                    spare.keep(waiting.into_buffer());
+                    buffers.put(queued.into_buffer());
                     metrics.backlog_frames.dec();
-                    went_out = true;
+                    has_published = true;
                 }
                 Ok(false) => {
-                    self.backlog.push_front(waiting);
+                    self.backlog.push_front(queued);
                     break;
                 }
                 Err(error) => {
-                    self.backlog.push_front(waiting);
+                    self.backlog.push_front(queued);
                     self.fail(&error);
                 }
             }
         }
-        if went_out {
+        if has_published {
             self.stalled_since = None;
         }
-        went_out
+        has_published
     }
 
-    /// When the client must have given credit, or `None` while nothing waits for it. Starts the clock.
+    /// Deadline for the client's credit, or `None` without a backlog. The first call with a backlog starts the
+    /// clock.
     pub(crate) fn credit_deadline(&mut self, now: Instant, timeout: Duration) -> Option<Instant> {
-        if self.backlog.is_empty() || self.doom.is_some() {
+        if self.backlog.is_empty() || self.is_closing() {
             self.stalled_since = None;
             return None;
         }
@@ -186,41 +186,52 @@ impl<E: Endpoint> Link<E> {
         }
         self.num_bad_frames = self.num_bad_frames.saturating_add(1);
         if self.num_bad_frames > max_bad_frames {
-            self.end_with(DropReason::BadFrames);
+            self.close_with(DropReason::BadFrames);
         }
     }
 
-    /// Ends the link after this round, because of `error`.
+    /// Closes the link after this round, because of `error`.
     pub(crate) fn fail(&mut self, error: &ChannelError) {
-        if self.doom.is_none() {
+        if !self.is_closing() {
             tracing::warn!(link = %self.id, client = self.expect.client_id, %error, "dropping a client");
         }
-        self.end_with(match error {
+        self.close_with(match error {
             ChannelError::Desync(_) => DropReason::Desync,
             _ => DropReason::Transport,
         });
     }
 
-    /// Ends the link after this round. The first reason counts.
-    pub(crate) fn end_with(&mut self, reason: DropReason) {
-        self.doom.get_or_insert(reason);
+    /// Closes the link after this round. The first reason counts.
+    pub(crate) fn close_with(&mut self, reason: DropReason) {
+        self.close_reason.get_or_insert(reason);
     }
 
-    pub(crate) const fn doom(&self) -> Option<DropReason> {
-        self.doom
+    pub(crate) const fn close_reason(&self) -> Option<DropReason> {
+        self.close_reason
     }
 
-    /// Hands the channel to whoever waits for the link's end.
-    pub(crate) fn end(self, reason: DropReason, spare: &mut Spare, metrics: &ServerMetrics) {
-        for waiting in self.backlog {
-            spare.keep(waiting.into_buffer());
+    /// Returns true if the link closes after this round.
+    #[inline]
+    pub(crate) const fn is_closing(&self) -> bool {
+        self.close_reason.is_some()
+    }
+
+    /// Hands the channel to the task that waits for the link's end.
+    pub(crate) fn close(
+        self,
+        reason: DropReason,
+        buffers: &mut BufferPool,
+        metrics: &ServerMetrics,
+    ) {
+        for queued in self.backlog {
+            buffers.put(queued.into_buffer());
             metrics.backlog_frames.dec();
         }
-        // Nobody may be waiting; the channel is then dropped here.
-        let _ = self.ended.send(EndedLink { reason, channel: self.channel });
+        // Without such a task the channel is dropped here.
+        let _ = self.closed.send(ClosedLink { reason, slots: self.channel });
     }
 
-    /// False while there is no credit.
+    /// Returns false without credit.
     fn try_publish(
         &mut self,
         answer: Answer<'_>,
@@ -230,24 +241,15 @@ impl<E: Endpoint> Link<E> {
             return Ok(false);
         };
         let used_bytes = answer.encode(&mut self.channel.write_view(&frame));
-        if sabotage_asked("server::sabotage_publish_early") {
-            // The last of the rows are not there yet when the flag says that they are.
+        sabotage!("server::sabotage_publish_early", {
+            // Overwrites the last rows: the flag then announces rows that are not complete.
             let _ = self.channel.write_view(&frame).put_bytes(used_bytes / 4 * 3, &[0x3e; 64]);
-        }
-        fail_point!("server::between_payload_and_publish");
+        });
+        failpoint!("server::between_payload_and_publish");
         self.channel.publish(frame, used_bytes)?;
-        fail_point!("server::after_publish");
+        failpoint!("server::after_publish");
         metrics.frames_out.inc();
         metrics.bytes_out.inc_by(used_bytes as u64);
         Ok(true)
     }
-}
-
-/// Whether a fault test asked for the wrong behaviour `name`, to see that its rig notices. The constant
-/// `false` in builds without the feature `failpoints`.
-#[inline]
-fn sabotage_asked(name: &str) -> bool {
-    fail_point!(name, |_| true);
-    let _ = name;
-    false
 }

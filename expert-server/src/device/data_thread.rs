@@ -1,15 +1,16 @@
-//! The rounds of the data thread of a GPU.
+//! The loop of the data thread on a GPU.
 //!
-//! The thread keeps batches under way and is in nobody's path: each is one recorded graph that waits for
-//! frames, computes them and answers. While one computes, clients store the next frames, and the batch
-//! that will take them is queued behind it already, so that the GPU never waits for this thread. All are
-//! on one stream: a reception that ran beside the products would take multiprocessors from them (a fifth
-//! of the speed on an H200) for the few microseconds that it saves.
+//! The thread keeps batches under way, and no frame waits for it. Each batch is one recorded graph, which
+//! waits for frames, computes them and answers. While a batch computes, clients store the next frames, and
+//! the batch that takes them is already queued. So the GPU never waits for this thread. All batches are on
+//! one stream. A reception on a stream of its own would save a few microseconds, but take multiprocessors
+//! from the products: a fifth of the speed on an H200.
 //!
-//! What kernels read as tables changes only between batches: the thread lets those under way end, which
-//! takes as long as the wait for a frame at most when nothing comes, changes the tables, and goes on.
+//! Tables that kernels read change only between batches. The thread waits until the batches under way have ended,
+//! changes the tables, and launches again. Without frames that wait is at most the wait of a batch for a frame.
 
 mod bounds;
+mod clients;
 mod counting;
 mod faults;
 mod memory;
@@ -24,71 +25,77 @@ use kernels::gpu::{DeviceName, Gpu, GpuError, Stream};
 
 use self::bounds::BATCH_LIMIT;
 use self::memory::Memory;
+use super::abort::AbortMask;
+use super::client::Client;
+use super::client_table::ClientTable;
 use super::context::{Context, GraphKey};
-use super::error::KernelFault;
-use super::gather::Gathering;
+use super::fault::KernelFault;
+use super::gather::GatherPolicy;
 use super::plan::DevicePlan;
-use super::client_table::{EndedSeat, Seat, SeatBoard, Seats};
-use super::store::{DeviceStore, Tables};
+use super::store::{DeviceStore, ExpertTables};
 use super::{Command, DeviceConfig};
-use crate::cpu::{DataError, ExpertTokens, Inbox};
-use crate::metrics::{DropReason, ServerMetrics};
+use crate::error::DataError;
+use crate::inbox::Inbox;
+use crate::metrics::{DropReason, ExpertTokenCounters, ServerMetrics};
 use crate::status::{DataStatus, LoadCounters};
 
-pub(super) struct Engine {
+pub(super) struct DataThread {
     gpu: Gpu,
     plan: DevicePlan,
     config: DeviceConfig,
     store: Arc<DeviceStore>,
-    tables: Arc<Tables>,
+    tables: Arc<ExpertTables>,
     contexts: Vec<Context>,
-    /// Of all batches, in order.
+    /// The stream of all batches.
     stream: Stream,
     last_launched: Option<usize>,
     memory: ManuallyDrop<Memory>,
-    /// For everything that is not a batch.
+    /// The stream of everything else.
     control: Stream,
-    seats: Seats,
-    board: Arc<SeatBoard>,
-    joining: Vec<Seat>,
+    clients: ClientTable,
+    aborts: Arc<AbortMask>,
+    /// Clients that enter the table before the next batch.
+    new_clients: Vec<Client>,
     inbox: Arc<Inbox<Command>>,
     status: Arc<DataStatus>,
     load: Arc<LoadCounters>,
     metrics: ServerMetrics,
-    expert_tokens: ExpertTokens,
+    expert_tokens: ExpertTokenCounters,
     expert_begin: Vec<u32>,
-    recent_rows: [u32; RECENT],
+    recent_rows: [u32; NUM_RECENT],
     num_batches: usize,
-    /// Batches that have ended, as kernels count them.
+    /// Batches that have ended, by the kernels' count.
     num_ended: u64,
-    /// Whether a batch was being computed when that could last be told, and whether the GPU was asked.
+    /// True if a batch computed at the time of the last answer of the GPU.
     is_computing: bool,
-    has_asked: bool,
-    gathering: Gathering,
+    /// True if a copy of the GPU's count of batches was requested.
+    has_requested: bool,
+    gather_policy: GatherPolicy,
     num_refused: u64,
-    /// Whether kernels reported something that waits for a pause between batches.
+    /// True if kernels reported an error that is read between batches.
     has_fault: bool,
-    /// Since when kernels cannot report anything but a refused frame, which was counted.
+    /// Begin of the time in which a refused frame, which was counted, keeps kernels from reporting other errors.
     refusal_since: Option<Instant>,
-    /// When a late frame was last told of in the log, and how many were not since.
-    told_late_at: Option<Instant>,
-    num_untold: u64,
+    /// Time of the last log line about a late frame.
+    late_logged_at: Option<Instant>,
+    /// Late frames since then that were not logged.
+    num_unlogged: u64,
     last_work: Instant,
     last_progress: Instant,
-    /// When a batch ended last.
+    /// Time of the last end of a batch.
     last_ended: Instant,
-    /// When it was told to stop.
+    /// Time of the stop command.
     stopped_at: Option<Instant>,
 }
 
-impl Engine {
-    #[allow(clippy::too_many_arguments, reason = "the parts of the one thread, put together once")]
+impl DataThread {
+    #[allow(clippy::too_many_arguments, reason = "all parts of the thread, assembled once")]
     pub(super) fn new(
         gpu: &Gpu,
         plan: DevicePlan,
         config: DeviceConfig,
         store: Arc<DeviceStore>,
-        board: Arc<SeatBoard>,
+        aborts: Arc<AbortMask>,
         inbox: Arc<Inbox<Command>>,
         status: Arc<DataStatus>,
         load: Arc<LoadCounters>,
@@ -104,12 +111,12 @@ impl Engine {
             last_launched: None,
             memory: ManuallyDrop::new(Memory::new(gpu, &plan)?),
             control: gpu.stream()?,
-            seats: Seats::new(gpu, &plan.geometry)?,
-            board,
-            joining: Vec::new(),
-            expert_tokens: ExpertTokens::new(&metrics, num_layers, plan.num_experts),
-            // Older than any, so that they are put into service first of all.
-            tables: Arc::new(Tables { version: 0, layers: Vec::new() }),
+            clients: ClientTable::new(gpu, &plan.geometry)?,
+            aborts,
+            new_clients: Vec::new(),
+            expert_tokens: ExpertTokenCounters::new(&metrics, num_layers, plan.num_experts),
+            // Older than any other version, so that the store's tables are put into service first.
+            tables: Arc::new(ExpertTables { version: 0, layers: Vec::new() }),
             gpu: gpu.clone(),
             plan,
             config,
@@ -119,17 +126,17 @@ impl Engine {
             load,
             metrics,
             expert_begin: Vec::with_capacity(plan.num_experts as usize + 1),
-            recent_rows: [0; RECENT],
+            recent_rows: [0; NUM_RECENT],
             num_batches: 0,
             num_ended: 0,
             is_computing: false,
-            has_asked: false,
-            gathering: Gathering::new(&plan.options),
+            has_requested: false,
+            gather_policy: GatherPolicy::new(&plan.options),
             num_refused: 0,
             has_fault: false,
             refusal_since: None,
-            told_late_at: None,
-            num_untold: 0,
+            late_logged_at: None,
+            num_unlogged: 0,
             last_work: now,
             last_progress: now,
             last_ended: now,
@@ -137,7 +144,7 @@ impl Engine {
         })
     }
 
-    /// Serves until it is told to stop.
+    /// Serves until a stop command.
     pub(super) fn run(mut self) -> Result<(), DataError> {
         let ended = self.serve();
         ended.map_err(|error| explain(error, self.contexts.iter().find_map(Context::trapped)))
@@ -146,14 +153,14 @@ impl Engine {
     fn serve(&mut self) -> Result<(), DataError> {
         loop {
             self.status.beat(Instant::now());
-            self.obey();
+            self.apply_commands();
             if self.stopped_at.is_some() {
                 break;
             }
             if self.has_changes() {
-                self.settle()?;
+                self.apply_changes()?;
             }
-            if self.seats.num_clients() == 0 {
+            if self.clients.num_entries() == 0 {
                 self.sleep();
                 continue;
             }
@@ -161,20 +168,20 @@ impl Engine {
             self.poll()?;
         }
         self.drain()?;
-        self.seats.iter_mut().for_each(|seat| seat.end_with(DropReason::Shutdown));
-        self.let_go();
+        self.clients.iter_mut().for_each(|client| client.close_with(DropReason::Shutdown));
+        self.remove_closed_clients();
         Ok(())
     }
 
-    /// Takes in commands; what they ask for happens between two batches.
-    fn obey(&mut self) {
+    /// Takes commands from the inbox. Their changes are applied between two batches.
+    fn apply_commands(&mut self) {
         while let Some(command) = self.inbox.pop() {
             match command {
-                Command::Attach(seat) => self.joining.push(*seat),
+                Command::Attach(client) => self.new_clients.push(*client),
                 Command::Detach(id) => {
-                    for seat in self.joining.iter_mut().chain(self.seats.iter_mut()) {
-                        if seat.id == id {
-                            seat.end_with(DropReason::PeerClosed);
+                    for client in self.new_clients.iter_mut().chain(self.clients.iter_mut()) {
+                        if client.id == id {
+                            client.close_with(DropReason::PeerClosed);
                         }
                     }
                 }
@@ -184,120 +191,52 @@ impl Engine {
     }
 
     fn has_changes(&self) -> bool {
-        !self.joining.is_empty()
+        !self.new_clients.is_empty()
             || self.has_fault
             || self.refusal_since.is_some_and(|since| since.elapsed() >= REFUSAL_PERIOD)
-            || self.seats.has_doomed()
+            || self.clients.has_closing()
             || self.store.tables().version != self.tables.version
     }
 
-    /// Lets the batches under way end, and changes what they must not see changing.
-    fn settle(&mut self) -> Result<(), DataError> {
-        // Nobody who is to go is waited for: not who broke the rules, nor who went before the board knew it.
-        self.board.give_up_doomed(&self.seats);
-        self.drain()?;
-        if self.has_fault || self.refusal_since.is_some() {
-            self.look_at_fault()?;
-        }
-        self.let_go();
-        self.take_in()?;
-        let tables = self.store.tables();
-        if tables.version != self.tables.version {
-            self.memory.write_tables(&self.control, &self.plan, &self.store, &tables)?;
-            // Before anybody is told: whoever loaded then frees what nobody uses any more.
-            self.tables = tables;
-            self.store.set_in_service(&self.tables);
-        }
-        let clients = self.seats.table();
-        self.memory.write_clients(&self.control, &clients)?;
-        self.board.set(&self.seats);
-        self.note_seats();
-        Ok(())
-    }
-
-    /// Gives new clients their seats, with counters that begin anew.
-    fn take_in(&mut self) -> Result<(), DataError> {
-        for seat in std::mem::take(&mut self.joining) {
-            self.metrics.links_opened.inc();
-            if let Some(reason) = seat.doom() {
-                self.end(seat, reason);
-                continue;
-            }
-            match self.seats.take(seat) {
-                Ok(idx) => {
-                    self.gathering.forget(idx);
-                    self.memory.forget_client(&self.control, idx)?;
-                }
-                Err(seat) => {
-                    tracing::error!(link = %seat.id, "no seat is left for a client that was let in");
-                    self.end(*seat, DropReason::Transport);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends the links of clients that are to go. No batch is under way.
-    fn let_go(&mut self) {
-        let gone: Vec<Seat> = self.seats.remove_doomed().collect();
-        for seat in gone {
-            let reason = seat.doom().unwrap_or(DropReason::Shutdown);
-            self.end(seat, reason);
-        }
-        self.note_seats();
-    }
-
-    fn end(&self, seat: Seat, reason: DropReason) {
-        self.metrics.count_dropped(reason);
-        // Nobody may be waiting; the slots are then freed here.
-        let _ = seat.ended.send(EndedSeat { reason, slots: seat.slots });
-    }
-
-    fn note_seats(&self) {
-        let num_links = self.seats.len();
-        self.status.set_links(num_links);
-        self.metrics.links.set(num_links as i64);
-        self.load.set_links(self.seats.iter().map(Seat::kind));
-    }
-
-    /// Starts batches where none is under way.
+    /// Launches a batch in every context without one.
     fn launch(&mut self) -> Result<(), DataError> {
         let mut key = GraphKey {
-            num_clients: self.seats.num_clients(),
-            num_places: self.num_places(),
+            num_clients: self.clients.num_entries(),
+            num_local_experts: self.num_local_experts(),
             bucket_rows: self.bucket_rows(),
             times_experts: false,
         };
-        let shared = self.memory.shared(&self.board, self.store.weights_dtype());
+        let tables = self.memory.shared_tables(&self.aborts, self.store.weights_dtype());
         for turn in 0..self.contexts.len() {
-            // In turn, so that batches of one length take turns as well.
+            // In turn, so that batches end in the order of their launches.
             let idx = self.last_launched.map_or(0, |last| last + 1 + turn) % self.contexts.len();
             if self.contexts[idx].launched_at.is_some() {
                 continue;
             }
             let streams = (&self.gpu, &self.stream, &self.control);
-            let gather = self.gathering.wish(self.seats.taken());
-            // Batches are launched all the time; threads that carry answers rest when nobody asks for any.
-            if self.last_work.elapsed() < ANSWERS_EXPECTED {
-                self.config.reached.expect_work();
+            let gather = self.gather_policy.next(self.clients.occupied());
+            // Batches are launched all the time. The proxy's threads may sleep unless there was work lately.
+            if self.last_work.elapsed() < PROXY_AWAKE {
+                self.config.transports.expect_work();
             }
             let every = self.plan.options.experts_timed_every;
-            // Each context by its own count: of an even number one of two would never be timed.
+            // Each context uses its own count. With a common count and an even period, one of two contexts would
+            // never be timed.
             let context = &mut self.contexts[idx];
             key.times_experts = every > 0 && context.num_launched.is_multiple_of(every);
-            let launched = context.launch(streams, &self.plan, &shared, key, gather)?;
+            let launched = context.launch(streams, &self.plan, &tables, key, gather)?;
             self.last_launched = Some(idx);
-            if let Some(recorded_in) = launched {
-                self.metrics.graph_seconds.observe(recorded_in.as_secs_f64());
+            if let Some(record_time) = launched {
+                self.metrics.graph_seconds.observe(record_time.as_secs_f64());
             }
         }
         Ok(())
     }
 
-    /// Looks after the batches under way until one ends, or for a moment.
+    /// Polls the batches under way until one ends, but not for long.
     fn poll(&mut self) -> Result<(), DataError> {
         for _ in 0..POLLS_PER_ROUND {
-            if self.harvest_ended()? || !self.inbox.is_empty() {
+            if self.collect_ended()? || !self.inbox.is_empty() {
                 return Ok(());
             }
             std::hint::spin_loop();
@@ -314,11 +253,11 @@ impl Engine {
     /// Waits until no batch is under way.
     fn drain(&mut self) -> Result<(), DataError> {
         while self.contexts.iter().any(|context| context.launched_at.is_some()) {
-            if self.harvest_ended()? {
+            if self.collect_ended()? {
                 continue;
             }
-            // Whoever goes meanwhile is not waited for any longer, nor is anybody for long when it is to stop.
-            self.obey();
+            // A client that disconnects meanwhile is aborted, and a stop command bounds all waits.
+            self.apply_commands();
             let now = Instant::now();
             self.status.beat(now);
             self.show_progress(now)?;
@@ -329,28 +268,28 @@ impl Engine {
         Ok(())
     }
 
-    /// Counts batches that have ended. True if there was one.
-    fn harvest_ended(&mut self) -> Result<bool, DataError> {
+    /// Counts the batches that have ended. Returns true if there was one.
+    fn collect_ended(&mut self) -> Result<bool, DataError> {
         let mut any = false;
         for idx in 0..self.contexts.len() {
             if self.contexts[idx].launched_at.is_some() && !self.contexts[idx].is_running()? {
                 self.contexts[idx].launched_at = None;
                 self.last_ended = Instant::now();
-                self.harvest(idx)?;
+                self.collect(idx)?;
                 any = true;
             }
         }
         Ok(any)
     }
 
-    fn harvest(&mut self, idx: usize) -> Result<(), DataError> {
+    fn collect(&mut self, idx: usize) -> Result<(), DataError> {
         let context = &self.contexts[idx];
         let batch = context.batch();
         let state = context.state_hint(&self.plan);
         self.num_ended = self.num_ended.max(state.num_batches);
         match KernelFault::of(&state.error) {
             None => {}
-            // Which is counted at once, and batches go on: a client can have many a second.
+            // Counted below. Batches go on, because a client can have many refused frames per second.
             Some(KernelFault::Refused { .. }) => {
                 self.refusal_since.get_or_insert_with(Instant::now);
             }
@@ -359,7 +298,7 @@ impl Engine {
         self.count_refusals(&state);
         let context = &self.contexts[idx];
         if batch.clients == 0 {
-            // Nobody needs the answer at once, and a GPU in software shares this host's cores.
+            // A GPU in software shares the cores of this host, so an idle one leaves them to others.
             if matches!(self.plan.device, DeviceName::Emulated(_)) && self.inbox.is_empty() {
                 thread::park_timeout(EMULATED_PAUSE);
             }
@@ -369,17 +308,17 @@ impl Engine {
         self.last_work = now;
         self.status.frame_taken(now);
         let (compute, experts_time) = (context.compute_time()?, context.experts_time()?);
-        let num_places = self.num_places() as usize;
-        context.expert_begin(&self.plan, num_places, &mut self.expert_begin);
-        self.recent_rows[self.num_batches % RECENT] = batch.num_rows;
+        let num_local_experts = self.num_local_experts() as usize;
+        context.expert_begin(&self.plan, num_local_experts, &mut self.expert_begin);
+        self.recent_rows[self.num_batches % NUM_RECENT] = batch.num_rows;
         self.num_batches += 1;
-        self.gathering.note(batch.clients, batch.expected, compute);
+        self.gather_policy.record(batch.clients, batch.expected, compute);
         self.count(&batch, compute);
         self.report(&batch, compute, experts_time);
         Ok(())
     }
 
-    /// Tells clients that wait while a long batch computes that the server is alive.
+    /// Shows clients that wait for a long batch that the server is alive.
     fn show_progress(&mut self, now: Instant) -> Result<(), DataError> {
         if now - self.last_progress < PROGRESS_PERIOD {
             return Ok(());
@@ -387,25 +326,25 @@ impl Engine {
         self.last_progress = now;
         let is_old = |at: &Context| at.launched_at.is_some_and(|at| now - at >= PROGRESS_PERIOD);
         if !self.contexts.iter().any(is_old) {
-            (self.is_computing, self.has_asked) = (false, false);
+            (self.is_computing, self.has_requested) = (false, false);
         } else if self.control.is_done()? {
-            // A batch that waits for frames looks the same from here: its kernels count it when it has some.
-            // The answer is as old as the last look, and what has ended since is known.
-            self.is_computing = self.has_asked && self.memory.num_begun() > self.num_ended;
+            // A batch that waits for frames looks the same to the host. Its kernels count it once it has frames.
+            // The count is as old as the last copy, so it is compared with the batches that have ended since.
+            self.is_computing = self.has_requested && self.memory.num_begun() > self.num_ended;
             if self.is_computing {
-                for seat in self.seats.iter() {
-                    seat.show_life(&self.control, &self.plan.geometry)?;
+                for client in self.clients.iter() {
+                    client.show_progress(&self.control, &self.plan.geometry)?;
                 }
             }
-            self.memory.ask_num_begun(&self.control)?;
-            self.has_asked = true;
+            self.memory.request_num_begun(&self.control)?;
+            self.has_requested = true;
         }
         self.status.set_unanswered(self.is_computing.into());
-        self.check_ways();
+        self.check_paths();
         Ok(())
     }
 
-    /// Without clients there is nothing to do until somebody says something.
+    /// Sleeps until a command or a change of the store, when there are no clients.
     fn sleep(&mut self) {
         self.status.set_unanswered(0);
         if self.inbox.is_empty() && !self.has_changes() {
@@ -414,24 +353,24 @@ impl Engine {
         }
     }
 
-    /// Rows for which the next grids are made: the largest of the last batches, rounded up.
+    /// Rows for which the next grids are sized: those of the largest recent batch, rounded up.
     fn bucket_rows(&self) -> u32 {
         let largest = self.recent_rows.iter().copied().max().unwrap_or(0);
         let bucket = BUCKETS.into_iter().find(|rows| *rows >= largest).unwrap_or(u32::MAX);
         bucket.min(self.plan.max_rows)
     }
 
-    /// Places that kernels count entries for, rounded so that a further expert rarely changes it.
-    fn num_places(&self) -> u32 {
-        let used = self.tables.num_places().max(1) as u32;
+    /// Local experts for which kernels count entries, rounded up so that one more expert rarely changes it.
+    fn num_local_experts(&self) -> u32 {
+        let used = self.tables.num_local_experts().max(1) as u32;
         used.next_multiple_of(8).min(self.plan.num_experts)
     }
 }
 
-impl Drop for Engine {
+impl Drop for DataThread {
     fn drop(&mut self) {
-        // Memory must not go from under a kernel. Their waits have bounds or are ended, so this one is short.
-        self.seats.iter().for_each(|seat| self.board.give_up(seat.id));
+        // A running kernel may still use the memory. Its waits have bounds or are aborted, so it ends soon.
+        self.clients.iter().for_each(|client| self.aborts.abort(client.id));
         let deadline = Instant::now() + DROP_LIMIT;
         let mut has_ended = true;
         for stream in [&self.stream, &self.control] {
@@ -446,14 +385,14 @@ impl Drop for Engine {
             return;
         }
         std::mem::forget(std::mem::take(&mut self.contexts));
-        self.seats.keep_slots();
-        // Weights, and the mask that kernels look at.
+        self.clients.leak_slots();
+        // The weights, and the mask that kernels poll.
         std::mem::forget(Arc::clone(&self.tables));
-        std::mem::forget(Arc::clone(&self.board));
+        std::mem::forget(Arc::clone(&self.aborts));
     }
 }
 
-/// What is known of a GPU's failure: `word` is of a kernel that trapped.
+/// Adds the error word of a kernel that trapped to the GPU's error.
 fn explain(error: DataError, word: Option<ErrorWord>) -> DataError {
     match (error, word) {
         (DataError::Gpu(source), Some(word)) => DataError::Trapped { word, source },
@@ -461,24 +400,26 @@ fn explain(error: DataError, word: Option<ErrorWord>) -> DataError {
     }
 }
 
-/// Row counts for which graphs are recorded, besides the largest.
+/// Row counts for which graphs are recorded, besides the plan's largest.
 const BUCKETS: [u32; 5] = [32, 128, 512, 2048, 8192];
-/// Batches that the choice of a bucket looks back on.
-const RECENT: usize = 16;
-/// Looks at the batches between two looks at the clock.
+/// Batches that the choice of a bucket considers.
+const NUM_RECENT: usize = 16;
+/// Polls of the batches between two readings of the clock.
 const POLLS_PER_ROUND: usize = 64;
-/// Sleep between two looks when nothing has come for a while.
+/// Sleep between two polls after a time without frames.
 const PAUSE: Duration = Duration::from_micros(50);
-/// As long as an idle thread of a proxy looks often.
-const ANSWERS_EXPECTED: Duration = Duration::from_secs(1);
+/// Time without work for which the proxy's threads are kept awake: as long as an idle one polls often.
+const PROXY_AWAKE: Duration = Duration::from_secs(1);
+/// Pause after an empty batch of a GPU in software.
 const EMULATED_PAUSE: Duration = Duration::from_millis(1);
-/// How often a waiting client sees life during a batch: well below any deadline it can have.
+/// Period of progress marks during a batch: well below any deadline that a client can have.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(1);
-/// Longest sleep, so that a watcher can tell an idle thread from a dead one.
+/// Longest sleep, so that a monitor can tell an idle thread from a dead one.
 const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
-/// Kernels keep their first error until there is a pause between batches. If it is a refusal, which says nothing
-/// new, that is not made more often.
+/// Kernels keep their first error until a pause between batches. A refusal was counted before, so a pause for
+/// it is made only this often.
 const REFUSAL_PERIOD: Duration = Duration::from_secs(1);
+/// Longest wait for the batches under way when the thread ends.
 const DROP_LIMIT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -488,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_kernel_said_before_it_trapped_is_told_with_the_gpus_error() {
+    fn the_error_word_of_a_trapped_kernel_is_reported_with_the_gpus_error() {
         let lost = || DataError::Gpu(GpuError::Deadline { what: "a batch" });
         let word = ErrorWord {
             tag: TAG_PRODUCT,

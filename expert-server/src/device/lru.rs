@@ -1,21 +1,20 @@
-//! A few values by key, of which those used longest ago go first.
+//! A small cache that evicts the least recently used value.
 
-/// See the [module](self).
+/// Values by key. Look-ups are linear: the cache is small.
 #[derive(Debug)]
-pub(super) struct Recent<K, V> {
-    /// The one that was used last comes last.
+pub(super) struct LruCache<K, V> {
+    /// The most recently used entry is the last.
     entries: Vec<(K, V)>,
-    most: usize,
+    capacity: usize,
 }
 
-impl<K: PartialEq, V> Recent<K, V> {
-    /// Room for `most` values.
-    pub(super) const fn new(most: usize) -> Self {
-        Self { entries: Vec::new(), most }
+impl<K: PartialEq, V> LruCache<K, V> {
+    pub(super) const fn new(capacity: usize) -> Self {
+        Self { entries: Vec::new(), capacity }
     }
 
-    /// Makes the value with this key the newest. `false` if there is none.
-    pub(super) fn renew(&mut self, key: &K) -> bool {
+    /// Marks the value with this key as the most recently used. Returns false if there is none.
+    pub(super) fn touch(&mut self, key: &K) -> bool {
         let found = self.entries.iter().rposition(|(of, _)| of == key);
         if let Some(idx) = found {
             self.entries[idx..].rotate_left(1);
@@ -23,14 +22,16 @@ impl<K: PartialEq, V> Recent<K, V> {
         found.is_some()
     }
 
-    /// Adds the newest value, whose key there is none of. It takes the place of the oldest where there is no room.
-    pub(super) fn push(&mut self, key: K, value: V) {
-        if self.entries.len() >= self.most {
+    /// Adds a value as the most recently used. The cache must not contain its key. A full cache evicts its least
+    /// recently used value.
+    pub(super) fn insert(&mut self, key: K, value: V) {
+        if self.entries.len() >= self.capacity {
             self.entries.remove(0);
         }
         self.entries.push((key, value));
     }
 
+    /// The most recently used value.
     pub(super) fn newest(&self) -> Option<&V> {
         self.entries.last().map(|(_, value)| value)
     }
@@ -41,19 +42,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_used_longest_ago_goes_first() {
-        let mut recent = Recent::new(3);
-        assert_eq!((recent.renew(&1), recent.newest()), (false, None));
+    fn the_least_recently_used_value_is_evicted() {
+        let mut cache = LruCache::new(3);
+        assert_eq!((cache.touch(&1), cache.newest()), (false, None));
         for key in [1, 2, 3] {
-            recent.push(key, key * 10);
+            cache.insert(key, key * 10);
         }
-        assert!(recent.renew(&1));
-        assert_eq!(recent.newest(), Some(&10));
-        recent.push(4, 40);
-        assert!(!recent.renew(&2), "nobody has used it for longest");
+        assert!(cache.touch(&1));
+        assert_eq!(cache.newest(), Some(&10));
+        cache.insert(4, 40);
+        assert!(!cache.touch(&2), "it was the least recently used");
         for key in [1, 3, 4, 4] {
-            assert!(recent.renew(&key), "{key}");
-            assert_eq!(recent.newest(), Some(&(key * 10)));
+            assert!(cache.touch(&key), "{key}");
+            assert_eq!(cache.newest(), Some(&(key * 10)));
         }
     }
 }

@@ -13,6 +13,7 @@ use clap::parser::ValueSource;
 use expert_server::compute::{
     ComputePool, ExpertGroup, ExpertStore, LayerBatch, LayerExperts, Residency,
 };
+#[cfg(feature = "device")]
 use kernels::gpu::DeviceName;
 use protocol::WireDtype;
 use rand::rngs::StdRng;
@@ -20,6 +21,7 @@ use rand::seq::index::sample;
 use rand::{RngExt, SeedableRng};
 use serde::Serialize;
 
+#[cfg(feature = "device")]
 use super::moe_device;
 use crate::cluster::ClusterOptions;
 use crate::cmd::expert_server::Device;
@@ -160,7 +162,10 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         bail!("--seconds {}: expected 0 to {MAX_SECONDS}", args.seconds);
     }
     if let Device::Gpu(device) = args.device {
+        #[cfg(feature = "device")]
         return on_device(global, &args, device);
+        #[cfg(not(feature = "device"))]
+        return Err(crate::cmd::no_device(device));
     }
     let dir = match &args.model {
         Some(dir) => dir.clone(),
@@ -260,6 +265,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+#[cfg(feature = "device")]
 fn on_device(global: &Global, args: &Args, device: DeviceName) -> Result<ExitCode> {
     let (clients, servers) = (args.clients, args.servers);
     if !(1..=MAX_PEERS).contains(&clients) || !(1..=MAX_PEERS).contains(&servers) {
@@ -507,6 +513,7 @@ fn print_report(report: &Report) {
 }
 
 /// Processes of a measurement on GPUs, of each kind.
+#[cfg(feature = "device")]
 const MAX_PEERS: usize = 8;
 /// More than any batch of one layer, and what a host of 16 GiB has room for.
 const MAX_TOKENS: usize = 1 << 14;

@@ -1,37 +1,38 @@
-//! How long a batch may take.
+//! Bounds on the duration of a batch.
 //!
-//! All waits in kernels have bounds, but those for the way to a client over a network are the network's, or an
-//! operator's, and a batch may meet several one after the other. A client that takes nothing must not look like
-//! a GPU that is lost: long before, the waits for all ways are ended, which leaves the GPU alone.
+//! All waits in kernels have bounds. The bounds of waits for the path to a client over a network are set by
+//! the network or an operator, and a batch may wait for several paths in sequence. A client that takes no
+//! data must not look like a lost GPU. So all waits for paths are ended long before the GPU counts as lost.
 
 use std::time::{Duration, Instant};
 
-use super::Engine;
-use crate::cpu::DataError;
-use crate::device::context::PRODUCT_WAIT_NS;
-use crate::device::client_table::Seat;
-use crate::metrics::DropReason;
 use kernels::gpu::GpuError;
 
-/// What is to be done about a batch that is under way.
+use super::DataThread;
+use crate::device::client::Client;
+use crate::device::context::PRODUCT_WAIT_NS;
+use crate::error::DataError;
+use crate::metrics::DropReason;
+
+/// The reaction to a batch that is under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
     Wait,
-    EndWays,
+    AbortRemote,
     Lost,
 }
 
-/// Of a batch that began `age` ago.
+/// The reaction to a batch that began `age` ago.
 fn judge(age: Duration) -> Verdict {
     match age {
         age if age > BATCH_LIMIT => Verdict::Lost,
-        age if age > WAYS_LIMIT => Verdict::EndWays,
+        age if age > PATHS_LIMIT => Verdict::AbortRemote,
         _ => Verdict::Wait,
     }
 }
 
-/// How long the batch that is computed has been under way: all are on one stream, so it began when it was
-/// launched, or when the one before it ended.
+/// Age of the batch that computes. All batches are on one stream, so it began at its launch, or at the end of the
+/// batch before it.
 fn age_of(
     launched: impl Iterator<Item = Instant>,
     last_ended: Instant,
@@ -41,83 +42,84 @@ fn age_of(
     Some(now.saturating_duration_since(begun))
 }
 
-impl Engine {
-    /// A batch that does not end means that the GPU is lost, if it is not for clients over a network.
+impl DataThread {
+    /// Checks the age of the batch under way. Clients over a network are aborted first; a batch that does not end
+    /// even then means that the GPU is lost.
     pub(super) fn check_bound(&mut self, now: Instant) -> Result<(), DataError> {
         if self.stopped_at.is_some_and(|at| now.saturating_duration_since(at) > STOP_GRACE) {
-            self.give_up_remote(DropReason::Shutdown);
+            self.abort_remote(DropReason::Shutdown);
         }
         let launched = self.contexts.iter().filter_map(|context| context.launched_at);
         match age_of(launched, self.last_ended, now).map_or(Verdict::Wait, judge) {
             Verdict::Wait => {}
-            // A process that stood still, and not the GPU: batches may have ended since this looked last.
-            _ if self.harvest_ended()? => return Ok(()),
-            Verdict::EndWays => self.end_ways(),
+            // The process may have been stopped, not the GPU: batches may have ended since the last poll.
+            _ if self.collect_ended()? => return Ok(()),
+            Verdict::AbortRemote => self.abort_paths(),
             Verdict::Lost => return Err(GpuError::Deadline { what: "a batch" }.into()),
         }
-        // A kernel that failed shows here.
+        // Fails if a kernel failed.
         self.stream.is_done()?;
         Ok(())
     }
 
-    /// Ends the links of all clients over a network, so that kernels wait for none of them.
-    fn end_ways(&mut self) {
-        for seat in self.seats.iter_mut() {
-            if seat.is_remote() && seat.doom().is_none() {
-                tracing::warn!(link = %seat.id, client = seat.expect.client_id, limit = ?WAYS_LIMIT, "a batch does not end: dropping a client over a network, which it may wait for");
+    /// Closes the links of all clients over a network, so that kernels wait for none of them.
+    fn abort_paths(&mut self) {
+        for client in self.clients.iter_mut() {
+            if client.slots.is_remote() && !client.is_closing() {
+                tracing::warn!(link = %client.id, client = client.expect.client_id, limit = ?PATHS_LIMIT, "a batch does not end: dropping a client over a network, which it may wait for");
             }
         }
-        self.give_up_remote(DropReason::Transport);
+        self.abort_remote(DropReason::Transport);
     }
 
-    /// Ends these links for a reason, if they have no other, and kernels' waits for them.
-    fn give_up_remote(&mut self, reason: DropReason) {
-        self.seats
+    /// Closes the links of clients over a network, and ends the kernels' waits for them.
+    fn abort_remote(&mut self, reason: DropReason) {
+        self.clients
             .iter_mut()
-            .filter(|seat| seat.is_remote())
-            .for_each(|seat| seat.end_with(reason));
-        self.board.give_up_doomed(&self.seats);
+            .filter(|client| client.slots.is_remote())
+            .for_each(|client| client.close_with(reason));
+        self.aborts.abort_closing(&self.clients);
     }
 
-    /// Ends the links of clients to which the way is out of service, and kernels' waits for whoever is to go.
-    pub(super) fn check_ways(&mut self) {
-        self.seats.iter_mut().for_each(Seat::check_way);
-        self.board.give_up_doomed(&self.seats);
+    /// Closes the links whose paths are out of service, and ends the kernels' waits for all closing links.
+    pub(super) fn check_paths(&mut self) {
+        self.clients.iter_mut().for_each(Client::check_path);
+        self.aborts.abort_closing(&self.clients);
     }
 }
 
-/// What kernels wait for in a batch belongs to clients over a network until then. In docs/operations.md.
-const WAYS_LIMIT: Duration = Duration::from_secs(15);
-/// Time for the batches under way to end, and their answers to go, when the server is told to stop: much longer than
-/// a batch, and short of what whoever stops it waits.
+/// Age of a batch at which all clients over a network are dropped. In docs/operations.md.
+const PATHS_LIMIT: Duration = Duration::from_secs(15);
+/// Time after a stop command for the batches under way to end and their answers to be sent. It is much longer
+/// than a batch, and shorter than the wait of the caller that stops the server.
 const STOP_GRACE: Duration = Duration::from_millis(500);
-/// Nothing that a GPU in order does takes as long.
+/// Age of a batch at which the GPU counts as lost. A GPU in order is always faster.
 pub(super) const BATCH_LIMIT: Duration = Duration::from_secs(30);
 
-// A way that fails by its own limit names the client to blame, so it must have time to.
-const _: () = assert!(proxy::device::WAIT_LIMIT.as_millis() * 3 / 2 < WAYS_LIMIT.as_millis());
-// A kernel that gives the GPU up says what it waited for, before anybody else is blamed.
-const _: () = assert!((PRODUCT_WAIT_NS as u128) < WAYS_LIMIT.as_nanos());
-// What is ended is noticed by kernels within milliseconds.
-const _: () = assert!(WAYS_LIMIT.as_millis() + 10_000 < BATCH_LIMIT.as_millis());
+// A path that fails by its own limit names its client, so it must fail first.
+const _: () = assert!(proxy::device::WAIT_LIMIT.as_millis() * 3 / 2 < PATHS_LIMIT.as_millis());
+// A kernel that traps reports the wait in which it trapped, so it must trap before clients are dropped.
+const _: () = assert!((PRODUCT_WAIT_NS as u128) < PATHS_LIMIT.as_nanos());
+// Kernels notice an abort within milliseconds.
+const _: () = assert!(PATHS_LIMIT.as_millis() + 10_000 < BATCH_LIMIT.as_millis());
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn ways_are_ended_long_before_the_gpu_counts_as_lost() {
+    fn remote_clients_are_aborted_long_before_the_gpu_counts_as_lost() {
         let second = Duration::from_secs(1);
         assert_eq!(judge(Duration::ZERO), Verdict::Wait);
-        // A client whose way ends by its own limit is the only one that is dropped.
+        // If one path fails by its own limit, only its client is dropped.
         assert_eq!(judge(proxy::device::WAIT_LIMIT + second), Verdict::Wait);
-        assert_eq!(judge(WAYS_LIMIT + second), Verdict::EndWays);
-        assert_eq!(judge(BATCH_LIMIT), Verdict::EndWays);
+        assert_eq!(judge(PATHS_LIMIT + second), Verdict::AbortRemote);
+        assert_eq!(judge(BATCH_LIMIT), Verdict::AbortRemote);
         assert_eq!(judge(BATCH_LIMIT + second), Verdict::Lost);
     }
 
     #[test]
-    fn a_batch_begins_where_the_one_before_it_ends() {
+    fn a_batch_begins_at_the_end_of_the_one_before_it() {
         let begin = Instant::now();
         let at = |seconds| begin + Duration::from_secs(seconds);
         let age = |launched: &[u64], last_ended, now| {
@@ -125,9 +127,9 @@ mod tests {
         };
         assert_eq!(age(&[], 0, 100), None);
         assert_eq!(age(&[10], 3, 12), Some(Duration::from_secs(2)));
-        // Queued behind one that took 20 seconds.
+        // Queued behind a batch that took 20 seconds.
         assert_eq!(age(&[10], 30, 31), Some(Duration::from_secs(1)));
-        // Of two the one that was launched first is computed.
+        // Of two batches, the one that was launched first computes.
         assert_eq!(age(&[10, 14], 3, 16), Some(Duration::from_secs(6)));
     }
 }

@@ -1,13 +1,13 @@
-//! What is counted of a batch that has ended.
+//! Counts and reports of a batch that has ended.
 
 use std::time::Duration;
 
 use kernels::abi::{Batch, FrameGeometry};
 
-use super::Engine;
+use super::DataThread;
 use crate::device::BatchReport;
 
-impl Engine {
+impl DataThread {
     pub(super) fn count(&self, batch: &Batch, compute: Duration) {
         let (metrics, geometry) = (&self.metrics, &self.plan.geometry);
         let num_clients = batch.clients.count_ones();
@@ -18,7 +18,7 @@ impl Engine {
         let entries = u64::from(geometry.top_k) * 8;
         let row_bytes = u64::from(geometry.row_stride_bytes) + scales + entries + FLAG_BYTES;
         metrics.bytes_in.inc_by(u64::from(num_clients) * HEADER_BYTES + num_rows * row_bytes);
-        metrics.bytes_out.inc_by(answer_bytes(batch, geometry, self.seats.flagged()));
+        metrics.bytes_out.inc_by(answer_bytes(batch, geometry, self.clients.flagged()));
         if num_rows == 0 {
             return;
         }
@@ -48,7 +48,7 @@ impl Engine {
         }
     }
 
-    /// Tells whoever measures.
+    /// Reports a batch with rows to the observer.
     pub(super) fn report(
         &self,
         batch: &Batch,
@@ -58,7 +58,7 @@ impl Engine {
         if let Some(observer) = &self.config.observer
             && batch.num_rows > 0
         {
-            observer.tell(&BatchReport {
+            observer.report(&BatchReport {
                 layer: batch.layer,
                 num_clients: batch.clients.count_ones(),
                 num_rows: batch.num_rows,
@@ -69,7 +69,7 @@ impl Engine {
     }
 }
 
-/// Bytes of a batch's answers. A row has a flag by its side where the client is one of `flagged`.
+/// Bytes of a batch's answers. Rows for clients in `flagged` have a flag each.
 fn answer_bytes(batch: &Batch, geometry: &FrameGeometry, flagged: u32) -> u64 {
     let rows_of = |client: usize| {
         let [begin, end] = [batch.row_begin[client], batch.row_begin[client + 1]];
@@ -83,8 +83,9 @@ fn answer_bytes(batch: &Batch, geometry: &FrameGeometry, flagged: u32) -> u64 {
         .sum()
 }
 
-/// Bytes of a frame's header, and of a row's flag.
+/// Bytes of a frame's header.
 const HEADER_BYTES: u64 = 128;
+/// Bytes of a row's flag.
 const FLAG_BYTES: u64 = 8;
 
 #[cfg(test)]
@@ -95,10 +96,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_have_a_flag_by_ways_that_need_one_only() {
+    fn only_rows_to_flagged_clients_have_a_flag() {
         let geometry = FrameGeometry::new(256, 4, DTYPE_BF16, 16, 2).unwrap();
         let mut batch = Batch::zeroed();
-        // Clients 0 and 2 have rows; 1 has none, and what 3 has is none of this batch's.
+        // Clients 0 and 2 have rows, client 1 has none, and client 3 is not in this batch.
         batch.clients = 0b101;
         batch.num_rows = 7;
         batch.row_begin = [7; _];

@@ -1,12 +1,11 @@
-//! Clients over a network that takes nothing any more. The network is made up: its clients store into the server's
-//! slot, and a thread takes a few of the commands by which the server's kernels answer.
+//! Clients over a network that takes nothing any more. The network is made up: its clients store into the
+//! server's slot, and a thread takes a few of the commands by which the server's kernels answer.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use expert_server::{ExpertSelection, RunningServer};
 use kernels::abi::{DevicePtr, Link, WAY_DIRECT, WAY_PROXY};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer};
 use kernels::proxy::PROXY_VERSION;
@@ -16,10 +15,11 @@ use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDesc
 use p2p_core::wait::event_fd;
 use p2p_core::{AnyEndpoint, PostError, Region, SlotLayout, TransportKind, Transports};
 use protocol::{ModelShape, WireDtype};
+use switchyard_expert_server::{ExpertSelection, RunningServer};
 
-use crate::client::{Client, Outcome, config_for, geometry_of};
 use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded};
-use crate::{SLOT, check, devices, join, server_on};
+use crate::device::client::{Client, Outcome, config_for, geometry_of};
+use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
 const KIND: TransportKind = TransportKind::Libfabric;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use control_api::{ControlClient, PlacementTable};
 use control_plane::{Server, ServerConfig as ControlConfig};
-use expert_server::{ExpertSelection, Placement, RunningServer, ServerError};
+use switchyard_expert_server::{ExpertSelection, Placement, RunningServer, ServerError};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 

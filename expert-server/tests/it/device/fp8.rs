@@ -1,12 +1,12 @@
 //! Weights in fp8 with scales per 128 by 128 values go to the GPU as the checkpoint has them.
 
 use checkpoint::{MakeOptions, Preset, make_checkpoint};
-use expert_server::{ExpertSelection, Limits};
 use protocol::WireDtype;
+use switchyard_expert_server::{ExpertSelection, Limits};
 
-use crate::client::Outcome;
 use crate::common::{Reference, Request, seeded};
-use crate::{check, devices, join, server_on};
+use crate::device::client::Outcome;
+use crate::device::{check, devices, join, server_on};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_in_fp8_meet_fp8_weights() {

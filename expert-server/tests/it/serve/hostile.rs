@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use expert_server::{DropReason, Limits};
 use p2p_core::slot::{CONSUMED, PUBLISHED};
 use p2p_core::{Endpoint, RemoteRange, SlotConfig};
 use protocol::{ErrorCode, WireDtype};
 use rand::RngExt;
+use switchyard_expert_server::{DropReason, Limits};
 
-use crate::common::{PATIENCE, Reference, Request, Rig, TestClient, ended, eventually, seeded};
+use crate::common::{PATIENCE, Reference, Request, Rig, TestClient, closed, eventually, seeded};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 256 << 10, num_frames: 2 };
 
@@ -91,7 +91,7 @@ fn a_client_that_sends_nothing_but_garbage_is_dropped() {
             is_served(&mut client);
         }
     }
-    let ended = ended(end);
+    let ended = closed(end);
     assert_eq!(ended.reason, DropReason::BadFrames);
     rig.stop();
 }
@@ -114,7 +114,7 @@ fn impossible_flags_end_that_link_alone() {
         for _ in 0..if word == CONSUMED { SLOT.num_frames + 1 } else { 0 } {
             hostile.send(&request);
         }
-        let ended = ended(end);
+        let ended = closed(end);
         assert_eq!(ended.reason, DropReason::Desync, "flag at {word} plus {value}");
         good.round_trip(&request, &reference);
     }
@@ -208,7 +208,7 @@ fn a_client_that_vanishes_in_mid_write_costs_its_slot_and_nothing_else() {
         drop(dying);
         rig.data.detach(id);
         good.round_trip(&Request::random(&mut rng, &reference.shape, 2), &reference);
-        let ended = ended(end);
+        let ended = closed(end);
         assert_eq!(ended.reason, DropReason::PeerClosed);
     }
     assert_eq!(rig.metric("switchyard_server_links"), 1.0);

@@ -1,6 +1,5 @@
-//! Helpers for tests with expert servers in this process. Tests of other crates include this file by
-//! path: [`start_server`] gives a whole server over the small checkpoint of the repository.
-#![allow(dead_code, reason = "every test binary uses a part")]
+//! Helpers for tests with expert servers in this process. [`start_server`] starts a whole server over the small
+//! checkpoint of the repository.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -8,11 +7,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, DType, f32_from_e4m3};
-use expert_server::compute::{ExpertStore, Residency};
-use expert_server::cpu::{DataConfig, DataError, DataPlane, EndedLink, LinkId};
-use expert_server::{
-    ExpertSelection, ExpertServer, Limits, Placement, RunningServer, ServerConfig, ServerMetrics,
-};
 use p2p_core::backend::local;
 use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::wait::wait_until;
@@ -24,6 +18,12 @@ use protocol::{
 };
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use switchyard_expert_server::compute::{ExpertStore, Residency};
+use switchyard_expert_server::cpu::{CpuConfig, CpuPlane};
+use switchyard_expert_server::{
+    ClosedLink, ExpertSelection, ExpertServer, Limits, LinkId, Placement, RunningServer,
+    ServerConfig, ServerMetrics, ThreadEnd,
+};
 use tokio::sync::oneshot;
 
 /// Longest wait for anything in a test: generous, because it only ever ends a failure.
@@ -217,8 +217,8 @@ fn nearest_e4m3(value: f64) -> f64 {
 
 /// A data thread over the tiny checkpoint, for links within this process.
 pub struct Rig {
-    pub data: DataPlane<MappedEndpoint>,
-    pub end: oneshot::Receiver<Result<(), DataError>>,
+    pub data: CpuPlane<MappedEndpoint>,
+    pub end: ThreadEnd,
     pub metrics: ServerMetrics,
     pub shape: ModelShape,
     pub slot: SlotConfig,
@@ -244,7 +244,7 @@ impl Rig {
             &mut |_| {},
         )
         .expect("the experts load");
-        let config = DataConfig {
+        let config = CpuConfig {
             num_threads: 2,
             cpus: Vec::new(),
             limits,
@@ -252,7 +252,7 @@ impl Rig {
             metrics_by_layer: true,
         };
         let metrics = ServerMetrics::new(prometheus::Registry::new()).expect("metrics register");
-        let (data, end) = DataPlane::start(Arc::new(store), config, metrics.clone())
+        let (data, end) = CpuPlane::start(Arc::new(store), config, metrics.clone())
             .expect("the data thread starts");
         Self { data, end, metrics, shape: reference.shape, slot }
     }
@@ -274,7 +274,8 @@ impl Rig {
         client_id: u64,
         dtype: WireDtype,
         response_dtype: WireDtype,
-    ) -> (TestClient<MappedEndpoint>, LinkId, oneshot::Receiver<EndedLink<MappedEndpoint>>) {
+    ) -> (TestClient<MappedEndpoint>, LinkId, oneshot::Receiver<ClosedLink<Channel<MappedEndpoint>>>)
+    {
         let (client, channel) = self.unattached(client_id, dtype, response_dtype);
         let (id, end) = self.data.attach(channel, client.expected_by_server());
         (client, id, end)
@@ -315,7 +316,7 @@ pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
 }
 
 /// Waits for the end of a link.
-pub fn ended<E: Endpoint>(mut end: oneshot::Receiver<EndedLink<E>>) -> EndedLink<E> {
+pub fn closed<S>(mut end: oneshot::Receiver<ClosedLink<S>>) -> ClosedLink<S> {
     let mut ended = None;
     eventually("the link's end", || {
         ended = end.try_recv().ok();

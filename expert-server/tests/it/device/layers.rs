@@ -1,13 +1,13 @@
 //! Whole layers against the reference on the CPU.
 
-use expert_server::ExpertSelection;
 use protocol::WireDtype;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use switchyard_expert_server::ExpertSelection;
 
-use crate::client::Outcome;
 use crate::common::{Reference, Request, eventually, metric, seeded};
-use crate::{check, devices, join, server_on};
+use crate::device::client::Outcome;
+use crate::device::{check, devices, join, server_on};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_clients_get_what_the_reference_computes_from_requests_in_bf16() {

@@ -7,16 +7,16 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use expert_server::{ExpertSelection, RunningServer};
 use kernels::gpu::Gpu;
 use protocol::WireDtype;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use switchyard_expert_server::{ExpertSelection, RunningServer};
 use tokio::runtime::Handle;
 
-use crate::client::{Client, Outcome};
 use crate::common::{PATIENCE, Reference, Request, eventually, seeded};
-use crate::{SLOT, check, devices, join, server_on};
+use crate::device::client::{Client, Outcome};
+use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
 /// Of the steady client's frames. Rows that do not come hold up a GPU in software for half a second.

@@ -1,23 +1,26 @@
-//! Faults that only failpoints can provoke. Built with the feature `failpoints` alone.
+//! Faults that only failpoints can provoke. Failpoints hold for the whole process, so each test runs alone.
 
 use std::time::Duration;
 
-use expert_server::cpu::DataError;
-use expert_server::{ExpertSelection, ServerError};
 use p2p_core::bootstrap::{ConnectConfig, PeerHello, connect};
 use protocol::{ClientHello, WireDtype};
+use switchyard_expert_server::{DataError, ExpertSelection, ServerError};
 
-mod common;
-
-use common::{PATIENCE, Reference, Request, TestClient, seeded, start_server};
+use crate::common::{PATIENCE, Reference, Request, Rig, TestClient, seeded, start_server};
+use crate::own_process::is_alone;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_panic_of_the_data_thread_closes_every_connection_and_ends_the_server() {
+    const NAME: &str =
+        "failpoints::a_panic_of_the_data_thread_closes_every_connection_and_ends_the_server";
+    if !is_alone(NAME) {
+        return;
+    }
     let scenario = fail::FailScenario::setup();
     let mut rng = seeded();
     let reference = Reference::open();
     let shape = reference.shape;
-    let server = start_server("doomed", ExpertSelection::All, |_| {}).await;
+    let server = start_server("panics", ExpertSelection::All, |_| {}).await;
     let hello = ClientHello {
         model: shape,
         client_id: 1,
@@ -57,13 +60,16 @@ async fn a_panic_of_the_data_thread_closes_every_connection_and_ends_the_server(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_frame_counts_only_once_it_is_published() {
+    if !is_alone("failpoints::a_frame_counts_only_once_it_is_published") {
+        return;
+    }
     let scenario = fail::FailScenario::setup();
     let mut rng = seeded();
     let reference = Reference::open();
-    let rig = common::Rig::start(
+    let rig = Rig::start(
         &reference,
         p2p_core::SlotConfig { slot_bytes: 64 << 10, num_frames: 2 },
-        expert_server::Limits::default(),
+        switchyard_expert_server::Limits::default(),
         |_, _| true,
     );
     let (mut client, _, _end) = rig.client(1, WireDtype::F32, WireDtype::F32);

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, StartError, Ticket};
 use p2p_core::bootstrap::{ConnectConfig, ConnectError, Connection, PeerHello, connect};
 use p2p_core::{AnyEndpoint, RejectCode, SlotConfig, TransportKind, Transports};
 use protocol::{ClientHello, ModelShape, ServerHello, WireDtype};
+use switchyard_expert_server::{
+    ExpertSelection, ExpertServer, Placement, ServerConfig, StartError, Ticket,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -2,13 +2,13 @@
 
 use std::sync::{Arc, Mutex};
 
-use expert_server::ExpertSelection;
-use expert_server::device::{BatchObserver, BatchReport};
 use protocol::WireDtype;
+use switchyard_expert_server::ExpertSelection;
+use switchyard_expert_server::device::{BatchObserver, BatchReport};
 
-use crate::client::Outcome;
 use crate::common::{Reference, Request, eventually, metric, seeded};
-use crate::{check, devices, join, server_on};
+use crate::device::client::Outcome;
+use crate::device::{check, devices, join, server_on};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn batches_are_timed_as_far_as_their_experts_where_that_is_asked_for() {

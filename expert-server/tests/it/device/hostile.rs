@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use expert_server::ExpertSelection;
 use p2p_core::bootstrap::CloseReason;
 use protocol::WireDtype;
 use rand::{Rng, RngExt};
+use switchyard_expert_server::ExpertSelection;
 
-use crate::client::Outcome;
 use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded};
-use crate::{SLOT, check, devices, join, server_on};
+use crate::device::client::Outcome;
+use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
 // Codes of error frames, see docs/wire-format.md.
@@ -39,7 +39,7 @@ async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_nobody() {
         routes: vec![vec![(expert, 1.0)]],
     };
     let reference = tokio::task::spawn_blocking(move || {
-        let mut fine = |client: &mut crate::client::Client, id| {
+        let mut fine = |client: &mut crate::device::client::Client, id| {
             let mut request = Request::random(&mut rng, &shape, 6);
             request.layer = id;
             for (expert, _) in request.routes.iter_mut().flatten() {

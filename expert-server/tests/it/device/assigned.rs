@@ -11,12 +11,12 @@ use control_api::{
     Assignment, LayerAssignment, LeaseRequest, LeaseResponse, MemberId, MemberInfo, MemberState,
     ReadyRequest, RegisterRequest, RegisterResponse,
 };
-use expert_server::{ExpertSelection, Placement};
 use protocol::WireDtype;
+use switchyard_expert_server::{ExpertSelection, Placement};
 
-use crate::client::Outcome;
 use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded};
-use crate::{check, devices, join, server_on};
+use crate::device::client::Outcome;
+use crate::device::{check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
 

@@ -1,10 +1,10 @@
 //! Right answers: every wire type, every layer, many clients at once, in order.
 
-use expert_server::Limits;
 use p2p_core::SlotConfig;
 use protocol::{ErrorCode, WireDtype};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use switchyard_expert_server::Limits;
 
 use crate::common::{Reference, Request, Rig, eventually, seeded};
 

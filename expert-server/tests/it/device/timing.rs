@@ -4,15 +4,16 @@
 use std::time::{Duration, Instant};
 
 use checkpoint::{Checkpoint, MakeOptions, Preset, make_checkpoint};
-use expert_server::device::DeviceOptions;
-use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
 use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::SlotConfig;
 use protocol::{ModelShape, WireDtype};
+use switchyard_expert_server::device::DeviceOptions;
+use switchyard_expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig};
 
-use crate::client::{Client, Outcome};
 use crate::common::{Request, metric, seeded, shape_of};
-use crate::{devices, skip};
+use crate::device::client::{Client, Outcome};
+use crate::device::devices;
+use crate::skip;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_time_of_a_layer_is_reported() {

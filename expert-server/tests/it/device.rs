@@ -1,12 +1,6 @@
-//! The expert server on a GPU, here one in software: its kernels are those of the real one, compiled for
-//! the host. With `SWITCHYARD_TEST_DEVICE=cuda` the same tests use a GPU: `cuda:0` for servers and the
-//! last one for clients.
-
-#[path = "../common/mod.rs"]
-mod common;
-
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
+//! Servers on a GPU. By default it is a GPU in software: its kernels are those of a real GPU, compiled for
+//! the host. With `SWITCHYARD_TEST_DEVICE=cuda` the same tests use GPUs of the host: `cuda:0` for servers,
+//! the last one for clients.
 
 mod assigned;
 mod client;
@@ -17,18 +11,19 @@ mod leaving;
 mod observed;
 mod random;
 mod starting;
-mod stuck_way;
+mod stuck_path;
 mod timing;
 
-use expert_server::device::DeviceOptions;
-use expert_server::{ExpertSelection, RunningServer, ServerConfig};
 use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::SlotConfig;
 use protocol::convert::{f8_to_f32, f32_to_f8};
 use protocol::{ModelShape, WireDtype};
+use switchyard_expert_server::device::DeviceOptions;
+use switchyard_expert_server::{ExpertSelection, RunningServer, ServerConfig};
 
-use client::Client;
-use common::{Reference, Request, dot, start_server};
+use self::client::Client;
+use crate::common::{Reference, Request, dot, start_server};
+use crate::skip;
 
 /// Device slots of these tests: some dozens of tokens of the tiny model.
 pub const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };

@@ -1,16 +1,18 @@
 //! What cannot work is said in one line, before anything is launched.
 
 use checkpoint::{MakeOptions, Preset, make_checkpoint};
-use expert_server::device::{DeviceError, DeviceOptions};
-use expert_server::{ExpertSelection, ExpertServer, Placement, ServerConfig, StartError};
 use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::bootstrap::{ConnectConfig, DeviceSide, connect};
 use p2p_core::{RejectCode, SlotConfig};
 use protocol::WireDtype;
+use switchyard_expert_server::device::{DeviceError, DeviceOptions};
+use switchyard_expert_server::{
+    ExpertSelection, ExpertServer, Placement, ServerConfig, StartError,
+};
 
-use crate::client::{HOST_SLOT, config_for, geometry_of, hello};
 use crate::common::{Reference, tiny_moe};
-use crate::{SLOT, devices, server_on};
+use crate::device::client::{HOST_SLOT, config_for, geometry_of, hello};
+use crate::device::{SLOT, devices, server_on};
 
 async fn refusal(tweak: impl FnOnce(&mut ServerConfig)) -> String {
     let placement = Placement::Static(ExpertSelection::All);

@@ -4,13 +4,13 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use expert_server::ExpertSelection;
 use p2p_core::bootstrap::CloseReason;
 use protocol::WireDtype;
+use switchyard_expert_server::ExpertSelection;
 
-use crate::client::{Client, Outcome};
 use crate::common::{PATIENCE, Reference, Request, eventually, metric, seeded, shape_of};
-use crate::{SLOT, check, devices, join, server_on};
+use crate::device::client::{Client, Outcome};
+use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::F8E4m3;
 
@@ -89,7 +89,11 @@ async fn a_client_that_is_killed_ends_its_own_link_only() {
     for _ in 0..2 {
         let mut child = Killed(
             Command::new(std::env::current_exe().expect("this program"))
-                .args(["--exact", "leaving::a_client_in_a_process_of_its_own", "--nocapture"])
+                .args([
+                    "--exact",
+                    "device::leaving::a_client_in_a_process_of_its_own",
+                    "--nocapture",
+                ])
                 .env(CHILD_ADDR, server.data_addr().to_string())
                 .stdout(Stdio::piped())
                 .spawn()

@@ -1,24 +1,24 @@
-//! The data loop allocates nothing once its buffers have grown. The counting allocator counts for the
-//! whole process, so this test has a binary of its own and a client that allocates nothing either.
+//! The data thread allocates nothing once its buffers have grown. The counting allocator counts for the whole
+//! process, so the test runs alone, with a client that allocates nothing either.
 
 use std::sync::atomic::Ordering;
 
-use expert_server::Limits;
 use p2p_core::SlotConfig;
 use protocol::{
     CombineExpect, DispatchMeta, Entry, FrameId, Response, ResponseScratch, TokenRef, WireDtype,
     decode_response, encode_dispatch,
 };
+use switchyard_expert_server::Limits;
 
-mod common;
-#[path = "../../tests/support/src/counting.rs"]
-mod counting;
-
-use common::{Reference, Rig};
-use counting::PROCESS_ALLOCATIONS;
+use crate::common::{Reference, Rig};
+use crate::counting::PROCESS_ALLOCATIONS;
+use crate::own_process::is_alone;
 
 #[test]
-fn the_data_loop_allocates_nothing_after_its_first_rounds() {
+fn the_data_thread_allocates_nothing_after_its_first_rounds() {
+    if !is_alone("allocation::the_data_thread_allocates_nothing_after_its_first_rounds") {
+        return;
+    }
     let reference = Reference::open();
     let slot = SlotConfig { slot_bytes: 1 << 20, num_frames: 2 };
     let rig = Rig::start(&reference, slot, Limits::default(), |_, _| true);
