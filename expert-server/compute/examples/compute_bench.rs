@@ -1,4 +1,4 @@
-//! Measures the expert compute engine against what the machine can do at best.
+//! Measures the compute pool against the machine's limits: read bandwidth and matrix products.
 //!
 //! For each preset and number of tokens per expert: time per batch, weight bytes per second and
 //! its fraction of the read bandwidth, operations per second and their fraction of the GEMM rate.
@@ -13,11 +13,11 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
-use expert_compute::{
+use memmap2::{Advice, MmapMut};
+use switchyard_expert_compute::{
     BandwidthProbe, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
     WeightBytes, WeightDtype, gemm_rate,
 };
-use memmap2::{Advice, MmapMut};
 
 struct Preset {
     name: &'static str,

@@ -1,4 +1,4 @@
-//! Vector kernels, one set per instruction set, chosen when the pool starts.
+//! Vector kernels: one set per instruction set. The pool chooses a set at its start.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -13,22 +13,22 @@ use std::ops::Range;
 use super::weights::{SCALE_BLOCK, Weight, WeightDtype};
 use tile::{DotTile, K_BLOCK};
 
-/// An instruction set with kernels of its own.
+/// An instruction set that has its own kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
     /// AVX-512 F, BW, DQ and VL, with FMA.
     Avx512,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// Plain Rust, for every other processor.
+    /// Plain Rust, for all other processors.
     Portable,
 }
 
 impl Isa {
-    /// All of them, fastest first.
+    /// All instruction sets, fastest first.
     pub const ALL: [Self; 3] = [Self::Avx512, Self::Avx2, Self::Portable];
 
-    /// Whether this processor can run it.
+    /// Returns true if this processor has the instruction set.
     #[must_use]
     pub fn is_available(self) -> bool {
         match self {
@@ -52,19 +52,19 @@ impl Isa {
         }
     }
 
-    /// The fastest one that this processor can run.
+    /// The fastest instruction set of this processor.
     #[must_use]
     pub fn detect() -> Self {
         Self::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Self::Portable)
     }
 }
 
-/// Most tokens that one pass over weights serves; [`Kernels::dot`] takes any number.
+/// Most tokens of one pass over weights. [`Kernels::dot`] takes any number.
 pub(super) const MAX_TOKENS: usize = 6;
 
-/// Rows from the one being widened to the one to prefetch.
+/// Distance from the row that is widened to the row that is prefetched, in rows.
 const WIDEN_ROWS_AHEAD: usize = 4;
-/// Tokens of one expert from which the portable kernels give way to a GEMM.
+/// Tokens of one expert from which a GEMM replaces the portable kernels.
 const GEMM_MIN_TOKENS: usize = 8;
 
 type DotFn = unsafe fn(&DotTile);
@@ -78,9 +78,9 @@ type AxpyFn = unsafe fn(alpha: f32, y: *const f32, len: usize, out: *mut f32);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernels {
     isa: Isa,
-    /// Tokens per pass at most, up to [`MAX_TOKENS`].
+    /// Most tokens per pass, up to [`MAX_TOKENS`].
     pass_tokens: usize,
-    /// By dtype, in the order of [`dtype_idx`].
+    /// One per dtype, at its [`dtype_idx`].
     dot: [DotFn; 4],
     widen: [WidenFn; 4],
     silu_mul: SiluMulFn,
@@ -88,10 +88,10 @@ pub(super) struct Kernels {
     read: ReadFn,
 }
 
-/// Rows of f32 that a kernel reads, at any distance from each other.
+/// Rows of f32 that a kernel reads, at any positions.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
-    /// The memory they lie in.
+    /// The memory of the rows.
     pub(super) data: &'a [f32],
     /// Values per row.
     pub(super) len: usize,
@@ -99,7 +99,7 @@ pub(super) struct Rows<'a> {
     pub(super) rows: RowIds<'a>,
 }
 
-/// Which rows: a run of neighbours, or a list.
+/// Numbers of rows: a run (first, number), or a list.
 #[derive(Clone, Copy)]
 pub(super) enum RowIds<'a> {
     Run(usize, usize),
@@ -161,8 +161,8 @@ impl Kernels {
         let row_bytes = num_cols * w.dtype().size_bytes();
         let stored = &w.data()[rows.start * row_bytes..rows.end * row_bytes];
         let num_passes = num_tokens.div_ceil(self.pass_tokens);
-        // One pass takes whole rows, the order in which weights lie in memory. Several passes
-        // take a block of columns each, so that tokens and weights stay in the caches.
+        // One pass reads whole rows, in the order of the weights in memory. Several passes read one block of
+        // columns after the other, so that tokens and weights stay in the caches.
         let k_step = if num_passes == 1 { num_cols } else { K_BLOCK };
         for k_start in (0..num_cols).step_by(k_step) {
             let k_end = num_cols.min(k_start + k_step);
@@ -186,24 +186,24 @@ impl Kernels {
                     *ptr = x.row(token).as_ptr();
                 }
                 tile.y = y[tokens.start * num_rows..].as_mut_ptr();
-                // SAFETY: the processor has the instruction set (checked in `new`); the
-                // assertions and slicing above establish the sizes that `DotTile` asks for.
+                // SAFETY: `new` has checked the instruction set. The assertions and slices above ensure the
+                // sizes that `DotTile` requires.
                 unsafe { self.dot[dtype_idx(w.dtype())](&tile) };
             }
         }
     }
 
-    /// Whether a GEMM over weights widened to f32 beats [`dot`](Self::dot) for that many tokens.
+    /// Returns true if a GEMM over weights widened to f32 is faster than [`dot`](Self::dot) for that many tokens.
     ///
-    /// It never does where `dot` has vector kernels of its own: those reach about nine tenths of
-    /// the processor's rate from 4 tokens on, without packing. Elsewhere the library brings its
-    /// own vector code (NEON, wasm) once there are tokens enough to pay for the packing.
+    /// It is never faster than the vector kernels: from 4 tokens on they reach about nine tenths of the
+    /// processor's rate, without packing. On other processors the library has its own vector code (NEON,
+    /// wasm), which is faster from enough tokens on to pay for the packing.
     pub(super) fn prefers_gemm(&self, num_tokens: usize) -> bool {
         self.isa == Isa::Portable && num_tokens >= GEMM_MIN_TOKENS
     }
 
-    /// Widens some columns of some rows of `w` to f32, row by row. `cols` starts at a multiple of
-    /// the scale block.
+    /// Widens columns `cols` of rows `rows` of `w` to f32, row by row. `cols` starts at a multiple of the
+    /// scale block.
     pub(super) fn widen(
         &self,
         w: &Weight,
@@ -225,8 +225,8 @@ impl Kernels {
                 }
                 _ => &[],
             };
-            // SAFETY: the processor has the instruction set; `src` and `dst` hold as many values,
-            // and `scales` one per block of them.
+            // SAFETY: the processor has the instruction set. `src` and `dst` have equally many values, and
+            // `scales` has one per block of them.
             unsafe {
                 self.widen[dtype_idx(w.dtype())](
                     src.as_ptr(),
@@ -242,7 +242,7 @@ impl Kernels {
     /// `dst[i] = silu(gate[i]) * up[i]`.
     ///
     /// # Safety
-    /// `dst` is valid for writes of `gate.len()` values that nobody else accesses meanwhile.
+    /// `dst` is valid for writes of `gate.len()` values, and no other thread accesses them meanwhile.
     pub(super) unsafe fn silu_mul(&self, gate: &[f32], up: &[f32], dst: *mut f32) {
         assert_eq!(gate.len(), up.len());
         // SAFETY: the processor has the instruction set; sizes as asserted and promised.
@@ -252,21 +252,20 @@ impl Kernels {
     /// `out[i] += alpha * y[i]`.
     ///
     /// # Safety
-    /// `out` is valid for reads and writes of `y.len()` values that nobody else accesses
-    /// meanwhile.
+    /// `out` is valid for reads and writes of `y.len()` values, and no other thread accesses them meanwhile.
     pub(super) unsafe fn axpy(&self, alpha: f32, y: &[f32], out: *mut f32) {
         // SAFETY: the processor has the instruction set; sizes as promised.
         unsafe { (self.axpy)(alpha, y.as_ptr(), y.len(), out) };
     }
 
-    /// Reads all of `data` as fast as it comes, and returns something that depends on it.
+    /// Reads all of `data` as fast as possible, and returns a value that depends on it.
     pub(super) fn read(&self, data: &[u8]) -> f32 {
         // SAFETY: the processor has the instruction set.
         unsafe { (self.read)(data.as_ptr(), data.len()) }
     }
 }
 
-/// Tokens of each pass: of nearly equal number, since a last pass of one token would waste its loads.
+/// Tokens of each pass. Their numbers are nearly equal, because a last pass of one token would waste its loads.
 fn passes(num_tokens: usize, num_passes: usize) -> impl Iterator<Item = Range<usize>> {
     let mut begin = 0;
     (0..num_passes).map(move |pass| {
@@ -292,7 +291,7 @@ pub(super) fn gemm(panel: &[f32], x: &[f32], len: usize, y: &mut [f32]) {
     assert!(panel.len() == num_rows * len && x.len() == num_tokens * len);
     assert_eq!(y.len(), num_tokens * num_rows);
     let (len_stride, row_stride) = (len as isize, num_rows as isize);
-    // SAFETY: the matrices have the asserted sizes; `y` is not read and aliases nothing.
+    // SAFETY: the matrices have the asserted sizes. `y` is not read and aliases no other matrix.
     unsafe {
         gemm::gemm(
             num_tokens,

@@ -1,19 +1,18 @@
-//! The engine against a naive f64 reference on random batches, and its refusals.
+//! The compute pool against a naive f64 reference on random batches, and its refusals.
 //!
 //! `SWITCHYARD_TEST_SEED=N` replays a run; each failure prints its seed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use expert_compute::{
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use switchyard_expert_compute::{
     ComputeError, ComputePool, ExpertGroup, ExpertWeights, Isa, LayerBatch, LayerExperts, Weight,
     WeightBytes, WeightDtype, WeightError,
 };
-use rand::rngs::StdRng;
-use rand::{RngExt, SeedableRng};
 
-#[path = "../../../tests/support/src/skip.rs"]
-mod skip;
+use crate::skip;
 
 #[test]
 fn agrees_with_f64_for_all_dtypes_and_shapes() {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use checkpoint::{Checkpoint, TensorError, TensorFile};
-use expert_compute::{
+use switchyard_expert_compute::{
     ComputePool, ExpertGroup, ExpertStore, LayerBatch, LoadError, LoadProgress, Residency,
 };
 
