@@ -2,12 +2,12 @@
 //! GPU memory. No token passes through the host.
 //!
 //! Client and server exchange device slots in the handshake. The client's kernels then store frames into the
-//! server's memory, and the server's kernels store answers into the client's. The data thread keeps batches under
-//! way, changes tables between batches, and counts.
+//! server's memory, and the server's kernels store answers into the client's. The data thread keeps batches in
+//! flight, changes tables between batches, and counts.
 //!
 //! The death of a client ends only its own link. The task that watches the connection sets the client's bit in a
 //! mask that running kernels poll, so no kernel waits for the client any more. Its slot is unmapped once the
-//! batches under way have ended.
+//! batches in flight have ended.
 
 mod abort;
 mod backend;

@@ -8,7 +8,7 @@ use checkpoint::Checkpoint;
 
 use crate::compute::{ExpertStore, LoadError};
 
-/// What membership and status need of a store of experts.
+/// The operations of a store of experts that membership and status use.
 pub(crate) trait Experts: Send + Sync + fmt::Debug {
     /// The checkpoint that the experts come from.
     fn checkpoint(&self) -> &Arc<Checkpoint>;

@@ -201,7 +201,7 @@ impl ServerMetrics {
             graph_seconds: histogram(
                 r,
                 "switchyard_server_graph_record_seconds",
-                "Time to record the graph of a batch, once per number of clients, number of experts and bucket of rows. Batches under way go on; no batch is launched meanwhile. Servers on GPUs only.",
+                "Time to record the graph of a batch, once per number of clients, number of experts and bucket of rows. Batches in flight go on; no batch is launched meanwhile. Servers on GPUs only.",
                 &PHASE_BUCKETS,
             )?,
             backlog_frames: gauge(

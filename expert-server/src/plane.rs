@@ -16,7 +16,7 @@ use crate::inbox::Inbox;
 use crate::metrics::DropReason;
 use crate::status::{DataStatus, LoadCounters};
 
-/// What control tasks need of a data thread. No method waits for the thread.
+/// The operations of a data thread that control tasks use. No method waits for the thread.
 pub(crate) trait DataPlane: Send + Sync + fmt::Debug {
     /// Hands a connected client's slots to the data thread. `None` if the slots are of the other kind (a GPU's
     /// for CPUs, or the reverse), which the handshake excludes.

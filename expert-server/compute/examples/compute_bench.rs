@@ -344,7 +344,7 @@ fn quantile(values: &mut [f64], share: f64) -> f64 {
     values[((values.len() - 1) as f64 * share).round() as usize]
 }
 
-/// What one measurement of the bandwidth reads, and about what one run of batches does.
+/// Bytes of one measurement of the bandwidth. One run of batches reads about as many.
 const RUN_BYTES: usize = 512 << 20;
 
 impl Row {

@@ -12,7 +12,7 @@ pub struct DeviceOptions {
     pub name: DeviceName,
     /// Element type of requests, bf16 or fp8, the same for all clients. Answers are bf16.
     pub dtype: WireDtype,
-    /// Batches under way at a time, 1 or 2. With two, a batch waits on the GPU for the one before it, never for
+    /// Batches in flight at a time, 1 or 2. With two, a batch waits on the GPU for the one before it, never for
     /// the host.
     pub batches_in_flight: usize,
     /// Serves random weights that are generated on the GPU, for measuring large models without their files. The

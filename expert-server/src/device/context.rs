@@ -1,4 +1,4 @@
-//! The memory and the recorded graphs of one batch at a time. There are as many contexts as batches under way.
+//! The memory and the recorded graphs of one batch at a time. There are as many contexts as batches in flight.
 
 use std::time::{Duration, Instant};
 
@@ -123,7 +123,7 @@ impl Context {
         Ok(record_time)
     }
 
-    /// Returns true if a batch is under way. An error means that a kernel failed.
+    /// Returns true if a batch is in flight. An error means that a kernel failed.
     pub(super) fn is_running(&self) -> Result<bool, GpuError> {
         Ok(self.launched_at.is_some() && !self.ended.is_done()?)
     }
@@ -192,7 +192,7 @@ impl Context {
     ) -> Result<Graph, GpuError> {
         let (recv, compute, send) = self.params(plan, shared, key);
         // SAFETY: the data thread owns all of this memory, which the same plan has sized, and frees it only after
-        // the streams are done. Clients' slots and tables change only while no batch is under way.
+        // the streams are done. Clients' slots and tables change only while no batch is in flight.
         let (recv, compute, send) =
             unsafe { (gpu.prepare(recv)?, gpu.prepare(compute)?, gpu.prepare(send)?) };
         recorder.capture(|stream| {
@@ -206,7 +206,7 @@ impl Context {
             stream.record(&self.answered)?;
             let report = self.report.ptr();
             let state_at = report.add(state_offset(plan));
-            // SAFETY: the report has room for both pieces. It is read only while no batch is under way.
+            // SAFETY: the report has room for both pieces. It is read only while no batch is in flight.
             unsafe {
                 stream.tell(
                     Piece { to: report, from: self.list_memory.ptr(), bytes: plan.head_bytes() },

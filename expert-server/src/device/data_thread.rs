@@ -1,12 +1,12 @@
 //! The loop of the data thread on a GPU.
 //!
-//! The thread keeps batches under way, and no frame waits for it. Each batch is one recorded graph, which
+//! The thread keeps batches in flight, and no frame waits for it. Each batch is one recorded graph, which
 //! waits for frames, computes them and answers. While a batch computes, clients store the next frames, and
 //! the batch that takes them is already queued. So the GPU never waits for this thread. All batches are on
 //! one stream. A reception on a stream of its own would save a few microseconds, but take multiprocessors
 //! from the products: a fifth of the speed on an H200.
 //!
-//! Tables that kernels read change only between batches. The thread waits until the batches under way have ended,
+//! Tables that kernels read change only between batches. The thread waits until the batches in flight have ended,
 //! changes the tables, and launches again. Without frames that wait is at most the wait of a batch for a frame.
 
 mod bounds;
@@ -233,7 +233,7 @@ impl DataThread {
         Ok(())
     }
 
-    /// Polls the batches under way until one ends, but not for long.
+    /// Polls the batches in flight until one ends, but not for long.
     fn poll(&mut self) -> Result<(), DataError> {
         for _ in 0..POLLS_PER_ROUND {
             if self.collect_ended()? || !self.inbox.is_empty() {
@@ -250,7 +250,7 @@ impl DataThread {
         Ok(())
     }
 
-    /// Waits until no batch is under way.
+    /// Waits until no batch is in flight.
     fn drain(&mut self) -> Result<(), DataError> {
         while self.contexts.iter().any(|context| context.launched_at.is_some()) {
             if self.collect_ended()? {
@@ -419,7 +419,7 @@ const HOUSEKEEPING_PERIOD: Duration = Duration::from_millis(500);
 /// Kernels keep their first error until a pause between batches. A refusal was counted before, so a pause for
 /// it is made only this often.
 const REFUSAL_PERIOD: Duration = Duration::from_secs(1);
-/// Longest wait for the batches under way when the thread ends.
+/// Longest wait for the batches in flight when the thread ends.
 const DROP_LIMIT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

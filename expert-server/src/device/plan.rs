@@ -27,7 +27,7 @@ pub(crate) struct DevicePlan {
     pub(crate) num_layers: u32,
     /// Experts per layer.
     pub(crate) num_experts: u32,
-    /// Most batches under way.
+    /// Most batches in flight.
     pub(crate) num_contexts: usize,
     /// Most clients.
     pub(crate) max_clients: usize,

@@ -2,7 +2,7 @@
 //!
 //! The matrices of a layer lie in one block of memory, which has room for a number of experts. Each expert
 //! has a local index in the block; a table maps experts to local indices. A new expert takes a free index, or
-//! the layer moves to a larger block. Batches under way go on with the old table until the data thread puts
+//! the layer moves to a larger block. Batches in flight go on with the old table until the data thread puts
 //! the new one into service between two batches. Only then is the old block freed.
 
 mod tables;

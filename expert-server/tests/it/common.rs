@@ -26,16 +26,16 @@ use switchyard_expert_server::{
 };
 use tokio::sync::oneshot;
 
-/// Longest wait for anything in a test: generous, because it only ever ends a failure.
+/// Longest wait in a test. It is generous, because it ends only failures.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The trained checkpoint of the repository, or a copy where `SWITCHYARD_TEST_MODEL` says.
+/// The trained checkpoint of the repository, or the one at `SWITCHYARD_TEST_MODEL`.
 pub fn tiny_moe() -> PathBuf {
     let elsewhere = std::env::var_os("SWITCHYARD_TEST_MODEL").map(PathBuf::from);
     elsewhere.unwrap_or_else(|| concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe").into())
 }
 
-/// A random generator whose seed is printed; `SWITCHYARD_SEED` replays it.
+/// A random generator. Prints its seed; `SWITCHYARD_SEED` sets it.
 pub fn seeded() -> StdRng {
     let given = std::env::var("SWITCHYARD_SEED").ok().and_then(|seed| seed.parse().ok());
     let seed = given.unwrap_or_else(rand::random::<u64>);
@@ -74,7 +74,7 @@ pub struct Request {
     pub layer: u32,
     /// `[num_tokens, hidden]`.
     pub x: Vec<f32>,
-    /// Per token its experts and weights.
+    /// Experts and weights of each token.
     pub routes: Vec<Vec<(u32, f32)>>,
 }
 
@@ -97,11 +97,11 @@ impl Request {
     }
 }
 
-/// What a server must answer, computed one token at a time in f64 straight from the checkpoint.
+/// The correct answers, computed one token at a time in f64 from the checkpoint.
 pub struct Reference {
     pub checkpoint: Arc<Checkpoint>,
     pub shape: ModelShape,
-    /// Whether all experts are fp8.
+    /// True if all experts are fp8.
     pub is_fp8: bool,
     pub experts: HashMap<(u32, u32), [Vec<f32>; 3]>,
 }
@@ -111,7 +111,7 @@ impl Reference {
         Self::of(&tiny_moe())
     }
 
-    /// Of another checkpoint.
+    /// The reference of another checkpoint.
     pub fn of(dir: &Path) -> Self {
         let checkpoint = Arc::new(Checkpoint::open(dir).expect("the checkpoint opens"));
         let shape = shape_of(&checkpoint);
@@ -128,7 +128,7 @@ impl Reference {
         Self { checkpoint, shape, is_fp8, experts }
     }
 
-    /// Rows `[num_tokens, hidden]` for `request` as it arrives after a trip in `dtype`.
+    /// Rows `[num_tokens, hidden]` for `request` after its conversion to `dtype`.
     pub fn forward(&self, request: &Request, dtype: WireDtype) -> Vec<f64> {
         let hidden = self.shape.hidden as usize;
         let mut out = Vec::with_capacity(request.x.len());
@@ -170,7 +170,7 @@ impl Reference {
             WireDtype::Bf16 => 5e-3,
             WireDtype::F8E4m3 => 0.04,
         };
-        // A code next to the right one, where rounding is a matter of taste.
+        // Rounding may choose the code next to the exact one.
         let tolerance = tolerance + if dtype == WireDtype::F8E4m3 { 0.01 } else { 0.0 };
         let hidden = self.shape.hidden as usize;
         for (token, (row, expected)) in
@@ -193,7 +193,7 @@ pub fn dot<V: Copy + Into<f64>>(a: &[f32], b: &[V]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * (*b).into()).sum()
 }
 
-/// What is left of a row after rounding to `dtype`, by arithmetic of its own.
+/// A row after its conversion to `dtype`, by independent arithmetic.
 fn after_trip(row: &[f32], dtype: WireDtype) -> Vec<f64> {
     match dtype {
         WireDtype::F32 => row.iter().map(|&v| f64::from(v)).collect(),
@@ -225,7 +225,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// Holds every expert but those that `is_held` refuses.
+    /// Loads the experts for which `is_held` returns true.
     pub fn start(
         reference: &Reference,
         slot: SlotConfig,
@@ -257,7 +257,7 @@ impl Rig {
         Self { data, end, metrics, shape: reference.shape, slot }
     }
 
-    /// A client whose channel the data thread does not have yet, and the server's side of it.
+    /// A client whose channel is not attached to the data thread, and the server's side of the channel.
     pub fn unattached(
         &self,
         client_id: u64,
@@ -268,7 +268,7 @@ impl Rig {
         (TestClient::new(near, self.shape, client_id, 1, dtype, response_dtype), far)
     }
 
-    /// A connected client, and the end of its link.
+    /// A connected client, with the end of its link.
     pub fn client(
         &self,
         client_id: u64,
@@ -295,7 +295,7 @@ impl Rig {
             ended = end.try_recv().ok();
             ended.is_some()
         });
-        ended.expect("an end").expect("a good one");
+        ended.expect("an end").expect("a stop without an error");
     }
 }
 
@@ -375,7 +375,7 @@ impl<E: Endpoint> TestClient<E> {
         }
     }
 
-    /// What a server that holds the other end must demand.
+    /// The properties that a server must require of this client's frames.
     pub fn expected_by_server(&self) -> DispatchExpect {
         DispatchExpect {
             client_id: self.client_id,
@@ -394,7 +394,7 @@ impl<E: Endpoint> TestClient<E> {
         (self.geometry.dtype(), self.geometry.response_dtype())
     }
 
-    /// Writes `request` into `frame` without publishing it; gives its sequence and its bytes.
+    /// Writes `request` into `frame` without publishing it. Returns its sequence and its bytes.
     pub fn write(&mut self, frame: &TxFrame, request: &Request) -> (u64, usize) {
         let sequence = self.sequence;
         self.sequence += 1;
@@ -425,7 +425,7 @@ impl<E: Endpoint> TestClient<E> {
         (sequence, used_bytes)
     }
 
-    /// Publishes `request` if there is credit, and gives its sequence.
+    /// Publishes `request` if there is credit. Returns its sequence.
     pub fn try_send(&mut self, request: &Request) -> Option<u64> {
         let frame = self.channel.try_reserve().expect("sound counters")?;
         let (sequence, used_bytes) = self.write(&frame, request);
@@ -450,7 +450,7 @@ impl<E: Endpoint> TestClient<E> {
             );
             assert!(news.expect("waiting works").is_some(), "no credit in time");
             if self.channel.has_frame() {
-                // Credit and answer look alike to the wait; do not spin on the answer.
+                // The wait cannot tell credit from an answer. The sleep avoids spinning on the answer.
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
@@ -461,7 +461,7 @@ impl<E: Endpoint> TestClient<E> {
         self.receive_within(sequence, request, PATIENCE).expect("an answer in time")
     }
 
-    /// As [`receive`](Self::receive); `None` if there is no answer within `bound`.
+    /// Like [`receive`](Self::receive), or `None` without an answer within `bound`.
     pub fn receive_within(
         &mut self,
         sequence: u64,
@@ -492,7 +492,7 @@ impl<E: Endpoint> TestClient<E> {
         let reply = match decode_response(view, &expect, &mut self.scratch) {
             Ok(Response::Rows(mut rows)) => {
                 let num_rows = rows.num_rows();
-                // Poisoned: whatever is not written shows.
+                // Poison shows values that are not written.
                 let mut out = vec![f32::NAN; num_rows * rows.hidden()];
                 rows.read_rows_f32(0..num_rows, &mut out).expect("rows are sound");
                 Reply { times: rows.server_times(), rows: Ok(out) }

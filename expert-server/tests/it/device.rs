@@ -28,7 +28,7 @@ use crate::skip;
 /// Device slots of these tests: some dozens of tokens of the tiny model.
 pub const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 
-/// Where servers run, and where clients do: `None` skips a test loudly.
+/// The GPUs of servers and of clients, or `None` after reporting a skipped test.
 pub fn devices() -> Option<(DeviceName, Gpu)> {
     let name = std::env::var("SWITCHYARD_TEST_DEVICE").unwrap_or_else(|_| "emulated".to_owned());
     if name == "emulated" {
@@ -109,7 +109,7 @@ pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &
             }
         }
         let largest = expected.iter().fold(1e-30f64, |max, v| max.max(v.abs()));
-        // An activation next to the middle of two codes may become either: a sixteenth of it.
+        // An activation near the middle of two codes may become either, which is a sixteenth of it.
         let tolerance = if reference.is_fp8 { 3.0 * TOLERANCE } else { TOLERANCE };
         for (at, (found, expected)) in row.iter().zip(&expected).enumerate() {
             let error = (f64::from(*found) - expected).abs() / largest;
@@ -122,12 +122,12 @@ pub fn check(reference: &Reference, request: &Request, dtype: WireDtype, rows: &
     }
 }
 
-/// A row as the server gets it. Its codes are compared with the kernels' bit by bit elsewhere.
+/// A row as the server receives it. Other tests compare its codes with the kernels' bit by bit.
 fn arrived(row: &[f32], dtype: WireDtype) -> Vec<f32> {
     if dtype == WireDtype::F8E4m3 { quantised(row) } else { row.to_vec() }
 }
 
-/// What fp8 with a scale per 128 values leaves of a row.
+/// A row after its conversion to fp8 with a scale per 128 values.
 fn quantised(row: &[f32]) -> Vec<f32> {
     let (mut codes, mut scales) = (vec![0; row.len()], vec![0.0; row.len().div_ceil(128)]);
     let mut out = row.to_vec();
@@ -136,5 +136,5 @@ fn quantised(row: &[f32]) -> Vec<f32> {
     out
 }
 
-/// Sums in another order round otherwise now and then, by a unit of bf16.
+/// The order of a sum can change its rounding by a unit of bf16.
 const TOLERANCE: f64 = 0.02;

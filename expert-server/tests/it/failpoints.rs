@@ -47,7 +47,7 @@ async fn a_panic_of_the_data_thread_closes_every_connection_and_ends_the_server(
     fail::cfg("server::before_compute", "panic").expect("a failpoint");
     let request = Request::random(&mut rng, &shape, 1);
     client.try_send(&request).expect("credit");
-    // The client sees a closed connection, not silence.
+    // The client must see a closed connection.
     tokio::time::timeout(PATIENCE, connection.liveness.closed()).await.expect("closed");
     let end = tokio::time::timeout(PATIENCE, server.wait()).await.expect("an end");
     let Err(ServerError::Data(DataError::Panicked { message })) = end else {
@@ -76,7 +76,7 @@ async fn a_frame_counts_only_once_it_is_published() {
     fail::cfg("server::between_payload_and_publish", "pause").expect("a failpoint");
     let request = Request::random(&mut rng, &reference.shape, 2);
     let sequence = client.send(&request);
-    // The payload is there, the flag is not.
+    // The payload is written, but the flag is not set.
     let early = client.receive_within(sequence, &request, Duration::from_millis(100));
     assert!(early.is_none(), "an answer before it was published");
     fail::remove("server::between_payload_and_publish");

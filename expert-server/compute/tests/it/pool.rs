@@ -67,7 +67,7 @@ fn batches_beyond_the_scratch_bound_run_in_rounds() {
     println!("seed {seed}");
     let mut rng = StdRng::seed_from_u64(seed);
     let layer = Layer::random(&mut rng, 4, 4096, 2, WeightDtype::Bf16);
-    // 64 MiB of activations are 4096 rows of 4096; this takes more, and splits an expert.
+    // 64 MiB of activations are 4096 rows of 4096. This batch takes more, and splits an expert.
     let mut batch = Batch::random(&mut rng, &layer, 4500);
     batch.route(|token| vec![(1, token as f32 * 1e-3), (0, 0.5)]);
     let mut pool = ComputePool::new(2, None).unwrap();
@@ -125,7 +125,7 @@ fn empty_batches_and_masked_tokens_give_zeros() {
     batch.route(|_| Vec::new());
     assert_eq!(batch.run(&mut pool, &layer), vec![0.0; 4 * 24]);
 
-    // Groups without entries, also for experts that are not loaded.
+    // Groups without entries, including some for experts that are not loaded.
     batch.groups = (0..9).map(|expert| ExpertGroup { expert, begin: 0, end: 0 }).collect();
     assert_eq!(batch.run(&mut pool, &layer), vec![0.0; 4 * 24]);
 
@@ -199,7 +199,7 @@ fn inconsistent_batches_are_refused() {
     let error = pool.run(&layer.experts, &good.view(), &mut out, &mut || {}).unwrap_err();
     assert_eq!(error, ComputeError::OutputSize { found: 25, expected: 24 });
 
-    // And the pool still works.
+    // The pool still works.
     check(&good.reference(&layer), &good.run(&mut pool, &layer), 8, "after errors");
 }
 
@@ -213,7 +213,8 @@ fn the_caller_is_ticked_during_work_and_may_panic_in_it() {
         let mut out = vec![f32::NAN; batch.x.len()];
         let mut num_ticks = 0;
         pool.run(&layer.experts, &batch.view(), &mut out, &mut || num_ticks += 1).unwrap();
-        // One thread ticks after each 2^24 of its multiplications; others may take most of them.
+        // The calling thread ticks after each 2^24 of its multiplications. The other threads may do most of
+        // the work.
         let work = batch.entry_token.len() * 3 * 512 * 512;
         let least = if threads == 1 { work >> 26 } else { 0 };
         assert!(num_ticks >= least, "{num_ticks} ticks, at least {least} expected");
@@ -336,7 +337,7 @@ fn random_weight(
         }
         _ => Vec::new(),
     };
-    // An odd offset: nothing in a checkpoint is aligned.
+    // An odd offset, because tensors in a checkpoint are not aligned.
     let mut bytes = vec![0xffu8];
     let mut exact = Vec::new();
     for idx in 0..rows * cols {
@@ -348,7 +349,7 @@ fn random_weight(
                 exact.push(value.to_f64());
             }
             WeightDtype::F16 => {
-                // Some subnormal.
+                // Some are subnormal.
                 let value = if idx % 17 == 0 { value * 1e-5 } else { value };
                 let value = half::f16::from_f32(value);
                 bytes.extend(value.to_le_bytes());
@@ -370,7 +371,7 @@ fn random_weight(
     (Weight::new(dtype, rows, cols, data, scales.into()).unwrap(), exact)
 }
 
-/// By the definition of the format.
+/// Converts a value by the definition of the format.
 fn e4m3(byte: u8) -> f64 {
     let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7) / 8.0);
     let magnitude = match exponent {
@@ -487,7 +488,7 @@ impl Batch {
     }
 }
 
-/// Leaves NaN in all scratch memory: what a run reads before it writes shows in its result.
+/// Leaves NaN in all scratch memory, which shows reads before writes in the result.
 fn poison(pool: &mut ComputePool, layer: &Layer) {
     let mut batch = Batch { num_tokens: 40, ..Batch::default() };
     batch.x = vec![f32::NAN; 40 * layer.hidden];
@@ -504,7 +505,7 @@ fn check(expected: &[f64], found: &[f32], hidden: usize, context: &str) {
         let scale = expected.iter().fold(0.0f64, |max, value| max.max(value.abs()));
         for (col, (expected, &found)) in expected.iter().zip(found).enumerate() {
             let error = (f64::from(found) - expected).abs();
-            // A narrow row may cancel; its terms are of the order of one.
+            // A narrow row may cancel. Its terms are of the order of one.
             let bound = 1e-5 * scale.max(if hidden < 64 { 0.3 } else { 0.0 });
             assert!(
                 error <= bound,

@@ -14,7 +14,7 @@ use crate::device::context::PRODUCT_WAIT_NS;
 use crate::error::DataError;
 use crate::metrics::DropReason;
 
-/// The reaction to a batch that is under way.
+/// The reaction to a batch that is in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
     Wait,
@@ -43,7 +43,7 @@ fn age_of(
 }
 
 impl DataThread {
-    /// Checks the age of the batch under way. Clients over a network are aborted first; a batch that does not end
+    /// Checks the age of the batch in flight. Clients over a network are aborted first; a batch that does not end
     /// even then means that the GPU is lost.
     pub(super) fn check_bound(&mut self, now: Instant) -> Result<(), DataError> {
         if self.stopped_at.is_some_and(|at| now.saturating_duration_since(at) > STOP_GRACE) {
@@ -90,7 +90,7 @@ impl DataThread {
 
 /// Age of a batch at which all clients over a network are dropped. In docs/operations.md.
 const PATHS_LIMIT: Duration = Duration::from_secs(15);
-/// Time after a stop command for the batches under way to end and their answers to be sent. It is much longer
+/// Time after a stop command for the batches in flight to end and their answers to be sent. It is much longer
 /// than a batch, and shorter than the wait of the caller that stops the server.
 const STOP_GRACE: Duration = Duration::from_millis(500);
 /// Age of a batch at which the GPU counts as lost. A GPU in order is always faster.

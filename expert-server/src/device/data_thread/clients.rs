@@ -7,7 +7,7 @@ use crate::metrics::DropReason;
 use crate::plane::ClosedLink;
 
 impl DataThread {
-    /// Waits for the batches under way, then applies all pending changes.
+    /// Waits for the batches in flight, then applies all pending changes.
     pub(super) fn apply_changes(&mut self) -> Result<(), DataError> {
         // No batch waits for a client that leaves: neither one that broke the rules, nor one that disconnected
         // before the mask knew its link.
@@ -55,7 +55,7 @@ impl DataThread {
         Ok(())
     }
 
-    /// Closes the links that are to close. No batch is under way.
+    /// Closes the links that are to close. No batch is in flight.
     pub(super) fn remove_closed_clients(&mut self) {
         let removed: Vec<Client> = self.clients.remove_closing().collect();
         for client in removed {

@@ -10,7 +10,7 @@ use crate::device::fault::KernelFault;
 use crate::error::DataError;
 
 impl DataThread {
-    /// Reads the kernels' error word and clears it, so that they can report again. No batch is under way.
+    /// Reads the kernels' error word and clears it, so that they can report again. No batch is in flight.
     pub(super) fn read_fault(&mut self) -> Result<(), DataError> {
         (self.has_fault, self.refusal_since) = (false, None);
         let error = self.memory.take_fault(&self.control)?;
@@ -83,7 +83,7 @@ const STATUS_SHIFT: u32 = 16;
 const LATE_LOG_PERIOD: Duration = Duration::from_secs(1);
 
 /// Returns true if only a broken or hostile client sends such a frame. Missing experts and an old epoch are not a
-/// client's fault, because placements change while frames are under way.
+/// client's fault, because placements change while frames are in flight.
 const fn is_malformed(code: ErrorCode) -> bool {
     matches!(
         code,

@@ -21,7 +21,7 @@ pub(super) struct Memory {
     layers: GpuBuffer,
     /// Holds tables on their way to the GPU, and the state on its way from it.
     staging: GpuBuffer,
-    /// The number of batches that have begun. It is copied while batches are under way.
+    /// The number of batches that have begun. It is copied while batches are in flight.
     num_begun: GpuBuffer,
 }
 
@@ -94,7 +94,7 @@ impl Memory {
         unsafe { control.copy(self.num_begun.ptr(), self.state.at(offset, bytes)?, bytes) }
     }
 
-    /// The last copy of that number. No copy is under way.
+    /// The last copy of that number. No copy is in flight.
     pub(super) fn num_begun(&self) -> u64 {
         let host = self.num_begun.host();
         // SAFETY: page-locked memory of this size, aligned; the copy into it has ended.

@@ -1,5 +1,5 @@
-//! Experts that a control plane assigns to a server on a GPU while clients are served. The one here says
-//! what the test wants: that of the product leaves members what they have.
+//! Experts that a control plane assigns to a server on a GPU while clients are served. This control plane
+//! assigns what the test wants; the product's control plane does not change the assignment of a member.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,14 +20,14 @@ use crate::device::{check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
 
-/// What the control plane wants, and what it was told.
+/// The wishes of the control plane, and the reports that it received.
 #[derive(Default)]
 struct Book {
     assignment: Assignment,
     version: u64,
     member: Option<RegisterRequest>,
     held: Assignment,
-    /// Of the last report of the member.
+    /// From the last report of the member.
     device: Option<String>,
 }
 
@@ -153,7 +153,7 @@ async fn experts_that_are_assigned_later_are_loaded_onto_the_gpu_while_clients_a
         outcome
     };
     assert_ne!(layer(0, &[all - 1]), Outcome::Answered);
-    // Two steps: the second finds layers of different sizes.
+    // Two steps, so that the second finds layers of different sizes.
     for step in 0..2u32 {
         for (layer, experts) in &mut wanted {
             match (step, layer % 2) {

@@ -1,4 +1,4 @@
-//! A client that drives the kernels directly, one layer at a time, over one server.
+//! A client of one server that drives the kernels directly, one layer at a time.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -20,11 +20,11 @@ use crate::common::{PATIENCE, Request};
 
 pub const HOST_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 
-/// What a layer came to.
+/// The result of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     Answered,
-    /// The server's status code.
+    /// The server refused the frame with this status code.
     Refused(u64),
     Missing,
 }
@@ -51,7 +51,7 @@ pub struct Client {
     pub timeout: Duration,
 }
 
-/// Geometry of device slots of `slot`.
+/// Geometry of device slots with the size and frames of `slot`.
 pub fn geometry_of(shape: &ModelShape, dtype: WireDtype, slot: SlotConfig) -> FrameGeometry {
     let code = if dtype == WireDtype::F8E4m3 { DTYPE_F8_E4M3 } else { DTYPE_BF16 };
     let (hidden, top_k, frames) = (shape.hidden, shape.top_k, slot.num_frames as u32);
@@ -94,7 +94,7 @@ impl Client {
         Self::join_by(gpu, addr, shape, client_id, dtype, geometry, config).await
     }
 
-    /// As [`join`](Self::join), where the way is somebody else's matter.
+    /// Like [`join`](Self::join), with the caller's choice of networks.
     pub async fn join_by(
         gpu: &Gpu,
         addr: SocketAddr,
@@ -150,21 +150,21 @@ impl Client {
         client.write(&client.table, bytemuck::bytes_of(&peer));
         for (offset, bytes) in client.geometry.answer_rows() {
             let rows = client.pair.own().add(offset);
-            // SAFETY: the client's own slot; the server stores nothing there before the first request.
+            // SAFETY: the client's own slot. The server stores nothing there before the first request.
             unsafe { client.stream.fill(rows, ANSWER_HOLE as u8, bytes).expect("fill") };
         }
-        // Who leaves at once takes the slot along.
+        // A client that is dropped at once frees the slot.
         client.wait();
         client
     }
 
-    /// One layer; rows `[num_tokens, hidden]` when it was answered.
+    /// Sends one layer and waits for it. Returns rows `[num_tokens, hidden]` if it was answered.
     pub fn layer(&mut self, request: &Request) -> (Outcome, Vec<f32>) {
         self.dispatch(request);
         self.combine(request)
     }
 
-    /// The last layer again, so many times, each recorded launch waited for: how long each took.
+    /// Repeats the last layer and waits for each recorded launch. Returns the time of each.
     pub fn replay(&mut self, num_layers: usize) -> Vec<Duration> {
         let (dispatch, combine) = (self.prepared_dispatch(), self.prepared_combine());
         let graph = self
@@ -200,7 +200,7 @@ impl Client {
                 weights[token * top_k + place] = *weight;
             }
         }
-        // Poison: what a kernel does not write must show.
+        // Poison shows rows that no kernel writes.
         self.write(&self.out, &vec![0xff; self.out.len() as usize]);
         self.write(&self.hidden_states, bytemuck::cast_slice(&rows));
         self.write(&self.topk_idx, bytemuck::cast_slice(&idx));
@@ -229,7 +229,7 @@ impl Client {
             servers: self.table.ptr(),
             ..DispatchParams::zeroed()
         };
-        // SAFETY: the client's memory is as large as its geometry says, and stays.
+        // SAFETY: the client's memory has the size of its geometry, and outlives the launch.
         unsafe { self.gpu.prepare(params) }.expect("dispatch")
     }
 
@@ -275,33 +275,32 @@ impl Client {
         (Outcome::Answered, rows)
     }
 
-    /// Writes into the server's slot as no kernel would.
+    /// Writes into the server's slot in a manner that no kernel does.
     pub fn scribble(&self, offset: u64, bytes: &[u8]) {
         self.write_at(self.pair.peer_memory().expect("mapped"), offset, bytes);
     }
 
-    /// The word by which the server shows that it works.
+    /// The server's progress word.
     pub fn progress(&self) -> u64 {
         let offset = self.geometry.response_control_offset + p2p_core::slot::PROGRESS as u64;
         self.read(self.pair.own_memory(), offset)
     }
 
-    /// Says that frame `number` has so many rows, as its header does from an earlier turn of the ring, whose
-    /// rows are the only ones there.
+    /// Announces frame `number` with so many rows. The slot has only the header and rows of an earlier frame.
     pub fn announce(&self, number: u64, rows: u64) {
         let place = number % u64::from(self.geometry.num_frames);
         let at = self.geometry.control_offset + WORD_HEADER_OFFSET + place * WORD_STRIDE;
         self.scribble(at, &(number << ANNOUNCE_SHIFT | rows).to_le_bytes());
     }
 
-    /// The word by which the server refuses frame `number`.
+    /// The status word of frame `number`.
     pub fn status(&self, number: u64) -> u64 {
         let place = number % u64::from(self.geometry.num_frames);
         let at = self.geometry.response_control_offset + WORD_STATUS_OFFSET + place * WORD_STRIDE;
         self.read(self.pair.own_memory(), at)
     }
 
-    /// Says that the client is another one. Gives who it was.
+    /// Replaces the client id in the next frames. Returns the old id.
     pub fn pretend(&mut self, client_id: u64) -> u64 {
         std::mem::replace(&mut self.client_id, client_id)
     }

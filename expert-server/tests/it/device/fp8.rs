@@ -1,4 +1,4 @@
-//! Weights in fp8 with scales per 128 by 128 values go to the GPU as the checkpoint has them.
+//! fp8 weights with scales per 128 by 128 values are copied to the GPU unchanged.
 
 use checkpoint::{MakeOptions, Preset, make_checkpoint};
 use protocol::WireDtype;
@@ -37,12 +37,12 @@ async fn layers(dtype: WireDtype) {
         config.limits = Limits { max_batch_tokens: 64, ..config.limits };
     })
     .await;
-    // A byte for a value and a scale for a block: nothing was widened.
+    // One byte per value and one scale per block: no weight was widened.
     let per_expert = 3 * (hidden * inter + 2 * 2 * 4);
     let moe_layers = reference.checkpoint.config().moe_layers();
     let num_held = moe_layers.len() as u64 * u64::from(shape.num_experts - 1);
     assert_eq!(server.expert_bytes(), num_held * per_expert);
-    // One that comes later moves its layer to a larger block, with the scales.
+    // A later expert moves its layer to a larger block, with the scales.
     let last = moe_layers[0];
     server.load_expert(last, shape.num_experts - 1).expect("loaded");
     let mut client = join(&gpu, &server, shape, 1, dtype).await;

@@ -1,4 +1,4 @@
-//! Clients that are wrong or hostile, beside one that is neither.
+//! Faulty and hostile clients, beside one in order.
 
 use std::time::Duration;
 
@@ -12,19 +12,19 @@ use crate::device::client::Outcome;
 use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
-// Codes of error frames, see docs/wire-format.md.
+// Codes of error frames, from docs/wire-format.md.
 const WRONG_LAYER: u64 = 3;
 const NOT_MY_EXPERT: u64 = 4;
 const STALE_CHANNEL: u64 = 6;
 const INTERNAL: u64 = 9;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_nobody() {
+async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_no_other_client() {
     let Some((device, gpu)) = devices() else { return };
     let mut rng = seeded();
     let reference = Reference::open();
     let shape = reference.shape;
-    // All but the last expert of each layer, and in the last layer all but the first.
+    // All experts of each layer except the last; in the last layer all except the first.
     let last = shape.num_experts - 1;
     let layer = shape.num_layers - 1;
     let mut parts: Vec<String> = (0..layer).map(|l| format!("{l}:0-{}", last - 1)).collect();
@@ -43,7 +43,7 @@ async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_nobody() {
             let mut request = Request::random(&mut rng, &shape, 6);
             request.layer = id;
             for (expert, _) in request.routes.iter_mut().flatten() {
-                // Held in every layer.
+                // Loaded in every layer.
                 *expert = (*expert).clamp(1, last - 1);
             }
             for routes in &mut request.routes {
@@ -56,7 +56,7 @@ async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_nobody() {
         };
         for layer in 0..shape.num_layers {
             fine(&mut right, layer);
-            // Which experts are here depends on the layer.
+            // The loaded experts depend on the layer.
             let (missing, held) = if layer == shape.num_layers - 1 { (0, last) } else { (last, 0) };
             assert_eq!(wrong.layer(&only(layer, missing)).0, Outcome::Refused(NOT_MY_EXPERT));
             assert_eq!(wrong.layer(&only(layer, held)).0, Outcome::Answered);
@@ -86,7 +86,7 @@ async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_goes_on_sending_nonsense_is_dropped() {
+async fn a_client_that_keeps_sending_malformed_frames_is_dropped() {
     let Some((device, gpu)) = devices() else { return };
     let reference = Reference::open();
     let shape = reference.shape;
@@ -115,7 +115,7 @@ async fn a_client_that_goes_on_sending_nonsense_is_dropped() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_goes_on_withholding_rows_it_announced_is_dropped() {
+async fn a_client_that_keeps_withholding_announced_rows_is_dropped() {
     let Some((device, gpu)) = devices() else { return };
     let mut rng = seeded();
     let reference = Reference::open();
@@ -134,7 +134,7 @@ async fn a_client_that_goes_on_withholding_rows_it_announced_is_dropped() {
         for turn in 1..4 {
             let number = SLOT.num_frames as u64 + turn;
             hostile.announce(number, 9);
-            // Whoever shares batches with it waits for it, but is served.
+            // A client that shares batches with it waits, but is served.
             let request = Request::random(&mut rng, &shape, 5);
             let (outcome, rows) = right.layer(&request);
             assert_eq!(outcome, Outcome::Answered, "turn {turn}");
@@ -169,7 +169,7 @@ async fn random_bytes_all_over_a_slot_harm_their_writer_only() {
     tokio::task::spawn_blocking(move || {
         let geometry = hostile.geometry;
         for round in 0..40 {
-            // After a frame that is in order, so that what is damaged is looked at.
+            // After a valid frame, so that the server reads the damaged one.
             let request = Request::random(&mut rng, &shape, 9);
             hostile.dispatch(&request);
             for _ in 0..rng.random_range(1..4) {

@@ -10,12 +10,12 @@ use crate::device::client::Outcome;
 use crate::device::{check, devices, join, server_on};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_clients_get_what_the_reference_computes_from_requests_in_bf16() {
+async fn answers_to_two_clients_equal_the_reference_with_requests_in_bf16() {
     two_clients(WireDtype::Bf16, 2).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_clients_get_what_the_reference_computes_from_requests_in_fp8() {
+async fn answers_to_two_clients_equal_the_reference_with_requests_in_fp8() {
     two_clients(WireDtype::F8E4m3, 2).await;
 }
 
@@ -59,13 +59,13 @@ async fn two_clients(dtype: WireDtype, batches_in_flight: usize) {
         task.await.expect("a client's layers are right");
     }
     let metrics = server.metrics();
-    // Counted a moment after they are answered.
+    // The server counts frames a moment after it has answered them.
     eventually("all tokens are counted", || {
         metric(metrics, "switchyard_server_tokens_total") == num_tokens as f64
     });
     let frames = metric(metrics, "switchyard_server_frames_total{direction=\"in\"}");
     assert_eq!(frames, (2 * LAYERS) as f64);
-    // Rows that are stored say by themselves that they are there: nothing comes beside them.
+    // Rows that kernels store directly have no flags.
     let bytes = metric(metrics, "switchyard_server_bytes_total{direction=\"out\"}");
     assert_eq!(bytes, (num_tokens * u64::from(shape.hidden) * 2) as f64);
     assert!(metric(metrics, "switchyard_server_batches_total") <= (2 * LAYERS) as f64);

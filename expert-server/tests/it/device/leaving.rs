@@ -1,4 +1,4 @@
-//! Clients that come, go and die, and experts that are loaded later.
+//! Clients that connect, disconnect and die, and experts that are loaded later.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -31,7 +31,7 @@ async fn clients_come_and_go_while_another_is_served() {
                 assert_eq!(outcome, Outcome::Answered, "round {round}");
                 check(&reference, &request, DTYPE, &rows);
             }
-            // Every other guest leaves while its frame is under way.
+            // Every other guest disconnects while its frame is in flight.
             if round % 2 == 0 {
                 guest.dispatch(&Request::random(&mut rng, &shape, 30));
             }
@@ -56,7 +56,7 @@ async fn a_client_that_stays_but_sends_nothing_does_not_hold_up_a_drain() {
     let shape = reference.shape;
     let server = server_on(device, DTYPE, ExpertSelection::All, |config| {
         config.drain_idle = Duration::from_millis(200);
-        // Longer than the test waits: only idleness ends it.
+        // Longer than the test waits, so that only the idle time ends the drain.
         config.drain_timeout = PATIENCE * 10;
     })
     .await;
@@ -65,7 +65,7 @@ async fn a_client_that_stays_but_sends_nothing_does_not_hold_up_a_drain() {
     let (outcome, rows) = tokio::task::block_in_place(|| client.layer(&request));
     assert_eq!(outcome, Outcome::Answered);
     check(&reference, &request, DTYPE, &rows);
-    // Nor does it see signs of work that nobody does.
+    // An idle server shows no progress to its client.
     tokio::task::block_in_place(|| {
         eventually("an idle server shows no progress", || {
             let before = client.progress();
@@ -87,7 +87,7 @@ async fn a_client_that_is_killed_ends_its_own_link_only() {
     let server = server_on(device, DTYPE, ExpertSelection::All, |_| {}).await;
     let mut steady = join(&gpu, &server, shape, 1, DTYPE).await;
     for _ in 0..2 {
-        let mut child = Killed(
+        let mut child = ChildGuard(
             Command::new(std::env::current_exe().expect("this program"))
                 .args([
                     "--exact",
@@ -116,7 +116,7 @@ async fn a_client_that_is_killed_ends_its_own_link_only() {
     server.wait().await.expect("a shutdown is a good end");
 }
 
-/// Not a test by itself: the other process of the one above.
+/// Not a test by itself: the client process of the test above.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_in_a_process_of_its_own() {
     let Ok(addr) = std::env::var(CHILD_ADDR) else { return };
@@ -136,7 +136,7 @@ async fn a_client_in_a_process_of_its_own() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn experts_that_come_later_are_loaded_while_clients_are_served() {
+async fn later_experts_are_loaded_while_clients_are_served() {
     let Some((device, gpu)) = devices() else { return };
     let mut rng = seeded();
     let reference = Reference::open();
@@ -161,7 +161,7 @@ async fn experts_that_come_later_are_loaded_while_clients_are_served() {
         tokio::task::block_in_place(|| layer(1, &[shape.num_experts - 1])),
         Outcome::Answered
     );
-    // In an order of their own in each layer, so that places differ between layers.
+    // In another order in each layer, so that local indices differ between layers.
     let loading = {
         let (server, num_experts) = (std::sync::Arc::clone(&server), shape.num_experts);
         tokio::task::spawn_blocking(move || {
@@ -192,12 +192,12 @@ async fn experts_that_come_later_are_loaded_while_clients_are_served() {
     server.shutdown().await;
 }
 
-/// A child that does not outlive its test.
-struct Killed(Child);
+/// Kills a child process at the end of its test.
+struct ChildGuard(Child);
 
-impl Drop for Killed {
+impl Drop for ChildGuard {
     fn drop(&mut self) {
-        // It may be dead already, and is waited for in any case.
+        // The child may be dead already. It is waited for in any case.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -1,4 +1,4 @@
-//! What a server tells whoever measures it.
+//! Reports to a batch observer.
 
 use std::sync::{Arc, Mutex};
 
@@ -44,8 +44,7 @@ async fn batches_are_timed_as_far_as_their_experts_where_that_is_asked_for() {
         match every {
             0 => assert_eq!(num_timed, 0),
             1 => assert_eq!(num_timed, NUM_LAYERS),
-            // At most the first of each of the two batches that may be under way: those without a frame count,
-            // too.
+            // At most the first of each of the two batches in flight, because batches without a frame count, too.
             _ => assert!(num_timed <= 2, "{reports:?}"),
         }
         server.shutdown().await;
@@ -71,7 +70,7 @@ async fn graphs_are_counted_when_they_are_recorded() {
             let answer = tokio::task::block_in_place(|| client.layer(&request));
             assert_eq!(answer.0, Outcome::Answered);
         }
-        // Of each batch that may be under way: one for so many seats.
+        // One graph per context and number of clients.
         eventually("graphs for one more client", || recorded("count") >= before + 2.0);
         assert!(recorded("sum") > 0.0);
     }
@@ -79,5 +78,5 @@ async fn graphs_are_counted_when_they_are_recorded() {
 }
 
 const NUM_LAYERS: usize = 6;
-/// More batches than there are.
+/// More batches than the test has.
 const RARELY: u32 = 1 << 30;

@@ -1,5 +1,5 @@
-//! Clients of all kinds come, act and go in random order beside a steady one, which tells whether they disturbed
-//! it. `SWITCHYARD_SEED` replays what is chosen, not how threads take turns.
+//! Clients of all kinds connect, act and disconnect in random order, beside a steady client that must not be
+//! disturbed. `SWITCHYARD_SEED` replays the random choices, but not the interleaving of threads.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -19,32 +19,32 @@ use crate::device::client::{Client, Outcome};
 use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
-/// Of the steady client's frames. Rows that do not come hold up a GPU in software for half a second.
+/// Limit for each of the steady client's frames. Late rows delay a GPU in software for half a second.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 const NUM_GUESTS: u64 = 3;
 const MAX_STEPS: usize = 60;
 const MAX_TIME: Duration = Duration::from_secs(2);
-// Codes of error frames, see docs/wire-format.md.
+// Codes of error frames, from docs/wire-format.md.
 const BAD_FRAME: u64 = 1;
 const WRONG_LAYER: u64 = 3;
 const NOT_MY_EXPERT: u64 = 4;
 const STALE_CHANNEL: u64 = 6;
 const INTERNAL: u64 = 9;
 const VERSION: u64 = 10;
-/// Offsets of fields of a frame's header, and what a client puts there that is wrong.
+/// Offsets of fields in a frame's header, with wrong values for them.
 const MAGIC_OFFSET: u64 = 32;
 const VERSION_OFFSET: u64 = 36;
 const WRONG: [u8; 2] = [0xee, 0x77];
 
-/// What all clients came to.
+/// The results of all clients.
 #[derive(Debug, Default)]
 struct Tally {
     joined: u64,
     answered: u64,
     tokens: u64,
-    /// By code.
+    /// Refused frames by code.
     refused: BTreeMap<u64, u64>,
-    /// Frames, and tokens of frames, that their client did not wait for.
+    /// Frames and tokens of frames whose answers the client did not await.
     left: u64,
     left_tokens: u64,
 }
@@ -54,7 +54,7 @@ struct World {
     gpu: Gpu,
     server: Arc<RunningServer>,
     reference: Reference,
-    /// Experts that every layer has: the first ones.
+    /// Number of experts that are loaded in every layer: the first ones.
     num_held: AtomicU32,
     tally: Mutex<Tally>,
     next_id: AtomicU64,
@@ -62,11 +62,11 @@ struct World {
     is_over: AtomicBool,
 }
 
-/// A client, and what is known of its frames.
+/// A client, with a record of its frames.
 struct Guest {
     client: Client,
     num_frames: u64,
-    /// Rows of the last frames, by place; none where the header is wrong.
+    /// Rows of the last frames, by frame of the slot; none for a wrong header.
     rows: [u64; SLOT.num_frames],
 }
 
@@ -96,7 +96,7 @@ impl World {
         request
     }
 
-    /// Nobody ever loads the last expert.
+    /// The last expert is never loaded.
     fn missing(&self, rng: &mut StdRng) -> Request {
         let mut request = self.request(rng);
         let token = rng.random_range(0..request.routes.len());
@@ -118,7 +118,7 @@ impl World {
         self.note(|tally| *tally.refused.entry(code).or_default() += 1);
     }
 
-    /// Sends frames until all is over, each of which must be answered, and soon.
+    /// Sends frames until the end. Each must be answered within `ANSWER_LIMIT`.
     fn judge(&self, mut rng: StdRng) -> Client {
         let mut guest = self.join();
         let mut num_frames = 0;
@@ -139,7 +139,7 @@ impl World {
         guest.client
     }
 
-    /// Puts experts into service one by one, in another order in each layer.
+    /// Loads experts one by one, in another order in each layer.
     fn load(&self, mut rng: StdRng) {
         let shape = self.reference.shape;
         for expert in self.num_held.load(Ordering::Relaxed)..shape.num_experts - 1 {
@@ -151,7 +151,7 @@ impl World {
         }
     }
 
-    /// Comes, acts and goes, again and again.
+    /// Connects, acts and disconnects repeatedly.
     fn visit(&self, mut rng: StdRng) {
         let deadline = Instant::now() + MAX_TIME;
         let mut guest = None;
@@ -166,7 +166,7 @@ impl World {
         }
     }
 
-    /// One step of a client. False when it has gone.
+    /// One step of a client. Returns false after it has disconnected.
     fn act(&self, rng: &mut StdRng, guest: &mut Guest) -> bool {
         let kind = rng.random_range(0..16);
         let mut request = self.request(rng);
@@ -175,7 +175,7 @@ impl World {
                 let found = guest.layer(&request);
                 self.answered(&request, found);
             }
-            // Slow, or frozen for a while.
+            // The client is slow, or stops for a while.
             6..=8 => {
                 guest.dispatch(&request);
                 let most = if kind == 8 { 200 } else { 20 };
@@ -212,8 +212,8 @@ impl World {
         true
     }
 
-    /// Frames that no kernel sends, one in each place. What they leave there is no good for any other. False
-    /// without any.
+    /// Sends frames that no kernel sends, one per frame of the slot. The client cannot send valid frames
+    /// after them. Returns false if it sent none.
     fn send_by_hand(&self, rng: &mut StdRng, guest: &mut Guest) -> bool {
         if guest.num_frames < SLOT.num_frames as u64 {
             return false;
@@ -243,7 +243,7 @@ impl World {
         true
     }
 
-    /// Asserts that the server counted what clients saw, which it does when their batches have ended.
+    /// Asserts that the server's counts equal the clients'. The server counts a batch after its end.
     fn check_counters(&self) {
         let text = || self.server.metrics().render().expect("metrics render");
         let value = |text: &str, name: &str| {
@@ -266,7 +266,7 @@ impl World {
         ] {
             let expected = tally.refused.get(&code).copied().unwrap_or_default();
             let counted = count(&format!("bad_frames_total{{code=\"{name}\"}}"));
-            // Who leaves in the middle of a frame is refused as one who withholds rows, or is answered.
+            // The frame of a client that disconnects in the middle of it is refused as late, or answered.
             let more = if code == INTERNAL { tally.left } else { 0 };
             assert!(
                 (expected..=expected + more).contains(&counted),
@@ -291,7 +291,7 @@ impl Guest {
         self.client.dispatch(request);
     }
 
-    /// The last frame's header is wrong.
+    /// Records that the last frame's header is wrong.
     fn spoil(&mut self) {
         self.rows[self.num_frames as usize % SLOT.num_frames] = 0;
     }
@@ -303,7 +303,7 @@ impl Guest {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_of_all_kinds_in_random_order_disturb_nobody() {
+async fn clients_of_all_kinds_in_random_order_disturb_no_other() {
     let Some((device, gpu)) = devices() else { return };
     let mut rng = seeded();
     let reference = Reference::open();
@@ -325,7 +325,7 @@ async fn clients_of_all_kinds_in_random_order_disturb_nobody() {
     });
     let acting = Arc::clone(&world);
     let steady = tokio::task::spawn_blocking(move || play(&acting, &mut rng)).await.expect("all");
-    // The last frames are counted, too, whether anybody waits for them or not.
+    // The server counts the last frames, too, even if no client awaits their answers.
     let begin = Instant::now();
     tokio::time::timeout(PATIENCE, world.server.shutdown()).await.expect("an end");
     world.server.wait().await.expect("a shutdown is a good end");
@@ -334,7 +334,7 @@ async fn clients_of_all_kinds_in_random_order_disturb_nobody() {
     drop(steady);
 }
 
-/// All the others until they are through, then some last frames. Gives the clients that stay.
+/// Runs the other clients to their end, then sends some last frames. Returns the clients that stay connected.
 fn play(world: &World, rng: &mut StdRng) -> Vec<Client> {
     let mut fresh = || StdRng::from_rng(rng);
     let mut stay = thread::scope(|scope| {

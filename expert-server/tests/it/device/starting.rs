@@ -1,4 +1,4 @@
-//! What cannot work is said in one line, before anything is launched.
+//! Settings that cannot work are reported in one line, before any batch is launched.
 
 use checkpoint::{MakeOptions, Preset, make_checkpoint};
 use kernels::gpu::{DeviceName, Gpu};
@@ -81,7 +81,7 @@ fn a_lack_of_memory_says_how_much_is_missing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_that_cannot_share_memory_with_the_server_are_told_why() {
+async fn refusals_of_clients_without_shared_memory_name_the_reason() {
     let Some((device, gpu)) = devices() else { return };
     let reference = Reference::open();
     let shape = reference.shape;
@@ -100,7 +100,7 @@ async fn clients_that_cannot_share_memory_with_the_server_are_told_why() {
     let bf16 = geometry_of(&shape, WireDtype::Bf16, SLOT);
     let message = said(WireDtype::Bf16, config_for(&gpu, &bf16)).await;
     assert!(message.contains("fp8") && message.contains("bf16"), "{message}");
-    // The slots agree, the hello does not.
+    // The slots match, but the hello does not.
     let message = said(WireDtype::Bf16, config_for(&gpu, &geometry)).await;
     assert!(message.contains("requests in fp8"), "{message}");
     if let DeviceName::Emulated(_) = device {

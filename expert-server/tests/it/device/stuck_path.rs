@@ -1,5 +1,5 @@
-//! Clients over a network that takes nothing any more. The network is made up: its clients store into the
-//! server's slot, and a thread takes a few of the commands by which the server's kernels answer.
+//! Clients over a network that is stuck. The network is a fake: its clients store into the server's slot, and
+//! a thread takes only a few of the commands by which the server's kernels answer.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -23,12 +23,12 @@ use crate::device::{SLOT, check, devices, join, server_on};
 
 const DTYPE: WireDtype = WireDtype::Bf16;
 const KIND: TransportKind = TransportKind::Libfabric;
-/// Answers to one frame of so many rows are many more commands than a lane holds.
+/// The answer to one frame of so many rows takes many more commands than a lane holds.
 const MANY: usize = 30;
 
-/// A batch that answers a client's frame waits for room, and the one before it said that the client is to go.
+/// A batch that answers a client's frame waits for room, while the link is closing since the batch before it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_is_to_go_and_takes_nothing_holds_up_nobody() {
+async fn a_stuck_client_whose_link_is_closing_delays_no_other_client() {
     let Some((device, gpu)) = emulated() else { return };
     let mut rng = seeded();
     let reference = Reference::open();
@@ -44,7 +44,7 @@ async fn a_client_that_is_to_go_and_takes_nothing_holds_up_nobody() {
         let mut hostile = join_over(&gpu, &server, shape, 100 + turn).await;
         let requests = [MANY, 1, MANY].map(|rows| Request::random(&mut rng, &shape, rows));
         let (outcome, rows) = tokio::task::block_in_place(|| {
-            // While this is computed, both frames of the other client come.
+            // Both frames of the other client arrive while this one is computed.
             right.dispatch(&requests[0]);
             let id = hostile.pretend(3);
             hostile.dispatch(&requests[1]);
@@ -65,7 +65,7 @@ async fn a_client_that_is_to_go_and_takes_nothing_holds_up_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_shutdown_does_not_wait_for_a_client_that_takes_nothing() {
+async fn a_shutdown_does_not_wait_for_a_stuck_client() {
     let Some((device, gpu)) = emulated() else { return };
     let mut rng = seeded();
     let shape = Reference::open().shape;
@@ -79,7 +79,7 @@ async fn a_shutdown_does_not_wait_for_a_client_that_takes_nothing() {
         client.dispatch(&Request::random(&mut rng, &shape, MANY));
         eventually("its answers wait", || network.num_stuck.load(Ordering::Relaxed) == 1);
     });
-    // Which is itself bounded, but by less than it takes the server to give clients up otherwise.
+    // This bound is shorter than the time after which the server drops clients by itself.
     server.shutdown().await;
     let ended = tokio::time::timeout(Duration::from_secs(1), server.wait()).await;
     ended.expect("it has ended").expect("a shutdown is a good end");
@@ -87,7 +87,7 @@ async fn a_shutdown_does_not_wait_for_a_client_that_takes_nothing() {
     assert_eq!(metric(server.metrics(), dropped), 1.0);
 }
 
-/// In software only: a real GPU's memory is out of the network's reach.
+/// On GPUs in software only: the network cannot reach a real GPU's memory.
 fn emulated() -> Option<(DeviceName, Gpu)> {
     let (device, gpu) = devices()?;
     if !matches!(device, DeviceName::Emulated(_)) {
@@ -109,29 +109,29 @@ async fn join_over(gpu: &Gpu, server: &RunningServer, shape: ModelShape, id: u64
     let geometry = geometry_of(&shape, DTYPE, SLOT);
     let mut config = config_for(gpu, &geometry);
     config.transports = vec![KIND];
-    config.networks = vec![Arc::new(Direct) as _];
+    config.networks = vec![Arc::new(DirectNetwork) as _];
     let joined = Client::join_by(gpu, server.data_addr(), shape, id, DTYPE, geometry, config);
     joined.await.expect("connected")
 }
 
-/// The network as servers have it.
+/// The network of servers: it gets stuck after a few commands.
 #[derive(Debug, Default)]
-struct Stuck {
-    /// Ways that have got more than a few commands, and take no more.
+struct StuckNetwork {
+    /// Number of paths that are stuck.
     num_stuck: Arc<AtomicU32>,
 }
 
-/// The same as clients have it: kernels store into the server's slot.
+/// The network of clients: kernels store into the server's slot.
 #[derive(Debug)]
-struct Direct;
+struct DirectNetwork;
 
-/// A side of either.
+/// A side of either network.
 #[derive(Debug)]
-struct Side {
+struct NetworkSide {
     own: GpuBuffer,
     layout: SlotLayout,
     device: DeviceSide,
-    /// Of servers.
+    /// The count of a server's network; `None` for clients.
     num_stuck: Option<Arc<AtomicU32>>,
 }
 
@@ -141,7 +141,7 @@ fn open(
     num_stuck: Option<Arc<AtomicU32>>,
 ) -> Box<dyn OpenSide> {
     let own = device.gpu.alloc(device.own_slot_bytes).expect("memory");
-    Box::new(Side { own, layout: *layout, device: device.clone(), num_stuck })
+    Box::new(NetworkSide { own, layout: *layout, device: device.clone(), num_stuck })
 }
 
 fn no_other_slots() -> NetworkError {
@@ -149,7 +149,7 @@ fn no_other_slots() -> NetworkError {
     NetworkError { network: FLAVOUR.to_owned(), op: "open", code: None, detail }
 }
 
-impl Network for Stuck {
+impl Network for StuckNetwork {
     fn kind(&self) -> TransportKind {
         KIND
     }
@@ -176,7 +176,7 @@ impl Network for Stuck {
     }
 }
 
-impl Network for Direct {
+impl Network for DirectNetwork {
     fn kind(&self) -> TransportKind {
         KIND
     }
@@ -203,7 +203,7 @@ impl Network for Direct {
     }
 }
 
-impl OpenSide for Side {
+impl OpenSide for NetworkSide {
     fn description(&self) -> SideDescription {
         let (address, bytes) = (self.own.ptr().0, self.layout.slot_bytes() as u64);
         SideDescription { address, bytes, ..SideDescription::default() }
@@ -224,22 +224,22 @@ impl OpenSide for Side {
         let joined = Joined { endpoint: AnyEndpoint::Mapped(endpoint), slot: slot() };
         let waits = Arc::new(device.gpu.alloc_host(4096).expect("memory"));
         let slots: Box<dyn RemoteSlots> = match num_stuck {
-            Some(num_stuck) => Box::new(Lane::new(&device, own, waits, num_stuck)),
-            None => Box::new(Stores { own, peer: DevicePtr(peer.address), waits }),
+            Some(num_stuck) => Box::new(ProxySlots::new(&device, own, waits, num_stuck)),
+            None => Box::new(DirectSlots { own, peer: DevicePtr(peer.address), waits }),
         };
         Ok((joined, DevicePair::remote(slots, &device)))
     }
 }
 
-/// A client's slots.
+/// A client's slots: stores go directly to the server's memory.
 #[derive(Debug)]
-struct Stores {
+struct DirectSlots {
     own: GpuBuffer,
     peer: DevicePtr,
     waits: Arc<GpuBuffer>,
 }
 
-impl RemoteSlots for Stores {
+impl RemoteSlots for DirectSlots {
     fn own(&self) -> &GpuBuffer {
         &self.own
     }
@@ -261,9 +261,9 @@ impl RemoteSlots for Stores {
     }
 }
 
-/// A server's slots, with one lane for answers, of which somebody takes [`TAKEN`] commands.
+/// A server's slots with one lane for answers. A thread takes [`TAKEN`] commands from it, and then no more.
 #[derive(Debug)]
-struct Lane {
+struct ProxySlots {
     own: GpuBuffer,
     mirror: GpuBuffer,
     waits: Arc<GpuBuffer>,
@@ -277,7 +277,7 @@ const WORDS: u64 = 128;
 const STATE: u64 = 256;
 const COMMANDS: u64 = 1024;
 
-impl Lane {
+impl ProxySlots {
     fn new(
         side: &DeviceSide,
         own: GpuBuffer,
@@ -289,7 +289,7 @@ impl Lane {
         let at = |offset: u64| memory.ptr().add(offset).0;
         let (depth_shift, budget) = (4, 4u64);
         let lane = [at(COMMANDS), at(WORDS), at(STATE), budget << 32 | depth_shift];
-        // No error word; a bound beyond what a server waits for; one lane, and the version.
+        // No error word, a timeout longer than any wait of a server, one lane, and the version.
         let (timeout_ns, num_lanes, version) = (100_000_000_000, 1, u64::from(PROXY_VERSION) << 32);
         let (mirror_at, abort_at) = (mirror.ptr().0, waits.ptr().0);
         let peer =
@@ -318,20 +318,21 @@ impl Lane {
     }
 }
 
-/// A word of page-locked memory of a page, which lives.
+/// A word in a page of page-locked memory. The caller keeps the memory alive.
 fn word_at<'a>(base: NonNull<u8>, offset: u64) -> &'a AtomicU64 {
     assert!(offset.is_multiple_of(8) && offset < 4096);
-    // SAFETY: within the page and aligned; both sides use the words atomically, and callers hold the memory.
+    // SAFETY: within the page and aligned. Both sides use the words atomically, and callers keep the memory
+    // alive.
     unsafe { AtomicU64::from_ptr(base.as_ptr().add(offset as usize).cast()) }
 }
 
-impl Drop for Lane {
+impl Drop for ProxySlots {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
     }
 }
 
-impl RemoteSlots for Lane {
+impl RemoteSlots for ProxySlots {
     fn own(&self) -> &GpuBuffer {
         &self.own
     }
@@ -356,5 +357,5 @@ impl RemoteSlots for Lane {
 
 const FLAVOUR: &str = "stuck";
 const NUM_TURNS: u64 = 8;
-/// What tells a client that a frame is refused, and asks whether that has arrived.
+/// Commands that a lane takes: enough to refuse a frame and to ask whether the refusal has arrived.
 const TAKEN: u64 = 3;

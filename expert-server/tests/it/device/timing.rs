@@ -1,5 +1,5 @@
-//! What a layer through the service costs on a GPU, reported and not judged: one client with one layer
-//! under way at a time.
+//! Reports the time of a layer through the service on a GPU, without a check: one client with one layer in
+//! flight.
 
 use std::time::{Duration, Instant};
 
@@ -49,7 +49,7 @@ async fn the_time_of_a_layer_is_reported() {
             let tokens = tokens.min(client.geometry.max_tokens as usize);
             let mut request = Request::random(&mut rng, &shape, tokens);
             for (token, routes) in request.routes.iter_mut().enumerate() {
-                // Every token has its top-k, as a router's would.
+                // Every token has top-k experts, as with a router.
                 let experts = (0..shape.top_k)
                     .map(|k| (token as u32 * 37 + k * 41 + rng_step(k)) % shape.num_experts);
                 let mut experts: Vec<u32> = experts.collect();
@@ -87,7 +87,7 @@ async fn the_time_of_a_layer_is_reported() {
     }
 }
 
-/// Two clients in closed loops on one server: whether they share batches.
+/// Reports whether two clients in closed loops on one server share batches.
 async fn two_loops(
     device: DeviceName,
     gpu: &Gpu,

@@ -18,7 +18,7 @@ struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Two servers, every expert on one of them, leases that run out soon.
+    /// Two servers, every expert on one of them, short leases.
     async fn start(listen: &str, dir: &Path) -> Self {
         let mut config = ControlConfig::new(listen, 2, 1);
         config.lease_ttl = Duration::from_secs(2);
@@ -28,7 +28,7 @@ impl ControlPlane {
         let (stop, stopped) = oneshot::channel::<()>();
         let task = tokio::spawn(async move {
             let shutdown = async move {
-                // A dropped sender stops as well.
+                // A dropped sender stops the server, too.
                 let _ = stopped.await;
             };
             server.run(shutdown).await.expect("the control plane runs");
@@ -79,7 +79,7 @@ async fn members_share_the_experts_outlive_a_restart_of_the_control_plane_and_le
 
     let listen = control.url.strip_prefix("http://").expect("a URL").to_owned();
     control.stop().await;
-    // Longer than a lease: both have to come back by themselves.
+    // Longer than a lease, so both servers must register again by themselves.
     let deadline = Instant::now() + PATIENCE;
     while a.ready().is_ok() || b.ready().is_ok() {
         assert!(Instant::now() < deadline, "a lost lease shows in readiness");

@@ -1,4 +1,4 @@
-//! Clients that break the rules, on purpose or by dying, harm nobody else.
+//! Clients that break the rules, on purpose or by their death. Other clients are not affected.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::common::{PATIENCE, Reference, Request, Rig, TestClient, closed, event
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 256 << 10, num_frames: 2 };
 
 #[test]
-fn mangled_frames_get_error_frames_and_disturb_nobody() {
+fn mangled_frames_get_error_frames_and_disturb_no_other_client() {
     let mut rng = seeded();
     let reference = Reference::open();
     let limits = Limits { max_bad_frames: u32::MAX, ..Limits::default() };
@@ -28,7 +28,7 @@ fn mangled_frames_get_error_frames_and_disturb_nobody() {
         let (_, used_bytes) = hostile.write(&frame, &request);
         let mut view = hostile.channel.write_view(&frame);
         for _ in 0..rng.random_range(1..4) {
-            // Mostly where it hurts: header and tables.
+            // Mostly in the header and the tables.
             let end = if rng.random_range(0..3) > 0 { 256.min(used_bytes) } else { used_bytes };
             let (at, value): (usize, u8) = (rng.random_range(0..end), rng.random());
             view.put_bytes(at, &[value]).expect("within the frame");
@@ -41,13 +41,13 @@ fn mangled_frames_get_error_frames_and_disturb_nobody() {
     }
     println!("{num_refused} of 400 mangled frames were refused");
     assert!(num_refused > 200);
-    // And the hostile client itself, once it behaves, is served as before.
+    // The hostile client itself is served again once its frames are valid.
     let request = Request::random(&mut rng, &reference.shape, 3);
     hostile.round_trip(&request, &reference);
     rig.stop();
 }
 
-/// Takes the next answer and says whether it is rows: the kind at byte 38 of the header.
+/// Takes the next answer and returns true if it is rows, by the kind at byte 38 of the header.
 fn is_served<E: Endpoint>(client: &mut TestClient<E>) -> bool {
     eventually("an answer to every frame", || client.channel.has_frame());
     let frame = client.channel.try_next().expect("sound").expect("a frame");
@@ -84,7 +84,7 @@ fn a_client_that_sends_nothing_but_garbage_is_dropped() {
     for _ in 0..6 {
         let frame = client.channel.try_reserve().expect("sound").expect("credit");
         client.channel.publish(frame, 64).expect("published");
-        // The last of them may go unanswered: the link ends with it.
+        // The last frame may get no answer, because it closes the link.
         let is_over = || rig.metric("switchyard_server_links") == 0.0;
         eventually("an answer or the end", || client.channel.has_frame() || is_over());
         if client.channel.has_frame() {
@@ -110,7 +110,7 @@ fn impossible_flags_end_that_link_alone() {
         let dst = RemoteRange { key: hostile.channel.remote_key(), offset, len: 8 };
         hostile.channel.endpoint_mut().add_flag(dst, value).expect("a flag");
         let request = Request::random(&mut rng, &reference.shape, 1);
-        // Credits are only looked at when the ring of answers seems full.
+        // The server reads credits only when the ring of answers looks full.
         for _ in 0..if word == CONSUMED { SLOT.num_frames + 1 } else { 0 } {
             hostile.send(&request);
         }
@@ -122,7 +122,7 @@ fn impossible_flags_end_that_link_alone() {
 }
 
 #[test]
-fn a_client_that_takes_no_answers_blocks_nobody_and_is_dropped() {
+fn a_client_that_takes_no_answers_blocks_no_other_client_and_is_dropped() {
     let mut rng = seeded();
     let reference = Reference::open();
     let limits = Limits { credit_timeout: Duration::from_millis(300), ..Limits::default() };
@@ -141,7 +141,7 @@ fn a_client_that_takes_no_answers_blocks_nobody_and_is_dropped() {
         }
     };
     assert_eq!(ended.reason, DropReason::NoCredit);
-    // Two answers in the ring, two kept back, two requests in the ring: no more fits anywhere.
+    // Two answers in the ring, two in the backlog, two requests in the ring: there is no more room.
     assert!(num_sent <= 6, "{num_sent} frames were taken from a client that takes no answers");
     assert_eq!(rig.metric("switchyard_server_backlog_frames"), 0.0);
     rig.stop();
@@ -158,7 +158,7 @@ fn a_slow_client_gets_every_answer_in_order_when_it_wakes_up() {
         for _ in 0..6 {
             let mut request = Request::random(&mut rng, &reference.shape, 2);
             if sent.len() == 2 {
-                // An error frame keeps its place in the line.
+                // An error frame keeps its position in the order of answers.
                 request.routes[0][0].0 = reference.shape.num_experts;
             }
             eventually("credit", || match slow.try_send(&request) {
@@ -190,14 +190,14 @@ fn a_client_that_vanishes_in_mid_write_costs_its_slot_and_nothing_else() {
         let (mut dying, id, end) = rig.client(100 + round, WireDtype::F32, WireDtype::F32);
         let request = Request::random(&mut rng, &reference.shape, 8);
         match round % 3 {
-            // Payload half written, not published.
+            // The payload is half written and not published.
             0 => {
                 let frame = dying.channel.try_reserve().expect("sound").expect("credit");
                 dying.channel.write_view(&frame).put_bytes(0, &[0xa5; 2000]).expect("in range");
             }
-            // Published, the answer never taken.
+            // The frame is published, and the answer is never taken.
             1 => drop(dying.send(&request)),
-            // Both frames published, the second still being written.
+            // Both frames are published, and the second is still being written.
             _ => {
                 dying.send(&request);
                 let frame = dying.channel.try_reserve().expect("sound").expect("credit");

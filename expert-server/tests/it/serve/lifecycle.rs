@@ -83,7 +83,7 @@ async fn a_server_over_shared_memory_serves_reports_and_drains() {
     assert!(text.contains("switchyard_server_ready 1"), "{text}");
     assert_eq!(metric(server.metrics(), "switchyard_server_experts_loaded"), 64.0);
 
-    // Draining: no new clients, the old one is let go once it is idle.
+    // A draining server refuses new clients and closes the old link once it is idle.
     let draining = server.drain();
     tokio::pin!(draining);
     let poll = tokio::time::timeout(Duration::from_millis(20), &mut draining).await;
@@ -101,7 +101,7 @@ async fn a_server_over_shared_memory_serves_reports_and_drains() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_of_another_model_slot_or_ticket_are_told_what_differs() {
+async fn refusals_of_another_model_slot_or_ticket_name_the_difference() {
     let reference = Reference::open();
     let shape = reference.shape;
     let server = start_server("s1", ExpertSelection::EveryLayer(vec![3]), |config| {
@@ -136,7 +136,7 @@ async fn clients_of_another_model_slot_or_ticket_are_told_what_differs() {
     let garbage = PeerHello { payload: vec![0xff; 100], ..hello(shape, 1) };
     let said = message(garbage, ticket(SlotConfig::default())).await;
     assert!(said.contains("cannot be read"), "{said}");
-    // The rejection is counted by the time the client has read it.
+    // The server counts a rejection before the client reads it.
     let text = server.render_metrics().expect("metrics render");
     let refused = "switchyard_server_handshakes_rejected_total{reason=\"refused\"} 5";
     assert!(text.contains(refused), "{text}");
@@ -144,7 +144,7 @@ async fn clients_of_another_model_slot_or_ticket_are_told_what_differs() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn clients_that_come_and_go_leave_no_links_behind() {
+async fn clients_that_disconnect_leave_no_links_behind() {
     let reference = Reference::open();
     let shape = reference.shape;
     let server = start_server("s2", ExpertSelection::All, |config| {
@@ -164,12 +164,12 @@ async fn clients_that_come_and_go_leave_no_links_behind() {
             assert!(Instant::now() < deadline, "links stay after their clients have gone");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
-        // The first rounds fill pools.
+        // The first rounds fill the pools.
         if round == 5 {
             baseline = descriptors();
         }
     }
-    // A client has joined before the server counts its link, so the last ones may come late.
+    // A client connects before the server counts its link, so the last counts may be late.
     let name = "switchyard_server_links_dropped_total{reason=\"peer_closed\"}";
     let dropped = || metric(server.metrics(), name);
     let deadline = Instant::now() + PATIENCE;
@@ -251,7 +251,7 @@ async fn progress_of_loading_is_reported_to_the_last_expert() {
     let mut config = ServerConfig::new(tiny_moe(), "p", placement);
     config.num_threads = 1;
     let server = ExpertServer::start(config, move |progress| {
-        // The receiver outlives the loading.
+        // The receiver outlives the load.
         let _ = sender.send(progress);
     })
     .await
@@ -264,9 +264,9 @@ async fn progress_of_loading_is_reported_to_the_last_expert() {
     server.shutdown().await;
 }
 
-/// Reported, not judged: a loaded machine says nothing about the server.
+/// Reports the cost without a check, because the load of the machine changes it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_idle_server_reports_what_it_costs() {
+async fn the_cost_of_an_idle_server_is_reported() {
     let reference = Reference::open();
     let shape = reference.shape;
     let server = start_server("idle", ExpertSelection::All, |_| {}).await;
@@ -299,7 +299,7 @@ fn data_thread_ns() -> u64 {
     cpu.sum()
 }
 
-/// Who comes next is let in when there is memory for it.
+/// The next client is admitted once its memory is free.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_place_of_a_client_is_free_when_its_memory_is() {
     let kind = TransportKind::Verbs;

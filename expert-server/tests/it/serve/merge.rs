@@ -32,7 +32,7 @@ fn frames_of_a_layer_are_merged_across_clients_and_answers_stay_right_and_in_ord
     let mut rng = seeded();
     let reference = Reference::open();
     let rig = Rig::start(&reference, SLOT, Limits::default(), |_, _| true);
-    // Whether frames meet in one batch is a matter of time; that they do within so many rounds is not.
+    // Timing decides whether frames share a batch, but within so many rounds some do.
     let merged_clients = |rig: &Rig| {
         let (sum, count) =
             ("switchyard_server_batch_clients_sum", "switchyard_server_batch_clients_count");
@@ -48,7 +48,7 @@ fn frames_of_a_layer_are_merged_across_clients_and_answers_stay_right_and_in_ord
         let sent: Vec<_> = clients
             .iter_mut()
             .map(|(client, _)| {
-                // Two frames each: mostly of the same layer, sometimes of another in between.
+                // Two frames each, mostly of the same layer, sometimes with another layer in between.
                 [0, 1].map(|_| {
                     let num_tokens = rng.random_range(1..12);
                     let mut request = Request::random(&mut rng, &reference.shape, num_tokens);
@@ -98,7 +98,7 @@ fn concurrent_clients_with_frames_in_flight_wrap_their_rings_thousands_of_times(
                     let num_tokens = rng.random_range(1..4);
                     let request = Request::random(&mut rng, &reference.shape, num_tokens);
                     in_flight.push_back((client.send(&request), request));
-                    // Up to three frames under way: the next are filled while one is computed.
+                    // Up to three frames in flight: the client fills the next ones while one is computed.
                     while in_flight.len() >= 3
                         || (in_flight.len() > 1 && rng.random_range(0..3) == 0)
                     {
@@ -144,7 +144,7 @@ fn an_expert_that_is_elsewhere_is_named_and_other_frames_of_the_batch_are_served
     let at =
         |layer, expert| Request { layer, x: vec![0.5; hidden], routes: vec![vec![(expert, 1.0)]] };
     let (held, missing) = (at(2, 4), at(2, 5));
-    // In one batch, most of the time, and always in order.
+    // In one batch most of the time, and always in order.
     for _ in 0..20 {
         let (first, second) = (client.send(&held), client.send(&missing));
         let rows = client.receive(first, &held).rows.expect("rows");
@@ -153,7 +153,7 @@ fn an_expert_that_is_elsewhere_is_named_and_other_frames_of_the_batch_are_served
         assert_eq!(code, ErrorCode::NotMyExpert);
         assert!(message.contains("layer 2") && message.contains("expert 5"), "{message}");
     }
-    // A stale placement is not an attack: the link stays.
+    // A stale placement is not an attack, so the link stays open.
     assert_eq!(rig.metric("switchyard_server_bad_frames_total{code=\"not_my_expert\"}"), 20.0);
     let elsewhere = Request::random(&mut rng, &reference.shape, 1);
     let elsewhere = Request { layer: 0, ..elsewhere };
@@ -174,15 +174,15 @@ fn a_long_computation_shows_progress_to_its_client_and_to_those_that_queue() {
     let decode = Request::random(&mut rng, &reference.shape, 1);
     let before = [long.channel.peer_activity(), short.channel.peer_activity()];
     let sequence = long.send(&prefill);
-    // The credit is back: the batch is about to be computed.
+    // The credit has come back, so the computation of the batch begins.
     eventually("the frame's credit", || long.channel.peer_activity() > before[0]);
-    // Whoever comes when the batch is nearly over has nothing to wait for.
+    // A frame that arrives near the end of the batch has nothing to wait for.
     let came_early = !long.channel.has_frame();
     let waited = std::time::Instant::now();
     short.round_trip(&decode, &reference);
     let waited_ms = waited.elapsed().as_millis();
     let reply = long.receive(sequence, &prefill);
-    // One publish and one credit each; the rest is progress.
+    // One publish and one credit each; all other kicks are progress.
     let progress = [long.channel.peer_activity(), short.channel.peer_activity()];
     let progress = [progress[0] - before[0] - 2, progress[1] - before[1] - 2];
     let compute_ms = reply.times.compute_ns / 1_000_000;
