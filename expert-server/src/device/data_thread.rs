@@ -208,7 +208,7 @@ impl DataThread {
         };
         let tables = self.memory.shared_tables(&self.aborts, self.store.weights_dtype());
         for turn in 0..self.contexts.len() {
-            // In turn, so that batches end in the order of their launches.
+            // In turn, so that the contexts alternate also for batches of the same duration.
             let idx = self.last_launched.map_or(0, |last| last + 1 + turn) % self.contexts.len();
             if self.contexts[idx].launched_at.is_some() {
                 continue;
