@@ -1,8 +1,9 @@
 //! The data thread on CPUs. It owns every client's link, and no other thread touches the links.
 //!
-//! In each round the thread takes the frames that are ready, merges those of one layer into a batch, computes the
-//! batch and publishes one answer per frame, in order. It takes no lock, and allocates nothing once its buffers
-//! have grown. Links are attached and detached through a queue. Without work the thread sleeps.
+//! In each round the thread takes the frames that are ready and merges those of one layer into a batch. It
+//! computes the batch and publishes one answer per frame, in order. The thread takes no lock, and allocates
+//! nothing once its buffers have grown. Links are attached and detached through a queue. Without work the
+//! thread sleeps.
 //!
 //! A frame is copied out of the client's slot and checked before it is used. Its credit goes back before the
 //! batch is computed, so that the client can fill the next frame meanwhile.

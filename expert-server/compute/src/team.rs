@@ -134,8 +134,8 @@ impl Team {
     pub(super) fn run(&mut self, work: &Work<'_>) -> Result<(), usize> {
         let state = &*self.state;
         state.panicked.store(usize::MAX, Ordering::Relaxed);
-        // SAFETY: `&mut self` and the guard of every earlier run leave no worker inside, and the guard below
-        // keeps the borrow of `work` alive until all workers have left again.
+        // SAFETY: no worker is inside: `&mut self` excludes another run, and the guard of every earlier run
+        // has waited. The guard below keeps the borrow of `work` alive until all workers have left again.
         unsafe {
             let work = NonNull::from(work);
             *state.work.get() =

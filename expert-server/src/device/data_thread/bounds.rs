@@ -1,8 +1,9 @@
 //! Bounds on the duration of a batch.
 //!
-//! All waits in kernels have bounds. The bounds of waits for the path to a client over a network are set by
-//! the network or an operator, and a batch may wait for several paths in sequence. A client that takes no
-//! data must not look like a lost GPU. So all waits for paths are ended long before the GPU counts as lost.
+//! All waits in kernels have bounds. A wait for the path to a client over a network has the bound of the
+//! network, or one that an operator sets. A batch may wait for several paths in sequence. A client that takes
+//! no data must not look like a lost GPU. So all waits for paths are ended long before the GPU counts as
+//! lost.
 
 use std::time::{Duration, Instant};
 
