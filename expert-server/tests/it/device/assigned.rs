@@ -178,7 +178,7 @@ async fn experts_that_are_assigned_later_are_loaded_onto_the_gpu_while_clients_a
             assert_eq!(layer(*idx, experts), Outcome::Answered, "step {step}");
         }
     }
-    eventually("the control plane is told", || open(&book).held == of(&wanted));
+    eventually("the control plane has the report", || open(&book).held == of(&wanted));
     eventually("it knows the device", || open(&book).device == Some(device.to_string()));
     let loaded = metric(server.metrics(), "switchyard_server_experts_loaded");
     assert_eq!(loaded, f64::from(shape.num_layers * all));

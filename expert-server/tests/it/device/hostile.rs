@@ -71,7 +71,7 @@ async fn wrong_frames_are_refused_with_a_code_counted_and_disturb_no_other_clien
         reference
     })
     .await
-    .expect("nobody is disturbed");
+    .expect("other clients are served");
     let bad = |code: &str| {
         let name = format!("switchyard_server_bad_frames_total{{code=\"{code}\"}}");
         metric(server.metrics(), &name)

@@ -31,8 +31,10 @@ async fn batches_are_timed_as_far_as_their_experts_where_that_is_asked_for() {
             assert_eq!(outcome, Outcome::Answered);
             check(&reference, &request, dtype, &rows);
         }
-        eventually("all batches are told", || reports.lock().expect("told").len() == NUM_LAYERS);
-        let reports = reports.lock().expect("told").clone();
+        eventually("all batches are reported", || {
+            reports.lock().expect("reports").len() == NUM_LAYERS
+        });
+        let reports = reports.lock().expect("reports").clone();
         for (num_rows, report) in (1..).zip(&reports) {
             assert_eq!((report.num_rows, report.num_clients), (num_rows, 1), "{report:?}");
             assert!(

@@ -80,7 +80,7 @@ impl World {
     }
 
     fn note(&self, change: impl FnOnce(&mut Tally)) {
-        change(&mut self.tally.lock().expect("nobody failed"));
+        change(&mut self.tally.lock().expect("no client failed"));
     }
 
     /// A request that the server can answer.
@@ -250,7 +250,7 @@ impl World {
             let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
             line.map_or(0, |line| line.parse::<f64>().expect("a number") as u64)
         };
-        let tally = self.tally.lock().expect("nobody failed");
+        let tally = self.tally.lock().expect("no client failed");
         let text = text();
         let count = |name: &str| value(&text, &format!("switchyard_server_{name}"));
         assert_eq!(count("links_opened_total"), tally.joined);

@@ -33,7 +33,7 @@ async fn a_stuck_client_whose_link_is_closing_delays_no_other_client() {
     let mut rng = seeded();
     let reference = Reference::open();
     let shape = reference.shape;
-    let network = Arc::new(Stuck::default());
+    let network = Arc::new(StuckNetwork::default());
     let server = server_on(device, DTYPE, ExpertSelection::All, |config| {
         config.limits.max_bad_frames = 0;
         config.transports = transports(&network);
@@ -69,7 +69,7 @@ async fn a_shutdown_does_not_wait_for_a_stuck_client() {
     let Some((device, gpu)) = emulated() else { return };
     let mut rng = seeded();
     let shape = Reference::open().shape;
-    let network = Arc::new(Stuck::default());
+    let network = Arc::new(StuckNetwork::default());
     let server = server_on(device, DTYPE, ExpertSelection::All, |config| {
         config.transports = transports(&network);
     })
@@ -97,7 +97,7 @@ fn emulated() -> Option<(DeviceName, Gpu)> {
     Some((device, gpu))
 }
 
-fn transports(network: &Arc<Stuck>) -> Transports {
+fn transports(network: &Arc<StuckNetwork>) -> Transports {
     Transports {
         kinds: vec![TransportKind::Local, TransportKind::Shm, KIND],
         networks: vec![Arc::clone(network) as _],

@@ -89,7 +89,7 @@ async fn members_share_the_experts_outlive_a_restart_of_the_control_plane_and_le
     a.serving(PATIENCE).await.expect("a is back");
     b.serving(PATIENCE).await.expect("b is back");
     control.placement_when("every expert has a place again", PlacementTable::is_complete).await;
-    assert_eq!((a.holds(), b.holds()), (held_a, held_b), "nobody loads anew");
+    assert_eq!((a.holds(), b.holds()), (held_a, held_b), "no server loads again");
 
     a.drain().await;
     a.wait().await.expect("a drain is a good end");
