@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use checkpoint::Checkpoint;
 
-use crate::compute::{ExpertStore, LoadError};
+use crate::compute::LoadError;
 
 /// The operations of a store of experts that membership and status use.
 pub(crate) trait Experts: Send + Sync + fmt::Debug {
@@ -25,26 +25,4 @@ pub(crate) trait Experts: Send + Sync + fmt::Debug {
     /// Loads one more expert, puts it into service and returns its bytes. Blocks while it reads the weights;
     /// the data thread goes on meanwhile.
     fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError>;
-}
-
-impl Experts for ExpertStore {
-    fn checkpoint(&self) -> &Arc<Checkpoint> {
-        Self::checkpoint(self)
-    }
-
-    fn loaded(&self) -> BTreeMap<u32, Vec<u32>> {
-        self.experts()
-    }
-
-    fn has(&self, layer: u32, expert: u32) -> bool {
-        self.layer(layer).is_some_and(|experts| experts.get(expert).is_some())
-    }
-
-    fn loaded_bytes(&self) -> u64 {
-        self.size_bytes()
-    }
-
-    fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
-        self.add(layer, expert)
-    }
 }

@@ -85,3 +85,25 @@ impl LoadedBackend for LoadedCpu {
         Ok((Arc::new(data), end))
     }
 }
+
+impl Experts for ExpertStore {
+    fn checkpoint(&self) -> &Arc<Checkpoint> {
+        Self::checkpoint(self)
+    }
+
+    fn loaded(&self) -> BTreeMap<u32, Vec<u32>> {
+        self.experts()
+    }
+
+    fn has(&self, layer: u32, expert: u32) -> bool {
+        self.layer(layer).is_some_and(|experts| experts.get(expert).is_some())
+    }
+
+    fn loaded_bytes(&self) -> u64 {
+        self.size_bytes()
+    }
+
+    fn load_one(&self, layer: u32, expert: u32) -> Result<u64, LoadError> {
+        self.add(layer, expert)
+    }
+}

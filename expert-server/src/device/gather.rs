@@ -97,9 +97,9 @@ const SHARE: u32 = 2;
 const LATEST_WEIGHT: f32 = 0.25;
 /// A wait of half a batch that saves a whole one pays from this rate on.
 const MIN_RATE: f32 = 1.0 / 3.0;
-/// Batches without a wait, after the first failure.
+/// Length of the first pause, in batches.
 const FIRST_PAUSE: u32 = 16;
-/// Most batches without a wait.
+/// Length of the longest pause, in batches.
 const LONGEST_PAUSE: u32 = 256;
 
 #[cfg(test)]
