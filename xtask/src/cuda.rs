@@ -56,7 +56,7 @@ const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_device_ibgda_test", Target { kind: "--test", package: "tests", name: "device-ibgda" }),
     (
         "rust_device_server_test",
-        Target { kind: "--test", package: "expert-server", name: "device" },
+        Target { kind: "--test", package: "expert-server", name: "it" },
     ),
     (
         "rust_device_client_test",
