@@ -1,5 +1,7 @@
 //! The slots of one client, as the handshake gave them. All uses of the handshake's device types are here.
 
+use std::sync::Arc;
+
 use kernels::abi::{DevicePtr, FrameGeometry, Link, WAY_DIRECT};
 use kernels::gpu::{Gpu, GpuError, Stream};
 use cuda_ipc::GpuMemory;
