@@ -2,7 +2,7 @@
 //! probe [--features cuda]`.
 
 fn main() {
-    let report = kernels::probe();
+    let report = switchyard_kernels::probe();
     for line in report.lines() {
         let remedy = line.remedy.map(|remedy| format!(" ({remedy})")).unwrap_or_default();
         println!("{} {}: {}{remedy}", if line.usable { "+" } else { "-" }, line.name, line.found);

@@ -5,12 +5,12 @@ use std::fmt::Write as _;
 use std::mem::offset_of;
 use std::process::Command;
 
-use kernels::abi::{
+use switchyard_kernels::abi::{
     self, Batch, ClientPeer, ClientState, CombineParams, DispatchParams, EchoParams, ErrorWord,
     ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Gather,
     Handle, LayerWeights, Link, MaskLook, Placement, ReplicaSet, ServerPeer, ServerState,
 };
-use kernels::gpu::LayerShape;
+use switchyard_kernels::gpu::LayerShape;
 
 #[path = "../../tests/support/src/skip.rs"]
 mod skip;
@@ -156,8 +156,8 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_CONTROL_BYTES", abi::CONTROL_BYTES),
         ("SY_TAG_NONE", abi::TAG_NONE.into()),
         ("SY_TAG_PRODUCT", abi::TAG_PRODUCT.into()),
-        ("sizeof(sy_frame_header)", kernels::geometry::HEADER_BYTES),
-        ("sizeof(sy_entry)", kernels::geometry::ENTRY_BYTES),
+        ("sizeof(sy_frame_header)", switchyard_kernels::geometry::HEADER_BYTES),
+        ("sizeof(sy_entry)", switchyard_kernels::geometry::ENTRY_BYTES),
     ]
 }
 
@@ -199,7 +199,15 @@ fn compile_and_run(
     let binary = folder.path().join("layout");
     std::fs::write(&source, program).expect("source");
     let compiled = Command::new(compiler)
-        .args([standard, "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I", kernels::INCLUDE_DIR])
+        .args([
+            standard,
+            "-Wall",
+            "-Wextra",
+            "-Wpedantic",
+            "-Werror",
+            "-I",
+            switchyard_kernels::INCLUDE_DIR,
+        ])
         .arg("-o")
         .arg(&binary)
         .arg(&source)

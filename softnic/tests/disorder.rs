@@ -7,10 +7,10 @@ use std::sync::atomic::Ordering;
 use common::fresh_seed;
 use common::raw::{Raw, bytes_of, word64};
 use common::{adversarial, fill};
-use softnic::format::{
+use switchyard_softnic::format::{
     Atomic, CE_ALWAYS, FM_FENCE, Local, Operation, Remote, Source, Syndrome, Wqe,
 };
-use softnic::{Access, Domain, HostQueue, Keys, Nic, NicConfig, QueueSizes, Segment};
+use switchyard_softnic::{Access, Domain, HostQueue, Keys, Nic, NicConfig, QueueSizes, Segment};
 
 const DATA_BYTES: usize = 8192;
 /// Every case meets the moment between execution and landing with some of so many seeds.

@@ -5,8 +5,8 @@ mod common;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{DATA_BYTES, Rig, RigConfig, Wait, status, word};
-use softnic::format::{MAX_MESSAGE_BYTES, Syndrome};
-use softnic::{Access, Fault, QpState, QueueSizes, Violation};
+use switchyard_softnic::format::{MAX_MESSAGE_BYTES, Syndrome};
+use switchyard_softnic::{Access, Fault, QpState, QueueSizes, Violation};
 
 /// Completion code and syndrome of the queue's error word.
 fn error_of(rig: &Rig) -> (u32, u8) {
@@ -344,11 +344,11 @@ fn bytes_that_no_driver_writes_are_refused() {
 }
 
 /// The receiving side, posted on from Rust, with so many receives.
-fn receiving(rig: &Rig, num_receives: u32) -> softnic::Poster {
+fn receiving(rig: &Rig, num_receives: u32) -> switchyard_softnic::Poster {
     let receiver = {
         let mut server = rig.server.lock();
         let sizes = QueueSizes { recv_depth: num_receives, ..QueueSizes::default() };
-        softnic::HostQueue::create(&mut server, rig.remote_domain, sizes).unwrap()
+        switchyard_softnic::HostQueue::create(&mut server, rig.remote_domain, sizes).unwrap()
     };
     let mut receiver = {
         let (mut client, mut server) = (rig.client.lock(), rig.server.lock());
@@ -356,7 +356,7 @@ fn receiving(rig: &Rig, num_receives: u32) -> softnic::Poster {
         let (here, there) = (client.address(), server.address());
         rig.queue.connect(&mut client, there, receiver.qpn()).unwrap();
         receiver.connect(&mut server, here, rig.queue.qpn()).unwrap();
-        softnic::Poster::new(receiver).unwrap()
+        switchyard_softnic::Poster::new(receiver).unwrap()
     };
     receiver.post_receives(num_receives);
     rig.server.lock().progress();
@@ -465,8 +465,8 @@ fn posters_go_on_in_a_ring_that_was_not_reset_with_its_queue_pair() {
 
 /// Counts of posters to 0, except for that of the completions, which goes to where the NIC goes on.
 fn restore(rig: &Rig) {
-    use softnic::abi::QueueState;
     use std::mem::offset_of;
+    use switchyard_softnic::abi::QueueState;
     let handle = rig.queue.handle();
     let place = |address: u64| std::ptr::with_exposed_provenance_mut::<u64>(address as usize);
     // SAFETY: nobody posts and the NIC has nothing to do, so the queue's memory is this thread's.

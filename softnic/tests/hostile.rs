@@ -9,9 +9,9 @@ use std::time::Instant;
 use common::{PATIENCE, Rig, RigConfig, Wait, fresh_seed, status, strict};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
-use softnic::format::{Cqe, Wqe};
-use softnic::memory::Segment;
-use softnic::{
+use switchyard_softnic::format::{Cqe, Wqe};
+use switchyard_softnic::memory::Segment;
+use switchyard_softnic::{
     Access, ControlError, DoorbellMode, HostQueue, Nic, NicConfig, Poster, QpState, QueueError,
     QueueSizes, Violation,
 };
@@ -98,7 +98,7 @@ fn noise_in_a_queue_takes_that_queue_out_of_service_and_no_other() {
             }
             // Sometimes with the right queue pair, so that the noise is executed.
             if rng.random() {
-                let word = softnic::format::doorbell_word(handle.qpn, rng.next_u64());
+                let word = switchyard_softnic::format::doorbell_word(handle.qpn, rng.next_u64());
                 common_word(handle.doorbell).store(word, Ordering::Release);
             }
             for _ in 0..4 {
@@ -109,7 +109,7 @@ fn noise_in_a_queue_takes_that_queue_out_of_service_and_no_other() {
             }
         }
         let deadline = Instant::now() + PATIENCE;
-        let operation = softnic::format::Operation::Nop;
+        let operation = switchyard_softnic::format::Operation::Nop;
         neighbour.post(operation, 0, deadline, || {}).unwrap();
         neighbour.quiet(deadline, std::thread::yield_now).unwrap();
         rig.recover();
@@ -141,7 +141,7 @@ fn a_ring_of_completions_that_stays_full_is_noted_so_many_times_and_no_more() {
     record.store((consumed + num_completions).to_be(), Ordering::Release);
     for end in 1..=3 * MAX_VIOLATIONS {
         let end = u64::from(handle.sq_depth) + end as u64;
-        let word = softnic::format::doorbell_word(handle.qpn, end);
+        let word = switchyard_softnic::format::doorbell_word(handle.qpn, end);
         common_word(handle.doorbell).store(word, Ordering::Release);
         rig.client.lock().progress();
     }
@@ -182,20 +182,20 @@ fn noise_in_a_peers_tables_leads_nowhere() {
                 let at = rng.random_range(24..40_000);
                 tables[at].store(rng.random(), Ordering::Relaxed);
             }
-            let local = softnic::format::Local {
+            let local = switchyard_softnic::format::Local {
                 address: keys.address,
                 lkey: keys.lkey,
                 num_bytes: rng.random_range(1..=4096),
             };
-            let remote = softnic::format::Remote {
+            let remote = switchyard_softnic::format::Remote {
                 address: target_keys.address.wrapping_add(rng.random_range(0..5000)),
                 rkey: target_keys.rkey,
             };
             let operation = if rng.random() {
-                softnic::format::Operation::Read(remote, vec![local])
+                switchyard_softnic::format::Operation::Read(remote, vec![local])
             } else {
-                let source = softnic::format::Source::Gather(vec![local]);
-                softnic::format::Operation::Write(remote, source)
+                let source = switchyard_softnic::format::Source::Gather(vec![local]);
+                switchyard_softnic::format::Operation::Write(remote, source)
             };
             let deadline = Instant::now() + PATIENCE;
             let posted = poster.post(operation, 0, deadline, || {});

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::driver;
-use softnic::abi::{CQ_COLLAPSED, QueueHandle, QueueState};
+use switchyard_softnic::abi::{CQ_COLLAPSED, QueueHandle, QueueState};
 
 /// Of `takes_look` in `comm/mlx5/memory.h`.
 const TICK_NS: u128 = 2048;

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Groups, Rig, RigConfig, Wait, adversarial, fresh_seed, named, shows, status};
-use softnic::abi::QueueState;
-use softnic::format::{CQE_BYTES, Cqe, CqeKind, Syndrome};
-use softnic::{Access, Fault, NicConfig, QueueSizes};
 use softnic_driver::{Driver, Immediate};
+use switchyard_softnic::abi::QueueState;
+use switchyard_softnic::format::{CQE_BYTES, Cqe, CqeKind, Syndrome};
+use switchyard_softnic::{Access, Fault, NicConfig, QueueSizes};
 
 /// Mutants that no run on a processor can catch, and why.
 const NOT_CATCHABLE: [(&str, &str); 2] = [

@@ -16,8 +16,8 @@ use p2p_core::network::{Network, SideDescription};
 use p2p_core::region::{RemoteRange, SlotKey};
 use p2p_core::{SlotConfig, SlotLayout};
 use parties::{ROUTE, Way, fresh_seed, in_processes, pair, var};
-use softnic::format::Syndrome;
-use softnic::{Adversary, DoorbellMode, Fault, NicConfig, SoftNetwork};
+use switchyard_softnic::format::Syndrome;
+use switchyard_softnic::{Adversary, DoorbellMode, Fault, NicConfig, SoftNetwork};
 
 fn nic_config(adversary: Option<u64>) -> NicConfig {
     NicConfig {

@@ -11,12 +11,12 @@ use std::sync::Arc;
 use common::{driver, fresh_seed, skip};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
-use softnic::abi::ReceiveHandle;
-use softnic::format::{
+use softnic_driver::{Fields, Immediate, Kind};
+use switchyard_softnic::abi::ReceiveHandle;
+use switchyard_softnic::format::{
     Atomic, Cqe, CqeKind, Local, Operation, Remote, Source, Syndrome, Wqe, decode_doorbell,
     doorbell_word, empty_receive, opcode,
 };
-use softnic_driver::{Fields, Immediate, Kind};
 
 /// Requests per kind. `SWITCHYARD_ORACLE_CASES` asks for more.
 const NUM_CASES: usize = 2000;
@@ -401,8 +401,8 @@ fn constants_are_the_vendors() {
         ("MLX5_CQE_SYNDROME_REMOTE_ABORTED_ERR", Syndrome::RemoteAborted as u32),
         ("MLX5_SND_DBR", 1),
         ("MLX5_RCV_DBR", 0),
-        ("MLX5_SEND_WQE_BB", softnic::format::BLOCK_BYTES as u32),
-        ("MLX5_WQE_CTRL_CQ_UPDATE", softnic::format::CE_ALWAYS.into()),
+        ("MLX5_SEND_WQE_BB", switchyard_softnic::format::BLOCK_BYTES as u32),
+        ("MLX5_WQE_CTRL_CQ_UPDATE", switchyard_softnic::format::CE_ALWAYS.into()),
         // As `receive.h` and `cqe.h` have them.
         ("MLX5_CQE_RESP_WR_IMM", 0x1),
         ("MLX5_CQE_RESP_ERR", 0xe),

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{Rig, RigConfig, Wait, status};
-use softnic::format::Syndrome;
-use softnic::{ControlError, HostQueue, QueueSizes};
+use switchyard_softnic::format::Syndrome;
+use switchyard_softnic::{ControlError, HostQueue, QueueSizes};
 
 /// Joins the client's queue pair with this one of the server; how a put ends.
 fn put_to(rig: &Rig, remote_qpn: u32) -> u8 {

@@ -11,8 +11,8 @@ use common::{
 };
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use softnic::{Access, DoorbellMode, Fault, NicConfig, QueueSizes};
 use softnic_driver::OwnMove;
+use switchyard_softnic::{Access, DoorbellMode, Fault, NicConfig, QueueSizes};
 
 /// Indices have 16 bits: so many requests take them through three wraps.
 const NUM_WRAPPING: u64 = 3 * 65_536 + 100;
@@ -178,7 +178,7 @@ fn an_owner_puts_gets_and_adds() {
 #[test]
 fn an_owner_learns_of_a_failed_request() {
     let Some(rig) = Rig::new(RigConfig::default()) else { return };
-    let (qpn, syndrome) = (rig.queue.qpn(), softnic::format::Syndrome::RemoteAccess);
+    let (qpn, syndrome) = (rig.queue.qpn(), switchyard_softnic::format::Syndrome::RemoteAccess);
     rig.client.lock().inject(Fault::Fail { qpn, nth: 3, syndrome }).unwrap();
     let wait = Wait::patient();
     assert_eq!(rig.own_signals(1, &Groups::new(8, 1, 8), &wait), status::COMPLETION);
@@ -598,12 +598,12 @@ fn adds_to_fields_of_a_word_do_not_carry_into_their_neighbours() {
 fn handles_that_make_no_sense_are_named() {
     let Some(rig) = Rig::new(RigConfig::default()) else { return };
     let good = *rig.queue.handle();
-    let check = |handle: &softnic::abi::QueueHandle| {
+    let check = |handle: &switchyard_softnic::abi::QueueHandle| {
         // SAFETY: a pointer to a handle.
         unsafe { rig.driver.check(std::ptr::from_ref(handle).cast()) }
     };
     assert_eq!(check(&good), None);
-    type Change = fn(&mut softnic::abi::QueueHandle);
+    type Change = fn(&mut switchyard_softnic::abi::QueueHandle);
     let broken: [(&str, Change); 9] = [
         ("sq_depth", |h| h.sq_depth = 64),
         ("sq_depth", |h| h.sq_depth = 65_536),

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use common::{PATIENCE, Rig, RigConfig, Wait, adversarial, fresh_seed, status, strict};
-use softnic::format::Syndrome;
-use softnic::{NicConfig, QueueSizes, Violation};
 use softnic_driver::Immediate;
+use switchyard_softnic::format::Syndrome;
+use switchyard_softnic::{NicConfig, QueueSizes, Violation};
 
 /// `SY_TAG_MLX5_RECEIVE`
 const TAG_RECEIVE: u32 = 38;
@@ -131,7 +131,9 @@ fn receives_that_are_none_are_noted() {
     for (num_receives, is_spoiled) in [(DEPTH + 1, false), (65_535, false), (1, true)] {
         let queue = {
             let mut server = rig.server.lock();
-            let queue = softnic::HostQueue::create(&mut server, rig.remote_domain, sizes).unwrap();
+            let queue =
+                switchyard_softnic::HostQueue::create(&mut server, rig.remote_domain, sizes)
+                    .unwrap();
             let here = server.address();
             queue.connect(&mut server, here, queue.qpn()).unwrap();
             if is_spoiled {

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use common::raw::{word32, word64};
 use common::{Rig, RigConfig, Wait, status};
-use softnic::abi::QueueHandle;
-use softnic::format::{Syndrome, doorbell_word};
-use softnic::{DoorbellMode, Fault, NicConfig, QpState, QueueSizes, Violation};
+use switchyard_softnic::abi::QueueHandle;
+use switchyard_softnic::format::{Syndrome, doorbell_word};
+use switchyard_softnic::{DoorbellMode, Fault, NicConfig, QpState, QueueSizes, Violation};
 
 /// What is done to a queue with two requests that the NIC has not seen yet.
 type Spoil = fn(&QueueHandle);
@@ -63,7 +63,7 @@ fn name_of(violation: &Violation) -> &'static str {
 }
 
 /// The first one that is noted, after which both sides start anew.
-fn first_of(rig: &Rig, nic: &softnic::NicThread, num_known: usize) -> &'static str {
+fn first_of(rig: &Rig, nic: &switchyard_softnic::NicThread, num_known: usize) -> &'static str {
     let name = nic.lock().violations().get(num_known).map_or("none", name_of);
     rig.recover();
     name

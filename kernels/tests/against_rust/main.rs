@@ -23,6 +23,9 @@ mod torn;
 mod ways;
 mod world;
 
+// Other packages' tests include `library.rs`, `link_calls.rs` and `world.rs`, and know the crate by this name.
+extern crate switchyard_kernels as kernels;
+
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 

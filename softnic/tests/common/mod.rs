@@ -8,13 +8,13 @@ use std::time::Duration;
 use rand::Rng;
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
-use softnic::abi::{Bound, ErrorWord, ReceiveHandle, ReceiveState};
-use softnic::format::{CQE_BYTES, Cqe};
-use softnic::{
+use softnic_driver::{Driver, Immediate, Mutant, OwnMove};
+use switchyard_softnic::abi::{Bound, ErrorWord, ReceiveHandle, ReceiveState};
+use switchyard_softnic::format::{CQE_BYTES, Cqe};
+use switchyard_softnic::{
     Access, Adversary, Domain, DoorbellMode, HostQueue, Keys, Nic, NicConfig, NicThread,
     QueueSizes, Segment, Violation,
 };
-use softnic_driver::{Driver, Immediate, Mutant, OwnMove};
 
 pub mod raw;
 #[path = "../../../tests/support/src/skip.rs"]

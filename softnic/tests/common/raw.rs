@@ -2,9 +2,9 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use softnic::Segment;
-use softnic::abi::QueueHandle;
-use softnic::format::{BLOCK_BYTES, CQE_BYTES, Cqe, doorbell_word};
+use switchyard_softnic::Segment;
+use switchyard_softnic::abi::QueueHandle;
+use switchyard_softnic::format::{BLOCK_BYTES, CQE_BYTES, Cqe, doorbell_word};
 
 pub fn word32(address: u64) -> &'static AtomicU32 {
     assert!(address.is_multiple_of(4));

@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use softnic::format::Syndrome;
 use softnic_driver::Driver;
 use softnic_driver::gpu_nic::{Backend, Counts};
+use switchyard_softnic::format::Syndrome;
 
 use super::common::raw::word64;
 use super::common::{Wait, driver, fresh_seed, status};

@@ -20,11 +20,11 @@ use common::{PATIENCE, fresh_seed};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use requests::{MOST_REQUESTS, Plan};
-use softnic::format::{
+use softnic_driver::gpu_nic::{Backend, Counts};
+use switchyard_softnic::format::{
     Atomic, CE_ALWAYS, Cqe, FM_FENCE, Local, Operation, Remote, Source, Syndrome, Wqe,
 };
-use softnic::{Adversary, Fault};
-use softnic_driver::gpu_nic::{Backend, Counts};
+use switchyard_softnic::{Adversary, Fault};
 use world::{Gpu, MEMORY_BYTES, Model, NUM_RECEIVES, expect_alike, fill_alike};
 
 /// Rounds of each comparison. `SWITCHYARD_GPU_NIC_ROUNDS` asks for more.

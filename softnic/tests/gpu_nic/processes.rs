@@ -8,9 +8,11 @@ use std::time::Instant;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use rustix::mm::{MapFlags, ProtFlags};
-use softnic::Segment;
-use softnic::format::{Atomic, CE_ALWAYS, Local, Operation, Remote, Source, Syndrome, Wqe};
 use softnic_driver::gpu_nic::Backend;
+use switchyard_softnic::Segment;
+use switchyard_softnic::format::{
+    Atomic, CE_ALWAYS, Local, Operation, Remote, Source, Syndrome, Wqe,
+};
 
 use super::common::raw::{bytes_of, word64};
 use super::common::{PATIENCE, fresh_seed};

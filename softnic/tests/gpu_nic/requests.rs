@@ -2,7 +2,7 @@
 
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt};
-use softnic::format::{
+use switchyard_softnic::format::{
     Atomic, BLOCK_BYTES, Head, Local, MAX_MESSAGE_BYTES, Operation, Remote, Source, Wqe,
 };
 

@@ -1,8 +1,8 @@
 //! What no correct driver does, said by name and answered with the same completions by all NICs.
 
-use softnic::Violation;
-use softnic::format::{CE_ALWAYS, Operation, Syndrome, Wqe};
 use softnic_driver::gpu_nic::Backend;
+use switchyard_softnic::Violation;
+use switchyard_softnic::format::{CE_ALWAYS, Operation, Syndrome, Wqe};
 
 use super::common::raw::Raw;
 use super::world::{DEPTH, Gpu, Model};

@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering;
 
 use rand::Rng;
 use rand::rngs::SmallRng;
-use softnic::abi::{CQ_COLLAPSED, QueueHandle};
-use softnic::format::{BLOCK_BYTES, CQE_BYTES, CQE_FILL, CqeKind, Syndrome};
-use softnic::{
-    Access, Adversary, Domain, HostQueue, Keys, Nic, NicConfig, Poster, QueueSizes, Segment,
-};
 use softnic_driver::GpuNic;
 use softnic_driver::gpu_nic::{Backend, Counts, Key, access};
+use switchyard_softnic::abi::{CQ_COLLAPSED, QueueHandle};
+use switchyard_softnic::format::{BLOCK_BYTES, CQE_BYTES, CQE_FILL, CqeKind, Syndrome};
+use switchyard_softnic::{
+    Access, Adversary, Domain, HostQueue, Keys, Nic, NicConfig, Poster, QueueSizes, Segment,
+};
 
 use super::common::raw::{Raw, bytes_of, cqe_at, word32, word64};
 use super::common::strict;

@@ -11,9 +11,11 @@ use std::time::{Duration, Instant};
 
 use common::{Wait, named, status, strict, word};
 use kernels::mlx5::{Bound, PeerHandle, QueueHandle};
-use softnic::format::Syndrome;
-use softnic::{Access, Fault, HostQueue, Keys, Nic, NicConfig, NicThread, QueueSizes, Segment};
 use softnic_driver::{Call, Job, LinkDriver};
+use switchyard_softnic::format::Syndrome;
+use switchyard_softnic::{
+    Access, Fault, HostQueue, Keys, Nic, NicConfig, NicThread, QueueSizes, Segment,
+};
 
 /// Mutants that no run on a processor can catch, and why.
 const NOT_CATCHABLE: [(&str, &str); 3] = [

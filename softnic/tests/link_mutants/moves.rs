@@ -3,9 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use softnic::format::opcode;
-use softnic::{Fault, Segment};
 use softnic_driver::{Call, Job};
+use switchyard_softnic::format::opcode;
+use switchyard_softnic::{Fault, Segment};
 
 use crate::common::Wait;
 use crate::{Rig, SLOT_BYTES, WORDS_AT, job, name_of};

@@ -10,16 +10,18 @@ use std::path::PathBuf;
 use std::ptr;
 use std::sync::Arc;
 
-use ibgda::access::{Access, AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
-use ibgda::peer::DESCRIPTION_BYTES;
-use ibgda::probe::Missing;
-use ibgda::{
-    Doorbell, HostAccess, Nic, NicConfig, NicError, OpenPeer, Peer, PeerConfig, PeerError, Posters,
-    QueueConfig, QueueError, QueuePath, ffi,
-};
 use kernels::gpu::GpuError;
 use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState, compile, has_headers, join};
+use switchyard_ibgda::access::{
+    Access, AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space,
+};
+use switchyard_ibgda::peer::DESCRIPTION_BYTES;
+use switchyard_ibgda::probe::Missing;
+use switchyard_ibgda::{
+    Doorbell, HostAccess, Nic, NicConfig, NicError, OpenPeer, Peer, PeerConfig, PeerError, Posters,
+    QueueConfig, QueueError, QueuePath, ffi,
+};
 
 fn access() -> Arc<dyn Access> {
     Arc::new(HostAccess)
@@ -519,7 +521,7 @@ impl SharedMemory for FarMemory {
 
 #[test]
 fn gpu_memory_goes_by_dma_buf_then_by_address_then_says_why_not() {
-    use ibgda::nic::RegisteredBy::{DmaBuf, PeerMemory};
+    use switchyard_ibgda::nic::RegisteredBy::{DmaBuf, PeerMemory};
     let Some(mock) = Mock::open() else { return };
     let config = peer_config(QueuePath::Plain, 1);
     for (has_descriptor, has_dma_buf, expected) in

@@ -10,13 +10,15 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
-use ibgda::nic::{RegisteredBy, Rights};
-use ibgda::{GpuAccess, HostAccess, OpenPeer, PeerConfig, Place, QueueConfig, QueuePath};
 use kernels::abi::DevicePtr;
 use kernels::gpu::{DeviceName, Gpu};
 use kernels::mlx5::{QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState};
+use switchyard_ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
+use switchyard_ibgda::nic::{RegisteredBy, Rights};
+use switchyard_ibgda::{
+    GpuAccess, HostAccess, OpenPeer, PeerConfig, Place, QueueConfig, QueuePath,
+};
 
 /// Alignment of queues, and the pieces that descriptors need.
 const ALIGN_BYTES: u64 = 64 << 10;
@@ -267,7 +269,7 @@ fn a_peer_takes_no_more_pieces_of_a_gpus_memory_than_its_bytes_need() {
                 (num_queues * size_of::<QueueHandle>()) as u64,
             ),
         ];
-        for handle in peer.queues().iter().map(ibgda::queue::Queue::handle) {
+        for handle in peer.queues().iter().map(switchyard_ibgda::queue::Queue::handle) {
             parts.push((handle.state, handle.scratch + 8 - handle.state));
             assert!(handle.state.is_multiple_of(4096));
             if path == QueuePath::Devx {

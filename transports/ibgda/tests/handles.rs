@@ -7,8 +7,8 @@ use std::fs::File;
 use std::process::{Command, Stdio};
 use std::ptr;
 
-use ibgda::queue::{check_peer, check_queue, check_receives};
 use kernels::mlx5::{Bound, CQ_COLLAPSED, ONE_BLOCK, PeerHandle, QueueHandle, ReceiveHandle};
+use switchyard_ibgda::queue::{check_peer, check_queue, check_receives};
 
 const PROGRAM: &str = r#"
 #include <stdio.h>

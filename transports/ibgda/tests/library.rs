@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::ptr::NonNull;
 
-use ibgda::ffi::{MLX5_SYMBOLS, VERBS_SYMBOLS};
-use ibgda::{Libraries, LibraryError};
+use switchyard_ibgda::ffi::{MLX5_SYMBOLS, VERBS_SYMBOLS};
+use switchyard_ibgda::{Libraries, LibraryError};
 
 /// A library in `dir` with functions of these names, of which none is ever called.
 fn library(dir: &Path, name: &str, functions: impl Iterator<Item = &'static str>) -> PathBuf {

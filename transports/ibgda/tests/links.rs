@@ -7,15 +7,15 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ibgda::queue::Posters;
-use ibgda::{
-    Access, GpuAccess, HostAccess, LinkError, Nic, OpenPeer, Peer, PeerConfig, Place, QueueConfig,
-    QueuePath, Waits,
-};
 use kernels::abi::{DTYPE_F8_E4M3, DevicePtr, FrameGeometry, WAY_IBGDA};
 use kernels::gpu::{DeviceName, Gpu};
 use kernels::mlx5::{PeerHandle, QueueHandle};
 use mock::{CLEAN, Mock, PATHS, join, rejoin};
+use switchyard_ibgda::queue::Posters;
+use switchyard_ibgda::{
+    Access, GpuAccess, HostAccess, LinkError, Nic, OpenPeer, Peer, PeerConfig, Place, QueueConfig,
+    QueuePath, Waits,
+};
 
 /// Addresses that nobody follows here.
 const WAITS: Waits = Waits {

@@ -6,11 +6,11 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use ibgda::probe::{
+use mock::{CLEAN, Mock, MockState};
+use switchyard_ibgda::probe::{
     Missing, missing_for_doorbells, missing_for_gpu_memory, probe, probe_devices, probe_files,
 };
-use ibgda::{Check, Libraries, Report, State};
-use mock::{CLEAN, Mock, MockState};
+use switchyard_ibgda::{Check, Libraries, Report, State};
 
 fn write(root: &Path, path: &str, text: &str) {
     let path = root.join(path);

@@ -7,9 +7,11 @@ use std::collections::BTreeSet;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
-use ibgda::access::{Access, AccessError, Guard, HostRange, Mapped, SharedMemory, Space};
-use ibgda::{HostAccess, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath};
 use mock::{CLEAN, Mock, MockState, PATHS, join, rejoin};
+use switchyard_ibgda::access::{
+    Access, AccessError, Guard, HostRange, Mapped, SharedMemory, Space,
+};
+use switchyard_ibgda::{HostAccess, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath};
 
 const SLOT_BYTES: usize = 4096;
 /// Where a description has the number of the first packet.

@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ibgda::access::{AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
-use ibgda::queue::check_receives;
-use ibgda::{
+use kernels::mlx5::ReceiveHandle;
+use mock::{CLEAN, Completion, Mock, MockState, PATHS, join, rejoin};
+use switchyard_ibgda::access::{AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
+use switchyard_ibgda::queue::check_receives;
+use switchyard_ibgda::{
     Access, HostAccess, Immediate, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath,
     ReceiveError,
 };
-use kernels::mlx5::ReceiveHandle;
-use mock::{CLEAN, Completion, Mock, MockState, PATHS, join, rejoin};
 
 /// Of each queue: not a power of two.
 const NUM_RECEIVES: u32 = 5;

@@ -205,7 +205,7 @@ fn a_relay_without_gpus_is_an_error_of_one_line() {
 #[test]
 #[cfg(feature = "libfabric")]
 fn both_sides_between_hosts_print_tables_or_json() {
-    if let Err(error) = proxy::bench::remote::open("libfabric") {
+    if let Err(error) = switchyard_proxy::bench::remote::open("libfabric") {
         skip::skip("libfabric", &error.to_string());
         return;
     }

@@ -15,14 +15,14 @@ use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
-use proxy::bench::local::{Bench, PostKind, Row, Run};
-use proxy::bench::{BenchEndpoint, relay};
-use proxy::gpu::{GpuPoster, lanes, mirror};
-use proxy::host::PosterConfig;
-use proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, WordTask};
-use proxy::{BadCommand, Cause, LaneConfig, Lanes, PeerConfig, Proxy, ProxyConfig};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
+use switchyard_proxy::bench::local::{Bench, PostKind, Row, Run};
+use switchyard_proxy::bench::{BenchEndpoint, relay};
+use switchyard_proxy::gpu::{GpuPoster, lanes, mirror};
+use switchyard_proxy::host::PosterConfig;
+use switchyard_proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, WordTask};
+use switchyard_proxy::{BadCommand, Cause, LaneConfig, Lanes, PeerConfig, Proxy, ProxyConfig};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const LANES: LaneConfig = LaneConfig { num_lanes: 4, depth: 64, budget: 64 };
@@ -262,7 +262,7 @@ fn serve(
     lanes: &Lanes,
     source: Region,
     bytes: u64,
-) -> proxy::ProxyPeer<BenchEndpoint> {
+) -> switchyard_proxy::ProxyPeer<BenchEndpoint> {
     let config = PeerConfig {
         peer: 2,
         lanes: lanes.clone(),

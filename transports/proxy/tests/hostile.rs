@@ -13,11 +13,11 @@ use std::time::Duration;
 use common::{Behaviour, LIMIT, Recorder, SLOT, config, lanes, peer_config, wait_for};
 use p2p_core::Region;
 use proptest::prelude::*;
-use proxy::abi::RawCommand;
-use proxy::bench::remote;
-use proxy::command::lap_of;
-use proxy::{BadCommand, Cause, Command, Lanes, Opcode, Poster, Proxy, ProxyPeer};
 use softnic::{NicConfig, SoftNetwork};
+use switchyard_proxy::abi::RawCommand;
+use switchyard_proxy::bench::remote;
+use switchyard_proxy::command::lap_of;
+use switchyard_proxy::{BadCommand, Cause, Command, Lanes, Opcode, Poster, Proxy, ProxyPeer};
 
 struct Rig {
     _proxy: Proxy<Recorder>,
@@ -30,7 +30,7 @@ fn rig(stall_limit: Duration) -> Rig {
     let mirror = Region::anonymous(4096).unwrap();
     let lanes = lanes(2, 16, 16);
     let behaviour = Arc::new(Behaviour::default());
-    let config = proxy::ProxyConfig { stall_limit, ..config(1) };
+    let config = switchyard_proxy::ProxyConfig { stall_limit, ..config(1) };
     let proxy = Proxy::start(&config).unwrap();
     let base = mirror.as_ptr().as_ptr() as usize;
     let recorder = Recorder::new(Arc::clone(&behaviour), base);
@@ -101,7 +101,7 @@ fn each_bad_command_is_named_and_ends_its_lane_alone() {
         let Cause::Command(found) = &failure.cause else { panic!("{failure}") };
         assert!(is_it(found), "{failure}");
         assert!(failure.to_string().contains("peer 9, lane 0, command 0"));
-        assert_ne!(proxy::failure::describe_error(bad.error()), "in service");
+        assert_ne!(switchyard_proxy::failure::describe_error(bad.error()), "in service");
         // The other lane goes on.
         served(&mut good);
         assert!(rig.behaviour.asked.lock().unwrap().is_empty());

@@ -17,15 +17,15 @@ use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::wait::event_fd;
 use p2p_core::{Region, SlotConfig, TransportKind};
-use proxy::abi::Status;
-use proxy::{Lanes, Proxy, ProxyPeer};
 use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
+use switchyard_proxy::abi::Status;
+use switchyard_proxy::{Lanes, Proxy, ProxyPeer};
 
 #[test]
 fn both_sides_have_the_layout_alike() {
-    use proxy::abi::{self, LaneHandle, LaneState, LaneWords, PeerHandle, RawCommand};
     use std::mem::offset_of;
+    use switchyard_proxy::abi::{self, LaneHandle, LaneState, LaneWords, PeerHandle, RawCommand};
     let Some(driver) = driver() else { return };
     let ours = [
         size_of::<RawCommand>(),
@@ -86,8 +86,8 @@ fn both_sides_have_the_layout_alike() {
 /// a peer pass.
 #[test]
 fn rust_and_c_say_the_same_of_peers() {
-    use proxy::abi::{self, PeerHandle};
     use std::collections::BTreeSet;
+    use switchyard_proxy::abi::{self, PeerHandle};
     let Some(driver) = driver() else { return };
     let good = PeerHandle {
         lanes: 0x1000,
@@ -126,7 +126,7 @@ fn rust_and_c_say_the_same_of_peers() {
 
 #[test]
 fn posters_are_not_given_a_peer_that_they_cannot_use() {
-    use proxy::host::{HostPoster, PosterConfig};
+    use switchyard_proxy::host::{HostPoster, PosterConfig};
     let mirror = Region::anonymous(SLOT).unwrap();
     let good = PosterConfig {
         mirror: mirror.as_ptr().as_ptr() as u64,
@@ -500,7 +500,7 @@ fn idle_threads_sleep_and_wake_for_commands() {
     for round in 1..=20 {
         let sleeps = proxy.stats()[0].sleeps;
         wait_for("sleep", || proxy.stats()[0].sleeps > sleeps + 3);
-        let add = proxy::Command::word(proxy::Opcode::Add, 64, 1);
+        let add = switchyard_proxy::Command::word(switchyard_proxy::Opcode::Add, 64, 1);
         let number = poster.try_post(&add).unwrap();
         // A GPU cannot ring: every other command is found without.
         if round % 2 == 0 {

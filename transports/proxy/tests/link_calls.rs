@@ -18,9 +18,9 @@ use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
-use proxy::{Proxy, ProxyPeer};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
+use switchyard_proxy::{Proxy, ProxyPeer};
 
 struct Posted {
     posters: Posters,

@@ -11,8 +11,8 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::AtomicU64;
 use loom::thread;
-use proxy::command::{Command, Opcode, lap_of};
-use proxy::lane::{Contract, Discipline, read_cell, recycle, reusable, write_cell};
+use switchyard_proxy::command::{Command, Opcode, lap_of};
+use switchyard_proxy::lane::{Contract, Discipline, read_cell, recycle, reusable, write_cell};
 
 /// Cells, and what their commands stand for: the mirror's bytes.
 struct Shared {

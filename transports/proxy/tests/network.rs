@@ -26,10 +26,10 @@ use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDesc
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::{AnyEndpoint, PostError, QuietError, Region, SlotConfig, SlotLayout, TransportKind};
 use parties::{Way, in_processes, in_threads, pair, var};
-use proxy::bench::BenchEndpoint;
-use proxy::bench::remote::{self, Plan, Received, RemoteFigures};
-use proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 use softnic::{Adversary, DoorbellMode, NicConfig, SoftNetwork};
+use switchyard_proxy::bench::BenchEndpoint;
+use switchyard_proxy::bench::remote::{self, Plan, Received, RemoteFigures};
+use switchyard_proxy::{LaneConfig, Proxy, ProxyConfig, ProxyNetwork};
 
 /// Small, so that posting often finds no room.
 const LANES: LaneConfig = LaneConfig { num_lanes: 1, depth: 32, budget: 24 };

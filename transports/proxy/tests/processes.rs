@@ -14,10 +14,10 @@ use common::{
     Behaviour, LIMIT, Posters, Recorder, SLOT, config, driver, lanes, peer_config, wait_for,
 };
 use p2p_core::Region;
-use proxy::abi::Status;
-use proxy::{LaneConfig, Lanes, Proxy};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
+use switchyard_proxy::abi::Status;
+use switchyard_proxy::{LaneConfig, Lanes, Proxy};
 
 const LANES: LaneConfig = LaneConfig { num_lanes: 2, depth: 64, budget: 64 };
 
@@ -110,7 +110,7 @@ fn commands_cross_and_a_poster_that_is_killed_concerns_nobody_else() {
     let config = peer_config(1, &own, &mirror);
     let _own = proxy.add(Recorder::new(Arc::clone(&others), 0), config).unwrap();
     let mut poster = own.poster(0);
-    poster.try_post(&proxy::Command::new(proxy::Opcode::Quiet)).unwrap();
+    poster.try_post(&switchyard_proxy::Command::new(switchyard_proxy::Opcode::Quiet)).unwrap();
     wait_for("the own command", || poster.completed() == 1);
     assert!(!peer.has_failed());
 }

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use common::{Behaviour, Recorder, config, software_gpu};
 use p2p_core::wait::Driver;
-use proxy::bench::clock::Clocks;
-use proxy::bench::gpu::{self, Order};
-use proxy::bench::local::{Bench, PostKind, Row, Run};
-use proxy::gpu::GpuPoster;
-use proxy::host::PosterConfig;
-use proxy::{LaneConfig, Proxy};
+use switchyard_proxy::bench::clock::Clocks;
+use switchyard_proxy::bench::gpu::{self, Order};
+use switchyard_proxy::bench::local::{Bench, PostKind, Row, Run};
+use switchyard_proxy::gpu::GpuPoster;
+use switchyard_proxy::host::PosterConfig;
+use switchyard_proxy::{LaneConfig, Proxy};
 
 const ROW: Row =
     Row { num_lanes: 2, batch: 4, budget: 16, object_bytes: 48, commands: 400, is_gpu: true };
@@ -109,8 +109,8 @@ fn every_batch_of_a_long_run_is_timed() {
     let Some(gpu) = software_gpu() else { return };
     // More than the kernel keeps in mind at a time.
     let config = LaneConfig { num_lanes: 1, depth: 128, budget: 128 };
-    let (mirror, address) = proxy::gpu::mirror(&gpu, common::SLOT as u64).unwrap();
-    let lanes = proxy::gpu::lanes(&gpu, config).unwrap();
+    let (mirror, address) = switchyard_proxy::gpu::mirror(&gpu, common::SLOT as u64).unwrap();
+    let lanes = switchyard_proxy::gpu::lanes(&gpu, config).unwrap();
     let behaviour = Arc::new(Behaviour::default());
     *behaviour.driver.lock().unwrap() = Some(Arc::new(Slow));
     let proxy = Proxy::start(&common::config(1)).unwrap();

@@ -16,15 +16,15 @@ use p2p_core::network::{Network, Route};
 use p2p_core::slot::{CONSUMED, CONTROL_BYTES, PUBLISHED};
 use p2p_core::wait::{Driver, event_fd};
 use p2p_core::{Region, SlotConfig, SlotLayout, TransportKind};
-use proxy::relay::{
+use rand::rngs::StdRng;
+use rand::{Rng, RngExt, SeedableRng};
+use switchyard_proxy::relay::{
     Copier, CopyError, CopyTask, HostCopier, RelayError, RelayReceiverError, WordTask,
 };
-use proxy::{
+use switchyard_proxy::{
     BadCommand, Cause, Command, Lanes, Opcode, PeerConfig, Poster, Proxy, ProxyError, ProxyPeer,
     RelayConfig, RelayReceiver,
 };
-use rand::rngs::StdRng;
-use rand::{Rng, RngExt, SeedableRng};
 
 const DIRECT: u64 = 4096;
 const STAGING: u64 = 16 << 10;

@@ -15,7 +15,7 @@ use p2p_core::Region;
 use p2p_core::endpoint::{Endpoint, Marks, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver;
-use proxy::{
+use switchyard_proxy::{
     Cause, Command, DeviceTransports, IdlePolicy, Opcode, PeerConfig, Poster, Proxy, ProxyConfig,
     ProxyError, ProxyPeer, RelayConfig, ThreadStats,
 };

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ibgda::QueueConfig;
-use ibgda_network::{DeviceConfig, DeviceNetwork};
 use kernels::gpu::Gpu;
 use p2p_core::bootstrap::{
     ConnectConfig, ConnectError, DeviceSide, Listener, ListenerConfig, connect,
@@ -16,6 +15,7 @@ use p2p_core::bootstrap::{
 use p2p_core::network::{Network, NetworkError, OpenSide, Route};
 use p2p_core::{Connection, PeerHello, Reject, RejectCode, SlotConfig, SlotLayout, TransportKind};
 use softnic::SoftNetwork;
+use switchyard_ibgda_network::{DeviceConfig, DeviceNetwork};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ibgda::QueueConfig;
-use ibgda_network::{DeviceConfig, DeviceNetwork};
 use p2p_core::TransportKind;
 use p2p_core::backend::libfabric::FabricNetwork;
 use p2p_core::bootstrap::DeviceSide;
@@ -18,6 +17,7 @@ use rig::{
     PATIENCE, check_drivers, host_layout, join_sides, nic, open_sides, own_word, sides_of, turn,
     until,
 };
+use switchyard_ibgda_network::{DeviceConfig, DeviceNetwork};
 
 const REQUEST_BYTES: u64 = 8 << 20;
 const RESPONSE_BYTES: u64 = 4 << 20;

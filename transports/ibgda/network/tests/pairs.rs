@@ -6,8 +6,6 @@ mod rig;
 use std::sync::Arc;
 
 use ibgda::{Doorbell, QueueConfig, QueuePath};
-use ibgda_network::detail::{Detail, HEAD_BYTES};
-use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 use kernels::abi::{DevicePtr, WAY_IBGDA};
 use kernels::gpu::Gpu;
 use kernels::mlx5::{PeerHandle, QueueHandle};
@@ -24,6 +22,8 @@ use rig::{
 };
 use softnic::SoftNetwork;
 use softnic::format::Syndrome;
+use switchyard_ibgda_network::detail::{Detail, HEAD_BYTES};
+use switchyard_ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 
 const REQUEST_BYTES: u64 = 8192;
 const RESPONSE_BYTES: u64 = 4160;

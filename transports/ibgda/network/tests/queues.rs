@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use ibgda::{Doorbell, QueueConfig, QueuePath};
-use ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, PeerHandle, QueueHandle};
 use p2p_core::bootstrap::DevicePair;
 use p2p_core::network::Network;
@@ -23,6 +22,7 @@ use rig::{
     sides_of, turn, until,
 };
 use softnic::SoftNetwork;
+use switchyard_ibgda_network::{DeviceConfig, DeviceNetwork, SlotPlace};
 
 const NUM_QUEUES: usize = 3;
 /// Of either slot: a piece for each queue, and flags behind them.

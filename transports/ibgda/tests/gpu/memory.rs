@@ -5,9 +5,9 @@ use std::fs::File;
 use std::io::{Seek as _, SeekFrom};
 use std::ptr::NonNull;
 
-use ibgda::access::{Access, HostRange, SharedMemory as _};
-use ibgda::{GpuAccess, Place};
 use kernels::gpu::{DeviceName, Gpu};
+use switchyard_ibgda::access::{Access, HostRange, SharedMemory as _};
+use switchyard_ibgda::{GpuAccess, Place};
 
 use crate::mock::skip;
 use crate::{ALIGN_BYTES, turn};

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
+use switchyard_ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
 
 #[path = "../../../../tests/support/src/skip.rs"]
 pub mod skip;

@@ -7,11 +7,11 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use clap::Parser;
 use kernels::gpu::Gpu;
-use proxy::bench::local::{Bench, Figures, PostKind, Row, Run};
-use proxy::bench::output::{self, Column, Output};
-use proxy::bench::thread_time;
-use proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
 use serde_json::Value;
+use switchyard_proxy::bench::local::{Bench, Figures, PostKind, Row, Run};
+use switchyard_proxy::bench::output::{self, Column, Output};
+use switchyard_proxy::bench::thread_time;
+use switchyard_proxy::{Device, IdlePolicy, LaneConfig, Placement, ProxyConfig, Sysfs};
 
 #[derive(Debug, Parser)]
 #[command(about, version)]
@@ -189,7 +189,7 @@ fn idle(args: &Args, bench: &Bench, policy: IdlePolicy, output: &mut Output) -> 
     let mut peers = Vec::new();
     for idx in 0..bench.num_threads() {
         let mirror = p2p_core::Region::anonymous(run.slot_bytes() as usize)?;
-        peers.push(bench.peer(&run, idx, proxy::Lanes::anonymous(lanes)?, mirror)?);
+        peers.push(bench.peer(&run, idx, switchyard_proxy::Lanes::anonymous(lanes)?, mirror)?);
     }
     std::thread::sleep(Duration::from_millis(1500));
     let (before, num) = thread_time("sy-proxy-");

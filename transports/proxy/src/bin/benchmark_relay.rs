@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
-use proxy::bench::output::{self, Output};
+use switchyard_proxy::bench::output::{self, Output};
 
 #[derive(Debug, Parser)]
 #[command(about, version)]
@@ -34,8 +34,8 @@ fn main() -> ExitCode {
 #[cfg(feature = "cuda")]
 fn run(args: &Args, mut output: Output) -> Result<()> {
     use kernels::gpu::Gpu;
-    use proxy::bench::output::Column;
-    use proxy::bench::relay;
+    use switchyard_proxy::bench::output::Column;
+    use switchyard_proxy::bench::relay;
 
     const COPIES: &[Column] = &[
         Column::text("bench", "/bench", 9),

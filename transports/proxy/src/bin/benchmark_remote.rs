@@ -11,9 +11,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Parser;
 use kernels::gpu::Gpu;
-use proxy::bench::output::{self, Column, Output};
-use proxy::bench::remote::{self, Plan};
-use proxy::{Device, Placement, ProxyConfig, Sysfs};
+use switchyard_proxy::bench::output::{self, Column, Output};
+use switchyard_proxy::bench::remote::{self, Plan};
+use switchyard_proxy::{Device, Placement, ProxyConfig, Sysfs};
 
 #[derive(Debug, Parser)]
 #[command(about, version)]

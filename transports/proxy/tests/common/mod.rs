@@ -11,10 +11,10 @@ use p2p_core::endpoint::{Endpoint, PostError, QuietError, TransportKind};
 use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use p2p_core::wait::Driver as TransportDriver;
 use p2p_core::{ReadView, Region};
-use proxy::abi::PeerHandle;
-use proxy::host::{HostPoster, PosterConfig};
-use proxy::{IdlePolicy, LaneConfig, Lanes, PeerConfig, ProxyConfig};
 use proxy_driver::Driver;
+use switchyard_proxy::abi::PeerHandle;
+use switchyard_proxy::host::{HostPoster, PosterConfig};
+use switchyard_proxy::{IdlePolicy, LaneConfig, Lanes, PeerConfig, ProxyConfig};
 
 #[path = "../../../../tests/support/src/skip.rs"]
 pub mod skip;
@@ -36,7 +36,7 @@ pub fn driver() -> Option<Driver> {
 pub fn software_gpu() -> Option<kernels::gpu::Gpu> {
     let driver = driver()?;
     // SAFETY: it is the kernel.
-    unsafe { proxy::bench::gpu::set_software_kernel(driver.produce) };
+    unsafe { switchyard_proxy::bench::gpu::set_software_kernel(driver.produce) };
     Some(kernels::gpu::Gpu::open_emulated(0).unwrap())
 }
 

@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ibgda::{Nic, NicConfig};
-use ibgda_network::DeviceNetwork;
 use kernels::gpu::Gpu;
 use p2p_core::SlotLayout;
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
 use p2p_core::network::{Joined, Network, OpenSide, Route};
+use switchyard_ibgda_network::DeviceNetwork;
 
 pub const ROUTE: Route =
     Route { local: IpAddr::V4(Ipv4Addr::LOCALHOST), remote: IpAddr::V4(Ipv4Addr::LOCALHOST) };
