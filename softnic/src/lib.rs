@@ -10,7 +10,7 @@
 //! |---|---|
 //! | [`mod@format`] | bytes of requests, completions and doorbells |
 //! | [`nic`] | the NIC as its host controls it: memory, queues, connections, faults |
-//! | `engine` | what it does when it makes progress |
+//! | `executor` | what it does when it makes progress |
 //! | [`queue`] | a queue pair with all its memory, and posting on it from Rust |
 //! | [`abi`] | what posters on a GPU are given |
 //! | [`memory`] | memory that NICs of several processes reach |
@@ -18,12 +18,12 @@
 //! | [`network`] | the transport over it |
 //!
 //! The folder `gpu/` has the same NIC in C++, as a kernel and as a thread that drives copy engines;
-//! `tests/gpu_nic` compares it with this one.
+//! `tests/it/gpu_nic` compares it with this one.
 //!
 //! What the model shows and cannot show is in `docs/ibgda.md`.
 
 mod cq;
-mod engine;
+mod executor;
 pub mod format;
 pub mod memory;
 pub mod network;

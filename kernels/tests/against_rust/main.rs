@@ -6,6 +6,7 @@
 //! thread is a fibre. With the feature `cuda` and a GPU, the same tests run there, launched from Rust.
 
 mod checks;
+mod device_abi;
 mod expiry;
 mod few;
 mod gathering;

@@ -9,7 +9,7 @@ use p2p_core::Region;
 
 use super::{ControlError, Domain, Nic, check_depth, place};
 use crate::cq::{Cq, CqConfig};
-use crate::engine::{Held, Later};
+use crate::executor::{Held, Later};
 use crate::format::{DEPTHS, RECEIVE_BYTES, SEGMENT_BYTES, Syndrome};
 use crate::memory::Part;
 use crate::port::{self, Peer, PortAddress, state};

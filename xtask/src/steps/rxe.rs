@@ -111,7 +111,7 @@ const PROGRAMS: [(&str, Target); 13] = [
     ("scale_kill", Target { kind: "--test", package: "p2p-core", name: "scale_kill" }),
     ("p2p_one_to_one", Target { kind: "--example", package: "p2p-core", name: "p2p_one_to_one" }),
     ("p2p_multi", Target { kind: "--example", package: "p2p-core", name: "p2p_multi" }),
-    ("proxy_network", Target { kind: "--test", package: "transports/proxy", name: "network" }),
+    ("proxy_network", Target { kind: "--test", package: "transports/proxy", name: "it" }),
     (
         "benchmark_remote",
         Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
@@ -128,5 +128,5 @@ pub(super) const FEATURES: &[&str] = &[
 ];
 /// Tests that need no device; the others run in the guests only.
 pub(super) const ON_HOST: &str =
-    "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=processes_over_verbs))";
+    "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=network::processes_over_verbs))";
 const MODEL: &str = "data/tiny-moe";

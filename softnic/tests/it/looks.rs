@@ -1,0 +1,91 @@
+//! Those who wait for something else look at completions in turn, however many they are.
+
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::common::driver;
+use switchyard_softnic::abi::{CQ_COLLAPSED, QueueHandle, QueueState};
+
+/// Of `takes_look` in `comm/mlx5/memory.h`.
+const TICK_NS: u128 = 2048;
+const NUM_WAITING: usize = 4;
+const NUM_LOOKS: u64 = 2000;
+
+#[test]
+fn one_looks_at_a_time_and_somebody_always_does() {
+    let Some(driver) = driver("product") else { return };
+    let (looked, num_looks) = (AtomicU64::new(0), AtomicU64::new(0));
+    let start = Instant::now();
+    let limit = start + Duration::from_secs(60);
+    std::thread::scope(|scope| {
+        for _ in 0..NUM_WAITING {
+            scope.spawn(|| {
+                while num_looks.load(Ordering::Relaxed) < NUM_LOOKS {
+                    // SAFETY: everybody accesses the word atomically.
+                    if unsafe { (driver.look)(looked.as_ptr()) } != 0 {
+                        num_looks.fetch_add(1, Ordering::Relaxed);
+                    }
+                    assert!(Instant::now() < limit, "{num_looks:?} looks in a minute");
+                }
+            });
+        }
+    });
+    // No two in the same tick, and the first may come at the end of one.
+    let most = start.elapsed().as_nanos() / TICK_NS + 2;
+    let found = u128::from(num_looks.load(Ordering::Relaxed));
+    assert!(found <= most, "{found} looks, at most {most} in that time");
+}
+
+/// As after a day of nobody waiting, and where the clock begins anew.
+#[test]
+fn an_old_look_or_one_of_another_clock_holds_nobody_up() {
+    let Some(driver) = driver("product") else { return };
+    for before in [0, 1, u64::MAX >> 1, u64::MAX] {
+        let mut looked = before;
+        // SAFETY: the word is this test's.
+        assert_eq!(unsafe { (driver.look)(&raw mut looked) }, 1, "{before:#x}");
+        assert!(looked != before);
+    }
+}
+
+/// An error completion takes the queue out of service where posters look and where the host does.
+#[test]
+fn the_first_error_is_told_to_the_host() {
+    let Some(driver) = driver("product") else { return };
+    // Bytes 54, 55 and 63: vendor syndrome, syndrome and opcode of a request's error.
+    let cqe = Line([const { AtomicU8::new(0) }; 64]);
+    for (byte, value) in [(54, 0x77), (55, 0x13), (63, 0xd0)] {
+        cqe.0[byte].store(value, Ordering::Relaxed);
+    }
+    let state: [AtomicU64; size_of::<QueueState>() / 8] = [const { AtomicU64::new(0) }; _];
+    let told = AtomicU64::new(0);
+    let handle = QueueHandle {
+        cq: (&raw const cqe).expose_provenance() as u64,
+        state: state.as_ptr().expose_provenance() as u64,
+        told: told.as_ptr().expose_provenance() as u64,
+        sq_depth: 128,
+        cq_depth: 1,
+        flags: CQ_COLLAPSED,
+        ..QueueHandle::default()
+    };
+    let error = &state[offset_of!(QueueState, error) / 8];
+    // SAFETY: handle, completion and state are this test's.
+    let poll = |handle: &QueueHandle| unsafe { (driver.poll)((&raw const *handle).cast()) };
+    poll(&handle);
+    let first = error.load(Ordering::Relaxed);
+    assert_eq!(first & 0xffff, 0x1303, "{first:#x}");
+    assert_eq!(told.load(Ordering::Relaxed), first);
+    // What comes later changes neither, and nobody has to be told.
+    cqe.0[55].store(5, Ordering::Relaxed);
+    poll(&handle);
+    assert_eq!([error.load(Ordering::Relaxed), told.load(Ordering::Relaxed)], [first; 2]);
+    error.store(0, Ordering::Relaxed);
+    poll(&QueueHandle { told: 0, ..handle });
+    assert_eq!(error.load(Ordering::Relaxed) & 0xffff, 0x0503);
+    assert_eq!(told.load(Ordering::Relaxed), first);
+}
+
+/// As completions lie.
+#[repr(align(64))]
+struct Line([AtomicU8; 64]);
