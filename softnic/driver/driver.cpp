@@ -143,9 +143,9 @@ uint32_t signal_words(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint6
         });
 }
 
-// `num_groups` groups of `num_lanes` signals by who has the queue to itself, to a ring of `num_words` words:
-// one after the other is set to `value` and what follows it. Waits with each group until it is allowed, and
-// counts those that were posted.
+// Posts `num_groups` groups of `num_lanes` signals from the only owner of the queue, to a ring of
+// `num_words` words. The words are set to consecutive values that begin with `value`. Waits with
+// each group until it is allowed, and counts the signals that were posted.
 uint32_t own_signals(const sy_mlx5_qp* qp, uint64_t first, uint32_t rkey, uint64_t value,
                      uint64_t num_groups, uint32_t num_lanes, uint64_t num_words,
                      const uint64_t* num_allowed, uint64_t* num_posted,

@@ -1,5 +1,5 @@
-// The calls of links whose way is IBGDA, and copies over them and over stores, made by a warp of 32 fibres,
-// callable from Rust. Compiled with `simt.hpp` before it, as kernels that run on the host are.
+// Calls of links over IBGDA, and copies over them and over stores, made by a warp of 32 fibres and
+// callable from Rust. Compiled with `simt.hpp` in front, like kernels that run on the host.
 #include "switchyard/comm/ibgda_link.h"
 #include "switchyard/comm/put_get.cuh"
 

@@ -8,7 +8,7 @@ use crate::format::{CQE_BYTES, Cqe};
 use crate::memory::Part;
 use crate::nic::{ControlError, check_depth, place};
 
-/// Where a completion queue lies. Offsets are within `region`.
+/// Memory layout of a completion queue. Offsets are within `region`.
 #[derive(Debug, Clone)]
 pub struct CqConfig {
     /// Memory.
@@ -21,7 +21,7 @@ pub struct CqConfig {
     pub dbrec_offset: usize,
     /// Every completion goes to entry 0, over the one before.
     pub is_collapsed: bool,
-    /// Completions may overwrite others that nobody has consumed.
+    /// Completions may overwrite others that the host has not consumed.
     pub ignores_overrun: bool,
 }
 

@@ -1,10 +1,10 @@
-//! What a NIC does when it makes progress.
+//! Progress of a NIC: executes announced requests and reports them.
 //!
-//! Order that is kept on one queue pair, whatever the adversary does: requests are executed one after
-//! the other; a write's bytes are in place before its completion, before a later atomic, write with
-//! immediate data or read, and before a later write unless the memory was registered with relaxed
-//! ordering; the answers to reads and atomics are in place before their completion and before a later
-//! fenced request. Nothing is ordered across queue pairs.
+//! The NIC keeps this order on one queue pair, whatever the adversary does. Requests are executed one after the
+//! other. A write's bytes are in place before its completion, and before a later atomic, read or write with
+//! immediate data. They are also in place before a later write, unless the memory was registered with relaxed
+//! ordering. The answers to reads and atomics are in place before their completion and before a later fenced
+//! request. Nothing is ordered across queue pairs.
 
 mod execute;
 mod late;
@@ -43,8 +43,8 @@ enum Step {
 }
 
 impl Nic {
-    /// Does what is due: takes doorbells, executes requests, writes completions. Returns how much it
-    /// did, 0 when there was nothing. One call does a bounded amount.
+    /// Makes a bounded amount of progress: takes doorbells, executes requests, writes completions. Returns the
+    /// number of steps done, 0 when there was nothing to do. Does not block.
     pub fn progress(&mut self) -> usize {
         let mut work = 0;
         let num_qps = self.qps.len();
@@ -54,7 +54,7 @@ impl Nic {
             let index = (start + i) % num_qps;
             let Some(mut qp) = self.qps[index].take() else { continue };
             if self.rng.as_mut().is_some_and(|rng| rng.random_ratio(1, 4)) {
-                // Who is passed over waits for its turn only if there is anything to do.
+                // A queue pair that is passed over counts as work only if it has something to do.
                 work += usize::from(!self.is_at_rest(&qp, index));
             } else {
                 work += self.serve(&mut qp, index);
@@ -69,7 +69,7 @@ impl Nic {
         if qp.is_stalled || qp.state == QpState::Reset {
             return true;
         }
-        // Its peer may have refused a request, of which it does not know yet.
+        // The peer may have refused a request, and this side has not seen that yet.
         let is_refused = qp.state != QpState::Error && self.is_refused(index);
         let word = self.doorbell_of(qp);
         let is_rung = word != 0 && decode_doorbell(word) != (qp.qpn, qp.produced as u16);
@@ -123,7 +123,7 @@ impl Nic {
         work
     }
 
-    /// What tells of requests, as the register's word. 0: nothing yet.
+    /// The announcement of requests, in the format of the doorbell register. 0: none yet.
     fn doorbell_of(&self, qp: &Qp) -> u64 {
         match self.config.doorbell {
             DoorbellMode::Record if qp.has_record => {
@@ -179,8 +179,8 @@ impl Nic {
                 let _ = register.compare_exchange(word, 0, Ordering::AcqRel, Ordering::Relaxed);
             }
             if self.note(violation) {
-                // What such a doorbell should have told of is in the record, if anywhere, so that it comes back
-                // flushed.
+                // Requests that such a doorbell should have announced are in the record, if anywhere. Taking them
+                // from there returns them flushed.
                 if advance == 0 && qp.has_record {
                     qp.produced += announced(qp, record);
                 }
@@ -220,7 +220,7 @@ impl Nic {
                         self.land_before(qp, position);
                     }
                     match qp.state {
-                        // By what could not land before it.
+                        // An earlier effect could not land, which failed the queue pair.
                         QpState::Error => Err(Syndrome::Flushed),
                         _ => self.execute(qp, position, &wqe),
                     }
@@ -288,7 +288,7 @@ impl Nic {
     fn report(&mut self, qp: &mut Qp, max: usize) {
         for _ in 0..max {
             let Some(end) = qp.held.front().map(|held| held.end) else { return };
-            // What cannot land changes what is to be said.
+            // An effect that cannot land changes the completion.
             self.land_before(qp, end);
             let Some(Held { cqe, is_reported, .. }) = qp.held.pop_front() else { return };
             if !is_reported {
@@ -339,7 +339,7 @@ fn record_of(qp: &Qp) -> u32 {
     qp.dbrec.word32(4).map_or(0, |word| u32::from_be(word.load(Ordering::Acquire)))
 }
 
-/// Blocks that the record announces beyond what is known, if that can be.
+/// Blocks that the record announces beyond those known, where that number is possible.
 fn announced(qp: &Qp, record: u16) -> u64 {
     let advance = u64::from(record.wrapping_sub(qp.produced as u16));
     let fits = qp.produced + advance - qp.reported <= u64::from(qp.depth);

@@ -26,21 +26,21 @@ use crate::port::{Peer, Port, PortAddress};
 /// How a NIC behaves.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NicConfig {
-    /// Whether what no correct driver does takes the queue pair out of service. It is noted in
-    /// [`Nic::violations`] in any case, a doorbell record that is behind the register only if this is set or
+    /// Whether a violation takes the queue pair out of service. [`Nic::violations`] records violations in any
+    /// case. A doorbell record behind the register is recorded only if this is set or the mode is
     /// [`DoorbellMode::Checked`].
     pub is_strict: bool,
-    /// What it goes by.
+    /// Source of announcements.
     pub doorbell: DoorbellMode,
     /// Delays and reorders as much as the ordering rules of a reliable connection allow.
     pub adversary: Option<Adversary>,
     /// Whether [`Nic::executed`] is kept.
     pub keeps_trace: bool,
-    /// How long a write with immediate data waits for a receive. 0 fails at once.
+    /// Time limit for a receive that a write with immediate data needs. 0 fails at once.
     pub rnr_timeout: Duration,
 }
 
-/// What tells the NIC of new requests.
+/// Source from which the NIC learns of new requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DoorbellMode {
     /// The doorbell register.
@@ -115,18 +115,18 @@ impl Nic {
         })
     }
 
-    /// Where NICs of peers find this one.
+    /// Address by which NICs of peers find this one.
     #[must_use]
     pub fn address(&self) -> PortAddress {
         self.port.address()
     }
 
-    /// What drivers did wrong so far.
+    /// Violations by drivers so far.
     ///
-    /// Completions tell of it where they can: a request that is wrong fails, and what a wrong doorbell should
-    /// have announced comes back flushed if the doorbell record announces it. Nobody else hears of a wrong
-    /// doorbell without such a record, or of a completion queue without room: their posters wait until their
-    /// bound.
+    /// Completions report violations where they can. A wrong request fails. Requests that a wrong doorbell should
+    /// have announced return flushed if the doorbell record announces them. Two violations have no completion: a
+    /// wrong doorbell without such a record, and a completion queue without room. Their posters wait until their
+    /// time limit.
     #[must_use]
     pub fn violations(&self) -> &[Violation] {
         &self.violations

@@ -44,7 +44,7 @@ impl Default for QueueSizes {
     }
 }
 
-/// A queue pair in host memory. The NIC must be told when it goes: [`destroy`](Self::destroy).
+/// A queue pair in host memory. Call [`destroy`](Self::destroy) to remove it from the NIC.
 #[derive(Debug)]
 pub struct HostQueue {
     memory: Segment,
@@ -87,7 +87,7 @@ impl HostQueue {
             match Self::make_pair(nic, domain, sizes, region, &layout, &mut cqs) {
                 Ok(made) => made,
                 Err(error) => {
-                    // What was made a moment ago and was never used goes without an error.
+                    // Objects that were just made and never used are destroyed without an error.
                     for cq in cqs {
                         let _ = nic.destroy_cq(cq);
                     }
@@ -171,14 +171,14 @@ impl HostQueue {
         self.handle.qpn
     }
 
-    /// What posters are given, valid as long as this value lives.
+    /// Handle for posters, valid as long as this value lives.
     #[must_use]
     pub const fn handle(&self) -> &QueueHandle {
         &self.handle
     }
 
-    /// What those who take immediate data are given, if there are receives. `num_receives` of them are kept
-    /// posted, which [`post_receives`](Self::post_receives) begins with.
+    /// Handle for readers of immediate data, if there are receives. `num_receives` of them are kept posted;
+    /// [`post_receives`](Self::post_receives) posts them first.
     #[must_use]
     pub fn receive_handle(&self, num_receives: u32) -> Option<ReceiveHandle> {
         let at = |offset| self.memory.address(offset);
@@ -223,8 +223,7 @@ impl HostQueue {
         nic.connect(self.qpn(), peer, remote_qpn)
     }
 
-    /// Takes the queue pair back to reset, with all its memory, so that it can be connected again.
-    /// Nobody may post meanwhile.
+    /// Resets the queue pair with all its memory, so that it can be connected again. No thread may post meanwhile.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -234,7 +233,7 @@ impl HostQueue {
         Ok(())
     }
 
-    /// Takes everything away, also what is left when a part of it fails.
+    /// Destroys all parts, even when destroying one of them fails.
     ///
     /// # Errors
     /// The first [`ControlError`].
@@ -265,7 +264,7 @@ impl HostQueue {
         self.state_word(std::mem::offset_of!(QueueState, completed))
     }
 
-    /// What took the queue out of service, 0 if nothing did.
+    /// The error that took the queue out of service, 0 if none did.
     #[must_use]
     pub fn error(&self) -> u64 {
         self.state_word(std::mem::offset_of!(QueueState, error))

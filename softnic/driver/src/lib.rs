@@ -130,7 +130,7 @@ pub struct Driver {
         *const c_void,
     ) -> u32,
     pub put_signal: MoveAnd,
-    /// 1 if it is the caller who looks now. The word begins as 0.
+    /// Returns 1 if the caller is the one to poll at this time. The word starts as 0.
     pub look: unsafe extern "C" fn(*mut u64) -> u32,
 }
 
@@ -147,11 +147,11 @@ pub enum OwnMove {
     Signal,
 }
 
-/// What a write with immediate data brought.
+/// Content of a completion that a write with immediate data caused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Immediate {
-    /// Of the queue pair that it came to.
+    /// Number of the receiving queue pair.
     pub qpn: u32,
     /// The number that the peer gave.
     pub imm: u32,
@@ -179,7 +179,7 @@ impl Driver {
         variants::CALLS
     }
 
-    /// What is wrong with a handle.
+    /// Describes the error in a handle.
     ///
     /// # Safety
     /// `handle` points to a `sy_mlx5_qp`.
@@ -189,7 +189,7 @@ impl Driver {
         unsafe { text_of((self.check)(handle)) }
     }
 
-    /// What is wrong with receives.
+    /// Describes the error in a receive queue.
     ///
     /// # Safety
     /// `handle` points to a `sy_mlx5_rq`.
@@ -203,10 +203,10 @@ impl Driver {
 /// A variant with one thing wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mutant {
-    /// Of the variant.
+    /// Name of the variant.
     pub name: &'static str,
-    /// What must occur in what is found wrong with it; one of these, where ` or ` stands between them. `none`: it
-    /// cannot show.
+    /// Text that must occur in the reported symptom. ` or ` separates alternatives. `none`: this variant can show
+    /// no symptom.
     pub symptom: &'static str,
 }
 
@@ -241,23 +241,23 @@ pub enum Call {
     GetByStores,
 }
 
-/// A call of a link by a warp. What it leaves unused may be anything.
+/// A call of a link by a warp. Fields that the call does not use may have any value.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct Job {
     /// `sy_ibgda_peer`
     pub peer: *const c_void,
-    /// Which.
+    /// Kind of the call.
     pub call: Call,
     /// Index of the block.
     pub lane: u32,
-    /// What was stored in the mirror, or the first row.
+    /// Value stored in the mirror, or the first row.
     pub offset: u64,
     /// Bytes of it, or of every row.
     pub num_bytes: u64,
     /// The word, or the first of them.
     pub word_offset: u64,
-    /// Of the words.
+    /// Bound of the words.
     pub value: u64,
     /// From row to row.
     pub stride: u64,
@@ -292,11 +292,11 @@ impl LinkDriver {
         variants::LINKS
     }
 
-    /// Makes the call by a warp, whose lanes are fibres of this thread.
+    /// Makes the call by a warp. Its lanes are fibres of this thread.
     ///
     /// # Safety
-    /// Peer, queues and, for calls that have one, the answer are valid; so is what copies name, but for what a NIC
-    /// checks.
+    /// The peer, the queues and, for calls that have one, the answer are valid. Memory that copies name is valid,
+    /// except where the NIC checks it.
     pub unsafe fn run(&self, job: &Job) {
         // SAFETY: the caller's promise; the structures are the same on both sides.
         unsafe { (self.0)(std::ptr::from_ref(job).cast()) };

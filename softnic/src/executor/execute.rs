@@ -22,8 +22,8 @@ impl Nic {
         position: u64,
         wqe: &Wqe,
     ) -> Result<Option<u32>, Syndrome> {
-        // Everything before is to be seen before anything of this, but for what memory with relaxed ordering
-        // leaves open.
+        // All earlier effects must be visible before this one, except where memory with relaxed ordering permits
+        // otherwise.
         if !matches!(wqe.operation, Operation::Nop | Operation::Dump(_)) {
             self.land_ordered_writes(qp, position)?;
         }
@@ -264,5 +264,5 @@ fn cut(rng: &mut SmallRng, address: usize, len: usize) -> Vec<(usize, usize)> {
     pieces
 }
 
-/// How long a write with immediate data waits for a peer whose NIC takes nothing in.
+/// Time limit of a write with immediate data for a peer whose NIC takes nothing from its inbox.
 const INBOX_LIMIT: Duration = Duration::from_secs(3);

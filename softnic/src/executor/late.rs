@@ -1,4 +1,4 @@
-//! What lands later than its request was executed: parts that the adversary puts off.
+//! Effects that land after their request was executed: parts that the adversary defers.
 
 use super::reach::{local, pin, remote_domain};
 use crate::format::{Local, Remote, Syndrome};
@@ -26,8 +26,8 @@ impl Nic {
         self.land_if(qp, |later| later.position < end);
     }
 
-    /// Every write of requests before `position` lands. Where one cannot, the request at `position` is not
-    /// executed any more.
+    /// Lands every write of requests before `position`. If one cannot land, the request at `position` is not
+    /// executed.
     pub(super) fn land_writes(&mut self, qp: &mut Qp, position: u64) -> Result<(), Syndrome> {
         self.land_if(qp, |later| {
             later.position < position && matches!(later.effect, Effect::Write { .. })
@@ -48,7 +48,7 @@ impl Nic {
         if qp.state == QpState::Error { Err(Syndrome::Flushed) } else { Ok(()) }
     }
 
-    /// What was put off last lands.
+    /// Lands the last deferred effect.
     pub(super) fn land_last(&mut self, qp: &mut Qp) {
         if let Some(later) = qp.later.pop() {
             self.land(qp, &later);
@@ -62,8 +62,8 @@ impl Nic {
         }
     }
 
-    /// Carries out what was put off. Keys may have been revoked since, or the peer be gone: then its request
-    /// has failed, whatever ran behind it.
+    /// Executes a deferred effect. The keys may have been revoked since, or the peer may be gone. In that case its
+    /// request fails, even if later requests have run.
     fn land(&mut self, qp: &mut Qp, later: &Later) {
         if let Err(syndrome) = self.carry_out(qp, &later.effect) {
             tracing::debug!(?syndrome, qpn = qp.qpn, "a late part of a request cannot land");
@@ -93,8 +93,8 @@ impl Nic {
         }
     }
 
-    /// Fails the request at `position`, which is not reported yet, and those behind it: what they have done is
-    /// done, but nobody is told that it was.
+    /// Fails the unreported request at `position` and all behind it. Their effects remain, but their completions
+    /// report a failure.
     fn fail_late(&mut self, qp: &mut Qp, position: u64, syndrome: Syndrome) {
         qp.later.retain(|later| later.position < position);
         for held in qp.held.iter_mut().filter(|held| held.position >= position) {

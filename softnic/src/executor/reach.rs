@@ -1,5 +1,5 @@
-//! What a request may reach: memory of this side by its key, the peer and its memory by what the peer
-//! shows.
+//! Checks of the memory that a request may reach: memory of this side by its key, and the peer and its memory by
+//! the tables that the peer publishes.
 
 use std::sync::atomic::Ordering;
 
@@ -69,7 +69,7 @@ pub(super) fn remote_entry(peers: &[Option<Peer>], peer: (usize, u32)) -> Option
     peers.get(peer.0)?.as_ref()?.tables().qps.get(port::qp_index(peer.1)?)
 }
 
-/// Domain of the peer's queue pair: what it may be made to reach.
+/// Protection domain of the peer's queue pair, which limits the memory that requests may reach.
 pub(super) fn remote_domain(peers: &[Option<Peer>], peer: (usize, u32)) -> u32 {
     remote_entry(peers, peer).map_or(0, |entry| entry.domain.load(Ordering::Relaxed))
 }

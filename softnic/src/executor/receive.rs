@@ -1,4 +1,4 @@
-//! Receives: what arrives becomes completions of them.
+//! Receives: turns arrived immediate data into completions.
 
 use std::sync::atomic::Ordering;
 
@@ -7,8 +7,8 @@ use crate::nic::{Nic, Qp, QpState, Violation};
 use crate::port::NUM_INBOX;
 
 impl Nic {
-    /// Turns arrived immediate data into completions, and tells the peer of posted receives. Receives of a
-    /// queue pair that is out of service come back flushed.
+    /// Turns arrived immediate data into completions, and publishes the number of posted receives to the peer.
+    /// Receives of a queue pair that is out of service return flushed.
     pub(super) fn receive(&mut self, qp: &mut Qp, index: usize) -> usize {
         if qp.recv_cq.is_none() {
             return 0;
@@ -26,7 +26,7 @@ impl Nic {
             qp.num_received += 1;
             entry.inbox_head.store(qp.num_received, Ordering::Release);
         }
-        // What comes behind the flushes has no receive any more.
+        // Data that arrives behind the flushes finds no receive.
         if qp.num_flushed != 0 {
             qp.num_flushed = qp.num_flushed.saturating_sub(arrived.len() as u32);
             arrived.clear();
@@ -63,7 +63,7 @@ impl Nic {
             && is_flushed
     }
 
-    /// Tells the peer of receives that were posted. Returns how many.
+    /// Publishes newly posted receives to the peer. Returns their number.
     ///
     /// SYNC POINT `receive`: pairs with `take_completion` of the device functions.
     fn count_receives(&mut self, qp: &mut Qp, index: usize) -> usize {
@@ -79,7 +79,7 @@ impl Nic {
         if violation.is_some_and(|violation| self.note(violation)) {
             self.fail(qp);
         }
-        // Also what was noted, which is noted once.
+        // Counts receives with a violation, too, so that it is noted only once.
         let entry = &self.port.tables().qps[index];
         entry.num_receives.store(known.wrapping_add(num_new.into()), Ordering::Release);
         num_new.into()
@@ -109,7 +109,7 @@ fn receive_completion(qp: &Qp, status: Result<CqeKind, Syndrome>, num_bytes: u32
     Cqe { status, qpn, opcode: 0, counter, num_bytes, is_receive: true }
 }
 
-/// What is wrong with `num_new` receives behind `known` ones.
+/// Finds a violation in `num_new` receives behind `known` ones.
 fn check_receives(qp: &Qp, known: u32, num_new: u16) -> Option<Violation> {
     let queue = qp.recv_queue.as_ref()?;
     let (qpn, depth) = (qp.qpn, queue.depth);

@@ -1,4 +1,4 @@
-//! Work requests: a control segment, and what their operation has behind it.
+//! Work requests: a control segment, and the segments that their operation needs.
 
 use thiserror::Error;
 
@@ -16,7 +16,7 @@ pub struct Wqe {
     pub index: u16,
     /// Fence mode, completion mode, solicited.
     pub flags: u8,
-    /// What it asks for.
+    /// The operation.
     pub operation: Operation,
 }
 
@@ -233,7 +233,7 @@ pub enum BadWqe {
     /// Reserved bits are set.
     #[error("reserved bits are set in {field}")]
     Reserved {
-        /// Where.
+        /// Segment or field that holds the bits.
         field: &'static str,
     },
     /// A READ cannot be inline.
@@ -320,7 +320,7 @@ fn get_data(segment: &[u8]) -> Result<Local, BadWqe> {
     Ok(Local { num_bytes, lkey: be32(&segment[4..8]), address: be64(&segment[8..16]) })
 }
 
-/// What follows the address segment of a read or write.
+/// Reads the segments that follow the address segment of a read or write.
 fn get_source(body: &[u8]) -> Result<Source, BadWqe> {
     let rest = body.get(16..).ok_or(BadWqe::Segments { found: 1 })?;
     if rest.len() >= 16 && be32(&rest[..4]) & INLINE != 0 {

@@ -1,10 +1,10 @@
-//! What drivers must not do, and how control operations are refused.
+//! Violations by drivers, and errors of control operations.
 
 use thiserror::Error;
 
 use crate::memory::SegmentError;
 
-/// What a driver must not do.
+/// A violation of the rules for drivers.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Violation {
@@ -13,9 +13,9 @@ pub enum Violation {
     Index {
         /// Queue pair.
         qpn: u32,
-        /// Where it stands, in blocks since reset.
+        /// Position of the request, in blocks since reset.
         position: u64,
-        /// What it says.
+        /// Index found.
         found: u16,
     },
     /// A request or doorbell names another queue pair.
@@ -25,7 +25,7 @@ pub enum Violation {
         qpn: u32,
         /// Request or doorbell.
         what: &'static str,
-        /// What it says.
+        /// Doorbell found.
         found: u32,
     },
     /// The doorbell record is behind the doorbell.
@@ -65,9 +65,9 @@ pub enum Violation {
     Malformed {
         /// Queue pair.
         qpn: u32,
-        /// Where it stands.
+        /// Position of the request, in blocks since reset.
         position: u64,
-        /// What is wrong.
+        /// Description of the error.
         detail: String,
     },
     /// A receive that is not one for immediate data alone, the only ones that are modelled.
@@ -109,7 +109,7 @@ pub enum ControlError {
     /// There is none with this number.
     #[error("there is no {what} {number:#x}")]
     Unknown {
-        /// What.
+        /// Kind of object.
         what: &'static str,
         /// Number given.
         number: u32,
@@ -117,15 +117,15 @@ pub enum ControlError {
     /// A table is full.
     #[error("all {max} {what} are in use")]
     Full {
-        /// What.
+        /// Kind of object.
         what: &'static str,
         /// How many there are.
         max: usize,
     },
-    /// Memory given does not hold what it should.
+    /// The given memory cannot hold the object.
     #[error("{what}: {bytes} bytes at offset {offset} do not fit the region, or are misaligned")]
     Placement {
-        /// For what.
+        /// Object that it was given for.
         what: &'static str,
         /// Offset given.
         offset: usize,
@@ -135,7 +135,7 @@ pub enum ControlError {
     /// A depth that no queue can have.
     #[error("{what} of depth {found}: expected a power of two from {min} to {max}")]
     Depth {
-        /// Which queue.
+        /// Kind of queue.
         what: &'static str,
         /// Depth given.
         found: u32,
@@ -152,7 +152,7 @@ pub enum ControlError {
         /// One of its queue pairs.
         qpn: u32,
     },
-    /// A peer is still in the middle of an access to memory whose key is revoked.
+    /// A peer's access to memory with a revoked key has not ended.
     #[error("key {lkey:#x} is revoked, but an access to its memory does not end; do not reuse it")]
     InUse {
         /// Key.

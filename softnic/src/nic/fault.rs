@@ -44,7 +44,7 @@ pub enum Fault {
         /// Queue pair.
         qpn: u32,
     },
-    /// Nobody answers any more.
+    /// The peer does not answer.
     Disconnect {
         /// Queue pair.
         qpn: u32,

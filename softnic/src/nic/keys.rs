@@ -73,8 +73,8 @@ impl Nic {
         }
     }
 
-    /// Registers memory that peers may reach, under the addresses of `view`: another mapping of the whole
-    /// segment, which is what this side's programs use.
+    /// Registers memory that peers may reach, under the addresses of `view`. The view is another mapping of the
+    /// whole segment, which programs of this side use.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -105,7 +105,7 @@ impl Nic {
         self.add_memory(domain, part, 0, access, None)
     }
 
-    /// Revokes both keys. When this returns, no access is under way and none can come.
+    /// Revokes both keys. Waits until no access is under way; later accesses are refused.
     ///
     /// # Errors
     /// [`ControlError`]; after `InUse` the memory must stay mapped and unused.
@@ -188,7 +188,7 @@ impl Nic {
     }
 }
 
-/// Keys are told apart by bits above their index.
+/// Local and remote keys differ by bits above their index.
 const RKEY_BIT: u32 = 1 << 24;
 const LKEY_BIT: u32 = 1 << 25;
 const REVOKE_TIMEOUT: Duration = Duration::from_millis(200);

@@ -14,7 +14,7 @@ use crate::format::{DEPTHS, RECEIVE_BYTES, SEGMENT_BYTES, Syndrome};
 use crate::memory::Part;
 use crate::port::{self, Peer, PortAddress, state};
 
-/// Where the queue of a queue pair lies. Offsets are within `region`.
+/// Memory layout of a queue pair. Offsets are within `region`.
 #[derive(Debug, Clone)]
 pub struct QpConfig {
     /// Domain.
@@ -37,11 +37,11 @@ pub struct QpConfig {
     pub send_cq: u32,
     /// Completions of received immediate data.
     pub recv_cq: Option<u32>,
-    /// Where receives lie. `None`: the doorbell record alone counts.
+    /// Memory of receives. `None`: the doorbell record alone counts.
     pub recv_queue: Option<RecvQueueConfig>,
 }
 
-/// Where the receive queue of a queue pair lies, in the region of its send queue.
+/// Memory of a queue pair's receive queue, in the region of its send queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecvQueueConfig {
     /// First receive.
@@ -94,7 +94,7 @@ pub(crate) struct Qp {
     pub(crate) held: VecDeque<Held>,
     pub(crate) rnr_since: Option<Instant>,
     pub(crate) num_received: u64,
-    /// Receives that were completed because the queue pair failed, behind those that were used.
+    /// Receives flushed after the queue pair failed, behind those that were used.
     pub(crate) num_flushed: u32,
     pub(crate) is_stalled: bool,
     pub(crate) num_dropped: u32,
@@ -178,9 +178,9 @@ impl Nic {
         Ok(qpn)
     }
 
-    /// Joins a queue pair in reset with one of another NIC, or of this one. Whether the peer has one with this
-    /// number, and has joined it with this one, is not looked at, as hardware cannot either: otherwise requests
-    /// exceed their retries, syndrome `15`.
+    /// Connects a queue pair in reset to one of another NIC or of this one. Like hardware, it cannot check whether
+    /// the peer has a queue pair with this number that is connected to this one. If not, requests exceed their
+    /// retries (syndrome `15`).
     ///
     /// # Errors
     /// [`ControlError`], [`ControlError::Unknown`] for a number that no queue pair can have.
@@ -208,8 +208,8 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes a queue pair back to reset: what was posted is forgotten. The host must reset its own
-    /// counts, the doorbell record and the completion queue as well.
+    /// Resets a queue pair and discards its posted requests. The host must also reset its own counts, the doorbell
+    /// record and the completion queue.
     ///
     /// # Errors
     /// [`ControlError::Unknown`].

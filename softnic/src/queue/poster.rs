@@ -40,7 +40,7 @@ pub enum QueueError {
         /// Queue pair.
         qpn: u32,
     },
-    /// The request has more blocks than may be posted at once.
+    /// The request has more blocks than the limit for one request.
     #[error("queue pair {qpn:#x}: a request of {num_blocks} blocks, at most {max} are allowed")]
     TooLarge {
         /// Queue pair.
@@ -52,7 +52,7 @@ pub enum QueueError {
     },
 }
 
-/// Posts on a queue from one thread. It needs a queue with ordinary completions that nobody else uses.
+/// Posts on a queue from one thread. The queue must have ordinary completions and no other user.
 #[derive(Debug)]
 pub struct Poster {
     queue: HostQueue,
@@ -110,7 +110,7 @@ impl Poster {
         self.queue
     }
 
-    /// Forgets what was posted, after the queue was reset.
+    /// Discards all posted requests, after the queue was reset.
     pub fn forget(&mut self) {
         (self.posted, self.completed, self.cq_index) = (0, 0, 0);
         (self.recv_index, self.num_receives) = (0, 0);
@@ -123,7 +123,7 @@ impl Poster {
         self.posted
     }
 
-    /// Blocks complete so far, after a look at the completion queue.
+    /// Polls the completion queue. Returns the number of blocks complete so far.
     ///
     /// # Errors
     /// [`QueueError`], from the first failed completion on.

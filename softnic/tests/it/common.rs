@@ -322,25 +322,25 @@ impl Rig {
     }
 }
 
-/// What [`Rig::own_signals`] posts.
+/// Result of [`Rig::own_signals`].
 pub struct Groups {
     pub num: u64,
     pub num_lanes: u32,
-    /// Of the ring.
+    /// Words of the ring.
     pub num_words: u64,
     pub num_allowed: AtomicU64,
     pub num_posted: AtomicU64,
 }
 
 impl Groups {
-    /// All of them at once.
+    /// All instances at the same time.
     pub fn new(num: u64, num_lanes: u32, num_words: u64) -> Self {
         let num_allowed = AtomicU64::new(num);
         Self { num, num_lanes, num_words, num_allowed, num_posted: AtomicU64::new(0) }
     }
 }
 
-/// Whoever takes immediate data.
+/// The reader of immediate data.
 pub struct Receives<'a> {
     driver: &'a Driver,
     pub handle: ReceiveHandle,
@@ -456,8 +456,8 @@ pub fn driver(variant: &str) -> Option<Driver> {
     driver
 }
 
-/// How often a mutant is tried. Some show only when threads meet in a certain order, which is the scheduler's
-/// affair; what shows once is wrong.
+/// Number of tries per mutant. Some mutants show only in certain thread interleavings, which the scheduler
+/// chooses. One symptom suffices.
 const MOST_TRIES: u32 = 5;
 
 /// Fails unless every mutant shows by its symptom within `limit`, or is listed with the reason why it cannot.
@@ -501,13 +501,13 @@ pub fn check_mutants(
     }
 }
 
-/// Whether what was found is what a mutant must show by.
+/// Whether the symptom is one that the mutant must show.
 pub fn shows(expected: &str, found: &str) -> bool {
     let is_expired = |text: &str| text.contains("timeout");
     expected.split(" or ").any(|part| found.contains(part) && is_expired(part) == is_expired(found))
 }
 
-/// The kind of a violation before what it says.
+/// The kind of a violation before its description.
 pub fn named(violation: &Violation) -> String {
     let debug = format!("{violation:?}");
     let name = debug.split([' ', '{', '(']).next().unwrap_or_default();

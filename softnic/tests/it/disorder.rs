@@ -1,4 +1,4 @@
-//! What the adversary puts off: how long it may, and what becomes of it when it can no longer land.
+//! Limits of the adversary's delays, and the failure of deferred effects that can no longer land.
 
 use std::sync::atomic::Ordering;
 
@@ -11,10 +11,10 @@ use switchyard_softnic::format::{
 use switchyard_softnic::{Access, Domain, HostQueue, Keys, Nic, NicConfig, QueueSizes, Segment};
 
 const DATA_BYTES: usize = 8192;
-/// Every case meets the moment between execution and landing with some of so many seeds.
+/// In every case, some of this number of seeds hit the moment between execution and landing.
 const NUM_SEEDS: u64 = 100;
 
-/// Two NICs that do a step when they are told to.
+/// Two NICs that make a step only when the test asks for it.
 struct Pair {
     client: Nic,
     server: Nic,
@@ -92,7 +92,7 @@ impl Pair {
     }
 }
 
-/// A write to memory that keeps order is not there at once, only in its turn.
+/// A write to memory that keeps order lands in its turn, not immediately.
 #[test]
 fn a_write_may_be_seen_half_landed_until_it_is_complete() {
     let first = fresh_seed();
@@ -116,7 +116,7 @@ fn a_write_may_be_seen_half_landed_until_it_is_complete() {
     assert!(num_half > 0);
 }
 
-/// Whatever comes behind a write on its queue pair comes behind all of its bytes.
+/// Every effect behind a write on its queue pair comes behind all of the write's bytes.
 #[test]
 fn whatever_follows_a_write_finds_it_whole() {
     const HALF: usize = DATA_BYTES / 2;
@@ -179,7 +179,7 @@ fn writes_to_one_place_land_in_their_order() {
     }
 }
 
-/// What is put off until its key is gone fails its request, and everything behind that.
+/// An effect that is deferred until its key is gone fails its request and all later ones.
 #[test]
 fn what_can_no_longer_land_fails_its_request() {
     let first = fresh_seed();
@@ -206,7 +206,7 @@ fn what_can_no_longer_land_fails_its_request() {
             let mut num_late = 0;
             for seed in (0..NUM_SEEDS).map(|nth| first.wrapping_add(nth)) {
                 let mut pair = Pair::new(seed, access);
-                // A good one before it, and one behind it that reaches nobody's memory.
+                // A valid request before it, and one behind it that reaches no memory.
                 let all = [(Operation::Nop, CE_ALWAYS), (request(&pair), flags)];
                 pair.post(all.into_iter().chain([(Operation::Nop, CE_ALWAYS)]));
                 while pair.client.executed().len() < 2 {
@@ -245,7 +245,7 @@ fn what_can_no_longer_land_fails_its_request() {
     }
 }
 
-/// Whoever waits for what was put off is not executed when that cannot land.
+/// A request that waits for deferred effects is not executed when these cannot land.
 #[test]
 fn requests_that_wait_for_what_can_no_longer_land_are_not_executed() {
     let first = fresh_seed();
@@ -259,7 +259,7 @@ fn requests_that_wait_for_what_can_no_longer_land_are_not_executed() {
                 (segment, keys.unwrap())
             };
             let (remote, local) = (pair.remote(0), pair.local(0, DATA_BYTES));
-            // A write lands before any later atomic, what a read brings before a fenced request alone.
+            // A write lands before any later atomic. The answer to a read lands before a fenced request only.
             let (operation, flags) = match is_read {
                 true => (Operation::Read(remote, vec![local]), CE_ALWAYS | FM_FENCE),
                 false => (Operation::Write(remote, Source::Gather(vec![local])), CE_ALWAYS),

@@ -1,4 +1,4 @@
-//! Every way in which a request can fail: named by the poller, and made good by a reset.
+//! Every kind of failed request: the poller names it, and a reset restores the queue.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,7 +21,7 @@ fn rigs() -> impl Iterator<Item = Rig> {
     })
 }
 
-/// A put of 8 bytes with everything as it should be, except for what is given.
+/// A put of 8 bytes. All fields are valid except those that the test changes.
 struct Put {
     local: u64,
     lkey: u32,
@@ -285,13 +285,13 @@ fn requests_behind_a_failed_one_are_flushed_not_executed() {
             assert_eq!(rig.signal(offset * 8, 5, &wait), status::OK);
         }
         rig.client.lock().inject(Fault::Resume { qpn }).unwrap();
-        // Nobody looks before all are flushed: in a collapsed queue the flushes come over the cause.
+        // No poll before all are flushed: in a collapsed queue the flushes overwrite the cause.
         while rig.client.lock().progress() != 0 {}
         assert_eq!(rig.quiet(&wait), status::COMPLETION);
         let is_collapsed = rig.queue.handle().cq_depth == 1;
         let seen = if is_collapsed { Syndrome::Flushed } else { Syndrome::RemoteOp };
         assert_eq!(error_of(&rig).1, seen as u8);
-        // What was flushed last, or what failed.
+        // The request flushed last, or the one that failed.
         let counter = rig.queue.error() >> 32 & 0xffff;
         assert_eq!(counter, if is_collapsed { 19 } else { 10 });
         for offset in 0..20 {
@@ -305,7 +305,7 @@ fn requests_behind_a_failed_one_are_flushed_not_executed() {
 #[test]
 fn bytes_that_no_driver_writes_are_refused() {
     let Some(rig) = Rig::new(RigConfig::default()) else { return };
-    // A request is spoilt in the queue before the NIC looks at it.
+    // Corrupts a request in the queue before the NIC reads it.
     let spoil: [(&str, usize, u8); 7] = [
         ("opcode", 3, 0x77),
         ("modifier", 0, 0x08),
@@ -320,7 +320,7 @@ fn bytes_that_no_driver_writes_are_refused() {
         rig.client.lock().inject(Fault::Stall { qpn }).unwrap();
         let wait = Wait::patient();
         assert_eq!(rig.signal(0, 1, &wait), status::OK);
-        // SAFETY: the queue's first block; nobody else touches it while the NIC stands still.
+        // SAFETY: the queue's first block; no other thread accesses it while the NIC is stopped.
         unsafe {
             (rig.queue.handle().sq as *mut u8).add(byte).write(value);
         }
@@ -341,7 +341,7 @@ fn bytes_that_no_driver_writes_are_refused() {
     }
 }
 
-/// The receiving side, posted on from Rust, with so many receives.
+/// The receiving side, with this number of receives posted from Rust.
 fn receiving(rig: &Rig, num_receives: u32) -> switchyard_softnic::Poster {
     let receiver = {
         let mut server = rig.server.lock();
@@ -384,7 +384,7 @@ fn a_peer_whose_nic_takes_nothing_in_is_lost() {
     for rig in rigs() {
         let mut receiver = receiving(&rig, 128);
         let wait = Wait::patient();
-        // What has arrived waits for the peer's NIC, which stands still meanwhile, in 64 places.
+        // Arrived data waits in the 64 entries of the inbox for the peer's NIC, which is stopped meanwhile.
         let mut still = rig.server.lock();
         for imm in 0..64 {
             put_imm(&rig, imm, &wait);
@@ -393,7 +393,7 @@ fn a_peer_whose_nic_takes_nothing_in_is_lost() {
         put_imm(&rig, 64, &wait);
         assert_eq!(rig.quiet(&wait), status::COMPLETION);
         assert_eq!(error_of(&rig).1, Syndrome::RetryExceeded as u8);
-        // Nothing of what arrived is lost, and nothing else arrived.
+        // No arrived data is lost, and no other data arrives.
         still.progress();
         drop(still);
         for imm in 0..64 {
@@ -422,8 +422,8 @@ fn immediate_data_arrives_behind_its_bytes_in_order() {
     }
 }
 
-/// The verbs reset a queue pair and leave its ring of completions as it is: posters go on behind what was
-/// flushed, as `switchyard-ibgda` has them do.
+/// The verbs reset a queue pair and leave its ring of completions as it is. Posters continue behind the flushed
+/// requests, as with `switchyard-ibgda`.
 #[test]
 fn posters_go_on_in_a_ring_that_was_not_reset_with_its_queue_pair() {
     let sizes = QueueSizes { is_collapsed: false, ..QueueSizes::default() };
@@ -467,7 +467,7 @@ fn restore(rig: &Rig) {
     use switchyard_softnic::abi::QueueState;
     let handle = rig.queue.handle();
     let place = |address: u64| std::ptr::with_exposed_provenance_mut::<u64>(address as usize);
-    // SAFETY: nobody posts and the NIC has nothing to do, so the queue's memory is this thread's.
+    // SAFETY: no thread posts and the NIC is idle, so the queue's memory belongs to this thread.
     unsafe {
         let cq_index = place(handle.state + offset_of!(QueueState, cq_index) as u64);
         let depth = u64::from(handle.cq_depth);

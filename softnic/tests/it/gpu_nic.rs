@@ -1,8 +1,8 @@
-//! The NICs of GPUs (`softnic/gpu`), run by a processor: the kernel as fibres of a thread, the
-//! thread that drives copy engines over queues of copies. What they make of requests is compared with the
-//! model in Rust; what they may put off, and what faults they have, is looked at by whoever posts.
+//! The NICs of GPUs (`softnic/gpu`), run by a processor: the kernel as fibres of a thread, and the thread that
+//! drives copy engines over queues of copies. The tests compare their results with the model in Rust. Posters
+//! check the permitted delays and the injected faults.
 //!
-//! What it cannot show is what only a GPU has: its memory order, and its memory.
+//! Not covered: the memory and memory order of real GPUs.
 
 mod faults;
 mod processes;
@@ -35,18 +35,18 @@ fn num_rounds() -> usize {
         .unwrap_or(NUM_ROUNDS)
 }
 
-/// What is compared.
+/// Expected and found results.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     backend: Backend,
     is_collapsed: bool,
     plan: Plan,
-    /// Of the disorder of the NIC in C++, 0 for none, and of that in Rust.
+    /// Seed of the disorder of the NIC in C++ (0 for none), and that of the NIC in Rust.
     seeds: (u64, Option<u64>),
 }
 
-/// Posts batches to both and compares completions, memory and immediate data. What the adversary of the
-/// NIC in C++ did in all.
+/// Posts batches to both and compares completions, memory and immediate data. Returns the number of actions of the
+/// adversary in C++.
 fn compare(case: Case, rng: &mut SmallRng) -> Option<Counts> {
     let mut model = Model::new(case.is_collapsed, case.seeds.1.map(|seed| Adversary { seed }));
     let mut gpu = Gpu::new(case.backend, case.is_collapsed, case.seeds.0, &model.names)?;
@@ -57,7 +57,7 @@ fn compare(case: Case, rng: &mut SmallRng) -> Option<Counts> {
         fill_alike(rng, &model.local, &gpu.local);
         fill_alike(rng, &model.remote, &gpu.remote);
         let num = rng.random_range(1..=MOST_REQUESTS);
-        // Some peers have too few receives. Which of two errors a request meets first is not compared.
+        // Some peers have too few receives. The test does not compare which of two errors a request meets first.
         let is_short = rng.random_ratio(1, 8);
         let num_receives = if is_short { rng.random_range(0..3) } else { NUM_RECEIVES };
         model.begin(num_receives);
@@ -71,7 +71,7 @@ fn compare(case: Case, rng: &mut SmallRng) -> Option<Counts> {
             gpu.nic.fail(gpu.number, nth, syndrome as u32);
         }
         let known_violations = model.client.violations().len();
-        // Either it looks while requests are written, or everything is there before it starts.
+        // Either the NIC reads while requests are written, or all requests exist before it starts.
         let is_live: bool = rng.random();
         gpu.clear(num_receives);
         if is_live {
@@ -118,7 +118,7 @@ fn compare(case: Case, rng: &mut SmallRng) -> Option<Counts> {
         let (arrived, num_flushed) = gpu.arrivals(num_receives);
         assert_eq!(arrived, model.arrivals(), "{context}");
         if let Some(is_refused) = is_refused {
-            // Of a peer that refused a request the others come back.
+            // Requests to the other peer, behind a refused one, return flushed.
             let num_left = if is_refused { num_receives as usize - arrived.len() } else { 0 };
             assert_eq!(num_flushed, num_left, "{context}");
             num_refused += usize::from(is_refused);
@@ -168,8 +168,8 @@ const PUT_BYTES: usize = 1024;
 const NUM_SLOTS: usize = 16;
 const FLAGS_AT: usize = MEMORY_BYTES - 64;
 
-/// Puts with a flag behind each, and gets, beside somebody who looks: what a flag or a completion says is
-/// there is there. Whether pieces of puts are seen in disorder before is a matter of luck, and printed.
+/// Puts with a flag behind each, and gets, beside a polling thread: bytes that a flag or a completion reports must
+/// be there. Whether pieces of puts become visible in disorder before that is random; the count is printed.
 #[test]
 fn what_flags_and_completions_announce_is_there() {
     let seed = fresh_seed();
@@ -228,7 +228,7 @@ fn what_flags_and_completions_announce_is_there() {
     }
 }
 
-/// Of slot `i`: put, add to the flags, get of what was put.
+/// Slot `i`: put, add to the flags, get of the same bytes.
 fn put_with_flag_and_get(names: &world::Names, i: usize) -> [Operation; 3] {
     let local = |offset: usize, num_bytes: usize| Local {
         address: names.local + offset as u64,
@@ -251,17 +251,17 @@ fn expect_got(gpu: &Gpu, i: usize) {
     assert!(source == found, "get {i} is complete and its bytes are not there");
 }
 
-/// Whether the put to slot `i`, whose target was zeros, is seen with a hole at its front.
+/// Whether the put to slot `i`, whose target was zeros, is visible with a hole at its front.
 fn is_backwards(gpu: &Gpu, i: usize) -> bool {
-    // The last word first, so that what is seen of the first is not older.
+    // Read the last word first, so that the read of the first word is not older.
     let at = |offset: usize| word64(gpu.remote.address(i * PUT_BYTES + offset));
     let last = at(PUT_BYTES - 8).load(Ordering::Acquire);
     let first = at(0).load(Ordering::Acquire);
-    // A word may have arrived between the two looks; then it is not counted.
+    // A word may have arrived between the two reads; then it is not counted.
     last != 0 && first == 0
 }
 
-/// A fenced request sees what earlier gets brought, whatever lands late.
+/// A fenced request sees the bytes of earlier gets, whatever lands late.
 #[test]
 fn fenced_puts_carry_what_gets_brought() {
     let seed = fresh_seed();

@@ -1,5 +1,5 @@
-//! Bytes that nobody should write: into requests, into queues, into what peers show of themselves. The
-//! NIC may refuse, and must go on.
+//! Invalid bytes in requests, in queues and in the tables that peers publish. The NIC may refuse them, and must
+//! continue.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::Instant;
@@ -14,10 +14,10 @@ use switchyard_softnic::{
     QueueSizes, Violation,
 };
 
-/// What a NIC keeps of them.
+/// Limit of recorded violations.
 const MAX_VIOLATIONS: usize = 1000;
 
-/// A request that can be read is the one that was written.
+/// A request that can be read equals the one that was written.
 #[test]
 fn random_bytes_are_read_or_refused() {
     let mut rng = SmallRng::seed_from_u64(fresh_seed());
@@ -47,7 +47,7 @@ fn random_bytes_are_read_or_refused() {
         }
         if let Ok(wqe) = Wqe::decode(&bytes) {
             num_read += 1;
-            // What a request does not use may differ, so the meaning is compared.
+            // Bytes that a request does not use may differ, so the test compares the meaning.
             let again = wqe.encode();
             let num_segments = (again[7] & 0x3f) as usize;
             assert_eq!(Wqe::decode(&again[..num_segments * 16]), Ok(wqe));
@@ -119,8 +119,8 @@ fn noise_in_a_queue_takes_that_queue_out_of_service_and_no_other() {
     }
 }
 
-/// A consumer that never gives an entry back, and a doorbell that rings on: each flush finds the ring of
-/// completions full, and what is kept of that has a bound.
+/// A consumer that never returns an entry, and a doorbell that keeps ringing: each flush finds the ring of
+/// completions full. The NIC records a bounded number of these violations.
 #[test]
 fn a_ring_of_completions_that_stays_full_is_noted_so_many_times_and_no_more() {
     let sizes = QueueSizes { is_collapsed: false, ..QueueSizes::default() };
@@ -131,7 +131,7 @@ fn a_ring_of_completions_that_stays_full_is_noted_so_many_times_and_no_more() {
         assert_eq!(rig.signal_words(0, 1, 32, &wait), status::OK);
     }
     assert_eq!(rig.quiet(&wait), status::OK, "{:?}", wait.error());
-    // One round of the ring before what was consumed.
+    // One round of the ring before the consumed entries.
     let consumed = 0u32.wrapping_sub(handle.cq_depth) & 0xff_ffff;
     // SAFETY: the record of a queue that lives; the NIC reads it with atomics.
     let record = unsafe { AtomicU32::from_ptr(handle.cq_dbrec as *mut u32) };
@@ -153,8 +153,8 @@ fn a_ring_of_completions_that_stays_full_is_noted_so_many_times_and_no_more() {
     assert_eq!(client.violations().len(), MAX_VIOLATIONS);
 }
 
-/// A peer that writes noise over its own tables gets errors and reaches nobody's memory: every range is
-/// checked against the mapping that it leads to.
+/// A peer that writes noise over its own tables gets errors and reaches no memory of others: every range is
+/// checked against its mapping.
 #[test]
 fn noise_in_a_peers_tables_leads_nowhere() {
     let mut rng = SmallRng::seed_from_u64(fresh_seed());
@@ -230,7 +230,7 @@ fn tables_of(nic: &Nic) -> &'static [AtomicU8] {
     assert!(file.as_raw_fd() >= 0 && len > 40_000);
     let prot = rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE;
     let flags = rustix::mm::MapFlags::SHARED;
-    // SAFETY: a fresh mapping that is never unmapped; everybody uses atomics on it.
+    // SAFETY: a fresh mapping that is never unmapped; every access to it is atomic.
     unsafe {
         let mapped = rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, &file, 0).unwrap();
         std::slice::from_raw_parts(mapped.cast::<AtomicU8>(), len)
@@ -242,7 +242,8 @@ fn common_word(address: u64) -> &'static std::sync::atomic::AtomicU64 {
     unsafe { std::sync::atomic::AtomicU64::from_ptr(address as *mut u64) }
 }
 
-/// What cannot be made leaves nothing behind, and completions stay as long as anybody reports to them.
+/// A failed creation leaves nothing behind. A completion queue cannot be destroyed while a queue pair reports to
+/// it.
 #[test]
 fn full_tables_are_not_used_up_by_attempts() {
     let mut nic = Nic::new(strict()).unwrap();

@@ -37,9 +37,9 @@ const SLOT_BYTES: usize = 256 << 10;
 const MAX_MESSAGE_BYTES: u32 = 1024;
 /// Words behind the payload.
 const WORDS_AT: u64 = 192 << 10;
-/// Of a mutant, which may hang.
+/// Time limit of a mutant, which may hang.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Of the links themselves, which a busy machine may keep waiting.
+/// Time limit of the links themselves, which a busy machine may delay.
 const PRODUCT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Two queues to one peer, as a fused kernel has them.
@@ -156,7 +156,7 @@ impl Rig {
         word(&self.target, offset as usize)
     }
 
-    /// Waits for everything that was posted, and says what is wrong with it.
+    /// Waits for all posted requests, and returns the symptom of an error.
     fn settle(&self, what: &str) -> Result<(), String> {
         let wait = Wait::new(self.limit);
         self.call(job(Call::Quiet, 0), &wait);
@@ -202,7 +202,7 @@ impl Rig {
     }
 }
 
-/// What a tag of `SY_TAG_MLX5_*` says.
+/// Name of a tag `SY_TAG_MLX5_*`.
 fn name_of(tag: u32) -> String {
     match tag {
         0 => "no error".to_owned(),
@@ -232,7 +232,7 @@ fn job(call: Call, lane: u32) -> Job {
     }
 }
 
-/// Every call carries what it names and nothing else, in one request or in many.
+/// Every call moves exactly the named bytes, in one request or in many.
 fn content(rig: &Rig) -> Result<(), String> {
     let send = job(Call::Send, 3);
     for (offset, num_bytes, num_words) in
@@ -255,7 +255,7 @@ fn content(rig: &Rig) -> Result<(), String> {
     rig.expect("putting", &[(16, 2056)])?;
     rig.expect_words("single calls", &[9, 4, 11, 0])?;
     rig.renew();
-    // Few rows, more than go at once, and rows of several requests.
+    // A few rows, more rows than are posted together, and rows of several requests.
     for (rows, num_bytes) in [(0b1011_0100, 512), (0xfdbf_7fde, 512), (0b1001_0001, 3000)] {
         let stride = 5120;
         rig.put(Job { rows, num_bytes, stride, value: 8, ..job(Call::PutRows, 0) });
@@ -271,7 +271,7 @@ fn content(rig: &Rig) -> Result<(), String> {
     Ok(())
 }
 
-/// No word arrives when what was put before it did not.
+/// No word arrives when the puts before it did not.
 fn order(rig: &Rig) -> Result<(), String> {
     let calls = [
         ("put and set", Job { num_bytes: 2000, ..job(Call::PutSet, 1) }),
@@ -291,7 +291,7 @@ fn order(rig: &Rig) -> Result<(), String> {
     Ok(())
 }
 
-/// What a block names goes its own way: nothing of it arrives while that stands still.
+/// A block's data uses that block's queue: none of it arrives while that queue is stopped.
 fn lanes(rig: &Rig) -> Result<(), String> {
     let calls = [
         ("set", job(Call::Set, 1)),
@@ -404,7 +404,7 @@ fn symptom(variant: &str, limit: Duration) -> Option<Result<(), String>> {
     rig.renew();
     for (name, stage) in STAGES {
         let result = stage(&rig);
-        // What the NIC saw says more than what came of it.
+        // Violations that the NIC saw say more than the result.
         if let Some(violation) = rig.client.lock().violations().first() {
             return Some(Err(format!("{name}: {}", named(violation))));
         }

@@ -1,4 +1,4 @@
-//! Those who wait for something else look at completions in turn, however many they are.
+//! Threads that wait for something else take turns at polling for completions, however many they are.
 
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -22,7 +22,7 @@ fn one_looks_at_a_time_and_somebody_always_does() {
         for _ in 0..NUM_WAITING {
             scope.spawn(|| {
                 while num_looks.load(Ordering::Relaxed) < NUM_LOOKS {
-                    // SAFETY: everybody accesses the word atomically.
+                    // SAFETY: every access to the word is atomic.
                     if unsafe { (driver.look)(looked.as_ptr()) } != 0 {
                         num_looks.fetch_add(1, Ordering::Relaxed);
                     }
@@ -37,7 +37,7 @@ fn one_looks_at_a_time_and_somebody_always_does() {
     assert!(found <= most, "{found} looks, at most {most} in that time");
 }
 
-/// As after a day of nobody waiting, and where the clock begins anew.
+/// The states after a day without a waiting thread, and after the clock's wrap.
 #[test]
 fn an_old_look_or_one_of_another_clock_holds_nobody_up() {
     let Some(driver) = driver("product") else { return };
@@ -49,7 +49,8 @@ fn an_old_look_or_one_of_another_clock_holds_nobody_up() {
     }
 }
 
-/// An error completion takes the queue out of service where posters look and where the host does.
+/// An error completion takes the queue out of service in the words that posters read and in those that the host
+/// reads.
 #[test]
 fn the_first_error_is_told_to_the_host() {
     let Some(driver) = driver("product") else { return };
@@ -76,7 +77,7 @@ fn the_first_error_is_told_to_the_host() {
     let first = error.load(Ordering::Relaxed);
     assert_eq!(first & 0xffff, 0x1303, "{first:#x}");
     assert_eq!(told.load(Ordering::Relaxed), first);
-    // What comes later changes neither, and nobody has to be told.
+    // Later completions change neither word, and no thread needs a notice.
     cqe.0[55].store(5, Ordering::Relaxed);
     poll(&handle);
     assert_eq!([error.load(Ordering::Relaxed), told.load(Ordering::Relaxed)], [first; 2]);

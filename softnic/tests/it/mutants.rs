@@ -22,9 +22,9 @@ const NOT_CATCHABLE: [(&str, &str); 2] = [
 
 /// Receives of the other side, and completions of them.
 const RECV_DEPTH: u32 = 4;
-/// Of a mutant, which may hang.
+/// Time limit of a mutant, which may hang.
 const LIMIT: Duration = Duration::from_secs(3);
-/// Of the device functions themselves, which a busy machine may keep waiting.
+/// Time limit of the device functions themselves, which a busy machine may delay.
 const PRODUCT_LIMIT: Duration = Duration::from_secs(60);
 
 type Stage = (&'static str, fn(&Rig, Duration) -> Result<(), String>);
@@ -55,7 +55,7 @@ fn symptom(variant: &'static str, limit: Duration) -> Option<Result<(), String>>
         let rig = Rig::new(config)?;
         for (name, stage) in STAGES {
             let result = stage(&rig, limit);
-            // What the NICs saw says more than what came of it.
+            // Violations that the NICs saw say more than the result.
             for nic in [&rig.client, &rig.server] {
                 if let Some(violation) = nic.lock().violations().first() {
                     return Some(Err(format!("{name}: {}", named(violation))));
@@ -132,7 +132,7 @@ fn late_writer(rig: &Rig, limit: Duration) -> Result<(), String> {
                 std::thread::yield_now();
             }
         }
-        // Who does not wait for the turn has gone ahead by now.
+        // A poster that does not wait for its turn has passed the others by now.
         std::thread::sleep(Duration::from_millis(2));
         gate.store(1, Ordering::Relaxed);
         warps.into_iter().try_for_each(|warp| warp.join().expect("a warp"))
@@ -163,7 +163,7 @@ fn stall(rig: &Rig, limit: Duration) -> Result<(), String> {
         while num_posted.load(Ordering::Acquire) < 128 && !posting.is_finished() {
             std::thread::yield_now();
         }
-        // More come now only if nobody waits for room.
+        // More arrive only if a poster does not wait for room.
         std::thread::sleep(Duration::from_millis(2));
         rig.client.lock().inject(Fault::Resume { qpn }).expect("the queue");
         posting.join().expect("the poster")
@@ -183,7 +183,7 @@ fn order(rig: &Rig, limit: Duration) -> Result<(), String> {
     let wait = Wait::new(limit);
     let counter = rig.target_keys.address + COUNTER as u64;
     let addresses = counter..counter + 8;
-    // The add fails, so that it shows what ran before it and what did not.
+    // The add fails. That shows which requests ran before it and which did not.
     let (qpn, syndrome) = (rig.queue.qpn(), Syndrome::RemoteOp);
     rig.client.lock().inject(Fault::FailRange { qpn, addresses, syndrome }).expect("the queue");
     common::fill(&rig.source, 0, 40_000, 1);
@@ -196,7 +196,7 @@ fn order(rig: &Rig, limit: Duration) -> Result<(), String> {
     }
 }
 
-/// A request that fails must not pass for one that succeeded.
+/// A failed request must not count as a successful one.
 fn failure(rig: &Rig, limit: Duration) -> Result<(), String> {
     let (qpn, syndrome) = (rig.queue.qpn(), Syndrome::RemoteAccess);
     rig.client.lock().inject(Fault::Fail { qpn, nth: 0, syndrome }).expect("the queue");
@@ -209,7 +209,7 @@ fn failure(rig: &Rig, limit: Duration) -> Result<(), String> {
     }
 }
 
-/// Who has the queue to itself and who shares it, in turn; then room and the end of service.
+/// An exclusive owner of the queue and sharing posters alternate; then room and the end of service.
 fn owner(rig: &Rig, limit: Duration) -> Result<(), String> {
     const WORDS: u64 = 64;
     let wait = Wait::new(limit);
@@ -278,7 +278,7 @@ fn owner(rig: &Rig, limit: Duration) -> Result<(), String> {
     }
 }
 
-/// Who shares the queue is in the middle of a group: it is nobody's own.
+/// A sharing poster is in the middle of a group, so the queue has no exclusive owner.
 fn owned_elsewhere(rig: &Rig, limit: Duration) -> Result<(), String> {
     let gate = AtomicU32::new(0);
     let found = std::thread::scope(|scope| {
@@ -300,7 +300,7 @@ fn owned_elsewhere(rig: &Rig, limit: Duration) -> Result<(), String> {
     }
 }
 
-/// A completion of a receive must not pass for one of a request, whose counter means something else.
+/// A completion of a receive must not count as one of a request: its counter has another meaning.
 fn foreign(rig: &Rig, limit: Duration) -> Result<(), String> {
     let qpn = rig.queue.qpn();
     rig.client.lock().inject(Fault::Stall { qpn }).expect("the queue");
@@ -409,7 +409,7 @@ fn only_what_is_named_is_a_symptom() {
     assert!(shows(expected, "stall: a request was overwritten in the queue"));
     assert!(!shows(expected, "order: violation Overrun: queue pair 0x40: 129 blocks"));
     assert!(!shows(expected, "stall: quiet: timeout"));
-    // What a busy machine does in a stage where something else was expected, and where it was.
+    // The result of a stage on a busy machine that differs from the expected one, and the stage.
     assert!(!shows("contention: posting", "contention: posting: timeout"));
     assert!(shows("contention: posting: timeout", "contention: posting: timeout"));
     assert!(!shows("contention: posting: timeout", "contention: quiet: timeout"));

@@ -31,7 +31,7 @@ fn in_threads(adversary: Option<u64>) {
     }
 }
 
-/// Of this process or its child.
+/// The network of this process or its child.
 fn way() -> Way {
     Way::over(Arc::new(SoftNetwork::open(nic_config(None)).unwrap()))
 }
@@ -65,7 +65,7 @@ fn a_killed_process_does_not_answer_any_more() {
     add().unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
-    // The process is looked at every millisecond.
+    // The process is checked every millisecond.
     std::thread::sleep(Duration::from_millis(5));
     let error = add().unwrap_err();
     assert!(matches!(error, QuietError::Post(PostError::Disconnected { .. })), "{error}");

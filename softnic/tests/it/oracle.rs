@@ -187,7 +187,7 @@ fn requests_are_what_the_vendor_makes_of_them() {
     let Some(answers) = ask(&questions) else { return };
     for ((kind, fields, num_used, block), answer) in cases.iter().zip(answers) {
         assert_eq!(hex(&block[..*num_used]), answer[..num_used * 2], "{kind:?} {fields:?}");
-        // What the vendor would leave unused is nothing but zeros.
+        // Fields that the vendor leaves unused must be zero.
         assert!(answer[num_used * 2..].bytes().all(|digit| digit == b'0'));
     }
     println!("{} requests agree", cases.len());
@@ -259,7 +259,7 @@ fn a_receive_is_the_segment_that_ends_the_vendors_lists() {
     assert_eq!(answers, [hex(&empty_receive())]);
 }
 
-/// What whoever takes immediate data makes of a completion is what the vendor's header says of it.
+/// The reader of immediate data decodes a completion as the vendor's header does.
 #[test]
 fn immediate_data_is_what_the_vendor_reads() {
     let Some(driver) = driver("product") else { return };

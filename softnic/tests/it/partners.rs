@@ -1,4 +1,4 @@
-//! Queue pairs that are joined with what is not there, or not with them.
+//! Queue pairs connected to a missing partner, or to one that is connected elsewhere.
 
 use crate::common::{Rig, RigConfig, Wait, status};
 use switchyard_softnic::format::Syndrome;
@@ -43,7 +43,7 @@ fn a_partner_that_is_not_there_or_not_ready_does_not_answer() {
         partner.destroy(&mut rig.server.lock()).unwrap();
         assert_eq!(put_to(&rig, qpn), NOT_ANSWERED, "one that is gone");
 
-        // Of the same NIC, which could know better.
+        // A partner on the same NIC, where the NIC could check.
         let own = rig.client.lock().address();
         rig.queue.reset(&mut rig.client.lock()).unwrap();
         rig.queue.connect(&mut rig.client.lock(), own, rig.queue.qpn() + 100).unwrap();

@@ -13,7 +13,7 @@ use rand::{RngExt, SeedableRng};
 use softnic_driver::OwnMove;
 use switchyard_softnic::{Access, DoorbellMode, Fault, NicConfig, QueueSizes};
 
-/// Indices have 16 bits: so many requests take them through three wraps.
+/// Indices have 16 bits: this number of requests takes them through three wraps.
 const NUM_WRAPPING: u64 = 3 * 65_536 + 100;
 
 fn sizes(sq_depth: u32, is_collapsed: bool) -> QueueSizes {
@@ -61,7 +61,7 @@ fn wraps(sq_depth: u32) {
     }
 }
 
-/// Who has the queue to itself, and who shares it, in turn, through three wraps; with a record and without.
+/// An exclusive owner of the queue and sharing posters alternate through three wraps; with a record and without.
 #[test]
 fn counters_wrap_for_an_owner_too() {
     const RING: u64 = 4096;
@@ -102,7 +102,7 @@ fn counters_wrap_for_an_owner_too() {
     }
 }
 
-/// The NIC goes by the register alone: whoever posts leaves the record as it is.
+/// The NIC reads the register alone, and posters leave the record as it is.
 #[test]
 fn queues_without_a_record_go_by_their_register() {
     for doorbell in [DoorbellMode::Register, DoorbellMode::Checked, DoorbellMode::Record] {
@@ -132,7 +132,7 @@ fn queues_without_a_record_go_by_their_register() {
     }
 }
 
-/// Each call of an owner does what the same one on a shared queue does.
+/// Each call of an owner does the same as the corresponding call on a shared queue.
 #[test]
 fn an_owner_puts_gets_and_adds() {
     const LEN: usize = 40_000;
@@ -173,7 +173,7 @@ fn an_owner_puts_gets_and_adds() {
     rig.assert_clean();
 }
 
-/// What a request of the owner ends with is said by the quiet behind it, and by every later call.
+/// The quiet behind an owner's request reports its result, and so does every later call.
 #[test]
 fn an_owner_learns_of_a_failed_request() {
     let Some(rig) = Rig::new(RigConfig::default()) else { return };
@@ -289,7 +289,7 @@ fn a_wait_for_room_ends_at_its_bound_and_says_what_it_waited_for() {
     assert_eq!(rig.signal_words(0, 1, 2, &wait), status::TIMEOUT);
     let error = wait.error();
     assert_eq!((error.tag, error.reason, error.observed, error.expected), (32, 1, 0, 2));
-    // The hole that was left takes the queue out of service, at once and for everybody.
+    // The hole that was left takes the queue out of service for all posters immediately.
     assert_eq!(rig.signal_words(0, 1, 1, &Wait::patient()), status::TIMEOUT);
     assert_eq!(rig.quiet(&Wait::patient()), status::TIMEOUT);
     rig.recover();
@@ -323,7 +323,7 @@ fn a_lost_doorbell_is_made_good_by_the_next_one() {
     rig.client.lock().inject(Fault::DropDoorbells { qpn, num: 1 }).unwrap();
     let wait = Wait::patient();
     assert_eq!(rig.signal(0, 5, &wait), status::OK);
-    // One look is enough to lose it, whether this thread's or the NIC's own.
+    // One poll suffices to lose it, by this thread or by the NIC itself.
     rig.client.lock().progress();
     assert_eq!(rig.target_word(0).load(Ordering::Acquire), 0);
     assert_eq!(rig.signal(8, 6, &wait), status::OK);
@@ -354,7 +354,7 @@ fn a_nic_that_reads_the_record_alone_finds_everything() {
     rig.assert_clean();
 }
 
-/// Whoever sees the flag finds the bytes, whatever the NIC delays, splits and reorders.
+/// A reader that sees the flag finds the bytes, whatever the NIC delays, splits and reorders.
 #[test]
 fn an_add_is_seen_after_the_puts_before_it() {
     let torn = put_then_flag(Access::ALL, Flag::Add);
@@ -494,7 +494,7 @@ fn adds_of_both_widths_from_many_warps_sum_up() {
     rig.assert_clean();
 }
 
-/// Whatever is refused is not posted, not even in part: no flag comes without its payload.
+/// A refused call posts nothing, not even a part: no flag comes without its payload.
 #[test]
 fn arguments_that_make_no_sense_are_refused_and_post_nothing() {
     const COUNTER: u64 = 512 << 10;
@@ -553,7 +553,7 @@ fn arguments_that_make_no_sense_are_refused_and_post_nothing() {
     }
 }
 
-/// Fields of random widths in one word, added to by four warps at once, each wrapping by itself.
+/// Fields of random widths in one word. Four warps add to it in parallel, and each field wraps on its own.
 #[test]
 fn adds_to_fields_of_a_word_do_not_carry_into_their_neighbours() {
     const ADDS: u64 = 50;

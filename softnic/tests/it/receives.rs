@@ -51,7 +51,7 @@ fn immediate_data_comes_once_in_order_through_every_wrap() {
     rig.assert_clean();
 }
 
-/// Whatever order the NIC moves bytes in, they are there when the immediate data is.
+/// The bytes are there when the immediate data is, in whatever order the NIC moves them.
 #[test]
 fn bytes_are_there_before_their_immediate_data() {
     for _ in 0..4 {
@@ -85,7 +85,7 @@ fn a_put_beyond_the_receives_fails_and_a_reset_mends_it() {
             let error = rig.queue.error();
             assert_eq!((error >> 8) as u8, Syndrome::RnrExceeded as u8, "{error:#x}");
             assert_eq!(error >> 32 & 0xffff, u64::from(DEPTH), "the first without a receive");
-            // What had one has arrived.
+            // Data that found a receive has arrived.
             for imm in 0..DEPTH {
                 assert_eq!(receives.take(&Wait::patient()).map(|taken| taken.imm), Ok(imm));
             }
@@ -108,8 +108,8 @@ fn waits_end_and_lose_nothing() {
     let abort = AtomicU32::new(1);
     let aborted = Wait::patient().with_abort(&abort);
     assert_eq!(receives.take(&aborted), Err(status::ABORTED));
-    // Somebody else takes: nothing for this one, which does not wait for that.
-    // SAFETY: the lock of the state, behind two counts.
+    // Another thread takes data. This one gets nothing and does not wait. SAFETY: the lock of the state, behind
+    // two counts.
     let lock = unsafe { AtomicU32::from_ptr((receives.handle.state + 16) as *mut u32) };
     lock.store(1, Ordering::Relaxed);
     let wait = Wait::patient();
@@ -122,7 +122,7 @@ fn waits_end_and_lose_nothing() {
     rig.assert_clean();
 }
 
-/// What the model notes of those who post receives.
+/// Violations by posters of receives, as the model records them.
 #[test]
 fn receives_that_are_none_are_noted() {
     let Some(rig) = rig(strict()) else { return };

@@ -1,5 +1,5 @@
-//! Everything that no correct driver does, one by one: it is named, the queue pair goes out of service, and
-//! whoever has posted learns of it by a syndrome where a NIC can tell.
+//! Every violation by a driver, one by one. The NIC names it and takes the queue pair out of service. The poster
+//! learns of it by a syndrome where a NIC can report one.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use switchyard_softnic::abi::QueueHandle;
 use switchyard_softnic::format::{Syndrome, doorbell_word};
 use switchyard_softnic::{DoorbellMode, Fault, NicConfig, QpState, QueueSizes, Violation};
 
-/// What is done to a queue with two requests that the NIC has not seen yet.
+/// Damages a queue with two requests that the NIC has not seen yet.
 type Spoil = fn(&QueueHandle);
 
 fn ring(queue: &QueueHandle, qpn: u32, end: u64) {
@@ -25,15 +25,15 @@ fn spoil_byte(queue: &QueueHandle, byte: u64, value: u8) {
     word.store(u64::from_ne_bytes(bytes), Ordering::Release);
 }
 
-/// Strict alone, whatever the NIC goes by.
+/// Strict mode alone, with any source of announcements.
 fn rig(has_record: bool, is_collapsed: bool) -> Option<Rig> {
     let sizes = QueueSizes { has_record, is_collapsed, ..QueueSizes::default() };
     let nic = NicConfig { is_strict: true, ..NicConfig::default() };
     Rig::new(RigConfig { nic, sizes, ..RigConfig::default() })
 }
 
-/// Two requests are posted while the NIC stands still, and are spoilt before it goes on. What the wait for them
-/// finds.
+/// Posts two requests while the NIC is stopped, and damages them before it continues. Returns the result of the
+/// wait for them.
 fn post_spoilt(rig: &Rig, spoil: Spoil, wait: &Wait) -> u32 {
     let qpn = rig.queue.qpn();
     rig.client.lock().inject(Fault::Stall { qpn }).unwrap();
@@ -60,7 +60,7 @@ fn name_of(violation: &Violation) -> &'static str {
     }
 }
 
-/// The first one that is noted, after which both sides start anew.
+/// Returns the first recorded violation. Then both sides start anew.
 fn first_of(rig: &Rig, nic: &switchyard_softnic::NicThread, num_known: usize) -> &'static str {
     let name = nic.lock().violations().get(num_known).map_or("none", name_of);
     rig.recover();
@@ -107,8 +107,8 @@ fn whoever_posts_learns_of_a_violation_by_a_syndrome() {
     }
 }
 
-/// Where the register alone counts, and where a completion finds no room, a NIC can tell nobody who posts. It
-/// is noted, and the wait ends at its bound.
+/// Where the register alone counts, and where a completion finds no room, a NIC cannot report to the poster. It
+/// records the violation, and the wait ends at its time limit.
 #[test]
 fn violations_that_no_completion_can_tell_of_are_noted() {
     let cases: [(&str, bool, Spoil); 3] = [
@@ -129,7 +129,7 @@ fn violations_that_no_completion_can_tell_of_are_noted() {
     }
 }
 
-/// What a receiver does wrong.
+/// Violations by a receiver.
 type SpoilReceives = fn(&Rig);
 
 /// A receiver that errs is out of service: its peer is not answered.

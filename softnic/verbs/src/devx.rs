@@ -33,7 +33,7 @@ pub(super) fn find(name: &str) -> Option<NonNull<c_void>> {
     ))
 }
 
-/// What a command made.
+/// Object that a command made.
 #[derive(Clone, Copy)]
 enum Made {
     Ring(u32),
@@ -217,7 +217,7 @@ unsafe extern "C" fn mlx5dv_devx_umem_reg(
 ) -> *mut Umem {
     let register = || -> Result<*mut Umem, c_int> {
         let device = device().ok_or(libc::ENODEV)?;
-        // SAFETY: whoever registers keeps the memory.
+        // SAFETY: the caller that registers memory keeps it mapped.
         let region = unsafe { borrow(address, num_bytes) }.ok_or(libc::EINVAL)?;
         let mut made = device.made();
         let umem_id = made.fresh_id();
@@ -287,7 +287,7 @@ fn offset(command: &[u8], bit: usize) -> Result<usize, c_int> {
 }
 
 /// # Safety
-/// So many bytes are there for as long as the result is used.
+/// This number of bytes stays valid for as long as the result is used.
 unsafe fn bytes<'a>(start: *const c_void, len: usize) -> &'a [u8] {
     // SAFETY: the caller's promise.
     unsafe { std::slice::from_raw_parts(start.cast(), len) }
@@ -333,7 +333,7 @@ const BAD_PARAMETER: u8 = 3;
 /// `send_dbr_mode`
 const DBR_VALID: u32 = 0;
 const NO_DBR_EXT: u32 = 1;
-/// Of the register within its page.
+/// Offset of the register within its page.
 const UAR_OFFSET: usize = 0x800;
 /// The same for queue pairs without a record for requests.
 const UAR_ALONE_OFFSET: usize = 0x600;

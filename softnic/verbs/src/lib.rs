@@ -1,11 +1,11 @@
-//! A software NIC behind the functions of libibverbs and libmlx5, for rehearsals without hardware: what
-//! is posted is executed by `softnic`, between processes of one host.
+//! A software NIC behind the functions of libibverbs and libmlx5, for rehearsals without hardware. `softnic`
+//! executes posted requests between processes of one host.
 //!
-//! `SWITCHYARD_SOFTNIC_SEED`, a number, makes the NIC delay and reorder whatever a reliable connection leaves open,
-//! which everything that runs over it must bear.
+//! `SWITCHYARD_SOFTNIC_SEED`, a number, makes the NIC delay and reorder operations as far as a reliable connection
+//! permits. All users must tolerate that.
 //!
-//! Memory that peers may reach must begin at a page. Its pages are replaced by ones of a shared segment,
-//! which hold the same bytes; the last page wholly. Those of [`SharedPages`] are such from the beginning.
+//! Memory that peers may reach must begin at a page. The NIC replaces its pages by pages of a shared segment with
+//! the same bytes, the last page wholly. Pages of [`SharedPages`] are shared from the beginning.
 
 mod devx;
 mod pages;
@@ -32,7 +32,7 @@ pub use self::pages::SharedPages;
 /// all that open a device; it connects queue pairs with those of other processes' NICs and with its own.
 ///
 /// # Errors
-/// None: every function that is looked up is there.
+/// None: every function that is looked up exists.
 pub fn libraries() -> Result<Libraries, LibraryError> {
     // SAFETY: every function is that of the name, with the signature of `ffi`.
     unsafe {
@@ -40,8 +40,8 @@ pub fn libraries() -> Result<Libraries, LibraryError> {
     }
 }
 
-/// The NIC of this process, once a function of the libraries was called: to inject faults, to let it
-/// progress, and to see what it did.
+/// The NIC of this process, once a function of the libraries was called: to inject faults, to let it progress, and
+/// to read what it did.
 ///
 /// # Errors
 /// There can be no NIC.
@@ -49,7 +49,7 @@ pub fn nic() -> io::Result<&'static NicThread> {
     device().map(|device| &device.nic).ok_or_else(io::Error::last_os_error)
 }
 
-/// What posters did that no correct driver does.
+/// Violations by posters.
 #[must_use]
 pub fn violations() -> Vec<String> {
     match DEVICE_STATE.get() {
@@ -76,8 +76,8 @@ pub fn fail(qpn: u32, nth: u64, syndrome: Syndrome) -> io::Result<()> {
     inject(Fault::Fail { qpn, nth, syndrome })
 }
 
-/// Registers no memory at addresses of which `is_refused` says so, as a system that cannot have a GPU's
-/// pages. `None` registers all again.
+/// Refuses to register memory at addresses for which `is_refused` returns true, as a system that cannot pin a
+/// GPU's pages. `None` accepts all memory again.
 pub fn refuse_memory(is_refused: Option<IsRefused>) {
     *REFUSED.lock().unwrap_or_else(PoisonError::into_inner) = is_refused;
 }
@@ -87,7 +87,7 @@ fn inject(fault: Fault) -> io::Result<()> {
     device.nic.lock().inject(fault).map_err(io::Error::other)
 }
 
-/// The NIC and what was made from it.
+/// The NIC and the objects made from it.
 struct Device {
     nic: NicThread,
     made: Mutex<Made>,
@@ -159,7 +159,7 @@ impl Device {
     /// Registers memory of this process.
     ///
     /// # Safety
-    /// The memory is mapped, readable and writable, until it is deregistered; nobody writes it meanwhile.
+    /// The memory is mapped, readable and writable, until it is deregistered; no thread writes it meanwhile.
     unsafe fn register(
         &self,
         domain: Domain,
@@ -191,7 +191,7 @@ impl Device {
     }
 }
 
-/// A region of memory that somebody else frees. `None` for no address or no bytes.
+/// A region of memory that another owner frees. `None` for a null address or no bytes.
 ///
 /// # Safety
 /// The memory stays mapped as long as the NIC uses the region.
@@ -215,8 +215,8 @@ unsafe fn share(address: *mut c_void, bytes: usize) -> Result<Segment, c_int> {
     })?;
     let descriptor = c_int::try_from(segment.descriptor()).map_err(|_| libc::EMFILE)?;
     let whole = segment.region().len();
-    // SAFETY: so many bytes are mapped at both; the new pages take the place of the old ones whole, which
-    // belong to the caller's memory.
+    // SAFETY: this number of bytes is mapped at both addresses. The new pages replace whole old ones, which belong
+    // to the caller's memory.
     let placed = unsafe {
         ptr::copy_nonoverlapping(address.cast::<u8>(), segment.region().as_ptr().as_ptr(), bytes);
         let (rights, flags) =
@@ -253,16 +253,16 @@ fn give<T>(value: T) -> *mut T {
     Box::into_raw(Box::new(value))
 }
 
-/// Frees what [`give`] gave.
+/// Frees an object of [`give`].
 ///
 /// # Safety
-/// `object` comes from [`give`], and nobody uses it any more.
+/// `object` comes from [`give`] and is not used afterwards.
 unsafe fn take<T>(object: *mut c_void) -> T {
     // SAFETY: the caller's promise.
     *unsafe { Box::from_raw(object.cast::<T>()) }
 }
 
-/// A function as [`Libraries`] looks it up.
+/// Address of a function, as [`Libraries`] looks it up.
 fn function(address: *const ()) -> Option<NonNull<c_void>> {
     NonNull::new(address.cast_mut().cast())
 }
@@ -283,7 +283,7 @@ const SEED_VARIABLE: &str = "SWITCHYARD_SOFTNIC_SEED";
 const PAGE_BYTES: usize = 4096;
 /// The only address index.
 const GID_IDX: c_int = 0;
-/// Rights of peers, of which a registration has all or none.
+/// Rights of peers. A registration has all of them or none.
 const PEER_RIGHTS: c_int =
     ffi::ACCESS_REMOTE_WRITE | ffi::ACCESS_REMOTE_READ | ffi::ACCESS_REMOTE_ATOMIC;
 

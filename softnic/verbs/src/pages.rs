@@ -1,4 +1,4 @@
-//! Pages that peers reach as they are, for whoever keeps to the pages that it has once seen.
+//! Pages that peers reach without replacement, for users that must keep the pages that they have already used.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
@@ -44,7 +44,7 @@ impl Access for SharedPages {
     }
 }
 
-/// Where bytes of the process are.
+/// Memory range of the process.
 #[derive(Debug)]
 pub(crate) enum Found {
     /// In this segment, from this offset on.
@@ -149,7 +149,7 @@ mod tests {
 
     use super::*;
 
-    /// What is known is the process's, so tests go one at a time.
+    /// The list belongs to the process, so tests run one at a time.
     static TURN: Mutex<()> = Mutex::new(());
 
     fn turn() -> MutexGuard<'static, ()> {
@@ -169,7 +169,7 @@ mod tests {
         let peer = OpenPeer::open(&nic, &access, config).unwrap();
         let segments = known().clone();
         assert!(!segments.is_empty());
-        // What is stored by an address of this process is what a peer finds by the descriptor.
+        // A peer finds, by the descriptor, the values stored at an address of this process.
         for segment in &segments {
             let file = File::open(format!("/proc/self/fd/{}", segment.descriptor())).unwrap();
             for offset in (0..segment.region().len()).step_by(4096) {

@@ -193,7 +193,7 @@ unsafe extern "C" fn ibv_reg_mr(
 ) -> *mut Mr {
     let registered = || -> Result<*mut Mr, c_int> {
         let device = device().ok_or(libc::ENODEV)?;
-        // SAFETY: a domain of `ibv_alloc_pd`; whoever registers keeps the memory.
+        // SAFETY: a domain of `ibv_alloc_pd`; the caller that registers memory keeps it mapped.
         let keys = unsafe {
             let domain = (*pd.cast::<Pd>()).domain;
             device.register(domain, address, bytes, rights & PEER_RIGHTS != 0)?
@@ -286,7 +286,7 @@ unsafe extern "C" fn ibv_create_qp(pd: Object, init: *mut QpInit) -> *mut Qp {
         let recv_depth = recv_depth.checked_next_power_of_two().ok_or(libc::EINVAL)?;
         let places = Places::new(recv_depth, depth);
         let region = Region::anonymous(places.bytes).map_err(|_| libc::ENOMEM)?;
-        // A completion queue for both directions is one that nobody reads receives from.
+        // A completion queue for both directions is one without a reader of receives.
         let has_receives = recv_cq != send_cq;
         let config = QpConfig {
             domain,
@@ -396,7 +396,7 @@ unsafe extern "C" fn mlx5dv_init_obj(object: *mut DvObject, kinds: u64) -> c_int
     0
 }
 
-/// What lies where in the memory of a queue pair, behind its receives.
+/// Layout of a queue pair's memory behind its receives.
 struct Places {
     sq: usize,
     dbrec: usize,
@@ -428,7 +428,7 @@ pub(super) fn with_nic<T>(
 
 /// Stands for the device in libibverbs' list.
 const THE_DEVICE: *mut c_void = ptr::without_provenance_mut(1);
-/// Reads and atomics under way of a queue pair; the modelled NIC has no limit.
+/// Limit of a queue pair's reads and atomics under way; the modelled NIC has no limit.
 const MAX_READS: c_int = 16;
 /// `IBV_MTU_4096`
 const MTU_4096: u32 = 5;

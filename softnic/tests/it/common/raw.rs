@@ -1,4 +1,4 @@
-//! A queue as whoever posts bytes sees it.
+//! A queue as a poster of raw bytes sees it.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -62,12 +62,12 @@ impl Raw {
         self.posted += 1;
     }
 
-    /// Tells of everything written.
+    /// Announces all written requests.
     pub fn ring(&self) {
         self.ring_as(self.handle.qpn, self.posted, self.posted);
     }
 
-    /// Tells of blocks of a queue pair up to `end`, and in the record up to `record`.
+    /// Announces blocks of a queue pair up to `end`, and in the record up to `record`.
     pub fn ring_as(&self, qpn: u32, end: u64, record: u64) {
         let record = (record & 0xffff) as u32;
         word32(self.handle.dbrec + 4).store(record.to_be(), Ordering::Release);
@@ -85,7 +85,7 @@ impl Raw {
         Some(cqe)
     }
 
-    /// The one completion of a collapsed queue, if there was any. Nobody looks at its owner.
+    /// The one completion of a collapsed queue, if there was any. Its owner bit is not checked.
     pub fn last(&self) -> Option<Cqe> {
         cqe_at(self.handle.cq, None)
     }

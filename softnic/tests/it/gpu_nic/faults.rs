@@ -1,4 +1,4 @@
-//! What goes wrong beside requests themselves, seen by the device functions that post.
+//! Faults other than wrong requests, as seen by the device functions that post.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -156,7 +156,7 @@ fn a_lost_doorbell_is_noticed_and_made_good_by_the_next() {
         assert_eq!(wait.error().tag, TAG_QUIET);
         let counts = rig.gpu.run();
         assert_eq!((counts.num_requests, counts.num_dropped), (0, 1));
-        // A later doorbell, of another group, tells of both; which one the NIC sees second is its business.
+        // A later doorbell, of another group, announces both. The order in which the NIC sees them is not defined.
         rig.begin();
         let wait = Wait::patient();
         assert_eq!(rig.signal_words(0, 7, 16, &wait), status::OK);

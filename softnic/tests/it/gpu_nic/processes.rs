@@ -1,4 +1,4 @@
-//! Two processes with a NIC of GPUs each, whose requests reach memory that the other shows.
+//! Two processes with a NIC of GPUs each. Requests reach memory that the other process publishes.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -32,7 +32,7 @@ struct Side {
 }
 
 impl Side {
-    /// `shown` is for the peer, whose memory is that of process `pid` under descriptor `fd`.
+    /// `shown` is for the peer. Its memory is that of process `pid` under descriptor `fd`.
     fn new(backend: Backend, seed: u64, shown: Segment, pid: u32, fd: u32) -> Option<Self> {
         let model = Model::new(false, None);
         let mapped = map(pid, fd);
@@ -68,7 +68,7 @@ impl Side {
         }
     }
 
-    /// Waits for the peer's flags and looks at what lies before each.
+    /// Waits for the peer's flags and checks the bytes before each.
     fn expect(&self, seed: u64) {
         let mut rng = SmallRng::seed_from_u64(seed);
         let flags = word64(self.gpu.remote.address(FLAGS_AT));
@@ -154,7 +154,7 @@ fn nics_of_two_processes_put_into_each_others_memory() {
             side.expect(!seed);
             assert_eq!(side.result(), Ok(()));
             assert_eq!(told("result:"), "Ok(())");
-            // Its end is for the host to notice, which tells the NIC.
+            // The host must notice the end of the process and report it to the NIC.
             child.0.kill().unwrap();
             child.0.wait().unwrap();
             side.gpu.nic.set_dead(1 << side.gpu.number);

@@ -8,7 +8,7 @@ use switchyard_softnic::format::{
 
 use super::world::{MEMORY_BYTES, Names};
 
-/// Where requests of a batch may go.
+/// Targets of a batch's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plan {
     /// Anywhere, so that they must be executed one after the other.
@@ -45,7 +45,7 @@ pub fn random(rng: &mut SmallRng, names: &Names, plan: Plan, position: usize) ->
     block
 }
 
-/// Whether a request is not one of those that only the model in Rust carries out.
+/// Whether all NICs execute the request, not only the model in Rust.
 fn is_for_both(block: &[u8; BLOCK_BYTES]) -> bool {
     let head = Head::decode(block).unwrap();
     if head.num_segments > 4 {
@@ -82,7 +82,7 @@ pub fn good(rng: &mut SmallRng, names: &Names, plan: Plan, position: usize) -> W
     };
     let is_apart = plan == Plan::Apart;
     let slot = is_apart.then_some(position);
-    // Sources and what is read lie in the first part, targets and landings in the second.
+    // Sources and memory to read lie in the first part, targets and landings in the second.
     let source = place(rng, 0, None, if is_apart { HALF } else { MEMORY_BYTES });
     let landing = if is_apart { HALF } else { 0 };
     let landing = place(rng, landing, slot, MEMORY_BYTES);
@@ -128,7 +128,7 @@ pub fn good(rng: &mut SmallRng, names: &Names, plan: Plan, position: usize) -> W
             Operation::Atomic(remote(word), atomic, answer(8))
         }
         _ => {
-            // Half of them would need to know what is there.
+            // Half of them would need to know the current value.
             let atomic = Atomic::Swap8 { swap: rng.random(), compare: 0 };
             Operation::Atomic(remote(word), atomic, answer(8))
         }
@@ -140,7 +140,7 @@ pub fn good(rng: &mut SmallRng, names: &Names, plan: Plan, position: usize) -> W
     Wqe { qpn: names.qpn, index: position as u16, flags, operation }
 }
 
-/// Makes a request fail, in one of the ways there are for it.
+/// Makes a request fail, in one of the possible kinds.
 fn spoil(rng: &mut SmallRng, names: &Names, wqe: &mut Wqe) {
     let kind = rng.random_range(0..8);
     match kind {

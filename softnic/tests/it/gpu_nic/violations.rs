@@ -1,4 +1,4 @@
-//! What no correct driver does, said by name and answered with the same completions by all NICs.
+//! Violations by drivers: all NICs name them alike and answer with the same completions.
 
 use softnic_driver::gpu_nic::Backend;
 use switchyard_softnic::Violation;
@@ -7,7 +7,7 @@ use switchyard_softnic::format::{CE_ALWAYS, Operation, Syndrome, Wqe};
 use super::world::{DEPTH, Gpu, Model};
 use crate::common::raw::Raw;
 
-/// What happens between two moments at which the NICs have done everything that they know of.
+/// A step between two moments at which the NICs have done all announced work.
 type Step = fn(&mut Raw);
 
 struct Case {
@@ -16,7 +16,7 @@ struct Case {
     is_it: fn(&Violation) -> bool,
     /// `Violation.what` of `softnic/model.hpp`
     number: u32,
-    /// Requests that are good, and what becomes of those behind them.
+    /// Valid requests, and the results of those behind them.
     num_good: u64,
     bad: &'static [Syndrome],
 }

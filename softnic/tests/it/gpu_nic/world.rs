@@ -18,19 +18,19 @@ use switchyard_softnic::{
 use crate::common::raw::{Raw, bytes_of, cqe_at, word32, word64};
 use crate::common::strict;
 
-/// Of this side's memory, and of the peer's.
+/// Keys of this side's memory and of the peer's.
 pub const MEMORY_BYTES: usize = 64 << 10;
 pub const DEPTH: u32 = 128;
 pub const NUM_RECEIVES: u32 = 64;
 
-/// What requests may name.
+/// Memory that requests may name.
 #[derive(Debug, Clone, Copy)]
 pub struct Names {
     pub qpn: u32,
     pub local: u64,
     pub remote: u64,
     pub lkey: u32,
-    /// Of the same memory, where nothing may land.
+    /// A key of the same memory without write access.
     pub read_only_lkey: u32,
     /// All rights, then write, read and atomics alone.
     pub rkeys: [u32; 4],
@@ -85,7 +85,7 @@ impl Model {
         Self { client, server, raw, queue, peer, local, remote, names }
     }
 
-    /// Takes both sides through reset, with so many receives posted behind it.
+    /// Resets both sides, with this number of receives posted behind the reset.
     pub fn begin(&mut self, num_receives: u32) {
         self.queue.reset(&mut self.client).unwrap();
         self.peer.queue().reset(&mut self.server).unwrap();
@@ -98,7 +98,7 @@ impl Model {
         self.server.progress();
     }
 
-    /// Does what was posted.
+    /// Executes the posted requests.
     pub fn run(&mut self) {
         while self.client.progress() + self.server.progress() != 0 {}
     }
@@ -141,7 +141,7 @@ impl Gpu {
         Self::reaching(backend, is_collapsed, seed, names, remote, mapped)
     }
 
-    /// One whose peer's memory is mapped at this address; `remote` is what a peer reaches here.
+    /// Opens a NIC whose peer's memory is mapped at this address; `remote` is the memory that a peer reaches here.
     pub fn reaching(
         backend: Backend,
         is_collapsed: bool,
@@ -230,7 +230,7 @@ impl Gpu {
         std::ptr::from_ref(&self.raw.handle).cast()
     }
 
-    /// As after an error: everything of the queue is new, and so many receives are posted.
+    /// Starts anew, as after an error: all memory of the queue is fresh, and this number of receives is posted.
     pub fn clear(&mut self, num_receives: u32) {
         self.raw.forget();
         let (cq, words) = (self.raw.handle.cq, self.raw.handle.dbrec);
@@ -243,18 +243,18 @@ impl Gpu {
         word32(words + PEER_DBREC).store(num_receives.to_be(), Ordering::Release);
     }
 
-    /// Looks for requests from now on.
+    /// Starts polling for requests.
     pub fn start(&mut self) {
         self.nic.start(true);
     }
 
-    /// Does what was posted, and ends.
+    /// Executes the posted requests, then stops.
     pub fn run(&mut self) -> Counts {
         self.nic.stop()
     }
 
-    /// Immediate data and bytes that arrived since the start, and how many receives came back flushed, of so many that
-    /// were posted: all or none of those that are left.
+    /// Returns immediate data and bytes that arrived since the start, and the number of flushed receives. Of the
+    /// posted receives that are left, all or none are flushed.
     pub fn arrivals(&self, num_receives: u32) -> (Vec<(u32, u32)>, usize) {
         let first = self.raw.handle.dbrec + PEER_CQ;
         let (mut found, mut num_flushed) = (Vec::new(), 0);

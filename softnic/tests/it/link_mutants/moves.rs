@@ -24,7 +24,7 @@ impl Elsewhere {
     }
 }
 
-/// What was put is there and nothing else is; what was got is what is there.
+/// The put bytes are there and no others; the bytes got are those of the source.
 pub fn content(rig: &Rig) -> Result<(), String> {
     for (offset, num_bytes) in [(4096, 5000), (4096, 4096), (4099, 77), (4112, 1)] {
         // From another place of the mirror.
@@ -61,7 +61,7 @@ pub fn content(rig: &Rig) -> Result<(), String> {
         {
             return Err(format!("a get of {num_bytes} bytes at {offset} brings others"));
         }
-        // The NIC reads behind what it wrote, on the same queue.
+        // The NIC reads behind its own write, on the same queue.
         let executed = rig.client.lock().executed()[num_executed..].to_vec();
         let is_dump = executed.last().is_some_and(|last| last.opcode == opcode::DUMP);
         if !is_dump || executed.iter().any(|done| done.qpn != rig.queues[1].qpn()) {
@@ -89,7 +89,7 @@ pub fn content(rig: &Rig) -> Result<(), String> {
     Ok(())
 }
 
-/// Over stores all that the warp moved is known to each lane.
+/// Over stores, all data that the warp moved is visible to each lane.
 fn by_stores(rig: &Rig) -> Result<(), String> {
     for (offset, num_bytes) in [(0, 4096), (16, 77), (3, 500), (16, 31), (0, 15)] {
         for call in [Call::PutByStores, Call::GetByStores] {
@@ -113,7 +113,7 @@ fn by_stores(rig: &Rig) -> Result<(), String> {
     Ok(())
 }
 
-/// A copy goes the way of its block, and its wait waits for it.
+/// A copy uses its block's queue, and its wait waits for that queue.
 pub fn lanes(rig: &Rig) -> Result<(), String> {
     let marker = WORDS_AT + 1024;
     let local = at(&rig.mirror, 128 << 10);
@@ -140,7 +140,7 @@ pub fn lanes(rig: &Rig) -> Result<(), String> {
     Ok(())
 }
 
-/// What makes no sense takes the link out of service before anything is posted, and moves nothing.
+/// Invalid arguments take the link out of service before any request is posted, and move nothing.
 pub fn failures(rig: &Rig) -> Result<(), String> {
     let mut elsewhere = Elsewhere::new(3);
     let (inside, outside) = (at(&rig.mirror, 0), elsewhere.0.as_mut_ptr());
@@ -213,10 +213,10 @@ fn at(segment: &Segment, offset: usize) -> *mut u8 {
     segment.region().as_ptr().as_ptr().wrapping_add(offset)
 }
 
-/// A copy: NICs write what is here.
+/// A copy: NICs write the original.
 fn bytes_of(from: *const u8, num_bytes: usize) -> Vec<u8> {
     let mut bytes = vec![0; num_bytes];
-    // SAFETY: callers stay within memory of this process; whoever wrote it has been waited for, or is stalled.
+    // SAFETY: callers stay within memory of this process. They have waited for its writer, or stopped it.
     unsafe { from.copy_to_nonoverlapping(bytes.as_mut_ptr(), num_bytes) };
     bytes
 }
