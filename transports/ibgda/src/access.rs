@@ -13,7 +13,7 @@ use thiserror::Error;
 use crate::gpu::GpuMemory;
 use crate::probe::{Missing, list};
 
-/// Whoever posts cannot reach memory, or there is none.
+/// The poster cannot reach the memory, or there is none.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AccessError {
@@ -22,7 +22,7 @@ pub enum AccessError {
     DriverOption {
         /// Bytes of the pages.
         bytes: usize,
-        /// What the probe finds missing.
+        /// Missing part of the host, as the probe reports it.
         missing: Vec<Missing>,
         /// The call and its code.
         source: GpuError,
@@ -32,7 +32,7 @@ pub enum AccessError {
         "{what} ({bytes} bytes): {source}; something else in this process has registered the same pages with CUDA, which takes them once"
     )]
     Registered {
-        /// Which pages.
+        /// Pages concerned.
         what: &'static str,
         /// Bytes.
         bytes: usize,
@@ -42,7 +42,7 @@ pub enum AccessError {
     /// A call to the GPU's driver failed for another reason.
     #[error("{what} ({bytes} bytes): {source}")]
     Gpu {
-        /// What was to be done with what.
+        /// Operation and object.
         what: String,
         /// Bytes.
         bytes: usize,
@@ -62,7 +62,7 @@ pub enum AccessError {
     /// More than there are addresses for.
     #[error("{what} ({bytes} bytes): with what it needs besides it would have over {most}")]
     TooLarge {
-        /// What was to be made.
+        /// Object to allocate.
         what: &'static str,
         /// Bytes.
         bytes: usize,
@@ -72,7 +72,7 @@ pub enum AccessError {
     /// A range beyond the end. A local bug.
     #[error("{what} ({len} bytes): at offset {offset} it leaves the {bytes} bytes")]
     Range {
-        /// What was to be done with what.
+        /// Operation and object.
         what: String,
         /// First byte.
         offset: usize,
@@ -81,16 +81,16 @@ pub enum AccessError {
         /// Bytes that there are.
         bytes: usize,
     },
-    /// Memory where the NIC and those who post cannot both use it.
+    /// The NIC and the posters cannot both use the memory at this place.
     #[error("{what} ({bytes} bytes) begins at {found:#x}, expected {expected}")]
     Address {
-        /// Which memory.
+        /// Purpose of the memory.
         what: String,
         /// Bytes.
         bytes: usize,
-        /// Where it begins.
+        /// Start address.
         found: u64,
-        /// Where it should.
+        /// Expected alignment.
         expected: String,
     },
     /// Pages that are mapped already, but not as the same range.
@@ -106,17 +106,17 @@ pub enum AccessError {
         known: usize,
         /// Bytes of them.
         known_bytes: usize,
-        /// What they are mapped as.
+        /// Kind of the existing mapping.
         kind: HostRange,
     },
     /// Another reason of an [`Access`] that is not of this crate.
     #[error("{what} ({bytes} bytes): {detail}")]
     Other {
-        /// What was to be done with what.
+        /// Operation and object.
         what: String,
         /// Bytes.
         bytes: usize,
-        /// Why it failed, and what to do.
+        /// Reason, and remedy.
         detail: String,
     },
 }
@@ -142,14 +142,14 @@ pub enum HostRange {
     Register,
 }
 
-/// By whom pages are known, by name. A space knows a page once, and everybody whose space it is reaches the
+/// Name of the address space in which pages are mapped. A space maps a page once: all users of the space reach the
 /// page by the address that the first one got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Space(pub &'static str);
 
-/// Whoever posts on the queues: a GPU, or a thread of this process.
+/// Memory for the posters on the queues: a GPU, or a thread of this process.
 pub trait Access: Send + Sync + Debug {
-    /// Where [`map`](Self::map) makes pages known.
+    /// Name of the space in which [`map`](Self::map) maps pages.
     fn space(&self) -> Space;
 
     /// Zeroed memory, aligned to 64 KiB, that posters and the NIC reach.
@@ -158,15 +158,15 @@ pub trait Access: Send + Sync + Debug {
     /// [`AccessError`].
     fn alloc(&self, bytes: usize) -> Result<Box<dyn SharedMemory>, AccessError>;
 
-    /// Who gives the memory of slots where it is not that of queues, such as a GPU whose slots a thread of
-    /// this process posts to. `None`: both come from here, in one piece.
+    /// Allocator of the slots' memory where it differs from that of queues, for example a GPU whose slots a thread
+    /// of this process posts to. `None`: this value allocates both, in one piece.
     fn slots(&self) -> Option<&dyn Access> {
         None
     }
 
-    /// Who gives the memory that posters alone use, counts and handles, where that of queues is far from them: a
-    /// GPU that posts on queues in the host's memory would ask across PCIe for every count. May be what
-    /// [`slots`](Self::slots) gives. `None`: it comes from here, with the queues.
+    /// Allocator of memory that posters alone use (counts and handles), where the memory of queues is far from
+    /// them. A GPU that posts on queues in the host's memory would otherwise read every count across PCIe. May be
+    /// the same as [`slots`](Self::slots). `None`: this value allocates it, with the queues.
     fn counts(&self) -> Option<&dyn Access> {
         None
     }
@@ -226,9 +226,9 @@ pub trait SharedMemory: Send + Sync + Debug {
     fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), AccessError>;
 }
 
-/// Pieces of memory that lie behind one another in one [`Access::alloc`], and so take 2 MiB together where a
-/// GPU's driver gives no less, even for what one queue counts. Each is registered by itself: a key
-/// leads to its own piece and not to the neighbours.
+/// Pieces of memory that lie behind one another in one [`Access::alloc`]. Together they take one 2 MiB unit where
+/// a GPU's driver allocates no less. Each piece is registered separately: a key leads to its own piece and not to
+/// the neighbours.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     bytes: usize,
@@ -249,7 +249,7 @@ impl Plan {
     /// Adds `bytes` at a multiple of `align`: a power of two, at most the 64 KiB of [`Access::alloc`].
     ///
     /// # Errors
-    /// [`AccessError`] beyond what there are addresses for.
+    /// [`AccessError`] if the total exceeds the address space.
     pub(crate) fn add(&mut self, bytes: usize, align: usize) -> Result<Place, AccessError> {
         let offset = self.bytes.checked_next_multiple_of(align);
         let end = offset.and_then(|offset| offset.checked_add(bytes));
@@ -271,7 +271,7 @@ impl Plan {
 }
 
 impl Pieces {
-    /// What lies at a place of the plan that this was allocated by.
+    /// The piece at a place of the plan that this was allocated by.
     pub(crate) fn part(&self, place: Place) -> Part {
         Part { whole: Arc::clone(&self.0), offset: place.offset, bytes: place.bytes }
     }
@@ -343,7 +343,7 @@ pub struct Mapped {
     pub guard: Option<Box<dyn Guard>>,
 }
 
-/// Whatever must be dropped to end a mapping.
+/// An object whose drop ends a mapping.
 pub trait Guard: Send + Sync + Debug {}
 
 /// Pages that posters reach, each mapped once: libmlx5 keeps the doorbell records of all queues of a context
@@ -392,7 +392,7 @@ impl PageTable {
         let end = begin.saturating_add(len);
         let key = (space, begin);
         let mut ranges = self.ranges();
-        // Ranges are disjoint: whichever overlaps, the last one that begins before the end does.
+        // Ranges are disjoint. If one overlaps, it is the last one that begins before the end.
         let last = ranges.range_mut((space, 0)..(space, end)).next_back();
         if let Some((found, range)) = last.filter(|(found, range)| found.1 + range.bytes > begin) {
             if *found != key || range.bytes != len || range.kind != kind {
@@ -426,7 +426,7 @@ impl Drop for MappedPart {
         let Some(range) = ranges.get_mut(&self.key) else { return };
         range.num_parts -= 1;
         if range.num_parts == 0 {
-            // While the table is locked: nobody maps the pages anew before the mapping has ended.
+            // The table stays locked, so that no thread maps the pages anew before the mapping has ended.
             ranges.remove(&self.key);
         }
     }
@@ -464,7 +464,7 @@ struct HostMemory {
     bytes: usize,
 }
 
-// SAFETY: plain pages; accesses go through `write`, whose caller has the range to itself.
+// SAFETY: plain pages; accesses go through `write`, whose caller owns the range exclusively.
 unsafe impl Send for HostMemory {}
 // SAFETY: the same.
 unsafe impl Sync for HostMemory {}
@@ -493,7 +493,7 @@ impl HostMemory {
         let reserved = NonNull::new(reserved.cast::<u8>())
             .ok_or_else(|| failed(io::Error::other("mapped at address 0")))?;
         let skip = reserved.as_ptr().align_offset(ALIGN_BYTES);
-        // SAFETY: there are so many bytes more than asked for.
+        // SAFETY: the allocation has this number of bytes beyond those asked for.
         let start = unsafe { reserved.add(skip) };
         Ok(Self { reserved, reserved_bytes, start, bytes })
     }
@@ -551,9 +551,9 @@ impl Drop for HostMemory {
     }
 }
 
-/// Of the processor.
+/// Page size of the processor.
 pub(crate) const PAGE_BYTES: usize = 4096;
-/// Of a peer, with room above for rounding.
+/// Largest alignment of a peer's memory, with room above for rounding.
 const MAX_BYTES: usize = usize::MAX >> 1;
 /// Of memory as [`Access::alloc`] gives it.
 pub(crate) const ALIGN_BYTES: usize = 64 << 10;

@@ -22,7 +22,7 @@ pub enum LibraryError {
         /// Debian package that has it.
         package: &'static str,
     },
-    /// It is older than what is needed.
+    /// The library is too old.
     #[error("{name} has no {symbol}: it is older than rdma-core 44; install a newer {package}")]
     Symbol {
         /// File.
@@ -44,7 +44,7 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    /// Opens both and looks up every function.
+    /// Opens both libraries and looks up every function.
     ///
     /// # Errors
     /// [`LibraryError`], naming the first that is missing.

@@ -28,7 +28,7 @@ pub(crate) use self::memory::UmemOwner;
 pub use self::memory::{RegisteredBy, Registration, Rights};
 pub use self::open::{Address, PortState};
 
-/// Which NIC and how to use its port.
+/// Selects the NIC, and how to use its port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NicConfig {
     /// Name, such as `mlx5_0`; `None` takes the first mlx5 device.
@@ -75,7 +75,7 @@ pub enum NicError {
         call: &'static str,
         /// The system's answer.
         source: io::Error,
-        /// What to look at.
+        /// Remedy.
         advice: &'static str,
     },
     /// The firmware refused a command.
@@ -83,7 +83,7 @@ pub enum NicError {
     Refused {
         /// NIC.
         device: String,
-        /// What and why.
+        /// Missing feature and reason.
         source: Refused,
     },
     /// No such device.
@@ -101,9 +101,9 @@ pub enum NicError {
         device: String,
         /// Port.
         port: u8,
-        /// What was found.
+        /// Value found.
         found: String,
-        /// What is needed.
+        /// Value needed.
         expected: &'static str,
     },
     /// The device lacks something.
@@ -111,7 +111,7 @@ pub enum NicError {
     Capability {
         /// NIC.
         device: String,
-        /// Which capability.
+        /// Name of the capability.
         what: &'static str,
         /// Value found.
         found: String,
@@ -138,13 +138,13 @@ pub enum NicError {
         device: String,
         /// Bytes.
         bytes: u64,
-        /// How the first way failed.
+        /// Error of the first method.
         dma_buf: DmaBufError,
-        /// The function of the second way.
+        /// Function of the second method.
         call: &'static str,
-        /// How the second way failed.
+        /// Error of the second method.
         by_address: io::Error,
-        /// What the probe finds missing of both; one of them would do.
+        /// Parts that the probe finds missing for both methods. One method is enough.
         missing: Vec<Missing>,
     },
 }
@@ -166,7 +166,7 @@ pub enum DmaBufError {
     },
 }
 
-/// What a link is.
+/// Kind of link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkLayer {
     /// InfiniBand.
@@ -185,13 +185,13 @@ pub struct Nic {
     pdn: u32,
     capabilities: Capabilities,
     port: Port,
-    /// What posters reach of the queues of all peers.
+    /// Memory and pages that posters share among the queues of all peers.
     pages: Arc<PageTable>,
-    /// Of the host's files.
+    /// Root of the host's files.
     root: PathBuf,
 }
 
-/// Of a NIC that takes DevX commands.
+/// Properties of a NIC that takes DevX commands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DevxCapabilities {
     /// General.
@@ -233,7 +233,7 @@ impl Nic {
     /// Opens a port.
     ///
     /// # Errors
-    /// [`NicError`], naming what is missing.
+    /// [`NicError`], naming the missing part.
     pub fn open(libraries: &Libraries, config: &NicConfig) -> Result<Arc<Self>, NicError> {
         let Opened { name, context, devx } = open_device(libraries, config)?;
         let closer = Closer { libraries, context };
@@ -256,7 +256,7 @@ impl Nic {
         let code = unsafe { (libraries.mlx5.mlx5dv_init_obj)(&raw mut object, ffi::OBJ_PD) };
         if code != 0 {
             let error = code_error(&name, "mlx5dv_init_obj", code, "libmlx5 is of another version");
-            // SAFETY: made above, used by nobody.
+            // SAFETY: made above, without another user.
             unsafe { (libraries.verbs.ibv_dealloc_pd)(pd.as_ptr()) };
             return Err(error);
         }
@@ -286,7 +286,7 @@ impl Nic {
         &self.port
     }
 
-    /// What the device says that it can do.
+    /// Capabilities that the device reports.
     #[must_use]
     pub const fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -311,7 +311,7 @@ impl Nic {
     /// Hardware address of the next hop towards `gid`, as the kernel resolves it.
     ///
     /// # Errors
-    /// [`NicError::Call`] when there is no way.
+    /// [`NicError::Call`] when there is no route.
     pub fn next_hop(&self, gid: &[u8; 16], lid: u16) -> Result<[u8; 6], NicError> {
         let mut attributes = self.path(gid, lid);
         let (verbs, mlx5) = (&self.libraries.verbs, &self.libraries.mlx5);
@@ -335,13 +335,13 @@ impl Nic {
         };
         mac.ok_or_else(|| {
             let advice = "libmlx5 is of another version";
-            // No address is no error of the system, whose last one may be anything.
+            // A missing address is no system error, so `errno` may have any value.
             let code = if code == 0 { libc::EPROTO } else { code };
             code_error(&self.name, "mlx5dv_init_obj of an address handle", code, advice)
         })
     }
 
-    /// Attributes of the way to a peer, for verbs.
+    /// Attributes of the route to a peer, for verbs.
     pub(crate) fn path(&self, gid: &[u8; 16], lid: u16) -> AhAttributes {
         let port = &self.port;
         AhAttributes {
@@ -423,7 +423,7 @@ impl Drop for Nic {
     }
 }
 
-/// What the device says of itself; `devx` is whether the context was opened with it.
+/// Properties that the device reports; `devx` says whether the context was opened with DevX.
 fn query_capabilities(
     libraries: &Libraries,
     context: NonNull<c_void>,
@@ -460,5 +460,5 @@ fn code_error(device: &str, call: &'static str, code: c_int, advice: &'static st
 
 /// Hops that packets may take.
 pub(crate) const HOP_LIMIT: u8 = 64;
-/// What to look at when DevX refuses.
+/// Remedies when DevX refuses.
 pub(crate) const DEVX_ADVICE: &str = "CAP_NET_RAW and firmware with UCTX_EN=1 are needed";

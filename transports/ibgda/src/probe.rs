@@ -1,4 +1,4 @@
-//! What the host and its NICs have of what GPU-initiated RDMA needs, one check each.
+//! Checks of the host and its NICs for GPU-initiated RDMA, one for each requirement.
 
 mod devices;
 mod missing;
@@ -14,7 +14,7 @@ use self::missing::{DriverOption, PARAMS, PEER_MAPPING, STREAM_MEM_OPS, Ways};
 pub use self::missing::{Missing, missing_for_doorbells, missing_for_gpu_memory};
 use crate::library::Libraries;
 
-/// What a check found.
+/// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
@@ -41,13 +41,13 @@ impl State {
 /// One thing that is needed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// What.
+    /// Subject of the check.
     pub name: &'static str,
     /// Whether it is there.
     pub state: State,
-    /// What was found.
+    /// State found.
     pub found: String,
-    /// What to do, where something is missing.
+    /// Remedy, where something is missing.
     pub remedy: Option<String>,
 }
 
@@ -66,7 +66,7 @@ impl fmt::Display for Check {
 pub struct DeviceReport {
     /// Name, such as `mlx5_0`.
     pub name: String,
-    /// What it says of itself.
+    /// Properties that the device reports.
     pub checks: Vec<Check>,
 }
 
@@ -81,15 +81,14 @@ impl DeviceReport {
 /// All checks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// Of the host, in the order in which one would mend things.
+    /// Checks of the host, in the order of repair.
     pub checks: Vec<Check>,
-    /// Of each mlx5 device that libibverbs lists.
+    /// Checks of each mlx5 device that libibverbs lists.
     pub devices: Vec<DeviceReport>,
 }
 
 impl Report {
-    /// Whether the host lacks nothing, and one of its devices, where they were looked at, lacks nothing
-    /// either.
+    /// Whether the host lacks nothing, and one of its devices, if they were checked, lacks nothing either.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         let is_any_ready = self.devices.iter().any(DeviceReport::is_ready);
@@ -121,7 +120,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Looks at this host.
+/// Probes this host.
 #[must_use]
 pub fn probe() -> Report {
     let root = Path::new("/");
@@ -143,7 +142,7 @@ pub fn probe() -> Report {
     report
 }
 
-/// Looks at the files below `root` only, which is `/` except in tests.
+/// Reads the files below `root` only, which is `/` except in tests.
 #[must_use]
 pub fn probe_files(root: &Path) -> Report {
     let checks = vec![

@@ -1,8 +1,8 @@
 //! A queue pair that posters drive by themselves: made, connected, and described for them.
 //!
-//! **Plain**: libibverbs makes the queue pair and keeps it in host memory; completions are an ordinary
-//! ring. Works wherever verbs do. **DevX**: the queue pair is made by commands to the firmware in memory
-//! of our choice, the GPU's for instance, with a collapsed completion queue, which is cheaper to poll.
+//! **Plain**: libibverbs makes the queue pair and keeps it in host memory; completions are an ordinary ring. Works
+//! wherever verbs do. **DevX**: commands to the firmware make the queue pair in memory of our choice, for instance
+//! the GPU's. Its completion queue is collapsed, which is cheaper to poll.
 //!
 //! A queue with receives takes writes with immediate data; their completions are an ordinary ring of their
 //! own on either path.
@@ -32,7 +32,7 @@ use self::receive::{Piece, ReceiveQueue};
 use crate::access::{Access, AccessError, PAGE_BYTES, Part, Pieces, Place, Plan, SharedMemory};
 use crate::nic::{MAX_READS, Nic, NicError, Registration, Rights};
 
-/// Who makes the queue pair, and where it lies.
+/// Maker of the queue pair, and place of its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QueuePath {
     /// libibverbs, in host memory.
@@ -41,7 +41,7 @@ pub enum QueuePath {
     Devx,
 }
 
-/// Who posts on a queue at the same time.
+/// Posters that use a queue at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Posters {
     /// Threads of whichever blocks of a kernel. Fused kernels give a queue to many blocks.
@@ -50,7 +50,7 @@ pub enum Posters {
     OneBlock,
 }
 
-/// How the NIC learns of requests.
+/// Method of announcing requests to the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doorbell {
     /// By the register, and by a record in memory if it lost that. Every NIC has it.
@@ -67,18 +67,18 @@ pub struct QueueConfig {
     pub path: QueuePath,
     /// Basic blocks, a power of two from 128 to 32768.
     pub depth: u32,
-    /// The NIC is told at the latest when so many blocks wait; more than a quarter of `depth` counts as
+    /// The doorbell rings at the latest when this number of blocks waits; more than a quarter of `depth` counts as
     /// that.
     pub batch: u32,
-    /// Who posts at the same time.
+    /// Posters at the same time.
     pub posters: Posters,
-    /// How the NIC learns of requests.
+    /// Method of announcing requests to the NIC.
     pub doorbell: Doorbell,
     /// Most bytes of one request, at most 1 GiB.
     pub max_message_bytes: u32,
     /// Local acknowledgement timeout, 4.096 µs × 2^n, from 1 to 31; 14 is 67 ms.
     pub ack_timeout: u8,
-    /// Retries of a packet that nobody acknowledges, at most 7.
+    /// Retries of an unacknowledged packet, at most 7.
     pub retries: u8,
     /// Receives that are kept posted for the peer's writes with immediate data, at most 32768. A write that
     /// finds none is tried again 6 times, 0.64 ms apart, and then fails with syndrome 16. With 0 there is no
@@ -105,8 +105,8 @@ impl Default for QueueConfig {
 }
 
 impl QueueConfig {
-    /// Whether a NIC can make such queues, as far as can be said before any is made: values, and what the
-    /// device says of itself.
+    /// Checks whether a NIC can make such queues, as far as possible before any is made: the values, and the
+    /// device's report.
     ///
     /// # Errors
     /// [`QueueError::Config`], [`QueueError::Nic`].
@@ -127,11 +127,11 @@ pub enum QueueError {
     /// A value that no queue can have.
     #[error("`{field}` is {found}, expected {expected}")]
     Config {
-        /// Which.
+        /// Name of the setting.
         field: &'static str,
         /// Value.
         found: u32,
-        /// What is possible.
+        /// Permitted values.
         expected: &'static str,
     },
     /// The NIC refused.
@@ -147,7 +147,7 @@ pub enum QueueError {
         device: String,
         /// Queue pair.
         qpn: u32,
-        /// What is wrong with it.
+        /// Description of the error.
         what: &'static str,
     },
     /// libmlx5 made a queue that our posters do not understand.
@@ -155,7 +155,7 @@ pub enum QueueError {
     Layout {
         /// NIC.
         device: String,
-        /// Which property.
+        /// Name of the property.
         what: &'static str,
         /// Value found.
         found: u64,
@@ -189,13 +189,13 @@ pub struct Queue {
     nic: Arc<Nic>,
     config: QueueConfig,
     _scratch: Registration,
-    /// Scratch, what was taken of receives, and the counts if they are not apart, or else the word that tells
-    /// the host of an error.
+    /// Scratch, the count of taken receives, and the counts of posters; if those lie elsewhere, the word that
+    /// reports an error to the host.
     state: Part,
     counts: Option<Part>,
 }
 
-/// Where a queue lies in a peer's memory.
+/// Layout of a queue in a peer's memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QueuePlace {
     state: Place,
@@ -227,7 +227,8 @@ impl QueuePlace {
 }
 
 impl Queue {
-    /// Makes a queue at `place` of the memory of queues and of that of counts, not yet connected. `peer` comes back in error words.
+    /// Makes a queue at `place` of the memory of queues and of that of counts, not yet connected. `peer` appears
+    /// in error words.
     ///
     /// # Errors
     /// [`QueueError`].
@@ -287,24 +288,24 @@ impl Queue {
         self.handle.qpn
     }
 
-    /// What posters need, valid as long as the queue.
+    /// Handle for posters, valid as long as the queue.
     #[must_use]
     pub const fn handle(&self) -> QueueHandle {
         self.handle
     }
 
-    /// What kernels that take immediate data need, valid as long as the queue. `None` without receives.
+    /// Handle for kernels that take immediate data, valid as long as the queue. `None` without receives.
     #[must_use]
     pub fn receives(&self) -> Option<ReceiveHandle> {
         self.receives.as_ref().map(ReceiveQueue::handle)
     }
 
-    /// Waits for immediate data for at most `timeout`, which may be 0, and posts its receive again. Whatever
-    /// the peer wrote before is then here. Kernels may take from the same receives at other times.
+    /// Waits for immediate data for at most `timeout`, which may be 0, and posts its receive again. Everything
+    /// that the peer wrote before is then visible here. Kernels may take from the same receives at other times.
     ///
     /// # Errors
-    /// [`ReceiveError`]; nothing more is taken until the queue was reset, except after
-    /// [`ReceiveError::Unreachable`], for whoever reaches it.
+    /// [`ReceiveError`]. After an error, no more data can be taken until the queue was reset. Exception: after
+    /// [`ReceiveError::Unreachable`], another user that reaches the memory may take it.
     pub fn receive(&self, timeout: Duration) -> Result<Option<Immediate>, ReceiveError> {
         let qpn = self.handle.qpn;
         self.receives.as_ref().ok_or(ReceiveError::NoReceives { qpn })?.take(timeout)
@@ -325,12 +326,11 @@ impl Queue {
         }
     }
 
-    /// Takes the queue pair out of whatever state it is in, and everything that belongs to it back to
-    /// where it was before it was connected: indices, doorbell records, completions, and the counts of
-    /// posters with the reason why they stopped. Immediate data that nobody took is forgotten.
+    /// Resets the queue pair from any state, with everything that belongs to it: indices, doorbell records,
+    /// completions, and the counts and error of posters. Discards immediate data that was not taken.
     /// [`connect`](Self::connect) puts it into service again, with all its receives.
     ///
-    /// Nobody may post on the queue or take from it meanwhile, and the other end must be reset, too.
+    /// No thread or kernel may post on the queue or take from it meanwhile, and the other end must be reset, too.
     ///
     /// # Errors
     /// [`QueueError`]; the queue can then only be dropped.
@@ -359,13 +359,13 @@ impl Queue {
     /// # Errors
     /// [`QueueError::Access`] when the word cannot be read.
     pub fn error(&self) -> Result<u64, QueueError> {
-        // Posters leave the word in `told`, too, where their counts are apart.
+        // Posters leave the word in `told`, too, where their counts lie elsewhere.
         let offset = if self.counts.is_some() { 0 } else { offset_of!(QueueState, error) };
         if let Some(host) = self.state.host() {
-            // Posters are at work: one load, and no copy that would wait for a GPU.
-            // SAFETY: `state` maps at least a `QueueState` for as long as `self`, at a page, so that the word
-            // is aligned and within. While posters are at work everybody accesses it atomically: here, and
-            // they by atomics of their own. What writes it otherwise has `&mut self`, and nobody posts then.
+            // Posters are at work, so this is one load, without a copy that would wait for a GPU. SAFETY: `state`
+            // maps at least a `QueueState` for as long as `self`, at a page, so that the word is aligned and
+            // within. While posters are at work, every access is atomic: this one, and those of the posters. Other
+            // writers have `&mut self`, and no poster runs then.
             let word = unsafe { AtomicU64::from_ptr(host.as_ptr().add(offset).cast()) };
             return Ok(word.load(Ordering::Acquire));
         }
@@ -375,7 +375,7 @@ impl Queue {
     }
 }
 
-/// Registers shared memory by whatever way fits it.
+/// Registers shared memory by the method that suits it.
 ///
 /// # Safety
 /// The memory outlives the result.
@@ -414,7 +414,7 @@ fn check_config(config: &QueueConfig) -> Result<(), QueueError> {
     if config.max_message_bytes == 0 || config.max_message_bytes > MAX_MESSAGE_BYTES {
         return wrong("max_message_bytes", config.max_message_bytes, "from 1 byte to 1 GiB");
     }
-    // 0 would be for ever: nobody would learn of a dead peer.
+    // 0 would mean no limit: a dead peer would never be noticed.
     if config.ack_timeout == 0 || config.ack_timeout > 31 {
         return wrong("ack_timeout", u32::from(config.ack_timeout), "from 1 to 31");
     }
@@ -448,24 +448,24 @@ const CQE_BYTES: u32 = 64;
 const CQE_FILL: u8 = 0xff;
 /// Doorbell record or register.
 const DBREC_BYTES: u32 = 8;
-/// What a request of one basic block can carry.
+/// Largest payload of a request of one basic block.
 const INLINE_BYTES: u32 = 28;
 /// Outstanding reads and atomics, as a logarithm.
 const LOG_MAX_READS: u8 = 4;
 const _: () = assert!(1 << LOG_MAX_READS == MAX_READS);
 /// 0.64 ms
 const MIN_RNR_NAK: u8 = 12;
-/// The most that end: a write with immediate data that finds no receive comes back with syndrome 16 after
-/// some 4 ms; 7 would be for ever.
+/// The longest time that ends: a write with immediate data that finds no receive fails with syndrome 16 after some
+/// 4 ms; 7 would mean no limit.
 const RNR_RETRIES: u8 = 6;
 /// The words of a [`QueueState`] stand on lines of their own.
 const COUNTS_ALIGN: usize = 128;
 /// State and scratch of a queue.
 const STATE_BYTES: usize = 4096;
-/// Where the old values of adds land unread.
+/// Scratch for the old values of adds, which are never read.
 const SCRATCH_OFFSET: u64 = 1024;
 const _: () = assert!(size_of::<QueueState>() <= 1024);
-/// Where what was taken of receives is counted.
+/// Count of taken receives.
 const RECEIVE_STATE_OFFSET: usize = 2048;
 const _: () = assert!(RECEIVE_STATE_OFFSET + size_of::<ReceiveState>() <= STATE_BYTES);
 /// `SY_MLX5_MAX_RECEIVES`

@@ -1,5 +1,5 @@
-//! Memory of GPUs, as NICs and posters are given it. What only a driver can do (a descriptor of its pages, a
-//! NIC's register mapped into the GPU) GPUs in software refuse, which is what errors are tested by.
+//! Memory of GPUs, as NICs and posters get it. GPUs in software refuse operations that only a driver can do: a
+//! descriptor of its pages, a NIC's register mapped into the GPU. The tests of errors use that.
 
 #[path = "gpu/memory.rs"]
 mod memory;
@@ -93,7 +93,7 @@ fn a_peer_whose_doorbell_is_refused_leaves_nothing_behind() {
     }
 }
 
-/// Kernels count in their GPU's memory, and leave an error where the host looks, too.
+/// Kernels count in their GPU's memory, and report an error in the host's memory, too.
 #[test]
 fn counts_beside_the_kernels_tell_the_host_and_are_reset_with_their_queue() {
     const ERROR: u64 = 0x0000_1234_0000_0503;
@@ -168,7 +168,7 @@ fn a_gpu_without_room_for_counts_has_them_with_the_queues() {
     mock.settle();
 }
 
-/// Memory of the host, and counts of whoever has none left.
+/// Memory of the host, with counts from an allocator that has none left.
 #[derive(Debug)]
 struct Crowded {
     beside: Option<Box<Self>>,
@@ -226,7 +226,7 @@ impl Access for MixedAccess {
     }
 }
 
-/// Slots, mirror, states, queues and their table share what the driver gives at least.
+/// Slots, mirror, states, queues and their table share the driver's smallest allocation.
 #[test]
 fn a_peer_takes_no_more_pieces_of_a_gpus_memory_than_its_bytes_need() {
     const PIECE_BYTES: u64 = 2 << 20;
@@ -259,7 +259,7 @@ fn a_peer_takes_no_more_pieces_of_a_gpus_memory_than_its_bytes_need() {
         let peers = [one.join(&from_other).unwrap(), other.join(&from_one).unwrap()];
         assert_eq!(free_bytes - gpu.free_bytes().unwrap(), taken);
 
-        // Nobody has a byte of somebody else's.
+        // No piece overlaps another.
         let peer = &peers[0];
         let mut parts = vec![
             (peer.slot().address(), slot_bytes as u64),

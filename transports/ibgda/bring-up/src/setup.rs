@@ -21,7 +21,7 @@ use crate::report::{Failure, Reporter, whole_text};
 use crate::stage::Stage;
 use crate::traffic::{Fused, NUM_RECEIVES, Session};
 
-/// What is known before anything is opened.
+/// Settings known before anything is opened.
 pub(crate) struct Setup<'a> {
     options: &'a Options,
     is_connector: bool,
@@ -35,7 +35,7 @@ pub(crate) struct Ready {
     fused: Option<Fused>,
 }
 
-/// A port, whose memory slots are, and the GPU that posts in the end.
+/// A port, the memory of slots, and the GPU that posts in the last stage.
 type Opened = (Arc<Nic>, Arc<dyn Access>, Option<Gpu>);
 
 impl<'a> Setup<'a> {
@@ -43,7 +43,7 @@ impl<'a> Setup<'a> {
         Self { options, is_connector, reporter }
     }
 
-    /// The stages up to own queues. `None` when the last one that was asked for comes before the peer.
+    /// Runs the stages up to own queues. Returns `None` when the last requested stage needs no peer.
     pub(crate) fn prepare(&self) -> Result<Option<Ready>, Failure> {
         let last = *self.options.stage.end();
         let driver = self.stage(Stage::Probe, || self.probe())?;
@@ -94,7 +94,7 @@ impl<'a> Setup<'a> {
                 Ok(value)
             }
             Err(error) => {
-                // A host that fails the probe lacks what it names.
+                // A host that fails the probe lacks the named parts.
                 let is_lacking = stage == Stage::Probe || is_lacking(&error);
                 Err(Failure { stage, is_lacking, error })
             }
@@ -215,7 +215,7 @@ impl<'a> Setup<'a> {
         Ok((open, format!("{} of depth {}, {how}{record}", options.queues, options.depth)))
     }
 
-    /// What the stage `fused` needs. Its queues are made in the stage itself.
+    /// Requirements of the stage `fused`. The stage makes its queues itself.
     fn fused(&self, nic: &Arc<Nic>, gpu: Gpu) -> Fused {
         let options = self.options;
         let (queues, place) = match options.queue_memory {
@@ -272,7 +272,7 @@ impl<'a> Setup<'a> {
             way(slot),
             way(mirror)
         );
-        // Nobody posts before both are ready to receive.
+        // No side posts before both are ready to receive.
         channel.meet(Stage::Connect, 0, patience)?;
         Ok((ready.driver, peer, [own, theirs], detail))
     }
@@ -312,7 +312,7 @@ fn is_lacking(error: &Error) -> bool {
     })
 }
 
-/// What to name in a report of how it went.
+/// Settings named in a report of the result.
 fn firmware(root: &Path, device: &str) -> String {
     let dir = root.join("sys/class/infiniband").join(device);
     let line = |file: &str| {

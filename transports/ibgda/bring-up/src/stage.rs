@@ -1,4 +1,4 @@
-//! The stages, in the order of the guide, and what to look at when one fails.
+//! The stages, in the order of the guide, and advice for each that fails.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -48,7 +48,7 @@ impl Stage {
         Self::Fused,
     ];
 
-    /// Whether every run goes through it, whatever `--stage` begins with.
+    /// Whether every run goes through it, independent of the start of `--stage`.
     pub(crate) fn is_needed(self) -> bool {
         self <= Self::Connect
     }
@@ -93,7 +93,7 @@ impl Stage {
         }
     }
 
-    /// What to look at when it fails.
+    /// Advice for its failure.
     pub(crate) const fn advice(self) -> &'static str {
         match self {
             Self::Probe => "mend what is named, top down; `switchyard doctor` shows the same lines",

@@ -1,4 +1,4 @@
-//! What a side says of itself beside its host slot: three descriptions behind one another. Specified in
+//! Description of a side beside its host slot: three descriptions behind one another. Specified in
 //! `docs/wire-format.md`, "Ibgda".
 //!
 //! ```text

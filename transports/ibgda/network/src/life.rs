@@ -1,7 +1,7 @@
 //! The host's own queue to a peer: adds of 8 bytes to words of the slot that the kernels' queues lead to.
 //!
-//! Kernels and host never post on the same queue: their atomics on its counts would not be atomic to
-//! one another over every bus. What both add to one word is added by the peer's NIC.
+//! Kernels and the host never post on the same queue: their atomics on its counts would not be atomic to one
+//! another over every bus. The peer's NIC adds both kinds of signals to one word.
 
 use std::ptr;
 use std::sync::Arc;
@@ -77,11 +77,11 @@ pub struct Life {
     poster: Poster,
     target: Target,
     error: Option<Failure>,
-    /// Keeps what the poster names.
+    /// Owner of the memory that the poster names.
     _peer: Peer,
 }
 
-/// The NIC completed an add with an error, or completed what it was not asked for.
+/// The NIC completed an add with an error, or a request that was never posted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Failure {
     qpn: u32,
@@ -91,7 +91,7 @@ struct Failure {
 }
 
 impl Life {
-    /// Adds 1 to the word at `offset`, unless many adds are under way: those show as much.
+    /// Adds 1 to the word at `offset`, unless many adds are under way: those suffice as a sign of life.
     ///
     /// # Errors
     /// [`PostError`]; from the first failure on always.
@@ -112,7 +112,7 @@ impl Life {
         Ok(())
     }
 
-    /// Looks at what has completed.
+    /// Polls for completions.
     ///
     /// # Errors
     /// [`PostError::Transport`] from the first failure on.
@@ -139,7 +139,7 @@ impl Life {
     }
 }
 
-/// Requests of one block each on a queue that nobody else posts on, with a ring of completions.
+/// Requests of one block each on a queue without other posters, with a ring of completions.
 #[derive(Debug)]
 struct Poster {
     queue: QueueHandle,
@@ -183,7 +183,7 @@ impl Poster {
 
     /// A word of the queue.
     fn word32(&self, address: u64) -> &AtomicU32 {
-        // SAFETY: aligned addresses of pieces of a queue, which whoever has the poster keeps as long. NIC and
+        // SAFETY: aligned addresses of pieces of a queue, which the owner of the poster keeps as long. NIC and
         // poster use them by whole words.
         unsafe { AtomicU32::from_ptr(ptr::with_exposed_provenance_mut(address as usize)) }
     }
@@ -259,7 +259,7 @@ const DEPTH: u32 = 128;
 /// Adds that show as much as one more would.
 const MOST_UNDER_WAY: u64 = 16;
 const SLOT_BYTES: usize = 64;
-/// Of a block and of a completion.
+/// Bytes of a block and of a completion.
 const BLOCK_BYTES: u64 = 64;
 /// `SY_MLX5_OPCODE_ATOMIC_FA`
 const OPCODE_FETCH_ADD: u32 = 0x12;

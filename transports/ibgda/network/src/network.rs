@@ -29,7 +29,7 @@ pub struct DeviceConfig {
     /// Every one of them: by libibverbs, or with [`ibgda::QueuePath::Devx`] by commands to the firmware, and
     /// then without a doorbell record where the NIC can do that. Each side chooses for itself.
     pub queue: QueueConfig,
-    /// Where the slots of this side lie; the peer's may lie elsewhere.
+    /// Place of this side's slots; the peer's may lie elsewhere.
     pub slots: SlotPlace,
     /// Longest single wait of a kernel for a queue, above 0: how long a dead NIC holds it up, once. A NIC
     /// gives up a peer that does not acknowledge by itself, see [`QueueConfig::ack_timeout`].
@@ -51,7 +51,7 @@ pub struct DeviceNetwork {
     nic: Arc<Nic>,
     config: DeviceConfig,
     flavour: String,
-    /// Where it was said that slots lie.
+    /// Configured place of slots.
     told: place::Told,
     /// See [`over_software_nic`](DeviceNetwork::over_software_nic).
     pages: Option<Arc<dyn Access>>,
@@ -67,8 +67,8 @@ impl DeviceNetwork {
         network
     }
 
-    /// The same over a NIC in software, whose registers are memory, and which reaches page-locked memory of the
-    /// host on pages of `pages`. It reaches no memory of a GPU that is none in software: there slots lie in the host's.
+    /// The same over a NIC in software. Its registers are memory, and it reaches page-locked memory of the host on
+    /// pages of `pages`. It reaches memory of GPUs in software only; slots of other GPUs lie in the host's memory.
     #[must_use]
     pub fn over_software_nic(self, pages: Arc<dyn Access>) -> Self {
         Self { pages: Some(pages), ..self }
@@ -84,7 +84,7 @@ impl DeviceNetwork {
         format!("ibgda {} beside {}", self.nic.name(), self.hosts())
     }
 
-    /// What joins the hosts.
+    /// The network between the hosts.
     fn hosts(&self) -> Offer {
         Offer { kind: self.inner.kind(), flavour: self.inner.flavour().to_owned() }
     }
@@ -134,7 +134,7 @@ impl Network for DeviceNetwork {
             bytes.ok_or_else(|| failed(&name, "open slots", "they are too large"))
         };
         let config = PeerConfig {
-            // Every peer has a word of its own, whose first bit ends waits.
+            // Every peer has a word of its own; its first bit ends waits.
             peer: 0,
             num_queues: self.config.num_queues,
             queue: self.config.queue,
@@ -212,8 +212,8 @@ impl OpenSide for Side {
     }
 }
 
-/// What both sides need alike, as in `ethx8:verbs:roce2`: link layer, number of queues, and what joins the
-/// hosts. In docs/wire-format.md.
+/// Properties that must be equal on both sides, as in `ethx8:verbs:roce2`: link layer, number of queues, and the
+/// network between the hosts. Specified in docs/wire-format.md.
 fn flavour(link: LinkLayer, num_queues: usize, hosts: &Offer) -> String {
     let link = match link {
         LinkLayer::InfiniBand => "ib",
@@ -232,10 +232,10 @@ fn failed(network: &str, op: &'static str, detail: impl Display) -> NetworkError
     NetworkError { network: network.to_owned(), op, code: None, detail: detail.to_string() }
 }
 
-/// As many as blocks that usually post to one peer at once. Each takes 4 bytes of the description.
+/// As many as the usual number of blocks that post to one peer at once. Each takes 4 bytes of the description.
 const DEFAULT_QUEUES: usize = 8;
-/// A packet that is lost should not look like a dead NIC: it costs one to four acknowledgement timeouts of 67 ms
-/// for each try. Not measured on hardware.
+/// A lost packet should not look like a dead NIC: it costs one to four acknowledgement timeouts of 67 ms for each
+/// try. Not measured on hardware.
 const WAIT_LIMIT: Duration = Duration::from_millis(500);
 /// Slots are whole lines.
 const LINE_BYTES: usize = 64;

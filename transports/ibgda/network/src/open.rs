@@ -1,4 +1,4 @@
-//! The network by the name of a device, as `ibgda:mlx5_0` is one, and what this host lacks for it.
+//! Opens the network by the name of a device, such as `ibgda:mlx5_0`, or reports the parts that this host lacks.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::network::{DeviceConfig, DeviceNetwork};
 /// joined by verbs of the same port where this build has them, else by libfabric.
 ///
 /// # Errors
-/// [`NetworkError`], which says what this host lacks, or why its NIC makes no such queues.
+/// [`NetworkError`], with the parts that this host lacks, or the reason why its NIC makes no such queues.
 pub fn open(
     port: Option<&str>,
     networks: &mut OpenNetworks,
@@ -38,7 +38,7 @@ pub fn open(
     Ok(hosts.networks.into_iter().map(above).collect())
 }
 
-/// What joins the hosts.
+/// The network between the hosts.
 fn host_wish(port: &str) -> Wish {
     if cfg!(feature = "verbs") {
         return Wish { kind: TransportKind::Verbs, device: Some(port.to_owned()) };
@@ -69,7 +69,7 @@ fn nic_config(port: Option<&str>, networks: &OpenNetworks) -> Result<NicConfig, 
     }
 }
 
-/// What a host lacks, in words.
+/// Describes the missing parts of a host.
 fn missing(report: &Report) -> String {
     let missing = report.checks.iter().filter(|check| check.state == State::Missing);
     let missing: Vec<String> = missing

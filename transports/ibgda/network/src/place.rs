@@ -1,5 +1,4 @@
-//! Where slots of kernels lie: in the GPU's memory, which is where they belong, or in page-locked memory of
-//! the host, through PCIe.
+//! Place of slots of kernels: preferably the GPU's memory, otherwise page-locked memory of the host, through PCIe.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,7 +9,7 @@ use ibgda::{Access, GpuAccess, Nic, NicError, OpenPeer, PeerConfig, PeerError, P
 use kernels::gpu::{DeviceName, Gpu, GpuError};
 use thiserror::Error;
 
-/// Where own slots and mirrors lie. Each side chooses for itself.
+/// Place of own slots and mirrors. Each side chooses independently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SlotPlace {
     /// The GPU's memory, or the host's where the NIC cannot have it, which is logged.
@@ -44,7 +43,7 @@ impl fmt::Display for SlotPlace {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{found}` is no place of slots: expected auto, gpu or host")]
 pub struct ParsePlaceError {
-    /// What was found.
+    /// Value found.
     pub found: String,
 }
 
@@ -70,7 +69,7 @@ pub(crate) enum PlaceError {
         "a NIC in software reaches no memory of {gpu}: its slots can lie in the host's memory only"
     )]
     Software { gpu: DeviceName },
-    /// Flags could be seen before what they announce.
+    /// Flags could become visible before the data that they announce.
     #[error(
         "kernels of {gpu} do not see what a NIC writes into its memory in order \
          (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING): its slots can lie in the host's memory only"
@@ -91,7 +90,7 @@ impl PlaceError {
     }
 }
 
-/// Which places slots of a network have had: each is told once, since a later pair may lie elsewhere than the
+/// Places that slots of a network have had. Each is logged once, since a later pair may use another place than the
 /// first.
 #[derive(Debug, Default)]
 pub(crate) struct Told {
@@ -99,16 +98,17 @@ pub(crate) struct Told {
     host: AtomicBool,
 }
 
-/// Who posts, and where to.
+/// The poster, and the place of slots.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Parties<'a> {
     pub(crate) nic: &'a Arc<Nic>,
     pub(crate) gpu: &'a Gpu,
-    /// Whose pages the NIC reaches, if it is one in software.
+    /// Pages that the NIC reaches, if it is one in software.
     pub(crate) pages: Option<&'a Arc<dyn Access>>,
 }
 
-/// Makes queues and slots, and tells where these lie, once for a network and place, and why if not in the GPU's memory.
+/// Makes queues and slots. Logs their place once for each network and place, with the reason if it is not the
+/// GPU's memory.
 pub(crate) fn open(
     parties: Parties<'_>,
     config: PeerConfig,

@@ -1,4 +1,4 @@
-//! What kernels and host have of a joined peer.
+//! Handles of a joined peer for kernels and the host.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -32,7 +32,7 @@ impl Slots {
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
         own: GpuMemory,
     ) -> Result<Self, ibgda::LinkError> {
-        // What failed is told by the queue itself.
+        // The queue itself names the failed request.
         let error = DevicePtr::NULL;
         let link = peer.link(Waits { error, abort_mask: waits.ptr(), timeout })?;
         Ok(Self { life: Mutex::new(life), peer, link, host, waits, own })
@@ -80,7 +80,7 @@ impl RemoteSlots for Slots {
     }
 }
 
-/// What kernels say of a queue: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
+/// Decodes a kernel's report about a queue: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
 fn describe(word: u64) -> String {
     let [code, syndrome, vendor, opcode, low, high, ..] = word.to_le_bytes();
     match code {

@@ -26,8 +26,8 @@ impl Nic {
     /// Registers host memory.
     ///
     /// # Safety
-    /// The memory stays allocated as long as the result lives, and whoever else uses it expects that
-    /// the NIC writes into it.
+    /// The memory stays allocated as long as the result lives. All other users of it expect the NIC to write into
+    /// it.
     ///
     /// # Errors
     /// [`NicError::Call`].
@@ -52,14 +52,14 @@ impl Nic {
         Ok(Registration { nic: Arc::clone(self), mr, by: RegisteredBy::Host })
     }
 
-    /// Registers GPU memory: by dma-buf, then by its address. Never with relaxed ordering, since flags
-    /// must not overtake what they announce.
+    /// Registers GPU memory: by dma-buf, then by its address. Never uses relaxed ordering, since flags must not
+    /// overtake the data that they announce.
     ///
     /// # Safety
     /// As [`register_host`](Self::register_host); `dma_buf` describes the memory, from `offset` on.
     ///
     /// # Errors
-    /// [`NicError::GpuMemory`], saying how both ways failed.
+    /// [`NicError::GpuMemory`], with the errors of both methods.
     pub unsafe fn register_gpu(
         self: &Arc<Self>,
         address: u64,
@@ -163,7 +163,7 @@ impl Nic {
     }
 }
 
-/// Who may use registered memory.
+/// Rights to registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rights {
     /// Requests of this side.

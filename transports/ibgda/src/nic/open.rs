@@ -17,7 +17,7 @@ pub(super) struct Closer<'a> {
 
 impl Drop for Closer<'_> {
     fn drop(&mut self) {
-        // SAFETY: opened by whoever made this value, used by nobody else yet.
+        // SAFETY: opened by the maker of this value, and not yet used elsewhere.
         unsafe { (self.libraries.verbs.ibv_close_device)(self.context.as_ptr()) };
     }
 }
@@ -47,7 +47,7 @@ pub(super) fn open_device(libraries: &Libraries, config: &NicConfig) -> Result<O
     let mut found = Vec::new();
     let mut opened = None;
     for idx in 0..usize::try_from(num_devices).unwrap_or(0) {
-        // SAFETY: the list has so many devices, valid until it is freed.
+        // SAFETY: the list has this number of devices and is valid until it is freed.
         let (device, name, is_mlx5) = unsafe {
             let device = *list.add(idx);
             let name = (verbs.ibv_get_device_name)(device);

@@ -1,4 +1,4 @@
-//! What a host lacks, as errors carry it: the same looks as those of the report.
+//! Missing parts of a host, as errors carry them, by the same checks as in the report.
 
 use std::fmt;
 use std::path::Path;
@@ -37,7 +37,7 @@ impl fmt::Display for Missing {
     }
 }
 
-/// What of these a host lacks, in words.
+/// Names the missing ones of these parts.
 pub(crate) fn list(missing: &[Missing]) -> String {
     if missing.is_empty() {
         return "nothing that `switchyard doctor` looks at is missing".to_owned();
@@ -46,7 +46,7 @@ pub(crate) fn list(missing: &[Missing]) -> String {
     format!("missing: {}; see `switchyard doctor`", names.join(", and "))
 }
 
-/// What a GPU lacks to reach a NIC's doorbell register, by the files below `root`.
+/// Parts that a GPU lacks to reach a NIC's doorbell register, by the files below `root`.
 #[must_use]
 pub fn missing_for_doorbells(root: &Path) -> Vec<Missing> {
     [(STREAM_MEM_OPS, Missing::StreamMemOps), (PEER_MAPPING, Missing::PeerMapping)]
@@ -56,8 +56,8 @@ pub fn missing_for_doorbells(root: &Path) -> Vec<Missing> {
         .collect()
 }
 
-/// What a NIC lacks to reach memory of a GPU, by the files below `root`: nothing where one of the two ways is
-/// there, else what both lack.
+/// Parts that a NIC lacks to reach memory of a GPU, by the files below `root`. Empty where one of the two methods
+/// works, otherwise the missing parts of both.
 #[must_use]
 pub fn missing_for_gpu_memory(root: &Path) -> Vec<Missing> {
     let ways = Ways::look(root);
@@ -93,7 +93,7 @@ impl DriverOption {
     }
 }
 
-/// What there is of the two ways to register memory of a GPU.
+/// State of the two methods that register memory of a GPU.
 pub(super) struct Ways {
     has_open_modules: bool,
     has_linux: bool,
@@ -119,7 +119,7 @@ impl Ways {
     }
 }
 
-/// What the driver was loaded with.
+/// Options that the driver was loaded with.
 pub(super) const PARAMS: &str = "proc/driver/nvidia/params";
 
 pub(super) const STREAM_MEM_OPS: DriverOption = DriverOption {

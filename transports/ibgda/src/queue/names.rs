@@ -11,11 +11,11 @@ use super::{Doorbell, QueuePath};
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{found}` is no {what}: expected {expected}")]
 pub struct ParseQueueError {
-    /// What was to be named.
+    /// Kind of the name.
     pub what: &'static str,
-    /// What was found.
+    /// Name found.
     pub found: String,
-    /// What there is.
+    /// Valid names.
     pub expected: &'static str,
 }
 

@@ -1,6 +1,6 @@
-//! The control path against a stand-in for libibverbs and libmlx5 (`mock/mlx5.c`), which takes apart
-//! what it is told with the vendor's structures and a transcription of its own of the firmware's
-//! commands. Nothing here was run on a ConnectX.
+//! The control path against a stand-in for libibverbs and libmlx5 (`mock/mlx5.c`). The stand-in decodes its input
+//! with the vendor's structures and a transcription of its own of the firmware's commands. Nothing here was run on
+//! a ConnectX.
 
 use crate::mock;
 use std::fmt::Write as _;
@@ -58,7 +58,7 @@ fn pair(nic: &Arc<Nic>, config: PeerConfig) -> (Peer, Peer) {
 fn handle(peer: &Peer) -> (PeerHandle, Vec<QueueHandle>) {
     let handle = peer.handle(ptr::null_mut(), ptr::null(), 1_000_000);
     let table = ptr::with_exposed_provenance::<QueueHandle>(usize::try_from(handle.qps).unwrap());
-    // SAFETY: the peer keeps the table, which has so many queues.
+    // SAFETY: the peer keeps the table, which has this number of queues.
     let queues = (0..handle.num_qps).map(|idx| unsafe { table.add(idx as usize).read() }).collect();
     (handle, queues)
 }
@@ -124,8 +124,8 @@ fn both_paths_give_connected_queues_that_kernels_can_use() {
     }
 }
 
-/// The firmware is told so, the doorbell is another register of the same page, posters are told, and a reset
-/// changes none of it.
+/// The firmware gets the setting, the doorbell is another register of the same page, posters get the setting, and
+/// a reset changes none of it.
 #[test]
 fn queues_without_a_doorbell_record_ring_another_register() {
     let Some(mock) = Mock::open() else { return };
@@ -157,8 +157,7 @@ fn place<T>(address: u64, offset: usize) -> *mut T {
     ptr::with_exposed_provenance_mut::<T>(usize::try_from(address).unwrap() + offset)
 }
 
-/// What posters and the NIC leave of a queue that failed after `consumed` completions, with four more that
-/// nobody took.
+/// State of a queue that failed after `consumed` completions, with four more that were not taken.
 fn wear_out(queue: &QueueHandle, consumed: u64) {
     let words = [
         (offset_of!(QueueState, reserved), 70_000),
@@ -169,7 +168,7 @@ fn wear_out(queue: &QueueHandle, consumed: u64) {
         (offset_of!(QueueState, poll_lock), 1),
         (offset_of!(QueueState, error), ERROR),
     ];
-    // SAFETY: the peer keeps all of it; nobody else uses it.
+    // SAFETY: the peer keeps all of it, and it has no other user.
     unsafe {
         for (offset, value) in words {
             place::<u64>(queue.state, offset).write(value);
@@ -209,7 +208,7 @@ fn expect_fresh(queue: &QueueHandle, consumed: u64) {
     }
 }
 
-/// Where a description has the number of the first packet.
+/// Offset of the first packet number in a description.
 const PSN_AT: usize = 44;
 /// Completion with an error, syndrome 15.
 const ERROR: u64 = 0x1503;
@@ -328,7 +327,7 @@ fn whatever_fails_nothing_is_left_behind() {
                 }
                 Err(text) => {
                     num_errors += 1;
-                    // The call, or the step whose absence was noticed.
+                    // The call, or the step that found it missing.
                     assert!(text.contains("ibv_") || text.contains("mlx5"), "{text}");
                 }
             }
@@ -415,7 +414,7 @@ fn what_a_host_lacks_is_named() {
         mock.settle();
     }
 
-    // What requests need, whoever makes the queue. Where DevX says what there is, it is believed.
+    // Requirements of requests, on both kinds of queues. Where DevX reports capabilities, that report counts.
     let requests: [(&str, Change); 4] = [
         ("atomic_operations is 0x0003, expected fetch-add and masked", |s| s.atomic_operations = 3),
         ("atomic_cap is 0, expected 1 (IBV_ATOMIC_HCA)", |s| (s.has_devx, s.atomic_cap) = (0, 0)),
@@ -451,7 +450,7 @@ fn what_a_host_lacks_is_named() {
     mock.settle();
 }
 
-/// Where a [`FarAccess`] has memory, and where that begins in what its descriptor describes.
+/// Memory of a [`FarAccess`], and its offset in the memory that its descriptor describes.
 const FAR_ADDRESS: u64 = 1 << 60;
 const FAR_OFFSET: u64 = 4096;
 
@@ -534,7 +533,7 @@ fn gpu_memory_goes_by_dma_buf_then_by_address_then_says_why_not() {
         let description = other.description();
         let one = one.join(&description).unwrap();
         assert_eq!(one.registered_by(), [expected; 2]);
-        // Parts of one piece of memory, whose descriptor says where they begin in it.
+        // Parts of one piece of memory. Their descriptor has their offset in it.
         let places = [one.slot(), one.mirror()].map(|part| {
             let offset = part.address() - FAR_ADDRESS;
             let described = part.dma_buf().ok().map(|(_, offset)| offset);

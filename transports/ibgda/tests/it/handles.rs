@@ -1,4 +1,4 @@
-//! What is wrong with a handle, in Rust and in C.
+//! Errors in a handle, found in Rust and in C.
 
 use crate::mock;
 use std::collections::BTreeSet;
@@ -83,7 +83,7 @@ const NUMBERS: [u32; 22] = [
     u32::MAX,
 ];
 
-/// Good ones, and such as have one to three other fields.
+/// Valid handles, and handles with one to three changed fields.
 fn handles() -> Vec<QueueHandle> {
     let mut seed = 1_u64;
     let mut choose = move |num: usize| {
@@ -120,7 +120,7 @@ fn handles() -> Vec<QueueHandle> {
     handles
 }
 
-/// What C says of each of the handles, whose bytes these are.
+/// Results of C for each handle, given as bytes.
 fn in_c(what: &str, bytes: &[u8]) -> Vec<String> {
     let dir = tempfile::tempdir().unwrap();
     let [source, program, input] =

@@ -1,4 +1,4 @@
-//! Libraries that are absent, are something else, or are older than what is needed.
+//! Libraries that are absent, invalid, or too old.
 
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use switchyard_ibgda::ffi::{MLX5_SYMBOLS, VERBS_SYMBOLS};
 use switchyard_ibgda::{Libraries, LibraryError};
 
-/// A library in `dir` with functions of these names, of which none is ever called.
+/// A library in `dir` with functions of these names; none is ever called.
 fn library(dir: &Path, name: &str, functions: impl Iterator<Item = &'static str>) -> PathBuf {
     let (source, library) = (dir.join(format!("{name}.c")), dir.join(format!("{name}.so")));
     let functions: String =
@@ -56,7 +56,7 @@ fn a_file_that_is_no_library_is_named_with_the_loader_s_reason() {
     let error = open(&verbs, &text).expect_err("it is text");
     assert!(matches!(&error, LibraryError::Open { .. }), "{error:?}");
     assert!(error.to_string().contains("text.so"), "{error}");
-    // By such names the loader would give this program itself, or what comes before the 0.
+    // For such names the loader would return this program itself, or the part before the 0.
     for no_name in ["", "a\0b"] {
         let error = Libraries::open_files(no_name, no_name).map(drop).expect_err("no such name");
         assert!(matches!(&error, LibraryError::Open { name, .. } if name == no_name), "{error:?}");

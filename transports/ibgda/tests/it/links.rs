@@ -1,5 +1,5 @@
-//! A joined peer as a line of the tables of fused kernels: what they read, and what is refused. That kernels
-//! post over such links is tested by `--test softnic` of `switchyard-tests`.
+//! A joined peer as an entry in the tables of fused kernels: the fields that they read, and refused values.
+//! `--test softnic` of `switchyard-tests` tests that kernels post over such links.
 
 use std::ptr;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use switchyard_ibgda::{
     QueuePath, Waits,
 };
 
-/// Addresses that nobody follows here.
+/// Addresses that no code dereferences here.
 const WAITS: Waits = Waits {
     error: DevicePtr(0x1_0008),
     abort_mask: DevicePtr(0x2_0004),
@@ -45,10 +45,10 @@ fn queue(path: QueuePath) -> QueueConfig {
     QueueConfig { path, depth: 128, ..QueueConfig::default() }
 }
 
-/// What kernels read at an address of this process.
+/// Content at an address of this process that kernels read.
 fn read<T: Copy>(address: u64) -> T {
     assert!(address.is_multiple_of(align_of::<T>() as u64));
-    // SAFETY: a structure of a peer that lives, in memory of this process that nobody else writes.
+    // SAFETY: a structure of a live peer, in memory of this process without another writer.
     unsafe { ptr::with_exposed_provenance::<T>(address as usize).read() }
 }
 
@@ -87,7 +87,7 @@ fn kernels_read_the_peer_and_its_queues_behind_a_link() {
             }
         }
 
-        // The same structure after a reset, and what is asked for anew takes its place.
+        // The same structure after a reset; new requests replace its content.
         let [mut client, _server] = rejoin([client, server]);
         let before: PeerHandle = read(to_server.request.context);
         assert_eq!(before.bound.timeout_ns, 3_000_000);
@@ -125,7 +125,7 @@ fn slots_of_other_frames_are_refused_by_name() {
         let other = if whose == "the peer's" { "this side's" } else { "the peer's" };
         assert!(text.contains(other) && text.contains(what), "{text}");
     }
-    // Larger ones are of use, and a server is no client: its slots are the other way around.
+    // Larger slots are usable. A server cannot act as a client: its slots are the other way around.
     let [mut client, mut server] =
         pair(&nic, queue(QueuePath::Plain), [request + 64, response + 64]);
     client.server(&geometry(), 1, WAITS).unwrap();

@@ -72,7 +72,7 @@ fn what_errors_carry_is_what_the_report_says() {
     assert_eq!(missing_for_doorbells(root), [Missing::PeerMapping]);
     fs::remove_file(root.join("proc/driver/nvidia/params")).unwrap();
     assert_eq!(missing_for_doorbells(root), [Missing::StreamMemOps, Missing::PeerMapping]);
-    // One way to memory of GPUs is enough.
+    // One method of reaching GPU memory is enough.
     write(root, "proc/sys/kernel/osrelease", "5.4.0\n");
     assert_eq!(missing_for_gpu_memory(root), []);
     write(root, "proc/modules", "mlx5_core 1 0\n");
@@ -144,7 +144,7 @@ fn each_thing_that_is_missing_is_named_with_what_to_do() {
     }
 }
 
-/// Whatever port is up will do: its number is a setting.
+/// Any active port suffices: its number is a setting.
 #[test]
 fn every_port_of_a_nic_counts() {
     let root = tempfile::tempdir().unwrap();
@@ -162,7 +162,7 @@ fn every_port_of_a_nic_counts() {
     assert!(text.contains("InfiniBand 200 Gb/sec"), "{text}");
 }
 
-/// What the report says of the stand-in's only mlx5 device.
+/// The report on the stand-in's only mlx5 device.
 fn device(mock: &Mock) -> (Report, Vec<Check>) {
     let report = probe_devices(&mock.libraries, &mock.config().root);
     mock.settle();
@@ -282,7 +282,7 @@ fn what_a_device_lacks_is_named_with_what_to_do() {
         ),
         ("port", State::Missing, "none", |s| s.num_ports = 0),
         ("device", State::Missing, "ibv_query_device failed", |s| {
-            // List, context for each of two looks; the query comes after them.
+            // List, and context for each of two inspections; the query comes after them.
             (s.num_failures, s.fail_code) = (4, libc::EIO);
         }),
     ];

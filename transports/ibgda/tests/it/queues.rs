@@ -1,5 +1,5 @@
-//! What queues of verbs and of DevX have in common, against the stand-in of `mock/mlx5.c`: the pages that
-//! they share, the numbers of their first packets, and what becomes of those that nobody can use.
+//! Common properties of queues of verbs and of DevX, against the stand-in of `mock/mlx5.c`: the pages that they
+//! share, the numbers of their first packets, and the handling of unusable ones.
 
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
@@ -12,7 +12,7 @@ use switchyard_ibgda::access::{
 use switchyard_ibgda::{HostAccess, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath};
 
 const SLOT_BYTES: usize = 4096;
-/// Where a description has the number of the first packet.
+/// Offset of the first packet number in a description.
 const PSN_AT: usize = 44;
 
 fn config(path: QueuePath, num_queues: usize) -> PeerConfig {
@@ -106,7 +106,7 @@ fn pages_that_queues_of_many_peers_share_are_mapped_once() {
                 assert_eq!(handle.sq, made.sq + ELSEWHERE);
             }
         }
-        // Whoever mapped the pages first may go first.
+        // The queue that mapped the pages first may be dropped first.
         drop(first);
         let doorbell = usize::try_from(mock.queue(peers[0].queues()[0].qpn()).doorbell).unwrap();
         let is_known = || known.lock().unwrap().contains(&(doorbell / 4096 * 4096));
@@ -206,7 +206,7 @@ fn a_peer_that_was_not_reset_or_is_elsewhere_is_not_joined_again() {
     }
 }
 
-/// No receive is posted: a write with immediate data must come back with an error.
+/// No receive is posted: a write with immediate data must fail.
 #[test]
 fn requests_that_wait_for_receives_end() {
     let Some(mock) = Mock::open() else { return };

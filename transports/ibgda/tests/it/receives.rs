@@ -1,5 +1,5 @@
-//! Queues with receives, against the stand-in of `mock/mlx5.c`: what a NIC would find when it begins to
-//! receive, and what is made of completions that the vendor's header spells.
+//! Queues with receives, against the stand-in of `mock/mlx5.c`: the state that a NIC finds when it begins to
+//! receive, and the decoding of completions that the vendor's header encodes.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
@@ -16,7 +16,7 @@ use switchyard_ibgda::{
     ReceiveError,
 };
 
-/// Of each queue: not a power of two.
+/// Receives of each queue: not a power of two.
 const NUM_RECEIVES: u32 = 5;
 /// `MLX5_CQE_*`
 const WRITE_IMM: u32 = 1;
@@ -105,7 +105,7 @@ impl SharedMemory for HiddenMemory {
 /// A big-endian word of a queue.
 fn word(address: u64) -> u32 {
     let word = ptr::with_exposed_provenance::<u32>(usize::try_from(address).unwrap());
-    // SAFETY: a record of a queue that lives; nobody writes it now.
+    // SAFETY: a record of a live queue, without a writer at this time.
     u32::from_be(unsafe { word.read_volatile() })
 }
 
@@ -139,7 +139,7 @@ fn receives_are_posted_before_a_queue_pair_is_ready_to_receive() {
             for round in 0..2 {
                 for queue in peers.iter().flat_map(Peer::queues) {
                     let (handle, made) = (queue.receives().unwrap(), mock.queue(queue.qpn()));
-                    // Every receive was looked at there, with the vendor's segment beside it.
+                    // The stand-in compared every receive with the vendor's segment.
                     assert_eq!((made.state, made.num_receives), (3, num_receives), "{round}");
                     assert_eq!(made.rq_depth, rq_depth);
                     assert_eq!(handle.dbrec, made.dbrec);
@@ -200,7 +200,7 @@ fn every_completion_is_taken_once_through_many_wraps() {
                 let posted = (number + u64::from(NUM_RECEIVES)) & 0xffff;
                 assert_eq!(u64::from(word(handle.dbrec)), posted);
             }
-            // What is left in the ring is of the round before.
+            // Entries left in the ring are of the round before.
             assert_eq!(one.receive(Duration::ZERO), Ok(None), "{number}");
         }
     });
@@ -254,7 +254,7 @@ fn errors_have_their_syndrome_and_a_reset_mends_them() {
     mock.on_both_paths(|path, nic| {
         let mut peers = pair(nic, path, NUM_RECEIVES);
         let handle = peers[0].queues()[0].receives().unwrap();
-        // Every round ends at another place of the ring, with some completions that nobody took.
+        // Every round ends at another place of the ring, with some completions that were not taken.
         for round in 0..40_u64 {
             for (what, spoil) in cases {
                 let queue = &peers[0].queues()[0];
@@ -310,7 +310,7 @@ fn receives_in_a_gpus_memory_are_posted_and_reset_by_copies() {
             let queue = &peers[0].queues()[0];
             let (qpn, handle) = (queue.qpn(), queue.receives().unwrap());
             assert_eq!(mock.queue(qpn).num_receives, NUM_RECEIVES, "{path:?} {round}");
-            // Kernels take: nobody here can.
+            // Kernels take from it: threads cannot.
             for number in 0..3 {
                 mock.complete(good(&handle, number));
             }
@@ -406,7 +406,7 @@ fn whatever_fails_nothing_is_left_behind() {
                 assert!(num_failures < 200, "never succeeds");
             }
         }
-        // For each of two queues one more completion queue, and by verbs one more look at its pieces.
+        // For each of two queues one more completion queue, and by verbs one more query of its pieces.
         let more = if path == QueuePath::Plain { 4 } else { 2 };
         assert_eq!(num_errors[1], num_errors[0] + more, "{path:?}: {num_errors:?}");
     }
@@ -446,7 +446,7 @@ fn receives_that_no_queue_can_have_are_refused() {
     mock.change(|state| state.rq_stride = 24);
     let text = refuse(QueuePath::Plain, 8);
     assert!(text.contains("libmlx5 made a queue with rq.stride 24, expected a multiple"), "{text}");
-    // One that nobody asked for does not matter.
+    // A feature that was not requested does not matter.
     mock.change(|state| state.rq_stride = 32);
     OpenPeer::open(&nic, &access, config(QueuePath::Plain, 0)).unwrap();
     // Receives may lie further apart, as those with a signature do.

@@ -1,5 +1,5 @@
-//! A stand-in for libibverbs and libmlx5 (`mlx5.c`), which takes apart what it is told with the vendor's
-//! structures and a transcription of its own of the firmware's commands.
+//! A stand-in for libibverbs and libmlx5 (`mlx5.c`). It decodes its input with the vendor's structures and a
+//! transcription of its own of the firmware's commands.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::path::Path;
@@ -11,7 +11,7 @@ use switchyard_ibgda::{Libraries, Nic, NicConfig, OpenPeer, Peer, QueuePath};
 #[path = "../../../../tests/support/src/skip.rs"]
 pub mod skip;
 
-/// Both ways of making queues.
+/// Both kinds of queues.
 pub const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 
 /// `struct mock`

@@ -1,4 +1,4 @@
-//! Peers that send nonsense, too much, or nothing: the program says what was wrong, by its deadline.
+//! Peers that send nonsense, too much, or nothing: the program reports the error by its deadline.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -60,7 +60,7 @@ impl Fake {
         payload
     }
 
-    /// What a well-behaved peer with the same options would say.
+    /// Messages of a correct peer with the same options.
     fn hello(&mut self) -> Vec<u8> {
         let mut hello = self.receive(HELLO);
         assert_eq!(hello.len(), HELLO_BYTES);
@@ -84,7 +84,7 @@ fn can_post() -> bool {
     softnic_driver::Driver::product().is_some()
 }
 
-/// What a hand-made peer does, and what must be said of it.
+/// Actions of a hand-made peer, and the expected report.
 type Case = (&'static str, &'static [&'static str], fn(&mut Fake));
 
 /// Runs a listener against each hand-made peer.
@@ -247,7 +247,7 @@ fn descriptions_that_make_no_sense() {
             ("slot bytes", &["`slot bytes`"], |fake| change(fake, 32, &[0xff; 8])),
             ("first packet", &["`psn`", "expected 24 bits"], |fake| change(fake, 47, &[1])),
             ("queue pair", &["`queue pair`"], |fake| change(fake, 52, &[0xff; 4])),
-            // Nobody is at this address: the transition to ready to receive is refused.
+            // No port has this address: the transition to ready to receive is refused.
             ("address", &["ibv_modify_qp failed", "routes"], |fake| change(fake, 8, &[0xff; 16])),
         ],
     );
@@ -299,14 +299,14 @@ fn listeners_that_are_none() {
     let (stream, _) = fake.accept().unwrap();
     connector.end().expect_failure(1, "connect", &["the peer stalls: 0 of 16 bytes"]);
     drop(stream);
-    // Nobody listens there any more.
+    // The listener is gone.
     drop(fake);
     let options = [&HASTY[..], &["--wait", "0.05"]].concat();
     let parts = ["connecting with 127.0.0.1:", "refused"];
     connect(address, &options).end().expect_failure(1, "connect", &parts);
     let arguments = [&["listen", "127.0.0.1:0"], &options[..]].concat();
     alone(&arguments).expect_failure(1, "connect", &["nobody connected within"]);
-    // An address that is not this host's is known before anything else happens.
+    // An address of another host is refused before anything else happens.
     let ended = alone(&["listen", "192.0.2.1:0", "--json", "--software-nic"]);
     ended.expect_failure(1, "connect", &["listening at 192.0.2.1:0 failed"]);
 }

@@ -1,4 +1,4 @@
-//! The program as a process, and what it printed.
+//! The program as a process, and its output.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use serde_json::Value;
 pub struct Side {
     child: Child,
     out: Option<BufReader<ChildStdout>>,
-    /// What `listen` printed first.
+    /// First line that `listen` printed.
     first: String,
 }
 
@@ -65,7 +65,7 @@ impl Side {
     pub fn end(mut self) -> Ended {
         let mut out = self.out.take().expect("the output");
         let mut text = self.first.clone();
-        // Read elsewhere, so that a program that prints much and one that does not end are both noticed.
+        // Read by another thread, so that the test notices both too much output and a program that does not end.
         let reader = std::thread::spawn(move || {
             let mut rest = String::new();
             out.read_to_string(&mut rest).expect("text");
@@ -110,7 +110,7 @@ impl Ended {
         stages.map(|line| (text(&line["stage"]), text(&line["state"]))).collect()
     }
 
-    /// What a stage said.
+    /// Output of a stage.
     pub fn detail(&self, stage: &str) -> String {
         let lines = self.lines();
         let line = lines.iter().find(|line| line["stage"] == stage && !line["state"].is_null());

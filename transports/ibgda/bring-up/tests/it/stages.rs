@@ -1,4 +1,4 @@
-//! Both sides as two processes over NICs in software: every stage, and what a failure looks like.
+//! Both sides as two processes over NICs in software: every stage, and the reports of failures.
 
 use crate::run;
 use crate::run::{Ended, alone, complete_host, connect, listen};
@@ -77,7 +77,7 @@ fn every_stage_passes_on_both_paths() {
         assert!(connector.detail("immediate").contains("syndrome 0x16"), "{}", connector.out);
         let expected = if queues == "1" { "the peer's to fail on" } else { "syndrome 0x16" };
         assert!(listener.detail("immediate").contains(expected), "{}", listener.out);
-        // The wrong key is what the queue itself reports.
+        // The queue itself reports the wrong key.
         assert!(connector.detail("error").contains("syndrome 0x13"), "{}", connector.out);
         let expected = if queues == "1" { "the peer's to fail on" } else { "syndrome 0x13" };
         assert!(listener.detail("error").contains(expected), "{}", listener.out);
@@ -202,7 +202,7 @@ fn a_part_of_the_stages_can_be_run() {
         );
         assert_eq!([state("get"), state("add"), state("masked")], [Some("ok"), Some("ok"), None]);
     }
-    // Nobody else is needed for what comes before the connection.
+    // Stages before the connection need no other side.
     let options = ["listen", "127.0.0.1:0", "--json", "--software-nic", "--stage", "..queues"];
     let side = alone(&options);
     assert_eq!(side.code, Some(0), "{}", side.out);
@@ -238,7 +238,7 @@ fn stand_still_at(stage: &str, part: &str) {
     let stalled = [&options[..], &["--stall-at", stage]].concat();
     let connector = connect(address, &stalled).end();
     connector.expect_failure(1, stage, &[part]);
-    // The other side either saw what was missing, or was told.
+    // The other side either noticed missing data or got this side's report.
     let listener = listener.end();
     listener.expect_failure(1, stage, &["peer"]);
     let told = format!("the peer failed at stage `{stage}`: ");
@@ -259,7 +259,7 @@ fn requests_that_the_nic_fails_are_named() {
         let range = format!("{stage}..");
         let options = ["--json", "--software-nic", "--queues", "2", "--stage", &range];
         let (listener, address) = listen(&options);
-        // Once the queues are reset, nothing is left of what was to fail.
+        // After the reset of the queues, nothing of the forced failure remains.
         let code = if stage == "reset" { 0 } else { 1 };
         let connector = connect(address, &[&options[..], &["--fail-at", stage]].concat()).end();
         let listener = listener.end();
@@ -342,7 +342,7 @@ fn wrong_usage_has_status_2() {
     assert!(help.out.contains("3 this host lacks something"), "{}", help.out);
 }
 
-/// What the guide shows is what the program prints, but for numbers.
+/// The guide shows the program's output, except for numbers.
 #[test]
 fn the_guide_shows_what_is_printed() {
     if !can_post() {

@@ -1,5 +1,5 @@
-//! Which sides come together by handshake: those that are alike in what their queues need, with device slots;
-//! the others by another transport, or not at all and told why.
+//! Pairs in the handshake. Sides with equal properties of queues join with device slots. Others join by another
+//! transport, or get a refusal with the reason.
 
 use crate::rig;
 use std::net::SocketAddr;
@@ -57,7 +57,7 @@ impl Network for OnInfiniBand {
     }
 }
 
-/// Of the client on GPU 1, or the server on GPU 0.
+/// Name of the client on GPU 1, or of the server on GPU 0.
 fn device(is_client: bool) -> Option<DeviceSide> {
     let gpu = Gpu::open_emulated(is_client.into()).expect("a GPU in software");
     let (own_slot_bytes, peer_slot_bytes) = if is_client { (4096, 8192) } else { (8192, 4096) };
@@ -132,7 +132,7 @@ async fn sides_that_differ_take_another_transport_or_are_told_both_values() {
             assert!(reject.message.contains(&offer), "{offer}: {reject}");
         }
     }
-    // Those that are alike, and one that has what the other wants beside something else.
+    // Sides with equal properties, and one that offers the other's properties beside different ones.
     for networks in [&[Arc::clone(&two)][..], &[Arc::clone(&three), Arc::clone(&two)]] {
         let here = meet(addr, &BOTH, networks, device(true)).await.expect("by requests");
         let there = timeout(PATIENCE, peers.recv()).await.expect("in time").expect("a peer");

@@ -1,5 +1,5 @@
-//! Pairs whose hosts are joined by libfabric, with queues on a NIC in software: both sides come together, signs
-//! of life arrive, and whatever a pair had is given back when it goes, although nobody drives its endpoints.
+//! Pairs whose hosts are joined by libfabric, with queues on a NIC in software. Both sides join, and signs of life
+//! arrive. A dropped pair frees everything, although no thread drives its endpoints.
 
 use crate::skip;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use switchyard_ibgda_network::{DeviceConfig, DeviceNetwork};
 
 const REQUEST_BYTES: u64 = 8 << 20;
 const RESPONSE_BYTES: u64 = 4 << 20;
-/// A quarter of what ten pairs of these slots have.
+/// A quarter of the memory of ten pairs of these slots.
 const KEPT_KIB: u64 = 10 * (REQUEST_BYTES + RESPONSE_BYTES) / 1024 / 4;
-/// In which nothing but the library's own threads work for a pair that is gone: above the 5 s for which a pair is
-/// remembered whose peer says no farewell.
+/// Time in which only the library's own threads work for a dropped pair. It exceeds the 5 s for which a pair is
+/// remembered whose peer sends no farewell.
 const AT_ONCE: Duration = Duration::from_secs(20);
 const NUM_QUEUES: usize = 2;
 
@@ -47,7 +47,7 @@ fn sides() -> [DeviceSide; 2] {
     sides_of(REQUEST_BYTES, RESPONSE_BYTES)
 }
 
-/// What this process holds.
+/// Resources of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Holdings {
     queue_pairs: Vec<u32>,
@@ -58,8 +58,8 @@ struct Holdings {
 }
 
 impl Holdings {
-    /// Allocators keep some memory, and libc the stacks of threads that ended (2 MiB each), on a busy host of
-    /// several at a time. What is asked about again and again would be more than that in the end.
+    /// Allocators keep some memory, and libc keeps the stacks of threads that ended (2 MiB each), several at a
+    /// time on a busy host. A leak in repeated steps would exceed that in the end.
     fn is(&self, other: &Self) -> bool {
         let alike = Self { mapped_kib: other.mapped_kib, ..self.clone() };
         alike == *other && self.mapped_kib <= other.mapped_kib + KEPT_KIB
@@ -76,7 +76,7 @@ fn holdings() -> Holdings {
     Holdings { queue_pairs, num_registrations, num_descriptors, mapped_kib: mapped_bytes / 1024 }
 }
 
-/// Of a line as in `7f0000000000-7f0000001000 rw-p …`.
+/// Bytes of a line such as `7f0000000000-7f0000001000 rw-p …`.
 fn writable_bytes(line: &str) -> Option<u64> {
     let (range, rest) = line.split_once(' ')?;
     let (begin, end) = range.split_once('-')?;
@@ -126,7 +126,7 @@ fn join_and_leave(networks: [&DeviceNetwork; 2], turn: usize) {
     }
 }
 
-/// What is held once the library has made its threads and tables, and allocators have what they keep.
+/// Resources held once the library has made its threads and tables, and allocators have their caches.
 fn warm_up(networks: [&DeviceNetwork; 2]) -> Holdings {
     for turn in 0..4 {
         join_and_leave(networks, turn);
@@ -164,8 +164,8 @@ fn sides_that_never_become_pairs_leave_addresses_at_most() {
         drop(server);
         given_back(&before, "a side that could not join");
     }
-    // One that joins a side which is gone by then: nobody says that the other will never write, so libfabric's
-    // transport keeps the addresses of the host's slot to itself for good, without pages behind them.
+    // A side that joins one which is gone by then. No message says that the other will never write. So libfabric's
+    // transport reserves the addresses of the host's slot for good, without pages behind them.
     for _ in 0..3 {
         let [client, server] = open_sides(networks, &sides());
         let theirs = server.description();

@@ -1,5 +1,5 @@
-//! Pairs of sides over NICs in software behind the calls of libibverbs and libmlx5: what hosts and kernels
-//! are given, what a failure looks like, and that bytes which make no sense leave nothing behind.
+//! Pairs of sides over NICs in software behind the calls of libibverbs and libmlx5: handles for hosts and kernels,
+//! reports of failures, and invalid bytes, which must leave nothing behind.
 
 use std::sync::Arc;
 
@@ -50,10 +50,10 @@ fn is_on_a_gpu(address: u64) -> bool {
     is_known(0) != is_known(1)
 }
 
-/// What stands at an address of a GPU in software, which this process reaches as its own.
+/// Value at an address of a GPU in software, which this process reaches as its own.
 fn in_software<T: Copy>(address: u64) -> T {
     let at = usize::try_from(address).expect("an address");
-    // SAFETY: a table that was written whole when the link was made, and that nobody writes since.
+    // SAFETY: a table that was written whole when the link was made, and is not written since.
     unsafe { std::ptr::with_exposed_provenance::<T>(at).read() }
 }
 
@@ -76,7 +76,7 @@ fn holdings() -> (Vec<u32>, usize, u64) {
     (nic.queue_pairs(), nic.num_registrations(), gpu().free_bytes().expect("software"))
 }
 
-/// The host's queue is made by libibverbs, which knows no other, whatever the kernels' are.
+/// libibverbs makes the host's queue, the only kind that it supports, whatever kind the kernels' queues are.
 #[test]
 fn the_hosts_queue_has_a_record_where_those_of_kernels_have_none() {
     let _turn = turn();
@@ -116,7 +116,7 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
             assert_eq!(network.rdma_device(), Some("softnic_0"));
         }
         let pairs = join([&networks[0], &networks[1]]);
-        // Those of the kernels, and the host's, at both ends.
+        // Queues of the kernels, and the host's, at both ends.
         assert_eq!(holdings().0.len(), before.0.len() + 2 * (num_queues + 1));
         for (((joined, pair), [own, peer]), place) in pairs
             .iter()
@@ -124,7 +124,7 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
             .zip(places)
         {
             assert_eq!(joined.endpoint.kind(), TransportKind::Ibgda);
-            // Whatever the size of device slots.
+            // Independent of the size of device slots.
             assert_eq!(joined.slot.len(), CONTROL_BYTES + NUM_FRAMES * 4096);
             assert_eq!((pair.own_bytes(), pair.peer_bytes()), (own, peer));
             let link = pair.link();
@@ -137,7 +137,7 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
             for slot in [pair.own(), link.window] {
                 assert_eq!(is_on_a_gpu(slot.0), is_in_gpu, "{place}");
             }
-            // What kernels alone read and count is near them. What the NIC or the host reads is not.
+            // Data and counts of kernels alone are near them. Data that the NIC or the host reads is not.
             let peer: PeerHandle = in_software(link.context);
             let queue: QueueHandle = in_software(peer.qps);
             for (address, is_near) in [
@@ -167,7 +167,7 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
         }
         let executed = softnic_verbs::nic().expect("a NIC").lock().num_requests() - num_requests;
         assert_eq!(executed, 900);
-        // Many at once are as good as some.
+        // Many adds under way suffice as a sign of life.
         let remote = pairs[0].1.as_remote().expect("a way");
         for _ in 0..5000 {
             remote.show_life(8).expect("in service");
@@ -199,7 +199,7 @@ fn slots_lie_in_the_memory_of_the_host_where_the_nic_cannot_have_a_gpus() {
     let strict = network(DeviceConfig { slots: gpu, ..config(QueuePath::Plain, 2) });
     let before = holdings();
     softnic_verbs::refuse_memory(Some(is_on_a_gpu));
-    // More than once, though it is told once.
+    // More than once, though it is logged once.
     for _ in 0..2 {
         let pairs = join([&networks[0], &networks[1]]);
         for (_, pair) in &pairs {
@@ -213,7 +213,7 @@ fn slots_lie_in_the_memory_of_the_host_where_the_nic_cannot_have_a_gpus() {
         drop(pairs);
         assert_eq!(holdings(), before);
     }
-    // Who wants nothing else is told why not.
+    // A side that accepts nothing else gets the reason.
     let [client, _] = sides();
     let layout = host_layout(&strict, &client);
     let refused = strict.open_device(&layout, ROUTE, &client).expect_err("no memory of a GPU");
@@ -229,7 +229,7 @@ fn slots_lie_in_the_memory_of_the_host_where_the_nic_cannot_have_a_gpus() {
     assert_eq!(holdings(), before);
 }
 
-/// A GPU's memory that is used up is not what another place of slots is for.
+/// Another place of slots is no remedy for a GPU's exhausted memory.
 #[test]
 fn slots_that_a_gpu_has_no_room_for_are_refused() {
     let _turn = turn();
@@ -270,7 +270,7 @@ fn failed_queue(places: [SlotPlace; 2]) {
     }
     assert!(remote.health().is_err() && remote.show_life(0).is_err());
     assert!(own_word(&pairs[0].1, 0) >= 5);
-    // A pair that is out of service answers nobody: the other end learns of it when it posts.
+    // A pair that is out of service answers no request: the other end notices when it posts.
     let remote = pairs[0].1.as_remote().expect("a way");
     until("a failure", || remote.show_life(0).is_err());
     assert!(remote.health().is_err());
@@ -430,7 +430,7 @@ fn bytes_that_make_no_sense_are_refused_and_leave_nothing() {
         refuse("a queue too few", &|bytes| bytes.truncate(48));
         refuse("nothing", &|bytes| bytes.clear());
     }
-    // A queue pair with another one's number, or nobody's: joined, and of no use, and nothing is left.
+    // A queue pair with the number of another one, or of none: it joins, is unusable, and leaves nothing behind.
     for at in 0..len {
         let [client, server] = open([&networks[0], &networks[1]]);
         let mut theirs = server.description();

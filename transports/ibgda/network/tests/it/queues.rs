@@ -1,6 +1,6 @@
-//! Queues of a pair however each side makes them: what kernels are given, and that what they post arrives. The
-//! device functions post, on this machine's processor (`posts/posts.cpp`), to NICs in software behind the calls of
-//! libibverbs and libmlx5.
+//! Queues of a pair, for every combination of kinds on both sides: handles for kernels, and arrival of their data.
+//! The device functions post, on this machine's processor (`posts/posts.cpp`), to NICs in software behind the
+//! calls of libibverbs and libmlx5.
 
 use crate::skip;
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -29,7 +29,7 @@ const FLAGS: u64 = 3 * PIECE_BYTES;
 /// Two requests each, so that indices go around the queue many times.
 const NUM_PUTS: u64 = 1000;
 
-/// A way to make queues, and a doorbell.
+/// A kind of queue, and a doorbell.
 type Choice = (QueuePath, Doorbell);
 
 const PLAIN: Choice = (QueuePath::Plain, Doorbell::WithRecord);
@@ -47,13 +47,13 @@ fn network(choice: Choice) -> DeviceNetwork {
     DeviceNetwork::new(Arc::new(inner), nic(), config(choice))
 }
 
-/// What kernels of this side are given, and its queues.
+/// Handles of this side's kernels, and its queues.
 fn given(pair: &DevicePair) -> (*const PeerHandle, Vec<QueueHandle>) {
     let peer: *const PeerHandle = ptr::with_exposed_provenance(pair.link().context as usize);
-    // SAFETY: the context is that of a way over queues, which lie in pages of this process as long as the pair.
+    // SAFETY: the context of a link over queues, which lie in pages of this process as long as the pair.
     let (qps, num) = unsafe { ((*peer).qps, (*peer).num_qps) };
     let first: *const QueueHandle = ptr::with_exposed_provenance(qps as usize);
-    // SAFETY: so many handles lie there; nobody writes them.
+    // SAFETY: this number of handles lies there, and no thread writes them.
     let queues = (0..num as usize).map(|idx| unsafe { first.add(idx).read() }).collect();
     (peer, queues)
 }
@@ -105,7 +105,7 @@ fn what_kernels_post_arrives_however_either_side_makes_its_queues() {
             unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), mirror, bytes.len()) };
             let executed = || softnic_verbs::nic().expect("a NIC").lock().num_requests();
             let before = executed();
-            // SAFETY: what a link leads to, and a slot that has room for pieces and flags.
+            // SAFETY: the objects of a link, and a slot that has room for pieces and flags.
             let status = unsafe { post(peer, PIECE_BYTES, FLAGS, NUM_PUTS) };
             assert_eq!(status, 0, "{choices:?}, from {from}");
             assert_eq!(executed() - before, 2 * NUM_PUTS * NUM_QUEUES as u64);

@@ -1,4 +1,4 @@
-//! Two sides in one process, whose kernels post to a NIC in software.
+//! Two sides in one process. Their kernels post to a NIC in software.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,11 +17,11 @@ pub const NUM_FRAMES: usize = 2;
 /// Of waits that end well, even on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A process has one NIC behind the libraries, and what it holds is counted.
+/// A process has one NIC behind the libraries, and the tests count its objects.
 pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    // Whatever the test before has come to.
+    // Independent of the result of the test before.
     softnic_verbs::refuse_memory(None);
     turn
 }
@@ -37,7 +37,7 @@ pub fn gpu() -> Gpu {
     Gpu::open_emulated(0).expect("a GPU in software")
 }
 
-/// What client and server bring, with slots for requests and for answers of so many bytes.
+/// Sides of the client and the server, with slots of this number of bytes for requests and for answers.
 pub fn sides_of(request_bytes: u64, response_bytes: u64) -> [DeviceSide; 2] {
     let side = |own_slot_bytes, peer_slot_bytes| {
         let (gpu, shape) = (gpu(), b"alike".to_vec());
@@ -46,7 +46,7 @@ pub fn sides_of(request_bytes: u64, response_bytes: u64) -> [DeviceSide; 2] {
     [side(response_bytes, request_bytes), side(request_bytes, response_bytes)]
 }
 
-/// Of the hosts' slots.
+/// Layout of the hosts' slots.
 pub fn host_layout(network: &DeviceNetwork, side: &DeviceSide) -> SlotLayout {
     network.device_layout(side, NUM_FRAMES).expect("a layout")
 }
@@ -86,7 +86,7 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Fails if drivers of queues did what none may.
+/// Fails if drivers of queues committed a violation.
 pub fn check_drivers() {
     let violations = softnic_verbs::violations();
     assert!(violations.is_empty(), "{}", violations.join("; "));

@@ -1,5 +1,6 @@
-// Posts more than a queue or a block takes, on queues that no NIC looks at: says what was not refused, and how.
-// With simt.hpp in front of it a warp is 32 fibres, else a thread stands for one.
+// Posts more than a queue or a block takes, on queues that no NIC reads. Reports each call that was
+// not refused, or refused with another status. With simt.hpp in front of it a warp is 32 fibres,
+// otherwise one thread stands for it.
 #include <cstdio>
 #include <cstring>
 #include <optional>
@@ -58,7 +59,7 @@ struct Queue {
 
 Queue queue;
 
-// The leader's word, behind what all lanes have done.
+// The leader's word, behind the work of all lanes.
 template <class Group> uint64_t seen(const uint64_t& word) {
     return Group::leader([&] { return word; });
 }
@@ -93,7 +94,7 @@ template <class Group, class Fresh, class Post> void groups(Fresh&& fresh, Post&
         // Nothing of the group, and nothing that comes behind it.
         EXPECT(post(1, nop) == SY_MLX5_ARGUMENT);
         EXPECT(seen<Group>(queue.state.published) == 0 && seen<Group>(queue.doorbell) == 0);
-        // What stands there instead would do nothing.
+        // The replacement there would do nothing.
         const uint32_t head = *reinterpret_cast<const uint32_t*>(queue.sq + 5 * 64);
         EXPECT((__builtin_bswap32(head) & 0xff) == SY_MLX5_OPCODE_NOP);
     }

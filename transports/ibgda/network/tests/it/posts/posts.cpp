@@ -3,8 +3,8 @@
 
 using namespace switchyard::comm;
 
-// On every queue in turn, `num` times: puts its piece of the mirror and sets its flag behind it to the number of
-// the put. What ended it, or SY_MLX5_OK once all is complete.
+// On every queue in turn, `num` times: puts its piece of the mirror and sets its flag behind it to
+// the number of the put. Returns the status that ended it, or SY_MLX5_OK once all is complete.
 extern "C" uint32_t sy_post_on_every_queue(const sy_ibgda_peer* peer, uint64_t piece_bytes,
                                            uint64_t flags_offset, uint64_t num) {
     for (uint64_t i = 1; i <= num; ++i)
