@@ -1,6 +1,6 @@
-// What launchers decide before they launch anything: whether parameters can be used, and the size of the
-// launch. Plain C++ without CUDA, so that hosts without a toolkit compile it too; kernels/src/check.rs
-// and plan.rs say the same in Rust, and a test compares them.
+// Checks and sizes of launchers: whether parameters can be used, and the size of the launch. Plain
+// C++ without CUDA, so that hosts without a toolkit compile it too. kernels/src/check.rs and
+// plan.rs are the same in Rust, and a test compares them.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +71,7 @@ namespace switchyard {
     return lists.max_rows != 0 ? SY_OK : SY_LAUNCH_TOKENS;
 }
 
-// Version, geometry and table: what the parameters of all fused kernels have.
+// Version, geometry and table: the parameters that all fused kernels have.
 template <class Params>
 [[nodiscard]] int check_common(const Params& params, const void* table, uint32_t num_peers) {
     if (params.version != SY_DEVICE_ABI_VERSION)
@@ -231,7 +231,7 @@ constexpr uint32_t kGenericThreads = 256;
 constexpr uint32_t kMultiprocessors = 132;
 constexpr uint32_t kTunedHidden = 7168, kTunedTopK = 8, kTunedThreads = 448;
 
-// From so many tokens on a block of dispatch takes two or more.
+// From this number of tokens on, a block of dispatch takes two or more.
 constexpr uint32_t kTokensInPairs = 96;
 
 // Blocks for `num_units` of work: one each as long as every multiprocessor has at most one, then two
@@ -279,13 +279,14 @@ constexpr uint32_t kMostFewBlocks = 64;
     return plan_for(params.geometry.hidden == kTunedHidden, num_blocks);
 }
 
-// Of the kernels that multiply, which fill a multiprocessor's shared memory.
+// Size for the kernels that multiply, which fill a multiprocessor's shared memory.
 [[nodiscard]] inline LaunchPlan plan_products(const sy_expert_compute_params& params) {
     return {params.num_blocks != 0 ? params.num_blocks : kMultiprocessors, SY_PRODUCT_THREADS,
             false};
 }
 
-// Of the stage's first kernel. Requests of another type than the weights' are converted before.
+// Size for the stage's first kernel. Requests of another type than the weights' are converted
+// before.
 [[nodiscard]] inline LaunchPlan plan(const sy_expert_compute_params& params) {
     if (params.geometry.dtype == params.weights_dtype)
         return plan_products(params);

@@ -1,5 +1,4 @@
-// What the launchers of the transport measurements decide before they launch anything. kernels/src/p2p.rs
-// says the same in Rust.
+// Checks of the launchers of the transport measurements. kernels/src/p2p.rs is the same in Rust.
 #pragma once
 
 #include <cstdint>

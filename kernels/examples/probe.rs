@@ -1,5 +1,5 @@
-//! Prints what this host's GPUs look like from here: `cargo run -p switchyard-kernels --example
-//! probe [--features cuda]`.
+//! Prints this host's GPUs as this build sees them: `cargo run -p switchyard-kernels --example probe [--features
+//! cuda]`.
 
 fn main() {
     let report = switchyard_kernels::probe();

@@ -333,7 +333,7 @@ void expert_outputs_are_weighted_and_summed() {
     }
 }
 
-// Two frames of a pair are under way at once, and the ring turns many times.
+// Two frames of a pair are under way together, and the ring wraps many times.
 void two_frames_in_flight_keep_apart() {
     World world(512, 4, SY_DTYPE_F8_E4M3, 16, 2, 2, 24);
     for (auto& client : world.clients)
@@ -391,13 +391,13 @@ void a_captured_graph_replays_with_new_inputs() {
     }
 }
 
-// Layers of a client and a server in one stream, whose kernels work beside the one before them.
+// Layers of a client and a server in one stream. Each kernel works beside the one before it.
 void kernels_that_go_ahead_keep_the_order() {
     constexpr uint32_t kEarly = SY_LAUNCH_FLAG_PDL | SY_LAUNCH_FLAG_EARLY;
     struct Size {
         uint32_t capacity, combine_blocks;
     };
-    // Combine lets the next dispatch start at once with up to 64 blocks.
+    // Combine lets the next dispatch start immediately with up to 64 blocks.
     for (const Size size : {Size{1, 0}, {64, 0}, {128, 0}, {128, 24}, {600, 0}})
         for (const bool echo : {false, true}) {
             const uint32_t capacity = size.capacity;
@@ -630,7 +630,8 @@ void a_silent_server_is_named_within_the_bound() {
               "tag %u peer %u reason %u", error.tag, error.peer, error.reason);
         CHECK(handle.missing == 1 && handle.refused == 0, "missing %x", handle.missing);
         to_device(&client.state->error, sy_error_word{});
-        // The late answer still lands, and the sum is whole. What was summed before has to come again.
+        // The late answer still lands, and the sum is whole. Parts summed before must be sent
+        // again.
         *abort_mask = 0;
         client.timeout_ns = 2'000'000'000;
         world.servers[0]->recv(world.stream);

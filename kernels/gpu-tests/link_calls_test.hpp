@@ -1,5 +1,5 @@
-// put_nbi_warp and get_nbi_warp over direct stores: random bytes to a poisoned slot on this GPU and back, at
-// every alignment, by the kernel for direct stores alone and the one for any way.
+// put_nbi_warp and get_nbi_warp over direct stores: random bytes to a poisoned slot on this GPU and
+// back, at every alignment, by the kernel for direct stores alone and by the one for any path.
 #pragma once
 
 #include <cstdint>

@@ -98,7 +98,7 @@ class Slots {
     const uint32_t num_ranks_;
 };
 
-// Poisons a slot but for what must start as zero.
+// Poisons a slot except for words that must start as zero.
 inline void reset_request_slot(const sy_frame_geometry& geometry, uint8_t* slot) {
     CHECK_CUDA(cudaMemset(slot, 0xff, geometry.control_offset));
     for (uint32_t i = 0; i < geometry.num_frames; ++i)
@@ -115,7 +115,7 @@ inline void reset_response_slot(const sy_frame_geometry& geometry, uint8_t* slot
     CHECK_CUDA(cudaMemset(slot + geometry.response_control_offset, 0, SY_CONTROL_BYTES));
 }
 
-// Buffers of a rank, for the largest run; runs take what they need.
+// Buffers of a rank, for the largest run; each run uses a part.
 struct Buffers {
     uint16_t *hidden_states[kNumInputs], *outs, *expected[kNumInputs];
     int32_t* topk_idx[kNumInputs];

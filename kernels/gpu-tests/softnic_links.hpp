@@ -1,5 +1,6 @@
-// The calls of a link (put_get.cuh) over queues that a NIC carries out: random bytes from the mirror and from
-// elsewhere to a poisoned slot on the last GPU and back, at every alignment, and what a link refuses.
+// The calls of a link (put_get.cuh) over queues that a NIC executes: random bytes from the mirror
+// and from elsewhere to a poisoned slot on the last GPU and back, at every alignment, and the calls
+// that a link refuses.
 #pragma once
 
 #include <cinttypes>
@@ -59,7 +60,7 @@ struct LinkRig {
             CHECK_CUDA(cudaFree(pointer));
     }
 
-    // Poisons all but what is behind the parts. Not while the NIC runs.
+    // Poisons all but the words behind the parts. Not while the NIC runs.
     void clear() {
         CHECK_CUDA(cudaSetDevice(target_gpu));
         CHECK_CUDA(cudaMemset(slot, kSlotPoison, kSlotBytes - kTail));
@@ -94,7 +95,7 @@ struct LinkRig {
         CHECK_CUDA(cudaGetLastError());
         CHECK_CUDA(cudaStreamSynchronize(stream));
     }
-    // Makes the calls beside the NIC, whose requests are counted, and compares what they say.
+    // Makes the calls beside the NIC, counts its requests, and compares the results.
     uint64_t call(const switchyard::impls::LinkCallsParams& params, const uint32_t (&expected)[3]) {
         // Indices go on from call to call.
         nic.prepare(is_fresh);
@@ -166,8 +167,8 @@ void bytes_go_through_a_nic_and_back(LinkRig& rig, std::mt19937_64& random) {
         }
 }
 
-// Nothing comes of what leaves the slot or would land in what is no mirror, and the link says that it is out of
-// service.
+// A copy that leaves the slot, or that would land outside of the mirror, moves nothing, and the
+// link reports that it is out of service.
 void links_refuse(const Backend& backend, bool is_collapsed, int num_gpus) {
     LinkRig beyond(backend, is_collapsed, num_gpus);
     const uint64_t last = LinkRig::kSlotBytes - 32;
@@ -186,7 +187,7 @@ void links_refuse(const Backend& backend, bool is_collapsed, int num_gpus) {
     into_other.expect_refused(0, 64);
     const auto bytes = into_other.bytes_of(into_other.elsewhere + 1024, 64);
     expect_bytes(bytes, 0, {}, 64, 0, "memory that is no mirror");
-    // What was put before is there.
+    // The bytes put before are there.
     const std::vector<uint8_t> ones(64, 1);
     expect_bytes(into_other.bytes_of(into_other.slot, 128), 0, ones, 128, LinkRig::kSlotPoison,
                  "slot");

@@ -14,7 +14,7 @@ using softnic::QueueSizes;
 using softnic::SendQueue;
 using softnic::Where;
 
-// One way from a sender to a slot on another GPU: a mirror, queues, and the handle of the two.
+// One path from a sender to a slot on another GPU: a mirror, queues, and the handle of the two.
 struct Way {
     std::vector<SendQueue> queues;
     std::vector<uint32_t> numbers; // in the sender's NIC
@@ -28,7 +28,7 @@ struct WorldSizes {
     Where where = Where::kHost;
     bool has_copy_engines = false; // instead of the NIC kernel; queues in host memory
     uint64_t bound_ns = 2'000'000'000;
-    // What peers may do to a slot: fused kernels read nothing of it.
+    // Rights of peers to a slot: fused kernels read nothing of it.
     uint32_t access = softnic::kRemoteWrite | softnic::kRemoteAtomic;
 };
 
@@ -38,8 +38,8 @@ inline std::unique_ptr<Nic> make_nic(int gpu, bool has_copy_engines) {
     return std::make_unique<NicKernel>(gpu);
 }
 
-// A way of the current GPU, which is the NIC's, to `slot` as that GPU reaches it. Keys, addresses and queue
-// pairs are those of the way's number `way_idx`, which no other way of this NIC has.
+// A path of the current GPU, which is the NIC's, to `slot` as that GPU reaches it. Keys, addresses
+// and queue pairs are those of the path's number `way_idx`, which no other path of this NIC has.
 inline Way make_way(Nic& nic, const WorldSizes& sizes, uint32_t way_idx, uint8_t* slot,
                     uint64_t slot_bytes, uint32_t peer_idx, sy_error_word* error) {
     Way way = {};
@@ -124,14 +124,14 @@ class NicWorld {
             client->flags = SY_DISPATCH_FLAG_CONTACT_ALL;
     }
 
-    // Joins everybody by stores, or by the NICs.
+    // Joins all ranks by stores, or by the NICs.
     void connect(bool by_nic) {
         for (uint32_t c = 0; c < clients.size(); ++c) {
             CHECK_CUDA(cudaSetDevice(client_gpus[c]));
             for (uint32_t s = 0; s < servers.size(); ++s) {
                 clients[c]->servers[s].request =
                     by_nic ? requests[c][s].link : direct(servers[s]->clients[c].request);
-                // What a NIC brought stays there, and would tell of an answer that is not there yet.
+                // Data from a NIC stays there, and would announce an answer that is not there yet.
                 if (!by_nic)
                     clients[c]->poison(s);
             }

@@ -103,7 +103,7 @@ SY_HOST(expert_recv)
 SY_HOST(expert_send)
 SY_HOST(echo)
 
-// The calls of a link, by a kernel for direct stores alone or for any way.
+// The calls of a link, by a kernel for direct stores alone or for any path.
 extern "C" void sy_host_link_calls(const impls::LinkCallsParams* params, uint32_t any_way) {
     const auto kernel = any_way != 0 ? impls::link_calls_kernel<comm::kAnyWay>
                                      : impls::link_calls_kernel<comm::kDirectOnly>;

@@ -20,7 +20,7 @@ pub enum CheckError {
     /// A pointer that must be set is null.
     #[error("a required pointer is null")]
     Null = 2,
-    /// A pointer is not aligned, or a size is not a multiple of what is copied at a time.
+    /// A pointer is not aligned, or a size is not a multiple of the copy unit.
     #[error("a pointer is not aligned to 16 bytes, or a size is no multiple of them")]
     Alignment = 3,
     /// The hidden size cannot be used.
@@ -44,7 +44,7 @@ pub enum CheckError {
     /// The geometry was not made by [`FrameGeometry::new`].
     #[error("frame geometry: expected what `FrameGeometry::new` computes")]
     Geometry = 10,
-    /// The way to a peer is not compiled in.
+    /// The path to a peer is not compiled in.
     #[error("link: a way to a peer that this build does not know")]
     Way = 11,
     /// A wait would have no bound.

@@ -1,4 +1,4 @@
-//! What kernels leave in an error word, for people.
+//! Text for error words of kernels.
 
 use std::fmt;
 

@@ -4,9 +4,9 @@
 //! Without the feature `cuda` everything compiles and [`Gpu::open`] says that this build has no GPU
 //! support. With it the CUDA driver is opened at run time; a host without one gets an error.
 //!
-//! With the feature `emulated` there are GPUs in software besides, for tests on hosts without one. Nobody
-//! gets one by accident: only [`Gpu::open_emulated`] and the name `emulated:N` open it, and
-//! [`probe`](crate::probe()) does not list it.
+//! With the feature `emulated` there are GPUs in software besides, for tests on hosts without one. They are never
+//! opened by accident: only [`Gpu::open_emulated`] and the name `emulated:N` open one, and
+//! [`probe`](crate::probe()) does not list them.
 
 #[macro_use]
 mod kind;
@@ -84,8 +84,8 @@ pub struct Prepared<P> {
 }
 
 impl Gpu {
-    /// Opens GPU `ordinal` and loads every kernel. The context is the process's primary one, shared with
-    /// whatever else uses CUDA here.
+    /// Opens GPU `ordinal` and loads every kernel. The context is the process's primary one, shared with all other
+    /// users of CUDA in it.
     ///
     /// # Errors
     /// [`GpuError`] when this build, host or GPU cannot do it.
@@ -93,8 +93,8 @@ impl Gpu {
         driver::Gpu::open(ordinal).map(Kind::Driver).map(Self)
     }
 
-    /// Opens GPU `ordinal` of those in software, see the module. Those of one group of eight reach one
-    /// another's memory, and others do not.
+    /// Opens GPU `ordinal` of those in software, see the module. Those of one group of eight reach one another's
+    /// memory, and others do not.
     ///
     /// # Errors
     /// [`GpuError::NotEmulated`] without the feature, [`GpuError::NoSuchGpu`].
@@ -128,7 +128,7 @@ impl Gpu {
     /// GPUs that this process may use; 0 without a driver.
     ///
     /// # Errors
-    /// [`GpuError`] when this build or host cannot tell.
+    /// [`GpuError`] when this build or host cannot query it.
     pub fn count() -> Result<u32, GpuError> {
         driver::Gpu::count()
     }
@@ -146,8 +146,8 @@ impl Gpu {
         either!(&self.0, gpu => gpu.pci_address())
     }
 
-    /// Whether kernels of this GPU see what a NIC writes into the GPU's memory in the order in which it was
-    /// written. Where they do not, a flag there may be seen before what it announces.
+    /// Whether kernels of this GPU see a NIC's writes into the GPU's memory in the order of the writes. If not, a
+    /// flag there may become visible before the data that it announces.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -180,7 +180,7 @@ impl Gpu {
         wrapped!(&self.0, gpu => gpu.alloc_shared(bytes), GpuBuffer)
     }
 
-    /// Maps what another process's [`GpuBuffer::export`] gave.
+    /// Maps memory that another process exported by [`GpuBuffer::export`].
     ///
     /// # Errors
     /// [`GpuError`] when the descriptor is something else, the memory is smaller than `bytes`, or this
@@ -189,9 +189,9 @@ impl Gpu {
         wrapped!(&self.0, gpu => gpu.import_shared(memory, bytes), GpuBuffer)
     }
 
-    /// Zeroed page-locked host memory that kernels reach, too, at the same address. What was dropped is kept
-    /// for the next of about its size, until all that came from this GPU is gone: to give it back, a driver
-    /// waits for all kernels.
+    /// Zeroed page-locked host memory that kernels reach, too, at the same address. Dropped memory is kept for the
+    /// next request of about its size until all objects of this GPU are gone: a driver waits for all kernels to
+    /// free it.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -226,8 +226,8 @@ impl Gpu {
         wrapped!(&self.0, gpu => gpu.stream(), Stream)
     }
 
-    /// A stream that somebody else made and will destroy, by its handle: a `CUstream`, or what
-    /// [`Stream::raw`] gave. 0 is CUDA's default stream.
+    /// A stream with another owner, which will destroy it, by its handle: a `CUstream`, or the value of
+    /// [`Stream::raw`]. 0 is CUDA's default stream.
     ///
     /// # Safety
     /// `raw` is a live stream of this GPU's primary context, and stays so as long as the result.
@@ -274,8 +274,8 @@ impl Gpu {
         either!(&self.0, gpu => gpu.reach(address, num_bytes))
     }
 
-    /// Checks that kernels of this GPU reach `num_bytes` from `address` on: parameter `pointer` of `kernel`.
-    /// That they lie in one tensor is more than a driver can tell.
+    /// Checks that kernels of this GPU reach `num_bytes` from `address` on: parameter `pointer` of `kernel`. A
+    /// driver cannot tell whether they lie in one tensor.
     ///
     /// # Errors
     /// [`GpuError::Unregistered`], [`GpuError::OtherGpu`], [`GpuError::Short`].
@@ -308,8 +308,8 @@ impl Gpu {
     /// Checks `params`, pointers included, so that launching cannot fail for their sake.
     ///
     /// # Safety
-    /// Every pointer is to memory as large as the parameter's documentation says, which stays allocated
-    /// and is used for nothing else as long as the result may be launched or such a launch may run.
+    /// Every pointer is to memory as large as the parameter's documentation says. That memory stays allocated and
+    /// has no other use as long as the result may be launched or such a launch may run.
     ///
     /// # Errors
     /// [`GpuError::Check`], [`GpuError::Unregistered`], [`GpuError::OtherGpu`].

@@ -1,5 +1,5 @@
-//! The calls of a link one after the other: a put with an add and a signal behind it, a wait, and a get of what was
-//! put. What tests of a way to a peer launch; `include/switchyard/impls/link_calls.cuh` says the same in C++.
+//! The calls of a link one after the other: a put with an add and a signal behind it, a wait, and a get of the put
+//! bytes. Tests of a path to a peer launch it; `include/switchyard/impls/link_calls.cuh` is the same in C++.
 
 use std::mem::{offset_of, size_of};
 
@@ -16,17 +16,17 @@ use crate::plan::{KernelParams, LaunchPlan};
 pub struct LinkCallsParams {
     /// To the peer.
     pub link: Link,
-    /// What is put. Not looked at when `num_bytes` is 0, like `back`.
+    /// Source of the put. Not read when `num_bytes` is 0, like `back`.
     pub source: DevicePtr,
-    /// Where the same bytes are got to: the mirror, over a way that posts.
+    /// Target of the get of the same bytes: the mirror, over a path that posts.
     pub back: DevicePtr,
-    /// Of the put and of the get, in the peer's slot.
+    /// Offset of the put and of the get in the peer's slot.
     pub offset: u64,
     /// Bytes of the put and of the get.
     pub num_bytes: u64,
-    /// Of the word in the slot that is set to `value`.
+    /// Offset of the word in the slot that is set to `value`.
     pub word_offset: u64,
-    /// Of the word in the slot that `value` is added to.
+    /// Offset of the word in the slot that `value` is added to.
     pub counter_offset: u64,
     /// The number.
     pub value: u64,

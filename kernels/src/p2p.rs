@@ -39,9 +39,9 @@ pub struct P2pParams {
     pub error: DevicePtr,
     /// This side's counter for each peer, 0 at the start.
     pub counters: [DevicePtr; MAX_PEERS],
-    /// Where the peer's counter for this side is in the peer's window.
+    /// Offset of the peer's counter for this side in the peer's window.
     pub counter_offset: [u64; MAX_PEERS],
-    /// Where messages to each peer go.
+    /// Destination of messages to each peer.
     pub links: [Link; MAX_PEERS],
 }
 

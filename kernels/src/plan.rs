@@ -1,4 +1,4 @@
-//! Which compiled kernel serves a launch, and with how many threads. Mirrors the second half of
+//! Chooses the compiled kernel of a launch, and its number of threads. Mirrors the second half of
 //! `cuda/check.hpp`.
 
 use crate::abi::{
@@ -291,7 +291,7 @@ const fn is_fp8(dtype: u32) -> bool {
     dtype == DTYPE_F8_E4M3
 }
 
-/// From so many tokens on a block of dispatch takes two or more.
+/// From this number of tokens on, a block of dispatch takes two or more.
 const TOKENS_IN_PAIRS: u32 = 96;
 /// Fewer blocks than a GPU has multiprocessors, so that something else may run there.
 const MOST_FEW_BLOCKS: u32 = 64;

@@ -53,8 +53,8 @@ unsafe impl Sync for Context {}
 
 impl Gpu {
     pub(super) fn count() -> Result<u32, GpuError> {
-        // Asked first, because every other call panics when the library is missing.
-        // SAFETY: opens and closes the library, whose constructors have no preconditions.
+        // Checked first, because every other call panics when the library is missing. SAFETY: opens and closes the
+        // library, whose constructors have no preconditions.
         if !unsafe { sys::is_culib_present() } {
             return Err(GpuError::NoDriver);
         }
@@ -229,7 +229,7 @@ impl Context {
         if owner == self.ordinal {
             return Reach::Whole;
         }
-        // A peer's, which may be mapped for this GPU, or be reached since somebody enabled peer access.
+        // A peer's memory, which may be mapped for this GPU, or be reachable since other code enabled peer access.
         let (location, mut access) = (self.location(), 0u64);
         // SAFETY: reads the location, writes one word; addresses of other allocations are answered by an error.
         let answer = unsafe { sys::cuMemGetAccess(&raw mut access, &raw const location, address) };
@@ -317,7 +317,7 @@ struct Current {
 impl Drop for Current {
     fn drop(&mut self) {
         if !self.previous.is_null() {
-            // SAFETY: was this thread's context, which whoever made it so keeps alive.
+            // SAFETY: was this thread's context; the code that set it keeps it alive.
             ignore("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.previous) });
         }
     }

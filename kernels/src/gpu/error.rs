@@ -59,15 +59,15 @@ pub enum GpuError {
     NoPeerAccess {
         /// This GPU.
         ordinal: u32,
-        /// The one whose memory it is.
+        /// The owner of the memory.
         peer: u32,
     },
     /// Parameters that cannot be used. Nothing was launched.
     #[error("{kernel}: {source}")]
     Check {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// What is wrong.
+        /// Description of the error.
         source: CheckError,
     },
     /// A pointer that the GPU does not know. Nothing was launched.
@@ -75,9 +75,9 @@ pub enum GpuError {
         "{kernel}: {pointer} is {address:#x}, which is no memory that the driver knows: expected device memory or registered host memory"
     )]
     Unregistered {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// Which parameter.
+        /// Name of the parameter.
         pointer: &'static str,
         /// Its value.
         address: u64,
@@ -87,25 +87,25 @@ pub enum GpuError {
         "{kernel}: {pointer} is {address:#x}, which is memory of GPU {owner}: expected memory of GPU {ordinal}, whose kernels would fault"
     )]
     OtherGpu {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// Which parameter.
+        /// Name of the parameter.
         pointer: &'static str,
         /// Its value.
         address: u64,
-        /// Whose memory it is.
+        /// The owner of the memory.
         owner: u32,
-        /// Where the kernel was to run.
+        /// The GPU to run the kernel.
         ordinal: u32,
     },
-    /// Memory that is shorter than what a kernel uses of it. Nothing was launched.
+    /// Memory that is shorter than the part a kernel uses. Nothing was launched.
     #[error(
         "{kernel}: the memory of {pointer} at {address:#x} ends before the {num_bytes} bytes that are used"
     )]
     Short {
-        /// Which kernel.
+        /// Name of the kernel.
         kernel: &'static str,
-        /// Which parameter.
+        /// Name of the parameter.
         pointer: &'static str,
         /// Its value.
         address: u64,
@@ -115,7 +115,7 @@ pub enum GpuError {
     /// The GPU had not finished in time.
     #[error("{what}: the GPU had not finished at the deadline")]
     Deadline {
-        /// What was waited for.
+        /// Object of the wait.
         what: &'static str,
     },
     /// A range beyond the end of a buffer. A local bug.

@@ -22,7 +22,7 @@ impl Stream {
     /// Copies `bytes` between device memory, peers' memory and host memory, whichever the addresses are.
     ///
     /// # Safety
-    /// Both ranges are valid, and nobody writes the source or touches the destination before a
+    /// Both ranges are valid. No other code writes the source or accesses the destination before a
     /// [`wait`](Self::wait) that covers this call.
     ///
     /// # Errors
@@ -63,13 +63,14 @@ impl Stream {
         unsafe { either!(&self.0, stream => stream.add_flag(flag, value)) }
     }
 
-    /// Copies two small pieces of this GPU's memory to memory of the host that it reaches, by a kernel, so that
-    /// what comes next in the stream does not wait for the copy engine. The first eight bytes of `last` are stored
-    /// behind everything else, and at once.
+    /// Copies two small pieces of this GPU's memory to memory of the host that it reaches. A kernel does it, so
+    /// that later work in the stream does not wait for the copy engine. The first eight bytes of `last` are stored
+    /// behind everything else, in one store.
     ///
     /// # Safety
-    /// All ranges are valid, and aligned to 8 bytes; nobody writes the sources before a [`wait`](Self::wait) that
-    /// covers this call, nor reads the destinations other than as words of four bytes, or the eight that come last.
+    /// All ranges are valid, and aligned to 8 bytes. No code writes the sources before a [`wait`](Self::wait) that
+    /// covers this call. No code reads the destinations other than as words of four bytes, or the eight that come
+    /// last.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -109,8 +110,8 @@ impl Stream {
         }
     }
 
-    /// Marks what the stream has done so far. Recorded within [`capture`](Self::capture) it marks that
-    /// place of each replay, when the replay comes to it: before, the event shows an older run.
+    /// Records the stream's progress so far. Recorded within [`capture`](Self::capture), the event marks that
+    /// place of each replay, when the replay reaches it: before, the event shows an older run.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -122,7 +123,7 @@ impl Stream {
         }
     }
 
-    /// What follows in this stream begins when `event`, as last recorded, is done. Not within
+    /// Later work in this stream begins when `event`, as last recorded, is done. Not within
     /// [`capture`](Self::capture), and not for an event of a graph.
     ///
     /// # Errors
@@ -151,7 +152,7 @@ impl Stream {
         either!(&self.0, stream => stream.is_done())
     }
 
-    /// The GPU whose stream this is.
+    /// The GPU of this stream.
     #[must_use]
     pub fn device(&self) -> DeviceName {
         match &self.0 {
@@ -174,10 +175,10 @@ impl Stream {
         either!(&self.0, stream => stream.is_capturing())
     }
 
-    /// Records what `record` launches on this stream instead of running it.
+    /// Records the launches of `record` on this stream instead of running them.
     ///
     /// # Errors
-    /// What `record` returns, or [`GpuError::Driver`].
+    /// The error of `record`, or [`GpuError::Driver`].
     pub fn capture(
         &self,
         record: impl FnOnce(&Self) -> Result<(), GpuError>,

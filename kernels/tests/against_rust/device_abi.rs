@@ -94,7 +94,7 @@ fn header_and_rust_agree_field_by_field() {
     }
 }
 
-/// What the copy engine is told about a layer's matrices, number by number.
+/// Each number of the descriptors of a layer's matrices for the copy engine.
 fn maps() -> Vec<(String, u64)> {
     let mut all = Vec::new();
     for (dtype, name) in
@@ -185,7 +185,7 @@ fn program(layout: &[String]) -> String {
     )
 }
 
-/// What the program prints, or `None` without the compiler.
+/// Output of the program, or `None` without the compiler.
 fn compile_and_run(
     compiler: &str,
     standard: &str,

@@ -71,8 +71,8 @@ impl Library {
     /// Code of the check; blocks, threads, whether the kernel is tuned, and whether it is for few blocks.
     pub fn plan<P: KernelParams>(&self, params: &P) -> (i32, [u32; 4]) {
         let symbol = self.symbol(&format!("sy_host_plan_{}", P::NAME));
-        // SAFETY: the function takes these parameters, of which it looks at no pointer's target, and
-        // writes four numbers.
+        // SAFETY: the function takes these parameters, dereferences none of their pointers, and writes four
+        // numbers.
         let plan: extern "C" fn(*const P, *mut u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         let mut out = [0; 4];
@@ -120,7 +120,7 @@ impl Library {
     /// The launchers' check of a table of servers.
     pub fn check_servers(&self, servers: &[ServerPeer]) -> i32 {
         let symbol = self.symbol("sy_host_check_servers");
-        // SAFETY: the function reads so many servers.
+        // SAFETY: the function reads this number of servers.
         let check: extern "C" fn(*const ServerPeer, u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         check(servers.as_ptr(), servers.len() as u32)
@@ -129,7 +129,7 @@ impl Library {
     /// The launchers' check of a table of clients.
     pub fn check_clients(&self, clients: &[ClientPeer]) -> i32 {
         let symbol = self.symbol("sy_host_check_clients");
-        // SAFETY: the function reads so many clients.
+        // SAFETY: the function reads this number of clients.
         let check: extern "C" fn(*const ClientPeer, u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         check(clients.as_ptr(), clients.len() as u32)
@@ -154,7 +154,7 @@ fn shared_object() -> Option<PathBuf> {
     if object.exists() {
         return Some(object);
     }
-    // Several processes may get here at once: each makes its own, and the last name wins.
+    // Several processes may get here together: each makes its own, and the last name wins.
     let mine = folder.join(format!("libkernels_host-{}.tmp", std::process::id()));
     let compiled = Command::new("g++")
         .current_dir(&root)

@@ -1,9 +1,8 @@
-//! The kernels against Rust, on random input: every byte of the frames, lists and sums, and what is
-//! refused.
+//! The kernels against Rust, on random input: every byte of the frames, lists and sums, and all refusals.
 //!
-//! On every machine they run on the processor: the library under test is made of the kernels' own
-//! headers, only single instructions and CUDA's intrinsics are replaced (`host/shim`), and every CUDA
-//! thread is a fibre. With the feature `cuda` and a GPU, the same tests run there, launched from Rust.
+//! On every machine they run on the processor. The library under test is made of the kernels' own headers. Only
+//! single instructions and CUDA's intrinsics are replaced (`host/shim`), and every CUDA thread is a fibre. With
+//! the feature `cuda` and a GPU, the same tests run there, launched from Rust.
 
 mod checks;
 mod device_abi;

@@ -1,4 +1,4 @@
-//! Ways to a peer that still carry what was given to them, and do not get done.
+//! Paths to a peer with pending work that never finishes.
 
 use std::mem::{offset_of, size_of};
 
@@ -20,7 +20,7 @@ use crate::world::{Input, Memory, World};
 const TAG_RECV_FRAME: u32 = 1;
 const TAG_RECV_WAY: u32 = 11;
 const NUM_EXPERTS: u32 = 8;
-/// The client or server with such a way.
+/// The client or server with such a path.
 const BUSY: usize = 1;
 
 pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &Runner) {
@@ -37,11 +37,11 @@ pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &R
         }
         let mut params = world.recv_params(0, 3);
         params.flags |= FLAG_ANY_WAY;
-        // SAFETY: the world's memory is as large as its geometry says, and queues are only looked at.
+        // SAFETY: the world's memory is as large as its geometry says, and queues are only read.
         assert_eq!(unsafe { runner.launch(&params) }, 0);
         let batch: Batch = world.servers[0].list_memory.one(0);
         assert_eq!(batch.clients, 0b101, "nobody else is held up");
-        // All three ways are expected to be quiet; or the first frame of the client, where none came.
+        // All three paths are expected to be quiet; or the first frame of the client, where none came.
         let (tag, observed, expected) =
             if frame_is_there { (TAG_RECV_WAY, 0b101, 0b111) } else { (TAG_RECV_FRAME, 0, 1) };
         let state: ServerState = world.servers[0].state.one(0);
@@ -50,8 +50,8 @@ pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &R
     }
 }
 
-/// All rows of a server have come, but what was put for it is not over. The call is whole, and no later one waits
-/// for that server.
+/// All rows of a server have come, but the puts to it are not over. The call is whole, and no later one waits for
+/// that server.
 pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(runner: &Runner) {
     let mut rng = fresh();
     for way in [WAY_IBGDA, WAY_PROXY] {
@@ -70,7 +70,7 @@ pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(
         }
         let client = &world.clients[0];
         let handle: Handle = client.handle.one(0);
-        // Rows that come over such a way have flags.
+        // Rows over such a path have flags.
         let number = handle.frame_number[BUSY];
         let place = number % u64::from(geometry.num_frames);
         let flags = vec![number; handle.num_rows[BUSY].max(1) as usize];
@@ -80,7 +80,7 @@ pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(
         let direct: ServerPeer = client.table.one(at);
         client.table.write(at, &[ServerPeer { request: link, ..direct }]);
         let params = CombineParams { flags: FLAG_ANY_WAY, ..world.combine_params(0) };
-        // SAFETY: as above, and queues and lanes are only looked at.
+        // SAFETY: as above, and queues and lanes are only read.
         assert_eq!(unsafe { runner.launch(&params) }, 0);
 
         let state: ClientState = client.state.one(0);
@@ -103,7 +103,7 @@ pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(
     }
 }
 
-/// A way that never gets done, over which `slot_bytes` may be put. What is returned beside it must outlive all
+/// A path that never finishes, over which `slot_bytes` may be put. The objects returned beside it must outlive all
 /// kernels.
 fn stuck_link(runner: &Runner, way: u32, slot_bytes: u64) -> (Link, Vec<Memory>) {
     let mirror = Memory::filled(runner, slot_bytes, 0);
@@ -156,8 +156,8 @@ fn requests_under_way(runner: &Runner, mirror: &Memory, slot_bytes: u64) -> (Mem
     (Memory::of(runner, &words_of(&handle)), vec![state, cq, queues])
 }
 
-/// A peer behind two lanes of a proxy whose thread takes nothing: the first has room for a quiet, the other one has
-/// none, and nobody waits for it.
+/// A peer behind two lanes of a proxy whose thread takes nothing: the first lane has room for a quiet. The other
+/// one has none, and no caller waits for it.
 fn commands_under_way(runner: &Runner, mirror: &Memory, slot_bytes: u64) -> (Memory, Vec<Memory>) {
     const DEPTH_SHIFT: u64 = 4;
     const BUDGET: u64 = 4;
@@ -179,7 +179,7 @@ fn commands_under_way(runner: &Runner, mirror: &Memory, slot_bytes: u64) -> (Mem
     (Memory::of(runner, &peer), kept)
 }
 
-/// Sets the busy client's way back.
+/// Restores the busy client's path.
 fn lead_back(world: &World, link: Link) {
     let table = &world.servers[0].table;
     let at = (BUSY * size_of::<ClientPeer>()) as u64;

@@ -1,16 +1,17 @@
-// The way to a peer. Fused kernels store what they send through `window_at(link)` and then name what
-// they stored; whether that goes straight to the peer or into a mirror that a NIC reads is the way's
-// business, so a further way needs no change in a fused kernel.
+// The path to a peer. Fused kernels store outgoing data through `window_at(link)` and then name the
+// stored range. The path decides whether a store goes straight to the peer or into a mirror that a
+// NIC reads. So a further path needs no change in a fused kernel.
 //
-// The set of calls over every way: put_nbi_warp, get_nbi_warp and quiet (put_get.cuh), amo_nonfetch_add
-// and signal (here), wait_until (wait.cuh). The others here are those of fused kernels, which fill the
-// window themselves.
+// The set of calls over every path: put_nbi_warp, get_nbi_warp and quiet (put_get.cuh),
+// amo_nonfetch_add and signal (here), wait_until (wait.cuh). The others here are those of fused
+// kernels, which fill the window themselves.
 //
-// Order: a signal or an add is seen by the peer only after everything that the same block stored
-// and named before it (SYNC POINT publish/accept, see docs/memory-model.md). Ways with several lanes
-// keep that by taking a block's index for its lane.
+// Order: the peer sees a signal or an add only after everything that the same block stored and
+// named before it (SYNC POINT publish/accept, see docs/memory-model.md). Paths with several lanes
+// keep that order by using a block's index as its lane.
 //
-// `kWays` says which ways a kernel is compiled for. With kDirectOnly nothing but the stores is left.
+// `kWays` lists the paths that a kernel is compiled for. With kDirectOnly nothing but the stores is
+// left.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +30,8 @@ template <uint32_t kWays> __device__ __forceinline__ bool is_direct(const sy_lin
     return kWays == kDirectOnly || link.way == SY_WAY_DIRECT;
 }
 
-// NOTES: the proxy's calls are out of line, since they share kernels with those that build requests, and
-// registers are scarce there.
+// NOTES: the proxy's calls are out of line, since they share kernels with code that builds
+// requests, and registers are scarce there.
 namespace by_proxy {
 
 __device__ __noinline__ inline void add(const sy_link& link, uint64_t offset, uint64_t value) {
@@ -63,7 +64,7 @@ __device__ __noinline__ inline bool has_failed(const sy_link& link) {
 
 } // namespace by_proxy
 
-// An add or a word by whichever way is not the direct one.
+// An add or a signal over any path but the direct one.
 __device__ __forceinline__ void post_add(const sy_link& link, uint64_t offset, uint64_t value) {
     if (link.way == SY_WAY_PROXY)
         by_proxy::add(link, offset, value);
@@ -111,8 +112,8 @@ __device__ __forceinline__ void signal(const sy_link& link, uint64_t offset, uin
         post_set(link, offset, value);
 }
 
-// SYNC POINT publish for several words at once: what this warp signals relaxed after it is seen after
-// everything that the block stored before (and a barrier made known to this warp).
+// SYNC POINT publish for several words at once: relaxed signals of this warp after it are visible
+// after everything that the block stored before (and a barrier made known to this warp).
 __device__ __forceinline__ void order_signals() { ptx::fence_acq_rel_sys(); }
 
 // Sets a word that says everything itself and so needs no order, or after order_signals.
@@ -142,8 +143,8 @@ struct Piece {
     uint64_t offset, num_bytes;
 };
 
-// Names what this block has stored, and sets `num_words` consecutive words to `value` behind it. Called
-// by a whole warp after a block barrier and order_signals.
+// Names the range that this block has stored, and sets `num_words` consecutive words to `value`
+// behind it. Called by a whole warp after a block barrier and order_signals.
 template <uint32_t kWays = kDirectOnly, uint32_t kNumPieces>
 __device__ __forceinline__ void
 put_signals_warp(const sy_link& link, const Piece (&pieces)[kNumPieces], uint64_t words_offset,
@@ -193,8 +194,8 @@ __device__ __forceinline__ void put_rows_warp(const sy_link& link, bool has_row,
     }
 }
 
-// Returns when everything named before, by whichever block, has reached the peer's memory and what lies
-// in the window may be overwritten. Direct stores need no such wait: nothing is read later.
+// Returns when everything named before, by any block, has reached the peer's memory and the window
+// may be overwritten. Direct stores need no such wait: nothing is read later.
 template <uint32_t kWays> __device__ __forceinline__ void await_reuse(const sy_link& link) {
     if (is_direct<kWays>(link))
         return;
@@ -209,8 +210,9 @@ template <uint32_t kWays> __device__ __forceinline__ bool tells_reuse(const sy_l
     return !is_direct<kWays>(link);
 }
 
-// Whether await_reuse would return at once, for whoever can do something else meanwhile. `busy` begins as 0
-// and is for the next call. Nobody names anything for the peer until it has said yes.
+// Whether await_reuse would return immediately, for a caller that can do other work meanwhile.
+// `busy` begins as 0 and is for the next call. No block may name a range for the peer until this
+// has returned true.
 __device__ __forceinline__ bool is_reusable(const sy_link& link, uint32_t& busy) {
     static_assert(proxy::kNoneBusy == ibgda::kNoneBusy, "one number");
     busy =
@@ -218,9 +220,10 @@ __device__ __forceinline__ bool is_reusable(const sy_link& link, uint32_t& busy)
     return busy == ibgda::kNoneBusy;
 }
 
-// Whether the way to the peer is out of service. Some ways say what failed in an error word; a wait that
-// ends for it says so in its own. Now and then it costs a look at the completions, and
-// otherwise at a few words of this GPU's memory, so waits ask once in so many polls.
+// Whether the path to the peer is out of service. Some paths record the failure in an error word; a
+// wait that ends for it records the failure in its own. From time to time the call polls
+// completions, otherwise it reads a few words of this GPU's memory. So waits call it once in
+// several polls.
 template <uint32_t kWays> __device__ __forceinline__ bool has_failed(const sy_link& link) {
     if (is_direct<kWays>(link))
         return false;

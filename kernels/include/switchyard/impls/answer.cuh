@@ -1,9 +1,10 @@
 // Writing answers: rows into the clients' response slots.
 //
-// A row that is stored by the kernel itself says so: the client keeps its slot full of words that no answer
-// has, and waits until none of them is left in the row. That saves a fence, which is a round trip over the
-// link, and lets a client sum its first tokens while later ones are on the way. By other ways a flag per row
-// follows the row. Flags are frame numbers, so none is ever reset.
+// A row that the kernel itself stores needs no flag: the client keeps its slot full of words that
+// no answer contains, and waits until none of them is left in the row. That saves a fence, which is
+// a round trip over the link, and lets a client sum its first tokens while later ones are under
+// way. Over other paths a flag per row follows the row. Flags are frame numbers, so none is ever
+// reset.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +47,7 @@ struct AnswerShared {
     uint32_t given_up; // clients whose frame did not come, as a mask
 };
 
-// Client of a unit. Clients take turns, so that every link is busy from the start, and the turn shifts
+// Client of a unit. Clients alternate, so that every link is busy from the start. The order shifts
 // from round to round, so that no block serves one client only.
 __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_clients,
                                                    uint32_t num_blocks) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ uint32_t client_of_unit(uint32_t unit, uint32_t num_c
     return (unit % num_clients + row * num_clients / num_blocks) % num_clients;
 }
 
-// Names what the block has stored for links that need it. One warp after a barrier: the rows of a client
-// together.
+// Names the range that the block has stored, for links that need it. One warp after a barrier: the
+// rows of a client together.
 template <class Config>
 __device__ __forceinline__ void
 name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_t num_clients,
@@ -79,8 +80,8 @@ name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_
     }
 }
 
-// From so many rows per block on the next row is loaded while one is stored. Of fewer rows the first one
-// counts, which that would delay: 0.5 us at two.
+// From this number of rows per block on, the next row is loaded while one is stored. With fewer
+// rows the first one matters, and the preload would delay it: 0.5 us at two.
 constexpr uint32_t kRowsInLine = 8;
 
 // Answers by `rows`: `rows.make(client, row, store)` computes a row and hands its chunks to
@@ -97,7 +98,7 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
     const auto store_to = [&](uint32_t client, uint32_t row) {
         const uint64_t target =
             layout::response_row_at(geometry, shared.response_window[client], row);
-        // SYNC POINT row: each word tells for itself that it is there.
+        // SYNC POINT row: each word shows by itself that it has arrived.
         return [target](uint32_t chunk_idx, const uint4& bits) {
             ptx::st_relaxed_sys_v4(target + chunk_idx * 16, bits);
         };
@@ -208,8 +209,8 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
 
 // Rows of identity experts.
 template <class Config> struct IdentityRows {
-    // NOTES: not with other ways than stores: a kernel has the registers of a whole multiprocessor nearly then,
-    // and copies that it waits for need some, too.
+    // NOTES: only with stores: over other paths a kernel uses nearly all registers of a
+    // multiprocessor, and copies that it waits for need some, too.
     static constexpr bool kLoadsAhead = Config::kRowPerPass && Config::kWays == comm::kDirectOnly;
     static constexpr bool kFp8 = Config::kFp8;
     const AnswerShared& shared;

@@ -1,4 +1,4 @@
-// The batch of expert_recv: what its blocks share, and which frames it takes.
+// The batch of expert_recv: the state that its blocks share, and the frames that it takes.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ static_assert(SY_MAX_EXPERTS <= 1u << (32 - kRankBits), "experts fit");
 // batch, where clients send equally many.
 constexpr uint32_t kRowLanes = 8;
 
-// What is known of a row that was waited for ahead.
+// State of a row that was waited for ahead.
 enum RowAhead : uint8_t { kRowAway, kRowGood, kRowBad };
 
 struct RecvSnapshot {
@@ -47,7 +47,7 @@ struct RecvSnapshot {
 constexpr uint32_t kStagedEntries = 4096;
 
 struct RecvShared {
-    // Rows of a batch whose lists one block makes, at most.
+    // Largest number of rows of a batch whose lists one block makes.
     static constexpr uint32_t kRowsSmall = 512;
 
     RecvSnapshot snapshot;
@@ -69,7 +69,8 @@ struct RecvShared {
     uint8_t row_used[kRowsSmall]; // whether the row has an entry
     uint8_t row_ahead[kRecvThreads / kRowLanes]; // RowAhead of each group of lanes
     uint2 staged[kStagedEntries]; // row and weight, by position
-    // Of kernels for any way, and last, so that the others are laid out as without them.
+    // For kernels over any path, and last, so that the others have the same layout with and without
+    // it.
     uint32_t quiet; // clients whose answers may be stored, as a mask
     uint32_t has_chosen; // a batch
 };
@@ -89,14 +90,14 @@ __device__ __forceinline__ void refuse(const RecvShared& shared,
     comm::signal_relaxed<kWays>(shared.clients[client_idx].response,
                                 params.geometry.response_control_offset + SY_WORD_STATUS(place),
                                 word);
-    // What is there belongs to the client. The host counts by this.
+    // The data there belongs to the client. The host counts by this.
     params.state->told[client_idx][place] = word;
     comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
                        number);
 }
 
-// Tells a client that its frame is in work, because its deadline counts silence. An empty one is answered
-// by that.
+// Tells a client that its frame is in work, because its deadline counts silence. For an empty
+// frame, that is the answer.
 template <uint32_t kWays>
 __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
                                            const sy_client_peer& client, uint64_t number,
@@ -112,7 +113,7 @@ __device__ __forceinline__ void tell_taken(const sy_expert_recv_params& params,
             number);
 }
 
-// What one look at the clients found, by lane.
+// Result of one poll of the clients, by lane.
 struct Arrivals {
     uint64_t number;
     uint64_t frame; // address
@@ -125,14 +126,16 @@ struct Arrivals {
     bool can_answer; // the way back is quiet
 };
 
-// Between two looks at completions, which may lie in the host's memory.
+// Pause between two polls of completions, which may lie in the host's memory.
 constexpr uint32_t kLookPauseNs = 200;
 
-// Looks which clients' ways are quiet, until all are or the batch is chosen. One warp, a lane per client.
-// NOTES: answers are stored over those to an earlier frame, which a NIC may still have to read. A client whose
-// NIC acknowledges nothing, or which takes nothing from a proxy, would hold up everybody's batch for as long as
-// such a wait lasts, and could come again: so its frame counts as one that has not come. By a warp of its own,
-// since whoever polls for headers has no registers left for such calls, nor time.
+// Checks which clients' paths are quiet, until all are or the batch is chosen. One warp, a lane per
+// client.
+// NOTES: answers overwrite those to an earlier frame, which a NIC may still have to read. A client
+// whose NIC acknowledges nothing, or which takes nothing from a proxy, would block the whole batch
+// for as long as such a wait lasts, and could do so again. So its frame counts as one that has not
+// come. A warp of its own does this, since the warp that polls for headers has neither registers
+// nor time for such calls.
 template <uint32_t kWays>
 __device__ __forceinline__ void watch_ways(RecvShared& shared,
                                            const sy_expert_recv_params& params) {
@@ -154,9 +157,9 @@ __device__ __forceinline__ void watch_ways(RecvShared& shared,
     }
 }
 
-// Waits until `wanted` clients, and everybody whom `gather` tells to wait for, have a header or are known
-// to be dead. One warp, a lane per client.
-// Frames of clients whose way is not quiet have not come yet: see watch_ways.
+// Waits until `wanted` clients, and all that `gather` names, have a header or are known to be dead.
+// One warp, a lane per client. Frames of clients whose path is not quiet have not come yet: see
+// watch_ways.
 template <uint32_t kWays>
 __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
                                                   const sy_expert_recv_params& params,
@@ -197,7 +200,7 @@ __device__ __forceinline__ Arrivals await_headers(const RecvShared& shared,
             !__any_sync(kFullWarp, comm::elapsed_ns(&begin_ns) > gather.within_ns);
         if (__popc(settled) >= wanted && !is_awaited)
             return seen;
-        // Whoever came first waits for the others only so long.
+        // The first client waits for the others for a limited time only.
         if (params.gather_ns != 0 && __any_sync(kFullWarp, seen.num_rows != kRowsUnknown) &&
             __any_sync(kFullWarp, comm::elapsed_ns(&first_ns) > params.gather_ns))
             return seen;
@@ -248,8 +251,8 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
                                   seen.min_epoch, seen.num_rows, &layer);
     const uint64_t number = seen.number;
     const uint32_t place = layout::ring_place(geometry, number);
-    // An idle server is no error; with min_ready above 1 and no time to gather the caller expected so
-    // many. Who is dead is to blame then, or everybody who did not come in time.
+    // An idle server is no error. With min_ready above 1 and no time to gather, the caller expected
+    // that number of clients. Then the dead clients are to blame, or all that did not come in time.
     const uint32_t num_ready = __popc(ready);
     const uint32_t num_settled = __popc(__ballot_sync(kFullWarp, is_ready || seen.is_dead));
     if (is_client && !is_ready && wanted > 1 && params.gather_ns == 0 && num_ready < wanted &&
@@ -306,9 +309,9 @@ __device__ __forceinline__ void choose_batch(RecvShared& shared,
     }
 }
 
-// Notes what was chosen, here and with the clients. One warp, a lane per client.
-// NOTES: a cluster's barrier waits for what has been stored before it, and a store to a client takes a
-// microsecond: so this comes behind the barrier, and is no business of the block that makes lists.
+// Records the chosen batch, here and with the clients. One warp, a lane per client.
+// NOTES: a cluster's barrier waits for earlier stores, and a store to a client takes a microsecond:
+// so this comes behind the barrier, and the block that makes lists does not do it.
 template <uint32_t kWays>
 __device__ __forceinline__ void note_batch(const RecvShared& shared,
                                            const sy_expert_recv_params& params) {

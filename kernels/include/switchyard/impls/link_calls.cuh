@@ -1,4 +1,4 @@
-// The calls of a link one after the other, by whichever way: what tests launch.
+// The calls of a link one after the other, over any path: a kernel for tests.
 #pragma once
 
 #include <cstddef>
@@ -27,12 +27,12 @@ struct LinkCallsParams {
 static_assert(sizeof(LinkCallsParams) == 112, "size of LinkCallsParams");
 static_assert(offsetof(LinkCallsParams, good) == 104, "good of LinkCallsParams");
 
-// One block of one warp: puts, adds and signals behind it, waits, and gets what it has put.
+// One block of one warp: puts, adds and signals behind it, waits, and gets the put bytes.
 template <uint32_t kWays>
 __device__ __forceinline__ void link_calls(const LinkCallsParams& params) {
     const sy_link& link = params.link;
     comm::put_nbi_warp<kWays>(link, params.offset, params.source, params.num_bytes);
-    // The last lane's, so that it is behind what the others have put.
+    // The last lane signals, so that it is behind the puts of the others.
     if (threadIdx.x == 31) {
         comm::amo_nonfetch_add<kWays>(link, params.counter_offset, params.value);
         comm::signal<kWays>(link, params.word_offset, params.value);
