@@ -1,8 +1,8 @@
-//! Commands: their bits, and what may be wrong with them.
+//! Commands: their bits, and their possible errors.
 //!
-//! What stands in a lane was written by a kernel, or by whatever else reaches that memory. It is copied
-//! once, decoded from the copy, and every field is checked here or against the peer's limits before
-//! anything is done.
+//! A kernel writes the cells of a lane, but other code that reaches the memory may write them, too. A cell is
+//! copied once and decoded from the copy. Every field is checked here or against the peer's limits before the
+//! command is executed.
 
 use thiserror::Error;
 
@@ -10,7 +10,7 @@ use crate::abi::{
     MAX_BYTES, OFFSET_SHIFT, OPCODE_SHIFT, RawCommand, SOURCE_SHIFT, VALUE_SHIFT, WINDOW_SHIFT,
 };
 
-/// What a command asks for.
+/// Operation of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Opcode {
@@ -26,7 +26,7 @@ pub enum Opcode {
     Quiet = 5,
     /// Orders everything before ahead of everything after.
     Fence = 6,
-    /// Wakes whoever sleeps on the word.
+    /// Wakes the thread that sleeps on the word.
     Wake = 7,
     /// Nothing, in its turn.
     Nop = 8,
@@ -51,9 +51,9 @@ impl Opcode {
 /// A command, decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Command {
-    /// What to do.
+    /// The operation.
     pub opcode: Opcode,
-    /// Where at the peer: 0 is its slot.
+    /// Target at the peer: 0 is its slot.
     pub window: u8,
     /// Region of this side that is read or written.
     pub source: u16,
@@ -67,7 +67,7 @@ pub struct Command {
     pub value: u64,
 }
 
-/// What is wrong with a command. The codes are `SY_PROXY_ERROR_*`.
+/// Error of a command. The codes are `SY_PROXY_ERROR_*`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum BadCommand {
@@ -108,7 +108,7 @@ pub enum BadCommand {
         "{num_bytes} bytes at offset {offset} leave source {source_idx} of {source_bytes} bytes"
     )]
     SourceRange {
-        /// Which.
+        /// Name of the field.
         source_idx: u16,
         /// First byte.
         offset: u32,
@@ -144,7 +144,7 @@ pub enum BadCommand {
     /// The window cannot do that.
     #[error("window {window} does not take {opcode:?}")]
     Unsupported {
-        /// Which.
+        /// Name of the field.
         window: u8,
         /// Asked for.
         opcode: Opcode,
@@ -189,12 +189,12 @@ pub const fn lap_of(index: u64, depth_shift: u32) -> u8 {
     ((index >> depth_shift) + 1) as u8
 }
 
-/// What stands in a cell when the command of lap `lap` is due there.
+/// Content of a cell when the command of lap `lap` is due there.
 #[inline]
 pub fn look(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadCommand> {
     let found = raw.first as u8;
     if found != lap {
-        // The lap before is what was here last.
+        // The last content is of the lap before.
         return if found == lap.wrapping_sub(1) {
             Ok(None)
         } else {
@@ -202,7 +202,7 @@ pub fn look(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadCommand> {
         };
     }
     if (raw.second ^ u64::from(lap)) & 1 != 0 {
-        // The other half is still on its way.
+        // The other half is still under way.
         return Ok(None);
     }
     Command::decode(raw).map(Some)

@@ -1,4 +1,4 @@
-//! What went wrong with a peer's commands, for whoever manages the peer.
+//! Failures of a peer's commands, for the peer's manager.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -33,7 +33,7 @@ pub enum Cause {
     /// The transport refused it. All lanes of the peer are out of service.
     #[error("{opcode:?}: {source}")]
     Post {
-        /// What was asked for.
+        /// The operation.
         opcode: Opcode,
         /// The transport's answer.
         source: PostError,
@@ -70,8 +70,7 @@ impl Cause {
     }
 }
 
-/// What `sy_proxy_lane_words.error` says in words. Where no command is to blame, it names the first that was
-/// not over.
+/// Decodes `sy_proxy_lane_words.error`. Where no command is to blame, it names the first that was not over.
 #[must_use]
 pub fn describe_error(word: u64) -> String {
     let (code, opcode, index) = (word as u8, (word >> 8) as u8, word >> 16);
@@ -97,7 +96,7 @@ pub fn describe_error(word: u64) -> String {
     format!("out of service at command {index} (opcode {opcode}): {what}")
 }
 
-/// What a peer's thread and its owner share.
+/// Shared state of a peer's thread and its owner.
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// For reports.
@@ -113,7 +112,7 @@ pub(crate) struct Shared {
 enum Reason {
     Disconnected(&'static str),
     Transport(&'static str, i64, String),
-    /// What has no operation of its own: code and text.
+    /// A failure without an operation: code and text.
     Other(u8, String),
 }
 

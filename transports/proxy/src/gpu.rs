@@ -1,5 +1,4 @@
-//! Peers whose posters are kernels: lanes in page-locked memory, what posters share in memory of the
-//! GPU.
+//! Peers whose posters are kernels: lanes in page-locked memory, shared state of posters in memory of the GPU.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -89,7 +88,7 @@ pub fn mirror(gpu: &Gpu, bytes: u64) -> Result<(Region, DevicePtr), GpuPosterErr
     Ok((region.ok_or(GpuPosterError::NoAddress { bytes })?, address))
 }
 
-/// What the posters of a peer share on a GPU, and the handle that they are given.
+/// The shared state of a peer's posters on a GPU, and their handle.
 #[derive(Debug)]
 pub struct GpuPoster {
     memory: GpuBuffer,
@@ -130,7 +129,7 @@ impl GpuPoster {
         &self.handle
     }
 
-    /// Where kernels find the handle: `sy_link.context`.
+    /// Address of the handle for kernels: `sy_link.context`.
     #[must_use]
     pub fn address(&self) -> DevicePtr {
         self.memory.ptr().add(self.handle_offset)

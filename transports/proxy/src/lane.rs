@@ -44,14 +44,14 @@ pub enum LaneError {
     /// The configuration cannot be used.
     #[error("{what} is {found}: expected {expected}")]
     Config {
-        /// Which setting.
+        /// Name of the setting.
         what: &'static str,
         /// Its value.
         found: u64,
-        /// What it may be.
+        /// Permitted values.
         expected: &'static str,
     },
-    /// What posters would be given is of no use to them.
+    /// Posters could not use the handle.
     #[error("the peer cannot be given to posters: {0}")]
     Handle(&'static str),
     /// No memory.
@@ -165,7 +165,7 @@ impl Lanes {
         }
     }
 
-    /// The posting end of a lane, for one thread of this process. Nobody else posts on it.
+    /// The posting end of a lane, for one thread of this process. It must be the lane's only poster.
     #[must_use]
     pub fn poster(&self, lane: u32) -> Poster {
         Poster { cells: self.cells(lane), next: 0, seen: 0, budget: self.config.budget.into() }
@@ -226,17 +226,17 @@ impl Cells {
 
 /// The orderings of a lane. Only tests have another implementation than [`Contract`].
 pub trait Discipline {
-    /// Of the stores of a command's halves.
+    /// Order of the stores of a command's halves.
     const POST: Ordering;
-    /// Of the loads of a command's halves.
+    /// Order of the loads of a command's halves.
     const TAKE: Ordering;
-    /// Of the store of `completed`.
+    /// Order of the store of `completed`.
     const RECYCLE: Ordering;
-    /// Of the load of `completed`.
+    /// Order of the load of `completed`.
     const REUSE: Ordering;
 }
 
-/// What the memory model demands.
+/// The orders that the memory model demands.
 #[derive(Debug, Clone, Copy)]
 pub struct Contract;
 
@@ -247,7 +247,7 @@ impl Discipline for Contract {
     const REUSE: Ordering = Ordering::Acquire;
 }
 
-/// SYNC POINT `command`, posting end: releases what this thread did before to whoever takes the command.
+/// SYNC POINT `command`, posting end: releases this thread's earlier stores to the thread that takes the command.
 #[inline]
 pub fn write_cell<D: Discipline>((first, second): (&impl Word, &impl Word), raw: RawCommand) {
     first.store(raw.first, D::POST);
@@ -345,7 +345,7 @@ impl Poster {
         Some(self.next)
     }
 
-    /// How many may be under way at a time.
+    /// Limit of commands under way.
     pub(crate) const fn budget(&self) -> u64 {
         self.budget
     }
@@ -358,7 +358,7 @@ impl Poster {
     /// Commands that are over.
     #[inline]
     pub fn completed(&mut self) -> u64 {
-        // Never beyond what was posted, whatever stands there.
+        // Never beyond the posted commands, whatever the word says.
         self.seen = reusable::<Contract>(self.cells.completed()).clamp(self.seen, self.next);
         self.seen
     }

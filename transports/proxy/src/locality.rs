@@ -1,15 +1,15 @@
-//! Which processors are near a GPU and a NIC, from sysfs, and where the threads of a proxy run.
+//! Processors near a GPU and a NIC, from sysfs, and the placement of a proxy's threads.
 //!
-//! A thread that posts for a GPU reads commands that came over the GPU's bus and writes doorbells over
-//! the NIC's: it belongs to the processors that both are attached to, and on a core of its own. Where the
-//! system says nothing, threads run anywhere.
+//! A thread that posts for a GPU reads commands that came over the GPU's bus and writes doorbells over the NIC's.
+//! It belongs on a core of its own, of the processors that both are attached to. Where the system reports nothing,
+//! threads run anywhere.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use rustix::thread::CpuSet;
 
-/// Where devices are looked up.
+/// Folder of devices.
 #[derive(Debug, Clone)]
 pub struct Sysfs {
     root: PathBuf,
@@ -77,7 +77,7 @@ impl Sysfs {
 }
 
 impl Placement {
-    /// Wherever the system puts them.
+    /// Any processor that the system chooses.
     #[must_use]
     pub fn anywhere() -> Self {
         Self { threads: Vec::new(), reason: "not asked for".to_owned() }
@@ -122,9 +122,9 @@ impl Placement {
         Self { threads, reason: reason.to_owned() }
     }
 
-    /// Threads of a service near `gpu` and `nic`, and how many: 0 takes a quarter of the processors that
-    /// are near, one to four. Each may run on any of those, since other processes on this host choose
-    /// alike, and must not meet on one core.
+    /// Threads of a service near `gpu` and `nic`, and their number: 0 takes a quarter of the processors that are
+    /// near, one to four. Each may run on any of those, since other processes on this host choose alike, and must
+    /// not share one core.
     #[must_use]
     pub fn shared(
         sysfs: &Sysfs,
@@ -184,7 +184,7 @@ fn nearest(
     let both = of_gpu.as_ref().zip(of_nic.as_ref()).map(|(gpu, nic)| gpu & nic);
     match (both.filter(|cpus| !cpus.is_empty()), of_nic, of_gpu) {
         (Some(cpus), ..) => Some((cpus, "near both GPU and NIC")),
-        // Posting is what a thread does most of, and the NIC's registers are the farther the worse.
+        // Posting is most of a thread's work, and distance to the NIC's registers slows it most.
         (None, Some(cpus), _) => Some((cpus, "near the NIC")),
         (None, None, Some(cpus)) => Some((cpus, "near the GPU")),
         (None, None, None) => None,
@@ -270,7 +270,7 @@ mod tests {
         // More threads than cores: all of them anywhere near.
         assert_eq!(place(5).threads(), vec![vec![4, 5, 6, 7, 20, 21, 22, 23]; 5]);
         assert!(place(2).reason().contains("both"));
-        // What the process may not use is not used.
+        // Processors that the process may not use are left out.
         let few = BTreeSet::from([6, 9, 12]);
         let placed = Placement::among(&sysfs, &few, Some(&pci()), Some(&nic()), 1);
         assert_eq!(placed.threads(), [[6]]);

@@ -1,5 +1,5 @@
-//! Any network of the handshake, with a proxy in between: what an endpoint is asked to do travels through
-//! a lane to a thread, as a kernel's commands do.
+//! Any network of the handshake, with a proxy in between: calls of an endpoint travel through a lane to a thread,
+//! like a kernel's commands.
 //!
 //! The peer notices nothing: kind and flavour are those of the network underneath, and the other side
 //! may or may not have a proxy.
@@ -28,8 +28,7 @@ use crate::threads::{PeerConfig, Proxy, ProxyError, ProxyPeer};
 pub struct ProxyNetwork(Behind);
 
 impl ProxyNetwork {
-    /// Puts `proxy` in front of `inner`. `lanes` is the size of a peer's lanes, of which endpoints use
-    /// the first.
+    /// Puts `proxy` in front of `inner`. `lanes` is the size of a peer's lanes; endpoints use the first one.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
         Self(Behind::new(inner, proxy, lanes))
@@ -82,14 +81,14 @@ pub(crate) struct Behind {
     num_peers: AtomicU32,
 }
 
-/// This side of a pair before the peer's is known, and what will serve it.
+/// This side of a pair before the peer's is known, and the objects that will serve it.
 #[derive(Debug)]
 pub(crate) struct HalfOpen {
     pub(crate) inner: Box<dyn OpenSide>,
     pub(crate) with: Server,
 }
 
-/// What serves a peer once it is joined.
+/// Objects that serve a peer once it is joined.
 #[derive(Debug)]
 pub(crate) struct Server {
     proxy: Arc<Proxy>,
@@ -126,7 +125,7 @@ impl Server {
         NetworkError { network: self.name.clone(), op, code: None, detail: error.to_string() }
     }
 
-    /// Hands an endpoint to the proxy. What the result is asked for goes through lane `lane`.
+    /// Hands an endpoint to the proxy. Calls of the result go through lane `lane`.
     pub(crate) fn serve(
         self,
         endpoint: AnyEndpoint,
@@ -172,7 +171,7 @@ pub(crate) struct ProxyEndpoint {
     _proxy: Arc<Proxy>,
     lane: u32,
     poster: Poster,
-    /// Number of the last quiet: there is one under way at most.
+    /// Number of the last quiet; at most one is under way.
     quiet: u64,
     sources: Vec<(Region, u16)>,
     slot_bytes: usize,
@@ -182,7 +181,7 @@ pub(crate) struct ProxyEndpoint {
 }
 
 impl ProxyEndpoint {
-    /// What the proxy serves.
+    /// The peer as the proxy serves it.
     pub(crate) const fn peer(&self) -> &Arc<ProxyPeer> {
         &self.peer
     }
@@ -195,7 +194,7 @@ impl ProxyEndpoint {
         }
     }
 
-    /// What took the lane out of service.
+    /// The error that took the lane out of service.
     #[cold]
     fn failure(&self, op: &'static str) -> PostError {
         self.peer.reason(self.lane, op).unwrap_or_else(|| {
@@ -217,7 +216,7 @@ impl ProxyEndpoint {
                 self.peer.ring();
                 return Ok(number);
             }
-            // The thread makes room, whatever the peer does, or takes the lane out of service.
+            // The thread makes room, independent of the peer, or takes the lane out of service.
             num_looks += 1;
             pause(num_looks, &mut begun);
             if begun.is_some_and(|begun: Instant| begun.elapsed() > POST_LIMIT) {
@@ -337,7 +336,7 @@ impl Endpoint for ProxyEndpoint {
                 if self.quiet == self.poster.posted() {
                     return Ok(());
                 }
-                // Who asks again and again without waiting does not fill the lane with quiets.
+                // A caller that polls repeatedly without waiting does not fill the lane with quiets.
                 if let Some(number) = self.poster.try_post(&Command::new(Opcode::Quiet)) {
                     self.quiet = number;
                     self.peer.ring();
@@ -366,7 +365,7 @@ impl Endpoint for ProxyEndpoint {
     }
 }
 
-/// Between two looks at a lane: nothing, then the processor is given up, then a short sleep.
+/// Pause between two polls of a lane: none, then yielding the processor, then a short sleep.
 fn pause(num_looks: u32, begun: &mut Option<Instant>) {
     if num_looks < SPINS {
         std::hint::spin_loop();

@@ -1,4 +1,4 @@
-//! One peer as its thread sees it: take commands, check them, post them, recycle what is over.
+//! One peer as its thread sees it: takes commands, checks them, posts them, recycles finished ones.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use crate::failure::{Cause, Failure, Shared};
 use crate::lane::{Lanes, Reader};
 use crate::relay::{RelaySender, Sent};
 
-/// What a turn of a port came to.
+/// Result of a turn of a port.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Turn {
     /// Commands taken.
     pub(crate) taken: u64,
-    /// Of those, bytes put or got.
+    /// Bytes put or got by them.
     pub(crate) bytes: u64,
     /// Commands recycled.
     pub(crate) recycled: u64,
@@ -40,8 +40,8 @@ pub(crate) struct Port<E> {
     lanes: Vec<Lane>,
     relay: Option<RelaySender>,
     shared: Arc<Shared>,
-    /// Operations given to the endpoint, those that use no memory of this side any more, and those that
-    /// have arrived.
+    /// Operations given to the endpoint, those that use no memory of this side any more, and those that have
+    /// arrived.
     issued: u64,
     settled: u64,
     quieted: u64,
@@ -52,7 +52,7 @@ pub(crate) struct Port<E> {
     is_closed: bool,
     /// Since service is to end.
     closing: Option<Closing>,
-    /// While anything is under way: since when nothing is over.
+    /// While operations are under way: time since the last one was over.
     patience: Option<Patience>,
     stall_limit: Duration,
     has_driver: bool,
@@ -63,7 +63,7 @@ pub(crate) struct Port<E> {
 #[derive(Debug)]
 struct Closing {
     deadline: Instant,
-    /// Of a kernel that posts on, no more than the lanes hold.
+    /// Largest number of commands taken from a kernel that keeps posting: the capacity of the lanes.
     num_left: u64,
 }
 
@@ -72,8 +72,8 @@ struct Lane {
     reader: Reader,
     /// Taken and not over, in order.
     under_way: VecDeque<Batch>,
-    /// A command that there was no room for and that is to be taken next, and, of a put to the relay, the first
-    /// bytes, which the relay has. What stands in the lane by now does not matter any more.
+    /// A command that found no room and is to be taken next, and, of a put to the relay, the first bytes, which
+    /// the relay has. The present content of the lane does not matter any more.
     begun: Option<(Command, u32)>,
     recycled: u64,
     is_closed: bool,
@@ -162,7 +162,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.endpoint.register(region)
     }
 
-    /// What somebody has to drive for the endpoint.
+    /// Driver of the endpoint that a thread must run.
     pub(crate) fn driver(&self) -> Option<Arc<dyn Driver>> {
         self.endpoint.driver()
     }
@@ -182,13 +182,13 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         !self.is_closed && self.lanes.iter().any(Lane::is_busy)
     }
 
-    /// Takes up to `batch` commands of every lane, posts them, and recycles what is over.
+    /// Takes up to `batch` commands of every lane, posts them, and recycles finished ones.
     pub(crate) fn turn(&mut self, batch: usize) -> Turn {
         let mut turn = Turn::default();
         if self.is_closed {
             return turn;
         }
-        // Whatever comes of taking: nothing stays behind that was begun.
+        // Whatever the result of taking: a batch that was begun is posted.
         self.endpoint.begin_batch();
         self.take_from_lanes(batch, &mut turn);
         let flushed = self.endpoint.flush();
@@ -204,7 +204,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             self.look(&mut turn);
         } else if self.num_turns.is_multiple_of(TURNS_PER_HEALTH) && self.endpoint.health().is_err()
         {
-            // Nobody waits for anything: the next command meets the failure.
+            // No caller waits: the next command meets the failure.
             self.patience = None;
         }
         turn
@@ -212,8 +212,9 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
 
     /// Takes commands of every lane, and gives them to the endpoint and the relay, until the peer is lost.
     fn take_from_lanes(&mut self, batch: usize, turn: &mut Turn) {
-        // Each lane is first in its turn: where there is room for few commands the others get some, too. A fence
-        // that waits for the peer comes before what others post, or it might never see everything done.
+        // Each lane comes first in its turn: where there is room for few commands, the others get some, too. A
+        // fence that waits for the peer comes before the posts of other lanes, or it might never see all
+        // operations done.
         let (num_lanes, first) = (self.lanes.len(), self.num_turns as usize);
         let fencing = self.lanes.iter().position(Lane::is_fencing);
         for nth in 0..num_lanes {
@@ -233,8 +234,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
     }
 
-    /// Begins to end service: the turns that come post on what was posted before, within bounds, as an
-    /// endpoint without a proxy would have done at once; what is under way stays so.
+    /// Begins to end service. The following turns execute the commands posted before, within bounds, as an
+    /// endpoint without a proxy would have done immediately. Operations under way continue.
     pub(crate) fn begin_close(&mut self) {
         let num_left = self.lanes.iter().map(|lane| lane.under_way.capacity() as u64).sum();
         let deadline = Instant::now() + CLOSE_LIMIT;
@@ -278,7 +279,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
             let before = self.issued;
             match self.carry_out(&command, &mut begun) {
                 Ok(true) => {}
-                // No room: it is looked at again in the next turn.
+                // No room: retried in the next turn.
                 Ok(false) => {
                     turn.pieces += self.issued - before;
                     self.lanes[idx].begun = Some((command, begun));
@@ -373,9 +374,9 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         match opcode {
             Opcode::Put => {
                 let (dst, src) = (remote(num_bytes, bytes)?, local()?);
-                // SAFETY: whoever posts leaves the source unwritten until the command is over, which it
-                // is only once the endpoint is settled; the region was registered, and `sources` keeps
-                // it mapped. What a GPU writes there nonetheless only spoils what is put.
+                // SAFETY: the poster leaves the source unwritten until the command is over, which it is only once
+                // the endpoint is settled. The region was registered, and `sources` keeps it mapped. If a GPU
+                // writes there nonetheless, only the put data is affected.
                 unsafe { self.endpoint.put(dst, src) }.map_err(post)?;
             }
             Opcode::Get => {
@@ -408,7 +409,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         Ok(true)
     }
 
-    /// Finds out what is over, and gives it back.
+    /// Finds finished commands, and returns their cells.
     fn look(&mut self, turn: &mut Turn) {
         if self.has_driver
             && let Some(driver) = self.endpoint.driver()
@@ -470,8 +471,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.watch(turn.recycled > 0 || done > former);
     }
 
-    /// Takes in how far the endpoint has come: what was issued before is over while more is issued, and
-    /// nobody has to wait for a moment at which nothing is under way.
+    /// Reads the endpoint's progress: earlier operations become finished while more are issued, without a moment
+    /// at which nothing is under way.
     fn advance(&mut self, marks: Marks) {
         let last = self.marks.back().map_or(self.quieted, |(_, issued)| *issued);
         if last < self.issued && self.marks.len() < MAX_MARKS {
@@ -544,7 +545,7 @@ impl<E> Drop for Port<E> {
     }
 }
 
-/// Marks that are kept, each of a look.
+/// Marks that are kept, one for each poll.
 const MAX_MARKS: usize = 64;
 const TURNS_PER_HEALTH: u32 = 64;
 const TURNS_PER_CLOCK: u32 = 64;

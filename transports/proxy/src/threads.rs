@@ -30,10 +30,10 @@ pub struct ProxyConfig {
     pub num_threads: usize,
     /// Commands of a lane that are taken before the next one's turn, and recycled together.
     pub batch: usize,
-    /// What idle threads do.
+    /// Polling policy of idle threads.
     pub idle: IdlePolicy,
-    /// How long a peer's commands may be under way without any being over. Time in which the thread does
-    /// not run hardly counts: the peer is not to blame for it.
+    /// Longest time that a peer's commands may be under way without one finishing. Time in which the thread does
+    /// not run hardly counts: it is not the peer's fault.
     pub stall_limit: Duration,
     /// Processors of each thread; see [`Placement`].
     pub placement: Placement,
@@ -67,7 +67,7 @@ impl Default for ProxyConfig {
 pub struct PeerConfig {
     /// For reports and error words.
     pub peer: u32,
-    /// Its lanes. Nobody else takes commands from them.
+    /// Its lanes. No other thread takes commands from them.
     pub lanes: Lanes,
     /// Bytes of window 0 at the peer: at most 4 GiB, and with a relay its `direct_bytes`, behind which
     /// its staging and its counters are.
@@ -87,17 +87,17 @@ pub enum ProxyError {
     /// A setting cannot be used.
     #[error("{what} is 0: expected at least 1")]
     Zero {
-        /// Which.
+        /// Name of the range.
         what: &'static str,
     },
-    /// Commands would reach what is not theirs to write, or could not reach it.
+    /// Commands would reach memory that is not theirs to write, or could not reach it.
     #[error("window_bytes is {found}: expected at most {limit}, {reason}")]
     Window {
         /// Found.
         found: u64,
         /// The most it may be.
         limit: u64,
-        /// What is behind that.
+        /// Underlying error.
         reason: &'static str,
     },
     /// The system refuses a thread.
@@ -123,7 +123,7 @@ pub enum ProxyError {
     },
 }
 
-/// What a thread has done so far.
+/// Work of a thread so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct ThreadStats {
     /// Commands taken.
@@ -132,7 +132,7 @@ pub struct ThreadStats {
     pub recycled: u64,
     /// Bytes put and got.
     pub bytes: u64,
-    /// Looks at all lanes.
+    /// Polls all lanes.
     pub sweeps: u64,
     /// Pauses with the processor given up.
     pub sleeps: u64,
@@ -158,7 +158,7 @@ pub struct ProxyPeer<E = AnyEndpoint> {
 struct Served<E> {
     port: Port<E>,
     shared: Arc<Shared>,
-    /// Who waits for the end of its service, once that has begun.
+    /// Waiters for the end of its service, once that has begun.
     leaver: Option<SyncSender<()>>,
 }
 
@@ -227,7 +227,7 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         let line = match thread {
             Some(idx) => &self.threads[idx % self.threads.len()].line,
             None => {
-                // One whose thread has panicked takes nobody any more.
+                // A thread that has panicked takes no more peers.
                 let lines = self.threads.iter().map(|worker| &worker.line);
                 lines
                     .filter(|line| !line.is_closed())
@@ -242,7 +242,7 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         Ok(ProxyPeer { line: Arc::clone(line), shared, lanes })
     }
 
-    /// What each thread has done.
+    /// Work of each thread.
     #[must_use]
     pub fn stats(&self) -> Vec<ThreadStats> {
         self.threads.iter().map(|worker| worker.line.counters.read()).collect()
@@ -285,7 +285,7 @@ impl<E> ProxyPeer<E> {
         Ok(answer(&receiver)??)
     }
 
-    /// Wakes the thread if it sleeps: posters on this host call it behind what they post.
+    /// Wakes the thread if it sleeps: posters on this host call it behind their posts.
     #[inline]
     pub fn ring(&self) {
         self.line.ring();
@@ -379,12 +379,12 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         if line.was_expecting() {
             backoff.reset();
         }
-        // A GPU waits for what peers send and drives nothing, and whoever stands in for drivers takes those that
-        // this thread drove for its own posts to be in good hands.
+        // A GPU waits for peers' data and drives nothing. This thread drove the drivers for its own posts only, so
+        // another thread that drives would wrongly regard them as served.
         if !drivers.is_empty() && backoff.is_attentive() {
             drivers.iter().for_each(|driver| driver.drive());
         }
-        // What is under way has to be looked at, and often enough.
+        // Operations under way have to be polled, and often enough.
         let longest = if is_busy { BUSY_SLEEP } else { Duration::MAX };
         backoff.pause(longest, |pause| {
             stats.sleeps += 1;
@@ -397,7 +397,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         });
     }
     drop(drivers);
-    // All at once, by turns.
+    // All together, in turns.
     peers.iter_mut().for_each(|peer| peer.port.begin_close());
     while !peers.is_empty() {
         let mut num_taken = 0;
@@ -427,11 +427,11 @@ fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
     }
 }
 
-/// Lets the peers go whose service has ended.
+/// Removes the peers whose service has ended.
 fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) {
     while let Some(idx) = peers.iter().position(|peer| peer.port.has_closed()) {
         let Served { port, leaver, .. } = peers.remove(idx);
-        // With its endpoint, before anybody is told.
+        // With its endpoint, before its waiters are told.
         drop(port);
         line.num_peers.fetch_sub(1, Ordering::Relaxed);
         if let Some(leaver) = leaver {
@@ -440,7 +440,7 @@ fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Ser
     }
 }
 
-/// Does what others asked for. `true`: stop.
+/// Executes orders of other threads. `true`: stop.
 fn follow<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) -> bool {
     let (orders, is_last) = {
         let mut orders = lock(&line.orders);
@@ -457,7 +457,7 @@ fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Ve
             Order::Add(port, shared) => peers.push(Served { port: *port, shared, leaver: None }),
             Order::Register(whose, region, answer) => {
                 if let Some(peer) = find(peers, &whose) {
-                    // Who does not wait for the answer any more does not need it.
+                    // A caller that stopped waiting needs no answer.
                     let _ = answer.send(peer.port.register(&region));
                 }
             }

@@ -10,7 +10,7 @@ use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use super::*;
 use crate::threads::PeerConfig;
 
-/// What an endpoint was asked, and whether anything is over.
+/// Recorded calls of an endpoint, and whether any operation is over.
 #[derive(Debug, Default)]
 struct Way {
     num_adds: AtomicU64,
@@ -122,7 +122,7 @@ fn a_lane_that_a_kernel_gave_up_is_told() {
     assert!(slots.memory.waits.ptr().0 < at, "not the word that ends waits");
     // A wait for room that expired.
     let word = ErrorWord { tag: 48, reason: REASON_TIMEOUT, expected: 97, ..ErrorWord::default() };
-    // SAFETY: the host reaches this memory of a GPU in software by the same address; nobody else writes there.
+    // SAFETY: the host reaches this memory of a GPU in software by the same address; no other code writes there.
     unsafe { (at as *mut ErrorWord).write_volatile(word) };
     let told = slots.health().expect_err("out of service").to_string();
     assert!(told.contains("gave a lane up") && told.contains("expired"), "{told}");

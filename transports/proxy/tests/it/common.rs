@@ -1,4 +1,4 @@
-//! What the tests share: recording and failing endpoints, peers whose posters are the device functions.
+//! Shared code of the tests: recording and failing endpoints, peers whose posters are the device functions.
 
 use crate::skip;
 use std::os::fd::BorrowedFd;
@@ -53,7 +53,7 @@ pub fn wait_for(what: &str, mut is_there: impl FnMut() -> bool) {
     }
 }
 
-/// Idle threads give the processor up at once: there are few cores here.
+/// Idle threads yield the processor immediately: there are few cores here.
 pub fn config(num_threads: usize) -> ProxyConfig {
     let idle = IdlePolicy { spin: Duration::from_micros(20), max_sleep: Duration::from_millis(1) };
     ProxyConfig { num_threads, idle, ..ProxyConfig::default() }
@@ -175,7 +175,7 @@ impl Posters {
     }
 }
 
-/// What an endpoint was asked to do.
+/// A recorded call of an endpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Asked {
     Put { offset: usize, from: usize, bytes: usize },
@@ -193,20 +193,20 @@ pub struct Behaviour {
     pub fail_at: AtomicU64,
     /// Nothing is settled while this is set.
     pub is_stalled: AtomicBool,
-    /// Whoever asks how far it is learns that the transport failed.
+    /// A progress query reports that the transport failed.
     pub is_broken: AtomicBool,
     /// Operations that batches keep back, and calls that posted any.
     pub num_held: AtomicU64,
     pub num_posts: AtomicU64,
-    /// What a batch keeps back is refused.
+    /// Operations queued in a batch are refused.
     pub refuses_batches: AtomicBool,
-    /// What has to be driven.
+    /// Drivers that threads must run.
     pub driver: Mutex<Option<Arc<dyn TransportDriver>>>,
     pub num_asked: AtomicU64,
     pub is_dropped: AtomicBool,
 }
 
-/// Writes down what it is asked to do. Several of one behaviour have batches of their own.
+/// Records its calls. Several of one behaviour have batches of their own.
 #[derive(Debug)]
 pub struct Recorder {
     behaviour: Arc<Behaviour>,
@@ -237,7 +237,7 @@ impl Recorder {
         Ok(())
     }
 
-    /// Nobody looks how far it is, or goes, while something is kept back.
+    /// The queue must be empty when progress is queried, and at drop.
     fn assert_posted(&self) {
         assert_eq!(self.batch, None, "a batch was left open");
     }
@@ -294,7 +294,7 @@ impl Endpoint for Recorder {
             return Ok(());
         }
         let is_refused = self.behaviour.refuses_batches.load(Ordering::SeqCst);
-        // Before nothing is held any more: whoever sees that may count posts.
+        // Before the batch is empty: a reader that sees that may count posts.
         self.behaviour.num_posts.fetch_add(u64::from(!is_refused), Ordering::SeqCst);
         self.behaviour.num_held.fetch_sub(held, Ordering::SeqCst);
         if is_refused {

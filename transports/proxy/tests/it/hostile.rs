@@ -1,5 +1,5 @@
-//! Commands that make no sense, transports that fail or stall: every one is named, nobody hangs, and
-//! nobody else is concerned.
+//! Invalid commands, and transports that fail or stall: each is named, no thread hangs, and no other peer is
+//! affected.
 
 use crate::common;
 use std::io::Write;
@@ -205,7 +205,7 @@ fn the_sender_of_a_benchmark_decides_over_neither_memory_nor_time() {
         let address = listener.local_addr().unwrap();
         let sender = std::thread::spawn(move || {
             let mut stream = TcpStream::connect(address).unwrap();
-            // Who has heard enough closes.
+            // A peer with enough input closes the connection.
             let _ = stream.write_all(said.as_bytes());
         });
         let error = remote::receive(&network, &listener, LIMIT).unwrap_err();
@@ -220,8 +220,8 @@ fn the_sender_of_a_benchmark_decides_over_neither_memory_nor_time() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Whatever stands in a lane: it is carried out within bounds, or the lane ends with a name for it,
-    /// or it is seen to be half a command. The thread lives on.
+    /// Random content of a lane: it is executed within bounds, or the lane ends with a named error, or it counts
+    /// as half a command. The thread survives.
     #[test]
     fn any_bytes_in_a_lane(words in proptest::collection::vec(any::<(u64, u64, bool)>(), 1..16)) {
         let rig = rig(LIMIT);

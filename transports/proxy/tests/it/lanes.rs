@@ -60,7 +60,7 @@ fn both_sides_have_the_layout_alike() {
     let check = |change: fn(&mut LaneHandle)| {
         let mut lane = good;
         change(&mut lane);
-        // SAFETY: points to a lane's handle, which is only looked at.
+        // SAFETY: points to a lane's handle, which is only read.
         unsafe { driver.check(std::ptr::from_ref(&lane).cast()) }
     };
     assert_eq!(check(|_| {}), None);
@@ -112,7 +112,7 @@ fn rust_and_c_say_the_same_of_peers() {
     peers.extend(words.map(|abort_mask| PeerHandle { abort_mask, ..good }));
     let mut seen = BTreeSet::new();
     for peer in &peers {
-        // SAFETY: points to a peer's handle, which is only looked at.
+        // SAFETY: points to a peer's handle, which is only read.
         let in_c = unsafe { driver.check_peer(std::ptr::from_ref(peer).cast()) };
         assert_eq!(peer.check(), in_c.as_deref(), "{peer:?}");
         seen.insert(in_c);
@@ -264,7 +264,7 @@ fn whether_a_lane_is_quiet_is_asked_once_and_without_waiting() {
     let mirror = Region::anonymous(SLOT).unwrap();
     let lanes = lanes(3, 16, 4);
     let posters = Posters::new(driver, &lanes, &mirror, LIMIT);
-    // Nobody takes commands yet, and still nobody waits. The second lane has no room for the question.
+    // No thread takes commands yet, and still no call waits. The second lane has no room for the query.
     assert!(posters.is_quiet(0), "there is nothing to wait for");
     (0..3).for_each(|_| assert_eq!(posters.add(0, 0, 1), 0));
     (0..4).for_each(|_| assert_eq!(posters.add(1, 8, 1), 0));
@@ -282,7 +282,7 @@ fn whether_a_lane_is_quiet_is_asked_once_and_without_waiting() {
     assert_eq!(posters.add(0, 0, 1), 0);
     assert!(!posters.is_quiet(0), "there is something new");
     wait_for("a quiet lane", || posters.is_quiet(0));
-    // Of one that is out of service nobody knows what has arrived.
+    // For a lane out of service, arrival is unknown.
     behaviour.is_broken.store(true, Ordering::SeqCst);
     assert_eq!(posters.add(1, 8, 1), 0);
     wait_for("the failure", || !posters.is_quiet(1) && peer.has_failed());
@@ -382,7 +382,7 @@ fn a_stalled_proxy_is_waited_for_and_no_longer_than_allowed() {
     let mirror = Region::anonymous(SLOT).unwrap();
     let lanes = lanes(1, 16, 8);
     let posters = Posters::new(driver, &lanes, &mirror, Duration::from_millis(30));
-    // Nobody takes commands: the budget is what fits, and not a cell more.
+    // No thread takes commands: the budget is the exact number of cells.
     for number in 0..8 {
         assert_eq!(posters.add(0, 0, 1), Status::Ok as u32, "command {number}");
     }
@@ -390,7 +390,7 @@ fn a_stalled_proxy_is_waited_for_and_no_longer_than_allowed() {
     let error = &posters.error;
     assert_eq!((error.tag, error.peer, error.reason), (48, 3, 1));
     assert_eq!((error.observed, error.expected), (0, 1));
-    // The lane is out of service at this end, at once.
+    // The lane is immediately out of service at this end.
     assert_eq!(posters.quiet(0), Status::Timeout as u32);
 
     // A thread that is only slow is waited for.

@@ -1,5 +1,4 @@
-//! The calls of a link whose way is the proxy, by a kernel on this machine's processor, against threads of the
-//! proxy.
+//! The calls of a link over the proxy, by a kernel on this machine's processor, against threads of the proxy.
 
 #[path = "../../../../kernels/tests/against_rust/link_calls.rs"]
 mod link_calls;

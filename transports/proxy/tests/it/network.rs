@@ -1,5 +1,5 @@
-//! The suite that every transport must pass, with a proxy in between: over the NIC model (also one that
-//! delays and reorders), and over libfabric between processes where it is installed.
+//! The suite that every transport must pass, with a proxy in between: over the NIC model (also one that delays and
+//! reorders), and over libfabric between processes where it is installed.
 
 use crate::common;
 use crate::parties;
@@ -201,7 +201,7 @@ const PLAN: Plan = Plan {
     is_gpu: false,
 };
 const GPU_PLAN: Plan = Plan { object_bytes: 1040, batch: 4, is_gpu: true, ..PLAN };
-/// Objects of each thread in rounds, and of all threads what is left of those that are timed.
+/// Objects of each thread in rounds, and the remainder of timed ones of all threads.
 const ROUNDS: u64 = 5 * 8;
 const LEFT: u64 = 2 * 8;
 
@@ -251,7 +251,7 @@ fn the_benchmark_between_hosts_from_a_gpu_compares_every_round() {
     assert!(figures.latency.is_some() && figures.one.is_some());
 }
 
-/// Slots of this process. Of a thread's puts those from number `from` on are lost, `num` of them.
+/// Slots of this process. From each thread's put number `from` on, `num` puts are lost.
 #[derive(Debug)]
 struct Losing {
     slots: Arc<Mutex<Vec<Region>>>,
@@ -358,7 +358,7 @@ impl Endpoint for LosingEndpoint {
     }
 }
 
-/// Any round, what is timed at the highest rate, and what goes one by one.
+/// Any round, those timed at the highest rate, and those sent one by one.
 #[test]
 fn the_benchmark_between_hosts_notices_what_is_lost_in_any_part() {
     let gpu = common::software_gpu();
@@ -439,7 +439,7 @@ fn a_quiet_ends_at_its_deadline_and_is_asked_for_once() {
         Err(QuietError::Deadline { outstanding }) => outstanding,
         other => panic!("{other:?}"),
     };
-    // However often it is looked for: two flags and one quiet, which leave room for another flag.
+    // Independent of the number of polls: two flags and one quiet, which leave room for another flag.
     for _ in 0..100 {
         assert_eq!(outstanding(&mut end, Duration::ZERO), 3);
     }

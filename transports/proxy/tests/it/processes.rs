@@ -102,7 +102,7 @@ fn commands_cross_and_a_poster_that_is_killed_concerns_nobody_else() {
             assert_eq!(*entry, common::Asked::Add { offset: 8, value: number as u64 });
         }
     }
-    // Half a command may have been left; the thread serves everybody else.
+    // Half a command may have been left; the thread serves all other peers.
     let own = self::lanes(1, 16, 16);
     let others = Arc::new(Behaviour::default());
     let config = peer_config(1, &own, &mirror);
@@ -146,7 +146,7 @@ fn a_proxy_that_is_killed_is_waited_for_no_longer_than_allowed() {
 fn child_process() {
     let Ok(part) = std::env::var("PROXY_TEST_PART") else { return };
     let fd: i32 = std::env::var("PROXY_TEST_FD").unwrap().parse().unwrap();
-    // SAFETY: inherited from the parent for this purpose, and nobody else's here.
+    // SAFETY: inherited from the parent for this purpose, without another owner here.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let lanes = shared_lanes(&fd);
     let mirror = Region::anonymous(SLOT).unwrap();

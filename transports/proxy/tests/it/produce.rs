@@ -29,7 +29,7 @@ fn what_a_gpu_in_software_produces_is_compared() {
     }
 }
 
-/// This GPU's clock is one that the host can look at, too.
+/// The host can read this GPU's clock, too.
 #[test]
 fn a_gpus_clock_is_as_far_ahead_as_is_found() {
     let Some(gpu) = software_gpu() else { return };
@@ -83,7 +83,7 @@ fn one_way_is_of_single_objects_from_a_gpu() {
     assert!(error.contains("producers on this host"), "{error}");
 }
 
-/// Whoever drives it is held up.
+/// The driving thread is delayed.
 #[derive(Debug)]
 struct Slow;
 
@@ -101,7 +101,7 @@ impl Driver for Slow {
     }
 }
 
-/// Longer than what a wait may take: what counts is how long nothing came back.
+/// Longer than a wait may take: the limit counts the time without a completion.
 #[test]
 fn every_batch_of_a_long_run_is_timed() {
     let Some(gpu) = software_gpu() else { return };

@@ -451,7 +451,7 @@ fn tasks_that_make_no_sense_end_the_receiver() {
         assert!(matches!(error, RelayReceiverError::Task { number: 1, .. }));
         assert!(error.to_string().contains(expected), "{expected}: {error}");
     }
-    // Too many at once, or fewer than before.
+    // Too many together, or fewer than before.
     let (rig, mut receiver) = rig(None);
     word(&rig.there, SLOT - CONTROL_BYTES + PUBLISHED).store(17, Ordering::Release);
     assert!(matches!(receiver.turn(), Err(RelayReceiverError::Desync { published: 17, .. })));

@@ -1,4 +1,4 @@
-//! What threads of a proxy do about time: sleep, expect, lose patience; and how they end.
+//! Timing of a proxy's threads: sleep, expectation, stall limit; and their end.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -17,7 +17,7 @@ use switchyard_proxy::{
     ProxyError, ProxyPeer, RelayConfig, ThreadStats,
 };
 
-/// What an endpoint does about a flag, and what it says of itself.
+/// An endpoint's reaction to a flag, and its progress reports.
 trait Nature: std::fmt::Debug + Send {
     fn add(&mut self) {}
 
@@ -129,10 +129,10 @@ impl Nature for Plain {}
 
 #[test]
 fn work_that_is_expected_finds_nobody_asleep() {
-    // Who sleeps long is not woken by time.
+    // A long sleep is not ended by time.
     let idle = IdlePolicy { spin: Duration::ZERO, max_sleep: Duration::from_secs(3600) };
     let Rig { proxy, peer, mut poster } = rig(Plain, &ProxyConfig { idle, ..config(1) });
-    // Whoever waits for a processor does nothing, either, but does not sleep.
+    // A thread that waits for a processor does nothing, either, but does not sleep.
     let asleep = || {
         let mut last = ThreadStats::default();
         wait_for("a long sleep", || {
@@ -145,7 +145,7 @@ fn work_that_is_expected_finds_nobody_asleep() {
         });
     };
     asleep();
-    // A kernel's: nobody rings.
+    // A kernel's post: no wake-up.
     let number = poster.try_post(&add()).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(poster.completed(), 0);
@@ -163,7 +163,7 @@ fn work_that_is_expected_finds_nobody_asleep() {
             wait_for("the second command", || poster.completed() == number);
             break;
         }
-        // This thread had to wait for a processor, and what comes so late is expected no more.
+        // This thread had to wait for a processor, and the expectation has expired.
         proxy.expect_work();
         wait_for("a late command", || poster.completed() == number);
         num_late += 1;
@@ -172,7 +172,7 @@ fn work_that_is_expected_finds_nobody_asleep() {
     drop(peer);
 }
 
-/// How long a thread looks for work often after it was told to expect some.
+/// Time of frequent polling after an expectation was announced.
 const EXPECTED_FOR: Duration = Duration::from_secs(1);
 
 /// Whether the threads of proxies in this process sleep.
@@ -188,7 +188,7 @@ fn threads_sleep() -> bool {
     })
 }
 
-/// Nothing is over while its thread does not run, nor for some looks after that.
+/// Operations do not finish while its thread does not run, nor for some polls after that.
 #[derive(Debug)]
 struct Frozen {
     pause: Duration,
@@ -216,8 +216,7 @@ fn a_thread_that_did_not_run_does_not_blame_the_peer() {
     assert_eq!(poster.error(), 0, "{:?}", peer.take_failures());
 }
 
-/// What is issued arrives three looks later, and there is no moment at which this side would say that
-/// nothing is under way.
+/// Operations arrive three polls later, and at no moment does this side report that nothing is under way.
 #[derive(Debug, Default)]
 struct Stream {
     issued: u64,
@@ -243,11 +242,11 @@ impl Nature for Stream {
 #[test]
 fn what_was_issued_is_over_while_more_is_issued() {
     let Rig { proxy: _proxy, peer, mut poster } = rig(Stream::default(), &config(1));
-    // Many times what a lane holds.
+    // Many times the capacity of a lane.
     for _ in 0..1000 {
         wait_for("room", || poster.try_post(&add()).is_some());
     }
-    // A quiet, too, is over by what came before it.
+    // Earlier operations end a quiet, too.
     wait_for("room", || poster.try_post(&Command::new(Opcode::Quiet)).is_some());
     wait_for("the quiet", || poster.completed() == 1001);
     assert_eq!(poster.error(), 0, "{:?}", peer.take_failures());
@@ -268,7 +267,7 @@ fn a_thread_that_panics_is_said_to_have_ended() {
     let num_added = Arc::new(AtomicU64::new(0));
     let Rig { proxy, peer, mut poster } = rig(Fragile(Arc::clone(&num_added)), &config(1));
     poster.try_post(&add()).unwrap();
-    // Whoever waits for the command learns of it.
+    // The waiter for the command gets the error.
     wait_for("the error", || poster.error() != 0);
     assert_eq!(poster.error() as u8, 12);
     assert_eq!((poster.completed(), num_added.load(Ordering::SeqCst)), (0, 1));
@@ -277,7 +276,7 @@ fn a_thread_that_panics_is_said_to_have_ended() {
         let config = peer_config(1, &lanes, &mirror);
         proxy.add(Actor(Fragile(Arc::clone(&num_added))), config)
     };
-    // Until then it still unwinds, and what it is given goes with it.
+    // Until then it still unwinds, and orders to it are lost with it.
     wait_for("the end of the thread", || add().is_err());
     assert!(matches!(add(), Err(ProxyError::Closed)));
     assert!(matches!(peer.register(&mirror), Err(ProxyError::Closed)));
@@ -495,8 +494,8 @@ fn a_peer_that_takes_nothing_holds_up_no_other() {
     drop((stuck, other));
 }
 
-/// Has room for one flag between two looks, and a fence sees what is done only if it asks three times before
-/// anything else is posted. One lane has always something to post.
+/// Has room for one flag between two polls. A fence finishes only if it polls three times before any other post.
+/// One lane always has commands.
 #[derive(Debug)]
 struct Cramped {
     num_free: u32,
@@ -593,7 +592,7 @@ fn what_a_turn_takes_is_posted_together_and_in_order() {
     }
 }
 
-/// However a turn ends, what it has begun is posted.
+/// However a turn ends, its batch is posted.
 #[test]
 fn nothing_that_was_begun_is_left_behind() {
     let held = |behaviour: &Behaviour| behaviour.num_held.load(Ordering::SeqCst);
