@@ -40,11 +40,11 @@ namespace switchyard {
 }
 
 [[nodiscard]] inline int check_link(const sy_link& link) {
-    if (link.way != SY_WAY_DIRECT && link.way != SY_WAY_IBGDA && link.way != SY_WAY_PROXY)
-        return SY_LAUNCH_WAY;
-    if (link.window == 0 || (link.way != SY_WAY_DIRECT && link.context == 0))
+    if (link.path != SY_PATH_DIRECT && link.path != SY_PATH_IBGDA && link.path != SY_PATH_PROXY)
+        return SY_LAUNCH_PATH;
+    if (link.window == 0 || (link.path != SY_PATH_DIRECT && link.context == 0))
         return SY_LAUNCH_NULL;
-    if (link.way != SY_WAY_DIRECT && link.context % 8 != 0)
+    if (link.path != SY_PATH_DIRECT && link.context % 8 != 0)
         return SY_LAUNCH_ALIGNMENT;
     return link.window % 16 == 0 ? SY_OK : SY_LAUNCH_ALIGNMENT;
 }
@@ -180,8 +180,8 @@ template <class Params>
     return params.state != nullptr ? SY_OK : SY_LAUNCH_NULL;
 }
 
-[[nodiscard]] inline bool takes_any_way(uint32_t flags) {
-    return (flags & SY_LAUNCH_FLAG_ANY_WAY) != 0;
+[[nodiscard]] inline bool takes_any_path(uint32_t flags) {
+    return (flags & SY_LAUNCH_FLAG_ANY_PATH) != 0;
 }
 
 [[nodiscard]] inline int check_servers(const sy_server_peer* servers, uint32_t num_servers) {
@@ -265,7 +265,7 @@ constexpr uint32_t kMostFewBlocks = 64;
     const uint32_t num_blocks = choose_blocks(params.num_blocks, params.capacity, 512);
     LaunchPlan plan = plan_for(params.geometry.hidden == kTunedHidden, num_blocks);
     // Where links are direct and each block has two tokens at least.
-    plan.is_few = plan.is_tuned && (params.flags & SY_LAUNCH_FLAG_ANY_WAY) == 0 &&
+    plan.is_few = plan.is_tuned && (params.flags & SY_LAUNCH_FLAG_ANY_PATH) == 0 &&
                   num_blocks <= kMostFewBlocks && params.capacity >= uint64_t{2} * num_blocks;
     return plan;
 }

@@ -23,8 +23,8 @@ namespace switchyard {
         const sy_link& link = params.links[i];
         if (params.counters[i] == 0 || link.window == 0)
             return SY_LAUNCH_NULL;
-        if (link.way != SY_WAY_DIRECT)
-            return SY_LAUNCH_WAY;
+        if (link.path != SY_PATH_DIRECT)
+            return SY_LAUNCH_PATH;
         if (link.window % 16 != 0)
             return SY_LAUNCH_ALIGNMENT;
     }

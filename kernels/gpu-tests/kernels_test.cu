@@ -43,9 +43,9 @@ struct World {
                 uint8_t* request = servers[s]->add_request_slot(100 + c);
                 uint8_t* response = clients[c]->add_response_slot();
                 clients[c]->servers[s].request = {reinterpret_cast<uint64_t>(request), 0,
-                                                  SY_WAY_DIRECT, 0};
+                                                  SY_PATH_DIRECT, 0};
                 servers[s]->clients[c].response = {reinterpret_cast<uint64_t>(response), 0,
-                                                   SY_WAY_DIRECT, 0};
+                                                   SY_PATH_DIRECT, 0};
             }
         for (auto& client : clients)
             client->connect();
@@ -651,7 +651,7 @@ void a_missing_replica_is_an_error_and_not_a_wait() {
     World world(256, 2, SY_DTYPE_BF16, 8, 1, 2, 16);
     const auto inputs = world.load(16, false);
     sy_placement placement = world.placement;
-    uint32_t expert = 0; // one that is chosen
+    uint32_t expert = 0; // the chosen one
     for (const int32_t chosen : inputs[0].topk_idx)
         expert = chosen >= 0 ? static_cast<uint32_t>(chosen) : expert;
     placement.experts[expert].num_replicas = 0;
@@ -689,8 +689,8 @@ void bad_parameters_are_refused_before_a_launch() {
     expect(SY_LAUNCH_EXPERTS, [](auto& params) { params.num_experts = 1025; });
     expect(SY_LAUNCH_NULL, [](auto& params) { params.servers = nullptr; });
     sy_server_peer server = client.servers[0];
-    server.request.way = 99;
-    CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_WAY, "a way that is not built in");
+    server.request.path = 99;
+    CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_PATH, "a way that is not built in");
     server = client.servers[0];
     server.request.window = 0;
     CHECK(sy_check_servers(&server, 1) == SY_LAUNCH_NULL, "null window");

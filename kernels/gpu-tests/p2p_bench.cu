@@ -50,7 +50,7 @@ Measured run(Comrade& comrade, Slots& slots, const std::vector<uint32_t>& sender
             params.counters[i] = reinterpret_cast<uint64_t>(slots.control) + i * SY_CONTROL_STRIDE;
             // Payload goes to my request slot there; the counter's address relative to it wraps round.
             params.links[i] = {reinterpret_cast<uint64_t>(slots.peer_request[peers[i]]), 0,
-                               SY_WAY_DIRECT, 0};
+                               SY_PATH_DIRECT, 0};
             const uint64_t peer_counters =
                 reinterpret_cast<uint64_t>(slots.peer_control[peers[i]]) +
                 my_line * SY_CONTROL_STRIDE;

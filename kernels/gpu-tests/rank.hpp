@@ -191,7 +191,7 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
             const uint32_t rank = topology.servers[s];
             reset_response_slot(geometry, slots.response[rank]);
             client.servers[s] = {
-                {reinterpret_cast<uint64_t>(slots.peer_request[rank]), 0, SY_WAY_DIRECT, 0},
+                {reinterpret_cast<uint64_t>(slots.peer_request[rank]), 0, SY_PATH_DIRECT, 0},
                 reinterpret_cast<uint64_t>(slots.response[rank]),
                 1,
                 0};
@@ -227,7 +227,7 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
             reset_request_slot(geometry, slots.request[rank]);
             server.clients[c] = {
                 reinterpret_cast<uint64_t>(slots.request[rank]),
-                {reinterpret_cast<uint64_t>(slots.peer_response[rank]), 0, SY_WAY_DIRECT, 0},
+                {reinterpret_cast<uint64_t>(slots.peer_response[rank]), 0, SY_PATH_DIRECT, 0},
                 100 + c,
                 1,
                 0};
@@ -237,7 +237,7 @@ inline Roles make_roles(Comrade& comrade, const Topology& topology, Slots& slots
         CHECK_CUDA(cudaMemset(buffers.server_state, 0, sizeof(sy_server_state)));
     }
     CHECK_CUDA(cudaDeviceSynchronize());
-    comrade.barrier(); // nobody stores before all have reset
+    comrade.barrier(); // no rank stores before all have reset
     return roles;
 }
 

@@ -18,7 +18,7 @@ struct Party {
     std::unique_ptr<Client> client;
     std::unique_ptr<Server> server;
     std::unique_ptr<Nic> nic;
-    Way way;
+    Path path;
     uint8_t* theirs = nullptr; // slot of the other side, as this GPU reaches it
     cudaStream_t stream;
     bool is_fresh = true;
@@ -55,9 +55,9 @@ struct Party {
         sizes.queue.is_collapsed = false;
         sizes.queue.max_message_bytes = 8192;
         sizes.bound_ns = kSharedGpuBoundNs;
-        way = make_way(*nic, sizes, 0, theirs,
-                       client != nullptr ? geometry.slot_bytes : geometry.response_slot_bytes, 0,
-                       error());
+        path = make_path(*nic, sizes, 0, theirs,
+                         client != nullptr ? geometry.slot_bytes : geometry.response_slot_bytes, 0,
+                         error());
     }
 
     sy_error_word* error() const {
@@ -67,17 +67,17 @@ struct Party {
     // While both are idle.
     void connect(bool by_nic) {
         const sy_link link =
-            by_nic ? way.link : sy_link{reinterpret_cast<uint64_t>(theirs), 0, SY_WAY_DIRECT, 0};
+            by_nic ? path.link : sy_link{reinterpret_cast<uint64_t>(theirs), 0, SY_PATH_DIRECT, 0};
         if (client != nullptr) {
             client->servers[0].request = link;
-            client->launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
+            client->launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
             // Data from a NIC stays there, and would announce an answer that is not there yet.
             if (!by_nic)
                 client->poison(0);
             client->connect();
         } else {
             server->clients[0].response = link;
-            server->launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
+            server->launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
             server->connect();
         }
     }

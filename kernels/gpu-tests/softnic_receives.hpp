@@ -25,12 +25,12 @@ struct ImmParams {
     LocalBuffer local;
     uint64_t remote; // as requests name it
     const uint64_t* target; // as the receiver reaches it
-    uint64_t* taken; // mapped host memory: numbers that were looked at, in order
+    uint64_t* taken; // mapped host memory: numbers that were checked, in order
     uint64_t first, end; // numbers
     uint64_t pattern;
     uint64_t* next; // of the receiver: the next warp's share
     uint32_t* num_wrong; // of the receiver: words, lengths and numbers
-    uint32_t* status; // 0 or what ended the kernel first
+    uint32_t* status; // 0, or the error that ended the kernel first
 };
 
 // Waits until a word has a value, or until the bound.

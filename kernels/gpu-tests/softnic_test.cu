@@ -265,9 +265,9 @@ void layers(int num_gpus) {
                         // NIC does.
                         world.connect(false);
                         for (auto& client : world.clients)
-                            client->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_WAY : 0;
+                            client->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_PATH : 0;
                         for (auto& server : world.servers)
-                            server->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_WAY : 0;
+                            server->launch_flags = round % 2 == 0 ? SY_LAUNCH_FLAG_ANY_PATH : 0;
                         for (int i = 0; i < 2; ++i) {
                             const double start_s = now_s();
                             world.layer(echoes);
@@ -335,9 +335,9 @@ void failover(int num_gpus) {
         const reference::Input input = load(world, 128, g_seed * 7 + stalls)[0];
         // Once over stores by the same kernels, so that all code is there.
         world.connect(false);
-        client.launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
+        client.launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
         for (auto& server : world.servers)
-            server->launch_flags = SY_LAUNCH_FLAG_ANY_WAY;
+            server->launch_flags = SY_LAUNCH_FLAG_ANY_PATH;
         world.layer(false);
         world.wait();
         world.expect_no_errors();

@@ -51,14 +51,14 @@ pub const DTYPE_BF16: u32 = 3;
 /// Element type of requests: fp8-e4m3 with a scale per [`SCALE_BLOCK`] values.
 pub const DTYPE_F8_E4M3: u32 = 4;
 
-/// [`Link::way`]: the peer's slot is mapped here.
-pub const WAY_DIRECT: u32 = 1;
-/// `SY_WAY_IBGDA`: kernels post work requests; `context` is the address of a
+/// [`Link::path`]: the peer's slot is mapped here.
+pub const PATH_DIRECT: u32 = 1;
+/// `SY_PATH_IBGDA`: kernels post work requests; `context` is the address of a
 /// [`PeerHandle`](crate::mlx5::PeerHandle).
-pub const WAY_IBGDA: u32 = 2;
-/// `SY_WAY_PROXY`: kernels post commands to a thread of the host; `context` is the address of a
+pub const PATH_IBGDA: u32 = 2;
+/// `SY_PATH_PROXY`: kernels post commands to a thread of the host; `context` is the address of a
 /// `sy_proxy_peer`.
-pub const WAY_PROXY: u32 = 3;
+pub const PATH_PROXY: u32 = 3;
 
 /// `flags`: the kernel may start while the one before it in the stream ends.
 pub const FLAG_PDL: u32 = 1;
@@ -69,8 +69,8 @@ pub const FLAG_CONTACT_ALL: u32 = 4;
 /// `flags`, with [`FLAG_PDL`], of combine, echo and expert_recv: work beside the kernel before it in the
 /// stream. See `SY_LAUNCH_FLAG_AHEAD` for when that is right.
 pub const FLAG_AHEAD: u32 = 32;
-/// `SY_LAUNCH_FLAG_ANY_WAY`: some link of the table is not direct.
-pub const FLAG_ANY_WAY: u32 = 8;
+/// `SY_LAUNCH_FLAG_ANY_PATH`: some link of the table is not direct.
+pub const FLAG_ANY_PATH: u32 = 8;
 
 /// Bytes of a slot's control tail.
 pub const CONTROL_BYTES: u64 = 4096;
@@ -95,8 +95,8 @@ pub const TAG_BAD_EXPERT: u32 = 5;
 pub const TAG_NUM_TOKENS: u32 = 6;
 /// [`ErrorWord::tag`]: a server refused a frame.
 pub const TAG_REFUSED: u32 = 9;
-/// `SY_TAG_COMBINE_WAY`
-pub const TAG_COMBINE_WAY: u32 = 12;
+/// `SY_TAG_COMBINE_PATH`
+pub const TAG_COMBINE_PATH: u32 = 12;
 /// [`ErrorWord::tag`]: a product's own copies and products.
 pub const TAG_PRODUCT: u32 = 13;
 /// [`ErrorWord::reason`]: the bound expired.
@@ -198,8 +198,8 @@ pub struct Link {
     pub window: DevicePtr,
     /// Address of the path's state; 0 for direct stores.
     pub context: u64,
-    /// [`WAY_DIRECT`], [`WAY_IBGDA`] or [`WAY_PROXY`].
-    pub way: u32,
+    /// [`PATH_DIRECT`], [`PATH_IBGDA`] or [`PATH_PROXY`].
+    pub path: u32,
     /// Zero.
     pub reserved: u32,
 }
@@ -641,7 +641,7 @@ pub struct EchoParams {
 const _: () = assert!(size_of::<ErrorWord>() == 32 && offset_of!(ErrorWord, observed) == 16);
 const _: () = assert!(size_of::<FrameGeometry>() == 128);
 const _: () = assert!(offset_of!(FrameGeometry, response_control_offset) == 120);
-const _: () = assert!(size_of::<Link>() == 24 && offset_of!(Link, way) == 16);
+const _: () = assert!(size_of::<Link>() == 24 && offset_of!(Link, path) == 16);
 const _: () = assert!(size_of::<ReplicaSet>() == 8);
 const _: () = assert!(size_of::<Placement>() == 8208 && offset_of!(Placement, experts) == 16);
 const _: () = assert!(size_of::<ServerPeer>() == 40 && offset_of!(ServerPeer, response) == 24);

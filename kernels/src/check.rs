@@ -5,8 +5,8 @@ use thiserror::Error;
 use crate::abi::{
     ClientPeer, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
     DispatchParams, EchoParams, ExpertComputeParams, ExpertLists, ExpertRecvParams,
-    ExpertSendParams, FrameGeometry, Link, MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, RANK_BITS,
-    ServerPeer, WAY_DIRECT, WAY_IBGDA, WAY_PROXY,
+    ExpertSendParams, FrameGeometry, Link, MAX_EXPERTS, MAX_HIDDEN, MAX_PEERS, PATH_DIRECT,
+    PATH_IBGDA, PATH_PROXY, RANK_BITS, ServerPeer,
 };
 
 /// Parameters that cannot be used. Nothing was launched.
@@ -45,8 +45,8 @@ pub enum CheckError {
     #[error("frame geometry: expected what `FrameGeometry::new` computes")]
     Geometry = 10,
     /// The path to a peer is not compiled in.
-    #[error("link: a way to a peer that this build does not know")]
-    Way = 11,
+    #[error("link: an unknown path to a peer")]
+    Path = 11,
     /// A wait would have no bound.
     #[error("timeout_ns is 0: every wait has a bound")]
     Bound = 12,
@@ -247,11 +247,11 @@ fn lists(lists: &ExpertLists) -> Result<(), CheckError> {
 }
 
 fn link(link: &Link) -> Result<(), CheckError> {
-    if ![WAY_DIRECT, WAY_IBGDA, WAY_PROXY].contains(&link.way) {
-        return Err(CheckError::Way);
+    if ![PATH_DIRECT, PATH_IBGDA, PATH_PROXY].contains(&link.path) {
+        return Err(CheckError::Path);
     }
     set(&[link.window])?;
-    if link.way != WAY_DIRECT {
+    if link.path != PATH_DIRECT {
         if link.context == 0 {
             return Err(CheckError::Null);
         }

@@ -110,11 +110,11 @@ pub const COMBINE_TUNED_FEW: &str = "_ZN10switchyard5impls14combine_kernelINS0_9
 
 /// The kernel that does the same over links of every path that is compiled in.
 #[must_use]
-pub fn any_way(entry: &'static str) -> &'static str {
-    ANY_WAY.iter().find(|(direct, _)| *direct == entry).map_or(entry, |(_, any)| any)
+pub fn any_path(entry: &'static str) -> &'static str {
+    ANY_PATH.iter().find(|(direct, _)| *direct == entry).map_or(entry, |(_, any)| any)
 }
 
-const ANY_WAY: [(&str, &str); 15] = [
+const ANY_PATH: [(&str, &str); 15] = [
     (DISPATCH_TUNED_FP8, DISPATCH_TUNED_FP8_ANY),
     (DISPATCH_TUNED_BF16, DISPATCH_TUNED_BF16_ANY),
     (DISPATCH_FP8, DISPATCH_FP8_ANY),

@@ -5,7 +5,7 @@ use std::mem::{offset_of, size_of};
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::abi::{DevicePtr, Link, WAY_DIRECT};
+use crate::abi::{DevicePtr, Link, PATH_DIRECT};
 use crate::check::{Check, CheckError};
 use crate::entries::LINK_CALLS;
 use crate::plan::{KernelParams, LaunchPlan};
@@ -50,7 +50,7 @@ impl Check for LinkCallsParams {
         let has_null = |pointers: &[DevicePtr]| pointers.iter().any(|pointer| pointer.is_null());
         if has_null(&needed)
             || (self.num_bytes != 0 && has_null(&moved))
-            || (self.link.way != WAY_DIRECT && self.link.context == 0)
+            || (self.link.path != PATH_DIRECT && self.link.context == 0)
         {
             return Err(CheckError::Null);
         }
@@ -91,11 +91,11 @@ const _: () = assert!(offset_of!(LinkCallsParams, good) == 104);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::abi::WAY_PROXY;
+    use crate::abi::PATH_PROXY;
 
     #[test]
     fn what_is_needed_is_asked_for() {
-        let link = Link { window: DevicePtr(64), context: 64, way: WAY_PROXY, reserved: 0 };
+        let link = Link { window: DevicePtr(64), context: 64, path: PATH_PROXY, reserved: 0 };
         let good = LinkCallsParams {
             link,
             source: DevicePtr(64),
@@ -122,7 +122,7 @@ mod tests {
         let unbounded = LinkCallsParams { timeout_ns: 0, ..good };
         assert_eq!(unbounded.check(), Err(CheckError::Bound));
         // Nothing is moved from nowhere to nowhere, and direct stores need no context.
-        let direct = Link { context: 0, way: WAY_DIRECT, ..link };
+        let direct = Link { context: 0, path: PATH_DIRECT, ..link };
         let idle = LinkCallsParams { link: direct, source: null, back: null, num_bytes: 0, ..good };
         assert_eq!(idle.check(), Ok(()));
     }

@@ -3,7 +3,7 @@
 
 use crate::abi::{
     COMPUTE_THREADS, CombineParams, DTYPE_F8_E4M3, DevicePtr, DispatchParams, EchoParams,
-    ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_ANY_WAY, FLAG_PDL,
+    ExpertComputeParams, ExpertRecvParams, ExpertSendParams, FLAG_ANY_PATH, FLAG_PDL,
     PRODUCT_SHARED_BYTES, PRODUCT_THREADS, RECV_BLOCKS, RECV_THREADS,
 };
 use crate::check::Check;
@@ -12,7 +12,7 @@ use crate::entries::{
     DISPATCH_TUNED_FP8, DOWN_BF16, DOWN_FP8, ECHO_BF16, ECHO_FP8, ECHO_TUNED_BF16, ECHO_TUNED_FP8,
     EXPERT_RECV, GATE_UP_BF16, GATE_UP_DIRECT_BF16, GATE_UP_DIRECT_FP8, GATE_UP_FP8,
     GATHER_BF16_TO_FP8, GATHER_FP8_TO_BF16, SEND_BF16, SEND_FP8, SEND_TUNED_BF16, SEND_TUNED_FP8,
-    any_way,
+    any_path,
 };
 
 /// A launch, decided but for the stream.
@@ -97,7 +97,7 @@ impl KernelParams for CombineParams {
         let mut plan = plan(is_tuned, num_blocks, entry, self.flags);
         // Where links are direct and each block has two tokens at least.
         plan.is_few = is_tuned
-            && self.flags & FLAG_ANY_WAY == 0
+            && self.flags & FLAG_ANY_PATH == 0
             && num_blocks <= MOST_FEW_BLOCKS
             && self.capacity >= 2 * num_blocks;
         if plan.is_few {
@@ -258,7 +258,7 @@ impl KernelParams for EchoParams {
 }
 
 fn entry_for(flags: u32, entry: &'static str) -> &'static str {
-    if flags & FLAG_ANY_WAY != 0 { any_way(entry) } else { entry }
+    if flags & FLAG_ANY_PATH != 0 { any_path(entry) } else { entry }
 }
 
 fn plan(is_tuned: bool, num_blocks: u32, entry: &'static str, flags: u32) -> LaunchPlan {

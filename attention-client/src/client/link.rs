@@ -402,7 +402,7 @@ mod tests {
     use std::thread::{self, ThreadId};
     use std::time::Duration;
 
-    use kernels::abi::{self, DevicePtr, WAY_DIRECT};
+    use kernels::abi::{self, DevicePtr, PATH_DIRECT};
     use kernels::gpu::Gpu;
     use p2p_core::PostError;
     use p2p_core::bootstrap::{DeviceSide, RemoteSlots};
@@ -426,7 +426,7 @@ mod tests {
         }
 
         fn link(&self) -> abi::Link {
-            abi::Link { window: self.own.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+            abi::Link { window: self.own.ptr(), context: 0, path: PATH_DIRECT, reserved: 0 }
         }
 
         fn waits(&self) -> KernelWaits {

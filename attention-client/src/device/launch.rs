@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::abi::{
-    CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ANY_WAY, FLAG_PDL,
+    CombineParams, DEVICE_ABI_VERSION, DevicePtr, DispatchParams, FLAG_ANY_PATH, FLAG_PDL,
 };
 use kernels::gpu::{GpuError, Stream};
 
@@ -187,7 +187,7 @@ impl DeviceClient {
 
     const fn flags(&self) -> u32 {
         let overlap = if self.options.overlap { FLAG_PDL } else { 0 };
-        let ways = if self.reached.has_networks() { FLAG_ANY_WAY } else { 0 };
+        let ways = if self.reached.has_networks() { FLAG_ANY_PATH } else { 0 };
         overlap | ways
     }
 }

@@ -4,7 +4,7 @@ use std::mem::size_of;
 
 use checkpoint::ModelConfig;
 use kernels::abi::{
-    Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY, FrameGeometry, LayerWeights,
+    Batch, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH, FrameGeometry, LayerWeights,
     MAX_EXPERTS, MAX_PEERS, RANK_BITS, ServerState,
 };
 use kernels::check::CheckError;
@@ -103,7 +103,7 @@ impl DevicePlan {
 
     /// Flags of launches that answer clients.
     pub(crate) const fn way_flags(&self) -> u32 {
-        if self.any_way { FLAG_ANY_WAY } else { 0 }
+        if self.any_way { FLAG_ANY_PATH } else { 0 }
     }
 
     /// What the handshake offers to every client.

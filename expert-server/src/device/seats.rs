@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
-use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, MAX_FRAMES, MAX_PEERS, WAY_DIRECT};
+use kernels::abi::{
+    ClientPeer, DevicePtr, FrameGeometry, Link, MAX_FRAMES, MAX_PEERS, PATH_DIRECT,
+};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError, Stream};
 use p2p_core::bootstrap::{DevicePair, KernelWaits, RemoteSlots};
 use p2p_core::slot::PROGRESS;
@@ -153,7 +155,7 @@ impl Seat {
 
     /// Whether kernels store answers into the client's memory by themselves: such rows have no flags.
     fn is_stored_to(&self) -> bool {
-        self.slots.pair.link().way == WAY_DIRECT
+        self.slots.pair.link().path == PATH_DIRECT
     }
 
     /// Whether the client's memory is out of this GPU's reach.
@@ -308,7 +310,7 @@ impl Seats {
         let nobody = self.nobody.ptr();
         let empty = ClientPeer {
             request: nobody,
-            response: Link { window: nobody, context: 0, way: WAY_DIRECT, reserved: 0 },
+            response: Link { window: nobody, context: 0, path: PATH_DIRECT, reserved: 0 },
             ..ClientPeer::zeroed()
         };
         std::array::from_fn(|idx| self.seats[idx].as_ref().map_or(empty, Seat::peer))
@@ -432,7 +434,7 @@ mod tests {
         }
 
         fn link(&self) -> Link {
-            Link { window: self.own.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+            Link { window: self.own.ptr(), context: 0, path: PATH_DIRECT, reserved: 0 }
         }
 
         fn waits(&self) -> KernelWaits {

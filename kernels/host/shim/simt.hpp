@@ -187,7 +187,7 @@ struct Block {
     std::vector<Fibre> fibres;
     std::vector<Warp> warps;
     Barrier barrier;
-    Barrier named_barriers[16]; // of some of the warps; nobody leaves while others wait at one
+    Barrier named_barriers[16]; // of some of the warps; none leaves while others wait at one
     uint32_t num_live = 0;
     // Since the scheduler last checked: whether a thread reached a block barrier or left, and
     // whether one polled a word that others change.

@@ -43,7 +43,7 @@ fn header_and_rust_agree_field_by_field() {
             scales_offset, payload_offset, frame_bytes, slot_bytes, control_offset,
             response_flags_offset, response_payload_offset, response_frame_bytes,
             response_slot_bytes, response_control_offset;
-        Link as "sy_link": window, context, way, reserved;
+        Link as "sy_link": window, context, path, reserved;
         ReplicaSet as "sy_replica_set": num_replicas, server;
         Placement as "sy_placement": epoch, num_experts, reserved, experts;
         ServerPeer as "sy_server_peer": request, response, generation, reserved;
@@ -143,10 +143,10 @@ fn constants() -> Vec<(&'static str, u64)> {
         ("SY_RECV_THREADS", abi::RECV_THREADS.into()),
         ("SY_DTYPE_BF16", abi::DTYPE_BF16.into()),
         ("SY_DTYPE_F8_E4M3", abi::DTYPE_F8_E4M3.into()),
-        ("SY_WAY_DIRECT", abi::WAY_DIRECT.into()),
-        ("SY_WAY_IBGDA", abi::WAY_IBGDA.into()),
-        ("SY_WAY_PROXY", abi::WAY_PROXY.into()),
-        ("SY_LAUNCH_FLAG_ANY_WAY", abi::FLAG_ANY_WAY.into()),
+        ("SY_PATH_DIRECT", abi::PATH_DIRECT.into()),
+        ("SY_PATH_IBGDA", abi::PATH_IBGDA.into()),
+        ("SY_PATH_PROXY", abi::PATH_PROXY.into()),
+        ("SY_LAUNCH_FLAG_ANY_PATH", abi::FLAG_ANY_PATH.into()),
         ("SY_LAUNCH_FLAG_PDL", abi::FLAG_PDL.into()),
         ("SY_LAUNCH_FLAG_EARLY", abi::FLAG_EARLY.into()),
         ("SY_LAUNCH_FLAG_AHEAD", abi::FLAG_AHEAD.into()),

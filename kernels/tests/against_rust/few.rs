@@ -1,6 +1,6 @@
 //! Kernels for few blocks: their results must equal those of the kernels for many.
 
-use kernels::abi::{DTYPE_BF16, DevicePtr, FLAG_ADD, FLAG_ANY_WAY, FrameGeometry};
+use kernels::abi::{DTYPE_BF16, DevicePtr, FLAG_ADD, FLAG_ANY_PATH, FrameGeometry};
 use kernels::plan::KernelParams;
 use rand::RngExt;
 
@@ -44,7 +44,7 @@ fn few_blocks_of_servers(runner: &Runner, num_servers: usize) {
         let mut found = Vec::new();
         for flags in [flags, flags | FLAG_ADD] {
             let params = kernels::abi::CombineParams { flags, ..world.combine_params(0) };
-            assert_eq!(params.plan().is_few, flags & FLAG_ANY_WAY == 0);
+            assert_eq!(params.plan().is_few, flags & FLAG_ANY_PATH == 0);
             // Summed rows are no longer in the slot.
             for server in 0..num_answering {
                 let params = world.send_params(server, DevicePtr::NULL);
@@ -58,7 +58,7 @@ fn few_blocks_of_servers(runner: &Runner, num_servers: usize) {
         (found, world.clients[0].token_missing.read::<u32>(0, tokens.into()))
     };
     // The kernels for links of any path are not for few blocks.
-    let (few, many) = (sums(0), sums(FLAG_ANY_WAY));
+    let (few, many) = (sums(0), sums(FLAG_ANY_PATH));
     assert!(few == many);
     assert_ne!(few.0[0], few.0[1], "nothing was added");
     assert!(few.1.contains(&(1 << num_answering)));

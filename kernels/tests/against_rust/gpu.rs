@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use bytemuck::Zeroable;
 use kernels::abi::{
     ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr,
-    ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, REASON_TIMEOUT,
-    TAG_COMBINE_ROW, WAY_DIRECT,
+    ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, PATH_DIRECT,
+    REASON_TIMEOUT, TAG_COMBINE_ROW,
 };
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape, Piece};
 use kernels::p2p::{FLAG_BULK, P2pParams, StreamParams};
@@ -464,7 +464,7 @@ impl Stream {
                 // Each sender has a part of the receiver's payload.
                 let window = memory[peer].address().add(Self::MESSAGE_BYTES * my_line);
                 params.counter_offset[at] = line(peer, my_line).0 - window.0;
-                params.links[at] = Link { window, context: 0, way: WAY_DIRECT, reserved: 0 };
+                params.links[at] = Link { window, context: 0, path: PATH_DIRECT, reserved: 0 };
             }
             StreamParams(params)
         };

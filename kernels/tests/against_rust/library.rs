@@ -60,12 +60,12 @@ impl Library {
     ///
     /// # Safety
     /// The link is usable, and the other pointers are to memory of this process as large as the header says.
-    pub unsafe fn link_calls(&self, params: &LinkCallsParams, any_way: bool) {
+    pub unsafe fn link_calls(&self, params: &LinkCallsParams, any_path: bool) {
         let symbol = self.symbol("sy_host_link_calls");
         // SAFETY: the function takes these parameters and a flag.
         let run: extern "C" fn(*const LinkCallsParams, u32) =
             unsafe { std::mem::transmute(symbol) };
-        run(params, u32::from(any_way));
+        run(params, u32::from(any_path));
     }
 
     /// Code of the check; blocks, threads, whether the kernel is tuned, and whether it is for few blocks.

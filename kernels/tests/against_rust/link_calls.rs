@@ -190,6 +190,6 @@ fn call(
         good: DevicePtr((&raw mut good) as u64),
     };
     // SAFETY: all of it is memory of this process that lives until the call returns, and of its size.
-    unsafe { library.link_calls(&params, link.way != kernels::abi::WAY_DIRECT) };
+    unsafe { library.link_calls(&params, link.path != kernels::abi::PATH_DIRECT) };
     good
 }

@@ -9,7 +9,7 @@ use half::bf16;
 use kernels::abi::{
     ANSWER_HOLE, ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DevicePtr,
     DispatchParams, EchoParams, ErrorWord, ExpertLists, ExpertRecvParams, ExpertSendParams,
-    FrameGeometry, Link, Placement, ServerPeer, ServerState, WAY_DIRECT,
+    FrameGeometry, Link, PATH_DIRECT, Placement, ServerPeer, ServerState,
 };
 use kernels::gpu::{Gpu, GpuBuffer};
 use rand::RngExt;
@@ -287,7 +287,7 @@ impl World {
         let direct = |memory: &Memory| Link {
             window: memory.address(),
             context: 0,
-            way: WAY_DIRECT,
+            path: PATH_DIRECT,
             reserved: 0,
         };
         for (at, client) in clients.iter_mut().enumerate() {

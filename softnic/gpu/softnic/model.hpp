@@ -98,7 +98,7 @@ struct QueueState {
 
 // Mapped host memory: bits of queue pairs, set and cleared at any time.
 struct Control {
-    uint64_t stop; // everybody: ends once it has done what was announced before
+    uint64_t stop; // all: ends once it has done the work announced before
     uint32_t stalled; // does nothing
     uint32_t dead; // its peer does not answer
 };
@@ -282,7 +282,7 @@ SOFTNIC_BOTH uint32_t resolve(const Request& request, const Key* keys, uint32_t 
 // Result of a request.
 struct Verdict {
     uint32_t syndrome; // 0: carried out
-    bool is_refused; // by the peer, whose queue pair is out of service then, too
+    bool is_refused; // by the peer; its queue pair is out of service then, too
     Violation violation;
     uint64_t local, remote;
 };

@@ -316,7 +316,7 @@ fn put(bytes: &mut [u8], bit: usize, width: usize, value: u32) {
     }
 }
 
-// Codes and places are those of `prm.rs` of `switchyard-ibgda`, which `tests/control.rs` there compares
+// Codes and places are those of `prm.rs` of `switchyard-ibgda`, which `tests/it/control.rs` there compares
 // with a second transcription.
 const QUERY_CAPABILITIES: u32 = 0x100;
 const CREATE_CQ: u32 = 0x400;

@@ -2,7 +2,7 @@
 //!
 //! Names and places of the fields are those of `mlx5_ifc.h` (Linux, rdma-core's mlx5 provider). A place
 //! is a bit's distance from the first bit of the first byte; a field's most significant bit comes
-//! first. Whether a firmware takes these commands is *not yet run on a ConnectX*; `tests/control.rs`
+//! first. Whether a firmware takes these commands is *not yet run on a ConnectX*; `tests/it/control.rs`
 //! decodes them with a second transcription of the same tables.
 
 use thiserror::Error;

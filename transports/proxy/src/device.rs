@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kernels::abi::{DevicePtr, ErrorWord, Link, WAY_PROXY};
+use kernels::abi::{DevicePtr, ErrorWord, Link, PATH_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 use p2p_core::bootstrap::{DevicePair, DeviceSide, KernelWaits, RemoteSlots};
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
@@ -261,7 +261,7 @@ impl RemoteSlots for Slots {
 
     fn link(&self) -> Link {
         let (window, context) = (self.memory.mirror_at, self.memory.poster.address().0);
-        Link { window, context, way: WAY_PROXY, reserved: 0 }
+        Link { window, context, path: PATH_PROXY, reserved: 0 }
     }
 
     fn waits(&self) -> KernelWaits {

@@ -7,7 +7,7 @@ mod skip;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::abi::{ErrorWord, Link, WAY_PROXY};
+use kernels::abi::{ErrorWord, Link, PATH_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer};
 use kernels::link_calls::LinkCallsParams;
 use kernels::proxy::{PROXY_VERSION, ProduceParams};
@@ -166,7 +166,7 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
             link: Link {
                 window: near_at,
                 context: poster.address().0,
-                way: WAY_PROXY,
+                path: PATH_PROXY,
                 reserved: 0,
             },
             source,

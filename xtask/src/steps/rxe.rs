@@ -127,6 +127,5 @@ pub(super) const FEATURES: &[&str] = &[
     "switchyard-tests/verbs",
 ];
 /// Tests that need no device; the others run in the guests only.
-pub(super) const ON_HOST: &str =
-    "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=network::processes_over_verbs))";
+pub(super) const ON_HOST: &str = "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=network::processes_over_verbs))";
 const MODEL: &str = "data/tiny-moe";

@@ -57,8 +57,8 @@ __device__ __forceinline__ void copy_warp(uint64_t to, uint64_t from, uint64_t n
 }
 
 __device__ __forceinline__ uint64_t slot_bytes_of(const sy_link& link) {
-    return link.way == SY_WAY_PROXY ? proxy::peer_of(link).slot_bytes
-                                    : ibgda::peer_of(link).slot_bytes;
+    return link.path == SY_PATH_PROXY ? proxy::peer_of(link).slot_bytes
+                                      : ibgda::peer_of(link).slot_bytes;
 }
 
 __device__ __forceinline__ bool is_within(uint64_t offset, uint64_t num_bytes, uint64_t most) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ bool is_within(uint64_t offset, uint64_t num_bytes, u
 
 __device__ __forceinline__ void refuse_move(const sy_link& link, uint64_t offset,
                                             uint64_t num_bytes) {
-    if (link.way == SY_WAY_PROXY)
+    if (link.path == SY_PATH_PROXY)
         proxy::detail::refuse(proxy::peer_of(link), blockIdx.x, offset, num_bytes);
     else
         ibgda::detail::refuse(ibgda::peer_of(link),
@@ -95,17 +95,17 @@ __device__ __noinline__ void move_posted(const sy_link& link, uint64_t offset, u
     }
     // The stores of all lanes come before the request of one.
     __syncwarp();
-    if (link.way == SY_WAY_PROXY)
+    if (link.path == SY_PATH_PROXY)
         proxy::move_warp<kIsPut>(link, blockIdx.x, offset, source_offset, num_bytes);
     else
         ibgda::move_warp<kIsPut>(link, blockIdx.x, offset, source_offset, num_bytes);
 }
 
-template <uint32_t kWays, bool kIsPut>
+template <uint32_t kPaths, bool kIsPut>
 __device__ __forceinline__ void move_warp(const sy_link& link, uint64_t offset, uint64_t local,
                                           uint64_t num_bytes) {
     const uint64_t there = link.window + offset;
-    if (!is_direct<kWays>(link)) {
+    if (!is_direct<kPaths>(link)) {
         move_posted<kIsPut>(link, offset, local, num_bytes);
         return;
     }
@@ -119,31 +119,32 @@ __device__ __forceinline__ void move_warp(const sy_link& link, uint64_t offset, 
 // Starts a copy of `num_bytes` at `local` to the peer's slot. The peer sees it before any later
 // signal or add of this warp, by any of its lanes, and before those of its block behind a barrier
 // (SYNC POINT publish). A source outside of the mirror may be written again immediately.
-template <uint32_t kWays = kDirectOnly>
+template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ void put_nbi_warp(const sy_link& link, uint64_t offset,
                                              const void* local, uint64_t num_bytes) {
-    detail::move_warp<kWays, true>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
+    detail::move_warp<kPaths, true>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
 }
 
 // Starts a copy of `num_bytes` of the peer's slot to `local`: of the data that the peer had
 // published when that was accepted (wait_until). It is there after quiet_gets.
-template <uint32_t kWays = kDirectOnly>
+template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ void get_nbi_warp(const sy_link& link, uint64_t offset, void* local,
                                              uint64_t num_bytes) {
-    detail::move_warp<kWays, false>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
+    detail::move_warp<kPaths, false>(link, offset, reinterpret_cast<uint64_t>(local), num_bytes);
 }
 
 // Returns, in the calling thread, when all earlier puts, signals and adds over this link are in the
 // peer's memory. Over paths that post, those of any block count. Over direct stores, those of this
 // thread count, and those whose stores a barrier made known to it. False when the path is out of
 // service.
-template <uint32_t kWays = kDirectOnly> __device__ __forceinline__ bool quiet(const sy_link& link) {
-    if (is_direct<kWays>(link)) {
+template <uint32_t kPaths = kDirectOnly>
+__device__ __forceinline__ bool quiet(const sy_link& link) {
+    if (is_direct<kPaths>(link)) {
         ptx::fence_acq_rel_sys();
         return true;
     }
-    await_reuse<kWays>(link);
-    return !has_failed<kWays>(link);
+    await_reuse<kPaths>(link);
+    return !has_failed<kPaths>(link);
 }
 
 // quiet, and this block's got data is here. One thread calls it, and a barrier makes it known to
@@ -152,13 +153,13 @@ template <uint32_t kWays = kDirectOnly> __device__ __forceinline__ bool quiet(co
 // NOTES: a NIC's writes to GPU memory may be under way when their completion is visible, so that
 // over IBGDA the NIC reads `local` behind them. A proxy's thread has seen the completion, so
 // nothing more is needed there.
-template <uint32_t kWays = kDirectOnly>
+template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ bool quiet_gets(const sy_link& link, const void* local) {
     const uint64_t address = reinterpret_cast<uint64_t>(local);
-    if (!is_direct<kWays>(link) && link.way == SY_WAY_IBGDA && address >= link.window &&
+    if (!is_direct<kPaths>(link) && link.path == SY_PATH_IBGDA && address >= link.window &&
         detail::is_within(address - link.window, 1, detail::slot_bytes_of(link)))
         ibgda::await_gets(link, blockIdx.x, address);
-    return quiet<kWays>(link);
+    return quiet<kPaths>(link);
 }
 
 } // namespace switchyard::comm

@@ -111,7 +111,7 @@ __device__ __forceinline__ bool is_silent(const WaitBound& bound, Patience& pati
 
 // Whether a wait must end without the expected value. The reason is then in the error word, unless
 // another block has given the peer up and recorded its own reason.
-template <uint32_t kWays, class... Links>
+template <uint32_t kPaths, class... Links>
 __device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, uint32_t peer,
                                           uint64_t observed, uint64_t expected, Patience& patience,
                                           const Links*... links) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, 
     }
     if (bound.given_up != nullptr && (ptx::ld_relaxed_sys(bound.given_up) >> peer & 1) != 0)
         return true;
-    if ((has_failed<kWays>(*links) || ...)) {
+    if ((has_failed<kPaths>(*links) || ...)) {
         // The failure may have been recorded already; then that record stays.
         record_error(bound.error, tag, peer, SY_REASON_ABORT, observed, expected);
         return true;
@@ -140,7 +140,7 @@ __device__ __forceinline__ bool has_ended(const WaitBound& bound, uint32_t tag, 
     return false;
 }
 
-template <uint32_t kWays, class... Links>
+template <uint32_t kPaths, class... Links>
 __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expected, uint32_t tag,
                                              uint32_t peer, WaitBound bound,
                                              const Links*... links) {
@@ -150,7 +150,7 @@ __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expe
         if (observed >= expected)
             return true;
         if (num_polls % kPollsPerCheck == 0 &&
-            has_ended<kWays>(bound, tag, peer, observed, expected, patience, links...))
+            has_ended<kPaths>(bound, tag, peer, observed, expected, patience, links...))
             return false;
     }
 }
@@ -160,13 +160,13 @@ __device__ __noinline__ bool wait_until_slow(const uint64_t* word, uint64_t expe
 //
 // The expected data may depend on earlier data over a certain path: when that path fails, the wait
 // ends.
-template <uint32_t kWays = kDirectOnly, class... Links>
+template <uint32_t kPaths = kDirectOnly, class... Links>
 __device__ __forceinline__ bool wait_until(const uint64_t* word, uint64_t expected, uint32_t tag,
                                            uint32_t peer, const WaitBound& bound,
                                            const Links*... links) {
     if (ptx::ld_acquire_sys(word) >= expected)
         return true;
-    return wait_until_slow<kWays>(word, expected, tag, peer, bound, links...);
+    return wait_until_slow<kPaths>(word, expected, tag, peer, bound, links...);
 }
 
 } // namespace switchyard::comm

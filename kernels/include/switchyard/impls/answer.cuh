@@ -18,11 +18,12 @@
 namespace switchyard::impls {
 
 // kHidden_ may be 0: then the geometry's value holds at run time.
-template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_, uint32_t kWays_ = comm::kDirectOnly>
+template <uint32_t kHidden_, bool kFp8_, uint32_t kNumThreads_,
+          uint32_t kPaths_ = comm::kDirectOnly>
 struct AnswerConfig {
-    static constexpr uint32_t kWays = kWays_;
+    static constexpr uint32_t kPaths = kPaths_;
     // Building requests takes registers.
-    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
+    static constexpr uint32_t kMinBlocks = kPaths_ == comm::kDirectOnly ? 2 : 1;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr bool kFp8 = kFp8_;
     static constexpr uint32_t kNumThreads = kNumThreads_;
@@ -66,17 +67,17 @@ name_rows(const AnswerShared& shared, const sy_frame_geometry& geometry, uint32_
     const uint32_t row = unit / num_clients;
     const bool has_row = threadIdx.x < num_pending && row < shared.num_rows[client];
     for (uint32_t to = 0; to < num_clients; ++to) {
-        if (comm::is_direct<Config::kWays>(shared.clients[to].response))
+        if (comm::is_direct<Config::kPaths>(shared.clients[to].response))
             continue;
         const bool is_mine = has_row && client == to;
         if (!__any_sync(kFullWarp, is_mine))
             continue;
         const uint64_t frame =
             layout::response_frame(geometry, layout::ring_place(geometry, shared.number[to]));
-        comm::put_rows_warp<Config::kWays>(shared.clients[to].response, is_mine,
-                                           layout::response_row_at(geometry, frame, row),
-                                           geometry.response_stride_bytes,
-                                           layout::response_flag_at(frame, row), shared.number[to]);
+        comm::put_rows_warp<Config::kPaths>(
+            shared.clients[to].response, is_mine, layout::response_row_at(geometry, frame, row),
+            geometry.response_stride_bytes, layout::response_flag_at(frame, row),
+            shared.number[to]);
     }
 }
 
@@ -104,7 +105,7 @@ __device__ __forceinline__ void answer_rows(const AnswerShared& shared,
         };
     };
     const auto name_if_due = [&](uint32_t unit) {
-        if constexpr (Config::kWays != comm::kDirectOnly) {
+        if constexpr (Config::kPaths != comm::kDirectOnly) {
             if (++num_pending == most_pending || unit + num_blocks >= num_units) {
                 __syncthreads();
                 if (threadIdx.x < 32)
@@ -211,7 +212,7 @@ __device__ __forceinline__ void identity_row(const sy_frame_geometry& geometry, 
 template <class Config> struct IdentityRows {
     // NOTES: only with stores: over other paths a kernel uses nearly all registers of a
     // multiprocessor, and copies that it waits for need some, too.
-    static constexpr bool kLoadsAhead = Config::kRowPerPass && Config::kWays == comm::kDirectOnly;
+    static constexpr bool kLoadsAhead = Config::kRowPerPass && Config::kPaths == comm::kDirectOnly;
     static constexpr bool kFp8 = Config::kFp8;
     const AnswerShared& shared;
     const sy_frame_geometry& geometry;

@@ -56,7 +56,7 @@ __device__ __forceinline__ void take_tokens(const sy_combine_params& params, Com
         const uint32_t num_parts = __popc(__ballot_sync(kFullWarp, routes != SY_NO_ROUTE));
         if constexpr (kPass == Pass::kAdd)
             lost = shared.lost == 0 ? 0 : lost_by(shared, token_idx);
-        else if constexpr (Config::kWays != comm::kDirectOnly)
+        else if constexpr (Config::kPaths != comm::kDirectOnly)
             lost = await_flags<Config>(params, shared, routes, token_idx, lost);
         if (kPass != Pass::kAwait && threadIdx.x == 0 && params.token_missing != nullptr)
             params.token_missing[token_idx] = 0;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
     const uint32_t num_tokens = min(params.handle->num_tokens, params.capacity);
     servers.store(shared.servers, params.num_servers);
     const bool adds = (params.flags & SY_COMBINE_FLAG_ADD) != 0;
-    uint64_t summed = 0; // what combine took last from this place of the ring
+    uint64_t summed = 0; // the last frame that combine took from this place of the ring
     if (thread_idx < 32) {
         bool was_lost = false;
         if (thread_idx < params.num_servers) {
@@ -239,9 +239,9 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         await_flag<Config>(params, shared, thread_idx, 0, SY_TAG_COMBINE_EMPTY);
     // The next frame in this place of the ring overwrites data that a NIC may still have to read. A
     // server that was given up may get torn frames; its answers are not read.
-    if (Config::kWays != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
+    if (Config::kPaths != comm::kDirectOnly && blockIdx.x == 0 && thread_idx < params.num_servers &&
         (params.handle->contacted >> thread_idx & 1) != 0)
-        await_way<Config>(params, shared, thread_idx);
+        await_path<Config>(params, shared, thread_idx);
     if (!lets_at_once)
         comm::let_next_start(params.flags);
     comm::join(params.flags);

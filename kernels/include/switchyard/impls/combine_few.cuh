@@ -28,7 +28,7 @@ template <class Config, uint32_t kParts> struct FewTokens {
     const uint32_t num_tokens;
     uint32_t lost; // servers that this warp does without
     uint32_t token_idx; // the next one to sum
-    uint32_t routes; // of the first one that nothing is loaded of
+    uint32_t routes; // of the first token without loaded parts
 
     __device__ __forceinline__ uint32_t routes_of_token(uint32_t idx) const {
         const uint32_t top_k = params.geometry.top_k, lane_idx = threadIdx.x & 31;

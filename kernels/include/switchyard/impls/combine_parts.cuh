@@ -14,30 +14,30 @@
 
 namespace switchyard::impls {
 
-template <uint32_t kHidden_, uint32_t kNumThreads_, uint32_t kWays_ = comm::kDirectOnly>
+template <uint32_t kHidden_, uint32_t kNumThreads_, uint32_t kPaths_ = comm::kDirectOnly>
 struct CombineConfig {
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kNumThreads = kNumThreads_;
-    static constexpr uint32_t kWays = kWays_;
+    static constexpr uint32_t kPaths = kPaths_;
     // Chunks of eight values of a row that a thread sums at a time. Two cover a row where its size
     // is known.
     static constexpr uint32_t kChunks = kHidden_ != 0 ? 2 : 1;
     static_assert(kHidden_ == 0 || kHidden_ == 8 * kChunks * kNumThreads_, "one pass is a row");
     // Building requests takes registers.
-    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
+    static constexpr uint32_t kMinBlocks = kPaths_ == comm::kDirectOnly ? 2 : 1;
     static constexpr bool kIsFew = false;
 };
 
 constexpr uint32_t kNoToken = 0xffffffffu;
 // Pause between two checks whether a path is quiet, which may read the host's memory.
-constexpr uint32_t kWayPauseNs = 200;
+constexpr uint32_t kPathPauseNs = 200;
 
 struct CombineShared {
     sy_server_peer servers[SY_MAX_PEERS];
     uint64_t number[SY_MAX_PEERS];
     uint64_t frame[SY_MAX_PEERS];
     uint32_t lost_before; // servers that an earlier kernel gave up, as a mask
-    uint32_t stale; // servers of whose last frame in this place nobody took the answer, as a mask
+    uint32_t stale; // servers whose last answer in this place was not taken, as a mask
     // Servers that a warp has given up, as a mask, and of each: the first token that a warp summed without it,
     // the first that all did that ever gave it up, and how many have.
     uint32_t lost;
@@ -79,31 +79,31 @@ __device__ __forceinline__ void note_lost_for_good(const sy_combine_params& para
 // report for seconds that reading has stopped. Any block may have given it up before. A failure of
 // the path itself is left to the path's own wait, which records the cause.
 template <class Config>
-__device__ __forceinline__ void await_way(const sy_combine_params& params,
-                                          const CombineShared& shared, uint32_t server) {
+__device__ __forceinline__ void await_path(const sy_combine_params& params,
+                                           const CombineShared& shared, uint32_t server) {
     const sy_link& link = shared.servers[server].request;
     const uint64_t* lost = &params.state->lost[server];
-    if (comm::tells_reuse<Config::kWays>(link)) {
+    if (comm::tells_reuse<Config::kPaths>(link)) {
         comm::WaitBound bound = bound_of(params, shared, server);
         bound.progress = nullptr; // it has answered
         comm::Patience patience = comm::begin_patience(bound);
         for (uint32_t busy = 0; ptx::ld_relaxed_sys(lost) == 0;) {
             if (comm::is_reusable(link, busy))
                 return;
-            if (comm::has_failed<Config::kWays>(link) || comm::is_aborted(bound, server))
+            if (comm::has_failed<Config::kPaths>(link) || comm::is_aborted(bound, server))
                 break;
             if (comm::is_silent(bound, patience)) {
-                comm::record_error(&params.state->error, SY_TAG_COMBINE_WAY, server,
+                comm::record_error(&params.state->error, SY_TAG_COMBINE_PATH, server,
                                    SY_REASON_TIMEOUT, busy, shared.number[server]);
                 note_lost_for_good(params, server);
                 ptx::red_or_relaxed_gpu(&params.handle->missing, 1u << server);
                 return;
             }
-            __nanosleep(kWayPauseNs);
+            __nanosleep(kPathPauseNs);
         }
     }
     if (ptx::ld_relaxed_sys(lost) == 0)
-        comm::await_reuse<Config::kWays>(link);
+        comm::await_reuse<Config::kPaths>(link);
 }
 
 // A server that did not answer. If it refused the frame, that is recorded. The slot of any other is
@@ -133,17 +133,17 @@ template <class Config>
 __device__ __forceinline__ bool await_flag(const sy_combine_params& params,
                                            const CombineShared& shared, uint32_t server,
                                            uint32_t row, uint32_t tag) {
-    constexpr uint32_t kWays = Config::kWays;
+    constexpr uint32_t kPaths = Config::kPaths;
     const uint64_t number = shared.number[server];
     const comm::WaitBound bound = bound_of(params, shared, server);
     const uint64_t* flag =
         reinterpret_cast<const uint64_t*>(layout::response_flag_at(shared.frame[server], row));
     bool came;
-    if constexpr (kWays == comm::kDirectOnly)
+    if constexpr (kPaths == comm::kDirectOnly)
         came = comm::wait_until(flag, number, tag, server, bound);
     else
-        came = comm::wait_until<kWays>(flag, number, tag, server, bound,
-                                       &shared.servers[server].request);
+        came = comm::wait_until<kPaths>(flag, number, tag, server, bound,
+                                        &shared.servers[server].request);
     if (!came)
         note_missing(params, bound, server, number);
     return came;
@@ -153,7 +153,7 @@ __device__ __forceinline__ bool await_flag(const sy_combine_params& params,
 // requests.
 template <class Config>
 __device__ __forceinline__ bool tells_by_rows(const CombineShared& shared, uint32_t server) {
-    return comm::is_direct<Config::kWays>(shared.servers[server].request);
+    return comm::is_direct<Config::kPaths>(shared.servers[server].request);
 }
 
 // Waits for a token's rows that have flags, a lane for each route. Returns the servers that this warp does
@@ -315,7 +315,7 @@ template <class Config, uint32_t kParts, bool kKeepsAddresses = true> struct Sha
 #pragma unroll
                 for (uint32_t j = 0; j < kChunks; ++j)
                     is_late |= has_hole(bits[i][j]);
-                if constexpr (Config::kWays != comm::kDirectOnly) {
+                if constexpr (Config::kPaths != comm::kDirectOnly) {
                     const uint32_t route =
                         __shfl_sync(kFullWarp, routes, static_cast<int>(first + i));
                     if (route != SY_NO_ROUTE)
@@ -359,7 +359,7 @@ template <class Config, uint32_t kParts, bool kKeepsAddresses = true> struct Sha
 #pragma unroll
         for (uint32_t i = 0; i < kParts; ++i) {
             bool clears = addresses[i] != 0;
-            if constexpr (Config::kWays != comm::kDirectOnly) {
+            if constexpr (Config::kPaths != comm::kDirectOnly) {
                 const uint32_t route = __shfl_sync(kFullWarp, routes, static_cast<int>(first + i));
                 clears = clears && tells_by_rows<Config>(shared, server_of(route));
             }

@@ -13,8 +13,8 @@ namespace switchyard::impls {
 // A warp's work on its tokens.
 enum class Pass {
     kSum, // waits for each and sums it
-    kAwait, // waits only, and notes what does not come
-    kAdd, // adds what kAwait found in all warps to what is there
+    kAwait, // waits only, and records missing parts
+    kAdd, // adds the findings of kAwait in all warps to the existing ones
 };
 
 // Parts of a token whose loads are under way together: most tokens have no more between two ranks.

@@ -141,9 +141,9 @@ __device__ __forceinline__ void publish_tokens(const DispatchShared& shared,
              uint64_t{num_rows} * geometry.scales_per_row * sizeof(float)},
             {layout::payload_at(geometry, frame, first),
              uint64_t{num_rows} * geometry.row_stride_bytes}};
-        comm::put_signals_warp<Config::kWays>(shared.servers[server].request, pieces,
-                                              layout::request_flag_at(geometry, frame, first),
-                                              num_rows, shared.frame_number[server]);
+        comm::put_signals_warp<Config::kPaths>(shared.servers[server].request, pieces,
+                                               layout::request_flag_at(geometry, frame, first),
+                                               num_rows, shared.frame_number[server]);
     }
 }
 

@@ -19,11 +19,11 @@ constexpr uint32_t kStagedRows = 8;
 
 // kHidden_ and kTopK_ may be 0: then the parameters' values hold at run time.
 template <uint32_t kHidden_, uint32_t kTopK_, bool kFp8_, uint32_t kNumThreads_,
-          uint32_t kWays_ = comm::kDirectOnly>
+          uint32_t kPaths_ = comm::kDirectOnly>
 struct DispatchConfig {
-    static constexpr uint32_t kWays = kWays_;
+    static constexpr uint32_t kPaths = kPaths_;
     // Building requests takes registers.
-    static constexpr uint32_t kMinBlocks = kWays_ == comm::kDirectOnly ? 2 : 1;
+    static constexpr uint32_t kMinBlocks = kPaths_ == comm::kDirectOnly ? 2 : 1;
     static constexpr uint32_t kHidden = kHidden_;
     static constexpr uint32_t kTopK = kTopK_;
     static constexpr bool kFp8 = kFp8_;
@@ -270,10 +270,10 @@ __device__ __forceinline__ uint32_t write_heads(const DispatchShared& shared,
     params.state->posted[(sequence + 1) & 1][server] = contacts ? number : number - 1;
     if (!contacts)
         return contacted;
-    const uint32_t way = shared.servers[server].request.way;
-    if (Config::kWays == comm::kDirectOnly && way != SY_WAY_DIRECT)
-        comm::record_error(&params.state->error, SY_TAG_WAY, server, SY_REASON_VALUE, way,
-                           SY_WAY_DIRECT);
+    const uint32_t path = shared.servers[server].request.path;
+    if (Config::kPaths == comm::kDirectOnly && path != SY_PATH_DIRECT)
+        comm::record_error(&params.state->error, SY_TAG_PATH, server, SY_REASON_VALUE, path,
+                           SY_PATH_DIRECT);
     sy_frame_header header = {};
     header.epoch = epoch;
     header.client_id = params.client_id;
@@ -372,7 +372,7 @@ __device__ __forceinline__ void announce(const DispatchShared& shared,
         const comm::Piece pieces[] = {{frame, sizeof(sy_frame_header)},
                                       {layout::entries_at(geometry, frame, 0),
                                        uint64_t{rows} * geometry.top_k * sizeof(sy_entry)}};
-        comm::put_signals_warp<Config::kWays>(
+        comm::put_signals_warp<Config::kPaths>(
             shared.servers[server].request, pieces, geometry.control_offset + SY_WORD_HEADER(place),
             1, shared.frame_number[server] << SY_ANNOUNCE_SHIFT | rows);
     }

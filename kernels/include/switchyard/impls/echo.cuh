@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
         arrival = ptx::atom_inc_relaxed_gpu(&params.state->arrivals, gridDim.x - 1);
     if (blockIdx.x == 0 && threadIdx.x < params.num_clients && shared.num_rows[threadIdx.x] == 0 &&
         (shared.given_up >> threadIdx.x & 1) == 0)
-        comm::signal<Config::kWays>(
+        comm::signal<Config::kPaths>(
             shared.clients[threadIdx.x].response,
             layout::response_flag_at(
                 layout::response_frame(
@@ -238,10 +238,10 @@ __global__ void __launch_bounds__(Config::kNumThreads, Config::kMinBlocks)
                     layout::ring_place(params.geometry, shared.number[threadIdx.x])),
                 0),
             shared.number[threadIdx.x]);
-    if constexpr (Config::kWays != comm::kDirectOnly) {
+    if constexpr (Config::kPaths != comm::kDirectOnly) {
         // Answers are stored over those of an earlier frame, which a NIC may still have to read.
         if (threadIdx.x < params.num_clients)
-            comm::await_reuse<Config::kWays>(shared.clients[threadIdx.x].response);
+            comm::await_reuse<Config::kPaths>(shared.clients[threadIdx.x].response);
         __syncthreads();
     }
     answer_rows<Config>(shared, params.geometry, params.num_clients,

@@ -174,15 +174,15 @@ drop_bad_clients(RecvShared& shared, const sy_expert_recv_params& params, bool i
 }
 
 // Waits for a good batch. One warp of the first block.
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __device__ __forceinline__ void find_batch(RecvShared& shared, const sy_expert_recv_params& params,
                                            uint64_t gather) {
     const uint32_t wanted = min(params.min_ready, params.num_clients);
     const sy_gather whom = {static_cast<uint32_t>(gather), static_cast<uint32_t>(gather >> 32)};
-    const Arrivals seen = await_headers<kWays>(shared, params, whom, wanted);
-    choose_batch<kWays>(shared, params, seen, wanted);
+    const Arrivals seen = await_headers<kPaths>(shared, params, whom, wanted);
+    choose_batch<kPaths>(shared, params, seen, wanted);
     __syncwarp();
-    if (kWays != comm::kDirectOnly && threadIdx.x == 0)
+    if (kPaths != comm::kDirectOnly && threadIdx.x == 0)
         ptx::st_release_cta_shared(&shared.has_chosen, 1);
     number_rows(shared, params);
 }
@@ -232,7 +232,7 @@ __device__ __forceinline__ void end_waits(RecvShared& shared) {
 //
 // NOTES: an arrival that releases waits for earlier stores, and a store to a client takes a
 // microsecond. So arrivals are relaxed, except where others need the stores.
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThreads, 1)
     expert_recv_kernel(const __grid_constant__ sy_expert_recv_params params) {
     __shared__ RecvShared shared;
@@ -249,7 +249,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         shared.any_bad = shared.is_over = 0;
         shared.inverse_top_k = inverse_of(params.geometry.top_k);
     }
-    if (kWays != comm::kDirectOnly && thread_idx == 0)
+    if (kPaths != comm::kDirectOnly && thread_idx == 0)
         shared.quiet = shared.has_chosen = 0;
     if (rank == 0 && thread_idx == kRecvThreads - 1)
         make_good_head(shared.good_head, params.geometry);
@@ -274,9 +274,9 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     if (rank == 0) {
         ptx::barrier_cluster_wait_acquire();
         if (warp_idx == 0)
-            find_batch<kWays>(shared, params, gather);
-        else if (kWays != comm::kDirectOnly && warp_idx == 1)
-            watch_ways<kWays>(shared, params);
+            find_batch<kPaths>(shared, params, gather);
+        else if (kPaths != comm::kDirectOnly && warp_idx == 1)
+            watch_paths<kPaths>(shared, params);
         __syncthreads();
         // Second meeting. One warp's release is the block's, after its barrier.
         if (warp_idx == 1) {
@@ -287,7 +287,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
         }
     } else {
         ptx::barrier_cluster_wait_acquire();
-        await_row_ahead<kWays>(shared, params, ahead_idx(rank));
+        await_row_ahead<kPaths>(shared, params, ahead_idx(rank));
         __syncwarp();
         ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait_acquire();
@@ -299,7 +299,7 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
 #endif
     }
     if (rank == kRecvBlocks - 1 && warp_idx == 0)
-        note_batch<kWays>(shared, params);
+        note_batch<kPaths>(shared, params);
     // NOTES: read again where it is needed, rather than kept in a register.
     const auto rows_in_all = [&] {
         return ptx::ld_relaxed_cluster_shared(&shared.snapshot.num_rows_in_all);
@@ -382,8 +382,8 @@ __global__ void __cluster_dims__(kRecvBlocks, 1, 1) __launch_bounds__(kRecvThrea
     }
     if (rank == 0 && thread_idx < params.num_clients && shared.bad_code[thread_idx] != 0) {
         const uint32_t client_idx = ptx::mov_laneid();
-        refuse<kWays>(shared, params, client_idx, shared.snapshot.number[client_idx],
-                      shared.bad_code[client_idx]);
+        refuse<kPaths>(shared, params, client_idx, shared.snapshot.number[client_idx],
+                       shared.bad_code[client_idx]);
         atomicAdd(reinterpret_cast<unsigned long long*>(&params.state->num_refused), 1ull);
     }
     comm::join(params.flags);

@@ -177,7 +177,8 @@ __device__ __forceinline__ bool has_good_scales(const sy_frame_geometry& geometr
 // lanes, clients in turns.
 constexpr uint32_t kRowsAhead = (kRecvBlocks - 1) * kRecvThreads / kRowLanes;
 // Pause between two polls for such a row: reads of the host's memory delay the first block's reads.
-template <uint32_t kWays> constexpr uint32_t kAheadPauseNs = kWays == comm::kDirectOnly ? 20 : 1000;
+template <uint32_t kPaths>
+constexpr uint32_t kAheadPauseNs = kPaths == comm::kDirectOnly ? 20 : 1000;
 // How many there are at most, tens of milliseconds: then a block waits for the first one without looking.
 #if defined(SY_SIMT)
 // Polls take the processor's time from the senders.
@@ -202,7 +203,7 @@ __device__ __forceinline__ uint32_t ahead_idx(uint32_t rank) {
 // One warp, kRowLanes of it per row.
 // NOTES: the findings lie in shared memory until they are needed, since registers are scarce
 // meanwhile.
-template <uint32_t kWays>
+template <uint32_t kPaths>
 __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
                                                 const sy_expert_recv_params& params, uint32_t idx) {
     const sy_frame_geometry& geometry = params.geometry;
@@ -225,7 +226,7 @@ __device__ __forceinline__ void await_row_ahead(RecvShared& shared,
         // By an atomic that changes nothing: the first block sets it by one meanwhile.
         if (__any_sync(kFullWarp, lane_idx == 0 && atomicOr(&shared.is_over, 0u) != 0))
             break;
-        __nanosleep(kAheadPauseNs<kWays>);
+        __nanosleep(kAheadPauseNs<kPaths>);
     }
     const uint32_t group = ((1u << kRowLanes) - 1) << lane_idx / kRowLanes * kRowLanes;
     // Lanes may see it one after the other, and each has a share of the scales.

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kernels::abi::{DevicePtr, Link, WAY_DIRECT};
+use kernels::abi::{DevicePtr, Link, PATH_DIRECT};
 use kernels::gpu::{Gpu, GpuBuffer};
 
 use super::{DeviceError, blocking};
@@ -136,7 +136,7 @@ impl DevicePair {
     pub fn link(&self) -> Link {
         match &self.slots {
             Slots::Mapped { peer, .. } => {
-                Link { window: peer.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+                Link { window: peer.ptr(), context: 0, path: PATH_DIRECT, reserved: 0 }
             }
             Slots::Remote(slots) => slots.link(),
         }

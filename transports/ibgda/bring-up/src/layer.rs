@@ -9,8 +9,8 @@ use ibgda::Waits;
 use kernels::abi::{
     ANSWER_HOLE, ClientPeer, ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_F8_E4M3,
     DevicePtr, DispatchParams, EchoParams, ErrorWord, ExpertLists, ExpertRecvParams,
-    ExpertSendParams, FLAG_CONTACT_ALL, FrameGeometry, Handle, Link, Placement, ServerPeer,
-    ServerState, TAG_NONE, WAY_DIRECT,
+    ExpertSendParams, FLAG_CONTACT_ALL, FrameGeometry, Handle, Link, PATH_DIRECT, Placement,
+    ServerPeer, ServerState, TAG_NONE,
 };
 use kernels::gpu::{Gpu, GpuBuffer, Stream};
 use kernels::plan::KernelParams;
@@ -398,7 +398,7 @@ impl Direct {
         }
         let response = Buffer::of(gpu, &response)?;
         let link =
-            |slot: &Buffer| Link { window: slot.at(), context: 0, way: WAY_DIRECT, reserved: 0 };
+            |slot: &Buffer| Link { window: slot.at(), context: 0, path: PATH_DIRECT, reserved: 0 };
         client.set_server(ServerPeer {
             request: link(&request),
             response: response.at(),

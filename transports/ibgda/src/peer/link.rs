@@ -4,7 +4,7 @@ use std::mem::offset_of;
 use std::ptr;
 use std::time::Duration;
 
-use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, ServerPeer, WAY_IBGDA};
+use kernels::abi::{ClientPeer, DevicePtr, FrameGeometry, Link, PATH_IBGDA, ServerPeer};
 use kernels::check::{CheckError, check_clients, check_servers};
 use kernels::mlx5::{Bound, PeerHandle, QueueHandle};
 use thiserror::Error;
@@ -94,7 +94,7 @@ impl Peer {
     }
 
     /// A client's line for this peer, which is a server: requests go over the queues, answers come into this
-    /// side's slot. The kernels need `FLAG_ANY_WAY`.
+    /// side's slot. The kernels need `FLAG_ANY_PATH`.
     ///
     /// Valid as long as the peer, also after [`reset`](Peer::reset) and [`rejoin`](super::ResetPeer::rejoin).
     /// Another call replaces the data that kernels read, so no kernel may run meanwhile.
@@ -169,7 +169,7 @@ impl Peer {
         self.table.write(at, &peer_bytes(&handle))?;
         let window = DevicePtr(self.mirror.address());
         let context = self.table.address() + at as u64;
-        Ok(Link { window, context, way: WAY_IBGDA, reserved: 0 })
+        Ok(Link { window, context, path: PATH_IBGDA, reserved: 0 })
     }
 
     /// Whether this side's slot and the peer's have room for frames of `geometry`.

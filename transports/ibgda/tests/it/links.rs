@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::mock::{CLEAN, Mock, PATHS, join, rejoin};
-use kernels::abi::{DTYPE_F8_E4M3, DevicePtr, FrameGeometry, WAY_IBGDA};
+use kernels::abi::{DTYPE_F8_E4M3, DevicePtr, FrameGeometry, PATH_IBGDA};
 use kernels::gpu::{DeviceName, Gpu};
 use kernels::mlx5::{PeerHandle, QueueHandle};
 use switchyard_ibgda::queue::Posters;
@@ -68,7 +68,7 @@ fn kernels_read_the_peer_and_its_queues_behind_a_link() {
         assert_eq!(to_client.request.0, server.slot().address());
         let ends = [(&client, to_server.request, &server), (&server, to_client.response, &client)];
         for (peer, link, other) in ends {
-            assert_eq!((link.way, link.reserved), (WAY_IBGDA, 0));
+            assert_eq!((link.path, link.reserved), (PATH_IBGDA, 0));
             assert_eq!(link.window.0, peer.mirror().address());
             let found: PeerHandle = read(link.context);
             assert_eq!((found.mirror, found.remote), (link.window.0, other.slot().address()));

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{LIMIT, Posters, SLOT, config, fresh_seed, lanes, peer_config};
-use kernels::abi::{DevicePtr, Link, WAY_PROXY};
+use kernels::abi::{DevicePtr, Link, PATH_PROXY};
 use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::wait::event_fd;
@@ -47,7 +47,7 @@ impl Posted {
 impl link_calls::Ends for Posted {
     fn link(&self) -> Link {
         let window = DevicePtr(self.mirror.as_ptr().as_ptr() as u64);
-        Link { window, context: self.posters.handle() as u64, way: WAY_PROXY, reserved: 0 }
+        Link { window, context: self.posters.handle() as u64, path: PATH_PROXY, reserved: 0 }
     }
 
     fn slot_bytes(&self) -> usize {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ibgda::{Access, Nic, OpenPeer, Peer, PeerConfig, QueueConfig};
-use kernels::abi::{FLAG_ANY_WAY, FrameGeometry};
+use kernels::abi::{FLAG_ANY_PATH, FrameGeometry};
 use kernels::gpu::{Gpu, Stream};
 
 use super::{MEET_PATIENCE, Session};
@@ -87,7 +87,7 @@ impl Session {
         if self.fail_at == Some(Stage::Fused) {
             softnic_verbs::fail(qpn, 0, softnic_verbs::Syndrome::RemoteOp)?;
         }
-        let run = Run { flags: FLAG_ANY_WAY, timeout: self.timeout };
+        let run = Run { flags: FLAG_ANY_PATH, timeout: self.timeout };
         for (round, (input, expected)) in inputs.iter().zip(&expected).enumerate() {
             if round + NUM_AFTER_RESET == inputs.len() {
                 // The same queue pairs, and so the same tables. Every launch was waited for.

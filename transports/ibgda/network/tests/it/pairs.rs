@@ -8,7 +8,7 @@ use crate::rig::{
     own_word, sides_of, turn, until,
 };
 use ibgda::{Doorbell, QueueConfig, QueuePath};
-use kernels::abi::{DevicePtr, WAY_IBGDA};
+use kernels::abi::{DevicePtr, PATH_IBGDA};
 use kernels::gpu::Gpu;
 use kernels::mlx5::{PeerHandle, QueueHandle};
 use p2p_core::bootstrap::{DevicePair, DeviceSide};
@@ -128,7 +128,7 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
             assert_eq!(joined.slot.len(), CONTROL_BYTES + NUM_FRAMES * 4096);
             assert_eq!((pair.own_bytes(), pair.peer_bytes()), (own, peer));
             let link = pair.link();
-            assert_eq!(link.way, WAY_IBGDA);
+            assert_eq!(link.path, PATH_IBGDA);
             assert!(link.window.0.is_multiple_of(64) && link.context != 0);
             assert!(pair.own().0.is_multiple_of(64) && pair.own_memory().len() >= own);
             // Auto finds that the NIC can have a GPU's memory, which this process has no address of.

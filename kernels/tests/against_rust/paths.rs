@@ -3,9 +3,9 @@
 use std::mem::{offset_of, size_of};
 
 use kernels::abi::{
-    Batch, ClientPeer, ClientState, CombineParams, DTYPE_BF16, ErrorWord, FLAG_ANY_WAY,
-    FrameGeometry, Handle, Link, REASON_TIMEOUT, ServerPeer, ServerState, TAG_COMBINE_WAY,
-    WAY_IBGDA, WAY_PROXY,
+    Batch, ClientPeer, ClientState, CombineParams, DTYPE_BF16, ErrorWord, FLAG_ANY_PATH,
+    FrameGeometry, Handle, Link, PATH_IBGDA, PATH_PROXY, REASON_TIMEOUT, ServerPeer, ServerState,
+    TAG_COMBINE_PATH,
 };
 use kernels::mlx5::{Bound, CQ_COLLAPSED, PeerHandle, QueueHandle, QueueState};
 use kernels::proxy::PROXY_VERSION;
@@ -16,34 +16,34 @@ use crate::layer::check_sums;
 use crate::runner::Runner;
 use crate::world::{Input, Memory, World};
 
-/// `SY_TAG_RECV_FRAME` and `SY_TAG_RECV_WAY` of the kernels' header.
+/// `SY_TAG_RECV_FRAME` and `SY_TAG_RECV_PATH` of the kernels' header.
 const TAG_RECV_FRAME: u32 = 1;
-const TAG_RECV_WAY: u32 = 11;
+const TAG_RECV_PATH: u32 = 11;
 const NUM_EXPERTS: u32 = 8;
 /// The client or server with such a path.
 const BUSY: usize = 1;
 
-pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &Runner) {
+pub fn a_path_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &Runner) {
     let mut rng = fresh();
-    for (frame_is_there, way) in
-        [(true, WAY_IBGDA), (false, WAY_IBGDA), (true, WAY_PROXY), (false, WAY_PROXY)]
+    for (frame_is_there, path) in
+        [(true, PATH_IBGDA), (false, PATH_IBGDA), (true, PATH_PROXY), (false, PATH_PROXY)]
     {
         let geometry = FrameGeometry::new(128, 2, DTYPE_BF16, 5, 2).expect("in range");
         let world = World::new(runner, &mut rng, geometry, NUM_EXPERTS, 3, 1);
-        let (link, _kept) = stuck_link(runner, way, geometry.response_slot_bytes);
+        let (link, _kept) = stuck_link(runner, path, geometry.response_slot_bytes);
         lead_back(&world, link);
         for client in [0, 2].into_iter().chain(frame_is_there.then_some(BUSY)) {
             send(runner, &mut rng, &world, client);
         }
         let mut params = world.recv_params(0, 3);
-        params.flags |= FLAG_ANY_WAY;
+        params.flags |= FLAG_ANY_PATH;
         // SAFETY: the world's memory is as large as its geometry says, and queues are only read.
         assert_eq!(unsafe { runner.launch(&params) }, 0);
         let batch: Batch = world.servers[0].list_memory.one(0);
         assert_eq!(batch.clients, 0b101, "nobody else is held up");
         // All three paths are expected to be quiet; or the first frame of the client, where none came.
         let (tag, observed, expected) =
-            if frame_is_there { (TAG_RECV_WAY, 0b101, 0b111) } else { (TAG_RECV_FRAME, 0, 1) };
+            if frame_is_there { (TAG_RECV_PATH, 0b101, 0b111) } else { (TAG_RECV_FRAME, 0, 1) };
         let state: ServerState = world.servers[0].state.one(0);
         let (peer, reason) = (BUSY as u32, REASON_TIMEOUT);
         assert_eq!(state.error, ErrorWord { tag, peer, reason, reserved: 0, observed, expected });
@@ -54,7 +54,7 @@ pub fn a_way_that_is_not_quiet_is_told_from_a_frame_that_did_not_come(runner: &R
 /// that server.
 pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(runner: &Runner) {
     let mut rng = fresh();
-    for way in [WAY_IBGDA, WAY_PROXY] {
+    for path in [PATH_IBGDA, PATH_PROXY] {
         let geometry = FrameGeometry::new(128, 2, DTYPE_BF16, 5, 2).expect("in range");
         let world = World::new(runner, &mut rng, geometry, NUM_EXPERTS, 1, 2);
         world.poison();
@@ -75,24 +75,24 @@ pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(
         let place = number % u64::from(geometry.num_frames);
         let flags = vec![number; handle.num_rows[BUSY].max(1) as usize];
         client.responses[BUSY].write(place * geometry.response_frame_bytes, &flags);
-        let (link, _kept) = stuck_link(runner, way, geometry.slot_bytes);
+        let (link, _kept) = stuck_link(runner, path, geometry.slot_bytes);
         let at = (BUSY * size_of::<ServerPeer>()) as u64;
         let direct: ServerPeer = client.table.one(at);
         client.table.write(at, &[ServerPeer { request: link, ..direct }]);
-        let params = CombineParams { flags: FLAG_ANY_WAY, ..world.combine_params(0) };
+        let params = CombineParams { flags: FLAG_ANY_PATH, ..world.combine_params(0) };
         // SAFETY: as above, and queues and lanes are only read.
         assert_eq!(unsafe { runner.launch(&params) }, 0);
 
         let state: ClientState = client.state.one(0);
         let expected = ErrorWord {
-            tag: TAG_COMBINE_WAY,
+            tag: TAG_COMBINE_PATH,
             peer: BUSY as u32,
             reason: REASON_TIMEOUT,
             reserved: 0,
             observed: 0,
             expected: number,
         };
-        assert_eq!(state.error, expected, "way {way}");
+        assert_eq!(state.error, expected, "path {path}");
         let lost: Vec<usize> = (0..state.lost.len()).filter(|&at| state.lost[at] != 0).collect();
         assert_eq!(lost, [BUSY], "given up for later frames");
         let handle: Handle = client.handle.one(0);
@@ -105,14 +105,14 @@ pub fn a_server_that_stands_still_behind_its_answer_is_given_up_at_the_deadline(
 
 /// A path that never finishes, over which `slot_bytes` may be put. The objects returned beside it must outlive all
 /// kernels.
-fn stuck_link(runner: &Runner, way: u32, slot_bytes: u64) -> (Link, Vec<Memory>) {
+fn stuck_link(runner: &Runner, path: u32, slot_bytes: u64) -> (Link, Vec<Memory>) {
     let mirror = Memory::filled(runner, slot_bytes, 0);
-    let (context, mut kept) = if way == WAY_IBGDA {
+    let (context, mut kept) = if path == PATH_IBGDA {
         requests_under_way(runner, &mirror, slot_bytes)
     } else {
         commands_under_way(runner, &mirror, slot_bytes)
     };
-    let link = Link { window: mirror.address(), context: context.address().0, way, reserved: 0 };
+    let link = Link { window: mirror.address(), context: context.address().0, path, reserved: 0 };
     kept.extend([mirror, context]);
     (link, kept)
 }
