@@ -98,7 +98,7 @@ extern "C" const char* sy_launch_error(int code) {
     case SY_LAUNCH_EXPERTS:
         return "number of experts: expected 1 to 1024";
     case SY_LAUNCH_TOKENS:
-        return "token capacity: expected at least 1 and at most what frames and lists hold";
+        return "token capacity: expected at least 1 and at most the capacity of frames and lists";
     case SY_LAUNCH_GEOMETRY:
         return "frame geometry: expected what sy_make_geometry computes";
     case SY_LAUNCH_PATH:

@@ -279,7 +279,7 @@ pub struct ClientState {
     /// Last frame that combine took, by server and place of the ring.
     pub summed: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
     /// Cached abort mask of combines.
-    pub look: MaskLook,
+    pub mask_cache: MaskCache,
     /// First error.
     pub error: ErrorWord,
 }
@@ -287,13 +287,13 @@ pub struct ClientState {
 /// Shared cache of a mask in the host's memory. One of the waiting warps refreshes it from time to time.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-pub struct MaskLook {
-    /// When one last did, by the GPU's clock in steps of 2048 ns.
-    pub asked: u32,
+pub struct MaskCache {
+    /// Time of the last refresh, by the GPU's clock in steps of 2048 ns.
+    pub read_at: u32,
     /// Zero.
     pub reserved: u32,
-    /// Sequence of its dispatch in the upper half, the mask in the lower.
-    pub found: u64,
+    /// Sequence of the dispatch in the upper half, the mask in the lower.
+    pub mask: u64,
 }
 
 /// Head of a handle: the message from a dispatch to its combine. `[max_tokens][top_k]` u32 routes follow.
@@ -337,7 +337,7 @@ pub struct ServerState {
     /// First error.
     pub error: ErrorWord,
     /// Status words of refused frames, by client and place in its ring; the host clears them with `taken`.
-    pub told: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
+    pub refusals: [[u64; MAX_FRAMES as usize]; MAX_PEERS],
 }
 
 /// Head of a batch: the message from `expert_recv` to the expert stage and `expert_send`.

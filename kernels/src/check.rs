@@ -39,10 +39,10 @@ pub enum CheckError {
     #[error("number of experts: expected 1 to 1024, with at most 7 replicas each")]
     Experts = 8,
     /// The number of tokens cannot be used.
-    #[error("token capacity: expected at least 1 and at most what frames and lists hold")]
+    #[error("token capacity: expected at least 1 and at most the capacity of frames and lists")]
     Tokens = 9,
     /// The geometry was not made by [`FrameGeometry::new`].
-    #[error("frame geometry: expected what `FrameGeometry::new` computes")]
+    #[error("frame geometry: expected the result of `FrameGeometry::new`")]
     Geometry = 10,
     /// The path to a peer is not compiled in.
     #[error("link: an unknown path to a peer")]

@@ -31,7 +31,7 @@ pub struct QueueHandle {
     /// Address of 8 bytes where the old values of adds land unread.
     pub scratch: u64,
     /// 0, or address of a word of host memory that gets [`QueueState::error`], too.
-    pub told: u64,
+    pub host_error: u64,
     /// Local key of `scratch`.
     pub scratch_lkey: u32,
     /// Queue pair.
@@ -73,7 +73,7 @@ pub struct QueueState {
     /// The error that took the queue out of service.
     pub error: u64,
     /// Time of the last poll of completions by a thread that waits for something else.
-    pub looked: u64,
+    pub polled_at: u64,
     pad4: [u8; 112],
 }
 
@@ -158,9 +158,9 @@ const _: () =
 const _: () = assert!(size_of::<QueueState>() == 640 && offset_of!(QueueState, published) == 128);
 const _: () =
     assert!(offset_of!(QueueState, completed) == 256 && offset_of!(QueueState, error) == 512);
-const _: () = assert!(offset_of!(QueueHandle, told) == 56);
+const _: () = assert!(offset_of!(QueueHandle, host_error) == 56);
 const _: () =
-    assert!(offset_of!(QueueState, cq_index) == 384 && offset_of!(QueueState, looked) == 520);
+    assert!(offset_of!(QueueState, cq_index) == 384 && offset_of!(QueueState, polled_at) == 520);
 const _: () = assert!(size_of::<Bound>() == 24);
 const _: () = assert!(size_of::<ReceiveHandle>() == 48 && offset_of!(ReceiveHandle, qpn) == 32);
 const _: () = assert!(size_of::<ReceiveState>() == 128 && offset_of!(ReceiveState, taken) == 8);

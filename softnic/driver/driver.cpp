@@ -214,7 +214,7 @@ void decode_cqe(const uint8_t* cqe, uint64_t* out) {
     out[3] = mlx5::error_of<Scope::kSys>(words, tail);
 }
 
-uint32_t look(uint64_t* looked) { return takes_look(looked) ? 1 : 0; }
+uint32_t poll_turn(uint64_t* polled_at) { return takes_poll_turn(polled_at) ? 1 : 0; }
 
 const char* check(const sy_mlx5_qp* qp) { return sy_mlx5_check_qp(qp); }
 const char* check_receives(const sy_mlx5_rq* rq) { return sy_mlx5_check_rq(rq); }
@@ -232,7 +232,7 @@ const void* const kTable[] = {
     reinterpret_cast<const void*>(nop),          reinterpret_cast<const void*>(take_imm),
     reinterpret_cast<const void*>(wait_imm),     reinterpret_cast<const void*>(check_receives),
     reinterpret_cast<const void*>(own_signals),  reinterpret_cast<const void*>(own_move),
-    reinterpret_cast<const void*>(put_signal),   reinterpret_cast<const void*>(look),
+    reinterpret_cast<const void*>(put_signal),   reinterpret_cast<const void*>(poll_turn),
 };
 
 } // namespace

@@ -71,14 +71,14 @@ impl Cq {
                 return false;
             }
         }
-        let slot = (self.index & u64::from(self.depth - 1)) as usize * CQE_BYTES;
+        let entry = (self.index & u64::from(self.depth - 1)) as usize * CQE_BYTES;
         let bytes = cqe.encode(self.index & u64::from(self.depth) != 0);
         self.index += 1;
         for at in (0..CQE_BYTES).step_by(8) {
             let value = u64::from_ne_bytes(std::array::from_fn(|i| bytes[at + i]));
             // Counter and owner come last, in one store that releases the rest and all payload.
             let order = if at == CQE_BYTES - 8 { Ordering::Release } else { Ordering::Relaxed };
-            if let Some(word) = self.entries.word64(slot + at) {
+            if let Some(word) = self.entries.word64(entry + at) {
                 word.store(value, order);
             }
         }

@@ -6,12 +6,12 @@
 //! ordering. The answers to reads and atomics are in place before their completion and before a later fenced
 //! request. Nothing is ordered across queue pairs.
 
+mod deferred;
 mod execute;
-mod late;
 mod reach;
 mod receive;
 
-pub(crate) use self::late::Later;
+pub(crate) use self::deferred::DeferredEffect;
 
 use std::sync::atomic::Ordering;
 
@@ -22,12 +22,12 @@ use crate::format::{
     BLOCK_BYTES, Cqe, CqeKind, Head, Operation, SEGMENT_BYTES, Syndrome, Wqe, decode_doorbell,
     doorbell_word,
 };
-use crate::nic::{DoorbellMode, Executed, Nic, Qp, QpState, Violation};
+use crate::nic::{DoorbellMode, Nic, Qp, QpState, TraceEntry, Violation};
 use crate::port::{self, state};
 
 /// An executed request that is not reported yet.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct UnreportedRequest {
     cqe: Cqe,
     /// Its first block.
     position: u64,
@@ -73,7 +73,8 @@ impl Nic {
         let is_refused = qp.state != QpState::Error && self.is_refused(index);
         let word = self.doorbell_of(qp);
         let is_rung = word != 0 && decode_doorbell(word) != (qp.qpn, qp.produced as u16);
-        let is_done = qp.held.is_empty() && qp.later.is_empty() && qp.executed >= qp.produced;
+        let is_done =
+            qp.unreported.is_empty() && qp.deferred.is_empty() && qp.executed >= qp.produced;
         !is_refused && !is_rung && is_done && self.has_received_all(qp, index)
     }
 
@@ -105,14 +106,14 @@ impl Nic {
             }
         }
         if let Some(rng) = &mut self.rng {
-            let num_later = qp.later.len();
-            let num_reports = rng.random_range(0..=qp.held.len());
-            work += num_later + qp.held.len();
-            if num_later > 0 && rng.random_ratio(1, 2) {
-                qp.later.shuffle(rng);
-                let num_left = rng.random_range(0..num_later);
+            let num_deferred = qp.deferred.len();
+            let num_reports = rng.random_range(0..=qp.unreported.len());
+            work += num_deferred + qp.unreported.len();
+            if num_deferred > 0 && rng.random_ratio(1, 2) {
+                qp.deferred.shuffle(rng);
+                let num_left = rng.random_range(0..num_deferred);
                 // Fewer are left where one fails.
-                while qp.later.len() > num_left {
+                while qp.deferred.len() > num_left {
                     self.land_last(qp);
                 }
             }
@@ -232,7 +233,7 @@ impl Nic {
                     self.num_requests += 1;
                     if self.config.keeps_trace {
                         let opcode = head.opcode;
-                        self.executed.push(Executed { qpn: qp.qpn, position, opcode, address });
+                        self.executed.push(TraceEntry { qpn: qp.qpn, position, opcode, address });
                     }
                 }
                 Ok(None) => return Step::Blocked,
@@ -245,7 +246,12 @@ impl Nic {
         }
         qp.num_requests += 1;
         qp.executed = position + num_blocks;
-        qp.held.push_back(Held { cqe, position, end: qp.executed, is_reported: is_signalled });
+        qp.unreported.push_back(UnreportedRequest {
+            cqe,
+            position,
+            end: qp.executed,
+            is_reported: is_signalled,
+        });
         Step::Done
     }
 
@@ -287,10 +293,12 @@ impl Nic {
     /// Writes up to `max` completions.
     fn report(&mut self, qp: &mut Qp, max: usize) {
         for _ in 0..max {
-            let Some(end) = qp.held.front().map(|held| held.end) else { return };
+            let Some(end) = qp.unreported.front().map(|request| request.end) else { return };
             // An effect that cannot land changes the completion.
             self.land_before(qp, end);
-            let Some(Held { cqe, is_reported, .. }) = qp.held.pop_front() else { return };
+            let Some(UnreportedRequest { cqe, is_reported, .. }) = qp.unreported.pop_front() else {
+                return;
+            };
             if !is_reported {
                 continue;
             }
@@ -301,7 +309,7 @@ impl Nic {
                 let violation = Violation::CompletionOverrun { qpn: qp.qpn, depth: cq.depth() };
                 self.note(violation);
                 self.fail(qp);
-                qp.held.clear();
+                qp.unreported.clear();
             }
         }
     }

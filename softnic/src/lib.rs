@@ -38,8 +38,8 @@ pub use cq::CqConfig;
 pub use memory::{Segment, SegmentError};
 pub use network::SoftNetwork;
 pub use nic::{
-    Adversary, ControlError, Domain, DoorbellMode, Executed, Fault, Keys, Nic, NicConfig, QpConfig,
-    QpState, RecvQueueConfig, Violation,
+    Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, QpConfig, QpState,
+    RecvQueueConfig, TraceEntry, Violation,
 };
 pub use port::{Access, PortAddress};
 pub use queue::{HostQueue, Poster, QueueError, QueueSizes};

@@ -61,7 +61,7 @@ pub struct Adversary {
 
 /// A request that was executed, for tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Executed {
+pub struct TraceEntry {
     /// Queue pair.
     pub qpn: u32,
     /// First block, since reset.
@@ -83,7 +83,7 @@ pub struct Nic {
     pub(crate) peers: Vec<Option<Peer>>,
     pub(crate) rng: Option<SmallRng>,
     pub(crate) violations: Vec<Violation>,
-    pub(crate) executed: Vec<Executed>,
+    pub(crate) executed: Vec<TraceEntry>,
     pub(crate) num_failures: u64,
     pub(crate) num_requests: u64,
     segments: Vec<ShownSegment>,
@@ -158,7 +158,7 @@ impl Nic {
 
     /// Requests in the order of their execution, if the configuration asks for that.
     #[must_use]
-    pub fn executed(&self) -> &[Executed] {
+    pub fn executed(&self) -> &[TraceEntry] {
         &self.executed
     }
 }

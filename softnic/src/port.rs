@@ -3,7 +3,7 @@
 
 mod peer;
 
-pub(crate) use self::peer::{Peer, Pinned};
+pub(crate) use self::peer::{MemoryPin, Peer};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};

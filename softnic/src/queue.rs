@@ -104,7 +104,7 @@ impl HostQueue {
             cq_dbrec: at(layout.cq_dbrec),
             state: at(layout.state),
             scratch: at(layout.scratch),
-            told: 0,
+            host_error: 0,
             scratch_lkey: scratch.lkey,
             qpn,
             sq_depth: sizes.sq_depth,

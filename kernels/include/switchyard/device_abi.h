@@ -194,11 +194,11 @@ typedef struct sy_client_peer {
 
 /* Shared cache of a mask in the host's memory. One of the waiting warps refreshes it from time
  * to time. */
-typedef struct sy_mask_look {
-    uint32_t asked; /* when one last did, by the GPU's clock in steps of 2048 ns */
+typedef struct sy_mask_cache {
+    uint32_t read_at; /* time of the last refresh, by the GPU's clock in steps of 2048 ns */
     uint32_t reserved;
-    uint64_t found; /* sequence of its dispatch << 32 | mask */
-} sy_mask_look;
+    uint64_t mask; /* sequence of the dispatch << 32 | mask */
+} sy_mask_cache;
 
 /* Device memory of a client, zeroed once. Only kernels write it. */
 typedef struct sy_client_state {
@@ -213,7 +213,7 @@ typedef struct sy_client_state {
     uint64_t lost[SY_MAX_PEERS];
     uint64_t summed[SY_MAX_PEERS]
                    [SY_MAX_FRAMES]; /* last frame that combine took, by server and place */
-    sy_mask_look look; /* of combines, at their abort mask */
+    sy_mask_cache mask_cache; /* of combines, at their abort mask */
     sy_error_word error;
 } sy_client_state;
 
@@ -241,7 +241,7 @@ typedef struct sy_server_state {
     uint32_t reserved2;
     sy_error_word error;
     /* Status words of refused frames, by client and place; the host clears them with `taken`. */
-    uint64_t told[SY_MAX_PEERS][SY_MAX_FRAMES];
+    uint64_t refusals[SY_MAX_PEERS][SY_MAX_FRAMES];
 } sy_server_state;
 
 /* Head of a batch: the message from expert_recv to the expert stage and expert_send. */

@@ -84,7 +84,7 @@ pub enum GpuError {
     },
     /// A pointer to memory of another GPU. Nothing was launched.
     #[error(
-        "{kernel}: {pointer} is {address:#x}, which is memory of GPU {owner}: expected memory of GPU {ordinal}, whose kernels would fault"
+        "{kernel}: {pointer} is {address:#x}, which is memory of GPU {owner}: expected memory of GPU {ordinal}: its kernels would fault"
     )]
     OtherGpu {
         /// Name of the kernel.

@@ -9,7 +9,7 @@ use std::process::Command;
 use switchyard_kernels::abi::{
     self, Batch, ClientPeer, ClientState, CombineParams, DispatchParams, EchoParams, ErrorWord,
     ExpertComputeParams, ExpertLists, ExpertRecvParams, ExpertSendParams, FrameGeometry, Gather,
-    Handle, LayerWeights, Link, MaskLook, Placement, ReplicaSet, ServerPeer, ServerState,
+    Handle, LayerWeights, Link, MaskCache, Placement, ReplicaSet, ServerPeer, ServerState,
 };
 use switchyard_kernels::gpu::LayerShape;
 
@@ -48,12 +48,12 @@ fn header_and_rust_agree_field_by_field() {
         Placement as "sy_placement": epoch, num_experts, reserved, experts;
         ServerPeer as "sy_server_peer": request, response, generation, reserved;
         ClientPeer as "sy_client_peer": request, response, client_id, generation, reserved;
-        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, awaited, lost, summed, look, error;
-        MaskLook as "sy_mask_look": asked, reserved, found;
+        ClientState as "sy_client_state": sequence, arrivals, reserved, posted, awaited, lost, summed, mask_cache, error;
+        MaskCache as "sy_mask_cache": read_at, reserved, mask;
         Handle as "sy_handle": sequence, num_tokens, contacted, missing, refused, frame_number,
             num_rows;
         ServerState as "sy_server_state": arrivals, last_clients, taken, num_refused, num_batches,
-            next_client, reserved2, error, told;
+            next_client, reserved2, error, refusals;
         Batch as "sy_batch": num_rows, num_entries, layer, clients, frame_number, row_begin,
             expected, waited_ns;
         Gather as "sy_gather": clients, within_ns;

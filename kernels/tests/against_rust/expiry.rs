@@ -78,7 +78,7 @@ pub fn every_client_that_withholds_rows_of_a_batch_is_noted(runner: &Runner) {
                 let code = u64::from(protocol::ErrorCode::Internal.to_u32());
                 told[(number % NUM_FRAMES) as usize] = number << 16 | code;
             }
-            assert_eq!(state.told[client], told, "client {client}, frame {number}");
+            assert_eq!(state.refusals[client], told, "client {client}, frame {number}");
         }
         let batch: Batch = world.servers[0].list_memory.one(0);
         let served = all.iter().filter(|client| !late.contains(client));
@@ -86,7 +86,7 @@ pub fn every_client_that_withholds_rows_of_a_batch_is_noted(runner: &Runner) {
         // Otherwise the earlier record stays.
         world.servers[0]
             .state
-            .write(std::mem::offset_of!(ServerState, told) as u64, &[0u64; 8 * 32]);
+            .write(std::mem::offset_of!(ServerState, refusals) as u64, &[0u64; 8 * 32]);
     }
 }
 

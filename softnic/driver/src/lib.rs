@@ -131,7 +131,7 @@ pub struct Driver {
     ) -> u32,
     pub put_signal: MoveAnd,
     /// Returns 1 if the caller is the one to poll at this time. The word starts as 0.
-    pub look: unsafe extern "C" fn(*mut u64) -> u32,
+    pub poll_turn: unsafe extern "C" fn(*mut u64) -> u32,
 }
 
 /// Calls by who has the queue to itself.

@@ -7,7 +7,7 @@ use rand::rngs::SmallRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, RngExt};
 
-use super::late::{Effect, Later};
+use super::deferred::{DeferredEffect, Effect};
 use super::reach::{local, pin, remote_domain, remote_entry};
 use crate::format::{Atomic, Local, MAX_MESSAGE_BYTES, Operation, Remote, Source, Syndrome, Wqe};
 use crate::memory::copy;
@@ -101,7 +101,7 @@ impl Nic {
                                     let remote = Remote { address, rkey: remote.rkey };
                                     let is_relaxed = pinned.is_relaxed;
                                     let effect = Effect::Write { remote, local: part, is_relaxed };
-                                    qp.later.push(Later { position, effect });
+                                    qp.deferred.push(DeferredEffect { position, effect });
                                 } else {
                                     // SAFETY: `cut` stays inside of the checked ranges.
                                     unsafe { copy(to.add(at), from.add(at), len) };
@@ -181,7 +181,7 @@ impl Nic {
                 let address = remote.address + offset as u64;
                 let remote = Remote { address, rkey: remote.rkey };
                 let effect = Effect::Read { remote, local: *piece };
-                qp.later.push(Later { position, effect });
+                qp.deferred.push(DeferredEffect { position, effect });
             } else {
                 let to = local(&self.memory, qp.domain, piece, Access::LOCAL_WRITE)?;
                 // SAFETY: both ranges were checked with these lengths.
@@ -236,7 +236,8 @@ impl Nic {
         };
         drop(pinned);
         if self.rng.as_mut().is_some_and(|rng| rng.random_ratio(2, 3)) {
-            qp.later.push(Later { position, effect: Effect::Land { local: *answer, bytes } });
+            qp.deferred
+                .push(DeferredEffect { position, effect: Effect::Land { local: *answer, bytes } });
         } else {
             // SAFETY: `local` checked the range.
             unsafe { copy(to, bytes.as_ptr(), num_bytes as usize) };

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use crate::format::{Local, Remote, Syndrome};
 use crate::nic::{Memory, Nic, Qp};
-use crate::port::{self, Access, Peer, Pinned, state};
+use crate::port::{self, Access, MemoryPin, Peer, state};
 
 impl Nic {
     pub(super) fn local(
@@ -82,7 +82,7 @@ pub(super) fn pin<'a>(
     remote: &Remote,
     num_bytes: u64,
     access: Access,
-) -> Result<Pinned<'a>, Syndrome> {
+) -> Result<MemoryPin<'a>, Syndrome> {
     let found = peers.get(peer.0).and_then(Option::as_ref).ok_or(Syndrome::RetryExceeded)?;
     found.pin(domain, remote.rkey, remote.address, num_bytes, access).inspect_err(|_| {
         if let Some(entry) = remote_entry(peers, peer) {

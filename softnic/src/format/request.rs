@@ -225,7 +225,7 @@ pub enum BadWqe {
         opmod: u8,
     },
     /// A number of segments that the code cannot have.
-    #[error("{found} segments are not what its opcode has")]
+    #[error("{found} segments do not fit its opcode")]
     Segments {
         /// Found.
         found: u32,

@@ -111,8 +111,8 @@ impl Nic {
     /// [`ControlError`]; after `InUse` the memory must stay mapped and unused.
     pub fn deregister(&mut self, lkey: u32) -> Result<(), ControlError> {
         let index = port::key_index(lkey);
-        let slot = self.memory.get_mut(index);
-        let found = slot.filter(|memory| memory.as_ref().is_some_and(|m| m.lkey == lkey));
+        let entry = self.memory.get_mut(index);
+        let found = entry.filter(|memory| memory.as_ref().is_some_and(|m| m.lkey == lkey));
         let Some(memory) = found.and_then(Option::take) else {
             return Err(ControlError::Unknown { what: "local key", number: lkey });
         };

@@ -9,7 +9,7 @@ use p2p_core::Region;
 
 use super::{ControlError, Domain, Nic, check_depth, place};
 use crate::cq::{Cq, CqConfig};
-use crate::executor::{Held, Later};
+use crate::executor::{DeferredEffect, UnreportedRequest};
 use crate::format::{DEPTHS, RECEIVE_BYTES, SEGMENT_BYTES, Syndrome};
 use crate::memory::Part;
 use crate::port::{self, Peer, PortAddress, state};
@@ -90,8 +90,8 @@ pub(crate) struct Qp {
     pub(crate) executed: u64,
     pub(crate) reported: u64,
     pub(crate) num_requests: u64,
-    pub(crate) later: Vec<Later>,
-    pub(crate) held: VecDeque<Held>,
+    pub(crate) deferred: Vec<DeferredEffect>,
+    pub(crate) unreported: VecDeque<UnreportedRequest>,
     pub(crate) rnr_since: Option<Instant>,
     pub(crate) num_received: u64,
     /// Receives flushed after the queue pair failed, behind those that were used.
@@ -149,8 +149,8 @@ impl Nic {
             executed: 0,
             reported: 0,
             num_requests: 0,
-            later: Vec::new(),
-            held: VecDeque::new(),
+            deferred: Vec::new(),
+            unreported: VecDeque::new(),
             rnr_since: None,
             num_received: 0,
             num_flushed: 0,
@@ -235,8 +235,8 @@ impl Nic {
         qp.remote = None;
         (qp.produced, qp.executed, qp.reported, qp.num_requests) = (0, 0, 0, 0);
         (qp.num_received, qp.num_dropped, qp.is_stalled) = (0, 0, false);
-        qp.later.clear();
-        qp.held.clear();
+        qp.deferred.clear();
+        qp.unreported.clear();
         qp.failures.clear();
         qp.failing_ranges.clear();
         qp.rnr_since = None;
@@ -287,8 +287,8 @@ impl Nic {
         if let Some(qp) = qps.find(|qp| qp.send_cq == number || qp.recv_cq == Some(number)) {
             return Err(ControlError::CompletionsInUse { cq, qpn: qp.qpn });
         }
-        let slot = self.cqs.get_mut(cq as usize);
-        match slot.and_then(Option::take) {
+        let entry = self.cqs.get_mut(cq as usize);
+        match entry.and_then(Option::take) {
             Some(_) => Ok(()),
             None => Err(ControlError::Unknown { what: "completion queue", number: cq }),
         }

@@ -33,9 +33,9 @@ impl Peer {
             && found.nonce.load(Ordering::Relaxed) == address.nonce;
         if !is_ours {
             return Err(SegmentError::System {
-                call: "look",
+                call: "identification",
                 what: format!(
-                    "descriptor {} of process {} is not the NIC that the peer described",
+                    "the NIC that the peer described, as descriptor {} of process {}",
                     address.fd, address.pid
                 ),
                 source: std::io::ErrorKind::NotFound.into(),
@@ -113,7 +113,7 @@ impl Peer {
         address: u64,
         num_bytes: u64,
         access: Access,
-    ) -> Result<Pinned<'_>, Syndrome> {
+    ) -> Result<MemoryPin<'_>, Syndrome> {
         const DENIED: Syndrome = Syndrome::RemoteAccess;
         let entry = self.tables().memory.get(key_index(rkey)).ok_or(DENIED)?;
         if rkey == 0 || entry.key.load(Ordering::Acquire) != rkey {
@@ -123,7 +123,7 @@ impl Peer {
         // is revoked.
         entry.num_users.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        let mut pinned = Pinned { ptr: std::ptr::null_mut(), is_relaxed: false, entry };
+        let mut pinned = MemoryPin { ptr: std::ptr::null_mut(), is_relaxed: false, entry };
         if entry.key.load(Ordering::SeqCst) != rkey
             || entry.domain.load(Ordering::Relaxed) != domain
         {
@@ -153,13 +153,13 @@ impl Peer {
 }
 
 /// A peer's memory, pinned while it is accessed: deregistration waits for that.
-pub(crate) struct Pinned<'a> {
+pub(crate) struct MemoryPin<'a> {
     pub(crate) ptr: *mut u8,
     pub(crate) is_relaxed: bool,
     entry: &'a MemoryEntry,
 }
 
-impl Drop for Pinned<'_> {
+impl Drop for MemoryPin<'_> {
     fn drop(&mut self) {
         self.entry.num_users.fetch_sub(1, Ordering::Release);
     }

@@ -8,13 +8,13 @@ mod errors;
 mod gpu_nic;
 mod hostile;
 mod link_mutants;
-mod looks;
 mod mutants;
 mod network;
 mod oracle;
 #[path = "../../../p2p-core/tests/conformance/parties.rs"]
 mod parties;
 mod partners;
+mod poll_turns;
 mod posting;
 mod receives;
 #[path = "../../../tests/support/src/skip.rs"]

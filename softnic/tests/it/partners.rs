@@ -31,7 +31,7 @@ fn a_partner_that_is_not_there_or_not_ready_does_not_answer() {
         let partner = make();
         assert_eq!(put_to(&rig, partner.qpn()), NOT_ANSWERED, "one in reset");
         partner.connect(&mut rig.server.lock(), here, rig.queue.qpn() + 1).unwrap();
-        assert_eq!(put_to(&rig, partner.qpn()), NOT_ANSWERED, "one of somebody else");
+        assert_eq!(put_to(&rig, partner.qpn()), NOT_ANSWERED, "one connected elsewhere");
         {
             let mut server = rig.server.lock();
             partner.reset(&mut server).unwrap();

@@ -60,7 +60,7 @@ pub enum AccessError {
         source: io::Error,
     },
     /// More than there are addresses for.
-    #[error("{what} ({bytes} bytes): with what it needs besides it would have over {most}")]
+    #[error("{what} ({bytes} bytes): with its own additions it would exceed {most}")]
     TooLarge {
         /// Object to allocate.
         what: &'static str,
@@ -365,7 +365,7 @@ struct Range {
 
 /// Part of mapped pages.
 #[derive(Debug)]
-pub(crate) struct MappedPart {
+pub(crate) struct MappingPart {
     /// Address for posters.
     pub(crate) address: u64,
     key: (Space, usize),
@@ -383,7 +383,7 @@ impl PageTable {
         start: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<MappedPart, AccessError> {
+    ) -> Result<MappingPart, AccessError> {
         let within = start.addr().get() % PAGE_BYTES;
         let len = (within + bytes).next_multiple_of(PAGE_BYTES);
         // SAFETY: the page's first byte lies before `start` in the same pages.
@@ -406,13 +406,13 @@ impl PageTable {
             }
             range.num_parts += 1;
             let address = range.mapped.address + within as u64;
-            return Ok(MappedPart { address, key, table: Arc::clone(self) });
+            return Ok(MappingPart { address, key, table: Arc::clone(self) });
         }
         // SAFETY: the caller keeps the pages mapped.
         let mapped = unsafe { access.map(first, len, kind) }?;
         let address = mapped.address + within as u64;
         ranges.insert(key, Range { bytes: len, kind, num_parts: 1, mapped });
-        Ok(MappedPart { address, key, table: Arc::clone(self) })
+        Ok(MappingPart { address, key, table: Arc::clone(self) })
     }
 
     fn ranges(&self) -> MutexGuard<'_, BTreeMap<(Space, usize), Range>> {
@@ -420,7 +420,7 @@ impl PageTable {
     }
 }
 
-impl Drop for MappedPart {
+impl Drop for MappingPart {
     fn drop(&mut self) {
         let mut ranges = self.table.ranges();
         let Some(range) = ranges.get_mut(&self.key) else { return };

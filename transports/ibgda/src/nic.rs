@@ -25,7 +25,7 @@ pub(crate) use self::capability::MAX_READS;
 pub use self::capability::{Capabilities, DeviceLimits};
 pub use self::inspect::{Inspection, PortInspection, inspect};
 pub(crate) use self::memory::UmemOwner;
-pub use self::memory::{RegisteredBy, Registration, Rights};
+pub use self::memory::{Registration, RegistrationMethod, Rights};
 pub use self::open::{Address, PortState};
 
 /// Selects the NIC, and how to use its port.
@@ -319,7 +319,7 @@ impl Nic {
         let ah = unsafe { (verbs.ibv_create_ah)(self.pd.as_ptr(), &raw mut attributes) };
         if ah.is_null() {
             let advice =
-                "no way to the peer's address: check routes and ARP of the NIC's interface";
+                "no route to the peer's address: check routes and ARP of the NIC's interface";
             return Err(self.last_error("ibv_create_ah", advice));
         }
         let mut dv = DvAh { av: ptr::null_mut(), comp_mask: 0 };
@@ -418,7 +418,7 @@ impl Drop for Nic {
             ]
         };
         for (call, code) in codes.into_iter().filter(|(_, code)| *code != 0) {
-            tracing::error!(nic = self.name, call, code, "a NIC cannot be given back");
+            tracing::error!(nic = self.name, call, code, "a NIC cannot be closed");
         }
     }
 }

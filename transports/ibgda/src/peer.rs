@@ -92,7 +92,7 @@ pub enum PeerError {
     #[error("the peer cannot be given to kernels: {0}")]
     Handle(&'static str),
     /// The system gives no random number.
-    #[error("getrandom failed: {0}; queues need a first packet number that nobody can foresee")]
+    #[error("getrandom failed: {0}; queues need an unpredictable first packet number")]
     Random(#[source] io::Error),
 }
 
@@ -375,7 +375,7 @@ impl Peer {
 
     /// How slot and mirror were registered.
     #[must_use]
-    pub const fn registered_by(&self) -> [crate::nic::RegisteredBy; 2] {
+    pub const fn registered_by(&self) -> [crate::nic::RegistrationMethod; 2] {
         [self.slot_key.by(), self.mirror_key.by()]
     }
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 pub use self::devices::probe_devices;
 pub(crate) use self::missing::list;
-use self::missing::{DriverOption, PARAMS, PEER_MAPPING, STREAM_MEM_OPS, Ways};
+use self::missing::{DriverOption, PARAMS, PEER_MAPPING, RegistrationMethods, STREAM_MEM_OPS};
 pub use self::missing::{Missing, missing_for_doorbells, missing_for_gpu_memory};
 use crate::library::Libraries;
 
@@ -271,9 +271,9 @@ fn driver_option(root: &Path, option: &DriverOption) -> Check {
 
 fn registration(root: &Path) -> Check {
     let name = "registration of GPU memory";
-    let ways = Ways::look(root);
-    let release = &ways.release;
-    match (ways.has_dma_buf(), ways.has_peer_memory) {
+    let methods = RegistrationMethods::probe(root);
+    let release = &methods.release;
+    match (methods.has_dma_buf(), methods.has_peer_memory) {
         (true, _) => present(name, format!("dma-buf (open kernel modules, Linux {release})")),
         (false, true) => {
             partial(name, "nvidia_peermem; dma-buf needs the open kernel modules".to_owned(), None)

@@ -255,7 +255,7 @@ impl Queue {
         };
         let counts = place.counts.map(|counts| of_counts.part(counts));
         handle.state = counts.as_ref().unwrap_or(&state).address();
-        handle.told = if counts.is_some() { state.address() } else { 0 };
+        handle.host_error = if counts.is_some() { state.address() } else { 0 };
         handle.scratch = state.address() + SCRATCH_OFFSET;
         handle.scratch_lkey = scratch.local_key();
         handle.batch = config.batch.min(handle.sq_depth / 4);
@@ -359,7 +359,7 @@ impl Queue {
     /// # Errors
     /// [`QueueError::Access`] when the word cannot be read.
     pub fn error(&self) -> Result<u64, QueueError> {
-        // Posters leave the word in `told`, too, where their counts lie elsewhere.
+        // Posters leave the word in `host_error`, too, where their counts lie elsewhere.
         let offset = if self.counts.is_some() { 0 } else { offset_of!(QueueState, error) };
         if let Some(host) = self.state.host() {
             // Posters are at work, so this is one load, without a copy that would wait for a GPU. SAFETY: `state`

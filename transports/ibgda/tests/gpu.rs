@@ -15,7 +15,7 @@ use kernels::gpu::{DeviceName, Gpu};
 use kernels::mlx5::{QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState};
 use switchyard_ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
-use switchyard_ibgda::nic::{RegisteredBy, Rights};
+use switchyard_ibgda::nic::{RegistrationMethod, Rights};
 use switchyard_ibgda::{
     GpuAccess, HostAccess, OpenPeer, PeerConfig, Place, QueueConfig, QueuePath,
 };
@@ -45,7 +45,7 @@ fn a_gpus_memory_without_a_descriptor_goes_by_its_address_or_says_why_not() {
         // SAFETY: the registration is dropped before the memory.
         unsafe { nic.register_gpu(memory.address(), 4096, memory.dma_buf(), Rights::Peer) }
     };
-    assert_eq!(register().unwrap().by(), RegisteredBy::PeerMemory);
+    assert_eq!(register().unwrap().by(), RegistrationMethod::PeerMemory);
     mock.change(|state| *state = MockState { num_failures: 0, ..*state });
     let text = register().unwrap_err().to_string();
     for part in [
@@ -116,7 +116,9 @@ fn counts_beside_the_kernels_tell_the_host_and_are_reset_with_their_queue() {
         let handle = one.queues()[1].handle();
         let is_on_gpu = |address| gpu.is_registered(DevicePtr(address));
         let is_elsewhere = |address| self::gpu(5).is_registered(DevicePtr(address));
-        for (address, is_near) in [(handle.state, true), (handle.told, false), (handle.sq, false)] {
+        for (address, is_near) in
+            [(handle.state, true), (handle.host_error, false), (handle.sq, false)]
+        {
             assert!(is_on_gpu(address) && is_elsewhere(address) != is_near, "{handle:x?}");
         }
         let word = |address: u64| {
@@ -133,10 +135,10 @@ fn counts_beside_the_kernels_tell_the_host_and_are_reset_with_their_queue() {
         word(reserved).store(70_000, Ordering::Relaxed);
         word(counted).store(ERROR, Ordering::Relaxed);
         assert_eq!(errors(), [0, 0], "the host asks no GPU");
-        word(handle.told).store(ERROR, Ordering::Release);
+        word(handle.host_error).store(ERROR, Ordering::Release);
         assert_eq!(errors(), [0, ERROR]);
         let reset = one.reset().unwrap();
-        for address in [reserved, counted, handle.told] {
+        for address in [reserved, counted, handle.host_error] {
             assert_eq!(word(address).load(Ordering::Relaxed), 0, "{path:?} {address:x}");
         }
         drop((reset, other, nic));
@@ -161,7 +163,7 @@ fn a_gpu_without_room_for_counts_has_them_with_the_queues() {
     let [one, other] = [open(), open()];
     let one = one.join(&other.description()).unwrap();
     let handle = one.queues()[0].handle();
-    assert_eq!(handle.told, 0);
+    assert_eq!(handle.host_error, 0);
     assert!(handle.state != 0 && handle.state + 1024 == handle.scratch, "one piece: {handle:x?}");
     assert_eq!(one.queues()[0].error().unwrap(), 0);
     drop((one, other, nic));

@@ -68,7 +68,7 @@ pub struct LaneState {
     /// 0, or the status that took the lane out of service at this end.
     pub error: u64,
     /// Time of the last read of the words by a poster that waits for something else.
-    pub looked: u64,
+    pub polled_at: u64,
     pad2: [u64; 14],
 }
 
@@ -151,7 +151,7 @@ pub enum Status {
 
 const _: () = assert!(size_of::<RawCommand>() == 16 && align_of::<RawCommand>() == 16);
 const _: () = assert!(size_of::<LaneWords>() == 128 && offset_of!(LaneWords, error) == 8);
-const _: () = assert!(size_of::<LaneState>() == 384 && offset_of!(LaneState, looked) == 264);
+const _: () = assert!(size_of::<LaneState>() == 384 && offset_of!(LaneState, polled_at) == 264);
 const _: () = assert!(offset_of!(LaneState, seen) == 128 && offset_of!(LaneState, error) == 256);
 const _: () = assert!(size_of::<LaneHandle>() == 32 && offset_of!(LaneHandle, budget) == 28);
 const _: () = assert!(size_of::<PeerHandle>() == 64 && offset_of!(PeerHandle, num_lanes) == 48);

@@ -191,7 +191,7 @@ pub const fn lap_of(index: u64, depth_shift: u32) -> u8 {
 
 /// Content of a cell when the command of lap `lap` is due there.
 #[inline]
-pub fn look(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadCommand> {
+pub fn decode_cell(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadCommand> {
     let found = raw.first as u8;
     if found != lap {
         // The last content is of the lap before.
@@ -314,7 +314,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_encoded_is_decoded(command in commands(), lap: u8) {
-            prop_assert_eq!(look(command.encode(lap), lap), Ok(Some(command)));
+            prop_assert_eq!(decode_cell(command.encode(lap), lap), Ok(Some(command)));
             // Half of it over half of the lap before is no command, whichever half.
             let before = Command::word(Opcode::Add, 8, u64::MAX).encode(lap.wrapping_sub(1));
             let new = command.encode(lap);
@@ -323,14 +323,14 @@ mod tests {
                 RawCommand { second: new.second, ..before },
             ];
             for half in halves {
-                prop_assert_eq!(look(half, lap), Ok(None));
+                prop_assert_eq!(decode_cell(half, lap), Ok(None));
             }
         }
 
         #[test]
         fn any_bits_are_a_command_or_named(first: u64, second: u64, lap: u8) {
             let raw = RawCommand { first: first & !0xff | u64::from(lap), second };
-            match look(raw, lap) {
+            match decode_cell(raw, lap) {
                 Ok(Some(command)) => prop_assert_eq!(command.encode(lap), raw),
                 Ok(None) => prop_assert_ne!((second ^ u64::from(lap)) & 1, 0),
                 Err(error) => {
@@ -343,11 +343,11 @@ mod tests {
 
     #[test]
     fn zeroed_memory_holds_no_command() {
-        assert_eq!(look(RawCommand::default(), lap_of(0, 4)), Ok(None));
+        assert_eq!(decode_cell(RawCommand::default(), lap_of(0, 4)), Ok(None));
         assert_eq!(lap_of(15, 4), 1);
         assert_eq!(lap_of(16, 4), 2);
         assert_eq!(lap_of(255 * 16, 4), 0);
-        let error = look(RawCommand { first: 5, second: 1 }, 3);
+        let error = decode_cell(RawCommand { first: 5, second: 1 }, 3);
         assert_eq!(error, Err(BadCommand::Lap { found: 5, expected: 3 }));
     }
 }

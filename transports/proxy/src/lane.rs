@@ -18,7 +18,7 @@ use p2p_core::region::MapError;
 use thiserror::Error;
 
 use crate::abi::{LaneHandle, LaneWords, MAX_DEPTH, MAX_LANES, MIN_DEPTH, RawCommand};
-use crate::command::{BadCommand, Command, lap_of, look};
+use crate::command::{BadCommand, Command, decode_cell, lap_of};
 
 /// Size of the lanes of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -264,7 +264,7 @@ pub fn read_cell<D: Discipline>(
     lap: u8,
 ) -> Result<Option<Command>, BadCommand> {
     let first = first.load(D::TAKE);
-    look(RawCommand { first, second: second.load(D::TAKE) }, lap)
+    decode_cell(RawCommand { first, second: second.load(D::TAKE) }, lap)
 }
 
 /// SYNC POINT `recycled`, taking end: gives back the cells and sources of all commands before `number`.

@@ -197,7 +197,7 @@ pub fn allowed() -> BTreeSet<usize> {
     match rustix::thread::sched_getaffinity(None) {
         Ok(set) => (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect(),
         Err(error) => {
-            tracing::debug!(%error, "the system does not say which processors may be used");
+            tracing::debug!(%error, "the system does not report the permitted processors");
             BTreeSet::new()
         }
     }

@@ -201,7 +201,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
         self.num_turns = self.num_turns.wrapping_add(1);
         if self.is_busy() {
-            self.look(&mut turn);
+            self.poll_endpoint(&mut turn);
         } else if self.num_turns.is_multiple_of(TURNS_PER_HEALTH) && self.endpoint.health().is_err()
         {
             // No caller waits: the next command meets the failure.
@@ -410,7 +410,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
     }
 
     /// Finds finished commands, and returns their cells.
-    fn look(&mut self, turn: &mut Turn) {
+    fn poll_endpoint(&mut self, turn: &mut Turn) {
         if self.has_driver
             && let Some(driver) = self.endpoint.driver()
         {

@@ -42,7 +42,7 @@ impl Engine {
             let is_given_up = self.board.is_given_up(idx);
             let Some(seat) = self.seats.get_mut(idx) else { continue };
             let mut num_withheld = 0;
-            for word in seat.new_told(&state.told[idx]) {
+            for word in seat.new_told(&state.refusals[idx]) {
                 let code = ErrorCode::from_u32(word as u32 & 0xffff);
                 num_refused = num_refused.saturating_sub(1);
                 self.metrics.count_bad_frame(code);

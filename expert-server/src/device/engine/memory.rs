@@ -76,7 +76,7 @@ impl Memory {
     pub(super) fn forget_client(&self, control: &Stream, seat: usize) -> Result<(), GpuError> {
         let told_bytes = size_of::<[u64; MAX_FRAMES as usize]>() as u64;
         let taken = std::mem::offset_of!(ServerState, taken) + seat * 8;
-        let told = std::mem::offset_of!(ServerState, told) + seat * told_bytes as usize;
+        let told = std::mem::offset_of!(ServerState, refusals) + seat * told_bytes as usize;
         for (offset, bytes) in [(taken, 8), (told, told_bytes)] {
             let words = self.state.at(offset as u64, bytes)?;
             // SAFETY: within the state, which no kernel uses now.

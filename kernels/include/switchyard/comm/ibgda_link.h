@@ -210,7 +210,7 @@ SY_DEVICE_COLD inline bool has_failed(const sy_link& link) {
     const sy_ibgda_peer& peer = peer_of(link);
     for (uint32_t i = 0; i < peer.num_qps; ++i) {
         const sy_mlx5_qp& qp = peer.qps[i];
-        if (takes_look(&mlx5::state_of(qp).looked))
+        if (takes_poll_turn(&mlx5::state_of(qp).polled_at))
             mlx5::poll<kScope>(qp);
         if (const uint64_t error = mlx5::queue_error(qp); error != 0) {
             mlx5::report_error(qp, peer.bound, error);

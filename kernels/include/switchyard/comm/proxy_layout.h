@@ -66,7 +66,7 @@ typedef struct sy_proxy_lane_state {
     uint8_t pad1[120];
     uint64_t error; /* 0, or the status that took the lane out of service at this end */
     uint64_t
-        looked; /* time of the last read of the words by a poster that waits for something else */
+        polled_at; /* time of the last read of the words by a poster that waits for something else */
     uint8_t pad2[112];
 } sy_proxy_lane_state;
 
@@ -225,7 +225,8 @@ SY_STATIC_ASSERT(sizeof(sy_proxy_lane_words) == 128, "size of sy_proxy_lane_word
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane_state) == 384, "size of sy_proxy_lane_state");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, seen) == 128, "seen of sy_proxy_lane_state");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, error) == 256, "error of sy_proxy_lane_state");
-SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, looked) == 264, "looked of sy_proxy_lane_state");
+SY_STATIC_ASSERT(offsetof(sy_proxy_lane_state, polled_at) == 264,
+                 "polled_at of sy_proxy_lane_state");
 SY_STATIC_ASSERT(sizeof(sy_proxy_lane) == 32, "size of sy_proxy_lane");
 SY_STATIC_ASSERT(offsetof(sy_proxy_lane, budget) == 28, "budget of sy_proxy_lane");
 SY_STATIC_ASSERT(sizeof(sy_proxy_peer) == 64, "size of sy_proxy_peer");

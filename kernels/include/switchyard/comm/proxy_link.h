@@ -188,7 +188,7 @@ SY_DEVICE bool has_failed(const sy_link& link, uint32_t lane) {
     if (failure(peer) != SY_PROXY_OK)
         return true;
     const sy_proxy_lane& looked_at = detail::lane_of(peer, lane);
-    if (!takes_look(&detail::state_of(looked_at).looked))
+    if (!takes_poll_turn(&detail::state_of(looked_at).polled_at))
         return false;
     uint64_t completed = 0, error = 0;
     detail::load_words(at_address<const sy_proxy_lane_words>(looked_at.words), &completed, &error);

@@ -22,7 +22,7 @@ struct WaitBound {
     uint64_t timeout_ns;
     // The waiters' shared copy of the mask and its dispatch, for places where very many wait
     // together; or null: then each reads the mask itself.
-    sy_mask_look* look = nullptr;
+    sy_mask_cache* cache = nullptr;
     const uint64_t* sequence = nullptr;
 };
 
@@ -42,25 +42,25 @@ __device__ __noinline__ inline void record_error(sy_error_word* error, uint32_t 
 // from an earlier dispatch is not used: another server may have taken the place of its server.
 // NOTES: a combine has two thousand warps, and the host's memory is a microsecond away. Layers through the service were
 // late by up to a millisecond when each asked for itself, which is the supposed reason.
-__device__ __forceinline__ uint32_t shared_mask(const uint32_t* abort_mask, sy_mask_look* look,
+__device__ __forceinline__ uint32_t shared_mask(const uint32_t* abort_mask, sy_mask_cache* cache,
                                                 const uint64_t* sequence) {
     const uint64_t dispatch = ptx::ld_relaxed_sys(sequence);
     const auto now = static_cast<uint32_t>(ptx::mov_globaltimer() >> 11);
-    const uint32_t asked = ptx::ld_relaxed_sys(&look->asked);
-    if (asked != now && ptx::atom_cas_relaxed_gpu(&look->asked, asked, now) == asked) {
+    const uint32_t read_at = ptx::ld_relaxed_sys(&cache->read_at);
+    if (read_at != now && ptx::atom_cas_relaxed_gpu(&cache->read_at, read_at, now) == read_at) {
         const uint32_t mask = ptx::ld_relaxed_sys(abort_mask);
-        ptx::st_relaxed_sys(&look->found, dispatch << 32 | mask);
+        ptx::st_relaxed_sys(&cache->mask, dispatch << 32 | mask);
         return mask;
     }
-    const uint64_t found = ptx::ld_relaxed_sys(&look->found);
+    const uint64_t found = ptx::ld_relaxed_sys(&cache->mask);
     return found >> 32 == static_cast<uint32_t>(dispatch) ? static_cast<uint32_t>(found) : 0;
 }
 
 __device__ __forceinline__ bool is_aborted(const WaitBound& bound, uint32_t peer) {
     if (bound.abort_mask == nullptr)
         return false;
-    const uint32_t mask = bound.look != nullptr
-                              ? shared_mask(bound.abort_mask, bound.look, bound.sequence)
+    const uint32_t mask = bound.cache != nullptr
+                              ? shared_mask(bound.abort_mask, bound.cache, bound.sequence)
                               : ptx::ld_relaxed_sys(bound.abort_mask);
     return (mask >> peer & 1) != 0;
 }

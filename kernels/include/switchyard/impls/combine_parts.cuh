@@ -64,7 +64,7 @@ __device__ __forceinline__ comm::WaitBound bound_of(const sy_combine_params& par
         reinterpret_cast<const uint64_t*>(
             control + SY_WORD_STATUS(layout::ring_place(params.geometry, shared.number[server]))),
         params.timeout_ns,
-        &params.state->look,
+        &params.state->mask_cache,
         &params.handle->sequence};
 }
 

@@ -91,7 +91,7 @@ __device__ __forceinline__ void refuse(const RecvShared& shared,
                                  params.geometry.response_control_offset + SY_WORD_STATUS(place),
                                  word);
     // The data there belongs to the client. The host counts by this.
-    params.state->told[client_idx][place] = word;
+    params.state->refusals[client_idx][place] = word;
     comm::record_error(&params.state->error, SY_TAG_BAD_FRAME, client_idx, SY_REASON_VALUE, code,
                        number);
 }

@@ -168,7 +168,7 @@ impl Gpu {
             doorbell: at(DOORBELL),
             state: at(STATE),
             scratch: at(SCRATCH),
-            told: 0,
+            host_error: 0,
             scratch_lkey: 0x7f_0000,
             qpn: names.qpn,
             sq_depth: DEPTH,

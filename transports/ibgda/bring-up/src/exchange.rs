@@ -35,15 +35,15 @@ pub(crate) enum ExchangeError {
     #[error("{what} failed: {source}")]
     Io { what: String, source: io::Error },
     #[error(
-        "nobody connected within {seconds} s; start `connect` with this side's address on the other host"
+        "no peer connected within {seconds} s; start `connect` with this side's address on the other host"
     )]
     Nobody { seconds: u64 },
     #[error(
-        "the peer stalls: {got} of {expected} bytes of its {what} came within {millis} ms; look at what it printed"
+        "the peer stalls: {got} of {expected} bytes of its {what} came within {millis} ms; see its output"
     )]
     Stalled { what: Kind, got: usize, expected: usize, millis: u128 },
     #[error(
-        "the peer closed the connection after {got} of {expected} bytes of its {what}; look at what it printed"
+        "the peer closed the connection after {got} of {expected} bytes of its {what}; see its output"
     )]
     Closed { what: Kind, got: usize, expected: usize },
     #[error(

@@ -18,7 +18,9 @@ pub(crate) enum PostError {
     TimedOut { qpn: u32, call: &'static str, seconds: f64, waited: String },
     #[error("queue pair {qpn:#x}: {call}: {cause}")]
     Completion { qpn: u32, call: &'static str, cause: ErrorCompletion },
-    #[error("queue pair {qpn:#x}: {call}: the NIC completed what was never posted: {waited}")]
+    #[error(
+        "queue pair {qpn:#x}: {call}: the NIC completed a request that was never posted: {waited}"
+    )]
     Desync { qpn: u32, call: &'static str, waited: String },
     #[error("queue pair {qpn:#x}: {call}: status {status} of the device functions: {waited}")]
     Other { qpn: u32, call: &'static str, status: u32, waited: String },

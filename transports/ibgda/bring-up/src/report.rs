@@ -112,7 +112,7 @@ impl Reporter {
         exit
     }
 
-    #[allow(clippy::unused_self, reason = "called by whoever asked for JSON")]
+    #[allow(clippy::unused_self, reason = "called for JSON only")]
     fn json<T: Serialize>(self, value: &T) {
         match serde_json::to_string(value) {
             Ok(text) => line(&text),

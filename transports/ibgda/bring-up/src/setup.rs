@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Error, Result, anyhow};
-use ibgda::nic::{LinkLayer, NicError, RegisteredBy, Rights};
+use ibgda::nic::{LinkLayer, NicError, RegistrationMethod, Rights};
 use ibgda::probe::{Check, State, probe, probe_files};
 use ibgda::{
     Access, GpuAccess, Libraries, Nic, NicConfig, OpenPeer, Peer, PeerConfig, PeerError, Place,
@@ -278,11 +278,11 @@ impl<'a> Setup<'a> {
     }
 }
 
-const fn way(by: RegisteredBy) -> &'static str {
+const fn way(by: RegistrationMethod) -> &'static str {
     match by {
-        RegisteredBy::Host => "as host memory",
-        RegisteredBy::DmaBuf => "as a GPU's memory by dma-buf",
-        RegisteredBy::PeerMemory => "as a GPU's memory by its address",
+        RegistrationMethod::Host => "as host memory",
+        RegistrationMethod::DmaBuf => "as a GPU's memory by dma-buf",
+        RegistrationMethod::PeerMemory => "as a GPU's memory by its address",
     }
 }
 

@@ -283,7 +283,7 @@ impl Session {
                     bail!("a put with a wrong key: expected syndrome {REMOTE_ACCESS:#04x}: {error}")
                 }
                 Ok(()) => bail!(
-                    "a put with a wrong key was completed without an error: the peer's memory is open to whoever guesses its address"
+                    "a put with a wrong key was completed without an error: any host that guesses its address can write the peer's memory"
                 ),
             }
         }

@@ -52,7 +52,7 @@ pub struct DeviceNetwork {
     config: DeviceConfig,
     flavour: String,
     /// Configured place of slots.
-    told: place::Told,
+    logged: place::LoggedPlaces,
     /// See [`over_software_nic`](DeviceNetwork::over_software_nic).
     pages: Option<Arc<dyn Access>>,
 }
@@ -61,8 +61,8 @@ impl DeviceNetwork {
     /// Kernels post on queues of `nic`. `inner` joins the hosts, best by the same port.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, nic: Arc<Nic>, config: DeviceConfig) -> Self {
-        let told = place::Told::default();
-        let mut network = Self { inner, nic, config, flavour: String::new(), told, pages: None };
+        let logged = place::LoggedPlaces::default();
+        let mut network = Self { inner, nic, config, flavour: String::new(), logged, pages: None };
         network.flavour = flavour(network.nic.port().link, config.num_queues, &network.hosts());
         network
     }
@@ -141,9 +141,9 @@ impl Network for DeviceNetwork {
             own_slot_bytes: slot_bytes(device.own_slot_bytes)?,
             peer_slot_bytes: slot_bytes(device.peer_slot_bytes)?,
         };
-        let (slots, told) = (self.config.slots, &self.told);
+        let (slots, logged) = (self.config.slots, &self.logged);
         let parties = Parties { nic: &self.nic, gpu: &device.gpu, pages: self.pages.as_ref() };
-        let peer = place::open(parties, config, slots, told)
+        let peer = place::open(parties, config, slots, logged)
             .map_err(|error| failed(&name, "open queues of kernels", error))?;
         let life = OpenLife::open(&self.nic, &self.config.queue)
             .map_err(|error| failed(&name, "open the host's queue", error))?;

@@ -41,7 +41,7 @@ impl fmt::Display for SlotPlace {
 
 /// A text that names no place.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("`{found}` is no place of slots: expected auto, gpu or host")]
+#[error("`{found}` is not a place of slots: expected auto, gpu or host")]
 pub struct ParsePlaceError {
     /// Value found.
     pub found: String,
@@ -93,7 +93,7 @@ impl PlaceError {
 /// Places that slots of a network have had. Each is logged once, since a later pair may use another place than the
 /// first.
 #[derive(Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct LoggedPlaces {
     gpu: AtomicBool,
     host: AtomicBool,
 }
@@ -113,9 +113,9 @@ pub(crate) fn open(
     parties: Parties<'_>,
     config: PeerConfig,
     wish: SlotPlace,
-    told: &Told,
+    logged: &LoggedPlaces,
 ) -> Result<OpenPeer, PlaceError> {
-    open_in_order(parties, config, wish, told, || check_order(parties.gpu))
+    open_in_order(parties, config, wish, logged, || check_order(parties.gpu))
 }
 
 /// `order` says whether kernels see the NIC's writes in order.
@@ -123,7 +123,7 @@ fn open_in_order(
     parties: Parties<'_>,
     config: PeerConfig,
     wish: SlotPlace,
-    told: &Told,
+    logged: &LoggedPlaces,
     order: impl FnOnce() -> Result<(), PlaceError>,
 ) -> Result<OpenPeer, PlaceError> {
     let Parties { nic, gpu, .. } = parties;
@@ -132,7 +132,7 @@ fn open_in_order(
         check_reach(parties)?;
         order().and_then(|()| at(Place::Gpu))
     };
-    let is_first = |told: &AtomicBool| !told.swap(true, Ordering::Relaxed);
+    let is_first = |logged: &AtomicBool| !logged.swap(true, Ordering::Relaxed);
     let (device, name) = (nic.name(), gpu.name());
     match wish {
         SlotPlace::Host => at(Place::Host),
@@ -140,13 +140,13 @@ fn open_in_order(
         SlotPlace::Auto => match in_gpu() {
             Err(error) if error.is_of_place() => {
                 let opened = at(Place::Host)?;
-                if is_first(&told.host) {
+                if is_first(&logged.host) {
                     tracing::warn!(nic = device, gpu = %name, %error, "slots lie in page-locked memory of the host, not in the GPU's");
                 }
                 Ok(opened)
             }
             opened => {
-                if opened.is_ok() && is_first(&told.gpu) {
+                if opened.is_ok() && is_first(&logged.gpu) {
                     tracing::info!(nic = device, gpu = %name, "slots lie in the GPU's memory");
                 }
                 opened
@@ -205,7 +205,7 @@ mod tests {
                 Parties { nic: &nic, gpu: &gpu, pages: None },
                 config,
                 wish,
-                &Told::default(),
+                &LoggedPlaces::default(),
                 order,
             )?;
             // Counts and handles are there wherever slots lie, and a GPU's memory comes by pieces.
@@ -232,6 +232,6 @@ mod tests {
             assert_eq!(place.to_string().parse(), Ok(place));
         }
         let error = "GPU".parse::<SlotPlace>().unwrap_err();
-        assert_eq!(error.to_string(), "`GPU` is no place of slots: expected auto, gpu or host");
+        assert_eq!(error.to_string(), "`GPU` is not a place of slots: expected auto, gpu or host");
     }
 }

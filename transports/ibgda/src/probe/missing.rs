@@ -60,14 +60,14 @@ pub fn missing_for_doorbells(root: &Path) -> Vec<Missing> {
 /// works, otherwise the missing parts of both.
 #[must_use]
 pub fn missing_for_gpu_memory(root: &Path) -> Vec<Missing> {
-    let ways = Ways::look(root);
-    if ways.has_dma_buf() || ways.has_peer_memory {
+    let methods = RegistrationMethods::probe(root);
+    if methods.has_dma_buf() || methods.has_peer_memory {
         return Vec::new();
     }
     let lacks = [
-        (ways.has_open_modules, Missing::OpenModules),
-        (ways.has_linux, Missing::Linux),
-        (ways.has_peer_memory, Missing::PeerMemory),
+        (methods.has_open_modules, Missing::OpenModules),
+        (methods.has_linux, Missing::Linux),
+        (methods.has_peer_memory, Missing::PeerMemory),
     ];
     lacks.into_iter().filter(|(is_there, _)| !is_there).map(|(_, missing)| missing).collect()
 }
@@ -94,15 +94,15 @@ impl DriverOption {
 }
 
 /// State of the two methods that register memory of a GPU.
-pub(super) struct Ways {
+pub(super) struct RegistrationMethods {
     has_open_modules: bool,
     has_linux: bool,
     pub(super) has_peer_memory: bool,
     pub(super) release: String,
 }
 
-impl Ways {
-    pub(super) fn look(root: &Path) -> Self {
+impl RegistrationMethods {
+    pub(super) fn probe(root: &Path) -> Self {
         let loaded = std::fs::read_to_string(root.join("proc/modules")).unwrap_or_default();
         let version = first_line(&root.join("proc/driver/nvidia/version")).unwrap_or_default();
         let release = first_line(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();

@@ -34,7 +34,7 @@ pub fn check_queue(queue: &QueueHandle) -> Option<&'static str> {
             is_at(queue.state, 8) && queue.scratch.is_multiple_of(8),
             "state is null, or state or scratch is not aligned to 8 bytes",
         ),
-        (queue.told.is_multiple_of(8), "told is not aligned to 8 bytes"),
+        (queue.host_error.is_multiple_of(8), "host_error is not aligned to 8 bytes"),
         (
             (1..=queue.sq_depth / 4).contains(&queue.batch),
             "batch is 0 or beyond a quarter of sq_depth",

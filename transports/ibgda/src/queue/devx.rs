@@ -13,7 +13,7 @@ use super::{
     QueueError, RECEIVE_BYTES, RNR_RETRIES, RemoteQueue,
 };
 use crate::access::{
-    ALIGN_BYTES, Access, AccessError, HostRange, MappedPart, PAGE_BYTES, Part, Place, Plan,
+    ALIGN_BYTES, Access, AccessError, HostRange, MappingPart, PAGE_BYTES, Part, Place, Plan,
     SharedMemory,
 };
 use crate::ffi;
@@ -26,7 +26,7 @@ use crate::prm::{
 #[derive(Debug)]
 pub(super) struct DevxQueue {
     // Dropped in this order: objects, then their memory.
-    _mapped: MappedPart,
+    _mapped: MappingPart,
     qp: DevxObject,
     _cq: DevxObject,
     _recv_cq: Option<DevxObject>,

@@ -12,7 +12,7 @@ use super::{
     MAX_RECEIVES, MIN_DEPTH, MIN_RNR_NAK, QueueConfig, QueueError, RECEIVE_BYTES, RNR_RETRIES,
     RemoteQueue,
 };
-use crate::access::{Access, HostRange, MappedPart};
+use crate::access::{Access, HostRange, MappingPart};
 use crate::ffi::{self, DvCq, DvObject, DvQp, InOut, QpAttributes, QpCapacity, QpInit, qp_mask};
 use crate::nic::{Nic, NicError, no_object};
 
@@ -20,7 +20,7 @@ use crate::nic::{Nic, NicError, no_object};
 #[derive(Debug)]
 pub(super) struct PlainQueue {
     // Posters lose their view before the queue goes.
-    _mapped: Vec<MappedPart>,
+    _mapped: Vec<MappingPart>,
     words: Words,
     qp: VerbsQp,
 }
@@ -308,7 +308,8 @@ impl PlainQueue {
             | qp_mask::RQ_PSN
             | qp_mask::MAX_DEST_RD_ATOMIC
             | qp_mask::MIN_RNR_TIMER;
-        let advice = "no way to the peer's address: check routes, GID index and MTU of both sides";
+        let advice =
+            "no route to the peer's address: check routes, GID index and MTU of both sides";
         self.modify(nic, &mut receive, mask, advice)?;
         let mut send = QpAttributes {
             qp_state: ffi::QPS_RTS,

@@ -361,12 +361,12 @@ impl ReceiveQueue {
 /// Polls until there is data, or for `timeout`; at least once.
 pub(crate) fn wait_for(
     timeout: Duration,
-    mut look: impl FnMut() -> Result<Option<Immediate>, ReceiveError>,
+    mut poll: impl FnMut() -> Result<Option<Immediate>, ReceiveError>,
 ) -> Result<Option<Immediate>, ReceiveError> {
     let start = Instant::now();
     let mut num_looks = 0_u32;
     loop {
-        if let Some(found) = look()? {
+        if let Some(found) = poll()? {
             return Ok(Some(found));
         }
         if start.elapsed() >= timeout {

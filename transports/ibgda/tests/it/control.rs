@@ -519,7 +519,7 @@ impl SharedMemory for FarMemory {
 
 #[test]
 fn gpu_memory_goes_by_dma_buf_then_by_address_then_says_why_not() {
-    use switchyard_ibgda::nic::RegisteredBy::{DmaBuf, PeerMemory};
+    use switchyard_ibgda::nic::RegistrationMethod::{DmaBuf, PeerMemory};
     let Some(mock) = Mock::open() else { return };
     let config = peer_config(QueuePath::Plain, 1);
     for (has_descriptor, has_dma_buf, expected) in

@@ -47,7 +47,7 @@ const GOOD: QueueHandle = QueueHandle {
     cq_dbrec: 0x5_0010,
     state: 0x6_0000,
     scratch: 0x6_0400,
-    told: 0x7_0000,
+    host_error: 0x7_0000,
     scratch_lkey: 7,
     qpn: 0x1a0,
     sq_depth: 256,
@@ -111,7 +111,7 @@ fn handles() -> Vec<QueueHandle> {
                 9 => handle.cq_depth = number,
                 10 => handle.flags = number,
                 11 => handle.batch = number,
-                12 => handle.told = address,
+                12 => handle.host_error = address,
                 _ => handle.max_message_bytes = number,
             }
         }

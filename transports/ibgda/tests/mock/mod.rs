@@ -230,7 +230,7 @@ impl Mock {
     /// Fails unless everything was given back and nothing that came in was wrong.
     pub fn settle(&self) {
         let state = self.get();
-        assert_eq!(state.last_error, 0, "mock/mlx5.c, this line, was told something wrong");
+        assert_eq!(state.last_error, 0, "mock/mlx5.c, this line, got wrong input");
         assert_eq!((state.num_live, state.num_relaxed), (0, 0), "objects live on, or relaxed");
     }
 }

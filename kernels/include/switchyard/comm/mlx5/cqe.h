@@ -54,8 +54,8 @@ SY_DEVICE sy_mlx5_queue_state& state_of(const sy_mlx5_qp& qp) {
 
 // Takes the queue out of service; the first reason stays.
 SY_DEVICE void fail_queue(const sy_mlx5_qp& qp, uint64_t error) {
-    if (atom_cas_relaxed(&state_of(qp).error, 0, error) == 0 && qp.told != 0)
-        st_relaxed<Scope::kSys>(at_address<uint64_t>(qp.told), error);
+    if (atom_cas_relaxed(&state_of(qp).error, 0, error) == 0 && qp.host_error != 0)
+        st_relaxed<Scope::kSys>(at_address<uint64_t>(qp.host_error), error);
 }
 
 // 0 while the queue is in service.

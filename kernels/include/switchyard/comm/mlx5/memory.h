@@ -250,18 +250,18 @@ SY_DEVICE uint32_t floor_power_of_two(uint32_t value) {
 #endif
 
 // Chooses one poller among all threads that wait for something else and must check whether their
-// path still works. Returns whether it is the caller's turn. `looked` is the time of the last poll,
+// path still works. Returns whether it is the caller's turn. `polled_at` is the time of the last poll,
 // in units of 2 microseconds, and begins as 0.
 // NOTES: a read of the host's memory takes a microsecond, and combine waits in two thousand warps.
 // When each polled for itself, requests queued behind their reads: layers took up to a hundred
 // times as long.
-SY_DEVICE bool takes_look(uint64_t* looked) {
+SY_DEVICE bool takes_poll_turn(uint64_t* polled_at) {
     const uint64_t now = now_ns() >> 11;
-    const uint64_t last = ld_relaxed<Scope::kGpu>(looked);
+    const uint64_t last = ld_relaxed<Scope::kGpu>(polled_at);
     // A thread that was delayed since it read the clock does not poll either. A clock that was set
     // back two seconds counts again.
     constexpr uint64_t kMostLate = 1 << 20;
-    return last - now > kMostLate && atom_cas_relaxed(looked, last, now) == last;
+    return last - now > kMostLate && atom_cas_relaxed(polled_at, last, now) == last;
 }
 
 #if defined(__CUDACC__) || defined(SY_SIMT)

@@ -1,6 +1,6 @@
 /* A send queue as its posters see it, for C11, C++17 and CUDA. The host fills a sy_mlx5_qp when
  * the queue pair is connected. Posters share it and change only the words behind `state` and
- * `told`. */
+ * `host_error`. */
 #ifndef SWITCHYARD_COMM_MLX5_QUEUE_H
 #define SWITCHYARD_COMM_MLX5_QUEUE_H
 
@@ -66,7 +66,7 @@ typedef struct sy_mlx5_queue_state {
     uint64_t error;
     /* Beside a word that posters read: it changes every two microseconds at most. */
     uint64_t
-        looked; /* time of the last poll of completions by a thread that waits for something else */
+        polled_at; /* time of the last poll of completions by a thread that waits for something else */
     uint8_t pad4[112];
 } sy_mlx5_queue_state;
 
@@ -78,7 +78,8 @@ typedef struct sy_mlx5_qp {
     uint64_t cq_dbrec; /* address of the completion queue's doorbell record */
     uint64_t state; /* address of a sy_mlx5_queue_state, zeroed */
     uint64_t scratch; /* address of 8 bytes where the old values of adds land unread */
-    uint64_t told; /* 0, or address of a word of host memory that gets `error` of the state, too */
+    uint64_t
+        host_error; /* 0, or address of a word of host memory that gets `error` of the state, too */
     uint32_t scratch_lkey;
     uint32_t qpn;
     uint32_t sq_depth; /* basic blocks, a power of two */
@@ -131,8 +132,8 @@ static inline const char* sy_mlx5_check_qp(const sy_mlx5_qp* qp) {
         return "cq_dbrec is null or not aligned to 8 bytes";
     if (qp->state == 0 || qp->state % 8 != 0 || qp->scratch % 8 != 0)
         return "state is null, or state or scratch is not aligned to 8 bytes";
-    if (qp->told % 8 != 0)
-        return "told is not aligned to 8 bytes";
+    if (qp->host_error % 8 != 0)
+        return "host_error is not aligned to 8 bytes";
     if (qp->batch == 0 || qp->batch > qp->sq_depth / 4)
         return "batch is 0 or beyond a quarter of sq_depth";
     if (qp->max_message_bytes == 0 || qp->max_message_bytes > SY_MLX5_MAX_MESSAGE_BYTES)
@@ -166,10 +167,10 @@ static inline const char* sy_ibgda_check_peer(const sy_ibgda_peer* peer) {
 SY_STATIC_ASSERT(sizeof(sy_mlx5_queue_state) == 640, "size of sy_mlx5_queue_state");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, completed) == 256, "completed");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, error) == 512, "error");
-SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, looked) == 520, "looked");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_queue_state, polled_at) == 520, "polled_at");
 SY_STATIC_ASSERT(sizeof(sy_mlx5_qp) == 96, "size of sy_mlx5_qp");
 SY_STATIC_ASSERT(offsetof(sy_mlx5_qp, qpn) == 68, "qpn of sy_mlx5_qp");
-SY_STATIC_ASSERT(offsetof(sy_mlx5_qp, told) == 56, "told of sy_mlx5_qp");
+SY_STATIC_ASSERT(offsetof(sy_mlx5_qp, host_error) == 56, "host_error of sy_mlx5_qp");
 SY_STATIC_ASSERT(sizeof(sy_mlx5_bound) == 24, "size of sy_mlx5_bound");
 SY_STATIC_ASSERT(sizeof(sy_ibgda_peer) == 72, "size of sy_ibgda_peer");
 

@@ -121,7 +121,7 @@ impl Session {
         }
         self.meet()?;
         Ok(format!(
-            "{} layers of up to {MAX_TOKENS} tokens of {HIDDEN} values posted by {} on {} queues each way in {}, {NUM_AFTER_RESET} of them after a reset: bit for bit as by stores",
+            "{} layers of up to {MAX_TOKENS} tokens of {HIDDEN} values posted by {} on {} queues in each direction in {}, {NUM_AFTER_RESET} of them after a reset: bit for bit as by stores",
             inputs.len(),
             fused.gpu.name(),
             self.own.num_queues,

@@ -46,13 +46,13 @@ fn every_stage_passes_on_both_paths() {
     if !can_post() {
         return;
     }
-    let ways = [
+    let kinds = [
         ("plain", "record", "3"),
         ("devx", "record", "2"),
         ("devx", "register", "2"),
         ("plain", "record", "1"),
     ];
-    for (path, doorbell, queues) in ways {
+    for (path, doorbell, queues) in kinds {
         let options = ["--json", "--software-nic", "--path", path, "--queues", queues];
         let options = [&options[..], &["--doorbell", doorbell]].concat();
         let [listener, connector] = pair(&options);
@@ -107,12 +107,12 @@ fn a_gpu_posts_whole_layers_on_both_paths() {
     if !can_post() {
         return;
     }
-    let ways = [
+    let kinds = [
         ("plain", "record", "host", "2"),
         ("devx", "record", "host", "1"),
         ("devx", "register", "gpu", "3"),
     ];
-    for (path, doorbell, memory, queues) in ways {
+    for (path, doorbell, memory, queues) in kinds {
         let common = ["--json", "--software-nic", "--path", path, "--queues", queues];
         let stage = ["--doorbell", doorbell, "--queue-memory", memory, "--stage", "fused"];
         let options = [&common[..], &stage].concat();
@@ -124,7 +124,7 @@ fn a_gpu_posts_whole_layers_on_both_paths() {
             assert_eq!(side.code, Some(0), "{path}: {}\n{}", side.out, side.err);
             let place = if memory == "gpu" { "the GPU's memory" } else { "host memory" };
             let parts = [
-                format!("posted by {gpu} on {queues} queues each way in {place}"),
+                format!("posted by {gpu} on {queues} queues in each direction in {place}"),
                 "6 layers of up to 16 tokens of 7168 values".to_owned(),
                 "2 of them after a reset: bit for bit as by stores".to_owned(),
             ];

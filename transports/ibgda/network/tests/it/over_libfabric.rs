@@ -105,7 +105,7 @@ fn join_and_leave(networks: [&DeviceNetwork; 2], turn: usize) {
     for joined in [&client, &server] {
         assert_eq!(joined.endpoint.kind(), TransportKind::Ibgda);
     }
-    let remote = [&client_pair, &server_pair].map(|pair| pair.as_remote().expect("a way"));
+    let remote = [&client_pair, &server_pair].map(|pair| pair.as_remote().expect("a remote path"));
     for (from, to) in [(remote[0], &server_pair), (remote[1], &client_pair)] {
         from.show_life(64).expect("in service");
         until("a sign of life", || own_word(to, 64) != 0);

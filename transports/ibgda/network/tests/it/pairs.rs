@@ -86,7 +86,7 @@ fn the_hosts_queue_has_a_record_where_those_of_kernels_have_none() {
         network(config)
     });
     let pairs = join([&one, &other]);
-    let from = pairs[0].1.as_remote().expect("a way");
+    let from = pairs[0].1.as_remote().expect("a remote path");
     from.show_life(0).expect("in service");
     until("a sign of life", || own_word(&pairs[1].1, 0) == 1);
 }
@@ -144,20 +144,20 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
                 (link.context, true),
                 (peer.qps, true),
                 (queue.state, true),
-                (queue.told, false),
+                (queue.host_error, false),
                 (queue.scratch, false),
                 (queue.sq, false),
                 (queue.cq, false),
             ] {
                 assert_eq!(is_on_a_gpu(address), is_near, "{place}: {queue:x?}");
             }
-            let remote = pair.as_remote().expect("a way");
+            let remote = pair.as_remote().expect("a remote path");
             remote.health().expect("in service");
         }
         // Signs of life of either side arrive in the other's slot, by the NIC.
         let num_requests = softnic_verbs::nic().expect("a NIC").lock().num_requests();
         for (from, to, offset) in [(0, 1, REQUEST_BYTES - 8), (1, 0, 264), (1, 0, 0)] {
-            let remote = pairs[from].1.as_remote().expect("a way");
+            let remote = pairs[from].1.as_remote().expect("a remote path");
             for num in 1..=300 {
                 let seen = own_word(&pairs[to].1, offset);
                 remote.show_life(offset).expect("in service");
@@ -168,13 +168,13 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
         let executed = softnic_verbs::nic().expect("a NIC").lock().num_requests() - num_requests;
         assert_eq!(executed, 900);
         // Many adds under way suffice as a sign of life.
-        let remote = pairs[0].1.as_remote().expect("a way");
+        let remote = pairs[0].1.as_remote().expect("a remote path");
         for _ in 0..5000 {
             remote.show_life(8).expect("in service");
         }
         until("some of many", || own_word(&pairs[1].1, 8) > 0);
         for offset in [RESPONSE_BYTES, RESPONSE_BYTES - 7, 4, u64::MAX] {
-            let remote = pairs[1].1.as_remote().expect("a way");
+            let remote = pairs[1].1.as_remote().expect("a remote path");
             let refused = remote.show_life(offset).expect_err("no word of the slot");
             let is_local =
                 matches!(refused, PostError::RemoteRange { .. } | PostError::Misaligned { .. });
@@ -184,7 +184,7 @@ fn hosts_and_kernels_are_given_what_they_need_and_nothing_is_left() {
         // In whichever order a link's parts go.
         let [(client, client_pair), (server, server_pair)] = pairs;
         drop(client);
-        client_pair.as_remote().expect("a way").health().expect("the kernels' way stands");
+        client_pair.as_remote().expect("a remote path").health().expect("the kernels' path works");
         drop((client_pair, server_pair, server));
         assert_eq!(holdings(), before);
     }
@@ -207,7 +207,7 @@ fn slots_lie_in_the_memory_of_the_host_where_the_nic_cannot_have_a_gpus() {
             assert!(!is_on_a_gpu(pair.own().0) && !is_on_a_gpu(pair.link().window.0));
         }
         for (from, to) in [(0, 1), (1, 0)] {
-            pairs[from].1.as_remote().expect("a way").show_life(8).expect("in service");
+            pairs[from].1.as_remote().expect("a remote path").show_life(8).expect("in service");
             until("a sign of life", || own_word(&pairs[to].1, 8) > 0);
         }
         drop(pairs);
@@ -258,7 +258,7 @@ fn failed_queue(places: [SlotPlace; 2]) {
     // The client's two and its host's, then the server's.
     let [_, _, _, _, _, servers] = new[..] else { panic!("{new:?}") };
     softnic_verbs::fail(servers, 5, Syndrome::RetryExceeded).expect("a queue pair");
-    let remote = pairs[1].1.as_remote().expect("a way");
+    let remote = pairs[1].1.as_remote().expect("a remote path");
     let mut error = None;
     until("a failure", || {
         error = remote.show_life(0).err();
@@ -271,7 +271,7 @@ fn failed_queue(places: [SlotPlace; 2]) {
     assert!(remote.health().is_err() && remote.show_life(0).is_err());
     assert!(own_word(&pairs[0].1, 0) >= 5);
     // A pair that is out of service answers no request: the other end notices when it posts.
-    let remote = pairs[0].1.as_remote().expect("a way");
+    let remote = pairs[0].1.as_remote().expect("a remote path");
     until("a failure", || remote.show_life(0).is_err());
     assert!(remote.health().is_err());
 }
@@ -285,7 +285,7 @@ fn a_nic_that_stands_still_holds_up_no_host() {
     for qpn in holdings().0.into_iter().filter(|qpn| !known.contains(qpn)) {
         softnic_verbs::stall(qpn).expect("a queue pair");
     }
-    let remote = pairs[0].1.as_remote().expect("a way");
+    let remote = pairs[0].1.as_remote().expect("a remote path");
     for _ in 0..1000 {
         remote.show_life(0).expect("it goes nowhere, and nobody knows");
     }
@@ -436,7 +436,7 @@ fn bytes_that_make_no_sense_are_refused_and_leave_nothing() {
         let mut theirs = server.description();
         theirs.detail[at] ^= 1 << (at % 8);
         if let Ok((_joined, pair)) = client.join_device(&theirs) {
-            let remote = pair.as_remote().expect("a way");
+            let remote = pair.as_remote().expect("a remote path");
             let _ = remote.show_life(0);
             let _ = remote.health();
         }

@@ -121,7 +121,11 @@ fn what_kernels_post_arrives_however_either_side_makes_its_queues() {
             };
             assert!(found == bytes, "{choices:?}, from {from}: other bytes came");
             // The host's queue is beside them.
-            pairs[from].as_remote().expect("a way").show_life(SLOT_BYTES - 8).expect("in service");
+            pairs[from]
+                .as_remote()
+                .expect("a remote path")
+                .show_life(SLOT_BYTES - 8)
+                .expect("in service");
             until("a sign of life", || own_word(&pairs[to], SLOT_BYTES - 8) == 1);
         }
     }

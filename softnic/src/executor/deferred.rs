@@ -8,7 +8,7 @@ use crate::port::Access;
 
 /// A part of an executed request that lands later.
 #[derive(Debug)]
-pub(crate) struct Later {
+pub(crate) struct DeferredEffect {
     pub(super) position: u64,
     pub(super) effect: Effect,
 }
@@ -23,14 +23,14 @@ pub(super) enum Effect {
 impl Nic {
     /// Everything of requests before `end` lands.
     pub(super) fn land_before(&mut self, qp: &mut Qp, end: u64) {
-        self.land_if(qp, |later| later.position < end);
+        self.land_if(qp, |deferred| deferred.position < end);
     }
 
     /// Lands every write of requests before `position`. If one cannot land, the request at `position` is not
     /// executed.
     pub(super) fn land_writes(&mut self, qp: &mut Qp, position: u64) -> Result<(), Syndrome> {
-        self.land_if(qp, |later| {
-            later.position < position && matches!(later.effect, Effect::Write { .. })
+        self.land_if(qp, |deferred| {
+            deferred.position < position && matches!(deferred.effect, Effect::Write { .. })
         });
         if qp.state == QpState::Error { Err(Syndrome::Flushed) } else { Ok(()) }
     }
@@ -41,37 +41,37 @@ impl Nic {
         qp: &mut Qp,
         position: u64,
     ) -> Result<(), Syndrome> {
-        self.land_if(qp, |later| {
-            later.position < position
-                && matches!(later.effect, Effect::Write { is_relaxed: false, .. })
+        self.land_if(qp, |deferred| {
+            deferred.position < position
+                && matches!(deferred.effect, Effect::Write { is_relaxed: false, .. })
         });
         if qp.state == QpState::Error { Err(Syndrome::Flushed) } else { Ok(()) }
     }
 
     /// Lands the last deferred effect.
     pub(super) fn land_last(&mut self, qp: &mut Qp) {
-        if let Some(later) = qp.later.pop() {
-            self.land(qp, &later);
+        if let Some(deferred) = qp.deferred.pop() {
+            self.land(qp, &deferred);
         }
     }
 
-    fn land_if(&mut self, qp: &mut Qp, is_due: impl Fn(&Later) -> bool) {
-        while let Some(index) = qp.later.iter().position(&is_due) {
-            let later = qp.later.swap_remove(index);
-            self.land(qp, &later);
+    fn land_if(&mut self, qp: &mut Qp, is_due: impl Fn(&DeferredEffect) -> bool) {
+        while let Some(index) = qp.deferred.iter().position(&is_due) {
+            let deferred = qp.deferred.swap_remove(index);
+            self.land(qp, &deferred);
         }
     }
 
     /// Executes a deferred effect. The keys may have been revoked since, or the peer may be gone. In that case its
     /// request fails, even if later requests have run.
-    fn land(&mut self, qp: &mut Qp, later: &Later) {
-        if let Err(syndrome) = self.carry_out(qp, &later.effect) {
+    fn land(&mut self, qp: &mut Qp, deferred: &DeferredEffect) {
+        if let Err(syndrome) = self.execute_effect(qp, &deferred.effect) {
             tracing::debug!(?syndrome, qpn = qp.qpn, "a late part of a request cannot land");
-            self.fail_late(qp, later.position, syndrome);
+            self.fail_deferred(qp, deferred.position, syndrome);
         }
     }
 
-    fn carry_out(&self, qp: &Qp, effect: &Effect) -> Result<(), Syndrome> {
+    fn execute_effect(&self, qp: &Qp, effect: &Effect) -> Result<(), Syndrome> {
         match effect {
             Effect::Land { local: to, bytes } => {
                 local(&self.memory, qp.domain, to, Access::LOCAL_WRITE)
@@ -79,13 +79,13 @@ impl Nic {
                     .map(|ptr| unsafe { copy(ptr, bytes.as_ptr(), to.num_bytes as usize) })
             }
             Effect::Write { remote, local: from, .. } => {
-                self.move_late(qp, remote, from, Access::REMOTE_WRITE, |ours, theirs, len| {
-                    // SAFETY: `move_late` checked both ranges.
+                self.move_deferred(qp, remote, from, Access::REMOTE_WRITE, |ours, theirs, len| {
+                    // SAFETY: `move_deferred` checked both ranges.
                     unsafe { copy(theirs, ours, len) }
                 })
             }
             Effect::Read { remote, local: to } => {
-                self.move_late(qp, remote, to, Access::REMOTE_READ, |ours, theirs, len| {
+                self.move_deferred(qp, remote, to, Access::REMOTE_READ, |ours, theirs, len| {
                     // SAFETY: as above.
                     unsafe { copy(ours, theirs, len) }
                 })
@@ -95,19 +95,19 @@ impl Nic {
 
     /// Fails the unreported request at `position` and all behind it. Their effects remain, but their completions
     /// report a failure.
-    fn fail_late(&mut self, qp: &mut Qp, position: u64, syndrome: Syndrome) {
-        qp.later.retain(|later| later.position < position);
-        for held in qp.held.iter_mut().filter(|held| held.position >= position) {
-            self.num_requests -= u64::from(held.cqe.status.is_ok());
-            let is_cause = held.position == position;
-            held.cqe.status = Err(if is_cause { syndrome } else { Syndrome::Flushed });
-            held.cqe.num_bytes = 0;
-            held.is_reported = true;
+    fn fail_deferred(&mut self, qp: &mut Qp, position: u64, syndrome: Syndrome) {
+        qp.deferred.retain(|deferred| deferred.position < position);
+        for request in qp.unreported.iter_mut().filter(|request| request.position >= position) {
+            self.num_requests -= u64::from(request.cqe.status.is_ok());
+            let is_cause = request.position == position;
+            request.cqe.status = Err(if is_cause { syndrome } else { Syndrome::Flushed });
+            request.cqe.num_bytes = 0;
+            request.is_reported = true;
         }
         self.fail(qp);
     }
 
-    fn move_late(
+    fn move_deferred(
         &self,
         qp: &Qp,
         remote: &Remote,
@@ -119,9 +119,9 @@ impl Nic {
         let domain = remote_domain(&self.peers, peer);
         let needed =
             if access == Access::REMOTE_READ { Access::LOCAL_WRITE } else { Access::default() };
-        let near = local(&self.memory, qp.domain, ours, needed)?;
-        let far = pin(&self.peers, peer, domain, remote, ours.num_bytes.into(), access)?;
-        copy(near, far.ptr, ours.num_bytes as usize);
+        let local_ptr = local(&self.memory, qp.domain, ours, needed)?;
+        let remote_pin = pin(&self.peers, peer, domain, remote, ours.num_bytes.into(), access)?;
+        copy(local_ptr, remote_pin.ptr, ours.num_bytes as usize);
         Ok(())
     }
 }
