@@ -78,7 +78,7 @@ enum Reach {
 
 /// A kernel with parameters that were checked.
 #[derive(Debug, Clone)]
-pub struct Prepared<P> {
+pub struct PreparedKernel<P> {
     params: P,
     plans: Vec<LaunchPlan>,
 }
@@ -313,7 +313,10 @@ impl Gpu {
     ///
     /// # Errors
     /// [`GpuError::Check`], [`GpuError::Unregistered`], [`GpuError::OtherGpu`].
-    pub unsafe fn prepare<P: KernelParams>(&self, params: P) -> Result<Prepared<P>, GpuError> {
+    pub unsafe fn prepare<P: KernelParams>(
+        &self,
+        params: P,
+    ) -> Result<PreparedKernel<P>, GpuError> {
         params.check().map_err(|source| GpuError::Check { kernel: P::NAME, source })?;
         for (pointer, address) in params.pointers() {
             if !address.is_null() {
@@ -322,7 +325,7 @@ impl Gpu {
         }
         let mut plans = vec![params.plan()];
         plans.extend(params.rest());
-        Ok(Prepared { params, plans })
+        Ok(PreparedKernel { params, plans })
     }
 }
 

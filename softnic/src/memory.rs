@@ -16,11 +16,11 @@ use thiserror::Error;
 /// Shared memory could not be made or opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum SegmentError {
     /// A system call failed.
     #[error("{call} for {what} failed: {source}")]
     System {
-        /// The call.
         call: &'static str,
         /// Purpose of the call.
         what: String,
@@ -32,7 +32,6 @@ pub enum SegmentError {
     Seals {
         /// Owner of the memory.
         what: String,
-        /// Seals found.
         found: u32,
     },
     /// Another size than promised.
@@ -40,9 +39,7 @@ pub enum SegmentError {
     Size {
         /// Owner of the memory.
         what: String,
-        /// Bytes found.
         found: u64,
-        /// Bytes expected.
         expected: u64,
     },
 }

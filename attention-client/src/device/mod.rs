@@ -45,7 +45,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kernels::abi::{CombineParams, DispatchParams, FrameGeometry};
-use kernels::gpu::{Gpu, Prepared, Stream};
+use kernels::gpu::{Gpu, PreparedKernel, Stream};
 use p2p_core::bootstrap::DeviceSide;
 use prometheus::Registry;
 use proxy::DeviceTransports;
@@ -76,8 +76,8 @@ pub struct DeviceClient {
     memory: ManuallyDrop<Memory>,
     slots: Slots,
     tables: Arc<Tables>,
-    dispatches: HashMap<DispatchKey, Prepared<DispatchParams>>,
-    combines: HashMap<CombineKey, Prepared<CombineParams>>,
+    dispatches: HashMap<DispatchKey, PreparedKernel<DispatchParams>>,
+    combines: HashMap<CombineKey, PreparedKernel<CombineParams>>,
     geometry: FrameGeometry,
     options: DeviceOptions,
     /// How servers may be reached.

@@ -9,7 +9,7 @@ use kernels::abi::{
     DispatchParams, ErrorWord, FrameGeometry, Handle, Link, PATH_DIRECT, Placement, ServerPeer,
     WORD_STATUS_OFFSET, WORD_STRIDE,
 };
-use kernels::gpu::{Gpu, GpuBuffer, Prepared, Stream};
+use kernels::gpu::{Gpu, GpuBuffer, PreparedKernel, Stream};
 use p2p_core::bootstrap::{
     ConnectConfig, ConnectError, Connection, DevicePair, DeviceSide, Liveness, PeerHello, connect,
 };
@@ -211,7 +211,7 @@ impl Client {
         self.wait();
     }
 
-    fn prepared_dispatch(&self) -> Prepared<DispatchParams> {
+    fn prepared_dispatch(&self) -> PreparedKernel<DispatchParams> {
         let params = DispatchParams {
             version: DEVICE_ABI_VERSION,
             geometry: self.geometry,
@@ -240,7 +240,7 @@ impl Client {
         self.outcome(request)
     }
 
-    fn prepared_combine(&self) -> Prepared<CombineParams> {
+    fn prepared_combine(&self) -> PreparedKernel<CombineParams> {
         let params = CombineParams {
             version: DEVICE_ABI_VERSION,
             geometry: self.geometry,

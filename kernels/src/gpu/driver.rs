@@ -14,7 +14,7 @@ use cudarc::driver::sys::{
 use cudarc::driver::{DriverError, result};
 
 pub(super) use self::memory::Memory;
-use self::memory::Spare;
+use self::memory::PagePool;
 pub(super) use self::stream::{Event, Graph, Stream};
 use super::layer::MapShape;
 use super::{GpuError, Reach};
@@ -43,7 +43,7 @@ struct Context {
     modules: Vec<sys::CUmodule>,
     /// In the order of [`ENTRIES`].
     functions: Vec<sys::CUfunction>,
-    spare: Spare,
+    spare: PagePool,
 }
 
 // SAFETY: driver handles have no thread affinity; every call makes the context current first.
@@ -92,7 +92,7 @@ impl Gpu {
             context,
             modules: Vec::new(),
             functions: Vec::new(),
-            spare: Spare::default(),
+            spare: PagePool::default(),
         };
         let current = opened.bind()?;
         opened.load()?;
@@ -185,16 +185,16 @@ impl Gpu {
 
 impl Context {
     /// Makes this the calling thread's context as long as the result lives.
-    fn bind(&self) -> Result<Current, GpuError> {
+    fn bind(&self) -> Result<CurrentContext, GpuError> {
         let mut previous = null_mut();
         // SAFETY: writes one handle.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&raw mut previous) })?;
         if previous == self.context {
-            return Ok(Current { previous: null_mut() });
+            return Ok(CurrentContext { previous: null_mut() });
         }
         // SAFETY: the context is retained as long as `self`.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })?;
-        Ok(Current { previous })
+        Ok(CurrentContext { previous })
     }
 
     fn location(&self) -> CUmemLocation {
@@ -309,12 +309,12 @@ impl Drop for Context {
 /// The calling thread's context, until it is the one from before: an engine on this thread may use another
 /// GPU, which its runtime takes from here. A thread that had none keeps it.
 #[derive(Debug)]
-struct Current {
+struct CurrentContext {
     /// Null when there is nothing to restore.
     previous: sys::CUcontext,
 }
 
-impl Drop for Current {
+impl Drop for CurrentContext {
     fn drop(&mut self) {
         if !self.previous.is_null() {
             // SAFETY: was this thread's context; the code that set it keeps it alive.

@@ -34,7 +34,7 @@ pub(super) struct Memory {
 
 /// A range of memory that GPUs know.
 #[derive(Debug, Clone, Copy)]
-struct Known {
+struct MemoryRange {
     len: u64,
     /// The GPU that owns the memory, or for which a peer's is mapped; none for memory of the host.
     owner: Option<u32>,
@@ -205,7 +205,7 @@ impl Gpu {
             // The driver's error for memory that is registered already.
             return Err(failed("a second registration of host memory", rustix::io::Errno::EXIST));
         }
-        ranges.insert(base, Known { len: bytes, owner: None });
+        ranges.insert(base, MemoryRange { len: bytes, owner: None });
         Ok(Memory { base: pages, len: bytes, kind: MemoryKind::Registered })
     }
 
@@ -320,7 +320,7 @@ impl Memory {
     fn new(base: *mut c_void, len: u64, kind: MemoryKind, owner: Option<u32>) -> Self {
         // mmap never gives null, which the dangling pointer stands for.
         let base = NonNull::new(base.cast::<u8>()).unwrap_or(NonNull::dangling());
-        lock(&RANGES).insert(base.as_ptr() as u64, Known { len, owner });
+        lock(&RANGES).insert(base.as_ptr() as u64, MemoryRange { len, owner });
         Self { base, len, kind }
     }
 
@@ -648,7 +648,7 @@ unsafe extern "C" {
 }
 
 /// Mappings in this process, by address, with their length: the table that a driver would have.
-static RANGES: Mutex<BTreeMap<u64, Known>> = Mutex::new(BTreeMap::new());
+static RANGES: Mutex<BTreeMap<u64, MemoryRange>> = Mutex::new(BTreeMap::new());
 static STREAMS: Mutex<BTreeMap<u64, Weak<Worker>>> = Mutex::new(BTreeMap::new());
 /// Handles differ from small integers that a caller might invent.
 static NEXT_STREAM: AtomicU64 = AtomicU64::new(0x5359_0001);

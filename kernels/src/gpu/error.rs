@@ -7,6 +7,7 @@ use crate::check::CheckError;
 /// A GPU refused, or could not be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum GpuError {
     /// This build has no GPU support.
     #[error("this build has no GPU support: build with `--features cuda`")]
@@ -32,22 +33,11 @@ pub enum GpuError {
     },
     /// The GPU cannot run the kernels.
     #[error("GPU {ordinal} ({name}) has compute capability {major}.{minor}, expected 9.0 or later")]
-    TooOld {
-        /// Index.
-        ordinal: u32,
-        /// Product name.
-        name: String,
-        /// Compute capability.
-        major: u32,
-        /// Compute capability.
-        minor: u32,
-    },
+    TooOld { ordinal: u32, name: String, major: u32, minor: u32 },
     /// A call to the driver failed.
     #[error("{call} failed: {name} ({code})")]
     Driver {
-        /// The call.
         call: &'static str,
-        /// Raw code.
         code: u32,
         /// Name of the code.
         name: String,
@@ -57,7 +47,6 @@ pub enum GpuError {
         "GPU {ordinal} has no access to memory of GPU {peer}: they need NVLink or PCIe peer access between them"
     )]
     NoPeerAccess {
-        /// This GPU.
         ordinal: u32,
         /// The owner of the memory.
         peer: u32,
@@ -79,7 +68,6 @@ pub enum GpuError {
         kernel: &'static str,
         /// Name of the parameter.
         pointer: &'static str,
-        /// Its value.
         address: u64,
     },
     /// A pointer to memory of another GPU. Nothing was launched.
@@ -91,7 +79,6 @@ pub enum GpuError {
         kernel: &'static str,
         /// Name of the parameter.
         pointer: &'static str,
-        /// Its value.
         address: u64,
         /// The owner of the memory.
         owner: u32,
@@ -107,7 +94,6 @@ pub enum GpuError {
         kernel: &'static str,
         /// Name of the parameter.
         pointer: &'static str,
-        /// Its value.
         address: u64,
         /// Bytes that the kernel uses.
         num_bytes: u64,
@@ -121,9 +107,7 @@ pub enum GpuError {
     /// A range beyond the end of a buffer. A local bug.
     #[error("{len} bytes at offset {offset} leave the buffer of {buffer_bytes} bytes")]
     Range {
-        /// First byte.
         offset: u64,
-        /// Bytes.
         len: u64,
         /// Bytes of the buffer.
         buffer_bytes: u64,

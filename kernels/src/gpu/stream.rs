@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::kind::Kind;
-use super::{DeviceName, Event, GpuError, Graph, Prepared, Stream};
+use super::{DeviceName, Event, GpuError, Graph, PreparedKernel, Stream};
 use crate::abi::DevicePtr;
 use crate::plan::KernelParams;
 
@@ -97,7 +97,7 @@ impl Stream {
     ///
     /// # Errors
     /// [`GpuError::Driver`].
-    pub fn launch<P: KernelParams>(&self, kernel: &Prepared<P>) -> Result<(), GpuError> {
+    pub fn launch<P: KernelParams>(&self, kernel: &PreparedKernel<P>) -> Result<(), GpuError> {
         let params = bytemuck::bytes_of(&kernel.params);
         match &self.0 {
             Kind::Driver(stream) => kernel.plans.iter().try_for_each(|plan| {

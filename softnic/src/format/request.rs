@@ -215,21 +215,14 @@ impl Head {
 /// A request that the NIC cannot execute.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum BadWqe {
     /// Unknown code.
     #[error("opcode {opcode:#04x} with modifier {opmod:#04x} is unknown")]
-    Opcode {
-        /// Code.
-        opcode: u8,
-        /// Modifier.
-        opmod: u8,
-    },
+    Opcode { opcode: u8, opmod: u8 },
     /// A number of segments that the code cannot have.
     #[error("{found} segments do not fit its opcode")]
-    Segments {
-        /// Found.
-        found: u32,
-    },
+    Segments { found: u32 },
     /// Reserved bits are set.
     #[error("reserved bits are set in {field}")]
     Reserved {
@@ -241,12 +234,7 @@ pub enum BadWqe {
     InlineRead,
     /// Inline data longer than its segments.
     #[error("{found} inline bytes do not fit the request's {room}")]
-    InlineLength {
-        /// Found.
-        found: u32,
-        /// Bytes there.
-        room: usize,
-    },
+    InlineLength { found: u32, room: usize },
 }
 
 fn put_remote(body: &mut Vec<u8>, remote: &Remote) {

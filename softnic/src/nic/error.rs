@@ -7,31 +7,27 @@ use crate::memory::SegmentError;
 /// A violation of the rules for drivers.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum Violation {
     /// A request's index is not its place in the queue.
     #[error("queue pair {qpn:#x}: the request at block {position} has index {found:#06x}")]
     Index {
-        /// Queue pair.
         qpn: u32,
         /// Position of the request, in blocks since reset.
         position: u64,
-        /// Index found.
         found: u16,
     },
     /// A request or doorbell names another queue pair.
     #[error("queue pair {qpn:#x}: {what} names queue pair {found:#x}")]
     QueuePair {
-        /// Queue pair.
         qpn: u32,
         /// Request or doorbell.
         what: &'static str,
-        /// Doorbell found.
         found: u32,
     },
     /// The doorbell record is behind the doorbell.
     #[error("queue pair {qpn:#x}: the doorbell says {doorbell:#06x}, its record {record:#06x}")]
     StaleRecord {
-        /// Queue pair.
         qpn: u32,
         /// End in the register.
         doorbell: u16,
@@ -43,27 +39,17 @@ pub enum Violation {
         "queue pair {qpn:#x}: {outstanding} blocks are posted and not reported complete, in a queue of {depth}"
     )]
     Overrun {
-        /// Queue pair.
         qpn: u32,
-        /// Blocks.
         outstanding: u64,
         /// Blocks of the queue.
         depth: u32,
     },
     /// A doorbell goes back.
     #[error("queue pair {qpn:#x}: the doorbell went from {from:#06x} back to {to:#06x}")]
-    Backwards {
-        /// Queue pair.
-        qpn: u32,
-        /// End before.
-        from: u16,
-        /// End now.
-        to: u16,
-    },
+    Backwards { qpn: u32, from: u16, to: u16 },
     /// A request that cannot be read, or has reserved bits set.
     #[error("queue pair {qpn:#x}: request at block {position}: {detail}")]
     Malformed {
-        /// Queue pair.
         qpn: u32,
         /// Position of the request, in blocks since reset.
         position: u64,
@@ -75,7 +61,6 @@ pub enum Violation {
         "queue pair {qpn:#x}: receive {number} is not the segment that ends a list: {found:02x?}"
     )]
     Receive {
-        /// Queue pair.
         qpn: u32,
         /// Receives posted before it since reset.
         number: u64,
@@ -85,7 +70,6 @@ pub enum Violation {
     /// More receives are posted than there is room for, or the record went back.
     #[error("queue pair {qpn:#x}: {outstanding} receives are posted, in a queue of {depth}")]
     ReceiveOverrun {
-        /// Queue pair.
         qpn: u32,
         /// Receives posted and not used.
         outstanding: u64,
@@ -94,24 +78,19 @@ pub enum Violation {
     },
     /// A completion found no room, because consumed ones were not given back.
     #[error("queue pair {qpn:#x}: its completion queue of {depth} is full")]
-    CompletionOverrun {
-        /// Queue pair.
-        qpn: u32,
-        /// Completions.
-        depth: u32,
-    },
+    CompletionOverrun { qpn: u32, depth: u32 },
 }
 
 /// A control operation was refused.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum ControlError {
     /// There is none with this number.
     #[error("there is no {what} {number:#x}")]
     Unknown {
         /// Kind of object.
         what: &'static str,
-        /// Number given.
         number: u32,
     },
     /// A table is full.
@@ -127,9 +106,7 @@ pub enum ControlError {
     Placement {
         /// Object that it was given for.
         what: &'static str,
-        /// Offset given.
         offset: usize,
-        /// Bytes needed.
         bytes: usize,
     },
     /// A depth that no queue can have.
@@ -137,27 +114,20 @@ pub enum ControlError {
     Depth {
         /// Kind of queue.
         what: &'static str,
-        /// Depth given.
         found: u32,
-        /// Least.
         min: u32,
-        /// Most.
         max: u32,
     },
     /// A queue pair still has its completions there.
     #[error("completion queue {cq:#x} is used by queue pair {qpn:#x}: destroy that first")]
     CompletionsInUse {
-        /// Completion queue.
         cq: u32,
         /// One of its queue pairs.
         qpn: u32,
     },
     /// A peer's access to memory with a revoked key has not ended.
     #[error("key {lkey:#x} is revoked, but an access to its memory does not end; do not reuse it")]
-    InUse {
-        /// Key.
-        lkey: u32,
-    },
+    InUse { lkey: u32 },
     /// Shared memory failed, or the peer's NIC is not there.
     #[error(transparent)]
     Segment(#[from] SegmentError),

@@ -15,41 +15,25 @@ use crate::nic::{ControlError, place};
 /// A request could not be posted, or completed with an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum QueueError {
     /// No room, and none came before the deadline.
     #[error("queue pair {qpn:#x}: {outstanding} blocks are outstanding at the deadline")]
-    Deadline {
-        /// Queue pair.
-        qpn: u32,
-        /// Blocks.
-        outstanding: u64,
-    },
+    Deadline { qpn: u32, outstanding: u64 },
     /// The NIC completed a request with an error; the queue pair must be reset.
     #[error("queue pair {qpn:#x}: the request at index {counter:#06x} failed: {syndrome:?} ({code:#04x})", code = *syndrome as u8)]
     Completion {
-        /// Queue pair.
         qpn: u32,
         /// Index of the request.
         counter: u16,
-        /// Why.
         syndrome: Syndrome,
     },
     /// A completion that makes no sense.
     #[error("queue pair {qpn:#x}: a completion cannot be read")]
-    Garbled {
-        /// Queue pair.
-        qpn: u32,
-    },
+    Garbled { qpn: u32 },
     /// The request has more blocks than the limit for one request.
     #[error("queue pair {qpn:#x}: a request of {num_blocks} blocks, at most {max} are allowed")]
-    TooLarge {
-        /// Queue pair.
-        qpn: u32,
-        /// Blocks.
-        num_blocks: u64,
-        /// Most.
-        max: u64,
-    },
+    TooLarge { qpn: u32, num_blocks: u64, max: u64 },
 }
 
 /// Posts on a queue from one thread. The queue must have ordinary completions and no other user.

@@ -35,7 +35,7 @@ pub(super) fn find(name: &str) -> Option<NonNull<c_void>> {
 
 /// Object that a command made.
 #[derive(Clone, Copy)]
-enum Made {
+enum ObjectKind {
     Ring(u32),
     Pair(u32),
 }
@@ -96,7 +96,7 @@ unsafe extern "C" fn mlx5dv_devx_obj_create(
     };
     match made {
         Ok(made) => {
-            let (Made::Ring(number) | Made::Pair(number)) = made;
+            let (ObjectKind::Ring(number) | ObjectKind::Pair(number)) = made;
             put(answer, 0x48, 24, number);
             give(made).cast()
         }
@@ -108,7 +108,7 @@ unsafe extern "C" fn mlx5dv_devx_obj_create(
     }
 }
 
-fn create_ring(command: &[u8]) -> Result<Made, c_int> {
+fn create_ring(command: &[u8]) -> Result<ObjectKind, c_int> {
     const CQC: usize = 0x80;
     let is_collapsed = get(command, CQC + 0x0b, 1) == 1;
     let config = CqConfig {
@@ -120,10 +120,10 @@ fn create_ring(command: &[u8]) -> Result<Made, c_int> {
         ignores_overrun: get(command, CQC + 0x0e, 1) == 1,
     };
     // Numbers from 1, since 0 means none.
-    with_nic(|nic| nic.create_cq(&config)).map(|number| Made::Ring(number + 1))
+    with_nic(|nic| nic.create_cq(&config)).map(|number| ObjectKind::Ring(number + 1))
 }
 
-fn create_pair(command: &[u8]) -> Result<Made, c_int> {
+fn create_pair(command: &[u8]) -> Result<ObjectKind, c_int> {
     let memory = umem(get(command, 0x840, 32))?;
     // The record lies in the queue's own memory, as `queue/devx.rs` of `switchyard-ibgda` has it.
     if get(command, QPC + 0x720, 32) != get(command, 0x840, 32) {
@@ -162,7 +162,7 @@ fn create_pair(command: &[u8]) -> Result<Made, c_int> {
         recv_cq: recv_queue.map(|_| recv_cq),
         recv_queue,
     };
-    with_nic(|nic| nic.create_qp(&config)).map(Made::Pair)
+    with_nic(|nic| nic.create_qp(&config)).map(ObjectKind::Pair)
 }
 
 unsafe extern "C" fn mlx5dv_devx_obj_modify(
@@ -175,10 +175,10 @@ unsafe extern "C" fn mlx5dv_devx_obj_modify(
     // SAFETY: both buffers have these lengths; the object was made by `mlx5dv_devx_obj_create`.
     let (command, answer, made) = unsafe {
         let answer: &mut [u8] = std::slice::from_raw_parts_mut(answer.cast(), answer_bytes);
-        (bytes(command, command_bytes), answer, *object.cast::<Made>())
+        (bytes(command, command_bytes), answer, *object.cast::<ObjectKind>())
     };
     answer.fill(0);
-    let Made::Pair(qpn) = made else { return refuse_command(answer) };
+    let ObjectKind::Pair(qpn) = made else { return refuse_command(answer) };
     if command_bytes < 16 || get(command, 0x48, 24) != qpn {
         return refuse_command(answer);
     }
@@ -202,9 +202,9 @@ unsafe extern "C" fn mlx5dv_devx_obj_modify(
 
 unsafe extern "C" fn mlx5dv_devx_obj_destroy(object: Object) -> c_int {
     // SAFETY: made by `mlx5dv_devx_obj_create`.
-    let done = match unsafe { take::<Made>(object) } {
-        Made::Ring(number) => with_nic(|nic| nic.destroy_cq(number - 1)),
-        Made::Pair(number) => with_nic(|nic| nic.destroy_qp(number)),
+    let done = match unsafe { take::<ObjectKind>(object) } {
+        ObjectKind::Ring(number) => with_nic(|nic| nic.destroy_cq(number - 1)),
+        ObjectKind::Pair(number) => with_nic(|nic| nic.destroy_qp(number)),
     };
     code_of(done)
 }

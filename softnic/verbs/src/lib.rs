@@ -25,7 +25,7 @@ use softnic::{
     Adversary, ControlError, Domain, DoorbellMode, Fault, Keys, Nic, NicConfig, NicThread, Segment,
 };
 
-use self::pages::Found;
+use self::pages::MemoryRange;
 pub use self::pages::SharedPages;
 
 /// The functions, over the NIC of this process. They follow the vendor's signatures, so there is one NIC for
@@ -90,11 +90,11 @@ fn inject(fault: Fault) -> io::Result<()> {
 /// The NIC and the objects made from it.
 struct Device {
     nic: NicThread,
-    made: Mutex<Made>,
+    made: Mutex<Objects>,
 }
 
 #[derive(Default)]
-struct Made {
+struct Objects {
     /// Protection domains by number, from 1.
     domains: Vec<Domain>,
     umems: HashMap<u32, Region>,
@@ -102,7 +102,7 @@ struct Made {
     next_id: u32,
 }
 
-impl Made {
+impl Objects {
     fn fresh_id(&mut self) -> u32 {
         self.next_id += 1;
         self.next_id
@@ -152,7 +152,7 @@ fn adversary(seed: Option<&OsStr>) -> io::Result<Option<Adversary>> {
 }
 
 impl Device {
-    fn made(&self) -> MutexGuard<'_, Made> {
+    fn made(&self) -> MutexGuard<'_, Objects> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -178,12 +178,12 @@ impl Device {
             return self.nic.lock().register_local(domain, &view, access).map_err(refuse);
         }
         match pages::find(address.addr(), bytes) {
-            Found::Within(segment, offset) => {
+            MemoryRange::Within(segment, offset) => {
                 let (mut nic, access) = (self.nic.lock(), softnic::Access::ALL);
                 return nic.register(domain, &segment, offset, bytes, access).map_err(refuse);
             }
-            Found::Beyond => return Err(libc::EINVAL),
-            Found::Elsewhere => {}
+            MemoryRange::Beyond => return Err(libc::EINVAL),
+            MemoryRange::Elsewhere => {}
         }
         // SAFETY: as above.
         let segment = unsafe { share(address, bytes) }?;

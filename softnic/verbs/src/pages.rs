@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ibgda::access::{AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
+use ibgda::access::{AccessError, HostRange, Mapping, NoDescriptor, SharedMemory, Space};
 use ibgda::{Access, HostAccess};
 use softnic::Segment;
 
@@ -38,7 +38,7 @@ impl Access for SharedPages {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller's promise.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }
@@ -46,7 +46,7 @@ impl Access for SharedPages {
 
 /// Memory range of the process.
 #[derive(Debug)]
-pub(crate) enum Found {
+pub(crate) enum MemoryRange {
     /// In this segment, from this offset on.
     Within(Segment, usize),
     /// They begin in memory of [`SharedPages`] and go on behind its end.
@@ -54,16 +54,20 @@ pub(crate) enum Found {
     Elsewhere,
 }
 
-pub(crate) fn find(address: usize, bytes: usize) -> Found {
+pub(crate) fn find(address: usize, bytes: usize) -> MemoryRange {
     for segment in known().iter() {
         let region = segment.region();
         let offset = address.wrapping_sub(region.as_ptr().addr().get());
         if offset < region.len() {
             let is_within = bytes <= region.len() - offset;
-            return if is_within { Found::Within(segment.clone(), offset) } else { Found::Beyond };
+            return if is_within {
+                MemoryRange::Within(segment.clone(), offset)
+            } else {
+                MemoryRange::Beyond
+            };
         }
     }
-    Found::Elsewhere
+    MemoryRange::Elsewhere
 }
 
 /// A piece of a segment.
@@ -196,15 +200,15 @@ mod tests {
         let len = known()[0].region().len();
         let first = known()[0].region().as_ptr().addr().get();
         assert!(
-            matches!(find(start + 4096, 4096), Found::Within(_, at) if at == start - first + 4096)
+            matches!(find(start + 4096, 4096), MemoryRange::Within(_, at) if at == start - first + 4096)
         );
-        assert!(matches!(find(first, len), Found::Within(_, 0)));
-        assert!(matches!(find(first, len + 1), Found::Beyond));
-        assert!(matches!(find(first + len - 1, 2), Found::Beyond));
-        assert!(matches!(find(first - 1, 1), Found::Elsewhere));
-        assert!(matches!(find(first + len, 1), Found::Elsewhere));
+        assert!(matches!(find(first, len), MemoryRange::Within(_, 0)));
+        assert!(matches!(find(first, len + 1), MemoryRange::Beyond));
+        assert!(matches!(find(first + len - 1, 2), MemoryRange::Beyond));
+        assert!(matches!(find(first - 1, 1), MemoryRange::Elsewhere));
+        assert!(matches!(find(first + len, 1), MemoryRange::Elsewhere));
         drop(pages);
-        assert!(matches!(find(start, 1), Found::Elsewhere));
+        assert!(matches!(find(start, 1), MemoryRange::Elsewhere));
     }
 
     #[test]

@@ -11,11 +11,12 @@ use kernels::gpu::GpuError;
 use thiserror::Error;
 
 use crate::gpu::GpuMemory;
-use crate::probe::{Missing, list};
+use crate::probe::{MissingPart, list};
 
 /// The poster cannot reach the memory, or there is none.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum AccessError {
     /// The GPU's driver does not let the GPU reach a NIC's doorbell register, for want of options.
     #[error("the NIC's doorbell register for the GPU ({bytes} bytes): {source}; {}", list(missing))]
@@ -23,7 +24,7 @@ pub enum AccessError {
         /// Bytes of the pages.
         bytes: usize,
         /// Missing part of the host, as the probe reports it.
-        missing: Vec<Missing>,
+        missing: Vec<MissingPart>,
         /// The call and its code.
         source: GpuError,
     },
@@ -32,9 +33,7 @@ pub enum AccessError {
         "{what} ({bytes} bytes): {source}; something else in this process has registered the same pages with CUDA, which takes them once"
     )]
     Registered {
-        /// Pages concerned.
         what: &'static str,
-        /// Bytes.
         bytes: usize,
         /// The call and its code.
         source: GpuError,
@@ -44,7 +43,6 @@ pub enum AccessError {
     Gpu {
         /// Operation and object.
         what: String,
-        /// Bytes.
         bytes: usize,
         /// The call and its code.
         source: GpuError,
@@ -52,9 +50,7 @@ pub enum AccessError {
     /// The system gives no memory.
     #[error("host memory ({bytes} bytes): {call} failed: {source}")]
     Host {
-        /// Bytes.
         bytes: usize,
-        /// Function.
         call: &'static str,
         /// The system's answer.
         source: io::Error,
@@ -64,7 +60,6 @@ pub enum AccessError {
     TooLarge {
         /// Object to allocate.
         what: &'static str,
-        /// Bytes.
         bytes: usize,
         /// The most that there can be.
         most: usize,
@@ -74,9 +69,7 @@ pub enum AccessError {
     Range {
         /// Operation and object.
         what: String,
-        /// First byte.
         offset: usize,
-        /// Bytes.
         len: usize,
         /// Bytes that there are.
         bytes: usize,
@@ -86,11 +79,8 @@ pub enum AccessError {
     Address {
         /// Purpose of the memory.
         what: String,
-        /// Bytes.
         bytes: usize,
-        /// Start address.
         found: u64,
-        /// Expected alignment.
         expected: String,
     },
     /// Pages that are mapped already, but not as the same range.
@@ -98,9 +88,7 @@ pub enum AccessError {
         "pages from {begin:#x} on ({bytes} bytes): expected pages that are not mapped, or the same again: {known_bytes} bytes from {known:#x} on are mapped as {kind:?}"
     )]
     Overlap {
-        /// First byte.
         begin: usize,
-        /// Bytes.
         bytes: usize,
         /// First byte of the mapped pages.
         known: usize,
@@ -114,7 +102,6 @@ pub enum AccessError {
     Other {
         /// Operation and object.
         what: String,
-        /// Bytes.
         bytes: usize,
         /// Reason, and remedy.
         detail: String,
@@ -183,7 +170,7 @@ pub trait Access: Send + Sync + Debug {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError>;
+    ) -> Result<Mapping, AccessError>;
 }
 
 /// Memory of [`Access::alloc`], freed by drop.
@@ -336,7 +323,7 @@ impl SharedMemory for Part {
 
 /// Pages of this process as posters see them.
 #[derive(Debug)]
-pub struct Mapped {
+pub struct Mapping {
     /// Address of the first page for posters.
     pub address: u64,
     /// Ends the mapping by drop.
@@ -360,7 +347,7 @@ struct Range {
     bytes: usize,
     kind: HostRange,
     num_parts: usize,
-    mapped: Mapped,
+    mapped: Mapping,
 }
 
 /// Part of mapped pages.
@@ -450,8 +437,8 @@ impl Access for HostAccess {
         pages: NonNull<u8>,
         _bytes: usize,
         _kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
-        Ok(Mapped { address: pages.as_ptr().expose_provenance() as u64, guard: None })
+    ) -> Result<Mapping, AccessError> {
+        Ok(Mapping { address: pages.as_ptr().expose_provenance() as u64, guard: None })
     }
 }
 

@@ -17,7 +17,7 @@ use kernels::gpu::{DeviceName, Gpu, GpuBuffer, GpuError};
 
 pub use self::memory::GpuMemory;
 use crate::access::{
-    Access, AccessError, Guard, HostAccess, HostRange, Mapped, SharedMemory, Space,
+    Access, AccessError, Guard, HostAccess, HostRange, Mapping, SharedMemory, Space,
 };
 use crate::probe::missing_for_doorbells;
 
@@ -116,21 +116,21 @@ impl Access for GpuAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         let is_register = (kind, self.register) == (HostRange::Register, HostRange::Register);
         // SAFETY: the caller keeps the pages mapped.
         let mapped = unsafe { self.gpu.register_host(pages, bytes as u64, is_register) };
         let root = self.root.as_deref().unwrap_or(Path::new("/"));
         let buffer =
             mapped.map_err(|source| unreachable_pages(source, is_register, bytes, root))?;
-        Ok(Mapped { address: buffer.ptr().0, guard: Some(Box::new(RegisteredPages(buffer))) })
+        Ok(Mapping { address: buffer.ptr().0, guard: Some(Box::new(PageRegistration(buffer))) })
     }
 }
 
 #[derive(Debug)]
-struct RegisteredPages(#[allow(dead_code, reason = "held until drop")] GpuBuffer);
+struct PageRegistration(#[allow(dead_code, reason = "held until drop")] GpuBuffer);
 
-impl Guard for RegisteredPages {}
+impl Guard for PageRegistration {}
 
 /// Explains why the GPU does not reach pages of this process. Reads options of the driver where their absence can
 /// cause the call's error code.
@@ -170,7 +170,7 @@ const NOT_MAPPABLE: [u32; 4] = [1, 800, 801, 95];
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::Missing;
+    use crate::probe::MissingPart;
 
     fn driver(code: u32) -> GpuError {
         GpuError::Driver { call: "cuMemHostRegister", code, name: format!("error {code}") }
@@ -186,8 +186,8 @@ mod tests {
 
     #[test]
     fn exactly_the_options_that_are_missing_are_named() {
-        let (stream, peer) = (Missing::StreamMemOps, Missing::PeerMapping);
-        let cases: [(&str, &[Missing]); 4] = [
+        let (stream, peer) = (MissingPart::StreamMemOps, MissingPart::PeerMapping);
+        let cases: [(&str, &[MissingPart]); 4] = [
             ("EnableStreamMemOPs: 0\nRegistryDwords: \"\"\n", &[stream, peer]),
             ("EnableStreamMemOPs: 1\nRegistryDwords: \"\"\n", &[peer]),
             ("EnableStreamMemOPs: 0\nRegistryDwords: \"PeerMappingOverride=1;\"\n", &[stream]),

@@ -14,12 +14,12 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use self::capability::{query_devx, query_limits};
-use self::open::{Closer, Opened, open_device, query_port};
+use self::open::{Closer, OpenDevice, open_device, query_port};
 use crate::access::{NoDescriptor, PageTable};
 use crate::ffi::{self, AhAttributes, DvAh, DvObject, DvPd, GlobalRoute, InOut};
 use crate::library::{Libraries, LibraryError};
 use crate::prm::{AtomicCapabilities, GeneralCapabilities, Refused};
-use crate::probe::{Missing, list};
+use crate::probe::{MissingPart, list};
 
 pub(crate) use self::capability::MAX_READS;
 pub use self::capability::{Capabilities, DeviceLimits};
@@ -62,6 +62,7 @@ impl Default for NicConfig {
 /// A NIC, memory or a queue could not be prepared.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum NicError {
     /// A library is missing.
     #[error(transparent)]
@@ -69,19 +70,15 @@ pub enum NicError {
     /// A call of libibverbs or libmlx5 failed.
     #[error("{device}: {call} failed: {source}; {advice}")]
     Call {
-        /// NIC.
         device: String,
-        /// Function.
         call: &'static str,
         /// The system's answer.
         source: io::Error,
-        /// Remedy.
         advice: &'static str,
     },
     /// The firmware refused a command.
     #[error("{device}: {source}")]
     Refused {
-        /// NIC.
         device: String,
         /// Missing feature and reason.
         source: Refused,
@@ -96,47 +93,28 @@ pub enum NicError {
     },
     /// The port cannot be used.
     #[error("{device} port {port}: {found}, expected {expected}")]
-    Port {
-        /// NIC.
-        device: String,
-        /// Port.
-        port: u8,
-        /// Value found.
-        found: String,
-        /// Value needed.
-        expected: &'static str,
-    },
+    Port { device: String, port: u8, found: String, expected: &'static str },
     /// The device lacks something.
     #[error("{device} cannot do this: {what} is {found}, expected {expected}")]
     Capability {
-        /// NIC.
         device: String,
         /// Name of the capability.
         what: &'static str,
-        /// Value found.
         found: String,
-        /// Value needed.
         expected: &'static str,
     },
     /// DevX commands are not allowed or not there.
     #[error(
         "{device}: DevX is not available ({detail}); queues in GPU memory need it: CAP_NET_RAW and firmware with UCTX_EN=1, or use the plain path"
     )]
-    NoDevx {
-        /// NIC.
-        device: String,
-        /// Why.
-        detail: String,
-    },
+    NoDevx { device: String, detail: String },
     /// Memory that the NIC cannot reach.
     #[error(
         "{device}: {bytes} bytes of GPU memory cannot be registered: by dma-buf: {dma_buf}; by address, which is nvidia_peermem's: {call} failed: {by_address}; {}",
         list(missing)
     )]
     GpuMemory {
-        /// NIC.
         device: String,
-        /// Bytes.
         bytes: u64,
         /// Error of the first method.
         dma_buf: DmaBufError,
@@ -145,13 +123,14 @@ pub enum NicError {
         /// Error of the second method.
         by_address: io::Error,
         /// Parts that the probe finds missing for both methods. One method is enough.
-        missing: Vec<Missing>,
+        missing: Vec<MissingPart>,
     },
 }
 
 /// Why a NIC has not got memory by a descriptor of its pages.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum DmaBufError {
     /// There is none.
     #[error(transparent)]
@@ -159,7 +138,6 @@ pub enum DmaBufError {
     /// The NIC's driver refused it.
     #[error("{call} failed: {source}")]
     Call {
-        /// Function.
         call: &'static str,
         /// The system's answer.
         source: io::Error,
@@ -235,7 +213,7 @@ impl Nic {
     /// # Errors
     /// [`NicError`], naming the missing part.
     pub fn open(libraries: &Libraries, config: &NicConfig) -> Result<Arc<Self>, NicError> {
-        let Opened { name, context, devx } = open_device(libraries, config)?;
+        let OpenDevice { name, context, devx } = open_device(libraries, config)?;
         let closer = Closer { libraries, context };
         let port = query_port(libraries, context, &name, config)?;
         let capabilities = query_capabilities(libraries, context, &name, devx)?;

@@ -53,15 +53,14 @@ pub struct PeerConfig {
 /// A peer could not be opened or joined.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum PeerError {
     /// A value that cannot be.
     #[error("`{field}` is {found}, expected {expected}")]
     Config {
         /// Name of the setting.
         field: &'static str,
-        /// Value.
         found: usize,
-        /// Permitted values.
         expected: &'static str,
     },
     /// The NIC refused.
@@ -72,7 +71,6 @@ pub enum PeerError {
     Queue {
         /// Name of the field.
         queue_idx: usize,
-        /// Why.
         source: QueueError,
     },
     /// There is no memory, or posters cannot reach it.
@@ -83,9 +81,7 @@ pub enum PeerError {
     Description {
         /// Part of it.
         field: &'static str,
-        /// Value found.
         found: u64,
-        /// Value expected.
         expected: String,
     },
     /// Kernels could not use the handle.

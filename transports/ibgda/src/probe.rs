@@ -11,7 +11,7 @@ use serde::Serialize;
 pub use self::devices::probe_devices;
 pub(crate) use self::missing::list;
 use self::missing::{DriverOption, PARAMS, PEER_MAPPING, RegistrationMethods, STREAM_MEM_OPS};
-pub use self::missing::{Missing, missing_for_doorbells, missing_for_gpu_memory};
+pub use self::missing::{MissingPart, missing_for_doorbells, missing_for_gpu_memory};
 use crate::library::Libraries;
 
 /// Result of a check.

@@ -123,15 +123,14 @@ impl QueueConfig {
 /// A queue could not be made or connected.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum QueueError {
     /// A value that no queue can have.
     #[error("`{field}` is {found}, expected {expected}")]
     Config {
         /// Name of the setting.
         field: &'static str,
-        /// Value.
         found: u32,
-        /// Permitted values.
         expected: &'static str,
     },
     /// The NIC refused.
@@ -143,9 +142,7 @@ pub enum QueueError {
     /// A queue was made that posters cannot use.
     #[error("{device}: queue pair {qpn:#x} cannot be given to posters: {what}")]
     Handle {
-        /// NIC.
         device: String,
-        /// Queue pair.
         qpn: u32,
         /// Description of the error.
         what: &'static str,
@@ -153,13 +150,10 @@ pub enum QueueError {
     /// libmlx5 made a queue that our posters do not understand.
     #[error("{device}: libmlx5 made a queue with {what} {found}, expected {expected}")]
     Layout {
-        /// NIC.
         device: String,
         /// Name of the property.
         what: &'static str,
-        /// Value found.
         found: u64,
-        /// Value expected.
         expected: &'static str,
     },
 }
@@ -184,7 +178,7 @@ pub struct RemoteQueue {
 pub struct Queue {
     // Fields drop in order: the queue pair before its memory.
     receives: Option<ReceiveQueue>,
-    made: Made,
+    made: QueueKind,
     handle: QueueHandle,
     nic: Arc<Nic>,
     config: QueueConfig,
@@ -246,11 +240,11 @@ impl Queue {
         let (made, mut handle, pieces) = match place.ring {
             None => {
                 let (made, handle, pieces) = plain::create(nic, access, config)?;
-                (Made::Plain(made), handle, pieces)
+                (QueueKind::Plain(made), handle, pieces)
             }
             Some(ring) => {
                 let (made, handle, pieces) = devx::create(nic, access, config, memory.part(ring))?;
-                (Made::Devx(made), handle, pieces)
+                (QueueKind::Devx(made), handle, pieces)
             }
         };
         let counts = place.counts.map(|counts| of_counts.part(counts));
@@ -321,8 +315,8 @@ impl Queue {
         let (nic, config, qpn) = (&self.nic, &self.config, self.handle.qpn);
         let receives = self.receives.as_ref();
         match &mut self.made {
-            Made::Plain(made) => made.connect(nic, config, receives, remote, own_psn),
-            Made::Devx(made) => made.connect(nic, config, receives, qpn, remote, own_psn),
+            QueueKind::Plain(made) => made.connect(nic, config, receives, remote, own_psn),
+            QueueKind::Devx(made) => made.connect(nic, config, receives, qpn, remote, own_psn),
         }
     }
 
@@ -339,8 +333,8 @@ impl Queue {
         let mut word = [0; 8];
         counts.read(offset_of!(QueueState, cq_index), &mut word)?;
         let cq_index = match &mut self.made {
-            Made::Plain(made) => made.reset(&self.nic, u64::from_le_bytes(word))?,
-            Made::Devx(made) => {
+            QueueKind::Plain(made) => made.reset(&self.nic, u64::from_le_bytes(word))?,
+            QueueKind::Devx(made) => {
                 made.reset(&self.nic, self.handle.qpn)?;
                 0
             }
@@ -398,7 +392,7 @@ pub(crate) unsafe fn register(
 }
 
 #[derive(Debug)]
-enum Made {
+enum QueueKind {
     Plain(PlainQueue),
     Devx(DevxQueue),
 }

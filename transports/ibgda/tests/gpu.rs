@@ -14,7 +14,7 @@ use kernels::abi::DevicePtr;
 use kernels::gpu::{DeviceName, Gpu};
 use kernels::mlx5::{QueueHandle, QueueState};
 use mock::{CLEAN, Mock, MockState};
-use switchyard_ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
+use switchyard_ibgda::access::{Access, AccessError, HostRange, Mapping, SharedMemory, Space};
 use switchyard_ibgda::nic::{RegistrationMethod, Rights};
 use switchyard_ibgda::{
     GpuAccess, HostAccess, OpenPeer, PeerConfig, Place, QueueConfig, QueuePath,
@@ -198,7 +198,7 @@ impl Access for Crowded {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller keeps the pages.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }
@@ -222,7 +222,7 @@ impl Access for MixedAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller keeps the pages.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }

@@ -70,35 +70,25 @@ pub struct Command {
 /// Error of a command. The codes are `SY_PROXY_ERROR_*`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum BadCommand {
     /// No such opcode.
     #[error("opcode {opcode} is unknown: expected 1 to 8")]
-    Opcode {
-        /// Found.
-        opcode: u8,
-    },
+    Opcode { opcode: u8 },
     /// No such window.
     #[error("window {window} is unknown: the peer has {num_windows}")]
     Window {
-        /// Found.
         window: u8,
         /// Windows of the peer.
         num_windows: usize,
     },
     /// No such source.
     #[error("source {source_idx} is unknown: {num_sources} are registered")]
-    Source {
-        /// Found.
-        source_idx: u16,
-        /// Registered ones.
-        num_sources: usize,
-    },
+    Source { source_idx: u16, num_sources: usize },
     /// Beyond the peer's memory.
     #[error("{num_bytes} bytes at offset {offset} leave the peer's window of {window_bytes} bytes")]
     RemoteRange {
-        /// First byte.
         offset: u32,
-        /// Bytes.
         num_bytes: u32,
         /// Bytes of the window.
         window_bytes: u64,
@@ -110,43 +100,27 @@ pub enum BadCommand {
     SourceRange {
         /// Name of the field.
         source_idx: u16,
-        /// First byte.
         offset: u32,
-        /// Bytes.
         num_bytes: u32,
         /// Bytes of the source.
         source_bytes: u64,
     },
     /// A word that is not aligned.
     #[error("the word at offset {offset} is not aligned to 8 bytes")]
-    Misaligned {
-        /// Found.
-        offset: u32,
-    },
+    Misaligned { offset: u32 },
     /// A command of another lap.
     #[error(
         "the cell holds lap {found}, expected {expected} or the one before: written out of turn, or over an unread command"
     )]
-    Lap {
-        /// Found.
-        found: u8,
-        /// Expected.
-        expected: u8,
-    },
+    Lap { found: u8, expected: u8 },
     /// Bits that must be zero.
     #[error("bits that must be 0 are set: {first:#018x}, {second:#018x}")]
-    Reserved {
-        /// First word.
-        first: u64,
-        /// Second word.
-        second: u64,
-    },
+    Reserved { first: u64, second: u64 },
     /// The window cannot do that.
     #[error("window {window} does not take {opcode:?}")]
     Unsupported {
         /// Name of the field.
         window: u8,
-        /// Asked for.
         opcode: Opcode,
     },
 }

@@ -26,18 +26,18 @@ use crate::gpu::{self, GpuPoster, GpuPosterError};
 use crate::host::PosterConfig;
 use crate::lane::{LaneConfig, Poster};
 use crate::locality::Device;
-use crate::network::{Behind, HalfOpen};
+use crate::network::{HalfOpen, ProxyBackend};
 use crate::threads::{Proxy, ProxyConfig, ProxyError, ProxyPeer, STALL_LIMIT};
 
 /// A network whose slots kernels reach through a proxy. Host slots are opened unchanged.
 #[derive(Debug)]
-pub struct DeviceNetwork(Behind);
+pub struct DeviceNetwork(ProxyBackend);
 
 impl DeviceNetwork {
     /// Puts `proxy` between kernels and `inner`. `lanes` is the kernels' share per peer, 254 lanes at most.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
-        Self(Behind::new(inner, proxy, lanes))
+        Self(ProxyBackend::new(inner, proxy, lanes))
     }
 
     /// The proxy.
@@ -320,7 +320,7 @@ const PAGE: u64 = 4096;
 const ERROR_OFFSET: usize = 64;
 
 /// Longest wait of a kernel for room, or for the peer to have everything: longer than the thread lets a peer
-/// stall, so that it ends by itself only where the peer moves too slowly. Behind it the peer counts as failed.
+/// stall, so that it ends by itself only where the peer moves too slowly. ProxyBackend it the peer counts as failed.
 pub const WAIT_LIMIT: Duration = Duration::from_secs(8);
 
 const _: () = assert!(WAIT_LIMIT.as_millis() > STALL_LIMIT.as_millis() * 3 / 2);

@@ -26,6 +26,7 @@ pub struct Failure {
 /// Why a command was not carried out.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum Cause {
     /// The command makes no sense. Its lane is out of service.
     #[error(transparent)]
@@ -33,7 +34,6 @@ pub enum Cause {
     /// The transport refused it. All lanes of the peer are out of service.
     #[error("{opcode:?}: {source}")]
     Post {
-        /// The operation.
         opcode: Opcode,
         /// The transport's answer.
         source: PostError,
@@ -43,10 +43,7 @@ pub enum Cause {
     Transport(PostError),
     /// Nothing was over for too long. All lanes of the peer are out of service.
     #[error("not over {limit_ms} ms after it was taken, and nothing else was meanwhile")]
-    Stalled {
-        /// The limit.
-        limit_ms: u64,
-    },
+    Stalled { limit_ms: u64 },
     /// The relay at the peer answers nonsense. All lanes of the peer are out of service.
     #[error(transparent)]
     Relay(#[from] RelayError),

@@ -40,15 +40,14 @@ impl Default for LaneConfig {
 /// Lanes could not be made.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum LaneError {
     /// The configuration cannot be used.
     #[error("{what} is {found}: expected {expected}")]
     Config {
         /// Name of the setting.
         what: &'static str,
-        /// Its value.
         found: u64,
-        /// Permitted values.
         expected: &'static str,
     },
     /// Posters could not use the handle.

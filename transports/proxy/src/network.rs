@@ -25,13 +25,13 @@ use crate::threads::{PeerConfig, Proxy, ProxyError, ProxyPeer};
 
 /// A network whose endpoints post through a proxy.
 #[derive(Debug)]
-pub struct ProxyNetwork(Behind);
+pub struct ProxyNetwork(ProxyBackend);
 
 impl ProxyNetwork {
     /// Puts `proxy` in front of `inner`. `lanes` is the size of a peer's lanes; endpoints use the first one.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
-        Self(Behind::new(inner, proxy, lanes))
+        Self(ProxyBackend::new(inner, proxy, lanes))
     }
 
     /// The proxy.
@@ -74,7 +74,7 @@ impl OpenSide for Side {
 
 /// A network and the proxy in front of it.
 #[derive(Debug)]
-pub(crate) struct Behind {
+pub(crate) struct ProxyBackend {
     pub(crate) inner: Arc<dyn Network>,
     pub(crate) proxy: Arc<Proxy>,
     lanes: LaneConfig,
@@ -97,7 +97,7 @@ pub(crate) struct Server {
     name: String,
 }
 
-impl Behind {
+impl ProxyBackend {
     pub(crate) fn new(inner: Arc<dyn Network>, proxy: Arc<Proxy>, lanes: LaneConfig) -> Self {
         Self { inner, proxy, lanes, num_peers: AtomicU32::new(0) }
     }

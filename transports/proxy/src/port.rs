@@ -51,7 +51,7 @@ pub(crate) struct Port<E> {
     wants_quiet: bool,
     is_closed: bool,
     /// Since service is to end.
-    closing: Option<Closing>,
+    closing: Option<CloseState>,
     /// While operations are under way: time since the last one was over.
     patience: Option<Patience>,
     stall_limit: Duration,
@@ -61,7 +61,7 @@ pub(crate) struct Port<E> {
 
 /// How long commands that were posted before are still taken.
 #[derive(Debug)]
-struct Closing {
+struct CloseState {
     deadline: Instant,
     /// Largest number of commands taken from a kernel that keeps posting: the capacity of the lanes.
     num_left: u64,
@@ -239,7 +239,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
     pub(crate) fn begin_close(&mut self) {
         let num_left = self.lanes.iter().map(|lane| lane.under_way.capacity() as u64).sum();
         let deadline = Instant::now() + CLOSE_LIMIT;
-        self.closing.get_or_insert(Closing { deadline, num_left });
+        self.closing.get_or_insert(CloseState { deadline, num_left });
     }
 
     /// Ends service if it is to end and the time has come, behind a turn that took `num_taken` commands.

@@ -83,6 +83,7 @@ pub struct PeerConfig {
 /// A proxy, or a peer of one, could not be set up.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum ProxyError {
     /// A setting cannot be used.
     #[error("{what} is 0: expected at least 1")]
@@ -93,11 +94,9 @@ pub enum ProxyError {
     /// Commands would reach memory that is not theirs to write, or could not reach it.
     #[error("window_bytes is {found}: expected at most {limit}, {reason}")]
     Window {
-        /// Found.
         found: u64,
         /// The most it may be.
         limit: u64,
-        /// Underlying error.
         reason: &'static str,
     },
     /// The system refuses a thread.
@@ -155,7 +154,7 @@ pub struct ProxyPeer<E = AnyEndpoint> {
 
 /// A peer as its thread knows it.
 #[derive(Debug)]
-struct Served<E> {
+struct PeerService<E> {
     port: Port<E>,
     shared: Arc<Shared>,
     /// Waiters for the end of its service, once that has begun.
@@ -338,7 +337,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
 ) {
     prepare_thread(cpus);
     let _closed = ClosedAtEnd(line);
-    let mut peers: Vec<Served<E>> = Vec::new();
+    let mut peers: Vec<PeerService<E>> = Vec::new();
     let mut drivers: Vec<Arc<dyn Driver>> = Vec::new();
     let mut backoff = Backoff::new(idle);
     // One writer: the totals are kept here and stored.
@@ -353,7 +352,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
         let mut num_moved = 0;
         let mut is_busy = false;
         let mut has_closed = false;
-        for Served { port, leaver, .. } in &mut peers {
+        for PeerService { port, leaver, .. } in &mut peers {
             let turn = port.turn(batch);
             num_moved += turn.taken + turn.recycled + turn.pieces;
             stats.commands += turn.taken;
@@ -390,7 +389,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
             stats.sleeps += 1;
             line.counters.sweeps.store(stats.sweeps, Ordering::Relaxed);
             line.counters.sleeps.store(stats.sleeps, Ordering::Relaxed);
-            let has_news = |peer: &Served<E>| {
+            let has_news = |peer: &PeerService<E>| {
                 peer.leaver.is_none() && !peer.port.is_busy() && peer.port.has_work()
             };
             line.bell.sleep(pause, || line.has_news() || peers.iter().any(has_news));
@@ -414,7 +413,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
 
 /// The drivers of all peers, each once.
 fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
-    peers: &[Served<E>],
+    peers: &[PeerService<E>],
     drivers: &mut Vec<Arc<dyn Driver>>,
 ) {
     drivers.clear();
@@ -428,9 +427,9 @@ fn find_drivers<E: Endpoint<RemoteKey = SlotKey>>(
 }
 
 /// Removes the peers whose service has ended.
-fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) {
+fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<PeerService<E>>) {
     while let Some(idx) = peers.iter().position(|peer| peer.port.has_closed()) {
-        let Served { port, leaver, .. } = peers.remove(idx);
+        let PeerService { port, leaver, .. } = peers.remove(idx);
         // With its endpoint, before its waiters are told.
         drop(port);
         line.num_peers.fetch_sub(1, Ordering::Relaxed);
@@ -441,7 +440,10 @@ fn release<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Ser
 }
 
 /// Executes orders of other threads. `true`: stop.
-fn follow<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Served<E>>) -> bool {
+fn follow<E: Endpoint<RemoteKey = SlotKey>>(
+    line: &Line<E>,
+    peers: &mut Vec<PeerService<E>>,
+) -> bool {
     let (orders, is_last) = {
         let mut orders = lock(&line.orders);
         line.has_orders.store(false, Ordering::Relaxed);
@@ -451,10 +453,12 @@ fn follow<E: Endpoint<RemoteKey = SlotKey>>(line: &Line<E>, peers: &mut Vec<Serv
     is_last
 }
 
-fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Vec<Served<E>>) {
+fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Vec<PeerService<E>>) {
     for order in orders {
         match order {
-            Order::Add(port, shared) => peers.push(Served { port: *port, shared, leaver: None }),
+            Order::Add(port, shared) => {
+                peers.push(PeerService { port: *port, shared, leaver: None })
+            }
             Order::Register(whose, region, answer) => {
                 if let Some(peer) = find(peers, &whose) {
                     // A caller that stopped waiting needs no answer.
@@ -471,7 +475,10 @@ fn serve<E: Endpoint<RemoteKey = SlotKey>>(orders: Vec<Order<E>>, peers: &mut Ve
     }
 }
 
-fn find<'a, E>(peers: &'a mut [Served<E>], whose: &Arc<Shared>) -> Option<&'a mut Served<E>> {
+fn find<'a, E>(
+    peers: &'a mut [PeerService<E>],
+    whose: &Arc<Shared>,
+) -> Option<&'a mut PeerService<E>> {
     peers.iter_mut().find(|peer| Arc::ptr_eq(&peer.shared, whose))
 }
 

@@ -329,9 +329,9 @@ unsafe impl Send for Pages {}
 /// The driver frees such memory only when no kernel runs, and blocks all launches until then. Threads that move
 /// frames drop it while kernels wait for these frames, so it is not freed before the GPU is.
 #[derive(Debug, Default)]
-pub(super) struct Spare(Mutex<Vec<Pages>>);
+pub(super) struct PagePool(Mutex<Vec<Pages>>);
 
-impl Spare {
+impl PagePool {
     fn take(&self, room: usize) -> Option<Pages> {
         let mut pages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let at = pages.iter().position(|pages| pages.room == room)?;

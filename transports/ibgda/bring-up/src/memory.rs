@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
-use ibgda::access::{Access, AccessError, HostRange, Mapped, SharedMemory, Space};
+use ibgda::access::{Access, AccessError, HostRange, Mapping, SharedMemory, Space};
 use ibgda::{GpuAccess, HostAccess, Place};
 use kernels::gpu::Gpu;
 
@@ -73,7 +73,7 @@ impl Access for SlotAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller keeps the pages mapped.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }

@@ -36,7 +36,7 @@ pub(crate) struct Ready {
 }
 
 /// A port, the memory of slots, and the GPU that posts in the last stage.
-type Opened = (Arc<Nic>, Arc<dyn Access>, Option<Gpu>);
+type DeviceParts = (Arc<Nic>, Arc<dyn Access>, Option<Gpu>);
 
 impl<'a> Setup<'a> {
     pub(crate) const fn new(options: &'a Options, is_connector: bool, reporter: Reporter) -> Self {
@@ -133,7 +133,7 @@ impl<'a> Setup<'a> {
         }
     }
 
-    fn open_device(&self) -> Result<(Opened, String)> {
+    fn open_device(&self) -> Result<(DeviceParts, String)> {
         let options = self.options;
         let libraries =
             if options.software_nic { softnic_verbs::libraries()? } else { Libraries::open()? };

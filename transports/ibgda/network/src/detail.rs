@@ -22,35 +22,22 @@ pub struct Detail<'a> {
 /// Bytes that no side says of itself, or that do not fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum DetailError {
     /// Another version.
     #[error("the detail has version {found}, expected {VERSION}")]
-    Version {
-        /// First byte.
-        found: u8,
-    },
+    Version { found: u8 },
     /// A byte that must be 0.
     #[error("byte 1 of the detail is {found}, expected 0")]
-    Reserved {
-        /// Second byte.
-        found: u8,
-    },
+    Reserved { found: u8 },
     /// More or fewer bytes than its parts have.
     #[error("the detail has {found} bytes, expected {expected}")]
-    Length {
-        /// Bytes found.
-        found: usize,
-        /// Bytes expected.
-        expected: usize,
-    },
+    Length { found: usize, expected: usize },
     /// More than a handshake carries.
     #[error(
         "a detail of {found} bytes, at most {MAX_DETAIL_BYTES} go into a handshake: fewer queues"
     )]
-    TooLong {
-        /// Bytes.
-        found: usize,
-    },
+    TooLong { found: usize },
 }
 
 impl<'a> Detail<'a> {

@@ -17,7 +17,7 @@
 
 pub mod detail;
 mod endpoint;
-pub mod life;
+pub mod heartbeat;
 pub mod network;
 pub mod open;
 pub mod place;

@@ -17,7 +17,7 @@ use p2p_core::{AnyEndpoint, TransportKind};
 
 use crate::detail::{Detail, HEAD_BYTES};
 use crate::endpoint::HostEndpoint;
-use crate::life::{OpenLife, Target};
+use crate::heartbeat::{OpenHeartbeatQueue, Target};
 use crate::place::{self, Parties, SlotPlace};
 use crate::slots::Slots;
 
@@ -145,7 +145,7 @@ impl Network for DeviceNetwork {
         let parties = Parties { nic: &self.nic, gpu: &device.gpu, pages: self.pages.as_ref() };
         let peer = place::open(parties, config, slots, logged)
             .map_err(|error| failed(&name, "open queues of kernels", error))?;
-        let life = OpenLife::open(&self.nic, &self.config.queue)
+        let life = OpenHeartbeatQueue::open(&self.nic, &self.config.queue)
             .map_err(|error| failed(&name, "open the host's queue", error))?;
         let inner = self.inner.open(layout, route)?;
         let mut description = inner.description();
@@ -161,7 +161,7 @@ impl Network for DeviceNetwork {
 /// Both networks' sides before the peer's are known. Fields go in order: queues before memory.
 #[derive(Debug)]
 struct Side {
-    life: OpenLife,
+    life: OpenHeartbeatQueue,
     peer: OpenPeer,
     inner: Box<dyn OpenSide>,
     description: SideDescription,

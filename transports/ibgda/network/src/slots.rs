@@ -9,12 +9,12 @@ use p2p_core::PostError;
 use p2p_core::bootstrap::{KernelWaits, RemoteSlots};
 
 use crate::endpoint::HostHealth;
-use crate::life::Life;
+use crate::heartbeat::HeartbeatQueue;
 
 /// Fields go in order: queues before the memory that the NIC reads and writes for them.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    life: Mutex<Life>,
+    life: Mutex<HeartbeatQueue>,
     peer: Peer,
     link: Link,
     host: HostHealth,
@@ -27,7 +27,7 @@ impl Slots {
     /// otherwise.
     pub(crate) fn new(
         mut peer: Peer,
-        life: Life,
+        life: HeartbeatQueue,
         host: HostHealth,
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
         own: GpuMemory,

@@ -1,6 +1,6 @@
 //! A device's report about itself, whether it is suitable or not.
 
-use super::open::{Address, Closer, Opened, PortState};
+use super::open::{Address, Closer, OpenDevice, PortState};
 use super::open::{find_address, open_device, query_port_state};
 use super::{Capabilities, NicConfig, NicError, query_capabilities};
 use crate::library::Libraries;
@@ -32,7 +32,7 @@ pub struct PortInspection {
 /// # Errors
 /// [`NicError`] when there is no such device, or it cannot be opened or asked.
 pub fn inspect(libraries: &Libraries, config: &NicConfig) -> Result<Inspection, NicError> {
-    let Opened { name, context, devx } = open_device(libraries, config)?;
+    let OpenDevice { name, context, devx } = open_device(libraries, config)?;
     let _closer = Closer { libraries, context };
     let capabilities = query_capabilities(libraries, context, &name, devx)?;
     let look = |number| {

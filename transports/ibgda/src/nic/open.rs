@@ -23,7 +23,7 @@ impl Drop for Closer<'_> {
 }
 
 /// An open device.
-pub(super) struct Opened {
+pub(super) struct OpenDevice {
     pub(super) name: String,
     pub(super) context: NonNull<c_void>,
     /// Or why there is none.
@@ -31,7 +31,10 @@ pub(super) struct Opened {
 }
 
 /// Finds and opens the device, with DevX if it can be had.
-pub(super) fn open_device(libraries: &Libraries, config: &NicConfig) -> Result<Opened, NicError> {
+pub(super) fn open_device(
+    libraries: &Libraries,
+    config: &NicConfig,
+) -> Result<OpenDevice, NicError> {
     let (verbs, mlx5) = (&libraries.verbs, &libraries.mlx5);
     let mut num_devices: c_int = 0;
     // SAFETY: a valid place for the number.
@@ -67,13 +70,13 @@ pub(super) fn open_device(libraries: &Libraries, config: &NicConfig) -> Result<O
         // SAFETY: a device of the list.
         let context = unsafe { (mlx5.mlx5dv_open_device)(device, &raw mut attributes) };
         opened = Some(if let Some(context) = NonNull::new(context) {
-            Ok(Opened { name, context, devx: Ok(()) })
+            Ok(OpenDevice { name, context, devx: Ok(()) })
         } else {
             let reason = io::Error::last_os_error().to_string();
             // SAFETY: a device of the list.
             let context = unsafe { (verbs.ibv_open_device)(device) };
             match NonNull::new(context) {
-                Some(context) => Ok(Opened { name, context, devx: Err(reason) }),
+                Some(context) => Ok(OpenDevice { name, context, devx: Err(reason) }),
                 None => Err(NicError::Call {
                     device: name,
                     call: "ibv_open_device",

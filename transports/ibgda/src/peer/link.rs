@@ -29,6 +29,7 @@ pub struct Waits {
 /// A peer cannot be a link of fused kernels.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum LinkError {
     /// The geometry was not made by [`FrameGeometry::new`].
     #[error("the geometry of frames: {0}; make it by `FrameGeometry::new`")]
@@ -49,7 +50,6 @@ pub enum LinkError {
         found: u64,
         /// Bytes that are needed.
         expected: u64,
-        /// Remedy.
         field: &'static str,
     },
     /// Queues are promised to one block at a time.
@@ -63,17 +63,13 @@ pub enum LinkError {
     Address {
         /// Name of the address.
         field: &'static str,
-        /// Address.
         found: u64,
         /// Required alignment in bytes.
         multiple: u64,
     },
     /// A limit that ends every wait immediately, or no limit.
     #[error("`timeout` is {found:?}, expected from 1 ns to {} ns", u64::MAX)]
-    Timeout {
-        /// Bound.
-        found: Duration,
-    },
+    Timeout { found: Duration },
     /// Kernels could not use the link.
     #[error("the peer cannot be given to kernels: {0}")]
     Handle(&'static str),

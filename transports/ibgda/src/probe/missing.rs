@@ -8,7 +8,7 @@ use super::{first_line, is_at_least, is_loaded};
 /// Something that a host lacks for GPUs and NICs to reach each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Missing {
+pub enum MissingPart {
     /// `EnableStreamMemOPs` of the module nvidia is not 1.
     StreamMemOps,
     /// `RegistryDwords` of the module nvidia has no `PeerMappingOverride=1`.
@@ -21,7 +21,7 @@ pub enum Missing {
     PeerMemory,
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for MissingPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::StreamMemOps => {
@@ -38,18 +38,18 @@ impl fmt::Display for Missing {
 }
 
 /// Names the missing ones of these parts.
-pub(crate) fn list(missing: &[Missing]) -> String {
+pub(crate) fn list(missing: &[MissingPart]) -> String {
     if missing.is_empty() {
         return "nothing that `switchyard doctor` looks at is missing".to_owned();
     }
-    let names: Vec<String> = missing.iter().map(Missing::to_string).collect();
+    let names: Vec<String> = missing.iter().map(MissingPart::to_string).collect();
     format!("missing: {}; see `switchyard doctor`", names.join(", and "))
 }
 
 /// Parts that a GPU lacks to reach a NIC's doorbell register, by the files below `root`.
 #[must_use]
-pub fn missing_for_doorbells(root: &Path) -> Vec<Missing> {
-    [(STREAM_MEM_OPS, Missing::StreamMemOps), (PEER_MAPPING, Missing::PeerMapping)]
+pub fn missing_for_doorbells(root: &Path) -> Vec<MissingPart> {
+    [(STREAM_MEM_OPS, MissingPart::StreamMemOps), (PEER_MAPPING, MissingPart::PeerMapping)]
         .into_iter()
         .filter(|(option, _)| !option.value(root).is_some_and(|value| (option.is_right)(&value)))
         .map(|(_, missing)| missing)
@@ -59,15 +59,15 @@ pub fn missing_for_doorbells(root: &Path) -> Vec<Missing> {
 /// Parts that a NIC lacks to reach memory of a GPU, by the files below `root`. Empty where one of the two methods
 /// works, otherwise the missing parts of both.
 #[must_use]
-pub fn missing_for_gpu_memory(root: &Path) -> Vec<Missing> {
+pub fn missing_for_gpu_memory(root: &Path) -> Vec<MissingPart> {
     let methods = RegistrationMethods::probe(root);
     if methods.has_dma_buf() || methods.has_peer_memory {
         return Vec::new();
     }
     let lacks = [
-        (methods.has_open_modules, Missing::OpenModules),
-        (methods.has_linux, Missing::Linux),
-        (methods.has_peer_memory, Missing::PeerMemory),
+        (methods.has_open_modules, MissingPart::OpenModules),
+        (methods.has_linux, MissingPart::Linux),
+        (methods.has_peer_memory, MissingPart::PeerMemory),
     ];
     lacks.into_iter().filter(|(is_there, _)| !is_there).map(|(_, missing)| missing).collect()
 }

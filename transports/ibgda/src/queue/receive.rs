@@ -32,27 +32,21 @@ pub struct Immediate {
 /// Immediate data cannot be taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum ReceiveError {
     /// The queue was made without.
     #[error("queue pair {qpn:#x} has no receives: `num_receives` is 0")]
-    NoReceives {
-        /// Queue pair.
-        qpn: u32,
-    },
+    NoReceives { qpn: u32 },
     /// Only kernels reach the completions.
     #[error(
         "queue pair {qpn:#x}: completions of receives lie in a GPU's memory, where only kernels take them"
     )]
-    Unreachable {
-        /// Queue pair.
-        qpn: u32,
-    },
+    Unreachable { qpn: u32 },
     /// A receive was completed with an error; the queue must be reset.
     #[error(
         "queue pair {qpn:#x}: receive {index:#06x} failed: syndrome {syndrome:#04x}, vendor {vendor:#04x}"
     )]
     Completion {
-        /// Queue pair.
         qpn: u32,
         /// `MLX5_CQE_SYNDROME_*`; 05 is a receive that was not used when the queue pair failed.
         syndrome: u8,
@@ -66,7 +60,6 @@ pub enum ReceiveError {
         "queue pair {qpn:#x}: a completion of opcode {opcode:#x} and index {index:#06x} is none of the next receive"
     )]
     Desync {
-        /// Queue pair.
         qpn: u32,
         /// Opcode of the completion.
         opcode: u8,

@@ -13,10 +13,10 @@ use crate::mock::{CLEAN, Mock, MockState, compile, has_headers, join};
 use kernels::gpu::GpuError;
 use kernels::mlx5::{CQ_COLLAPSED, NO_RECORD, ONE_BLOCK, PeerHandle, QueueHandle, QueueState};
 use switchyard_ibgda::access::{
-    Access, AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space,
+    Access, AccessError, HostRange, Mapping, NoDescriptor, SharedMemory, Space,
 };
 use switchyard_ibgda::peer::DESCRIPTION_BYTES;
-use switchyard_ibgda::probe::Missing;
+use switchyard_ibgda::probe::MissingPart;
 use switchyard_ibgda::{
     Doorbell, HostAccess, Nic, NicConfig, NicError, OpenPeer, Peer, PeerConfig, PeerError, Posters,
     QueueConfig, QueueError, QueuePath, ffi,
@@ -488,9 +488,9 @@ impl Access for FarAccess {
         pages: ptr::NonNull<u8>,
         bytes: usize,
         _kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         assert!(pages.addr().get().is_multiple_of(4096) && bytes.is_multiple_of(4096));
-        Ok(Mapped { address: pages.addr().get() as u64, guard: None })
+        Ok(Mapping { address: pages.addr().get() as u64, guard: None })
     }
 }
 
@@ -573,7 +573,10 @@ fn gpu_memory_goes_by_dma_buf_then_by_address_then_says_why_not() {
             };
             let NicError::GpuMemory { missing, .. } = error else { panic!("{text}") };
             // Below the root of the stand-in's host is none of it.
-            assert_eq!(missing, [Missing::OpenModules, Missing::Linux, Missing::PeerMemory]);
+            assert_eq!(
+                missing,
+                [MissingPart::OpenModules, MissingPart::Linux, MissingPart::PeerMemory]
+            );
         }
         drop(nic);
         mock.settle();

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::mock::{CLEAN, Mock, MockState};
 use switchyard_ibgda::probe::{
-    Missing, missing_for_doorbells, missing_for_gpu_memory, probe, probe_devices, probe_files,
+    MissingPart, missing_for_doorbells, missing_for_gpu_memory, probe, probe_devices, probe_files,
 };
 use switchyard_ibgda::{Check, Libraries, Report, State};
 
@@ -69,16 +69,16 @@ fn what_errors_carry_is_what_the_report_says() {
     assert_eq!(missing_for_doorbells(root), []);
     assert_eq!(missing_for_gpu_memory(root), []);
     write(root, "proc/driver/nvidia/params", "EnableStreamMemOPs: 1\n");
-    assert_eq!(missing_for_doorbells(root), [Missing::PeerMapping]);
+    assert_eq!(missing_for_doorbells(root), [MissingPart::PeerMapping]);
     fs::remove_file(root.join("proc/driver/nvidia/params")).unwrap();
-    assert_eq!(missing_for_doorbells(root), [Missing::StreamMemOps, Missing::PeerMapping]);
+    assert_eq!(missing_for_doorbells(root), [MissingPart::StreamMemOps, MissingPart::PeerMapping]);
     // One method of reaching GPU memory is enough.
     write(root, "proc/sys/kernel/osrelease", "5.4.0\n");
     assert_eq!(missing_for_gpu_memory(root), []);
     write(root, "proc/modules", "mlx5_core 1 0\n");
-    assert_eq!(missing_for_gpu_memory(root), [Missing::Linux, Missing::PeerMemory]);
+    assert_eq!(missing_for_gpu_memory(root), [MissingPart::Linux, MissingPart::PeerMemory]);
     write(root, "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 535\n");
-    let all = [Missing::OpenModules, Missing::Linux, Missing::PeerMemory];
+    let all = [MissingPart::OpenModules, MissingPart::Linux, MissingPart::PeerMemory];
     assert_eq!(missing_for_gpu_memory(root), all);
     for (missing, part) in all.into_iter().zip(["open kernel modules", "5.12", "nvidia_peermem"]) {
         assert!(missing.to_string().contains(part), "{missing}");

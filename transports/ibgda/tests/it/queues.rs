@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::mock::{CLEAN, Mock, MockState, PATHS, join, rejoin};
 use switchyard_ibgda::access::{
-    Access, AccessError, Guard, HostRange, Mapped, SharedMemory, Space,
+    Access, AccessError, Guard, HostRange, Mapping, SharedMemory, Space,
 };
 use switchyard_ibgda::{HostAccess, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath};
 
@@ -73,7 +73,7 @@ impl Access for OnceAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         let begin = pages.addr().get();
         let pages: Vec<usize> = (begin..begin + bytes).step_by(4096).collect();
         let mut known = self.0.lock().unwrap();
@@ -84,7 +84,7 @@ impl Access for OnceAccess {
         }
         known.extend(&pages);
         let guard = OncePages { known: Arc::clone(&self.0), pages };
-        Ok(Mapped { address: begin as u64 + ELSEWHERE, guard: Some(Box::new(guard)) })
+        Ok(Mapping { address: begin as u64 + ELSEWHERE, guard: Some(Box::new(guard)) })
     }
 }
 

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use crate::mock::{CLEAN, Completion, Mock, MockState, PATHS, join, rejoin};
 use kernels::mlx5::ReceiveHandle;
-use switchyard_ibgda::access::{AccessError, HostRange, Mapped, NoDescriptor, SharedMemory, Space};
+use switchyard_ibgda::access::{
+    AccessError, HostRange, Mapping, NoDescriptor, SharedMemory, Space,
+};
 use switchyard_ibgda::queue::check_receives;
 use switchyard_ibgda::{
     Access, HostAccess, Immediate, Nic, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath,
@@ -73,7 +75,7 @@ impl Access for HiddenAccess {
         pages: NonNull<u8>,
         bytes: usize,
         kind: HostRange,
-    ) -> Result<Mapped, AccessError> {
+    ) -> Result<Mapping, AccessError> {
         // SAFETY: the caller's promise.
         unsafe { HostAccess.map(pages, bytes, kind) }
     }

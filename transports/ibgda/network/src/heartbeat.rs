@@ -16,9 +16,9 @@ use p2p_core::PostError;
 
 /// The queue before the peer's is known.
 #[derive(Debug)]
-pub struct OpenLife(OpenPeer);
+pub struct OpenHeartbeatQueue(OpenPeer);
 
-impl OpenLife {
+impl OpenHeartbeatQueue {
     /// Makes the queue, by libibverbs, in memory of the process. `like` says how long it waits for
     /// acknowledgements.
     ///
@@ -51,12 +51,12 @@ impl OpenLife {
     ///
     /// # Errors
     /// [`PeerError`], also when the peer's bytes make no sense.
-    pub fn join(self, description: &[u8], target: Target) -> Result<Life, PeerError> {
+    pub fn join(self, description: &[u8], target: Target) -> Result<HeartbeatQueue, PeerError> {
         let peer = self.0.join(description)?;
         let missing = PeerError::Handle("the host's queue is not there");
         let queue = peer.queues().first().ok_or(missing)?.handle();
         let poster = Poster { queue, posted: 0, completed: 0, cq_index: 0 };
-        Ok(Life { poster, target, error: None, _peer: peer })
+        Ok(HeartbeatQueue { poster, target, error: None, _peer: peer })
     }
 }
 
@@ -73,7 +73,7 @@ pub struct Target {
 
 /// The connected queue. One thread at a time posts.
 #[derive(Debug)]
-pub struct Life {
+pub struct HeartbeatQueue {
     poster: Poster,
     target: Target,
     error: Option<Failure>,
@@ -90,7 +90,7 @@ struct Failure {
     counter: u16,
 }
 
-impl Life {
+impl HeartbeatQueue {
     /// Adds 1 to the word at `offset`, unless many adds are under way: those suffice as a sign of life.
     ///
     /// # Errors
