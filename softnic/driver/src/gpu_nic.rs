@@ -52,7 +52,7 @@ pub struct Key {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Counts {
-    /// TraceEntry, failed and flushed ones.
+    /// Executed, failed and flushed ones.
     pub num_requests: u64,
     /// Moved.
     pub num_bytes: u64,

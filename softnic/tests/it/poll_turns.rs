@@ -77,7 +77,7 @@ fn the_first_error_is_told_to_the_host() {
     let first = error.load(Ordering::Relaxed);
     assert_eq!(first & 0xffff, 0x1303, "{first:#x}");
     assert_eq!(host_error.load(Ordering::Relaxed), first);
-    // DeferredEffect completions change neither word, and no thread needs a notice.
+    // Later completions change neither word, and no thread needs a notice.
     cqe.0[55].store(5, Ordering::Relaxed);
     poll(&handle);
     assert_eq!([error.load(Ordering::Relaxed), host_error.load(Ordering::Relaxed)], [first; 2]);

@@ -320,7 +320,7 @@ const PAGE: u64 = 4096;
 const ERROR_OFFSET: usize = 64;
 
 /// Longest wait of a kernel for room, or for the peer to have everything: longer than the thread lets a peer
-/// stall, so that it ends by itself only where the peer moves too slowly. ProxyBackend it the peer counts as failed.
+/// stall, so that it ends by itself only where the peer moves too slowly. Behind that limit the peer counts as failed.
 pub const WAIT_LIMIT: Duration = Duration::from_secs(8);
 
 const _: () = assert!(WAIT_LIMIT.as_millis() > STALL_LIMIT.as_millis() * 3 / 2);
