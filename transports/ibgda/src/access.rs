@@ -1,4 +1,4 @@
-//! Memory that both a NIC and the one who posts reach: a GPU's, or the host's.
+//! Memory that both a NIC and the posters reach: a GPU's, or the host's.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -18,7 +18,7 @@ use crate::probe::{MissingPart, list};
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum AccessError {
-    /// The GPU's driver does not let the GPU reach a NIC's doorbell register, for want of options.
+    /// The GPU's driver does not let the GPU reach a NIC's doorbell register, because options are missing.
     #[error("the NIC's doorbell register for the GPU ({bytes} bytes): {source}; {}", list(missing))]
     DriverOption {
         /// Bytes of the pages.
@@ -28,7 +28,7 @@ pub enum AccessError {
         /// The call and its code.
         source: GpuError,
     },
-    /// CUDA knows the pages already, by a registration that is not this crate's.
+    /// Another part of the process has registered the pages with CUDA.
     #[error(
         "{what} ({bytes} bytes): {source}; something else in this process has registered the same pages with CUDA, which takes them once"
     )]
@@ -47,7 +47,7 @@ pub enum AccessError {
         /// The call and its code.
         source: GpuError,
     },
-    /// The system gives no memory.
+    /// The system has no memory left.
     #[error("host memory ({bytes} bytes): {call} failed: {source}")]
     Host {
         bytes: usize,
@@ -55,13 +55,13 @@ pub enum AccessError {
         /// The system's answer.
         source: io::Error,
     },
-    /// More than there are addresses for.
+    /// The size exceeds the address space.
     #[error("{what} ({bytes} bytes): with its own additions it would exceed {most}")]
     TooLarge {
         /// Object to allocate.
         what: &'static str,
         bytes: usize,
-        /// The most that there can be.
+        /// Limit of the size.
         most: usize,
     },
     /// A range beyond the end. A local bug.
@@ -71,7 +71,7 @@ pub enum AccessError {
         what: String,
         offset: usize,
         len: usize,
-        /// Bytes that there are.
+        /// Size of the memory in bytes.
         bytes: usize,
     },
     /// The NIC and the posters cannot both use the memory at this place.
@@ -97,7 +97,7 @@ pub enum AccessError {
         /// Kind of the existing mapping.
         kind: HostRange,
     },
-    /// Another reason of an [`Access`] that is not of this crate.
+    /// Another error of an [`Access`] outside of this crate.
     #[error("{what} ({bytes} bytes): {detail}")]
     Other {
         /// Operation and object.
@@ -108,7 +108,7 @@ pub enum AccessError {
     },
 }
 
-/// Why there is no descriptor of the pages of memory.
+/// The reason why memory's pages have no descriptor.
 #[derive(Debug, Clone, Error)]
 #[non_exhaustive]
 pub enum NoDescriptor {
@@ -181,7 +181,7 @@ pub trait SharedMemory: Send + Sync + Debug {
     /// Bytes.
     fn bytes(&self) -> usize;
 
-    /// Whether it is a GPU's.
+    /// Whether a GPU owns it.
     fn is_on_gpu(&self) -> bool;
 
     /// Address for this process, where its loads reach the memory.
@@ -189,7 +189,7 @@ pub trait SharedMemory: Send + Sync + Debug {
         None
     }
 
-    /// As a GPU's buffer that begins with this memory, if a [`GpuAccess`](crate::GpuAccess) gave it.
+    /// The GPU's buffer that begins with this memory, if it came from a [`GpuAccess`](crate::GpuAccess).
     fn gpu(&self) -> Option<&GpuMemory> {
         None
     }
@@ -197,7 +197,7 @@ pub trait SharedMemory: Send + Sync + Debug {
     /// Descriptor of the pages and where this memory begins in them.
     ///
     /// # Errors
-    /// [`NoDescriptor`] where it is not a GPU's, or the GPU's driver gives none.
+    /// [`NoDescriptor`] where no GPU owns it, or the GPU's driver gives none.
     fn dma_buf(&self) -> Result<(BorrowedFd<'_>, u64), NoDescriptor>;
 
     /// Copies bytes to `offset`.
@@ -273,7 +273,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// The neighbours' memory goes on behind this part, so the whole would not notice.
+    /// The neighbours' memory continues behind this part, so the whole would not detect it.
     fn check_range(&self, what: &str, offset: usize, len: usize) -> Result<(), AccessError> {
         if offset <= self.bytes && len <= self.bytes - offset {
             return Ok(());
@@ -333,8 +333,8 @@ pub struct Mapping {
 /// An object whose drop ends a mapping.
 pub trait Guard: Send + Sync + Debug {}
 
-/// Pages that posters reach, each mapped once: libmlx5 keeps the doorbell records of all queues of a context
-/// in common pages, and registers too, and CUDA refuses pages that it knows.
+/// Pages that posters reach, each mapped once: libmlx5 keeps the doorbell records of all queues of a context in
+/// common pages, and registers too, and CUDA refuses pages that are registered already.
 #[derive(Debug, Default)]
 pub(crate) struct PageTable {
     /// By their first byte. No two ranges of a space overlap.
@@ -542,5 +542,5 @@ impl Drop for HostMemory {
 pub(crate) const PAGE_BYTES: usize = 4096;
 /// Largest alignment of a peer's memory, with room above for rounding.
 const MAX_BYTES: usize = usize::MAX >> 1;
-/// Of memory as [`Access::alloc`] gives it.
+/// Alignment of memory of [`Access::alloc`].
 pub(crate) const ALIGN_BYTES: usize = 64 << 10;

@@ -42,7 +42,7 @@ pub struct NicConfig {
     pub traffic_class: u8,
     /// Service level, or priority on Ethernet.
     pub service_level: u8,
-    /// Below which `sys/class` is; `/` except in tests.
+    /// Root of `sys/class`; `/` except in tests.
     pub root: PathBuf,
 }
 
@@ -127,12 +127,12 @@ pub enum NicError {
     },
 }
 
-/// Why a NIC has not got memory by a descriptor of its pages.
+/// The reason why a NIC did not register memory by a descriptor of its pages.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum DmaBufError {
-    /// There is none.
+    /// The memory has no descriptor.
     #[error(transparent)]
     Descriptor(NoDescriptor),
     /// The NIC's driver refused it.
@@ -176,7 +176,7 @@ pub struct DevxCapabilities {
     pub general: GeneralCapabilities,
     /// Atomic.
     pub atomic: AtomicCapabilities,
-    /// Whether there are queue pairs without a doorbell record for requests.
+    /// Whether queue pairs without a doorbell record for requests are supported.
     pub can_do_without_record: bool,
 }
 
@@ -193,7 +193,7 @@ pub struct Port {
     pub gid: [u8; 16],
     /// Index of the global address.
     pub gid_idx: u8,
-    /// `IBV_MTU_*` in force.
+    /// `IBV_MTU_*` in use.
     pub mtu: u8,
     /// As configured.
     pub traffic_class: u8,

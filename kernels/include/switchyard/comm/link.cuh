@@ -94,7 +94,7 @@ __device__ __forceinline__ void amo_nonfetch_add(const sy_link& link, uint64_t o
         post_add(link, offset, value);
 }
 
-// Adds to a counter that says everything itself and so needs no order.
+// Adds to a counter that needs no order: its value alone is the message.
 template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ void add_relaxed(const sy_link& link, uint64_t offset, uint64_t value) {
     if (is_direct<kPaths>(link))
@@ -116,7 +116,7 @@ __device__ __forceinline__ void signal(const sy_link& link, uint64_t offset, uin
 // after everything that the block stored before (and a barrier made known to this warp).
 __device__ __forceinline__ void order_signals() { ptx::fence_acq_rel_sys(); }
 
-// Sets a word that says everything itself and so needs no order, or after order_signals.
+// Sets a word that needs no order: its value alone is the message, or order_signals came before.
 template <uint32_t kPaths = kDirectOnly>
 __device__ __forceinline__ void signal_relaxed(const sy_link& link, uint64_t offset,
                                                uint64_t value) {
@@ -205,7 +205,7 @@ template <uint32_t kPaths> __device__ __forceinline__ void await_reuse(const sy_
         ibgda::quiet(link);
 }
 
-// Whether is_reusable must be asked: of direct stores nothing is read later.
+// Whether is_reusable must be called: with direct stores nothing is read later.
 template <uint32_t kPaths> __device__ __forceinline__ bool tells_reuse(const sy_link& link) {
     return !is_direct<kPaths>(link);
 }

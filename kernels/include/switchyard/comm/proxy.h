@@ -2,8 +2,8 @@
 // itself. The names are the same as over a NIC (ibgda.h) and over any path (put_get.cuh). Fused
 // kernels store into the peer's window, or its mirror, and name the stored range, see link.cuh.
 //
-// Order on one lane: a signal or an add is seen by the peer after everything that was put before it.
-// Puts have no order among each other. Nothing is ordered across lanes.
+// Order on one lane: the peer sees a signal or an add after all earlier puts. Puts have no order
+// among each other. Nothing is ordered across lanes.
 //
 // A whole warp makes calls with `_warp` in their name; one thread makes all others. Stores of other
 // threads of the block are covered if a barrier lies between.
@@ -172,7 +172,7 @@ SY_DEVICE Status wait_room(const sy_proxy_peer& peer, const sy_proxy_lane& lane,
     if (reserved.error != 0)
         return static_cast<Status>(reserved.error);
     const uint64_t end = reserved.base + num_commands;
-    // NOTES: without this wait a cell is overwritten that the thread has not read.
+    // NOTES: without this wait the command overwrites a cell that the thread has not read.
     if (end > lane.budget && reserved.seen < end - lane.budget)
         return wait_completed(peer, lane, end - lane.budget, SY_TAG_PROXY_ROOM);
     return SY_PROXY_OK;
@@ -201,7 +201,8 @@ SY_DEVICE Status post(const sy_proxy_peer& peer, const sy_proxy_lane& of_lane,
         return SY_PROXY_ARGUMENT;
     detail::Reservation reserved = {};
     Group::lead([&] { detail::reserve(lane, num_commands, &reserved); });
-    // SYNC POINT command: a command is seen after everything that the poster stored, or knew of, before.
+    // SYNC POINT command: a command becomes visible after everything that the poster stored, or
+    // knew of, before.
     // NOTES: by every lane that stores a command; together they cost as much as one. A wait for room has a fence of
     // its own.
     Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });

@@ -11,15 +11,15 @@ use thiserror::Error;
 /// Descriptions of a side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Detail<'a> {
-    /// That of the network underneath.
+    /// Description of the network underneath.
     pub inner: &'a [u8],
-    /// That of the kernels' queues and the slot, by [`ibgda::OpenPeer::description`].
+    /// Description of the kernels' queues and the slot, by [`ibgda::OpenPeer::description`].
     pub peer: &'a [u8],
-    /// That of the host's queue.
+    /// Description of the host's queue.
     pub host: &'a [u8],
 }
 
-/// Bytes that no side says of itself, or that do not fit.
+/// Invalid bytes, or a description that does not fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names of the fields say enough")]

@@ -19,8 +19,7 @@ use p2p_core::PostError;
 pub struct OpenHeartbeatQueue(OpenPeer);
 
 impl OpenHeartbeatQueue {
-    /// Makes the queue, by libibverbs, in memory of the process. `like` says how long it waits for
-    /// acknowledgements.
+    /// Makes the queue, by libibverbs, in memory of the process. `like` has its timeouts for acknowledgements.
     ///
     /// # Errors
     /// [`PeerError`].
@@ -35,7 +34,7 @@ impl OpenHeartbeatQueue {
             ..*like
         };
         let access: Arc<dyn Access> = Arc::new(HostAccess);
-        // Nothing goes to or from this slot: the queue leads to that of the kernels.
+        // No data uses this slot: the queue accesses that of the kernels.
         let (own_slot_bytes, peer_slot_bytes) = (SLOT_BYTES, SLOT_BYTES);
         let config = PeerConfig { peer: 0, num_queues: 1, queue, own_slot_bytes, peer_slot_bytes };
         OpenPeer::open(nic, &access, config).map(Self)
@@ -50,7 +49,7 @@ impl OpenHeartbeatQueue {
     /// Connects the queue. Adds go to the slot of `target`.
     ///
     /// # Errors
-    /// [`PeerError`], also when the peer's bytes make no sense.
+    /// [`PeerError`], also for invalid bytes of the peer.
     pub fn join(self, description: &[u8], target: Target) -> Result<HeartbeatQueue, PeerError> {
         let peer = self.0.join(description)?;
         let missing = PeerError::Handle("the host's queue is not there");
@@ -94,7 +93,7 @@ impl HeartbeatQueue {
     /// Adds 1 to the word at `offset`, unless many adds are under way: those suffice as a sign of life.
     ///
     /// # Errors
-    /// [`PostError`]; from the first failure on always.
+    /// [`PostError`]; after the first failure every call fails.
     pub fn add(&mut self, offset: u64) -> Result<(), PostError> {
         const OP: &str = "show_life";
         let Target { address, bytes, rkey } = self.target;
@@ -115,7 +114,7 @@ impl HeartbeatQueue {
     /// Polls for completions.
     ///
     /// # Errors
-    /// [`PostError::Transport`] from the first failure on.
+    /// [`PostError::Transport`]; after the first failure every call fails.
     pub fn health(&mut self, op: &'static str) -> Result<(), PostError> {
         if self.error.is_none() {
             self.error = self.poster.poll().err();
@@ -256,7 +255,7 @@ fn flush_write_combining() {
 
 /// Blocks of the queue.
 const DEPTH: u32 = 128;
-/// Adds that show as much as one more would.
+/// Adds under way that suffice as a sign of life.
 const MOST_UNDER_WAY: u64 = 16;
 const SLOT_BYTES: usize = 64;
 /// Bytes of a block and of a completion.

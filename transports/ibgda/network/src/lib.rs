@@ -12,8 +12,8 @@
 //! | [`network`] | the network: both sides opened, described, joined |
 //! | [`mod@open`] | the network by the name of a device, and a report of parts that this host lacks |
 //! | [`detail`] | descriptions that sides exchange, as bytes |
-//! | [`place`] | where slots of kernels lie: the GPU's memory, or the host's |
-//! | [`life`] | the host's queue, by which peers see that this side is at work |
+//! | [`place`] | place of kernels' slots: the GPU's memory, or the host's |
+//! | [`heartbeat`] | the host's queue, which shows peers that this side is at work |
 
 pub mod detail;
 mod endpoint;

@@ -21,17 +21,17 @@ use crate::heartbeat::{OpenHeartbeatQueue, Target};
 use crate::place::{self, Parties, SlotPlace};
 use crate::slots::Slots;
 
-/// Queues of a peer and how kernels wait for them.
+/// Queues of a peer, and how kernels wait for them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// Queues that kernels post on, from 1 to 64; both sides need the same number.
     pub num_queues: usize,
-    /// Every one of them: by libibverbs, or with [`ibgda::QueuePath::Devx`] by commands to the firmware, and
-    /// then without a doorbell record where the NIC can do that. Each side chooses for itself.
+    /// Configuration of each queue: by libibverbs, or with [`ibgda::QueuePath::Devx`] by commands to the firmware,
+    /// and then without a doorbell record where the NIC supports that. Each side chooses independently.
     pub queue: QueueConfig,
     /// Place of this side's slots; the peer's may lie elsewhere.
     pub slots: SlotPlace,
-    /// Longest single wait of a kernel for a queue, above 0: how long a dead NIC holds it up, once. A NIC
+    /// Longest single wait of a kernel for a queue, above 0: a dead NIC delays a kernel once by this time. A NIC
     /// gives up a peer that does not acknowledge by itself, see [`QueueConfig::ack_timeout`].
     pub wait_limit: Duration,
 }
@@ -58,7 +58,7 @@ pub struct DeviceNetwork {
 }
 
 impl DeviceNetwork {
-    /// Kernels post on queues of `nic`. `inner` joins the hosts, best by the same port.
+    /// Kernels post on queues of `nic`. `inner` joins the hosts, preferably by the same port.
     #[must_use]
     pub fn new(inner: Arc<dyn Network>, nic: Arc<Nic>, config: DeviceConfig) -> Self {
         let logged = place::LoggedPlaces::default();
@@ -112,7 +112,7 @@ impl Network for DeviceNetwork {
         true
     }
 
-    /// Nothing of the hosts' slots is used but their ends.
+    /// Uses only the endpoints of the hosts' slots.
     fn device_layout(
         &self,
         _device: &DeviceSide,

@@ -39,7 +39,7 @@ impl fmt::Display for SlotPlace {
     }
 }
 
-/// A text that names no place.
+/// A text that is not the name of a place.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("`{found}` is not a place of slots: expected auto, gpu or host")]
 pub struct ParsePlaceError {
@@ -78,7 +78,7 @@ pub(crate) enum PlaceError {
 }
 
 impl PlaceError {
-    /// Whether slots in the host's memory would be none the worse for it.
+    /// Whether slots in the host's memory would avoid the problem.
     const fn is_of_place(&self) -> bool {
         matches!(
             self,
@@ -118,7 +118,7 @@ pub(crate) fn open(
     open_in_order(parties, config, wish, logged, || check_order(parties.gpu))
 }
 
-/// `order` says whether kernels see the NIC's writes in order.
+/// `order` returns whether kernels see the NIC's writes in order.
 fn open_in_order(
     parties: Parties<'_>,
     config: PeerConfig,
@@ -175,7 +175,7 @@ fn access(parties: Parties<'_>, slots: Place) -> Arc<dyn Access> {
     let access = GpuAccess::new(parties.gpu.clone(), Place::Host).with_slots(slots);
     Arc::new(match (parties.pages, parties.gpu.name()) {
         (Some(pages), _) => access.with_software_nic().with_pages(Arc::clone(pages)),
-        // No other NIC is beside a GPU in software.
+        // A GPU in software uses no other NIC.
         (None, DeviceName::Emulated(_)) => access.with_software_nic(),
         (None, DeviceName::Cuda(_)) => access,
     })
@@ -208,7 +208,7 @@ mod tests {
                 &LoggedPlaces::default(),
                 order,
             )?;
-            // Counts and handles are there wherever slots lie, and a GPU's memory comes by pieces.
+            // Counts and handles are there wherever slots lie, and a GPU's memory is allocated in pieces.
             assert!(free_bytes - gpu.free_bytes().unwrap() >= 2 << 20);
             let is_in_gpu = opened.slot().is_on_gpu();
             drop(opened);

@@ -23,8 +23,7 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    /// Kernels wait for the queues at most as long as `timeout`, and until the first word of `waits` says
-    /// otherwise.
+    /// Kernels wait for the queues for at most `timeout`, or until the first word of `waits` ends their wait.
     pub(crate) fn new(
         mut peer: Peer,
         life: HeartbeatQueue,
@@ -38,7 +37,7 @@ impl Slots {
         Ok(Self { life: Mutex::new(life), peer, link, host, waits, own })
     }
 
-    /// Why one of the kernels' queues is out of service.
+    /// The reason why one of the kernels' queues is out of service.
     fn check_queues(&self) -> Result<(), PostError> {
         const OP: &str = "health";
         for queue in self.peer.queues() {
