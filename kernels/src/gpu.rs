@@ -51,7 +51,7 @@ pub struct GpuBuffer(Kind<driver::Memory, emulated::Memory>);
 #[derive(Debug)]
 pub struct Stream(Kind<driver::Stream, emulated::Stream>);
 
-/// A place in a stream's work, which other streams can wait for.
+/// A place in a stream's work that other streams can wait for.
 #[derive(Debug)]
 pub struct Event(Kind<driver::Event, emulated::Event>);
 
@@ -59,7 +59,7 @@ pub struct Event(Kind<driver::Event, emulated::Event>);
 #[derive(Debug)]
 pub struct Graph(Kind<driver::Graph, emulated::Graph>);
 
-/// How far a GPU reaches a range of memory.
+/// Result of a check whether a GPU reaches a range of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(
     not(any(feature = "cuda", feature = "emulated")),
@@ -67,9 +67,9 @@ pub struct Graph(Kind<driver::Graph, emulated::Graph>);
 )]
 enum Reach {
     Whole,
-    /// It begins in memory that the GPU reaches, and leaves it.
+    /// The range begins in memory that the GPU reaches, and leaves it.
     Short,
-    /// It is another GPU's and not mapped for this one.
+    /// Another GPU owns it, and it is not mapped for this one.
     Foreign {
         owner: u32,
     },
@@ -88,7 +88,7 @@ impl Gpu {
     /// users of CUDA in it.
     ///
     /// # Errors
-    /// [`GpuError`] when this build, host or GPU cannot do it.
+    /// [`GpuError`] when this build, host or GPU does not support it.
     pub fn open(ordinal: u32) -> Result<Self, GpuError> {
         driver::Gpu::open(ordinal).map(Kind::Driver).map(Self)
     }
@@ -140,7 +140,7 @@ impl Gpu {
     }
 
     /// Address on the PCI bus, as `0000:3b:00.0`; `None` for GPUs in software, and where the driver does not
-    /// say.
+    /// report it.
     #[must_use]
     pub fn pci_address(&self) -> Option<String> {
         either!(&self.0, gpu => gpu.pci_address())
@@ -171,8 +171,8 @@ impl Gpu {
         wrapped!(&self.0, gpu => gpu.alloc(bytes), GpuBuffer)
     }
 
-    /// Zeroed memory of this GPU that other processes can map by the descriptor that
-    /// [`GpuBuffer::export`] gives. Rounded up to the GPU's granularity, usually 2 MiB.
+    /// Zeroed memory of this GPU that other processes can map by the descriptor of [`GpuBuffer::export`]. Rounded
+    /// up to the GPU's granularity, usually 2 MiB.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -183,8 +183,8 @@ impl Gpu {
     /// Maps memory that another process exported by [`GpuBuffer::export`].
     ///
     /// # Errors
-    /// [`GpuError`] when the descriptor is something else, the memory is smaller than `bytes`, or this
-    /// GPU cannot reach it.
+    /// [`GpuError`] when the descriptor is of another kind, the memory is smaller than `bytes`, or this GPU cannot
+    /// reach it.
     pub fn import_shared(&self, memory: OwnedFd, bytes: u64) -> Result<GpuBuffer, GpuError> {
         wrapped!(&self.0, gpu => gpu.import_shared(memory, bytes), GpuBuffer)
     }
@@ -305,7 +305,7 @@ impl Gpu {
         wrapped!(&self.0, gpu => gpu.event(), Event)
     }
 
-    /// Checks `params`, pointers included, so that launching cannot fail for their sake.
+    /// Checks `params`, pointers included, so that a launch cannot fail because of them.
     ///
     /// # Safety
     /// Every pointer is to memory as large as the parameter's documentation says. That memory stays allocated and

@@ -33,7 +33,7 @@ pub(crate) struct UnreportedRequest {
     position: u64,
     /// The first one after it.
     end: u64,
-    /// Whether a completion is due. A request that fails gives one in any case.
+    /// Whether a completion is due. A failed request gets one in any case.
     is_reported: bool,
 }
 
@@ -48,7 +48,7 @@ impl Nic {
     pub fn progress(&mut self) -> usize {
         let mut work = 0;
         let num_qps = self.qps.len();
-        // The adversary serves queue pairs in any order; a plain NIC in turn.
+        // The adversary serves queue pairs in any order; a plain NIC serves them in turn.
         let start = self.rng.as_mut().map_or(0, |rng| rng.random_range(0..num_qps.max(1)));
         for i in 0..num_qps {
             let index = (start + i) % num_qps;
@@ -112,7 +112,7 @@ impl Nic {
             if num_deferred > 0 && rng.random_ratio(1, 2) {
                 qp.deferred.shuffle(rng);
                 let num_left = rng.random_range(0..num_deferred);
-                // Fewer are left where one fails.
+                // Fewer are left if one fails.
                 while qp.deferred.len() > num_left {
                     self.land_last(qp);
                 }
@@ -148,7 +148,7 @@ impl Nic {
         }
         if qp.num_dropped > 0 {
             qp.num_dropped -= 1;
-            // Forgotten, unless a newer one has come meanwhile.
+            // Dropped, unless a newer one has come meanwhile.
             if let Some(register) = qp.doorbell.word64(0) {
                 let _ = register.compare_exchange(word, 0, Ordering::AcqRel, Ordering::Relaxed);
             }
@@ -175,7 +175,7 @@ impl Nic {
         }
         qp.produced += u64::from(advance);
         if let Some(violation) = violation {
-            // A doorbell that stays wrong is noted once.
+            // A doorbell that stays wrong is recorded once.
             if let (0, Some(register)) = (advance, qp.doorbell.word64(0)) {
                 let _ = register.compare_exchange(word, 0, Ordering::AcqRel, Ordering::Relaxed);
             }
@@ -323,7 +323,7 @@ impl Nic {
         }
     }
 
-    /// Notes a violation, unless there are enough. `true` when it is to be punished.
+    /// Records a violation, up to a limit. Returns `true` when the queue pair must fail for it.
     fn note(&mut self, violation: Violation) -> bool {
         if self.violations.len() < MAX_VIOLATIONS {
             self.violations.push(violation);

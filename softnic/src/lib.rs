@@ -1,5 +1,4 @@
-//! A model of an mlx5 NIC: it executes genuine work queue entries, in software, between processes of
-//! one host.
+//! A model of an mlx5 NIC: it executes genuine work queue entries, in software, between processes of one host.
 //!
 //! It reads the bytes that the device functions of `kernels/include/switchyard/comm/mlx5` write: send queue,
 //! doorbell record and doorbell register. It checks keys, bounds and rights, moves the data, and writes

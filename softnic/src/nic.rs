@@ -23,7 +23,7 @@ use crate::cq::Cq;
 use crate::memory::{Part, SegmentError};
 use crate::port::{Peer, Port, PortAddress};
 
-/// How a NIC behaves.
+/// Behaviour of a NIC.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NicConfig {
     /// Whether a violation takes the queue pair out of service. [`Nic::violations`] records violations in any
@@ -36,7 +36,7 @@ pub struct NicConfig {
     pub adversary: Option<Adversary>,
     /// Whether [`Nic::executed`] is kept.
     pub keeps_trace: bool,
-    /// Time limit for a receive that a write with immediate data needs. 0 fails at once.
+    /// Time limit for a receive that a write with immediate data needs. 0 fails immediately.
     pub rnr_timeout: Duration,
 }
 
@@ -46,7 +46,7 @@ pub enum DoorbellMode {
     /// The doorbell register.
     #[default]
     Register,
-    /// The register; and a doorbell record that is behind it is a violation, for queue pairs that have one.
+    /// The register. For queue pairs with a record, a record behind the register is a violation.
     Checked,
     /// The record alone, as a NIC that lost a doorbell does; the register for queue pairs without one.
     Record,
@@ -72,7 +72,7 @@ pub struct TraceEntry {
     pub address: u64,
 }
 
-/// A modelled NIC. Nothing happens but in [`progress`](Self::progress).
+/// A modelled NIC. It acts only in [`progress`](Self::progress).
 #[derive(Debug)]
 pub struct Nic {
     pub(crate) config: NicConfig,
@@ -132,25 +132,25 @@ impl Nic {
         &self.violations
     }
 
-    /// How often a queue pair went out of service.
+    /// Number of times that a queue pair went out of service.
     #[must_use]
     pub const fn num_failures(&self) -> u64 {
         self.num_failures
     }
 
-    /// Requests that were executed without an error, of all queue pairs there ever were.
+    /// Requests executed without an error, of all queue pairs since the start.
     #[must_use]
     pub const fn num_requests(&self) -> u64 {
         self.num_requests
     }
 
-    /// Registrations that are in force.
+    /// Registrations in force.
     #[must_use]
     pub fn num_registrations(&self) -> usize {
         self.memory.iter().flatten().count()
     }
 
-    /// Numbers of the queue pairs that there are, in rising order.
+    /// Numbers of the existing queue pairs, ascending.
     #[must_use]
     pub fn queue_pairs(&self) -> Vec<u32> {
         self.qps.iter().flatten().map(|qp| qp.qpn).collect()

@@ -28,7 +28,7 @@ pub struct QueueSizes {
     pub has_record: bool,
     /// Receives for immediate data, a power of two, or 0.
     pub recv_depth: u32,
-    /// Most bytes of one request.
+    /// Largest number of bytes of one request.
     pub max_message_bytes: u32,
 }
 
@@ -120,8 +120,8 @@ impl HostQueue {
         Ok(queue)
     }
 
-    /// Makes the completion queues, which are also put into `cqs` one by one, and the queue pair. Gives the
-    /// numbers of the pair and of its queues for sends and receives.
+    /// Makes the completion queues and the queue pair. Adds each completion queue to `cqs` as soon as it exists.
+    /// Returns the numbers of the pair and of its queues for sends and receives.
     fn make_pair(
         nic: &mut Nic,
         domain: Domain,
@@ -202,7 +202,7 @@ impl HostQueue {
         }
     }
 
-    /// Writes a receive that takes bytes, which a NIC notes: for tests.
+    /// Writes a receive that takes bytes, which a NIC records as a violation: for tests.
     pub fn spoil_receive(&self) {
         let part = Part::new(self.memory.region(), self.layout.rq, RECEIVE_BYTES);
         if let Some(word) = part.as_ref().and_then(|part| part.word32(0)) {
@@ -210,7 +210,7 @@ impl HostQueue {
         }
     }
 
-    /// Joins with a queue pair in reset or ready of another NIC, or of this one.
+    /// Connects it to a queue pair in reset or ready, of another NIC or of this one.
     ///
     /// # Errors
     /// [`ControlError`].

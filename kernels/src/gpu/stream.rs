@@ -7,7 +7,7 @@ use super::{DeviceName, Event, GpuError, Graph, PreparedKernel, Stream};
 use crate::abi::DevicePtr;
 use crate::plan::KernelParams;
 
-/// Memory of a GPU and where it goes: `bytes` from `from` on to `to`.
+/// A piece of a GPU's memory and its destination: `bytes` from `from` on to `to`.
 #[derive(Debug, Clone, Copy)]
 pub struct Piece {
     /// In memory of the host, as the GPU reaches it.
@@ -19,7 +19,7 @@ pub struct Piece {
 }
 
 impl Stream {
-    /// Copies `bytes` between device memory, peers' memory and host memory, whichever the addresses are.
+    /// Copies `bytes` between any two of device memory, peers' memory and host memory.
     ///
     /// # Safety
     /// Both ranges are valid. No other code writes the source or accesses the destination before a
@@ -84,8 +84,7 @@ impl Stream {
         unsafe { either!(&self.0, stream => stream.tell(&first, &last)) }
     }
 
-    /// Calls `action` on a thread of the driver's when everything before is done. It must be short and
-    /// use no CUDA.
+    /// Calls `action` on a thread of the driver when all earlier work is done. It must be short and use no CUDA.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -101,8 +100,8 @@ impl Stream {
         let params = bytemuck::bytes_of(&kernel.params);
         match &self.0 {
             Kind::Driver(stream) => kernel.plans.iter().try_for_each(|plan| {
-                // SAFETY: `prepare` checked the parameters, and its caller answers for the memory; the
-                // plan's entry takes exactly a `P`.
+                // SAFETY: `prepare` checked the parameters, and its caller guarantees the memory; the plan's entry
+                // takes exactly a `P`.
                 unsafe { stream.launch(P::NAME, plan, params) }
             }),
             // SAFETY: as above; the kernel of this name takes exactly a `P`.
@@ -167,7 +166,7 @@ impl Stream {
         either!(&self.0, stream => stream.raw())
     }
 
-    /// Whether work given to this stream is recorded instead of run, by whomever.
+    /// Whether work given to this stream is recorded instead of run, by any thread.
     ///
     /// # Errors
     /// [`GpuError::Driver`].
@@ -185,7 +184,7 @@ impl Stream {
     ) -> Result<Graph, GpuError> {
         either!(&self.0, stream => stream.begin_capture())?;
         let recorded = record(self);
-        // Ended in any case: a stream that goes on capturing is of no use.
+        // Ended in any case: a stream that keeps capturing is unusable.
         let graph = wrapped!(&self.0, stream => stream.end_capture(), Graph);
         recorded?;
         graph
@@ -205,8 +204,8 @@ impl Stream {
 }
 
 impl Event {
-    /// Whether the event, as last recorded, is done. One of a graph may be, too, while a replay has not come
-    /// to it yet: a driver counts it as recorded by the launch or by the replay.
+    /// Whether the event, as last recorded, is done. An event of a graph may count as done while a replay has not
+    /// reached it yet: a driver counts it as recorded by the launch or by the replay.
     ///
     /// # Errors
     /// [`GpuError::Driver`] when a kernel before it failed.

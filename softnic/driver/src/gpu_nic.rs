@@ -36,15 +36,15 @@ pub mod access {
 /// Memory that requests may name.
 #[derive(Debug, Clone, Copy)]
 pub struct Key {
-    /// By which requests name it.
+    /// Key by which requests name it.
     pub key: u32,
-    /// Of its first byte, as requests say.
+    /// Address of its first byte in requests.
     pub address: u64,
     /// Bytes.
     pub num_bytes: u64,
     /// Address in this process.
     pub mapped: u64,
-    /// Of [`access`].
+    /// Rights: flags of [`access`].
     pub access: u32,
 }
 
@@ -52,11 +52,11 @@ pub struct Key {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Counts {
-    /// Executed, failed and flushed ones.
+    /// Requests: executed, failed and flushed ones.
     pub num_requests: u64,
-    /// Moved.
+    /// Bytes moved.
     pub num_bytes: u64,
-    /// Things that no correct driver does.
+    /// Violations by drivers.
     pub num_violations: u64,
     /// Times that completions were held back.
     pub num_held: u64,
@@ -64,7 +64,7 @@ pub struct Counts {
     pub num_late: u64,
     /// Writes in pieces.
     pub num_cut: u64,
-    /// Doorbells that did not arrive.
+    /// Doorbells dropped by a fault.
     pub num_dropped: u64,
     /// Kind of the first violation, as `Violation` of `softnic/model.hpp`.
     pub what: u32,
@@ -96,7 +96,7 @@ impl GpuNic {
     /// Registers memory.
     ///
     /// # Safety
-    /// It stays mapped and is reached by atomics and raw copies alone while the NIC lives.
+    /// The memory stays mapped while the NIC lives. All other accesses to it are atomics and raw copies.
     pub unsafe fn add_key(&mut self, key: &Key) {
         // SAFETY: the NIC is alive; numbers in.
         unsafe {
@@ -104,7 +104,7 @@ impl GpuNic {
         }
     }
 
-    /// Adds a queue pair; its number here.
+    /// Adds a queue pair. Returns its number in this NIC.
     ///
     /// # Safety
     /// `handle` points to a `sy_mlx5_qp` whose memory stays mapped while the NIC lives.
@@ -116,13 +116,13 @@ impl GpuNic {
     /// Sets the destination of a queue's immediate data: receives of `dbrec`, completions to `cq` of `peer`.
     ///
     /// # Safety
-    /// As for [`add_queue`](Self::add_queue), which has given out `queue`.
+    /// As for [`add_queue`](Self::add_queue). `queue` is a number that it returned.
     pub unsafe fn set_receiver(&mut self, queue: u32, peer: *const c_void) {
         // SAFETY: the caller's promise.
         unsafe { sys::set_receiver(self.0, queue, peer) }
     }
 
-    /// From the next start on the request with this number fails. A syndrome of 0 ends it.
+    /// From the next start on, the request with this number fails. A syndrome of 0 cancels that.
     pub fn fail(&mut self, queue: u32, nth: u64, syndrome: u32) {
         // SAFETY: the NIC is alive.
         unsafe { sys::fail(self.0, queue, nth, syndrome) }
@@ -134,7 +134,7 @@ impl GpuNic {
         unsafe { sys::drop_doorbells(self.0, queue, num) }
     }
 
-    /// Queues that do nothing, by bits.
+    /// Bit mask of stalled queues.
     pub fn stall(&self, mask: u32) {
         // SAFETY: the NIC is alive.
         unsafe { sys::stall(self.0, mask) }
@@ -211,7 +211,7 @@ mod sys {
     }
 }
 
-/// Without a compiler there is no NIC to call these for.
+/// Without a compiler these functions are never called: no NIC exists.
 #[cfg(not(has_cxx))]
 mod sys {
     use std::ffi::c_void;

@@ -1,5 +1,5 @@
-//! The device functions of the IBGDA path, compiled for the host, for tests: as they are, and as
-//! mutants of them. Handles and bounds are passed as pointers to the structures of `queue.h`.
+//! The device functions of the IBGDA path, compiled for the host, for tests: unchanged, and as mutants. Handles
+//! and bounds are passed as pointers to the structures of `queue.h`.
 //!
 //! And the NICs of GPUs, run by a processor: [`GpuNic`].
 
@@ -9,7 +9,7 @@ pub mod gpu_nic;
 
 pub use gpu_nic::GpuNic;
 
-/// Requests that [`Driver::build`] knows.
+/// Kinds of requests for [`Driver::build`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "the names are those of the builders")]
@@ -44,7 +44,7 @@ impl Kind {
     ];
 }
 
-/// Fields of a request; which are used depends on its kind.
+/// Fields of a request; its kind decides which are used.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 #[allow(missing_docs, reason = "the names are those of the format")]
@@ -103,7 +103,7 @@ pub struct Driver {
     /// The same, waiting for it.
     pub receive_imm: unsafe extern "C" fn(*const c_void, *mut Immediate, *const c_void) -> u32,
     check_receives: unsafe extern "C" fn(*const c_void) -> *const c_char,
-    /// Groups of signals to a ring of words, by who has the queue to itself; then quiet.
+    /// Groups of signals to a ring of words by the queue's exclusive owner; then quiet.
     pub own_signals: unsafe extern "C" fn(
         *const c_void,
         u64,
@@ -134,7 +134,7 @@ pub struct Driver {
     pub poll_turn: unsafe extern "C" fn(*mut u64) -> u32,
 }
 
-/// Calls by who has the queue to itself.
+/// Calls by the queue's exclusive owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 #[allow(missing_docs, reason = "the names are those of the calls")]
@@ -153,7 +153,7 @@ pub enum OwnMove {
 pub struct Immediate {
     /// Number of the receiving queue pair.
     pub qpn: u32,
-    /// The number that the peer gave.
+    /// Immediate data of the peer.
     pub imm: u32,
     /// Bytes written before.
     pub num_bytes: u32,
@@ -167,7 +167,7 @@ impl Driver {
         find(name)
     }
 
-    /// The device functions as they are. `None` where there is no C++ compiler.
+    /// The unchanged device functions. `None` where there is no C++ compiler.
     #[must_use]
     pub fn product() -> Option<Self> {
         Self::variant("product")
@@ -200,7 +200,7 @@ impl Driver {
     }
 }
 
-/// A variant with one thing wrong.
+/// A variant with one error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mutant {
     /// Name of the variant.
@@ -215,7 +215,7 @@ fn is_known(mutants: &[Mutant], name: &str) -> bool {
 }
 
 /// # Safety
-/// Null, or a string that stays.
+/// Null, or a static string.
 unsafe fn text_of(text: *const c_char) -> Option<String> {
     // SAFETY: the caller's promise.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
@@ -265,16 +265,16 @@ pub struct Job {
     pub num_words: u32,
     /// Lanes that have a row.
     pub rows: u32,
-    /// Of [`Call::HasFailed`] and of waits for copies; of copies by stores, whether the first lane sees the last
-    /// byte behind the call.
+    /// Result of [`Call::HasFailed`] and of waits for copies. For copies by stores: whether the first lane sees
+    /// the last byte behind the call.
     pub answer: *mut u32,
-    /// Of copies: where they are put from or got to.
+    /// Local address of copies.
     pub local: *mut u8,
-    /// Of copies by stores: the peer's slot.
+    /// The peer's slot, for copies by stores.
     pub stores: *mut u8,
 }
 
-/// The calls of links, as they are or as a mutant of them.
+/// The calls of links, unchanged or as a mutant.
 #[derive(Debug, Clone, Copy)]
 pub struct LinkDriver(unsafe extern "C" fn(*const c_void));
 

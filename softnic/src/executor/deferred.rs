@@ -21,7 +21,7 @@ pub(super) enum Effect {
 }
 
 impl Nic {
-    /// Everything of requests before `end` lands.
+    /// Lands all effects of requests before `end`.
     pub(super) fn land_before(&mut self, qp: &mut Qp, end: u64) {
         self.land_if(qp, |deferred| deferred.position < end);
     }

@@ -137,7 +137,7 @@ impl Nic {
         }
         let num_waiting = num_used.wrapping_sub(entry.inbox_head.load(Ordering::Acquire) as u32);
         if num_waiting as usize >= NUM_INBOX {
-            // The peer's NIC takes nothing in: its process stands still.
+            // The peer's NIC takes nothing from its inbox: its process is stopped.
             let since = *qp.rnr_since.get_or_insert_with(Instant::now);
             if since.elapsed() >= INBOX_LIMIT {
                 return Err(Syndrome::RetryExceeded);
@@ -145,7 +145,7 @@ impl Nic {
             return Ok(None);
         }
         qp.rnr_since = None;
-        // All of it is in place when its immediate data is.
+        // All bytes are in place before the immediate data is.
         self.write(qp, position, remote, source, false)?;
         self.land_writes(qp, position)?;
         let entry = remote_entry(&self.peers, peer).ok_or(Syndrome::RetryExceeded)?;

@@ -17,7 +17,7 @@ impl Nic {
         local(&self.memory, qp.domain, wanted, access)
     }
 
-    /// The peer that `qp` talks to, if it answers and lets `remote` be reached.
+    /// The peer that `qp` talks to, if it answers and permits access to `remote`.
     pub(super) fn peer(
         &mut self,
         qp: &Qp,

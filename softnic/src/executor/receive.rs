@@ -34,7 +34,7 @@ impl Nic {
         if qp.state == QpState::Error {
             let first = (qp.num_received as u32).wrapping_add(qp.num_flushed);
             let posted = self.port.tables().qps[index].num_receives.load(Ordering::Relaxed);
-            // More than there is room for is a matter of the record, and was noted.
+            // A number beyond the queue's depth comes from the record, and was noted as a violation.
             let most = qp.recv_queue.as_ref().map_or(u32::from(u16::MAX), |queue| queue.depth);
             let num_left = posted.wrapping_sub(first).min(most.saturating_sub(qp.num_flushed));
             for nth in 0..num_left {
@@ -48,7 +48,7 @@ impl Nic {
         num_arrived + num_new
     }
 
-    /// Whether all receives are known to the peer, all that arrived was reported, and nothing is to be flushed.
+    /// Whether the peer knows all receives, all arrived data was reported, and nothing is to be flushed.
     pub(super) fn has_received_all(&self, qp: &Qp, index: usize) -> bool {
         if qp.recv_cq.is_none() {
             return true;

@@ -34,7 +34,7 @@ pub enum Violation {
         /// End in the record.
         record: u16,
     },
-    /// More is posted than the queue has room for: something was overwritten.
+    /// More blocks are posted than the queue has: some were overwritten.
     #[error(
         "queue pair {qpn:#x}: {outstanding} blocks are posted and not reported complete, in a queue of {depth}"
     )]
@@ -56,7 +56,7 @@ pub enum Violation {
         /// Description of the error.
         detail: String,
     },
-    /// A receive that is not one for immediate data alone, the only ones that are modelled.
+    /// A receive for more than immediate data, which the model does not support.
     #[error(
         "queue pair {qpn:#x}: receive {number} is not the segment that ends a list: {found:02x?}"
     )]
@@ -67,16 +67,16 @@ pub enum Violation {
         /// Its first bytes.
         found: [u8; 16],
     },
-    /// More receives are posted than there is room for, or the record went back.
+    /// More receives are posted than the queue has, or the record went back.
     #[error("queue pair {qpn:#x}: {outstanding} receives are posted, in a queue of {depth}")]
     ReceiveOverrun {
         qpn: u32,
         /// Receives posted and not used.
         outstanding: u64,
-        /// Receives that there is room for.
+        /// Capacity of the queue.
         depth: u32,
     },
-    /// A completion found no room, because consumed ones were not given back.
+    /// A completion found no room, because consumed entries were not returned.
     #[error("queue pair {qpn:#x}: its completion queue of {depth} is full")]
     CompletionOverrun { qpn: u32, depth: u32 },
 }
@@ -86,7 +86,7 @@ pub enum Violation {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum ControlError {
-    /// There is none with this number.
+    /// No object has this number.
     #[error("there is no {what} {number:#x}")]
     Unknown {
         /// Kind of object.
@@ -98,7 +98,7 @@ pub enum ControlError {
     Full {
         /// Kind of object.
         what: &'static str,
-        /// How many there are.
+        /// Limit.
         max: usize,
     },
     /// The given memory cannot hold the object.
@@ -128,7 +128,7 @@ pub enum ControlError {
     /// A peer's access to memory with a revoked key has not ended.
     #[error("key {lkey:#x} is revoked, but an access to its memory does not end; do not reuse it")]
     InUse { lkey: u32 },
-    /// Shared memory failed, or the peer's NIC is not there.
+    /// Shared memory failed, or the peer's NIC does not exist.
     #[error(transparent)]
     Segment(#[from] SegmentError),
 }

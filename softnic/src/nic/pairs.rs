@@ -1,4 +1,4 @@
-//! Queue pairs and completion queues, and how they are joined and reset.
+//! Queue pairs and completion queues: creation, connection and reset.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,7 +23,7 @@ pub struct QpConfig {
     pub region: Region,
     /// Basic blocks.
     pub sq_offset: usize,
-    /// How many, a power of two from 128 to 32768.
+    /// Depth, a power of two from 128 to 32768.
     pub sq_depth: u32,
     /// Doorbell record, 8 bytes.
     pub dbrec_offset: usize,
@@ -46,9 +46,9 @@ pub struct QpConfig {
 pub struct RecvQueueConfig {
     /// First receive.
     pub offset: usize,
-    /// How many, a power of two from 1 to 32768.
+    /// Depth, a power of two from 1 to 32768.
     pub depth: u32,
-    /// Bytes from one to the next.
+    /// Stride in bytes.
     pub stride: usize,
 }
 
@@ -85,7 +85,7 @@ pub(crate) struct Qp {
     pub(crate) recv_queue: Option<RecvQueue>,
     pub(crate) state: QpState,
     pub(crate) remote: Option<(usize, u32)>,
-    /// Blocks that the host said are written, that are executed, and that a completion reported.
+    /// Blocks that the host announced, that are executed, and that a completion reported.
     pub(crate) produced: u64,
     pub(crate) executed: u64,
     pub(crate) reported: u64,
@@ -224,8 +224,8 @@ impl Nic {
         Ok(())
     }
 
-    /// The same by the verbs alone, which leave completion queues as they are: the next completion comes
-    /// behind the last one.
+    /// The same by the verbs alone, which do not reset completion queues: the next completion comes behind the
+    /// last one.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -254,7 +254,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes a queue pair away.
+    /// Destroys a queue pair.
     ///
     /// # Errors
     /// [`ControlError::Unknown`].
@@ -277,7 +277,7 @@ impl Nic {
         Ok(())
     }
 
-    /// Takes a completion queue away that no queue pair uses any more.
+    /// Destroys a completion queue without queue pairs.
     ///
     /// # Errors
     /// [`ControlError::Unknown`], [`ControlError::CompletionsInUse`].

@@ -17,7 +17,7 @@ use crate::nic::{ControlError, place};
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum QueueError {
-    /// No room, and none came before the deadline.
+    /// No room became free before the deadline.
     #[error("queue pair {qpn:#x}: {outstanding} blocks are outstanding at the deadline")]
     Deadline { qpn: u32, outstanding: u64 },
     /// The NIC completed a request with an error; the queue pair must be reset.
@@ -28,7 +28,7 @@ pub enum QueueError {
         counter: u16,
         syndrome: Syndrome,
     },
-    /// A completion that makes no sense.
+    /// An invalid completion.
     #[error("queue pair {qpn:#x}: a completion cannot be read")]
     Garbled { qpn: u32 },
     /// The request has more blocks than the limit for one request.
@@ -53,7 +53,7 @@ pub struct Poster {
 }
 
 impl Poster {
-    /// Takes over a queue.
+    /// Takes ownership of a queue.
     ///
     /// # Errors
     /// [`ControlError::Depth`] when its completions are collapsed.
@@ -88,7 +88,7 @@ impl Poster {
         &self.queue
     }
 
-    /// Gives the queue back.
+    /// Returns the queue.
     #[must_use]
     pub fn into_queue(self) -> HostQueue {
         self.queue
@@ -110,7 +110,7 @@ impl Poster {
     /// Polls the completion queue. Returns the number of blocks complete so far.
     ///
     /// # Errors
-    /// [`QueueError`], from the first failed completion on.
+    /// [`QueueError`]; after the first failed completion every call fails.
     pub fn poll(&mut self) -> Result<u64, QueueError> {
         if let Some(error) = self.error {
             return Err(error);

@@ -1,4 +1,4 @@
-//! The commands of the DevX path, as far as they say where a queue lies and whom it talks to.
+//! The commands of the DevX path, as far as they describe a queue's memory and its peer.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
@@ -40,7 +40,7 @@ enum ObjectKind {
     Pair(u32),
 }
 
-/// Capabilities, as much of them as is asked for.
+/// Capabilities, as far as the control path queries them.
 unsafe extern "C" fn mlx5dv_devx_general_cmd(
     _context: Object,
     command: *const c_void,
@@ -183,7 +183,7 @@ unsafe extern "C" fn mlx5dv_devx_obj_modify(
         return refuse_command(answer);
     }
     let done = match get(command, 0, 16) {
-        // Completion queues stay as they are.
+        // Completion queues are not reset.
         TO_RESET => with_nic(|nic| nic.reset_pair(qpn)),
         TO_READY_TO_RECEIVE if command_bytes >= COMMAND_BYTES => {
             const PATH: usize = QPC + 0xc0;

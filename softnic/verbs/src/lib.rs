@@ -44,7 +44,7 @@ pub fn libraries() -> Result<Libraries, LibraryError> {
 /// to read what it did.
 ///
 /// # Errors
-/// There can be no NIC.
+/// The NIC cannot be opened.
 pub fn nic() -> io::Result<&'static NicThread> {
     device().map(|device| &device.nic).ok_or_else(io::Error::last_os_error)
 }
@@ -60,10 +60,10 @@ pub fn violations() -> Vec<String> {
     }
 }
 
-/// Serves a queue pair no more, until its reset.
+/// Stops serving a queue pair until its reset.
 ///
 /// # Errors
-/// There is no such queue pair.
+/// No queue pair has this number.
 pub fn stall(qpn: u32) -> io::Result<()> {
     inject(Fault::Stall { qpn })
 }
@@ -71,7 +71,7 @@ pub fn stall(qpn: u32) -> io::Result<()> {
 /// Fails a queue pair's `nth` request from now on, from 0.
 ///
 /// # Errors
-/// There is no such queue pair.
+/// No queue pair has this number.
 pub fn fail(qpn: u32, nth: u64, syndrome: Syndrome) -> io::Result<()> {
     inject(Fault::Fail { qpn, nth, syndrome })
 }
@@ -116,7 +116,7 @@ static REFUSED: Mutex<Option<IsRefused>> = Mutex::new(None);
 
 static DEVICE_STATE: OnceLock<io::Result<Device>> = OnceLock::new();
 
-/// `None`, with `errno` set, where there can be no NIC.
+/// `None`, with `errno` set, if the NIC cannot be opened.
 fn device() -> Option<&'static Device> {
     let state = DEVICE_STATE.get_or_init(|| {
         let config = NicConfig {
@@ -139,7 +139,7 @@ fn device() -> Option<&'static Device> {
     }
 }
 
-/// The disorder that a variable asks for, which says the seed; none without it.
+/// The disorder with the seed of an environment variable; none without it.
 fn adversary(seed: Option<&OsStr>) -> io::Result<Option<Adversary>> {
     let Some(text) = seed else { return Ok(None) };
     match text.to_str().and_then(|text| text.parse().ok()) {
@@ -200,7 +200,7 @@ unsafe fn borrow(address: *mut c_void, bytes: usize) -> Option<Region> {
     unsafe { Region::of_owner(address.cast(), bytes, Arc::new(())) }
 }
 
-/// Puts a segment with the same bytes in the place of pages of this process.
+/// Replaces pages of this process by a segment with the same bytes.
 ///
 /// # Safety
 /// As for [`Device::register`].
@@ -226,7 +226,7 @@ unsafe fn share(address: *mut c_void, bytes: usize) -> Result<Segment, c_int> {
     if placed == libc::MAP_FAILED { Err(errno()) } else { Ok(segment) }
 }
 
-/// The system's code for a refusal of the NIC, which is logged.
+/// The system's code for a refusal by the NIC, which is logged.
 fn refuse(error: ControlError) -> c_int {
     tracing::error!(%error, "the software NIC refuses");
     match error {
@@ -276,8 +276,8 @@ fn set_errno(code: c_int) {
     unsafe { *libc::__errno_location() = code };
 }
 
-/// How long a write with immediate data waits for a receive. Six retries of 0.64 ms would be 4 ms; but the
-/// peer's NIC is a thread, which a busy machine may keep waiting longer.
+/// Time limit of a write with immediate data for a receive. Six retries of 0.64 ms would be 4 ms; but the peer's
+/// NIC is a thread, which a busy machine may delay longer.
 const RNR_TIMEOUT: Duration = Duration::from_millis(250);
 const SEED_VARIABLE: &str = "SWITCHYARD_SOFTNIC_SEED";
 const PAGE_BYTES: usize = 4096;

@@ -8,8 +8,8 @@ use ibgda::access::{AccessError, HostRange, Mapping, NoDescriptor, SharedMemory,
 use ibgda::{Access, HostAccess};
 use softnic::Segment;
 
-/// Memory of the process on pages of shared segments from its beginning. Registration puts no others in their place,
-/// which a GPU's driver that has locked them would not notice.
+/// Memory of the process on pages of shared segments from its beginning. Registration does not replace these
+/// pages, which a GPU's driver that has locked them would not notice.
 #[derive(Debug, Clone, Copy)]
 pub struct SharedPages;
 
@@ -49,7 +49,7 @@ impl Access for SharedPages {
 pub(crate) enum MemoryRange {
     /// In this segment, from this offset on.
     Within(Segment, usize),
-    /// They begin in memory of [`SharedPages`] and go on behind its end.
+    /// The range begins in memory of [`SharedPages`] and continues behind its end.
     Beyond,
     Elsewhere,
 }

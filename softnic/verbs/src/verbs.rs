@@ -157,7 +157,7 @@ unsafe extern "C" fn ibv_query_port(
     0
 }
 
-/// A port's address is where other processes find its NIC.
+/// A port's address identifies its NIC for other processes.
 unsafe extern "C" fn ibv_query_gid(
     _context: Object,
     port: u8,
@@ -413,7 +413,7 @@ impl Places {
     }
 }
 
-/// Joins a queue pair with one of the NIC at `gid`.
+/// Connects a queue pair to one of the NIC at `gid`.
 pub(super) fn connect(qpn: u32, gid: &[u8; 16], remote_qpn: u32) -> Result<(), c_int> {
     let peer = PortAddress::decode(gid).ok_or(libc::EINVAL)?;
     with_nic(|nic| nic.connect(qpn, peer, remote_qpn))
@@ -428,7 +428,7 @@ pub(super) fn with_nic<T>(
 
 /// Stands for the device in libibverbs' list.
 const THE_DEVICE: *mut c_void = ptr::without_provenance_mut(1);
-/// Limit of a queue pair's reads and atomics under route; the modelled NIC has no limit.
+/// Limit of a queue pair's reads and atomics under way; the modelled NIC has no limit.
 const MAX_READS: c_int = 16;
 /// `IBV_MTU_4096`
 const MTU_4096: u32 = 5;

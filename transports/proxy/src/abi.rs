@@ -48,7 +48,7 @@ pub struct RawCommand {
 pub struct LaneWords {
     /// Commands that are over.
     pub completed: u64,
-    /// 0, or why the lane is out of service.
+    /// 0, or the reason why the lane is out of service.
     pub error: u64,
     pad: [u64; 14],
 }
@@ -84,7 +84,7 @@ pub struct LaneHandle {
     pub state: u64,
     /// The ring has `1 << depth_shift` cells.
     pub depth_shift: u32,
-    /// Commands in flight at most.
+    /// Limit of commands in flight.
     pub budget: u32,
 }
 
@@ -108,7 +108,7 @@ pub struct PeerHandle {
     pub num_lanes: u32,
     /// Window that the commands name.
     pub window: u32,
-    /// For error words and the abort mask.
+    /// Identifies the peer in error words and the abort mask.
     pub peer: u32,
     /// [`VERSION`]
     pub version: u32,

@@ -20,7 +20,7 @@ impl Default for IdlePolicy {
     }
 }
 
-/// The state of one thread's patience.
+/// Backoff state of one thread.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     policy: IdlePolicy,
@@ -28,7 +28,7 @@ pub(crate) struct Backoff {
     num_looks: u32,
 }
 
-/// How others end a thread's sleep.
+/// Wakes a sleeping thread.
 #[derive(Debug)]
 pub(crate) struct Bell {
     sleeps: AtomicBool,
@@ -40,13 +40,13 @@ impl Backoff {
         Self { policy, idle_since: None, num_looks: 0 }
     }
 
-    /// There was something to do.
+    /// Called when there was work.
     pub(crate) const fn reset(&mut self) {
         self.idle_since = None;
         self.num_looks = 0;
     }
 
-    /// Whether it may soon have something to do again, and pauses for a millisecond at most.
+    /// Whether work is expected soon, so that pauses are at most a millisecond.
     pub(crate) fn is_attentive(&self) -> bool {
         self.idle_since.is_none_or(|since| since.elapsed() < ATTENTIVE)
     }
@@ -93,7 +93,7 @@ impl Bell {
         }
     }
 
-    /// Sleeps for `pause`, unless `has_work` after the bell can be heard.
+    /// Sleeps for `pause`, unless `has_work` returns true after the bell was armed.
     pub(crate) fn sleep(&self, pause: Duration, has_work: impl FnOnce() -> bool) {
         self.sleeps.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -105,7 +105,7 @@ impl Bell {
     }
 }
 
-/// How long nothing has been over, as this thread saw it.
+/// Time without a finished command, as this thread saw it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience {
     looked_at: Instant,

@@ -22,13 +22,13 @@ pub enum Opcode {
     Add = 3,
     /// Sets a 64-bit word of the peer that only this side writes, likewise.
     Signal = 4,
-    /// Is over when everything before it has reached the peer's memory.
+    /// Is over when all earlier operations have reached the peer's memory.
     Quiet = 5,
-    /// Orders everything before ahead of everything after.
+    /// Orders all earlier operations before all later ones.
     Fence = 6,
     /// Wakes the thread that sleeps on the word.
     Wake = 7,
-    /// Nothing, in its turn.
+    /// Does nothing, in its turn.
     Nop = 8,
 }
 
@@ -63,7 +63,7 @@ pub struct Command {
     pub num_bytes: u32,
     /// Offset in the source, bytes.
     pub source_offset: u32,
-    /// Of an add or signal.
+    /// Value of an add or signal.
     pub value: u64,
 }
 
@@ -116,7 +116,7 @@ pub enum BadCommand {
     /// Bits that must be zero.
     #[error("bits that must be 0 are set: {first:#018x}, {second:#018x}")]
     Reserved { first: u64, second: u64 },
-    /// The window cannot do that.
+    /// The window does not support the operation.
     #[error("window {window} does not take {opcode:?}")]
     Unsupported {
         /// Name of the field.
@@ -183,7 +183,7 @@ pub fn decode_cell(raw: RawCommand, lap: u8) -> Result<Option<Command>, BadComma
 }
 
 impl Command {
-    /// A command with everything else 0.
+    /// A command with all other fields 0.
     #[must_use]
     pub const fn new(opcode: Opcode) -> Self {
         Self { opcode, window: 0, source: 0, offset: 0, num_bytes: 0, source_offset: 0, value: 0 }
@@ -289,7 +289,7 @@ mod tests {
         #[test]
         fn what_is_encoded_is_decoded(command in commands(), lap: u8) {
             prop_assert_eq!(decode_cell(command.encode(lap), lap), Ok(Some(command)));
-            // Half of it over half of the lap before is no command, whichever half.
+            // Half of a command beside half of the lap before is no command, whichever half it is.
             let before = Command::word(Opcode::Add, 8, u64::MAX).encode(lap.wrapping_sub(1));
             let new = command.encode(lap);
             let halves = [

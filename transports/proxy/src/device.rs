@@ -95,7 +95,8 @@ impl DeviceTransports {
         Self { gpu, num_threads, ..Self::default() }
     }
 
-    /// `transports` for device slots. Without a network these are all that there are within a host.
+    /// Returns `transports` with networks that carry device slots, through the proxy where they do not by themselves.
+    /// Without a network these are the transports within a host.
     ///
     /// # Errors
     /// [`ProxyError`].
@@ -141,7 +142,7 @@ impl DeviceTransports {
         self.proxy.as_ref()
     }
 
-    /// To be called where kernels are launched: see [`Proxy::expect_work`].
+    /// Called where kernels are launched: see [`Proxy::expect_work`].
     #[inline]
     pub fn expect_work(&self) {
         if let Some(proxy) = &self.proxy {
@@ -195,7 +196,7 @@ struct Memory {
     mirror: Region,
     /// The word that ends waits of kernels, and their [`ErrorWord`].
     waits: Arc<GpuBuffer>,
-    /// The slot as the GPU reaches it. Goes before the slot.
+    /// The slot as the GPU reaches it. Dropped before the slot.
     own: GpuBuffer,
     _slot: Region,
 }
@@ -319,8 +320,8 @@ const PAGE: u64 = 4096;
 /// Offset of the [`ErrorWord`] in the page whose first word ends waits.
 const ERROR_OFFSET: usize = 64;
 
-/// Longest wait of a kernel for room, or for the peer to have everything: longer than the thread lets a peer
-/// stall, so that it ends by itself only where the peer moves too slowly. Behind that limit the peer counts as failed.
+/// Longest wait of a kernel for room, or for the peer to have everything. It exceeds the time that the thread lets a
+/// peer stall, so it expires only where the peer moves too slowly. The peer then counts as failed.
 pub const WAIT_LIMIT: Duration = Duration::from_secs(8);
 
 const _: () = assert!(WAIT_LIMIT.as_millis() > STALL_LIMIT.as_millis() * 3 / 2);

@@ -9,7 +9,7 @@ use thiserror::Error;
 use crate::command::{BadCommand, ERROR_CLOSED, ERROR_POST, ERROR_STALLED, Opcode};
 use crate::relay::RelayError;
 
-/// A command was not carried out. Its lane, or the whole peer, is out of service.
+/// A command was not executed. Its lane, or the whole peer, is out of service.
 #[derive(Debug, Error)]
 #[error("peer {peer}, lane {lane}, command {index}: {cause}")]
 pub struct Failure {
@@ -23,12 +23,12 @@ pub struct Failure {
     pub cause: Cause,
 }
 
-/// Why a command was not carried out.
+/// Cause of a failed command.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the names of the fields say enough")]
 pub enum Cause {
-    /// The command makes no sense. Its lane is out of service.
+    /// The command is invalid. Its lane is out of service.
     #[error(transparent)]
     Command(#[from] BadCommand),
     /// The transport refused it. All lanes of the peer are out of service.
@@ -41,10 +41,10 @@ pub enum Cause {
     /// The transport failed with commands under way. All lanes of the peer are out of service.
     #[error("with commands under way: {0}")]
     Transport(PostError),
-    /// Nothing was over for too long. All lanes of the peer are out of service.
+    /// No command finished for too long. All lanes of the peer are out of service.
     #[error("not over {limit_ms} ms after it was taken, and nothing else was meanwhile")]
     Stalled { limit_ms: u64 },
-    /// The relay at the peer answers nonsense. All lanes of the peer are out of service.
+    /// The relay at the peer sent an invalid answer. All lanes of the peer are out of service.
     #[error(transparent)]
     Relay(#[from] RelayError),
 }
@@ -60,7 +60,7 @@ impl Cause {
         }
     }
 
-    /// Whether only the lane is concerned.
+    /// Whether only the lane is affected.
     #[must_use]
     pub const fn is_of_lane(&self) -> bool {
         matches!(self, Self::Command(_))
@@ -96,15 +96,15 @@ pub fn describe_error(word: u64) -> String {
 /// Shared state of a peer's thread and its owner.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// For reports.
+    /// Identifies the peer in reports.
     pub(crate) peer: u32,
     failures: Mutex<Vec<Failure>>,
-    /// Why each lane is out of service, by its number; the first reason stays. `None`: all of them are.
+    /// Reason why each lane is out of service, by its number; the first reason stays. `None`: all of them are.
     reasons: Mutex<Vec<(Option<u32>, Reason)>>,
     has_failed: AtomicBool,
 }
 
-/// A [`Cause`] that stays when its report is taken.
+/// A [`Cause`] that remains after its report was taken.
 #[derive(Debug)]
 enum Reason {
     Disconnected(&'static str),
@@ -150,7 +150,7 @@ impl Shared {
         }
     }
 
-    /// Why lane `lane` is out of service, as the answer to `op`, as often as it is asked.
+    /// Reason why lane `lane` is out of service, as the error of `op`. Repeated calls return it again.
     pub(crate) fn reason(&self, lane: u32, op: &'static str) -> Option<PostError> {
         let reasons = self.reasons.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |(whose, _): &&(Option<u32>, Reason)| whose.is_none_or(|idx| idx == lane);
@@ -183,7 +183,7 @@ impl Shared {
     }
 }
 
-/// Reports that are kept.
+/// Limit of kept reports.
 const MAX_FAILURES: usize = 256;
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ pub struct PosterConfig {
     pub slot_bytes: u64,
     /// Window that commands name.
     pub window: u32,
-    /// For error words and the abort mask.
+    /// Identifies the peer in error words and the abort mask.
     pub peer: u32,
     /// Bound of a single wait.
     pub timeout_ns: u64,
@@ -38,7 +38,7 @@ impl HostPoster {
     /// Posters on `lanes`.
     ///
     /// # Errors
-    /// [`LaneError`]: no memory, or a configuration with which the device functions cannot work.
+    /// [`LaneError`]: no memory, or a configuration that the device functions do not support.
     pub fn new(lanes: &Lanes, config: PosterConfig) -> Result<Self, LaneError> {
         let num_lanes = lanes.config().num_lanes;
         let (handles, states) = sizes(num_lanes);

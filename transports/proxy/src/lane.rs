@@ -1,11 +1,11 @@
-//! Lanes: rings of commands in memory that a poster and a thread share, both of their ends.
+//! Lanes: rings of commands in memory that a poster and a thread share, with both of their ends.
 //!
 //! ```text
 //! per lane: | words: completed, error | cell 0 | cell 1 | … | cell 2^depth_shift - 1 |
 //! ```
 //!
-//! A cell says itself whether it holds the command that is due: by its lap, in both halves. So there is
-//! no head to publish, nothing to reset, and a torn command is not taken.
+//! A cell shows by its lap, in both halves, whether it holds the due command. So there is no head to publish,
+//! nothing to reset, and a torn command is not taken.
 
 use std::fmt::Debug;
 use std::ptr::NonNull;
@@ -61,8 +61,7 @@ pub enum LaneError {
 /// Memory of this host that both ends reach, page-locked where one of them is a GPU.
 ///
 /// # Safety
-/// `ptr..ptr+len` stays readable and writable as long as the value lives, begins on a page, and is used
-/// for nothing else.
+/// `ptr..ptr+len` stays readable and writable as long as the value lives, begins on a page, and has no other use.
 pub unsafe trait SharedMemory: Debug + Send + Sync {
     /// First byte.
     fn ptr(&self) -> NonNull<u8>;
@@ -150,7 +149,7 @@ impl Lanes {
         self.config
     }
 
-    /// A lane as posters in C++ are given it; `state` is the address of a zeroed
+    /// Handle of a lane for posters in C++; `state` is the address of a zeroed
     /// [`LaneState`](crate::abi::LaneState).
     #[must_use]
     pub fn handle(&self, lane: u32, state: u64) -> LaneHandle {
@@ -203,7 +202,7 @@ unsafe impl Send for Cells {}
 
 impl Cells {
     fn word(&self, idx: usize) -> &AtomicU64 {
-        // SAFETY: callers stay below the words of one lane, which `Lanes::new` checked to be there;
+        // SAFETY: callers stay below the words of one lane; `Lanes::new` checked that they exist. They are
         // aligned, since lanes begin on multiples of 16 bytes.
         unsafe { self.words.add(idx).as_ref() }
     }
@@ -266,7 +265,7 @@ pub fn read_cell<D: Discipline>(
     decode_cell(RawCommand { first, second: second.load(D::TAKE) }, lap)
 }
 
-/// SYNC POINT `recycled`, taking end: gives back the cells and sources of all commands before `number`.
+/// SYNC POINT `recycled`, taking end: returns the cells and sources of all commands before `number`.
 #[inline]
 pub fn recycle<D: Discipline>(completed: &impl Word, number: u64) {
     completed.store(number, D::RECYCLE);
@@ -286,19 +285,19 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// Number of the command that is due.
+    /// Number of the due command.
     pub(crate) const fn next(&self) -> u64 {
         self.next
     }
 
-    /// The command that is due, which stays so until [`advance`](Self::advance).
+    /// The due command. It stays due until [`advance`](Self::advance).
     #[inline]
     pub(crate) fn peek(&self) -> Result<Option<Command>, BadCommand> {
         let lap = lap_of(self.next, self.cells.depth_shift);
         read_cell::<Contract>(self.cells.cell(self.next), lap)
     }
 
-    /// Opcode bits of the cell that is due, for reports.
+    /// Opcode bits of the due cell, for reports.
     pub(crate) fn opcode_bits(&self) -> u8 {
         let first = self.cells.cell(self.next).0.load(Ordering::Relaxed);
         (first >> crate::abi::OPCODE_SHIFT & 0xf) as u8
@@ -314,7 +313,7 @@ impl Reader {
         recycle::<Contract>(self.cells.completed(), number);
     }
 
-    /// Takes the lane out of service, for good. The first reason stays.
+    /// Takes the lane out of service permanently. The first reason stays.
     pub(crate) fn fail(&self, word: u64) {
         let error = self.cells.error();
         let _ = error.compare_exchange(0, word, Ordering::Release, Ordering::Relaxed);
@@ -331,8 +330,8 @@ pub struct Poster {
 }
 
 impl Poster {
-    /// Posts a command if the budget allows. Gives the number that [`completed`](Self::completed)
-    /// reaches when it is over.
+    /// Posts a command if the budget allows. Returns the number that [`completed`](Self::completed) reaches when
+    /// it is over. Does not block.
     #[inline]
     pub fn try_post(&mut self, command: &Command) -> Option<u64> {
         if self.next - self.seen >= self.budget && self.next - self.completed() >= self.budget {
@@ -349,7 +348,7 @@ impl Poster {
         self.budget
     }
 
-    /// How many more can be posted now.
+    /// Number of commands that can be posted at this time.
     pub(crate) fn num_free(&mut self) -> u64 {
         self.budget.saturating_sub(self.next - self.completed())
     }
@@ -368,13 +367,13 @@ impl Poster {
         self.next
     }
 
-    /// Why the lane is out of service: `sy_proxy_lane_words.error`, 0 while it is not.
+    /// Reason why the lane is out of service: `sy_proxy_lane_words.error`, 0 while it is in service.
     #[must_use]
     pub fn error(&self) -> u64 {
         self.cells.error().load(Ordering::Acquire)
     }
 
-    /// Writes a cell as it is, past all rules: for tests of the other end.
+    /// Writes a cell without any check: for tests of the other end.
     #[doc(hidden)]
     pub fn post_raw(&mut self, raw: RawCommand) {
         write_cell::<Contract>(self.cells.cell(self.next), raw);

@@ -14,7 +14,7 @@
 //! | [`failure`] | failures, for the peer's manager |
 //! | [`relay`] | memory of further GPUs behind a peer |
 //! | [`network`] | any network of the handshake, with a proxy in between |
-//! | [`locality`] | which processors are near a GPU and a NIC |
+//! | [`locality`] | processors near a GPU and a NIC |
 //! | [`mod@bench`] | shared code of the benchmarks |
 //! | [`host`] | peers whose posters run on this host |
 //! | [`gpu`] | peers whose posters are kernels |

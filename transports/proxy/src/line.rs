@@ -1,4 +1,4 @@
-//! How others reach a thread: orders, and a bell.
+//! Communication with a thread: orders, and a bell.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -12,7 +12,7 @@ use crate::failure::Shared;
 use crate::port::Port;
 use crate::threads::ThreadStats;
 
-/// How others reach a thread.
+/// Communication with a thread.
 #[derive(Debug)]
 pub(crate) struct Line<E> {
     pub(crate) orders: Mutex<Orders<E>>,
@@ -97,9 +97,9 @@ impl<E> Line<E> {
         self.ring();
     }
 
-    /// Whether commands are to come, which is forgotten with the answer.
+    /// Whether commands are expected. The call clears the expectation.
     pub(crate) fn was_expecting(&self) -> bool {
-        // One load where nothing is expected, which idle threads do again and again.
+        // One load where nothing is expected, since idle threads call it repeatedly.
         self.is_expecting.load(Ordering::Relaxed)
             && self.is_expecting.swap(false, Ordering::Relaxed)
     }

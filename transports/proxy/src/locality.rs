@@ -15,7 +15,7 @@ pub struct Sysfs {
     root: PathBuf,
 }
 
-/// A device, as the system names it.
+/// A device, by its name in the system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Device {
     /// By its address on the PCI bus, such as `0000:17:00.0`, as CUDA gives it.
@@ -30,7 +30,7 @@ pub enum Device {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Placement {
     threads: Vec<Vec<usize>>,
-    /// Why they are where they are, for logs.
+    /// Reason of the placement, for logs.
     reason: String,
 }
 
@@ -47,7 +47,7 @@ impl Sysfs {
         Self { root: root.to_owned() }
     }
 
-    /// Processors next to a device. `None` where the system does not say.
+    /// Processors next to a device. `None` where the system does not report them.
     #[must_use]
     pub fn cpus_of(&self, device: &Device) -> Option<BTreeSet<usize>> {
         let folder = match device {
@@ -161,7 +161,7 @@ impl Placement {
         &self.threads
     }
 
-    /// Why.
+    /// Reason.
     #[must_use]
     pub fn reason(&self) -> &str {
         &self.reason
@@ -203,7 +203,7 @@ pub fn allowed() -> BTreeSet<usize> {
     }
 }
 
-/// Numbers and ranges: `0-3,8,10-11`. `None` when it is something else.
+/// Parses numbers and ranges: `0-3,8,10-11`. `None` for any other text.
 fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
     let mut cpus = BTreeSet::new();
     for part in text.trim().split(',').filter(|part| !part.is_empty()) {
@@ -309,7 +309,7 @@ mod tests {
         let place = |gpu, nic, num| Placement::shared(&sysfs, &all, gpu, nic, num);
         let (placed, num) = place(gpu, nic, 0);
         assert_eq!((num, placed.threads()), (3, &vec![(20..32).collect::<Vec<_>>(); 3][..]));
-        // As many as asked for, however few are near; one at least and four at most by itself.
+        // The requested number, however few are near; by default one to four.
         assert_eq!(place(gpu, nic, 7).0.threads().len(), 7);
         assert_eq!(place(gpu, None, 0).1, 4);
         let (placed, num) = Placement::shared(&sysfs, &BTreeSet::from([20, 21]), gpu, None, 0);

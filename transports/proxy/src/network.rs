@@ -1,8 +1,8 @@
 //! Any network of the handshake, with a proxy in between: calls of an endpoint travel through a lane to a thread,
 //! like a kernel's commands.
 //!
-//! The peer notices nothing: kind and flavour are those of the network underneath, and the other side
-//! may or may not have a proxy.
+//! The peer is not affected: kind and flavour are those of the network underneath, and the other side may or may
+//! not have a proxy.
 
 use std::fmt::Debug;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -166,7 +166,7 @@ impl Server {
 /// One peer through a lane.
 #[derive(Debug)]
 pub(crate) struct ProxyEndpoint {
-    /// First, so that the endpoint underneath ends before the rest.
+    /// Dropped first, so that the endpoint underneath ends before the rest.
     peer: Arc<ProxyPeer>,
     _proxy: Arc<Proxy>,
     lane: u32,

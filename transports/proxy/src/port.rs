@@ -35,7 +35,7 @@ pub(crate) struct Port<E> {
     endpoint: E,
     sources: Vec<LocalRange>,
     window_bytes: u64,
-    /// The words that signals and adds have set, by offset / 8: only this side writes them.
+    /// The words that signals and adds have set, by offset / 8: this side is their only writer.
     words: Box<[u64]>,
     lanes: Vec<Lane>,
     relay: Option<RelaySender>,
@@ -50,7 +50,7 @@ pub(crate) struct Port<E> {
     /// Whether a lane waits for a quiet.
     wants_quiet: bool,
     is_closed: bool,
-    /// Since service is to end.
+    /// Time since which service is to end.
     closing: Option<CloseState>,
     /// While operations are under way: time since the last one was over.
     patience: Option<Patience>,
@@ -59,7 +59,7 @@ pub(crate) struct Port<E> {
     num_turns: u32,
 }
 
-/// How long commands that were posted before are still taken.
+/// State of closing: the commands posted before that are still taken.
 #[derive(Debug)]
 struct CloseState {
     deadline: Instant,
@@ -70,7 +70,7 @@ struct CloseState {
 #[derive(Debug)]
 struct Lane {
     reader: Reader,
-    /// Taken and not over, in order.
+    /// Taken commands that are not over, in order.
     under_way: VecDeque<Batch>,
     /// A command that found no room and is to be taken next, and, of a put to the relay, the first bytes, which
     /// the relay has. The present content of the lane does not matter any more.
@@ -144,7 +144,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
     }
 
-    /// Makes a region known to the transport. Gives its number.
+    /// Registers a region with the transport. Returns its number.
     pub(crate) fn register(&mut self, region: &Region) -> Result<u16, PostError> {
         let refused =
             |detail: &str| PostError::Register { bytes: region.len(), detail: detail.to_owned() };
@@ -167,7 +167,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.endpoint.driver()
     }
 
-    /// Whether a turn would find something to do.
+    /// Whether a turn would find work.
     pub(crate) fn has_work(&self) -> bool {
         self.is_busy() || self.has_commands()
     }
@@ -242,8 +242,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.closing.get_or_insert(CloseState { deadline, num_left });
     }
 
-    /// Ends service if it is to end and the time has come, behind a turn that took `num_taken` commands.
-    /// Whether it has ended.
+    /// Ends service if it is to end and the time has come, behind a turn that took `num_taken` commands. Returns
+    /// whether it has ended.
     pub(crate) fn try_close(&mut self, num_taken: u64) -> bool {
         let Some(closing) = &mut self.closing else { return false };
         closing.num_left = closing.num_left.saturating_sub(num_taken);
@@ -259,7 +259,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         true
     }
 
-    /// Whether service has ended because it was to end.
+    /// Whether service has ended as requested.
     pub(crate) const fn has_closed(&self) -> bool {
         self.is_closed && self.closing.is_some()
     }
@@ -309,8 +309,8 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
     }
 
-    /// Gives a command to the endpoint or the relay, to that behind the bytes that it has already. `false`:
-    /// not now, or not all of it.
+    /// Gives a command to the endpoint or the relay, which may have its first bytes already. Returns `false` if it
+    /// was not possible in this turn, or only for a part.
     fn carry_out(&mut self, command: &Command, begun: &mut u32) -> Result<bool, Cause> {
         let Command { opcode, window, source, offset, num_bytes, source_offset, value } = *command;
         let num_windows = 1 + self.relay.as_ref().map_or(0, RelaySender::num_targets);
@@ -366,7 +366,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         }
         let bytes = self.window_bytes;
         let post = |source| Cause::Post { opcode, source };
-        // Other peers do not wait for this one's process.
+        // Other peers do not wait for this peer's process.
         if matches!(opcode, Opcode::Put | Opcode::Add | Opcode::Signal) && !self.endpoint.has_room()
         {
             return Ok(false);
@@ -488,7 +488,7 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         self.wants_quiet &= self.quieted < self.issued;
     }
 
-    /// Gives a peer up at which nothing moves.
+    /// Gives up a peer without progress.
     fn watch(&mut self, has_moved: bool) {
         if !self.is_busy() {
             self.patience = None;
@@ -517,14 +517,14 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
         let lane = &mut self.lanes[idx];
         lane.is_closed |= is_of_lane;
         self.is_closed |= !is_of_lane;
-        // The command that is to blame, or the first that is not over.
+        // The command at fault, or the first that is not over.
         let (opcode, index) = match cause {
             Cause::Command(_) | Cause::Post { .. } => {
                 (lane.reader.opcode_bits(), lane.reader.next())
             }
             _ => (0, lane.recycled),
         };
-        // Before the words: who sees one of them finds the report.
+        // Before the words: a reader that sees one of them finds the report.
         self.shared.report(Failure { peer: self.shared.peer, lane: idx as u32, index, cause });
         self.lanes[idx].reader.fail(error_word(code, opcode, index));
         if !is_of_lane {
@@ -537,19 +537,19 @@ impl<E: Endpoint<RemoteKey = SlotKey>> Port<E> {
 
 impl<E> Drop for Port<E> {
     fn drop(&mut self) {
-        // Without effect on lanes that were closed before: the first reason stays. A thread that panics
-        // gets here alone.
+        // Has no effect on lanes that were closed before: the first reason stays. Only a thread that panics gets
+        // here.
         for lane in &self.lanes {
             lane.reader.fail(error_word(ERROR_CLOSED, 0, lane.reader.next()));
         }
     }
 }
 
-/// Marks that are kept, one for each poll.
+/// Limit of kept marks, one for each poll.
 const MAX_MARKS: usize = 64;
 const TURNS_PER_HEALTH: u32 = 64;
 const TURNS_PER_CLOCK: u32 = 64;
-/// A stall has to be seen so often at least.
+/// Smallest number of polls that must see a stall.
 const LOOKS_PER_LIMIT: u32 = 16;
-/// How long closing a peer may take.
+/// Time limit of closing a peer.
 const CLOSE_LIMIT: Duration = Duration::from_millis(100);

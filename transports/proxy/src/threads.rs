@@ -23,7 +23,7 @@ use crate::locality::{Device, Placement, Sysfs, allowed};
 use crate::port::Port;
 use crate::relay::{RelayConfig, RelayError, RelaySender};
 
-/// How a proxy works.
+/// Configuration of a proxy.
 #[derive(Debug, Clone)]
 pub struct ProxyConfig {
     /// Threads. Every peer belongs to one of them.
@@ -65,7 +65,7 @@ impl Default for ProxyConfig {
 /// A peer for a proxy.
 #[derive(Debug)]
 pub struct PeerConfig {
-    /// For reports and error words.
+    /// Identifies the peer in reports and error words.
     pub peer: u32,
     /// Its lanes. No other thread takes commands from them.
     pub lanes: Lanes,
@@ -95,7 +95,7 @@ pub enum ProxyError {
     #[error("window_bytes is {found}: expected at most {limit}, {reason}")]
     Window {
         found: u64,
-        /// The most it may be.
+        /// Upper limit.
         limit: u64,
         reason: &'static str,
     },
@@ -105,7 +105,7 @@ pub enum ProxyError {
     /// Lanes cannot be made.
     #[error(transparent)]
     Lane(#[from] LaneError),
-    /// The transport does not take the memory.
+    /// The transport does not register the memory.
     #[error(transparent)]
     Register(#[from] PostError),
     /// The relay cannot be set up.
@@ -117,7 +117,7 @@ pub enum ProxyError {
     /// The thread does not answer.
     #[error("the proxy's thread did not answer within {limit_ms} ms")]
     Silent {
-        /// How long it was waited for.
+        /// Length of the wait.
         limit_ms: u64,
     },
 }
@@ -133,7 +133,7 @@ pub struct ThreadStats {
     pub bytes: u64,
     /// Polls all lanes.
     pub sweeps: u64,
-    /// Pauses with the processor given up.
+    /// Pauses in which the processor was yielded.
     pub sleeps: u64,
 }
 
@@ -152,7 +152,7 @@ pub struct ProxyPeer<E = AnyEndpoint> {
     lanes: Lanes,
 }
 
-/// A peer as its thread knows it.
+/// A peer as its thread sees it.
 #[derive(Debug)]
 struct PeerService<E> {
     port: Port<E>,
@@ -193,7 +193,7 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         Ok(proxy)
     }
 
-    /// Serves a peer. Takes the endpoint over.
+    /// Serves a peer. Takes ownership of the endpoint.
     ///
     /// # Errors
     /// [`ProxyError`].
@@ -247,8 +247,8 @@ impl<E: Endpoint<RemoteKey = SlotKey> + Debug + Send + 'static> Proxy<E> {
         self.threads.iter().map(|worker| worker.line.counters.read()).collect()
     }
 
-    /// Wakes every thread, so that the commands of a kernel that is about to be launched find none
-    /// asleep. They fall asleep again as [`IdlePolicy`] says, as if they had just found a command.
+    /// Wakes every thread, so that all are awake for the commands of a kernel that is about to be launched. They
+    /// fall asleep again as [`IdlePolicy`] says, as if they had just found a command.
     pub fn expect_work(&self) {
         self.threads.iter().for_each(|worker| worker.line.expect());
     }
@@ -274,7 +274,7 @@ impl<E> ProxyPeer<E> {
         &self.lanes
     }
 
-    /// Makes a further region known to the transport. Gives its number as a source.
+    /// Registers a further region with the transport. Returns its number as a source.
     ///
     /// # Errors
     /// [`ProxyError`].
@@ -290,13 +290,13 @@ impl<E> ProxyPeer<E> {
         self.line.ring();
     }
 
-    /// Whether a failure was reported since the beginning.
+    /// Whether a failure was ever reported.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         self.shared.has_failed()
     }
 
-    /// Why lane `lane` is out of service, if it is, as the answer to `op`. Takes no report.
+    /// The reason why lane `lane` is out of service, if it is, as the error of `op`. Does not consume a report.
     #[cfg_attr(loom, allow(dead_code, reason = "endpoints of networks ask"))]
     pub(crate) fn reason(&self, lane: u32, op: &'static str) -> Option<PostError> {
         self.shared.reason(lane, op)
@@ -362,7 +362,7 @@ fn run<E: Endpoint<RemoteKey = SlotKey>>(
             has_closed |= port.try_close(turn.taken);
         }
         if has_closed {
-            // A device ends with its last owner, which this thread is not to be.
+            // The last owner drops a device, and this thread must not be the last.
             drivers.clear();
             release(line, &mut peers);
             find_drivers(&peers, &mut drivers);
@@ -488,8 +488,7 @@ fn prepare_thread(cpus: Option<&CpuSet>) {
     {
         tracing::warn!(%error, "a thread of the proxy runs anywhere");
     }
-    // Short sleeps are to be short: by default the system may add 50 µs.
-    // SAFETY: sets a number of this thread.
+    // Keeps short sleeps short: by default the system may add 50 µs. SAFETY: sets a number of this thread.
     if unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000 as libc::c_ulong) } != 0 {
         tracing::debug!("sleeps of the proxy stay coarse");
     }
