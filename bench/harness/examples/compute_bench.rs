@@ -1,4 +1,4 @@
-//! Measures the expert compute engine against what the machine can do at best.
+//! Measures the compute pool against the machine's limits: read bandwidth and matrix products.
 //!
 //! For each preset and number of tokens per expert: time per batch, weight bytes per second and
 //! its fraction of the read bandwidth, operations per second and their fraction of the GEMM rate.
@@ -340,7 +340,7 @@ fn measure(
     })
 }
 
-/// What one measurement of the bandwidth reads, and about what one run of batches does.
+/// Bytes of one measurement of the bandwidth. One run of batches reads about as many.
 const RUN_BYTES: usize = 512 << 20;
 
 impl Row {
