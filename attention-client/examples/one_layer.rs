@@ -1,4 +1,4 @@
-//! One MoE layer through two expert servers, one of which stops half-way.
+//! One MoE layer through two expert servers. One of them stops half-way.
 //!
 //! `cargo run --release -p switchyard-attention-client --example one_layer -- data/tiny-moe 2000`
 

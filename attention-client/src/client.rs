@@ -11,8 +11,8 @@
 //! once its buffers have grown. Calls that overlap use different lanes. The *control task* follows the placement,
 //! connects lanes with servers, watches the connections and reports failures.
 //!
-//! A link fails when its connection closes, when the transport reports an error, when the peer's flags or answers
-//! are impossible, or when the peer is silent for the deadline while answers are outstanding. The client never reads
+//! A link fails when its connection closes or its transport reports an error. It also fails when the peer's flags or
+//! answers are impossible, or when the peer is silent for the deadline with answers outstanding. The client never reads
 //! its slots again, resends its unanswered tokens to replicas, and finishes the layer. Experts keep no state, so a
 //! retry is always safe. Answers count only if they match an open frame, so none counts twice.
 //!

@@ -24,7 +24,7 @@
 //! that works but does not answer. In each case the server's slots leave the tables before the next launch, and its
 //! memory is unmapped as soon as no kernel can use it. A late write of the server lands in memory that is not read.
 //!
-//! A client is composed of these objects, each of which uses only those before it:
+//! A client is composed of these objects. Each uses only the ones before it:
 //!
 //! | object | task |
 //! |---|---|
@@ -134,9 +134,14 @@ impl DeviceClient {
     /// Sends the tokens of one layer to the servers that hold their experts: one kernel behind the earlier work of
     /// `stream`. A launch while the stream captures becomes part of the caller's graph.
     ///
-    /// Returns without waiting for the GPU, except in three cases: an earlier call was abandoned and its kernels must
-    /// end first; an uncombined call occupies the ring frame of this one; experts are left out. Each wait lasts as
-    /// long as the earlier work of the stream, plus the limits of [`finish`](Self::finish) for an answer.
+    /// Returns without waiting for the GPU, except in three cases:
+    ///
+    /// * an earlier call was abandoned, and its kernels must end first;
+    /// * an uncombined call occupies the ring frame of this one;
+    /// * experts are left out.
+    ///
+    /// Each wait lasts as long as the earlier work of the stream, plus the limits of [`finish`](Self::finish) for an
+    /// answer.
     ///
     /// # Safety
     /// The tensors are as large as [`DeviceInput`] says. They do not change until the call is

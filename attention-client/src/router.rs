@@ -15,9 +15,9 @@
 //! They are those of Hugging Face transformers 5: `Qwen2MoeTopKRouter` (which Qwen3-MoE
 //! inherits), `MixtralTopKRouter`, `DeepseekV2Moe` and `DeepseekV3`'s top-k router in
 //! `src/transformers/models/{qwen2_moe,mixtral,deepseek_v2,deepseek_v3}/modular_*.py`. Older
-//! releases of transformers fill the scores of DeepSeek-V3's excluded groups with 0.0, which lets
-//! an excluded expert win when every biased score is negative; DeepSeek's own code and newer
-//! releases exclude them (transformers issue 45440), and so does this module.
+//! releases of transformers fill the scores of DeepSeek-V3's excluded groups with 0.0. An excluded
+//! expert then wins when every biased score is negative. DeepSeek's own code and newer releases
+//! exclude them (transformers issue 45440), and so does this module.
 //!
 //! Equal scores are resolved in favour of the lowest expert index (and the lowest group index),
 //! so that a result never depends on the machine. `torch.topk` does not define the order of equal

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-/// Times and counts of one call. Times are nanoseconds of the caller's monotonic clock, except those that servers
-/// report.
+/// Times and counts of one call. Times are nanoseconds of the caller's monotonic clock, or of a server's where the
+/// server reports them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LayerTiming {
     /// Choosing replicas, grouping, writing and publishing frames, until `dispatch` returned.

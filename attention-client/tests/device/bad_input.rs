@@ -192,7 +192,7 @@ fn tensors_of_types_that_kernels_do_not_read() {
         let text = error.to_string();
         assert!(text.starts_with(words) && !text.contains('\n'), "{text}");
     };
-    // Whatever waits for the GPU would wait here.
+    // A wait for the GPU would not end here.
     let (holding, hold) = std::sync::mpsc::channel::<()>();
     stream.then(move || _ = hold.recv()).expect("held");
     for (input, words) in [

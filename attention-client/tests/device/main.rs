@@ -11,9 +11,9 @@ mod skip;
 #[path = "../../../tests/support/src/stopped.rs"]
 mod stopped;
 
-mod ahead;
 mod bad_input;
 mod crowd;
+mod early_sum;
 mod exits;
 mod faults;
 mod graphs;

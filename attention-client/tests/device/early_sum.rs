@@ -12,9 +12,9 @@ use crate::faults::metric;
 use crate::order::{Call, DTYPE, beside_one_that_stands_still, die};
 use crate::rig::{Replicas, builder, devices};
 
-/// Three calls, and what becomes of them: the first is over, and the second, of the second stream, lies where
-/// the third one's frames belong, whose dispatch was refused because the sum of the second did not end in time.
-struct Begun {
+/// State after three calls. The first is over. The second, of the second stream, occupies the ring frame of the
+/// third. The dispatch of the third failed because the early sum of the second did not end in time.
+struct ThreeCalls {
     replicas: Replicas,
     client: DeviceClient,
     streams: [Stream; 2],
@@ -27,7 +27,7 @@ struct Begun {
 
 /// On GPUs in software only: while a call of the host holds one stream, a driver (580.159.04) does not return from
 /// an asynchronous copy that another stream is given.
-fn begun(test: &str) -> Option<Begun> {
+fn begun(test: &str) -> Option<ThreeCalls> {
     let mut rng = seeded(test);
     if let (_, DeviceName::Cuda(_)) = devices()? {
         println!("{test} holds a stream by a call of the host: on GPUs in software only");
@@ -56,7 +56,7 @@ fn begun(test: &str) -> Option<Begun> {
     let refused = unsafe { client.dispatch(&streams[0], third.request.layer, &input) };
     let error = refused.unwrap_err();
     assert!(matches!(error, DeviceError::Gpu(GpuError::Deadline { .. })), "{error}");
-    Some(Begun { replicas, client, streams, second, handle: later, third, holding })
+    Some(ThreeCalls { replicas, client, streams, second, handle: later, third, holding })
 }
 
 /// Lets the first stream go on while `work` is done.
@@ -73,7 +73,8 @@ fn released<R>(holding: Sender<()>, work: impl FnOnce() -> R) -> R {
 #[test]
 fn a_sum_ahead_that_comes_late_is_waited_for_by_its_own_call() {
     let test = "a_sum_ahead_that_comes_late_is_waited_for_by_its_own_call";
-    let Some(Begun { replicas, mut client, streams, second, handle, third, holding }) = begun(test)
+    let Some(ThreeCalls { replicas, mut client, streams, second, handle, third, holding }) =
+        begun(test)
     else {
         return;
     };
@@ -90,7 +91,8 @@ fn a_sum_ahead_that_comes_late_is_waited_for_by_its_own_call() {
 #[test]
 fn a_sum_ahead_that_comes_late_is_waited_for_by_the_next_call() {
     let test = "a_sum_ahead_that_comes_late_is_waited_for_by_the_next_call";
-    let Some(Begun { replicas, mut client, streams, second, handle, third, holding }) = begun(test)
+    let Some(ThreeCalls { replicas, mut client, streams, second, handle, third, holding }) =
+        begun(test)
     else {
         return;
     };
@@ -107,7 +109,8 @@ fn a_sum_ahead_that_comes_late_is_waited_for_by_the_next_call() {
 #[test]
 fn a_sum_ahead_that_comes_late_may_be_given_up() {
     let test = "a_sum_ahead_that_comes_late_may_be_given_up";
-    let Some(Begun { replicas, mut client, streams, second, handle, third, holding }) = begun(test)
+    let Some(ThreeCalls { replicas, mut client, streams, second, handle, third, holding }) =
+        begun(test)
     else {
         return;
     };
