@@ -16,7 +16,7 @@ mod link;
 
 use std::sync::Arc;
 
-use p2p_core::bootstrap::DevicePair;
+use p2p_core::device::DeviceSlots;
 use p2p_core::{AnyEndpoint, Channel, Endpoint, Kicker, SpinPolicy, WaitSet};
 use protocol::DispatchExpect;
 use tokio::sync::oneshot;
@@ -144,7 +144,7 @@ impl DataPlane for CpuPlane<AnyEndpoint> {
     fn attach(
         &self,
         channel: Channel<AnyEndpoint>,
-        device: Option<DevicePair>,
+        device: Option<DeviceSlots>,
         expect: DispatchExpect,
     ) -> Option<(LinkId, LinkEnd)> {
         if device.is_some() {

@@ -29,7 +29,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::Thread;
 
 use kernels::gpu::Gpu;
-use p2p_core::bootstrap::DevicePair;
+use p2p_core::device::DeviceSlots;
 use p2p_core::{AnyEndpoint, Channel, SpinPolicy};
 use protocol::DispatchExpect;
 use proxy::DeviceTransports;
@@ -140,10 +140,10 @@ impl DataPlane for DevicePlane {
     fn attach(
         &self,
         channel: Channel<AnyEndpoint>,
-        device: Option<DevicePair>,
+        device: Option<DeviceSlots>,
         expect: DispatchExpect,
     ) -> Option<(LinkId, LinkEnd)> {
-        let slots = ClientSlots::new(device?, channel);
+        let slots = ClientSlots::new(device?, channel)?;
         let id = self.mailbox.inbox.next_id();
         let (closed, end) = oneshot::channel();
         self.mailbox.send(Command::Attach(Box::new(Client::new(id, slots, expect, closed))));

@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 
-use p2p_core::bootstrap::DevicePair;
+use p2p_core::device::DeviceSlots;
 use p2p_core::{AnyEndpoint, Channel};
 use protocol::DispatchExpect;
 use tokio::sync::oneshot;
@@ -23,7 +23,7 @@ pub(crate) trait DataPlane: Send + Sync + fmt::Debug {
     fn attach(
         &self,
         channel: Channel<AnyEndpoint>,
-        device: Option<DevicePair>,
+        device: Option<DeviceSlots>,
         expect: DispatchExpect,
     ) -> Option<(LinkId, LinkEnd)>;
 

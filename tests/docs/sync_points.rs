@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 #[test]
 fn code_and_memory_model_name_the_same_sync_points() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace's folder");
-    let page = fs::read_to_string(root.join("docs/memory-model.md")).expect("the memory model");
+    let page = fs::read_to_string(root.join("docs/explanation/memory-model.md"))
+        .expect("the memory model");
     let described: Vec<String> =
         page.lines().filter_map(|line| line.strip_prefix("### ")).flat_map(names_in).collect();
     let mut used = BTreeMap::new();
@@ -18,14 +19,14 @@ fn code_and_memory_model_name_the_same_sync_points() {
     for (name, file) in &used {
         assert!(
             described.contains(name),
-            "{} names SYNC POINT `{name}`, which docs/memory-model.md does not describe",
+            "{} names SYNC POINT `{name}`, which docs/explanation/memory-model.md does not describe",
             file.display()
         );
     }
     for name in &described {
         assert!(
             used.contains_key(name),
-            "docs/memory-model.md describes SYNC POINT `{name}`, which no code names"
+            "docs/explanation/memory-model.md describes SYNC POINT `{name}`, which no code names"
         );
     }
 }

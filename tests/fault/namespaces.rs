@@ -76,7 +76,10 @@ fn enter(name: &str) -> Option<Star> {
     if let Ok(star) = std::env::var(INSIDE) {
         return Some(Star::of_parent(&star, NUM_SERVERS));
     }
-    if let Err(error) = OpenNetworks::default().open(&TRANSPORT.parse().expect("a transport")) {
+    if let Err(error) = OpenNetworks::default()
+        .with(libfabric_transport::opener())
+        .open(&TRANSPORT.parse().expect("a transport"))
+    {
         skip("libfabric", &error.to_string());
         return None;
     }
@@ -141,6 +144,7 @@ impl Fleet {
         // Nobody serves before all have registered.
         processes[1..].iter().for_each(|server| server.wait("serving"));
         let transports = OpenNetworks::default()
+            .with(libfabric_transport::opener())
             .open(&TRANSPORT.parse().expect("a transport"))
             .expect("libfabric, which the parent has found");
         let reach = ("http://127.0.0.1:7070".to_owned(), token);

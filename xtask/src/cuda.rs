@@ -39,14 +39,17 @@ const PROGRAMS: [&str; 7] = [
 /// Programs for users, built as they are shipped.
 const RUST_PROGRAMS: [Target; 4] = [
     Target { kind: "--bin", package: "cli", name: "switchyard" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_local" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_relay" },
-    Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_local" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_relay" },
+    Target { kind: "--bin", package: "bench/harness", name: "benchmark_remote" },
 ];
 /// Tests that go into the bundle: their names there.
 const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_kernels_test", Target { kind: "--test", package: "kernels", name: "against_rust" }),
-    ("rust_cuda_ipc_test", Target { kind: "--test", package: "p2p-core", name: "cuda_ipc" }),
+    (
+        "rust_cuda_ipc_test",
+        Target { kind: "--test", package: "transports/cuda-ipc", name: "cuda_ipc" },
+    ),
     ("rust_proxy_test", Target { kind: "--test", package: "transports/proxy", name: "gpu" }),
     ("rust_ibgda_test", Target { kind: "--test", package: "transports/ibgda", name: "gpu" }),
     ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
@@ -65,8 +68,9 @@ const RUST_TESTS: [(&str, Target); 9] = [
     ),
 ];
 /// The feature `cuda` of every package that has it.
-const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-expert-server/cuda,\
-    switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,switchyard-tests/cuda";
+const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-bench-harness/cuda,\
+    switchyard-expert-server/cuda,switchyard-kernels/cuda,switchyard-cuda-ipc/cuda,switchyard-proxy/cuda,\
+    switchyard-tests/cuda";
 /// The small model, for tests of whole layers.
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
 /// Machine code for Hopper.
@@ -308,11 +312,10 @@ pub fn make_bundle() -> Result<Outcome> {
         strip(&bundle.join(program))?;
     }
     // Without RDMA, whose library would have to be on every GPU host.
-    let features = format!("switchyard-proxy/libfabric,{FEATURES}");
     println!("compiling the tests in Rust");
-    let tests = artifacts::build(&[], &features, &RUST_TESTS.map(|(_, target)| target))?;
+    let tests = artifacts::build(&[], FEATURES, &RUST_TESTS.map(|(_, target)| target))?;
     println!("compiling the programs in Rust");
-    let programs = artifacts::build(&["--release"], &features, &RUST_PROGRAMS)?;
+    let programs = artifacts::build(&["--release"], FEATURES, &RUST_PROGRAMS)?;
     let test_names = RUST_TESTS.map(|(name, _)| name);
     let program_names = RUST_PROGRAMS.map(|target| target.name);
     for (name, from) in test_names.iter().chain(&program_names).zip(tests.iter().chain(&programs)) {

@@ -139,14 +139,13 @@ fn failed(what: &str, status: ExitStatus, told: &[String]) -> Outcome {
     Outcome::Failed([std::slice::from_ref(&reason), told].concat().join("\n         "))
 }
 
-/// Features of the workspace's builds, beside the default ones: the proxy's tests over libfabric, which is
-/// opened at run time, and RDMA where its headers are.
+/// Features of the workspace's builds, beside the default ones: RDMA where its headers are.
 ///
 /// All steps build for the whole workspace with these, or with more: for a single package cargo chooses
 /// other features of dependencies, and builds all of them once more.
 pub fn features() -> String {
     let rdma = if rxe::can_build() { rxe::FEATURES } else { &[] };
-    let all: Vec<&str> = [["switchyard-proxy/libfabric"].as_slice(), rdma].concat();
+    let all: Vec<&str> = [["switchyard-bench-harness/libfabric"].as_slice(), rdma].concat();
     all.join(",")
 }
 

@@ -1,6 +1,6 @@
 //! The experiment itself.
 
-use p2p_core::credit::{
+use message_engine::credit::{
     Admission, Credit, CreditConfig, CreditReceiver, Event as Credited, GrantOrder,
 };
 use rand::rngs::StdRng;

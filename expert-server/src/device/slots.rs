@@ -1,12 +1,16 @@
 //! The slots of one client, as the handshake gave them. All uses of the handshake's device types are here.
 
+use std::sync::Arc;
+
+use cuda_ipc::GpuMemory;
 use kernels::abi::{DevicePtr, FrameGeometry, Link, WAY_DIRECT};
 use kernels::gpu::{Gpu, GpuError, Stream};
-use p2p_core::bootstrap::{DevicePair, DeviceSide, RemoteSlots};
+use kernels::slots::{DevicePair, DeviceSide, PathError, RemoteSlots};
+use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::slot::PROGRESS;
-use p2p_core::{AnyEndpoint, Channel, PostError, TransportKind};
+use p2p_core::{AnyEndpoint, Channel, TransportKind};
 
-pub(super) use p2p_core::bootstrap::KernelWaits;
+pub(super) use kernels::slots::KernelWaits;
 
 /// Device slots of a client, and the host slots of its connection. Dropping it unmaps the client's slot.
 #[derive(Debug)]
@@ -16,19 +20,20 @@ pub(crate) struct ClientSlots {
     channel: Channel<AnyEndpoint>,
 }
 
-/// The server's side of the handshake, which it offers to every client.
-pub(super) fn server_side(gpu: &Gpu, geometry: &FrameGeometry) -> DeviceSide {
-    DeviceSide {
+/// The GPU memory that the server offers to every client in the handshake.
+pub(super) fn offer(gpu: &Gpu, geometry: &FrameGeometry) -> Arc<dyn DeviceMemory> {
+    GpuMemory::offer(DeviceSide {
         gpu: gpu.clone(),
         own_slot_bytes: geometry.slot_bytes,
         peer_slot_bytes: geometry.response_slot_bytes,
         shape: geometry.describe().into_bytes(),
-    }
+    })
 }
 
 impl ClientSlots {
-    pub(super) const fn new(pair: DevicePair, channel: Channel<AnyEndpoint>) -> Self {
-        Self { pair, channel }
+    /// `None` if the slots are not in GPU memory.
+    pub(super) fn new(slots: DeviceSlots, channel: Channel<AnyEndpoint>) -> Option<Self> {
+        Some(Self { pair: slots.downcast().ok()?, channel })
     }
 
     /// The server's slot, which receives requests.
@@ -65,7 +70,7 @@ impl ClientSlots {
     }
 
     /// Checks the path to a remote client.
-    pub(super) fn health(&self) -> Result<(), PostError> {
+    pub(super) fn health(&self) -> Result<(), PathError> {
         self.pair.as_remote().map_or(Ok(()), RemoteSlots::health)
     }
 
@@ -75,7 +80,7 @@ impl ClientSlots {
         &self,
         control: &Stream,
         geometry: &FrameGeometry,
-    ) -> Result<Result<(), PostError>, GpuError> {
+    ) -> Result<Result<(), PathError>, GpuError> {
         let offset = geometry.response_control_offset + PROGRESS as u64;
         match self.pair.as_remote() {
             Some(remote) => Ok(remote.show_life(offset)),
@@ -92,8 +97,6 @@ impl ClientSlots {
 #[cfg(test)]
 pub(super) mod fake {
     //! Slots of a client over a network that never fails and carries nothing.
-
-    use std::sync::Arc;
 
     use kernels::gpu::GpuBuffer;
     use p2p_core::backend::mapped::MappedEndpoint;
@@ -121,11 +124,11 @@ pub(super) mod fake {
             KernelWaits::new(Arc::clone(&self.waits))
         }
 
-        fn show_life(&self, _: u64) -> Result<(), PostError> {
+        fn show_life(&self, _: u64) -> Result<(), PathError> {
             Ok(())
         }
 
-        fn health(&self) -> Result<(), PostError> {
+        fn health(&self) -> Result<(), PathError> {
             Ok(())
         }
     }
@@ -145,6 +148,6 @@ pub(super) mod fake {
         let endpoint = MappedEndpoint::new(kind, slot(), Arc::clone(&event), event);
         let endpoint = AnyEndpoint::Mapped(endpoint);
         let channel = Channel::new(endpoint, layout, slot(), SlotKey).expect("a channel");
-        (ClientSlots::new(pair, channel), waits)
+        (ClientSlots { pair, channel }, waits)
     }
 }

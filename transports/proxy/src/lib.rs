@@ -16,7 +16,6 @@
 //! | [`relay`] | memory of further GPUs behind a peer |
 //! | [`network`] | any network of the handshake, with a proxy in between |
 //! | [`locality`] | which processors are near a GPU and a NIC |
-//! | [`mod@bench`] | what the benchmarks share |
 //! | [`host`] | peers whose posters run on this host |
 //! | [`gpu`] | peers whose posters are kernels |
 //! | [`device`] | slots of GPUs over any network of the handshake |
@@ -26,7 +25,6 @@
 
 pub mod abi;
 mod backoff;
-pub mod bench;
 pub mod command;
 #[cfg(not(loom))]
 pub mod device;
@@ -37,7 +35,7 @@ pub mod host;
 pub mod lane;
 mod line;
 pub mod locality;
-mod memory;
+pub mod memory;
 #[cfg(not(loom))]
 pub mod network;
 mod port;

@@ -7,6 +7,8 @@ mod skip;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bench_harness::proxy::local::{Bench, PostKind, Row, Run};
+use bench_harness::proxy::{BenchEndpoint, relay};
 use kernels::abi::{ErrorWord, Link, WAY_PROXY};
 use kernels::gpu::{Gpu, GpuBuffer};
 use kernels::link_calls::LinkCallsParams;
@@ -15,8 +17,6 @@ use p2p_core::backend::mapped::MappedEndpoint;
 use p2p_core::backend::staged::{Disorder, StagedEndpoint};
 use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
-use proxy::bench::local::{Bench, PostKind, Row, Run};
-use proxy::bench::{BenchEndpoint, relay};
 use proxy::gpu::{GpuPoster, lanes, mirror};
 use proxy::host::PosterConfig;
 use proxy::relay::{Copier, CopyTask, GpuCopier, GpuTarget, WordTask};

@@ -391,9 +391,8 @@ fn a_relay_over_the_nic_model() {
 }
 
 #[test]
-#[cfg(feature = "libfabric")]
 fn a_relay_over_libfabric() {
-    use p2p_core::backend::libfabric::FabricNetwork;
+    use libfabric_transport::FabricNetwork;
     let open = || FabricNetwork::open("tcp;ofi_rxm");
     match (open(), open()) {
         (Ok(from), Ok(to)) => over_network(&from, &to),

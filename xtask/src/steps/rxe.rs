@@ -103,18 +103,21 @@ fn programs() -> Result<Vec<(&'static str, PathBuf)>> {
 /// What runs in the guest: its name there, and the target.
 const PROGRAMS: [(&str, Target); 13] = [
     ("switchyard", Target { kind: "--bin", package: "cli", name: "switchyard" }),
-    ("verbs", Target { kind: "--test", package: "p2p-core", name: "verbs" }),
-    ("conformance", Target { kind: "--test", package: "p2p-core", name: "conformance" }),
-    ("engine", Target { kind: "--test", package: "p2p-core", name: "engine" }),
-    ("engine_bench", Target { kind: "--test", package: "p2p-core", name: "engine_bench" }),
-    ("scale", Target { kind: "--test", package: "p2p-core", name: "scale" }),
-    ("scale_kill", Target { kind: "--test", package: "p2p-core", name: "scale_kill" }),
-    ("p2p_one_to_one", Target { kind: "--example", package: "p2p-core", name: "p2p_one_to_one" }),
-    ("p2p_multi", Target { kind: "--example", package: "p2p-core", name: "p2p_multi" }),
+    ("verbs", Target { kind: "--test", package: "transports/verbs", name: "verbs" }),
+    ("conformance", Target { kind: "--test", package: "tests", name: "conformance" }),
+    ("engine", Target { kind: "--test", package: "message-engine", name: "engine" }),
+    ("engine_bench", Target { kind: "--test", package: "bench/harness", name: "engine_bench" }),
+    ("scale", Target { kind: "--test", package: "tests", name: "scale" }),
+    ("scale_kill", Target { kind: "--test", package: "tests", name: "scale_kill" }),
+    (
+        "p2p_one_to_one",
+        Target { kind: "--example", package: "bench/harness", name: "p2p_one_to_one" },
+    ),
+    ("p2p_multi", Target { kind: "--example", package: "bench/harness", name: "p2p_multi" }),
     ("proxy_network", Target { kind: "--test", package: "transports/proxy", name: "network" }),
     (
         "benchmark_remote",
-        Target { kind: "--bin", package: "transports/proxy", name: "benchmark_remote" },
+        Target { kind: "--bin", package: "bench/harness", name: "benchmark_remote" },
     ),
     ("proxy_layers", Target { kind: "--test", package: "tests", name: "proxy" }),
     ("proxy_device", Target { kind: "--test", package: "tests", name: "device-proxy" }),
@@ -122,8 +125,8 @@ const PROGRAMS: [(&str, Target); 13] = [
 /// The feature `verbs` of every package that has it.
 pub(super) const FEATURES: &[&str] = &[
     "switchyard/verbs",
-    "switchyard-p2p-core/verbs",
-    "switchyard-proxy/verbs",
+    "switchyard-verbs/rdma",
+    "switchyard-bench-harness/verbs",
     "switchyard-tests/verbs",
 ];
 /// Tests that need no device; the others run in the guests only.

@@ -4,12 +4,12 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
-use clap::parser::ValueSource;
-use kernels::gpu::{DeviceName, Gpu};
-use p2p_core::bench::{
+use bench_harness::engine::EngineBenchConfig;
+use bench_harness::p2p::{
     BenchConfig, BenchRow, ChildProgram, DeviceBenchConfig, DeviceReport, DeviceRow, run_device,
 };
-use p2p_core::engine::bench::EngineBenchConfig;
+use clap::parser::ValueSource;
+use kernels::gpu::{DeviceName, Gpu};
 use p2p_core::transports::Wish;
 use p2p_core::{OpenNetworks, SlotConfig, TransportKind, TransportSpec};
 
@@ -49,7 +49,7 @@ pub struct Args {
     /// verbs.
     #[cfg(feature = "verbs")]
     #[arg(long, env = VERBS_CONFIG_VARIABLE, value_parser = crate::cmd::verbs_config)]
-    verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    verbs_config: Option<verbs_transport::VerbsConfig>,
     #[command(flatten)]
     engine: engine::EngineArgs,
     /// Lets the system move the processes between CPUs, as it always does with the message engine.
@@ -137,18 +137,17 @@ fn transport(text: &str) -> Result<Transport, String> {
 
 /// Runs this process's part where it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
-    p2p_core::bench::child_main_with(|| {
-        #[allow(unused_mut, reason = "depends on the features")]
-        let mut networks = OpenNetworks::default();
+    bench_harness::p2p::child_main_with(|| {
+        let networks = OpenNetworks::default();
         #[cfg(feature = "verbs")]
-        {
-            networks.verbs = verbs_of_parent();
-        }
+        let networks = networks.with(verbs_transport::opener(verbs_of_parent()));
+        #[cfg(feature = "libfabric")]
+        let networks = networks.with(libfabric_transport::opener());
         networks
     })
-    .or_else(p2p_core::bench::device_child_main)
+    .or_else(bench_harness::p2p::device_child_main)
     .or_else(|| {
-        p2p_core::engine::bench::child_main_with(|| EngineBenchConfig {
+        bench_harness::engine::child_main_with(|| EngineBenchConfig {
             #[cfg(feature = "verbs")]
             verbs: verbs_of_parent(),
             ..EngineBenchConfig::default()
@@ -160,7 +159,7 @@ pub fn child() -> Option<ExitCode> {
 /// What the parent says of RDMA. What it does not say, or says wrongly, is the default: the parent has read
 /// it before.
 #[cfg(feature = "verbs")]
-fn verbs_of_parent() -> p2p_core::backend::verbs::VerbsConfig {
+fn verbs_of_parent() -> verbs_transport::VerbsConfig {
     let text = std::env::var(VERBS_CONFIG_VARIABLE).ok();
     text.and_then(|text| super::super::verbs_config(&text).ok()).unwrap_or_default()
 }
@@ -205,7 +204,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         outln!("{:>9} {:>14} {:>14} {:>10}", "bytes", "one way µs p50", "p99", "GB/s");
     }
     let spinner = ui::spinner(global.json, "measuring");
-    let report = p2p_core::bench::run(&config, &program, |row: &BenchRow| {
+    let report = bench_harness::p2p::run(&config, &program, |row: &BenchRow| {
         if !global.json {
             spinner.suspend(|| {
                 outln!(

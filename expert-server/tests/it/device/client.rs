@@ -4,15 +4,15 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
+use cuda_ipc::GpuMemory;
 use kernels::abi::{
     ANSWER_HOLE, ClientState, CombineParams, DEVICE_ABI_VERSION, DTYPE_BF16, DTYPE_F8_E4M3,
     DispatchParams, ErrorWord, FrameGeometry, Handle, Link, Placement, ServerPeer, WAY_DIRECT,
     WORD_STATUS_OFFSET, WORD_STRIDE,
 };
 use kernels::gpu::{Gpu, GpuBuffer, Prepared, Stream};
-use p2p_core::bootstrap::{
-    ConnectConfig, ConnectError, Connection, DevicePair, DeviceSide, Liveness, PeerHello, connect,
-};
+use kernels::slots::{DevicePair, DeviceSide};
+use p2p_core::bootstrap::{ConnectConfig, ConnectError, Connection, Liveness, PeerHello, connect};
 use p2p_core::{AnyEndpoint, Channel, SlotConfig};
 use protocol::{ClientHello, ModelShape, WireDtype};
 
@@ -69,12 +69,12 @@ pub fn hello(shape: ModelShape, client_id: u64, dtype: WireDtype) -> PeerHello {
 pub fn config_for(gpu: &Gpu, geometry: &FrameGeometry) -> ConnectConfig {
     ConnectConfig {
         slot: HOST_SLOT,
-        device: Some(DeviceSide {
+        device: Some(GpuMemory::offer(DeviceSide {
             gpu: gpu.clone(),
             own_slot_bytes: geometry.response_slot_bytes,
             peer_slot_bytes: geometry.slot_bytes,
             shape: geometry.describe().into_bytes(),
-        }),
+        })),
         timeout: PATIENCE,
         ..ConnectConfig::default()
     }
@@ -117,7 +117,7 @@ impl Client {
         connection: Connection,
     ) -> Self {
         let Connection { channel, device, liveness, .. } = connection;
-        let pair = device.expect("device slots");
+        let pair = device.and_then(|slots| slots.downcast().ok()).expect("device slots");
         let tokens = u64::from(geometry.max_tokens);
         let entries = tokens * u64::from(geometry.top_k);
         let alloc = |bytes: u64| gpu.alloc(bytes).expect("memory");

@@ -1,8 +1,10 @@
 //! Settings that cannot work are reported in one line, before any batch is launched.
 
 use checkpoint::{MakeOptions, Preset, make_checkpoint};
+use cuda_ipc::GpuMemory;
 use kernels::gpu::{DeviceName, Gpu};
-use p2p_core::bootstrap::{ConnectConfig, DeviceSide, connect};
+use kernels::slots::DeviceSide;
+use p2p_core::bootstrap::{ConnectConfig, connect};
 use p2p_core::{RejectCode, SlotConfig};
 use protocol::WireDtype;
 use switchyard_expert_server::device::{DeviceError, DeviceOptions};
@@ -111,7 +113,11 @@ async fn refusals_of_clients_without_shared_memory_name_the_reason() {
             peer_slot_bytes: geometry.slot_bytes,
             shape: geometry.describe().into_bytes(),
         };
-        let config = ConnectConfig { slot: HOST_SLOT, device: Some(side), ..Default::default() };
+        let config = ConnectConfig {
+            slot: HOST_SLOT,
+            device: Some(GpuMemory::offer(side)),
+            ..Default::default()
+        };
         let message = said(dtype, config).await;
         assert!(message.contains("GPU 0 has no access to memory of GPU 9"), "{message}");
     }

@@ -9,11 +9,13 @@ use std::time::Duration;
 use kernels::abi::{DevicePtr, Link, WAY_DIRECT, WAY_PROXY};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer};
 use kernels::proxy::PROXY_VERSION;
+use kernels::slots::{DevicePair, DeviceSide, KernelWaits, PathError, RemoteSlots};
 use p2p_core::backend::mapped::MappedEndpoint;
-use p2p_core::bootstrap::{CloseReason, DevicePair, DeviceSide, KernelWaits, RemoteSlots};
+use p2p_core::bootstrap::CloseReason;
+use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::network::{Joined, Network, NetworkError, OpenSide, Route, SideDescription};
 use p2p_core::wait::event_fd;
-use p2p_core::{AnyEndpoint, PostError, Region, SlotLayout, TransportKind, Transports};
+use p2p_core::{AnyEndpoint, Region, SlotLayout, TransportKind, Transports};
 use protocol::{ModelShape, WireDtype};
 use switchyard_expert_server::{ExpertSelection, RunningServer};
 
@@ -170,9 +172,9 @@ impl Network for StuckNetwork {
         &self,
         layout: &SlotLayout,
         _: Route,
-        device: &DeviceSide,
+        device: &dyn DeviceMemory,
     ) -> Result<Box<dyn OpenSide>, NetworkError> {
-        Ok(open(layout, device, Some(Arc::clone(&self.num_stuck))))
+        Ok(open(layout, device.downcast_for(FLAVOUR)?, Some(Arc::clone(&self.num_stuck))))
     }
 }
 
@@ -197,9 +199,9 @@ impl Network for DirectNetwork {
         &self,
         layout: &SlotLayout,
         _: Route,
-        device: &DeviceSide,
+        device: &dyn DeviceMemory,
     ) -> Result<Box<dyn OpenSide>, NetworkError> {
-        Ok(open(layout, device, None))
+        Ok(open(layout, device.downcast_for(FLAVOUR)?, None))
     }
 }
 
@@ -216,7 +218,7 @@ impl OpenSide for NetworkSide {
     fn join_device(
         self: Box<Self>,
         peer: &SideDescription,
-    ) -> Result<(Joined, DevicePair), NetworkError> {
+    ) -> Result<(Joined, DeviceSlots), NetworkError> {
         let Self { own, layout, device, num_stuck } = *self;
         let slot = || Region::anonymous(layout.slot_bytes()).expect("memory");
         let event = Arc::new(event_fd().expect("an event"));
@@ -227,7 +229,7 @@ impl OpenSide for NetworkSide {
             Some(num_stuck) => Box::new(ProxySlots::new(&device, own, waits, num_stuck)),
             None => Box::new(DirectSlots { own, peer: DevicePtr(peer.address), waits }),
         };
-        Ok((joined, DevicePair::remote(slots, &device)))
+        Ok((joined, DeviceSlots::new(DevicePair::remote(slots, &device))))
     }
 }
 
@@ -252,11 +254,11 @@ impl RemoteSlots for DirectSlots {
         KernelWaits::new(Arc::clone(&self.waits))
     }
 
-    fn show_life(&self, _: u64) -> Result<(), PostError> {
+    fn show_life(&self, _: u64) -> Result<(), PathError> {
         Ok(())
     }
 
-    fn health(&self) -> Result<(), PostError> {
+    fn health(&self) -> Result<(), PathError> {
         Ok(())
     }
 }
@@ -346,11 +348,11 @@ impl RemoteSlots for ProxySlots {
         KernelWaits::new(Arc::clone(&self.waits))
     }
 
-    fn show_life(&self, _: u64) -> Result<(), PostError> {
+    fn show_life(&self, _: u64) -> Result<(), PathError> {
         Ok(())
     }
 
-    fn health(&self) -> Result<(), PostError> {
+    fn health(&self) -> Result<(), PathError> {
         Ok(())
     }
 }

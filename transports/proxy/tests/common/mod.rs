@@ -36,7 +36,7 @@ pub fn driver() -> Option<Driver> {
 pub fn software_gpu() -> Option<kernels::gpu::Gpu> {
     let driver = driver()?;
     // SAFETY: it is the kernel.
-    unsafe { proxy::bench::gpu::set_software_kernel(driver.produce) };
+    unsafe { bench_harness::proxy::gpu::set_software_kernel(driver.produce) };
     Some(kernels::gpu::Gpu::open_emulated(0).unwrap())
 }
 

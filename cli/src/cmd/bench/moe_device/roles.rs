@@ -37,7 +37,7 @@ pub(super) struct Part {
     pub slot_bytes: usize,
     pub transport: String,
     #[cfg(feature = "verbs")]
-    pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    pub verbs_config: Option<verbs_transport::VerbsConfig>,
     #[cfg(feature = "ibgda")]
     pub ibgda: crate::cmd::IbgdaArgs,
     /// Thread blocks of the long kernels; 0 leaves it to them.
