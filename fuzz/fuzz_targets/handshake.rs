@@ -1,6 +1,5 @@
-//! Both sides read each other's messages while they connect: those of the slots' handshake and of the
-//! engine's, whatever kind, and the first frame after it. What decodes must encode to what decodes to the
-//! same.
+//! Both sides read each other's messages while they connect: those of the slots' handshake and of the engine's, and the
+//! first frame after it. A decoded message must encode to bytes that decode to the same message.
 
 #![no_main]
 

@@ -13,6 +13,7 @@ use p2p_core::bootstrap::{
     CloseReason, ConnectConfig, Listener, ListenerConfig, PeerHello, connect,
 };
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use switchyard_bench_harness::stats::percentile;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
@@ -108,15 +109,10 @@ async fn watch(wish: &Wish) -> Result<(), Box<dyn Error>> {
         eprintln!("{} of {}: known after {ms:.2} ms", time + 1, wish.times);
         known_ms.push(ms);
     }
-    known_ms.sort_by(f64::total_cmp);
+    let [least, p50, most] = [0.0, 0.5, 1.0].map(|part| percentile(&mut known_ms, part));
     println!(
-        r#"{{"gib": {}, "huge_pages": {}, "times": {}, "known_ms": {{"least": {:.3}, "p50": {:.3}, "most": {:.3}}}}}"#,
-        wish.gib,
-        wish.is_huge,
-        wish.times,
-        known_ms[0],
-        known_ms[wish.times / 2],
-        known_ms[wish.times - 1]
+        r#"{{"gib": {}, "huge_pages": {}, "times": {}, "known_ms": {{"least": {least:.3}, "p50": {p50:.3}, "most": {most:.3}}}}}"#,
+        wish.gib, wish.is_huge, wish.times
     );
     Ok(())
 }

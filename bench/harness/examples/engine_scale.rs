@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use message_engine::engine::Access;
 use scale_support::engines::Engines;
 use scale_support::{num_descriptors, resident_bytes};
+use switchyard_bench_harness::stats::median;
 
 fn main() {
     let argument = |idx| std::env::args().nth(idx);
@@ -23,7 +24,7 @@ fn main() {
     let first = Engines::engine(&transport, false).expect("the transport");
     drop(Engines::gather(first, 4, &transport));
     let hub = Engines::engine(&transport, true).expect("the transport");
-    let alone_ns = sorted(|| Engines::round_ns(&hub, SAMPLE));
+    let alone_ns = median_of(|| Engines::round_ns(&hub, SAMPLE));
     let (bytes, descriptors) = (resident_bytes(), num_descriptors());
     let engines = Engines::gather(Arc::clone(&hub), num_peers, &transport);
     let per_peer = |now: u64, before: u64| now.saturating_sub(before) / num_peers as u64;
@@ -31,7 +32,7 @@ fn main() {
     let descriptors = per_peer(num_descriptors() as u64, descriptors as u64);
     // What the handshakes left to do is done by now.
     std::thread::sleep(Duration::from_millis(500));
-    let among_all_ns = sorted(|| Engines::round_ns(&hub, SAMPLE));
+    let among_all_ns = median_of(|| Engines::round_ns(&hub, SAMPLE));
     let soon = || Instant::now() + Duration::from_secs(60);
     let memory = hub.alloc(64, Access::RemoteReadWrite).expect("memory");
     let before = resident_bytes();
@@ -40,7 +41,7 @@ fn main() {
     }
     let used_bytes = per_peer(resident_bytes(), before);
     // What a notification takes while all others are idle: there, and taken.
-    let notice_us = sorted(|| {
+    let notice_us = median_of(|| {
         let start = Instant::now();
         for _ in 0..NUM_NOTICES {
             engines.out[0].notify(&[1; 16], soon()).expect("a notification");
@@ -48,22 +49,17 @@ fn main() {
         }
         start.elapsed().as_secs_f64() * 1e6 / f64::from(NUM_NOTICES)
     });
-    let poll = |at: usize| (among_all_ns[at] - alone_ns[at]) / num_peers as f64;
+    let poll_ns = (among_all_ns - alone_ns) / num_peers as f64;
     println!(
-        r#"{{"transport": "{}", "num_peers": {num_peers}, "connect_storm_s": {:.3}, "idle_bytes_per_peer_both_ends": {idle_bytes}, "more_bytes_after_a_short_message": {used_bytes}, "descriptors_per_peer_both_ends": {descriptors}, "round_ns_without_peers": {:.1}, "round_ns_with_all": {:.1}, "poll_ns_per_idle_peer": {:.2}, "notification_us": {:.1}}}"#,
+        r#"{{"transport": "{}", "num_peers": {num_peers}, "connect_storm_s": {:.3}, "idle_bytes_per_peer_both_ends": {idle_bytes}, "more_bytes_after_a_short_message": {used_bytes}, "descriptors_per_peer_both_ends": {descriptors}, "round_ns_without_peers": {alone_ns:.1}, "round_ns_with_all": {among_all_ns:.1}, "poll_ns_per_idle_peer": {poll_ns:.2}, "notification_us": {notice_us:.1}}}"#,
         engines.out[0].transport(),
         engines.took.as_secs_f64(),
-        alone_ns[NUM_SAMPLES / 2],
-        among_all_ns[NUM_SAMPLES / 2],
-        poll(NUM_SAMPLES / 2),
-        notice_us[NUM_SAMPLES / 2],
     );
 }
 
-fn sorted(sample: impl Fn() -> f64) -> Vec<f64> {
+fn median_of(sample: impl Fn() -> f64) -> f64 {
     let mut samples: Vec<f64> = (0..NUM_SAMPLES).map(|_| sample()).collect();
-    samples.sort_by(f64::total_cmp);
-    samples
+    median(&mut samples)
 }
 
 const NUM_SAMPLES: usize = 21;

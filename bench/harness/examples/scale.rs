@@ -11,6 +11,7 @@ use std::time::Instant;
 use p2p_core::{SlotConfig, WaitSet};
 use scale_support::crowd::Crowd;
 use scale_support::{num_descriptors, resident_bytes, transports};
+use switchyard_bench_harness::stats::percentile;
 
 fn main() {
     let argument = |idx| std::env::args().nth(idx).and_then(|text| text.parse().ok());
@@ -41,15 +42,12 @@ fn main() {
             start.elapsed().as_nanos() as f64 / (SWEEPS_PER_SAMPLE * channels.len()) as f64
         })
         .collect();
-    polls.sort_by(f64::total_cmp);
+    let [p01, p50, p99] = [0.01, 0.5, 0.99].map(|part| percentile(&mut polls, part));
     println!(
-        r#"{{"transport": "{}", "num_peers": {num_peers}, "slot_bytes": {}, "connect_storm_s": {:.3}, "idle_bytes_per_peer_both_ends": {idle_bytes}, "descriptors_per_peer_both_ends": {descriptors}, "poll_ns_per_idle_peer": {{"p01": {:.2}, "p50": {:.2}, "p99": {:.2}}}}}"#,
+        r#"{{"transport": "{}", "num_peers": {num_peers}, "slot_bytes": {}, "connect_storm_s": {:.3}, "idle_bytes_per_peer_both_ends": {idle_bytes}, "descriptors_per_peer_both_ends": {descriptors}, "poll_ns_per_idle_peer": {{"p01": {p01:.2}, "p50": {p50:.2}, "p99": {p99:.2}}}}}"#,
         crowd.here[0].transport,
         slot.slot_bytes,
         crowd.took.as_secs_f64(),
-        polls[NUM_SAMPLES / 100],
-        polls[NUM_SAMPLES / 2],
-        polls[NUM_SAMPLES * 99 / 100],
     );
 }
 

@@ -1,7 +1,7 @@
 //! Latency and bandwidth of the verbs transport beside perftest's tools, in turns, on one device.
 //!
 //! ```text
-//! cargo run --release -p switchyard-p2p-core --features verbs --example verbs_bench -- [REPEATS]
+//! cargo run --release -p switchyard-bench-harness --features verbs --example verbs_bench -- [REPEATS]
 //! ```
 //!
 //! Both use the same device against itself, message sizes, queue depth and number of operations. Prints
@@ -17,6 +17,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, Route, SideDescription};
 use p2p_core::{Region, RemoteRange, SlotConfig, SlotKey, SlotLayout};
+use switchyard_bench_harness::stats::median;
 use verbs_transport::{VerbsConfig, VerbsNetwork, device_names};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -252,9 +253,4 @@ fn layout() -> Result<SlotLayout> {
 fn route() -> Route {
     let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
     Route { local: here, remote: here }
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }

@@ -1,9 +1,10 @@
 //! Latency and bandwidth of one-sided transfers between two processes.
 //!
-//! [`run`] starts the target as a process of its own: the program that calls it is executed again and
-//! must call [`child_main`] first thing. For every row the destination is poisoned, transfers of
-//! `num_iovs` ranges each run back to back, and then every byte of the destination is compared with what
-//! the source holds, which is new for every row; only the transfers are timed.
+//! [`run`] starts the target as a process of its own. It executes the calling program again, so that program must
+//! call [`child_main`] before anything else.
+//!
+//! For each row the source gets new payload and the destination is poisoned. Transfers of `num_iovs` ranges each run
+//! back to back. Then every byte of the destination is compared with the source. Only the transfers are timed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
@@ -14,6 +15,7 @@ use rand::{Rng, SeedableRng};
 use thiserror::Error;
 
 use crate::p2p::ChildProgram;
+use crate::stats::percentile;
 use message_engine::engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, OpError, Span, open_fabric,
 };
@@ -23,13 +25,13 @@ use p2p_core::fabric::FabricOpener;
 #[cfg(feature = "verbs")]
 use verbs_transport::{VerbsConfig, VerbsFabric};
 
-/// Which way the bytes go.
+/// Direction of the transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// Into the target's memory.
+    /// From the initiator into the target's memory.
     Write,
-    /// Out of it.
+    /// From the target's memory to the initiator.
     Read,
 }
 
@@ -40,23 +42,23 @@ pub fn fabrics() -> Vec<FabricOpener> {
     libfabric.chain(verbs_transport::fabric_opener()).collect()
 }
 
-/// What to measure.
+/// Settings of [`run`].
 #[derive(Debug, Clone)]
 pub struct EngineBenchConfig {
     /// Transport, as [`open_fabric`] takes it.
     pub transport: String,
-    /// How to use RDMA devices. The target process is told by [`child_main_with`].
+    /// How to use RDMA devices. The target process gets its own settings by [`child_main_with`].
     #[cfg(feature = "verbs")]
     pub verbs: VerbsConfig,
-    /// Which way.
+    /// Direction of the transfers.
     pub mode: Mode,
-    /// Bytes of one range, each a row per number of ranges.
+    /// Bytes of one range. There is a row for each size and each number of ranges.
     pub sizes: Vec<u64>,
     /// Ranges in one transfer.
     pub num_iovs: Vec<usize>,
     /// Timed transfers per row; 0 chooses by size.
     pub iterations: usize,
-    /// Transfers under way at a time.
+    /// Largest number of transfers in flight.
     pub depth: usize,
     /// Seed of the payload.
     pub seed: u64,
@@ -78,22 +80,22 @@ impl Default for EngineBenchConfig {
     }
 }
 
-/// The result of [`run`].
+/// Result of [`run`].
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct EngineBenchReport {
     /// Transport in use, with its flavour.
     pub transport: String,
-    /// Which way the bytes went.
+    /// Direction of the transfers.
     pub mode: Mode,
-    /// Transfers under way at a time.
+    /// Largest number of transfers in flight.
     pub depth: usize,
-    /// Bytes compared, and found right.
+    /// Bytes compared. All were right.
     pub verified_bytes: u64,
     /// One row per size and number of ranges.
     pub rows: Vec<EngineBenchRow>,
 }
 
-/// The measurements of one size and number of ranges.
+/// Figures of one size and number of ranges.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct EngineBenchRow {
     /// Bytes of one range.
@@ -102,9 +104,9 @@ pub struct EngineBenchRow {
     pub num_iovs: usize,
     /// Timed transfers.
     pub iterations: usize,
-    /// Median time of a transfer in microseconds, from its start to the knowledge of its end.
+    /// Median time of a transfer in microseconds, from its start until its end is known.
     pub us_p50: f64,
-    /// 99th percentile of the same.
+    /// 99th percentile of the same time.
     pub us_p99: f64,
     /// Time of all transfers divided by their number, in microseconds.
     pub us_mean: f64,
@@ -114,52 +116,34 @@ pub struct EngineBenchRow {
     pub gbps: f64,
 }
 
-/// A benchmark could not be run.
+/// A benchmark failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are part of the messages")]
 pub enum EngineBenchError {
-    /// A setting makes no sense.
+    /// A setting is out of range.
     #[error("{what} is {found}, expected {expected}")]
-    Config {
-        /// Which setting.
-        what: &'static str,
-        /// Value found.
-        found: u64,
-        /// What is allowed.
-        expected: &'static str,
-    },
-    /// A process could not be started, or did not do its part.
+    Config { what: &'static str, found: u64, expected: &'static str },
+    /// A process could not be started, or failed.
     #[error("{what}: {detail}")]
-    Peer {
-        /// What was tried.
-        what: &'static str,
-        /// How it failed.
-        detail: String,
-    },
+    Peer { what: &'static str, detail: String },
     /// A transfer failed.
     #[error(transparent)]
     Transfer(#[from] OpError),
-    /// Bytes are not what they should be.
+    /// The destination has wrong bytes.
     #[error("{num_wrong} of {bytes} bytes are wrong after transfers of {num_iovs} ranges")]
-    Wrong {
-        /// Bytes that differ.
-        num_wrong: u64,
-        /// Bytes compared.
-        bytes: u64,
-        /// Ranges of a transfer.
-        num_iovs: usize,
-    },
+    Wrong { num_wrong: u64, bytes: u64, num_iovs: usize },
 }
 
-/// Does the work of a child process of [`run`], if this is one: then the program should exit with
-/// success, or failure on `Some(false)`. To be called before anything else.
+/// Runs this process's part if it is a child of [`run`], and returns whether it succeeded. The program should then
+/// exit. Returns `None` in any other process. Call it before anything else.
 #[must_use]
 pub fn child_main() -> Option<bool> {
     child_main_with(EngineBenchConfig::default)
 }
 
-/// As [`child_main`], with settings for transports, which are asked for only if this is a child. Those of
-/// the measurement itself do not count.
+/// As [`child_main`], with settings for transports. Calls `settings` in a child only, and ignores the settings of the
+/// measurement itself.
 #[must_use]
 pub fn child_main_with(settings: impl FnOnce() -> EngineBenchConfig) -> Option<bool> {
     let transport = std::env::var(TARGET_VARIABLE).ok()?;
@@ -170,10 +154,10 @@ pub fn child_main_with(settings: impl FnOnce() -> EngineBenchConfig) -> Option<b
     Some(served.is_ok())
 }
 
-/// Runs the benchmark, and shows every row to `progress` as soon as it is there.
+/// Runs the benchmark. Calls `progress` with each row as soon as it is complete.
 ///
 /// # Errors
-/// [`EngineBenchError`]; the other process is ended then.
+/// [`EngineBenchError`]. The other process has ended when it returns.
 pub fn run(
     config: &EngineBenchConfig,
     program: &ChildProgram,
@@ -196,8 +180,8 @@ pub fn run(
         verified_bytes: 0,
         rows: Vec::new(),
     };
-    tell(&connection, &Order { what: ALLOCATE, bytes: most, seed: 0 })?;
-    let descriptor = Descriptor::from_bytes(&hear(&engine)?)
+    send_order(&connection, &Order { what: ALLOCATE, bytes: most, seed: 0 })?;
+    let descriptor = Descriptor::from_bytes(&receive(&engine)?)
         .map_err(|error| peer("read the target's descriptor", error))?;
     for (row_idx, (bytes, num_iovs)) in rows(config).enumerate() {
         let total = bytes * num_iovs as u64;
@@ -207,8 +191,8 @@ pub fn run(
             Mode::Read => (POISON, FILL),
         };
         prepare(&memory, here, total, seed)?;
-        tell(&connection, &Order { what: there, bytes: total, seed })?;
-        hear(&engine)?;
+        send_order(&connection, &Order { what: there, bytes: total, seed })?;
+        receive(&engine)?;
         let span = |idx: usize| memory.span(idx as u64 * bytes, bytes).map_err(OpError::from);
         let local = (0..num_iovs).map(span).collect::<Result<Vec<_>, _>>()?;
         let part = |idx: usize| descriptor.sub(idx as u64 * bytes, bytes);
@@ -217,8 +201,8 @@ pub fn run(
         let row = measure(config, &connection, &local, &remote)?;
         let num_wrong = match config.mode {
             Mode::Write => {
-                tell(&connection, &Order { what: COMPARE, bytes: total, seed })?;
-                count_of(&hear(&engine)?)
+                send_order(&connection, &Order { what: COMPARE, bytes: total, seed })?;
+                count_of(&receive(&engine)?)
             }
             Mode::Read => compare(&memory, total, seed)?,
         };
@@ -265,15 +249,13 @@ fn measure(
         finish(&mut under_way, &mut samples)?;
     }
     let elapsed = start.elapsed().as_secs_f64();
-    samples.sort_by(f64::total_cmp);
-    let at = |fraction: f64| samples[((timed as f64 * fraction).ceil() as usize).max(1) - 1];
     let gb_per_s = (total * timed as u64) as f64 / elapsed / 1e9;
     Ok(EngineBenchRow {
         bytes,
         num_iovs,
         iterations: timed,
-        us_p50: at(0.5),
-        us_p99: at(0.99),
+        us_p50: percentile(&mut samples, 0.5),
+        us_p99: percentile(&mut samples, 0.99),
         us_mean: elapsed * 1e6 / timed as f64,
         gb_per_s,
         gbps: gb_per_s * 8.0,
@@ -337,12 +319,12 @@ fn start(config: &EngineBenchConfig) -> Result<Engine, EngineBenchError> {
         .map_err(|error| peer("start an engine", error))
 }
 
-/// The target: does what it is told by notifications until its standard input ends.
+/// Runs the target: carries out the orders that arrive as notifications, until standard input ends.
 fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
     let engine = start(config)?;
     let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
     println!("\n{LINE_PREFIX}{hex}");
-    // The parent's end, however it comes, is the end of its pipe.
+    // The pipe ends with the parent, even if the parent is killed.
     std::thread::spawn(|| {
         let _ = std::io::stdin().lines().count();
         std::process::exit(0);
@@ -351,7 +333,7 @@ fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
         engine.accept(soon()).map_err(|error| peer("wait for the initiator", error))?;
     let mut memory = None;
     loop {
-        let order = Order::decode(&hear(&engine)?);
+        let order = Order::decode(&receive(&engine)?);
         let Order { what, bytes, seed } = order;
         let region: &MemoryRegion = match (&memory, what) {
             (_, ALLOCATE) => {
@@ -363,8 +345,8 @@ fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
         };
         let answer = match what {
             ALLOCATE => {
-                let told = connection.advertise(&region.whole()).map_err(OpError::from)?;
-                told.to_bytes().to_vec()
+                let descriptor = connection.advertise(&region.whole()).map_err(OpError::from)?;
+                descriptor.to_bytes().to_vec()
             }
             COMPARE => compare(region, bytes, seed)?.to_le_bytes().to_vec(),
             _ => {
@@ -376,7 +358,7 @@ fn serve(config: &EngineBenchConfig) -> Result<(), EngineBenchError> {
     }
 }
 
-/// Fills memory with what belongs to `seed`, or with what belongs to none.
+/// Fills memory with the payload of `seed` for the order `FILL`, and with another payload otherwise.
 fn prepare(
     memory: &MemoryRegion,
     what: u64,
@@ -418,7 +400,7 @@ fn each_block(
     Ok(())
 }
 
-/// What the target is to do.
+/// An order for the target.
 struct Order {
     what: u64,
     bytes: u64,
@@ -432,22 +414,22 @@ impl Order {
     }
 }
 
-fn tell(connection: &Connection, order: &Order) -> Result<(), EngineBenchError> {
+fn send_order(connection: &Connection, order: &Order) -> Result<(), EngineBenchError> {
     let words = [order.what, order.bytes, order.seed].map(u64::to_le_bytes);
     connection.notify(words.as_flattened(), soon())?;
     Ok(())
 }
 
-fn hear(engine: &Engine) -> Result<Vec<u8>, EngineBenchError> {
-    let heard = engine.next_notification(soon());
-    Ok(heard.map_err(|error| peer("wait for the other process", error))?.bytes)
+fn receive(engine: &Engine) -> Result<Vec<u8>, EngineBenchError> {
+    let received = engine.next_notification(soon());
+    Ok(received.map_err(|error| peer("wait for the other process", error))?.bytes)
 }
 
 fn count_of(bytes: &[u8]) -> u64 {
     bytes.first_chunk().map_or(u64::MAX, |word| u64::from_le_bytes(*word))
 }
 
-/// The target's process, ended when dropped.
+/// The target's process. Dropping it kills the process.
 struct Target {
     child: Child,
     metadata: Vec<u8>,

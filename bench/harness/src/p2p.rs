@@ -1,17 +1,19 @@
 //! Latency and bandwidth of put + flag between processes, beside a raw flag in the same mapping.
 //!
-//! [`run`] starts every sender and every receiver as a process of its own: the program that calls it is
-//! executed again and must call [`child_main`] first thing. They meet by the ordinary handshake.
+//! [`run`] starts each sender and each receiver as a process of its own. It executes the calling program again, so
+//! that program must call [`child_main`] before anything else. The processes connect by the ordinary handshake.
 //!
-//! *One way* is half of a round trip: every sender puts one message to every receiver, each receiver
-//! answers each message with one of the same size as soon as it is complete, and the sender's clock
-//! runs from its first store until the last answer is complete. *Bandwidth* is a window of messages
-//! until the receivers say that all have arrived, the median over many windows. Before each iteration the destination is poisoned,
-//! and afterwards every byte of it is compared; both are outside the timed part, and so is the
-//! receiver's reading of the payload.
+//! *One way* is half of a round trip. Each sender puts one message to each receiver. A receiver answers each message
+//! with one of the same size as soon as it is complete. The sender's time runs from its first store until the last
+//! answer is complete.
+//!
+//! *Bandwidth* is the payload of a window of messages over the time until all receivers report their arrival. It is
+//! the median over many windows.
+//!
+//! Before each iteration the destination is poisoned, and after it every byte is compared. Both are outside of the
+//! timed part, and so is the receiver's reading of the payload.
 
 mod child;
-mod clock;
 mod device;
 mod message;
 
@@ -25,10 +27,11 @@ use thiserror::Error;
 pub use child::{child_main, child_main_with};
 pub use device::{DeviceBenchConfig, DeviceReport, DeviceRow, device_child_main, run_device};
 
+use crate::stats::median;
 use p2p_core::endpoint::TransportKind;
 use p2p_core::slot::{SlotConfig, SlotConfigError, SlotLayout};
 
-/// What to measure.
+/// Settings of [`run`].
 #[derive(Debug, Clone)]
 pub struct BenchConfig {
     /// Sending processes.
@@ -45,9 +48,9 @@ pub struct BenchConfig {
     pub slot: SlotConfig,
     /// Transport to use.
     pub transport: TransportKind,
-    /// Device or provider of a network; `None` leaves the choice.
+    /// Device or provider of a network; `None` lets the network choose.
     pub device: Option<String>,
-    /// Whether every process stays on one processor.
+    /// Whether each process is pinned to one processor.
     pub pin: bool,
     /// Seed of the payload.
     pub seed: u64,
@@ -70,26 +73,26 @@ impl Default for BenchConfig {
     }
 }
 
-/// The result of [`run`].
+/// Result of [`run`].
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct BenchReport {
-    /// One way of a bare flag between sender 0 and receiver 0, in microseconds: half of the median
-    /// round trip of a 64-bit word in the same mapping. 0 where the transport maps nothing.
+    /// One way of a bare flag between sender 0 and receiver 0, in microseconds: half of the median round trip of a
+    /// 64-bit word in the same mapping. It is 0 if the transport maps no memory.
     pub raw_flag_us_p50: f64,
     /// Transport in use.
     pub transport: TransportKind,
-    /// Device or provider that was asked for.
+    /// Requested device or provider.
     #[serde(default)]
     pub device: Option<String>,
-    /// Pages behind the slots.
+    /// Kind of the slots' pages.
     pub pages: String,
-    /// Bytes compared, and found right, over all iterations and processes.
+    /// Bytes compared over all iterations and processes. All were right.
     pub verified_bytes: u64,
     /// One row per size.
     pub rows: Vec<BenchRow>,
 }
 
-/// The measurements of one size.
+/// Figures of one size.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct BenchRow {
     /// Bytes of a message.
@@ -98,30 +101,30 @@ pub struct BenchRow {
     pub senders: usize,
     /// Receiving processes.
     pub receivers: usize,
-    /// Median of one way in microseconds; of several senders the median.
+    /// Median of one way in microseconds. With several senders, the median of their medians.
     pub one_way_us_p50: f64,
-    /// 99th percentile of one way in microseconds; of several senders the largest.
+    /// 99th percentile of one way in microseconds. With several senders, the largest.
     pub one_way_us_p99: f64,
     /// Payload put by all senders together, in 10^9 bytes per second.
     pub gb_per_s: f64,
 }
 
-/// How to execute the calling program again.
+/// How to start the calling program again.
 #[derive(Debug, Clone)]
 pub struct ChildProgram {
     /// The executable.
     pub path: std::path::PathBuf,
     /// Its arguments.
     pub args: Vec<String>,
-    /// Variables of its environment, beside those of this process.
+    /// Variables of its environment, in addition to those of this process.
     pub env: Vec<(String, String)>,
 }
 
 impl ChildProgram {
-    /// The running executable with `args`.
+    /// Returns the running executable with `args`.
     ///
     /// # Errors
-    /// The system's, when it cannot tell which executable that is.
+    /// The system cannot name the executable.
     pub fn this(args: &[&str]) -> io::Result<Self> {
         let path = std::env::current_exe()?;
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
@@ -129,55 +132,32 @@ impl ChildProgram {
     }
 }
 
-/// A benchmark could not be run.
+/// A benchmark failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are part of the messages")]
 pub enum BenchError {
-    /// The sizes or counts make no sense.
+    /// A size or a count is out of range.
     #[error("{what} is {found}, expected {expected}")]
-    Config {
-        /// Which setting.
-        what: &'static str,
-        /// Value found.
-        found: usize,
-        /// What is allowed.
-        expected: &'static str,
-    },
+    Config { what: &'static str, found: usize, expected: &'static str },
     /// The slot configuration is not usable.
     #[error(transparent)]
     Slot(#[from] SlotConfigError),
-    /// A process could not be started or spoken to.
+    /// A process could not be started or addressed.
     #[error("cannot {what} a benchmark process: {source}")]
-    Process {
-        /// What failed.
-        what: &'static str,
-        /// The system's answer.
-        source: io::Error,
-    },
-    /// A process said something else than expected, or nothing for too long.
-    #[error("{who} {found}; expected {expected}")]
-    Protocol {
-        /// Which process.
-        who: String,
-        /// What it did.
-        found: String,
-        /// What it should have done.
-        expected: &'static str,
-    },
-    /// A process failed by itself.
-    #[error("{who}: {message}")]
-    Child {
-        /// Which process.
-        who: String,
-        /// Its message.
-        message: String,
-    },
+    Process { what: &'static str, source: io::Error },
+    /// A process sent an unexpected line, or none for 120 s.
+    #[error("{process} {found}; expected {expected}")]
+    Protocol { process: String, found: String, expected: &'static str },
+    /// A process reported an error.
+    #[error("{process}: {message}")]
+    Child { process: String, message: String },
 }
 
-/// Runs the benchmark, and shows every row to `progress` as soon as it is there.
+/// Runs the benchmark. Calls `progress` with each row as soon as it is complete.
 ///
 /// # Errors
-/// [`BenchError`]; every process is ended then.
+/// [`BenchError`]. All processes have ended when it returns.
 pub fn run(
     config: &BenchConfig,
     program: &ChildProgram,
@@ -226,7 +206,7 @@ pub fn run(
             row.one_way_us_p99 = row.one_way_us_p99.max(sender.number("p99", "a percentile")?);
             row.gb_per_s += sender.number("gbps", "a bandwidth")?;
         }
-        row.one_way_us_p50 = clock::percentile(&mut p50, 0.5);
+        row.one_way_us_p50 = median(&mut p50);
         progress(&row);
         rows.push(row);
     }
@@ -260,14 +240,14 @@ fn check(config: &BenchConfig) -> Result<(), BenchError> {
     ok(few, "iterations", config.iterations, "at most 10000000")
 }
 
-/// Sizes of a run: doubling.
+/// Returns the sizes of a run. Each is twice the one before.
 fn sizes(config: &BenchConfig) -> impl Iterator<Item = usize> + use<> {
     let max_bytes = config.max_bytes;
     std::iter::successors(Some(config.min_bytes), |bytes| bytes.checked_mul(2))
         .take_while(move |bytes| *bytes <= max_bytes)
 }
 
-/// Timed iterations for messages of `bytes`.
+/// Returns the number of timed iterations for messages of `bytes`.
 fn iterations(config: &BenchConfig, bytes: usize) -> usize {
     match config.iterations {
         0 => (BYTES_PER_SIZE / bytes).clamp(100, 4000),
@@ -275,24 +255,28 @@ fn iterations(config: &BenchConfig, bytes: usize) -> usize {
     }
 }
 
-/// A child that is ended when dropped, with its answers as they come.
+/// A child process and the lines that it prints. Dropping it kills the child.
 struct Process {
-    who: String,
+    process: String,
     child: Child,
     stdin: Option<ChildStdin>,
     lines: Receiver<String>,
 }
 
 impl Process {
-    fn start(program: &ChildProgram, job: &child::Job, who: String) -> Result<Self, BenchError> {
-        Self::spawn(program, child::JOB_VARIABLE, &job.encode(), who)
+    fn start(
+        program: &ChildProgram,
+        job: &child::Job,
+        process: String,
+    ) -> Result<Self, BenchError> {
+        Self::spawn(program, child::JOB_VARIABLE, &job.encode(), process)
     }
 
     fn spawn(
         program: &ChildProgram,
         variable: &str,
         job: &str,
-        who: String,
+        process: String,
     ) -> Result<Self, BenchError> {
         let failed = |what| move |source| BenchError::Process { what, source };
         let mut child = Command::new(&program.path)
@@ -306,7 +290,7 @@ impl Process {
         let stdin = child.stdin.take();
         let stdout = child.stdout.take();
         let (sender, lines) = channel();
-        // Ends by itself at the end of the child's output.
+        // This thread ends with the child's output.
         std::thread::spawn(move || {
             for line in stdout.map(BufReader::new).into_iter().flat_map(BufRead::lines) {
                 let Ok(line) = line else { break };
@@ -315,19 +299,20 @@ impl Process {
                 }
             }
         });
-        Ok(Self { who, child, stdin, lines })
+        Ok(Self { process, child, stdin, lines })
     }
 
-    /// Lets the child begin the next part.
+    /// Tells the child to begin the next part.
     fn go(&mut self) -> Result<(), BenchError> {
         let Some(stdin) = &mut self.stdin else { return Ok(()) };
         stdin.write_all(b"go\n").map_err(|source| BenchError::Process { what: "direct", source })
     }
 
-    /// The words after `key` on the next line that is meant for us. A test harness may print others.
+    /// Waits up to 120 s for the next line with the benchmark's prefix, and returns the words after `key`. Skips
+    /// other lines, which a test harness may print.
     fn expect(&mut self, key: &str, expected: &'static str) -> Result<Vec<String>, BenchError> {
         let protocol = |found: &str| BenchError::Protocol {
-            who: self.who.clone(),
+            process: self.process.clone(),
             found: found.to_owned(),
             expected,
         };
@@ -341,7 +326,7 @@ impl Process {
             return match words.next().as_deref() {
                 Some(found) if found == key => Ok(words.collect()),
                 Some("error") => Err(BenchError::Child {
-                    who: self.who.clone(),
+                    process: self.process.clone(),
                     message: words.collect::<Vec<_>>().join(" "),
                 }),
                 _ => Err(protocol(&format!("said `{rest}`"))),
@@ -352,7 +337,7 @@ impl Process {
     fn number(&mut self, key: &str, expected: &'static str) -> Result<f64, BenchError> {
         let words = self.expect(key, expected)?;
         words.first().and_then(|word| word.parse().ok()).ok_or_else(|| BenchError::Protocol {
-            who: self.who.clone(),
+            process: self.process.clone(),
             found: format!("said {words:?} for `{key}`"),
             expected,
         })
@@ -361,7 +346,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It has ended already if all went well.
+        // Without an error it has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

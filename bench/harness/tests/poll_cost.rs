@@ -1,5 +1,4 @@
 //! A server looks at all of its peers all the time: what one idle peer costs, and that none is missed.
-#![cfg(not(loom))]
 
 use std::time::Instant;
 

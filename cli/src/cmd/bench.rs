@@ -2,8 +2,6 @@
 
 mod engine;
 mod moe;
-#[cfg(feature = "device")]
-mod moe_device;
 mod p2p;
 
 use std::process::ExitCode;
@@ -29,19 +27,15 @@ enum Bench {
     Moe(moe::Args),
 }
 
-/// Runs this process's part where it is a child of `bench p2p` or `bench moe --device`.
+/// Runs this process's part if it is a child of `bench p2p` or `bench moe --device`.
 pub fn child() -> Option<ExitCode> {
-    #[cfg(feature = "device")]
-    if let Some(code) = moe_device::child() {
-        return Some(code);
-    }
-    p2p::child()
+    moe::child().or_else(p2p::child)
 }
 
-/// Refuses flags that were given in vain.
+/// Refuses flags that would have no effect.
 ///
 /// # Errors
-/// What is wrong, as other mistakes in usage are told.
+/// A usage error that names the flag.
 pub fn check(matches: &clap::ArgMatches) -> Result<(), clap::Error> {
     let bench = matches.subcommand_matches("bench");
     let of = |name| bench.and_then(|bench| bench.subcommand_matches(name));

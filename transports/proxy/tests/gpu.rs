@@ -109,7 +109,6 @@ fn what_a_kernel_puts_through_the_proxy_it_gets_back() {
         lanes: lanes.clone(),
         window_bytes: SLOT as u64,
         sources: vec![near.clone()],
-        relay: None,
         thread: None,
     };
     let _peer = proxy.add(endpoint, config).unwrap();
@@ -268,7 +267,6 @@ fn serve(
         lanes: lanes.clone(),
         window_bytes: bytes,
         sources: vec![source],
-        relay: None,
         thread: None,
     };
     proxy.add(BenchEndpoint::null(), config).unwrap()

@@ -1,7 +1,7 @@
 //! Many senders into few receivers over a real transport, with and without credits.
 //!
 //! ```text
-//! cargo run --release -p switchyard-p2p-core --example incast -- [OPTION VALUE]…
+//! cargo run --release -p switchyard-bench-harness --example incast -- [OPTION VALUE]…
 //!   --shapes 32v8,8v32           senders and receivers
 //!   --over channel               the transports of slots; writes or reads: the message engine
 //!   --credits off,turn,shortest  who is held back how; engine: with the engine's defaults
@@ -27,6 +27,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 
 use message_engine::credit::{CreditConfig, GrantOrder};
 use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
+use switchyard_bench_harness::stats::median;
 
 /// What a run is about.
 #[derive(Debug, Clone)]
@@ -138,9 +139,7 @@ pub(crate) struct Measured {
 
 impl Measured {
     fn median_ms(&self) -> f64 {
-        let mut sorted = self.ms.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+        median(&mut self.ms.clone())
     }
 
     fn gb_per_s(&self) -> f64 {

@@ -8,9 +8,10 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 
-use super::clock::{Clock, percentile};
 use super::message::{Inbox, Pattern, Spin, messages_per_window, num_chunks, text, try_put};
 use super::{BenchConfig, iterations, sizes};
+use crate::clock::Clock;
+use crate::stats::percentile;
 use p2p_core::bootstrap::{
     ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
 };
@@ -19,28 +20,28 @@ use p2p_core::network::Network;
 use p2p_core::slot::SlotConfig;
 use p2p_core::transports::{OpenNetworks, TransportSpec, Wish};
 
-/// Variable that makes a process a child of the benchmark.
+/// Environment variable that makes a process a child of the benchmark.
 pub(super) const JOB_VARIABLE: &str = "SWITCHYARD_P2P_BENCH_JOB";
-/// Every line for the parent starts with this; a test harness prints others.
+/// Prefix of all lines for the parent. A test harness prints other lines.
 pub(super) const LINE_PREFIX: &str = "p2p-bench: ";
 
-/// What one process has to do.
+/// The job of one process.
 pub(super) struct Job {
-    /// Which of its kind.
+    /// Index among the senders or among the receivers.
     pub(super) idx: usize,
-    /// Where the receivers are. Empty for a receiver.
+    /// Addresses of the receivers. Empty for a receiver.
     pub(super) addrs: Vec<String>,
     pub(super) config: BenchConfig,
 }
 
-/// Does the work of a child process of [`run`](super::run), if this is one: then the program should
-/// exit with success, or failure on `Some(false)`. To be called before anything else.
+/// Runs this process's part if it is a child of [`run`](super::run), and returns whether it succeeded. The program
+/// should then exit. Returns `None` in any other process. Call it before anything else.
 #[must_use]
 pub fn child_main() -> Option<bool> {
     child_main_with(OpenNetworks::default)
 }
 
-/// As [`child_main`], with settings for the networks, which are asked for only if this is a child.
+/// As [`child_main`], with settings for the networks. Calls `networks` in a child only.
 #[must_use]
 pub fn child_main_with(networks: impl FnOnce() -> OpenNetworks) -> Option<bool> {
     let job = std::env::var(JOB_VARIABLE).ok()?;
@@ -53,7 +54,7 @@ pub fn child_main_with(networks: impl FnOnce() -> OpenNetworks) -> Option<bool> 
             }
         });
     if let Err(message) = &result {
-        say(&format!("error {}", message.replace('\n', " ")));
+        report(&format!("error {}", message.replace('\n', " ")));
     }
     Some(result.is_ok())
 }
@@ -106,19 +107,19 @@ impl Job {
     }
 }
 
-/// One channel of a measuring process, and what it needs on the way.
+/// One channel of a measuring process, with the state of its messages.
 struct Lane {
     connection: Connection,
     inbox: Inbox,
-    /// Times that the peer said `ready` or `arrived`.
+    /// Steps that the peer has announced: `ready` or `arrived`.
     peer_steps: u64,
-    /// Frames that came in before the current iteration.
+    /// Frames received before the current iteration.
     next_seq: u64,
     /// Index of the process at the other end.
     peer_idx: u64,
-    /// Where the message to be sent begins in the pattern.
+    /// Offset in the pattern of the message to send.
     out: usize,
-    /// Bytes sent of it.
+    /// Bytes of it that are sent.
     sent: usize,
     /// Whether the peer's message is complete.
     got: bool,
@@ -143,12 +144,12 @@ impl Lane {
         }
     }
 
-    /// Tells the peer one thing, which it knows the meaning of.
+    /// Announces one step to the peer. Both sides take the same steps in the same order.
     fn step(&mut self) -> Result<(), String> {
         self.connection.channel.bump_progress().map_err(text)
     }
 
-    /// Waits until the peer has told one thing more.
+    /// Waits until the peer has announced one step more.
     fn await_step(&mut self) -> Result<(), String> {
         self.peer_steps += 1;
         let wanted = self.peer_steps;
@@ -160,7 +161,7 @@ impl Lane {
         self.inbox.poison(&self.connection.channel, len, num, self.next_seq);
     }
 
-    /// Puts on; true when `message` is sent.
+    /// Continues to put `message`. Returns true once all of it is sent.
     #[inline]
     fn send_on(&mut self, message: &[u8]) -> Result<bool, String> {
         try_put(&mut self.connection.channel, message, &mut self.sent)
@@ -202,26 +203,26 @@ fn send(job: &Job, networks: &mut OpenNetworks) -> Result<(), String> {
             runtime.block_on(connect(addr.as_str(), hello, connect_config)).map_err(text)?;
         lanes.push(Lane::new(connection, config, idx as u64));
     }
-    say(&format!("pages {}", lanes[0].connection.pages.name()));
+    report(&format!("pages {}", lanes[0].connection.pages.name()));
     let clock = Clock::calibrated();
     let pattern = Pattern::new(config.seed, config.max_bytes);
     let mut verified = 0;
     wait_for_go()?;
     if job.idx == 0 {
-        say(&format!("raw {}", raw_flag(&mut lanes[0], &clock)?));
+        report(&format!("raw {}", raw_flag(&mut lanes[0], &clock)?));
     }
     for len in sizes(config) {
         wait_for_go()?;
         let mut samples = latency(job, &mut lanes, &pattern, &clock, len, &mut verified)?;
-        say(&format!("p50 {}", percentile(&mut samples, 0.5)));
-        say(&format!("p99 {}", percentile(&mut samples, 0.99)));
-        say(&format!("gbps {}", bandwidth(job, &mut lanes, &pattern, &clock, len)?));
+        report(&format!("p50 {}", percentile(&mut samples, 0.5)));
+        report(&format!("p99 {}", percentile(&mut samples, 0.99)));
+        report(&format!("gbps {}", bandwidth(job, &mut lanes, &pattern, &clock, len)?));
     }
-    say(&format!("verified {verified}"));
+    report(&format!("verified {verified}"));
     Ok(())
 }
 
-/// One way of a message and back, halved, in microseconds.
+/// Measures half of the round trip of a message, in microseconds.
 fn latency(
     job: &Job,
     lanes: &mut [Lane],
@@ -245,7 +246,7 @@ fn latency(
             lane.await_step()?;
         }
         let start = clock.ticks();
-        // Sending and receiving take turns: with messages beyond the ring both sides need credit.
+        // Sending and receiving alternate: both sides need credit for messages larger than the ring.
         spin.until("answers", || {
             let mut done = true;
             for lane in &mut *lanes {
@@ -267,7 +268,7 @@ fn latency(
     Ok(samples)
 }
 
-/// Windows of messages, in 10^9 bytes per second, by the median window.
+/// Measures windows of messages. Returns 10^9 bytes per second of the median window.
 fn bandwidth(
     job: &Job,
     lanes: &mut [Lane],
@@ -308,7 +309,7 @@ fn receive(job: &Job, networks: &mut OpenNetworks) -> Result<(), String> {
     let config = &job.config;
     pin(config, 2 * job.idx + 1);
     let runtime = runtime()?;
-    let mut lanes = meet_senders(config, networks, &runtime)?;
+    let mut lanes = accept_senders(config, networks, &runtime)?;
     let pattern = Pattern::new(config.seed, config.max_bytes);
     let mut verified = 0;
     let us = job.idx as u64;
@@ -324,7 +325,7 @@ fn receive(job: &Job, networks: &mut OpenNetworks) -> Result<(), String> {
                 lane.poison(len, 1);
                 lane.step()?;
             }
-            // Every message is answered as soon as it is complete.
+            // Answers each message as soon as it is complete.
             spin.until("messages", || {
                 let mut done = true;
                 for lane in &mut lanes {
@@ -364,17 +365,17 @@ fn receive(job: &Job, networks: &mut OpenNetworks) -> Result<(), String> {
             }
         }
     }
-    say(&format!("verified {verified}"));
-    // The senders read their last answers before they close.
+    report(&format!("verified {verified}"));
+    // Waits until the senders have read their last answers and closed.
     for lane in &lanes {
         let _ = runtime.block_on(async {
-            tokio::time::timeout(LAST_WORDS, lane.connection.liveness.closed()).await
+            tokio::time::timeout(CLOSE_TIMEOUT, lane.connection.liveness.closed()).await
         });
     }
     Ok(())
 }
 
-/// Round trips of one bare 64-bit word, halved, in microseconds.
+/// Measures half of the median round trip of one bare 64-bit word, in microseconds.
 fn raw_flag(lane: &mut Lane, clock: &Clock) -> Result<f64, String> {
     lane.await_step()?;
     let spin = lane.spin.clone();
@@ -401,7 +402,7 @@ fn raw_echo(lane: &mut Lane) -> Result<(), String> {
     Ok(())
 }
 
-/// The networks of the transport to be measured.
+/// Opens the networks of the measured transport.
 fn open(
     config: &BenchConfig,
     networks: &mut OpenNetworks,
@@ -411,8 +412,8 @@ fn open(
     Ok(networks.open(&spec).map_err(text)?.networks)
 }
 
-/// Listens until all senders are there, in the order of their indices.
-fn meet_senders(
+/// Listens until all senders are connected. Returns them in the order of their indices.
+fn accept_senders(
     config: &BenchConfig,
     networks: &mut OpenNetworks,
     runtime: &Runtime,
@@ -426,7 +427,7 @@ fn meet_senders(
     let (sender, mut peers) = mpsc::unbounded_channel();
     let mut lanes: Vec<Lane> = runtime.block_on(async {
         let listener = Listener::bind("127.0.0.1:0", listener_config).await.map_err(text)?;
-        say(&format!("addr {}", listener.local_addr()));
+        report(&format!("addr {}", listener.local_addr()));
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let on_peer = move |connection| drop(sender.send(connection));
         let serving = tokio::spawn(listener.serve(|_| Ok(Vec::new()), on_peer, async {
@@ -434,7 +435,7 @@ fn meet_senders(
         }));
         let mut lanes = Vec::with_capacity(config.senders);
         while lanes.len() < config.senders {
-            let connection = tokio::time::timeout(LAST_WORDS * 6, peers.recv())
+            let connection = tokio::time::timeout(CLOSE_TIMEOUT * 6, peers.recv())
                 .await
                 .map_err(|_| "not all senders came".to_owned())?
                 .ok_or("the listener ended")?;
@@ -449,7 +450,7 @@ fn meet_senders(
     Ok(lanes)
 }
 
-/// Both sides' number of a message, so that each knows what to expect.
+/// Returns the number of a message. Both sides compute it, so each knows the payload that it expects.
 fn numbered(iteration: usize, sender: u64, receiver: u64) -> u64 {
     iteration as u64 * 3 + sender * 11 + receiver * 29
 }
@@ -462,7 +463,7 @@ pub(super) fn runtime() -> Result<Runtime, String> {
     Builder::new_current_thread().enable_all().build().map_err(text)
 }
 
-/// Keeps this process on the `nth` processor it may use, counted around.
+/// Pins this process to the `nth` of its allowed processors, modulo their number.
 fn pin(config: &BenchConfig, nth: usize) {
     if !config.pin {
         return;
@@ -474,7 +475,7 @@ fn pin(config: &BenchConfig, nth: usize) {
     }
     let mut one = CpuSet::new();
     one.set(cpus[nth % cpus.len()]);
-    // A refusal leaves the process where the scheduler puts it.
+    // On a refusal the scheduler goes on to place the process.
     let _ = sched_setaffinity(None, &one);
 }
 
@@ -487,12 +488,12 @@ pub(super) fn wait_for_go() -> Result<(), String> {
     }
 }
 
-pub(super) fn say(line: &str) {
+pub(super) fn report(line: &str) {
     let mut out = std::io::stdout().lock();
-    // A parent that does not listen any more ends this process soon.
+    // A parent that has closed the pipe ends this process soon.
     let _ = writeln!(out, "{LINE_PREFIX}{line}").and_then(|()| out.flush());
 }
 
 const ANSWER: u64 = 61;
 const RAW_ROUNDS: u64 = 50_000;
-const LAST_WORDS: std::time::Duration = std::time::Duration::from_secs(10);
+const CLOSE_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);

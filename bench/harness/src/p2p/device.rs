@@ -1,10 +1,15 @@
 //! Puts between GPUs: put + flag there and back, and puts in one direction, by kernels.
 //!
-//! Every sender and every receiver is a process with a GPU of its own; their device slots come from the
-//! ordinary handshake. *One way* is half of the mean turn of a launch of many turns, by the GPU's clock;
-//! percentiles are over launches. With several peers every pair plays for itself, all at once. *Bandwidth*
-//! is payload over the time from the common start of all senders until the last receiver has said that all
-//! is there. Slots are poisoned before each launch, and after the last one of a size every byte is compared.
+//! Each sender and each receiver is a process with a GPU of its own. Their device slots come from the ordinary
+//! handshake.
+//!
+//! *One way* is half of the mean turn of a launch with many turns, by the GPU's clock. Percentiles are over launches.
+//! With several peers all pairs run independently at the same time.
+//!
+//! *Bandwidth* is payload over the time from the common start of all senders until the last receiver reports that
+//! all has arrived.
+//!
+//! Slots are poisoned before each launch. After the last launch of a size every byte is compared.
 
 use std::time::{Duration, Instant};
 
@@ -14,9 +19,9 @@ use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use kernels::p2p::{P2pParams, PingPongParams, StreamParams};
 use tokio::sync::mpsc;
 
-use super::child::{runtime, say, wait_for_go};
-use super::clock::percentile;
+use super::child::{report, runtime, wait_for_go};
 use super::{BenchError, ChildProgram, Process};
+use crate::stats::percentile;
 use cuda_ipc::{DevicePair, DeviceSide, GpuMemory};
 use p2p_core::bootstrap::{
     ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
@@ -24,7 +29,7 @@ use p2p_core::bootstrap::{
 use p2p_core::endpoint::TransportKind;
 use p2p_core::slot::SlotConfig;
 
-/// What to measure.
+/// Settings of [`run_device`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceBenchConfig {
     /// Sending processes.
@@ -35,7 +40,7 @@ pub struct DeviceBenchConfig {
     pub min_bytes: usize,
     /// Largest message in bytes.
     pub max_bytes: usize,
-    /// GPU of the first process; the others take those that follow.
+    /// GPU of the first process. The other processes take the GPUs after it.
     pub first: DeviceName,
     /// Launches per size and pattern.
     pub launches: usize,
@@ -43,25 +48,24 @@ pub struct DeviceBenchConfig {
     pub turns: usize,
 }
 
-/// The result of [`run_device`].
+/// Result of [`run_device`].
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct DeviceReport {
     /// GPU of the first process.
     pub first: String,
-    /// Rate of stores from one sender to one receiver, in 10^9 bytes per second: messages of
-    /// `store_bytes`.
+    /// Rate of stores from one sender to one receiver, in 10^9 bytes per second.
     pub store_gb_per_s: f64,
-    /// Bytes of the messages that `store_gb_per_s` was measured with.
+    /// Bytes of a message in the measurement of `store_gb_per_s`.
     pub store_bytes: usize,
-    /// Launches per size and pattern: what times are medians of.
+    /// Launches per size and pattern. Percentiles are over them.
     pub launches: usize,
-    /// Bytes compared, and found right.
+    /// Bytes compared. All were right.
     pub verified_bytes: u64,
     /// One row per size.
     pub rows: Vec<DeviceRow>,
 }
 
-/// The measurements of one size.
+/// Figures of one size.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct DeviceRow {
     /// Bytes of a message.
@@ -70,30 +74,31 @@ pub struct DeviceRow {
     pub senders: usize,
     /// Receiving processes.
     pub receivers: usize,
-    /// Median of one way in microseconds; of several pairs the slowest.
+    /// Median of one way in microseconds. With several pairs, that of the slowest.
     pub one_way_us_p50: f64,
-    /// 99th percentile of one way in microseconds; of several pairs the slowest.
+    /// 99th percentile of one way in microseconds. With several pairs, that of the slowest.
     pub one_way_us_p99: f64,
     /// Payload of all pairs together, in 10^9 bytes per second.
     pub gb_per_s: f64,
     /// Payload over the busiest process's link, in 10^9 bytes per second.
     pub gb_per_s_per_link: f64,
-    /// That over the rate of stores from one sender to one receiver, measured in the same run. Of messages of
-    /// 1 MiB at least, whose flags take next to nothing.
+    /// `gb_per_s_per_link` over the rate of stores from one sender to one receiver, measured in the same run. `None`
+    /// for messages below 1 MiB, whose flags take a part of the time that counts.
     pub of_store_rate: Option<f64>,
 }
 
-/// Runs the benchmark, and shows every row to `progress` as soon as it is there.
+/// Runs the benchmark. Calls `progress` with each row as soon as it is complete.
 ///
 /// # Errors
-/// [`BenchError`]; every process is ended then.
+/// [`BenchError`]. All processes have ended when it returns.
 pub fn run_device(
     config: &DeviceBenchConfig,
     program: &ChildProgram,
     mut progress: impl FnMut(&DeviceRow),
 ) -> Result<DeviceReport, BenchError> {
     config.check()?;
-    let start = |job: &Job, who: String| Process::spawn(program, JOB_VARIABLE, &job.encode(), who);
+    let start =
+        |job: &Job, process: String| Process::spawn(program, JOB_VARIABLE, &job.encode(), process);
     let mut receivers = Vec::with_capacity(config.receivers);
     for idx in 0..config.receivers {
         let job = Job { idx, addrs: Vec::new(), config: config.clone() };
@@ -108,7 +113,7 @@ pub fn run_device(
         let job = Job { idx, addrs: addrs.clone(), config: config.clone() };
         senders.push(start(&job, format!("sender {idx}"))?);
     }
-    // Everybody prepares, then everybody launches; senders say how long it took.
+    // All processes prepare, then all launch. Senders report their times.
     let mut launch = || -> Result<f64, BenchError> {
         for process in senders.iter_mut().chain(&mut receivers) {
             process.expect("set", "that it is set")?;
@@ -150,7 +155,7 @@ pub fn run_device(
                     row.gb_per_s = payload * pairs as f64 / p50 / 1e3;
                     row.gb_per_s_per_link =
                         row.gb_per_s / config.senders.min(config.receivers) as f64;
-                    // Stores are the first phase of all.
+                    // The first phase has measured the stores.
                     row.of_store_rate = (row.bytes >= BANDWIDTH_BYTES)
                         .then_some(row.gb_per_s_per_link / store_gb_per_s);
                     progress(row);
@@ -172,8 +177,8 @@ pub fn run_device(
     })
 }
 
-/// Does the work of a child process of [`run_device`], if this is one: then the program should exit with
-/// success, or failure on `Some(false)`. To be called before anything else.
+/// Runs this process's part if it is a child of [`run_device`], and returns whether it succeeded. The program should
+/// then exit. Returns `None` in any other process. Call it before anything else.
 #[must_use]
 pub fn device_child_main() -> Option<bool> {
     let job = std::env::var(JOB_VARIABLE).ok()?;
@@ -181,7 +186,7 @@ pub fn device_child_main() -> Option<bool> {
         .ok_or_else(|| format!("cannot read the job `{job}`"))
         .and_then(|job| take_part(&job));
     if let Err(message) = &result {
-        say(&format!("error {}", message.replace('\n', " ")));
+        report(&format!("error {}", message.replace('\n', " ")));
     }
     Some(result.is_ok())
 }
@@ -193,7 +198,7 @@ impl DeviceBenchConfig {
         };
         ok((1..=32).contains(&self.senders), "senders", self.senders, "1 to 32")?;
         ok((1..=32).contains(&self.receivers), "receivers", self.receivers, "1 to 32")?;
-        // Doubled ones are as good.
+        // If this holds for a size, it holds for its double.
         let is_size =
             |bytes: usize| bytes > 0 && (bytes == 4 || bytes == 8 || bytes.is_multiple_of(16));
         ok(is_size(self.min_bytes), "min_bytes", self.min_bytes, "4, 8, or a multiple of 16")?;
@@ -207,12 +212,13 @@ impl DeviceBenchConfig {
         matches!(self.first, DeviceName::Emulated(_))
     }
 
-    /// Messages by which the rate of stores is measured: large enough that their ends do not count.
+    /// Returns the message size that measures the rate of stores. On a GPU it is 64 MiB or more, so that begin and
+    /// end of a launch do not count.
     fn store_bytes(&self) -> usize {
         if self.is_emulated() { self.max_bytes } else { self.max_bytes.max(64 << 20) }
     }
 
-    /// Every launch of a run, in order. All processes work it out alike.
+    /// Returns all launches of a run, in order. Each process computes the same.
     fn phases(&self) -> Vec<Phase> {
         let phase = |pattern, bytes: usize| {
             let few = (1 << 28) / bytes;
@@ -236,7 +242,7 @@ impl DeviceBenchConfig {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pattern {
-    /// As `Stream`, from the first sender to the first receiver alone.
+    /// As `Stream`, but from the first sender to the first receiver only.
     Store,
     PingPong,
     Stream,
@@ -252,7 +258,7 @@ struct Phase {
 
 struct Job {
     idx: usize,
-    /// Where the receivers are. Empty for a receiver.
+    /// Addresses of the receivers. Empty for a receiver.
     addrs: Vec<String>,
     config: DeviceBenchConfig,
 }
@@ -290,7 +296,7 @@ struct Party {
     gpu: Gpu,
     stream: Stream,
     connections: Vec<Connection>,
-    /// Nanoseconds by peer, then the error word.
+    /// The nanoseconds of each peer, then the error word.
     results: GpuBuffer,
     is_sender: bool,
     idx: usize,
@@ -319,7 +325,7 @@ fn take_part(job: &Job) -> Result<(), String> {
                 slot: HOST_SLOT,
                 transports: vec![TransportKind::Shm],
                 device: Some(GpuMemory::offer(side.clone())),
-                timeout: PATIENCE,
+                timeout: TIMEOUT,
                 ..ConnectConfig::default()
             };
             let connected = runtime.block_on(connect(addr.as_str(), hello, connect_config));
@@ -327,7 +333,7 @@ fn take_part(job: &Job) -> Result<(), String> {
         }
         connections
     } else {
-        runtime.block_on(meet_senders(config.senders, side))?
+        runtime.block_on(accept_senders(config.senders, side))?
     };
     let stream = gpu.stream().map_err(text)?;
     let results = gpu.alloc(RESULT_BYTES).map_err(text)?;
@@ -344,23 +350,23 @@ fn take_part(job: &Job) -> Result<(), String> {
     for phase in config.phases() {
         for launch in 1..=phase.launches {
             party.reset(&phase)?;
-            say("set");
+            report("set");
             wait_for_go()?;
             let us = party.launch(config, &phase)?;
             if is_sender {
-                say(&format!("us {us}"));
+                report(&format!("us {us}"));
             }
             if launch == phase.launches {
                 party.verify(&phase)?;
             }
         }
     }
-    say(&format!("verified {}", party.verified));
-    // Unmapping waits until the peers, too, have read their last results.
+    report(&format!("verified {}", party.verified));
+    // Keeps the slots mapped until the peers have read their last results.
     for connection in &party.connections {
         let _ = runtime.block_on(async {
             connection.liveness.close();
-            tokio::time::timeout(PATIENCE, connection.liveness.closed()).await
+            tokio::time::timeout(TIMEOUT, connection.liveness.closed()).await
         });
     }
     Ok(())
@@ -378,7 +384,7 @@ fn open(config: &DeviceBenchConfig, place: usize) -> Result<Gpu, String> {
                     config.senders, config.receivers, config.first
                 ));
             }
-            // Below the count.
+            // Checked to be below the count.
             DeviceName::Cuda(first + place)
         }
         DeviceName::Emulated(first) => {
@@ -393,17 +399,17 @@ fn open(config: &DeviceBenchConfig, place: usize) -> Result<Gpu, String> {
     Gpu::open_named(name).map_err(text)
 }
 
-/// Listens until all senders are there, in the order of their indices.
-async fn meet_senders(count: usize, side: DeviceSide) -> Result<Vec<Connection>, String> {
+/// Listens until all senders are connected. Returns them in the order of their indices.
+async fn accept_senders(count: usize, side: DeviceSide) -> Result<Vec<Connection>, String> {
     let config = ListenerConfig {
         slot: HOST_SLOT,
         transports: vec![TransportKind::Shm],
         device: Some(GpuMemory::offer(side)),
-        handshake_timeout: PATIENCE,
+        handshake_timeout: TIMEOUT,
         ..ListenerConfig::default()
     };
     let listener = Listener::bind("127.0.0.1:0", config).await.map_err(text)?;
-    say(&format!("addr {}", listener.local_addr()));
+    report(&format!("addr {}", listener.local_addr()));
     let (sender, mut peers) = mpsc::unbounded_channel();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let on_peer = move |connection| drop(sender.send(connection));
@@ -412,7 +418,7 @@ async fn meet_senders(count: usize, side: DeviceSide) -> Result<Vec<Connection>,
     }));
     let mut connections: Vec<Connection> = Vec::with_capacity(count);
     while connections.len() < count {
-        let connection = tokio::time::timeout(PATIENCE, peers.recv())
+        let connection = tokio::time::timeout(TIMEOUT, peers.recv())
             .await
             .map_err(|_| "not all senders came".to_owned())?
             .ok_or("the listener ended")?;
@@ -446,7 +452,7 @@ impl Party {
     fn reset(&self, phase: &Phase) -> Result<(), String> {
         for connection in &self.connections {
             let Some(pair) = pair_of(connection) else { continue };
-            // SAFETY: both ranges are in this side's slot; peers store again only after everybody is set.
+            // SAFETY: both ranges are in this side's slot; peers store again only when all processes are prepared.
             unsafe {
                 self.stream.fill(pair.own(), POISON, phase.bytes as u64).map_err(text)?;
                 self.stream.fill(pair.own().add(self.counter_at), 0, 128).map_err(text)?;
@@ -457,7 +463,7 @@ impl Party {
         self.stream.wait(soon()).map_err(text)
     }
 
-    /// Runs the kernel; the slowest peer's time in microseconds.
+    /// Runs the kernel. Returns the time of the slowest peer in microseconds.
     fn launch(&self, config: &DeviceBenchConfig, phase: &Phase) -> Result<f64, String> {
         let pairs = self.pairs(phase)?;
         if pairs.is_empty() {
@@ -466,7 +472,7 @@ impl Party {
         let mut params = P2pParams::zeroed();
         params.version = DEVICE_ABI_VERSION;
         params.num_peers = pairs.len() as u32;
-        // Of both sides of a pair, whatever the number of their peers.
+        // Both sides of a pair need the same number, whatever the number of their peers.
         let most = if phase.pattern == Pattern::Store {
             MOST_BLOCKS
         } else {
@@ -513,7 +519,7 @@ impl Party {
 
     /// Compares what the last turn of a launch left in this side's slots.
     fn verify(&mut self, phase: &Phase) -> Result<(), String> {
-        // In one direction only receivers are written.
+        // Patterns in one direction write to receivers only.
         if self.is_sender && phase.pattern != Pattern::PingPong {
             return Ok(());
         }
@@ -545,19 +551,19 @@ fn text(error: impl std::fmt::Display) -> String {
 }
 
 fn soon() -> Instant {
-    Instant::now() + PATIENCE
+    Instant::now() + TIMEOUT
 }
 
-/// Variable that makes a process a child of this benchmark.
+/// Environment variable that makes a process a child of this benchmark.
 const JOB_VARIABLE: &str = "SWITCHYARD_P2P_DEVICE_BENCH_JOB";
 const HOST_SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const POISON: u8 = 0xff;
-/// Messages from which on bandwidth counts, and not the time of a flag.
+/// Smallest messages whose time is that of their bytes and not of a flag.
 const BANDWIDTH_BYTES: usize = 1 << 20;
-/// 32 times by peer, then the error word.
+/// Offset of the error word, after the times of 32 peers.
 const ERROR_AT: u64 = 256;
 const RESULT_BYTES: u64 = 512;
-/// A block stores 46 GB/s: eight fill a link, more hide the latency.
+/// A block stores 46 GB/s. Eight blocks fill a link; more blocks hide the latency.
 const BYTES_PER_BLOCK: usize = 4096;
 const MOST_BLOCKS: usize = 64;

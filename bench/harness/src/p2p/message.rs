@@ -1,4 +1,4 @@
-//! Messages of any size over a channel: cut into frames, poisoned before, compared after.
+//! Messages of any size over a channel: divided into frames, poisoned before, compared after.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use p2p_core::channel::{Channel, RxFrame};
 use p2p_core::transport::AnyEndpoint;
 use p2p_core::wait::Driver;
 
-/// What a process knows about all payloads: message `number` is a window of one random buffer.
+/// The payloads of all messages, known to both sides: message `number` is a window of one random buffer.
 pub(super) struct Pattern {
     bytes: Vec<u8>,
     max_bytes: usize,
@@ -27,7 +27,7 @@ impl Pattern {
         self.at(Self::start(number), len)
     }
 
-    /// Where message `number` begins, for [`at`](Self::at): computed ahead of the timed part.
+    /// Returns the offset of message `number`, for [`at`](Self::at). Callers compute it before the timed part.
     pub(super) fn start(number: u64) -> usize {
         number as usize % NUM_WINDOWS * WINDOW_STEP
     }
@@ -38,22 +38,22 @@ impl Pattern {
     }
 }
 
-/// How a process waits: it polls, and gives its processor away when others need it.
+/// A wait that polls, and yields the processor to other processes from time to time.
 #[derive(Debug, Clone)]
 pub(super) struct Spin {
     polls_before_yield: u32,
-    /// What moves the messages, where the memory is not mapped. All channels of a process share it.
+    /// Makes progress for transports without mapped memory. All channels of a process share it.
     driver: Option<Arc<dyn Driver>>,
 }
 
 impl Spin {
-    /// For `num_processes` that poll on this machine at the same time.
+    /// Returns a wait for one of `num_processes` that poll on this machine at the same time.
     pub(super) fn among(num_processes: usize, driver: Option<Arc<dyn Driver>>) -> Self {
         let num_cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Self { polls_before_yield: if num_processes > num_cpus { 50 } else { 20_000 }, driver }
     }
 
-    /// Polls until `ready`.
+    /// Polls until `ready` returns true, for 60 s at most.
     #[inline]
     pub(super) fn until(
         &self,
@@ -72,15 +72,15 @@ impl Spin {
                 std::hint::spin_loop();
             }
             let now = Instant::now();
-            if now > *deadline.get_or_insert(now + PATIENCE) {
-                return Err(format!("waited {} s for {what}", PATIENCE.as_secs()));
+            if now > *deadline.get_or_insert(now + TIMEOUT) {
+                return Err(format!("waited {} s for {what}", TIMEOUT.as_secs()));
             }
             std::thread::yield_now();
         }
     }
 }
 
-/// Puts what there is credit for of the message from byte `sent` on. True when all of it is sent.
+/// Puts the message from byte `sent` on, as far as there is credit. Returns true once all of it is sent.
 #[inline]
 pub(super) fn try_put(
     channel: &mut Channel<AnyEndpoint>,
@@ -100,9 +100,9 @@ pub(super) fn try_put(
 
 /// The receiving end of the messages of one channel.
 pub(super) struct Inbox {
-    held: Vec<RxFrame>,
+    frames: Vec<RxFrame>,
     num_frames: usize,
-    /// Messages that do not fit the ring are copied out as they come.
+    /// Payload of messages that are larger than the ring, copied out as it arrives.
     overflow: Vec<u8>,
     scratch: Vec<u8>,
 }
@@ -112,14 +112,14 @@ impl Inbox {
         let layout = channel.layout();
         let ring_bytes = layout.frame_bytes() * layout.num_frames();
         Self {
-            held: Vec::with_capacity(layout.num_frames()),
+            frames: Vec::with_capacity(layout.num_frames()),
             num_frames: 0,
             overflow: Vec::with_capacity(if max_bytes > ring_bytes { max_bytes } else { 0 }),
             scratch: vec![0; layout.frame_bytes()],
         }
     }
 
-    /// Poisons what the next `num` messages of `len` bytes will lie in, and a little beyond.
+    /// Poisons the frames of the next `num` messages of `len` bytes, and up to 64 bytes after each chunk.
     pub(super) fn poison(
         &self,
         channel: &Channel<AnyEndpoint>,
@@ -134,12 +134,12 @@ impl Inbox {
             let chunk = chunk_bytes(len, frame_bytes, frame % per_message);
             let offset = layout.frame_offset(next_seq + frame as u64);
             let poisoned = (chunk + GUARD_BYTES).min(frame_bytes);
-            // SAFETY: within a frame of the local slot; the peer has not been told to go on.
+            // SAFETY: within a frame of the local slot; the peer waits for the next step.
             unsafe { channel.local_slot().as_ptr().add(offset).write_bytes(POISON, poisoned) };
         }
     }
 
-    /// Takes what has arrived. True when `num` messages of `len` bytes are complete.
+    /// Takes all frames that have arrived. Returns true once `num` messages of `len` bytes are complete.
     #[inline]
     pub(super) fn collect(
         &mut self,
@@ -159,15 +159,15 @@ impl Inbox {
                 channel.view(&frame).copy_to(0, &mut self.overflow[end..]).map_err(text)?;
                 channel.release().map_err(text)?;
             } else {
-                self.held.push(frame);
+                self.frames.push(frame);
             }
             self.num_frames += 1;
         }
         Ok(self.num_frames == wanted)
     }
 
-    /// Compares every byte of the messages that [`collect`](Self::collect) completed, and gives their
-    /// frames back. Returns the bytes compared.
+    /// Compares every byte of the messages that [`collect`](Self::collect) completed, and releases their frames.
+    /// Returns the number of bytes compared.
     pub(super) fn verify<'p>(
         &mut self,
         channel: &mut Channel<AnyEndpoint>,
@@ -175,11 +175,11 @@ impl Inbox {
     ) -> Result<u64, String> {
         let frame_bytes = channel.layout().frame_bytes();
         let mut verified = 0;
-        let mut held = self.held.drain(..);
+        let mut frames = self.frames.drain(..);
         let mut copied = self.overflow.as_slice();
         for message in messages {
             for (idx, expected) in chunks(message, frame_bytes).enumerate() {
-                let found = if let Some(frame) = held.next() {
+                let found = if let Some(frame) = frames.next() {
                     let view = channel.view(&frame);
                     let with_guard = (expected.len() + GUARD_BYTES).min(frame_bytes);
                     let found = &mut self.scratch[..with_guard];
@@ -206,7 +206,7 @@ impl Inbox {
                 verified += expected.len() as u64;
             }
         }
-        drop(held);
+        drop(frames);
         self.overflow.clear();
         self.num_frames = 0;
         while channel.held() > 0 {
@@ -216,13 +216,13 @@ impl Inbox {
     }
 }
 
-/// Messages of `len` bytes that fit the ring at once; at least one is sent anyway.
+/// Returns the number of messages of `len` bytes that fit the ring at once, and at least 1.
 pub(super) fn messages_per_window(channel: &Channel<AnyEndpoint>, len: usize) -> usize {
     let layout = channel.layout();
     (layout.num_frames() / num_chunks(len, layout.frame_bytes())).max(1)
 }
 
-/// Frames that a message of `len` bytes takes. An empty one takes one.
+/// Returns the number of frames of a message of `len` bytes. An empty message takes one.
 pub(super) fn num_chunks(len: usize, frame_bytes: usize) -> usize {
     len.div_ceil(frame_bytes).max(1)
 }
@@ -246,4 +246,4 @@ const POISON: u8 = 0xa5;
 const GUARD_BYTES: usize = 64;
 const NUM_WINDOWS: usize = 127;
 const WINDOW_STEP: usize = 64;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! Producers on a GPU: one warp a lane, each as fast as its budget allows.
+//! Producers on a GPU: one warp for each lane. Each posts as fast as its budget allows.
 
 use std::ffi::c_void;
 use std::sync::OnceLock;
@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use kernels::proxy::{PROXY_VERSION, ProduceParams};
 
-use super::gpu_clock::{Clocks, Exchange, Offset};
 use super::local::{Bench, BenchPeer, Figures, Run};
+use crate::clock::gpu::{Clocks, Exchange, Offset};
 use proxy::abi::PeerHandle;
 use proxy::gpu::{GpuPoster, lanes, mirror};
 use proxy::host::PosterConfig;
@@ -19,18 +19,18 @@ pub use kernels::proxy::{
     PRODUCE_CLOCK, PRODUCE_FILLS, PRODUCE_READS, PRODUCE_ROUND_TRIP, PRODUCE_STAMPS,
 };
 
-/// The producers' kernel as a function of the host, which runs it to its end.
+/// The producers' kernel, compiled as a function of the host. It returns when all producers have ended.
 pub type SoftwareKernel = unsafe extern "C" fn(params: *const c_void);
 
-/// Has GPUs in software, which come without the producers' kernel, run `kernel` for it. The first one stays.
+/// Sets the producers' kernel of GPUs in software, which have none by default. Only the first call has an effect.
 ///
 /// # Safety
-/// `kernel` does with `sy_proxy_produce_params` what the GPUs' does, and reaches no other memory.
+/// `kernel` must treat `sy_proxy_produce_params` as the GPUs' kernel does, and must not access other memory.
 pub unsafe fn set_software_kernel(kernel: SoftwareKernel) {
     SOFTWARE_KERNEL.get_or_init(|| kernel);
 }
 
-/// Posters of a GPU, one of each peer, and where they are listed for the kernel.
+/// Posters of a GPU, one for each peer, with the kernel's table of them.
 #[derive(Debug)]
 pub struct Producers {
     gpu: Gpu,
@@ -38,10 +38,10 @@ pub struct Producers {
     table: GpuBuffer,
 }
 
-/// What every lane's producer does.
+/// Parameters of a run of all lanes' producers.
 #[derive(Debug, Clone, Copy)]
 pub struct Order {
-    /// Objects, a multiple of `batch`.
+    /// Objects of each lane, a multiple of `batch`.
     pub num_commands: u64,
     /// Objects posted together.
     pub batch: u32,
@@ -51,22 +51,22 @@ pub struct Order {
     pub num_objects: u32,
     /// `PRODUCE_*`
     pub flags: u32,
-    /// 0, or where lanes' counters are added to once per object.
+    /// Offset of the lanes' counters, to which producers add once per object; 0 for no counters.
     pub counter_offset: u64,
 }
 
-/// What came of an [`Order`].
+/// Result of an [`Order`].
 #[derive(Debug)]
 pub struct Produced {
-    /// Until everything of the slowest lane had arrived, by the GPU's own clock.
+    /// Time until all objects of the slowest lane had arrived, by the GPU's own clock.
     pub elapsed: Duration,
-    /// Times of each lane's batches, nanoseconds.
+    /// Times of each lane's batches in nanoseconds.
     pub samples: Vec<Vec<u64>>,
-    /// How each lane ended: `SY_PROXY_*`.
+    /// Status of each lane: `SY_PROXY_*`.
     pub status: Vec<u32>,
 }
 
-/// A kernel under way, and where it leaves what came of it.
+/// A running kernel and the buffers of its results.
 struct Running {
     gpu: Gpu,
     stream: Stream,
@@ -79,10 +79,10 @@ struct Running {
 }
 
 impl Producers {
-    /// Posters that exist already.
+    /// Makes producers for existing posters, all of `gpu`.
     ///
     /// # Errors
-    /// What the GPU says.
+    /// An error of the GPU.
     pub fn new(gpu: &Gpu, posters: Vec<GpuPoster>) -> Result<Self> {
         let handles: Vec<PeerHandle> = posters.iter().map(|poster| *poster.handle()).collect();
         let table = gpu.alloc((handles.len() * size_of::<PeerHandle>()) as u64)?;
@@ -90,10 +90,10 @@ impl Producers {
         Ok(Self { gpu: gpu.clone(), posters, table })
     }
 
-    /// Runs a kernel to its end.
+    /// Runs the kernel and waits for its end, for 60 s at most.
     ///
     /// # Errors
-    /// What the GPU says, a producer that did not end included.
+    /// An error of the GPU, or a producer that did not end in time.
     pub fn run(&self, order: &Order) -> Result<Produced> {
         self.start(order)?.end()
     }
@@ -130,7 +130,7 @@ impl Producers {
         let stream = gpu.stream()?;
         match (gpu.name(), SOFTWARE_KERNEL.get()) {
             (DeviceName::Emulated(_), Some(&software)) => stream.then(move || {
-                // SAFETY: these are parameters of the kernel, checked as a GPU's are.
+                // SAFETY: these are the kernel's parameters, checked in the same way as a GPU's.
                 unsafe { software(std::ptr::from_ref(&params).cast()) };
             })?,
             _ => stream.launch(&kernel)?,
@@ -159,7 +159,7 @@ impl Running {
         let of_lane =
             |samples: &[u64]| samples.iter().copied().filter(|ns| *ns > 0).collect::<Vec<_>>();
         Ok(Produced {
-            // The GPU's own time: launching takes longer than a short run.
+            // By the GPU's clock, since a launch takes longer than a short run.
             elapsed: Duration::from_nanos(slowest.context("no block")?),
             samples: samples.chunks_exact(num_samples.max(1) as usize).map(of_lane).collect(),
             status: codes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect(),
@@ -168,10 +168,10 @@ impl Running {
 }
 
 impl Bench {
-    /// Producers on a GPU, one warp per lane.
+    /// Runs producers on a GPU, one warp per lane.
     ///
     /// # Errors
-    /// As for [`figures`](Self::figures), a run that cannot be, or a producer that gave up.
+    /// As for [`figures`](Self::figures), an invalid run, or a producer that failed.
     pub fn run_gpu(&self, run: &Run, gpu: &Gpu) -> Result<Figures> {
         run.check()?;
         let mut peers: Vec<BenchPeer> = Vec::new();
@@ -212,7 +212,7 @@ impl Bench {
     }
 }
 
-/// Of each lane's objects the time from the push, which the GPU has noted, to the post.
+/// Returns for each lane the nanoseconds from an object's push, as the GPU noted it, to its post.
 fn one_way(
     clocks: &Clocks,
     run: &Run,
@@ -225,12 +225,12 @@ fn one_way(
     let mut lanes = Vec::new();
     for (block, pushed) in pushed.iter().enumerate() {
         let peer = peers.get(block / num_lanes).context("a lane of no peer")?;
-        let posted = posts_of(peer, block % num_lanes).context("posts that nobody noted")?;
+        let posted = posts_of(peer, block % num_lanes).context("posts that were not noted")?;
         let (num_pushed, num_posted) = (pushed.len(), posted.len());
         ensure!(num_pushed == num_posted, "{num_pushed} objects pushed, {num_posted} posted");
         let took = |(pushed, posted): (&u64, u64)| {
             let ns = posted.cast_signed() - clocks.host(*pushed);
-            // Nothing is posted before it was pushed.
+            // No object is posted before its push.
             ensure!(ns >= -uncertainty, "the clocks are further apart than {uncertainty} ns");
             Ok(ns.max(0).cast_unsigned())
         };
@@ -239,11 +239,11 @@ fn one_way(
     Ok(lanes)
 }
 
-/// How far the clock of `gpu` is ahead of nanoseconds since `origin`, by exchanges over a lane that no proxy serves:
-/// this thread counts, a kernel answers.
+/// Measures how far the clock of `gpu` is ahead of the nanoseconds since `origin`. It takes 2,000 exchanges over a lane
+/// that no proxy serves: this thread counts, and a kernel answers.
 ///
 /// # Errors
-/// What the GPU says, a kernel that does not answer included.
+/// An error of the GPU, or a kernel that does not answer within 20 s.
 pub fn offset(gpu: &Gpu, origin: Instant) -> Result<Offset> {
     let config = LaneConfig { num_lanes: 1, depth: 16, budget: 16 };
     let lanes = lanes(gpu, config)?;
@@ -259,14 +259,14 @@ pub fn offset(gpu: &Gpu, origin: Instant) -> Result<Offset> {
         counter_offset: 0,
     })?;
     let exchanges = exchange(&lanes, origin);
-    // Whatever came of it: the kernel uses what would be freed.
+    // Waits for the kernel before any return, since it uses memory that a return frees.
     let produced = running.end()?;
     let exchanges = exchanges?;
     ensure!(produced.status == [0], "the GPU's clock: a kernel ended with {:?}", produced.status);
     Offset::of(&exchanges).context("the host's clock runs backwards")
 }
 
-/// The host's end of exchanges.
+/// Runs the host's side of the exchanges.
 fn exchange(lanes: &Lanes, origin: Instant) -> Result<Vec<Exchange>> {
     let now = || origin.elapsed().as_nanos() as u64;
     let deadline = Instant::now() + CLOCK_LIMIT;
@@ -282,7 +282,7 @@ fn exchange(lanes: &Lanes, origin: Instant) -> Result<Vec<Exchange>> {
             }
             num_looks += 1;
             if num_looks.is_multiple_of(LOOKS_PER_CLOCK) {
-                ensure!(Instant::now() < deadline, "the GPU does not tell the time");
+                ensure!(Instant::now() < deadline, "the GPU does not answer with its time");
                 // A GPU in software may need this processor.
                 std::thread::yield_now();
             }
@@ -293,7 +293,7 @@ fn exchange(lanes: &Lanes, origin: Instant) -> Result<Vec<Exchange>> {
     Ok(exchanges)
 }
 
-/// Of peer `idx` of a benchmark.
+/// Returns the settings of the poster for peer `idx`.
 pub(super) const fn poster_config(mirror: u64, slot_bytes: u64, idx: usize) -> PosterConfig {
     PosterConfig {
         mirror,
@@ -310,9 +310,9 @@ static SOFTWARE_KERNEL: OnceLock<SoftwareKernel> = OnceLock::new();
 
 const MAX_SAMPLES: u64 = 20_000;
 const LIMIT: Duration = Duration::from_secs(60);
-/// Of which the shortest counts: some milliseconds, in which the clocks hardly part.
+/// All exchanges together take some milliseconds, in which the clocks hardly drift. Only the shortest counts.
 const NUM_EXCHANGES: u64 = 2000;
 const CLOCK_LIMIT: Duration = Duration::from_secs(20);
 const CLOCK_SLOT_BYTES: u64 = 4096;
-/// More than an exchange with a GPU takes.
+/// An exchange with a GPU takes fewer looks.
 const LOOKS_PER_CLOCK: u32 = 4096;

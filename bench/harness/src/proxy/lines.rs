@@ -1,4 +1,4 @@
-//! What the two sides of `benchmark_remote` say to each other, in JSON over TCP.
+//! The control connection between the two sides of `benchmark_remote`: lines of JSON over TCP.
 
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs};
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::remote::Line;
 
-/// A connection, if one comes in time. The listener does not block afterwards.
+/// Waits up to `patience` for a connection. Leaves the listener in non-blocking mode.
 pub(super) fn accept(listener: &TcpListener, patience: Duration) -> Result<TcpStream> {
     listener.set_nonblocking(true)?;
     let begun = Instant::now();
@@ -27,12 +27,12 @@ pub(super) fn accept(listener: &TcpListener, patience: Duration) -> Result<TcpSt
     }
 }
 
-/// A connection to the first of the receiver's addresses that takes one, within `patience` for all of them
-/// together. A name is looked up before, within the system's own limits.
+/// Connects to the first of the receiver's addresses that accepts. Takes up to `patience` for all addresses together.
+/// The time of a name lookup before is limited only by the system.
 pub(super) fn connect(receiver: impl ToSocketAddrs, patience: Duration) -> Result<TcpStream> {
     let deadline = Instant::now() + patience;
     let mut refused = None;
-    for address in receiver.to_socket_addrs().context("the receiver's name leads nowhere")? {
+    for address in receiver.to_socket_addrs().context("the receiver's name cannot be resolved")? {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             break;
@@ -46,28 +46,28 @@ pub(super) fn connect(receiver: impl ToSocketAddrs, patience: Duration) -> Resul
     Err(error).with_context(|| format!("the receiver cannot be reached at {address}"))
 }
 
-/// The connection of both sides, line by line. Neither a line nor the wait for one is without a bound.
+/// The control connection, line by line. The length of a line and each wait are bounded.
 pub(super) struct Lines {
     reader: BufReader<TcpStream>,
     pub(super) writer: TcpStream,
-    /// Held while a line is written, so that each goes out whole.
-    turn: Arc<Mutex<()>>,
-    /// Of a wait for the other side.
+    /// Locked while a line is written, so that lines do not mix.
+    write_lock: Arc<Mutex<()>>,
+    /// Longest wait for the other side.
     limit: Duration,
 }
 
-/// Says on a connection, again and again, that this side is still at work. Dropping it ends that.
+/// Sends [`Line::Busy`] at intervals until dropped.
 #[derive(Debug)]
-pub(super) struct Beats {
+pub(super) struct Heartbeat {
     stop: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Drop for Beats {
+impl Drop for Heartbeat {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A thread that panicked says no more, which is what is asked for.
+            // A thread that panicked sends nothing more either.
             let _ = thread.join();
         }
     }
@@ -78,40 +78,41 @@ impl Lines {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(LIMIT))?;
         let reader = BufReader::new(stream.try_clone()?);
-        Ok(Self { reader, writer: stream, turn: Arc::default(), limit: LIMIT })
+        Ok(Self { reader, writer: stream, write_lock: Arc::default(), limit: LIMIT })
     }
 
     pub(super) fn write(&mut self, line: &Line) -> Result<()> {
-        write(&self.turn, &mut self.writer, line)
+        write(&self.write_lock, &mut self.writer, line)
     }
 
-    /// Says once in `pause` that this side is at work, for as long as the result lives: a measurement may
-    /// take longer than the other side waits for a word.
-    pub(super) fn beats(&self, pause: Duration) -> Result<Beats> {
-        let (turn, mut writer) = (Arc::clone(&self.turn), self.writer.try_clone()?);
+    /// Sends [`Line::Busy`] once per `pause` until the result is dropped. A measurement may take longer than the other
+    /// side waits for a line.
+    pub(super) fn heartbeat(&self, pause: Duration) -> Result<Heartbeat> {
+        let (write_lock, mut writer) = (Arc::clone(&self.write_lock), self.writer.try_clone()?);
         let (stop, stopped) = mpsc::channel();
-        let beat = move || {
+        let send_beats = move || {
             while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
-                // Whoever waits for the other side finds out by itself that it is gone.
-                if write(&turn, &mut writer, &Line::Busy).is_err() {
+                // A read of the connection reports its end.
+                if write(&write_lock, &mut writer, &Line::Busy).is_err() {
                     return;
                 }
             }
         };
-        let thread = std::thread::Builder::new().name("sy-bench-beats".to_owned()).spawn(beat)?;
-        Ok(Beats { stop: Some(stop), thread: Some(thread) })
+        let thread =
+            std::thread::Builder::new().name("sy-bench-beats".to_owned()).spawn(send_beats)?;
+        Ok(Heartbeat { stop: Some(stop), thread: Some(thread) })
     }
 
     pub(super) fn read(&mut self) -> Result<Line> {
         self.read_every(Duration::from_millis(100), || ())
     }
 
-    /// As [`read`](Self::read), with `work` done again and again meanwhile.
+    /// As [`read`](Self::read), and calls `work` repeatedly meanwhile.
     pub(super) fn read_while(&mut self, work: impl FnMut()) -> Result<Line> {
         self.read_every(Duration::from_millis(1), work)
     }
 
-    /// A line, with `work` done at least once in `pause` until it is there.
+    /// Waits for a line, and calls `work` at least once per `pause` meanwhile.
     fn read_every(&mut self, pause: Duration, mut work: impl FnMut()) -> Result<Line> {
         let deadline = Instant::now() + self.limit;
         self.writer.set_read_timeout(Some(pause))?;
@@ -125,10 +126,10 @@ impl Lines {
         }
     }
 
-    /// What has come of a line, or nothing if nothing has. Whether the line is whole.
+    /// Appends the received part of a line to `text`, if there is any. Returns true once the line is complete.
     fn read_more(&mut self, text: &mut Vec<u8>) -> Result<bool> {
-        let come = match self.reader.fill_buf() {
-            Ok(come) => come,
+        let received = match self.reader.fill_buf() {
+            Ok(received) => received,
             Err(error)
                 if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
             {
@@ -136,34 +137,34 @@ impl Lines {
             }
             Err(error) => return Err(error.into()),
         };
-        ensure!(!come.is_empty(), "the other side has closed");
-        let end = come.iter().position(|byte| *byte == b'\n');
-        let len = end.map_or(come.len(), |end| end + 1);
+        ensure!(!received.is_empty(), "the other side has closed");
+        let end = received.iter().position(|byte| *byte == b'\n');
+        let len = end.map_or(received.len(), |end| end + 1);
         ensure!(
             text.len() + len <= MAX_LINE_BYTES,
             "the other side sends a line of more than {MAX_LINE_BYTES} bytes"
         );
-        text.extend_from_slice(&come[..len]);
+        text.extend_from_slice(&received[..len]);
         self.reader.consume(len);
         Ok(end.is_some())
     }
 }
 
-/// A whole line, whoever else writes.
-fn write(turn: &Mutex<()>, writer: &mut TcpStream, line: &Line) -> Result<()> {
+/// Writes a line. Other threads may write lines at the same time.
+fn write(write_lock: &Mutex<()>, writer: &mut TcpStream, line: &Line) -> Result<()> {
     let mut text = serde_json::to_string(line)?;
     text.push('\n');
-    let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+    let _locked = write_lock.lock().unwrap_or_else(PoisonError::into_inner);
     Ok(writer.write_all(text.as_bytes())?)
 }
 
-/// Of a wait for the other side.
+/// Longest wait for the other side.
 pub(super) const LIMIT: Duration = Duration::from_secs(120);
-/// Between two words of a side that is at work: many of them within [`LIMIT`].
+/// Interval of the heartbeat, a small part of [`LIMIT`].
 pub(super) const PAUSE: Duration = Duration::from_secs(2);
-/// Of a wait for a connection.
+/// Longest wait for a connection.
 pub(super) const CONNECT_LIMIT: Duration = Duration::from_secs(20);
-/// A description of a slot is the longest, some hundred bytes in decimal.
+/// The longest line describes a slot: some hundred bytes in decimal.
 const MAX_LINE_BYTES: usize = 64 << 10;
 
 #[cfg(test)]
@@ -180,10 +181,10 @@ mod tests {
     }
 
     #[test]
-    fn a_side_that_is_at_work_is_waited_for() {
+    fn a_busy_side_is_waited_for() {
         let (mut busy, mut waiting) = pair();
         waiting.limit = Duration::from_millis(600);
-        let beats = busy.beats(Duration::from_millis(20)).unwrap();
+        let heartbeat = busy.heartbeat(Duration::from_millis(20)).unwrap();
         std::thread::scope(|scope| {
             let reader = scope.spawn(|| {
                 let mut num_beats = 0;
@@ -195,12 +196,12 @@ mod tests {
                     }
                 }
             });
-            // Twice as long as the other side would wait without a word.
+            // Twice the other side's limit without a line.
             std::thread::sleep(Duration::from_millis(1200));
             busy.write(&Line::Joined).unwrap();
             assert!(reader.join().unwrap() > 2);
         });
-        drop(beats);
+        drop(heartbeat);
         let error = loop {
             match waiting.read() {
                 Ok(Line::Busy) => {}
@@ -212,11 +213,11 @@ mod tests {
     }
 
     #[test]
-    fn a_receiver_that_never_answers_is_waited_for_so_long_and_no_longer() {
+    fn the_wait_for_a_receiver_that_never_answers_is_bounded() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        // Room for one connection that nobody takes; further ones are not even refused.
-        // SAFETY: a socket that listens, and goes on to with another length of its queue.
+        // The queue has room for one connection, which is not accepted. Further connections get no answer at all.
+        // SAFETY: the socket listens already; the call only changes the length of its queue.
         let changed = unsafe { libc::listen(listener.as_raw_fd(), 0) };
         assert_eq!(changed, 0);
         let mut taken = Vec::new();
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receiver_that_is_not_there_is_named() {
+    fn an_absent_receiver_is_named() {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let error = connect(address, LIMIT).unwrap_err();
         assert!(error.to_string().contains(&address.to_string()), "{error:#}");

@@ -1,4 +1,4 @@
-//! `benchmark_local`: producers, lanes and threads of one host, with a post that is nothing or a copy.
+//! `benchmark_local`: producers, lanes and a proxy's threads on one host. A post does nothing, or copies.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,46 +7,47 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use p2p_core::Region;
 
-use super::gpu_clock::Certainty;
-use super::{BenchEndpoint, Checks, Latency, Posts, pattern};
+use super::{BenchEndpoint, Checks, Posts, pattern};
+use crate::clock::gpu::Certainty;
+use crate::stats::Latency;
 use proxy::abi::{MAX_DEPTH, MAX_LANES, MAX_SLOT_BYTES};
 use proxy::command::{Command, Opcode};
 use proxy::lane::{LaneConfig, Lanes, Poster};
 use proxy::threads::{PeerConfig, Proxy, ProxyConfig, ProxyPeer};
 
-/// What a post is.
+/// The action of a post.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PostKind {
-    /// Nothing: what taking, checking and recycling a command cost.
+    /// None: measures the cost of taking, checking and recycling a command.
     Null,
     /// A copy into memory of this host.
     Copy,
-    /// A copy, and the comparison of every word of it.
+    /// A copy, and a comparison of each of its words.
     Check,
 }
 
-/// What the measurements of one row of figures have in common.
+/// Settings that the measurements of one row share.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
     /// Lanes of each thread.
     pub num_lanes: u32,
-    /// Commands posted together, not more than the budget.
+    /// Commands posted together, at most the budget.
     pub batch: u32,
-    /// Commands of a lane in flight at most.
+    /// Most commands of a lane in flight.
     pub budget: u32,
     /// Bytes of an object, a multiple of 16.
     pub object_bytes: u32,
     /// Objects of each lane.
     pub commands: u64,
-    /// Whether a GPU produces, a warp each batch.
+    /// Whether a GPU produces. A warp posts a batch.
     pub is_gpu: bool,
 }
 
 /// One measurement.
 #[derive(Debug, Clone)]
 pub struct Run {
-    /// What a post is.
+    /// Action of a post.
     pub post: PostKind,
     /// Lanes of each thread.
     pub lanes: LaneConfig,
@@ -54,100 +55,100 @@ pub struct Run {
     pub batch: u32,
     /// Bytes of an object.
     pub object_bytes: u32,
-    /// Objects of each lane in mirror and slot.
+    /// Number of places for objects of each lane, in mirror and slot.
     pub num_objects: u32,
-    /// Objects of each lane in all.
+    /// Number of objects that each lane posts.
     pub num_commands: u64,
-    /// Each batch is over before the next.
+    /// Whether each batch ends before the next is posted.
     pub is_round_trip: bool,
-    /// Nothing is posted: samples are of looks at a lane's words. On a GPU only.
+    /// Whether nothing is posted, and samples are times of reads of a lane's words. On a GPU only.
     pub only_reads: bool,
-    /// Samples are of the way there alone, from the push of an object to its post. On a GPU only, and of round trips
-    /// of single objects.
+    /// Whether samples are times from the push of an object to its post. On a GPU only, with round trips of single
+    /// objects.
     pub is_one_way: bool,
 }
 
-/// What came of it.
+/// Figures of a [`Run`].
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Figures {
-    /// Who posted: `gpu` or `host`.
+    /// `gpu` or `host`.
     pub producer: &'static str,
-    /// What a post was.
+    /// Action of a post.
     pub post: PostKind,
     /// Threads of the proxy.
     pub threads: usize,
-    /// Lanes of each.
+    /// Lanes of each thread.
     pub lanes: u32,
     /// Commands posted together.
     pub batch: u32,
-    /// Commands of a lane in flight at most.
+    /// Most commands of a lane in flight.
     pub budget: u32,
     /// Bytes of an object.
     pub object_bytes: u32,
-    /// Objects in all.
+    /// Objects of all lanes.
     pub objects: u64,
-    /// Wall time.
+    /// Wall time in milliseconds.
     pub wall_ms: f64,
-    /// Millions of commands a second.
+    /// Millions of objects per second.
     pub mops: f64,
-    /// Payload.
+    /// Payload in 10^9 bits per second.
     pub gbps: f64,
-    /// From posting a batch to its end; one way, to its post.
+    /// From posting a batch to its end; with `is_one_way`, from the push to the post.
     pub latency: Option<Latency>,
-    /// One way: what is known of the two clocks.
+    /// With `is_one_way`, the uncertainty of the two clocks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clock: Option<Certainty>,
-    /// Objects compared, and bad ones.
+    /// Objects compared.
     pub checked: u64,
-    /// Bad ones among them.
+    /// Objects with a wrong word.
     pub bad: u64,
-    /// Of each lane by itself, in the order of threads and their lanes.
+    /// Figures of each lane, in the order of threads and their lanes.
     #[serde(skip)]
     pub by_lane: Vec<LaneFigures>,
 }
 
-/// What came of one lane.
+/// Figures of one lane.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct LaneFigures {
-    /// Whose it is: the thread of the proxy.
+    /// Thread of the proxy that serves the lane.
     pub thread: usize,
-    /// Number among those of the thread.
+    /// Index among the lanes of the thread.
     pub lane: usize,
-    /// Objects.
+    /// Objects of the lane.
     pub objects: u64,
-    /// As of all lanes together.
+    /// As [`Figures::latency`].
     pub latency: Option<Latency>,
 }
 
-/// A proxy with one peer per thread, all of them stand-ins.
+/// A proxy with one peer per thread. The peers' endpoints are [`BenchEndpoint`]s.
 #[derive(Debug)]
 pub struct Bench {
     proxy: Proxy<BenchEndpoint>,
     num_threads: usize,
-    /// Where the host's clock begins.
+    /// Zero of the host's clock.
     pub(super) origin: Instant,
 }
 
 /// A peer of a run.
 #[derive(Debug)]
 pub struct BenchPeer {
-    /// In the proxy.
+    /// The proxy's peer.
     pub peer: ProxyPeer<BenchEndpoint>,
-    /// Where copies go; counters of the lanes at its end.
+    /// Target of copies, with the counters of the lanes at its end.
     pub target: Region,
-    /// Objects found good and bad.
+    /// Counts of good and bad objects.
     pub checks: Arc<Checks>,
-    /// When objects were posted, if that is asked for.
+    /// Times of posts, with `is_one_way`.
     pub posts: Option<Arc<Posts>>,
-    /// Where producers fill objects.
+    /// Source of puts, where producers fill objects.
     pub mirror: Region,
 }
 
 impl Row {
-    /// Whether all its measurements can be made.
+    /// Checks that all measurements of the row are possible.
     ///
     /// # Errors
-    /// The first value that cannot be, and what is expected of it.
+    /// Names the first invalid value and the expected range.
     pub fn check(&self) -> Result<()> {
         let Self { num_lanes, batch, budget, object_bytes, commands, is_gpu } = *self;
         ensure!((1..=MAX_LANES).contains(&num_lanes), "lanes is {num_lanes}: expected 1 to 256");
@@ -170,31 +171,31 @@ impl Row {
         self.round_trip(PostKind::Null).check()
     }
 
-    /// As fast as the budget allows.
+    /// Returns the run that posts as fast as the budget allows.
     #[must_use]
     pub fn rate(&self, post: PostKind) -> Run {
         self.run(post, self.batch, self.commands)
     }
 
-    /// One after the other.
+    /// Returns the run with one batch after the other.
     #[must_use]
     pub fn round_trip(&self, post: PostKind) -> Run {
         Run { is_round_trip: true, ..self.run(post, 1, self.commands.min(20_000)) }
     }
 
-    /// Every word compared. An add goes with every object, and both in one batch.
+    /// Returns the run that compares each word. An add follows each object, in the same batch.
     #[must_use]
     pub fn compared(&self) -> Run {
         self.run(PostKind::Check, self.batch.min(WARP / 2).min(self.budget / 2), 4096)
     }
 
-    /// Of a GPU: looks at a lane's words, and no posts.
+    /// Returns the run on a GPU that reads a lane's words and posts nothing.
     #[must_use]
     pub fn reads(&self) -> Run {
         Run { is_round_trip: true, only_reads: true, ..self.run(PostKind::Null, 1, 2000) }
     }
 
-    /// Of a GPU: one after the other, each from its push to its post.
+    /// Returns the run on a GPU that times each object from its push to its post, one after the other.
     #[must_use]
     pub fn one_way(&self) -> Run {
         Run { is_one_way: true, ..self.round_trip(PostKind::Null) }
@@ -207,7 +208,7 @@ impl Row {
             lanes: LaneConfig { num_lanes: self.num_lanes, depth, budget: self.budget },
             batch,
             object_bytes: self.object_bytes,
-            // A cell is free once its put is over, and so is its object.
+            // A cell is free once its put has ended, and so is the place of its object.
             num_objects: self.budget.next_multiple_of(batch),
             num_commands: commands.next_multiple_of(batch.into()),
             is_round_trip: false,
@@ -218,10 +219,10 @@ impl Row {
 }
 
 impl Run {
-    /// Whether it can be made: batches never reach past the objects, and offsets fit into commands.
+    /// Checks that batches never reach past the objects, and that offsets fit into commands.
     ///
     /// # Errors
-    /// What is wrong.
+    /// Names the invalid setting.
     pub fn check(&self) -> Result<()> {
         let Self { batch, num_objects, num_commands, object_bytes, .. } = *self;
         self.lanes.bytes()?;
@@ -251,13 +252,13 @@ impl Run {
         Ok(())
     }
 
-    /// Bytes of mirror and slot: objects of all lanes, and a counter for each.
+    /// Returns the bytes of mirror and slot: the objects of all lanes, and a counter for each lane.
     #[must_use]
     pub const fn slot_bytes(&self) -> u64 {
         self.counter_offset() + 8 * self.lanes.num_lanes as u64
     }
 
-    /// Where the counters are.
+    /// Returns the offset of the counters.
     #[must_use]
     pub const fn counter_offset(&self) -> u64 {
         self.lanes.num_lanes as u64 * self.lane_bytes()
@@ -267,7 +268,7 @@ impl Run {
         self.num_objects as u64 * self.object_bytes as u64
     }
 
-    /// Whether lanes' counters are added to, once per object.
+    /// Whether producers add to their lane's counter, once per object.
     #[must_use]
     pub fn counts(&self) -> bool {
         self.post == PostKind::Check
@@ -278,28 +279,28 @@ impl Bench {
     /// Starts the threads.
     ///
     /// # Errors
-    /// What [`Proxy::start`] says.
+    /// As for [`Proxy::start`].
     pub fn start(config: &ProxyConfig) -> Result<Self> {
         let proxy = Proxy::start(config)?;
         Ok(Self { proxy, num_threads: config.num_threads, origin: Instant::now() })
     }
 
-    /// Threads.
+    /// Returns the number of threads.
     #[must_use]
     pub const fn num_threads(&self) -> usize {
         self.num_threads
     }
 
-    /// The proxy.
+    /// Returns the proxy.
     #[must_use]
     pub const fn proxy(&self) -> &Proxy<BenchEndpoint> {
         &self.proxy
     }
 
-    /// A peer for thread `idx`, with these lanes and this mirror.
+    /// Adds a peer for thread `idx`.
     ///
     /// # Errors
-    /// What [`Proxy::add`] says.
+    /// As for [`Proxy::add`].
     pub fn peer(&self, run: &Run, idx: usize, lanes: Lanes, mirror: Region) -> Result<BenchPeer> {
         let target = Region::anonymous(run.slot_bytes() as usize)?;
         let checks = Arc::new(Checks::default());
@@ -325,13 +326,13 @@ impl Bench {
             lanes,
             window_bytes: run.slot_bytes(),
             sources: vec![mirror.clone()],
-            relay: None,
             thread: Some(idx),
         };
         Ok(BenchPeer { peer: self.proxy.add(endpoint, config)?, target, checks, posts, mirror })
     }
 
-    /// Figures, once everything is over, with the latencies of each lane; checks counters and the peers' health.
+    /// Summarizes a run that has ended. `samples` are the latencies of each lane. Checks the counters and the peers'
+    /// health.
     ///
     /// # Errors
     /// A failure that the proxy reported, or a counter that is wrong.
@@ -393,11 +394,10 @@ impl Bench {
         })
     }
 
-    /// Producers on this host, one thread per lane.
+    /// Runs producers on this host, one thread per lane.
     ///
     /// # Errors
-    /// As for [`figures`](Self::figures), a run that cannot be, or a producer that found no room for too
-    /// long.
+    /// As for [`figures`](Self::figures), an invalid run, or a producer that found no room for 60 s.
     pub fn run_host(&self, run: &Run) -> Result<Figures> {
         run.check()?;
         ensure!(!run.is_one_way && !run.only_reads, "producers on this host do not measure that");
@@ -427,7 +427,7 @@ impl Bench {
     }
 }
 
-/// One lane's producer on this host. Gives the latencies of batches, as far as it saw their end.
+/// Runs one lane's producer on this host. Returns the latencies of batches, if it waits for each.
 fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
     let mut poster = peer.peer.lanes().poster(lane);
     let mut samples = Vec::new();
@@ -452,7 +452,7 @@ fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
                 return Ok(number);
             }
             peer.peer.ring();
-            // What has to be over for one more to fit.
+            // One more fits once all but `budget` - 1 commands have ended.
             wait(poster, poster.posted() + 1 - u64::from(run.lanes.budget))?;
         }
     };
@@ -461,7 +461,7 @@ fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
         let object = begin % u64::from(run.num_objects);
         let place = |idx: u64| region + (object + idx) * u64::from(run.object_bytes);
         if run.post == PostKind::Check {
-            // The objects' last puts must be over before they are filled again.
+            // Their last puts must have ended before the objects are filled again.
             let over = (begin + u64::from(run.batch)).saturating_sub(run.num_objects.into());
             wait(&mut poster, over * per_object)?;
             for idx in 0..u64::from(run.batch) {
@@ -497,7 +497,7 @@ fn produce(run: &Run, peer: &BenchPeer, lane: u32) -> Result<Vec<u64>> {
 }
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Lanes of a warp, which posts a batch with one of them for each command.
+/// Threads of a warp. Each posts one command of a batch.
 const WARP: u32 = 32;
-/// Of a lane: more than anybody waits for.
+/// Most commands of a lane. Their time exceeds any useful run.
 const MAX_COMMANDS: u64 = 1 << 40;

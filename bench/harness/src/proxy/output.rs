@@ -1,5 +1,5 @@
-//! What the benchmark programs print: a table, or with `--json` a line of JSON for each row of it, on standard
-//! output; progress and errors on standard error.
+//! Output of the benchmark programs. Standard output gets a table, or with `--json` a line of JSON for each row.
+//! Standard error gets progress and errors.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, IsTerminal as _, Write as _};
@@ -8,36 +8,36 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 
-/// A column of a table: where its figures are in a line of JSON, and how they look.
+/// A column of a table: the place of its values in a line of JSON, and their format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Column {
     head: &'static str,
-    /// Into the line: `/bench`, `/latency/p50_us`.
+    /// JSON pointer into the line: `/bench`, `/latency/p50_us`.
     pointer: &'static str,
-    /// Characters at least; the head may need more.
+    /// Least number of characters. A longer head widens the column.
     width: usize,
     is_text: bool,
 }
 
-/// Where figures go.
+/// The output of a program.
 #[derive(Debug)]
 pub struct Output {
     is_json: bool,
     shows_progress: bool,
-    /// Of the table that the last line belongs to.
+    /// Columns of the current table.
     columns: Option<&'static [Column]>,
     num_steps: usize,
     num_begun: usize,
 }
 
 impl Column {
-    /// Words, on the left of the column.
+    /// A column of left-aligned text.
     #[must_use]
     pub const fn text(head: &'static str, pointer: &'static str, width: usize) -> Self {
         Self { head, pointer, width, is_text: true }
     }
 
-    /// Numbers, on the right; those that are not whole with three decimals.
+    /// A column of right-aligned numbers. Floating-point numbers have three decimals.
     #[must_use]
     pub const fn number(head: &'static str, pointer: &'static str, width: usize) -> Self {
         Self { head, pointer, width, is_text: false }
@@ -61,39 +61,39 @@ impl Column {
 }
 
 impl Output {
-    /// JSON or tables; of `num_steps` measurements the progress is shown, except with JSON and where standard
-    /// error is no terminal.
+    /// Returns an output of JSON or of tables. It shows the progress of `num_steps` measurements, unless it prints JSON
+    /// or standard error is no terminal.
     #[must_use]
     pub fn new(is_json: bool, num_steps: usize) -> Self {
         let shows_progress = !is_json && std::io::stderr().is_terminal();
         Self { is_json, shows_progress, columns: None, num_steps, num_begun: 0 }
     }
 
-    /// The next measurement begins.
+    /// Shows that the next measurement begins.
     pub fn step(&mut self, what: impl Display) {
         self.num_begun += 1;
         if self.shows_progress {
-            // Without an end of line: the next text takes its place.
+            // Without a line end, so that the next text replaces it.
             say(&format!("\r\x1b[Kmeasuring {}/{}: {what}", self.num_begun, self.num_steps));
         }
     }
 
-    /// A line on standard error, also with JSON.
+    /// Prints a line on standard error, also with JSON.
     pub fn note(&self, text: impl Display) {
         self.clear();
         say(&format!("{text}\n"));
     }
 
-    /// A line of text above a table; not with JSON.
+    /// Prints a line of text above a table. Does nothing with JSON.
     ///
     /// # Errors
-    /// A standard output that cannot be written.
+    /// Standard output cannot be written.
     pub fn title(&mut self, text: impl Display) -> Result<()> {
         self.columns = None;
         if self.is_json { Ok(()) } else { self.print(&text.to_string()) }
     }
 
-    /// A row of figures, with the head above it where a table begins.
+    /// Prints a row. The first row of a table gets the head above it.
     ///
     /// # Errors
     /// As for [`title`](Self::title).
@@ -110,7 +110,7 @@ impl Output {
         self.print(&join(columns.iter().map(|column| column.cell(line))))
     }
 
-    /// Figures that people read as a sentence, and programs as a line of JSON.
+    /// Prints `text`, or `line` with JSON.
     ///
     /// # Errors
     /// As for [`title`](Self::title).
@@ -120,12 +120,12 @@ impl Output {
         self.print(&text)
     }
 
-    /// A whole line, at once: others read along.
+    /// Prints a line and flushes it.
     fn print(&self, text: &str) -> Result<()> {
         self.clear();
         let mut out = std::io::stdout().lock();
         match writeln!(out, "{text}").and_then(|()| out.flush()) {
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(NobodyReads.into()),
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(ClosedOutput.into()),
             written => written.context("cannot write to standard output"),
         }
     }
@@ -143,13 +143,13 @@ impl Drop for Output {
     }
 }
 
-/// The exit status of a program, after its error in one line. When nobody reads the figures any more, it ends
-/// without a word, as a filter should.
+/// Prints an error in one line and returns the exit status of the program. A closed standard output is no error, as
+/// for any filter.
 #[must_use]
 pub fn end(ended: Result<()>) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) if error.is::<NobodyReads>() => ExitCode::SUCCESS,
+        Err(error) if error.is::<ClosedOutput>() => ExitCode::SUCCESS,
         Err(error) => {
             say(&format!("error: {}\n", one_line(&error)));
             ExitCode::FAILURE
@@ -157,7 +157,7 @@ pub fn end(ended: Result<()>) -> ExitCode {
     }
 }
 
-/// An error and its causes, each once: many messages quote their cause already.
+/// Returns an error and its causes in one line. Many messages quote their cause already, so each text occurs once.
 fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -174,17 +174,17 @@ fn join(cells: impl Iterator<Item = String>) -> String {
     cells.collect::<Vec<_>>().join(" ").trim_end().to_owned()
 }
 
-/// To standard error, if it can be written: there is nowhere left to report that to.
+/// Prints to standard error. A failure cannot be reported anywhere.
 fn say(text: &str) {
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Whoever read standard output has gone.
+/// The reader of standard output has closed it.
 #[derive(Debug, thiserror::Error)]
-#[error("nobody reads standard output any more")]
-struct NobodyReads;
+#[error("the reader of standard output has closed it")]
+struct ClosedOutput;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use serde_json::json;
 

@@ -1,4 +1,5 @@
-//! Stand-ins for a transport: nothing at all, and a copy into memory of this host, checked or not.
+//! Endpoints in place of a transport: one that does nothing, and one that copies into memory of this host, with or
+//! without a check.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -14,20 +15,20 @@ use p2p_core::region::{LocalRange, RemoteRange, SlotKey};
 use super::pattern;
 use proxy::memory;
 
-/// What a checking endpoint has found.
+/// Counts of a checking endpoint.
 #[derive(Debug, Default)]
 pub struct Checks {
-    /// Objects whose every word was compared.
+    /// Objects whose words were all compared.
     pub objects: AtomicU64,
-    /// Those with a wrong word.
+    /// Objects with a wrong word.
     pub bad: AtomicU64,
 }
 
-/// When the objects of a peer's lanes were posted.
+/// Times of the posts of a peer's objects.
 #[derive(Debug)]
 pub struct Posts {
     origin: Instant,
-    /// Of a lane's objects in the slot.
+    /// Bytes of a lane's objects in the slot.
     lane_bytes: usize,
     lanes: Vec<PostsOfLane>,
 }
@@ -39,10 +40,10 @@ struct PostsOfLane {
     times: Box<[AtomicU64]>,
 }
 
-/// Takes puts and adds of a producer's lanes.
+/// An endpoint for the puts and adds of a producer's lanes.
 #[derive(Debug)]
 pub struct BenchEndpoint {
-    /// Memory of this host as the product reaches it.
+    /// Memory of this host, through the product's endpoint for mapped memory.
     target: Option<(Region, MappedEndpoint)>,
     check: Option<Check>,
     posts: Option<Arc<Posts>>,
@@ -53,25 +54,25 @@ struct Check {
     checks: Arc<Checks>,
     object_bytes: usize,
     num_objects: usize,
-    /// Puts seen of each object of each lane.
+    /// Number of puts of each object of each lane.
     seen: Vec<u64>,
     words: Vec<u8>,
 }
 
 impl BenchEndpoint {
-    /// Does nothing.
+    /// Returns an endpoint that does nothing.
     #[must_use]
     pub const fn null() -> Self {
         Self { target: None, check: None, posts: None }
     }
 
-    /// Looks at the clock, and does nothing else.
+    /// Returns an endpoint that only notes the time of each put.
     #[must_use]
     pub const fn timed(posts: Arc<Posts>) -> Self {
         Self { target: None, check: None, posts: Some(posts) }
     }
 
-    /// Copies into `target`.
+    /// Returns an endpoint that copies into `target`.
     #[must_use]
     pub fn copy(target: Region, event: &Arc<OwnedFd>) -> Self {
         let (peer, own) = (Arc::clone(event), Arc::clone(event));
@@ -79,8 +80,8 @@ impl BenchEndpoint {
         Self { target: Some((target, endpoint)), check: None, posts: None }
     }
 
-    /// Copies into `target`, and then compares every word that came with what a producer with so many
-    /// objects per lane puts there.
+    /// Returns an endpoint that copies into `target`, and then compares each word with the pattern of a producer with
+    /// `num_objects` objects per lane.
     #[must_use]
     pub fn checked(
         target: Region,
@@ -98,7 +99,7 @@ impl BenchEndpoint {
 }
 
 impl Posts {
-    /// Room for the first `num_kept` posts of each lane; a lane's objects take `lane_bytes` of the slot.
+    /// Returns room for the first `num_kept` posts of each lane. A lane's objects take `lane_bytes` of the slot.
     #[must_use]
     pub fn new(origin: Instant, num_lanes: usize, lane_bytes: usize, num_kept: usize) -> Self {
         let lane = |_| PostsOfLane {
@@ -108,7 +109,8 @@ impl Posts {
         Self { origin, lane_bytes, lanes: (0..num_lanes).map(lane).collect() }
     }
 
-    /// When a lane's objects were posted, in their order: nanoseconds since the origin. Complete once they are over.
+    /// Returns the times of a lane's posts in order, in nanoseconds since the origin. It is complete once the puts have
+    /// ended.
     #[must_use]
     pub fn of_lane(&self, lane: usize) -> Vec<u64> {
         let Some(PostsOfLane { num, times }) = self.lanes.get(lane) else { return Vec::new() };
@@ -116,7 +118,7 @@ impl Posts {
         times[..num].iter().map(|time| time.load(Ordering::Relaxed)).collect()
     }
 
-    /// By the one thread that posts.
+    /// Only the thread that posts calls this.
     fn note(&self, offset: usize) {
         let now = self.origin.elapsed().as_nanos() as u64;
         let Some(PostsOfLane { num, times }) = self.lanes.get(offset / self.lane_bytes) else {

@@ -1,4 +1,4 @@
-//! `benchmark_relay`: the copy to a further GPU, by itself and behind a proxy.
+//! `benchmark_relay`: the copy to a further GPU, alone and behind a proxy.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use p2p_core::wait::event_fd;
 use p2p_core::{Region, TransportKind};
 
 use super::pattern;
+use crate::stats::median;
 use proxy::command::{Command, Opcode};
 use proxy::gpu::mirror;
 use proxy::lane::{LaneConfig, Lanes};
@@ -21,20 +22,20 @@ use proxy::threads::{PeerConfig, Proxy, ProxyConfig};
 /// Figures of one size.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 pub struct CopyFigures {
-    /// Copies of a batch.
+    /// Copies in a batch.
     pub copies: usize,
-    /// Bytes of each.
+    /// Bytes of a copy.
     pub bytes: u64,
-    /// From submitting a batch to seeing that it is done, the median.
+    /// Median time in microseconds from submitting a batch until its end is seen.
     pub batch_us: f64,
-    /// Of the median batch.
+    /// Rate of the median batch in 10^9 bytes per second.
     pub gb_per_s: f64,
 }
 
-/// Batches of copies from memory of `near` to memory of `far`, every byte of the last compared.
+/// Measures batches of copies from memory of `near` to memory of `far`. Compares every byte of the last batch.
 ///
 /// # Errors
-/// Whatever the GPUs refuse, or a wrong byte.
+/// An error of the GPUs, or a wrong byte.
 pub fn copies(near: &Gpu, far: &Gpu, num_batches: usize) -> Result<Vec<CopyFigures>> {
     let (slot, target) = (near.alloc(SLOT_BYTES)?, Target::new(near, far)?);
     let words: Vec<u64> = (0..SLOT_BYTES / 8).map(|idx| pattern(1, 7, idx)).collect();
@@ -60,8 +61,7 @@ pub fn copies(near: &Gpu, far: &Gpu, num_batches: usize) -> Result<Vec<CopyFigur
                 }
                 times.push(start.elapsed().as_secs_f64());
             }
-            times.sort_by(f64::total_cmp);
-            let median = times[times.len() / 2];
+            let median = median(&mut times);
             let mut found = vec![0; bytes as usize];
             for task in &tasks {
                 far.read(&target.own, task.target_offset, &mut found, deadline())?;
@@ -79,11 +79,11 @@ pub fn copies(near: &Gpu, far: &Gpu, num_batches: usize) -> Result<Vec<CopyFigur
     Ok(figures)
 }
 
-/// Objects from memory of the host, through a proxy, into a slot in page-locked memory, and from there to
-/// `far`; every byte and the counter behind them compared. Gives objects, seconds and tasks.
+/// Measures objects that go from memory of the host through a proxy into a slot in page-locked memory, and from there
+/// to `far`. Compares every byte, and the counter behind the objects. Returns objects, seconds and tasks.
 ///
 /// # Errors
-/// Whatever refuses, or a wrong byte.
+/// An error of the GPUs or of the proxy, or a wrong byte.
 pub fn behind_proxy(near: &Gpu, far: &Gpu, num_objects: u32) -> Result<(u32, f64, u64)> {
     let target = Target::new(near, far)?;
     let relay = RelayConfig {
@@ -110,15 +110,9 @@ pub fn behind_proxy(near: &Gpu, far: &Gpu, num_objects: u32) -> Result<(u32, f64
     let words: Vec<u64> = (0..source.len() as u64 / 8).map(|idx| pattern(3, 1, idx)).collect();
     proxy::memory::write(&source, 0, bytemuck::cast_slice(&words))?;
     let mut poster = lanes.poster(0);
-    let config = PeerConfig {
-        peer: 0,
-        lanes,
-        window_bytes: 0,
-        sources: vec![source],
-        relay: Some((relay, here.clone())),
-        thread: None,
-    };
-    let peer = proxy.add(end(&there, 0), config)?;
+    let config =
+        PeerConfig { peer: 0, lanes, window_bytes: 0, sources: vec![source], thread: None };
+    let peer = proxy.add_with_relay(end(&there, 0), config, &relay, here.clone())?;
     let start = Instant::now();
     let counter = (SLOT_BYTES - 8) as u32;
     let mut num_posted = 0;
@@ -159,7 +153,7 @@ pub fn behind_proxy(near: &Gpu, far: &Gpu, num_objects: u32) -> Result<(u32, f64
     Ok((num_objects, seconds, receiver.num_done()))
 }
 
-/// Memory of the far GPU, as both reach it.
+/// Memory of the far GPU, mapped for both GPUs.
 struct Target {
     own: GpuBuffer,
     mapped: Option<GpuBuffer>,

@@ -1,8 +1,8 @@
-//! `benchmark_remote`: producers, lanes and threads on one host, slots on another, any network between.
+//! `benchmark_remote`: producers, lanes and a proxy's threads on one host, slots on another, with any network.
 //!
-//! The two sides agree on everything over one TCP connection, line by line in JSON. Before anything is
-//! timed, rounds of fresh objects are put, and the receiver compares every word of each round before the next. Of
-//! what is timed it compares what is left in the slots when that has ended.
+//! The two sides coordinate over one TCP connection, by lines of JSON. Before the timed part the sender puts rounds of
+//! fresh objects, and the receiver compares every word of a round before the next. Of the timed objects it compares
+//! those that are left in the slots at the end.
 
 mod host;
 mod plan;
@@ -23,54 +23,55 @@ use p2p_core::{Region, SlotLayout};
 use self::host::from_host;
 use super::gpu::{self as producers, Order, PRODUCE_FILLS, PRODUCE_ROUND_TRIP, Producers};
 use super::lines::{CONNECT_LIMIT, Lines, PAUSE, accept, connect};
-use super::{Latency, pattern};
+use super::pattern;
+use crate::stats::Latency;
 use proxy::gpu::{self, GpuPoster};
 use proxy::lane::Lanes;
 use proxy::memory;
 use proxy::threads::{PeerConfig, Proxy, ProxyConfig};
 
-/// What came of it.
+/// Figures of the sender.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct RemoteFigures {
-    /// The network between.
+    /// Transport and flavour of the network.
     pub transport: String,
-    /// What was done.
+    /// Settings of the measurement.
     #[serde(flatten)]
     pub plan: Plan,
-    /// Objects in all.
+    /// Objects of all threads.
     pub objects: u64,
-    /// Until the last had arrived.
+    /// Time in milliseconds until the last object had arrived.
     pub wall_ms: f64,
-    /// Millions of objects a second.
+    /// Millions of objects per second.
     pub mops: f64,
-    /// Payload.
+    /// Payload in 10^9 bits per second.
     pub gbps: f64,
     /// From posting a batch to its end.
     pub latency: Option<Latency>,
-    /// Of one object after the other, until it has arrived (put and quiet); from a GPU until the object may be
-    /// written again.
+    /// Latency of single objects, one after the other. From the host, until the object has arrived (put and quiet).
+    /// From a GPU, until the object may be written again.
     pub one: Option<Latency>,
-    /// Objects of rounds compared, all good.
+    /// Objects of rounds that were compared. All were right.
     pub checked: u64,
-    /// Of what is timed likewise.
+    /// Timed objects that were compared. All were right.
     pub checked_timed: u64,
 }
 
-/// What the receiver saw of it.
+/// Result of the receiver.
 #[derive(Debug, Clone, serde::Serialize)]
 pub struct Received {
-    /// The network between.
+    /// Transport and flavour of the network.
     pub transport: String,
-    /// What the sender did.
+    /// The sender's settings.
     #[serde(flatten)]
     pub plan: Plan,
-    /// Objects of rounds compared, all good.
+    /// Objects of rounds that were compared. All were right.
     pub checked: u64,
-    /// Of what is timed likewise.
+    /// Timed objects that were compared. All were right.
     pub checked_timed: u64,
 }
 
-/// What the sides say to each other.
+/// A line on the control connection.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) enum Line {
     Plan(Plan),
@@ -92,26 +93,26 @@ pub(super) enum Line {
     Done,
 }
 
-/// What is to be compared.
+/// A request to compare objects.
 #[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
 pub(super) struct Check {
-    /// Of the pattern.
+    /// Round of the pattern.
     round: u64,
-    /// Threads whose slots hold it, the first ones.
+    /// Number of threads whose slots are compared, from the first.
     threads: usize,
-    /// Objects of each, the first ones.
+    /// Number of objects compared per thread, from the first.
     objects: u32,
-    /// What all counters must have come to.
+    /// Expected value of all counters.
     counter: u64,
-    /// Whether it is what is left of timed objects.
+    /// Whether these are timed objects.
     is_timed: bool,
 }
 
-/// The side that receives: serves one sender, who has `patience` to come. The listener does not block
-/// afterwards.
+/// Runs the receiving side for one sender. Waits up to `patience` for the sender. Leaves the listener in non-blocking
+/// mode.
 ///
 /// # Errors
-/// Whatever the network or the sender refuses.
+/// An error of the network or of the sender, or a wrong object.
 pub fn receive(
     network: &dyn Network,
     listener: &TcpListener,
@@ -124,7 +125,7 @@ pub fn receive(
     let pairs = join(network, &mut line, &plan, &layout)?;
     let (mut checked, mut checked_timed, mut wrong) = (0, 0, 0);
     loop {
-        // Providers that make progress in calls alone are driven meanwhile.
+        // Some providers make progress only in calls.
         let message = line.read_while(|| {
             pairs
                 .iter()
@@ -162,7 +163,8 @@ pub fn receive(
     }
 }
 
-/// Objects compared, and bad ones. Nothing of them stays: what does not come again is not taken for what comes next.
+/// Compares objects, and returns the number of objects and of bad ones. Overwrites them, so that an object that does
+/// not arrive in a later round is noticed.
 fn compare(pairs: &[Joined], plan: &Plan, check: &Check) -> Result<(u64, u64)> {
     ensure!(
         check.threads <= pairs.len(),
@@ -194,10 +196,10 @@ fn compare(pairs: &[Joined], plan: &Plan, check: &Check) -> Result<(u64, u64)> {
     Ok((check.threads as u64 * u64::from(check.objects), bad))
 }
 
-/// The side that sends, through a proxy; `gpu` is who produces, if it is no thread of this host.
+/// Runs the sending side, through a proxy. The producers run on `gpu`, or are threads of this host without it.
 ///
 /// # Errors
-/// Whatever the network refuses, a failure of the proxy, or a wrong word at the receiver.
+/// An error of the network, a failure of the proxy, or a wrong word at the receiver.
 pub fn send(
     network: &dyn Network,
     receiver: impl ToSocketAddrs,
@@ -212,15 +214,15 @@ pub fn send(
     line.write(&Line::Plan(plan))?;
     let pairs = join(network, &mut line, &plan, &layout)?;
     let proxy: Proxy = Proxy::start(config)?;
-    let beats = line.beats(PAUSE)?;
+    let heartbeat = line.heartbeat(PAUSE)?;
     let measured = match gpu {
         Some(gpu) => from_gpu(gpu, &proxy, pairs, &plan, &layout, &mut line)?,
         None => from_host(&proxy, pairs, &plan, &layout, &mut line)?,
     };
-    drop(beats);
+    drop(heartbeat);
     line.write(&Line::Done)?;
     let objects = plan.commands * plan.threads as u64;
-    let Measured { checked, checked_timed, wall, samples, one } = measured;
+    let Samples { checked, checked_timed, wall, samples, one } = measured;
     let mops = objects as f64 / wall.as_secs_f64() / 1e6;
     Ok(RemoteFigures {
         transport: transport(network),
@@ -240,8 +242,8 @@ fn transport(network: &dyn Network) -> String {
     format!("{} {}", network.kind().name(), network.flavour())
 }
 
-/// What producers came to. Times in nanoseconds.
-struct Measured {
+/// Result of the producers. Samples are in nanoseconds.
+struct Samples {
     checked: u64,
     checked_timed: u64,
     wall: Duration,
@@ -249,7 +251,7 @@ struct Measured {
     one: Vec<u64>,
 }
 
-/// Fills the objects of a mirror as those of a round, while none of them is under way.
+/// Fills the objects of a mirror with the pattern of a round. None of them may be in flight.
 fn fill(mirror: &Region, plan: &Plan, thread: usize, round: u64) -> Result<()> {
     let mut object = vec![0u8; plan.object_bytes as usize];
     for idx in 0..plan.budget {
@@ -263,7 +265,7 @@ fn fill(mirror: &Region, plan: &Plan, thread: usize, round: u64) -> Result<()> {
     Ok(())
 }
 
-/// Lets the receiver compare. Gives the number of objects.
+/// Asks the receiver to compare. Returns the number of objects.
 fn check(line: &mut Lines, check: Check) -> Result<u64> {
     line.write(&Line::Check(check))?;
     let all = check.threads as u64 * u64::from(check.objects);
@@ -282,7 +284,7 @@ fn from_gpu(
     plan: &Plan,
     layout: &SlotLayout,
     line: &mut Lines,
-) -> Result<Measured> {
+) -> Result<Samples> {
     let mut peers = Vec::new();
     let mut posters = Vec::new();
     let mut mirrors = Vec::new();
@@ -319,17 +321,17 @@ fn from_gpu(
     for _ in 0..plan.checks {
         run(&Order {
             num_commands: plan.budget.into(),
-            // A counter goes with every object.
+            // Each object is followed by an add, so half of the commands are objects.
             batch: if plan.batch.is_multiple_of(2) { plan.batch / 2 } else { 1 },
             flags: PRODUCE_FILLS,
             counter_offset: Plan::counter(layout) as u64,
             ..timed
         })?;
         counter += u64::from(plan.budget);
-        // Each launch begins with the same number.
+        // Each launch begins with the same object number.
         checked += check(line, plan.whole_round(0, counter))?;
     }
-    // What is timed finds its objects filled: rounds that no launch has had.
+    // Timed objects are filled before, with rounds that no launch has used.
     let fresh = |round| {
         let mut mirrors = mirrors.iter().enumerate();
         mirrors.try_for_each(|(thread, mirror)| fill(mirror, plan, thread, round))
@@ -342,7 +344,7 @@ fn from_gpu(
     let one = run(&Order { num_commands, batch: 1, flags: PRODUCE_ROUND_TRIP, ..timed })?;
     checked_timed += check(line, plan.left_of(num_commands, plan.threads, 2, counter))?;
     let (samples, one) = (produced.samples.concat(), one.samples.concat());
-    Ok(Measured { checked, checked_timed, wall: produced.elapsed, samples, one })
+    Ok(Samples { checked, checked_timed, wall: produced.elapsed, samples, one })
 }
 
 fn peer_config(lanes: Lanes, mirror: Region, layout: &SlotLayout, idx: usize) -> PeerConfig {
@@ -351,12 +353,11 @@ fn peer_config(lanes: Lanes, mirror: Region, layout: &SlotLayout, idx: usize) ->
         lanes,
         window_bytes: layout.slot_bytes() as u64,
         sources: vec![mirror],
-        relay: None,
         thread: Some(idx),
     }
 }
 
-/// Opens as many sides as there are threads, and joins each with the other end's.
+/// Opens one side for each thread, and joins each with a side of the other host.
 fn join(
     network: &dyn Network,
     line: &mut Lines,
@@ -375,17 +376,17 @@ fn join(
             bail!("the other side describes no slot")
         };
         joined.push(side.join(&SideDescription { address, remote_key, bytes, detail })?);
-        // Nobody puts before both have joined.
+        // Puts may begin only when both sides have joined.
         line.write(&Line::Joined)?;
         ensure!(matches!(line.read()?, Line::Joined), "the other side did not join");
     }
     Ok(joined)
 }
 
-/// A network by the name that people give it: `libfabric:PROVIDER`, `libfabric`, `verbs`.
+/// Opens a network by its name on the command line: `libfabric:PROVIDER`, `libfabric`, `verbs`.
 ///
 /// # Errors
-/// A name that this build does not know, or a network that this host does not have.
+/// This build does not know the name, or this host does not have the network.
 pub fn open(name: &str) -> Result<Arc<dyn Network>> {
     let (kind, detail) = name.split_once(':').unwrap_or((name, ""));
     match kind {
@@ -406,5 +407,5 @@ pub fn open(name: &str) -> Result<Arc<dyn Network>> {
     }
 }
 
-/// Of objects that were compared: nothing that is ever put, since patterns are as good as random.
+/// Overwrites compared objects. It is practically never put, since the pattern looks random.
 const POISON: u8 = 0xa5;

@@ -32,7 +32,7 @@ enum ModeName {
 }
 
 impl EngineArgs {
-    /// Which of them were given.
+    /// Returns the names of the given flags.
     pub fn given(&self) -> Vec<&'static str> {
         let flags = [
             ("--num-iovs", !self.num_iovs.is_empty()),

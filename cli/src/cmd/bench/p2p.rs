@@ -68,17 +68,17 @@ pub struct Args {
 
 #[derive(Debug, Clone)]
 enum Transport {
-    /// One that has slots, as it was written.
+    /// A transport with slots, and its text on the command line.
     Slots(Wish, String),
-    /// One of the message engine only.
+    /// A transport of the message engine only.
     Engine(String),
 }
 
 impl Args {
-    /// Which of the flags that were written on the command line would do nothing with what is measured.
-    /// Environment variables may be meant for other commands.
+    /// Returns an error text if a flag on the command line would have no effect. Environment variables are not
+    /// checked, since they may be meant for other commands.
     pub fn useless(matches: &clap::ArgMatches) -> Option<String> {
-        // Some exist in some builds only.
+        // Some flags exist in some builds only.
         let source = |flag: &str| {
             let is_known = matches.ids().any(|id| id.as_str() == flag);
             is_known.then(|| matches.value_source(flag)).flatten()
@@ -105,7 +105,7 @@ impl Args {
         Some(format!("--{} would do nothing with {how}: leave it out", flag.replace('_', "-")))
     }
 
-    /// This program as a child, with the settings that it needs there.
+    /// Returns how to start this program as a child, with the settings that the child needs.
     fn program(&self) -> Result<ChildProgram> {
         #[allow(unused_mut, reason = "depends on the features")]
         let mut program = ChildProgram::this(&[]).context("cannot tell the path of this binary")?;
@@ -127,7 +127,7 @@ fn transport(text: &str) -> Result<Transport, String> {
         return Err(expected());
     };
     match (wishes.pop(), wishes.is_empty()) {
-        // One is within a process, the other for slots of GPUs.
+        // `local` works within a process only, `ibgda` with slots of GPUs only.
         (Some(wish), true) if !matches!(wish.kind, TransportKind::Local | TransportKind::Ibgda) => {
             Ok(Transport::Slots(wish, text.to_owned()))
         }
@@ -135,7 +135,7 @@ fn transport(text: &str) -> Result<Transport, String> {
     }
 }
 
-/// Runs this process's part where it is a child of the benchmark.
+/// Runs this process's part if it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
     bench_harness::p2p::child_main_with(|| {
         let networks = OpenNetworks::default();
@@ -156,8 +156,8 @@ pub fn child() -> Option<ExitCode> {
     .map(|done| if done { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What the parent says of RDMA. What it does not say, or says wrongly, is the default: the parent has read
-/// it before.
+/// Returns the parent's RDMA settings. Missing or invalid settings become the default: the parent has checked
+/// them already.
 #[cfg(feature = "verbs")]
 fn verbs_of_parent() -> verbs_transport::VerbsConfig {
     let text = std::env::var(VERBS_CONFIG_VARIABLE).ok();
@@ -244,7 +244,7 @@ fn run_engine(global: &Global, args: &Args, transport: String) -> Result<ExitCod
     engine::run(global, &args.engine, settings, &args.program()?)
 }
 
-/// Every split that was asked for, one after the other.
+/// Measures all requested splits of the GPUs, one after the other.
 fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCode> {
     let splits = if args.all_splits {
         let DeviceName::Cuda(ordinal) = first else {
@@ -315,9 +315,9 @@ fn run_on_gpus(global: &Global, args: &Args, first: DeviceName) -> Result<ExitCo
 
 #[cfg(feature = "verbs")]
 const VERBS_CONFIG_VARIABLE: &str = "SWITCHYARD_VERBS_CONFIG";
-/// Of a size and pattern on GPUs: what medians are of.
+/// Launches per size and pattern on GPUs. Figures are medians of them.
 const LAUNCHES: usize = 21;
-/// Identifiers of flags.
+/// Identifiers of flags that have no effect in some measurements.
 const NOT_OF_GPUS: &[&str] =
     &["slot_bytes", "slot_frames", "transport", "verbs_config", "no_pin", "seed"];
 const OF_THE_ENGINE: &[&str] = &["num_iovs", "mode", "sizes", "depth"];

@@ -72,7 +72,6 @@ pub fn peer_config(peer: u32, lanes: &Lanes, mirror: &Region) -> PeerConfig {
         lanes: lanes.clone(),
         window_bytes: SLOT as u64,
         sources: vec![mirror.clone()],
-        relay: None,
         thread: None,
     }
 }

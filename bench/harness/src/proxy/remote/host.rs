@@ -6,7 +6,7 @@ use anyhow::{Result, bail, ensure};
 use p2p_core::network::Joined;
 use p2p_core::{AnyEndpoint, Region, SlotLayout};
 
-use super::{Measured, Plan, check, fill, peer_config};
+use super::{Plan, Samples, check, fill, peer_config};
 use crate::proxy::lines::{LIMIT, Lines};
 use proxy::command::{Command, Opcode};
 use proxy::lane::{Lanes, Poster};
@@ -18,7 +18,7 @@ pub(super) fn from_host(
     plan: &Plan,
     layout: &SlotLayout,
     line: &mut Lines,
-) -> Result<Measured> {
+) -> Result<Samples> {
     let mut senders = Vec::new();
     for (idx, Joined { endpoint, slot }) in pairs.into_iter().enumerate() {
         senders.push(Sender::new(proxy, endpoint, slot, plan, layout, idx)?);
@@ -41,10 +41,10 @@ pub(super) fn from_host(
     let one = senders.first_mut().map(one_by_one).transpose()?;
     checked_timed += check(line, plan.left_of(plan.num_one_by_one(), 1, round + 1, counter))?;
     let samples = samples.into_iter().flatten().collect();
-    Ok(Measured { checked, checked_timed, wall, samples, one: one.unwrap_or_default() })
+    Ok(Samples { checked, checked_timed, wall, samples, one: one.unwrap_or_default() })
 }
 
-/// One thread's pair and producer.
+/// The pair and the producer of one thread.
 struct Sender {
     peer: ProxyPeer<AnyEndpoint>,
     poster: Poster,
@@ -105,7 +105,7 @@ impl Sender {
         self.post(&Command::transfer(Opcode::Put, offset, 0, offset, plan.object_bytes))
     }
 
-    /// Fresh objects, a counter behind them, and until they are there.
+    /// Puts fresh objects with adds to a counter behind them, and waits until all have arrived.
     fn round(&mut self, plan: &Plan, round: u64) -> Result<()> {
         fill(&self.mirror, plan, self.idx, round)?;
         for idx in 0..u64::from(plan.budget) {
@@ -117,7 +117,7 @@ impl Sender {
         self.wait(end)
     }
 
-    /// As many objects as fast as the budget allows; latencies of batches.
+    /// Puts objects as fast as the budget allows. Returns the latencies of batches.
     fn timed(&mut self, plan: &Plan) -> Result<Vec<u64>> {
         let mut under_way = std::collections::VecDeque::new();
         let mut samples = Vec::with_capacity((plan.commands / u64::from(plan.batch)) as usize + 1);
@@ -142,7 +142,7 @@ impl Sender {
         Ok(samples)
     }
 
-    /// Objects one after the other, each until it has arrived.
+    /// Puts objects one after the other, and waits for the arrival of each.
     fn one_by_one(&mut self, plan: &Plan) -> Result<Vec<u64>> {
         let mut samples = Vec::new();
         for idx in 0..plan.num_one_by_one() {

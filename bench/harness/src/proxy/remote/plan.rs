@@ -1,4 +1,4 @@
-//! What the two sides of `benchmark_remote` do.
+//! Settings of `benchmark_remote`, as the sender sends them to the receiver.
 
 use anyhow::{Result, ensure};
 use p2p_core::{SlotConfig, SlotLayout};
@@ -6,22 +6,22 @@ use p2p_core::{SlotConfig, SlotLayout};
 use super::Check;
 use proxy::lane::LaneConfig;
 
-/// What both sides do.
+/// Settings of both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Plan {
     /// Threads of the proxy, with a pair of slots and one lane each.
     pub threads: usize,
     /// Bytes of an object, a multiple of 8.
     pub object_bytes: u32,
-    /// Objects of each thread in flight at most.
+    /// Most objects of each thread in flight.
     pub budget: u32,
     /// Objects posted together.
     pub batch: u32,
-    /// Objects of each thread that are timed.
+    /// Timed objects of each thread.
     pub commands: u64,
-    /// Rounds of `budget` objects, each of which is compared before the next.
+    /// Rounds of `budget` objects. Each round is compared before the next.
     pub checks: u32,
-    /// Whether a GPU produces, and lanes are of one kind whatever the thread.
+    /// Whether a GPU produces. Then all threads use the same lane number in the pattern.
     #[serde(default)]
     pub is_gpu: bool,
 }
@@ -46,7 +46,7 @@ impl Plan {
             "commands: expected 1 to {MAX_COMMANDS}, found {}",
             self.commands
         );
-        // What the other side says must not decide how much memory this one gives it.
+        // The memory of this side must not depend on an unchecked value of the other side.
         let slots = u64::from(self.object_bytes) * u64::from(self.budget) * self.threads as u64;
         ensure!(
             slots <= MAX_SLOTS_BYTES,
@@ -70,41 +70,41 @@ impl Plan {
         layout.control_offset(2048)
     }
 
-    /// Number in the pattern of object `idx` of any round: the sender names it.
+    /// Returns the number in the pattern of object `idx` of a round.
     pub(super) const fn number(&self, round: u64, idx: u32) -> u64 {
         round.wrapping_mul(self.budget as u64).wrapping_add(idx as u64)
     }
 
-    /// Objects that are timed one after the other.
+    /// Returns the number of objects that are timed one by one.
     pub(super) fn num_one_by_one(&self) -> u64 {
         self.commands.min(2000)
     }
 
-    /// All objects of all threads.
+    /// Returns the check of all objects of all threads.
     pub(super) const fn whole_round(&self, round: u64, counter: u64) -> Check {
         let (threads, objects) = (self.threads, self.budget);
         Check { round, threads, objects, counter, is_timed: false }
     }
 
-    /// What is left in the slots of `threads` threads when each has put `num` objects.
+    /// Returns the check of the objects left in the slots of `threads` threads after each has put `num` objects.
     pub(super) fn left_of(&self, num: u64, threads: usize, round: u64, counter: u64) -> Check {
         let objects = num.min(self.budget.into()) as u32;
         Check { objects, threads, is_timed: true, ..self.whole_round(round, counter) }
     }
 
-    /// Lane in the pattern of what thread `thread` produces.
+    /// Returns the lane number in the pattern of thread `thread`'s objects.
     pub(super) const fn pattern_lane(&self, thread: usize) -> u64 {
         if self.is_gpu { 0 } else { thread as u64 }
     }
 
     pub(super) fn lanes(&self) -> LaneConfig {
-        // A producer of this host posts its quiet beside a full budget.
+        // A producer on this host posts its quiet in addition to a full budget.
         let budget = if self.is_gpu { self.budget } else { self.budget + 1 };
         LaneConfig { num_lanes: 1, depth: budget.next_power_of_two().max(16), budget }
     }
 }
 
-/// Every batch leaves a sample.
+/// Most timed objects: each batch keeps a sample.
 const MAX_COMMANDS: u64 = 100_000_000;
-/// Of the slots of all threads.
+/// Most bytes of all threads' slots together.
 const MAX_SLOTS_BYTES: u64 = 4 << 30;
