@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cuda_ipc::GpuMemory;
-use kernels::abi::{DevicePtr, FrameGeometry, Link, WAY_DIRECT};
+use kernels::abi::{DevicePtr, FrameGeometry, Link, PATH_DIRECT};
 use kernels::gpu::{Gpu, GpuError, Stream};
 use kernels::slots::{DevicePair, DeviceSide, PathError, RemoteSlots};
 use p2p_core::device::{DeviceMemory, DeviceSlots};
@@ -48,7 +48,7 @@ impl ClientSlots {
 
     /// Returns true if kernels store answers into the client's memory themselves. Rows have no flags then.
     pub(super) fn is_stored_to(&self) -> bool {
-        self.pair.link().way == WAY_DIRECT
+        self.pair.link().path == PATH_DIRECT
     }
 
     /// Returns true if this GPU cannot reach the client's memory itself.
@@ -117,7 +117,7 @@ pub(super) mod fake {
         }
 
         fn link(&self) -> Link {
-            Link { window: self.own.ptr(), context: 0, way: WAY_DIRECT, reserved: 0 }
+            Link { window: self.own.ptr(), context: 0, path: PATH_DIRECT, reserved: 0 }
         }
 
         fn waits(&self) -> KernelWaits {
