@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::time::Instant;
 
 use p2p_core::{ReadView, WriteView};
-use switchyard_protocol::{
+use protocol::{
     DispatchExpect, DispatchMeta, DispatchScratch, Entry, FrameGeometry, FrameId, TokenRef,
     WireDtype, decode_dispatch, encode_dispatch,
 };
