@@ -143,7 +143,7 @@ impl DataPlane for DevicePlane {
         device: Option<DeviceSlots>,
         expect: DispatchExpect,
     ) -> Option<(LinkId, LinkEnd)> {
-        let slots = ClientSlots::new(device?.downcast().ok()?, channel);
+        let slots = ClientSlots::new(device?, channel)?;
         let id = self.mailbox.inbox.next_id();
         let (closed, end) = oneshot::channel();
         self.mailbox.send(Command::Attach(Box::new(Client::new(id, slots, expect, closed))));

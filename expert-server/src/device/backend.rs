@@ -9,7 +9,7 @@ use p2p_core::SlotConfig;
 use p2p_core::bootstrap::ListenerConfig;
 use proxy::DeviceTransports;
 
-use super::slots::server_side;
+use super::slots::offer;
 use super::{DeviceConfig, DeviceError, DeviceOptions, DevicePlan, DevicePlane, DeviceStore};
 use crate::backend::{Backend, LoadedBackend};
 use crate::clients::FrameLimits;
@@ -70,7 +70,7 @@ impl Backend for DeviceBackend {
             slot: HOST_SLOT,
             transports: transports.kinds,
             networks: transports.networks,
-            device: Some(server_side(&self.gpu, &self.plan.geometry)),
+            device: Some(offer(&self.gpu, &self.plan.geometry)),
             max_peers: self.plan.max_clients,
             ..common
         })

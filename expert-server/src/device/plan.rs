@@ -9,7 +9,6 @@ use kernels::abi::{
 };
 use kernels::check::CheckError;
 use kernels::gpu::{DeviceName, Gpu};
-use kernels::slots::DeviceSide;
 use p2p_core::SlotConfig;
 use protocol::WireDtype;
 

@@ -6,7 +6,7 @@ use cuda_ipc::GpuMemory;
 use kernels::abi::{DevicePtr, FrameGeometry, Link, PATH_DIRECT};
 use kernels::gpu::{Gpu, GpuError, Stream};
 use kernels::slots::{DevicePair, DeviceSide, PathError, RemoteSlots};
-use p2p_core::device::DeviceMemory;
+use p2p_core::device::{DeviceMemory, DeviceSlots};
 use p2p_core::slot::PROGRESS;
 use p2p_core::{AnyEndpoint, Channel, TransportKind};
 
@@ -20,8 +20,8 @@ pub(crate) struct ClientSlots {
     channel: Channel<AnyEndpoint>,
 }
 
-/// The server's side of the handshake, which it offers to every client.
-pub(super) fn server_side(gpu: &Gpu, geometry: &FrameGeometry) -> Arc<dyn DeviceMemory> {
+/// The GPU memory that the server offers to every client in the handshake.
+pub(super) fn offer(gpu: &Gpu, geometry: &FrameGeometry) -> Arc<dyn DeviceMemory> {
     GpuMemory::offer(DeviceSide {
         gpu: gpu.clone(),
         own_slot_bytes: geometry.slot_bytes,
@@ -31,8 +31,9 @@ pub(super) fn server_side(gpu: &Gpu, geometry: &FrameGeometry) -> Arc<dyn Device
 }
 
 impl ClientSlots {
-    pub(super) const fn new(pair: DevicePair, channel: Channel<AnyEndpoint>) -> Self {
-        Self { pair, channel }
+    /// `None` if the slots are not in GPU memory.
+    pub(super) fn new(slots: DeviceSlots, channel: Channel<AnyEndpoint>) -> Option<Self> {
+        Some(Self { pair: slots.downcast().ok()?, channel })
     }
 
     /// The server's slot, which receives requests.
@@ -97,8 +98,6 @@ impl ClientSlots {
 pub(super) mod fake {
     //! Slots of a client over a network that never fails and carries nothing.
 
-    use std::sync::Arc;
-
     use kernels::gpu::GpuBuffer;
     use p2p_core::backend::mapped::MappedEndpoint;
     use p2p_core::wait::event_fd;
@@ -149,6 +148,6 @@ pub(super) mod fake {
         let endpoint = MappedEndpoint::new(kind, slot(), Arc::clone(&event), event);
         let endpoint = AnyEndpoint::Mapped(endpoint);
         let channel = Channel::new(endpoint, layout, slot(), SlotKey).expect("a channel");
-        (ClientSlots::new(pair, channel), waits)
+        (ClientSlots { pair, channel }, waits)
     }
 }
