@@ -7,6 +7,8 @@ use anyhow::{Context, Result, bail};
 use attention_client::{ClientModel, MoeClient, MoeClientBuilder};
 use checkpoint::Checkpoint;
 use control_api::ControlClient;
+#[cfg(feature = "ibgda")]
+use p2p_core::transports::NetworkOpener;
 use p2p_core::{OpenNetworks, TransportKind, TransportSpec, Transports};
 use protocol::WireDtype;
 
@@ -93,7 +95,7 @@ pub struct TransportArgs {
     /// Settings of RDMA devices as JSON, such as {"gid_index": 3, "traffic_class": 106}.
     #[cfg(feature = "verbs")]
     #[arg(long, env = "SWITCHYARD_VERBS_CONFIG", value_name = "JSON", value_parser = verbs_config)]
-    pub verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    pub verbs_config: Option<verbs_transport::VerbsConfig>,
     #[cfg(feature = "ibgda")]
     #[command(flatten)]
     pub ibgda: IbgdaArgs,
@@ -213,27 +215,36 @@ mod by_name {
 }
 
 #[cfg(feature = "verbs")]
-pub fn verbs_config(text: &str) -> Result<p2p_core::backend::verbs::VerbsConfig, String> {
+pub fn verbs_config(text: &str) -> Result<verbs_transport::VerbsConfig, String> {
     serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
 impl TransportArgs {
     /// The networks with these settings. None is open yet.
     pub fn networks(&self) -> OpenNetworks {
-        #[allow(unused_mut, reason = "depends on the features")]
-        let mut networks = OpenNetworks::default();
         #[cfg(feature = "verbs")]
-        if let Some(config) = &self.verbs_config {
-            networks.verbs = config.clone();
-        }
+        let verbs = self.verbs_config.clone().unwrap_or_default();
+        let networks = OpenNetworks::default();
+        #[cfg(feature = "verbs")]
+        let networks = networks.with(verbs_transport::opener(verbs.clone()));
+        #[cfg(feature = "libfabric")]
+        let networks = networks.with(libfabric_transport::opener());
         #[cfg(feature = "ibgda")]
-        {
-            use p2p_core::transports::OpenOther;
+        let networks = {
             let config = self.ibgda.config();
-            let open =
-                OpenOther::new(move |port, networks| ibgda_network::open(port, networks, config));
-            networks.others.push((TransportKind::Ibgda, open));
-        }
+            #[cfg(feature = "verbs")]
+            let port = ibgda::NicConfig {
+                gid_idx: verbs.gid_index,
+                traffic_class: verbs.traffic_class,
+                service_level: verbs.service_level,
+                ..ibgda::NicConfig::default()
+            };
+            #[cfg(not(feature = "verbs"))]
+            let port = ibgda::NicConfig::default();
+            networks.with(NetworkOpener::new(TransportKind::Ibgda, move |name, networks| {
+                ibgda_network::open(name, networks, &port, config)
+            }))
+        };
         networks
     }
 
@@ -499,6 +510,7 @@ fn check_cluster(checkpoint: &Checkpoint, url: &str, token: Option<String>) -> R
     }
     Ok(())
 }
+
 
 /// Starts a cluster with a progress bar.
 pub fn start_cluster(global: &Global, options: ClusterOptions) -> Result<LocalCluster> {

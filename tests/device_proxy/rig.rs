@@ -21,8 +21,9 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use rand::seq::index::sample;
 use rustix::process::Signal;
-use switchyard_tests::inputs::{self, tiny_moe};
+use switchyard_tests::inputs;
 use switchyard_tests::replicas::table;
+use test_support::model::tiny_moe;
 use tokio::sync::watch;
 
 use crate::skip;
@@ -420,7 +421,7 @@ pub mod child {
     //! A server in a process of its own.
 
     use std::io::{BufRead, BufReader, Lines, Write, stdin};
-    use std::process::{Child, ChildStdout, Command, Stdio};
+    use std::process::{Child, ChildStdout, Stdio};
 
     use super::*;
 
@@ -435,8 +436,7 @@ pub mod child {
         pub fn start(device: DeviceName, dtype: WireDtype, held: &[u32], way: Way) -> Self {
             let held: Vec<String> = held.iter().map(u32::to_string).collect();
             let settings = format!("{device} {} {way:?} {}", dtype.name(), held.join(","));
-            let mut child = Command::new(std::env::current_exe().expect("this test"))
-                .args(["child_server", "--exact", "--nocapture"])
+            let mut child = test_support::child::command("server")
                 .env(SETTINGS, settings)
                 .envs(way::variables())
                 .stdin(Stdio::piped())
@@ -478,7 +478,7 @@ pub mod child {
     }
 
     pub fn run() {
-        let Ok(settings) = std::env::var(SETTINGS) else { return };
+        let settings = std::env::var(SETTINGS).expect("settings");
         let mut words = settings.split(' ');
         let mut word = || words.next().expect("settings");
         let device: DeviceName = word().parse().expect("a device");

@@ -1,5 +1,5 @@
-//! The fused kernels, run on this machine's processor, post work requests by themselves: what comes out
-//! is what comes out over direct stores, bit for bit, also after a queue has failed.
+//! The fused kernels run on this machine's processor and post work requests by themselves. Their results are those of
+//! direct stores, bit for bit, also after a queue has failed.
 
 use std::mem::offset_of;
 use std::time::{Duration, Instant};
@@ -150,7 +150,7 @@ struct Way {
     server: usize,
     client_queues: Vec<HostQueue>,
     server_queues: Vec<HostQueue>,
-    // What kernels are given points into these.
+    // Tables of kernels point into these.
     _kept: Vec<Box<dyn std::any::Any>>,
 }
 
@@ -253,7 +253,7 @@ impl Net {
         self.clients.iter().chain(&self.servers).map(|member| &member.nic)
     }
 
-    /// Waits until every NIC has done what it was told of.
+    /// Waits until every NIC has executed all posted requests.
     fn settle(&self) {
         let deadline = Instant::now() + Duration::from_secs(60);
         let mut num_idle = 0;
@@ -296,7 +296,7 @@ fn connect(way: &Way, client: &Member, server: &Member) {
     }
 }
 
-/// The way from one member to a slot of another: the link, and where the owner finds the slot.
+/// The path from one member to a slot of another: the link, and the slot's address at its owner.
 fn direction(
     way: &mut Way,
     (from, to): (&Member, &Member),
@@ -307,8 +307,8 @@ fn direction(
 ) -> (Link, DevicePtr) {
     let slot = Segment::create(slot_bytes).expect("a slot");
     let mirror = Segment::create(slot_bytes).expect("a mirror");
-    // Nothing of the mirror may arrive that was not stored there.
-    // SAFETY: the mirror is that large, and nobody knows it yet.
+    // Only stored bytes of the mirror may arrive.
+    // SAFETY: the mirror is that large, and no other code knows it yet.
     unsafe { mirror.region().as_ptr().as_ptr().write_bytes(0xee, slot_bytes) };
     let rights = Access::REMOTE_WRITE.and(Access::REMOTE_ATOMIC);
     let remote = to.nic.lock().register(to.domain, &slot, 0, slot_bytes, rights).expect("a key");

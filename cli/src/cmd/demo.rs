@@ -11,6 +11,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use attention_client::{
     GenerateOptions, Generation, Generator, LayerTiming, LocalExperts, MoeClient,
 };
+use bench_harness::stats::of_sorted;
 use checkpoint::Checkpoint;
 use protocol::WireDtype;
 use rustix::process::{Pid, Signal, kill_process};
@@ -318,9 +319,9 @@ fn summarise(run: Run<'_>) -> Report {
     let us = |pick: fn(&LayerTiming) -> u64| {
         let mut values: Vec<u64> = run.samples.iter().map(|(_, timing)| pick(timing)).collect();
         values.sort_unstable();
-        move |percent: usize| {
-            let idx = (values.len() * percent / 100).min(values.len().saturating_sub(1));
-            values.get(idx).map_or(0.0, |&ns| ns as f64 / 1e3)
+        move |percent: u32| {
+            let ns = of_sorted(&values, f64::from(percent) / 100.0);
+            ns.map_or(0.0, |ns| ns as f64 / 1e3)
         }
     };
     let layer = us(LayerTiming::total_ns);

@@ -247,7 +247,7 @@ fn transports() -> Vec<Check> {
     checks.push(rdma(&devices));
     checks.push(libfabric());
     #[cfg(feature = "libfabric")]
-    if let Some(reason) = p2p_core::backend::libfabric::refusal("verbs;ofi_rxm")
+    if let Some(reason) = libfabric_transport::refusal("verbs;ofi_rxm")
         && !devices.is_empty()
     {
         let remedy = "optional: the transport `verbs` does not need it";
@@ -261,7 +261,7 @@ fn rdma(known: &[String]) -> Check {
     const NONE: &str = "no RDMA device";
     #[cfg(feature = "verbs")]
     {
-        let usable = p2p_core::backend::verbs::device_names();
+        let usable = verbs_transport::device_names();
         match (usable.is_empty(), known.is_empty()) {
             (false, _) => ok("rdma", usable.join(", ")),
             (true, false) => problem(
@@ -301,7 +301,7 @@ fn rdma(known: &[String]) -> Check {
 /// The libfabric library that this program loads.
 #[cfg(feature = "libfabric")]
 fn libfabric() -> Check {
-    use p2p_core::backend::libfabric::{LIBRARY_VARIABLE, providers};
+    use libfabric_transport::{LIBRARY_VARIABLE, providers};
     match providers() {
         Ok(providers) if providers.is_empty() => problem(
             "libfabric",

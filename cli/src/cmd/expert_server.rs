@@ -152,21 +152,23 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.num_threads = args.threads;
     config.cpus = args.cpus;
     config.slot = args.slot.config()?;
-    config.device = match args.device {
-        Device::Cpu => None,
-        Device::Gpu(name) => Some(DeviceOptions {
-            dtype: args.device_dtype,
-            batches_in_flight: args.device_batches,
-            gather: Duration::from_micros(args.device_gather_us),
-            num_blocks: args.device_blocks,
-            proxy_threads: args.proxy_threads,
-            ..DeviceOptions::new(name)
-        }),
-    };
-    let device = config.device.map_or_else(|| "cpu".to_owned(), |device| device.name.to_string());
-    config.transports = match config.device {
-        Some(_) => args.transport.open_for_device()?,
-        None => args.transport.open(&mut args.transport.networks())?,
+    let device = match args.device {
+        Device::Cpu => {
+            config.transports = args.transport.open(&mut args.transport.networks())?;
+            "cpu".to_owned()
+        }
+        Device::Gpu(name) => {
+            config.device = Some(DeviceOptions {
+                dtype: args.device_dtype,
+                batches_in_flight: args.device_batches,
+                gather: Duration::from_micros(args.device_gather_us),
+                num_blocks: args.device_blocks,
+                proxy_threads: args.proxy_threads,
+                ..DeviceOptions::new(name)
+            });
+            config.transports = args.transport.open_for_device()?;
+            name.to_string()
+        }
     };
     config.ticket = args.control.token.map(Ticket::new);
     config.limits.max_links = args.max_links;

@@ -195,7 +195,7 @@ fn the_demo_goes_over_libfabric() {
     use std::process::{Command, Stdio};
     use std::time::Instant;
 
-    if let Err(error) = p2p_core::backend::libfabric::FabricNetwork::open("tcp;ofi_rxm") {
+    if let Err(error) = libfabric_transport::FabricNetwork::open("tcp;ofi_rxm") {
         return skip::skip("libfabric", &error.to_string());
     }
     let demo = ["demo", "--transport", "libfabric", "--servers", "2", "--json"];

@@ -2,6 +2,7 @@
 
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::fs::File;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -154,7 +155,12 @@ fn shared_object() -> Option<PathBuf> {
     if object.exists() {
         return Some(object);
     }
-    // Several processes may get here at once: each makes its own, and the last name wins.
+    // Tests run in processes of their own, several at a time. One compiles, the others wait for it.
+    let lock = File::create(folder.join("libkernels_host.lock")).expect("a file");
+    lock.lock().expect("a lock");
+    if object.exists() {
+        return Some(object);
+    }
     let mine = folder.join(format!("libkernels_host-{}.tmp", std::process::id()));
     let compiled = Command::new("g++")
         .current_dir(&root)

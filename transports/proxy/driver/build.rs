@@ -25,6 +25,11 @@ fn main() {
         return;
     }
     println!("cargo:rustc-cfg=has_cxx");
+    // Clippy links nothing, so nothing is compiled. Cargo names it in this variable.
+    let wrapper = std::env::var("RUSTC_WORKSPACE_WRAPPER");
+    if wrapper.is_ok_and(|wrapper| wrapper.ends_with("clippy-driver")) {
+        return;
+    }
     cc::Build::new()
         .cpp(true)
         // Nothing of the C++ library is used.
