@@ -4,8 +4,9 @@
 ///
 /// Every snapshot carries a reservation: an upper bound of all epochs issued so far. A process that
 /// starts from a snapshot issues only epochs above its reservation. Epochs are issued only up to the
-/// reservation of the *last but one* successful write. So even if the store loses its last write (a disk
-/// that reports writes before they are durable, a snapshot restored by hand), the next epoch is unused.
+/// reservation of the *last but one* successful write. So the next epoch is unused even if the store
+/// loses its last write. A disk that reports writes too early can lose it, and so can a snapshot restored by
+/// hand.
 #[derive(Clone, Debug)]
 pub(crate) struct EpochAllocator {
     issued: u64,

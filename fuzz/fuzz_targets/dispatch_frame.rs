@@ -6,11 +6,11 @@ use std::cell::RefCell;
 
 use libfuzzer_sys::fuzz_target;
 use protocol::{DispatchScratch, decode_dispatch, peek_id};
-use switchyard_fuzz::{Guarded, HIDDEN, MAX_INPUT, MAX_TOKENS, dispatch_expect, dtype_of};
+use switchyard_fuzz::{GuardedMemory, HIDDEN, MAX_INPUT, MAX_TOKENS, dispatch_expect, dtype_of};
 
 thread_local! {
-    static MEMORY: RefCell<(Guarded, DispatchScratch, Vec<f32>)> =
-        RefCell::new((Guarded::new(MAX_INPUT), DispatchScratch::default(), Vec::new()));
+    static MEMORY: RefCell<(GuardedMemory, DispatchScratch, Vec<f32>)> =
+        RefCell::new((GuardedMemory::new(MAX_INPUT), DispatchScratch::default(), Vec::new()));
 }
 
 fuzz_target!(|input: &[u8]| {

@@ -6,11 +6,11 @@ use std::cell::RefCell;
 
 use libfuzzer_sys::fuzz_target;
 use protocol::{Response, ResponseScratch, decode_response, response_id};
-use switchyard_fuzz::{Guarded, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, combine_expect, dtype_of};
+use switchyard_fuzz::{GuardedMemory, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, combine_expect, dtype_of};
 
 thread_local! {
-    static MEMORY: RefCell<(Guarded, ResponseScratch, Vec<f32>)> =
-        RefCell::new((Guarded::new(MAX_INPUT), ResponseScratch::default(), Vec::new()));
+    static MEMORY: RefCell<(GuardedMemory, ResponseScratch, Vec<f32>)> =
+        RefCell::new((GuardedMemory::new(MAX_INPUT), ResponseScratch::default(), Vec::new()));
 }
 
 fuzz_target!(|input: &[u8]| {

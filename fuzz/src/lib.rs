@@ -10,7 +10,7 @@ use protocol::{CombineExpect, DispatchExpect, FrameId, WireDtype};
 
 #[path = "../../protocol/tests/it/common/guarded.rs"]
 mod guarded;
-pub use guarded::Guarded;
+pub use guarded::GuardedMemory;
 
 /// Largest input, bytes.
 pub const MAX_INPUT: usize = 16 << 10;

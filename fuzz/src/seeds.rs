@@ -22,7 +22,7 @@ use protocol::{
     ClientHello, CombineMeta, DispatchMeta, Entry, ErrorCode, ModelShape, ServerHello, ServerTimes,
     TokenRef, WireDtype, encode_combine, encode_dispatch, encode_error,
 };
-use switchyard_fuzz::{Guarded, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, id};
+use switchyard_fuzz::{GuardedMemory, HIDDEN, MAX_INPUT, RESPONSE_TOKENS, id};
 
 libfuzzer_sys::fuzz_target!(init: write_and_exit(), |_input: &[u8]| {});
 
@@ -191,7 +191,7 @@ fn dispatch(dtype: WireDtype, payload_checksum: bool, x: &[f32]) -> Vec<u8> {
 fn written(
     encode: impl FnOnce(&mut p2p_core::WriteView<'_>) -> Result<usize, protocol::EncodeError>,
 ) -> Vec<u8> {
-    let mut memory = Guarded::new(MAX_INPUT);
+    let mut memory = GuardedMemory::new(MAX_INPUT);
     let capacity = memory.capacity();
     let used = encode(&mut memory.write(capacity)).expect("seeds fit");
     let mut frame = vec![0; used];

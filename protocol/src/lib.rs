@@ -1,7 +1,7 @@
 //! Dispatch and combine frames: layout, encoding, validation.
 //!
-//! A client sends the tokens of one MoE layer to a server as *dispatch frames*; the server answers
-//! each with one *combine frame*, one row per token, or with an *error frame*. This crate turns
+//! A client sends the tokens of one MoE layer to a server as *dispatch frames*. The server answers each
+//! with one *combine frame*, which has one row per token, or with an *error frame*. This crate turns
 //! slices of `f32` into those frames and back. It does no I/O, never blocks, knows no transport, and
 //! allocates nothing once its scratch structures have grown.
 //!

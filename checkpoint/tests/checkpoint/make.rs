@@ -159,9 +159,9 @@ fn layers_that_a_model_does_not_have_are_refused() {
     }
 }
 
-/// `total_size` of the Hub's index for the first two. DeepSeek-V3's index counts one prediction
-/// layer more, so its bytes were added up apart from this code: 671,026,419,200 parameters, as
-/// published, with linear layers in fp8 and one f32 per 128×128 block.
+/// `total_size` of the Hub's index for the first two. DeepSeek-V3's index counts one prediction layer more,
+/// so its bytes were added up independently of this code. It has 671,026,419,200 parameters, as published,
+/// with linear layers in fp8 and one f32 per 128×128 block.
 #[test]
 fn whole_models_have_their_published_size() {
     assert_eq!(planned_bytes(Preset::Qwen3_30bA3b, 48).unwrap(), 61_064_245_248);

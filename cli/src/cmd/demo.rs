@@ -68,7 +68,7 @@ struct Report {
     server_compute_us_p99: f64,
     combine_us_p50: f64,
     combine_us_p99: f64,
-    killed: Option<Killed>,
+    killed: Option<Kill>,
     /// Longest layer time after the kill, minus the median layer time. It is the total cost of the kill.
     failover_stall_ms: f64,
     failovers: u32,
@@ -78,7 +78,7 @@ struct Report {
 }
 
 #[derive(Debug, Serialize)]
-struct Killed {
+struct Kill {
     server: String,
     at_token: usize,
     /// Servers that hold its experts in the placement after the kill.
@@ -165,7 +165,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         kill_at,
         killed: killed_at_token.map(|at_token| {
             let server = LocalCluster::server_name(victim(&args));
-            Killed { taken_over_by: successors(&client, &held, &server), server, at_token }
+            Kill { taken_over_by: successors(&client, &held, &server), server, at_token }
         }),
         counters: Counters::read(&client),
     });
@@ -310,7 +310,7 @@ struct Run<'a> {
     verified: bool,
     reference: &'static str,
     kill_at: Option<Instant>,
-    killed: Option<Killed>,
+    killed: Option<Kill>,
     counters: Counters,
 }
 

@@ -81,8 +81,8 @@ fn other_wire_formats_drift_no_more_than_their_precision_explains() {
     let reference = TensorFile::open(data("tiny-moe/golden.safetensors")).expect("golden tensors");
     let mut model = Qwen3Moe::load(&checkpoint).expect("model");
     let goldens = goldens();
-    // Bound on a block's output, relative to its largest value: a few units of the format's last
-    // place (2^-9 for bf16, 2^-11 for f16, 2^-4 for fp8 with bf16 answers) over top-4 sums.
+    // Bound on a block's output, relative to its largest value: a few units of the format's last place over
+    // top-4 sums. A unit is 2^-9 for bf16, 2^-11 for f16, and 2^-4 for fp8 with bf16 responses.
     let formats = [
         (WireDtype::Bf16, WireDtype::Bf16, 2e-2),
         (WireDtype::F16, WireDtype::F16, 4e-3),

@@ -101,9 +101,9 @@ pub enum LeaseError {
 
 /// Registers a member and keeps its lease alive.
 ///
-/// The keeper renews the lease three times per time to live. It registers again by itself, with the same
-/// name and incarnation, when the control plane does not know the member or the lease has expired (after a
-/// suspended process, a network partition or a restart of the control plane). Dropping the keeper stops the
+/// The keeper renews the lease three times per time to live. It registers again, with the same name and
+/// incarnation, when the control plane does not know the member or the lease has expired. Causes are a
+/// suspended process, a network partition or a restart of the control plane. Dropping the keeper stops the
 /// heartbeats without leaving, and the lease expires.
 #[derive(Debug)]
 pub struct LeaseKeeper {

@@ -1,5 +1,5 @@
-//! Client side of the control plane: the JSON types of its HTTP interface, a typed client, a watch of
-//! the placement table, and the keeper of a member's lease.
+//! Client side of the control plane. It has the JSON types of the HTTP interface, a typed client, a watch
+//! of the placement table, and the keeper of a member's lease.
 //!
 //! * [`types`]: bodies of requests and responses, each with its OpenAPI schema.
 //! * [`placement`]: the placement table and its validation.

@@ -72,8 +72,8 @@ impl PlacementTable {
         self.model.is_some() && self.num_experts_without_replica() == 0
     }
 
-    /// Checks the invariants of a table: sizes within bounds, one entry per MoE layer and expert, indices in
-    /// range and distinct, identities distinct, addresses of the form `host:port`.
+    /// Checks the invariants of a table. Sizes are within bounds, and each MoE layer and expert has one entry.
+    /// Indices are in range and distinct, identities are distinct, and addresses have the form `host:port`.
     ///
     /// # Errors
     /// [`PlacementError`], the first violation found.

@@ -3,7 +3,7 @@
 #[path = "../../../tests/support/src/counting.rs"]
 mod counting;
 
-use crate::common::guarded::Guarded;
+use crate::common::guarded::GuardedMemory;
 use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng};
 use counting::THREAD_ALLOCATIONS;
 use switchyard_protocol::{
@@ -17,7 +17,7 @@ fn frames_are_written_and_read_without_allocating() {
     for dtype in WireDtype::ALL {
         let request = Request::random(&mut rng, 300, dtype, true, 8);
         let answer = Answer::random(&mut rng, 300, dtype, true, 8);
-        let mut memory = Guarded::new(MEMORY_BYTES);
+        let mut memory = GuardedMemory::new(MEMORY_BYTES);
         let mut dispatch_scratch = DispatchScratch::for_frames(&request.expect);
         let mut response_scratch = ResponseScratch::default();
         let mut out = vec![0f32; 300 * 8];

@@ -4,7 +4,7 @@
 pub mod guarded;
 
 use bytemuck::{bytes_of, pod_read_unaligned};
-use guarded::Guarded;
+use guarded::GuardedMemory;
 use half::{bf16, f16};
 use p2p_core::WriteView;
 use rand::rngs::StdRng;
@@ -207,7 +207,7 @@ impl Answer {
 
 /// Runs an encoder on poisoned memory and returns the bytes that it reports as used.
 pub fn frame(encode: impl FnOnce(&mut WriteView<'_>) -> Result<usize, EncodeError>) -> Vec<u8> {
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     memory.write(MEMORY_BYTES).put_bytes(0, &[POISON; MEMORY_BYTES]).expect("in range");
     let used = encode(&mut memory.write(MEMORY_BYTES)).expect("encodes");
     let mut bytes = vec![0; MEMORY_BYTES];

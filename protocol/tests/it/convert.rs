@@ -85,8 +85,8 @@ fn blocks_are_scaled_to_the_largest_value_and_lose_at_most_half_a_step() {
                 let at = block_idx * 128 + at;
                 assert_eq!(codes[at], e4m3_nearest(value * (1.0 / scale)));
                 assert_eq!(back[at], (e4m3_value(codes[at]) as f32) * scale);
-                // Half a step is 2^-4 of a normal number, and 2^-10 of the scale for a subnormal one, plus
-                // a margin for the rounding of the scale and its reciprocal.
+                // Half a step is 2^-4 of a normal number, and 2^-10 of the scale for a subnormal one. The
+                // margin is for the rounding of the scale and its reciprocal.
                 let bound = (f64::from(value.abs()) / 16.0).max(f64::from(scale) / 1024.0);
                 let error = (f64::from(back[at]) - f64::from(*value)).abs();
                 assert!(error <= bound * (1.0 + 1e-5), "{value:e} came back as {:e}", back[at]);

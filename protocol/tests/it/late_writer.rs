@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::guarded::Guarded;
+use crate::common::guarded::GuardedMemory;
 use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng, reseal};
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -13,9 +13,13 @@ use switchyard_protocol::{
 
 /// Decodes repeatedly, at least `MIN_ROUNDS` times, while a thread overwrites the memory with one frame
 /// after another, sometimes with a random word in between.
-fn with_late_writer(rng: &mut StdRng, frames: &[Vec<u8>], mut decode: impl FnMut(&Guarded, usize)) {
+fn with_late_writer(
+    rng: &mut StdRng,
+    frames: &[Vec<u8>],
+    mut decode: impl FnMut(&GuardedMemory, usize),
+) {
     let len = frames.iter().map(Vec::len).max().expect("frames").next_multiple_of(8);
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     memory.write(len).put_bytes(0, &frames[0]).expect("fits");
     // The writer writes atomic words, so only the reader's copies race. In a real system the writer is
     // another process, so the race is outside of Rust's memory model.

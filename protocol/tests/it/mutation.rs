@@ -1,7 +1,7 @@
 //! Frames with random damage. Decoders never panic, never read beyond the frame, and detect every change of
 //! a byte that a checksum covers.
 
-use crate::common::guarded::Guarded;
+use crate::common::guarded::GuardedMemory;
 use crate::common::{Answer, MEMORY_BYTES, Request, covered};
 use p2p_core::ReadView;
 use proptest::prelude::*;
@@ -140,7 +140,7 @@ proptest! {
         for damage in &damages {
             damage.apply(&mut damaged);
         }
-        let mut memory = Guarded::new(MEMORY_BYTES);
+        let mut memory = GuardedMemory::new(MEMORY_BYTES);
         let view = memory.hold(&damaged);
         let _ = peek_id(view);
         let result = read_dispatch(view, &request.expect);
@@ -175,7 +175,7 @@ proptest! {
         for damage in &damages {
             damage.apply(&mut damaged);
         }
-        let mut memory = Guarded::new(MEMORY_BYTES);
+        let mut memory = GuardedMemory::new(MEMORY_BYTES);
         let view = memory.hold(&damaged);
         let _ = response_id(view, &mut ResponseScratch::default());
         let result = read_response(view, &answer);
@@ -193,7 +193,7 @@ proptest! {
         damages in prop::collection::vec(damage(), 1..4),
     ) {
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut memory = Guarded::new(MEMORY_BYTES);
+        let mut memory = GuardedMemory::new(MEMORY_BYTES);
         let request = Request::random(&mut rng, 130, dtype, false, 6);
         let mut damaged = request.frame();
         damages.iter().for_each(|damage| damage.apply(&mut damaged));
@@ -221,7 +221,7 @@ proptest! {
 #[test]
 fn every_single_bit_of_a_covered_byte_matters() {
     let mut rng = crate::common::fresh_rng();
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     for dtype in WireDtype::ALL {
         let request = Request::random(&mut rng, 130, dtype, true, 3);
         let sound = request.frame();

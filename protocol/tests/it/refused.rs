@@ -1,6 +1,6 @@
 //! Every check of a decoder: one wrong field at a time in a frame with valid checksums.
 
-use crate::common::guarded::Guarded;
+use crate::common::guarded::GuardedMemory;
 use crate::common::{Answer, MEMORY_BYTES, Request, fresh_rng, header_of, reseal};
 use switchyard_protocol::abi::{ErrorBody, FLAG_PAYLOAD_CRC, FrameHeader, HEADER_BYTES};
 use switchyard_protocol::convert::MAX_SCALE;
@@ -27,7 +27,7 @@ fn request(dtype: WireDtype) -> Request {
 }
 
 fn refusal(request: &Request, frame: &[u8]) -> FrameError {
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     let mut scratch = DispatchScratch::for_frames(&request.expect);
     decode_dispatch(memory.hold(frame), &request.expect, &mut scratch).expect_err("must be refused")
 }
@@ -71,7 +71,7 @@ fn foreign_bytes_are_told_from_frames() {
     for len in 0..HEADER_BYTES {
         let error = refusal(&request, &frame[..len]);
         assert_eq!(error, FrameError::TooSmall { found: len, expected: HEADER_BYTES });
-        assert_eq!(peek_id(Guarded::new(4096).hold(&frame[..len])), None);
+        assert_eq!(peek_id(GuardedMemory::new(4096).hold(&frame[..len])), None);
     }
     for len in HEADER_BYTES..frame.len() {
         refusal(&request, &frame[..len]);
@@ -206,7 +206,7 @@ fn changes_without_a_new_checksum_are_noticed() {
         changed[offset] ^= 1;
         assert!(matches!(refusal(&request, &changed), FrameError::HeaderChecksum { .. }));
     }
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     let mut changed = frame.clone();
     changed[header.payload_offset as usize + 2 * header.row_stride_bytes as usize] ^= 1;
     let mut scratch = DispatchScratch::default();
@@ -225,7 +225,8 @@ fn responses_to_something_else_are_stale_and_the_rest_is_refused() {
     let refusal = |change: &dyn Fn(&mut FrameHeader)| {
         let mut frame = answer.frame();
         reseal(&mut frame, change);
-        let (mut memory, mut scratch) = (Guarded::new(MEMORY_BYTES), ResponseScratch::default());
+        let (mut memory, mut scratch) =
+            (GuardedMemory::new(MEMORY_BYTES), ResponseScratch::default());
         match decode_response(memory.hold(&frame), &answer.expect, &mut scratch) {
             Ok(_) => panic!("must be refused"),
             Err(error) => error,
@@ -277,7 +278,8 @@ fn error_frames_are_checked_like_the_others() {
         encode_error(view, &answer.meta.id, ErrorCode::Overloaded, [5, 6], "too much")
     });
     let decode = |frame: &[u8]| {
-        let (mut memory, mut scratch) = (Guarded::new(MEMORY_BYTES), ResponseScratch::default());
+        let (mut memory, mut scratch) =
+            (GuardedMemory::new(MEMORY_BYTES), ResponseScratch::default());
         match decode_response(memory.hold(frame), &answer.expect, &mut scratch) {
             Ok(Response::Error(error)) => Ok(error.message.to_owned()),
             Ok(Response::Rows(_)) => panic!("an error frame has no rows"),

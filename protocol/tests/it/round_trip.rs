@@ -1,6 +1,6 @@
 //! Decoded frames of random shapes equal the sent values, converted as the standards define.
 
-use crate::common::guarded::Guarded;
+use crate::common::guarded::GuardedMemory;
 use crate::common::{Answer, MEMORY_BYTES, Request, covered, fresh_rng, geometry, header_of};
 use rand::RngExt;
 use switchyard_protocol::{
@@ -13,7 +13,7 @@ use switchyard_protocol::{
 fn dispatch_frames_of_random_shapes_round_trip() {
     let mut rng = fresh_rng();
     let mut scratch = DispatchScratch::default();
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     for round in 0..600 {
         let dtype = WireDtype::ALL[round % 4];
         let hidden = [rng.random_range(1..400), 2048, 2049, 4100][rng.random_range(0..4)];
@@ -55,7 +55,7 @@ fn dispatch_frames_of_random_shapes_round_trip() {
 fn combine_frames_of_random_shapes_round_trip() {
     let mut rng = fresh_rng();
     let mut scratch = ResponseScratch::default();
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     for round in 0..600 {
         let dtype = WireDtype::ALL[round % 4];
         let hidden = [rng.random_range(1..400), 2048, 2049, 4100][rng.random_range(0..4)];
@@ -89,7 +89,7 @@ fn error_frames_round_trip_and_long_messages_are_cut_between_characters() {
     let mut rng = fresh_rng();
     let answer = Answer::random(&mut rng, 8, WireDtype::F32, false, 1);
     let mut scratch = ResponseScratch::default();
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     for (message, expected_len) in
         [(String::new(), 0), ("expert 7".into(), 8), ("x".repeat(999), 240), ("€".repeat(99), 240)]
             .into_iter()
@@ -180,7 +180,7 @@ fn the_bytes_of_a_frame_are_as_documented() {
 
 #[test]
 fn what_cannot_be_sent_is_named() {
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     let mut rng = fresh_rng();
     let mut request = Request::random(&mut rng, 16, WireDtype::Bf16, false, 4);
     request.tokens = vec![TokenRef { token: 0, entry_begin: 0, entry_count: 2 }];
@@ -235,7 +235,7 @@ fn as_many_tokens_as_the_geometry_says_fit() {
         let tokens: Vec<TokenRef> = (0..=num_tokens as u32)
             .map(|token| TokenRef { token, entry_begin: token * 2, entry_count: 2 })
             .collect();
-        let mut memory = Guarded::new(frame_bytes);
+        let mut memory = GuardedMemory::new(frame_bytes);
         let mut view = memory.write(frame_bytes);
         let all = encode_dispatch(&mut view, &request.meta, &x, &tokens[..num_tokens], &entries);
         assert!(all.expect("fits") <= frame_bytes);
@@ -248,7 +248,7 @@ fn as_many_tokens_as_the_geometry_says_fit() {
 #[test]
 fn rows_out_of_turn_are_refused_only_with_a_checksum() {
     let mut rng = fresh_rng();
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     let mut scratch = ResponseScratch::default();
     for checksum in [false, true] {
         let answer = Answer::random(&mut rng, 20, WireDtype::F16, checksum, 3);
@@ -276,7 +276,7 @@ fn rows_out_of_turn_are_refused_only_with_a_checksum() {
 #[test]
 fn values_that_are_not_finite_stay_in_their_row() {
     let mut rng = fresh_rng();
-    let mut memory = Guarded::new(MEMORY_BYTES);
+    let mut memory = GuardedMemory::new(MEMORY_BYTES);
     for dtype in WireDtype::ALL {
         let mut answer = Answer::random(&mut rng, 150, dtype, true, 3);
         answer.rows[150 + 7] = f32::NAN;

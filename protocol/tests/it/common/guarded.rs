@@ -8,15 +8,15 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, m
 const PAGE: usize = 4096;
 
 /// Mapped pages with a guard page behind them.
-pub struct Guarded {
+pub struct GuardedMemory {
     base: NonNull<u8>,
     capacity: usize,
 }
 
 // SAFETY: plain memory, owned, without thread affinity.
-unsafe impl Send for Guarded {}
+unsafe impl Send for GuardedMemory {}
 
-impl Guarded {
+impl GuardedMemory {
     /// At least `min_bytes` of zeroed memory.
     pub fn new(min_bytes: usize) -> Self {
         let capacity = min_bytes.next_multiple_of(PAGE);
@@ -63,7 +63,7 @@ impl Guarded {
     }
 }
 
-impl Drop for Guarded {
+impl Drop for GuardedMemory {
     fn drop(&mut self) {
         // SAFETY: exactly the mapping that `new` made.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.capacity + PAGE) };
