@@ -36,7 +36,7 @@ pub(crate) fn run(plan: Plan) -> Result<Figures, String> {
     let (mut ms, pattern) = (Vec::new(), patterns(&plan));
     let mut stamped = pattern.to_vec();
     for round in 0..=plan.rounds as u64 {
-        senders.tell(&format!("stamp {round}"))?;
+        senders.send_order(&format!("stamp {round}"))?;
         let took = match plan.over {
             Over::Reads => {
                 let begin = Instant::now();
@@ -45,7 +45,7 @@ pub(crate) fn run(plan: Plan) -> Result<Figures, String> {
                 finish(pairs.iter().map(read))?;
                 begin.elapsed().as_secs_f64() * 1e3
             }
-            _ => senders.tell("write")?.parse().map_err(text)?,
+            _ => senders.send_order("write")?.parse().map_err(text)?,
         };
         if round > 0 {
             ms.push(took);
@@ -139,8 +139,8 @@ fn meet_senders(plan: &Plan, receivers: &[Engine]) -> Result<Vec<Pair>, String> 
             let greeting = engine.next_notification(soon()).map_err(text)?;
             let position = connections.iter().position(|known| known.id() == greeting.connection);
             let connection = connections.swap_remove(position.ok_or("a stranger's notification")?);
-            let told = greeting.bytes;
-            let (numbers, descriptor) = told.split_at_checked(16).ok_or("a short greeting")?;
+            let bytes = greeting.bytes;
+            let (numbers, descriptor) = bytes.split_at_checked(16).ok_or("a short greeting")?;
             if descriptor.len() != DESCRIPTOR_BYTES {
                 return Err("a greeting without descriptor".to_owned());
             }
@@ -182,7 +182,7 @@ impl Senders {
         Ok(Self { _child: child, orders, answers: BufReader::new(answers).lines() })
     }
 
-    fn tell(&mut self, order: &str) -> Result<String, String> {
+    fn send_order(&mut self, order: &str) -> Result<String, String> {
         writeln!(self.orders, "{order}").map_err(text)?;
         self.answers.next().ok_or("the senders have ended")?.map_err(text)
     }
