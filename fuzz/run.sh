@@ -5,11 +5,11 @@
 #
 # Stable Rust and a C++ compiler are enough: coverage comes from LLVM's pass, which needs no nightly
 # flag, and out-of-range reads from guard pages instead of a sanitizer. Everything goes to
-# target/fuzz; what libFuzzer finds lies in target/fuzz/artifacts. With a nightly toolchain,
+# target/fuzz; inputs that fail are in target/fuzz/artifacts. With a nightly toolchain,
 # `cargo fuzz run TARGET` works here as well.
 #
-# SWITCHYARD_FUZZ_SEED fixes the mutations, which then begin from the seeds alone, for as many as the time allows;
-# without it every run tries others, and goes on where the last one ended.
+# SWITCHYARD_FUZZ_SEED fixes the mutations. They then begin from the seeds alone, and go as far as the time allows.
+# Without it every run tries other mutations, and continues from the last run's corpus.
 set -eu
 
 cd "$(dirname "$0")"
@@ -59,7 +59,7 @@ run() {
     echo "fuzz: $target for $seconds s: $(grep -E 'DONE' "$log" | tail -n 1)"
 }
 
-# As many at a time as there are jobs; all run to their end before one that failed counts.
+# As many at a time as there are jobs. All of them end before a failure counts.
 failed=0
 set -- $targets
 while [ $# -gt 0 ]; do

@@ -1,6 +1,6 @@
-//! With the feature `cuda`: compiles `cuda/*.cu` to machine code for Hopper and PTX for what comes later,
-//! which the library embeds. nvcc comes from `CUDA_HOME`, else from the wheels that
-//! `cargo xtask cuda-toolkit` keeps in the user's cache.
+//! With the feature `cuda`: compiles `cuda/*.cu` to machine code for Hopper and to PTX for later GPUs. The library
+//! embeds both. nvcc comes from `CUDA_HOME`, else from the wheels that `cargo xtask cuda-toolkit` keeps in the
+//! user's cache.
 //!
 //! With the feature `emulated`: compiles the same kernels for the host, see `src/gpu/emulated.rs`.
 
@@ -21,7 +21,7 @@ fn main() -> ExitCode {
     match build() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // As it is: what nvcc reports has lines.
+            // Printed unchanged: nvcc's report has lines.
             eprintln!("{error}");
             ExitCode::FAILURE
         }
@@ -30,6 +30,11 @@ fn main() -> ExitCode {
 
 fn build() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
+    // Clippy links nothing, so nothing is compiled. Cargo names it in this variable.
+    let wrapper = env::var("RUSTC_WORKSPACE_WRAPPER");
+    if wrapper.is_ok_and(|wrapper| wrapper.ends_with("clippy-driver")) {
+        return write_empty_images();
+    }
     if env::var_os("CARGO_FEATURE_EMULATED").is_some() {
         compile_emulated()?;
     }
@@ -75,6 +80,23 @@ fn build() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// Images without code, for clippy.
+fn write_empty_images() -> Result<(), Box<dyn Error>> {
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+    let mut text = String::from("/// Code of every source file.\npub const IMAGES: [&[u8]; ");
+    write!(text, "{}] = [", SOURCES.len())?;
+    for _ in SOURCES {
+        text.push_str("\n    &Aligned(*b\"\").0,");
+    }
+    let count = entries::ENTRIES.len();
+    write!(
+        text,
+        "\n];\n/// Which image has each entry.\npub const IMAGE_OF: [usize; {count}] = [0; {count}];\n"
+    )?;
+    fs::write(out.join("images.rs"), text)?;
+    Ok(())
+}
+
 /// Two at a time: often nothing else of a build is left to be done beside them.
 fn compile_all(nvcc: &Path, out: &Path) -> Result<(), String> {
     let next = AtomicUsize::new(0);
@@ -98,7 +120,7 @@ fn compile_all(nvcc: &Path, out: &Path) -> Result<(), String> {
     })
 }
 
-/// Writes the machine code beside what ptxas reports of it.
+/// Writes the machine code, and beside it the report of ptxas.
 fn compile(nvcc: &Path, name: &str, out: &Path) -> Result<(), String> {
     let output = Command::new(nvcc)
         .args(["-O3", "-std=c++17", "-fatbin", "--no-compress", "-Iinclude", "-Icuda"])
@@ -115,8 +137,8 @@ fn compile(nvcc: &Path, name: &str, out: &Path) -> Result<(), String> {
     fs::write(&report, output.stderr).map_err(|e| format!("cannot write {}: {e}", report.display()))
 }
 
-/// One static library that shows nothing but `sy_emulated_*`: whatever else is linked may have compiled
-/// the same headers with other settings.
+/// One static library that exports only `sy_emulated_*`: other linked code may have compiled the same headers with
+/// other settings.
 fn compile_emulated() -> Result<(), Box<dyn Error>> {
     for path in ["host", "include", "cuda/check.hpp", "cuda/p2p_check.hpp"] {
         println!("cargo::rerun-if-changed={path}");
@@ -128,7 +150,7 @@ fn compile_emulated() -> Result<(), Box<dyn Error>> {
     let compiler = env::var_os("CXX").unwrap_or_else(|| "g++".into());
     run(Command::new(compiler)
         .args(["-std=c++17", "-O2", "-fPIC", "-pthread", "-ffp-contract=off"])
-        // Kernels look at frames as words of several sizes.
+        // Kernels access frames as words of several sizes.
         .args(["-fno-strict-aliasing", "-fno-gnu-unique"])
         .args(["-Wall", "-Wextra", "-Wno-unknown-pragmas"])
         .args(["-DSIMT_REAL_CLOCK", "-DSY_RECV_BLOCKS=1"])

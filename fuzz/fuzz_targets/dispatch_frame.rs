@@ -1,4 +1,4 @@
-//! A server decodes whatever a client left in its slot.
+//! A server decodes the bytes that a client left in its slot.
 
 #![no_main]
 

@@ -1,6 +1,5 @@
-//! Both sides read each other's messages while they connect: those of the slots' handshake and of the
-//! engine's, whatever kind, and the first frame after it. What decodes must encode to what decodes to the
-//! same.
+//! Both sides read each other's messages while they connect: those of the slots' handshake and of the engine's, and the
+//! first frame after it. A decoded message must encode to bytes that decode to the same message.
 
 #![no_main]
 
@@ -10,7 +9,7 @@ use p2p_core::bootstrap::wire::{
     decode_header, decode_hello, decode_ready, decode_reject, decode_welcome, encode_hello,
     encode_ready, encode_welcome,
 };
-use p2p_core::engine::fuzzing::{check_frame, check_handshake};
+use message_engine::engine::fuzzing::{check_frame, check_handshake};
 
 fuzz_target!(|input: &[u8]| {
     check_handshake(input);

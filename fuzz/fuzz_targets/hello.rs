@@ -1,4 +1,4 @@
-//! Both sides read each other's hello. What decodes must encode to the same bytes.
+//! Both sides read each other's hello. A decoded hello must encode to the same bytes.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A client decodes whatever a server left in its slot.
+//! A client decodes the bytes that a server left in its slot.
 
 #![no_main]
 

@@ -1,13 +1,13 @@
-//! What comes of a peer once it has joined, below the slots: messages and mail over libfabric and their
-//! order, requests and answers of the engine over TCP, and the table that a peer on the same host shares.
+//! Input from a peer that has joined, below the slots. This is messages and mail over libfabric and their order,
+//! requests and answers of the engine over TCP, and the table that a peer on the same host shares.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use p2p_core::backend::libfabric::fuzzing::{check_mail, check_message, check_order};
-use p2p_core::fabric::fuzzing::{check_cma_table, check_tcp};
+use libfabric_transport::fuzzing::{check_mail, check_message, check_order};
+use message_engine::fabric::fuzzing::{check_cma_table, check_tcp};
 
-// The first byte says what the rest is.
+// The first byte is the kind of the rest.
 fuzz_target!(|input: &[u8]| {
     let Some((kind, input)) = input.split_first() else { return };
     match kind % 5 {

@@ -1,5 +1,5 @@
-//! What the fuzz targets share: guarded memory, the channel they pretend to serve, and a way past
-//! the checksums.
+//! Shared parts of the fuzz targets: guarded memory, the channel that they pretend to serve, and valid checksums for
+//! mutated frames.
 
 use bytemuck::{bytes_of, pod_read_unaligned};
 use protocol::abi::{
@@ -8,7 +8,7 @@ use protocol::abi::{
 };
 use protocol::{CombineExpect, DispatchExpect, FrameId, WireDtype};
 
-#[path = "../../protocol/tests/common/guarded.rs"]
+#[path = "../../protocol/tests/it/common/guarded.rs"]
 mod guarded;
 pub use guarded::Guarded;
 
@@ -34,7 +34,7 @@ pub fn id() -> FrameId {
     }
 }
 
-/// What the server demands, for requests in `dtype`.
+/// The server's requirements for requests in `dtype`.
 pub fn dispatch_expect(dtype: WireDtype) -> DispatchExpect {
     DispatchExpect {
         client_id: id().client_id,
@@ -49,7 +49,7 @@ pub fn dispatch_expect(dtype: WireDtype) -> DispatchExpect {
     }
 }
 
-/// What the client waits for, with answers in `dtype`.
+/// The client's expectations of answers in `dtype`.
 pub fn combine_expect(dtype: WireDtype) -> CombineExpect {
     CombineExpect {
         client_id: id().client_id,
@@ -63,15 +63,15 @@ pub fn combine_expect(dtype: WireDtype) -> CombineExpect {
     }
 }
 
-/// The element type that an input is tried with: its own if it names one.
+/// The element type for an input: its own if it names one.
 pub fn dtype_of(frame: &[u8]) -> WireDtype {
     header_of(frame)
         .and_then(|header| WireDtype::from_code(header.dtype))
         .unwrap_or(WireDtype::F8E4m3)
 }
 
-/// Writes the checksums that the header's own numbers ask for, so that inputs get past them to the
-/// checks behind. A frame whose numbers point nowhere stays as it is.
+/// Writes the checksums that match the header's own numbers, so that inputs reach the checks after them. A frame whose
+/// numbers are out of range is left as it is.
 pub fn repair_checksums(frame: &mut [u8]) {
     let Some(mut header) = header_of(frame) else { return };
     let hidden = header.hidden as usize;

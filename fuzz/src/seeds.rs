@@ -96,7 +96,7 @@ fn write_seeds() -> io::Result<()> {
     Ok(())
 }
 
-/// What each network says of itself in a handshake.
+/// The description of each network in a handshake.
 fn details() -> Vec<Vec<u8>> {
     let hosts = [libfabric::fuzzing::detail_samples(), verbs::detail_samples()].concat();
     let queues = ibgda::peer::description_samples();
@@ -112,7 +112,7 @@ fn details() -> Vec<Vec<u8>> {
     [above, hosts, queues, fabric::fuzzing::detail_samples()].concat()
 }
 
-/// What peers send once they have joined, behind the byte that says what it is.
+/// Messages of peers after the join, behind the byte with their kind.
 fn transports() -> Vec<Vec<u8>> {
     let messages = libfabric::fuzzing::message_samples();
     // Number, sum, number again, length, message.
@@ -120,7 +120,7 @@ fn transports() -> Vec<Vec<u8>> {
         let len = (message.len() as u16).to_le_bytes();
         [[0; 22].as_slice(), &len, message].concat()
     });
-    // Writes, messages and mails in and out of order; a key, and what it opens.
+    // Writes, messages and mails in and out of order; a key, and the region that it opens.
     let order = [[0, 0, 0, 0], [2, 5, 129, 1], [1, 4, 128, 1], [0, 0, 0, 0], [3, 3, 255, 9]];
     let entry = |address: u64| [1, 1, address, 64, 2].map(u64::to_le_bytes).as_flattened().to_vec();
     let all = [
@@ -159,7 +159,7 @@ fn handshakes() -> Vec<Vec<u8>> {
         rendezvous: [2; 16],
         payload: vec![3; 20],
     };
-    let mut all = p2p_core::engine::fuzzing::handshake_samples();
+    let mut all = message_engine::engine::fuzzing::handshake_samples();
     all.extend([
         encode_hello(&hello),
         encode_welcome(&welcome),

@@ -9,11 +9,6 @@
 #[path = "../device_proxy/rig.rs"]
 #[allow(dead_code, reason = "some of it is for the proxy")]
 mod rig;
-#[path = "../support/src/skip.rs"]
-#[allow(dead_code, reason = "for what is not on every host")]
-mod skip;
-#[path = "../support/src/stopped.rs"]
-mod stopped;
 mod way;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,7 +18,7 @@ use protocol::WireDtype;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use softnic::format::Syndrome;
-use switchyard_tests::inputs::printed_seed;
+use test_support::{printed_seed, skip, stopped};
 
 use crate::rig::layers::{self, MANY};
 use crate::rig::{Request, Servers, Way, child};
@@ -62,7 +57,7 @@ fn layers_with_slots_in_the_memory_of_hosts() {
 fn layers_with_slots_of_one_side_only_in_a_gpus_memory() {
     let _turn = turn();
     if way::is_on_cuda() {
-        return skip::skip("emulated", "a NIC in software reaches no memory of a real GPU");
+        return skip("emulated", "a NIC in software reaches no memory of a real GPU");
     }
     way::place(Place::Host, Place::Auto);
     let before = way::num_registrations_of_gpus();
@@ -79,10 +74,7 @@ fn layers_with_slots_of_one_side_only_in_a_gpus_memory() {
 fn layers_with_nics_that_cannot_have_a_gpus_memory() {
     let _turn = turn();
     if way::is_on_cuda() {
-        return skip::skip(
-            "emulated",
-            "slots are in the host's memory beside a real GPU in any case",
-        );
+        return skip("emulated", "slots are in the host's memory beside a real GPU in any case");
     }
     way::place(Place::Refused, Place::Refused);
     layers::layers(WireDtype::F8E4m3);
@@ -260,8 +252,4 @@ fn check_drivers() {
     assert!(violations.is_empty(), "{}", violations.join("; "));
 }
 
-/// Not a test: a server in a process of its own.
-#[test]
-fn child_server() {
-    child::run();
-}
+test_support::child_processes! { "server" => child::run }

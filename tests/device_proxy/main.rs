@@ -9,22 +9,16 @@
 
 #[allow(dead_code, reason = "some of it is for requests that kernels post themselves")]
 mod rig;
-#[path = "../support/src/skip.rs"]
-mod skip;
-#[path = "../support/src/stopped.rs"]
-mod stopped;
 mod way;
-
-use std::sync::Arc;
 
 use protocol::WireDtype;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use switchyard_tests::inputs::printed_seed;
+use test_support::{printed_seed, skip, stopped};
 
-use crate::rig::breaking::BreakingNetwork;
+use crate::rig::breaking::Breaker;
 use crate::rig::layers::{self, MANY};
-use crate::rig::withholding::WithholdingNetwork;
+use crate::rig::withholding::Withheld;
 use crate::rig::{Request, Servers, Way, child};
 
 #[test]
@@ -52,8 +46,8 @@ fn recorded_layers_whose_way_to_a_server_fails_are_complete_nevertheless() {
     let mut rng = StdRng::seed_from_u64(printed_seed());
     let Some(servers) = Servers::start(2, 2, WireDtype::F8E4m3) else { return };
     let Some(network) = way::network() else { return };
-    let network = Arc::new(BreakingNetwork::over(network));
-    let mut client = servers.try_caller_over(network.clone()).expect("servers");
+    let breaker = Breaker::default();
+    let mut client = servers.try_caller_over(breaker.over(network)).expect("servers");
     let mut direct = servers.caller(Way::Memory);
     client.wait_for(&servers, 2);
     direct.wait_for(&servers, 2);
@@ -65,7 +59,7 @@ fn recorded_layers_whose_way_to_a_server_fails_are_complete_nevertheless() {
     assert_eq!(report.attempts, 1);
     // The server is alive and its connection stands, only nothing that kernels send gets there.
     let num_connects = client.num_connects();
-    network.fail();
+    breaker.fail();
     let (found, report) = client.replay(&graph, &request);
     let off = rig::difference(&found, &expected, &request);
     assert!(off < 0.03, "after the failure: off by {off}, {report:?}");
@@ -88,20 +82,20 @@ fn clients_that_take_turns_at_withholding_rows_are_dropped_and_nobody_else() {
     let mut rng = StdRng::seed_from_u64(printed_seed());
     let Some(servers) = Servers::start(1, 1, WireDtype::Bf16) else { return };
     // The one withholds the rows of each odd frame, the other those of each even one, and each sends the others.
-    let networks = [true, false].map(|odd| {
+    let withheld = [(); 2].map(|()| Withheld::default());
+    let mut hostile = [true, false].map(|odd| {
         let network = way::network().expect("it was here before");
-        Arc::new(WithholdingNetwork::over(network, odd, &servers.model))
+        let network = withheld[usize::from(odd)].over(network, odd, &servers.model);
+        servers.try_caller_over(network).expect("servers")
     });
-    let mut hostile = networks
-        .each_ref()
-        .map(|network| servers.try_caller_over(network.clone()).expect("servers"));
+    let num_withheld = || withheld.each_ref().map(Withheld::num_frames);
     let mut right = servers.caller(Way::Network);
     let mut direct = servers.caller(Way::Memory);
     let dropped = |clients: &[rig::Caller]| clients.iter().all(|client| client.num_connects() > 1);
     let mut num_rounds = 0;
     while !dropped(&hostile) {
         num_rounds += 1;
-        assert!(num_rounds < 40, "{:?} frames were withheld", withheld(&networks));
+        assert!(num_rounds < 40, "{:?} frames were withheld", num_withheld());
         let requests = [(); 3].map(|()| Request::random(&mut rng, &servers.model, 7));
         let found: Vec<_> = std::thread::scope(|scope| {
             let clients = hostile.iter_mut().chain([&mut right]).zip(&requests);
@@ -115,15 +109,11 @@ fn clients_that_take_turns_at_withholding_rows_are_dropped_and_nobody_else() {
             assert!(found == direct.forward(request).0, "round {num_rounds}: a wrong answer");
         }
     }
-    assert!(withheld(&networks).iter().all(|&frames| frames >= 8), "{:?}", withheld(&networks));
+    assert!(num_withheld().iter().all(|&frames| frames >= 8), "{:?}", num_withheld());
     for client in [&right, &direct] {
         assert_eq!((client.num_connects(), client.num_failovers("closed")), (1, 0.0));
         client.nothing_lost();
     }
-}
-
-fn withheld(networks: &[Arc<WithholdingNetwork>; 2]) -> [u64; 2] {
-    networks.each_ref().map(|network| network.num_withheld())
 }
 
 #[test]
@@ -136,8 +126,4 @@ fn sides_without_a_common_way_say_so() {
     }
 }
 
-/// Not a test: a server in a process of its own.
-#[test]
-fn child_server() {
-    child::run();
-}
+test_support::child_processes! { "server" => child::run }

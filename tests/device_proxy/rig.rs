@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use attention_client::device::{DeviceHandle, DevicePending};
 use attention_client::{
     ClientModel, DeviceClient, DeviceError, DeviceInput, DeviceOptions, DeviceTensor, LayerTiming,
-    MoeClient, TensorType,
+    TensorType,
 };
 use checkpoint::Checkpoint;
 use control_api::PlacementTable;
@@ -21,8 +21,9 @@ use rand::RngExt;
 use rand::rngs::StdRng;
 use rand::seq::index::sample;
 use rustix::process::Signal;
-use switchyard_tests::inputs::{self, tiny_moe};
+use switchyard_tests::inputs;
 use switchyard_tests::replicas::table;
+use test_support::model::tiny_moe;
 use tokio::sync::watch;
 
 use crate::skip;
@@ -244,7 +245,7 @@ impl Servers {
         let gpu = Gpu::open_named(self.client_device).expect("the clients' GPU");
         let mut options = DeviceOptions::default();
         options.dtype = self.dtype;
-        let mut client = MoeClient::builder(self.model.clone())
+        let mut client = DeviceClient::builder(self.model.clone())
             .placement_watch(self.tables.subscribe())
             .slot(SLOT)
             .transports(transports)
@@ -252,7 +253,7 @@ impl Servers {
             .connect_timeout(PATIENCE)
             .work_limit(Duration::from_secs(600))
             .replica_wait(PATIENCE)
-            .build_device(gpu.clone(), options)
+            .build(gpu.clone(), options)
             .expect("client");
         client.wait_ready(PATIENCE)?;
         Ok(Caller::new(client, gpu, carrier))
@@ -420,7 +421,7 @@ pub mod child {
     //! A server in a process of its own.
 
     use std::io::{BufRead, BufReader, Lines, Write, stdin};
-    use std::process::{Child, ChildStdout, Command, Stdio};
+    use std::process::{Child, ChildStdout, Stdio};
 
     use super::*;
 
@@ -435,8 +436,7 @@ pub mod child {
         pub fn start(device: DeviceName, dtype: WireDtype, held: &[u32], way: Way) -> Self {
             let held: Vec<String> = held.iter().map(u32::to_string).collect();
             let settings = format!("{device} {} {way:?} {}", dtype.name(), held.join(","));
-            let mut child = Command::new(std::env::current_exe().expect("this test"))
-                .args(["child_server", "--exact", "--nocapture"])
+            let mut child = test_support::child::command("server")
                 .env(SETTINGS, settings)
                 .envs(way::variables())
                 .stdin(Stdio::piped())
@@ -478,7 +478,7 @@ pub mod child {
     }
 
     pub fn run() {
-        let Ok(settings) = std::env::var(SETTINGS) else { return };
+        let settings = std::env::var(SETTINGS).expect("settings");
         let mut words = settings.split(' ');
         let mut word = || words.next().expect("settings");
         let device: DeviceName = word().parse().expect("a device");

@@ -1,4 +1,4 @@
-//! Too many peers, silent peers, peers that come and go.
+//! Too many peers, silent peers, peers that connect and leave.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -50,12 +50,12 @@ fn a_thousand_silent_connections_to_any_listener_delay_nobody_and_are_ended() {
     setup.assert_accounts();
 }
 
-/// Says nothing, or one byte a second, until the other side ends the connection.
+/// Sends nothing, or one byte a second, until the other side ends the connection.
 ///
-/// A connection that did not fit into the other side's accept queue stands on this side alone: the first
-/// byte tells, which even those who say nothing send after long enough to be ended otherwise.
+/// A connection that did not fit into the other side's accept queue exists on this side alone. Its first byte shows
+/// that. So even a silent peer sends one, after 20 s, when the other side should have ended the connection.
 async fn silent_peer(addr: String, drips: bool, connected: Arc<AtomicUsize>) {
-    // One that is not even let in would prove nothing.
+    // A peer that cannot connect would prove nothing.
     let mut stream = TcpStream::connect(addr).await.expect("connected");
     connected.fetch_add(1, Ordering::Relaxed);
     let mut buffer = [0; 256];

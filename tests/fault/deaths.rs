@@ -1,12 +1,12 @@
-//! Processes that die, or stand still, at the worst moments.
+//! Processes that die, or stop, at the worst moments.
 
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rand::RngExt;
 use switchyard_tests::failpoints;
-use switchyard_tests::procfs;
-use switchyard_tests::worker::metric_by_label;
+use switchyard_tests::worker::{is_whole, metric_by_label};
+use test_support::procfs;
 
 use crate::support::{PATIENCE, Setup, binary, runtime, steady};
 
@@ -55,17 +55,19 @@ fn the_late_answer_of_a_server_that_stood_still_lands_nowhere() {
 fn a_client_killed_between_any_two_steps_harms_no_other_and_leaves_nothing_behind() {
     let mut setup = Setup::start(2, 2, 32, |_| {});
     let runtime = runtime();
+    // One server is enough to be ready; both must have their link before links are counted.
+    setup.compute_until("links to both servers", |setup, _| is_whole(&setup.client, 2, 2));
     setup.compute(20);
     let members = setup.members(&runtime);
     let metrics: Vec<String> = members.iter().filter_map(|m| m.metrics_addr.clone()).collect();
     assert_eq!(metrics.len(), 2);
-    let links_before = num_links(&runtime, &metrics);
+    let links_before = steady("links", || num_links(&runtime, &metrics));
     let pids = [0, 1].map(|idx| setup.cluster.server_pid(idx).expect("a process"));
     let descriptors = || pids.map(|pid| procfs::usage(pid).expect("usage").descriptors);
-    // The scrape above, for one, holds a descriptor of the server for a moment longer.
+    // A scrape, for example, holds a descriptor of the server for a moment longer.
     let before = steady("descriptors", descriptors);
     for round in 0..6 {
-        // The third is only passed when a server fails, which none does here.
+        // A client passes the third only after a server has failed. Here none does.
         let point = failpoints::OF_CLIENTS[round % 2];
         let count = setup.rng.random_range(1..30);
         let mut victim = spawn_victim(&mut setup, point, count);

@@ -26,7 +26,7 @@ fn add(channel: &mut Channel<AnyEndpoint>, word: usize, value: u64) {
     channel.endpoint_mut().add_flag(dst, value).expect("a flag");
 }
 
-/// Publishes `used_bytes` of whatever is in the next frame. False without credit.
+/// Publishes `used_bytes` of the next frame's present content. Returns false without credit.
 fn publish_garbage(channel: &mut Channel<AnyEndpoint>, rng: &mut StdRng) -> bool {
     let Ok(Some(frame)) = channel.try_reserve() else { return false };
     let mut bytes = vec![0u8; 512];
@@ -81,8 +81,8 @@ fn a_client_with_impossible_counters_loses_its_own_link_and_no_other() {
         let Connection { mut channel, liveness, .. } = connected.expect("connected");
         setup.compute(3);
         add(&mut channel, word, value);
-        // Credit is looked at when there is something to answer, and none is needed at first. How much of
-        // it the server has read by now is its affair.
+        // The server reads credit when it has an answer, and needs none at first. This test does not know how much
+        // it has read so far.
         let mut rng: StdRng = rand::SeedableRng::seed_from_u64(setup.seed);
         let mut garbage = || {
             if word == CONSUMED {
@@ -120,13 +120,13 @@ fn corrupt_frames_end_the_link_of_their_sender_alone() {
     });
     println!("{num_sent} corrupt frames, {num_answers} answers");
     assert!(num_sent > 100);
-    // The last ones go down with the link.
+    // The last ones are lost with the link.
     assert!(num_answers > 50, "{num_answers} answers to {num_sent} frames");
     assert!(setup.failovers().is_empty(), "{:?}", setup.failovers());
     setup.assert_accounts();
 }
 
-/// What a hostile server does to the slot of a client.
+/// An attack of a hostile server on a client's slot.
 #[derive(Debug, Clone, Copy)]
 enum Malice {
     Published(u64),
@@ -163,14 +163,14 @@ fn a_server_with_impossible_counters_or_garbage_is_retired_and_no_token_is_lost(
         let reason = match malice {
             Malice::Published(_) => "desync",
             Malice::Garbage => "invalid",
-            // Credits are only looked at when they are needed. This server answers nothing.
+            // A client reads credits only when it needs them. This server answers nothing.
             Malice::Consumed(_) => "silent",
         };
         assert!(failovers.get(reason) > Some(&0.0), "{malice:?}: {failovers:?}");
     }
 }
 
-/// A server that takes every client and abuses its slot as soon as it has something to lose.
+/// A server that accepts every client and attacks its slot as soon as it has a call in flight.
 fn start_hostile(
     runtime: &tokio::runtime::Runtime,
     malice: Malice,

@@ -7,6 +7,10 @@ mod hostile;
 mod mutants;
 mod namespaces;
 mod rig;
-#[path = "../support/src/skip.rs"]
-mod skip;
 mod support;
+
+test_support::child_processes! {
+    "lost-host" => half_open::lose_host,
+    "cut-links" => namespaces::cut_links,
+    "lose-packets" => namespaces::lose_packets,
+}

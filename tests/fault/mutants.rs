@@ -42,7 +42,7 @@ fn a_client_that_reads_a_retired_slot_is_noticed() {
 
 #[test]
 fn a_client_that_takes_any_answer_is_noticed() {
-    // What it takes too early either gets into an output, or is refused by the checks behind.
+    // Rows taken too early either get into an output, or later checks refuse them.
     assert_breaks(
         &["right_output", "accounts"],
         "--client-failpoints client|client::sabotage_skip_stale_check=return",

@@ -1,5 +1,5 @@
-//! Client, replicas and control plane on hosts of their own, as far as network namespaces make them, over
-//! libfabric's `tcp;ofi_rxm`: links that go down, and packets that get lost.
+//! Client, replicas and control plane in network namespaces of their own, over libfabric's `tcp;ofi_rxm`. Links go down
+//! and packets get lost.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -8,25 +8,29 @@ use std::time::{Duration, Instant};
 
 use p2p_core::OpenNetworks;
 use rand::RngExt;
-use switchyard_tests::inputs::{printed_seed, tiny_moe};
-use switchyard_tests::namespaces::{Site, Star};
 use switchyard_tests::worker::{is_whole, metric};
+use test_support::model::tiny_moe;
+use test_support::namespaces::{Site, Star};
+use test_support::{child, printed_seed, skip};
 
-use crate::skip::skip;
 use crate::support::{PATIENCE, Setup, binary};
 
-/// Name of the star, in the process that runs in its hub.
-const INSIDE: &str = "SWITCHYARD_TEST_IN_NAMESPACES";
+/// Name of the star, for the process that runs in its hub.
+const STAR: &str = "SWITCHYARD_TEST_STAR";
 const TRANSPORT: &str = "libfabric:tcp;ofi_rxm";
 const NUM_SERVERS: usize = 2;
 
 #[test]
 fn servers_whose_links_go_down_are_replaced_and_come_back() {
-    let name = "namespaces::servers_whose_links_go_down_are_replaced_and_come_back";
-    let Some(star) = enter(name) else { return };
-    let mut setup = Fleet::start(star, Duration::from_secs(3), Duration::from_millis(500));
+    run_in_hub("cut-links");
+}
+
+/// The process of that test in the hub.
+pub fn cut_links() {
+    let mut setup =
+        Fleet::start(star_of_parent(), Duration::from_secs(3), Duration::from_millis(500));
     setup.compute(30);
-    // The second one can only be missed if the first one computes again.
+    // The client misses the second server only if the first one computes again.
     for server in 0..NUM_SERVERS {
         let star = setup.cluster.star.clone();
         let delay = Duration::from_micros(setup.rng.random_range(0..20_000));
@@ -54,9 +58,12 @@ fn servers_whose_links_go_down_are_replaced_and_come_back() {
 
 #[test]
 fn lost_packets_between_hosts_cost_no_token() {
-    let name = "namespaces::lost_packets_between_hosts_cost_no_token";
-    let Some(star) = enter(name) else { return };
-    let mut setup = Fleet::start(star, Duration::from_secs(10), Duration::from_secs(2));
+    run_in_hub("lose-packets");
+}
+
+/// The process of that test in the hub.
+pub fn lose_packets() {
+    let mut setup = Fleet::start(star_of_parent(), Duration::from_secs(10), Duration::from_secs(2));
     setup.compute(10);
     if let Err(error) = setup.cluster.star.lose(1) {
         return skip("netns", &format!("packets cannot be lost here: {error}"));
@@ -70,36 +77,32 @@ fn lost_packets_between_hosts_cost_no_token() {
     setup.assert_accounts();
 }
 
-/// The star, for the process in its hub; everybody else makes one, runs the test `name` there, and has
-/// nothing more to do.
-fn enter(name: &str) -> Option<Star> {
-    if let Ok(star) = std::env::var(INSIDE) {
-        return Some(Star::of_parent(&star, NUM_SERVERS));
-    }
-    if let Err(error) = OpenNetworks::default().open(&TRANSPORT.parse().expect("a transport")) {
-        skip("libfabric", &error.to_string());
-        return None;
+fn star_of_parent() -> Star {
+    Star::of_parent(&std::env::var(STAR).expect("the star's name"), NUM_SERVERS)
+}
+
+/// Makes a star and runs a process of this binary in its hub.
+fn run_in_hub(name: &str) {
+    if let Err(error) = OpenNetworks::default()
+        .with(libfabric_transport::opener())
+        .open(&TRANSPORT.parse().expect("a transport"))
+    {
+        return skip("libfabric", &error.to_string());
     }
     let star = match Star::lay(NUM_SERVERS) {
         Ok(star) => star,
-        Err(error) => {
-            skip("netns", &error);
-            return None;
-        }
+        Err(error) => return skip("netns", &error),
     };
     let this = std::env::current_exe().expect("the path of this test");
     let output = star
         .command(Site::Hub, this.to_str().expect("a path of Unicode"))
-        .args(["--exact", name, "--nocapture"])
-        .env(INSIDE, star.name())
+        .envs(child::variables(name))
+        .env(STAR, star.name())
         .output()
         .expect("ip starts");
     println!("{}", String::from_utf8_lossy(&output.stdout));
     println!("{}", String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{}", output.status);
-    let passed = String::from_utf8_lossy(&output.stdout).contains("1 passed");
-    assert!(passed, "the test did not run in its namespace");
-    None
 }
 
 /// Failovers for any reason.
@@ -138,9 +141,10 @@ impl Fleet {
                 .arg(tiny_moe());
             Process::start(server, &token)
         }));
-        // Nobody serves before all have registered.
+        // No server serves before all have registered.
         processes[1..].iter().for_each(|server| server.wait("serving"));
         let transports = OpenNetworks::default()
+            .with(libfabric_transport::opener())
             .open(&TRANSPORT.parse().expect("a transport"))
             .expect("libfabric, which the parent has found");
         let reach = ("http://127.0.0.1:7070".to_owned(), token);
@@ -168,7 +172,7 @@ impl Process {
             .expect("a process starts");
         let stdout = child.stdout.take().expect("its output");
         let (sender, events) = channel();
-        // To the end, or the process would find its pipe broken.
+        // To the end: otherwise the process would find its pipe broken.
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                 drop(sender.send(line));
@@ -194,11 +198,11 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // One that has ended cannot be killed, and that is fine.
+        // A process that has ended cannot be killed, and need not be.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Enough for some of them to be frames and answers.
+/// So many that some of them carry frames and answers.
 const NUM_LOST: u64 = 40;

@@ -1,5 +1,7 @@
 //! Short runs of the rig. The long one is `cargo xtask fault`.
 
+use test_support::long::repetitions;
+
 use crate::support::{RigRun, rig};
 
 /// Weights of all events that the rig knows, but none drawn.
@@ -51,9 +53,11 @@ fn a_drain_moves_no_token_by_failover() {
 
 #[test]
 fn a_control_plane_killed_for_ten_leases_stops_nothing_and_issues_no_epoch_twice() {
+    // One kill takes ten seconds. The long form has two.
+    let layers = 40 * repetitions(1, 2);
     let run = rig(&format!(
         "{NOTHING} --control-kill-weight 1 --servers 2 --lease-ttl-ms 1000 --control-hold-ms 10000 \
-         --layers 80 --layers-per-event 40"
+         --layers {layers} --layers-per-event 40"
     ));
     assert_sound(&run);
     assert_eq!(failovers(&run), 0.0);

@@ -12,11 +12,13 @@ use control_api::{ControlClient, MemberInfo};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use serde_json::Value;
-use switchyard::cluster::{ClusterOptions, LocalCluster};
-use switchyard_tests::inputs::{InputPool, TOLERANCE, difference, printed_seed, tiny_moe};
+use switchyard_cli::cluster::{ClusterOptions, LocalCluster};
+use switchyard_tests::inputs::{InputPool, TOLERANCE, difference};
 use switchyard_tests::worker::{metric, metric_by_label};
+use test_support::model::tiny_moe;
+use test_support::printed_seed;
 
-/// Longest wait for anything: generous, because it only ever ends a failure.
+/// Longest wait for anything. It is generous, because it only ends a failing test.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
 /// The rig, which is also the servers.
@@ -24,9 +26,9 @@ pub fn binary() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_fault-rig"))
 }
 
-/// What a run of the rig gave.
+/// Result of a run of the rig.
 pub struct RigRun {
-    /// Of a process that ended by itself.
+    /// Exit code of a process that ended by itself.
     pub code: Option<i32>,
     pub report: Value,
 }
@@ -108,7 +110,7 @@ impl<C> Setup<C> {
         Self { cluster, pool, client, checkpoint, rng, seed, outs: Vec::new() }
     }
 
-    /// Computes layers until `done` says so, and checks every one. Returns how many.
+    /// Computes layers until `done` returns true, and checks every one. Returns their number.
     pub fn compute_until(
         &mut self,
         what: &str,
@@ -166,8 +168,8 @@ fn client_at((url, token): &(String, String), pool: &InputPool) -> MoeClientBuil
         .replica_wait(Duration::from_secs(20))
 }
 
-/// What `read` gives once it has stayed the same for a second: a count that is compared later must not
-/// hold anything that was on its way out.
+/// The value of `read` once it has stayed the same for a second. A count that is compared later must not include a
+/// resource that is about to be released.
 pub fn steady<T: PartialEq + std::fmt::Debug>(what: &str, read: impl Fn() -> T) -> T {
     let begin = Instant::now();
     let (mut value, mut since) = (read(), Instant::now());

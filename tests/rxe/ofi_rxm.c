@@ -1,16 +1,16 @@
-/* What libfabric's ofi_rxm does over verbs, shown without Switchyard: two processes of one host, or of a
+/* Two errors of libfabric's ofi_rxm over verbs, shown without Switchyard by two processes of one host, or of a
  * Soft-RoCE guest.
  *
  *   cc -O1 -o ofi_rxm tests/rxe/ofi_rxm.c -lfabric
  *   tests/rxe/guest.sh -f ofi_rxm -f /usr/lib/x86_64-linux-gnu/libfabric.so.1 -e FI_UNIVERSE_SIZE=8 -- \
  *       './ofi_rxm "verbs;ofi_rxm" 10.7.0.1 note'
  *
- * note   writes 64 KiB with remote completion data: with FI_OFI_RXM_USE_SRX=1 the target is never told
+ * note   writes 64 KiB with remote completion data: with FI_OFI_RXM_USE_SRX=1 the target gets no completion
  * remap  writes, then the target ends the registration, maps other memory at the same address by system
  *        calls, registers that and is written to again: with the cache of registrations on, which is the
  *        default, the bytes never come
  *
- * Exits with 0 when all came as libfabric's manual says, with 1 when something did not come within 5 s.
+ * Exits with 0 when all bytes and completions came as libfabric's manual says, with 1 when any did not come in 5 s.
  */
 #define _GNU_SOURCE
 #include <rdma/fabric.h>
@@ -50,7 +50,7 @@ static struct fi_info* info;
 static struct fi_context2 context;
 static long num_written, num_notes;
 
-/* What the writer must know of the target's memory. */
+/* The target's memory, for the writer. */
 struct place {
     uint64_t address, key;
     char name[128];

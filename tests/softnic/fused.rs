@@ -1,12 +1,12 @@
-//! The fused kernels, run on this machine's processor, post work requests by themselves: what comes out
-//! is what comes out over direct stores, bit for bit, also after a queue has failed.
+//! The fused kernels run on this machine's processor and post work requests by themselves. Their results are those of
+//! direct stores, bit for bit, also after a queue has failed.
 
 use std::mem::offset_of;
 use std::time::{Duration, Instant};
 
 use kernels::abi::{
-    ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY, FrameGeometry,
-    Link, ServerPeer, ServerState, WAY_IBGDA,
+    ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH, FrameGeometry,
+    Link, PATH_IBGDA, ServerPeer, ServerState,
 };
 use kernels::mlx5::{Bound, PeerHandle, QueueHandle};
 use rand::RngExt;
@@ -55,7 +55,8 @@ fn layers_are_the_same_as_over_stores() {
                     .collect();
                 let echoes = round == 3;
                 let expected = layer(&runner, &direct, &inputs, 0, echoes, || {});
-                let found = layer(&runner, &posted, &inputs, FLAG_ANY_WAY, echoes, || net.settle());
+                let found =
+                    layer(&runner, &posted, &inputs, FLAG_ANY_PATH, echoes, || net.settle());
                 assert!(found == expected, "hidden {hidden}, dtype {dtype}, round {round}");
             }
             net.assert_clean();
@@ -84,7 +85,7 @@ fn layers_by_stores_and_by_nics_at_once_are_the_same() {
                 });
                 let echoes = round == 3;
                 let expected = layer(&runner, &direct, &inputs, 0, echoes, || {});
-                let found = layer(&runner, &mixed, &inputs, FLAG_ANY_WAY, echoes, || net.settle());
+                let found = layer(&runner, &mixed, &inputs, FLAG_ANY_PATH, echoes, || net.settle());
                 assert!(found == expected, "hidden {hidden}, dtype {dtype}, round {round}");
             }
             net.assert_clean();
@@ -150,7 +151,7 @@ struct Way {
     server: usize,
     client_queues: Vec<HostQueue>,
     server_queues: Vec<HostQueue>,
-    // What kernels are given points into these.
+    // Tables of kernels point into these.
     _kept: Vec<Box<dyn std::any::Any>>,
 }
 
@@ -253,7 +254,7 @@ impl Net {
         self.clients.iter().chain(&self.servers).map(|member| &member.nic)
     }
 
-    /// Waits until every NIC has done what it was told of.
+    /// Waits until every NIC has executed all posted requests.
     fn settle(&self) {
         let deadline = Instant::now() + Duration::from_secs(60);
         let mut num_idle = 0;
@@ -296,7 +297,7 @@ fn connect(way: &Way, client: &Member, server: &Member) {
     }
 }
 
-/// The way from one member to a slot of another: the link, and where the owner finds the slot.
+/// The path from one member to a slot of another: the link, and the slot's address at its owner.
 fn direction(
     way: &mut Way,
     (from, to): (&Member, &Member),
@@ -307,8 +308,8 @@ fn direction(
 ) -> (Link, DevicePtr) {
     let slot = Segment::create(slot_bytes).expect("a slot");
     let mirror = Segment::create(slot_bytes).expect("a mirror");
-    // Nothing of the mirror may arrive that was not stored there.
-    // SAFETY: the mirror is that large, and nobody knows it yet.
+    // Only stored bytes of the mirror may arrive.
+    // SAFETY: the mirror is that large, and no other code knows it yet.
     unsafe { mirror.region().as_ptr().as_ptr().write_bytes(0xee, slot_bytes) };
     let rights = Access::REMOTE_WRITE.and(Access::REMOTE_ATOMIC);
     let remote = to.nic.lock().register(to.domain, &slot, 0, slot_bytes, rights).expect("a key");
@@ -339,7 +340,7 @@ fn direction(
     let link = Link {
         window: address(&mirror),
         context: std::ptr::from_ref(&*handle) as u64,
-        way: WAY_IBGDA,
+        path: PATH_IBGDA,
         reserved: 0,
     };
     let slot_at = address(&slot);

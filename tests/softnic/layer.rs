@@ -3,7 +3,7 @@
 use std::mem::offset_of;
 
 use kernels::abi::{
-    ClientState, DTYPE_F8_E4M3, DevicePtr, ErrorWord, FLAG_ANY_WAY, FLAG_CONTACT_ALL,
+    ClientState, DTYPE_F8_E4M3, DevicePtr, ErrorWord, FLAG_ANY_PATH, FLAG_CONTACT_ALL,
     FrameGeometry, Handle, Placement, ServerState, TAG_NONE,
 };
 use rand::rngs::StdRng;
@@ -13,23 +13,23 @@ use softnic::format::Syndrome;
 use crate::runner::Runner;
 use crate::world::{Input, Memory, World};
 
-/// What links of a world go over.
+/// The network under the links of a world.
 pub trait Ways {
-    /// Waits until every NIC has done what it was told of.
+    /// Waits until every NIC has executed all posted requests.
     fn settle(&self);
     /// Fails the `nth` request from now on of a client's queue to a server.
     fn fail(&self, server: usize, queue_idx: usize, nth: u64, syndrome: Syndrome);
-    /// The ways between the client and a server are of use again; nothing of before comes any more.
+    /// Restores the paths between the client and a server. Requests of before no longer arrive.
     fn recover(&mut self, world: &World, server: usize);
     /// Whether the error word has the cause of a failure, and not the flush of a request behind it: a
     /// collapsed completion queue has room for the last one only.
     fn keeps_causes(&self) -> bool;
-    /// Nothing was posted that no correct driver posts.
+    /// Checks that all posted requests are valid.
     fn check(&self);
 }
 
-/// A client with two servers, one of whose queues fails: it is noticed, what is missing goes to the other
-/// server, and once the ways are back both are used as before.
+/// A client with two servers, and a queue that fails. The client notices, and resends missing tokens to the other
+/// server. Once the paths are restored it uses both as before.
 pub fn fail_over_and_back<W: Ways>(
     runner: &Runner,
     rng: &mut StdRng,
@@ -48,11 +48,11 @@ pub fn fail_over_and_back<W: Ways>(
     // Each queue has at least the entries, rows and flags of some tokens, or the header.
     ways.fail(VICTIM, rng.random_range(0..2), rng.random_range(0..3), syndrome);
     posted.load(0, &input);
-    dispatch(runner, &posted, 0, FLAG_ANY_WAY);
+    dispatch(runner, &posted, 0, FLAG_ANY_PATH);
     ways.settle();
-    serve(runner, &posted, 0, 1, FLAG_ANY_WAY, false);
+    serve(runner, &posted, 0, 1, FLAG_ANY_PATH, false);
     ways.settle();
-    combine(runner, &posted, 0, FLAG_ANY_WAY);
+    combine(runner, &posted, 0, FLAG_ANY_PATH);
     let handle: Handle = posted.clients[0].handle.one(0);
     assert_eq!((handle.missing, handle.refused), (1 << VICTIM, 0), "{syndrome:?}");
     let error = client_error(&posted);
@@ -63,7 +63,7 @@ pub fn fail_over_and_back<W: Ways>(
     assert!(found == syndrome as u64 || is_flush, "{syndrome:?}: {found:#x}");
     let first = out(&posted, 0);
 
-    // Tokens that lack a part go again, to the server that is left.
+    // Tokens that lack a part are resent, to the server that is left.
     let missing: Vec<u32> = posted.clients[0].token_missing.read(0, NUM_TOKENS.into());
     assert!(missing.contains(&(1 << VICTIM)));
     let mut again = input.clone();
@@ -79,7 +79,7 @@ pub fn fail_over_and_back<W: Ways>(
             .write(offset_of!(ClientState, error) as u64, &[ErrorWord::default()]);
     }
     let alone = one_server_layer(runner, &direct, &again, 0, || {});
-    let second = one_server_layer(runner, &posted, &again, FLAG_ANY_WAY, || ways.settle());
+    let second = one_server_layer(runner, &posted, &again, FLAG_ANY_PATH, || ways.settle());
     assert_eq!(client_error(&posted).tag, TAG_NONE);
     for (token, &missing) in missing.iter().enumerate() {
         let row = token * 256..(token + 1) * 256;
@@ -98,14 +98,14 @@ pub fn fail_over_and_back<W: Ways>(
     for round in 0..3 {
         let inputs = [Input::random(rng, &geometry, NUM_EXPERTS, NUM_TOKENS)];
         let expected = layer(runner, &direct, &inputs, 0, false, || {});
-        let found = layer(runner, &posted, &inputs, FLAG_ANY_WAY, false, || ways.settle());
+        let found = layer(runner, &posted, &inputs, FLAG_ANY_PATH, false, || ways.settle());
         assert!(found == expected, "round {round} after recovery from {syndrome:?}");
     }
     ways.check();
 }
 
-/// A client's frames do not leave it: no server sees one, and the client says which servers are missing.
-/// Once the ways are back, all is as over stores.
+/// A client's frames do not leave it: no server sees one, and the client names the missing servers. Once the paths are
+/// restored, results are those of direct stores.
 pub fn nothing_arrives<W: Ways>(runner: &Runner, rng: &mut StdRng, join: impl FnOnce(&World) -> W) {
     const NUM_TOKENS: u32 = 12;
     const NUM_EXPERTS: u32 = 16;
@@ -113,15 +113,15 @@ pub fn nothing_arrives<W: Ways>(runner: &Runner, rng: &mut StdRng, join: impl Fn
     let (direct, posted) = worlds(runner, rng, geometry, NUM_EXPERTS, 1, 2);
     let mut ways = join(&posted);
     posted.load(0, &Input::random(rng, &geometry, NUM_EXPERTS, NUM_TOKENS));
-    dispatch(runner, &posted, 0, FLAG_ANY_WAY | FLAG_CONTACT_ALL);
+    dispatch(runner, &posted, 0, FLAG_ANY_PATH | FLAG_CONTACT_ALL);
     ways.settle();
     for server in 0..2 {
-        serve(runner, &posted, server, 1, FLAG_ANY_WAY, false);
+        serve(runner, &posted, server, 1, FLAG_ANY_PATH, false);
         let state: ServerState = posted.servers[server].state.one(0);
         assert_eq!((state.taken[0], state.last_clients), (0, 0), "server {server}");
     }
     posted.poison();
-    combine(runner, &posted, 0, FLAG_ANY_WAY);
+    combine(runner, &posted, 0, FLAG_ANY_PATH);
     let handle: Handle = posted.clients[0].handle.one(0);
     assert_eq!((handle.contacted, handle.missing), (0b11, 0b11));
     for server in 0..2 {
@@ -131,13 +131,13 @@ pub fn nothing_arrives<W: Ways>(runner: &Runner, rng: &mut StdRng, join: impl Fn
     for round in 0..3 {
         let inputs = [Input::random(rng, &geometry, NUM_EXPERTS, NUM_TOKENS)];
         let expected = layer(runner, &direct, &inputs, 0, false, || {});
-        let found = layer(runner, &posted, &inputs, FLAG_ANY_WAY, false, || ways.settle());
+        let found = layer(runner, &posted, &inputs, FLAG_ANY_PATH, false, || ways.settle());
         assert!(found == expected, "round {round} after the NIC stood still");
     }
     ways.check();
 }
 
-/// Twice the same clients and servers, for two ways between them.
+/// The same clients and servers twice, for two kinds of paths between them.
 pub fn worlds(
     runner: &Runner,
     rng: &mut StdRng,
@@ -184,7 +184,8 @@ fn combine(runner: &Runner, world: &World, client: usize, flags: u32) {
     assert_eq!(unsafe { runner.launch(&params) }, 0);
 }
 
-/// A layer of everybody; `settle` is called where requests may be under way. What the clients get.
+/// Runs a layer on all clients and servers, and returns the clients' outputs. Calls `settle` wherever requests may be
+/// in flight.
 pub fn layer(
     runner: &Runner,
     world: &World,

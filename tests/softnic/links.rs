@@ -1,5 +1,5 @@
-//! The fused kernels post on queue pairs that the control path made: [`ibgda::Peer`] over libibverbs and
-//! libmlx5 in software, both ways of making queues. What comes out is what comes out over direct stores.
+//! The fused kernels post on queue pairs that the control path made: [`ibgda::Peer`] over libibverbs and libmlx5 in
+//! software, with both kinds of queues. Their results are those of direct stores.
 
 use std::mem::offset_of;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,8 +9,8 @@ use ibgda::{
     Access, HostAccess, Nic, NicConfig, OpenPeer, Peer, PeerConfig, QueueConfig, QueuePath, Waits,
 };
 use kernels::abi::{
-    CONTROL_BYTES, ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_WAY,
-    FrameGeometry, Link, ServerPeer, ServerState, WAY_IBGDA,
+    CONTROL_BYTES, ClientPeer, ClientState, DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, FLAG_ANY_PATH,
+    FrameGeometry, Link, PATH_IBGDA, ServerPeer, ServerState,
 };
 use rand::RngExt;
 use softnic::Fault;
@@ -22,7 +22,7 @@ use crate::link_calls;
 use crate::runner::Runner;
 use crate::world::{GENERATION, Input, POISON, World};
 
-/// Of waits that end well, even on a busy machine.
+/// Longest wait, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 const PATHS: [QueuePath; 2] = [QueuePath::Plain, QueuePath::Devx];
 
@@ -59,7 +59,8 @@ fn layers_over_queues_of_the_control_path_are_the_same_as_over_stores() {
                 let echoes = round == 3;
                 net.poison();
                 let expected = layer(&runner, &direct, &inputs, 0, echoes, || {});
-                let found = layer(&runner, &posted, &inputs, FLAG_ANY_WAY, echoes, || net.settle());
+                let found =
+                    layer(&runner, &posted, &inputs, FLAG_ANY_PATH, echoes, || net.settle());
                 assert!(found == expected, "hidden {hidden}, {path:?}, round {round}");
             }
             net.check();
@@ -76,7 +77,7 @@ fn a_failed_queue_of_the_control_path_is_left_and_comes_back() {
     let syndromes = [Syndrome::RetryExceeded, Syndrome::RemoteAccess, Syndrome::LocalQpOp];
     for (at, syndrome) in syndromes.into_iter().enumerate() {
         for (path, recovery) in PATHS.into_iter().zip([Recovery::Rejoin, Recovery::Reopen]) {
-            // Each path with each way back.
+            // Each path with each recovery.
             let path = if at == 1 { other(path) } else { path };
             fail_over_and_back(&runner, &mut rng, syndrome, |posted| {
                 let queue = QueueConfig { path, depth: 128, ..QueueConfig::default() };
@@ -86,7 +87,7 @@ fn a_failed_queue_of_the_control_path_is_left_and_comes_back() {
     }
 }
 
-/// If anything came another way than through the queues, it would come here, too.
+/// Bytes that bypass the queues would arrive here, too.
 #[test]
 fn nothing_arrives_while_the_nic_stands_still() {
     let Some(runner) = Runner::host() else { return };
@@ -176,7 +177,7 @@ const fn other(path: QueuePath) -> QueuePath {
     }
 }
 
-/// A process has one NIC behind the libraries, and `settle` waits for all of it.
+/// A process has one NIC behind the libraries, and `settle` waits for all its requests.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -186,12 +187,12 @@ fn softnic_nic() -> &'static softnic::NicThread {
     softnic_verbs::nic().expect("a NIC")
 }
 
-/// How a way comes back.
+/// How a path is restored.
 #[derive(Debug, Clone, Copy)]
 enum Recovery {
-    /// The same queue pairs once more.
+    /// With the same queue pairs.
     Rejoin,
-    /// Other ones, with other slots.
+    /// With other queue pairs and slots.
     Reopen,
 }
 
@@ -199,7 +200,7 @@ enum Recovery {
 struct Way {
     client: usize,
     server: usize,
-    /// That of the client, then that of the server. `None` while they are made anew.
+    /// The client's end, then the server's. `None` while they are replaced.
     ends: Option<[Peer; 2]>,
 }
 
@@ -260,7 +261,7 @@ impl Net {
         let mut at_client = at_client.join(&from_server).expect("the server's description");
         let mut at_server = at_server.join(&from_client).expect("the client's description");
         for (peer, len) in [(&at_client, request), (&at_server, response)] {
-            // Nothing of the mirror may arrive that was not stored there.
+            // Only stored bytes of the mirror may arrive.
             peer.mirror().write(0, &vec![0xee; len]).expect("a mirror");
         }
 
@@ -273,7 +274,7 @@ impl Net {
         let line: ServerPeer = at_client
             .server(geometry, GENERATION, waits(state, offset_of!(ClientState, error)))
             .expect("a link");
-        assert_eq!((line.request.way, at_client.number()), (WAY_IBGDA, server as u32));
+        assert_eq!((line.request.path, at_client.number()), (PATH_IBGDA, server as u32));
         world.clients[client].table.write((server * size_of::<ServerPeer>()) as u64, &[line]);
         let (id, state) = (world.clients[client].id, world.servers[server].state.address());
         let line: ClientPeer = at_server
@@ -283,7 +284,7 @@ impl Net {
         [at_client, at_server]
     }
 
-    /// What layers before have left in slots, but for row flags and control tails, which keep their values.
+    /// Poisons everything that earlier layers left in slots, except row flags and control tails, which keep their values.
     fn poison(&self) {
         let g = &self.geometry;
         let poison = |peer: &Peer, from: u64, to: u64| {
@@ -301,8 +302,8 @@ impl Net {
         }
     }
 
-    /// The world's own slots, over which links were direct, are as they were made: headers and progress
-    /// would stand in their control tails. And the slots of the queues have what came.
+    /// Checks that the world's own slots, over which links were direct, are unchanged: headers and progress would be in
+    /// their control tails. The slots of the queues contain all arrivals.
     fn expect_all_through_the_nic(&self, world: &World) {
         let servers = world.servers.iter().flat_map(|server| &server.requests);
         let clients = world.clients.iter().flat_map(|client| &client.responses);

@@ -1,5 +1,5 @@
-//! Dispatch and combine with failover over software NICs: every server and the client have one of their
-//! own, and nothing goes any other way.
+//! Dispatch and combine with failover over software NICs. Every server and the client have a NIC of their own, and all
+//! data goes through it.
 
 mod fused;
 mod layer;
@@ -10,8 +10,6 @@ mod library;
 mod link_calls;
 mod links;
 mod runner;
-#[path = "../support/src/skip.rs"]
-mod skip;
 #[path = "../../kernels/tests/against_rust/world.rs"]
 #[allow(dead_code, reason = "the kernels' own tests use the rest")]
 mod world;
@@ -23,6 +21,7 @@ use p2p_core::{TransportKind, Transports};
 use softnic::format::Syndrome;
 use softnic::{Adversary, DoorbellMode, Fault, NicConfig, SoftNetwork};
 use switchyard_tests::replicas::{Party, Replicas};
+use test_support::skip;
 
 #[test]
 fn layers_are_computed_through_the_nics() {
@@ -42,14 +41,14 @@ fn nics_that_delay_and_reorder_change_nothing() {
 fn a_server_that_goes_is_replaced() {
     let mut rig = Rig::start(None);
     rig.replicas.lose_a_server();
-    // It may have owed an answer or not.
+    // An answer of it may be missing or not.
     rig.check(1);
 }
 
 #[test]
 fn a_request_that_its_nic_gives_up_is_sent_to_a_replica() {
     for syndrome in [Syndrome::RetryExceeded, Syndrome::RemoteAccess, Syndrome::LocalQpOp] {
-        // Some requests are credits, behind which nothing may wait.
+        // Some requests are credits, and no call may wait for these.
         let is_resent = (4..28).any(|nth| {
             let mut rig = Rig::start(None);
             rig.replicas.forward(0..3);
@@ -58,7 +57,7 @@ fn a_request_that_its_nic_gives_up_is_sent_to_a_replica() {
             rig.client_network().nic().inject(fault).expect("the queue");
             rig.replicas.forward(3..10);
             let num_failures = rig.client_network().nic().num_failures();
-            assert!(num_failures >= 1, "the fault was not met");
+            assert!(num_failures >= 1, "the fault did not happen");
             rig.check(1);
             rig.replicas.num_failovers() > 0
         });
@@ -69,7 +68,7 @@ fn a_request_that_its_nic_gives_up_is_sent_to_a_replica() {
 /// Servers and a client with a NIC each.
 struct Rig {
     replicas: Replicas,
-    /// The client's is the last.
+    /// The last belongs to the client.
     networks: Vec<Arc<SoftNetwork>>,
 }
 

@@ -1,4 +1,4 @@
-//! Where kernels run: here on this machine's processor only.
+//! Runs kernels, here on this machine's processor only.
 
 use kernels::gpu::Gpu;
 use kernels::plan::KernelParams;
@@ -12,7 +12,7 @@ pub enum Runner {
 }
 
 impl Runner {
-    /// `None` without a C++ compiler, which is noted.
+    /// `None` without a C++ compiler, which counts as a skip.
     pub fn host() -> Option<Self> {
         library().map(Self::Host)
     }

@@ -1,11 +1,11 @@
 //! Programs that cargo builds to be run elsewhere: in guests, and on hosts with GPUs.
 
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::steps::cargo;
+use crate::process::cargo;
 
 /// A program of the workspace.
 #[derive(Clone, Copy)]
@@ -14,21 +14,28 @@ pub struct Target {
     pub kind: &'static str,
     /// Folder of its package.
     pub package: &'static str,
-    /// What cargo calls it.
+    /// Its name in the manifest.
     pub name: &'static str,
 }
 
-/// Builds `targets` in one go, for the whole workspace, so that all of them share their dependencies.
-/// Says where they are, in their order.
+/// Builds `targets` with one call, for the whole workspace, so that they share their dependencies. Returns their
+/// paths, in their order.
 pub fn build(profile: &[&str], features: &str, targets: &[Target]) -> Result<Vec<PathBuf>> {
-    let text = messages(profile, features, targets)?;
+    let mut command = cargo(&["build", "--quiet", "--workspace", "--features", features]);
+    command.args(profile);
+    for target in targets {
+        command.args([target.kind, target.name]);
+    }
+    let text = messages(&mut command)?;
     targets.iter().map(|target| find(&text, target)).collect()
 }
 
-/// Builds `target` and says where the build script of the package in folder `package` has left what it made.
-pub fn build_script_dir(features: &str, package: &str, target: &Target) -> Result<PathBuf> {
-    let text = messages(&[], features, std::slice::from_ref(target))?;
-    let signs = ["\"reason\":\"build-script-executed\"".to_owned(), format!("/{package}#")];
+/// Runs the build script of a package's library and returns its output folder. Only the library itself is checked:
+/// features that the rest of the workspace asks for, such as GPUs in software, would be compiled for nothing.
+pub fn build_script_dir(package: &str, features: &str, folder: &str) -> Result<PathBuf> {
+    let mut command = cargo(&["check", "--quiet", "--lib", "--package", package]);
+    let text = messages(command.args(["--features", features]))?;
+    let signs = ["\"reason\":\"build-script-executed\"".to_owned(), format!("/{folder}#")];
     let is_it = |line: &&str| signs.iter().all(|sign| line.contains(sign.as_str()));
     let paths = text.lines().filter(is_it).filter_map(|line| {
         let (path, _) = line.split_once("\"out_dir\":\"")?.1.split_once('"')?;
@@ -42,13 +49,9 @@ pub fn build_script_dir(features: &str, package: &str, target: &Target) -> Resul
     }
 }
 
-/// What cargo tells while it builds `targets`.
-fn messages(profile: &[&str], features: &str, targets: &[Target]) -> Result<String> {
-    let mut command = cargo(&["build", "--quiet", "--workspace", "--features", features]);
-    command.args(profile).arg("--message-format=json-render-diagnostics").stderr(Stdio::inherit());
-    for target in targets {
-        command.args([target.kind, target.name]);
-    }
+/// Cargo's messages in JSON.
+fn messages(command: &mut Command) -> Result<String> {
+    command.arg("--message-format=json-render-diagnostics").stderr(Stdio::inherit());
     let output = command.output().context("cannot start cargo")?;
     if !output.status.success() {
         bail!("programs could not be built ({})", output.status);
@@ -56,7 +59,7 @@ fn messages(profile: &[&str], features: &str, targets: &[Target]) -> Result<Stri
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Where cargo's messages say that a program is.
+/// The path of a program, from cargo's messages.
 fn find(messages: &str, target: &Target) -> Result<PathBuf> {
     let kind = target.kind.trim_start_matches('-');
     let signs = [

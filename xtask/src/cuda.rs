@@ -10,11 +10,11 @@ use anyhow::{Context, Result, bail};
 
 use crate::artifacts::{self, Target};
 use crate::parallel;
+use crate::process::{Form, Outcome, cargo, run};
 use crate::sass::{self, Findings};
-use crate::steps::{self, Outcome, cargo, run};
-use crate::tools;
+use crate::{features, tools};
 
-/// nvcc's own dependencies are unpinned, and a newer nvvm makes ptxas fail: so all are named.
+/// nvcc does not pin its own dependencies, and a newer nvvm makes ptxas fail. So all of them have a version here.
 const WHEELS: [&str; 7] = [
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-nvvm==13.0.88",
@@ -46,14 +46,17 @@ const RUST_PROGRAMS: [Target; 4] = [
 /// Tests that go into the bundle: their names there.
 const RUST_TESTS: [(&str, Target); 9] = [
     ("rust_kernels_test", Target { kind: "--test", package: "kernels", name: "against_rust" }),
-    ("rust_cuda_ipc_test", Target { kind: "--test", package: "p2p-core", name: "cuda_ipc" }),
+    (
+        "rust_cuda_ipc_test",
+        Target { kind: "--test", package: "transports/cuda-ipc", name: "cuda_ipc" },
+    ),
     ("rust_proxy_test", Target { kind: "--test", package: "transports/proxy", name: "gpu" }),
     ("rust_ibgda_test", Target { kind: "--test", package: "transports/ibgda", name: "gpu" }),
     ("rust_device_proxy_test", Target { kind: "--test", package: "tests", name: "device-proxy" }),
     ("rust_device_ibgda_test", Target { kind: "--test", package: "tests", name: "device-ibgda" }),
     (
         "rust_device_server_test",
-        Target { kind: "--test", package: "expert-server", name: "device" },
+        Target { kind: "--test", package: "expert-server", name: "it" },
     ),
     (
         "rust_device_client_test",
@@ -64,10 +67,6 @@ const RUST_TESTS: [(&str, Target); 9] = [
         Target { kind: "--test", package: "attention-client", name: "device_alloc" },
     ),
 ];
-/// The feature `cuda` of every package that has it.
-const FEATURES: &str = "switchyard/cuda,switchyard-attention-client/cuda,switchyard-bench-harness/cuda,\
-    switchyard-expert-server/cuda,switchyard-kernels/cuda,switchyard-p2p-core/cuda,switchyard-proxy/cuda,\
-    switchyard-tests/cuda";
 /// The small model, for tests of whole layers.
 const MODEL: (&str, [&str; 2]) = ("data/tiny-moe", ["config.json", "model.safetensors"]);
 /// Machine code for Hopper.
@@ -102,12 +101,12 @@ impl Toolkit {
         Ok(root.map(|root| Self { root }).ok_or_else(|| "the CUDA wheels have no nvcc".to_owned()))
     }
 
-    /// One of its programs.
+    /// A program of the toolkit.
     pub fn tool(&self, name: &str) -> Command {
         Command::new(self.root.join("bin").join(name))
     }
 
-    /// As in `13.0.88`. `CUDA_HOME` may be any.
+    /// Such as `13.0.88`. A toolkit in `CUDA_HOME` may have any version.
     fn version(&self) -> Option<String> {
         let text = output(self.tool("nvcc").arg("--version"))?;
         let (_, rest) = text.split_once(", V")?;
@@ -147,16 +146,15 @@ pub fn install_toolkit() -> Result<Outcome> {
     })
 }
 
-/// The step `kernels`: compiles every kernel, finds no spills, and in each of them the instructions that are
-/// meant to be there.
-pub fn check_kernels() -> Result<Outcome> {
+/// The step `kernels`: compiles every kernel, and checks that none spills registers and that each has the
+/// instructions that it needs. The long form also links tests with the kernels embedded.
+pub fn check_kernels(form: Form) -> Result<Outcome> {
     let toolkit = match Toolkit::find()? {
         Ok(toolkit) => toolkit,
         Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
-    // As they are embedded: the build script has compiled them, and kept what ptxas said.
-    let features = format!("{},switchyard-kernels/cuda", steps::features());
-    let images = artifacts::build_script_dir(&features, "kernels", &RUST_TESTS[0].1)?;
+    // The library's build script compiles them for embedding, and keeps the reports of ptxas.
+    let images = artifacts::build_script_dir("switchyard-kernels", "cuda", "kernels")?;
     let mut num_reported = Vec::new();
     for name in KERNELS {
         let report = images.join(format!("{name}.ptxas"));
@@ -183,7 +181,7 @@ pub fn check_kernels() -> Result<Outcome> {
         if !wrong.is_empty() {
             return Ok(Outcome::Failed(format!("{name}.cu:\n  {}", wrong.join("\n  "))));
         }
-        // ptxas says so when it makes asynchronous products wait for one another.
+        // With this line ptxas reports that asynchronous products wait for one another.
         if let Some(line) = report.lines().find(|line| line.contains("Potential Performance Loss"))
         {
             return Ok(Outcome::Failed(format!("{name}.cu: {}", line.trim())));
@@ -224,23 +222,21 @@ pub fn check_kernels() -> Result<Outcome> {
             println!("{name}.cu: local memory in {num} of them: {reason}");
         }
     }
-    // What the bundle is made of runs elsewhere, but is known here not to compile.
+    // Programs of the bundle run elsewhere; here they must compile.
     let objects = object_dir()?;
     parallel::map(&PROGRAMS, |name| {
         let object = objects.join(format!("{name}.o"));
         toolkit.compile("-O0", &program_source(name), &object)
     })?;
     println!("the bundle's {} programs for GPUs compile", PROGRAMS.len());
-    test_rust_side(&features)
+    match form {
+        Form::Short => Ok(Outcome::Passed),
+        Form::Long => test_rust_side(&features::with_kernels()),
+    }
 }
 
-/// What [`steps::features`] is for builds without GPUs.
-pub fn features() -> String {
-    format!("{},{FEATURES}", steps::features())
-}
-
-/// Builds and starts tests with the kernels embedded, whose entries the build script has found. Without a
-/// GPU they say so and are listed as skipped; on GPUs in software they run in the step `unit`.
+/// Builds and starts tests with the kernels embedded. Without a GPU they are listed as skipped; the step `unit` runs
+/// them on GPUs in software.
 fn test_rust_side(features: &str) -> Result<Outcome> {
     let command = ["test", "--workspace", "--features", features, "--test", "against_rust"];
     match run(cargo(&command).args(["--", "gpu"]))? {
@@ -262,14 +258,14 @@ pub fn make_bundle() -> Result<Outcome> {
     std::fs::create_dir_all(&objects)
         .with_context(|| format!("cannot create {}", objects.display()))?;
     let bundle = Path::new("target/gpu-bundle");
-    // Nothing of an earlier bundle stays.
+    // No file of an earlier bundle stays.
     if bundle.exists() {
         std::fs::remove_dir_all(bundle)
             .with_context(|| format!("cannot remove {}", bundle.display()))?;
     }
     std::fs::create_dir_all(bundle)
         .with_context(|| format!("cannot create {}", bundle.display()))?;
-    // Before anything is compiled: the tree may be another one after that.
+    // Before anything is compiled: the tree may change meanwhile.
     for (name, text) in [("COMMIT", commit()), ("CUDA", toolkit.version())] {
         let text = text.unwrap_or_else(|| "unknown".to_owned());
         std::fs::write(bundle.join(name), text + "\n")
@@ -308,8 +304,7 @@ pub fn make_bundle() -> Result<Outcome> {
         }
         strip(&bundle.join(program))?;
     }
-    // Without RDMA, whose library would have to be on every GPU host.
-    let features = format!("switchyard-bench-harness/libfabric,{FEATURES}");
+    let features = features::of_bundle();
     println!("compiling the tests in Rust");
     let tests = artifacts::build(&[], &features, &RUST_TESTS.map(|(_, target)| target))?;
     println!("compiling the programs in Rust");
@@ -346,8 +341,8 @@ pub fn make_bundle() -> Result<Outcome> {
     })
 }
 
-/// Puts programs into one archive, which the scripts unpack where they run. All of them hold the same kernels
-/// and libraries, which a window over the whole archive stores once.
+/// Packs programs into one archive, which the scripts unpack on the GPU host. All programs contain the same kernels and
+/// libraries; a window over the whole archive stores these once.
 fn pack(bundle: &Path, programs: &[&str]) -> Result<Outcome> {
     if !tools::on_path("xz") {
         let reason = "xz is missing: install Debian's package `xz-utils`";
@@ -384,7 +379,7 @@ fn strip(program: &Path) -> Result<()> {
     }
 }
 
-/// The commit that the tree is at, marked where anything differs from it. `None` outside of a repository.
+/// The commit of the tree, with a mark if anything differs from it. `None` outside of a repository.
 fn commit() -> Option<String> {
     let commit = output(Command::new("git").args(["rev-parse", "--short", "HEAD"]))?;
     let changes = output(Command::new("git").args(["status", "--porcelain"]))?;
@@ -392,7 +387,7 @@ fn commit() -> Option<String> {
     Some(format!("{commit}{mark}"))
 }
 
-/// What a program prints, without the last line's end. `None` where it fails.
+/// The output of a program, without the last line's end. `None` if it fails.
 fn output(command: &mut Command) -> Option<String> {
     let output = command.stderr(Stdio::inherit()).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).trim_end().to_owned();

@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::steps;
+use crate::process;
 
 /// Builds the shipped binary and the rig without failpoints, both in release, and runs the schedule.
 pub fn run(layers: u64, seed: Option<u64>, out: Option<PathBuf>, rig: &[String]) -> ExitCode {
@@ -22,10 +22,10 @@ pub fn run(layers: u64, seed: Option<u64>, out: Option<PathBuf>, rig: &[String])
 fn try_run(layers: u64, seed: Option<u64>, out: Option<PathBuf>, rig: &[String]) -> Result<bool> {
     let out = out.map(|dir| std::path::absolute(&dir).context("cannot tell where we are"));
     let out = out.transpose()?;
-    steps::enter_workspace()?;
-    build(&["-p", "switchyard", "--bin", "switchyard"])?;
+    process::enter_workspace()?;
+    build(&["-p", "switchyard-cli", "--bin", "switchyard"])?;
     build(&["-p", "switchyard-tests", "--bin", "fault-rig", "--no-default-features"])?;
-    let release = steps::target_dir().join("release");
+    let release = process::target_dir().join("release");
     let mut command = Command::new(release.join("fault-rig"));
     command.arg("--json").arg("--binary").arg(release.join("switchyard"));
     command.args(["--layers", &layers.to_string()]);
@@ -53,7 +53,7 @@ fn try_run(layers: u64, seed: Option<u64>, out: Option<PathBuf>, rig: &[String])
 }
 
 fn build(args: &[&str]) -> Result<()> {
-    let status = steps::cargo(&["build", "--release"]).args(args).status();
+    let status = process::cargo(&["build", "--release"]).args(args).status();
     let status = status.context("cannot start cargo")?;
     if !status.success() {
         bail!("cargo build {} ended with {status}", args.join(" "));

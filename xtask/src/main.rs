@@ -1,20 +1,27 @@
-//! Developer commands. `cargo xtask test` is everything that must hold before a change lands.
+//! Developer commands. `cargo xtask test` checks everything that must hold before a change lands.
 
 mod artifacts;
 mod cuda;
 mod fault;
+mod features;
+mod output;
 mod parallel;
+mod process;
+mod prose;
+mod rules;
 mod sass;
+mod source;
 mod steps;
-mod told;
 mod tools;
+mod tree;
 
 use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Parser, Subcommand};
 
-use crate::steps::{Outcome, Step};
+use crate::process::{Form, Outcome, is_required, skipped_inside_tests};
+use crate::steps::Step;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Developer commands of Switchyard")]
@@ -25,11 +32,14 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Runs every check and test. On Debian or Ubuntu as root it installs what the tests need.
+    /// Runs every check and test. On Debian or Ubuntu as root it installs the packages that they need.
     ///
-    /// What cannot run is listed as SKIPPED at the end. `SWITCHYARD_REQUIRE=all`, or a comma-separated
-    /// list of step or resource names, turns skips into failures.
+    /// Steps and tests that cannot run are listed as SKIPPED at the end. `SWITCHYARD_REQUIRE=all`, or a
+    /// comma-separated list of step or resource names, turns skips into failures.
     Test {
+        /// Runs the long forms of the steps (see `cargo xtask steps`).
+        #[arg(long)]
+        all: bool,
         /// Runs only these steps (see `cargo xtask steps`).
         #[arg(long, value_delimiter = ',')]
         only: Vec<String>,
@@ -40,8 +50,29 @@ enum Command {
         #[arg(long)]
         fail_fast: bool,
     },
-    /// Lists the steps of `test`.
+    /// Lists the steps of `test`, with what their long forms add.
     Steps,
+    /// Checks what each crate may depend on, and that modules form no new cycles.
+    Rules {
+        /// Removes from xtask/rules-known.txt the breaches that are gone.
+        #[arg(long)]
+        write: bool,
+        /// Prints all breaches in the form of xtask/rules-known.txt.
+        #[arg(long, conflicts_with = "write")]
+        list: bool,
+    },
+    /// Counts breaches of the rules of plain English in comments and Markdown.
+    Prose {
+        /// Lists the flaws of a folder instead, `.` for files at the root.
+        #[arg(long, value_name = "FOLDER")]
+        list: Option<String>,
+        /// Lowers the ceilings in xtask/prose-ceilings.toml to the counts.
+        #[arg(long, conflicts_with = "list")]
+        write: bool,
+        /// With --write: also raises ceilings, for text that moved from another folder.
+        #[arg(long, requires = "write")]
+        raise: bool,
+    },
     /// Formats Rust, C, C++ and CUDA as `test` wants them.
     Fmt,
     /// Installs the CUDA compiler from pinned packages and prints where it is.
@@ -68,22 +99,34 @@ enum Command {
 fn main() -> ExitCode {
     match Args::parse().command {
         Command::Steps => {
-            for step in steps::all() {
+            for step in &steps::ALL {
                 println!("{:<10} {}", step.name, step.about);
+                if !step.about_long.is_empty() {
+                    println!("{:<10} with --all: {}", "", step.about_long);
+                }
             }
             ExitCode::SUCCESS
         }
         Command::Fault { layers, seed, out, rig } => fault::run(layers, seed, out, &rig),
+        Command::Rules { list: true, .. } => single(rules::list),
+        Command::Rules { write, .. } => single(|| rules::run(write)),
+        Command::Prose { list: Some(folder), .. } => single(|| prose::list(&folder)),
+        Command::Prose { write: false, .. } => single(prose::check),
+        Command::Prose { raise: false, .. } => single(|| prose::run(prose::Mode::Lower)),
+        Command::Prose { .. } => single(|| prose::run(prose::Mode::Set)),
         Command::Fmt => single(steps::fmt::apply),
         Command::CudaToolkit => single(cuda::install_toolkit),
         Command::GpuBundle => single(cuda::make_bundle),
-        Command::Test { only, skip, fail_fast } => test(&only, &skip, fail_fast),
+        Command::Test { all, only, skip, fail_fast } => {
+            let form = if all { Form::Long } else { Form::Short };
+            test(form, &only, &skip, fail_fast)
+        }
     }
 }
 
 /// Runs one command from the workspace root.
-fn single(run: fn() -> anyhow::Result<Outcome>) -> ExitCode {
-    match steps::enter_workspace().and_then(|()| run()) {
+fn single(run: impl FnOnce() -> anyhow::Result<Outcome>) -> ExitCode {
+    match process::enter_workspace().and_then(|()| run()) {
         Ok(Outcome::Passed) => ExitCode::SUCCESS,
         Ok(Outcome::Failed(reason) | Outcome::Skipped(reason)) => {
             eprintln!("xtask: {reason}");
@@ -96,27 +139,27 @@ fn single(run: fn() -> anyhow::Result<Outcome>) -> ExitCode {
     }
 }
 
-fn test(only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
-    let steps = steps::all();
+fn test(form: Form, only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
+    let steps = &steps::ALL;
     for name in only.iter().chain(skip) {
         if !steps.iter().any(|step| step.name == name) {
             eprintln!("xtask: no step is called `{name}`: `cargo xtask steps` lists them");
             return ExitCode::from(2);
         }
     }
-    if let Err(error) = steps::enter_workspace() {
+    if let Err(error) = process::enter_workspace() {
         eprintln!("xtask: {error:#}");
         return ExitCode::from(2);
     }
     let mut results: Vec<(&Step, Outcome, f64)> = Vec::new();
-    for step in &steps {
+    for step in steps {
         let name = step.name.to_owned();
         if (!only.is_empty() && !only.contains(&name)) || skip.contains(&name) {
             continue;
         }
         println!("\n==> {}: {}", step.name, step.about);
         let start = Instant::now();
-        let outcome = (step.run)().unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
+        let outcome = step.run(form).unwrap_or_else(|error| Outcome::Failed(format!("{error:#}")));
         let stop = fail_fast && matches!(outcome, Outcome::Failed(_));
         results.push((step, outcome, start.elapsed().as_secs_f64()));
         if stop {
@@ -126,12 +169,12 @@ fn test(only: &[String], skip: &[String], fail_fast: bool) -> ExitCode {
     summary(&results)
 }
 
-/// Prints one line per step, what was skipped inside the test suites, and the closing count.
+/// Prints a line for each step, the skips inside of test suites, and the counts.
 fn summary(results: &[(&Step, Outcome, f64)]) -> ExitCode {
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     println!("\n==> summary");
     for (step, outcome, seconds) in results {
-        let required = steps::is_required(step.name);
+        let required = is_required(step.name);
         let (word, reason) = match outcome {
             Outcome::Passed => ("ok", String::new()),
             Outcome::Failed(reason) => ("FAILED", format!(": {reason}")),
@@ -147,8 +190,8 @@ fn summary(results: &[(&Step, Outcome, f64)]) -> ExitCode {
         }
         println!("{word:<8} {:<10} {seconds:>6.1} s{reason}", step.name);
     }
-    for (resource, reason) in steps::skipped_inside_tests() {
-        if steps::is_required(&resource) {
+    for (resource, reason) in skipped_inside_tests() {
+        if is_required(&resource) {
             failed += 1;
             println!("FAILED   {resource}: required by SWITCHYARD_REQUIRE, but {reason}");
         } else {

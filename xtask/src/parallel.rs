@@ -1,4 +1,4 @@
-//! Work that all processors share.
+//! Work on all processors.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,10 +6,10 @@ use std::thread;
 
 use anyhow::Result;
 
-/// What `work` makes of every item, in the order of the items; as many at a time as there are processors.
+/// Runs `work` on every item, as many at a time as there are processors. Results keep the order of the items.
 ///
 /// # Errors
-/// Of the first item that failed. Nothing new is begun after a failure.
+/// Of the first item that failed. After a failure no further item begins.
 pub fn map<I: Sync, T: Send>(items: &[I], work: impl Fn(&I) -> Result<T> + Sync) -> Result<Vec<T>> {
     let num_threads = thread::available_parallelism().map_or(1, NonZero::get).min(items.len());
     let next = AtomicUsize::new(0);

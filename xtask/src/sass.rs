@@ -1,14 +1,14 @@
-//! What the machine code of each kernel must have, and what it must not.
+//! Instructions that the machine code of each kernel must have, and instructions that it must not have.
 //!
-//! Every variant of a kernel is looked at by itself: one that has an instruction does not make up for
-//! another that has lost it.
+//! The check looks at every variant of a kernel by itself: a variant with an instruction does not make up for
+//! another variant without it.
 
 use std::collections::BTreeSet;
 
 /// Kernels whose names, as the compiler mangles them, have all of `names` in them.
 type Names = &'static [&'static str];
 
-/// What kernels must have: of each entry one of the choices between `|`, by the begin of its name.
+/// Instructions that kernels must have: of each entry one of the choices between `|`, by the start of its name.
 struct Rule {
     names: Names,
     instructions: &'static [&'static str],
@@ -31,13 +31,13 @@ const LOAD_16: &str = "LDG.E.128|LD.E.128";
 /// A flag that another GPU writes, and one that it reads.
 const FLAG_LOAD: &str = "LDG.E.64.STRONG.SYS|LD.E.64.STRONG.SYS";
 const FLAG_STORE: &str = "STG.E.64.STRONG.SYS|ST.E.64.STRONG.SYS";
-/// A part of a row that tells by itself that it is there.
+/// A part of a row that carries its own mark of arrival.
 const ROW_LOAD: &str = "LDG.E.128.STRONG.SYS|LD.E.128.STRONG.SYS";
 const ROW_STORE: &str = "STG.E.128.STRONG.SYS|ST.E.128.STRONG.SYS";
 const FLAG_ADD: &str = "REDG.E.ADD.64.STRONG.SYS|RED.E.ADD.64.STRONG.SYS";
 /// A command to a thread of the host, whole.
 const COMMAND: &str = "STG.E.128.STRONG.SYS|ST.E.128.STRONG.SYS";
-/// Drops what the multiprocessor has cached: of kernels that work beside the one before them.
+/// Drops the multiprocessor's cached data, in kernels that run beside the kernel before them.
 const DROP_CACHE: &str = "CCTL.IVALL";
 /// A NIC's doorbell.
 const DOORBELL: &str = "STG.E.64.MMIO.SYS|ST.E.64.MMIO.SYS";
@@ -45,10 +45,16 @@ const TO_FP8: &str = "F2FP.SATFINITE.E4M3";
 const FROM_FP8: &str = "F2FP.F16.E4M3.UNPACK_B";
 const TO_BF16: &str = "F2FP.BF16.F32.PACK_AB";
 
-/// By file. Template arguments: of `DispatchConfig` hidden size, top-k, whether to fp8, threads, ways; of
-/// `CombineConfig` hidden size, threads, ways; of `AnswerConfig` hidden size, whether from fp8, threads, ways;
-/// of `expert_recv_kernel` ways; of `expert_gemm_kernel` whether fp8, whether the first product, whether it
-/// gathers rows; of `expert_gather_kernel` whether from fp8. `Lj14E` is any way.
+/// By file. Template arguments:
+///
+/// - `DispatchConfig`: hidden size, top-k, whether to fp8, threads, ways
+/// - `CombineConfig`: hidden size, threads, ways
+/// - `AnswerConfig`: hidden size, whether from fp8, threads, ways
+/// - `expert_recv_kernel`: ways
+/// - `expert_gemm_kernel`: whether fp8, whether the first product, whether it gathers rows
+/// - `expert_gather_kernel`: whether from fp8
+///
+/// `Lj14E` is any way.
 const FILES: [(&str, &[Rule]); 7] = [
     (
         "dispatch",
@@ -167,7 +173,7 @@ const BANS: [Ban; 1] = [Ban {
     reason: "it waits for what the kernels beside this one store to peers",
 }];
 
-/// Only where the way may be by requests to a NIC or by commands to a thread, which cost far more.
+/// Only for requests to a NIC or commands to a thread, which cost far more.
 const LISTS: &str = "lists of what to send, handed by address to the calls that post it";
 const EXCEPTIONS: [Exception; 4] = [
     Exception { names: &["DispatchConfigIL", "ELj14EEEEE"], reason: LISTS },
@@ -205,7 +211,7 @@ const LIMITS: [Limit; 2] = [
 ];
 const ROOM_FOR_COPIES: &str = "it waits for what a NIC made of the GPU's own copies brings, whose kernels need room beside it";
 
-/// Compares what ptxas reports of a file of kernels with [`LIMITS`]; a line for each that is exceeded.
+/// Compares the report of ptxas about a file of kernels with [`LIMITS`]. Returns a line for each excess.
 pub fn check_registers(file: &str, report: &str) -> Vec<String> {
     let mut used_by = Vec::new();
     let mut kernel = "";
@@ -232,17 +238,17 @@ pub fn check_registers(file: &str, report: &str) -> Vec<String> {
     wrong
 }
 
-/// What was found out about a file.
+/// The result for a file.
 pub struct Findings {
     /// Its kernels.
     pub num_kernels: usize,
-    /// Why kernels may have data in local memory, and how many have it for that.
+    /// Reasons for data in local memory, and the number of kernels with each.
     pub exceptions: Vec<(&'static str, usize)>,
-    /// What is wrong, a line each.
+    /// Errors, a line each.
     pub wrong: Vec<String>,
 }
 
-/// Compares the disassembly of a file of kernels with what they must have.
+/// Compares the disassembly of a file of kernels with their rules.
 pub fn check(file: &str, listing: &str) -> Findings {
     let rules = FILES.iter().find(|(name, _)| *name == file).map_or(&[][..], |(_, rules)| *rules);
     let kernels = kernels(listing);
@@ -283,7 +289,7 @@ pub fn check(file: &str, listing: &str) -> Findings {
             }
         }
     }
-    // A rule for a name that nothing has any more would say nothing.
+    // A rule for a name that no kernel has any more checks nothing.
     let banned = BANS.iter().filter(|ban| ban.file == file).map(|ban| ban.names);
     for names in rules.iter().map(|rule| rule.names).chain(banned) {
         if !kernels.iter().any(|(kernel, _)| fits(names, kernel)) {
@@ -338,7 +344,7 @@ mod tests {
     }
 
     const ADD: &str = "@!P0 REDG.E.ADD.64.STRONG.SYS";
-    /// The other kernel of the same file, as it is meant.
+    /// The other kernel of the same file, without an error.
     const TELL: (&str, &[&str]) = ("sy_tell_host", &["MEMBAR.ALL.SYS", "STG.E.64.STRONG.SYS"]);
 
     #[test]

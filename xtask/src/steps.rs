@@ -1,171 +1,135 @@
-//! The steps of `cargo xtask test`, in order: cheap and telling first.
+//! The steps of `cargo xtask test`, in their order.
 
 pub mod fmt;
 mod mlx5;
 mod rxe;
 mod scale;
 
-use std::io::{IsTerminal as _, Write as _};
 use std::num::NonZero;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::{cuda, told, tools};
-
-/// How a step ended.
-pub enum Outcome {
-    /// Everything held.
-    Passed,
-    /// Something did not hold.
-    Failed(String),
-    /// It could not run here, for this reason.
-    Skipped(String),
-}
+use crate::process::{Form, Outcome, cargo, note_skip, run, target_dir};
+use crate::{cuda, features, prose, rules, tools};
 
 /// One step.
 pub struct Step {
     /// Name, as taken by `--only` and `SWITCHYARD_REQUIRE`.
     pub name: &'static str,
-    /// What it checks.
+    /// Its purpose.
     pub about: &'static str,
+    /// Checks that only `--all` adds. Empty where both forms are the same.
+    pub about_long: &'static str,
     /// Runs it.
-    pub run: fn() -> Result<Outcome>,
+    pub run: Run,
 }
 
-/// All steps, in order.
-pub fn all() -> Vec<Step> {
-    let step = |name, about, run| Step { name, about, run };
-    vec![
-        step("packages", "system packages that the tests need", tools::install_packages),
-        step("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
-        step("clippy", "lints, warnings as errors", clippy),
-        step("deny", "licences, sources and bans of dependencies", deny),
-        step("unit", "unit, conformance, end-to-end and fault tests", unit),
-        step("doc", "documentation tests and links", doc),
-        step("loom", "interleavings of the slot ring, the flags and the proxy's lanes", loom),
-        step("fuzz", "decoders under mutated input, for a bounded time", fuzz),
-        step(
-            "kernels",
-            "CUDA kernels and programs: compiled, no spills, instructions as meant",
-            cuda::check_kernels,
-        ),
-        step("mlx5", "work requests against the vendor's header, fences of doorbells", mlx5::check),
-        step("scale", "a thousand peers and deaths over libfabric", scale::check),
-        step("rxe", "the verbs transport on Soft-RoCE devices in QEMU guests", rxe::check),
-        step("deploy", "Prometheus rules and scrape configuration, systemd units", deploy),
-        step("demo", "the demo, verified against the reference", demo),
-    ]
+/// The function of a step.
+pub enum Run {
+    /// One form.
+    Same(fn() -> Result<Outcome>),
+    /// A short and a long form.
+    ByForm(fn(Form) -> Result<Outcome>),
 }
 
-/// Makes the workspace root the current directory, wherever cargo was called.
-pub fn enter_workspace() -> Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("xtask has no parent")?;
-    std::env::set_current_dir(root).with_context(|| format!("cannot enter {}", root.display()))?;
-    let log = skip_log();
-    if log.exists() {
-        std::fs::remove_file(&log).with_context(|| format!("cannot remove {}", log.display()))?;
+impl Step {
+    const fn new(name: &'static str, about: &'static str, run: fn() -> Result<Outcome>) -> Self {
+        Self { name, about, about_long: "", run: Run::Same(run) }
     }
-    Ok(())
-}
 
-/// Whether `SWITCHYARD_REQUIRE` names `what` (or `all`).
-pub fn is_required(what: &str) -> bool {
-    std::env::var("SWITCHYARD_REQUIRE")
-        .is_ok_and(|list| list.split(',').any(|item| item == what || item == "all"))
-}
-
-/// What single tests could not run: `(resource, reason)`, as they noted in the skip log.
-pub fn skipped_inside_tests() -> Vec<(String, String)> {
-    let Ok(text) = std::fs::read_to_string(skip_log()) else { return Vec::new() };
-    let mut rows: Vec<_> = text
-        .lines()
-        .filter_map(|line| line.split_once('\t'))
-        .map(|(resource, reason)| (resource.to_owned(), reason.to_owned()))
-        .collect();
-    rows.sort();
-    rows.dedup();
-    rows
-}
-
-/// Notes that a part of a step did not run, as single tests do.
-fn note_skip(resource: &str, reason: &str) -> Result<()> {
-    let path = skip_log();
-    let mut log = std::fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(&path)
-        .with_context(|| format!("cannot open {}", path.display()))?;
-    writeln!(log, "{resource}\t{reason}")
-        .with_context(|| format!("cannot write to {}", path.display()))
-}
-
-fn skip_log() -> PathBuf {
-    target_dir().join("skipped-tests.tsv")
-}
-
-/// Where cargo builds.
-pub fn target_dir() -> PathBuf {
-    let root = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("."));
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
-}
-
-/// The cargo that runs this.
-pub fn cargo(args: &[&str]) -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(args).env("SWITCHYARD_SKIP_LOG", skip_log());
-    command
-}
-
-/// Runs a command to its end; its output goes to ours. What of it tells why it failed is in the outcome, too,
-/// where nobody has watched.
-pub fn run(command: &mut Command) -> Result<Outcome> {
-    let (status, told) = if std::io::stdout().is_terminal() {
-        let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
-        (status, Vec::new())
-    } else {
-        told::run(command)?
-    };
-    if status.success() {
-        return Ok(Outcome::Passed);
+    const fn by_form(
+        name: &'static str,
+        about: &'static str,
+        about_long: &'static str,
+        run: fn(Form) -> Result<Outcome>,
+    ) -> Self {
+        Self { name, about, about_long, run: Run::ByForm(run) }
     }
-    Ok(failed(&format!("{:?}", command.get_program()), status, &told))
+
+    /// Runs it in one of its forms.
+    pub fn run(&self, form: Form) -> Result<Outcome> {
+        match self.run {
+            Run::Same(run) => run(),
+            Run::ByForm(run) => run(form),
+        }
+    }
 }
 
-/// What of its output tells why something failed stands below how it ended.
-fn failed(what: &str, status: ExitStatus, told: &[String]) -> Outcome {
-    let reason = format!("{what} ended with {status}");
-    Outcome::Failed([std::slice::from_ref(&reason), told].concat().join("\n         "))
-}
+/// All steps, in their order: cheap ones first.
+pub const ALL: [Step; 16] = [
+    Step::new("packages", "system packages that the tests need", tools::install_packages),
+    Step::new("fmt", "formatting of Rust, C, C++ and CUDA", fmt::check),
+    Step::new(
+        "rules",
+        "dependencies of crates, cycles among modules, names of SYNC POINTs",
+        rules::check,
+    ),
+    Step::new("prose", "plain English in comments and Markdown: counts and ceilings", prose::check),
+    Step::new("clippy", "lints, warnings as errors", clippy),
+    Step::new("deny", "licences, sources and bans of dependencies", deny),
+    Step::by_form(
+        "unit",
+        "unit, conformance, end-to-end and fault tests",
+        "tests with all their repetitions, and examples",
+        unit,
+    ),
+    Step::new("doc", "documentation tests and links", doc),
+    Step::by_form(
+        "loom",
+        "interleavings of the slot ring, the flags and the proxy's lanes, up to 3 preemptions",
+        "up to 4 preemptions",
+        loom,
+    ),
+    Step::by_form(
+        "fuzz",
+        "decoders under mutated input, 4 s each, by a fixed seed",
+        "60 s each",
+        fuzz,
+    ),
+    Step::by_form(
+        "kernels",
+        "CUDA kernels and programs: compiled, no spills, the expected instructions",
+        "tests linked with embedded kernels",
+        cuda::check_kernels,
+    ),
+    Step::new(
+        "mlx5",
+        "work requests against the vendor's header, fences of doorbells",
+        mlx5::check,
+    ),
+    Step::by_form(
+        "scale",
+        "a thousand peers and 24 deaths over libfabric",
+        "60 deaths",
+        scale::check,
+    ),
+    Step::by_form(
+        "rxe",
+        "the verbs transport on a Soft-RoCE device in a QEMU guest: data, flags, deaths, the demo",
+        "the whole verbs suite, two devices, many peers, failover between two guests",
+        rxe::check,
+    ),
+    Step::new("deploy", "Prometheus rules and scrape configuration, systemd units", deploy),
+    Step::new("demo", "the demo, verified against the reference", demo),
+];
 
-/// Features of the workspace's builds, beside the default ones: the proxy's tests over libfabric, which is
-/// opened at run time, and RDMA where its headers are.
-///
-/// All steps build for the whole workspace with these, or with more: for a single package cargo chooses
-/// other features of dependencies, and builds all of them once more.
-pub fn features() -> String {
-    let rdma = if rxe::can_build() { rxe::FEATURES } else { &[] };
-    let all: Vec<&str> = [["switchyard-bench-harness/libfabric"].as_slice(), rdma].concat();
-    all.join(",")
-}
+/// Set in the long forms for tests, which then repeat more (`tests/support/src/long.rs`).
+const LONG: (&str, &str) = ("SWITCHYARD_LONG", "1");
 
-/// Lints with every feature that can be built here. What stands in for a feature that is left out is
-/// compiled by the steps `unit` and `doc`.
+/// Lints with every feature that can be built here. Code that stands in for an absent feature is compiled by the
+/// steps `unit` and `doc`. Build scripts compile no C++ and no CUDA for clippy, so no toolkit is needed.
 fn clippy() -> Result<Outcome> {
-    let mut features = features();
-    match cuda::Toolkit::find()? {
-        Ok(_) => features = cuda::features(),
-        Err(reason) => note_skip("cuda", &format!("not linted: {reason}"))?,
-    }
-    if !rxe::can_build() {
+    if !features::can_build_verbs() {
         note_skip("verbs", "not linted: headers of libibverbs or librdmacm are missing")?;
     }
+    let features = features::with_cuda();
     let lints = ["clippy", "--workspace", "--features", &features, "--all-targets"];
     run(cargo(&lints).args(["--", "-D", "warnings"]))
 }
 
-/// Known vulnerabilities are looked up where their database can be fetched.
+/// Also looks for known vulnerabilities if their database can be fetched.
 fn deny() -> Result<Outcome> {
     let program = match tools::cargo_tool("cargo-deny", "0.20.2")? {
         Ok(program) => program,
@@ -186,40 +150,46 @@ fn deny() -> Result<Outcome> {
     run(Command::new(program).args(["check", "--hide-inclusion-graph"]).args(checks))
 }
 
-fn unit() -> Result<Outcome> {
+/// Examples are programs that measure: only the long form builds them, beside clippy, which compiles them.
+fn unit(form: Form) -> Result<Outcome> {
     let nextest = cargo(&["nextest", "--version"]).output().is_ok_and(|out| out.status.success());
-    let features = features();
+    let features = features::all();
     let features = ["--workspace", "--features", &features, "--no-fail-fast"];
-    if nextest {
-        // Weights in .config/nextest.toml: 2 for what needs a processor, 1 for what mostly waits, of which one more
-        // finds room.
-        let threads = 2 * std::thread::available_parallelism().map_or(1, NonZero::get) + 1;
-        let threads = threads.to_string();
-        let tests = ["nextest", "run", "--test-threads", &threads];
-        match run(cargo(&tests).args(features).args(["-E", rxe::ON_HOST]))? {
-            Outcome::Passed => {}
-            other => return Ok(other),
-        }
-        // Whatever the NIC leaves open, and the other way of making queues.
-        let seed = std::process::id().to_string();
-        println!("services over NICs that delay and reorder: SWITCHYARD_SOFTNIC_SEED={seed}");
-        run(cargo(&tests)
-            .args(features)
-            .args(["-E", "binary(device-ibgda)"])
-            .envs([("SWITCHYARD_SOFTNIC_SEED", seed.as_str()), ("SWITCHYARD_TEST_QUEUES", "devx")]))
-    } else {
-        // Several tests count what their process holds, so nobody may be beside them.
+    let targets = form.pick(["--lib", "--bins", "--tests"].as_slice(), &[]);
+    let variables = form.pick([].as_slice(), &[LONG]);
+    if !nextest {
+        // Several tests count resources of their process, so tests run one after the other.
         let reason = "cargo-nextest is missing, which gives every test a process of its own: tests run one \
                       after the other";
         note_skip("nextest", reason)?;
         println!("{reason}");
-        let tests = ["test", "--lib", "--bins", "--tests"];
-        run(cargo(&tests).args(features).args(["--", "--test-threads=1"]))
+        let mut tests = cargo(&["test", "--lib", "--bins", "--tests"]);
+        tests.args(features).args(["--", "--test-threads=1"]);
+        return run(tests.envs(variables.iter().copied()));
     }
+    // Weights are in .config/nextest.toml: 2 for a test that needs a processor, 1 for one that mostly waits. One
+    // waiting test runs beside the others.
+    let threads = 2 * std::thread::available_parallelism().map_or(1, NonZero::get) + 1;
+    let threads = threads.to_string();
+    let tests = || {
+        let mut tests = cargo(&["nextest", "run", "--test-threads", &threads]);
+        tests.args(features).args(targets).envs(variables.iter().copied());
+        tests
+    };
+    let outcome = run(tests().args(["-E", rxe::ON_HOST]))?;
+    if !matches!(outcome, Outcome::Passed) {
+        return Ok(outcome);
+    }
+    // Orders that the standard leaves to the NIC, and the other kind of queues.
+    let seed = std::process::id().to_string();
+    println!("services over NICs that delay and reorder: SWITCHYARD_SOFTNIC_SEED={seed}");
+    run(tests()
+        .args(["-E", "binary(device-ibgda)"])
+        .envs([("SWITCHYARD_SOFTNIC_SEED", seed.as_str()), ("SWITCHYARD_TEST_QUEUES", "devx")]))
 }
 
 fn doc() -> Result<Outcome> {
-    let features = features();
+    let features = features::all();
     match run(&mut cargo(&["test", "--workspace", "--features", &features, "--doc"]))? {
         Outcome::Passed => {}
         other => return Ok(other),
@@ -228,28 +198,29 @@ fn doc() -> Result<Outcome> {
     run(cargo(&links).env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-fn loom() -> Result<Outcome> {
+fn loom(form: Form) -> Result<Outcome> {
     let packages = ["-p", "switchyard-p2p-core", "-p", "switchyard-proxy"];
     run(cargo(&["test", "--release", "--test", "loom"])
         .args(packages)
         .env("RUSTFLAGS", "--cfg loom")
         .env("CARGO_TARGET_DIR", target_dir().join("loom"))
-        // Compiling takes most of the time, and what is run is over in seconds.
+        // Compiling takes most of the time; the tests run for seconds.
         .env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "0")
-        .env("LOOM_MAX_PREEMPTIONS", "3"))
+        .env("LOOM_MAX_PREEMPTIONS", form.pick("3", "4")))
 }
 
-fn fuzz() -> Result<Outcome> {
+fn fuzz(form: Form) -> Result<Outcome> {
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
     if !tools::on_path(&compiler) {
         let reason =
             format!("{compiler} is missing, which libFuzzer needs: install g++, or set CXX");
         return Ok(Outcome::Skipped(reason));
     }
-    // Whoever changes one thing should not be stopped by what a new seed finds elsewhere; `fuzz/run.sh` by
-    // itself takes a new one every time.
+    // A change should not fail because a new seed finds an old error; `fuzz/run.sh` by itself takes a new seed
+    // every time.
     let seed = std::env::var("SWITCHYARD_FUZZ_SEED").unwrap_or_else(|_| "1".to_owned());
-    run(Command::new("bash").args(["fuzz/run.sh", "13"]).env("SWITCHYARD_FUZZ_SEED", seed))
+    let seconds = form.pick("4", "60");
+    run(Command::new("bash").args(["fuzz/run.sh", seconds]).env("SWITCHYARD_FUZZ_SEED", seed))
 }
 
 fn deploy() -> Result<Outcome> {
@@ -270,7 +241,7 @@ fn deploy() -> Result<Outcome> {
     verify_units()
 }
 
-/// Has systemd read the units. It also looks for the binary, which is not installed here.
+/// Checks the units with systemd. It also looks for the binary, which is not installed here.
 fn verify_units() -> Result<Outcome> {
     if !tools::on_path("systemd-analyze") {
         return Ok(Outcome::Skipped(
@@ -292,22 +263,21 @@ fn verify_units() -> Result<Outcome> {
         verify.arg(copy);
     }
     let output = verify.output().context("cannot start systemd-analyze")?;
-    // An unknown or misplaced setting is only a warning, with the unit's name.
-    let said = String::from_utf8_lossy(&output.stderr);
-    Ok(if output.status.success() && !said.contains("switchyard-") {
+    // An unknown or misplaced setting is only a warning that names the unit.
+    let messages = String::from_utf8_lossy(&output.stderr);
+    Ok(if output.status.success() && !messages.contains("switchyard-") {
         Outcome::Passed
     } else {
-        Outcome::Failed(format!("systemd-analyze verify: {}", said.trim()))
+        Outcome::Failed(format!("systemd-analyze verify: {}", messages.trim()))
     })
 }
 
-/// With the binary of the steps before: one of the release profile would be minutes of compiling for the
-/// same checks.
+/// With the binary that the step `unit` has built: a release build takes minutes for the same checks.
 fn demo() -> Result<Outcome> {
-    let features = features();
+    let features = features::all();
     let build = ["build", "--quiet", "--workspace", "--features", &features, "--bin", "switchyard"];
-    // The features that tests add to dependencies count only when some test is built, too.
-    if let Outcome::Failed(reason) = run(cargo(&build).args(["--test", "cli"]))? {
+    // Only a build with a test has the features that tests add to dependencies.
+    if let Outcome::Failed(reason) = run(cargo(&build).args(["--test", "fault"]))? {
         return Ok(Outcome::Failed(reason));
     }
     let output = Command::new(target_dir().join("debug/switchyard"))

@@ -1,13 +1,13 @@
-//! What the tests need beyond Rust, and how it gets here.
+//! Tools and packages that the tests need beyond Rust, and their installation.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use crate::steps::{Outcome, run};
+use crate::process::{Outcome, run};
 
-/// Debian package, and a program or file by which to tell that it is there.
+/// Debian packages, each with a program or file that shows its presence.
 const PACKAGES: [(&str, &str); 21] = [
     ("gcc", "cc"),
     ("g++", "g++"),
@@ -47,8 +47,8 @@ pub fn install_packages() -> Result<Outcome> {
         )));
     }
     println!("installing {}", missing.join(", "));
-    // An outdated package list is the usual reason for a failed install, so it is refreshed first;
-    // whether that worked shows in the install itself.
+    // An outdated package list is the usual reason for a failed install, so it is refreshed first. The install itself
+    // shows whether that worked.
     let update = apt().args(["update", "-qq"]).status().context("cannot start apt-get")?;
     if !update.success() {
         println!("apt-get update ended with {update}; trying with the list that is here");
@@ -56,8 +56,8 @@ pub fn install_packages() -> Result<Outcome> {
     run(apt().args(["install", "-y", "-qq", "--no-install-recommends"]).args(&missing))
 }
 
-/// Path of a cargo tool, installed into the user's cache on first use. The inner error says why there
-/// is none.
+/// Path of a cargo tool, installed into the user's cache on first use. The inner error is the
+/// reason why there is none.
 pub fn cargo_tool(name: &str, version: &str) -> Result<Result<PathBuf, String>> {
     let root = cache_dir().join("tools").join(format!("{name}-{version}"));
     let program = root.join("bin").join(name);
@@ -93,8 +93,8 @@ pub fn cargo_tool(name: &str, version: &str) -> Result<Result<PathBuf, String>> 
     Ok(Ok(program))
 }
 
-/// Installs pinned packages from PyPI into a virtual environment at `venv`. The inner error says why
-/// that cannot be.
+/// Installs pinned packages from PyPI into a virtual environment at `venv`. The inner error is
+/// the reason for a failure.
 pub fn install_wheels(venv: &Path, packages: &[&str]) -> Result<Result<(), String>> {
     if !on_path("python3") {
         return Ok(Err(format!("python3 is missing: it installs {}", packages.join(", "))));
@@ -115,7 +115,7 @@ pub fn install_wheels(venv: &Path, packages: &[&str]) -> Result<Result<(), Strin
     Ok(Ok(()))
 }
 
-/// Path of clang-format, of the one version whose output is meant. The inner error says why there is
+/// Path of clang-format, of the one version whose output is expected. The inner error is the reason why there is
 /// none.
 pub fn clang_format() -> Result<Result<PathBuf, String>> {
     const VERSION: &str = "20.1.8";
@@ -147,7 +147,7 @@ fn apt() -> Command {
     command
 }
 
-/// Where downloaded and built tools are kept between runs.
+/// The folder that keeps downloaded and built tools between runs.
 pub fn cache_dir() -> PathBuf {
     std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)

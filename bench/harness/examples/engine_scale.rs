@@ -4,13 +4,13 @@
 //! connections at the same time. The engine in the middle never sleeps. The cost of idle peers is the time of a round
 //! of its thread with all peers idle, less the time of a round without peers.
 
-#[path = "../../../p2p-core/tests/scale_support/mod.rs"]
+#[path = "../../../tests/scale/scale_support/mod.rs"]
 mod scale_support;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use p2p_core::engine::Access;
+use message_engine::engine::Access;
 use scale_support::engines::Engines;
 use scale_support::{num_descriptors, resident_bytes};
 use switchyard_bench_harness::stats::median;

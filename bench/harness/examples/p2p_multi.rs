@@ -12,8 +12,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use p2p_core::engine::{Access, Connection, Descriptor, Engine, EngineConfig, open_fabric};
+use message_engine::engine::{Access, Connection, Descriptor, Engine, EngineConfig, open_fabric};
 use rand::Rng;
+use switchyard_bench_harness::engine::fabrics;
 
 const ROLE: &str = "P2P_MULTI_ROLE";
 const MIN_BYTES: u64 = 8;
@@ -133,7 +134,7 @@ fn orchestrate(args: &Args) -> Result<bool, Box<dyn Error>> {
 
 fn start(args: &Args) -> Result<Engine, Box<dyn Error>> {
     let local = EngineConfig::local();
-    let fabric = open_fabric(&args.transport, Some(local.bind.ip()))?;
+    let fabric = open_fabric(&args.transport, Some(local.bind.ip()), &fabrics())?;
     Ok(Engine::start(EngineConfig { fabrics: vec![fabric], ..local })?)
 }
 
@@ -142,7 +143,7 @@ fn serve(args: &Args) -> Result<(), Box<dyn Error>> {
     let engine = start(args)?;
     let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
     println!("{hex}");
-    let mut peers: Vec<(Connection, p2p_core::engine::MemoryRegion)> = Vec::new();
+    let mut peers: Vec<(Connection, message_engine::engine::MemoryRegion)> = Vec::new();
     for _ in 0..args.num_clients {
         let connection = engine.accept(soon())?;
         let slot = engine.alloc(args.max_bytes as usize, Access::RemoteReadWrite)?;

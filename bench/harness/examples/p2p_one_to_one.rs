@@ -9,8 +9,9 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use p2p_core::engine::{Access, Descriptor, Engine, EngineConfig, open_fabric};
+use message_engine::engine::{Access, Descriptor, Engine, EngineConfig, open_fabric};
 use rand::RngExt;
+use switchyard_bench_harness::engine::fabrics;
 
 const NUM_VALUES: usize = 512;
 const BYTES: u64 = 4 * NUM_VALUES as u64;
@@ -34,7 +35,7 @@ fn main() -> ExitCode {
 
 fn start(transport: &str) -> Result<Engine, Box<dyn Error>> {
     let local = EngineConfig::local();
-    let fabric = open_fabric(transport, Some(local.bind.ip()))?;
+    let fabric = open_fabric(transport, Some(local.bind.ip()), &fabrics())?;
     Ok(Engine::start(EngineConfig { fabrics: vec![fabric], ..local })?)
 }
 

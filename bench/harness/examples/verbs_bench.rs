@@ -14,11 +14,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork, device_names};
 use p2p_core::endpoint::Endpoint;
 use p2p_core::network::{Joined, Network, Route, SideDescription};
 use p2p_core::{Region, RemoteRange, SlotConfig, SlotKey, SlotLayout};
 use switchyard_bench_harness::stats::median;
+use verbs_transport::{VerbsConfig, VerbsNetwork, device_names};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const LATENCY_ROUNDS: usize = 3000;

@@ -16,13 +16,14 @@ use thiserror::Error;
 
 use crate::p2p::ChildProgram;
 use crate::stats::percentile;
-#[cfg(feature = "verbs")]
-use p2p_core::backend::verbs::{VerbsConfig, VerbsFabric};
-use p2p_core::engine::{
+use message_engine::engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, OpError, Span, open_fabric,
 };
 #[cfg(feature = "verbs")]
 use p2p_core::fabric::Fabric;
+use p2p_core::fabric::FabricOpener;
+#[cfg(feature = "verbs")]
+use verbs_transport::{VerbsConfig, VerbsFabric};
 
 /// Direction of the transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -32,6 +33,13 @@ pub enum Mode {
     Write,
     /// From the target's memory to the initiator.
     Read,
+}
+
+/// The fabrics of this build beside `tcp` and `cma`.
+#[must_use]
+pub fn fabrics() -> Vec<FabricOpener> {
+    let libfabric = std::iter::once(libfabric_transport::fabric_opener());
+    libfabric.chain(verbs_transport::fabric_opener()).collect()
 }
 
 /// Settings of [`run`].
@@ -255,7 +263,7 @@ fn measure(
 }
 
 fn finish(
-    under_way: &mut std::collections::VecDeque<(Instant, p2p_core::engine::Transfer)>,
+    under_way: &mut std::collections::VecDeque<(Instant, message_engine::engine::Transfer)>,
     samples: &mut Vec<f64>,
 ) -> Result<(), EngineBenchError> {
     if let Some((began, transfer)) = under_way.pop_front() {
@@ -304,7 +312,7 @@ fn start(config: &EngineBenchConfig) -> Result<Engine, EngineBenchError> {
             };
             VerbsFabric::open(config).map(|fabric| Box::new(fabric) as Box<dyn Fabric>)
         }
-        _ => open_fabric(&config.transport, Some(local.bind.ip())),
+        _ => open_fabric(&config.transport, Some(local.bind.ip()), &fabrics()),
     };
     let fabric = fabric.map_err(|error| peer("open the transport", error))?;
     Engine::start(EngineConfig { fabrics: vec![fabric], ..local })

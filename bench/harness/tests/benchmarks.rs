@@ -1,7 +1,6 @@
 //! The benchmark programs as users start them. They check their arguments before anything else, and print tables or
 //! lines of JSON.
 
-#[cfg(feature = "libfabric")]
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
@@ -202,7 +201,6 @@ fn a_relay_without_gpus_is_an_error_of_one_line() {
 }
 
 #[test]
-#[cfg(feature = "libfabric")]
 fn both_sides_between_hosts_print_tables_or_json() {
     if let Err(error) = switchyard_bench_harness::proxy::remote::open("libfabric") {
         skip::skip("libfabric", &error.to_string());
@@ -239,7 +237,6 @@ fn both_sides_between_hosts_print_tables_or_json() {
 }
 
 #[test]
-#[cfg(feature = "libfabric")]
 fn a_side_that_cannot_begin_is_an_error_of_one_line() {
     for flags in [&["--connect", "x", "--transport", "nothing"][..], &["--listen", "nowhere"]] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_benchmark_remote"));
@@ -251,7 +248,6 @@ fn a_side_that_cannot_begin_is_an_error_of_one_line() {
 }
 
 /// Returns the output of sender and receiver.
-#[cfg(feature = "libfabric")]
 fn between_processes(flags: &[&str]) -> [String; 2] {
     use std::io::{BufRead as _, BufReader};
     use std::process::Stdio;

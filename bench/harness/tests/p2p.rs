@@ -1,6 +1,5 @@
 //! The benchmark of channels as a program. It compares every byte of every iteration.
 
-#[cfg(feature = "libfabric")]
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
 
@@ -53,10 +52,9 @@ fn many_to_many_by_put_only_with_messages_beyond_the_ring() {
     assert!(report.rows.iter().all(|row| (row.senders, row.receivers) == (3, 2)));
 }
 
-#[cfg(feature = "libfabric")]
 #[test]
 fn two_to_one_over_libfabric() {
-    if let Err(error) = p2p_core::backend::libfabric::FabricNetwork::open("tcp;ofi_rxm") {
+    if let Err(error) = libfabric_transport::FabricNetwork::open("tcp;ofi_rxm") {
         skip::skip("libfabric", &error.to_string());
         return;
     }

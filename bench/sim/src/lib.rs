@@ -12,7 +12,7 @@
 //!   are never lost.
 //! - **Pause** replaces loss: if the switch has more than [`Model::pause_bytes`] from one host, the host stops until half
 //!   of them have left.
-//! - **Credits** are [`p2p_core::credit`], the code that a receiver runs. Demands and credits are packets on the same
+//! - **Credits** are [`message_engine::credit`], the code that a receiver runs. Demands and credits are packets on the same
 //!   links, and take effect after [`Model::control_ns`].
 //! - **Reads** are requested by the receiver, in control packets that the sender's NIC answers by itself. Their credits
 //!   never leave the receiver. It grants to itself, as the engine does, and posts the granted part after
@@ -79,7 +79,7 @@ pub struct Model {
     pub buffer_bytes: u64,
     /// A queue may hold this many times the free part of the packet memory.
     pub alpha: f64,
-    /// With [`Control::Credits`]: [`overcommitted`](p2p_core::credit::CreditConfig::overcommitted).
+    /// With [`Control::Credits`]: [`overcommitted`](message_engine::credit::CreditConfig::overcommitted).
     pub overcommit: u64,
     /// The same with [`Control::CreditsShortest`].
     pub overcommit_shortest: u64,
@@ -224,7 +224,7 @@ pub enum SimError {
     Scenario { what: &'static str, found: u64, expected: &'static str },
     /// The credit code reported an error. A simulated peer never causes one.
     #[error(transparent)]
-    Credit(#[from] p2p_core::credit::CreditError),
+    Credit(#[from] message_engine::credit::CreditError),
     /// Messages are incomplete, and no event is left.
     #[error("after {ns} ns nothing moves, with {left} messages incomplete")]
     Stuck { ns: u64, left: usize },

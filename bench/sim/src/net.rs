@@ -1,7 +1,7 @@
 //! The simulation of an experiment.
 
 use bench_harness::stats::of_sorted;
-use p2p_core::credit::{
+use message_engine::credit::{
     Admission, Credit, CreditConfig, CreditReceiver, Event as Credited, GrantOrder,
 };
 use rand::rngs::StdRng;

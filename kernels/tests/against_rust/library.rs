@@ -2,6 +2,7 @@
 
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::fs::File;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -60,19 +61,19 @@ impl Library {
     ///
     /// # Safety
     /// The link is usable, and the other pointers are to memory of this process as large as the header says.
-    pub unsafe fn link_calls(&self, params: &LinkCallsParams, any_way: bool) {
+    pub unsafe fn link_calls(&self, params: &LinkCallsParams, any_path: bool) {
         let symbol = self.symbol("sy_host_link_calls");
         // SAFETY: the function takes these parameters and a flag.
         let run: extern "C" fn(*const LinkCallsParams, u32) =
             unsafe { std::mem::transmute(symbol) };
-        run(params, u32::from(any_way));
+        run(params, u32::from(any_path));
     }
 
     /// Code of the check; blocks, threads, whether the kernel is tuned, and whether it is for few blocks.
     pub fn plan<P: KernelParams>(&self, params: &P) -> (i32, [u32; 4]) {
         let symbol = self.symbol(&format!("sy_host_plan_{}", P::NAME));
-        // SAFETY: the function takes these parameters, of which it looks at no pointer's target, and
-        // writes four numbers.
+        // SAFETY: the function takes these parameters, dereferences none of their pointers, and writes four
+        // numbers.
         let plan: extern "C" fn(*const P, *mut u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         let mut out = [0; 4];
@@ -120,7 +121,7 @@ impl Library {
     /// The launchers' check of a table of servers.
     pub fn check_servers(&self, servers: &[ServerPeer]) -> i32 {
         let symbol = self.symbol("sy_host_check_servers");
-        // SAFETY: the function reads so many servers.
+        // SAFETY: the function reads this number of servers.
         let check: extern "C" fn(*const ServerPeer, u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         check(servers.as_ptr(), servers.len() as u32)
@@ -129,7 +130,7 @@ impl Library {
     /// The launchers' check of a table of clients.
     pub fn check_clients(&self, clients: &[ClientPeer]) -> i32 {
         let symbol = self.symbol("sy_host_check_clients");
-        // SAFETY: the function reads so many clients.
+        // SAFETY: the function reads this number of clients.
         let check: extern "C" fn(*const ClientPeer, u32) -> c_int =
             unsafe { std::mem::transmute(symbol) };
         check(clients.as_ptr(), clients.len() as u32)
@@ -154,7 +155,12 @@ fn shared_object() -> Option<PathBuf> {
     if object.exists() {
         return Some(object);
     }
-    // Several processes may get here at once: each makes its own, and the last name wins.
+    // Tests run in processes of their own, several at a time. One compiles, the others wait for it.
+    let lock = File::create(folder.join("libkernels_host.lock")).expect("a file");
+    lock.lock().expect("a lock");
+    if object.exists() {
+        return Some(object);
+    }
     let mine = folder.join(format!("libkernels_host-{}.tmp", std::process::id()));
     let compiled = Command::new("g++")
         .current_dir(&root)

@@ -1,7 +1,7 @@
 //! What holds whichever way kernels reach servers.
 
 use rand::SeedableRng;
-use switchyard_tests::inputs::printed_seed;
+use test_support::printed_seed;
 
 use super::*;
 

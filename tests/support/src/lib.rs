@@ -1,23 +1,21 @@
-//! Multi-process end-to-end and fault tests, and the fault rig.
+//! Helpers for the tests of all crates. Only the feature `endpoint` depends on another crate of Switchyard, p2p-core.
 //!
-//! The rig ([`rig`], binary `fault-rig`) runs layers through a cluster of real processes while servers
-//! and the control plane are killed, frozen, drained and restarted by a [`schedule`] that one seed
-//! determines, and compares every output with an [oracle](inputs) that shares no code with the service.
-//!
-//! The binary is also the servers that it starts: called as `fault-rig expert-server …` it is the
-//! `switchyard` command with [`failpoints`] armed, so that what is tested never depends on which binary
-//! was built last.
+//! Rigs of whole services are in `switchyard-tests` (`tests/rig`).
 
-pub mod churn;
+pub mod allocations;
+pub mod child;
 pub mod descriptors;
-pub mod failpoints;
-pub mod idle;
-pub mod inputs;
+#[cfg(feature = "endpoint")]
+pub mod endpoint;
+pub mod eventually;
+pub mod long;
+pub mod model;
 pub mod namespaces;
 pub mod procfs;
-pub mod replicas;
-pub mod report;
-pub mod rig;
-pub mod schedule;
-pub mod victim;
-pub mod worker;
+pub mod seed;
+pub mod skip;
+pub mod stopped;
+
+pub use eventually::eventually;
+pub use seed::printed_seed;
+pub use skip::skip;

@@ -1,5 +1,4 @@
-//! Network namespaces joined by virtual links, which can lose packets and go down. Test suites of other
-//! packages include this file by its path.
+//! Network namespaces joined by virtual links, which can lose packets and go down.
 
 use std::process::Command;
 
@@ -12,12 +11,12 @@ pub struct Star {
     is_owner: bool,
 }
 
-/// One of the namespaces.
+/// A namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Site {
-    /// The one in the middle.
+    /// The namespace in the middle.
     Hub,
-    /// One of the others.
+    /// A namespace around it.
     Spoke(usize),
 }
 
@@ -35,7 +34,7 @@ impl Star {
         }
     }
 
-    /// The star of the process that started this one, by what its [`name`](Self::name) was.
+    /// The star of the process that started this one, by its [`name`](Self::name).
     #[must_use]
     pub fn of_parent(name: &str, num_spokes: usize) -> Self {
         Self { name: name.to_owned(), num_spokes, is_owner: false }
@@ -70,17 +69,17 @@ impl Star {
     /// Takes the link of a spoke down, at the spoke's end, or up again.
     ///
     /// # Errors
-    /// What `ip` says.
+    /// With the message of `ip`.
     pub fn set_link(&self, spoke: usize, is_up: bool) -> Result<(), String> {
         let site = Site::Spoke(spoke);
         let (namespace, end) = (self.namespace(site), self.interface(site, spoke));
         run(&format!("ip -n {namespace} link set {end} {}", if is_up { "up" } else { "down" }))
     }
 
-    /// Lets every packet that arrives anywhere be lost with this chance.
+    /// Drops every packet that arrives anywhere with this chance.
     ///
     /// # Errors
-    /// What `nft` says.
+    /// With the message of `nft`.
     pub fn lose(&self, percent: u32) -> Result<(), String> {
         for site in self.sites() {
             let nft = format!("ip netns exec {} nft", self.namespace(site));
@@ -88,7 +87,7 @@ impl Star {
             run(&format!(
                 "{nft} add chain inet loss in {{ type filter hook input priority 0 ; }}"
             ))?;
-            // What a host says to itself is not lost.
+            // Packets of a host to itself are not lost.
             run(&format!("{nft} add rule inet loss in iif lo accept"))?;
             let some = format!("numgen random mod 100 < {percent} ");
             let which = if percent < 100 { &some } else { "" };
@@ -100,17 +99,17 @@ impl Star {
     /// Packets that were lost so far.
     ///
     /// # Errors
-    /// What `nft` says.
+    /// With the message of `nft`.
     pub fn num_lost(&self) -> Result<u64, String> {
         let mut num_lost = 0;
         for site in self.sites() {
             let nft = format!("ip netns exec {} nft list table inet loss", self.namespace(site));
-            let said = output(&nft)?;
-            let counted = said
+            let rules = output(&nft)?;
+            let counted = rules
                 .split("counter packets ")
                 .nth(1)
                 .and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
-            num_lost += counted.ok_or_else(|| format!("no counter in `{said}`"))?;
+            num_lost += counted.ok_or_else(|| format!("no counter in `{rules}`"))?;
         }
         Ok(num_lost)
     }
@@ -165,7 +164,7 @@ impl Drop for Star {
     fn drop(&mut self) {
         if self.is_owner {
             for site in self.sites() {
-                // One that was never made cannot be removed.
+                // A namespace that was never made cannot be removed.
                 let _ = run(&format!("ip netns del {}", self.namespace(site)));
             }
         }
@@ -176,7 +175,7 @@ fn run(line: &str) -> Result<(), String> {
     output(line).map(drop)
 }
 
-/// Runs a line whose words are separated by single spaces. Gives what it wrote.
+/// Runs a line whose words are separated by single spaces. Returns its output.
 fn output(line: &str) -> Result<String, String> {
     let mut words = line.split(' ');
     let output = Command::new(words.next().unwrap_or_default())

@@ -1,4 +1,4 @@
-//! What the kernel says about processes.
+//! Processes, as the kernel reports them.
 
 use std::time::Duration;
 
@@ -71,7 +71,7 @@ pub fn children() -> Result<Vec<(u32, String)>> {
     for entry in std::fs::read_dir("/proc").context("cannot read /proc")? {
         let name = entry.context("cannot read /proc")?.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
-        // Processes come and go while this looks at them.
+        // A process may end meanwhile.
         let Ok(stat) = read(pid, "stat") else { continue };
         let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1));
         if parent.and_then(|parent| parent.parse().ok()) == Some(own)
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn usage_follows_what_a_process_does() {
+    fn usage_follows_descriptors_and_memory_of_a_process() {
         let own = std::process::id();
         let before = usage(own).expect("usage");
         // Enough of both for other tests of this process not to matter.

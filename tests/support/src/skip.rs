@@ -1,9 +1,9 @@
-//! Tests that cannot run here say so: at once, in the last lines of `cargo xtask test`, and by failing
-//! where the environment demands them. Test suites include this file by its path.
+//! Skips of tests that cannot run here. A skip is printed at once and at the end of `cargo xtask test`. It is a failure
+//! where `SWITCHYARD_REQUIRE` names its resource.
 
 use std::io::Write;
 
-/// Notes that a test, or a part of one, does not run for want of `resource`.
+/// Notes that a test, or a part of one, does not run because `resource` is missing.
 ///
 /// # Panics
 /// When `SWITCHYARD_REQUIRE` names `resource`, or all.

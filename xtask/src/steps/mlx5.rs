@@ -6,9 +6,9 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use super::{Outcome, cargo, run};
 use crate::cuda::Toolkit;
 use crate::parallel;
+use crate::process::{Outcome, cargo, run};
 
 const HEADER: &str = "infiniband/mlx5dv.h";
 /// Every store to a doorbell register is preceded by these, in this order.
@@ -18,12 +18,11 @@ const ORDER_OUTSIDE: [&str; 4] =
     ["fence.acq_rel.sys", "st.relaxed.sys", "fence.acq_rel.sys", "st.mmio.relaxed.sys"];
 const DEVICE: Source = Source { path: "softnic/driver/device.cu", order: ORDER };
 const LINK: Source = Source { path: "softnic/driver/link.cu", order: ORDER_OUTSIDE };
-/// What posters agree on by memory alone, one kernel each.
+/// Protocols between posters that use memory alone, one kernel each.
 const KERNELS: Source = Source { path: "softnic/driver/order.cu", order: ORDER };
-/// The fences, acquires, releases, relaxed accesses and barriers of each of these kernels, by the begin of
-/// their names and in the order in which they stand in its text. The compiler, which is pinned, lays branches
-/// out: another one may need these lists anew. `NIC` stands for the scope that the NIC looks from, which comes
-/// second.
+/// The fences, acquires, releases, relaxed accesses and barriers of each of these kernels, by the start of their names
+/// and in the order of its text. The compiler, which is pinned, lays out branches: another compiler may need other
+/// lists. `NIC` stands for the scope that the NIC looks from, which is the second field.
 const ORDERINGS: [(&str, &str, &[&str]); 13] = [
     ("poll_one_entry", "sys", POLL_ONE_ENTRY),
     ("poll_one_entry_of_this_gpu", "gpu", POLL_ONE_ENTRY),
@@ -46,14 +45,14 @@ const POLL_ONE_ENTRY: &[&str] = &[
     "fence.acq_rel.NIC",
     "ld.relaxed.NIC",
     "ld.relaxed.NIC",
-    // What takes the queue out of service, and tells the host so where counts are apart from it.
+    // Takes the queue out of service, and notifies the host where counts are apart from it.
     "atom.relaxed.gpu",
     "st.relaxed.sys",
     // Of other opcodes.
     "atom.relaxed.gpu",
     "st.relaxed.sys",
-    // Everything that a completion stands for comes behind this one, also for whoever learns of it from
-    // the release at the end.
+    // Everything that a completion covers comes behind this fence, also for a thread that learns of it from the
+    // release at the end.
     "fence.acq_rel.NIC",
     "ld.relaxed.gpu",
     "atom.relaxed.gpu",
@@ -61,7 +60,7 @@ const POLL_ONE_ENTRY: &[&str] = &[
     "red.release.gpu",
 ];
 const POLL_A_RING: &[&str] = &[
-    // One thread at a time; others take what is known.
+    // One thread at a time; the others use its result.
     "atom.acquire.gpu",
     "ld.acquire.gpu",
     "ld.relaxed.gpu",
@@ -112,12 +111,12 @@ const TAKE_IMMEDIATE: &[&str] = &[
     "st.release.gpu",
 ];
 const ANNOUNCE: &[&str] = &[
-    // What others go by: before the NIC can complete anything of it.
+    // Counters that other threads read: before the NIC can complete anything of the group.
     "st.relaxed.gpu",
     "st.relaxed.gpu",
     "st.relaxed.gpu",
     "fence.acq_rel.NIC",
-    // Where there is a record.
+    // If there is a record.
     "st.relaxed.NIC",
     "fence.acq_rel.NIC",
     "st.mmio.relaxed.sys",
@@ -129,7 +128,7 @@ const WAIT_FOR_COMMANDS: &[&str] = &[
     "ld.relaxed.gpu",
     "ld.relaxed.sys",
     "ld.relaxed.sys",
-    // What the proxy's thread did, and had seen, before it said that commands are over.
+    // Everything that the proxy's thread did and saw before it reported the end of commands.
     "fence.acq_rel.sys",
     "ld.relaxed.gpu",
     "atom.acquire.gpu",
@@ -141,7 +140,7 @@ const WAIT_FOR_COMMANDS: &[&str] = &[
     "atom.relaxed.gpu",
 ];
 const POST_A_COMMAND: &[&str] = &[
-    // What all lanes stored, and what is known to be over: before anything that relies on it.
+    // Stores of all lanes, and known ends: before anything that relies on them.
     "bar.warp.sync",
     "ld.relaxed.gpu",
     "atom.relaxed.gpu",
@@ -176,7 +175,7 @@ const OWNED_QUEUE: &str = "switchyard/comm/mlx5/owned_queue.h";
 const PROXY: &str = "switchyard/comm/proxy.h";
 const PUT_GET: &str = "switchyard/comm/put_get.cuh";
 const RECEIVE: &str = "switchyard/comm/mlx5/receive.h";
-/// Headers with one thing wrong that no test on a processor can find out.
+/// Headers with one error each, which no test on a processor can find.
 const MUTANTS: [Mutant; 35] = [
     of_kernels("error-read-early", CQE, "fence_acq_rel<kScope>();", 0, ";"),
     of_kernels("completion-without-fence", CQE, "fence_acq_rel<kScope>();", 1, ";"),
@@ -222,7 +221,7 @@ const MUTANTS: [Mutant; 35] = [
     ),
     of_kernels("recycled-without-fence", PROXY, "fence_acq_rel<Scope::kSys>();", 0, ";"),
     of_kernels("command-without-fence", PROXY, "fence_acq_rel<Scope::kSys>();", 1, ";"),
-    // What is there, and in the wrong place.
+    // An instruction that is there, in the wrong place.
     of_kernels(
         "error-read-before-its-fence",
         CQE,
@@ -290,9 +289,9 @@ const MUTANTS: [Mutant; 35] = [
         "room-looked-at-behind-its-fence",
         PROXY,
         "Group::lead([&] { detail::reserve(lane, num_commands, &reserved); });
-    // SYNC POINT command: a command is seen after everything that the poster stored, or knew of, before.
-    // NOTES: by every lane that stores a command; together they cost as much as one. A wait for room has a fence of
-    // its own.
+    // SYNC POINT command: a command is seen after everything that the poster stored, or saw, before.
+    // NOTES: every lane that stores a command has one; together they cost as much as one. A wait for room has a fence
+    // of its own.
     Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });",
         0,
         "Group::each_lane(num_commands, [](uint32_t) { fence_acq_rel<Scope::kSys>(); });
@@ -320,7 +319,7 @@ const MUTANTS: [Mutant; 35] = [
         detail::store(lane, base + lane_idx, build(lane_idx));
         fence_acq_rel<Scope::kSys>();",
     ),
-    // Which scope a NIC looks from is the caller's to say.
+    // The caller names the scope that a NIC looks from.
     of_kernels(
         "fence-of-narrow-scope",
         CQE,
@@ -399,7 +398,7 @@ const fn of_kernels(
     Mutant { name, source: KERNELS, header, find, nth, replace }
 }
 
-/// What is compiled, and what must stand before each of its doorbells.
+/// A source file, and the instructions that must precede each of its doorbells.
 #[derive(Clone, Copy)]
 struct Source {
     path: &'static str,
@@ -431,7 +430,7 @@ pub(super) fn check() -> Result<Outcome> {
             "{HEADER} is missing: install Debian's package `libibverbs-dev`"
         )));
     }
-    let features = super::features();
+    let features = crate::features::all();
     let test = ["test", "-q", "--workspace", "--features", &features, "--test", "oracle"];
     match run(cargo(&test).env("SWITCHYARD_ORACLE_CASES", "50000"))? {
         Outcome::Passed => Ok(order),
@@ -439,8 +438,8 @@ pub(super) fn check() -> Result<Outcome> {
     }
 }
 
-/// Compiles every device function, and finds in each scope what a doorbell needs. Headers that lack a
-/// fence must be found out; no test on a processor can do that.
+/// Compiles every device function, and checks in each scope the instructions that a doorbell needs. Headers without a
+/// fence must fail here; no test on a processor can find them.
 fn check_order() -> Result<Outcome> {
     let toolkit = match Toolkit::find()? {
         Ok(toolkit) => toolkit,
@@ -483,7 +482,7 @@ fn check_order() -> Result<Outcome> {
 }
 
 impl Mutant {
-    /// A folder of headers that goes before the real ones.
+    /// A folder of headers that is searched before the real ones.
     fn write(&self, include: &Path) -> Result<PathBuf> {
         let path = include.join(self.header);
         let text = std::fs::read_to_string(&path)
@@ -519,7 +518,7 @@ fn ptx(toolkit: &Toolkit, includes: &[&Path], source: Source) -> Result<String> 
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Instructions of some PTX, without the predicates that they may stand under.
+/// Instructions of some PTX, without their predicates.
 fn instructions(ptx: &str) -> impl Iterator<Item = &str> {
     ptx.lines().map(str::trim).map(|line| match line.split_once(char::is_whitespace) {
         Some((predicate, rest)) if predicate.starts_with('@') => rest.trim_start(),
@@ -527,8 +526,8 @@ fn instructions(ptx: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// How many instructions order memory in all kernels of [`ORDERINGS`], or which kernel has others, or has
-/// them in another order.
+/// The number of instructions that order memory in all kernels of [`ORDERINGS`]. The error names a kernel with other
+/// instructions, or in another order.
 fn orderings(ptx: &str) -> Result<usize, String> {
     let classes = ["fence.", "membar.", "ld.acquire.", "ld.relaxed.", "ld.volatile."]
         .into_iter()
@@ -559,7 +558,7 @@ fn orderings(ptx: &str) -> Result<usize, String> {
     Ok(num_all)
 }
 
-/// How many doorbells there are, or which one lacks what.
+/// The number of doorbells. The error names one, and the instruction that it lacks.
 fn doorbells(ptx: &str, source: Source) -> Result<usize, String> {
     let is_ordering = |line: &&str| {
         ["fence.", "st.relaxed.", "st.release.", "st.mmio."].iter().any(|op| line.starts_with(op))

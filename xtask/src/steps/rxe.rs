@@ -1,16 +1,19 @@
 //! The step `rxe`: the verbs transport on Soft-RoCE devices in QEMU guests.
+//!
+//! The short form runs in one guest and checks only claims that need a device. These are data, flags in both forms,
+//! deaths, a tool of perftest as the peer, and the demo. The long form runs every test that can use verbs.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
-use super::{Outcome, features};
 use crate::artifacts::{self, Target};
-use crate::{told, tools};
+use crate::process::{Form, Outcome, run_with_prefix};
+use crate::{features, tools};
 
-/// Programs and files without which there is no test bed, by Debian package.
-const NEEDED: [(&str, &str); 12] = [
+/// Programs and files that the test bed needs, by Debian package.
+const NEEDED: [(&str, &str); 10] = [
     ("qemu-system-x86", "qemu-system-x86_64"),
     ("busybox-static", "busybox"),
     ("ibverbs-providers", "/etc/libibverbs.d/rxe.driver"),
@@ -20,18 +23,17 @@ const NEEDED: [(&str, &str); 12] = [
     ("iproute2", "rdma"),
     ("kmod", "/sbin/depmod"),
     ("cpio", "cpio"),
-    ("libibverbs-dev", "/usr/include/infiniband/verbs.h"),
-    ("librdmacm-dev", "/usr/include/rdma/rdma_cma.h"),
     ("libfabric1", LIBFABRIC),
 ];
-/// Ends what hangs. Everything takes minutes; emulated on a busy host it may take its time.
+/// Ends a guest that hangs. All checks take minutes, on an emulated processor several times as long.
 const LIMIT_SECONDS: &str = "1800";
-/// Opened at run time, so it does not come with the programs.
+/// Programs open it at run time, so their own list of libraries lacks it.
 const LIBFABRIC: &str = "/usr/lib/x86_64-linux-gnu/libfabric.so.1";
 
-pub(super) fn check() -> Result<Outcome> {
+pub(super) fn check(form: Form) -> Result<Outcome> {
     let missing: Vec<&str> = NEEDED
         .iter()
+        .chain(&features::VERBS_HEADERS)
         .filter(|(_, sign)| !tools::is_here(sign))
         .map(|(package, _)| *package)
         .collect();
@@ -46,13 +48,13 @@ pub(super) fn check() -> Result<Outcome> {
         .stdout(Stdio::null())
         .output()
         .context("cannot start tests/rxe/build.sh")?;
-    let told = String::from_utf8_lossy(&bed.stderr);
-    print!("{told}");
+    let messages = String::from_utf8_lossy(&bed.stderr);
+    print!("{messages}");
     if !bed.status.success() {
-        let reason = told.lines().last().unwrap_or("tests/rxe/build.sh failed").to_owned();
+        let reason = messages.lines().last().unwrap_or("tests/rxe/build.sh failed").to_owned();
         return Ok(Outcome::Skipped(reason));
     }
-    let programs = programs()?;
+    let programs = programs(form)?;
     let guest = |part: &str| {
         let mut guest = Command::new("tests/rxe/guest.sh");
         guest.args(["-2", "-t", LIMIT_SECONDS, "-m", "2048", "-d", MODEL]);
@@ -63,74 +65,67 @@ pub(super) fn check() -> Result<Outcome> {
         guest.args(["--", &format!("sh ./checks.sh {part}")]);
         guest
     };
-    let (_, switchyard) = &programs[0];
-    let mut failover = Command::new("tests/rxe/failover.sh");
-    failover.arg(switchyard).arg(MODEL);
+    if form == Form::Short {
+        return run_with_prefix(&mut guest("short"), "rxe");
+    }
     // Much of a guest's time is waiting, so two side by side take less than one after the other.
     let (transport, services) = std::thread::scope(|scope| {
-        let services = scope.spawn(|| run_marked(&mut guest("services"), "services"));
-        (run_marked(&mut guest("transport"), "transport"), services.join())
+        let services = scope.spawn(|| run_with_prefix(&mut guest("services"), "services"));
+        (run_with_prefix(&mut guest("transport"), "transport"), services.join())
     });
-    let services = services.map_err(|_| anyhow::anyhow!("the thread beside panicked"))?;
+    let services = services.map_err(|_| anyhow::anyhow!("the thread of the services panicked"))?;
     for outcome in [transport?, services?] {
         let Outcome::Passed = outcome else { return Ok(outcome) };
     }
-    // Two guests by itself: whoever gets no processor for some seconds is given up there.
-    run_marked(&mut failover, "failover")
+    // Two guests, and nothing beside them: a side without a processor for some seconds counts as dead.
+    let (_, switchyard) = &programs[0];
+    let mut failover = Command::new("tests/rxe/failover.sh");
+    run_with_prefix(failover.arg(switchyard).arg(MODEL), "failover")
 }
 
-/// Runs what runs beside something else.
-fn run_marked(command: &mut Command, mark: &'static str) -> Result<Outcome> {
-    let (status, told) = told::run_marked(command, mark)?;
-    if status.success() {
-        return Ok(Outcome::Passed);
-    }
-    Ok(super::failed(&format!("{mark} in its guest"), status, &told))
+/// Builds the programs for the guest. Returns their names there and their paths, the product first.
+fn programs(form: Form) -> Result<Vec<(&'static str, PathBuf)>> {
+    let is_needed = |program: &&Program| form == Form::Long || program.is_short;
+    let programs: Vec<&Program> = PROGRAMS.iter().filter(is_needed).collect();
+    let targets: Vec<Target> = programs.iter().map(|program| program.target).collect();
+    let paths = artifacts::build(&[], &features::all(), &targets)?;
+    Ok(programs.iter().map(|program| program.name).zip(paths).collect())
 }
 
-/// Whether the headers are here that the feature `verbs` needs.
-pub(super) fn can_build() -> bool {
-    let is_header = |sign: &&str| sign.starts_with("/usr/include");
-    NEEDED.iter().map(|(_, sign)| *sign).filter(is_header).all(tools::is_here)
+/// A program for the guest.
+struct Program {
+    /// Its name there.
+    name: &'static str,
+    target: Target,
+    /// Whether the short form needs it.
+    is_short: bool,
 }
 
-/// Builds what runs in the guest: the names there, and where they are, the product first.
-fn programs() -> Result<Vec<(&'static str, PathBuf)>> {
-    let paths = artifacts::build(&[], &features(), &PROGRAMS.map(|(_, target)| target))?;
-    Ok(PROGRAMS.iter().map(|(name, _)| *name).zip(paths).collect())
+const fn program(
+    name: &'static str,
+    kind: &'static str,
+    package: &'static str,
+    target: &'static str,
+    is_short: bool,
+) -> Program {
+    Program { name, target: Target { kind, package, name: target }, is_short }
 }
 
-/// What runs in the guest: its name there, and the target.
-const PROGRAMS: [(&str, Target); 13] = [
-    ("switchyard", Target { kind: "--bin", package: "cli", name: "switchyard" }),
-    ("verbs", Target { kind: "--test", package: "p2p-core", name: "verbs" }),
-    ("conformance", Target { kind: "--test", package: "p2p-core", name: "conformance" }),
-    ("engine", Target { kind: "--test", package: "p2p-core", name: "engine" }),
-    ("engine_bench", Target { kind: "--test", package: "bench/harness", name: "engine_bench" }),
-    ("scale", Target { kind: "--test", package: "p2p-core", name: "scale" }),
-    ("scale_kill", Target { kind: "--test", package: "p2p-core", name: "scale_kill" }),
-    (
-        "p2p_one_to_one",
-        Target { kind: "--example", package: "bench/harness", name: "p2p_one_to_one" },
-    ),
-    ("p2p_multi", Target { kind: "--example", package: "bench/harness", name: "p2p_multi" }),
-    ("proxy_network", Target { kind: "--test", package: "transports/proxy", name: "network" }),
-    (
-        "benchmark_remote",
-        Target { kind: "--bin", package: "bench/harness", name: "benchmark_remote" },
-    ),
-    ("proxy_layers", Target { kind: "--test", package: "tests", name: "proxy" }),
-    ("proxy_device", Target { kind: "--test", package: "tests", name: "device-proxy" }),
+const PROGRAMS: [Program; 13] = [
+    program("switchyard", "--bin", "cli", "switchyard", true),
+    program("verbs", "--test", "transports/verbs", "verbs", true),
+    program("conformance", "--test", "tests", "conformance", true),
+    program("engine", "--test", "message-engine", "engine", true),
+    program("engine_bench", "--test", "bench/harness", "engine_bench", false),
+    program("scale", "--test", "tests", "scale", false),
+    program("scale_kill", "--test", "tests", "scale_kill", false),
+    program("p2p_one_to_one", "--example", "bench/harness", "p2p_one_to_one", false),
+    program("p2p_multi", "--example", "bench/harness", "p2p_multi", false),
+    program("proxy_network", "--test", "transports/proxy", "it", false),
+    program("benchmark_remote", "--bin", "bench/harness", "benchmark_remote", false),
+    program("proxy_layers", "--test", "tests", "proxy", true),
+    program("proxy_device", "--test", "tests", "device-proxy", false),
 ];
-/// The feature `verbs` of every package that has it.
-pub(super) const FEATURES: &[&str] = &[
-    "switchyard/verbs",
-    "switchyard-bench-harness/verbs",
-    "switchyard-p2p-core/verbs",
-    "switchyard-proxy/verbs",
-    "switchyard-tests/verbs",
-];
-/// Tests that need no device; the others run in the guests only.
-pub(super) const ON_HOST: &str =
-    "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=processes_over_verbs))";
+/// Tests that need no device. The guests run the others.
+pub(super) const ON_HOST: &str = "not (binary(verbs) | (binary(conformance) & test(/^verbs::/)) | test(=network::processes_over_verbs))";
 const MODEL: &str = "data/tiny-moe";

@@ -1,20 +1,19 @@
-//! The step `scale`: a thousand peers, storms of connects and deaths over libfabric. Over shared memory
-//! they belong to the unit tests.
+//! The step `scale`: a thousand peers, storms of connects and deaths over libfabric. The step `unit` runs the same
+//! tests over shared memory.
 
 use anyhow::Result;
 
-use super::{Outcome, cargo, features, run};
+use crate::features;
+use crate::process::{Form, Outcome, cargo, run};
 
-/// Deaths cost more here than over shared memory: a process opens its provider first.
-const NUM_DEATHS: &str = "60";
-
-pub(super) fn check() -> Result<Outcome> {
+pub(super) fn check(form: Form) -> Result<Outcome> {
     let tests = ["--test", "scale", "--test", "scale_storm", "--test", "scale_kill"];
-    // Built by the step `unit`.
-    let mut command = cargo(&["test", "--workspace", "--features", &features()]);
+    // The step `unit` has built them.
+    let mut command = cargo(&["test", "--workspace", "--features", &features::all()]);
     command
         .args(tests)
         .env("SWITCHYARD_TEST_TRANSPORT", "libfabric:tcp;ofi_rxm")
-        .env("SWITCHYARD_KILL_DEATHS", NUM_DEATHS);
+        // A death takes longer than over shared memory: its process opens the provider first.
+        .env("SWITCHYARD_KILL_DEATHS", form.pick("24", "60"));
     run(&mut command)
 }

@@ -5,10 +5,10 @@ use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
-use p2p_core::credit::{
+use message_engine::credit::{
     Action, Admission, Credit, CreditReceiver, CreditSender, Demand, Event, SenderId,
 };
+use p2p_core::bootstrap::{ConnectConfig, Listener, ListenerConfig, connect};
 use p2p_core::wait::wait_until;
 use p2p_core::{Connection, PeerHello, SlotConfig, SpinPolicy, WaitSet};
 use rand::rngs::StdRng;

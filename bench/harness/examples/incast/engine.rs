@@ -9,11 +9,12 @@ use std::net::Ipv4Addr;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use p2p_core::credit::CreditConfig;
-use p2p_core::engine::{
+use message_engine::credit::CreditConfig;
+use message_engine::engine::{
     Access, Connection, DESCRIPTOR_BYTES, Descriptor, Engine, EngineConfig, MemoryRegion, Span,
     Transfer, open_fabric,
 };
+use switchyard_bench_harness::engine::fabrics;
 
 use crate::ends::{part, patterns};
 use crate::{Figures, JOB, Over, Plan, Process, say, text};
@@ -190,7 +191,10 @@ impl Senders {
 
 fn engine(plan: &Plan) -> Result<Engine, String> {
     let local = EngineConfig::local();
-    let fabric = open_fabric(&plan.transport, Some(Ipv4Addr::LOCALHOST.into())).map_err(text)?;
+    let fabric = {
+        let local = Some(Ipv4Addr::LOCALHOST.into());
+        open_fabric(&plan.transport, local, &fabrics()).map_err(text)?
+    };
     let credit = match (plan.credits.as_str(), plan.credit_config()?) {
         ("engine", _) => local.credit,
         (_, Some(credit)) => CreditConfig { max_senders: 256, ..credit },

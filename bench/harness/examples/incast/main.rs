@@ -25,7 +25,7 @@ use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Write as _};
 use std::process::{Child, Command, ExitCode, Stdio};
 
-use p2p_core::credit::{CreditConfig, GrantOrder};
+use message_engine::credit::{CreditConfig, GrantOrder};
 use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
 use switchyard_bench_harness::stats::median;
 

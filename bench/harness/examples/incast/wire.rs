@@ -1,6 +1,6 @@
 //! The frames of this benchmark: a word with the kind, two numbers, and payload.
 
-use p2p_core::credit::{Credit, Demand};
+use message_engine::credit::{Credit, Demand};
 use p2p_core::{AnyEndpoint, Channel};
 
 use crate::text;

@@ -95,11 +95,9 @@ impl Job {
                 slot_bytes: next()?.parse().ok()?,
                 num_frames: next()?.parse().ok()?,
             },
-            transport: match next()? {
-                "staged" => TransportKind::Staged,
-                "verbs" => TransportKind::Verbs,
-                "libfabric" => TransportKind::Libfabric,
-                _ => TransportKind::Shm,
+            transport: {
+                let name = next()?;
+                TransportKind::ALL.iter().copied().find(|kind| kind.name() == name)?
             },
             pin: next()?.parse().ok()?,
             seed: next()?.parse().ok()?,

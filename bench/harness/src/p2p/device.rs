@@ -14,7 +14,7 @@
 use std::time::{Duration, Instant};
 
 use bytemuck::Zeroable;
-use kernels::abi::{DEVICE_ABI_VERSION, ErrorWord, Link, TAG_NONE, WAY_DIRECT};
+use kernels::abi::{DEVICE_ABI_VERSION, ErrorWord, Link, PATH_DIRECT, TAG_NONE};
 use kernels::gpu::{DeviceName, Gpu, GpuBuffer, Stream};
 use kernels::p2p::{P2pParams, PingPongParams, StreamParams};
 use tokio::sync::mpsc;
@@ -22,7 +22,7 @@ use tokio::sync::mpsc;
 use super::child::{report, runtime, wait_for_go};
 use super::{BenchError, ChildProgram, Process};
 use crate::stats::percentile;
-use p2p_core::backend::cuda_ipc::{DevicePair, DeviceSide};
+use cuda_ipc::{DevicePair, DeviceSide, GpuMemory};
 use p2p_core::bootstrap::{
     ConnectConfig, Connection, Listener, ListenerConfig, PeerHello, connect,
 };
@@ -324,7 +324,7 @@ fn take_part(job: &Job) -> Result<(), String> {
             let connect_config = ConnectConfig {
                 slot: HOST_SLOT,
                 transports: vec![TransportKind::Shm],
-                device: Some(side.clone()),
+                device: Some(GpuMemory::offer(side.clone())),
                 timeout: TIMEOUT,
                 ..ConnectConfig::default()
             };
@@ -404,7 +404,7 @@ async fn accept_senders(count: usize, side: DeviceSide) -> Result<Vec<Connection
     let config = ListenerConfig {
         slot: HOST_SLOT,
         transports: vec![TransportKind::Shm],
-        device: Some(side),
+        device: Some(GpuMemory::offer(side)),
         handshake_timeout: TIMEOUT,
         ..ListenerConfig::default()
     };
@@ -430,6 +430,11 @@ async fn accept_senders(count: usize, side: DeviceSide) -> Result<Vec<Connection
     Ok(connections)
 }
 
+/// The device slots of a connection.
+fn pair_of(connection: &Connection) -> Option<&DevicePair> {
+    connection.device.as_ref()?.downcast_ref()
+}
+
 impl Party {
     fn pairs(&self, phase: &Phase) -> Result<Vec<&DevicePair>, String> {
         let count = match phase.pattern {
@@ -437,17 +442,16 @@ impl Party {
             Pattern::Store => 1,
             _ => self.connections.len(),
         };
-        let pair = |connection: &'_ Connection| connection.device.is_some();
-        if !self.connections.iter().all(pair) {
+        if self.connections.iter().any(|connection| pair_of(connection).is_none()) {
             return Err("a connection came without device slots".to_owned());
         }
-        Ok(self.connections.iter().take(count).filter_map(|c| c.device.as_ref()).collect())
+        Ok(self.connections.iter().take(count).filter_map(pair_of).collect())
     }
 
     /// Poisons the part of the slots that the next launch writes, and clears counters and results.
     fn reset(&self, phase: &Phase) -> Result<(), String> {
         for connection in &self.connections {
-            let Some(pair) = &connection.device else { continue };
+            let Some(pair) = pair_of(connection) else { continue };
             // SAFETY: both ranges are in this side's slot; peers store again only when all processes are prepared.
             unsafe {
                 self.stream.fill(pair.own(), POISON, phase.bytes as u64).map_err(text)?;
@@ -485,7 +489,7 @@ impl Party {
             params.counters[at] = pair.own().add(self.counter_at);
             params.counter_offset[at] = self.counter_at;
             params.links[at] =
-                Link { window: pair.peer(), context: 0, way: WAY_DIRECT, reserved: 0 };
+                Link { window: pair.peer(), context: 0, path: PATH_DIRECT, reserved: 0 };
         }
         // SAFETY: slots and results are as large as the kernels take them for, and stay until the launch has
         // been waited for.

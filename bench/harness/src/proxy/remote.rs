@@ -390,20 +390,19 @@ fn join(
 pub fn open(name: &str) -> Result<Arc<dyn Network>> {
     let (kind, detail) = name.split_once(':').unwrap_or((name, ""));
     match kind {
-        #[cfg(feature = "libfabric")]
         "libfabric" => {
-            use p2p_core::backend::libfabric::{DEFAULT_PROVIDER, FabricNetwork};
+            use libfabric_transport::{DEFAULT_PROVIDER, FabricNetwork};
             let provider = if detail.is_empty() { DEFAULT_PROVIDER } else { detail };
             Ok(Arc::new(FabricNetwork::open(provider)?))
         }
         #[cfg(feature = "verbs")]
         "verbs" => {
-            use p2p_core::backend::verbs::{VerbsConfig, VerbsNetwork};
+            use verbs_transport::{VerbsConfig, VerbsNetwork};
             ensure!(detail.is_empty(), "verbs takes no detail, found `{detail}`");
             Ok(Arc::new(VerbsNetwork::open(VerbsConfig::default())?))
         }
         _ => bail!(
-            "transport `{kind}` ({detail}) is not in this build: expected libfabric or verbs, features of this crate"
+            "transport `{kind}` ({detail}) is not in this build: expected libfabric or verbs, a feature of this crate"
         ),
     }
 }

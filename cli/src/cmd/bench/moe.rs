@@ -236,7 +236,7 @@ fn on_device(global: &Global, args: &Args, device: DeviceName) -> Result<ExitCod
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct TransportSettings {
     #[cfg(feature = "verbs")]
-    verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    verbs_config: Option<verbs_transport::VerbsConfig>,
     #[cfg(feature = "ibgda")]
     ibgda: crate::cmd::IbgdaArgs,
 }

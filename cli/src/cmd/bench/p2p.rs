@@ -49,7 +49,7 @@ pub struct Args {
     /// verbs.
     #[cfg(feature = "verbs")]
     #[arg(long, env = VERBS_CONFIG_VARIABLE, value_parser = crate::cmd::verbs_config)]
-    verbs_config: Option<p2p_core::backend::verbs::VerbsConfig>,
+    verbs_config: Option<verbs_transport::VerbsConfig>,
     #[command(flatten)]
     engine: engine::EngineArgs,
     /// Lets the system move the processes between CPUs, as it always does with the message engine.
@@ -138,12 +138,11 @@ fn transport(text: &str) -> Result<Transport, String> {
 /// Runs this process's part if it is a child of the benchmark.
 pub fn child() -> Option<ExitCode> {
     bench_harness::p2p::child_main_with(|| {
-        #[allow(unused_mut, reason = "depends on the features")]
-        let mut networks = OpenNetworks::default();
+        let networks = OpenNetworks::default();
         #[cfg(feature = "verbs")]
-        {
-            networks.verbs = verbs_of_parent();
-        }
+        let networks = networks.with(verbs_transport::opener(verbs_of_parent()));
+        #[cfg(feature = "libfabric")]
+        let networks = networks.with(libfabric_transport::opener());
         networks
     })
     .or_else(bench_harness::p2p::device_child_main)
@@ -160,7 +159,7 @@ pub fn child() -> Option<ExitCode> {
 /// Returns the parent's RDMA settings. Missing or invalid settings become the default: the parent has checked
 /// them already.
 #[cfg(feature = "verbs")]
-fn verbs_of_parent() -> p2p_core::backend::verbs::VerbsConfig {
+fn verbs_of_parent() -> verbs_transport::VerbsConfig {
     let text = std::env::var(VERBS_CONFIG_VARIABLE).ok();
     text.and_then(|text| super::super::verbs_config(&text).ok()).unwrap_or_default()
 }

@@ -1,20 +1,20 @@
-//! What kernels and host have of a joined peer.
+//! Handles of a joined peer for kernels and the host.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ibgda::{GpuMemory, Peer, Waits};
 use kernels::abi::{DevicePtr, Link};
 use kernels::gpu::GpuBuffer;
+use kernels::slots::{KernelWaits, PathError, RemoteSlots};
 use p2p_core::PostError;
-use p2p_core::bootstrap::{KernelWaits, RemoteSlots};
 
 use crate::endpoint::HostHealth;
-use crate::life::Life;
+use crate::heartbeat::HeartbeatQueue;
 
 /// Fields go in order: queues before the memory that the NIC reads and writes for them.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    life: Mutex<Life>,
+    life: Mutex<HeartbeatQueue>,
     peer: Peer,
     link: Link,
     host: HostHealth,
@@ -23,22 +23,21 @@ pub(crate) struct Slots {
 }
 
 impl Slots {
-    /// Kernels wait for the queues at most as long as `timeout`, and until the first word of `waits` says
-    /// otherwise.
+    /// Kernels wait for the queues for at most `timeout`, or until the first word of `waits` ends their wait.
     pub(crate) fn new(
         mut peer: Peer,
-        life: Life,
+        life: HeartbeatQueue,
         host: HostHealth,
         (waits, timeout): (Arc<GpuBuffer>, std::time::Duration),
         own: GpuMemory,
     ) -> Result<Self, ibgda::LinkError> {
-        // What failed is told by the queue itself.
+        // The queue itself names the failed request.
         let error = DevicePtr::NULL;
         let link = peer.link(Waits { error, abort_mask: waits.ptr(), timeout })?;
         Ok(Self { life: Mutex::new(life), peer, link, host, waits, own })
     }
 
-    /// Why one of the kernels' queues is out of service.
+    /// The reason why one of the kernels' queues is out of service.
     fn check_queues(&self) -> Result<(), PostError> {
         const OP: &str = "health";
         for queue in self.peer.queues() {
@@ -69,18 +68,21 @@ impl RemoteSlots for Slots {
         KernelWaits::new(Arc::clone(&self.waits))
     }
 
-    fn show_life(&self, offset: u64) -> Result<(), PostError> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner).add(offset)
+    fn show_life(&self, offset: u64) -> Result<(), PathError> {
+        let mut life = self.life.lock().unwrap_or_else(PoisonError::into_inner);
+        life.add(offset).map_err(|error| PathError::new(&error))
     }
 
-    fn health(&self) -> Result<(), PostError> {
-        self.check_queues()?;
-        self.life.lock().unwrap_or_else(PoisonError::into_inner).health("health")?;
-        self.host.check()
+    fn health(&self) -> Result<(), PathError> {
+        let life = || self.life.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check_queues()
+            .and_then(|()| life().health("health"))
+            .and_then(|()| self.host.check())
+            .map_err(|error| PathError::new(&error))
     }
 }
 
-/// What kernels say of a queue: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
+/// Decodes a kernel's report about a queue: `SY_MLX5_ERROR_*` of `comm/mlx5/queue.h`.
 fn describe(word: u64) -> String {
     let [code, syndrome, vendor, opcode, low, high, ..] = word.to_le_bytes();
     match code {
