@@ -18,7 +18,7 @@ impl Random {
         (self.0 >> 33) as u32 ^ (self.0 >> 20) as u32
     }
 
-    /// Within -1..1.
+    /// Returns a number from -1 to 1.
     pub fn float(&mut self) -> f32 {
         self.next() as i32 as f32 / 2f32.powi(31)
     }
@@ -62,7 +62,7 @@ pub fn make_experts(preset: &Preset) -> Result<LayerExperts, Box<dyn Error>> {
     Ok(layer)
 }
 
-/// Experts of the same shape in f32; their values do not matter for the time.
+/// Experts of the same shape in f32. Their values have no influence on the time.
 pub struct Floats {
     experts: Vec<[Vec<f32>; 3]>,
 }

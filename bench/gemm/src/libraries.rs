@@ -15,7 +15,7 @@ pub const LIBRARIES: [Library; 3] = [
     Library { name: "faer", products: by_faer },
 ];
 
-/// Rows of `w` and of `x`, after a check that all sizes fit.
+/// Checks that all sizes fit. Returns the numbers of rows of `w` and of `x`.
 fn sizes(w: &[f32], x: &[f32], len: usize, y: &[f32]) -> (usize, usize) {
     let (num_rows, num_tokens) = (w.len() / len, x.len() / len);
     assert_eq!((w.len(), x.len()), (num_rows * len, num_tokens * len));

@@ -2,14 +2,13 @@
 //!
 //!     cargo run --release --manifest-path bench/gemm/Cargo.toml -- [--threads N] [--pairs N] [--json]
 //!
-//! Two ways for a library: *in tiles*, where it takes the place of the engine's products and gets
-//! weights that the engine's own vector code has widened to f32, as it would in a server; and *whole*,
-//! where it multiplies whole matrices that lie in memory as f32 already. The second needs 2 to 4 times
-//! the memory of the checkpoint and leaves out silu and the weighted sum, so it bounds what any way to
-//! use the library could give. It runs on one thread.
+//! Each library is used in two ways. *In tiles* it replaces the engine's products. It gets weights that the engine's own
+//! vector code has widened to f32, as it would in a server. *Whole* it multiplies whole matrices that are in memory as
+//! f32 already. The second way needs 2 to 4 times the memory of the checkpoint, and leaves out silu and the weighted sum.
+//! So it is a bound for any use of the library. It runs on one thread.
 //!
-//! A ratio is the library's time over ours, of runs next to each other; the median over the pairs is
-//! printed. Above 1 the engine's own kernels are faster.
+//! A ratio is the library's time over the engine's time, of neighbouring runs. The program prints the median over the
+//! pairs. Above 1 the engine's own kernels are faster.
 
 mod experts;
 mod libraries;
@@ -30,7 +29,7 @@ pub struct Preset {
     pub hidden: usize,
     pub inter: usize,
     pub dtype: WeightDtype,
-    /// Experts in memory: enough not to fit the caches.
+    /// Experts in memory, too many for the caches.
     pub num_loaded: usize,
 }
 
@@ -133,7 +132,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
     Ok(options)
 }
 
-/// The library in the place of the engine's products.
+/// Measures the library in place of the engine's products.
 fn in_tiles(
     preset: &Preset,
     experts: &LayerExperts,
@@ -146,7 +145,7 @@ fn in_tiles(
     let mut its = Engine::new(preset, tokens, pool);
     let times =
         pairs(options, |expert| own.run(experts, expert), |expert| its.run(experts, expert))?;
-    // Expert 0 by both: they must agree.
+    // Both results for expert 0 must agree.
     own.run(experts, 0)?;
     its.run(experts, 0)?;
     let scale = own.out.iter().fold(0f32, |max, v| max.max(v.abs()));
@@ -157,7 +156,7 @@ fn in_tiles(
     Ok(Row::new(preset, tokens, library, "tiles", times))
 }
 
-/// The library's three products of whole f32 matrices against the whole expert by the engine.
+/// Measures the library's three products of whole f32 matrices beside the whole expert by the engine.
 fn whole(
     preset: &Preset,
     experts: &LayerExperts,
@@ -186,7 +185,7 @@ fn whole(
     Ok(Row::new(preset, tokens, library, "whole", times))
 }
 
-/// One expert at a time on a pool.
+/// Computes one expert at a time on a pool.
 struct Engine {
     pool: ComputePool,
     x: Vec<f32>,
@@ -223,7 +222,7 @@ impl Engine {
     }
 }
 
-/// Times of both in turns, seconds per expert. Each run visits experts that have left the caches.
+/// Measures both in turns, in seconds per expert. Each run uses experts that have left the caches.
 fn pairs(
     options: &Options,
     mut own: impl FnMut(usize) -> Result<(), Box<dyn Error>>,
@@ -231,7 +230,7 @@ fn pairs(
 ) -> Result<Vec<(f64, f64)>, Box<dyn Error>> {
     let mut times = Vec::new();
     let mut expert = 0;
-    // Long enough for the clock and short enough for the neighbours to see the same machine.
+    // A run is long enough for the clock, and short enough that neighbouring runs see the same machine.
     let begin = Instant::now();
     own(0)?;
     its(0)?;
@@ -278,7 +277,7 @@ impl Row {
         }
     }
 
-    /// Prints the row, or gives it as JSON.
+    /// Prints the row unless the output is JSON. Returns the row as JSON.
     fn show(&self, options: &Options) -> String {
         let Self { preset, tokens, library, way, own_us, library_us, .. } = self;
         let (ratio, p10, p90) = (self.ratio, self.ratio_p10, self.ratio_p90);

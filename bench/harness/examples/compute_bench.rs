@@ -1,13 +1,13 @@
-//! Measures the compute pool against the machine's limits: read bandwidth and matrix products.
+//! Measures the computation of experts on a processor beside the limits of the machine.
 //!
-//! For each preset and number of tokens per expert: time per batch, weight bytes per second and
-//! its fraction of the read bandwidth, operations per second and their fraction of the GEMM rate.
-//! Weights are synthetic and larger than the last cache; each batch visits other experts than the
-//! one before, as layers do. Run it with `--release`.
+//! For each preset and number of tokens per expert it reports the time per batch, weight bytes per second and their
+//! fraction of the read bandwidth, operations per second and their fraction of the GEMM rate. Weights are synthetic and
+//! larger than the last cache. Each batch uses other experts than the batch before, as layers do. Run it with
+//! `--release`.
 //!
-//! The read bandwidth is measured before and after every run of batches: on a shared host it moves
-//! within seconds. A fraction of it is the median over the runs of their bytes per second over the
-//! mean of these two neighbours.
+//! The read bandwidth is measured before and after each run of batches, since it changes within seconds on a shared
+//! host. A fraction of it is the median over the runs. For one run it is the bytes per second over the mean of the two
+//! neighbouring bandwidths.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -25,9 +25,9 @@ struct Preset {
     hidden: usize,
     inter: usize,
     dtype: WeightDtype,
-    /// Experts that a batch visits.
+    /// Experts of a batch.
     num_active: usize,
-    /// Experts in memory: a subset where all would not fit.
+    /// Experts in memory: a subset if the host has no room for all.
     num_loaded: usize,
 }
 
@@ -261,8 +261,7 @@ struct Row {
     of_gemm: f64,
 }
 
-/// `tokens` tokens for each of the active experts; token rows are shared among experts, as top-k
-/// routing does.
+/// Measures batches with `tokens` tokens for each active expert. Experts share token rows, as with top-k routing.
 fn measure(
     pool: &mut ComputePool,
     probe: &BandwidthProbe,
@@ -304,7 +303,7 @@ fn measure(
     run_batch()?;
     let weights = experts.get(0).ok_or("no experts")?;
     let bytes = (weights.size_bytes() * active) as f64;
-    // As many bytes as the probe reads, so that both see the machine for as long.
+    // As many bytes as the probe reads, so that both measure the machine for the same time.
     let batches_per_run = ((RUN_BYTES as f64 / bytes).round() as usize).max(1);
     let (mut times, mut rates, mut bandwidths, mut shares) = (vec![], vec![], vec![], vec![]);
     let mut before = probe.measure(1);
@@ -340,7 +339,7 @@ fn measure(
     })
 }
 
-/// Bytes of one measurement of the bandwidth. One run of batches reads about as many.
+/// Bytes that a measurement of the bandwidth reads. A run of batches reads about as many.
 const RUN_BYTES: usize = 512 << 20;
 
 impl Row {

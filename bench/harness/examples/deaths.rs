@@ -1,7 +1,7 @@
-//! How soon a peer's death is known, as JSON: `deaths [GIB [TIMES [huge]]]`.
+//! Measures the time until a peer's death is known. Prints JSON: `deaths [GIB [TIMES [huge]]]`.
 //!
-//! A peer, a process of its own, touches so much memory, in huge pages if asked, and connects; then it is
-//! killed. The time is from the kill until the connection is over. 1 GiB and 8 times by default.
+//! A peer is a process of its own. It touches `GIB` GiB of memory, in huge pages with `huge`, connects, and is killed.
+//! The time is from the kill until the connection is closed. The defaults are 1 GiB and 8 times.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader};
@@ -26,21 +26,21 @@ struct Peer(Child);
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// What the command line says.
+/// Settings from the command line.
 #[derive(Debug, Clone)]
-struct Wish {
+struct Settings {
     gib: f64,
     times: usize,
     is_huge: bool,
 }
 
-impl Wish {
+impl Settings {
     fn read() -> Result<Self, String> {
         let words: Vec<String> = std::env::args().skip(1).collect();
         let bad = |found: &str| format!("found {found:?}, expected deaths [GIB [TIMES [huge]]]");
@@ -62,12 +62,12 @@ impl Wish {
 }
 
 fn main() -> ExitCode {
-    let done = Wish::read().map_err(Box::from).and_then(|wish| {
+    let done = Settings::read().map_err(Box::from).and_then(|settings| {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         runtime.block_on(async {
             match std::env::var(LISTENER) {
-                Ok(addr) => live(addr.parse()?, &wish).await,
-                Err(_) => watch(&wish).await,
+                Ok(addr) => live(addr.parse()?, &settings).await,
+                Err(_) => watch(&settings).await,
             }
         })
     });
@@ -81,24 +81,24 @@ fn main() -> ExitCode {
     }
 }
 
-/// Kills peers, and looks when that is known.
-async fn watch(wish: &Wish) -> Result<(), Box<dyn Error>> {
+/// Kills peers, and times until their death is known.
+async fn watch(settings: &Settings) -> Result<(), Box<dyn Error>> {
     let listener = Listener::bind("127.0.0.1:0", ListenerConfig::default()).await?;
     let addr = listener.local_addr();
     let (sender, mut peers) = mpsc::unbounded_channel();
     let on_peer = move |connection| drop(sender.send(connection));
     tokio::spawn(listener.serve(|_| Ok(Vec::new()), on_peer, std::future::pending()));
-    let mut known_ms = Vec::with_capacity(wish.times);
-    for time in 0..wish.times {
+    let mut known_ms = Vec::with_capacity(settings.times);
+    for time in 0..settings.times {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(std::env::args().skip(1)).env(LISTENER, addr.to_string());
         let mut peer = Peer(command.stdout(Stdio::piped()).spawn()?);
-        // It says so when it has its end of the connection, or nothing when it ends.
+        // The peer prints a line once it is connected, and nothing if it fails.
         let mut output = BufReader::new(peer.0.stdout.take().ok_or("no output")?).lines();
         let (said, heard) = oneshot::channel();
         std::thread::spawn(move || said.send(output.next()));
         timeout(PATIENCE, heard).await??.ok_or("the peer ended by itself")??;
-        let connection = timeout(PATIENCE, peers.recv()).await?.ok_or("nobody listens")?;
+        let connection = timeout(PATIENCE, peers.recv()).await?.ok_or("the listener has ended")?;
         let start = Instant::now();
         peer.0.kill()?;
         let reason = timeout(PATIENCE, connection.liveness.closed()).await?;
@@ -106,21 +106,21 @@ async fn watch(wish: &Wish) -> Result<(), Box<dyn Error>> {
         if reason != CloseReason::Lost {
             return Err(format!("after a kill: {reason}").into());
         }
-        eprintln!("{} of {}: known after {ms:.2} ms", time + 1, wish.times);
+        eprintln!("{} of {}: known after {ms:.2} ms", time + 1, settings.times);
         known_ms.push(ms);
     }
     let [least, p50, most] = [0.0, 0.5, 1.0].map(|part| percentile(&mut known_ms, part));
     println!(
         r#"{{"gib": {}, "huge_pages": {}, "times": {}, "known_ms": {{"least": {least:.3}, "p50": {p50:.3}, "most": {most:.3}}}}}"#,
-        wish.gib, wish.is_huge, wish.times
+        settings.gib, settings.is_huge, settings.times
     );
     Ok(())
 }
 
 /// A peer with some memory, until it is killed.
-async fn live(addr: SocketAddr, wish: &Wish) -> Result<(), Box<dyn Error>> {
-    let bytes = ((wish.gib * f64::from(1 << 30)) as usize).max(1);
-    // SAFETY: a new mapping, where the kernel wants it.
+async fn live(addr: SocketAddr, settings: &Settings) -> Result<(), Box<dyn Error>> {
+    let bytes = ((settings.gib * f64::from(1 << 30)) as usize).max(1);
+    // SAFETY: a new mapping, at an address that the kernel chooses.
     let memory = unsafe {
         mmap_anonymous(
             std::ptr::null_mut(),
@@ -129,11 +129,11 @@ async fn live(addr: SocketAddr, wish: &Wish) -> Result<(), Box<dyn Error>> {
             MapFlags::PRIVATE,
         )?
     };
-    let advice = if wish.is_huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
-    // SAFETY: the mapping above; what its pages are changes no byte.
+    let advice = if settings.is_huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+    // SAFETY: the mapping above; the kind of its pages changes no byte.
     unsafe { madvise(memory, bytes, advice)? };
     for at in (0..bytes).step_by(4096) {
-        // SAFETY: within the mapping, which nobody else uses.
+        // SAFETY: within the mapping, which no other thread uses.
         unsafe { memory.cast::<u8>().add(at).write_volatile(1) };
     }
     let connection = connect(addr, PeerHello::default(), ConnectConfig::default()).await?;

@@ -1,8 +1,8 @@
-//! What many peers of one message engine cost, as JSON: `engine_scale [NUM_PEERS [TRANSPORT]]`.
+//! Measures the cost of many peers of one message engine. Prints JSON: `engine_scale [NUM_PEERS [TRANSPORT]]`.
 //!
-//! Both ends of all connections live in this process: one engine in the middle, and 32 that connect to
-//! it, all connections at the same time. The engine in the middle never sleeps; what a round of its
-//! thread takes with all peers idle, less what it took without peers, is what idle peers cost.
+//! Both ends of all connections are in this process: one engine in the middle, and 32 engines that connect to it, all
+//! connections at the same time. The engine in the middle never sleeps. The cost of idle peers is the time of a round
+//! of its thread with all peers idle, less the time of a round without peers.
 
 #[path = "../../../tests/scale/scale_support/mod.rs"]
 mod scale_support;
@@ -20,7 +20,7 @@ fn main() {
     let wanted = argument(1).map_or(1024, |text| text.parse().expect("a number of peers"));
     let transport = argument(2).unwrap_or_else(|| "tcp".to_owned());
     let num_peers = Engines::possible(wanted);
-    // Once without being counted: threads, arenas, and what a provider opens once.
+    // A first run that is not counted pays for threads, arenas, and resources that a provider opens once.
     let first = Engines::engine(&transport, false).expect("the transport");
     drop(Engines::gather(first, 4, &transport));
     let hub = Engines::engine(&transport, true).expect("the transport");
@@ -30,7 +30,7 @@ fn main() {
     let per_peer = |now: u64, before: u64| now.saturating_sub(before) / num_peers as u64;
     let idle_bytes = per_peer(resident_bytes(), bytes);
     let descriptors = per_peer(num_descriptors() as u64, descriptors as u64);
-    // What the handshakes left to do is done by now.
+    // Gives the handshakes time to finish their remaining work.
     std::thread::sleep(Duration::from_millis(500));
     let among_all_ns = median_of(|| Engines::round_ns(&hub, SAMPLE));
     let soon = || Instant::now() + Duration::from_secs(60);
@@ -40,7 +40,7 @@ fn main() {
         back.send(&memory.whole(), soon()).expect("a message");
     }
     let used_bytes = per_peer(resident_bytes(), before);
-    // What a notification takes while all others are idle: there, and taken.
+    // Time of a notification until it is received, while all other peers are idle.
     let notice_us = median_of(|| {
         let start = Instant::now();
         for _ in 0..NUM_NOTICES {

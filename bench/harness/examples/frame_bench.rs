@@ -1,10 +1,10 @@
-//! Speed of encoding and decoding frames on one thread.
+//! Measures the speed of encoding and decoding frames on one thread.
 //!
 //! `cargo run --release -p switchyard-bench-harness --example frame_bench [-- --json]`
 //!
-//! Rows of 7168 values, 64 per frame, top-8. GB/s count the caller's f32 values, 4 bytes each, so that element
-//! types can be compared. `wire_gb_per_s` counts the bytes of the frame. Each figure is the median of many
-//! frames. The frames cycle through 8 frames of memory, so that neither side stays in the innermost cache.
+//! A frame has 64 rows of 7168 values, with top-8 routing. GB/s count f32 on the caller's side, 4 bytes a value, so that
+//! element types can be compared; `wire_gb_per_s` counts the bytes of the frame. Each figure is the median of 400
+//! frames. They use 8 frames of memory in turn, so that neither side stays in the innermost cache.
 
 use std::ptr::NonNull;
 use std::time::Instant;
@@ -134,7 +134,7 @@ fn measure(dtype: WireDtype, checksum: bool) -> Row {
         frame_bytes = encode_dispatch(&mut view, &meta, &xs[round % NUM_FRAMES], &tokens, &entries)
             .expect("fits");
         encode_us.push(us(begin.elapsed()));
-        // Another frame than the one just written, so that the rows come from further away.
+        // Decodes another frame than the last one, so that its rows are not in the innermost cache.
         if round < NUM_FRAMES {
             continue;
         }

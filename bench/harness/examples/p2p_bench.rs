@@ -1,4 +1,4 @@
-//! Prints the benchmark's table: `p2p_bench [SENDERS [RECEIVERS [MAX_BYTES [TRANSPORT[:DEVICE]
+//! Prints the table of the channel benchmark: `p2p_bench [SENDERS [RECEIVERS [MAX_BYTES [TRANSPORT[:DEVICE]
 //! [MIN_BYTES]]]]]`.
 
 use std::process::ExitCode;

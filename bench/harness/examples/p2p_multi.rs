@@ -1,10 +1,11 @@
 //! M clients and N servers: `p2p_multi M N [TRANSPORT [MAX_BYTES [ITERATIONS]]]`, each a process.
 //!
-//! In every iteration each client puts a message into its slot at every server at once, tells the
-//! servers, waits for their acknowledgements, and gets the messages back. Timed is all of that. The data
-//! is new in every iteration and what it is got back into holds something else before, so that nothing
-//! passes that has not moved twice. One line per size: the mean time of the slowest client, and whether
-//! every byte of every iteration was right. By default 8 MiB and 200 iterations, after 10 that are not timed.
+//! In each iteration each client puts a message into its slot at all servers at once, notifies the servers, waits for
+//! their acknowledgements, and gets the messages back. All of that is timed. The data is new in each iteration, and the
+//! target of the get holds other data before, so that only data that has moved both ways passes.
+//!
+//! There is one line per size: the mean time of the slowest client, and whether every byte of every iteration was
+//! right. The defaults are 8 MiB and 200 iterations, after 10 that are not timed.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
@@ -64,7 +65,7 @@ impl Args {
     }
 }
 
-/// A process of this program, ended when dropped.
+/// A process of this program. Dropping it kills the process.
 struct Process {
     child: Child,
     lines: std::io::Lines<BufReader<ChildStdout>>,
@@ -117,7 +118,7 @@ fn orchestrate(args: &Args) -> Result<bool, Box<dyn Error>> {
         let (mut slowest, mut num_errors) = (0f64, 0u64);
         for client in &mut clients {
             let line = client.line()?;
-            let (ms, errors) = line.split_once(' ').ok_or("a client said something else")?;
+            let (ms, errors) = line.split_once(' ').ok_or("a client sent an unexpected line")?;
             slowest = slowest.max(ms.parse()?);
             num_errors += errors.parse::<u64>()?;
         }
@@ -137,7 +138,7 @@ fn start(args: &Args) -> Result<Engine, Box<dyn Error>> {
     Ok(Engine::start(EngineConfig { fabrics: vec![fabric], ..local })?)
 }
 
-/// Gives every client a slot, and answers every notification with one.
+/// Gives each client a slot, and answers each notification with one.
 fn serve(args: &Args) -> Result<(), Box<dyn Error>> {
     let engine = start(args)?;
     let hex: String = engine.metadata().iter().map(|byte| format!("{byte:02x}")).collect();
@@ -150,7 +151,7 @@ fn serve(args: &Args) -> Result<(), Box<dyn Error>> {
         peers.push((connection, slot));
     }
     loop {
-        // Ended by the parent.
+        // The parent kills this process.
         let from = engine.next_notification(soon())?.connection;
         if let Some((connection, _)) = peers.iter().find(|(connection, _)| connection.id() == from)
         {

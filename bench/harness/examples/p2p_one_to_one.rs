@@ -1,8 +1,8 @@
 //! One client and one server: `p2p_one_to_one [tcp|cma|libfabric[:PROVIDER]|verbs[:DEVICE]]`.
 //!
-//! The client puts 2048 bytes into the server's memory and tells it; the server doubles every value; the
-//! client gets them back into a buffer that holds something else, and checks that each is twice what it
-//! sent. Client and server are processes of their own.
+//! The client puts 2048 bytes into the server's memory and notifies it. The server doubles each value. The client gets
+//! the values back into a buffer that holds other data, and checks that each is twice the value that it sent. Client
+//! and server are processes of their own.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader};
@@ -48,7 +48,7 @@ fn run_client(transport: &str) -> Result<bool, Box<dyn Error>> {
         .stdout(Stdio::piped())
         .spawn()?;
     let checked = put_and_get(&engine);
-    // Without its client the server ends by itself; it is not waited for without end.
+    // The server ends by itself once its client is gone, so the wait is bounded.
     drop(engine);
     for line in server.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines) {
         println!("{}", line?);
@@ -99,7 +99,7 @@ fn serve(transport: &str, client: &str) -> Result<bool, Box<dyn Error>> {
     memory.copy_in(0, words.iter().map(twice).collect::<Vec<_>>().as_flattened())?;
     println!("server: doubled {NUM_VALUES} values");
     connection.notify(b"doubled", soon())?;
-    // The client leaves first: whoever does could take the other's last acknowledgement with it.
+    // The client closes first. If the server did, the client could lose the last acknowledgement.
     let deadline = soon();
     while connection.closed().is_none() {
         if Instant::now() >= deadline {

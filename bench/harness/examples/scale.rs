@@ -1,7 +1,7 @@
-//! What many peers of one process cost, as JSON: `scale [NUM_PEERS [SLOT_BYTES]]`.
+//! Measures the cost of many peers of one process. Prints JSON: `scale [NUM_PEERS [SLOT_BYTES]]`.
 //!
-//! Both ends of all connections live in this process, and all peers connect at the same time. The
-//! transport is that of `SWITCHYARD_TEST_TRANSPORT`.
+//! Both ends of all connections are in this process, and all peers connect at the same time. The variable
+//! `SWITCHYARD_TEST_TRANSPORT` names the transport.
 
 #[path = "../../../tests/scale/scale_support/mod.rs"]
 mod scale_support;
@@ -22,14 +22,14 @@ fn main() {
     let slot = SlotConfig { slot_bytes: argument(2).unwrap_or(default.slot_bytes), ..default };
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
-    // Once without being counted: threads, arenas, and what a network opens once.
+    // A first run that is not counted pays for threads, arenas, and resources that a network opens once.
     drop(runtime.block_on(Crowd::gather(4, Crowd::listener(slot, transports.clone()))));
     let (bytes, descriptors) = (resident_bytes(), num_descriptors());
     let crowd = runtime.block_on(Crowd::gather(num_peers, Crowd::listener(slot, transports)));
     let idle_bytes = resident_bytes().saturating_sub(bytes) / num_peers as u64;
     let descriptors = num_descriptors().saturating_sub(descriptors) / num_peers;
     let channels: Vec<_> = crowd.there.iter().map(|connection| &connection.channel).collect();
-    // Who polls a network drives it too, once per sweep.
+    // A sweep includes one call that drives the network.
     let set = WaitSet::new().expect("a wait set");
     channels.iter().for_each(|channel| set.attach(channel.endpoint()).expect("a descriptor"));
     let mut polls: Vec<f64> = (0..NUM_SAMPLES)

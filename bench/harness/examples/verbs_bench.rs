@@ -1,11 +1,11 @@
-//! Latency and bandwidth of the verbs transport beside perftest's tools, in turns, on one device.
+//! Measures latency and bandwidth of the verbs transport beside perftest's tools, in turns, on one device.
 //!
 //! ```text
 //! cargo run --release -p switchyard-bench-harness --features verbs --example verbs_bench -- [REPEATS]
 //! ```
 //!
-//! Both use the same device against itself, message sizes, queue depth and number of operations. Prints
-//! one JSON line per measurement, and a table of medians and ratios.
+//! Both use the same device in loopback, the same message sizes, queue depth and number of operations. The program
+//! prints one JSON line per measurement, and a table of medians and ratios.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr};
@@ -25,7 +25,7 @@ const LATENCY_ROUNDS: usize = 3000;
 const WARM_UP: usize = 300;
 const BANDWIDTH_ROUNDS: usize = 1500;
 const BANDWIDTH_BYTES: usize = 64 << 10;
-/// Of the window in perftest.
+/// Queue depth, as in perftest.
 const DEPTH: u32 = 128;
 
 fn main() -> Result<()> {
@@ -60,7 +60,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Write latency, fetch-add latency, write bandwidth.
+/// Returns write latency, fetch-add latency and write bandwidth.
 fn ours() -> Result<[f64; 3]> {
     let network = VerbsNetwork::open(config())?;
     let side = network.open(&layout()?, route())?;
@@ -74,7 +74,7 @@ fn ours() -> Result<[f64; 3]> {
     let mut end = Side::new(&mut joined)?;
     writeln!(child.stdin.as_mut().context("stdin")?)?;
 
-    // One look at the clock per round, as perftest does: on an emulated processor it is not cheap.
+    // Reads the clock once per round, as perftest does: a reading is not cheap on an emulated processor.
     let mut latencies = Vec::with_capacity(LATENCY_ROUNDS);
     let mut last = Instant::now();
     for round in 1..=(WARM_UP + LATENCY_ROUNDS) as u64 {
@@ -105,7 +105,7 @@ fn ours() -> Result<[f64; 3]> {
     let start = Instant::now();
     for _ in 0..BANDWIDTH_ROUNDS {
         let source = end.source.range(0, BANDWIDTH_BYTES).context("source")?;
-        // SAFETY: the source is not written any more.
+        // SAFETY: no code writes the source after this.
         unsafe { end.joined.endpoint.put(remote, source)? };
     }
     end.joined.endpoint.quiet(Instant::now() + LIMIT)?;
@@ -126,7 +126,7 @@ fn peer(described: &str) -> Result<()> {
         end.wait_word(round)?;
         end.write_word(round)?;
     }
-    // The other side goes on alone, and ends this process.
+    // The other side needs no more answers, and kills this process.
     std::thread::sleep(LIMIT);
     Ok(())
 }
@@ -144,7 +144,7 @@ impl<'a> Side<'a> {
     }
 
     fn write_word(&mut self, value: u64) -> Result<()> {
-        // Eight sources in turn: small puts are copied when posted, but that is no promise.
+        // Uses eight sources in turn, since the transport does not promise to copy small puts when they are posted.
         let at = (value % 8) as usize * 64;
         word(&self.source, at).store(value, Ordering::Relaxed);
         let source = self.source.range(at, 8).context("source")?;
@@ -171,7 +171,7 @@ fn word(region: &Region, offset: usize) -> &AtomicU64 {
     unsafe { AtomicU64::from_ptr(region.as_ptr().add(offset).as_ptr().cast()) }
 }
 
-/// The same three from perftest.
+/// Returns the same three figures from perftest.
 fn perftest(device: &str) -> Result<[f64; 3]> {
     let rounds = LATENCY_ROUNDS.to_string();
     let latency = |tool: &str| {
@@ -184,11 +184,11 @@ fn perftest(device: &str) -> Result<[f64; 3]> {
     Ok([latency("ib_write_lat")?, latency("ib_atomic_lat")?, rate * 1000.0 / 8.0])
 }
 
-/// Runs both sides of a tool; a column of the last row of figures.
+/// Runs both sides of a tool. Returns a column of the last row of figures.
 fn run_tool(device: &str, tool: &str, arguments: &[&str], column: usize) -> Result<f64> {
     let mut arguments = arguments.to_vec();
     if tool == "ib_atomic_lat" {
-        // It knows one size only.
+        // The tool has one size only.
         arguments.drain(..2);
     }
     let command = || {

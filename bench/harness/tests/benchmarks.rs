@@ -1,5 +1,5 @@
-//! The benchmark programs as users start them: they check options before anything begins, and they print tables,
-//! or lines of JSON.
+//! The benchmark programs as users start them. They check their arguments before anything else, and print tables or
+//! lines of JSON.
 
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
@@ -50,7 +50,7 @@ fn each_value_that_cannot_be_is_named() {
     }
 }
 
-/// Batches that divide neither the budget nor each other, and the smallest budget that there is.
+/// Batches that divide neither the budget nor each other, and the smallest possible budget.
 #[test]
 fn odd_batches_and_small_budgets_are_measured_and_compared() {
     for (batch, budget, num_rows) in [("24,7,1", "64", 3), ("1,2", "2", 2), ("3", "3,4096", 2)] {
@@ -68,7 +68,7 @@ fn odd_batches_and_small_budgets_are_measured_and_compared() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "batch {batch}, budget {budget}: {said}");
         let lines = String::from_utf8(output.stdout).unwrap();
-        // Both posts in a rate and a round trip each, and all of it compared.
+        // A rate and a round trip for each of two posts, and one check.
         assert_eq!(lines.lines().count(), 5 * num_rows, "{lines}");
         let mut num_checks = 0;
         for line in lines.lines() {
@@ -91,7 +91,7 @@ fn a_table_has_a_head_and_a_line_for_each_measurement() {
     let output = benchmark(&["--idle-seconds", "0.01", "--threads", "1,2"]);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
-    // Output for terminals only is not there.
+    // Standard error is no terminal, so it has no progress.
     assert!(!said.contains('\r') && said.lines().count() == 2, "{said}");
     let text = String::from_utf8(output.stdout).unwrap();
     let lines: Vec<&str> = text.lines().collect();
@@ -133,7 +133,7 @@ fn each_lane_has_a_row_where_that_is_asked_for() {
     let text = String::from_utf8(output.stdout).unwrap();
     let rows: Vec<Vec<&str>> =
         text.lines().skip(2).map(|row| row.split_whitespace().collect()).collect();
-    // All together, and four lanes, of each of three measurements.
+    // Three measurements with a row for all lanes and a row for each of four lanes.
     assert_eq!(rows.len(), 3 * 5, "{text}");
     for rows in rows.chunks(5) {
         let lanes: Vec<_> = rows.iter().map(|row| (row.len(), [row[17], row[18]])).collect();
@@ -141,7 +141,7 @@ fn each_lane_has_a_row_where_that_is_asked_for() {
         assert_eq!(lanes, expected.map(|lane| (19, lane)), "{text}");
         let objects: Vec<u64> = rows.iter().map(|row| row[7].parse().unwrap()).collect();
         assert_eq!(objects[0], objects[1..].iter().sum::<u64>(), "{text}");
-        // Producers of the host measure the time of a batch in round trips alone.
+        // Producers of the host time a batch in round trips only.
         assert!(rows.iter().all(|row| (row[11] != "-") == (row[0] == "round_trip")), "{text}");
     }
 
@@ -156,7 +156,7 @@ fn each_lane_has_a_row_where_that_is_asked_for() {
     assert_eq!((&lines[4]["thread"], &lines[4]["lane"]), (&1.into(), &1.into()));
 }
 
-/// Records of other days are read by the same names.
+/// Scripts read old and new records by the same names.
 #[test]
 fn lines_of_json_have_their_keys() {
     let output = benchmark(&["--idle-seconds", "0.01", "--post", "copy", "--json"]);
@@ -171,7 +171,7 @@ fn lines_of_json_have_their_keys() {
             "bad batch bench budget checked gbps lanes latency mops object_bytes objects post producer threads wall_ms"
         );
     }
-    // Producers of the host measure the time of a batch in round trips alone.
+    // Producers of the host time a batch in round trips only.
     assert!(lines[1]["latency"].is_null());
     assert_eq!(keys(&lines[2]["latency"]), "max_us mean_us p50_us p90_us p99_us");
     assert_eq!(keys(&lines[3]), "bench cpu_percent_per_thread lanes max_sleep_us threads");
@@ -215,8 +215,7 @@ fn both_sides_between_hosts_print_tables_or_json() {
         assert!(lines[1].starts_with("bench") && lines[1].ends_with("checked"), "{text}");
         let cells: Vec<&str> = lines[2].split_whitespace().collect();
         assert_eq!((cells.len(), cells[0]), (num_cells, name), "{text}");
-        // Two rounds of both threads; the remainder of timed objects of both, and of one that sends them one by
-        // one.
+        // Two rounds of both threads, the timed objects left by both, and those left by one thread's single objects.
         assert_eq!(cells[num_cells - 2..], ["32", "24"], "{text}");
     }
     let [sent, received] = between_processes(&["--json"]).map(|text| {
@@ -248,7 +247,7 @@ fn a_side_that_cannot_begin_is_an_error_of_one_line() {
     }
 }
 
-/// Output of sender and receiver.
+/// Returns the output of sender and receiver.
 fn between_processes(flags: &[&str]) -> [String; 2] {
     use std::io::{BufRead as _, BufReader};
     use std::process::Stdio;
@@ -273,14 +272,14 @@ fn between_processes(flags: &[&str]) -> [String; 2] {
         .args(["--batch", "4", "--commands", "100", "--checks", "2"])
         .output()
         .unwrap();
-    // Without a sender it ends by itself.
+    // Without a sender the receiver ends by itself.
     let received = receiver.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(received.status.success());
     [output.stdout, received.stdout].map(|text| String::from_utf8(text).unwrap())
 }
 
-/// In alphabetical order.
+/// Returns the keys in alphabetical order.
 fn keys(line: &Value) -> String {
     let mut keys: Vec<_> = line.as_object().unwrap().keys().map(String::as_str).collect();
     keys.sort_unstable();

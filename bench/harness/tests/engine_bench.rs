@@ -1,9 +1,9 @@
-//! The engine's benchmark as a program: every byte of every row is compared.
+//! The benchmark of the message engine as a program. It compares every byte of every row.
 
 use switchyard_bench_harness::engine::{EngineBenchConfig, Mode, child_main, run};
 use switchyard_bench_harness::p2p::ChildProgram;
 
-/// The process that the others start. Does nothing when run on its own.
+/// The child process of the other test. Does nothing when run on its own.
 #[test]
 fn target_process() {
     if let Some(done) = child_main() {
@@ -14,7 +14,7 @@ fn target_process() {
 #[test]
 fn every_size_and_number_of_ranges_is_reported() {
     let program = ChildProgram::this(&["--exact", "target_process", "--nocapture"]).unwrap();
-    // One that was asked for, or those that need nothing installed.
+    // The requested transport, or those that need no installed software.
     let named = std::env::var("SWITCHYARD_TEST_TRANSPORT");
     let transports = named.as_ref().map_or(vec!["tcp", "cma"], |name| vec![name]);
     let modes = [Mode::Write, Mode::Read];

@@ -1,4 +1,4 @@
-//! The benchmark as a program: every byte of every iteration is compared, whoever runs it.
+//! The benchmark of channels as a program. It compares every byte of every iteration.
 
 #[path = "../../../tests/support/src/skip.rs"]
 mod skip;
@@ -8,7 +8,7 @@ use switchyard_bench_harness::p2p::{
     BenchConfig, ChildProgram, DeviceBenchConfig, child_main, device_child_main, run, run_device,
 };
 
-/// The processes that the others start. Does nothing when run on its own.
+/// The child processes of the other tests. Does nothing when run on its own.
 #[test]
 fn child_process() {
     if let Some(done) = child_main().or_else(device_child_main) {

@@ -1,4 +1,4 @@
-//! A server looks at all of its peers all the time: what one idle peer costs, and that none is missed.
+//! A server polls all of its peers all the time: the cost of an idle peer, and a test that no frame is missed.
 
 use std::time::Instant;
 

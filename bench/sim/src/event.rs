@@ -1,4 +1,4 @@
-//! What happens when.
+//! The events of a simulation.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -35,7 +35,7 @@ pub(crate) enum Kind {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Event {
-    /// A sender begins with a message.
+    /// A sender begins a message.
     Start(u32),
     /// A host's link is free.
     HostLink(u16),
@@ -47,15 +47,15 @@ pub(crate) enum Event {
     AtHost(Packet),
     /// A demand or credit takes effect.
     Control(Packet),
-    /// A receiver posts as much of a read as it has granted itself.
+    /// A receiver posts the part of a read that it has granted itself.
     Post(u32, Credit),
-    /// A host stops or goes on.
+    /// A host stops or continues.
     Pause(u16, bool),
-    /// Time to see whether anything of a message has arrived beyond `seen`.
+    /// The retry timer of a message: checks whether more than `seen` has arrived.
     Retry { flow: u32, seen: u64 },
 }
 
-/// Events by time, those of one time in the order in which they were added.
+/// Events in the order of their times. Events of the same time keep the order of insertion.
 #[derive(Default)]
 pub(crate) struct Events {
     heap: BinaryHeap<Reverse<Entry>>,

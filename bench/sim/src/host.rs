@@ -1,4 +1,4 @@
-//! Messages under way, and the hosts that send them.
+//! Messages in flight, and the hosts that send them.
 
 use std::collections::VecDeque;
 
@@ -15,14 +15,14 @@ pub(crate) struct Flow {
     pub(crate) to: u16,
     pub(crate) bytes: u64,
     pub(crate) verb: Verb,
-    /// Of a read: how much the sender was asked for.
+    /// With reads, the bytes that the receiver has requested.
     pub(crate) requested: u64,
     /// The sender's side.
     pub(crate) next: u64,
     pub(crate) furthest: u64,
     pub(crate) acked: u64,
     pub(crate) done_ps: Option<u64>,
-    /// When the receiver had all of it.
+    /// Time at which all of it had arrived.
     pub(crate) landed_ps: Option<u64>,
     queued: bool,
     /// The receiver's side.
@@ -34,12 +34,13 @@ pub(crate) struct Flow {
 pub(crate) struct FlowCredit {
     pub(crate) sender: CreditSender,
     pub(crate) id: SenderId,
-    /// Within the unscheduled allowance: needs no grant.
+    /// Whether it needs no grant, since it is within the unscheduled allowance.
     pub(crate) free: bool,
 }
 
 impl FlowCredit {
-    /// The receiver's place is `id`. Of a read nothing goes without a grant, since asking takes no time.
+    /// Returns the state of a message with the receiver's index `id`. All bytes of a read need a grant, since a request
+    /// takes no time.
     pub(crate) fn new(config: &CreditConfig, verb: Verb, id: SenderId) -> Self {
         let unscheduled_bytes = if verb == Verb::Read { 0 } else { config.unscheduled_bytes };
         let sender = CreditSender::new(&CreditConfig { unscheduled_bytes, ..*config });
@@ -72,8 +73,8 @@ impl Flow {
         }
     }
 
-    /// Payload of the next packet; 0 when there is nothing that may be sent. What was lost is sent again
-    /// within the credit that it had.
+    /// Returns the payload of the next packet, or 0 if nothing may be sent. Lost bytes are resent within the credit that
+    /// they had.
     fn sendable(&self, model: &Model) -> u64 {
         let len = u64::from(model.packet_bytes).min(self.bytes - self.next);
         match &self.credit {
@@ -89,19 +90,19 @@ impl Flow {
 #[derive(Default)]
 pub(crate) struct Host {
     control: VecDeque<Packet>,
-    /// Messages with something to send, in turn.
+    /// Messages with bytes to send, served round-robin.
     active: VecDeque<u32>,
     busy: bool,
     pub(crate) stopped: bool,
     pub(crate) receiver: Option<CreditReceiver>,
-    /// Messages by the slots of their senders in `receiver`.
+    /// Messages by the indices of their senders in `receiver`.
     pub(crate) flow_of: Vec<u32>,
     pub(crate) resent_bytes: u64,
     pub(crate) control_packets: u64,
 }
 
 impl Host {
-    /// A message may have something to send.
+    /// Queues a message that may have bytes to send.
     pub(crate) fn activate(
         &mut self,
         idx: u32,
@@ -118,7 +119,7 @@ impl Host {
     }
 
     /// Sends a control packet.
-    pub(crate) fn tell(
+    pub(crate) fn send_control(
         &mut self,
         packet: Packet,
         flows: &mut [Flow],
@@ -139,7 +140,7 @@ impl Host {
         if self.busy { Ok(()) } else { self.send(flows, model, events) }
     }
 
-    /// The link is free: the next packet goes.
+    /// Sends the next packet on the link, which is free.
     pub(crate) fn send(
         &mut self,
         flows: &mut [Flow],
@@ -202,19 +203,19 @@ impl Host {
         Ok(None)
     }
 
-    /// What the credit code of this receiver wants to be told, by message.
+    /// Takes the actions of this receiver's credit code, by message.
     pub(crate) fn credits(&mut self) -> Vec<(u32, Credit)> {
-        let mut told = Vec::new();
+        let mut credits = Vec::new();
         while let Some(action) = self.receiver.as_mut().and_then(CreditReceiver::next_action) {
             if let Action::Credit { sender, credit } = action {
-                told.push((self.flow_of[sender.slot()], credit));
+                credits.push((self.flow_of[sender.slot()], credit));
             }
         }
-        told
+        credits
     }
 }
 
-/// Submits a whole message. Returns what the receiver is to be told.
+/// Submits a whole message. Returns the demand for the receiver, if there is one.
 pub(crate) fn submit(flow: &mut Flow) -> Result<Option<Kind>, CreditError> {
     let Some(credit) = &mut flow.credit else { return Ok(None) };
     match credit.sender.submit(flow.bytes)? {

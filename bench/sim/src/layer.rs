@@ -1,20 +1,19 @@
-//! What a layer costs over a network when kernels post to the NIC by themselves, predicted.
+//! Predicts the time of a layer over a network when kernels post to the NIC by themselves.
 //!
-//! Two questions, one model. First the published one: a put to each of eight peers with a flag behind
-//! it, which shows whether the model is right where links decide. Then ours: dispatch and combine of
-//! a layer between clients and servers, one GPU and one 400 Gb/s link each.
+//! One model has two uses. The first is a published measurement: a put to each of eight peers with a flag behind it. It
+//! shows whether the model is right if links dominate. The second is dispatch and combine of a layer between clients
+//! and servers, with one GPU and one 400 Gb/s link each.
 //!
-//! A time is made of
+//! A time is the sum of
 //!
-//! - **posting**: what a kernel needs until its requests are with the NIC, *measured* on a GPU against
-//!   the software NIC ([`LayerModel::post_ns`], [`LayerModel::requests_per_us`]);
+//! - **posting**: the time until a kernel's requests are with the NIC, *measured* on a GPU against the software NIC
+//!   ([`LayerModel::post_ns`], [`LayerModel::requests_per_us`]);
 //! - **links**: the packets of all messages over one switch, *simulated* ([`run_messages`]);
 //! - **the NIC and the bus**: half of a published round trip ([`LayerModel::nic_ns`]);
 //! - **kernels**: everything else of dispatch, echo and combine, *measured* over NVLink with one token
 //!   ([`LayerModel::kernels_ns`]). Experts are not counted.
 //!
-//! What a posting costs besides time (request slots that run out) and NICs that cannot keep up with
-//! small requests are not modelled.
+//! The model has no limit of request slots, and no NICs that cannot keep up with small requests.
 
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -23,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Control, Message, Model, SimError, Traffic, Verb, run_messages};
 
-/// Inputs beside the links.
+/// Parameters of the model beside the links.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LayerModel {
     /// From a kernel's call until the doorbell of its group of requests, in nanoseconds.
@@ -44,15 +43,15 @@ pub struct LayerModel {
     pub request_row_bytes: u64,
     /// Bytes of a token in an answer, with flag.
     pub response_row_bytes: u64,
-    /// Requests to the NIC for one row, and as many again for the head of a frame.
+    /// Requests to the NIC for one row. The head of a frame takes as many.
     pub requests_per_row: u64,
 }
 
 impl Default for LayerModel {
     fn default() -> Self {
         Self {
-            // 16 rows with their flags in a post of one warp, and 8 queues that a kernel completes; queues
-            // in the GPU's memory, scope sys: bench/runs/2026-11-22-h200-posting, near host.
+            // One warp posts 16 rows with their flags, a kernel completes 8 queues, queues are in the GPU's
+            // memory, scope sys: bench/runs/2026-11-22-h200-posting, near host.
             post_ns: 1_980,
             requests_per_us: 206,
             // 16.7 µs round trip of small messages, kernel to kernel (arXiv 2511.15076).
@@ -70,7 +69,7 @@ impl Default for LayerModel {
     }
 }
 
-/// Clients, servers and how their senders are held back.
+/// Clients, servers and flow control of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerScenario {
     /// Attention clients.
@@ -79,14 +78,14 @@ pub struct LayerScenario {
     pub servers: usize,
     /// Flow control.
     pub control: Control,
-    /// Of the routing.
+    /// Seed of the routing.
     pub seed: u64,
 }
 
 /// A layer's parts, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LayerOutcome {
-    /// What was run.
+    /// The scenario.
     pub scenario: LayerScenario,
     /// Dispatch and combine together.
     pub layer_us: f64,
@@ -96,7 +95,7 @@ pub struct LayerOutcome {
     pub combine_us: f64,
     /// Posting of both.
     pub posting_us: f64,
-    /// What the busiest link's bytes take at least, both ways.
+    /// Least time of the busiest link's bytes, both ways.
     pub limit_us: f64,
     /// Servers that a token goes to, on average.
     pub servers_per_token: f64,
@@ -104,7 +103,7 @@ pub struct LayerOutcome {
     pub bytes_per_client: f64,
 }
 
-/// A put with a flag from everybody to everybody: microseconds until the last one is there.
+/// Simulates a put with a flag from each host to each host. Returns the microseconds until the last has arrived.
 ///
 /// # Errors
 /// [`SimError`].
@@ -119,7 +118,7 @@ pub fn put_and_flag(
             from,
             to: (from + nth) % peers,
             bytes,
-            // A block posts to a peer of its own, so nobody waits for another.
+            // Each block posts to a peer of its own, so no block waits for another.
             start_ps: layer.post_ns * 1_000,
         })
     });
@@ -133,7 +132,7 @@ pub fn put_and_flag(
     Ok(run_messages(&traffic, model)?.landed_ms * 1e3)
 }
 
-/// Dispatch and combine of one layer.
+/// Simulates dispatch and combine of one layer.
 ///
 /// # Errors
 /// [`SimError`].
@@ -179,8 +178,8 @@ pub fn run_layer(
     })
 }
 
-/// Rows from each client to each server: tokens choose experts uniformly, experts lie on servers in
-/// turn, and where there are more servers than experts, replicas of an expert take turns.
+/// Returns the rows from each client to each server. Tokens choose experts uniformly. Experts are on the servers
+/// round-robin. With more servers than experts, the replicas of an expert are used round-robin.
 fn route(scenario: &LayerScenario, layer: &LayerModel) -> Vec<Vec<u64>> {
     let mut rng = StdRng::seed_from_u64(scenario.seed);
     let servers = scenario.servers;
@@ -207,7 +206,7 @@ fn route(scenario: &LayerScenario, layer: &LayerModel) -> Vec<Vec<u64>> {
     rows
 }
 
-/// Messages with the times at which they are posted, and the longest posting in nanoseconds.
+/// Returns messages with the times of their posts, and the longest posting in nanoseconds.
 fn traffic(
     senders: usize,
     receivers: usize,

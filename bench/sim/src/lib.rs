@@ -1,25 +1,25 @@
-//! Many senders into few receivers over one switch, packet by packet, in discrete events.
+//! Simulates many senders into few receivers over one switch, packet by packet, in discrete events.
 //!
-//! Every sender sends one message to every receiver, all at once; or every receiver reads one from every
-//! sender. The model has what decides about incast and nothing else:
+//! Each sender sends one message to each receiver, all at once; or each receiver reads one message from each sender. The
+//! model has only the parts that matter for incast:
 //!
-//! - **Hosts** with one full-duplex link each. A host sends control packets first and its messages in
-//!   turn, packet by packet. A start is delayed by a random part of [`Model::jitter_ns`].
-//! - **One switch** that forwards to queues at its outputs. They share [`Model::buffer_bytes`]; a queue
-//!   may take [`Model::alpha`] times what is left of it.
-//! - **Loss** is repaired by going back: the receiver asks for the first byte that it misses, once, and
-//!   drops everything else until that byte comes; if that is lost too, the sender goes back after
-//!   [`Model::retry_ns`] of silence. Control packets are never lost.
-//! - **Pause** instead of loss: when more than [`Model::pause_bytes`] that came from one host are in the
-//!   switch, the host stops until half of them have left.
-//! - **Credits** are [`message_engine::credit`], the code that a receiver runs. Demands and credits are
-//!   packets on the same links, and take [`Model::control_ns`] to be looked at.
-//! - **Reads** are asked for by the receiver, in control packets that the sender's card answers by itself.
-//!   Their credits never leave the receiver: it asks itself, as the engine does, and posts what is granted
-//!   after [`Model::control_ns`].
+//! - **Hosts** have one full-duplex link each. A host sends control packets first. It sends its messages round-robin,
+//!   packet by packet. A random part of [`Model::jitter_ns`] delays each start.
+//! - **One switch** forwards to queues at its outputs. The queues share [`Model::buffer_bytes`]. A queue may take
+//!   [`Model::alpha`] times the free part.
+//! - **Loss** is repaired by go-back-N. The receiver requests the first missing byte once, and drops all other bytes
+//!   until it arrives. If it is lost again, the sender goes back after [`Model::retry_ns`] of silence. Control packets
+//!   are never lost.
+//! - **Pause** replaces loss: if the switch has more than [`Model::pause_bytes`] from one host, the host stops until half
+//!   of them have left.
+//! - **Credits** are [`message_engine::credit`], the code that a receiver runs. Demands and credits are packets on the same
+//!   links, and take effect after [`Model::control_ns`].
+//! - **Reads** are requested by the receiver, in control packets that the sender's NIC answers by itself. Their credits
+//!   never leave the receiver. It grants to itself, as the engine does, and posts the granted part after
+//!   [`Model::control_ns`].
 //!
-//! Not modelled: several switches, rate control by marks (DCQCN), the hosts' memory, the software
-//! around a transfer. The same seed gives the same result.
+//! Not modelled: several switches, rate control by marks (DCQCN), the hosts' memory, the software around a transfer. The
+//! same seed gives the same result.
 
 mod event;
 mod host;
@@ -32,30 +32,30 @@ use thiserror::Error;
 
 pub use net::{run, run_messages};
 
-/// How senders are held back.
+/// Flow control of the senders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum Control {
-    /// Not at all: the switch drops what it cannot hold.
+    /// None. The switch drops packets without room.
     Loss,
-    /// By the switch, which stops whole links.
+    /// The switch stops whole links.
     Pause,
-    /// By the receivers' credits, in turn.
+    /// The receivers grant credits round-robin.
     Credits,
-    /// By the receivers' credits, the shortest demand first.
+    /// The receivers grant credits, the shortest demand first.
     CreditsShortest,
 }
 
-/// Who moves the bytes.
+/// The operation that moves the bytes.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, clap::ValueEnum,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Verb {
-    /// The sender writes them.
+    /// The sender writes.
     #[default]
     Write,
-    /// The receiver reads them.
+    /// The receiver reads.
     Read,
 }
 
@@ -66,7 +66,7 @@ pub struct Model {
     pub ps_per_byte: u64,
     /// Payload of a full packet in bytes.
     pub packet_bytes: u32,
-    /// What surrounds a payload on the wire, in bytes: for RoCE v2 preamble 8, Ethernet 14 and 4, IPv4 20,
+    /// Bytes around a payload on the wire. For RoCE v2: preamble 8, Ethernet 14 and 4, IPv4 20,
     /// UDP 8, transport 12 and 4, gap 12.
     pub header_bytes: u32,
     /// A control packet on the wire, in bytes: a header and 16 bytes.
@@ -128,12 +128,12 @@ pub struct Scenario {
     pub receivers: usize,
     /// Bytes from every sender to every receiver.
     pub bytes: u64,
-    /// How senders are held back.
+    /// Flow control of the senders.
     pub control: Control,
     /// Whether senders write or receivers read.
     #[serde(default)]
     pub verb: Verb,
-    /// Of the starts.
+    /// Seed of the starts.
     pub seed: u64,
 }
 
@@ -146,40 +146,40 @@ pub struct Message {
     pub to: usize,
     /// Payload.
     pub bytes: u64,
-    /// When it is ready to be sent, in picoseconds.
+    /// Time at which it may be sent, in picoseconds.
     pub start_ps: u64,
 }
 
-/// Messages of any sizes. A host sends its own in turn, those that start together in this order.
+/// Messages of any sizes. A host sends its messages round-robin. Messages with the same start keep this order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Traffic {
     /// Sending hosts.
     pub senders: usize,
     /// Receiving hosts.
     pub receivers: usize,
-    /// What they send.
+    /// The messages.
     pub messages: Vec<Message>,
-    /// How senders are held back.
+    /// Flow control of the senders.
     pub control: Control,
     /// Whether senders write or receivers read.
     pub verb: Verb,
 }
 
-/// What came of messages.
+/// Figures of a set of messages.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Totals {
-    /// Until the last sender knew that its last message is there, in milliseconds; with reads until the
-    /// last receiver had its last one.
+    /// Milliseconds until the last sender knew that its last message had arrived. With reads, until the last message
+    /// had arrived.
     pub ms: f64,
-    /// Until the last message was there.
+    /// Milliseconds until the last message had arrived.
     pub landed_ms: f64,
-    /// As `ms` for the median message.
+    /// As `ms`, for the median message.
     pub median_message_ms: f64,
     /// Packets that the switch dropped.
     pub dropped_packets: u64,
-    /// Payload that was sent more than once, in bytes.
+    /// Resent payload in bytes.
     pub resent_bytes: u64,
-    /// Times that a sender went back by itself.
+    /// Retries after silence.
     pub timeouts: u64,
     /// Times that the switch stopped a link.
     pub pauses: u64,
@@ -189,22 +189,22 @@ pub struct Totals {
     pub control_packets: u64,
 }
 
-/// What came of it.
+/// Figures of an experiment.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Outcome {
-    /// What was run.
+    /// The experiment.
     pub scenario: Scenario,
     /// As [`Totals::ms`].
     pub ms: f64,
-    /// The same for the median message.
+    /// As [`Totals::median_message_ms`].
     pub median_message_ms: f64,
-    /// Payload into one receiver by the whole time, in 10^9 bytes per second.
+    /// Payload into one receiver over the whole time, in 10^9 bytes per second.
     pub gb_per_s_per_receiver: f64,
     /// Packets that the switch dropped.
     pub dropped_packets: u64,
-    /// Payload that was sent more than once, in bytes.
+    /// Resent payload in bytes.
     pub resent_bytes: u64,
-    /// Times that a sender went back by itself.
+    /// Retries after silence.
     pub timeouts: u64,
     /// Times that the switch stopped a link.
     pub pauses: u64,
@@ -217,26 +217,15 @@ pub struct Outcome {
 /// An experiment is not possible.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are part of the messages")]
 pub enum SimError {
     /// Counts or sizes out of range.
     #[error("{what} is {found}, expected {expected}")]
-    Scenario {
-        /// Which.
-        what: &'static str,
-        /// Value found.
-        found: u64,
-        /// What is allowed.
-        expected: &'static str,
-    },
-    /// The credit code found an error, which a simulated peer never causes.
+    Scenario { what: &'static str, found: u64, expected: &'static str },
+    /// The credit code reported an error. A simulated peer never causes one.
     #[error(transparent)]
     Credit(#[from] message_engine::credit::CreditError),
-    /// Nothing moves any more.
+    /// Messages are incomplete, and no event is left.
     #[error("after {ns} ns nothing moves, with {left} messages incomplete")]
-    Stuck {
-        /// Simulated time.
-        ns: u64,
-        /// Messages incomplete.
-        left: usize,
-    },
+    Stuck { ns: u64, left: usize },
 }

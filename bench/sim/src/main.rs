@@ -10,8 +10,8 @@ use serde::Serialize;
 
 /// Simulates many senders into few receivers on 400 Gb/s links, with and without credits.
 ///
-/// Every sender sends one message to every receiver, or every receiver reads one from every sender, so 32
-/// into 8 and 8 into 32 move the same bytes.
+/// Each sender sends one message to each receiver, or each receiver reads one from each sender. So 32 into 8 and 8 into
+/// 32 move the same bytes.
 #[derive(Parser)]
 struct Args {
     /// Folder for results.json, instead of printing.
@@ -23,7 +23,7 @@ struct Args {
     /// Bytes of a message.
     #[arg(long, value_delimiter = ',', default_value = "4096,65536,262144,1048576,8388608")]
     sizes: Vec<u64>,
-    /// How senders are held back.
+    /// Flow control of the senders.
     #[arg(long, value_delimiter = ',', default_value = "loss,pause,credits,credits-shortest")]
     controls: Vec<Control>,
     /// Whether senders write or receivers read.
@@ -35,13 +35,13 @@ struct Args {
     /// Packet memory of the switch in MiB.
     #[arg(long)]
     buffer_mib: Option<u64>,
-    /// What a queue may hold, as a multiple of the free packet memory.
+    /// Limit of a queue, as a multiple of the free packet memory.
     #[arg(long)]
     alpha: Option<f64>,
-    /// By how much receivers grant more than their link needs, in turn.
+    /// Factor by which receivers grant more than their link needs, with round-robin grants.
     #[arg(long)]
     overcommit: Option<u64>,
-    /// Microseconds of silence after which a sender goes back by itself.
+    /// Microseconds of silence after which a sender retries.
     #[arg(long)]
     retry_us: Option<u64>,
 }

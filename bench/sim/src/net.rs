@@ -1,4 +1,4 @@
-//! The experiment itself.
+//! The simulation of an experiment.
 
 use bench_harness::stats::of_sorted;
 use message_engine::credit::{
@@ -23,7 +23,7 @@ pub fn run(scenario: Scenario, model: &Model) -> Result<Outcome, SimError> {
     range("receivers", receivers as u64, MAX_HOSTS, "1 to 1024")?;
     let mut rng = StdRng::seed_from_u64(seed);
     let mut messages = Vec::with_capacity(senders * receivers);
-    // Each of those who begin begins with another of the others, as anyone would.
+    // Each initiator begins with another peer.
     let (beginners, others) = match verb {
         Verb::Write => (senders, receivers),
         Verb::Read => (receivers, senders),
@@ -153,7 +153,7 @@ impl<'a> Net<'a> {
             Event::Start(idx) => {
                 let from = flows[idx as usize].from;
                 match submit(&mut flows[idx as usize])? {
-                    Some(demand) => self.tell(from, idx, demand)?,
+                    Some(demand) => self.send_control(from, idx, demand)?,
                     None => hosts[from as usize].activate(idx, flows, model, events)?,
                 }
             }
@@ -168,7 +168,7 @@ impl<'a> Net<'a> {
                 }
                 Kind::Data { offset, len } => self.on_data(packet.flow, offset, len)?,
                 Kind::Ack(offset) => self.on_ack(packet.flow, offset),
-                // The card answers by itself.
+                // The NIC answers by itself.
                 Kind::Request(offset) => {
                     flows[packet.flow as usize].requested = offset;
                     hosts[packet.to as usize].activate(packet.flow, flows, model, events)?;
@@ -201,29 +201,29 @@ impl<'a> Net<'a> {
         Ok(())
     }
 
-    /// The receiver asks itself how much it may read.
+    /// Begins a read. With credits, the receiver submits the demand to itself.
     fn begin_read(&mut self, idx: u32) -> Result<(), SimError> {
         let flow = &mut self.flows[idx as usize];
         let (host, bytes) = (flow.to, flow.bytes);
         let Some(credit) = &mut flow.credit else {
-            return self.tell(host, idx, Kind::Request(bytes));
+            return self.send_control(host, idx, Kind::Request(bytes));
         };
         let Admission::Scheduled(demand) = credit.sender.submit(bytes)? else { return Ok(()) };
         let now_ns = self.events.now_ps / 1_000;
         if let Some(receiver) = &mut self.hosts[host as usize].receiver {
             receiver.handle(now_ns, credit.id, Credited::Demand(demand))?;
         }
-        self.tell_credits(host)
+        self.send_credits(host)
     }
 
-    fn post_read(&mut self, idx: u32, told: Credit) -> Result<(), SimError> {
+    fn post_read(&mut self, idx: u32, grant: Credit) -> Result<(), SimError> {
         let flow = &mut self.flows[idx as usize];
         let Some(credit) = &mut flow.credit else { return Ok(()) };
-        credit.sender.on_credit(Credit { unscheduled: 0, ..told })?;
+        credit.sender.on_credit(Credit { unscheduled: 0, ..grant })?;
         let allowance = credit.sender.allowance();
         credit.sender.sent(allowance)?;
-        let (host, upto) = (flow.to, told.granted);
-        if allowance == 0 { Ok(()) } else { self.tell(host, idx, Kind::Request(upto)) }
+        let (host, upto) = (flow.to, grant.granted);
+        if allowance == 0 { Ok(()) } else { self.send_control(host, idx, Kind::Request(upto)) }
     }
 
     fn on_data(&mut self, idx: u32, offset: u64, len: u32) -> Result<(), SimError> {
@@ -251,15 +251,15 @@ impl<'a> Net<'a> {
         {
             let now_ns = self.events.now_ps / 1_000;
             receiver.handle(now_ns, credit.id, Credited::Received(flow.expected))?;
-            self.tell_credits(host)?;
+            self.send_credits(host)?;
         }
         match answer {
-            // Who reads need not tell that it has read.
+            // A reader sends no acknowledgement.
             Some(Kind::Ack(offset)) if is_read => {
                 self.on_ack(idx, offset);
                 Ok(())
             }
-            Some(kind) => self.tell(host, idx, kind),
+            Some(kind) => self.send_control(host, idx, kind),
             None => Ok(()),
         }
     }
@@ -288,10 +288,10 @@ impl<'a> Net<'a> {
                 if let Some(receiver) = &mut self.hosts[packet.to as usize].receiver {
                     receiver.handle(now_ns, id, Credited::Demand(demand))?;
                 }
-                self.tell_credits(packet.to)
+                self.send_credits(packet.to)
             }
-            Kind::Credit(told) => {
-                credit.sender.on_credit(told)?;
+            Kind::Credit(grant) => {
+                credit.sender.on_credit(grant)?;
                 let host = &mut self.hosts[packet.to as usize];
                 Ok(host.activate(packet.flow, &mut self.flows, self.model, &mut self.events)?)
             }
@@ -299,11 +299,11 @@ impl<'a> Net<'a> {
         }
     }
 
-    fn tell_credits(&mut self, host: u16) -> Result<(), SimError> {
-        let told = self.hosts[host as usize].credits();
-        for (idx, credit) in told {
+    fn send_credits(&mut self, host: u16) -> Result<(), SimError> {
+        let credits = self.hosts[host as usize].credits();
+        for (idx, credit) in credits {
             match self.flows[idx as usize].verb {
-                Verb::Write => self.tell(host, idx, Kind::Credit(credit))?,
+                Verb::Write => self.send_control(host, idx, Kind::Credit(credit))?,
                 Verb::Read => {
                     self.events.after(self.model.control_ns * 1_000, Event::Post(idx, credit));
                 }
@@ -313,13 +313,13 @@ impl<'a> Net<'a> {
     }
 
     /// Sends a control packet about message `idx` from `host` to the other end.
-    fn tell(&mut self, host: u16, idx: u32, kind: Kind) -> Result<(), SimError> {
+    fn send_control(&mut self, host: u16, idx: u32, kind: Kind) -> Result<(), SimError> {
         let flow = &self.flows[idx as usize];
         let to = if host == flow.from { flow.to } else { flow.from };
         let bytes = self.model.control_bytes;
         let packet = Packet { flow: idx, from: host, to, bytes, kind };
         let host = &mut self.hosts[host as usize];
-        Ok(host.tell(packet, &mut self.flows, self.model, &mut self.events)?)
+        Ok(host.send_control(packet, &mut self.flows, self.model, &mut self.events)?)
     }
 }
 
@@ -341,5 +341,5 @@ fn credit_config(traffic: &Traffic, model: &Model) -> Option<CreditConfig> {
 
 /// 64 full packets.
 const ACK_EVERY_BYTES: u64 = 256 << 10;
-/// What host numbers and memory allow.
+/// Limit by the type of host numbers, and by memory.
 const MAX_HOSTS: u64 = 1024;

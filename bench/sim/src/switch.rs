@@ -7,7 +7,7 @@ use crate::{Control, Model};
 
 pub(crate) struct Switch {
     outputs: Vec<Output>,
-    /// Bytes in the switch by the host that they came from, and whether that is stopped.
+    /// For each host, its bytes in the switch and whether the switch has stopped it.
     inputs: Vec<(u64, bool)>,
     used_bytes: u64,
     pub(crate) dropped_packets: u64,
@@ -34,7 +34,7 @@ impl Switch {
         }
     }
 
-    /// A packet comes in.
+    /// Handles the arrival of a packet.
     pub(crate) fn take(
         &mut self,
         packet: Packet,
@@ -68,7 +68,7 @@ impl Switch {
         }
     }
 
-    /// The link of `port` is free: the next packet leaves.
+    /// Sends the next packet on the link of `port`, which is free.
     pub(crate) fn forward(&mut self, port: u16, model: &Model, events: &mut Events) {
         let output = &mut self.outputs[port as usize];
         let Some(packet) = output.queue.pop_front() else {

@@ -1,4 +1,4 @@
-//! The model keeps its own laws, and the credits keep their promise in it.
+//! Laws of the model, and the bounds that credits keep in it.
 
 use incast_sim::layer::{LayerModel, LayerOutcome, LayerScenario, put_and_flag, run_layer};
 use incast_sim::{Control, Model, Outcome, Scenario, Verb, run};
@@ -19,7 +19,7 @@ fn model() -> Model {
     Model { buffer_bytes: 2 << 20, ..Model::default() }
 }
 
-/// The time that the busiest link needs, in milliseconds.
+/// Returns the least time of the busiest link in milliseconds.
 fn limit_ms(senders: usize, receivers: usize, bytes: u64) -> f64 {
     let m = model();
     let packets = bytes.div_ceil(u64::from(m.packet_bytes));
@@ -27,7 +27,7 @@ fn limit_ms(senders: usize, receivers: usize, bytes: u64) -> f64 {
     (on_wire * senders.max(receivers) as u64 * m.ps_per_byte) as f64 / 1e9
 }
 
-/// What a receiver may have under way, with headers: no queue can be longer.
+/// Returns the most bytes in flight to a receiver, with headers. No queue can be longer.
 fn window_bytes() -> u64 {
     let m = model();
     let window = 4 * m.round_trip_ns() * 1_000 / m.ps_per_byte;
@@ -153,7 +153,7 @@ fn a_layer_is_slower_than_its_bytes_and_its_parts_add_up() {
         let sum = found.dispatch_us + found.combine_us + fixed_us;
         assert!((found.layer_us - sum).abs() < 1e-6, "{found:?}");
     }
-    // One server gets every token once; among very many a token meets as many servers as experts.
+    // One server gets each token once. Among very many servers, a token goes to as many servers as experts.
     assert!((layer_of(2, 1).servers_per_token - 1.0).abs() < 1e-9);
     assert!((layer_of(2, 256).servers_per_token - 8.0).abs() < 1e-9);
     let eight = layer_of(16, 8).servers_per_token;

@@ -35,7 +35,7 @@ impl Receivers {
                 slot: slot(plan),
                 transports: transports.kinds.clone(),
                 networks: transports.networks.clone(),
-                handshake_timeout: PATIENCE,
+                handshake_timeout: TIMEOUT,
                 ..ListenerConfig::default()
             };
             let listener = runtime.block_on(Listener::bind("127.0.0.1:0", config)).map_err(text)?;
@@ -53,7 +53,7 @@ impl Receivers {
         &self.addrs
     }
 
-    /// Waits for the threads, which end when their senders have left.
+    /// Waits for the threads. They end when their senders have closed.
     pub(crate) fn join(self) -> Result<(), String> {
         for thread in self.threads {
             thread.join().map_err(|_| "a receiving thread panicked".to_owned())??;
@@ -87,7 +87,7 @@ fn receive(
     let set = WaitSet::new().map_err(text)?;
     let mut lanes = Vec::with_capacity(plan.senders);
     for _ in 0..plan.senders {
-        let connection = connections.recv_timeout(PATIENCE).map_err(text)?;
+        let connection = connections.recv_timeout(TIMEOUT).map_err(text)?;
         set.attach(connection.channel.endpoint()).map_err(text)?;
         let id = credits.as_mut().map(CreditReceiver::join).transpose().map_err(text)?;
         let part = part(connection.peer.peer_id, idx as u64);
@@ -104,7 +104,7 @@ fn receive(
             open: true,
         });
     }
-    // Grants go to lanes by their place at the credit receiver.
+    // Grants name a lane by its index at the credit receiver.
     lanes.sort_by_key(|lane| lane.id.map_or(0, SenderId::slot));
     let start = Instant::now();
     let mut payload = Vec::new();
@@ -140,7 +140,7 @@ impl In {
     ) -> Result<bool, String> {
         let channel = &mut self.connection.channel;
         let mut moved = false;
-        // As much as the ring holds, then the others.
+        // At most a full ring, then the other lanes have their turn.
         for _ in 0..channel.layout().num_frames() {
             let Some(head) = take(channel, payload)? else { break };
             moved = true;
@@ -160,7 +160,7 @@ impl In {
                         self.of_message = 0;
                         self.done = Some(round);
                     }
-                    // A message is scheduled as a whole or not at all, as its sender does it.
+                    // The sender schedules a message as a whole or not at all.
                     if plan.bytes <= UNSCHEDULED_BYTES {
                         self.unscheduled += len;
                         Event::UnscheduledReceived(self.unscheduled)
@@ -170,7 +170,7 @@ impl In {
                     }
                 }
                 Head::Demand(demand) => Event::Demand(demand),
-                other => return Err(format!("a sender said {other:?}")),
+                other => return Err(format!("a sender sent {other:?}")),
             };
             if let (Some(credits), Some(id)) = (credits.as_mut(), self.id) {
                 let now_ns = start.elapsed().as_nanos() as u64;
@@ -205,7 +205,7 @@ struct Out {
     part: usize,
 }
 
-/// The sending process.
+/// Runs the sending process.
 pub(crate) fn send(plan: &Plan, addrs: &[String]) -> Result<(), String> {
     let runtime = runtime()?;
     let barrier = Arc::new(Barrier::new(plan.senders + 1));
@@ -213,14 +213,14 @@ pub(crate) fn send(plan: &Plan, addrs: &[String]) -> Result<(), String> {
     let mut threads = Vec::new();
     for idx in 0..plan.senders as u64 {
         let mut lanes = Vec::new();
-        // Every sender begins with another receiver, as anyone would.
+        // Each sender begins with another receiver.
         for nth in 0..plan.receivers {
             let receiver = (idx as usize + nth) % plan.receivers;
             let config = ConnectConfig {
                 slot: slot(plan),
                 transports: transports.kinds.clone(),
                 networks: transports.networks.clone(),
-                timeout: PATIENCE,
+                timeout: TIMEOUT,
                 ..ConnectConfig::default()
             };
             let hello = PeerHello { peer_id: idx, ..PeerHello::default() };
@@ -244,7 +244,7 @@ pub(crate) fn send(plan: &Plan, addrs: &[String]) -> Result<(), String> {
         threads.push(std::thread::spawn(move || {
             let result = send_all(&plan, &mut lanes, &barrier);
             if let Err(error) = &result {
-                // The others would wait at the barrier for ever.
+                // The other threads would wait at the barrier for ever.
                 eprintln!("incast: a sender failed: {error}");
                 std::process::exit(1);
             }
@@ -306,16 +306,16 @@ impl Out {
         Ok(())
     }
 
-    /// Sends one frame if it may, and takes in what the receiver says.
+    /// Sends one frame if credit allows, and handles the receiver's frames.
     fn turn(&mut self, plan: &Plan, round: u64, scratch: &mut Vec<u8>) -> Result<bool, String> {
         let channel = &mut self.connection.channel;
         let mut moved = false;
         while let Some(head) = take(channel, scratch)? {
             moved = true;
             match (head, &mut self.credit) {
-                (Head::Credit(told), Some(credit)) => credit.on_credit(told).map_err(text)?,
+                (Head::Credit(grant), Some(credit)) => credit.on_credit(grant).map_err(text)?,
                 (Head::Done { round: done }, _) if done == round => self.done = true,
-                (other, _) => return Err(format!("a receiver said {other:?} in round {round}")),
+                (other, _) => return Err(format!("a receiver sent {other:?} in round {round}")),
             }
         }
         if let Some(demand) = self.demand {
@@ -346,19 +346,19 @@ impl Out {
     }
 }
 
-/// Random bytes that both sides know. Every pair of peers has a part of its own.
+/// Returns random bytes that both sides know. Each pair of peers uses a part of its own.
 pub(crate) fn patterns(plan: &Plan) -> Arc<Vec<u8>> {
     let mut bytes = vec![0; plan.bytes as usize + NUM_PARTS * PART_STEP];
     StdRng::seed_from_u64(plan.bytes).fill_bytes(&mut bytes);
     Arc::new(bytes)
 }
 
-/// Where the part of a pair begins.
+/// Returns the offset of a pair's part.
 pub(crate) fn part(sender: u64, receiver: u64) -> usize {
     (sender * 1009 + receiver * 97) as usize % NUM_PARTS * PART_STEP
 }
 
-/// A part of the pattern for round `step`: the first byte of every piece tells rounds apart.
+/// Copies a part of the pattern for round `step`. The first byte of each piece depends on the round.
 fn stamp(pattern: &[u8], step: u8, out: &mut Vec<u8>) {
     out.clear();
     out.extend_from_slice(pattern);
@@ -402,4 +402,4 @@ fn runtime() -> Result<Runtime, String> {
 const UNSCHEDULED_BYTES: u64 = 4096;
 const NUM_PARTS: usize = 1024;
 const PART_STEP: usize = 64;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);

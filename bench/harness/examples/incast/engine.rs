@@ -1,8 +1,8 @@
-//! The same through the message engine: every sender and receiver is an engine with a thread of its own.
-//! Senders write into the receivers' memory, or receivers read the senders'.
+//! The measurement through the message engine: each sender and each receiver is an engine with a thread of its own.
+//! Senders write into the receivers' memory, or receivers read the senders' memory.
 //!
-//! A round begins with the start of all transfers, and ends with the end of the last. Then every byte is
-//! compared. The first round, which touches memory for the first time, does not count.
+//! A round begins with the start of all transfers, and ends with the end of the last. Then every byte is compared. The
+//! first round touches memory for the first time and does not count.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::Ipv4Addr;
@@ -17,10 +17,10 @@ use message_engine::engine::{
 use switchyard_bench_harness::engine::fabrics;
 
 use crate::ends::{part, patterns};
-use crate::{Ended, JOB, Measured, Over, Plan, say, text};
+use crate::{Figures, JOB, Over, Plan, Process, say, text};
 
 /// Runs a plan: the receivers here, the senders in a process of their own.
-pub(crate) fn run(plan: Plan) -> Result<Measured, String> {
+pub(crate) fn run(plan: Plan) -> Result<Figures, String> {
     let receivers: Vec<Engine> =
         (0..plan.receivers).map(|_| engine(&plan)).collect::<Result<_, _>>()?;
     let addrs: Vec<String> = receivers.iter().map(|engine| hex(&engine.metadata())).collect();
@@ -37,7 +37,7 @@ pub(crate) fn run(plan: Plan) -> Result<Measured, String> {
     let (mut ms, pattern) = (Vec::new(), patterns(&plan));
     let mut stamped = pattern.to_vec();
     for round in 0..=plan.rounds as u64 {
-        senders.tell(&format!("stamp {round}"))?;
+        senders.send_order(&format!("stamp {round}"))?;
         let took = match plan.over {
             Over::Reads => {
                 let begin = Instant::now();
@@ -46,7 +46,7 @@ pub(crate) fn run(plan: Plan) -> Result<Measured, String> {
                 finish(pairs.iter().map(read))?;
                 begin.elapsed().as_secs_f64() * 1e3
             }
-            _ => senders.tell("write")?.parse().map_err(text)?,
+            _ => senders.send_order("write")?.parse().map_err(text)?,
         };
         if round > 0 {
             ms.push(took);
@@ -60,10 +60,10 @@ pub(crate) fn run(plan: Plan) -> Result<Measured, String> {
             }
         }
     }
-    Ok(Measured { plan, transport, ms })
+    Ok(Figures { plan, transport, ms })
 }
 
-/// What the process of the senders does.
+/// The process of the senders.
 pub(crate) fn send(plan: &Plan, addrs: &[String]) -> Result<(), String> {
     let pattern = patterns(plan);
     let mut senders = Vec::new();
@@ -115,15 +115,15 @@ pub(crate) fn send(plan: &Plan, addrs: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// A sender and a receiver, at the receiver.
+/// A pair of a sender and a receiver, at the receiver.
 struct Pair {
     connection: Connection,
     memory: MemoryRegion,
-    /// Where the message belongs, and where it is in the sender's memory.
+    /// The message in the receiver's memory and in the sender's memory.
     here: Span,
     there: Descriptor,
     slot_at: u64,
-    /// Where it is in the pattern.
+    /// Offset of the message in the pattern.
     part_at: usize,
 }
 
@@ -140,8 +140,8 @@ fn meet_senders(plan: &Plan, receivers: &[Engine]) -> Result<Vec<Pair>, String> 
             let greeting = engine.next_notification(soon()).map_err(text)?;
             let position = connections.iter().position(|known| known.id() == greeting.connection);
             let connection = connections.swap_remove(position.ok_or("a stranger's notification")?);
-            let told = greeting.bytes;
-            let (numbers, descriptor) = told.split_at_checked(16).ok_or("a short greeting")?;
+            let bytes = greeting.bytes;
+            let (numbers, descriptor) = bytes.split_at_checked(16).ok_or("a short greeting")?;
             if descriptor.len() != DESCRIPTOR_BYTES {
                 return Err("a greeting without descriptor".to_owned());
             }
@@ -159,7 +159,7 @@ fn meet_senders(plan: &Plan, receivers: &[Engine]) -> Result<Vec<Pair>, String> 
     Ok(pairs)
 }
 
-/// Starts all, then waits for all.
+/// Starts all transfers, then waits for all.
 fn finish<E: std::fmt::Display>(
     starting: impl Iterator<Item = Result<Transfer, E>>,
 ) -> Result<(), String> {
@@ -167,9 +167,9 @@ fn finish<E: std::fmt::Display>(
     started.into_iter().try_for_each(|transfer| transfer.wait().map(drop)).map_err(text)
 }
 
-/// The process of the senders: does what it is told, line by line.
+/// Runs the process of the senders: carries out the parent's commands, line by line.
 struct Senders {
-    _child: Ended,
+    _child: Process,
     orders: std::process::ChildStdin,
     answers: std::io::Lines<BufReader<std::process::ChildStdout>>,
 }
@@ -177,13 +177,13 @@ struct Senders {
 impl Senders {
     fn new(mut child: std::process::Child) -> Result<Self, String> {
         let (orders, answers) = (child.stdin.take(), child.stdout.take());
-        let child = Ended(child);
+        let child = Process(child);
         let orders = orders.ok_or("the senders have no input")?;
         let answers = answers.ok_or("the senders have no output")?;
         Ok(Self { _child: child, orders, answers: BufReader::new(answers).lines() })
     }
 
-    fn tell(&mut self, order: &str) -> Result<String, String> {
+    fn send_order(&mut self, order: &str) -> Result<String, String> {
         writeln!(self.orders, "{order}").map_err(text)?;
         self.answers.next().ok_or("the senders have ended")?.map_err(text)
     }
@@ -211,7 +211,7 @@ fn engine(plan: &Plan) -> Result<Engine, String> {
     Engine::start(config).map_err(text)
 }
 
-/// The bytes that tell rounds apart: one in every page.
+/// Writes the number of the round into one byte of each page.
 fn each_stamp(bytes: usize, stamp: impl FnMut(usize)) {
     (5..bytes).step_by(4096).for_each(stamp);
 }
@@ -229,5 +229,5 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(300)
 }
 
-/// As much as no run has.
+/// More bytes than any run has.
 const UNLIMITED: u64 = 1 << 40;

@@ -1,21 +1,21 @@
-//! Many senders into few receivers over a real transport, with and without credits.
+//! Measures many senders into few receivers over a real transport, with and without credits.
 //!
 //! ```text
 //! cargo run --release -p switchyard-bench-harness --example incast -- [OPTION VALUE]…
 //!   --shapes 32v8,8v32           senders and receivers
 //!   --over channel               the transports of slots; writes or reads: the message engine
-//!   --credits off,turn,shortest  who is held back how; engine: with the engine's defaults
+//!   --credits off,turn,shortest  order of grants; engine: the engine's defaults
 //!   --bytes 8388608              from every sender to every receiver
-//!   --rounds 7                   of which the median is reported
+//!   --rounds 7                   the report has their median
 //!   --transport shm              as for --transport elsewhere; of the engine: cma, tcp, libfabric:…
-//!   --window 4194304             most granted bytes under way to one receiver
+//!   --window 4194304             most granted bytes in flight to one receiver
 //!   --slot 1048576               bytes of a slot, of 8 frames
 //!   --json FILE                  all results
 //! ```
 //!
-//! All senders are threads of one process, all receivers threads of another. A round begins when all
-//! senders are ready, and ends when every sender has heard from every receiver that its message was
-//! there, every byte of it compared. For the engine see `engine.rs`.
+//! All senders are threads of one process, all receivers are threads of another. A round begins when all senders are
+//! ready. It ends when each sender has a confirmation from each receiver that its message has arrived and that all of
+//! its bytes were right. For the engine see `engine.rs`.
 
 mod ends;
 mod engine;
@@ -29,7 +29,7 @@ use message_engine::credit::{CreditConfig, GrantOrder};
 use p2p_core::transports::{OpenNetworks, TransportSpec, Transports};
 use switchyard_bench_harness::stats::median;
 
-/// What a run is about.
+/// Settings of a run.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) senders: usize,
@@ -43,7 +43,7 @@ pub(crate) struct Plan {
     pub(crate) over: Over,
 }
 
-/// Which way the bytes go.
+/// The path of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Over {
     /// Frames of channels.
@@ -68,7 +68,7 @@ impl Over {
 }
 
 impl Plan {
-    /// Settings of the credits; `None` for none.
+    /// Returns the settings of the credits; `None` without credits.
     pub(crate) fn credit_config(&self) -> Result<Option<CreditConfig>, String> {
         let order = match self.credits.as_str() {
             "off" | "engine" => return Ok(None),
@@ -130,14 +130,14 @@ impl Plan {
     }
 }
 
-/// The times of one plan.
-pub(crate) struct Measured {
+/// The times of one run.
+pub(crate) struct Figures {
     pub(crate) plan: Plan,
     pub(crate) transport: String,
     pub(crate) ms: Vec<f64>,
 }
 
-impl Measured {
+impl Figures {
     fn median_ms(&self) -> f64 {
         median(&mut self.ms.clone())
     }
@@ -237,10 +237,10 @@ fn run_all() -> Result<(), String> {
 }
 
 /// Runs one plan: the receivers here, the senders in a process of their own.
-fn run(plan: Plan) -> Result<Measured, String> {
+fn run(plan: Plan) -> Result<Figures, String> {
     let receivers = ends::Receivers::start(&plan)?;
     let program = std::env::current_exe().map_err(text)?;
-    let mut child = Ended(
+    let mut child = Process(
         Command::new(program)
             .env(JOB, plan.encode(receivers.addrs()))
             .stdout(Stdio::piped())
@@ -260,26 +260,26 @@ fn run(plan: Plan) -> Result<Measured, String> {
         return Err(format!("the senders failed after {} of {} rounds", ms.len(), plan.rounds));
     }
     receivers.join()?;
-    Ok(Measured { plan, transport, ms })
+    Ok(Figures { plan, transport, ms })
 }
 
-/// A process that ends with its owner.
-pub(crate) struct Ended(pub(crate) Child);
+/// A child process. Dropping it kills the process.
+pub(crate) struct Process(pub(crate) Child);
 
-impl Drop for Ended {
+impl Drop for Process {
     fn drop(&mut self) {
-        // It has ended already if all went well.
+        // Without an error it has ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-fn ratio(all: &[Measured], credits: &str) {
+fn ratio(all: &[Figures], credits: &str) {
     let time = |senders, receivers| {
-        let is_it = |m: &&Measured| {
+        let is_it = |m: &&Figures| {
             (m.plan.senders, m.plan.receivers) == (senders, receivers) && m.plan.credits == credits
         };
-        all.iter().find(is_it).map(Measured::median_ms)
+        all.iter().find(is_it).map(Figures::median_ms)
     };
     for many in
         all.iter().filter(|m| m.plan.credits == credits && m.plan.senders > m.plan.receivers)
@@ -294,7 +294,7 @@ fn ratio(all: &[Measured], credits: &str) {
     }
 }
 
-fn json(all: &[Measured]) -> String {
+fn json(all: &[Figures]) -> String {
     let mut out = String::from("[\n");
     for (idx, measured) in all.iter().enumerate() {
         let Plan { senders, receivers, bytes, credits, window, slot, over, .. } = &measured.plan;
@@ -312,7 +312,7 @@ fn json(all: &[Measured]) -> String {
     out + "]\n"
 }
 
-/// For the parent, on standard output.
+/// Prints a line for the parent on standard output.
 pub(crate) fn say(line: &str) -> Result<(), String> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(text)

@@ -1,4 +1,4 @@
-//! What the frames of this benchmark hold: a word that says what, two numbers, and payload.
+//! The frames of this benchmark: a word with the kind, two numbers, and payload.
 
 use message_engine::credit::{Credit, Demand};
 use p2p_core::{AnyEndpoint, Channel};
@@ -44,7 +44,7 @@ impl Head {
     }
 }
 
-/// Sends one frame. False while the ring is full.
+/// Sends one frame. Returns false while the ring is full.
 pub(crate) fn put(
     channel: &mut Channel<AnyEndpoint>,
     head: Head,
@@ -60,7 +60,7 @@ pub(crate) fn put(
     Ok(true)
 }
 
-/// Takes one frame, if there is one: its head, and of data the payload, into `payload`.
+/// Takes one frame, if there is one. Returns its head, and copies the payload of data into `payload`.
 pub(crate) fn take(
     channel: &mut Channel<AnyEndpoint>,
     payload: &mut Vec<u8>,

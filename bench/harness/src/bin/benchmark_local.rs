@@ -1,5 +1,5 @@
-//! Commands from producers to the threads of a proxy on one host: rate, latency, and what idle threads
-//! cost. Every run first checks each word of the payload.
+//! Measures commands from producers to the threads of a proxy on one host: rate, latency, and the processor time of
+//! idle threads. Each run first checks every word of the payload.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -22,10 +22,10 @@ struct Args {
     /// Lanes of each thread.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     lanes: Vec<u32>,
-    /// Commands posted together, not more than the budget, and from a GPU not more than 32.
+    /// Commands posted together: at most the budget, and from a GPU at most 32.
     #[arg(long, value_delimiter = ',', default_value = "32")]
     batch: Vec<u32>,
-    /// Commands of a lane in flight at most.
+    /// Most commands of a lane in flight.
     #[arg(long, value_delimiter = ',', default_value = "64")]
     budget: Vec<u32>,
     /// Bytes of an object, a multiple of 16.
@@ -34,10 +34,10 @@ struct Args {
     /// Objects of each lane.
     #[arg(long, default_value_t = 1_000_000)]
     commands: u64,
-    /// What a post is.
+    /// Action of a post.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "null,copy")]
     post: Vec<PostKind>,
-    /// GPU that posts; without it, threads of this host do.
+    /// GPU that posts; threads of this host post without it.
     #[arg(long)]
     gpu: Option<u32>,
     /// The GPU's address on the PCI bus, for the choice of processors.
@@ -46,7 +46,7 @@ struct Args {
     /// The RDMA device, for the choice of processors.
     #[arg(long)]
     nic: Option<String>,
-    /// How long the processor time of idle threads is measured; 0: not at all.
+    /// Seconds for the measurement of idle threads' processor time; 0 leaves it out.
     #[arg(long, default_value_t = 2.0)]
     idle_seconds: f64,
     /// Prints a further row for each lane of a measurement.
@@ -58,7 +58,7 @@ struct Args {
 }
 
 impl Args {
-    /// Rows of figures for each number of threads, all of which can be measured.
+    /// Returns the rows for each number of threads, after a check that all can be measured.
     fn rows(&self) -> Result<Vec<Row>> {
         for threads in &self.threads {
             ensure!((1..=MAX_THREADS).contains(threads), "threads is {threads}: expected 1 to 64");
@@ -81,9 +81,9 @@ impl Args {
         Ok(rows)
     }
 
-    /// Measurements of `num_rows` rows for each number of threads.
+    /// Returns the number of measurements, with `num_rows` rows for each number of threads.
     fn num_steps(&self, num_rows: usize) -> usize {
-        // Words are compared, a GPU looks and measures one way, and each post has a rate and a round trip.
+        // One check, two more runs on a GPU (reads and one way), and a rate and a round trip for each post.
         let of_row = 1 + 2 * usize::from(self.gpu.is_some()) + 2 * self.post.len();
         self.threads.len() * (num_rows * of_row + usize::from(self.idle_seconds > 0.0))
     }
@@ -162,7 +162,7 @@ fn measure(
     Ok(())
 }
 
-/// A lane's own figures, beside what it was measured with.
+/// Returns a lane's own figures with the settings of the measurement.
 fn of_lane(all: &Value, mut lane: Value) -> Value {
     for key in ["bench", "producer", "post", "threads", "lanes", "batch", "budget", "object_bytes"]
     {
@@ -171,9 +171,9 @@ fn of_lane(all: &Value, mut lane: Value) -> Value {
     lane
 }
 
-/// Processor time of threads that find nothing.
+/// Measures the processor time of threads that find no commands.
 fn idle(args: &Args, bench: &Bench, policy: IdlePolicy, output: &mut Output) -> Result<()> {
-    // A peer with lanes, so that there is something to look at.
+    // Each thread has a peer with lanes to poll.
     let lanes = LaneConfig { num_lanes: 8, ..LaneConfig::default() };
     let run = Run {
         post: PostKind::Null,
@@ -211,7 +211,7 @@ fn idle(args: &Args, bench: &Bench, policy: IdlePolicy, output: &mut Output) -> 
     )
 }
 
-/// A GPU, or threads of this host.
+/// A GPU, or threads of this host without one.
 struct Producers(Option<Gpu>);
 
 impl Producers {
@@ -229,7 +229,7 @@ impl Producers {
 
 const MAX_THREADS: usize = 64;
 const COLUMNS: &[Column] = COLUMNS_PER_LANE.split_at(COLUMNS_PER_LANE.len() - 2).0;
-/// Which lane comes last, and "-" stands there for all of them together.
+/// The last two columns name the lane. They hold "-" in the row of all lanes together.
 const COLUMNS_PER_LANE: &[Column] = &[
     Column::text("bench", "/bench", 10),
     Column::text("post", "/post", 5),

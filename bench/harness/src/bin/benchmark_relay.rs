@@ -1,4 +1,4 @@
-//! The copy to a further GPU that a relay forwards with: by itself, and behind a proxy.
+//! Measures the copy to a further GPU by which a relay forwards: alone, and behind a proxy.
 
 use std::process::ExitCode;
 
@@ -9,10 +9,10 @@ use switchyard_bench_harness::proxy::output::{self, Output};
 #[derive(Debug, Parser)]
 #[command(about, version)]
 struct Args {
-    /// GPU next to the NIC, which copies.
+    /// GPU next to the NIC, which runs the copies.
     #[arg(long, default_value_t = 0)]
     near: u32,
-    /// GPU that is copied to.
+    /// Target GPU of the copies.
     #[arg(long, default_value_t = 1)]
     far: u32,
     /// Batches per size.

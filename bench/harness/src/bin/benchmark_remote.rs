@@ -1,8 +1,8 @@
-//! Objects from producers of one host, through the threads of a proxy, into slots of another: µs,
-//! millions of objects and gigabits a second, after every word of some rounds was compared.
+//! Measures objects from producers on one host, through the threads of a proxy, into slots of another host: µs,
+//! millions of objects and gigabits per second. Before, every word of some rounds is compared.
 //!
-//! `benchmark_remote --listen 0.0.0.0:7555` on one host, `benchmark_remote --connect HOST:7555` on the
-//! other, both with the same `--transport`.
+//! Run `benchmark_remote --listen 0.0.0.0:7555` on one host and `benchmark_remote --connect HOST:7555` on the other,
+//! both with the same `--transport`.
 
 use std::net::TcpListener;
 use std::process::ExitCode;
@@ -18,16 +18,16 @@ use switchyard_bench_harness::proxy::remote::{self, Plan};
 #[derive(Debug, Parser)]
 #[command(about, version)]
 struct Args {
-    /// Receives, for one sender.
+    /// Receives from one sender, at this address.
     #[arg(long, conflicts_with = "connect")]
     listen: Option<String>,
-    /// How long the receiver waits for a sender, in seconds.
+    /// Seconds that the receiver waits for a sender.
     #[arg(long, default_value_t = 600)]
     patience_s: u64,
-    /// Sends to this receiver.
+    /// Sends to the receiver at this address.
     #[arg(long, required_unless_present = "listen")]
     connect: Option<String>,
-    /// `libfabric`, `libfabric:PROVIDER` or `verbs`, as far as they are in this build.
+    /// `libfabric`, `libfabric:PROVIDER` or `verbs`, if this build has it.
     #[arg(long, default_value = "libfabric")]
     transport: String,
     /// Threads of the sender's proxy, with a pair of slots each.
@@ -36,19 +36,19 @@ struct Args {
     /// Bytes of an object.
     #[arg(long, default_value_t = 10_752)]
     object_bytes: u32,
-    /// Objects of each thread in flight at most.
+    /// Most objects of each thread in flight.
     #[arg(long, default_value_t = 64)]
     budget: u32,
     /// Objects posted together.
     #[arg(long, default_value_t = 32)]
     batch: u32,
-    /// Objects of each thread that are timed.
+    /// Timed objects of each thread.
     #[arg(long, default_value_t = 100_000)]
     commands: u64,
-    /// Rounds of objects whose every word is compared first.
+    /// Rounds of objects before the timed part. Every word of them is compared.
     #[arg(long, default_value_t = 8)]
     checks: u32,
-    /// GPU whose warps produce, one for each thread of the proxy; without it, threads of this host do.
+    /// GPU whose warps produce, one for each thread of the proxy; threads of this host produce without it.
     #[arg(long)]
     gpu: Option<u32>,
     /// The GPU's address on the PCI bus, for the choice of processors.

@@ -50,7 +50,7 @@ struct Channels {
 impl Worker {
     /// Starts a process for a role.
     pub(super) fn process(role: &Role) -> Result<Self> {
-        let binary = std::env::current_exe().context("cannot tell the path of this binary")?;
+        let binary = std::env::current_exe().context("cannot find the path of this binary")?;
         let mut child = Command::new(binary)
             .env(ROLE, serde_json::to_string(role)?)
             .stdin(Stdio::piped())

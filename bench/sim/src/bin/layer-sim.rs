@@ -23,7 +23,7 @@ struct Args {
     /// Further shapes, clients and servers, as in 32v64.
     #[arg(long, value_delimiter = ',', default_value = "32v8,32v32,32v64,32v128,32v320")]
     shapes: Vec<String>,
-    /// How senders are held back.
+    /// Flow control of the senders.
     #[arg(long, value_delimiter = ',', default_value = "pause,credits")]
     controls: Vec<Control>,
     /// Repetitions, with seeds 1, 2, …
@@ -49,7 +49,7 @@ struct Put {
     bytes: u64,
     published_us: f64,
     links_us: f64,
-    /// With what the smallest message of the table needs besides links.
+    /// Prediction, with the time of the table's smallest message beside its links.
     predicted_us: f64,
     ratio: f64,
 }
@@ -116,7 +116,7 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// The published table: what does not depend on the size comes from its row of 1 KiB.
+/// Predicts the published table. The part that does not depend on the size comes from its row of 1 KiB.
 fn published(layer: &LayerModel, model: &Model) -> anyhow::Result<Vec<Put>> {
     let links = |bytes| put_and_flag(8, bytes, layer, model);
     let fixed_row = PUBLISHED_8V8.iter().find(|(bytes, _)| *bytes == FIXED_FROM_BYTES);
@@ -158,11 +158,11 @@ const PUBLISHED_8V8: [(u64, f64); 22] = [
     (4 << 20, 747.0),
     (8 << 20, 1432.0),
 ];
-/// The row that what does not depend on the size is taken from.
+/// The row that gives the part that does not depend on the size.
 const FIXED_FROM_BYTES: u64 = 1 << 10;
-/// Of one switch.
+/// Ports of one switch.
 const SWITCH_PORTS: usize = 64;
-/// Through one more switch and its cable.
+/// Time through one more switch and its cable.
 const HOP_NS: u64 = 600;
 
 #[cfg(test)]
@@ -172,7 +172,7 @@ mod tests {
     #[test]
     fn the_published_table_is_met_where_links_decide() {
         let puts = published(&LayerModel::default(), &Model::default()).unwrap();
-        // At 256 KiB more than half is the number that the table's row of 1 KiB gave.
+        // At 256 KiB more than half of the time is the part taken from the row of 1 KiB.
         let is_link_bound = |put: &Put| put.links_us > 0.5 * put.published_us;
         let bound: Vec<u64> =
             puts.iter().filter(|put| is_link_bound(put)).map(|put| put.bytes).collect();
